@@ -11,11 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 HOOKS = ("fp16", "powersgd:RANK", "fp16-powersgd:RANK", "late")
-OPTIMIZERS = (
-    *("lion", "lion-mean", "one-bit", "zero-one", "demo", "shared-mask", "detonation"),
-    "sgd",  # with momentum, which is coded if `momentum` names a codec
-)
-"""pycomm's family, and the DeMo of PyPI's package detonation."""
+OPTIMIZERS = ("sgd",)  # with momentum, which is coded if `momentum` names a codec
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class Method:
     update: str = ""
     """The optimizer, one of `OPTIMIZERS`; empty: AdamW."""
     rate: float = 1.0
-    """What its learning rate is, beside AdamW's: steps by signs are larger."""
+    """What its learning rate is, beside AdamW's."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -79,12 +75,10 @@ class Method:
             pycomm.compress(wrapped, self.codec, feedback=feedback)
         if self.hook:
             _torch_hook(wrapped, self.hook, group)
-        if self.update == "detonation":
-            wrapped.register_comm_hook(None, no_exchange)
         return wrapped
 
     def optimizer(
-        self, model: DistributedDataParallel, lr: float, betas: tuple[float, float], steps: int
+        self, model: DistributedDataParallel, lr: float, betas: tuple[float, float]
     ) -> torch.optim.Optimizer:
         """Return this method's optimizer for a model that `wrap` has returned. Collective.
 
@@ -92,13 +86,10 @@ class Method:
             model: the model.
             lr: AdamW's learning rate.
             betas: AdamW's.
-            steps: steps of the training, of which a fifth is warm-up where there is one.
         """
         lr *= self.rate
         if self.update == "sgd":
             return _sgd(model, lr, betas[0], self.momentum)
-        if self.update:
-            return _optimizer(self.update, model, lr, betas, steps // 5)
         if self.momentum:
             import pycomm
 
@@ -118,49 +109,6 @@ def _sgd(
     import pycomm
 
     return pycomm.CodedSGD(model.parameters(), lr, momentum, model=model, codec=codec)
-
-
-def _optimizer(
-    name: str,
-    model: DistributedDataParallel,
-    lr: float,
-    betas: tuple[float, float],
-    warmup: int,
-) -> torch.optim.Optimizer:
-    import pycomm
-
-    parameters = model.parameters()
-    if name in ("lion", "lion-mean"):
-        result: Any = "mean" if name == "lion-mean" else "majority"
-        return pycomm.DistributedLion(parameters, lr, model=model, result=result)
-    if name == "one-bit":
-        return pycomm.OneBitAdam(parameters, lr, betas, model=model, warmup=warmup)
-    if name == "zero-one":
-        return pycomm.ZeroOneAdam(
-            parameters, lr, betas, model=model, freeze=warmup, local_steps=warmup
-        )
-    if name == "demo":
-        return pycomm.DeMo(parameters, lr, model=model)
-    if name == "shared-mask":
-        return pycomm.SharedMaskAdamW(parameters, lr, betas, model=model, warmup=warmup // 2)
-    if name == "detonation":
-        from detonation.optim.demo import DeMo
-
-        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-        groups = {
-            "sharding_parallel_group": alone[dist.get_rank()],
-            "replication_parallel_group": dist.group.WORLD,
-        }
-        made: torch.optim.Optimizer = DeMo(parameters, lr=lr, **groups)
-        return made
-    raise ValueError(f"unknown optimizer {name!r}: use one of {', '.join(OPTIMIZERS)}")
-
-
-def no_exchange(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Leave each rank its own gradients, for an optimizer that exchanges something itself."""
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 def _torch_hook(model: DistributedDataParallel, text: str, group: dist.ProcessGroup | None) -> None:
@@ -242,12 +190,6 @@ METHODS = (
     Method("pycomm, coded momentum, top-k 1 %", momentum=TOP_1),
     Method("pycomm, coded momentum, lean top-k 1 %", momentum=TOP_1, small="int8"),
     Method("pycomm, coded momentum, 2-bit top-k 1 %", momentum=TOP_1_BINS, small="int8"),
-    Method("pycomm, Distributed Lion, majority", update="lion", rate=0.2),
-    Method("pycomm, Distributed Lion, mean", update="lion-mean", rate=0.2),
-    Method("pycomm, 1-bit Adam", update="one-bit"),
-    Method("pycomm, 0/1 Adam", update="zero-one"),
-    Method("pycomm, DeMo", update="demo", rate=0.8),
-    Method("pycomm, shared mask 1 %", update="shared-mask"),
     Method("pycomm, exact SGD", update="sgd", rate=SGD_RATE),
     Method("pycomm, SGD, int8", codec="int8", update="sgd", rate=SGD_RATE),
     Method("pycomm, SGD, int4", codec="int4", update="sgd", rate=SGD_RATE),
@@ -263,7 +205,6 @@ METHODS = (
             ("top-k 1 %", TOP_1),
         )
     ),
-    Method("detonation, DeMo", "gloo", update="detonation", rate=0.8),
     Method("pycomm, PowerSGD rank 4", codec="powersgd:4"),
     Method("pycomm, auto", codec="auto"),
 )

@@ -155,7 +155,7 @@ def train(config: Config, method: Method) -> Iterator[dict[str, float]]:
     torch.manual_seed(config.seed)
     model = method.wrap(Transformer(config))
     betas = config.beta1, 0.95
-    optimizer = method.optimizer(model, config.learning_rate, betas, config.steps)
+    optimizer = method.optimizer(model, config.learning_rate, betas)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
     text, held_out = CORPORA[config.corpus]()
     data = batches(text, config, dist.get_rank(), dist.get_world_size())

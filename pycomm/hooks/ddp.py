@@ -77,7 +77,7 @@ class HookState(CompressionState):
         if self._leaving and bucket.index() == 0 and self._paid and self._may_leave(begins=True):
             self._leave()
         if self.removed:
-            return self._average(bucket.buffer())
+            return average(bucket.buffer(), self.process_group)
         if bucket.index() == 0:
             self._paid = self._leaving
             joined = torch._C._current_graph_task_id() == -1
@@ -103,17 +103,6 @@ class HookState(CompressionState):
     def _enter(self, name: str, parameter: torch.Tensor) -> None:
         why = "its gradient is sparse" if id(parameter) in self._sparse else ""
         self.add(clean(name), parameter, exact=why)
-
-    def _average(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Average exactly, as DDP does without a hook."""
-        tensor.div_(self.process_group.size())
-        work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
-        plain: torch.futures.Future[torch.Tensor]
-        if backend.find_native(self.process_group, tensor.device):
-            plain = load_c10d().then(work, lambda results: results[0])
-        else:
-            plain = work.get_future().then(lambda future: future.value()[0])
-        return plain
 
     def _unused(self) -> set[str]:
         # A joined rank had no backward, and the others have shared their map of used parameters by
@@ -158,6 +147,18 @@ class HookState(CompressionState):
                 f"{tuple(parameter.shape)} belongs to no parameter of this state's model"
             )
         return f"parameter{len(self._names)}"
+
+
+def average(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+    """Average a tensor exactly, in place, as DDP does without a hook."""
+    tensor.div_(group.size())
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    plain: torch.futures.Future[torch.Tensor]
+    if backend.find_native(group, tensor.device):
+        plain = load_c10d().then(work, lambda results: results[0])
+    else:
+        plain = work.get_future().then(lambda future: future.value()[0])
+    return plain
 
 
 def _settle_joined(model: DistributedDataParallel, *_: Any) -> None:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.hooks.ddp import HookState
-from pycomm.hooks.momentum import Find, Momenta
+from pycomm.hooks.momentum import OTHERS, Find, Momenta
 from pycomm.policy import Policy
 from pycomm.policy.names import clean
 from pycomm.reduction.look import Look
@@ -40,25 +40,49 @@ class MomentumState(Momenta, HookState):
         **options: Any,
     ) -> None:
         self._find = find
-        self._handles: list[Any] = []
+        self._handles: dict[str, Any] = {}  # of the coded parameters that get gradients
         super().__init__(codec, model, **options)
         self._begin_momenta(find, unit, refresh)
+        self._ignored = {
+            id(parameter)
+            for name, parameter in model.module.named_parameters()
+            if name in model.parameters_to_ignore
+        }
 
     def _enter(self, name: str, parameter: torch.Tensor) -> None:
         if self._find(parameter) is None:
-            self.add(clean(name), parameter, exact="another optimizer has it")
+            self.add(clean(name), parameter, exact=OTHERS)
             return
         super()._enter(name, parameter)
         if hasattr(self, "moments"):  # else the constructor makes them; this one was frozen
-            self._make_moment(clean(name))
+            self._make_late(clean(name))
 
     def _make_moment(self, name: str) -> CodedMoment | None:
         made = super()._make_moment(name)
         if made is not None:
-            look = Look(self, name)
-            handle = made.parameter.register_hook(look)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
+            self._watch(name, made.parameter)
         return made
+
+    def _watch(self, name: str, parameter: torch.Tensor) -> None:
+        """Look at a gradient before a backward adds to it, unless the parameter is frozen."""
+        if name not in self._handles and parameter.requires_grad:
+            handle = parameter.register_hook(Look(self, name))  # type: ignore[no-untyped-call]
+            self._handles[name] = handle
+
+    def begin_step(self, *, weigh: bool = True, absent: bool = False) -> None:
+        """See `CompressionState`. Parameters that were frozen may get gradients now."""
+        super().begin_step(weigh=weigh, absent=absent)
+        for name, moment in self.moments.items():
+            self._watch(name, moment.parameter)
+
+    def check_reduced(self, name: str, parameter: torch.Tensor) -> None:
+        """See `Momenta`. DDP's buckets have all parameters but these."""
+        if id(parameter) not in self._names and id(parameter) not in self._ignored:
+            raise Error(
+                f"rank {self.process_group.rank()}: {name} was frozen when the model was wrapped, "
+                "so DDP does not average its gradient, and ranks would differ: wrap the module in "
+                "a new DistributedDataParallel, and make the optimizer anew"
+            )
 
     def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """See `HookState`."""
@@ -91,7 +115,7 @@ class MomentumState(Momenta, HookState):
         return future.then(restore)
 
     def _kept(self) -> set[str]:
-        for name in self.moments:
+        for name in self._handles:  # a frozen one had no gradient
             self.look(name)
         return {name for name, moment in self.moments.items() if moment.base is not None}
 

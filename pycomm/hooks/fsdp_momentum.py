@@ -19,8 +19,9 @@ from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.hooks.fsdp import FSDPState
 from pycomm.hooks.fsdp_seams import units
-from pycomm.hooks.momentum import Find, Momenta
+from pycomm.hooks.momentum import OTHERS, Find, Momenta
 from pycomm.policy import Policy
+from pycomm.policy.exchange import gather
 from pycomm.reduction.bucket import Piece
 from pycomm.reduction.momentum.moment import CodedMoment, local
 
@@ -62,13 +63,13 @@ class ShardedMomentumState(Momenta, FSDPState):
         for name in names:
             tensor = self._tensor_of[name]()
             if name not in self._numbers and self._find(tensor) is None:
-                self.add(name, tensor, exact="another optimizer has it")
+                self.add(name, tensor, exact=OTHERS)
         before = set(self._numbers)
         super()._enter(names)
         if hasattr(self, "moments"):  # else the constructor makes them; these were frozen
             for name in names:
                 if name not in before:
-                    self._make_moment(name)
+                    self._make_late(name)
 
     def _shard_of(self, parameter: torch.Tensor) -> tuple[int, int]:
         if self._ranks == 1:
@@ -95,6 +96,13 @@ class ShardedMomentumState(Momenta, FSDPState):
         if group is not None and group.size() > 1:
             dist.all_reduce(sums, group=group)
         return sums
+
+    def on_any_rank(self, found: bool) -> bool:
+        """See `SingleCodedState`: a shard may be zero on one rank only."""
+        found = super().on_any_rank(found)
+        if self._shard_group is None:
+            return found
+        return any(one for (one,) in gather([found], self._shard_group, self._device))
 
     def _total(self, sums: torch.Tensor) -> torch.Tensor:
         # In a reduce-scatter each rank has a gradient of all rows, so it has the sums of all.

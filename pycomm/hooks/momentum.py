@@ -21,19 +21,23 @@ import torch.distributed as dist
 
 from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
+from pycomm.errors import Error
 from pycomm.feedback import Residual, Residuals
 from pycomm.feedback.rule import EXACT
-from pycomm.hooks.coded_once import CodedOnce
+from pycomm.hooks.single_coded import SingleCodedState
 from pycomm.policy import CODED
 from pycomm.reduction.bucket import Piece
 from pycomm.reduction.momentum.moment import CodedMoment
 from pycomm.reduction.momentum.sum_places import SumPlaces
 from pycomm.reduction.saved import known, residuals_of
 
+OTHERS = "another optimizer has it"
+"""Why a parameter travels exactly that the optimizer does not have."""
+
 Find = Callable[[torch.Tensor], "tuple[dict[str, Any], dict[str, Any]] | None"]
 
 
-class Momenta(CodedOnce):
+class Momenta(SingleCodedState):
     """The part of a state whose coded parameters exchange momentum, whatever wraps the model.
 
     A subclass calls `_begin_momenta` after it has entered its parameters.
@@ -67,6 +71,8 @@ class Momenta(CodedOnce):
         self._sums: torch.Tensor | None = None
         self._sum_places: SumPlaces | None = None
         self._pending = False  # a reduction that no optimizer step has used
+        self._stale = False  # a state was loaded since the last backward
+        self._added = False  # the optimizer has got parameters since the last step began
         self.moments = {}
         for name in self.decisions:
             self._make_moment(name)
@@ -108,6 +114,12 @@ class Momenta(CodedOnce):
         self.moments[name] = made
         return made
 
+    def _make_late(self, name: str) -> None:
+        """Code the momentum of a parameter that has come after the constructor."""
+        made = self._make_moment(name)
+        if made is not None:
+            made.begin(again=False)
+
     def _shard_of(self, parameter: torch.Tensor) -> tuple[int, int]:
         """Return the number of this rank's shard of a parameter, and the number of shards."""
         return 0, 1
@@ -118,11 +130,54 @@ class Momenta(CodedOnce):
         """Return the total over the shards of sums that ranks have for their own rows; on all."""
         return sums
 
+    def check_reduced(self, name: str, parameter: torch.Tensor) -> None:
+        """Check that a parameter's gradient has been averaged.
+
+        Raises:
+            Error: the wrapper never averages it.
+        """
+
+    def take_added(self) -> None:
+        """Code the parameters that the optimizer has got since.
+
+        While a momentum waits for the optimizer's step, they follow when the next step begins.
+        """
+        self._added = self._pending
+        if self._added:
+            return
+        for name, parameter in list(self._by_name.items()):
+            travels_exactly = self.decisions[name].parameter.exact == OTHERS
+            if travels_exactly and self._find(parameter) is not None:
+                self.add(name, parameter)
+                self._make_moment(name)
+
+    def drop_step(self) -> None:
+        """Drop what a backward has left that no optimizer step has used: a state is loaded."""
+        if self._pending:
+            self._thrown.update(self.moments)
+            self._stale = True
+        if self._sent is not None:
+            self._sent.wait()
+        self._sent = self._sums = None
+        self._pending = False
+        self.settle()
+        if self._added:
+            self.take_added()
+
     def take_sums(self) -> None:
         """Complete the exchange of second moments, before an optimizer's step; on all ranks.
 
         Also keeps what was sent for the momentum that is used now.
+
+        Raises:
+            Error: the momentum was made before a state was loaded.
         """
+        if self._stale and self._touched_moments:
+            raise Error(
+                f"rank {self.process_group.rank()}: a state was loaded after the last backward, "
+                "whose momentum would take the place of the loaded one: run a backward before the "
+                "step, or zero_grad() after loading"
+            )
         if self._pending:
             self.own.commit(self._touched_moments, self.step)
         received, numbers = None, []
@@ -176,6 +231,10 @@ class Momenta(CodedOnce):
                 self._sent.wait()  # its numbers belong to gradients that were not used
                 self._sent = self._sums = None
         super().begin_step(weigh=weigh, absent=absent)
+        self._stale = False
+        if self._added:
+            self._pending = False
+            self.take_added()
         self._set_refresh()  # a schedule may have changed the codecs
         self._scale = self._unit()
         for name, moment in self.moments.items():
@@ -331,6 +390,7 @@ class Momenta(CodedOnce):
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
         """See `CompressionState`."""
+        self.drop_step()
         super().load_state_dict(*states)
         self.own.clear()
         saved = {key: value for state in states for key, value in state.items()}

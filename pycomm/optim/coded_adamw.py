@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -10,26 +10,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.adamw import adamw
 
+from pycomm import _C
 from pycomm.arguments import typed, whole
 from pycomm.codecs import Codec
 from pycomm.compress import attach
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp_momentum import MomentumState
 from pycomm.hooks.fsdp_momentum import ShardedMomentumState, check_averages
-from pycomm.optim.adam import step_by_adamw
-from pycomm.optim.settings import (
-    check_dense,
-    check_parameters,
-    check_settings,
-    policy_of,
-    prepare,
-    rule_of,
-    settings_terms,
-)
+from pycomm.optim.loading import has_gradient, is_filling, load
+from pycomm.optim.settings import GroupChecks, policy_of, prepare, rule_of
 from pycomm.policy import Policy, agree_on_options
-from pycomm.policy.names import clean
-from pycomm.reduction.momentum.moment import local
+from pycomm.reduction.momentum.moment import NUMBERS_AND_SUMS, local
+from pycomm.reduction.momentum.scaled import native, written
 
 _NAME = "CodedAdamW"
 
@@ -103,12 +97,9 @@ class CodedAdamW(torch.optim.Optimizer):
         typed("scaler", scaler, torch.amp.GradScaler, None)
         refresh = whole("refresh", refresh, 0)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        check_settings(_NAME, defaults)
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            check_settings(_NAME, group)
         model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
-        policy = policy_of(_NAME, codec, biased=True)
+        policy = policy_of(_NAME, codec)
         rule = rule_of(_NAME, feedback)
         self._groups: dict[int, dict[str, Any]] = {}
         self._scaler = scaler
@@ -119,10 +110,11 @@ class CodedAdamW(torch.optim.Optimizer):
             module, groups = model.module, [model.process_group]
         else:
             groups = check_averages(model)
-        names = {id(p): clean(name) for name, p in module.named_parameters()}
-        check_parameters(_NAME, self.param_groups, names)
-        check_dense(_NAME, self.param_groups, module)
-        agree_on_options(self._terms(names, refresh), *groups)
+        self._checks = GroupChecks(_NAME, module, defaults)
+        self._checks.check(self.param_groups)
+        self._ranks = groups
+        lines = [f"refresh={refresh}, {'with' if scaler is not None else 'without'} a GradScaler"]
+        agree_on_options(lines + self._checks.terms(self.param_groups), *groups)
         made: MomentumState | ShardedMomentumState
         if _is_ddp(model):
             made = attach(model, lambda: MomentumState(policy, model, **given))
@@ -134,6 +126,25 @@ class CodedAdamW(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ for users
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See `torch.optim.Optimizer`; collective, between two steps.
+
+        Raises:
+            ValueError: a setting is out of range, or a parameter does not belong to the model.
+            WireMismatch: ranks add groups with different settings or parameters; on all ranks.
+        """
+        super().add_param_group(param_group)
+        if hasattr(self, "compression"):  # else the constructor treats all groups at once
+            added = self.param_groups[-1:]
+            try:
+                self._checks.check(added)
+                agree_on_options(self._checks.terms(added), *self._ranks)
+            except Exception:
+                self.param_groups.pop()
+                raise
+            self._groups.clear()
+            self.compression.take_added()
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take a step by the momentum of the last backward; on all ranks.
@@ -142,11 +153,20 @@ class CodedAdamW(torch.optim.Optimizer):
             closure: function that computes the gradients again and returns the loss.
 
         Raises:
-            Error: a GradScaler scaled the gradients, and the optimizer was made without it.
+            Error: a GradScaler scaled the gradients, and the optimizer was made without it; or DDP
+                does not average a parameter that was frozen when the model was wrapped; or a state
+                was loaded after the last backward.
         """
         ready, loss = prepare(self, self._scaler, closure)
         if not ready:
             return loss
+        if is_filling(self) and not self.compression.on_any_rank(has_gradient(self)):
+            self._fill()
+            return loss
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.compression.check_reduced(self._checks.names[id(parameter)], parameter)
         self.compression.take_sums()
         coded = {id(moment.parameter): moment for moment in self.compression.moments.values()}
         for one in coded.values():
@@ -176,7 +196,8 @@ class CodedAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: other groups, or parameters that were coded and are not, or the reverse.
         """
-        super().load_state_dict(state_dict)
+        self.compression.drop_step()
+        load(self, state_dict, NUMBERS_AND_SUMS)
         self._factor()
         self._rebind()
         coded = {id(moment.parameter) for moment in self.compression.moments.values()}
@@ -243,15 +264,31 @@ class CodedAdamW(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ parts of a step
 
+    def _fill(self) -> None:
+        """Make the states of parameters that have a gradient, as a template for a checkpoint."""
+        self.compression.drop_step()
+        coded = {id(moment.parameter): moment for moment in self.compression.moments.values()}
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is None:
+                continue
+            if (moment := coded.get(id(parameter))) is None:
+                self._start_exact(parameter)
+            else:
+                moment.start()
+                self.state[parameter] = moment.state
+
+    def _start_exact(self, parameter: torch.Tensor) -> None:
+        state = self.state[parameter]
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+
     def _step_exact(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         for parameter in parameters:
-            state = self.state[parameter]
-            if "exp_avg" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            self._start_exact(parameter)
         states = [self.state[parameter] for parameter in parameters]
-        step_by_adamw(
+        _step_by_adamw(
             group,
             [local(parameter) for parameter in parameters],
             [local(parameter.grad) for parameter in parameters],  # type: ignore[arg-type]
@@ -280,14 +317,6 @@ class CodedAdamW(torch.optim.Optimizer):
         state = self.state.get(parameter, {})
         return None if group is None else (group, state)
 
-    def _terms(self, names: dict[int, str], refresh: int) -> list[str]:
-        """Return what must be equal on all ranks, a line for each."""
-        scaled = "with" if self._scaler is not None else "without"
-        terms = [f"refresh={refresh}, {scaled} a GradScaler"]
-        keys = ("lr", "betas", "eps", "weight_decay")
-        terms += settings_terms(_NAME, self.param_groups, names, keys)
-        return terms
-
 
 def _is_ddp(model: nn.Module) -> TypeGuard[DistributedDataParallel]:
     if isinstance(model, DistributedDataParallel):
@@ -297,4 +326,55 @@ def _is_ddp(model: nn.Module) -> TypeGuard[DistributedDataParallel]:
     raise TypeError(
         "CodedAdamW takes a model wrapped in DistributedDataParallel or fully_shard, not "
         f"{type(model).__name__}"
+    )
+
+
+def _step_by_adamw(
+    settings: Mapping[str, Any],
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    states: Sequence[Mapping[str, Any]],
+) -> None:
+    """Take a step of torch's AdamW with parameters of one group.
+
+    On the CPU, float32 goes over each tensor once in C++ (csrc/core/adamw.cpp), all tensors in one
+    call; everything else by torch. A shard's values have the bits that they have in the whole.
+
+    Args:
+        settings: the group.
+        parameters: the parameters, or this rank's shards.
+        gradients: one for each parameter.
+        states: likewise.
+    """
+    beta1, beta2 = settings["betas"]
+    momenta = [local(state["exp_avg"]) for state in states]
+    squares = [local(state["exp_avg_sq"]) for state in states]
+    steps = [state["step"] for state in states]
+    if all(native(*each) for each in (parameters, gradients, momenta, squares, steps)):
+        _C.adamw_step(
+            [
+                (*(tensor.data_ptr() for tensor in tensors), tensors[0].numel())
+                for tensors in zip(parameters, gradients, momenta, squares, steps, strict=True)
+            ],
+            *(float(settings["lr"]), float(beta1), float(beta2)),
+            *(float(settings["eps"]), float(settings["weight_decay"])),
+            torch.get_num_threads(),
+        )
+        written(parameters)
+        return
+    adamw(
+        list(parameters),
+        list(gradients),
+        momenta,
+        squares,
+        [],
+        steps,
+        foreach=True,  # torch's fused kernel has other bits at the ends of shards
+        amsgrad=False,
+        beta1=float(beta1),
+        beta2=float(beta2),
+        lr=float(settings["lr"]),
+        weight_decay=float(settings["weight_decay"]),
+        eps=float(settings["eps"]),
+        maximize=False,
     )

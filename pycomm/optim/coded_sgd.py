@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
-from pycomm.arguments import number
+from pycomm.arguments import number, typed
 from pycomm.codecs import Codec
+from pycomm.compress import check_takes_hook
 from pycomm.feedback import Feedback, Residual
 from pycomm.feedback.rule import EXACT
-from pycomm.optim.base import LocalGradientOptimizer, Part
-from pycomm.optim.sent_momenta import SentMomenta
-from pycomm.optim.settings import policy_of, rule_of
-from pycomm.policy import Policy
+from pycomm.hooks.sent_momentum import SentMomentumState, sent_momentum_hook
+from pycomm.optim.loading import has_gradient, is_filling, load
+from pycomm.optim.settings import GroupChecks, policy_of, prepare, rule_of
+from pycomm.policy import Policy, agree_on_options
+from pycomm.policy.names import clean
 from pycomm.policy.quality import nominal_error
 from pycomm.reduction.momentum.moment import shortened
 
 MEASURED_EVERY = 16
 """Steps from one measurement of the codings' errors to the next; two numbers of each parameter."""
+_NAME = "CodedSGD"
 
 
-class CodedSGD(LocalGradientOptimizer):
+@dataclass(frozen=True)
+class Part:
+    """A parameter that takes part in a step."""
+
+    name: str
+    parameter: torch.Tensor
+    group: dict[str, Any]
+    """Its parameter group, with the settings."""
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """This rank's own gradient [shape], float32."""
+        assert self.parameter.grad is not None
+        return self.parameter.grad.float()
+
+
+class CodedSGD(torch.optim.Optimizer):
     """SGD whose momentum travels coded, in one bit a value or one value of a hundred.
 
     Feedback on gradients and momentum are two delays in series; here the momentum itself is coded,
@@ -40,8 +63,10 @@ class CodedSGD(LocalGradientOptimizer):
     of `torch.optim.SGD` to rounding. Source: Tang et al. 2021, "1-bit Adam", arXiv 2102.02888,
     algorithm 1, without its denominators.
 
-    Collective, and gradients as for `pycomm.DistributedLion`: DDP averages none any more, and
-    clipping bounds them rank by rank.
+    Collective: every rank makes one, after the model is wrapped and before the first backward. DDP
+    averages no gradients any more: after a backward each rank has those of its own data, and
+    clipping bounds them rank by rank. What travels is exchanged by the step, which all ranks take
+    together. A step in which a rank's values are not finite is skipped by all, and leaves no trace.
 
     Args:
         params: parameters or groups, as for `torch.optim.SGD`.
@@ -70,6 +95,8 @@ class CodedSGD(LocalGradientOptimizer):
         ... )  # doctest: +SKIP
     """
 
+    _step_supports_amp_scaling = True  # `step` skips what overflows, and can tell of a scaler
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -83,21 +110,81 @@ class CodedSGD(LocalGradientOptimizer):
         feedback: str | Feedback = "residual",
         seed: int = 0,
     ) -> None:
-        self._policy = policy_of("CodedSGD", codec, biased=True)
-        self._coding: dict[str, Any] = {"feedback": rule_of("CodedSGD", feedback), "seed": seed}
+        typed("model", model, nn.Module)
+        typed("scaler", scaler, torch.amp.GradScaler, None)
+        policy, rule = policy_of(_NAME, codec), rule_of(_NAME, feedback)
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+        model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
+        if not isinstance(model, DistributedDataParallel):
+            raise TypeError(_refusal(model))
+        self._scaler = scaler
         self._codecs: dict[str, Codec] = {}  # of the steps before, by parameter
-        settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(params, settings, model=model, scaler=scaler)
+        self._checks = GroupChecks(_NAME, model.module, defaults)
+        self._checks.check(self.param_groups)
+        self._ignored = set(map(clean, model.parameters_to_ignore))
+        self._check_reduced(self.param_groups)
+        self.process_group: dist.ProcessGroup = model.process_group
+        lines = [f"{_NAME}, {'with' if scaler is not None else 'without'} a GradScaler"]
+        lines += self._checks.terms(self.param_groups)
+        agree_on_options(lines, self.process_group)
+        check_takes_hook(model)
+        self.compression = SentMomentumState(
+            policy,
+            scaled=scaler is not None,
+            process_group=self.process_group,
+            feedback=rule,
+            seed=seed,
+        )
+        """Codecs and what this rank keeps for itself, residuals and what it has sent: `summary()`,
+        and `state_dict()`, which a checkpoint keeps beside the optimizer's own."""
+        self.compression.stays_because = (
+            "CodedSGD keeps momenta that new members do not have: wrap the module in a new "
+            "DistributedDataParallel, make a new CodedSGD and call its adopt_state on all ranks"
+        )
+        self._enter(self.param_groups)
+        model.register_comm_hook(self.compression, sent_momentum_hook)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`."""
+        """See `torch.optim.Optimizer`; collective, between two steps.
+
+        Raises:
+            ValueError: a setting is out of range, or a parameter does not belong to the model.
+            WireMismatch: ranks add groups with different settings or parameters; on all ranks.
+        """
         momentum = param_group.get("momentum", self.defaults["momentum"])
         if not 0 <= number("momentum", momentum) < 1:
             raise ValueError(f"CodedSGD: momentum={momentum} must be from 0 to below 1")
         super().add_param_group(param_group)
+        if hasattr(self, "compression"):  # else the constructor treats all groups at once
+            added = self.param_groups[-1:]
+            try:
+                self._checks.check(added)
+                self._check_reduced(added)
+                agree_on_options(self._checks.terms(added), self.process_group)
+            except Exception:
+                self.param_groups.pop()
+                raise
+            self._enter(added)
 
-    def _make_state(self) -> SentMomenta:
-        return SentMomenta(self._policy, process_group=self.process_group, **self._coding)
+    def _check_reduced(self, groups: list[dict[str, Any]]) -> None:
+        """Check that DDP ignores no parameter, since the step averages all of them."""
+        for group in groups:
+            for name in (self._checks.names[id(p)] for p in group["params"]):
+                if name in self._ignored:
+                    raise ValueError(
+                        f"CodedSGD: DistributedDataParallel ignores {name}, which ranks are to "
+                        "have for themselves: give it to another optimizer"
+                    )
+
+    def _enter(self, groups: list[dict[str, Any]]) -> None:
+        """Let the parameters of groups travel; collective."""
+        added = {id(p) for group in groups for p in group["params"]}
+        self.compression.owned |= added
+        for name, parameter in self._checks.parameters.items():
+            if id(parameter) in added:
+                self.compression.add(name, _float32(parameter))
+        self.compression.agree()
 
     def to_sgd(self, **options: Any) -> torch.optim.SGD:
         """Return torch's SGD with the same groups and momenta; this optimizer remains as it is.
@@ -120,11 +207,58 @@ class CodedSGD(LocalGradientOptimizer):
             if buffer is not None:
                 self.state[parameter] = {"momentum_buffer": buffer.clone()}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, on any number of ranks."""
+        load(self, state_dict, ("coding_error",))
+        self._codecs.clear()  # the error in the state belongs to the codec that comes
+
+    def adopt_state(self, previous: CodedSGD) -> None:
+        """Continue from the optimizer of a group that has lost ranks; collective.
+
+        The momentum is that of the first remaining rank, residuals are those of each remaining
+        rank; see `CompressionState.adopt_state`.
+
+        Args:
+            previous: the old optimizer, for the same parameters in the same order.
+        """
+        typed("previous", previous, CodedSGD)
+        saved = [previous.state_dict()]
+        first = dist.get_global_rank(self.process_group, 0)
+        dist.broadcast_object_list(saved, src=first, group=self.process_group)
+        self.load_state_dict(saved[0])
+        self.compression.adopt_state(previous.compression)
+
     # ------------------------------------------------------------------ a step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take a step by the gradients of all ranks, which all of them take together.
+
+        Args:
+            closure: function that computes the gradients again and returns the loss.
+
+        Raises:
+            Error: a GradScaler scaled the gradients, and the optimizer was made without it.
+        """
+        ready, loss = prepare(self, self._scaler, closure)
+        if not ready:
+            return loss
+        self.compression.follow_members()  # raises if they have changed
+        parts = [
+            Part(self._checks.names[id(parameter)], parameter, group)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        if is_filling(self) and not self.compression.on_any_rank(has_gradient(self)):
+            for part in parts:  # as a template for a checkpoint
+                self._start(part)
+        elif parts:
+            self._take(parts)
+        return loss
 
     def _take(self, parts: list[Part]) -> None:
         state = self.compression
-        assert isinstance(state, SentMomenta)
         own = state.own
         momenta = {part.name: self._momentum(part, own) for part in parts}
         means = self._exchange(momenta)
@@ -145,10 +279,29 @@ class CodedSGD(LocalGradientOptimizer):
         if errors and self.process_group.size() > 1:
             self._measure(parts, errors)
 
-    def _momentum(self, part: Part, own: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return b o + (1 - b) (g + wd x), float32 [shape]; start the parameter's state."""
-        state = self.state[part.parameter]
-        momentum = float(part.group["momentum"])
+    def _exchange(self, momenta: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        """Average momenta over the ranks, coded; collective.
+
+        Args:
+            momenta: float32 [shape] by parameter name.
+
+        Returns:
+            The averages, flat; None: they are not finite, on any rank, and nothing has changed.
+        """
+        state, overflows = self.compression, self.compression.overflows
+        flat = torch.cat([value.reshape(-1) for value in momenta.values()])
+        state.begin_step()
+        flat = state.reduce(flat, list(momenta)).wait()
+        state.end_step()
+        state.settle()
+        if state.overflows > overflows:
+            return None
+        sizes = [value.numel() for value in momenta.values()]
+        return dict(zip(momenta, torch.split(flat, sizes), strict=True))
+
+    def _start(self, part: Part) -> dict[str, Any]:
+        """Return a parameter's state, which begins if it is empty."""
+        state: dict[str, Any] = self.state[part.parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(part.parameter)
         codec = self.compression.decisions[part.name].codec
@@ -161,6 +314,11 @@ class CodedSGD(LocalGradientOptimizer):
             if part.name in self._codecs or not state["coding_error"]:
                 state["coding_error"].fill_(0.0 if codec == EXACT else nominal_error(codec) ** 2)
             self._codecs[part.name] = codec
+        return state
+
+    def _momentum(self, part: Part, own: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return b o + (1 - b) (g + wd x), float32 [shape]."""
+        state, momentum = self._start(part), float(part.group["momentum"])
         before = own.get(part.name)
         if before is None:  # it goes on from what all have agreed on
             before = state["momentum_buffer"].float() * (1 - momentum)
@@ -184,7 +342,6 @@ class CodedSGD(LocalGradientOptimizer):
         if residual is None:
             return momentum, squares
         state = self.compression
-        assert isinstance(state, SentMomenta)
         # The step is committed: what it has written is current, and the other side is still there.
         after, before = residual.load_worker(), state.before.pop(name, None)
         coded = momentum.reshape(-1) + (residual.written_worker() if before is None else before)
@@ -198,6 +355,21 @@ class CodedSGD(LocalGradientOptimizer):
         sums = torch.stack(squares)
         dist.all_reduce(sums, group=self.process_group)
         for part, (left, coded) in zip(parts, sums.tolist(), strict=True):
-            if left > 0 and coded > 0:
+            if left > 0 and math.isfinite(coded):
                 error = self.state[part.parameter]["coding_error"]
                 error.mul_(0.75).add_(0.25 * min(1.0, left / coded))
+
+
+def _float32(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a float32 tensor of a parameter's shape that takes no memory."""
+    one = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return one.expand(parameter.shape)
+
+
+def _refusal(model: nn.Module) -> str:
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return (
+            "CodedSGD takes a model in DistributedDataParallel: each rank needs the gradients of "
+            "whole parameters. For fully_shard use pycomm.CodedAdamW"
+        )
+    return f"CodedSGD takes a model wrapped in DistributedDataParallel, not {type(model).__name__}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.policy import Policy
+from pycomm.policy.names import clean
 
 
 def check_settings(who: str, settings: dict[str, Any]) -> None:
@@ -37,60 +38,66 @@ def check_settings(who: str, settings: dict[str, Any]) -> None:
         raise ValueError(f"{who}: {given} must be finite and at least 0")
 
 
-def check_parameters(who: str, groups: list[dict[str, Any]], names: dict[int, str]) -> None:
-    """Check that the parameters of an optimizer are those of the model.
+class GroupChecks:
+    """Checks of an optimizer's groups against its model, also of those that are added later.
 
     Args:
         who: name of the optimizer.
-        groups: its parameter groups.
-        names: names of the model's parameters by id.
-
-    Raises:
-        ValueError: a parameter is not the model's.
+        module: the module in the wrapper.
+        settings: names of a group's settings, which are equal on all ranks.
     """
-    for group in groups:
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise ValueError(
-                    f"{who}: a parameter of shape {tuple(parameter.shape)} does not belong to the "
-                    "model: pass the model that was wrapped, and its own parameters"
-                )
+
+    def __init__(self, who: str, module: nn.Module, settings: Iterable[str]) -> None:
+        self._who, self._settings = who, tuple(settings)
+        self.parameters = {clean(name): p for name, p in module.named_parameters()}
+        """The model's parameters by name."""
+        self.names = {id(p): name for name, p in self.parameters.items()}
+        """Their names by id."""
+        self._sparse = {
+            id(part.weight): name or type(part).__name__
+            for name, part in module.named_modules()
+            if getattr(part, "sparse", False) and hasattr(part, "weight")
+        }
+
+    def check(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Check settings and parameters of groups.
+
+        Raises:
+            TypeError: a setting is no number.
+            ValueError: a setting is out of its range, or a parameter is not the model's or has
+                sparse gradients.
+        """
+        for group in groups:
+            check_settings(self._who, group)
+            for parameter in group["params"]:
+                if id(parameter) not in self.names:
+                    raise ValueError(
+                        f"{self._who}: a parameter of shape {tuple(parameter.shape)} does not "
+                        "belong to the model: pass the model that was wrapped, and its own "
+                        "parameters"
+                    )
+                if id(parameter) in self._sparse:
+                    raise ValueError(
+                        f"{self._who}: {self._sparse[id(parameter)]} has sparse gradients, which "
+                        "it does not take: make it with sparse=False, or give its weight to "
+                        "another optimizer"
+                    )
+
+    def terms(self, groups: Iterable[dict[str, Any]]) -> list[str]:
+        """Return the settings of groups and their parameters, which are equal on all ranks."""
+        return [
+            f"group {i} of {self._who}: { ({key: group[key] for key in self._settings}) } of "
+            + ",".join(self.names[id(p)] for p in group["params"])
+            for i, group in enumerate(groups)
+        ]
 
 
-def check_dense(who: str, groups: list[dict[str, Any]], module: nn.Module) -> None:
-    """Check that no parameter of an optimizer has sparse gradients.
-
-    Raises:
-        ValueError: one has.
-    """
-    known = {id(p) for group in groups for p in group["params"]}
-    for name, part in module.named_modules():
-        if getattr(part, "sparse", False) and id(getattr(part, "weight", None)) in known:
-            raise ValueError(
-                f"{who}: {name or type(part).__name__} has sparse gradients, which it does not "
-                "take: make it with sparse=False, or give its weight to another optimizer"
-            )
-
-
-def settings_terms(
-    who: str, groups: list[dict[str, Any]], names: dict[int, str], keys: tuple[str, ...]
-) -> list[str]:
-    """Return the settings of all groups and their parameters, which are equal on all ranks."""
-    terms = []
-    for i, group in enumerate(groups):
-        settings = {key: group[key] for key in keys}
-        members = ",".join(names[id(p)] for p in group["params"])
-        terms.append(f"group {i} of {who}: {settings} of {members}")
-    return terms
-
-
-def policy_of(who: str, codec: str | Codec | Policy, *, biased: bool) -> Policy:
-    """Return the policy of values that are coded with feedback.
+def policy_of(who: str, codec: str | Codec | Policy) -> Policy:
+    """Return the policy of a momentum, whose coding errors return in the next step.
 
     Args:
         who: name of the optimizer.
         codec: a codec or a policy, or the text of either.
-        biased: errors return in the values, so that those of unbiased codecs would pile up.
 
     Raises:
         ValueError: a codec cannot be used so.
@@ -104,7 +111,7 @@ def policy_of(who: str, codec: str | Codec | Policy, *, biased: bool) -> Policy:
     for one in policy.named():
         if one.combine == "factors":
             raise ValueError(f"{who}: {one.name} averages factors: take another codec")
-        if biased and one.unbiased:
+        if one.unbiased:
             remedy = "scale=mmse" if one.name == "eden" else "another codec"
             raise ValueError(
                 f"{who}: {one.spec()} is unbiased, so its errors would pile up in the "

@@ -13,7 +13,7 @@ whichever sends fewer bytes. That depends on sizes alone, so all ranks choose al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
 
@@ -61,24 +61,14 @@ class SingleCoding:
     Args:
         bucket: layout, codecs and residuals of the values; no codec combines by factors.
         group: any process group whose backend has all_gather and all_to_all_single.
-        answer: codec of the owners' results for values whose codec is coarse.
-        refine: function that changes the owners' averages in place, before they are coded.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        group: dist.ProcessGroup,
-        *,
-        answer: Codec = ANSWER,
-        refine: Callable[[torch.Tensor], object] | None = None,
-    ) -> None:
+    def __init__(self, bucket: Bucket, group: dist.ProcessGroup) -> None:
         # The bucket is not stored, since it holds this object: its memory would stay until the
         # cycle is collected.
         self._group = group
         self._ranks, self._rank = group.size(), group.rank()
-        self._answers = _answers(bucket, answer)
-        self._refine = refine
+        self._answers = _answers(bucket)
         grain = lcm(GRAIN, *(a.codec.granule or 1 for a in self._answers.pieces))
         self._chunks = chunks(bucket.pieces, self._ranks, grain)
         sent, back = total_bytes(whole(bucket.pieces)), total_bytes(whole(self._answers.pieces))
@@ -145,8 +135,6 @@ class SingleCoding:
                 variable=any(map(is_variable, dealt)),
             )
             self._add_up(values, own, coder, came.parts())
-        if self._refine is not None:
-            self._refine(values)
         return self._send_back(values, seed ^ _ANSWER_SEED, step)
 
     def _send_back(self, values: torch.Tensor, seed: int, step: int) -> torch.Tensor:
@@ -188,10 +176,10 @@ class SingleCoding:
         return found_inf[0] == 0
 
 
-def _answers(bucket: Bucket, answer: Codec) -> Bucket:
+def _answers(bucket: Bucket) -> Bucket:
     """Return the bucket of the owners' results: the same pieces, finely coded, without residual."""
     pieces = [
-        replace(p, codec=answer if is_coarse(p.codec) else p.codec, residual=None)
+        replace(p, codec=ANSWER if is_coarse(p.codec) else p.codec, residual=None)
         for p in bucket.pieces
     ]
     answers = Bucket([], [], None, torch.device("cpu"))

@@ -605,6 +605,7 @@ class CompressionState(BucketReducer):
                 remain undecided and hidden until one does or the gradients are thrown away.
         """
         if not self._finite:
+            self._thrown.clear()  # nothing is undecided
             return
         finite = all([check() for check in self._finite])
         came = finite and self._complete and not self._discarded

@@ -109,11 +109,6 @@ METHODS: dict[str, Callable[[], list[torch.Tensor]]] = {
     "coded momentum, int4": optimizer("CodedAdamW", codec="int4"),
     "sharded momentum": sharded_momentum,
     "sgd": optimizer("CodedSGD", codec="sign"),
-    "lion": optimizer("DistributedLion"),
-    "one-bit": optimizer("OneBitAdam", warmup=2),
-    "zero-one": optimizer("ZeroOneAdam", freeze=2),
-    "demo": optimizer("DeMo"),
-    "shared mask": optimizer("SharedMaskAdamW", warmup=2),
     "local": local(codec="int4"),
     "local in streams": local(codec="topk:0.05,values=bins2", fragments=2),
 }

@@ -51,6 +51,10 @@ BOUND = 3.0
 values of a matrix. Second moments are known after the coding, up to some steps later: without a
 bound, one gradient that is a hundred times too large moves all values by dozens of learning rates,
 and stays in the momentum. Adam divides it by a root that it has enlarged itself."""
+NUMBERS_AND_SUMS = (
+    *("row", "column", "moment_weight", "coding_error", "mean_energy", "own_energy"),
+)
+"""States that are float32 whatever the parameter is; those without dimensions are on the CPU."""
 _TINY = 1e-30
 _STEPS = 1024  # of b, from 0 to 1
 LIMIT = 50.0
@@ -159,7 +163,8 @@ class CodedMoment:
         """Use another state, for example after a checkpoint was loaded."""
         self.settings, self.state = settings, state
         self._codec = None  # the error in the state belongs to the codec that comes
-        self._scale = self._reciprocals = None
+        self._scale = self._reciprocals = self.base = None
+        self.looked = self.again = False
         self._since.zero_()
         self._steps = 0
 
@@ -483,7 +488,11 @@ class CodedMoment:
 
     @staticmethod
     def wait(moments: Sequence[CodedMoment]) -> None:
-        """Add this step's sums to those since the last exchange, where they are finite."""
+        """Add this step's sums to those since the last exchange, where they are finite.
+
+        All ranks count the step, also a rank whose squares overflow and are left out: the ranks'
+        number of steps decides how far second moments decay and values move.
+        """
         if not moments:
             return
         largest = torch._foreach_norm([moment._fresh for moment in moments], math.inf)
@@ -492,5 +501,5 @@ class CodedMoment:
         chosen = [moment for moment, one in zip(moments, finite, strict=True) if one]
         if chosen:
             torch._foreach_add_([m._since for m in chosen], [m._fresh for m in chosen])
-        for moment in chosen:
+        for moment in moments:
             moment._steps += 1

@@ -67,9 +67,9 @@ def test_an_estimate_takes_the_steps_of_another_model():
 
 
 def test_a_sweep_gives_each_method_each_rate():
-    given = ["--only", "losses", "--methods", "pycomm, DeMo", "--rate-factors", "0.1,2"]
+    given = ["--only", "losses", "--methods", "pycomm, SGD, int8", "--rate-factors", "0.1,2"]
     found = [(method.label, method.rate) for method in parse(given).methods]
-    assert found == [("pycomm, DeMo, rate x 0.1", 0.1), ("pycomm, DeMo, rate x 2", 2.0)]
+    assert found == [("pycomm, SGD, int8, rate x 0.1", 0.1), ("pycomm, SGD, int8, rate x 2", 2.0)]
     for wrong in (["--rate-factors", "0"], ["--rate-factors", "a"]):
         with pytest.raises(SystemExit):
             parse(["--only", "losses", *wrong])

@@ -1,4 +1,4 @@
-"""How far CodedAdamW moves a value where gradients fade in some rows, or jump in one step."""
+"""How far coded optimizers move values where gradients fade in some rows, or jump in one step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.torch.hooks.test_ddp_compress import gradients
+import pycomm
+from tests.torch.hooks import test_ddp_compress as ddp
+from tests.torch.hooks.test_ddp_compress import equal, gradients
 from tests.torch.optim import test_sharded_adamw as sharded
-from tests.torch.optim.test_coded_adamw import EDEN, SIZES, make
+from tests.torch.optim.test_coded_adamw import EDEN, SIZES, make, values
 
 
 def moves(optimizer: Any, model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -76,3 +79,39 @@ def with_a_jump_in_shards(rank: int, size: int) -> float:
 
 def test_a_jump_of_the_gradients_of_shards_moves_values_little(pool):
     assert max(pool.run(with_a_jump_in_shards, ranks=3)) < 6
+
+
+def of_all_ranks(rank: int, size: int, which: str, refresh: int) -> list[list[torch.Tensor]]:
+    """Finite gradients whose squares overflow, on one rank: in the first steps, and later."""
+    found = []
+    for bad in (0, 1, 9):
+        if which == "sharded":
+            model, optimizer = sharded.make(size, refresh=refresh)
+        elif which == "adamw":
+            model, optimizer = make(refresh=refresh)
+        else:
+            model = DistributedDataParallel(ddp.Chosen())
+            optimizer = pycomm.CodedSGD(model.parameters(), 1e-3, model=model)
+        for step in range(24):
+            given = (sharded if which == "sharded" else ddp).gradients(rank, step)
+            if step == bad and rank == 1:
+                given["big"][3, 4] = 1e20
+            optimizer.zero_grad()
+            model(given).backward()
+            optimizer.step()
+        shared = ("row", "column", "moment_weight", "coding_error", "momentum_buffer")
+        kept = [s[key] for s in optimizer.state.values() for key in shared if key in s]
+        assert all(one.isfinite().all() for one in kept)
+        found.append([*kept, *([] if which == "sharded" else values(model))])
+        if which != "sgd":
+            steps = [moment._steps for moment in optimizer.compression.moments.values()]
+            found.append([torch.tensor(steps)])
+    return found
+
+
+@pytest.mark.parametrize("refresh", [1, 4])
+@pytest.mark.parametrize("which", ["adamw", "sharded", "sgd"])
+def test_squares_that_overflow_on_one_rank_leave_ranks_alike(pool, which, refresh):
+    first, second = pool.run(of_all_ranks, which, refresh)
+    for one, other in zip(first, second, strict=True):
+        assert equal(one, other)

@@ -1,17 +1,18 @@
-"""The exchange of values that must not be coded twice with residuals on the way."""
+"""The exchange of a momentum, whose coarse payloads are coded once."""
 
 from __future__ import annotations
 
 import torch
 
 from pycomm.feedback import Residual
+from pycomm.policy.exchange import gather
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.reducer import completed
 from pycomm.reduction.single_coding import SingleCoding, is_coarse
 from pycomm.reduction.state import CompressionState
 
 
-class CodedOnce(CompressionState):
+class SingleCodedState(CompressionState):
     """The part of a state whose coarse payloads are gathered, or answered without a residual.
 
     See `pycomm.reduction.single_coding`: a second residual would be a second delay, which momentum
@@ -36,6 +37,10 @@ class CodedOnce(CompressionState):
         if values is not tensor:
             tensor.copy_(values)
         return completed(tensor)
+
+    def on_any_rank(self, found: bool) -> bool:
+        """Return whether any rank has found something; collective."""
+        return any(one for (one,) in gather([found], self.process_group, self._device))
 
     def residual_before(self, residual: Residual | None, bucket: Bucket) -> torch.Tensor | None:
         """Return a copy of a worker residual that the coding of this step overwrites; else None.

@@ -1,0 +1,243 @@
+"""States of coded optimizers are loaded at any point of a step, in any order, and training goes on
+as if it had not been interrupted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm.errors import Error
+from tests.extent import pairs
+from tests.torch.hooks.test_ddp_compress import equal
+from tests.torch.optim.test_owned_parameters import batch, net
+
+# The squares between two exchanges are not a part of a state: refresh=1 has none. Without rebuilt
+# buckets after the first step a loaded state has the layout of the saved one.
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "adamw": lambda m: pycomm.CodedAdamW(m.parameters(), 1e-3, model=m, refresh=1),
+    "sgd": lambda m: pycomm.CodedSGD(m.parameters(), 1e-2, model=m),
+}
+every = pytest.mark.parametrize("which", OPTIMIZERS)
+
+
+def fresh(which: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
+    if which == "sharded":
+        model: Any = fully_shard(net().to(dtype))
+        return model, OPTIMIZERS["adamw"](model)
+    model = DistributedDataParallel(net().to(dtype), find_unused_parameters=True)
+    return model, OPTIMIZERS[which](model)
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
+
+
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    x = batch(rank, step).to(next(model.parameters()).dtype)
+    (model(x) - x).square().mean().backward()
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, rank, step)
+        optimizer.step()
+
+
+def nothing(model: Any, optimizer: Any, rank: int) -> None:
+    pass
+
+
+def after_steps(model: Any, optimizer: Any, rank: int) -> None:
+    train(model, optimizer, rank, range(70, 73))
+
+
+def after_a_backward(model: Any, optimizer: Any, rank: int) -> None:
+    backward(model, rank, 80)
+
+
+def after_zero_grad(model: Any, optimizer: Any, rank: int) -> None:
+    backward(model, rank, 80)
+    optimizer.zero_grad()
+
+
+def after_zeros(model: Any, optimizer: Any, rank: int) -> None:
+    backward(model, rank, 80)
+    optimizer.zero_grad(set_to_none=False)
+
+
+def in_an_accumulation(model: Any, optimizer: Any, rank: int) -> None:
+    after_steps(model, optimizer, rank)
+    backward(model, rank, 80)
+    backward(model, rank, 81)
+
+
+def under_no_sync(model: Any, optimizer: Any, rank: int) -> None:
+    after_steps(model, optimizer, rank)
+    with model.no_sync():
+        backward(model, rank, 80)
+
+
+def after_a_template(model: Any, optimizer: Any, rank: int) -> None:
+    """What examples/resume.py does before it loads."""
+    after_zero_grad(model, optimizer, rank)
+    get_state_dict(model, optimizer)
+
+
+POINTS = (
+    *(nothing, after_steps, after_a_backward, after_zero_grad, after_zeros, in_an_accumulation),
+    *(under_no_sync, after_a_template),
+)
+ORDERS = ("moc", "com", "ocm")  # model, optimizer, compression
+BY = ("itself", "dcp")  # dcp loads model and optimizer together, and steps a new optimizer
+
+
+def load(model: Any, optimizer: Any, saved: Any, order: Any, by: str) -> None:
+    for what in order:
+        if what == "c":
+            optimizer.compression.load_state_dict(copy.deepcopy(saved["c"]))
+        elif by == "itself":
+            target = model if what == "m" else optimizer
+            target.load_state_dict(copy.deepcopy(saved[what]))
+        elif what == "o":
+            weights, moments = copy.deepcopy(saved["dcp"])
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+
+
+def goes_on(rank: int, size: int, which: str, part: int) -> None:
+    model, optimizer = fresh(which)
+    train(model, optimizer, rank, range(4))
+    saved: Any = {
+        "m": model.state_dict(),
+        "o": optimizer.state_dict(),
+        "c": optimizer.compression.state_dict(),
+        "dcp": get_state_dict(model, optimizer),
+    }
+    saved = copy.deepcopy(saved)
+    train(model, optimizer, rank, range(4, 8))
+    for point, order, by in CASES[part::PARTS]:
+        if which == "sharded" and point is under_no_sync:
+            continue
+        again, loaded = fresh(which)
+        point(again, loaded, rank)
+        load(again, loaded, saved, order, by)
+        train(again, loaded, rank, range(4, 8))
+        assert equal(values(again), values(model)), (point.__name__, order, by)
+
+
+PARTS = 3  # tests, since a case takes a second
+CASES = pairs(list(POINTS), list(ORDERS), list(BY))
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("which", [*OPTIMIZERS, "sharded"])
+def test_training_goes_on_wherever_a_state_is_loaded(pool, which, part):
+    pool.run(goes_on, which, part)
+
+
+def keeps_dtypes(rank: int, size: int, which: str) -> None:
+    model, optimizer = fresh(which, torch.bfloat16)
+    train(model, optimizer, rank, range(4))
+    saved = copy.deepcopy(
+        (model.state_dict(), optimizer.state_dict(), optimizer.compression.state_dict())
+    )
+    again, loaded = fresh(which, torch.bfloat16)
+    again.load_state_dict(saved[0])
+    loaded.load_state_dict(saved[1])
+    loaded.compression.load_state_dict(saved[2])
+    for mine, other in zip(loaded.state.values(), optimizer.state.values(), strict=True):
+        assert mine.keys() == other.keys()
+        for key, value in other.items():
+            assert (mine[key].dtype, mine[key].device) == (value.dtype, value.device), key
+            assert torch.equal(mine[key], value), key
+    train(model, optimizer, rank, range(4, 8))
+    train(again, loaded, rank, range(4, 8))
+    assert equal(values(model), values(again))
+
+
+@pytest.mark.parametrize("which", [*OPTIMIZERS, "sharded"])
+def test_states_of_a_16_bit_model_keep_their_dtypes(pool, which):
+    pool.run(keeps_dtypes, which)
+
+
+def by_a_hook(rank: int, size: int) -> None:
+    """A hook of the user's may change what is loaded."""
+    model, optimizer = fresh("adamw", torch.bfloat16)
+    train(model, optimizer, rank, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def doubled(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        rows = {n: {**s, "row": 2 * s["row"]} for n, s in state["state"].items() if "row" in s}
+        return {**state, "state": {**state["state"], **rows}}
+
+    optimizer.register_load_state_dict_pre_hook(doubled)
+    before = optimizer.state[model.module[0].weight]["row"].clone()
+    optimizer.load_state_dict(saved)
+    assert torch.equal(optimizer.state[model.module[0].weight]["row"], 2 * before)
+
+
+def test_hooks_of_a_load_are_heeded(pool):
+    pool.run(by_a_hook)
+
+
+def keeps_groups(rank: int, size: int, which: str) -> None:
+    model, optimizer = fresh(which)
+    held = optimizer.param_groups
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.25
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups is held
+    assert held[0]["lr"] == 0.25
+    assert held[0]["params"][0] is next(model.parameters())
+
+
+@every
+def test_the_groups_stay_the_same_objects(pool, which):
+    pool.run(keeps_groups, which)
+
+
+def steps_too_early(rank: int, size: int) -> str:
+    model, optimizer = fresh("adamw")
+    train(model, optimizer, rank, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    backward(model, rank, 2)
+    optimizer.load_state_dict(saved)
+    try:
+        optimizer.step()
+    except Error as error:
+        train(model, optimizer, rank, range(2, 3))
+        return str(error)
+    return ""
+
+
+def test_a_step_by_the_momentum_of_before_a_load_is_refused(pool):
+    assert all("a state was loaded after the last backward" in t for t in pool.run(steps_too_early))
+
+
+def begins_at_rate_zero(rank: int, size: int, which: str) -> list[torch.Tensor]:
+    """A learning rate that begins at zero is no template for a checkpoint, even if a rank's
+    gradients are zero."""
+    model, optimizer = fresh(which)
+    optimizer.param_groups[0]["lr"] = 0.0
+    (model(batch(rank, 0)) * rank).square().mean().backward()
+    optimizer.step()
+    key = "exp_avg" if which == "adamw" else "momentum_buffer"
+    assert all(state[key].any() for state in optimizer.state.values())
+    optimizer.param_groups[0]["lr"] = 1e-2
+    train(model, optimizer, rank, range(1, 4))
+    return values(model)
+
+
+@every
+def test_a_rate_that_begins_at_zero(pool, which):
+    first, second = pool.run(begins_at_rate_zero, which)
+    assert equal(first, second)
