@@ -53,7 +53,7 @@ from pycomm.reduction.weights import checked, factors
 
 logger = logging.getLogger("pycomm")
 
-STATE_VERSION = 3
+STATE_VERSION = 1
 
 
 class LocalSGD:
@@ -391,7 +391,11 @@ class LocalSGD:
             ValueError: the state is of another version, model, momentum, number of fragments, rank
                 or number of ranks.
         """
-        state = _current(state)
+        if state["version"] != STATE_VERSION:
+            raise ValueError(
+                f"LocalSGD's state has version {state['version']}, not {STATE_VERSION}: load it "
+                "with the pycomm that has saved it"
+            )
         if len(state["fragments"]) != len(self._parts):
             raise ValueError(
                 f"LocalSGD's state has {len(state['fragments'])} fragments, not "
@@ -616,24 +620,6 @@ def _refuse_meetings(model: nn.Module, group: dist.ProcessGroup) -> None:
             for dim in range(mesh.ndim):
                 ranks = dist.get_process_group_ranks(mesh.get_group(dim))
                 refuse("parameters are distributed", set(ranks))
-
-
-def _current(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved state in the present version; version 2 had no fragments."""
-    if state["version"] == STATE_VERSION:
-        return state
-    if state["version"] != 2:
-        raise ValueError(f"LocalSGD's state has version {state['version']}: not {STATE_VERSION}")
-    kept = {key: state[key] for key in ("local_steps", "rounds", "skipped", "compression")}
-    pending, steps = state["pending"], state["local_steps"]
-    return {
-        **kept,
-        "version": STATE_VERSION,
-        "fragments": [{**state, "weight": float(steps)}],
-        "pending": None if pending is None else (0, pending, 0),
-        "dirty": steps > 0 or pending is not None,
-        "weight": 0.0,
-    }
 
 
 def _done(values: Values) -> Callable[[], Values]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from pycomm.arguments import deprecated_argument, warn_deprecated
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.implementations import Implementation, native_codec, select
 
@@ -130,7 +129,6 @@ class Codec(ABC):
         """
         return native_codec(self.spec())
 
-    @deprecated_argument("agreed", "amax")
     def encode(
         self,
         x: Array,
@@ -231,17 +229,6 @@ class Codec(ABC):
             residual = _floats("residual", residual, like=x)
         self.implementation(x.device.type).compute_amax(self, x, residual, out)
         return out
-
-    @property
-    def agrees(self) -> bool:
-        """The former name of `needs_amax`, deprecated."""
-        warn_deprecated("Codec.agrees", "Codec.needs_amax")
-        return self.needs_amax
-
-    def measure(self, x: Array, residual: Array | None = None) -> torch.Tensor:
-        """The former name of `compute_amax`, deprecated."""
-        warn_deprecated("Codec.measure", "Codec.compute_amax")
-        return self.compute_amax(x, residual)
 
     def decode(self, payload: Array, out: int | Array) -> torch.Tensor:
         """Return the values of a payload.

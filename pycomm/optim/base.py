@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.arguments import typed
-from pycomm.compress import check_takes_hook
+from pycomm.compression import check_takes_hook
 from pycomm.hooks.local_gradients import LocalGradients, keep_local
 from pycomm.optim.settings import (
     check_dense,
