@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import TracebackType
 from typing import Any, Literal
 
@@ -123,7 +124,7 @@ class LocalSGD:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained:
             raise ValueError("LocalSGD: the model has no parameters to train: unfreeze some")
-        own = None
+        own = closing = None
         if group is not None:
             agree_on_options(self._terms(), group)
             _refuse_meetings(model, group)
@@ -131,6 +132,7 @@ class LocalSGD:
             is_async = not weighted and average == "ranks" and reals(trained[0]).is_cpu
             if exchange.needs_own_group(is_async=is_async and bool(backend.find_native(group))):
                 own = own_group.make(group)
+                closing = weakref.finalize(self, own_group.close, own)
         self.state = CompressionState(
             codec, process_group=own or group, feedback=feedback, seed=seed
         )
@@ -151,6 +153,9 @@ class LocalSGD:
             weighted=weighted,
         )
         self._rounds = exchange.start(self._shared, self.every, own)
+        if closing is not None:
+            closing.detach()  # the rounds end their thread before it
+        weakref.finalize(self, self._rounds.close).atexit = False
 
     def _terms(self) -> list[str]:
         """Return the options that must be equal on all ranks."""

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from pycomm.local_sgd.outer import Values
 from pycomm.local_sgd.shared import Average, is_finite
 from pycomm.policy.exchange import gather
+from pycomm.reduction import own_group
 
 PERIOD = 0.02
 """Seconds between two looks at the progress of all ranks."""
@@ -102,10 +103,10 @@ class Offer:
 class ProgressThread:
     """The thread of this rank that takes part in all exchanges.
 
-    It runs from `start` to the last outcome, or to an error.
+    It runs from `start` to the last outcome, to `close`, or to an error.
 
     Args:
-        group: a group that nothing else uses.
+        group: a group that nothing else uses, which `close` ends.
         device: a device whose tensors the group moves.
         exchange: function that averages outer gradients; called on the thread, by all ranks
             together. It gets that of this rank, None if it does not take part, and the weights of
@@ -125,7 +126,7 @@ class ProgressThread:
         self._quorum, self._grace = quorum, grace
         self._changed = threading.Condition()
         self._offer: Offer | None = None
-        self._wanted = False
+        self._wanted = self._closed = self._runs = False
         self._outcomes: deque[Outcome] = deque()
         self._error: BaseException | None = None
         self._loads = 0
@@ -137,6 +138,7 @@ class ProgressThread:
         """Start the thread, unless it runs."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="pycomm-quorum", daemon=True)
+            self._runs = True
             self._thread.start()
 
     @property
@@ -188,6 +190,14 @@ class ProgressThread:
             self._thread.join()
             self._thread = None
 
+    def close(self) -> None:
+        """End the thread, where it is, and the group."""
+        with self._changed:
+            self._closed, runs = True, self._runs
+            self._changed.notify_all()
+        if not runs:
+            own_group.close(self._group)
+
     def _run(self) -> None:
         try:
             while self._take_part():
@@ -196,19 +206,24 @@ class ProgressThread:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+        with self._changed:
+            self._runs = False
+        if self._closed:
+            own_group.close(self._group)
 
     def _take_part(self) -> bool:
         """Run one round to its end; return whether another follows."""
         rule = Round(self._quorum, self._grace)
-        while True:
+        while not self._closed:
             with self._exchanging:
                 offer, ranks = self._look()
                 if rule.closes(ranks):
                     return self._end_round(offer, ranks)
                 self._wanted = rule.is_wanted(ranks)
             with self._changed:
-                if self._offer is offer:
+                if self._offer is offer and not self._closed:
                     self._changed.wait(PERIOD)
+        return False
 
     def _look(self) -> tuple[Offer | None, list[Progress]]:
         """Return this rank's offer, and the progress of all ranks."""

@@ -198,3 +198,7 @@ class QuorumRounds:
             self._shared.load_state_dict(state, agree=False)
             self.local_steps, self._dirty = 0, False
             self._offered = self._whole = self._void = False
+
+    def close(self) -> None:
+        """End the thread and its group."""
+        self._thread.close()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pycomm.arguments import number, put, whole
 from pycomm.local_sgd.fragments import Fragment
 from pycomm.local_sgd.shared import Average, SharedModel, copies
+from pycomm.reduction import own_group
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class Stream:
         own: dist.ProcessGroup | None,
     ) -> None:
         self._shared, self._every, self._overlap, self._mixing = shared, every, overlap, mixing
+        self._own = own
         self._thread = ThreadPoolExecutor(1, "pycomm-local-sgd") if own is not None else None
         self.local_steps = 0
         self._in_flight: tuple[Fragment, Callable[[], Average]] | None = None
@@ -257,3 +259,9 @@ class Stream:
             average = Average(copies(values), bad)
             self._in_flight = self._shared.parts[index], lambda: average
         self.local_steps, self._dirty = state["local_steps"], state["dirty"]
+
+    def close(self) -> None:
+        """End the thread and its group, after what is in flight."""
+        if self._thread is not None and self._own is not None:
+            self._thread.submit(own_group.close, self._own)
+            self._thread.shutdown(wait=False)
