@@ -39,7 +39,8 @@ class LocalSGD:
     optimizer.
 
     An average that is not finite is skipped, and all ranks go back to the round's start. The rank
-    that has brought it is named in the log.
+    that has brought it is named in the log, and where the state of its inner optimizer is not
+    finite, either, that begins anew.
 
     A parameter that is unfrozen, added or replaced during a round is averaged exactly when that
     round ends, and takes part like the others from then on; a parameter that is frozen or removed

@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from pycomm.local_sgd.fragments import Fragment, split
+from pycomm.local_sgd.inner import InnerOptimizers
 from pycomm.local_sgd.outer import OuterParameters, Values, broadcast
 from pycomm.policy.exchange import start_gather
-from pycomm.policy.names import clean
+from pycomm.policy.names import clean, few
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.weights import factors
 
@@ -69,6 +70,7 @@ class SharedModel:
     ) -> None:
         self._model, self.state, self._lr, self._weighted = model, state, lr, weighted
         self.rounds = self.skipped = 0  # outer gradients
+        self._inner = InnerOptimizers(lambda: named(model))
         group = state.process_group
         self._rank = group.rank()
         broadcast(model, group)
@@ -128,7 +130,8 @@ class SharedModel:
         """Move a fragment's start by an average; return whether it is finite.
 
         If it is not, the model goes back to the fragment's start on all ranks. A rank whose own
-        outer gradient was not finite goes back to the start of all fragments.
+        outer gradient was not finite goes back to the start of all fragments, with new states of
+        the inner optimizer where those are not finite either.
         """
         self.rounds += 1
         if is_finite(average.values):  # on all ranks alike
@@ -146,6 +149,13 @@ class SharedModel:
         )
         if self._rank in average.bad:
             self.write()
+            if names := self._inner.reset():
+                logger.warning(
+                    "rank %d: LocalSGD has reset the inner optimizer's state, which was not "
+                    "finite, of %s",
+                    self._rank,
+                    few(names),
+                )
         else:
             part.outer.write()
         return False
