@@ -259,10 +259,11 @@ class LocalSGD:
         return {"version": STATE_VERSION, "weight": self.weight, **self._rounds.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from `state_dict`; the model is loaded separately.
+        """Restore the state from `state_dict`, and the model's trained parameters with it.
 
-        Every rank loads, at the same step unless it is a quorum. Outer gradients that are in flight
-        are dropped.
+        Every rank loads, at any point of a step, and all at the same one unless it is a quorum.
+        Outer gradients that are in flight are dropped. The inner optimizer, and what of the model
+        is not trained, are loaded separately.
 
         Raises:
             ValueError: the state is of another version, model, momentum, exchange, rank or number

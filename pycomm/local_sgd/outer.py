@@ -62,6 +62,10 @@ class OuterParameters:
         """Names of the parameters in each flat tensor, in order."""
         return {width: tuple(name for name, _ in self._of(width)) for width in self.start}
 
+    def values(self) -> Values:
+        """Return the model's values as flat tensors."""
+        return self._gather()
+
     def gradient(self) -> Values:
         """Return this rank's outer gradient since the last `write`: start minus end."""
         ends = self._gather()
@@ -90,9 +94,9 @@ class OuterParameters:
             start.add_(update, alpha=-lr)
 
     @torch.no_grad()
-    def write(self) -> None:
-        """Write the start to the model, which begins a round from it."""
-        for width, start in self.start.items():
+    def write(self, values: Values | None = None) -> None:
+        """Write values to the model; None: the start, from which a round begins."""
+        for width, start in (values or self.start).items():
             at = 0
             for _, part in self._of(width):
                 part.copy_(start[at : at + part.numel()].view_as(part))

@@ -190,7 +190,12 @@ class QuorumRounds:
                 "LocalSGD: with a quorum the ranks are in different rounds: call finish() on all "
                 "ranks, then save"
             )
-        return {"local_steps": 0, "dirty": False, "pending": None, **self._shared.state_dict()}
+        return {
+            "local_steps": 0,
+            "dirty": False,
+            "pending": None,
+            **self._shared.state_dict(dirty=False),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict`, on all ranks; what came before it is dropped."""

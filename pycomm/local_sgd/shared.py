@@ -202,10 +202,15 @@ class SharedModel:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of the state to checkpoint."""
+    def state_dict(self, *, dirty: bool) -> dict[str, Any]:
+        """Return copies of the state to checkpoint.
+
+        Args:
+            dirty: this rank's model differs from the common start, and is saved with it.
+        """
         return {
             "fragments": [part.state_dict() for part in self.parts],
+            "own": [part.outer.values() for part in self.parts] if dirty else None,
             "rounds": self.rounds,
             "skipped": self.skipped,
             "compression": self.state.state_dict(),
@@ -241,6 +246,8 @@ class SharedModel:
                 self._enter(part.outer.parameters)
         self.state.load_state_dict(state["compression"])
         self.rounds, self.skipped = state["rounds"], state["skipped"]
+        for index, part in enumerate(self.parts):
+            part.outer.write(state["own"] and state["own"][index])
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -245,7 +245,7 @@ class Stream:
             "local_steps": self.local_steps,
             "dirty": self._dirty,
             "pending": pending,
-            **self._shared.state_dict(),
+            **self._shared.state_dict(dirty=self._dirty),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
