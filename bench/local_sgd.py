@@ -48,6 +48,7 @@ from pycomm.bench.training.train import (
     schedule,
     wire_bytes,
 )
+from pycomm.local_sgd import Quorum, Streamed
 from pycomm.reduction.cost import sent_bytes
 
 DEMO, LARGE = Config(), Config(layers=8, width=512, heads=8)
@@ -55,7 +56,7 @@ SPARSE = "topk:0.015625,indices=int12,values=bins2"  # 64 of 4096
 SPARSELOCO = {"codec": SPARSE, "lr": 1.0, "momentum": 0.0, "feedback": "decay:0.95"}
 SPARSELOCO |= {"average": "senders"}
 BLOCKING = {"every": 30, "codec": "int4"}
-STREAM = {**BLOCKING, "fragments": 6, "overlap": 5}
+STREAM = {**BLOCKING, "stream": (6, 5)}  # fragments, overlap
 METHODS: dict[str, dict[str, Any]] = {
     "DiLoCo, fp32": {"every": 15, "codec": "fp32"},
     "SparseLoCo, 64 of 4096 in 2 bits": {"every": 15, **SPARSELOCO},
@@ -66,7 +67,7 @@ AGAINST = dict(zip(list(METHODS)[1::2], list(METHODS)[::2], strict=True))
 LINKS: dict[str, dict[str, Any]] = {
     "DiLoCo, int4": BLOCKING,
     "Streaming DiLoCo, int4": STREAM,
-    "Streaming SparseLoCo": {"every": 30, "fragments": 6, "overlap": 5, **SPARSELOCO},
+    "Streaming SparseLoCo": {"every": 30, "stream": (6, 5), **SPARSELOCO},
 }
 SPEEDS = (1.0, 1.0, 0.4)
 
@@ -77,6 +78,8 @@ def local_sgd(model: nn.Module, options: dict[str, Any]) -> pycomm.LocalSGD:
     if options["codec"] == SPARSE:
         rules = (pycomm.Rule(codec="int8", max_dims=1),)
         options["codec"] = pycomm.Policy(SPARSE, rules=rules, guard=None)
+    if "stream" in options:
+        options["exchange"] = Streamed(*options.pop("stream"))
     return pycomm.LocalSGD(model, **options)
 
 
@@ -142,7 +145,7 @@ def race(config: Config, pace: float, duration: float, steps: int) -> dict[str, 
     options: dict[str, Any] = {"every": 15, "codec": "int8"}
     if not steps:
         # The slowest step takes 2.5 times the pace: the others train meanwhile.
-        options |= {"quorum": 2, "grace": 4 * pace, "overlap": 3}
+        options["exchange"] = Quorum(2, grace=4 * pace, overlap=3)
     local = pycomm.LocalSGD(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, betas=(0.9, 0.95))
     text, held_out = standard_library()

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import operator
-import warnings
-from collections.abc import Callable
 from numbers import Integral, Real
-from typing import Any, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from typing import Any
 
 
 def typed(what: str, value: Any, *types: type | None) -> None:
@@ -68,44 +61,3 @@ def put(instance: Any, **values: Any) -> None:
     """Set fields of a frozen dataclass, as its ``__post_init__`` may."""
     for name, value in values.items():
         object.__setattr__(instance, name, value)
-
-
-def deprecated_argument(old: str, new: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that passes an argument on by its new name and warns of the old one.
-
-    Args:
-        old: the deprecated name; it is accepted as a keyword only.
-        new: the name in the function's signature.
-    """
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        place = list(inspect.signature(function).parameters).index(new)
-
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if old in kwargs:
-                name = function.__name__
-                if new in kwargs or len(args) > place:
-                    raise TypeError(f"{name}: {new}= and {old}= were both given: use {new}= alone")
-                warn_deprecated(f"{name}({old}=...)", f"{name}({new}=...)", stacklevel=3)
-                kwargs[new] = kwargs.pop(old)
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-def warn_deprecated(old: str, new: str, *, stacklevel: int = 3) -> None:
-    """Issue the DeprecationWarning of a renamed public name.
-
-    Args:
-        old: the deprecated name.
-        new: the name to use instead.
-        stacklevel: number of frames up to the user's line; 3 if the renamed function calls this.
-    """
-    warnings.warn(
-        f"{old} is deprecated and will be removed in the next release: use {new}",
-        DeprecationWarning,
-        stacklevel=stacklevel,
-    )

@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pycomm import _register, takeover
 from pycomm.arguments import whole
 from pycomm.backend import create
-from pycomm.compress import compress, compress_late
+from pycomm.compression import compress, compress_late
 from pycomm.env import at_import, hand_on_run
 from pycomm.errors import Error
 from pycomm.hooks import unreached

@@ -32,7 +32,7 @@ PYTHON_LAYERS = (
     {"bench"},
     {"_autoload"},
     {"torchft"},
-    {"run", "compress", "horovod", "local_sgd", "optim", "plan", "doctor", "__main__"},
+    {"run", "compression", "horovod", "local_sgd", "optim", "plan", "doctor", "__main__"},
     {"hooks"},
     {"reduction"},
     {"elastic"},
@@ -317,7 +317,7 @@ VIOLATIONS = {
     "from-package": (
         imports_that_point_up,
         "pycomm/communicator.py",
-        "from pycomm import compress\n",
+        "from pycomm import compression\n",
     ),
     "triton-uses-codecs": (
         imports_that_point_up,

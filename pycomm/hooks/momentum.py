@@ -397,9 +397,7 @@ class Momenta(SingleCodedState):
         (about,) = saved["about"]
         before = about["world_size"]
         keys = self._needed_besides(before)
-        if not all(key in saved for key in keys):
-            return  # of an earlier version: every rank goes on from the momentum
-        own = [residuals_of(saved, key, about["step"], keeps=True) for key in keys]
+        own = [residuals_of(saved, key, about["step"]) for key in keys]
         own = known(own, self._numbers, tell=False)
         self.own.load_state_dict(self._mine(own, before), self.codecs)
 

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 from pycomm import _C
 from pycomm.arguments import typed, whole
 from pycomm.codecs import Codec
-from pycomm.compress import attach
+from pycomm.compression import attach
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp_momentum import MomentumState
 from pycomm.hooks.fsdp_momentum import ShardedMomentumState, check_averages

@@ -294,7 +294,7 @@ class Auto:
         self._at = self._chosen = names.index(str(state["chosen"]))
         self._trying = self._changed = False
         self._since = state["since"]
-        self._again = state.get("again", self.trial.again)
+        self._again = state["again"]
         self._usual = None
         self._seconds = []
         self.reason = "auto, by time of a step before the checkpoint"

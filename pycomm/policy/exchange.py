@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -35,13 +36,26 @@ def gather(
         group: the ranks.
         device: a device whose tensors the group moves.
     """
+    return start_gather(numbers, group, device)()
+
+
+def start_gather(
+    numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], list[list[float]]]:
+    """Send numbers as `gather` does; return a function that waits for those of every rank."""
     if group.size() == 1:
-        return [list(numbers)]
+        return lambda: [list(numbers)]
     # Sent as bytes, which also works on devices without float64.
     own = torch.tensor(numbers, dtype=torch.float64, device="cpu").view(torch.uint8).to(device)
     everybody = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(everybody, own, group=group)
-    return [row.cpu().view(torch.float64).tolist() for row in everybody]
+    work = dist.all_gather(everybody, own, group=group, async_op=True)
+
+    @cache
+    def wait() -> list[list[float]]:
+        work.wait()
+        return [row.cpu().view(torch.float64).tolist() for row in everybody]
+
+    return wait
 
 
 def host() -> str:

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from pycomm.arguments import deprecated_argument, number, put, typed, whole
+from pycomm.arguments import number, put, typed, whole
 from pycomm.codecs import Cast, Codec
 from pycomm.codecs import codec as parse_codec
 from pycomm.policy.auto import Trial
@@ -231,7 +231,6 @@ class Policy:
                 put(self, **{name: number(f"policy: {name}", getattr(self, name))})
 
     @classmethod
-    @deprecated_argument("spec", "codec")
     def of(cls, codec: str | Codec | Policy) -> Policy:
         """Return the policy for a text or codec; a policy is returned as it is.
 

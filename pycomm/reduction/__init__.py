@@ -1,1 +1,1 @@
-"""Compressed averages of buckets: state, residuals and exchange, for hooks and for LocalSGD."""
+"""Compressed averages of buckets: state, residuals and exchange, for hooks and for `local_sgd`."""

@@ -14,31 +14,27 @@ Entries = Mapping[str, Mapping[str, Any]]
 """Residuals by parameter name, as `Residuals.state_dict` returns them."""
 
 
-def residuals_of(saved: Mapping[str, Any], key: str, step: int, *, keeps: bool) -> Entries:
+def residuals_of(saved: Mapping[str, Any], key: str, step: int) -> Entries:
     """Return the residuals that one rank has saved.
 
     Args:
         saved: the loaded state.
         key: key of that rank's entry.
         step: step of the whole state.
-        keeps: whether residuals are kept here at all.
 
     Raises:
         ValueError: the entry is of another step, for example because a loader filled a new state's
             `state_dict` and left out the residuals.
     """
-    entry = saved[key]
-    if isinstance(entry, Mapping):  # version 2, which has no step here
-        then, residuals = (step if entry or not keeps else 0), entry
-    else:
-        then, residuals = entry
+    then, residuals = saved[key]
     if then != step:
         raise ValueError(
             f"the hook's state is of step {step}, and its entry {key} of step {then}: the "
             "residuals were not loaded with the rest. Load the entry as a whole, or use "
             "state.load_checkpoint(folder)"
         )
-    return residuals
+    entries: Entries = residuals
+    return entries
 
 
 def known(states: Sequence[Entries], here: Collection[str], *, tell: bool) -> list[Entries]:

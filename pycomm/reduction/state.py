@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import monitor
-from pycomm.arguments import number, typed, warn_deprecated, whole
+from pycomm.arguments import number, typed, whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Cut, Feedback, reshard, sources
@@ -34,8 +34,7 @@ from pycomm.reduction.weights import Weights
 
 logger = logging.getLogger("pycomm")
 
-STATE_VERSION = 3
-_READABLE = (2, 3)  # version 2 had each residual as an entry of its own
+STATE_VERSION = 1
 
 
 class CompressionState(BucketReducer):
@@ -312,24 +311,23 @@ class CompressionState(BucketReducer):
                 "this is no state of pycomm, which has an entry 'about': it has "
                 f"{', '.join(map(str, saved)) or 'nothing'}"
             )
-        (about,) = saved["about"]
-        if about["version"] not in _READABLE:
+        (about,), (factors,) = saved["about"], saved["factors"]
+        if about["version"] != STATE_VERSION:
             version = about["version"]
             raise ValueError(
                 f"the hook's state has version {version}, not {STATE_VERSION}: load it with the "
                 "pycomm that has saved it"
             )
         own = self._own_residuals(saved, about) if self.residuals else {}
-        self._load_common(about, saved.get("factors", {}))
+        self._load_common(about, factors)
         if self.residuals:
             self.residuals.load_state_dict(own, self.codecs)
         self._buckets.clear()
 
-    def _load_common(self, about: Mapping[str, Any], factors: Any) -> None:
+    def _load_common(self, about: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
         """Restore the entries that are equal on all ranks."""
         self.settle()
         self.seed, self.step = about["seed"], about["step"]
-        (factors,) = factors if isinstance(factors, tuple) else (factors,)
         plan, rates = dict(about["plan"]), about["rates"]
         names = matching({*factors, *rates, *plan["escalated"]}, self._numbers)
         plan["escalated"] = renamed(plan["escalated"], names)
@@ -342,15 +340,13 @@ class CompressionState(BucketReducer):
         assert self.residuals is not None
         before, ranks = about["world_size"], self.process_group.size()
         needed = self._needed(before)
-        if missing := [key for key in needed if key not in saved]:
+        if missing := [k for k in (*needed, *self._needed_besides(before)) if k not in saved]:
             raise ValueError(
                 f"the hook's state was saved by {before} ranks and is loaded by rank "
                 f"{self.process_group.rank()} of {ranks}, which needs what {', '.join(missing)} "
                 "has saved: each rank has residuals of its own"
             )
-        rule = self.residuals.rule
-        keeps = any(rule.keeps_errors(decision.codec) for decision in self.decisions.values())
-        own = [residuals_of(saved, key, about["step"], keeps=keeps) for key in needed]
+        own = [residuals_of(saved, key, about["step"]) for key in needed]
         # Renamed before they are resharded: the cuts are known by the names here.
         own = known(own, self._numbers, tell=self.process_group.rank() == 0)
         return self._mine(own, before)
@@ -386,11 +382,6 @@ class CompressionState(BucketReducer):
     def _needed_besides(self, before: int) -> list[str]:
         """Return the keys of other entries of `before` ranks that this rank needs."""
         return []
-
-    def take_over(self, before: CompressionState) -> None:
-        """The former name of `adopt_state`, deprecated."""
-        warn_deprecated("take_over", "adopt_state")
-        self.adopt_state(before)
 
     def adopt_state(self, previous: CompressionState | None) -> None:
         """Continue from the state of a group that has lost ranks, or has new ones; collective.
@@ -467,7 +458,7 @@ class CompressionState(BucketReducer):
             # The mean of ef21 must be the same on all ranks.
             common = (previous or self)._common(), own if ef21 else {}
         common, mean = members.broadcast_object(common, root, group, self._device)
-        (about,), factors = common["about"], common["factors"]
+        (about,), (factors,) = common["about"], common["factors"]
         self._load_common(about, factors)
         self.plan.step = self.step
         self.plan = self.plan.followed_by(
@@ -502,8 +493,6 @@ class CompressionState(BucketReducer):
         needed = self._needed(before)
         parts = ["about", "factors", *needed, *self._needed_besides(before)]
         saved = load_saved(checkpoint_id, key, parts, self.process_group)
-        for part in needed:
-            saved.setdefault(part, (about[0]["step"], {}))  # version 2, with nothing to save
         self.load_state_dict(saved)
 
     def rescale(self, factor: float, names: Iterable[str] | None = None) -> None:

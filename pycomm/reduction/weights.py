@@ -8,13 +8,16 @@ the number of ranks stays. So a residual is in units of the average, whatever th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from pycomm.arguments import number
 from pycomm.errors import Error
+from pycomm.policy.exchange import start_gather
+from pycomm.reduction import own_group
 
 
 class Weights:
@@ -29,12 +32,9 @@ class Weights:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = dist.new_group(
-            dist.get_process_group_ranks(group), use_local_synchronization=True
-        )
-        self._work: dist.Work | None = None
-        self._gathered: list[torch.Tensor] = []
-        self._is_set = False
+        self._group = own_group.make(group)
+        weakref.finalize(self, own_group.close, self._group).atexit = False
+        self._sent: Callable[[], list[list[float]]] | None = None
 
     def set(self, weight: float, device: torch.device) -> None:
         """Send this rank's weight of the next step.
@@ -48,13 +48,13 @@ class Weights:
             Error: the step has a weight already; nothing was sent.
         """
         weight = checked(weight)
-        if self._is_set:
+        if self._sent is not None:
             raise Error(
                 f"rank {self._group.rank()}: this step has a weight already. With gradient "
                 "accumulation give the weight of all its parts together, before the backward that "
                 "reduces"
             )
-        self._send(weight, device)
+        self._sent = start_gather([weight], self._group, device)
 
     def begin(self, device: torch.device, *, absent: bool = False) -> list[float]:
         """Return what each rank's contribution to the step that begins is multiplied by.
@@ -66,12 +66,10 @@ class Weights:
         Raises:
             Error: some rank has set no weight; raised on all ranks, before gradients are sent.
         """
-        if not self._is_set:
-            self._send(0.0 if absent else math.nan, device)
-        if self._work is not None:
-            self._work.wait()
-        weights = [float(row.cpu().view(torch.float64)) for row in self._gathered]
-        self._work, self._gathered, self._is_set = None, [], False
+        if self._sent is None:
+            self._sent = start_gather([0.0 if absent else math.nan], self._group, device)
+        weights = [weight for (weight,) in self._sent()]
+        self._sent = None
         if missing := [str(rank) for rank, weight in enumerate(weights) if math.isnan(weight)]:
             raise Error(
                 f"rank {self._group.rank()}: the average is weighted, and rank "
@@ -79,16 +77,6 @@ class Weights:
                 "before each backward, on every rank"
             )
         return factors(weights)
-
-    def _send(self, weight: float, device: torch.device) -> None:
-        # Sent as bytes, which also works on devices without float64.
-        own = torch.tensor([weight], dtype=torch.float64, device="cpu").view(torch.uint8).to(device)
-        self._gathered = [torch.empty_like(own) for _ in range(self._group.size())]
-        self._is_set = True
-        if self._group.size() == 1:
-            self._gathered[0].copy_(own)
-            return
-        self._work = dist.all_gather(self._gathered, own, group=self._group, async_op=True)
 
 
 def checked(weight: float) -> float:

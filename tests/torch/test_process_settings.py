@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm.local_sgd import Streamed
 from tests.torch.hooks.test_ddp_compress import equal
 
 GIVEN = {"dtype": torch.float32, "device": "cpu"}
@@ -110,7 +111,7 @@ METHODS: dict[str, Callable[[], list[torch.Tensor]]] = {
     "sharded momentum": sharded_momentum,
     "sgd": optimizer("CodedSGD", codec="sign"),
     "local": local(codec="int4"),
-    "local in streams": local(codec="topk:0.05,values=bins2", fragments=2),
+    "local in streams": local(codec="topk:0.05,values=bins2", exchange=Streamed(2, overlap=0)),
 }
 
 

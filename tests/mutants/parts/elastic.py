@@ -133,7 +133,7 @@ MUTANTS = (
     Mutant(
         "round-that-does-not-wait-for-a-load",
         "wait",
-        "pycomm/reduction/quorum.py",
+        "pycomm/local_sgd/progress.py",
         "if any(rank.loads != ranks[0].loads for rank in ranks):",
         "if False:",
         "tests/torch/local_sgd/test_quorum.py::test_rounds_wait_for_a_rank_that_loads_late",

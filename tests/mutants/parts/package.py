@@ -246,7 +246,7 @@ MUTANTS = (
     Mutant(
         "what-was-sent-moves-the-model-twice",
         "residual",
-        "pycomm/local_sgd.py",
+        "pycomm/local_sgd/quorum.py",
         "None if self._void else sent",
         "None",
         "tests/torch/local_sgd/test_quorum.py::test_steps_during_an_exchange_are_not_lost",
@@ -254,7 +254,7 @@ MUTANTS = (
     Mutant(
         "mixing-shares-exchanged",
         "sign",
-        "pycomm/reduction/outer.py",
+        "pycomm/local_sgd/outer.py",
         "torch.lerp(start[at : at + own.numel()], own, share)",
         "torch.lerp(own, start[at : at + own.numel()], share)",
         "tests/torch/local_sgd/test_streams.py::test_fragments_travel_as_in_streaming_diloco",

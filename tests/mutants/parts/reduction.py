@@ -77,7 +77,7 @@ MUTANTS = (
         "state-of-another-version-read",
         "check",
         STATE,
-        'about["version"] not in _READABLE',
+        'about["version"] != STATE_VERSION',
         "False",
         "tests/torch/reduction/test_saved_state.py",
     ),
@@ -273,7 +273,7 @@ MUTANTS = (
     Mutant(
         "outer-step-uphill",
         "sign",
-        "pycomm/reduction/outer.py",
+        "pycomm/local_sgd/outer.py",
         "alpha=-lr",
         "alpha=lr",
         LOCAL + "test_without_momentum_it_averages_parameters",
@@ -281,7 +281,7 @@ MUTANTS = (
     Mutant(
         "outer-start-is-not-what-was-written",
         "arithmetic",
-        "pycomm/reduction/outer.py",
+        "pycomm/local_sgd/outer.py",
         "begin.to(part.dtype).to(begin.dtype)",
         "begin",
         "tests/torch/local_sgd/test_models.py::"
@@ -290,7 +290,7 @@ MUTANTS = (
     Mutant(
         "outer-mean-of-new-parameters-a-sum",
         "arithmetic",
-        "pycomm/reduction/outer.py",
+        "pycomm/local_sgd/outer.py",
         "mean.div_(group.size())",
         "pass",
         "tests/torch/local_sgd/test_models.py::test_parameters_may_be_added_and_replaced "
@@ -300,24 +300,24 @@ MUTANTS = (
     Mutant(
         "infinite-round-applied",
         "check",
-        "pycomm/local_sgd.py",
-        "all(values.isfinite().all() for values in gradient.values())",
-        "True",
+        "pycomm/local_sgd/shared.py",
+        "if is_finite(average.values):",
+        "if True:",
         LOCAL + "test_a_round_that_is_not_finite_leaves_no_trace",
     ),
     Mutant(
         "round-one-step-longer",
         "comparison",
-        "pycomm/local_sgd.py",
-        "self.local_steps < self.every",
-        "self.local_steps <= self.every",
+        "pycomm/local_sgd/streamed.py",
+        "self.local_steps < self._every",
+        "self.local_steps <= self._every",
         LOCAL + "test_without_momentum_it_averages_parameters",
     ),
     Mutant(
         "pending-round-not-saved",
         "state",
-        "pycomm/local_sgd.py",
-        "pending = self._parts.index(part), _copies(gradient), self._countdown",
+        "pycomm/local_sgd/streamed.py",
+        "pending = self._shared.parts.index(part), values, average.bad, self._countdown",
         "pass",
         LOCAL + "test_saved_state_continues_to_the_bit",
     ),

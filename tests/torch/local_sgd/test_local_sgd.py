@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import pycomm
+from pycomm.local_sgd import Streamed
 from tests.extent import each_value
 from tests.torch.hooks.test_ddp_compress import batch, equal, network
 
@@ -92,7 +93,6 @@ CONVERGES = [
     {"codec": "int8"},
     {"codec": "int4"},
     {"codec": "powersgd:4"},
-    {"codec": "int4", "delayed": True, "momentum": 0.5},
     {"codec": "int8", "lr": 1.0, "momentum": 0.0},
 ]
 
@@ -121,38 +121,6 @@ def test_int4_with_feedback_ends_near_exact(pool):
 
     assert off(fed) < 0.02  # relative to the distance that training has moved, squared
     assert not equal(plain, fed)
-
-
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_delayed_gives_the_same_bits_on_all_backends(pool, backend):
-    options = {"every": 3, "codec": "int8", "delayed": True}
-    (a, _, alike), (b, _, _) = pool.run(train, 12, options, backend=backend)
-    (c, _, _), _ = pool.run(train, 12, options)
-    assert alike
-    assert equal(a, b)
-    assert equal(a, c)
-
-
-def check_delay(rank: int, size: int) -> None:
-    """A round's end applies the movement of the previous round."""
-    model = nn.Linear(40, 60, bias=False)
-    nn.init.zeros_(model.weight)
-    local = pycomm.LocalSGD(model, every=1, delayed=True, **PLAIN)
-    seen = []
-    for moved in (1.0, 2.0, 4.0):
-        with torch.no_grad():
-            model.weight += moved * (rank + 1)
-        local.step()
-        seen.append(model.weight[0, 0].item())
-    mean = (size + 1) / 2
-    assert seen == [0, 1 * mean, 3 * mean]
-    local.finish()
-    assert model.weight[0, 0].item() == 7 * mean
-
-
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_delayed_gradients_come_one_round_later(pool, backend):
-    pool.run(check_delay, backend=backend, ranks=3)
 
 
 def check_context(rank: int, size: int) -> None:
@@ -202,7 +170,7 @@ def check_resume(rank: int, size: int, options: dict[str, Any]) -> None:
 
 
 @each_value
-@pytest.mark.parametrize("options", [{}, {"delayed": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"exchange": Streamed(overlap=3)}], ids=str)
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
 def test_saved_state_continues_to_the_bit(pool, backend, options):
     pool.run(check_resume, options, backend=backend)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm.local_sgd import Streamed
 from tests.extent import each_value
 
 PLAIN = {"codec": "fp32", "lr": 1.0, "momentum": 0.0}
@@ -36,13 +37,13 @@ def alike(*tensors: torch.Tensor) -> bool:
 
 
 def moves_of_an_ulp(rank: int, size: int, name: str, options: dict[str, Any]) -> list[float]:
-    """Rank 0 moves its weights by one ulp of 1 in each of 20 rounds."""
+    """Rank 0 moves its weights by one ulp of 1 in each step of 20 rounds."""
     dtype = getattr(torch, name)
     model = nn.Linear(8, 8, bias=False)
     nn.init.ones_(model.weight)
     model = model.to(dtype)
-    local = pycomm.LocalSGD(model, every=1, codec="fp32", **options)
-    for _ in range(20):
+    local = pycomm.LocalSGD(model, codec="fp32", **{"every": 1, **options})
+    for _ in range(20 * local.every):
         with torch.no_grad():
             model.weight += torch.finfo(dtype).eps * (rank == 0)
         local.step()
@@ -61,14 +62,15 @@ def test_small_outer_updates_of_16_bit_parameters_add_up(pool, dtype):
     assert got == pytest.approx([want] * 64, rel=20 * 2**-24)
 
 
-def test_small_outer_updates_add_up_with_momentum_and_delay(pool):
+def test_small_outer_updates_add_up_with_momentum_and_overlap(pool):
     """Updates below the precision of the model's dtype accumulate in the outer optimizer."""
-    options = {"lr": 0.5, "momentum": 0.5, "delayed": True}
+    stream = Streamed(overlap=1, mixing=0.0)  # drops the first of two steps, but in the first round
+    options = {"every": 2, "lr": 0.5, "momentum": 0.5, "exchange": stream}
     got = pool.run(moves_of_an_ulp, "bfloat16", options)[0]
     eps, velocity, start = 2.0**-7, 0.0, 1.0
-    for _ in range(20):
-        velocity = 0.5 * velocity - eps / 2
-        start -= 0.5 * (-eps / 2 + 0.5 * velocity)
+    for gradient in [-eps, *[-eps / 2] * 19, 0.0]:  # the last one is `finish`
+        velocity = 0.5 * velocity + gradient
+        start -= 0.5 * (gradient + 0.5 * velocity)
     assert got == pytest.approx([start] * 64, rel=1e-5)
 
 
@@ -197,7 +199,11 @@ def check_unfrozen(rank: int, size: int, options: dict[str, Any]) -> None:
 @each_value
 @pytest.mark.parametrize(
     "options",
-    [{}, {"delayed": True, "momentum": 0.5}, {"fragments": 2, "overlap": 1}],
+    [
+        {},
+        {"exchange": Streamed(overlap=4), "momentum": 0.5},
+        {"exchange": Streamed(2, overlap=1)},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.reduction.quorum import Progress, Round
+from pycomm.local_sgd import Quorum
+from pycomm.local_sgd.progress import Progress, Round
 from tests.torch.hooks.test_ddp_compress import equal
 from tests.torch.local_sgd.test_local_sgd import PLAIN, train
 
@@ -20,7 +21,7 @@ BACKENDS = ["pycomm", "gloo"]
 
 def ranks(offers: str, clock: float) -> list[Progress]:
     """A letter for each rank: t trains, o has offered, f finishes and has offered, F has not."""
-    return [Progress(c in "of", 1.0, c in "fF", clock) for c in offers]
+    return [Progress(c in "of", 1.0, True, c in "fF", clock, 0) for c in offers]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_the_grace_begins_with_the_quorum():
 def test_with_all_ranks_it_is_blocking_local_sgd_to_the_bit(pool):
     options = {"every": 4, "codec": "int8"}
     (a, _, _), _ = pool.run(train, 8, options)
-    (b, _, _), (c, _, _) = pool.run(train, 8, {**options, "quorum": 2})
+    (b, _, _), (c, _, _) = pool.run(train, 8, {**options, "exchange": Quorum(2)})
     assert equal(b, c)
     assert equal(a, b)
 
@@ -67,7 +68,7 @@ def check_slow(rank: int, size: int, grace: float) -> tuple[list[float], int]:
     """
     model = nn.Linear(40, 60, bias=False)
     nn.init.zeros_(model.weight)
-    local = pycomm.LocalSGD(model, every=4, quorum=2, grace=grace, **PLAIN)
+    local = pycomm.LocalSGD(model, every=4, exchange=Quorum(2, grace=grace), **PLAIN)
     store = dist.distributed_c10d._get_default_store()
     for step in range(3 if rank == 2 else 16):
         with torch.no_grad():
@@ -108,7 +109,7 @@ def check_overlap(rank: int, size: int) -> list[float]:
     """What a rank does while its offer travels is kept, and sent in its next round."""
     model = nn.Linear(40, 60, bias=False)
     nn.init.zeros_(model.weight)
-    local = pycomm.LocalSGD(model, every=4, quorum=2, overlap=2, **PLAIN)
+    local = pycomm.LocalSGD(model, every=4, exchange=Quorum(2, overlap=2), **PLAIN)
     for _ in range(12):
         with torch.no_grad():
             model.weight += 1.0
@@ -126,7 +127,7 @@ def test_steps_during_an_exchange_are_not_lost(pool):
 
 def check_nan(rank: int, size: int) -> None:
     model = nn.Linear(40, 60, bias=False)
-    local = pycomm.LocalSGD(model, every=2, quorum=2, codec="int8")
+    local = pycomm.LocalSGD(model, every=2, exchange=Quorum(2), codec="int8")
     start = model.weight.detach().clone()
     for step in range(4):
         with torch.no_grad():
@@ -145,7 +146,7 @@ def test_a_round_that_is_not_finite_is_skipped_by_all(pool):
 def check_finish_twice(rank: int, size: int) -> float:
     model = nn.Linear(40, 60, bias=False)
     nn.init.zeros_(model.weight)
-    local = pycomm.LocalSGD(model, every=4, quorum=1, grace=0.0, **PLAIN)
+    local = pycomm.LocalSGD(model, every=4, exchange=Quorum(1, grace=0.0), **PLAIN)
     for _ in range(2):
         for _ in range(5 + rank):
             with torch.no_grad():
@@ -160,7 +161,7 @@ def check_finish_twice(rank: int, size: int) -> float:
     saved = local.state_dict()
     other = nn.Linear(40, 60, bias=False)
     other.load_state_dict(model.state_dict())
-    resumed = pycomm.LocalSGD(other, every=4, quorum=1, grace=0.0, **PLAIN)
+    resumed = pycomm.LocalSGD(other, every=4, exchange=Quorum(1, grace=0.0), **PLAIN)
     resumed.load_state_dict(saved)
     resumed.step()
     resumed.finish()
@@ -176,7 +177,7 @@ def check_late_load(rank: int, size: int) -> float:
     """One rank loads long after the other, whose rounds wait for it, and threads talk meanwhile."""
     model = nn.Linear(40, 60, bias=False)
     nn.init.zeros_(model.weight)
-    local = pycomm.LocalSGD(model, every=1, quorum=1, grace=0.0, **PLAIN)
+    local = pycomm.LocalSGD(model, every=1, exchange=Quorum(1, grace=0.0), **PLAIN)
 
     def train() -> None:
         for _ in range(3):
@@ -187,7 +188,7 @@ def check_late_load(rank: int, size: int) -> float:
 
     train()
     saved, weights = local.state_dict(), model.weight.detach().clone()
-    resumed = pycomm.LocalSGD(model, every=1, quorum=1, grace=0.0, **PLAIN)
+    resumed = pycomm.LocalSGD(model, every=1, exchange=Quorum(1, grace=0.0), **PLAIN)
     with torch.no_grad():
         model.weight.copy_(weights)
     if rank == 1:
@@ -208,7 +209,7 @@ def test_rounds_wait_for_a_rank_that_loads_late(pool):
 
 def check_death(rank: int, size: int) -> None:
     model = nn.Linear(40, 60, bias=False)
-    local = pycomm.LocalSGD(model, every=2, quorum=2, grace=0.0, **PLAIN)
+    local = pycomm.LocalSGD(model, every=2, exchange=Quorum(2, grace=0.0), **PLAIN)
 
     def go_on() -> None:
         for step in range(400):
@@ -229,10 +230,10 @@ def test_a_rank_that_dies_is_named(pool):
 
 def check_change(rank: int, size: int) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False))
-    local = pycomm.LocalSGD(model, every=2, quorum=2, **PLAIN)
+    local = pycomm.LocalSGD(model, every=2, exchange=Quorum(2), **PLAIN)
     model[1].requires_grad_(True)
     local.step()
-    with pytest.raises(pycomm.Error, match="does not go with quorum="):
+    with pytest.raises(pycomm.Error, match="does not go with exchange=Quorum"):
         local.step()
     # Who leaves the group earlier would end the other's first step.
     store = dist.group.WORLD.get_group_store()

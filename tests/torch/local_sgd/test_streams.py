@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.reduction.fragments import split
+from pycomm.local_sgd import Blocking, Quorum, Streamed
+from pycomm.local_sgd.fragments import split
 from tests.torch.hooks.test_ddp_compress import equal, network
 from tests.torch.local_sgd.test_local_sgd import PLAIN, one_step, train, values
 
@@ -73,16 +74,16 @@ def streaming(
 
 
 def check_paper(rank: int, size: int, overlap: int, mixing: float) -> None:
-    options = {"every": 6, "fragments": 3, "overlap": overlap, "mixing": mixing}
+    options = {"fragments": 3, "overlap": overlap, "mixing": mixing}
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    local = pycomm.LocalSGD(model, **options, **PLAIN)
+    local = pycomm.LocalSGD(model, every=6, exchange=Streamed(**options), **PLAIN)
     ended = []
     for step in range(15):
         one_step(model, optimizer, rank, step)
         ended.append(local.step())
     assert [i + 1 for i, end in enumerate(ended) if end] == [6, 12]
-    want = streaming(rank, size, 15, **options)
+    want = streaming(rank, size, 15, 6, **options)
     for a, b in zip(values(model), want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     local.finish()
@@ -97,14 +98,23 @@ def test_fragments_travel_as_in_streaming_diloco(pool, overlap, mixing):
     pool.run(check_paper, overlap, mixing, ranks=3)
 
 
-STREAM = {"every": 4, "codec": "int8", "fragments": 2, "overlap": 1}
+STREAM = {"every": 4, "codec": "int8", "exchange": Streamed(2, overlap=1)}
+LATER = {"every": 4, "codec": "int4", "exchange": Streamed(overlap=3)}
 
 
-def test_overlap_gives_the_same_bits_on_all_backends(pool):
-    (a, _, _), (b, _, _) = pool.run(train, 12, STREAM)
-    (c, _, _), _ = pool.run(train, 12, STREAM, backend="gloo")
+@pytest.mark.parametrize("options", [STREAM, LATER], ids=str)
+def test_overlap_gives_the_same_bits_on_all_backends(pool, options):
+    (a, _, _), (b, _, _) = pool.run(train, 12, options)
+    (c, _, _), _ = pool.run(train, 12, options, backend="gloo")
     assert equal(a, b)
     assert equal(a, c)
+
+
+@pytest.mark.parametrize("options", [STREAM, LATER], ids=str)
+def test_streams_converge_and_ranks_are_equal_in_the_end(pool, options):
+    (a, losses, _), (b, more, _) = pool.run(train, 80, options)
+    assert equal(a, b)
+    assert sum(losses[-8:] + more[-8:]) / 16 < 1.3  # as in test_local_sgd.py
 
 
 def check_resume(rank: int, size: int) -> None:
@@ -113,7 +123,7 @@ def check_resume(rank: int, size: int) -> None:
     def fresh() -> Any:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return model, optimizer, pycomm.LocalSGD(model, **STREAM | {"overlap": 2})
+        return model, optimizer, pycomm.LocalSGD(model, **STREAM | {"exchange": Streamed(2, 2)})
 
     model, optimizer, local = fresh()
     for step in range(7):
@@ -133,6 +143,8 @@ def check_resume(rank: int, size: int) -> None:
     assert local.rounds == resumed.rounds
     with pytest.raises(ValueError, match="has 2 fragments, not 1"):
         pycomm.LocalSGD(network(), every=4).load_state_dict(saved)
+    with pytest.raises(ValueError, match="has version 2, not 1: load it with the pycomm that"):
+        resumed.load_state_dict({**saved, "version": 2})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -142,7 +154,7 @@ def test_saved_state_continues_with_a_fragment_under_way(pool, backend):
 
 def check_nan(rank: int, size: int) -> None:
     model = nn.Linear(40, 60, bias=False)
-    local = pycomm.LocalSGD(model, every=2, overlap=1, codec="int8")
+    local = pycomm.LocalSGD(model, every=2, exchange=Streamed(overlap=1), codec="int8")
     start = model.weight.detach().clone()
     with torch.no_grad():
         model.weight += float("nan") if rank == 0 else 1.0
@@ -180,7 +192,7 @@ def check_weights(rank: int, size: int, options: dict[str, Any]) -> None:
         pycomm.LocalSGD(nn.Linear(4, 4), every=2).step(3)
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": 1, "mixing": 0.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"exchange": Streamed(overlap=1, mixing=0.0)}], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_movements_are_weighted_by_their_tokens(pool, backend, options):
     pool.run(check_weights, options, backend=backend)
@@ -252,10 +264,11 @@ def test_muon_is_an_inner_optimizer(pool):
 
 def check_summary(rank: int, size: int) -> None:
     model = nn.Sequential(*[nn.Linear(1000, 100, bias=False) for _ in range(4)])
-    local = pycomm.LocalSGD(model, every=8, codec="fp32", fragments=4, overlap=2, weighted=True)
+    stream = Streamed(4, overlap=2)
+    local = pycomm.LocalSGD(model, every=8, codec="fp32", exchange=stream, weighted=True)
     line = local.summary().splitlines()[-1]
     # Three ranks send two thirds of 4 bytes a value to its owners, and as much to all.
-    assert "4 fragments, each every 8 steps, over 2 of them" in line
+    assert "Streamed(fragments=4, overlap=2, mixing=0.5), every 8 steps" in line
     assert f"sends {4 * 400_000 * 4 / 3 / 1e6:.3g} MB in a round" in line
     assert f"{4 * 400_000 * 4 / 3 / 8 / 1e3:.3g} kB for each step" in line
     assert f"at most {400_000 * 4 / 3 / 1e6:.3g} MB at once" in line
@@ -265,20 +278,35 @@ def test_the_summary_tells_bytes_in_all_and_at_once(pool):
     pool.run(check_summary, ranks=3)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Streamed(0),
+        lambda: Streamed(overlap=-1),
+        lambda: Streamed(mixing=1.0),
+        lambda: Quorum(0),
+        lambda: Quorum(1, grace=-0.5),
+        lambda: Quorum(1, overlap=-1),
+    ],
+)
+def test_options_out_of_range_are_refused_where_they_are_made(make):
+    with pytest.raises(ValueError, match=r"(fragments|overlap|mixing|ranks|grace)=\S+"):
+        make()
+
+
 def check_refusals(rank: int, size: int) -> None:
     for options, why in [
-        ({"fragments": 9}, "use 1 to every=8"),
-        ({"fragments": 3}, "has 2 parameters"),
-        ({"fragments": 2, "overlap": 5}, "more than every // fragments = 4"),
-        ({"mixing": 1.0}, "mixing=1.0 must be from 0 to below 1"),
-        ({"fragments": 2, "delayed": True}, "delayed=True sends the whole model"),
-        ({"quorum": 3}, "quorum=3: use 1 to 2"),
-        ({"quorum": 1, "fragments": 2}, "quorum= goes with one fragment"),
+        ({"exchange": Streamed(9)}, "use 1 to every=8"),
+        ({"exchange": Streamed(3)}, "has 2 parameters"),
+        ({"exchange": Streamed(2, overlap=5)}, "more than every // fragments = 4"),
+        ({"exchange": Quorum(3)}, r"Quorum\(3\): use 1 to 2"),
         ({"average": "all"}, "use 'ranks' or 'senders'"),
     ]:
         with pytest.raises(ValueError, match=why):
             pycomm.LocalSGD(nn.Linear(4, 4), every=8, **options)
-    for name, theirs in [("every", 8 + rank), ("weighted", rank == 1), ("quorum", 1 + rank)]:
+    forms = (Blocking(), Quorum(2)), (Quorum(1), Quorum(2)), (Streamed(), Streamed(overlap=2))
+    differ = [("exchange", form[rank]) for form in forms]
+    for name, theirs in [("every", 8 + rank), ("weighted", rank == 1), *differ]:
         with pytest.raises(pycomm.WireMismatch, match=f"LocalSGD: {name}="):
             pycomm.LocalSGD(nn.Linear(4, 4), **{"every": 8, name: theirs})
 
@@ -286,38 +314,3 @@ def check_refusals(rank: int, size: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bad_options_are_refused_before_anything_is_sent(pool, backend):
     pool.run(check_refusals, backend=backend)
-
-
-def check_version_2(rank: int, size: int, options: dict[str, Any]) -> None:
-    """States of before there were fragments, with a round under way if it is delayed."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    local = pycomm.LocalSGD(model, every=3, codec="int8", **options)
-    for step in range(4):
-        one_step(model, optimizer, rank, step)
-        local.step()
-    saved = local.state_dict()
-    (fragment,) = saved["fragments"]
-    old = {key: fragment[key] for key in ("names", "start", "velocity")}
-    old |= {key: saved[key] for key in ("local_steps", "rounds", "skipped", "compression")}
-    old |= {"version": 2, "pending": saved["pending"] and saved["pending"][1]}
-    assert (old["pending"] is None) == (not options)
-    other = network()
-    other.load_state_dict(model.state_dict())
-    resumed = pycomm.LocalSGD(other, every=3, codec="int8", **options)
-    other.load_state_dict(model.state_dict())
-    resumed.load_state_dict(old)
-    for m, loc in ((model, local), (other, resumed)):
-        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
-        for step in range(4, 8):
-            one_step(m, optimizer, rank, step)
-            loc.step()
-        loc.finish()
-    assert equal(values(model), values(other))
-    with pytest.raises(ValueError, match="has version 1"):
-        resumed.load_state_dict({"version": 1})
-
-
-@pytest.mark.parametrize("options", [{}, {"delayed": True}], ids=str)
-def test_a_state_of_the_former_version_is_read(pool, options):
-    pool.run(check_version_2, options)

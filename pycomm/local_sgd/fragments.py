@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from pycomm.reduction.outer import OuterParameters, reals
+from pycomm.local_sgd.outer import OuterParameters, reals
 
 
 class Fragment:
@@ -51,8 +51,8 @@ def split(
     """
     if len(parameters) < fragments:
         raise ValueError(
-            f"LocalSGD: fragments={fragments}, and the model has {len(parameters)} parameters, "
-            "which are not divided"
+            f"LocalSGD: exchange=Streamed(fragments={fragments}), and the model has "
+            f"{len(parameters)} parameters, which are not divided"
         )
     sizes = [reals(parameter).numel() for parameter in parameters.values()]
     names, left = list(parameters), sum(sizes)

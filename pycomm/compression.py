@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from pycomm.arguments import deprecated_argument, typed
+from pycomm.arguments import typed
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
@@ -28,7 +26,6 @@ from pycomm.reduction.state import CompressionState
 State = TypeVar("State", bound=HookState)
 
 
-@deprecated_argument("spec", "codec")
 def compress(
     model: nn.Module,
     codec: str | Codec | Policy = "int8",
@@ -56,7 +53,6 @@ def compress(
         codec: a codec, its text ("int8", "topk:0.01,values=int8"), a `pycomm.Policy`, or the text
             of one: "auto", "int4 warmup=100", and more in `Policy.of`. "dgc:0.01" is top-k with all
             of Deep Gradient Compression. A codec leaves norms, biases and tiny parameters exact.
-            The former name of this argument, ``spec``, is deprecated.
         feedback: error feedback. True: the error of each payload is added to the next; False: none;
             or a kind with options, "ema:0.9,storage=int8", see `pycomm.Feedback`.
         seed: seed of random rounding; equal on all ranks.
@@ -227,12 +223,3 @@ def _advice(model: nn.Module) -> str:
         "wrap it first, model = DistributedDataParallel(model); or average its parameters now and "
         "then, pycomm.LocalSGD(model, every=...)"
     )
-
-
-class _Function(ModuleType):
-    """A callable module: importing `pycomm.compress` hides the function of that name."""
-
-    __call__ = staticmethod(compress)  # without a frame of its own, so that warnings name the user
-
-
-sys.modules[__name__].__class__ = _Function

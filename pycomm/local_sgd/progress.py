@@ -1,4 +1,4 @@
-"""Quorum: outer steps of `pycomm.LocalSGD` that need not wait for the slowest ranks.
+"""Progress of the ranks under a quorum, and the thread of each rank that exchanges it.
 
 docs/reliability.md, "Slow and spare ranks", describes the protocol. Each rank has a thread that
 takes part in all exchanges, so a rank in the middle of a local step holds up nobody. The threads
@@ -13,13 +13,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 import torch.distributed as dist
 
+from pycomm.local_sgd.outer import Values
+from pycomm.local_sgd.shared import Average, is_finite
 from pycomm.policy.exchange import gather
-from pycomm.reduction.outer import Values
+from pycomm.reduction import own_group
 
 PERIOD = 0.02
 """Seconds between two looks at the progress of all ranks."""
@@ -30,22 +32,17 @@ class Progress:
     """What a rank tells the others of itself."""
 
     offered: bool
-    """It has a movement to contribute."""
+    """It has an outer gradient to contribute."""
     weight: float
-    """Samples, tokens or steps of that movement."""
+    """Samples, tokens or steps of that outer gradient."""
+    finite: bool
+    """That outer gradient is finite."""
     finishing: bool
     """It trains no further, and waits for the others."""
     clock: float
     """Its time in seconds; only the first rank's is used."""
     loads: int = 0
     """How often it has loaded a state."""
-
-    def row(self) -> list[float]:
-        return [float(self.offered), self.weight, float(self.finishing), self.clock, self.loads]
-
-    @classmethod
-    def of(cls, row: Sequence[float]) -> Progress:
-        return cls(bool(row[0]), row[1], bool(row[2]), row[3], int(row[4]))
 
 
 class Round:
@@ -83,9 +80,9 @@ class Round:
 
 @dataclass(frozen=True)
 class Outcome:
-    """An outer gradient, equal on all ranks."""
+    """The end of a round; the average is equal on all ranks."""
 
-    gradient: Values | None
+    average: Average | None
     """None: no rank had anything to contribute."""
     offer: Offer | None
     """What this rank has contributed; None: it was late."""
@@ -95,20 +92,25 @@ class Outcome:
 
 @dataclass(frozen=True, eq=False)
 class Offer:
-    """A rank's movement, and what it weighs."""
+    """A rank's outer gradient, and what it weighs."""
 
-    moved: Values
+    gradient: Values
     weight: float
+    finishing: bool
+    """The rank trains no further."""
 
 
-class Quorum:
-    """This rank's side of the exchanges, and the thread that runs them.
+class ProgressThread:
+    """The thread of this rank that takes part in all exchanges.
+
+    It runs from `start` to the last outcome, to `close`, or to an error.
 
     Args:
-        group: a group that nothing else uses.
+        group: a group that nothing else uses, which `close` ends.
         device: a device whose tensors the group moves.
-        exchange: function that averages movements; called on the thread, by all ranks together. It
-            gets the movement of this rank, None if it does not take part, and the weights of all.
+        exchange: function that averages outer gradients; called on the thread, by all ranks
+            together. It gets that of this rank, None if it does not take part, and the weights of
+            all.
         quorum, grace: see `Round`.
     """
 
@@ -124,17 +126,19 @@ class Quorum:
         self._quorum, self._grace = quorum, grace
         self._changed = threading.Condition()
         self._offer: Offer | None = None
-        self._wanted = self._finishing = False
+        self._wanted = self._closed = self._runs = False
         self._outcomes: deque[Outcome] = deque()
         self._error: BaseException | None = None
         self._loads = 0
-        self._meeting = threading.Lock()  # held by an exchange, and while a state is loaded
+        # Held from the look at the ranks to the end of what follows from it, and by a load.
+        self._exchanging = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the thread, unless it runs."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="pycomm-quorum", daemon=True)
+            self._runs = True
             self._thread.start()
 
     @property
@@ -142,15 +146,14 @@ class Quorum:
         """Whether this rank should offer what it has, since enough others have."""
         return self._wanted
 
-    def offer(self, moved: Values, weight: float, *, finishing: bool = False) -> None:
-        """Offer a movement of this rank for the round; there is no other offer."""
+    def offer(self, gradient: Values, weight: float, *, finishing: bool) -> None:
+        """Offer an outer gradient of this rank for the round; there is no other offer."""
         with self._changed:
-            self._finishing = finishing
-            self._offer = Offer(moved, weight)
+            self._offer = Offer(gradient, weight, finishing)
             self._changed.notify_all()
 
     def take(self, *, wait: bool = False) -> Outcome | None:
-        """Return the next outer gradient; None: there is none yet.
+        """Return the next outcome; None: there is none yet.
 
         Args:
             wait: wait for one. The thread's collectives have the group's deadline.
@@ -169,53 +172,91 @@ class Quorum:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """While this rank loads a state no exchange runs, and none until all have loaded theirs."""
-        with self._meeting:
+        """While this rank loads a state no exchange runs, and none until all have loaded theirs.
+
+        The offer and the outcomes from before the load are dropped: other ranks may have taken
+        theirs.
+        """
+        with self._exchanging:
             yield
             with self._changed:
                 self._loads += 1
+                self._offer, self._wanted = None, False
+                self._outcomes.clear()
 
     def join(self) -> None:
         """Wait for the thread, which ends after the last outcome."""
         if self._thread is not None:
             self._thread.join()
-            self._thread, self._finishing = None, False
+            self._thread = None
+
+    def close(self) -> None:
+        """End the thread, where it is, and the group."""
+        with self._changed:
+            self._closed, runs = True, self._runs
+            self._changed.notify_all()
+        if not runs:
+            own_group.close(self._group)
 
     def _run(self) -> None:
         try:
-            while self._one_round():
+            while self._take_part():
                 pass
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+        with self._changed:
+            self._runs = False
+        if self._closed:
+            own_group.close(self._group)
 
-    def _one_round(self) -> bool:
+    def _take_part(self) -> bool:
         """Run one round to its end; return whether another follows."""
         rule = Round(self._quorum, self._grace)
-        while True:
+        while not self._closed:
+            with self._exchanging:
+                offer, ranks = self._look()
+                if rule.closes(ranks):
+                    return self._end_round(offer, ranks)
+                self._wanted = rule.is_wanted(ranks)
             with self._changed:
-                offer, finishing, loads = self._offer, self._finishing, self._loads
-            weight = 0.0 if offer is None else offer.weight
-            mine = Progress(offer is not None, weight, finishing, time.monotonic(), loads)
-            rows = gather(mine.row(), self._group, self._device)
-            ranks = [Progress.of(row) for row in rows]
-            if rule.closes(ranks):
-                break
-            self._wanted = rule.is_wanted(ranks)
-            with self._changed:
-                if self._offer is offer:
+                if self._offer is offer and not self._closed:
                     self._changed.wait(PERIOD)
+        return False
+
+    def _look(self) -> tuple[Offer | None, list[Progress]]:
+        """Return this rank's offer, and the progress of all ranks."""
+        with self._changed:
+            offer, loads = self._offer, self._loads
+        mine = Progress(
+            offered=offer is not None,
+            weight=0.0 if offer is None else offer.weight,
+            finite=offer is None or is_finite(offer.gradient),
+            finishing=offer is not None and offer.finishing,
+            clock=time.monotonic(),
+            loads=loads,
+        )
+        rows = gather(list(map(float, astuple(mine))), self._group, self._device)
+        ranks = [
+            Progress(bool(offered), weight, bool(finite), bool(finishing), clock, int(loads))
+            for offered, weight, finite, finishing, clock, loads in rows
+        ]
+        return offer, ranks
+
+    def _end_round(self, offer: Offer | None, ranks: Sequence[Progress]) -> bool:
+        """Average what the ranks have offered; return whether another round follows."""
         weights = [rank.weight if rank.offered else 0.0 for rank in ranks]
-        gradient = None
+        average = None
         if any(weights):
-            with self._meeting:
-                gradient = self._exchange(None if offer is None else offer.moved, weights)
+            values = self._exchange(None if offer is None else offer.gradient, weights)
+            bad = [rank for rank, each in enumerate(ranks) if not each.finite]
+            average = Average(values, tuple(bad))
         last = all(rank.finishing and rank.offered for rank in ranks)
         with self._changed:
             self._wanted = False
             if offer is not None:
                 self._offer = None
-            self._outcomes.append(Outcome(gradient, offer, last))
+            self._outcomes.append(Outcome(average, offer, last))
             self._changed.notify_all()
         return not last

@@ -1,9 +1,9 @@
 """Outer parameters: the parameters that all ranks share between rounds of `pycomm.LocalSGD`.
 
 They are kept in float32, or in float64 if the model's are: a bfloat16 parameter cannot represent
-the small steps of an outer optimizer. Its rounding must not count as movement either, so a rank's
-movement is the difference between the rounded start that was written to its model and the model's
-values now.
+the small steps of an outer optimizer. Its rounding must not count as a step either, so a rank's
+outer gradient is the difference between the rounded start that was written to its model and the
+model's values now.
 """
 
 from __future__ import annotations
@@ -62,8 +62,12 @@ class OuterParameters:
         """Names of the parameters in each flat tensor, in order."""
         return {width: tuple(name for name, _ in self._of(width)) for width in self.start}
 
-    def moved(self) -> Values:
-        """Return this rank's movement since the last `write`, start minus end."""
+    def values(self) -> Values:
+        """Return the model's values as flat tensors."""
+        return self._gather()
+
+    def gradient(self) -> Values:
+        """Return this rank's outer gradient since the last `write`: start minus end."""
         ends = self._gather()
         for width, end in ends.items():
             at = 0
@@ -77,7 +81,7 @@ class OuterParameters:
         return ends
 
     def zeros(self) -> Values:
-        """Return a movement of nothing."""
+        """Return a zero outer gradient."""
         return _zeros(self.start)
 
     def apply(self, gradient: Values, lr: float) -> None:
@@ -90,9 +94,9 @@ class OuterParameters:
             start.add_(update, alpha=-lr)
 
     @torch.no_grad()
-    def write(self) -> None:
-        """Write the start to the model, which begins a round from it."""
-        for width, start in self.start.items():
+    def write(self, values: Values | None = None) -> None:
+        """Write values to the model; None: the start, from which a round begins."""
+        for width, start in (values or self.start).items():
             at = 0
             for _, part in self._of(width):
                 part.copy_(start[at : at + part.numel()].view_as(part))
@@ -113,11 +117,11 @@ class OuterParameters:
 
     @torch.no_grad()
     def rebase(self, before: Values, sent: Values | None) -> None:
-        """Move the model as the start has moved, and keep this rank's own movement.
+        """Move the model as the start has moved, and keep this rank's own steps.
 
         Args:
             before: the start until now.
-            sent: the movement that this rank has contributed, which is in the new start.
+            sent: the outer gradient that this rank has contributed, which is in the new start.
         """
         for width, start in self.start.items():
             at = 0
@@ -131,12 +135,6 @@ class OuterParameters:
                 moved = now - then if sent is None else now - then + sent[width][place]
                 part.copy_(part.to(start.dtype).reshape(-1).add_(moved).view_as(part))
                 at += part.numel()
-
-    def differ(self, parameters: Mapping[str, nn.Parameter]) -> bool:
-        """Return whether these are other parameters: some were added, removed or replaced."""
-        return self.parameters.keys() != parameters.keys() or any(
-            self.parameters[name] is not parameter for name, parameter in parameters.items()
-        )
 
     def renew(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> list[str]:
         """Continue with other parameters and return the names of the new ones; collective.

@@ -1,0 +1,302 @@
+"""`LocalSGD`: rounds of local training, in any of the forms of exchange."""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from pycomm import backend
+from pycomm.arguments import number, typed, whole
+from pycomm.codecs import Codec
+from pycomm.errors import Error
+from pycomm.feedback import Feedback
+from pycomm.local_sgd.outer import reals
+from pycomm.local_sgd.quorum import Quorum
+from pycomm.local_sgd.shared import SharedModel
+from pycomm.local_sgd.streamed import Blocking, Streamed
+from pycomm.policy import Policy, agree_on_options
+from pycomm.reduction import cost, own_group
+from pycomm.reduction.state import CompressionState
+from pycomm.reduction.weights import checked
+
+STATE_VERSION = 1
+
+
+class LocalSGD:
+    """Rounds of local training on the ranks of a group, with an outer step after each.
+
+    Collective: every rank makes one, with the same model and options, and all start from the first
+    rank's parameters and buffers. After an outer step all ranks have the same parameters, to the
+    bit; with `Streamed` or `Quorum` after `finish`. Only trained parameters are averaged; each rank
+    keeps its own buffers, such as a batch norm's statistics, and its own state of the inner
+    optimizer.
+
+    An average that is not finite is skipped, and all ranks go back to the round's start. The rank
+    that has brought it is named in the log, and where the state of its inner optimizer is not
+    finite, either, that begins anew.
+
+    A parameter that is unfrozen, added or replaced during a round is averaged exactly when that
+    round ends, and takes part like the others from then on; a parameter that is frozen or removed
+    takes part for the last time. Such a round does not overlap with the next. All ranks must make
+    such a change in the same round; with a quorum there may be none.
+
+    Args:
+        model: a model whose wrapper, if any, does not reduce over the same ranks:
+            DistributedDataParallel and FSDP2 would synchronize them in every step. The intended use
+            is a group of nodes with DDP or FSDP2 inside each node: sharded parameters are averaged
+            shard by shard.
+        every: local steps in a round.
+        exchange: how outer gradients travel: ``Blocking()``, ``Streamed(fragments, overlap,
+            mixing)`` or ``Quorum(ranks, grace)`` of `pycomm.local_sgd`.
+        codec: codec of the outer gradients, its text ("int4"), or a `pycomm.Policy`. Warm-ups and
+            schedules count exchanges.
+        lr: outer learning rate.
+        momentum: momentum of the outer optimizer; 0 for none.
+        nesterov: look ahead by the momentum, as DiLoCo does.
+        weighted: weight each rank's outer gradient by the samples or tokens that `step` is given.
+        average: "ranks": the mean over all ranks. "senders": with sparse codecs (top-k), each value
+            is averaged over the ranks that have sent it (SparseLoCo).
+        optimizer: the inner optimizer; needed only if this is used as a context manager, which
+            counts the optimizer's steps.
+        process_group: the ranks that train apart; None: the default group.
+        feedback: error feedback; see `pycomm.compress`.
+        seed: seed of random rounding; equal on all ranks.
+
+    Raises:
+        TypeError: an option has another type.
+        ValueError: an option is out of its range.
+        Error: the model's own wrapper reduces over ranks that are to train apart.
+        WireMismatch: ranks have different models, codecs or options.
+
+    Example:
+        >>> local = pycomm.LocalSGD(model, every=32, codec="int4")  # doctest: +SKIP
+        >>> for batch in batches:  # doctest: +SKIP
+        ...     loss(model, batch).backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     local.step()
+        >>> local.finish()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int,
+        exchange: Blocking | Streamed | Quorum = Blocking(),
+        codec: str | Codec | Policy = "int8",
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        weighted: bool = False,
+        average: Literal["ranks", "senders"] = "ranks",
+        optimizer: torch.optim.Optimizer | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        feedback: bool | str | Feedback | None = True,
+        seed: int = 0,
+    ) -> None:
+        typed("model", model, nn.Module)
+        typed("exchange", exchange, Blocking, Streamed, Quorum)
+        typed("optimizer", optimizer, torch.optim.Optimizer, None)
+        typed("weighted", weighted, bool)
+        self.every = whole("every", every, 1)
+        self.exchange = exchange
+        self.lr, self.momentum = number("lr", lr), number("momentum", momentum)
+        self.nesterov, self.weighted, self.average = nesterov, weighted, average
+        if self.lr <= 0 or not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"LocalSGD: lr={lr} must be above 0, and momentum={momentum} from 0 to below 1"
+            )
+        if average not in ("ranks", "senders"):
+            raise ValueError(f"LocalSGD: average={average!r}: use 'ranks' or 'senders'")
+        self.weight = 0.0
+        """Samples or tokens of all steps on this rank."""
+        self._optimizer = optimizer
+        self._hook: Any = None
+        group = process_group or dist.group.WORLD
+        exchange.check(self.every, group.size() if group is not None else 1)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trained:
+            raise ValueError("LocalSGD: the model has no parameters to train: unfreeze some")
+        own = closing = None
+        if group is not None:
+            agree_on_options(self._terms(), group)
+            _refuse_meetings(model, group)
+            # Weights and senders are exchanged in several steps, which wait for each other.
+            is_async = not weighted and average == "ranks" and reals(trained[0]).is_cpu
+            if exchange.needs_own_group(is_async=is_async and bool(backend.find_native(group))):
+                own = own_group.make(group)
+                closing = weakref.finalize(self, own_group.close, own)
+        self.state = CompressionState(
+            codec, process_group=own or group, feedback=feedback, seed=seed
+        )
+        """Codecs and feedback: `residual_norms()`."""
+        self.state.averages_senders = average == "senders"
+        self.state.stays_because = (
+            "LocalSGD keeps a start that members share: make a new LocalSGD on all ranks, which "
+            "starts from the parameters of the first, and call its state.adopt_state(former.state)"
+        )
+        self._shared = SharedModel(
+            model,
+            self.state,
+            fragments=exchange.fragments,
+            every=self.every,
+            lr=self.lr,
+            momentum=self.momentum,
+            nesterov=nesterov,
+            weighted=weighted,
+        )
+        self._rounds = exchange.start(self._shared, self.every, own)
+        if closing is not None:
+            closing.detach()  # the rounds end their thread before it
+        weakref.finalize(self, self._rounds.close).atexit = False
+
+    def _terms(self) -> list[str]:
+        """Return the options that must be equal on all ranks."""
+        names = "every", "exchange", "lr", "momentum", "nesterov", "weighted", "average"
+        return [f"LocalSGD: {name}={getattr(self, name)}" for name in names]
+
+    @property
+    def local_steps(self) -> int:
+        """Optimizer steps in this round."""
+        return self._rounds.local_steps
+
+    @property
+    def rounds(self) -> int:
+        """Outer gradients that were applied, or skipped because they were not finite; those of
+        each fragment count."""
+        return self._shared.rounds
+
+    @property
+    def skipped(self) -> int:
+        """Outer gradients that were skipped."""
+        return self._shared.skipped
+
+    @property
+    def late(self) -> int:
+        """Outer gradients in which this rank did not take part, since the quorum had been there."""
+        return self._rounds.late
+
+    # ------------------------------------------------------------------ for users
+
+    def step(self, weight: float | None = None) -> bool:
+        """Count one optimizer step; call it after each. Returns whether it ended a round.
+
+        Args:
+            weight: samples or tokens of the step on this rank, 0 or more; if `weighted`.
+
+        Raises:
+            ValueError: there is a weight and the average is not weighted, or the other way round.
+        """
+        if (weight is None) == self.weighted:
+            raise ValueError(
+                "LocalSGD was made with weighted=True: pass step() the samples or tokens of the "
+                "step"
+                if self.weighted
+                else "LocalSGD.step: a weight needs weighted=True in LocalSGD, on all ranks"
+            )
+        weight = 1.0 if weight is None else checked(weight)
+        self.weight += weight
+        return self._rounds.step(weight)
+
+    def finish(self) -> None:
+        """End the round now and apply all outer gradients; afterwards all ranks are equal.
+
+        Collective. Ranks may have taken different numbers of steps.
+        """
+        self._rounds.finish()
+
+    def summary(self) -> str:
+        """Return the codecs, and the bytes that this rank sends in a round and at most at once."""
+        ranks = self.state.process_group.size()
+        parts = self._shared.parts
+        sizes = [cost.sent_bytes(self.state, p.outer.parameters, ranks) for p in parts]
+        tokens = ""
+        if self.weighted and self.weight:
+            exchanged = self.rounds / len(parts) * sum(sizes)
+            tokens = f"; {exchanged / self.weight:.3g} bytes for each sample or token so far"
+        return "\n".join(
+            [
+                self.state.summary(),
+                f"LocalSGD: {self.exchange}, every {self.every} steps; a rank sends "
+                f"{sum(sizes) / 1e6:.3g} MB in a round, {sum(sizes) / self.every / 1e3:.3g} kB for "
+                f"each step, at most {max(sizes) / 1e6:.3g} MB at once{tokens}",
+            ]
+        )
+
+    def __enter__(self) -> LocalSGD:
+        if self._optimizer is None:
+            raise Error("LocalSGD as a context manager counts steps: pass optimizer=")
+        self._hook = self._optimizer.register_step_post_hook(self._count)
+        return self
+
+    def _count(self, *_: object) -> None:
+        self.step()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._hook.remove()
+        if kind is None:
+            self.finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to checkpoint beside model and optimizer. Each rank saves its own.
+
+        Raises:
+            Error: ranks of a quorum are at different steps of their own; call `finish` first.
+        """
+        return {"version": STATE_VERSION, "weight": self.weight, **self._rounds.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state from `state_dict`, and the model's trained parameters with it.
+
+        Every rank loads, at any point of a step, and all at the same one unless it is a quorum.
+        Outer gradients that are in flight are dropped. The inner optimizer, and what of the model
+        is not trained, are loaded separately.
+
+        Raises:
+            ValueError: the state is of another version, model, momentum, exchange, rank or number
+                of ranks.
+        """
+        if state["version"] != STATE_VERSION:
+            raise ValueError(
+                f"LocalSGD's state has version {state['version']}, not {STATE_VERSION}: load it "
+                "with the pycomm that has saved it"
+            )
+        self._rounds.load_state_dict(state)
+        self.weight = state["weight"]
+
+
+def _refuse_meetings(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise if the model's own wrapper reduces over ranks that are to train apart."""
+    apart = set(dist.get_process_group_ranks(group))
+
+    def refuse(what: str, ranks: set[int]) -> None:
+        if len(apart & ranks) > 1:
+            raise Error(
+                f"LocalSGD: {what} over ranks {sorted(apart & ranks)}, which are to train apart "
+                "and would meet in every step: use one of the two, or a group with one rank of "
+                "each node"
+            )
+
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            ranks = dist.get_process_group_ranks(module.process_group)
+            refuse("the model is wrapped in DistributedDataParallel", set(ranks))
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            for dim in range(mesh.ndim):
+                ranks = dist.get_process_group_ranks(mesh.get_group(dim))
+                refuse("parameters are distributed", set(ranks))

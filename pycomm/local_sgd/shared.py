@@ -1,0 +1,265 @@
+"""The model that ranks share between rounds of `pycomm.LocalSGD`, and how it is averaged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from pycomm.local_sgd.fragments import Fragment, split
+from pycomm.local_sgd.inner import InnerOptimizers
+from pycomm.local_sgd.outer import OuterParameters, Values, broadcast
+from pycomm.policy.exchange import start_gather
+from pycomm.policy.names import clean, few
+from pycomm.reduction.state import CompressionState
+from pycomm.reduction.weights import factors
+
+logger = logging.getLogger("pycomm")
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a rank tells the others of what it contributes to an exchange."""
+
+    weight: float
+    """Samples, tokens or steps of its outer gradient."""
+    finite: bool
+    """Its outer gradient is finite."""
+    finishing: bool
+    """It has called `finish`, and takes part until all ranks have."""
+    dirty: bool
+    """Its model differs from the common start."""
+
+
+@dataclass(frozen=True)
+class Average:
+    """The ranks' average of an outer gradient, equal on all ranks."""
+
+    values: Values
+    bad: tuple[int, ...]
+    """Ranks whose own outer gradient was not finite."""
+
+
+class SharedModel:
+    """A model's trained parameters in fragments, with their common start and their codecs.
+
+    Collective: it copies the first rank's parameters and buffers to all ranks.
+
+    Args:
+        model: the model.
+        state: codecs and feedback of its parameters.
+        fragments, every: see `split`.
+        lr, momentum, nesterov, weighted: see `LocalSGD`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        state: CompressionState,
+        *,
+        fragments: int,
+        every: int,
+        lr: float,
+        momentum: float,
+        nesterov: bool,
+        weighted: bool,
+    ) -> None:
+        self._model, self.state, self._lr, self._weighted = model, state, lr, weighted
+        self.rounds = self.skipped = 0  # outer gradients
+        self._inner = InnerOptimizers(lambda: named(model))
+        group = state.process_group
+        self._rank = group.rank()
+        broadcast(model, group)
+        trained = self.trained()
+        self.parts = [
+            Fragment(OuterParameters(part, momentum=momentum, nesterov=nesterov), end)
+            for part, end in split(trained, fragments, every)
+        ]
+        self._enter(trained)
+        state.plan.complete()
+
+    # ------------------------------------------------------------------ exchanges
+
+    def announce(
+        self, gradient: Values, weight: float, *, finishing: bool = False, dirty: bool = True
+    ) -> Callable[[], list[Contribution]]:
+        """Tell the ranks what this one contributes; return a function that waits for theirs."""
+        self.state.follow_members()  # raises if the group has other members now
+        mine = Contribution(weight, is_finite(gradient), finishing, dirty)
+        row = list(map(float, astuple(mine)))
+        wait = start_gather(row, self.state.process_group, self.state._device)
+        return lambda: [Contribution(w, bool(a), bool(b), bool(c)) for w, a, b, c in wait()]
+
+    def average(
+        self,
+        part: Fragment,
+        gradient: Values,
+        announced: Callable[[], list[Contribution]],
+    ) -> Callable[[], Average]:
+        """Average outer gradients, in place; return a function that waits for the result.
+
+        Args:
+            part: the fragment.
+            gradient: this rank's outer gradient.
+            announced: result of `announce`.
+        """
+        if self._weighted:
+            self.state.factors = factors([rank.weight for rank in announced()])
+        wait = self.reduce(part, gradient)
+
+        def finish() -> Average:
+            values = wait()
+            bad = [rank for rank, each in enumerate(announced()) if not each.finite]
+            return Average(values, tuple(bad))
+
+        return finish
+
+    def reduce(self, part: Fragment, gradient: Values) -> Callable[[], Values]:
+        """Start a compressed all-reduce of outer gradients, with the state's factors."""
+        names = part.outer.names
+        self.state.begin_step()
+        futures = {width: self.state.reduce(gradient[width], names[width]) for width in gradient}
+        self.state.end_step()
+        return lambda: {width: future.wait() for width, future in futures.items()}
+
+    def move(self, part: Fragment, average: Average) -> bool:
+        """Move a fragment's start by an average; return whether it is finite.
+
+        If it is not, the model goes back to the fragment's start on all ranks. A rank whose own
+        outer gradient was not finite goes back to the start of all fragments, with new states of
+        the inner optimizer where those are not finite either.
+        """
+        self.rounds += 1
+        if is_finite(average.values):  # on all ranks alike
+            part.outer.apply(average.values, self._lr)
+            return True
+        self.skipped += 1
+        logger.warning(
+            "rank %d: LocalSGD skips round %d, and all ranks go back to its start: the average is "
+            "not finite, since the outer gradient of %s",
+            self._rank,
+            self.rounds,
+            f"rank {', '.join(map(str, average.bad))} is not"
+            if average.bad
+            else "no rank is, and their sum overflows",
+        )
+        if self._rank in average.bad:
+            self.write()
+            if names := self._inner.reset():
+                logger.warning(
+                    "rank %d: LocalSGD has reset the inner optimizer's state, which was not "
+                    "finite, of %s",
+                    self._rank,
+                    few(names),
+                )
+        else:
+            part.outer.write()
+        return False
+
+    def write(self) -> None:
+        """Write the start of all fragments to the model."""
+        for part in self.parts:
+            part.outer.write()
+
+    # ------------------------------------------------------------------ parameters
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that are trained now, by name."""
+        return {name: p for name, p in named(self._model).items() if p.requires_grad}
+
+    def differ(self) -> bool:
+        """Whether trained parameters were added, removed or replaced."""
+        trained = self.trained()
+        known = {name: p for part in self.parts for name, p in part.outer.parameters.items()}
+        return known.keys() != trained.keys() or any(
+            known[name] is not parameter for name, parameter in trained.items()
+        )
+
+    def renew(self) -> None:
+        """Continue with the parameters of now, of which new ones join the last fragment."""
+        group, trained = self.state.process_group, self.trained()
+        rest = dict(trained)
+        *others, last = self.parts
+        for part in others:
+            before = part.outer.parameters
+            kept = {name: p for name, p in rest.items() if before.get(name) is p}
+            part.outer.renew(kept, group)
+            rest = {name: p for name, p in rest.items() if name not in kept}
+        new = last.outer.renew(rest, group)
+        self._enter({name: trained[name] for name in new})
+        last.outer.write()
+
+    def _enter(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Decide the codecs of parameters, and check that all ranks have decided alike."""
+        for name, parameter in parameters.items():
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            self.state.add(name, own.detach())
+        self.state.agree()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self, *, dirty: bool) -> dict[str, Any]:
+        """Return copies of the state to checkpoint.
+
+        Args:
+            dirty: this rank's model differs from the common start, and is saved with it.
+        """
+        return {
+            "fragments": [part.state_dict() for part in self.parts],
+            "own": [part.outer.values() for part in self.parts] if dirty else None,
+            "rounds": self.rounds,
+            "skipped": self.skipped,
+            "compression": self.state.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, agree: bool) -> None:
+        """Restore the state from `state_dict`.
+
+        Args:
+            state: result of `state_dict`.
+            agree: enter parameters that are trained in it and not here, which is collective.
+
+        Raises:
+            ValueError: the state is of another model, momentum or number of fragments; or it has
+                such parameters, and `agree` is False.
+        """
+        saved = state["fragments"]
+        if len(saved) != len(self.parts):
+            raise ValueError(
+                f"LocalSGD's state has {len(saved)} fragments, not {len(self.parts)}: give the "
+                "same exchange="
+            )
+        for part, one in zip(self.parts, saved, strict=True):
+            new = [name for name in one["names"] if name not in self.state.decisions]
+            if new and not agree:
+                raise ValueError(
+                    f"LocalSGD's state has the parameters {', '.join(sorted(new))}, which are "
+                    "frozen here: with exchange=Quorum(...) make them trainable before LocalSGD is "
+                    "made"
+                )
+            part.load_state_dict(one, named(self._model))
+            if agree:
+                self._enter(part.outer.parameters)
+        self.state.load_state_dict(state["compression"])
+        self.rounds, self.skipped = state["rounds"], state["skipped"]
+        for index, part in enumerate(self.parts):
+            part.outer.write(state["own"] and state["own"][index])
+
+
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a model's parameters by their names without wrappers."""
+    return {clean(name): p for name, p in model.named_parameters()}
+
+
+def is_finite(values: Values) -> bool:
+    """Whether all values are finite."""
+    return all(bool(part.isfinite().all()) for part in values.values())
+
+
+def copies(values: Values) -> Values:
+    """Return copies of flat tensors."""
+    return {width: part.clone() for width, part in values.items()}

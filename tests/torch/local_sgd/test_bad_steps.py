@@ -1,0 +1,129 @@
+"""LocalSGD where one rank has a gradient that is not finite, or takes fewer steps than others."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from pycomm.local_sgd import Blocking, Quorum, Streamed
+from tests.torch.hooks.test_ddp_compress import batch, network
+from tests.torch.local_sgd.test_local_sgd import values
+
+FORMS = {
+    "blocking": {"exchange": Blocking()},
+    "fragments": {"exchange": Streamed(2, overlap=0)},
+    "overlapped fragments": {"exchange": Streamed(2, overlap=1)},
+    "a round later": {"exchange": Streamed(overlap=4)},
+    "on a thread": {"exchange": Streamed(2, overlap=2), "weighted": True},
+    "quorum": {"exchange": Quorum(2)},
+}
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def equal_on_all_ranks(model: nn.Module) -> bool:
+    mine = torch.cat([value.view(-1) for value in values(model)])
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    return torch.equal(mine, first)
+
+
+def check_nan(rank: int, size: int, options: dict[str, Any]) -> None:
+    """Rank 1 has one gradient of NaN; with AdamW that once cost all rounds that followed."""
+    lines = Lines()
+    logging.getLogger("pycomm").addHandler(lines)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    local = pycomm.LocalSGD(model, every=4, codec="int8", **options)
+    for step in range(32):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        if rank == 1 and step == 5:
+            model[0].weight.grad[0, 0] = float("nan")
+        optimizer.step()
+        local.step(*(len(x),) if local.weighted else ())
+    local.finish()
+    logging.getLogger("pycomm").removeHandler(lines)
+    assert 1 <= local.skipped <= 2 < local.rounds  # two fragments may have it
+    assert all(value.isfinite().all() for value in values(model))
+    assert equal_on_all_ranks(model)
+    skipped = [text for text in lines.texts if "LocalSGD skips round" in text]
+    assert len(skipped) == local.skipped
+    assert all("the outer gradient of rank 1 is not" in text for text in skipped)
+    reset = [text for text in lines.texts if "has reset the inner optimizer's state" in text]
+    assert [text.partition(":")[0] for text in reset] == (["rank 1"] if rank else [])
+    for state in optimizer.state.values():
+        assert all(value.isfinite().all() for value in state.values())
+        assert state["step"] > 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_gradient_of_nan_costs_one_round(pool, form):
+    pool.run(check_nan, FORMS[form])
+
+
+def check_scaler(rank: int, size: int, options: dict[str, Any], overflows: tuple[int, ...]) -> None:
+    """A GradScaler skips steps of rank 1, which the context manager does not count."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with pycomm.LocalSGD(model, every=4, codec="int8", optimizer=optimizer, **options) as local:
+        for step in range(9):
+            x, y = batch(rank, step)
+            loss = nn.functional.cross_entropy(model(x), y)
+            scaler.scale(loss * float("inf" if rank == 1 and step in overflows else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert local.local_steps == 0
+    assert local.skipped == 0
+    assert equal_on_all_ranks(model)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == size
+
+
+@pytest.mark.parametrize(
+    ("form", "overflows"),
+    [
+        ("blocking", (0,)),
+        ("blocking", (0, 2, 3, 5, 6)),
+        ("fragments", (3,)),
+        ("overlapped fragments", (0, 2, 3, 5, 6)),
+        ("a round later", (0,)),
+    ],
+)
+def test_ranks_that_skip_steps_finish_with_the_others(pool, form, overflows):
+    pool.run(check_scaler, FORMS[form], overflows)
+
+
+def check_uneven(rank: int, size: int, options: dict[str, Any]) -> None:
+    model = network()
+    local = pycomm.LocalSGD(model, every=4, codec="fp32", **options)
+    for _ in range((0, 3, 14)[rank]):
+        with torch.no_grad():
+            model[0].weight += 0.1 * (1 + rank)
+        local.step(*(1,) if local.weighted else ())
+    local.finish()
+    assert equal_on_all_ranks(model)
+    local.finish()  # with nothing to do
+    assert equal_on_all_ranks(model)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_of_different_numbers_of_steps_end_equal(pool, form):
+    pool.run(check_uneven, FORMS[form], ranks=3)

@@ -1,0 +1,180 @@
+"""A state of LocalSGD that is loaded at any point of a step, with exchanges in flight."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from pycomm.local_sgd import Blocking, Quorum, Streamed
+from tests.torch.hooks.test_ddp_compress import batch, equal, network
+from tests.torch.local_sgd.test_local_sgd import PLAIN, one_step, values
+
+FORMS = {
+    "blocking": {"exchange": Blocking()},
+    "stream": {"exchange": Streamed(2, overlap=2)},
+    "on a thread": {"exchange": Streamed(overlap=4), "weighted": True},
+    "quorum": {"exchange": Quorum(2)},
+}
+SAVED, LOADED, END = 8, 11, 15
+POINTS = ("made", "forward", "backward", "optimizer", "step", "zero_grad")
+
+
+class Run:
+    """A model in training, of which one can load a state at a point of a step."""
+
+    def __init__(self, rank: int, options: dict[str, Any]) -> None:
+        self.rank, self.model = rank, network()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.local = pycomm.LocalSGD(self.model, every=4, codec="int4", **options)
+
+    def saved(self) -> tuple[Any, ...]:
+        if isinstance(self.local.exchange, Quorum):
+            self.local.finish()
+        parts = self.model, self.optimizer, self.local
+        return copy.deepcopy(tuple(part.state_dict() for part in parts))
+
+    def load(self, saved: tuple[Any, ...]) -> None:
+        self.model.load_state_dict(saved[0])
+        self.optimizer.load_state_dict(copy.deepcopy(saved[1]))  # torch's keeps the tensors
+        self.local.load_state_dict(saved[2])
+
+    def train(self, steps: range, load: tuple[str, tuple[Any, ...]] | None = None) -> None:
+        """Train; load a state at the named point of the last step, and end there."""
+        for step in steps:
+            x, y = batch(self.rank, step)
+
+            def comes(point: str, step: int = step) -> bool:
+                if load is None or step + 1 < steps.stop or point != load[0]:
+                    return False
+                self.load(load[1])
+                return True
+
+            loss = nn.functional.cross_entropy(self.model(x), y)
+            if comes("forward"):
+                return
+            loss.backward()
+            if comes("backward"):
+                return
+            self.optimizer.step()
+            if comes("optimizer"):
+                return
+            self.local.step(*(len(x),) if self.local.weighted else ())
+            if comes("step"):
+                return
+            self.optimizer.zero_grad()
+            if comes("zero_grad"):
+                return
+
+
+def check_points(rank: int, size: int, options: dict[str, Any]) -> None:
+    run = Run(rank, options)
+    run.train(range(SAVED))
+    saved = run.saved()
+    run.train(range(SAVED, END))
+    run.local.finish()
+    want, rounds = values(run.model), run.local.rounds
+    for point in POINTS:
+        other = Run(rank, options)
+        if point == "made":
+            other.load(saved)
+        else:
+            other.train(range(LOADED), (point, saved))
+        other.optimizer.zero_grad()
+        other.train(range(SAVED, END))
+        other.local.finish()
+        assert equal(values(other.model), want), point
+        assert other.local.rounds == rounds, point
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_state_may_be_loaded_at_any_point_of_a_step(pool, form):
+    pool.run(check_points, FORMS[form])
+
+
+def check_model_first(rank: int, size: int, options: dict[str, Any]) -> None:
+    """The model is loaded before LocalSGD is made, which copies the first rank's."""
+    run = Run(rank, options)
+    run.train(range(SAVED - 1))
+    saved = run.saved()
+    run.train(range(SAVED - 1, END))
+    run.local.finish()
+    other = Run(rank, options)
+    other.model.load_state_dict(saved[0])
+    other.local = pycomm.LocalSGD(other.model, every=4, codec="int4", **options)
+    other.optimizer.load_state_dict(copy.deepcopy(saved[1]))
+    other.local.load_state_dict(saved[2])
+    other.train(range(SAVED - 1, END))
+    other.local.finish()
+    assert equal(values(other.model), values(run.model))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_model_may_be_loaded_before_local_sgd_is_made(pool, form):
+    pool.run(check_model_first, FORMS[form])
+
+
+def check_quorum_goes_back(rank: int, size: int) -> None:
+    """Ranks load at different rounds; of outcomes that came before, none is applied after."""
+    model = nn.Linear(32, 32, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange = Quorum(1, grace=0.0)
+    local = pycomm.LocalSGD(model, every=2, exchange=exchange, **PLAIN)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            x = torch.randn(4, 32)
+            optimizer.zero_grad()
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            local.step()
+
+    steps(4)
+    local.finish()
+    saved = copy.deepcopy((model.state_dict(), local.state_dict()))
+    for late in (0, 1):
+        steps(1 if rank else 8)
+        dist.barrier()
+        time.sleep(0.2 * (rank == late))
+        model.load_state_dict(saved[0])
+        local.load_state_dict(saved[1])
+        dist.barrier()
+        assert torch.equal(model.weight, saved[0]["weight"])
+        optimizer.param_groups[0]["lr"] = 0.0
+        steps(4)
+        local.finish()
+        assert torch.equal(model.weight, saved[0]["weight"])
+        optimizer.param_groups[0]["lr"] = 0.1
+
+
+def test_a_quorum_goes_back_to_a_checkpoint(pool):
+    pool.run(check_quorum_goes_back)
+
+
+def check_load_in_flight(rank: int, size: int) -> None:
+    """A load waits for the thread that exchanges, and drops its result."""
+    model = network()
+    options = {"exchange": Streamed(overlap=2), "weighted": True}
+    local = pycomm.LocalSGD(model, every=2, codec="int8", **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saved = copy.deepcopy(local.state_dict())
+    start = values(model)
+    for step in range(6):
+        for _ in range(2):
+            one_step(model, optimizer, rank, step)
+            local.step(1)
+        time.sleep(0.1 * (rank == step % 2))
+        local.load_state_dict(saved)  # right after a round was sent
+        assert equal(values(model), start)
+        assert (local.state.step, local.rounds) == (0, 0)
+        assert not any(sum(norms) for norms in local.state.residual_norms().values())
+
+
+def test_a_load_waits_for_what_is_in_flight(pool):
+    pool.run(check_load_in_flight)
