@@ -14,6 +14,7 @@ from torch._C import _distributed_c10d
 from pycomm.env import env
 from pycomm.errors import Error
 from pycomm.launch import launch_env
+from pycomm.policy.exchange import gather_json
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,8 @@ def _compare() -> Places:
     """Compare the ranks' hosts; collective."""
     settings = env()
     told = (socket.gethostname(), settings.local_rank, settings.local_world_size)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, told)
+    assert dist.group.WORLD is not None
+    everyone = gather_json(told, dist.group.WORLD)
     rank = dist.get_rank()
     locals_: list[int] = []
     for other, (host, given, _) in enumerate(everyone):

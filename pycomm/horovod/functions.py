@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pycomm.elastic.contents import broadcast, keep_dtypes
 from pycomm.horovod.basics import places, rank, size
 from pycomm.horovod.operations import broadcast_async_
 
@@ -43,64 +43,27 @@ def broadcast_parameters(
             handle.wait()
 
 
-@dataclass(frozen=True)
-class _Values:
-    """In the place of a tensor, which travels by itself."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
     """Overwrite an optimizer's state and options by those of one rank; collective.
 
-    Only that rank needs to have a state, such as one that it has loaded from a checkpoint.
+    Only that rank needs to have a state, such as one that it has loaded from a checkpoint. States
+    keep their dtypes, also where `load_state_dict` would cast them to that of the parameter.
 
     Args:
         optimizer: any optimizer, also a `DistributedOptimizer`.
         root_rank: the rank whose state counts.
+
+    Raises:
+        UnpicklingError: the state has objects of classes that are no numbers, texts, containers or
+            tensors, and that `torch.serialization.add_safe_globals` does not name.
     """
-    tensors: list[torch.Tensor] = []
-
-    def take(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            tensors.append(item.detach())
-            return _Values(item.shape, item.dtype)
-        if isinstance(item, dict):
-            return {key: take(value) for key, value in item.items()}
-        return type(item)(take(value) for value in item) if type(item) in (list, tuple) else item
-
-    def put(item: Any) -> Any:
-        if isinstance(item, _Values):
-            tensor = next(received)
-            return tensor
-        if isinstance(item, dict):
-            return {key: put(value) for key, value in item.items()}
-        return type(item)(put(value) for value in item) if type(item) in (list, tuple) else item
-
     root = rank() == root_rank
-    state = broadcast_object(take(optimizer.state_dict()) if root else None, root_rank)
+    assert dist.group.WORLD is not None
+    saved = optimizer.state_dict() if root else None
+    saved = broadcast(saved, root_rank, dist.group.WORLD)
     if not root:
-        tensors = [
-            torch.empty(values.shape, dtype=values.dtype, device="cpu") for values in _found(state)
-        ]
-    sent = [tensor.cpu().contiguous() for tensor in tensors]
-    for handle in [broadcast_async_(tensor, root_rank) for tensor in sent]:
-        handle.wait()
-    if not root:
-        received = iter(sent)
-        optimizer.load_state_dict(put(state))
-
-
-def _found(item: Any) -> list[_Values]:
-    """Return the places of tensors in a structure, in the order in which they travel."""
-    if isinstance(item, _Values):
-        return [item]
-    if isinstance(item, dict):
-        item = list(item.values())
-    if type(item) in (list, tuple):
-        return [values for part in item for values in _found(part)]
-    return []
+        optimizer.load_state_dict(saved)
+        keep_dtypes(optimizer, saved)
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
