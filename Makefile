@@ -11,7 +11,7 @@
 #   make conformance  run PyTorch's own DistributedTest suite, pycomm beside Gloo, 2 to 4 ranks
 #   make portable     test the bytes of older x86-64 processors and of aarch64, under an emulator
 #   make trainers     test Accelerate, Lightning, HF Trainer, Ray Train, DeepSpeed, Megatron-Core, torchtitan and a script
-#                     for Horovod, on pycomm and on Gloo; replicas under torchft that are killed and come back; a node that joins under torchrun
+#                     for Horovod, on pycomm and on Gloo (HOROVOD=DIR: and the tests in a checkout of Horovod); replicas under torchft that are killed and come back; a node that joins under torchrun
 #   make world        test the files for Slurm (which it starts and stops: root, slurm-wlm, munge), Kubernetes,
 #                     SkyPilot and Ray clusters: their schemas, and their commands in network namespaces; Ray Train
 #                     with nodes that come and go
@@ -91,6 +91,8 @@ portable: build $(VENV)/dev.stamp
 
 trainers: build $(TRAINERS)/stamp
 	$(TRAINERS)/bin/python -m pytest --quiet tests/trainers
+	$(if $(HOROVOD),PYCOMM_TIMEOUT=10 $(PY) -m torch.distributed.run --nproc-per-node 2 \
+	  -m tests.trainers.horovod_suite $(HOROVOD))
 
 world: build $(TRAINERS)/stamp
 	@$(TRAINERS)/bin/python -m pip install -qq --no-compile --no-build-isolation \

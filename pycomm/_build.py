@@ -30,6 +30,7 @@ from types import ModuleType
 
 from pycomm.env import cache_home
 from pycomm.errors import Error
+from pycomm.folders import distrust
 
 PACKAGE = Path(__file__).parent
 BINARY = "_c10d" + importlib.machinery.EXTENSION_SUFFIXES[0]
@@ -162,8 +163,8 @@ def find_c10d(version: str) -> tuple[str, Path] | None:
 
 def _compiled(version: str) -> Path | None:
     """Return the `_c10d` that was compiled here for this torch, if there is one."""
-    found = (home / _folder_name(version) / BINARY for home in _homes())
-    return next((binary for binary in found if binary.exists()), None)
+    folders = (home / _folder_name(version) for home in _homes())
+    return next((f / BINARY for f in folders if (f / BINARY).exists() and not _distrust(f)), None)
 
 
 def _delivered(version: str) -> Iterator[tuple[str, Path]]:
@@ -194,6 +195,14 @@ def _homes() -> tuple[Path, Path]:
     return PACKAGE / "_built", cache_home() / "pycomm"
 
 
+def _distrust(folder: Path) -> str:
+    """Return why the binary in a folder must not be loaded; "": whoever wrote it is trusted."""
+    # Whoever installed the package can run code in this process anyway.
+    owners = [PACKAGE.stat().st_uid] if PACKAGE in folder.parents else []
+    parts = [path for path in (folder.parent, folder, folder / BINARY) if path.exists()]
+    return next(filter(None, (distrust(path, *owners) for path in parts)), "")
+
+
 def _folder_name(version: str) -> str:
     return f"_c10d-torch{version}-{_fingerprint()}"
 
@@ -218,12 +227,17 @@ def _folder(name: str) -> Path:
     """
     folders = [home / name for home in _homes()]
     for folder in folders:
-        if (folder / BINARY).exists():
+        if (folder / BINARY).exists() and not _distrust(folder):
             return folder
     why: str | None = ""
     for folder in folders:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.parent.parent.mkdir(parents=True, exist_ok=True)
+            for path in (folder.parent, folder):
+                path.mkdir(mode=0o755, exist_ok=True)
+            if reason := _distrust(folder):
+                why = reason
+                continue
         except OSError as error:
             why = error.strerror
             continue
@@ -232,7 +246,7 @@ def _folder(name: str) -> Path:
         why = why or "they belong to another user"
     raise Error(
         f"_c10d must be compiled for this torch, but neither {folders[0].parent} nor "
-        f"{folders[1].parent} can be written ({why}): set XDG_CACHE_HOME to a folder that can"
+        f"{folders[1].parent} can be used ({why}): set XDG_CACHE_HOME to a folder of your own"
     )
 
 
@@ -314,6 +328,7 @@ def _compile(folder: Path) -> None:
         # Renaming is atomic, so no rank ever sees half a file.
         partial = folder / "partial.so"
         shutil.copy(Path(build) / BINARY, partial)
+        partial.chmod(0o755)  # the user's umask may let others write
         os.replace(partial, folder / BINARY)
 
 

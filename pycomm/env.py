@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -99,12 +100,34 @@ def set_missing(variables: Mapping[str, str]) -> None:
 
 
 PREFIX = "PYCOMM_"
+# Variables whose values are neither shown nor sent.
+SECRETS = ("PYCOMM_SECRET",)
 
 
 def given(*others: str) -> dict[str, str]:
-    """Return the variables that are set and start with pycomm's prefix, and those in `others`."""
+    """Return the variables that are set and start with pycomm's prefix, and those in `others`.
+
+    Of a secret the result says only that there is one.
+    """
     names = [name for name in os.environ if name.startswith(PREFIX) or name in others]
-    return {name: os.environ[name] for name in sorted(names)}
+    values = {name: os.environ[name] for name in sorted(names)}
+    return values | {name: "(a secret)" for name in SECRETS if values.get(name)}
+
+
+def proofs_of_secrets(salt: bytes) -> dict[str, str]:
+    """Return, for each secret that is set, a text by which ranks see whether theirs are equal.
+
+    scrypt with 16 MiB and 50 ms for each guess (RFC 7914), so that who reads the texts learns no
+    secret that is worth the name.
+
+    Args:
+        salt: 16 random bytes, the same on all ranks, new for each comparison.
+    """
+    secrets = {name: os.environ[name].encode() for name in SECRETS if os.environ.get(name)}
+    return {
+        name: hashlib.scrypt(secret, salt=salt, n=2**14, r=8, p=1, dklen=16).hex()
+        for name, secret in secrets.items()
+    }
 
 
 def with_only(*names: str) -> dict[str, str]:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from pycomm import _C
 from pycomm.errors import Error
+from pycomm.folders import private
 
 __all__ = ["collect", "dump"]
 
@@ -82,9 +83,10 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: Traced | None = N
     """Write the recent operations of this process to files.
 
     Args:
-        path: a folder, made if needed, for ``rank_<r>.json`` and ``trace_rank_<r>``, which is the
-            same in the pickled form that ``torchfrtrace`` reads; or a file that ends in ``.json``.
-            None: the folder that PYCOMM_TRACE names.
+        path: a folder for ``rank_<r>.json`` and ``trace_rank_<r>``, which is the same in the
+            pickled form that ``torchfrtrace`` reads; or a file that ends in ``.json``. None: the
+            folder that PYCOMM_TRACE names. A folder is made if needed, for this user alone; one
+            that is there must belong to this user or root, and be writable by nobody else.
         group: see :func:`collect`.
 
     Returns:
@@ -92,12 +94,13 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: Traced | None = N
 
     Raises:
         Error: no path is given or set, or one file would hold several ranks.
+        PermissionError: the folder is a link, another user's, or writable by others.
         OSError: the files cannot be written.
 
     Example:
         >>> import pycomm.trace
-        >>> pycomm.trace.dump("/tmp/traces")  # doctest: +SKIP
-        [PosixPath('/tmp/traces/rank_0.json')]
+        >>> pycomm.trace.dump("traces")  # doctest: +SKIP
+        [PosixPath('traces/rank_0.json')]
     """
     target = Path(path or _C.env()["trace"])
     if not target.name:
@@ -108,7 +111,7 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: Traced | None = N
             raise Error(f"{target} cannot hold the traces of {len(ranks)} ranks; name a folder")
         _write(target, json.dumps(next(iter(ranks.values())), indent=1).encode())
         return [target]
-    target.mkdir(parents=True, exist_ok=True)
+    private(target)  # torch's reader unpickles what is in it
     files = []
     for rank, recording in ranks.items():
         # The analyzer needs both ends, so receives without a known sender are left out.
@@ -140,10 +143,12 @@ def note_failure(text: str) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file atomically: a reader never sees a part of it."""
+    """Write a file for this user alone; a reader never sees a part of it."""
     scratch = path.parent / f".{path.name}.{os.getpid()}.{threading.get_ident()}.part"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:
-        scratch.write_bytes(content)
+        with open(os.open(scratch, flags, 0o600), "wb") as file:
+            file.write(content)
         scratch.replace(path)
     except OSError:  # a full disk
         scratch.unlink(missing_ok=True)

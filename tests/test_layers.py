@@ -40,7 +40,17 @@ PYTHON_LAYERS = (
     {"codecs", "communicator", "backend"},
     {"triton_kernels"},
     {"arrays", "launch", "pieces", "straggler", "takeover"},
-    {"_build", "_cuda_wheel", "_register", "arguments", "charts", "eden_levels", "errors", "env"}
+    {
+        "_build",
+        "_cuda_wheel",
+        "_register",
+        "arguments",
+        "charts",
+        "eden_levels",
+        "errors",
+        "env",
+        "folders",
+    }
     | {"_C", "_c10d"},
 )
 MAX_SOURCES = 25

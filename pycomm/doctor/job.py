@@ -7,6 +7,7 @@ the others report what can differ between ranks of a host.
 from __future__ import annotations
 
 import json
+import secrets
 import socket
 import time
 from array import array
@@ -17,7 +18,7 @@ from typing import Any, cast
 
 from pycomm.doctor import probe, self_test, variables
 from pycomm.doctor.finding import STATUS, Finding, worst
-from pycomm.env import env, given
+from pycomm.env import SECRETS, env, given, proofs_of_secrets
 
 TOPIC = "between ranks"
 SECONDS = 90.0
@@ -88,7 +89,11 @@ def examine(look: Look, rank: int, ranks: int, self_test_wanted: bool) -> tuple[
         text = f"rank {rank} does not reach the job's store: {str(error).splitlines()[0]}"
         findings.append(Finding("problem", TOPIC, "store", text, advice))
         return findings, STATUS[worst(findings)]
-    store.set(f"{KEY}/{rank}", _report(look).to_json())
+    # The first rank that comes decides the salt.
+    salt = store.compare_set(f"{KEY}/salt", "", secrets.token_hex(16))
+    report = _report(look)
+    report.facts.update(proofs_of_secrets(bytes.fromhex(salt.decode())))
+    store.set(f"{KEY}/{rank}", report.to_json())
     if rank > 0:
         if _wait(store, "go", SECONDS + 30) == b"yes":
             _try_group(store, rank, ranks)
@@ -248,7 +253,7 @@ def differences(reports: dict[int, Report]) -> Iterator[Finding]:
         if len(by_value) > 1:
             same = False
             level, advice = DIFFERENCES.get(name, DIFFERENT_VARIABLE)
-            secret = name in variables.SECRETS
+            secret = name in SECRETS
             text = "; ".join(
                 f"{'one' if secret else value or 'empty'} on {_places(ranks, reports)}"
                 for value, ranks in by_value.items()

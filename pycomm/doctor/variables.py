@@ -46,7 +46,6 @@ PYTHON = {
 BUILD = ("PYCOMM_CUDA", "PYCOMM_CUDA_ARCH", "PYCOMM_TORCH", "PYCOMM_SANITIZE")
 # Other projects' variables: the core takes its interface from them if PYCOMM_INTERFACE is not set.
 OTHERS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR")
-SECRETS = ("PYCOMM_SECRET",)
 # Variables that must be equal on all ranks.
 SHARED = (
     "PYCOMM_ALGO",
@@ -83,28 +82,27 @@ def judge(
     """
     known = {**CORE, **PYTHON}
     for name, value in given.items():
-        shown = "(a secret)" if name in SECRETS else value
-        text = f"{shown}: {known.get(name, '')}"
+        text = f"{value}: {known.get(name, '')}"
         if name in refused:
             yield _finding("problem", name, refused[name], "correct it, or unset it")
         elif name == "PYCOMM_IMPL" and impl_error:
             advice = "unset it, and the best that is there is taken"
-            yield _finding("problem", name, f"{shown} cannot be had: {impl_error}", advice)
+            yield _finding("problem", name, f"{value} cannot be had: {impl_error}", advice)
         elif name in AT_IMPORT and no_effect:
             advice = "correct it, or unset it; `python -m pycomm.run --help` has the options"
-            yield _finding("problem", name, f"{shown} has no effect: {no_effect[0]}", advice)
+            yield _finding("problem", name, f"{value} has no effect: {no_effect[0]}", advice)
         elif name == "PYCOMM_TRACE" and not _can_be_written(Path(value)):
             advice = "name a folder that every rank can write, shared or of its host"
-            yield _finding("problem", name, f"{shown} cannot be written", advice)
+            yield _finding("problem", name, f"{value} cannot be written", advice)
         elif value and name in FORGOTTEN and value != "auto":
             advice = "unset it, unless you are trying something out"
-            yield _finding("note", name, f"{shown}: {FORGOTTEN[name]}", advice)
+            yield _finding("note", name, f"{value}: {FORGOTTEN[name]}", advice)
         elif name in known:
             yield _finding("ok", name, text if value else "empty, as if it were not set")
         elif name in BUILD:
-            yield _finding("ok", name, f"{shown}: read when pycomm is built, not later")
+            yield _finding("ok", name, f"{value}: read when pycomm is built, not later")
         elif name in OTHERS:
-            yield _finding("ok", name, shown)
+            yield _finding("ok", name, value)
         else:
             near = difflib.get_close_matches(name, [*known, *BUILD], 1)
             guess = f"did you mean {near[0]}? Else unset it" if near else "unset it"

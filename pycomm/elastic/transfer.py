@@ -18,7 +18,7 @@ from pycomm.elastic import state
 from pycomm.elastic.chain import PAIRS, Receiver, Sender
 from pycomm.elastic.contents import Contents, form
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
-from pycomm.policy.exchange import gather, host
+from pycomm.policy.exchange import gather, gather_json, host
 
 CODECS = ("lossless", "none")
 
@@ -190,16 +190,16 @@ def _meet(
     ]
     refusing = [r for r, member in enumerate(members) if member.problem]
     if refusing:
-        texts = _exchange_texts(contents.problem, group, device)
+        texts = gather_json(contents.problem, group, device)
         raise Error(
             f"rank {rank}: rank {refusing[0]} cannot take part in the hand-over: "
             f"{texts[refusing[0]]}"
         )
     if any(member.digest != members[0].digest for member in members):
-        texts = _exchange_texts("\n".join(contents.lines), group, device)
+        texts = gather_json(contents.lines, group, device)
         other = next(r for r, text in enumerate(texts) if text != texts[0])
-        here, there = texts[0].split("\n"), texts[other].split("\n")
-        first, second = next(pair for pair in zip(here, there, strict=False) if pair[0] != pair[1])
+        pairs = zip(texts[0], texts[other], strict=False)
+        first, second = next(pair for pair in pairs if pair[0] != pair[1])
         raise WireMismatch(
             f"rank {rank}: the members cannot hand over their state: rank 0 has {first!r}, rank "
             f"{other} has {second!r}. Nothing was sent. Make the same model and optimizer on all "
@@ -211,13 +211,6 @@ def _meet(
             "checkpoint on one, and pass has=True there"
         )
     return members
-
-
-def _exchange_texts(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    written = text.encode()
-    sizes = [int(row[0]) for row in gather([len(written)], group, device)]
-    rows = gather(list(written.ljust(max(*sizes, 1), b"\0")), group, device)
-    return [bytes(map(int, row[:n])).decode() for row, n in zip(rows, sizes, strict=True)]
 
 
 def _digest(text: str) -> int:

@@ -8,20 +8,37 @@ torchrun, srun or mpirun starts it. docs/migrating.md lists what differs. The in
 
 from __future__ import annotations
 
+from torch.nn import SyncBatchNorm
+
+from pycomm.errors import Error as HorovodInternalError
 from pycomm.horovod.basics import (
+    ccl_built,
     cross_rank,
     cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
     init,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
     nccl_built,
     rank,
+    rocm_built,
     shutdown,
     size,
 )
-from pycomm.horovod.compression import Compression
+from pycomm.horovod.calls import (
+    Handle,
+)
+from pycomm.horovod.compression import (
+    Compression,
+)
 from pycomm.horovod.functions import (
     allgather_object,
     broadcast_object,
@@ -29,8 +46,8 @@ from pycomm.horovod.functions import (
     broadcast_parameters,
 )
 from pycomm.horovod.operations import (
+    Adasum,
     Average,
-    Handle,
     Max,
     Min,
     Op,
@@ -42,30 +59,52 @@ from pycomm.horovod.operations import (
     allreduce_,
     allreduce_async,
     allreduce_async_,
+    alltoall,
+    alltoall_async,
     barrier,
     broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
     poll,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
     synchronize,
 )
-from pycomm.horovod.optimizer import DistributedOptimizer
+from pycomm.horovod.optimizer import (
+    DistributedOptimizer,
+)
+from pycomm.horovod.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
     "Handle",
+    "HorovodInternalError",
     "Max",
     "Min",
     "Op",
+    "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -73,6 +112,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -81,36 +122,49 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
     "nccl_built",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]
 
 # What Horovod has besides, and what to write instead.
 _ELSEWHERE = {
-    "Adasum": "op=hvd.Average, or pycomm.LocalSGD(model, every=...) for rare averages",
-    "ProcessSet": "dist.new_group(ranks)",
-    "SyncBatchNorm": "torch.nn.SyncBatchNorm",
-    "add_process_set": "dist.new_group(ranks)",
-    "alltoall": "dist.all_to_all_single(output, tensor, output_splits, input_splits)",
     "elastic": "torchrun --nnodes MIN:MAX, and a checkpoint; docs/clusters.md",
     "join": "torch.distributed.algorithms.Join([model]), with DistributedDataParallel",
-    "reducescatter": "dist.reduce_scatter_tensor(output, tensor)",
-    "sparse_allreduce_async": "dist.all_reduce(tensor), which takes sparse tensors",
+    "start_timeline": "PYCOMM_TRACE=folder, or pycomm.trace.dump(folder)",
+    "stop_timeline": "PYCOMM_TRACE=folder, or pycomm.trace.dump(folder)",
 }
 
 

@@ -13,7 +13,10 @@ from torch._C import _distributed_c10d
 
 from pycomm.env import env
 from pycomm.errors import Error
+from pycomm.horovod import process_sets as process_sets_
+from pycomm.horovod.calls import forget_all
 from pycomm.launch import launch_env
+from pycomm.policy.exchange import gather_json
 
 
 @dataclass(frozen=True)
@@ -37,17 +40,18 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     torchrun, srun and mpirun tell the ranks who they are; without them there is one rank.
 
     Args:
-        comm: not used by pycomm; None.
-        process_sets: not used by pycomm; None.
+        comm: None; the ranks are those that the launcher has started.
+        process_sets: sets of ranks whose groups are made; the same on all ranks.
 
     Raises:
-        Error: an argument is given, or the launcher has not told enough (`pycomm.launch_env`).
+        Error: a comm is given, or the launcher has not told enough (`pycomm.launch_env`).
+        ValueError: two process sets have the same ranks, or one has ranks that are not there.
     """
     global _places, _made_here
-    if comm is not None or process_sets:
+    if comm is not None:
         raise Error(
-            "pycomm.horovod.init takes no comm and no process_sets: the ranks are those that the "
-            "launcher has started, and dist.new_group(ranks) makes smaller groups"
+            "pycomm.horovod.init takes no comm: the ranks are those that the launcher has "
+            "started, and hvd.add_process_set(ranks) makes smaller groups"
         )
     if is_initialized():
         return
@@ -61,6 +65,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         _made_here = True
     group = dist.group.WORLD
     assert group is not None
+    process_sets_.begin(list(process_sets or ()))
     _places = (weakref.ref(group), _compare())
 
 
@@ -68,8 +73,8 @@ def _compare() -> Places:
     """Compare the ranks' hosts; collective."""
     settings = env()
     told = (socket.gethostname(), settings.local_rank, settings.local_world_size)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, told)
+    assert dist.group.WORLD is not None
+    everyone = gather_json(told, dist.group.WORLD)
     rank = dist.get_rank()
     locals_: list[int] = []
     for other, (host, given, _) in enumerate(everyone):
@@ -88,6 +93,8 @@ def shutdown() -> None:
     global _places, _made_here
     if _made_here and dist.is_initialized():
         dist.destroy_process_group()
+    process_sets_.end()
+    forget_all()
     _places, _made_here = None, False
 
 
@@ -144,6 +151,57 @@ def is_homogeneous() -> bool:
     return places().homogeneous
 
 
-def nccl_built() -> bool:
-    """Return whether this torch has NCCL; scripts ask it before they use GPUs of one host alike."""
-    return bool(dist.is_nccl_available() and torch.cuda.is_available())
+def nccl_built() -> int:
+    """Return the version of NCCL that this torch can use, as 22304 is 2.23.4; 0: none.
+
+    Scripts ask it before they use GPUs of one host alike.
+    """
+    if not (dist.is_nccl_available() and torch.cuda.is_available()):
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return int(major * 10000 + minor * 100 + patch)
+
+
+def gloo_built() -> bool:
+    """Return True: ranks can meet without MPI."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Return True: ranks meet without MPI."""
+    return True
+
+
+def mpi_built() -> bool:
+    """Return False: nothing needs MPI, and mpirun may start the ranks."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """Return False; see `mpi_built`."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """Return False; see `mpi_built`."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return whether this torch was built for CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return whether this torch was built for ROCm."""
+    return torch.version.hip is not None
+
+
+def ccl_built() -> bool:
+    """Return False: oneCCL is not used."""
+    return False
+
+
+def ddl_built() -> bool:
+    """Return False: DDL is not used."""
+    return False

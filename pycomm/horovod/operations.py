@@ -1,7 +1,8 @@
 """Horovod's collectives on tensors of any device, each as a function and as a handle.
 
-All ranks call the same operations in the same order, as with `torch.distributed`. Horovod sorts
-them by name; here names are not needed, and a different order is an error that names both calls.
+All ranks of a process set make the same calls in one order (calls.py). A function that waits
+compares the call first, so that an error leaves the group as it was; an asynchronous one sends the
+comparison along, and `synchronize` raises.
 """
 
 from __future__ import annotations
@@ -15,45 +16,25 @@ import torch.distributed as dist
 
 from pycomm.arguments import typed
 from pycomm.errors import Error
-from pycomm.horovod.basics import places, size
+from pycomm.horovod.calls import Call, Handle, claim, running
 from pycomm.horovod.compression import Coded, Compression
+from pycomm.horovod.process_sets import ProcessSet, global_process_set
 
 
 class Op(Enum):
-    """What an all-reduce calculates."""
+    """What a reduction calculates."""
 
     Average = dist.ReduceOp.AVG
     Sum = dist.ReduceOp.SUM
     Min = dist.ReduceOp.MIN
     Max = dist.ReduceOp.MAX
     Product = dist.ReduceOp.PRODUCT
+    Adasum = "adasum"
+    """not supported: an error that says what to use"""
 
 
 Average, Sum, Min, Max, Product = Op.Average, Op.Sum, Op.Min, Op.Max, Op.Product
-
-
-class Handle:
-    """An operation that runs; `synchronize` returns its result, `poll` says whether it has one."""
-
-    def __init__(self, works: Sequence[Any], finish: Callable[[], Any]) -> None:
-        self._works = list(works)
-        self._finish: Callable[[], Any] | None = finish
-        self._result: Any = None
-
-    def wait(self) -> Any:
-        """Wait for the end, and return the tensor, or the list of tensors.
-
-        Raises:
-            Error: the operation failed; the text says which rank and why.
-        """
-        for work in self._works:
-            work.wait()
-        if self._finish is not None:
-            self._result, self._finish = self._finish(), None
-        return self._result
-
-    def done(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+Adasum = Op.Adasum
 
 
 def synchronize(handle: Handle) -> Any:
@@ -65,15 +46,58 @@ def synchronize(handle: Handle) -> Any:
 def poll(handle: Handle) -> bool:
     """Return whether `synchronize` would return at once."""
     typed("handle", handle, Handle)
-    return handle.done()
+    return handle.is_completed()
 
 
-def _op(op: Op | None, average: bool | None) -> Op:
+def _start(
+    process_set: ProcessSet,
+    name: str | None,
+    text: str,
+    launch: Callable[[Call, list[list[int]]], tuple[Sequence[Any], Callable[[], Any]]],
+    *,
+    waits: bool,
+    numbers: Sequence[int] | None = None,
+) -> Handle:
+    """Start an operation.
+
+    Args:
+        process_set: the ranks.
+        name: the user's name.
+        text: of the call.
+        launch: starts it; gets the call and, if there are numbers, those of all ranks; returns
+            works and a function that returns the result.
+        waits: the caller waits for the result at once.
+        numbers: what the other ranks need before they can start.
+    """
+    claim(process_set, name)
+    call = Call(process_set, f"{text} called {name!r}" if name else text, numbers or ())
+    if waits or numbers is not None:
+        works, finish = launch(call, call.check())
+        return running(process_set, name, Handle(None, works, finish))
+    works, finish = launch(call, [])
+    return running(process_set, name, Handle(call, works, finish))
+
+
+def _named(tensor: torch.Tensor, rows: bool = False) -> str:
+    """Return dtype and shape of a tensor as text, as of one of any length if `rows`."""
+    shape = [*("any" if rows else str(n) for n in tensor.shape[:1]), *map(str, tensor.shape[1:])]
+    return f"{str(tensor.dtype).removeprefix('torch.')} [{', '.join(shape)}]"
+
+
+# ------------------------------------------------------------------------------- reductions
+
+
+def _op(op: Op | None, average: bool | None = None) -> Op:
     if op is not None and average is not None:
         raise ValueError("op= and average= say the same: give op=, since average= is deprecated")
     if op is None:
         return Op.Sum if average is False else Op.Average
     typed("op", op, Op)
+    if op is Op.Adasum:
+        raise Error(
+            "Adasum is not supported: use op=hvd.Average, or pycomm.LocalSGD(model, every=...) for "
+            "rare averages"
+        )
     return op
 
 
@@ -86,6 +110,48 @@ def _scale(tensor: torch.Tensor, factor: float) -> None:
         tensor.copy_((tensor.double() * factor).to(tensor.dtype))
 
 
+def _finish_reduction(tensor: torch.Tensor, op: Op, ranks: int, factor: float) -> None:
+    whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+    if op is Op.Average and whole:  # a quotient in float64 would lose digits beyond 2^53
+        tensor.div_(ranks, rounding_mode="trunc")
+    elif op is Op.Average:
+        factor /= ranks
+    _scale(tensor, factor)
+
+
+def _reduction(op: Op) -> Any:
+    return dist.ReduceOp.SUM if op is Op.Average else op.value
+
+
+def _allreduce_(
+    tensors: Sequence[torch.Tensor],
+    op: Op,
+    name: str | None,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    waits: bool,
+) -> Handle:
+    flat = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+
+    def launch(call: Call, _: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
+        for tensor in flat:
+            _scale(tensor, factors[0])
+        reduction = _reduction(op)
+        works = [dist.all_reduce(t, reduction, group=call.group, async_op=True) for t in flat]
+
+        def finish() -> list[torch.Tensor]:
+            for tensor, values in zip(tensors, flat, strict=True):
+                _finish_reduction(values, op, call.size, factors[1])
+                if values is not tensor:
+                    tensor.copy_(values)
+            return list(tensors)
+
+        return works, finish
+
+    text = f"allreduce ({op.name}, scaled by {factors}) of {', '.join(map(_named, tensors))}"
+    return _start(process_set, name, text, launch, waits=waits)
+
+
 def grouped_allreduce_async_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -93,38 +159,25 @@ def grouped_allreduce_async_(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an all-reduce of several tensors in place.
 
     Args:
         tensors: of the same shapes and dtypes on all ranks.
         average: deprecated; True: op=Average, False: op=Sum.
-        name: not used.
-        op: None means Average.
+        name: the same on all ranks; None: ranks compare only what is reduced.
+        op: None means Average, which rounds integers towards zero.
         prescale_factor: factor of each rank's values before they are reduced.
         postscale_factor: factor of the result.
+        process_set: the ranks.
 
     Raises:
-        ValueError: both op and average are given.
-        Error: `init` was not called.
+        ValueError: both op and average are given, or an operation of this name runs.
+        Error: there is no group, or op is Adasum.
     """
-    chosen = _op(op, average)
-    ranks = size()
-    after = postscale_factor / ranks if chosen is Op.Average else postscale_factor
-    reduction = dist.ReduceOp.SUM if chosen is Op.Average else chosen.value
-    flat = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
-    for tensor in flat:
-        _scale(tensor, prescale_factor)
-    works = [dist.all_reduce(tensor, reduction, async_op=True) for tensor in flat]
-
-    def finish() -> list[torch.Tensor]:
-        for tensor, values in zip(tensors, flat, strict=True):
-            _scale(values, after)
-            if values is not tensor:
-                tensor.copy_(values)
-        return list(tensors)
-
-    return Handle(works, finish)
+    factors = prescale_factor, postscale_factor
+    return _allreduce_(tensors, _op(op, average), name, factors, process_set, waits=False)
 
 
 def grouped_allreduce_async(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Handle:
@@ -133,10 +186,18 @@ def grouped_allreduce_async(tensors: Sequence[torch.Tensor], *args: Any, **kwarg
 
 
 def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """All-reduce several tensors in place."""
-    return list(grouped_allreduce_async_(tensors, *args, **kwargs).wait())
+    factors = prescale_factor, postscale_factor
+    handle = _allreduce_(tensors, _op(op, average), name, factors, process_set, waits=True)
+    return list(handle.wait())
 
 
 def grouped_allreduce(
@@ -147,10 +208,11 @@ def grouped_allreduce(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """All-reduce several tensors and return the results; gradients flow through, as `allreduce`."""
-    options = (average, name, compression, op, prescale_factor, postscale_factor)
-    return [allreduce(tensor, *options) for tensor in tensors]
+    options = (compression, op, prescale_factor, postscale_factor, process_set)
+    return [allreduce(t, average, part, *options) for t, part in _parts(tensors, name)]
 
 
 def allreduce_async_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Handle:
@@ -164,13 +226,22 @@ def allreduce_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Handle:
 
 
 def allreduce_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """All-reduce in place."""
-    result: torch.Tensor = allreduce_async_(tensor, *args, **kwargs).wait()
-    return result
+    """All-reduce in place; the arguments are those of `grouped_allreduce_async_`."""
+    return grouped_allreduce_([tensor], *args, **kwargs)[0]
 
 
 def _single(handle: Handle) -> Handle:
-    return Handle([handle], lambda: handle.wait()[0])
+    return Handle(None, [handle], lambda: handle.wait()[0])
+
+
+def _parts(
+    tensors: Sequence[torch.Tensor], name: str | None
+) -> list[tuple[torch.Tensor, str | None]]:
+    return [(tensor, f"{name}.{n}" if name else None) for n, tensor in enumerate(tensors)]
+
+
+def _all(handles: Sequence[Handle]) -> Handle:
+    return Handle(None, handles, lambda: [handle.wait() for handle in handles])
 
 
 def allreduce(
@@ -181,8 +252,9 @@ def allreduce(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Return the average over all ranks, or another reduction; the tensor stays as it is.
+    """Return the average over the ranks, or another reduction; the tensor stays as it is.
 
     If the tensor requires gradients, so does the result; the gradient is reduced the same way,
     which is right for Average and Sum.
@@ -190,143 +262,473 @@ def allreduce(
     Args:
         tensor: of the same shape and dtype on all ranks.
         average: deprecated; True: op=Average, False: op=Sum.
-        name: not used.
+        name: the same on all ranks; None: ranks compare only what is reduced.
         compression: Compression.none, fp16, or an object with Horovod's `compress` and
             `decompress`.
-        op: None means Average.
+        op: None means Average, which rounds integers towards zero.
         prescale_factor: factor of each rank's values before they are reduced.
         postscale_factor: factor of the result.
+        process_set: the ranks.
 
     Raises:
         ValueError: both op and average are given.
-        Error: `init` was not called, the compression is a codec, or gradients would have to flow
-            through Min, Max or Product.
+        WireMismatch: another rank makes another call; the group can be used on.
+        Error: there is no group, the compression is a codec, op is Adasum, or gradients would
+            have to flow through Min, Max or Product.
     """
-    if isinstance(compression, Coded):
-        raise Error(
-            "Compression.codec is for DistributedOptimizer, which keeps what a codec loses: use "
-            "Compression.none or fp16 for a single allreduce"
-        )
+    _refuse_codec(compression)
     chosen = _op(op, average)
     if tensor.requires_grad and chosen not in (Op.Average, Op.Sum):
         raise Error(f"no gradients flow through {chosen.name}: detach the tensor first")
     compressed, context = compression.compress(tensor)
-    reduced = _AllReduce.apply(compressed, chosen, prescale_factor, postscale_factor)  # type: ignore[no-untyped-call]
+    options = (chosen, name, (prescale_factor, postscale_factor), process_set)
+    reduced = _AllReduce.apply(compressed, options)  # type: ignore[no-untyped-call]
     result: torch.Tensor = compression.decompress(reduced, context)
     return result
 
 
+def _refuse_codec(compression: Any) -> None:
+    if isinstance(compression, Coded):
+        raise Error(
+            "Compression.codec is for DistributedOptimizer, which keeps what a codec loses: use "
+            "Compression.none or fp16 for a single reduction"
+        )
+
+
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, op: Op, before: float, after: float) -> Any:
-        ctx.options = (op, before, after)
-        return allreduce_async(tensor, None, None, op, before, after).wait()
+    def forward(ctx: Any, tensor: torch.Tensor, options: Any) -> Any:
+        ctx.options = options
+        return _allreduce_([tensor.detach().clone()], *options, waits=True).wait()[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return allreduce_async(gradients[0], None, None, *ctx.options).wait(), None, None, None
+        op, _, factors, process_set = ctx.options
+        handle = _allreduce_([gradients[0].clone()], op, None, factors, process_set, waits=True)
+        return handle.wait()[0], None
 
 
-def allgather_async(tensor: torch.Tensor, name: str | None = None) -> Handle:
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Op | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], torch.Tensor]:
+    """Start to sum sparse tensors of the ranks, by gathering their indices and values.
+
+    Args:
+        tensor: a sparse COO tensor of the same shape on all ranks.
+        name: the same on all ranks, or None.
+        op: Average (None) or Sum.
+        process_set: the ranks.
+
+    Returns:
+        A function that waits, and returns the sparse result.
+    """
+    chosen = _op(op)
+    if chosen not in (Op.Average, Op.Sum):
+        raise Error(f"sparse tensors can be averaged or summed, not reduced by {chosen.name}")
+    own = tensor.detach().coalesce()
+    indices = allgather_async(own.indices().t().contiguous(), name and f"{name}.i", process_set)
+    values = allgather_async(own.values(), name and f"{name}.v", process_set)
+
+    def result() -> torch.Tensor:
+        where, what = indices.wait().t(), values.wait()
+        summed = torch.sparse_coo_tensor(where, what, tensor.shape).coalesce()
+        _finish_reduction(summed.values(), chosen, len(process_set.ranks), 1.0)
+        return summed
+
+    return result
+
+
+def _reducescatter(
+    tensor: torch.Tensor,
+    name: str | None,
+    op: Op | None,
+    process_set: ProcessSet,
+    factors: tuple[float, float],
+    waits: bool,
+) -> Handle:
+    chosen = _op(op)
+    if tensor.dim() == 0:
+        raise ValueError("reducescatter cuts the first dimension, and a scalar has none")
+
+    def launch(call: Call, _: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
+        own = tensor.detach().clone(memory_format=torch.contiguous_format)
+        _scale(own, factors[0])
+        rows, more = divmod(own.shape[0], call.size)
+        if more == 0:
+            out = own.new_empty((rows, *own.shape[1:]))
+            reduction = _reduction(chosen)
+            scatter = dist.reduce_scatter_tensor
+            work = scatter(out, own, reduction, group=call.group, async_op=True)
+        else:  # the first ranks get a row more
+            work = dist.all_reduce(own, _reduction(chosen), group=call.group, async_op=True)
+            rank = dist.get_rank(call.group)
+            begin = rank * rows + min(rank, more)
+            out = own[begin : begin + rows + (rank < more)]
+
+        def finish() -> torch.Tensor:
+            result = out.clone() if more else out
+            _finish_reduction(result, chosen, call.size, factors[1])
+            return result
+
+        return [work], finish
+
+    text = f"reducescatter ({chosen.name}, scaled by {factors}) of {_named(tensor)}"
+    return _start(process_set, name, text, launch, waits=waits)
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Op | None = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start a reduction of which each rank gets a part; the arguments are `reducescatter`'s."""
+    factors = prescale_factor, postscale_factor
+    return _reducescatter(tensor, name, op, process_set, factors, waits=False)
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Op | None = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Reduce tensors, and return this rank's rows of the result.
+
+    Rows are shared out in rank order; where they do not divide evenly, the first ranks get one
+    more. Gradients flow through Average and Sum as through Horovod's, whose gradient of a sum is
+    multiplied by the number of ranks.
+
+    Args:
+        tensor: of one dimension at least, of the same shape and dtype on all ranks.
+        name: the same on all ranks, or None.
+        compression: as of `allreduce`.
+        op: None means Average.
+        process_set: the ranks.
+        prescale_factor: factor of each rank's values before they are reduced.
+        postscale_factor: factor of the result.
+
+    Raises:
+        ValueError: the tensor has no dimension.
+        WireMismatch: another rank makes another call; the group can be used on.
+    """
+    _refuse_codec(compression)
+    compressed, context = compression.compress(tensor)
+    options = (name, op, process_set, (prescale_factor, postscale_factor))
+    reduced = _ReduceScatter.apply(compressed, options)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = compression.decompress(reduced, context)
+    return result
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, options: Any) -> Any:
+        ctx.options = options
+        return _reducescatter(tensor, *options, waits=True).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        _, op, process_set, factors = ctx.options
+        factor = factors[0] * factors[1]
+        gradient = gradients[0] * (factor * len(process_set.ranks) if op is Op.Sum else factor)
+        return _allgather(gradient, None, process_set).wait(), None
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, *args: Any, **kwargs: Any
+) -> Handle:
+    """Start several reductions of which each rank gets a part."""
+    return _all([reducescatter_async(t, n, *args, **kwargs) for t, n in _parts(tensors, name)])
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor], name: str | None = None, *args: Any, **kwargs: Any
+) -> list[torch.Tensor]:
+    """Reduce several tensors, and return this rank's rows of each; see `reducescatter`."""
+    return [reducescatter(t, n, *args, **kwargs) for t, n in _parts(tensors, name)]
+
+
+# ------------------------------------------------------------------------------- moves
+
+
+def _allgather(tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> Handle:
+    if tensor.dim() == 0:
+        raise ValueError(
+            "allgather joins tensors along their first dimension, and a scalar has none"
+        )
+    own = tensor.detach().contiguous()
+
+    def launch(call: Call, numbers: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
+        parts = [own.new_empty((length[0], *own.shape[1:])) for length in numbers]
+        work = dist.all_gather(parts, own, group=call.group, async_op=True)
+        return [work], lambda: torch.cat(parts)
+
+    text = f"allgather of {_named(tensor, rows=True)}"
+    return _start(process_set, name, text, launch, waits=False, numbers=[own.shape[0]])
+
+
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
     """Start to gather tensors that may differ in their first dimension.
 
     The lengths travel first, and this call waits for them.
 
     Args:
         tensor: of one dimension at least; the others are equal on all ranks.
-        name: not used.
+        name: the same on all ranks, or None.
+        process_set: the ranks.
 
     Raises:
         ValueError: the tensor has no dimension.
+        WireMismatch: another rank makes another call; the group can be used on.
     """
-    places()
-    if tensor.dim() == 0:
-        raise ValueError(
-            "allgather joins tensors along their first dimension, and a scalar has none"
-        )
-    own = tensor.detach().contiguous()
-    lengths = [torch.zeros(1, dtype=torch.long, device="cpu") for _ in range(size())]
-    dist.all_gather(lengths, torch.tensor([own.shape[0]], dtype=torch.int64, device="cpu"))
-    parts = [own.new_empty((int(length), *own.shape[1:])) for length in lengths]
-    work = dist.all_gather(parts, own, async_op=True)
-    return Handle([work], lambda: torch.cat(parts))
+    return _allgather(tensor, name, process_set)
 
 
-def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
     """Return all ranks' tensors, one behind the other along the first dimension, in rank order.
+
+    Gradients flow back averaged over the ranks, as Horovod's do.
 
     Args:
         tensor: of one dimension at least; the first may differ between ranks, the others not.
-        name: not used.
+        name: the same on all ranks, or None.
+        process_set: the ranks.
     """
-    result: torch.Tensor = _AllGather.apply(tensor)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _AllGather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
     return result
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> Any:
-        ctx.length = tensor.shape[0] if tensor.dim() else 0
-        return allgather_async(tensor).wait()
+    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> Any:
+        ctx.length, ctx.process_set = tensor.shape[0] if tensor.dim() else 0, process_set
+        return _allgather(tensor, name, process_set).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        summed = allreduce_async(gradients[0], op=Op.Sum).wait()
-        lengths = allgather_async(
-            torch.tensor([ctx.length], dtype=torch.int64, device="cpu")
-        ).wait()
-        begin = int(lengths[: dist.get_rank()].sum())
-        return summed[begin : begin + ctx.length]
+        return _own_rows(gradients[0], ctx.length, ctx.process_set), None, None
 
 
-def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle:
-    """Start to overwrite a tensor by that of `root_rank`."""
-    places()
+def _own_rows(gradient: torch.Tensor, length: int, process_set: ProcessSet) -> torch.Tensor:
+    """Return this rank's rows of the average gradient."""
+    averaged: torch.Tensor = allreduce(gradient, process_set=process_set)
+    own = torch.tensor([length], dtype=torch.int64, device="cpu")
+    lengths = _allgather(own, None, process_set).wait()
+    begin = int(lengths[: process_set.rank()].sum())
+    return averaged[begin : begin + length]
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start to gather several tensors; see `allgather_async`."""
+    return _all([allgather_async(t, n, process_set) for t, n in _parts(tensors, name)])
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Gather several tensors; see `allgather`."""
+    return [allgather(t, n, process_set) for t, n in _parts(tensors, name)]
+
+
+def _broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, waits: bool
+) -> Handle:
+    if root_rank not in process_set.ranks:
+        raise ValueError(f"root_rank={root_rank} is not in {process_set}")
     flat = tensor.detach()
     values = flat if flat.is_contiguous() else flat.contiguous()
-    work = dist.broadcast(values, root_rank, async_op=True)
 
-    def finish() -> torch.Tensor:
-        if values is not flat:
-            flat.copy_(values)
-        return tensor
+    def launch(call: Call, _: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
+        work = dist.broadcast(values, root_rank, group=call.group, async_op=True)
 
-    return Handle([work], finish)
+        def finish() -> torch.Tensor:
+            if values is not flat:
+                flat.copy_(values)
+            return tensor
+
+        return [work], finish
+
+    text = f"broadcast from rank {root_rank} of {_named(tensor)}"
+    return _start(process_set, name, text, launch, waits=waits)
 
 
-def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle:
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start to overwrite a tensor by that of `root_rank`, a rank of the job."""
+    return _broadcast_(tensor, root_rank, name, process_set, waits=False)
+
+
+def broadcast_async(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
     """Start to send the tensor of `root_rank` to all; the result is a new tensor."""
-    return broadcast_async_(tensor.detach().clone(), root_rank)
+    return _broadcast_(tensor.detach().clone(), root_rank, name, process_set, waits=False)
 
 
-def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
     """Overwrite a tensor by that of `root_rank`."""
-    result: torch.Tensor = broadcast_async_(tensor, root_rank).wait()
+    result: torch.Tensor = _broadcast_(tensor, root_rank, name, process_set, waits=True).wait()
     return result
 
 
-def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
     """Return the tensor of `root_rank`; of the same shape and dtype on all ranks.
 
-    Gradients flow to the tensor of `root_rank`, as their sum.
+    Gradients flow to the tensor of `root_rank`, averaged over the ranks, as Horovod's do.
+
+    Raises:
+        ValueError: root_rank is not in the process set.
+        WireMismatch: another rank makes another call; the group can be used on.
     """
-    result: torch.Tensor = _Broadcast.apply(tensor, root_rank)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int) -> Any:
-        ctx.root = root_rank
-        return broadcast_async(tensor, root_rank).wait()
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root: int, name: str | None, process_set: ProcessSet
+    ) -> Any:
+        ctx.root, ctx.process_set = root, process_set
+        return _broadcast_(tensor.detach().clone(), root, name, process_set, waits=True).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        summed = allreduce_async(gradients[0], op=Op.Sum).wait()
-        return summed if dist.get_rank() == ctx.root else torch.zeros_like(summed), None
+        averaged = allreduce(gradients[0], process_set=ctx.process_set)
+        own = averaged if dist.get_rank() == ctx.root else torch.zeros_like(averaged)
+        return own, None, None, None
 
 
-def barrier() -> None:
-    """Wait until all ranks have called it."""
-    places()
-    dist.barrier()
+def _alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None,
+    name: str | None,
+    process_set: ProcessSet,
+) -> Handle:
+    """Start an exchange whose result is a tensor, and the rows that came from each rank."""
+    ranks = len(process_set.ranks)
+    if tensor.dim() == 0:
+        raise ValueError("alltoall cuts the first dimension, and a scalar has none")
+    if splits is None:
+        if tensor.shape[0] % ranks:
+            raise ValueError(
+                f"alltoall without splits cuts the first dimension into {ranks} equal parts, and "
+                f"{tensor.shape[0]} rows do not divide evenly: pass splits"
+            )
+        given = [tensor.shape[0] // ranks] * ranks
+    else:
+        if isinstance(splits, torch.Tensor) and splits.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"splits are integers, not {splits.dtype}")
+        given = [int(n) for n in splits]
+    if len(given) != ranks or min(given) < 0 or sum(given) != tensor.shape[0]:
+        raise ValueError(
+            f"splits={given} are to cut {tensor.shape[0]} rows into {ranks} parts, one for a rank"
+        )
+    own = tensor.detach().contiguous()
+
+    def launch(call: Call, numbers: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
+        taken = [row[dist.get_rank(call.group)] for row in numbers]
+        out = own.new_empty((sum(taken), *own.shape[1:]))
+        work = dist.all_to_all_single(out, own, taken, given, group=call.group, async_op=True)
+        like = splits if isinstance(splits, torch.Tensor) else None
+        device = like.device if like is not None else torch.device("cpu")
+        received = torch.tensor(taken, dtype=torch.int32, device=device)
+        return [work], lambda: (out, received)
+
+    text = f"alltoall of {_named(tensor, rows=True)}"
+    return _start(process_set, name, text, launch, waits=False, numbers=given)
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start to send rows of a tensor to each rank; the result is as that of `alltoall`.
+
+    The splits travel first, and this call waits for them.
+    """
+    handle = _alltoall(tensor, splits, name, process_set)
+    return handle if splits is not None else Handle(None, [handle], lambda: handle.wait()[0])
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Send rows of a tensor to each rank, and return those that the ranks have sent to this one.
+
+    Args:
+        tensor: of one dimension at least; the others are equal on all ranks.
+        splits: the rows for each rank, in rank order; None: equally many.
+        name: the same on all ranks, or None.
+        process_set: the ranks.
+
+    Returns:
+        The rows, in rank order; with splits also the number that came from each rank.
+
+    Raises:
+        ValueError: the splits do not fit the tensor.
+        WireMismatch: another rank makes another call; the group can be used on.
+    """
+    rows, received = _AllToAll.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+    return rows if splits is None else (rows, received)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
+    ) -> Any:
+        rows, received = _alltoall(tensor, splits, name, process_set).wait()
+        ctx.received, ctx.process_set = received.tolist(), process_set
+        ctx.mark_non_differentiable(received)
+        return rows, received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        back, _ = _alltoall(gradients[0], ctx.received, None, ctx.process_set).wait()
+        return back, None, None, None
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks of the process set have called it."""
+    Call(process_set, "barrier").check()

@@ -8,7 +8,9 @@ DistributedDataParallel: with any codec, residuals, and the same bits on all ran
 
 from __future__ import annotations
 
+import hashlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +20,15 @@ import torch
 from pycomm.arguments import number, typed, whole
 from pycomm.errors import Error
 from pycomm.horovod.basics import size
+from pycomm.horovod.calls import Call
 from pycomm.horovod.compression import Coded, Compression
 from pycomm.horovod.operations import Op
+from pycomm.horovod.process_sets import (
+    ProcessSet,
+    check_made,
+    global_process_set,
+    group_of,
+)
 from pycomm.policy import EXACT, Policy
 from pycomm.reduction.state import CompressionState
 
@@ -27,7 +36,7 @@ BUCKET_BYTES = 25 << 20  # DDP's default; Horovod's cycle fuses up to 128 MB
 FIRST_BYTES = 1 << 20  # small, so that the first exchange starts early
 
 
-class _Bucket:
+class GradientBucket:
     """Parameters of one dtype and device, whose gradients travel together."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], names: list[str]) -> None:
@@ -38,43 +47,129 @@ class _Bucket:
         self.views = [view.view(p.shape) for view, p in zip(views, parameters, strict=True)]
         self.flat = flat
         self.missing = len(parameters)
+        self.late = True  # its parameters had no hooks when this step's backward began
+        self.sent: list[tuple[torch.Tensor | None, int]] = []  # gradients and their versions
         self.future: torch.futures.Future[torch.Tensor] | None = None
+        self._sample = torch.empty(0)
+
+    def fill(self) -> None:
+        """Copy the gradients."""
+        self.sent = []
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            gradient = parameter.grad if parameter.requires_grad else None
+            self.sent.append((gradient, 0 if gradient is None else gradient._version))
+            if gradient is None:
+                view.zero_()  # frozen, or no backward on this rank has used it
+            else:
+                view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        self._sample = self._samples()
+
+    def _samples(self) -> torch.Tensor:
+        """Return some values of some gradients.
+
+        GradScaler's kernel writes gradients without counting their version up.
+        """
+        dense = [g for g, _ in self.sent if g is not None and g.numel() and not g.is_sparse][:8]
+        few = [g.detach().reshape(-1)[:: max(1, g.numel() // 8)] for g in dense]
+        return torch.cat(few).nan_to_num() if few else torch.empty(0)
+
+    def changed(self) -> str:
+        """Return the name of a gradient that was changed since `fill`, or ""."""
+        for parameter, name, (gradient, version) in zip(
+            self.parameters, self.names, self.sent, strict=True
+        ):
+            if parameter.requires_grad and (
+                parameter.grad is not gradient
+                or (gradient is not None and gradient._version != version)
+            ):
+                return name
+        return "" if torch.equal(self._sample, self._samples()) else self.names[0]
+
+    def empty(self) -> None:
+        """Write the results to the gradients of those parameters that are trained."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None or parameter.grad.is_sparse:
+                parameter.grad = view.clone()
+            else:
+                parameter.grad.copy_(view)
 
 
 class GradientReducer:
-    """The exchange of one optimizer's gradients."""
+    """The exchange of one optimizer's gradients.
+
+    Parameters that are frozen, thawed, or added to the optimizer between two steps are followed: at
+    each step the ranks compare which ones they train.
+    """
 
     def __init__(
         self,
-        named: list[tuple[str, torch.nn.Parameter]],
+        optimizer: torch.optim.Optimizer,
+        names: dict[torch.nn.Parameter, str],
         compression: Any,
         passes: int,
         op: Op,
         predivide: float,
+        process_set: ProcessSet,
     ) -> None:
         self.passes, self.op, self.predivide = passes, op, predivide
+        self.names = names
+        self._optimizer = weakref.ref(optimizer)
+        self._process_set = process_set
         policy, feedback = _policy(compression)
-        self.state = CompressionState(policy, feedback=feedback)
-        self._buckets: list[_Bucket] = []
-        self._place: dict[torch.nn.Parameter, _Bucket] = {}
+        self.state = CompressionState(
+            policy, feedback=feedback, process_group=group_of(process_set)
+        )
+        self._buckets: list[GradientBucket] = []
+        self._place: dict[torch.nn.Parameter, GradientBucket] = {}
         self._count: dict[torch.nn.Parameter, int] = {}
         self._started = 0
-        learned = [(name, p) for name, p in named if p.requires_grad]
-        for name, parameter in learned:
-            self.state.add(name, parameter)
-            self._count[parameter] = 0
-            parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+        self._call: Call | None = None  # of the step that has begun
+        self._enter()
         self.state.plan.complete()
         self.state.agree()
-        for group in _split(learned[::-1]):
-            bucket = _Bucket([p for _, p in group], [name for name, _ in group])
-            self._buckets.append(bucket)
-            self._place.update(dict.fromkeys(bucket.parameters, bucket))
+        self.reset()
 
     @property
     def pending(self) -> bool:
         """Whether gradients are on the way."""
-        return self._started > 0
+        return self._call is not None
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+
+    def _enter(self) -> None:
+        """Enter the parameters that are trained and were not before."""
+        new = [p for p in self._trained() if p not in self._place and p not in self._count]
+        named = []
+        for parameter in new:
+            name = self.names.setdefault(parameter, f"parameter{len(self.names)}")
+            named.append((name, parameter))
+            self.state.add(name, parameter)
+            self._count[parameter] = 0
+            parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+        for group in _split(named[::-1]):
+            bucket = GradientBucket([p for _, p in group], [name for name, _ in group])
+            self._buckets.append(bucket)
+            self._place.update(dict.fromkeys(bucket.parameters, bucket))
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Begin a step: tell the other ranks what this one trains."""
+        if self._call is not None:
+            return
+        self._enter()
+        parts = [f"{self.names[p]} {list(p.shape)}" for p in self._trained()]
+        digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+        few = ", ".join(parts[:2] + ["..."] * (len(parts) > 2))
+        text = f"a step that trains {len(parts)} parameters ({few}; {digest})"
+        self._call = Call(self._process_set, text)
+        for bucket in self._buckets:
+            bucket.missing = sum(p.requires_grad for p in bucket.parameters)
+        self.state.begin_step()
 
     def _arrived(self, parameter: torch.nn.Parameter) -> None:
         if self._count[parameter] == self.passes:
@@ -84,22 +179,19 @@ class GradientReducer:
             )
         self._count[parameter] += 1
         if self._count[parameter] == self.passes:
+            self._begin()
             self._place[parameter].missing -= 1
-            while self._started < len(self._buckets) and not self._buckets[self._started].missing:
+            while self._started < len(self._buckets):
+                bucket = self._buckets[self._started]
+                if bucket.missing or bucket.late:
+                    break
                 self._start()
 
     @torch.no_grad()
     def _start(self) -> None:
-        if self._started == 0:
-            self.state.begin_step()
         bucket = self._buckets[self._started]
         self._started += 1
-        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-            gradient = parameter.grad
-            if gradient is None:
-                view.zero_()  # no backward on this rank has used it
-            else:
-                view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        bucket.fill()
         if self.predivide != 1.0:
             bucket.flat.div_(self.predivide)
         flat = bucket.flat
@@ -110,29 +202,42 @@ class GradientReducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Start what has not been started, and write all results to the gradients."""
+        """Start what has not been started, and write all results to the gradients.
+
+        Raises:
+            WireMismatch: ranks train other parameters; on all ranks.
+            Error: a gradient was changed while it travelled.
+        """
+        self._begin()
+        assert self._call is not None
+        self._call.check()
         while self._started < len(self._buckets):
             self._start()
-        factor = self.predivide * (size() if self.op is Op.Sum else 1)
+        factor = self.predivide * (self._call.size if self.op is Op.Sum else 1)
         for bucket in self._buckets:
             assert bucket.future is not None
             bucket.future.wait()
+            bucket.future = None
+        changed = next(filter(None, (bucket.changed() for bucket in self._buckets)), "")
+        self.reset()
+        if changed:
+            raise Error(
+                f"the gradient of {changed} was scaled, clipped, zeroed or replaced between "
+                "backward() and step(), while it travelled: call optimizer.synchronize() before "
+                "you change gradients (scaler.unscale_(optimizer), too), and then "
+                "with optimizer.skip_synchronize(): optimizer.step()"
+            )
+        for bucket in self._buckets:
             if factor != 1.0:
                 bucket.flat.mul_(factor)
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                if parameter.grad is None or parameter.grad.is_sparse:
-                    parameter.grad = view.clone()
-                else:
-                    parameter.grad.copy_(view)
-            bucket.missing, bucket.future = len(bucket.parameters), None
-        self.reset()
+            bucket.empty()
 
     def reset(self) -> None:
         """Begin to count the backward passes of the next step."""
-        self._started = 0
+        self._started, self._call = 0, None
         self._count = dict.fromkeys(self._count, 0)
         for bucket in self._buckets:
-            bucket.missing = len(bucket.parameters)
+            bucket.late = False
 
 
 def _policy(compression: Any) -> tuple[str | Policy, Any]:
@@ -170,23 +275,33 @@ def _split(
 class _Distributed(torch.optim.Optimizer):
     """What a `DistributedOptimizer` has besides its optimizer's class, which it inherits."""
 
-    _reducer: GradientReducer
+    _reducer: GradientReducer | None  # None: the process set does not include this rank
+    _parameter_names: dict[torch.nn.Parameter, str]
     _synchronized: bool
     _skips: bool
 
     @property
     def compression_state(self) -> CompressionState:
-        """Codecs and residuals: `summary()`, and `state_dict()` for checkpoints."""
+        """Codecs and residuals: `summary()`, and `state_dict()` for checkpoints.
+
+        Raises:
+            Error: the process set does not include this rank.
+        """
+        if self._reducer is None:
+            raise Error("this rank is not in the optimizer's process set, and compresses nothing")
         return self._reducer.state
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes add up to one step."""
-        self._reducer.passes = whole("passes", passes, 1)
-        self._reducer.reset()
+        whole("passes", passes, 1)
+        if self._reducer is not None:
+            self._reducer.passes = passes
+            self._reducer.reset()
 
     def synchronize(self) -> None:
         """Wait until the gradients of all ranks are averaged, to clip them before `step`."""
-        self._reducer.finish()
+        if self._reducer is not None:
+            self._reducer.finish()
         self._synchronized = True
 
     @contextmanager
@@ -199,7 +314,12 @@ class _Distributed(torch.optim.Optimizer):
             self._skips = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average the gradients over all ranks, and update the parameters."""
+        """Average the gradients over all ranks, and update the parameters.
+
+        Raises:
+            WireMismatch: ranks train other parameters; on all ranks, before anything is updated.
+            Error: a gradient was scaled, clipped, zeroed or replaced while it travelled.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -207,18 +327,20 @@ class _Distributed(torch.optim.Optimizer):
         if not self._skips:
             if self._synchronized:
                 warnings.warn(
-                    "step() after synchronize() averages the gradients a second time: write "
+                    "optimizer.step() called without optimizer.skip_synchronize() after "
+                    "optimizer.synchronize(): the gradients are averaged a second time. Write "
                     "with optimizer.skip_synchronize(): optimizer.step()",
                     stacklevel=2,
                 )
-            self._reducer.finish()
+            if self._reducer is not None:
+                self._reducer.finish()
         self._synchronized = False
         super().step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Remove the gradients; not while they are on the way."""
-        if self._reducer.pending:
+        if self._reducer is not None and self._reducer.pending:
             raise Error(
                 "zero_grad() between backward() and step() would remove gradients that are on the "
                 "way: call optimizer.step() or optimizer.synchronize() first"
@@ -236,7 +358,7 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: Any = None,
     sparse_as_dense: bool = False,
-    process_set: Any = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Return an optimizer of the same class that averages gradients over all ranks; collective.
 
@@ -252,7 +374,7 @@ def DistributedOptimizer(
         num_groups: not used: gradients travel in buckets.
         groups: not used.
         sparse_as_dense: not used: sparse gradients always travel dense.
-        process_set: not supported; None.
+        process_set: the ranks that average; on others the optimizer is as before.
 
     Raises:
         ValueError: names are given twice, or not for all parameters; a factor makes no sense.
@@ -266,8 +388,9 @@ def DistributedOptimizer(
         ...     optimizer, model.named_parameters(), compression=hvd.Compression.codec("int4")
         ... )
     """
-    size()
     typed("optimizer", optimizer, torch.optim.Optimizer)
+    names = _named(optimizer, named_parameters)
+    size()
     if op not in (Op.Average, Op.Sum):
         raise Error(f"DistributedOptimizer averages or sums gradients: op=hvd.Average, not {op}")
     if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
@@ -275,36 +398,35 @@ def DistributedOptimizer(
             f"DistributedOptimizer cannot drive {type(optimizer).__name__}: wrap the model in "
             "DistributedDataParallel instead"
         )
-    if process_set is not None:
-        raise Error("process_set is not supported: the optimizer averages over all ranks")
     if gradient_predivide_factor != 1.0 and op is not Op.Average:
         raise ValueError("gradient_predivide_factor is for op=hvd.Average")
     predivide = number("gradient_predivide_factor", gradient_predivide_factor)
     if predivide <= 0:
-        raise ValueError(f"gradient_predivide_factor={predivide} makes no sense: want more than 0")
-    reducer = GradientReducer(
-        _named(optimizer, named_parameters),
-        compression,
-        whole("backward_passes_per_step", backward_passes_per_step, 1),
-        op,
-        predivide,
-    )
+        raise ValueError(f"gradient_predivide_factor={predivide} is invalid: expected more than 0")
+    passes = whole("backward_passes_per_step", backward_passes_per_step, 1)
+    check_made(process_set)
+    reducer = None
+    if process_set.included():
+        options = (compression, passes, op, predivide, process_set)
+        reducer = GradientReducer(optimizer, names, *options)
     # The same object's class changes, so that its state and whoever knows it stay: schedulers do.
     base = type(optimizer)
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
     vars(optimizer).pop("step", None)  # a scheduler's, which calls the former class's
-    vars(optimizer).update(_reducer=reducer, _synchronized=False, _skips=False)
+    vars(optimizer).update(
+        _reducer=reducer, _parameter_names=names, _synchronized=False, _skips=False
+    )
     return optimizer
 
 
 def _named(
     optimizer: torch.optim.Optimizer,
     given: Iterable[tuple[str, torch.nn.Parameter]] | None,
-) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the optimizer's parameters in its order, with their names."""
+) -> dict[torch.nn.Parameter, str]:
+    """Return the names of the optimizer's parameters, and of others that are given."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     if given is None:
-        return [(f"parameter{n}", parameter) for n, parameter in enumerate(own)]
+        return {parameter: f"parameter{n}" for n, parameter in enumerate(own)}
     pairs = list(given)
     names = {parameter: name for name, parameter in pairs}
     if len({name for name, _ in pairs}) != len(pairs):
@@ -314,4 +436,4 @@ def _named(
             f"named_parameters has no name for {len(unnamed)} parameters of the optimizer, the "
             f"first of shape {unnamed[0]}: pass all of model.named_parameters()"
         )
-    return [(names[parameter], parameter) for parameter in own]
+    return names

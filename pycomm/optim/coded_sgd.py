@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.arguments import number, typed
 from pycomm.codecs import Codec
-from pycomm.compress import check_takes_hook
+from pycomm.compression import check_takes_hook
 from pycomm.feedback import Feedback, Residual
 from pycomm.feedback.rule import EXACT
 from pycomm.hooks.sent_momentum import SentMomentumState, sent_momentum_hook

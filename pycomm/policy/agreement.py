@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm.errors import WireMismatch
+from pycomm.policy.exchange import gather_json
 from pycomm.policy.rules import Decision
 
 
@@ -43,9 +44,7 @@ def agree_on_options(options: Sequence[str], *groups: dist.ProcessGroup) -> None
         if group.size() == 1:
             continue
         # Compare only after the last gather: a rank that raises earlier would leave others waiting.
-        gathered: list[list[list[str]]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(gathered, everybody, group=group)
-        everybody = [theirs for part in gathered for theirs in part]
+        everybody = [theirs for part in gather_json(everybody, group) for theirs in part]
     if any(theirs != everybody[0] for theirs in everybody):
         raise WireMismatch(_difference(everybody))
 
@@ -70,9 +69,7 @@ def agree(decisions: Sequence[Decision], group: dist.ProcessGroup, device: torch
     all_digests = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(all_digests, own, group=group)
     if any(not torch.equal(other, all_digests[0]) for other in all_digests):
-        everybody: list[list[str]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(everybody, mine, group=group)
-        raise WireMismatch(_difference(everybody))
+        raise WireMismatch(_difference(gather_json(mine, group, device)))
 
 
 def _difference(everybody: list[list[str]]) -> str:

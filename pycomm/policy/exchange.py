@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,16 +48,60 @@ def start_gather(
     if group.size() == 1:
         return lambda: [list(numbers)]
     # Sent as bytes, which also works on devices without float64.
-    own = torch.tensor(numbers, dtype=torch.float64, device="cpu").view(torch.uint8).to(device)
+    own = torch.tensor(numbers, dtype=torch.float64, device="cpu").view(torch.uint8)
+    wait = _start_gather_of_bytes(own, group, device)
+    return lambda: [row.view(torch.float64).tolist() for row in wait()]
+
+
+def _start_gather_of_bytes(
+    own: torch.Tensor, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], list[torch.Tensor]]:
+    own = own.to(device)
     everybody = [torch.empty_like(own) for _ in range(group.size())]
     work = dist.all_gather(everybody, own, group=group, async_op=True)
 
     @cache
-    def wait() -> list[list[float]]:
+    def wait() -> list[torch.Tensor]:
         work.wait()
-        return [row.cpu().view(torch.float64).tolist() for row in everybody]
+        return [row.cpu() for row in everybody]
 
     return wait
+
+
+def gather_json(
+    value: Any, group: dist.ProcessGroup, device: torch.device | None = None
+) -> list[Any]:
+    """Return the value of every rank, in rank order; collective, two small all-gathers.
+
+    JSON instead of pickle, as torch's object collectives use: reading a pickle runs code that
+    its sender chooses.
+
+    Args:
+        value: what JSON holds: numbers, texts, None, lists and dicts of them.
+        group: the ranks.
+        device: a device whose tensors the group moves; None: `device_of(group)`.
+    """
+    if group.size() == 1:
+        return [value]
+    device = device or device_of(group)
+    written = json.dumps(value).encode()
+    sizes = [int(row[0]) for row in gather([len(written)], group, device)]
+    own = torch.frombuffer(bytearray(written.ljust(max(sizes), b" ")), dtype=torch.uint8)
+    return [
+        json.loads(row.numpy().tobytes()) for row in _start_gather_of_bytes(own, group, device)()
+    ]
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Return a device whose tensors the group moves: the CPU if it does, else the current one."""
+    cpu = torch.device("cpu")
+    try:
+        group._get_backend(cpu)
+    except RuntimeError:
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:
+            return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return cpu
 
 
 def host() -> str:
@@ -75,8 +121,7 @@ def find_link(group: dist.ProcessGroup) -> Link:
         return "intra"
     ours = backend.find(group)
     mine = ("tcp" in ours.describe() if ours is not None else False, host())
-    everybody: list[tuple[bool, str]] = [mine] * group.size()
-    dist.all_gather_object(everybody, mine, group=group)
+    everybody = gather_json(mine, group)
     if ours is not None:
         return "inter" if any(network for network, _ in everybody) else "intra"
     return "intra" if len({host for _, host in everybody}) == 1 else "inter"

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,8 +14,7 @@ from pathlib import Path
 import pytest
 
 import pycomm
-from pycomm import _build
-from pycomm import env as pages
+from pycomm import _build, env
 from pycomm.doctor import __main__ as cli
 from pycomm.doctor import finding, installed, job, machine, network, probe, self_test, variables
 from pycomm.doctor.finding import Finding
@@ -295,7 +293,7 @@ def test_every_variable_of_the_pages_is_known():
     if not header.exists():
         pytest.skip("installed without sources")
     core = set(re.findall(r"/// (PYCOMM_[A-Z_]+):", header.read_text()))
-    python = set(re.findall(r"# (PYCOMM_[A-Z_]+):", Path(pages.__file__).read_text()))
+    python = set(re.findall(r"# (PYCOMM_[A-Z_]+):", Path(env.__file__).read_text()))
     assert set(variables.CORE) == core
     assert set(variables.PYTHON) == python
 
@@ -306,11 +304,13 @@ def test_the_core_says_what_is_wrong_with_a_variable():
         os.environ[name] = value
     try:
         refused = variables.refusals(given)
+        seen = env.given()
     finally:
         for name in given:
             del os.environ[name]
     assert list(refused) == ["PYCOMM_TRANSPORT"]
-    found = list(variables.judge(given, refused))
+    found = list(variables.judge(seen, refused))
+    assert level_of(found, "PYCOMM_SECRET") == "ok"
     assert level_of(found, "PYCOMM_TRANSPORT") == "problem"
     assert level_of(found, "PYCOMM_SOCKETS") == "ok"
     assert not any("hush" in f.text for f in found)
@@ -456,23 +456,55 @@ def test_findings_of_other_hosts_name_their_ranks():
     assert [f.where for f in job.merged({0: reports[1], 1: reports[1]})] == [""]
 
 
-def test_a_job_is_tried_by_its_own_group():
-    pytest.importorskip("torch")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    program = """if True:
-        import os
-        from pycomm.doctor import job, self_test
-        self_test.SECONDS, self_test.NUMEL = 0.01, 1 << 18  # sums are judged, and no times
-        rank = int(os.environ["RANK"])
-        findings, status = job.examine(lambda: ([], {}), rank, 2, True)
-        print(status, *(f"{f.topic}/{f.name}/{f.level}" for f in findings), sep=";")
-    """
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+JOB = """if True:
+    import os
+    from pycomm.doctor import job, self_test
+    self_test.SECONDS, self_test.NUMEL = 0.01, 1 << 18  # sums are judged, and no times
+    from pycomm.doctor.__main__ import examine
+    rank = int(os.environ["RANK"])
+    look = examine if os.environ.get("LOOK") else lambda: ([], {})
+    findings, status = job.examine(look, rank, 2, not os.environ.get("LOOK"))
+    where = {f.topic for f in findings} if not os.environ.get("LOOK") else {"between ranks"}
+    print(status, *(f"{f.topic}/{f.name}/{f.level}" for f in findings if f.topic in where), sep=";")
+"""
+
+
+def run_job(**environment: str) -> tuple[list[str], dict[str, bytes]]:
+    """Run the doctor on two ranks; return their output, and all that was in their store."""
+    dist = pytest.importorskip("torch.distributed")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    place["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     ranks = [
-        interpreter.Interpreter("-c", program, env=CLEAN | place | {"RANK": str(rank)})
+        interpreter.Interpreter("-c", JOB, env=CLEAN | place | environment | {"RANK": str(rank)})
         for rank in range(2)
     ]
     said = [process.communicate(timeout=100)[0].strip() for process in ranks]
+    return said, {key: store.get(key) for key in store.list_keys()}
+
+
+def test_a_job_is_tried_by_its_own_group():
+    said, _ = run_job()
     assert said == ["0;between ranks/differences/ok;self-test/group/ok", "0"]
+
+
+def test_no_secret_is_in_the_store_or_the_output():
+    said, store = run_job(PYCOMM_SECRET="hush-hush", PYCOMM_SOCKETS="3", LOOK="1")
+    assert "between ranks/differences/ok" in said[0]
+    assert any(b'"PYCOMM_SOCKETS": "3"' in value for value in store.values())
+    assert any(b'"PYCOMM_SECRET": ' in value for value in store.values())
+    assert not any(b"hush" in value for value in store.values())
+    assert "hush" not in said[0]
+
+
+def test_ranks_with_unequal_secrets_are_told_without_them(monkeypatch):
+    def proofs(secret: str) -> dict[str, str]:
+        monkeypatch.setenv("PYCOMM_SECRET", secret)
+        return env.proofs_of_secrets(bytes(16))
+
+    assert proofs("hush") == proofs("hush")
+    reports = {
+        rank: job.Report("a", proofs(secret)) for rank, secret in enumerate(("hush", "lull"))
+    }
+    (found,) = job.differences(reports)
+    assert (found.level, found.text) == ("problem", "one on rank 0 (a); one on rank 1 (a)")

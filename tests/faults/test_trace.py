@@ -293,6 +293,17 @@ def test_a_failure_writes_the_trace_where_the_environment_says(tmp_path):
     assert recording["version"] == "2.10"
 
 
+def test_a_trace_is_for_its_user_alone(tmp_path):
+    failing_run(PYCOMM_TRACE=str(tmp_path / "traces"))
+    assert {f.stat().st_mode & 0o777 for f in (tmp_path / "traces").iterdir()} == {0o600}
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    text = failing_run(PYCOMM_TRACE=str(tmp_path / "open"))
+    assert "no trace: " in text
+    assert "can be written by other users" in text
+    assert not list((tmp_path / "open").iterdir())
+
+
 @pytest.mark.parametrize("why", ["no folder", "full disk"])
 def test_a_trace_that_cannot_be_written_hides_no_error(tmp_path, why):
     place, command = tmp_path / "place", []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -211,6 +212,23 @@ def test_processes_of_two_torches_compile_one_after_the_other(package, monkeypat
     with ThreadPoolExecutor(2) as processes:
         list(processes.map(build, ["2.14.0", "2.15.0"]))
     assert most == [1, 1]
+
+
+@pytest.mark.parametrize("part", ["home", "folder", "binary"])
+def test_what_others_can_write_is_not_loaded(package, compiled, monkeypatch, part):
+    """Whoever can write into the cache could run code in every rank."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(package / "cache"))
+    (package / "_built").write_text("a file, so that no folder can be made here")
+    planted = _build.load_c10d()
+    compiled.clear()
+    parts = {"home": planted.parents[1], "folder": planted.parent, "binary": planted}
+    parts[part].chmod(0o777)
+    assert _build.find_c10d(torch.__version__) is None
+    with pytest.raises(Error, match=re.escape(f"{parts[part]} can be written by other users")):
+        _build.load_c10d()
+    assert compiled == []
+    parts[part].chmod(0o755)
+    assert _build.load_c10d() == planted
 
 
 def test_a_torch_that_is_too_old_is_refused_before_anything_is_compiled(

@@ -119,12 +119,12 @@ def flows(rank: int, size: int) -> list[torch.Tensor]:
 
 def test_gradients_flow_through_collectives(pool):
     first, second = pool.run(flows)
-    assert torch.equal(first[0], torch.tensor([0.0]) * 3)
-    assert torch.equal(second[0], torch.tensor([1.0, 2.0]) * 3)
+    assert torch.equal(first[0], torch.tensor([0.0]))
+    assert torch.equal(second[0], torch.tensor([1.0, 2.0]) * 1.5)
     for grads in (first, second):
         assert torch.equal(grads[1], torch.full((2,), 3.0))
     assert torch.equal(first[2], torch.zeros(2))
-    assert torch.equal(second[2], torch.full((2,), 3.0))
+    assert torch.equal(second[2], torch.full((2,), 1.5))  # Horovod averages these
 
 
 # -------------------------------------------------------------------------------- the optimizer
@@ -289,7 +289,7 @@ def mistakes(rank: int, size: int) -> None:
         ({"op": hvd.Max}, pycomm.Error, "averages or sums"),
         ({"compression": object()}, pycomm.Error, r"Compression\.codec"),
         ({"gradient_predivide_factor": 0.0}, ValueError, "more than 0"),
-        ({"process_set": object()}, pycomm.Error, "process_set"),
+        ({"process_set": hvd.ProcessSet([0])}, pycomm.Error, "call hvd.add_process_set"),
     ):
         with pytest.raises(error, match=text):
             hvd.DistributedOptimizer(plain, **options)
@@ -309,8 +309,12 @@ def mistakes(rank: int, size: int) -> None:
         optimizer.zero_grad()
     with pytest.raises(pycomm.Error, match="backward_passes_per_step"):
         model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(pycomm.Error, match="while it travelled"):  # the second one has added to it
+        optimizer.synchronize()
+    optimizer.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
     optimizer.synchronize()
-    with pytest.warns(UserWarning, match="second time"):
+    with pytest.warns(UserWarning, match="called without optimizer.skip_synchronize"):
         optimizer.step()
     dist.barrier()
 
@@ -320,8 +324,8 @@ def test_mistakes_are_told_and_the_group_stays_usable(pool):
 
 
 def test_what_it_does_not_have_says_what_to_write():
-    with pytest.raises(AttributeError, match=r"no alltoall: write dist\.all_to_all_single"):
-        _ = hvd.alltoall
+    with pytest.raises(AttributeError, match=r"no join: write torch\.distributed\.algorithms"):
+        _ = hvd.join
     with pytest.raises(AttributeError, match=r"no nonsense$"):
         _ = hvd.nonsense
 
@@ -329,3 +333,209 @@ def test_what_it_does_not_have_says_what_to_write():
 def test_before_init_there_is_a_clear_error():
     with pytest.raises(pycomm.Error, match=r"hvd\.init\(\) first"):
         hvd.rank()
+
+
+# ------------------------------------------------------------------- what changes between two steps
+
+
+def changes(rank: int, size: int, what: str) -> list[torch.Tensor]:
+    """Train a layer, and from step 3 on another one, too, or no longer."""
+    hvd.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[0].requires_grad_(what != "thaw")
+    parts = model[1] if what == "add" else model
+    optimizer = torch.optim.AdamW(parts.parameters(), lr=0.01, weight_decay=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    for step in range(6):
+        if step == 3 and what == "add":
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+        elif step == 3:
+            model[0].requires_grad_(what == "thaw")
+        optimizer.zero_grad()
+        model(_batch(rank, step)).square().mean().backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def _batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def changes_in_ddp(rank: int, size: int, what: str) -> list[torch.Tensor]:
+    """The same by averages that are taken by hand."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[0].requires_grad_(what != "thaw")
+    parts = model[1] if what == "add" else model
+    optimizer = torch.optim.AdamW(parts.parameters(), lr=0.01, weight_decay=0.1)
+    for step in range(6):
+        if step == 3 and what == "add":
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+        elif step == 3:
+            model[0].requires_grad_(what == "thaw")
+        optimizer.zero_grad()
+        model(_batch(rank, step)).square().mean().backward()
+        for parameter in (p for g in optimizer.param_groups for p in g["params"]):
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("what", ["thaw", "freeze", "add"])
+def test_parameters_that_change_between_two_steps_are_followed(pool, what):
+    wanted = pool.run(changes_in_ddp, what)
+    assert same(wanted[0], wanted[1])
+    for got in pool.run(changes, what):
+        assert same(got, wanted[0])
+
+
+def trains_other_parameters(rank: int, size: int) -> None:
+    hvd.init()
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    model[0].requires_grad_(rank == 0)
+    model(_batch(rank, 0)).square().mean().backward()
+    with pytest.raises(pycomm.WireMismatch, match=r"a step that trains 4 .* a step that trains 2"):
+        optimizer.step()
+    assert same(before, list(model.parameters()))
+
+
+def test_ranks_that_train_other_parameters_are_told_before_anything_is_updated(pool):
+    pool.run(trains_other_parameters)
+
+
+CHANGES = {
+    "scaled by GradScaler": None,
+    "clipped": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    "zeroed": lambda model: model.zero_grad(set_to_none=False),
+    "removed": lambda model: model.zero_grad(),
+}
+
+
+def changes_gradients_that_travel(rank: int, size: int, what: str) -> None:
+    hvd.init()
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.scale(model(torch.ones(2, 64)).square().mean()).backward()
+    if what != "scaled by GradScaler":
+        CHANGES[what](model)
+    with pytest.raises(pycomm.Error, match=r"while it travelled: call optimizer\.synchronize"):
+        scaler.step(optimizer) if what == "scaled by GradScaler" else optimizer.step()
+    assert same(before, list(model.parameters()))
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_gradient_that_changes_while_it_travels_is_an_error(pool, what):
+    pool.run(changes_gradients_that_travel, what)
+
+
+def scaled(rank: int, size: int) -> list[torch.Tensor]:
+    hvd.init()
+    model = network()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        scaler.scale(loss_of(model, rank, step)).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_scaler_steps_after_synchronize(pool):
+    for got in pool.run(scaled):
+        assert same(got, reference(2))
+
+
+# ----------------------------------------------------------------------------- calls that differ
+
+MISMATCHES = {
+    "names": lambda rank: hvd.allreduce(torch.ones(3), name="ab"[rank]),
+    "shapes": lambda rank: hvd.allreduce(torch.ones(3 + rank)),
+    "dtypes": lambda rank: hvd.allgather(torch.ones(3, dtype=(torch.int32, torch.float32)[rank])),
+    "roots": lambda rank: hvd.broadcast_(torch.ones(3), rank),
+    "operations": lambda rank: (hvd.reducescatter, hvd.allreduce)[rank](torch.ones(4)),
+    "factors": lambda rank: hvd.allreduce(torch.ones(3), prescale_factor=1.0 + rank),
+    "rows": lambda rank: hvd.alltoall(torch.ones(4, 2 + rank)),
+}
+
+
+def mismatched(rank: int, size: int, what: str) -> None:
+    hvd.init()
+    with pytest.raises(pycomm.WireMismatch, match=r"rank 0 calls .* and rank 1 calls"):
+        MISMATCHES[what](rank)
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]  # it can be used on
+
+
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_calls_that_differ_are_an_error_that_leaves_the_group_usable(pool, what, backend):
+    pool.run(mismatched, what, backend=backend)
+
+
+def other_order(rank: int, size: int) -> None:
+    hvd.init()
+    names = ["loss", "accuracy"] if rank else ["accuracy", "loss"]
+    handles = [hvd.allreduce_async(torch.ones(1), name=name) for name in names]
+    hvd.allreduce_async(torch.ones(1 << 22), name="large")
+    with pytest.raises(ValueError, match="'large' runs already"):
+        hvd.allreduce_async(torch.ones(1), name="large")
+    with pytest.raises(pycomm.WireMismatch, match="called 'accuracy'"):
+        hvd.synchronize(handles[0])
+
+
+def test_asynchronous_calls_are_matched_by_name(pool):
+    pool.run(other_order)
+
+
+# ----------------------------------------------------------------------------- more collectives
+
+
+def more(rank: int, size: int) -> dict[str, Any]:
+    hvd.init()
+    odd, even = (hvd.add_process_set(range(first, size, 2)) for first in (1, 0))
+    own = odd if rank % 2 else even
+    rows = torch.arange(float(2 * size)).view(size, 2) + 10 * rank
+    table = torch.full((size + 1, 2), float(rank + 1))
+    grid = torch.full((sum(range(size)),), float(rank))
+    return {
+        "equal": hvd.alltoall(rows),
+        "split": hvd.alltoall(grid, torch.arange(size, dtype=torch.int32)),
+        "scattered": hvd.reducescatter(table, op=hvd.Sum),
+        "grouped": hvd.grouped_reducescatter([table, table], op=hvd.Average),
+        "gathered": hvd.grouped_allgather([table[: rank + 1], table]),
+        "sets": (own.size(), own.rank(), own.included(), (even if rank % 2 else odd).rank()),
+        "summed": hvd.allreduce(torch.tensor([rank]), op=hvd.Sum, process_set=own),
+        "sparse": hvd.sparse_allreduce_async(torch.eye(3).to_sparse() * (rank + 1))().to_dense(),
+        "large": hvd.allreduce(torch.tensor([2**60 + 1])),
+        "removed": (hvd.remove_process_set(own), own.size()),
+    }
+
+
+def test_other_collectives_and_process_sets(pool):
+    size = 3
+    for rank, out in enumerate(pool.run(more, ranks=size)):
+        start = torch.tensor([2.0 * rank, 2.0 * rank + 1])
+        assert torch.equal(out["equal"], torch.stack([start + 10 * r for r in range(size)]))
+        assert torch.equal(out["split"][0], torch.arange(3.0).repeat_interleave(rank))
+        assert out["split"][1].tolist() == [rank] * size
+        mine = 2 if rank == 0 else 1  # 4 rows on 3 ranks
+        assert torch.equal(out["scattered"], torch.full((mine, 2), 6.0))
+        assert all(torch.equal(part, torch.full((mine, 2), 2.0)) for part in out["grouped"])
+        assert out["gathered"][0][:, 0].tolist() == [1.0, 2.0, 2.0, 3.0, 3.0, 3.0]
+        assert out["sets"] == ((1, 0, True, None) if rank == 1 else (2, rank // 2, True, None))
+        assert out["summed"].tolist() == [1 if rank == 1 else 2]
+        assert torch.equal(out["sparse"], torch.eye(3) * 2)
+        assert out["large"].tolist() == [(2**60 + 1) * 3 // 3]
+        assert out["removed"] == (True, None)

@@ -1,0 +1,130 @@
+"""What each rank calls: the ranks compare their calls, so that none is paired with another.
+
+Horovod pairs calls by name, in whatever order ranks make them. Here ranks make them in one order,
+as with `torch.distributed`, and each call is preceded by a small message that says which one it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pycomm.errors import WireMismatch
+from pycomm.horovod.process_sets import ProcessSet, group_of
+from pycomm.policy.exchange import device_of
+
+TEXT = 200  # bytes of a call's text that travel, for the error
+
+
+class Call:
+    """One call of a collective on this rank.
+
+    Args:
+        process_set: the ranks that make it.
+        text: what must be equal on all of them: name, dtype, shape, options.
+        numbers: what may differ, and the others need: one number, or one for each rank.
+    """
+
+    def __init__(self, process_set: ProcessSet, text: str, numbers: Sequence[int] = ()) -> None:
+        self.group = group_of(process_set)
+        self.size = self.group.size()
+        self._text = text
+        self._numbers = torch.zeros(self.size, dtype=torch.int64, device="cpu")
+        self._numbers[: len(numbers)] = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
+        self._rows: list[torch.Tensor] = []
+        self._work: Any = None
+        if self.size > 1:
+            written = text.encode()
+            head = hashlib.blake2b(written, digest_size=16).digest()
+            own = bytearray(head + written[:TEXT].ljust(TEXT) + self._numbers.numpy().tobytes())
+            sent = torch.frombuffer(own, dtype=torch.uint8).to(device_of(self.group))
+            self._rows = [torch.empty_like(sent) for _ in range(self.size)]
+            self._work = dist.all_gather(self._rows, sent, group=self.group, async_op=True)
+
+    def check(self) -> list[list[int]]:
+        """Wait for the other ranks' messages, and return their numbers, in rank order.
+
+        Raises:
+            WireMismatch: another rank makes another call; on all ranks.
+        """
+        if self.size == 1:
+            return [self._numbers.tolist()]
+        self._work.wait()
+        rows = [row.cpu().numpy().tobytes() for row in self._rows]
+        for rank, row in enumerate(rows):
+            if row[:16] != rows[0][:16]:
+                texts = [r[16 : 16 + TEXT].decode(errors="replace").strip() for r in (rows[0], row)]
+                first, other = (dist.get_global_rank(self.group, r) for r in (0, rank))
+                raise WireMismatch(
+                    f"rank {dist.get_rank()}: rank {first} calls {texts[0]}, and rank {other} "
+                    f"calls {texts[1]}: all ranks must make the same calls of pycomm.horovod, "
+                    "with the same arguments, in one order"
+                )
+        tails = (bytearray(row[16 + TEXT :]) for row in rows)
+        return [torch.frombuffer(tail, dtype=torch.int64).tolist() for tail in tails]
+
+
+class Handle:
+    """An operation that runs; `synchronize` returns its result, `poll` says whether it has one.
+
+    Args:
+        call: what the ranks compare; None: nothing.
+        works: the operations, with `wait` and `is_completed`.
+        finish: returns the result, once.
+    """
+
+    def __init__(self, call: Call | None, works: Sequence[Any], finish: Callable[[], Any]) -> None:
+        self._call, self._works = call, list(works)
+        self._finish: Callable[[], Any] | None = finish
+        self._result: Any = None
+
+    def wait(self) -> Any:
+        """Wait for the end, and return the tensor, or the list of tensors.
+
+        Raises:
+            Error: the operation failed; the text says which rank and why.
+        """
+        if self._call is not None:
+            self._call.check()
+            self._call = None
+        for work in self._works:
+            work.wait()
+        if self._finish is not None:
+            self._result, self._finish = self._finish(), None
+        return self._result
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return all(work.is_completed() for work in self._works)
+
+
+_running: dict[tuple[int | None, str], Handle] = {}
+
+
+def claim(process_set: ProcessSet, name: str | None) -> None:
+    """Check that no operation of this name runs.
+
+    Raises:
+        ValueError: one does.
+    """
+    running = _running.get((process_set.process_set_id, name or ""))
+    if running is not None and not running.is_completed():
+        raise ValueError(
+            f"an operation called {name!r} runs already: synchronize its handle, or use other names"
+        )
+
+
+def running(process_set: ProcessSet, name: str | None, handle: Handle) -> Handle:
+    """Note that an operation of this name runs, and return its handle."""
+    if name:
+        _running[process_set.process_set_id, name] = handle
+    return handle
+
+
+def forget_all() -> None:
+    """Forget the names of a job that has ended."""
+    _running.clear()
