@@ -73,8 +73,6 @@ def commands() -> list[tuple[str, str]]:
         ),
         ("wan-cpu.csv", ".wan"),
         ("wan-throughput-cpu.csv", ".wan.throughput --quick --iperf-time 3"),
-        ("reconfigure-cpu.csv", ".reconfigure"),
-        ("hand-over-cpu.csv", ".hand_over"),
         ("fsdp-cpu.csv", ".fsdp"),
         ("local-sgd-cpu.csv", ".local_sgd --only losses"),
         ("demo-cpu.csv", ".demo"),

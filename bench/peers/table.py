@@ -10,8 +10,7 @@ steps after which its loss has come down to that of DDP in float32 at the end of
 its mean step. A system that fails gets a row with the line of its output that says why.
 
 Rows that the file holds with the same settings are not measured again, so the command goes on where
-it was ended; after `--minutes` it begins no other row. Systems without a wheel come last: what ends
-their build is their row.
+it was ended; after `--minutes` it begins no other row.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from typing import Any
 from pycomm.bench import netlab
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin
-from pycomm.bench.peers.builds import BUILD, BUILDS, Build
 from pycomm.bench.peers.results import link, markdown, verdicts
 from pycomm.bench.peers.systems import PEERS, Peer
 from pycomm.bench.wan.lab import WanLab
@@ -42,7 +40,6 @@ from pycomm.bench.wan.shape import Shape
 RANKS = 2
 RATES, DELAYS = "100mbit,1gbit,10gbit", "0,50"
 PATIENCE = 240.0  # seconds of one system's training, or of its steps on a link
-BUILD_LIMIT = 600.0  # seconds
 
 
 class Failed(RuntimeError):
@@ -178,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
         until = time.monotonic() + 60 * options.minutes
         left = measure(options, found, vars(origin), until)
         rows = rows + found if options.again else found
-    same = {settings(kind, options) for kind in ("loss", "step")} | {BUILD}
+    same = {settings(kind, options) for kind in ("loss", "step")}
     shown = [{k: str(v) for k, v in row.items()} for row in rows if row["settings"] in same]
     print(markdown(shown, options.steps))
     print("\n".join(["", *verdicts(shown, options.steps)]))
@@ -230,19 +227,7 @@ def measure(
         for rate in options.rates.split(","):
             peers = missing("step", rate, delay)
             keep(steps(peers, rate, float(delay), options), len(peers))
-    known = {row["system"] for row in rows}
-    chosen = [b for b in BUILDS if b.name not in known and re.search(options.peers, b.name)]
-    keep(builds(chosen, until), len(chosen))
     return left
-
-
-def builds(chosen: Iterable[Build], until: float) -> Iterator[dict[str, Any]]:
-    """Build systems that have no wheel; a system that builds says so, and is not measured."""
-    for build in chosen:
-        limit = max(60.0, min(BUILD_LIMIT, until - time.monotonic()))
-        row = blank("build", Peer(build.name, PEERS[0].start, 0))
-        row |= {"lines": "-", "settings": BUILD, "note": build.note}
-        yield row | {"broke": build.attempt(limit) or "it builds, and has no row here yet"}
 
 
 if __name__ == "__main__":

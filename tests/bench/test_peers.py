@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pycomm.bench.figures import charts
-from pycomm.bench.peers import builds, rank, results, table
+from pycomm.bench.peers import rank, results, table
 from pycomm.bench.peers.systems import PEERS, Training
 
 REFERENCE, OURS = PEERS[0].name, "pycomm, int4"
@@ -110,16 +110,6 @@ def test_the_figure_has_a_panel_for_each_delay_and_the_systems_that_reach_the_lo
     first = chart.panels[0].series[0]  # its rates are in bytes a second
     assert list(zip(first.x, first.y, strict=True)) == [(1.25e8, 2.0), (1.25e9, 0.2)]
     assert first.base
-
-
-def test_a_build_is_told_by_its_first_error(monkeypatch):
-    pip = "Collecting x\n  error: subprocess-exited-with-error\n"
-    said = pip + " a.cpp:3: error: no header\nmake: Error 2\n"
-    assert builds.first_error(said) == "a.cpp:3: error: no header"
-    assert builds.first_error("error: subprocess-exited-with-error\n") != ""
-    assert builds.first_error("one\ntwo\n") == "two"
-    monkeypatch.setattr(builds.sys, "executable", "false")
-    assert builds.Build("x", "x").attempt(60) == "no output"
 
 
 def test_peers_that_average_by_themselves_are_timed_from_one_average_to_the_next(monkeypatch):
