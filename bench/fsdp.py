@@ -27,7 +27,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from pycomm.bench import netlab
-from pycomm.bench.common.harness import Origin, Row, append_csv, quantile, record
+from pycomm.bench.common import tables
+from pycomm.bench.common.harness import Origin, Row, record
+from pycomm.bench.common.timing import quantile
 from pycomm.bench.training.corpora import standard_library
 from pycomm.bench.training.train import (
     Config,
@@ -181,7 +183,7 @@ def main() -> int:
     show(found)
     if args.csv:
         origin = Origin.here(" ".join(["python -m pycomm.bench.fsdp", *sys.argv[1:]]))
-        append_csv(args.csv, [record(row, origin) for row in found])
+        tables.append(args.csv, [record(row, origin) for row in found])
     return 1 if any(row.wrong for row in found) else 0
 
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pycomm.bench import netlab
-from pycomm.bench.common import harness
+from pycomm.bench.common import harness, tables
 from pycomm.bench.common.harness import Origin, Row
 
 STREAMS = ("stream", "stream both ways")
@@ -122,7 +122,7 @@ def report(
         connection = f"{lab.describe()}; {row['connection']}"
         records.append(row | {"connection": connection, "command": origin.command})
     if path:
-        harness.append_csv(Path(path), records)
+        tables.append(Path(path), records)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ from torch import nn
 
 import pycomm
 from pycomm.bench import netlab
-from pycomm.bench.common.harness import Origin, Row, append_csv, record
+from pycomm.bench.common import tables
+from pycomm.bench.common.harness import Origin, Row, record
 from pycomm.bench.training.corpora import standard_library
 from pycomm.bench.training.train import (
     FINAL_WINDOWS,
@@ -325,7 +326,7 @@ def main() -> int:
                 for found in part():
                     show(found)
                     if args.csv:
-                        append_csv(args.csv, [record(found, origin)])
+                        tables.append(args.csv, [record(found, origin)])
     except netlab.Unavailable as error:
         print(f"local_sgd: namespaces cannot be made here: {error}", file=sys.stderr)
         return 2

@@ -65,7 +65,7 @@ def commands() -> list[tuple[str, str]]:
             for ranks in (4, 16)
         ),
         ("codecs-cpu.csv", " codecs -b 1M -e 1M"),
-        ("distortion-cpu.csv", ".distortion"),
+        ("distortion-cpu.csv", " codecs --errors"),
         ("optimizers-cpu.csv", ".optimizers"),
         (
             "links-cpu.csv",

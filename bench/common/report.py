@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pycomm.bench.common.harness import Origin, Row, append_csv, format_size, record, write_json
+from pycomm.bench.common import tables
+from pycomm.bench.common.harness import Origin, Row, format_size, record, write_json
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Report:
         if json_path:
             write_json(Path(json_path), records)
         if csv_path:
-            append_csv(Path(csv_path), records)
+            tables.append(Path(csv_path), records)
 
 
 TITLES = {

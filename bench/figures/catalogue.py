@@ -62,7 +62,7 @@ FIGURES = (
         "error",
         "distortion-cpu.csv",
         charts.error,
-        "python -m pycomm.bench.distortion --csv bench/results/distortion-cpu.csv",
+        "python -m pycomm.bench codecs --errors --csv bench/results/distortion-cpu.csv",
     ),
     Figure(
         "round-trips",

@@ -6,9 +6,9 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 
-from pycomm.bench import distortion
 from pycomm.bench.common import harness, tables
 from pycomm.bench.common.tables import Row
+from pycomm.bench.ops import errors
 from pycomm.bench.peers.results import REFERENCE, seconds_to_loss
 from pycomm.charts import Axis, Chart, Panel, Series
 from pycomm.plan import draw
@@ -168,16 +168,16 @@ def error(rows: Sequence[Row]) -> Chart:
     ticks = [(b, f"{b:g}") for b in (0.1, 0.3, 1, 2, 4, 8, 16)]
     panels = []
     for values, title in (
-        (distortion.NORMAL, "Normally distributed values"),
-        (distortion.GRADIENTS, "Gradients of the demo's model, step 100"),
+        (errors.NORMAL, "Normally distributed values"),
+        (errors.GRADIENTS, "Gradients of the demo's model, step 100"),
     ):
         series = []
-        for family in distortion.FAMILIES:
+        for family in errors.FAMILIES:
             mine = [r for r in rows if r["values"] == values and r["family"] == family]
             points = sorted((float(r["bits"]), float(r["error"]), r["codec"]) for r in mine)
             x, y, _ = zip(*points, strict=True)
             hover = [f"{name}: {b:.2f} bits, error {e:.2g}" for b, e, name in points]
-            kind = "line" if family in distortion.LADDERS else "points"
+            kind = "line" if family in errors.LADDERS else "points"
             series.append(Series(family, x, y, hover, kind))
         powers = [(10.0**p, f"1e{p}" if p else "1") for p in range(-8, 1, 2)]
         panels.append(
@@ -186,7 +186,7 @@ def error(rows: Sequence[Row]) -> Chart:
                 Axis("relative squared error", True, powers, (1e-8, 4)),
                 series,
                 title,
-                [bound] if values == distortion.NORMAL else [],
+                [bound] if values == errors.NORMAL else [],
             )
         )
     return Chart(

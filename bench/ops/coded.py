@@ -96,12 +96,7 @@ def one_coding(spec: str, count: int, rank: int) -> tuple[float, int]:
     x = gradient(count, rank)
     codec = _C.Codec(spec)
     payload, decoded = np.zeros(codec.encoded_bytes(count), np.uint8), np.zeros_like(x)
-    options: dict[str, Any] = {}
-    if codec.needs_amax:
-        amax = np.zeros(-(-count // codec.granule), np.float32)
-        codec.compute_amax(x.ctypes.data, count, amax.ctypes.data)
-        options["amax"] = amax.ctypes.data
-    codec.encode(x.ctypes.data, count, payload.ctypes.data, **options)
+    codec.encode(x.ctypes.data, count, payload.ctypes.data)
     codec.decode(payload.ctypes.data, decoded.ctypes.data, count)
     used = int(payload[:4].view(np.uint32)[0]) if codec.variable else payload.nbytes
     return float(np.linalg.norm(decoded - x) / np.linalg.norm(x)), used

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pycomm.bench.common.harness import Row, read_csv
+from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.training.methods import METHODS
 
 RANKS = 2
@@ -124,7 +124,7 @@ def over(a: float | None, b: float | None) -> float | None:
 
 def load(path: Path) -> list[Row]:
     """Return the rows of a CSV that earlier runs have written; its totals are recomputed."""
-    return [row for row in read_csv(path) if row.kind != "total"]
+    return [row for row in read_rows(path) if row.kind != "total"]
 
 
 def show(rows: Iterable[Row]) -> None:

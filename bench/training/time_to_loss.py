@@ -38,8 +38,8 @@ import torch
 import torch.distributed as dist
 
 from pycomm.bench import netlab
-from pycomm.bench.common import arguments, progress
-from pycomm.bench.common.harness import Origin, Row, append_csv, record, write_json
+from pycomm.bench.common import arguments, progress, tables
+from pycomm.bench.common.harness import Origin, Row, record, write_json
 from pycomm.bench.training.corpora import CORPORA
 from pycomm.bench.training.methods import METHODS, Method
 from pycomm.bench.training.results import RANKS, load, show, totals
@@ -321,7 +321,7 @@ def main(argv: Sequence[str]) -> int:
     def keep(row: Row) -> None:
         records.append(record(row, origin))
         if csv_path:
-            append_csv(csv_path, records[-1:])
+            tables.append(csv_path, records[-1:])
 
     def measure(results: Iterable[Row]) -> None:
         for row in results:

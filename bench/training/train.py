@@ -186,6 +186,25 @@ def train(config: Config, method: Method) -> Iterator[dict[str, float]]:
     }
 
 
+def alone(steps: int) -> list[torch.Tensor]:
+    """Return the demo model's gradients after so many steps of one rank, without a group."""
+    config = Config()
+    torch.manual_seed(config.seed)
+    model = Transformer(config)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), config.learning_rate, betas=(config.beta1, 0.95)
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
+    data = batches(CORPORA[config.corpus]()[0], config, 0, 1)
+    for step in range(steps + 1):
+        optimizer.zero_grad()
+        loss_of(model, next(data)).backward()
+        if step < steps:
+            optimizer.step()
+            scheduler.step()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m pycomm.bench.training", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pycomm.bench.common.harness import Origin, Row, append_csv, record
+from pycomm.bench.common import tables
+from pycomm.bench.common.harness import Origin, Row, record
 from pycomm.bench.training.methods import METHODS, Method
 from pycomm.bench.training.results import (
     EXACT,
@@ -122,7 +123,7 @@ def test_rows_survive_the_file(tmp_path):
         row("step", INT4, rate="1gbit", seconds=0.25, wire_bytes=10.0),
     ]
     for each in [*rows, row("total", INT4)]:
-        append_csv(path, [record(each, Origin.here("test"))])
+        tables.append(path, [record(each, Origin.here("test"))])
     assert load(path) == rows
 
 
