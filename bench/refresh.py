@@ -66,15 +66,13 @@ def commands() -> list[tuple[str, str]]:
         ),
         ("codecs-cpu.csv", " codecs -b 1M -e 1M"),
         ("distortion-cpu.csv", " codecs --errors"),
-        ("optimizers-cpu.csv", ".optimizers"),
+        ("optimizers-cpu.csv", " training --only optimizer --models demo,25m"),
         (
             "links-cpu.csv",
             ".links --rate 1gbit --rate 10gbit --congestion reno --op all_reduce,sendrecv -n 5",
         ),
         ("wan-cpu.csv", ".wan"),
         ("wan-throughput-cpu.csv", ".wan.throughput --quick --iperf-time 3"),
-        ("fsdp-cpu.csv", ".fsdp"),
-        ("local-sgd-cpu.csv", ".local_sgd --only losses"),
         ("demo-cpu.csv", ".demo"),
         *(
             (
