@@ -32,10 +32,10 @@ from typing import Any
 from pycomm.bench import netlab
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin
+from pycomm.bench.lab.shape import Shape
+from pycomm.bench.lab.wan import WanLab
 from pycomm.bench.peers.results import link, markdown, verdicts
 from pycomm.bench.peers.systems import PEERS, Peer
-from pycomm.bench.wan.lab import WanLab
-from pycomm.bench.wan.shape import Shape
 
 RANKS = 2
 RATES, DELAYS = "100mbit,1gbit,10gbit", "0,50"

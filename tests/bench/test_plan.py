@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pycomm.bench import netlab
+from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin
-from pycomm.bench.planner.ranks import ROUNDS, turns
-from pycomm.bench.validate_plan import Case, ask, judge, load, model_of, picks, save, summary
+from pycomm.bench.lab.jobs import ask
+from pycomm.bench.plan.command import RANKS, Case, judge, load, model_of, picks, record, summary
 from tests.extent import FULL
 
 
@@ -38,8 +39,7 @@ def test_each_promise_is_held(capsys):
 
 def test_rows_come_back(tmp_path):
     path = tmp_path / "plan.csv"
-    save(path, GOOD[:1], Origin.here("test"))
-    save(path, GOOD[1:], Origin.here("test"))
+    tables.append(path, [record(case, Origin.here("test")) for case in GOOD])
     assert load(path) == GOOD
 
 
@@ -53,14 +53,6 @@ def test_the_summary_has_a_row_for_each_kind_rate_and_number_of_ranks():
     assert rows[1][4:] == ["20.0%", "20.0%", "1 of 1"]
 
 
-def test_each_case_is_called_as_often_as_it_says_and_the_codecs_of_a_size_in_turns():
-    counts = [20, 20, 7, 2]  # of two sizes and two codecs
-    called = list(turns(counts, 2))
-    assert [called.count((i, True)) for i in range(4)] == counts
-    assert [called.count((i, False)) for i in range(4)] == [ROUNDS, ROUNDS, 0, 0]
-    assert [i for i, counted in called if counted][:10] == [0, 1] * 5
-
-
 @pytest.fixture(scope="module")
 def lab():
     with netlab.open_lab(2, "1gbit")[0] as lab:
@@ -68,7 +60,7 @@ def lab():
 
 
 def test_ranks_time_an_all_reduce_of_each_size_and_codec(lab):
-    rows = ask(lab, kind="all_reduces", sizes=[4096, 65536], codecs=["none", "int8"])
+    rows = ask(lab, RANKS, kind="all_reduces", sizes=[4096, 65536], codecs=["none", "int8"])
     assert [(row["size"], row["codec"]) for row in rows] == [
         *((4096, codec) for codec in ("none", "int8")),
         *((65536, codec) for codec in ("none", "int8")),
@@ -81,7 +73,7 @@ def test_ranks_time_steps_and_the_parts_of_one_that_does_not_talk(lab):
     pytest.importorskip("torch")
     from pycomm.bench.training.train import Config, Transformer
 
-    parts, *rows = ask(lab, kind="steps", codecs=["none", "int8"])
+    parts, *rows = ask(lab, RANKS, kind="steps", codecs=["none", "int8"])
     assert [row["codec"] for row in rows] == ["none", "int8"]
     assert all(row["seconds"] > 0 for row in rows)
     assert all(parts[part] > 0 for part in ("forward", "backward", "optimizer"))

@@ -1,6 +1,6 @@
-"""A rank that makes groups step by step, for wan.py: each step begins on all ranks at once.
+"""A rank that makes groups step by step, for steps.py: each step begins on all ranks at once.
 
-    python -m pycomm.bench.wan.rank FOLDER BACKEND
+    python -m pycomm.bench.links.steps_rank FOLDER BACKEND
 
 Ranks wait for each other in files, not over the network: before step S, rank R makes `S.R`, and
 waits for `S.go`; after it, it writes what it took into `S.R.done`.

@@ -17,7 +17,7 @@ from pathlib import Path
 from pycomm.bench.lab.base import Unavailable
 from pycomm.bench.lab.namespaces import Netlab
 from pycomm.bench.lab.rates import Rate
-from pycomm.bench.wan.shape import Shape, bits, matrix
+from pycomm.bench.lab.shape import Shape, bits, changed, matrix, seconds
 
 SOURCE = Path(__file__).with_name("link.cpp")
 
@@ -184,3 +184,18 @@ class WanLab(Netlab):
 
 def _rate_line(node: int, rate: Rate) -> str:
     return f"rate {node} {bits(rate.sent)} {bits(rate.received)}"
+
+
+def lab_of(nodes: int, rate: str) -> Netlab:
+    """Return a lab whose links have a rate, or also a round trip and a loss: "200mbit@60ms@0.1%".
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    rate, *far = rate.split("@")
+    if not far:
+        return Netlab(nodes, rate)
+    shape = Shape(delay=seconds("round trip", far[0]) / 2)
+    if len(far) > 1:
+        shape = changed(shape, {"loss": far[1]})
+    return WanLab(nodes, rate, shape=shape)

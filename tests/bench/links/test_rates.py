@@ -6,8 +6,8 @@ import csv
 
 import pytest
 
-from pycomm.bench.wan import throughput
-from pycomm.bench.wan.lab import WanLab
+from pycomm.bench.lab.wan import WanLab
+from pycomm.bench.links.command import main
 from tests.torch import lab_ranks
 
 SMALL = "--round-trip 2ms --loss 0 --operation all_reduce,all_gather --bytes 4096 --repeats 1"
@@ -20,7 +20,7 @@ def _ranks_have_imported_torch(monkeypatch):
 
 def test_rows_of_both_backends(tmp_path, capsys):
     file = tmp_path / "rates.csv"
-    status = throughput.main([*SMALL.split(), "--iperf-time", "0", "--csv", str(file)])
+    status = main(["rates", *SMALL.split(), "--iperf-time", "0", "--csv", str(file)])
     if status == 2 and "cannot be made here" in (error := capsys.readouterr().err):
         pytest.skip(error)
     assert status == 0
@@ -43,7 +43,7 @@ def test_rows_of_both_backends(tmp_path, capsys):
 def test_rows_of_a_rank_that_paces_itself_say_so(tmp_path, capsys):
     file = tmp_path / "rates.csv"
     words = ["--backend", "pycomm", "--link", "8mbit", "--bytes", "1048576", "--iperf-time", "0"]
-    status = throughput.main([*SMALL.split(), *words, "--csv", str(file)])
+    status = main(["rates", *SMALL.split(), *words, "--csv", str(file)])
     if status == 2 and "cannot be made here" in (error := capsys.readouterr().err):
         pytest.skip(error)
     assert status == 0
@@ -58,7 +58,7 @@ def test_rows_of_a_rank_that_paces_itself_say_so(tmp_path, capsys):
     ("words", "hint"), [("--loss 200%", "the loss 200% is impossible"), ("--round-trip 3", "3")]
 )
 def test_bad_words_get_one_line(words, hint, capsys):
-    assert throughput.main(words.split()) == 2
+    assert main(["rates", *words.split()]) == 2
     error = capsys.readouterr().err
     assert hint in error
     assert error.count("\n") == 1
@@ -76,5 +76,5 @@ def test_bad_words_get_one_line(words, hint, capsys):
 )
 def test_unknown_names_are_refused_before_a_lab_is_made(words, hint, capsys):
     with pytest.raises(SystemExit, match="2"):
-        throughput.main(words.split())
+        main(["rates", *words.split()])
     assert hint in capsys.readouterr().err

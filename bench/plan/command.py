@@ -1,6 +1,6 @@
-"""Validation of the planner: predictions of `python -m pycomm.plan` against measurements.
+"""The planner against the machine: predictions of `python -m pycomm.plan` beside measurements.
 
-    python -m pycomm.bench.validate_plan --rate 1gbit --ranks 4 --csv bench/results/plan-cpu.csv
+    python -m pycomm.bench plan --rate 1gbit --ranks 4 --csv bench/results/plan-cpu.csv
 
 For each link rate and number of ranks a `plan probe` of eight ranks calibrates the planner, since
 the cores of a rented machine change within minutes. Then all-reduces without and with codecs, and
@@ -13,12 +13,9 @@ of it; the exit status is 1 if a promise of the planner is broken.
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -26,17 +23,18 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from pycomm.bench import netlab
-from pycomm.bench.common import harness
+from pycomm.bench.common import harness, tables
 from pycomm.bench.common.harness import Origin
-from pycomm.bench.wan.lab import WanLab
-from pycomm.bench.wan.shape import Shape, changed, seconds
+from pycomm.bench.lab.base import wait
+from pycomm.bench.lab.jobs import Failed, ask
+from pycomm.bench.lab.wan import lab_of
 from pycomm.plan import CODINGS, Model, Probe, of_tensors
 from pycomm.plan.algorithms import Size
 from pycomm.plan.sim import simulate
 
 CODECS = ("none", "int8", "int4", "topk:0.01")
 MEDIAN, WORST, CLOSE, PICKED = 0.10, 0.30, 1.10, 0.95  # the promised accuracy
+RANKS = "pycomm.bench.plan.ranks"
 PROBED = 8  # ranks of a probe: two measure a link, more also measure the sharing of cores
 
 
@@ -63,56 +61,18 @@ class Case:
         return self.kind, self.rate, self.ranks, self.size
 
 
-COLUMNS = [f.name for f in fields(Case)] + ["error"] + [f.name for f in fields(Origin)]
-
-
-# --------------------------------------------------------------------- running
-
-
-def run_ranks(lab: netlab.Lab, ranks: int, command: Sequence[str]) -> None:
-    """Run a command once on each of the first nodes; all must succeed."""
-    with tempfile.TemporaryFile() as output:
-        started = lab.start(command, stdout=output, stderr=subprocess.STDOUT)
-        status = netlab.wait(started)
-        lab.stop()
-        if status:
-            output.seek(0)
-            raise RuntimeError(output.read().decode(errors="replace"))
-
-
-def ask(lab: netlab.Lab, **what: Any) -> list[dict[str, Any]]:
-    """Let the ranks of planner/ranks.py measure something, and return rank 0's records."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log")
-        if what["kind"] == "all_reduces":
-            what["folder"] = f"{folder}/store"
-            Path(folder, "store").mkdir()
-        words = json.dumps(what | {"log": str(log)})
-        command = [sys.executable, "-m", "pycomm.bench.validate_plan", "--rank", words]
-        run_ranks(lab, lab.nodes, command)
-        return [json.loads(line) for line in log.read_text().splitlines()]
-
-
-def lab_of(nodes: int, rate: str) -> netlab.Netlab:
-    """Return a lab whose links have a rate, or also a round trip and a loss: "200mbit@60ms@0.1%".
+def probe(rate: str, path: Path) -> Probe:
+    """Run one probe on links of a rate.
 
     Raises:
-        ValueError: the text has another form.
+        Failed: a rank failed.
     """
-    rate, *far = rate.split("@")
-    if not far:
-        return netlab.Netlab(nodes, rate)
-    shape = Shape(delay=seconds("round trip", far[0]) / 2)
-    if len(far) > 1:
-        shape = changed(shape, {"loss": far[1]})
-    return WanLab(nodes, rate, shape=shape)
-
-
-def probe(rate: str, path: Path) -> Probe:
-    """Run one probe on links of a rate."""
     with lab_of(PROBED, rate) as lab, tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pycomm.plan", "probe", "--out", str(path)]
-        run_ranks(lab, PROBED, [*command, "--store", f"{folder}/store"])
+        status = wait(lab.start([*command, "--store", f"{folder}/store"]))
+        lab.stop()
+    if status:
+        raise Failed(f"the probe ended with {status}")
     return Probe.read(path)
 
 
@@ -200,24 +160,18 @@ def summary(cases: Sequence[Case]) -> Iterable[list[str]]:
         ]
 
 
-def save(path: Path, cases: Iterable[Case], origin: Origin) -> None:
-    """Append the cases to a CSV."""
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new:
-            writer.writeheader()
-        for case in cases:
-            writer.writerow(asdict(case) | {"error": round(case.error, 4)} | asdict(origin))
+def record(case: Case, origin: Origin) -> dict[str, Any]:
+    """Return a case as a row of a table."""
+    return asdict(case) | {"error": round(case.error, 4)} | asdict(origin)
 
 
 def load(path: Path) -> list[Case]:
-    with path.open(newline="") as file:
-        return [
-            Case(**{f.name: kinds[str(f.type)](row[f.name]) for f in fields(Case)})
-            for kinds in [{"str": str, "int": int, "float": float}]
-            for row in csv.DictReader(file)
-        ]
+    """Return the cases of a table."""
+    kinds: dict[str, Any] = {"str": str, "int": int, "float": float}
+    return [
+        Case(**{f.name: kinds[str(f.type)](row[f.name]) for f in fields(Case)})
+        for row in tables.read(path)
+    ]
 
 
 def show(case: Case) -> None:
@@ -233,14 +187,14 @@ def measure(options: argparse.Namespace, rate: str, ranks: int, found: Probe) ->
     """Yield all cases of one link rate and number of ranks."""
     with lab_of(ranks, rate) as lab:
         if "all_reduce" in options.kind:
-            rows = ask(lab, kind="all_reduces", sizes=options.size, codecs=CODECS)
+            rows = ask(lab, RANKS, kind="all_reduces", sizes=options.size, codecs=CODECS)
             for row in rows:
                 predicted = predict_all_reduce(found, ranks, row["codec"], row["size"])
                 yield Case(
                     "all_reduce", rate, ranks, row["size"], row["codec"], *predicted, row["seconds"]
                 )
         if "step" in options.kind:
-            parts, *rows = ask(lab, kind="steps", codecs=CODECS)
+            parts, *rows = ask(lab, RANKS, kind="steps", codecs=CODECS)
             model = model_of(parts, ranks)
             for row in rows:
                 predicted = predict_step(found, ranks, row["codec"], model)
@@ -249,7 +203,7 @@ def measure(options: argparse.Namespace, rate: str, ranks: int, found: Probe) ->
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m pycomm.bench.validate_plan", description=__doc__.split("\n")[0]
+        prog="python -m pycomm.bench plan", description=__doc__.split("\n")[0]
     )
     add = parser.add_argument
     rates = "comma-separated; with round trip and loss: 200mbit@60ms@0.1%%"
@@ -260,16 +214,11 @@ def main(argv: Sequence[str]) -> int:
     add("--probes", type=Path, help="folder of probes: made where missing, else used again")
     add("--csv", type=Path, help="append all rows to this file")
     add("--judge", type=Path, help="measure nothing: judge the rows of this file")
-    add("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.rank:
-        from pycomm.bench.planner import ranks as plan_ranks
-
-        return plan_ranks.main(options.rank)
     if options.judge:
         return 0 if judge(load(options.judge)) else 1
     options.size = [harness.parse_size(text) for text in options.size.split(",")]
-    origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench.validate_plan", *argv]))
+    origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "plan", *argv]))
     cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
         probes = options.probes or Path(folder)
@@ -283,9 +232,5 @@ def main(argv: Sequence[str]) -> int:
                     show(case)
                     cases.append(case)
                     if options.csv:
-                        save(options.csv, [case], origin)
+                        tables.append(options.csv, [record(case, origin)])
     return 0 if judge(cases) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

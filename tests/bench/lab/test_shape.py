@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pycomm.bench.wan.shape import Shape, bits, changed, matrix
+from pycomm.bench.lab.shape import Shape, bits, changed, matrix
 
 
 def test_words_become_numbers():

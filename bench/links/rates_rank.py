@@ -1,10 +1,4 @@
-"""A rank that moves large and small tensors by two backends in turns, for throughput.py.
-
-    python -m pycomm.bench.wan.transfer FILE OPERATIONS SIZES REPEATS BACKENDS
-
-Rank 0 writes the seconds of each call, those of the slowest rank, into FILE as JSON: a list for
-each of "operation/bytes/backend". Calls begin on all ranks at one instant (together.py).
-"""
+"""A rank that moves tensors by several backends in turns, for rates.py."""
 
 from __future__ import annotations
 
@@ -12,14 +6,14 @@ import json
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pycomm._build import load_c10d
-from pycomm.bench.wan.together import timed
+from pycomm.bench.lab.jobs import answer
+from pycomm.bench.links.turns import slowest
 
 CODEC = "quant:bits=8"
 
@@ -34,7 +28,19 @@ def coded(group: Any, whole: torch.Tensor) -> Callable[[], Any]:
     return lambda: native.compressed_all_reduce(whole, layout, [(0, 0)], 0, 0).wait()
 
 
-def calls(group: Any, size: int, ranks: int) -> dict[str, Callable[[], Any]]:
+def send_and_receive(group: Any, whole: torch.Tensor) -> None:
+    """Send to the next rank, and receive from the one before."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    received = torch.empty_like(whole)
+    works = [
+        dist.irecv(received, (rank - 1) % ranks, group=group),
+        dist.isend(whole, (rank + 1) % ranks, group=group),
+    ]
+    for work in works:
+        work.wait()
+
+
+def calls_of(group: Any, size: int, ranks: int) -> dict[str, Callable[[], Any]]:
     """Return the operations; `size` counts the bytes of the tensor that all parts make."""
     whole = torch.ones(max(ranks, size // 4))
     part = torch.ones(max(1, size // 4 // ranks))
@@ -44,6 +50,7 @@ def calls(group: Any, size: int, ranks: int) -> dict[str, Callable[[], Any]]:
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
         "all_reduce_int8": lambda: coded(group, whole)(),
         "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+        "sendrecv": lambda: send_and_receive(group, whole),
         "all_gather": lambda: dist.all_gather(parts, part, group=group),
         "reduce_scatter": lambda: dist.reduce_scatter(part, inputs, group=group),
         "all_to_all": lambda: dist.all_to_all(parts, inputs, group=group),
@@ -51,26 +58,31 @@ def calls(group: Any, size: int, ranks: int) -> dict[str, Callable[[], Any]]:
 
 
 def main(
-    file: Path, operations: list[str], sizes: list[int], repeats: int, backends: list[str]
+    operations: list[str],
+    sizes: list[int],
+    repeats: int,
+    backends: list[str],
+    log: str,
+    folder: str,
 ) -> None:
     limit = timedelta(seconds=300)
     dist.init_process_group("gloo", timeout=limit)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     groups = {name: dist.new_group(backend=name, timeout=limit) for name in backends}
-    found: dict[str, list[float]] = {}
     for size in sizes:
-        ops = {name: calls(groups[name], size, ranks) for name in backends}
+        by_backend = {name: calls_of(groups[name], size, ranks) for name in backends}
         for operation in operations:
-            for turn in range(repeats + 1):  # the first one warms up, and is left out
-                for backend in backends:
-                    try:
-                        took = timed(ops[backend][operation])
-                    except (RuntimeError, NotImplementedError):  # Gloo lacks some
-                        continue
-                    if turn > 0:
-                        found.setdefault(f"{operation}/{size}/{backend}", []).append(took)
-    if rank == 0:
-        file.write_text(json.dumps(found))
+            calls = {}
+            for backend in backends:
+                call = by_backend[backend][operation]
+                try:
+                    call()
+                except (RuntimeError, NotImplementedError):  # Gloo lacks some
+                    continue
+                calls[backend] = call
+            for backend, seconds in slowest(calls, repeats).items():
+                if rank == 0:
+                    answer(log, operation=operation, bytes=size, backend=backend, seconds=seconds)
     dist.barrier()
     for name in backends:
         dist.destroy_process_group(groups[name])
@@ -78,10 +90,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main(
-        Path(sys.argv[1]),
-        sys.argv[2].split(","),
-        [int(size) for size in sys.argv[3].split(",")],
-        int(sys.argv[4]),
-        sys.argv[5].split(","),
-    )
+    main(**json.loads(sys.argv[1]))
