@@ -172,6 +172,12 @@ class Row:
     """ "step:loss" at every evaluation"""
 
 
+MEASURED = (
+    *("iterations", "time_p50", "time_p99", "algbw", "busbw", "effbw", "wrong", "ratio", "err"),
+    *("wire_bytes", "cpu_seconds", "copybw", "of_copy", "seconds", "loss", "change"),
+    *("steps_to_loss", "seconds_to_loss", "vs_fp16_hook", "vs_best_of_gloo", "curve"),
+)
+"""columns of `Row` that are results; the others say what was measured"""
 COLUMNS = [f.name for f in fields(Row)] + [f.name for f in fields(Origin)]
 
 

@@ -136,7 +136,7 @@ def measure(backend: str, ranks: int) -> dict[str, float]:
         started = []
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
-            given = (theirs, backend, rank, ranks, (folder, port), gate)
+            given = (theirs, backend, rank, ranks, folder, port, gate)
             process = context.Process(target=rank_main, args=given)
             process.start()
             theirs.close()

@@ -15,13 +15,14 @@ from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.training.methods import METHODS
 
 RANKS = 2
+SWEPT = ", rate x "  # in the labels of a sweep over learning rates
 EXACT = next(method for method in METHODS if method.label == "pycomm, exact")
 EXACT_SGD = next(method for method in METHODS if method.label == "pycomm, exact SGD")
 
 
 def exact_of(label: str) -> str:
     """Return the label of the exact run of a method's optimizer; of a sweep's methods, too."""
-    label = label.partition(", rate x ")[0]
+    label = label.partition(SWEPT)[0]
     by_sgd = any(method.label == label and method.update == "sgd" for method in METHODS)
     return (EXACT_SGD if by_sgd else EXACT).label
 

@@ -47,7 +47,7 @@ from pycomm.bench.common.timing import in_turns
 from pycomm.bench.training import optimizer
 from pycomm.bench.training.corpora import CORPORA
 from pycomm.bench.training.methods import METHODS, Method
-from pycomm.bench.training.results import RANKS, load, show, totals
+from pycomm.bench.training.results import RANKS, SWEPT, load, show, totals
 from pycomm.bench.training.train import (
     FINAL_WINDOWS,
     Config,
@@ -68,7 +68,6 @@ MODELS = {
     "digits": Config(corpus="digits", context=64, batch=8),
     "25m": Config(layers=8, width=512, heads=8, batch=4, steps=160, learning_rate=6e-4),
 }
-SWEPT = ", rate x "  # in the labels of a sweep over learning rates
 SETTLE = 3  # untimed steps after a change of the method: DDP makes new buckets
 
 

@@ -1,27 +1,24 @@
-"""Measured tables of docs/choosing.md, docs/bench.md and README.md, written from bench/results/.
+"""Tables of docs and README that are written from bench/results: `report --tables`.
 
-    python -m pycomm.bench.choosing
-
-A table lies between two comments that name it; the rest of the page is not touched. plot.py draws
-the figures.
+A table lies between two comments that name it; the rest of the page is not touched.
 """
 
 from __future__ import annotations
 
-import csv
 import re
 import statistics
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pycomm.bench import validate_plan
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Row
-from pycomm.bench.training.results import RANKS, changes, load, over, totals, with_loss
+from pycomm.bench.figures.claims import CLAIMS
+from pycomm.bench.plan import command as plan
+from pycomm.bench.training.methods import METHODS
+from pycomm.bench.training.results import RANKS, SWEPT, changes, load, over, totals, with_loss
 
-FOLDER = Path(__file__).parent
-DOCS, README = FOLDER.parent / "docs", FOLDER.parent / "README.md"
+ROOT = Path(__file__).parents[2]
+DOCS, README = ROOT / "docs", ROOT / "README.md"
 PAGE = DOCS / "choosing.md"
 TRAINING, CODECS = tables.RESULTS / "training-cpu.csv", tables.RESULTS / "codecs-cpu.csv"
 DEMO = tables.RESULTS / "demo-cpu.csv"
@@ -61,6 +58,8 @@ def training(rows: Sequence[Row], model: str, rate: str) -> str:
 def losses(rows: Sequence[Row], model: str) -> str:
     """Return the table with a row per method: its loss against the exact run, over the seeds."""
     found = [r for r in rows if (r.kind, r.model, r.ranks) == ("loss", model, RANKS)]
+    known = {method.label for method in METHODS}  # rows of others stay for pages that date them
+    found = [r for r in found if r.method.partition(SWEPT)[0] in known]
     lines = []
     for method in dict.fromkeys(r.method for r in found):
         whole = with_loss(next(r for r in found if r.method == method), rows)
@@ -88,10 +87,9 @@ def number(value: float | None, digits: int, factor: float = 1.0) -> str:
 def codecs(path: Path) -> str:
     """Return the table with a row per codec: bits per value, error, and GB/s on one core."""
     found: dict[str, dict[str, list[dict[str, str]]]] = {}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            if (row["kind"], row["backend"]) == ("codec", "native"):
-                found.setdefault(row["codec"], {}).setdefault(row["op"], []).append(row)
+    for row in tables.read(path):
+        if (row["kind"], row["backend"]) == ("codec", "native"):
+            found.setdefault(row["codec"], {}).setdefault(row["op"], []).append(row)
     lines = []
     for codec, ops in found.items():
         largest = {op: max(rows, key=lambda r: int(r["size"])) for op, rows in ops.items()}
@@ -127,7 +125,7 @@ def demo(path: Path) -> str:
 def planner(path: Path) -> str:
     """Return the planner's prediction errors, by kind, link and ranks."""
     head = ("what", "link", "ranks", "cases", "median error", "worst", "fastest codec picked")
-    return table(head, validate_plan.summary(validate_plan.load(path)), left=2)
+    return table(head, plan.summary(plan.load(path)), left=2)
 
 
 OPS = ("encode", "encode+residual", "decode", "decode_add")
@@ -149,17 +147,29 @@ def write(page: Path, name: str, text: str) -> None:
     partial.replace(page)
 
 
-def main() -> int:
+def claims(results: Path) -> str:
+    """Return the table with a row per claim: its command, and where it was measured last."""
+    lines = []
+    for claim in CLAIMS:
+        last = max(tables.read(results / claim.table), key=lambda row: row["time"])
+        cores = f", {last['cores']} cores" if "cores" in last else ""
+        lines.append([
+            claim.text,
+            f"`{claim.command}`",
+            f"`{claim.table}`",
+            f"{last['time'][:10]}, {last['commit']}",
+            f"{last['device']}{cores}, torch {last['torch']}",
+        ])  # fmt: skip
+    return table(("claim", "command", "rows", "newest: date, commit", "machine"), lines, left=5)
+
+
+def write_all() -> None:
     rows = load(TRAINING)
     for model, rate in dict.fromkeys((r.model, r.rate) for r in rows if r.kind == "step"):
         write(PAGE, f"steps {model} {rate}", training(rows, model, rate))
     for model in ("demo", "digits"):  # the others are sweeps of the demo's settings
         write(PAGE, f"losses {model}", losses(rows, model))
     write(PAGE, "codecs", codecs(CODECS))
+    write(DOCS / "bench.md", "claims", claims(tables.RESULTS))
     write(DOCS / "bench.md", "planner", planner(tables.RESULTS / "plan-cpu.csv"))
     write(README, "demo", demo(DEMO))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
