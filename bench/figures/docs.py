@@ -151,12 +151,12 @@ def claims(results: Path) -> str:
     """Return the table with a row per claim: its command, and where it was measured last."""
     lines = []
     for claim in CLAIMS:
-        last = max(tables.read(results / claim.table), key=lambda row: row["time"])
+        last = max(tables.read(results / claim["table"]), key=lambda row: row["time"])
         cores = f", {last['cores']} cores" if "cores" in last else ""
         lines.append([
-            claim.text,
-            f"`{claim.command}`",
-            f"`{claim.table}`",
+            claim["claim"],
+            f"`{claim['command']}`",
+            f"`{claim['table']}`",
             f"{last['time'][:10]}, {last['commit']}",
             f"{last['device']}{cores}, torch {last['torch']}",
         ])  # fmt: skip

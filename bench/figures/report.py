@@ -7,7 +7,7 @@
 The page embeds plotly and needs no network. Each figure is followed by the command that made its
 table, and by the commit and the machine of its newest rows.
 
-`--measure` runs what takes half an hour on two cores (claims.py). New rows replace those that the
+`--measure` runs what takes half an hour on two cores (claims.csv). New rows replace those that the
 same command wrote before; rows of other commands stay, since docs cite them. A command that fails
 leaves its table as it was, and the others continue.
 """
@@ -34,7 +34,7 @@ INTRO = (
     "its figures, click on a name to hide it, drag to zoom in."
 )
 LIMIT = 1500.0  # seconds per command
-JUDGED = " plan"
+JUDGED = "pycomm.bench plan"
 """Its exit status is 1 where a promise is broken; its rows count."""
 
 
@@ -92,8 +92,8 @@ def run(table: str, words: str, results: Path, log: Path) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder, "bench/results", table)
         fresh.parent.mkdir(parents=True)
-        module, *arguments = shlex.split(f"pycomm.bench{words}")
-        command = [sys.executable, "-m", module, *arguments, "--csv", f"bench/results/{table}"]
+        words = f"pycomm.bench{words}" if words.startswith(".") else f"pycomm.bench {words}"
+        command = [sys.executable, "-m", *shlex.split(words), "--csv", f"bench/results/{table}"]
         begin = time.monotonic()
         with log.open("a") as output:
             print("#", shlex.join(command[1:]), file=output, flush=True)
@@ -116,7 +116,7 @@ def measure(chosen: Sequence[tuple[str, str]], results: Path, log: Path, dry: bo
     log.parent.mkdir(parents=True, exist_ok=True)
     good = True
     for number, (table, words) in enumerate(chosen, start=1):
-        print(f"{number:>2}/{len(chosen)} {table}: python -m pycomm.bench{words}", flush=True)
+        print(f"{number:>2}/{len(chosen)} {table}: python -m pycomm.bench {words}", flush=True)
         if not dry:
             good &= run(table, words, results.resolve(), log.resolve())
     return good

@@ -44,11 +44,7 @@ def call_of(run: Any, codec: Codec, op: str, numel: int) -> Callable[[], None]:
     if op == "decode_add":
         return lambda: run.decode_add(codec, payload, x)
     residual = torch.randn_like(x) * 0.01 if op == "encode_feedback" else None
-    amax = None
-    if codec.needs_amax:
-        amax = torch.empty(-(-numel // codec.granule), device="cuda")
-        run.compute_amax(codec, x, residual, amax)
-    args = EncodeArgs(x, payload, residual, residual, RandomKey(seed=1), 0, amax)
+    args = EncodeArgs(x, payload, residual, residual, RandomKey(seed=1), 0)
     return lambda: run.encode(codec, args)
 
 

@@ -223,12 +223,11 @@ def main(argv: Sequence[str]) -> int:
         from pycomm.bench.ops import errors  # needs torch
 
         return errors.run(origin, options.csv)
-    report = Report(COLUMNS, len(chosen) * len(sizes))
-    with _on_one_core(), report.progress():
+    report = Report(COLUMNS)
+    with _on_one_core():
         report.header(f"codecs on one core of {origin.device}, {origin.simd}", origin.command)
         for size in sizes:
             for spec in chosen:
                 measure(spec, size, report)
-                report.advance(spec)
     report.save(origin, json_path=options.json, csv_path=options.csv)
     return 0

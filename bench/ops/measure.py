@@ -25,7 +25,6 @@ from pycomm.bench.ops.operations import OPERATIONS, make_case
 SECONDS = 0.5  # time budget of the slowest backend at one size, unless -n is given
 FEWEST, MOST = 20, 5000  # iterations
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # differs from machine to machine
-STEPS = 10  # of the progress bar, per case
 
 
 @dataclass
@@ -124,7 +123,7 @@ class Rank:
         slowest = max(self.warm_up(variant) for variant in variants)
         count = self.options.iterations
         count = count or calls_within(SECONDS, slowest, FEWEST, MOST)
-        self.time_in_turns(variants, count, report, harness.format_size(case.size))
+        self.time_in_turns(variants, count)
         return [self.row(case, variant) for variant in variants]
 
     def variants(self, case: Case, report: Report) -> list[Variant]:
@@ -193,27 +192,19 @@ class Rank:
             variant.sent = float(self.agree([(after - before) / count], "max")[0])
         return float(self.agree([seconds], "max")[0])
 
-    def time_in_turns(
-        self, variants: Sequence[Variant], count: int, report: Report, what: str
-    ) -> None:
+    def time_in_turns(self, variants: Sequence[Variant], count: int) -> None:
         """Time `count` iterations of each variant, `--turn` (default: one) of them in a turn."""
-        turn = self.options.turn
         cpus = dict.fromkeys(range(len(variants)), 0.0)
-        done = 0
 
         def before(v: int) -> None:
             self.control.barrier()
             cpus[v] -= time.process_time()
 
         def after(v: int) -> None:
-            nonlocal done
             cpus[v] += time.process_time()
-            if v == len(variants) - 1:
-                end = min(count, done + turn)
-                report.advance(what, end * STEPS // count - done * STEPS // count)
-                done = end
 
         runs = {v: variant.run for v, variant in enumerate(variants)}
+        turn = self.options.turn
         walls = in_turns(runs, count, turn=turn, before=before, after=after)
         calls = count + -(-count // turn)
         for v, variant in enumerate(variants):

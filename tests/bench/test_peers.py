@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pycomm.bench.common import tables
 from pycomm.bench.figures import charts
 from pycomm.bench.peers import rank, results, table
 from pycomm.bench.peers.systems import PEERS, Training
@@ -46,43 +47,34 @@ def test_the_table_marks_the_first_of_each_column_and_says_what_broke():
     assert all(line.count("|") == lines[0].count("|") for line in lines)
 
 
-def test_rows_that_the_file_holds_are_not_measured_again(tmp_path, monkeypatch, capsys):
+def test_a_broken_system_takes_no_steps_and_rows_are_added_to_the_file(
+    tmp_path, monkeypatch, capsys
+):
     measured = []
 
     def run(lab, peer, words, limit):
         measured.append(peer.name)
+        if peer.name != REFERENCE:
+            raise table.Failed("the cause")
         return [{"step": 10, "held_out": 3.0}, {"step": 20, "held_out": 2.0}]
-
-    monkeypatch.setattr(table, "run", run)
 
     def steps(peers, rate, delay, options):
         for peer in peers:
-            measured.append((peer.name, rate, delay))
             place = {"rate": rate, "delay_ms": f"{delay:g}", "ms": "5.00", "bytes": "7"}
-            yield {
-                **table.blank("step", peer),
-                **place,
-                "settings": table.settings("step", options),
-            }
+            kind = {"settings": table.settings("step", options)}
+            yield {**table.blank("step", peer), **place, **kind}
 
+    monkeypatch.setattr(table, "run", run)
     monkeypatch.setattr(table, "steps", steps)
     words = ["--peers", "fp32|exact", "--rates", "1gbit", "--delays", "0", "--steps", "20"]
     words += ["--csv", str(tmp_path / "peers.csv")]
-    both = [REFERENCE, "pycomm, exact"]
-    everything = [*both, *((name, "1gbit", 0.0) for name in both)]
-    assert table.main([*words, "--minutes", "0"]) == 3  # no row was begun, and it says so
-    assert not measured
     assert table.main(words) == 0
-    assert measured == everything
-    assert table.main(words) == 0
-    assert measured == everything
-    assert table.main([*words, "--seconds", "1"]) == 0  # the trainings are the same
-    assert measured == [*everything, *everything[2:]]
-    measured.clear()
-    assert table.main([*words, "--again"]) == 0
-    assert measured == everything
-    out = capsys.readouterr().out
-    assert f"| {REFERENCE} | 0 | **0.1** |" in out
+    assert measured == [REFERENCE, "pycomm, exact"]
+    rows = [(row["kind"], row["system"]) for row in tables.read(tmp_path / "peers.csv")]
+    assert rows == [("loss", REFERENCE), ("loss", "pycomm, exact"), ("step", REFERENCE)]
+    assert table.main([*words, "--show"]) == 0
+    assert measured == [REFERENCE, "pycomm, exact"]
+    assert capsys.readouterr().out.count(f"| {REFERENCE} | 0 | **0.1** |") == 2
 
 
 def test_a_sentence_says_for_each_link_who_is_first_and_how_far_pycomm_is():

@@ -145,7 +145,7 @@ def test_ratios_compare_with_the_exact_row_of_the_same_size():
 
 
 def test_table_lines_up_and_marks_what_has_no_meaning(capsys):
-    report = Report((("size", 6, ""), ("time_p50", 8, ".2f"), ("err", 8, ".1e")), steps=1)
+    report = Report((("size", 6, ""), ("time_p50", 8, ".2f"), ("err", 8, ".1e")))
     report.header("a comment")
     report.add(ROW)
     comment, header, line = capsys.readouterr().out.splitlines()
@@ -155,7 +155,7 @@ def test_table_lines_up_and_marks_what_has_no_meaning(capsys):
 
 
 def test_quiet_reports_keep_rows(capsys):
-    report = Report((("size", 6, ""),), steps=1, quiet=True)
+    report = Report((("size", 6, ""),), quiet=True)
     report.add(ROW)
     assert report.rows == [ROW]
     assert capsys.readouterr().out == ""

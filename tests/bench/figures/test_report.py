@@ -31,17 +31,17 @@ def test_rows_of_the_same_command_are_replaced(tmp_path):
 
 def test_commands_write_the_names_that_are_in_their_rows(tmp_path, capsys):
     log = tmp_path / "log"
-    words = " all_reduce -b 8 -e 8 -p 1 -n 1"
+    words = "all_reduce -b 8 -e 8 -p 1 -n 1"
     assert report.run("x.csv", words, tmp_path, log), log.read_text()
     told = {row["command"] for row in tables.read(tmp_path / "x.csv")}
-    assert told == {f"python -m pycomm.bench{words} --csv bench/results/x.csv"}
+    assert told == {f"python -m pycomm.bench {words} --csv bench/results/x.csv"}
     assert "rows" in capsys.readouterr().out
 
 
 def test_failed_command_leaves_its_table_alone(tmp_path, capsys):
     table = write(tmp_path / "x.csv", {"command": "a", "x": 1})
     log = tmp_path / "log"
-    assert not report.run("x.csv", " links --no-such-option", tmp_path, log)
+    assert not report.run("x.csv", "links --no-such-option", tmp_path, log)
     assert tables.read(table) == [{"command": "a", "x": "1"}]
     assert "no rows, status 2" in capsys.readouterr().out
     assert "--no-such-option" in log.read_text()
@@ -59,9 +59,9 @@ def test_every_claim_has_a_table_and_a_command_that_there_is():
     for _, words in commands():
         assert words.split()[0] in {".demo", *known}
     for claim in CLAIMS:
-        assert (tables.RESULTS / claim.table).exists()
-        _, ours, words = claim.command.partition("python -m pycomm.bench ")
+        assert (tables.RESULTS / claim["table"]).exists()
+        _, ours, words = claim["command"].partition("python -m pycomm.bench ")
         assert not ours or words.split()[0] in known
-    made = {claim.table for claim in CLAIMS}
+    made = {claim["table"] for claim in CLAIMS}
     assert {path.name for path in tables.RESULTS.glob("*.csv")} == made | {"mutants.csv"}
     assert {figure.table for figure in FIGURES} <= made | {""}
