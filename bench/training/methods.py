@@ -13,8 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 HOOKS = ("fp16", "powersgd:RANK", "fp16-powersgd:RANK", "late")
-OPTIMIZERS = ("sgd", "detonation")
-"""SGD with momentum, which is coded if `momentum` names a codec; the DeMo of PyPI's detonation."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +27,15 @@ class Method:
     """The feedback for `pycomm.compress`: a kind, or "none"; empty: the default."""
     momentum: str = ""
     """The codec of the momentum, which travels instead of the gradients (`pycomm.CodedAdamW`, and
-    `pycomm.CodedSGD` for the optimizer sgd)."""
+    `pycomm.CodedSGD` with `sgd`)."""
     small: str = ""
     """With `momentum` or `local`: the codec of parameters of one dimension; empty: exact."""
     hook: str = ""
     """One of torch's own communication hooks, as in `HOOKS`, or `late_hook`."""
     bucket_mb: float = 25.0
     """DDP's bucket_cap_mb; its default is 25."""
-    update: str = ""
-    """The optimizer, one of `OPTIMIZERS`; empty: AdamW."""
+    sgd: bool = False
+    """SGD with momentum in place of AdamW."""
     rate: float = 1.0
     """What its learning rate is, beside AdamW's: steps by signs are larger."""
 
@@ -90,8 +88,6 @@ class Method:
             pycomm.compress(wrapped, self.codec, feedback=feedback)
         if self.hook:
             _torch_hook(wrapped, self.hook, group)
-        if self.update == "detonation":
-            wrapped.register_comm_hook(None, no_exchange)
         return wrapped
 
     def optimizer(
@@ -115,10 +111,8 @@ class Method:
         import pycomm
 
         lr *= self.rate
-        if self.update == "sgd":
+        if self.sgd:
             return _sgd(model, lr, betas[0], self.momentum), _nothing
-        if self.update == "detonation":
-            return _detonation(model, lr), _nothing
         if self.momentum:
             policy = pycomm.Policy.of(self.momentum)
             if self.small:
@@ -150,25 +144,6 @@ def _sgd(
     import pycomm
 
     return pycomm.CodedSGD(model.parameters(), lr, momentum, model=model, codec=codec)
-
-
-def _detonation(model: DistributedDataParallel, lr: float) -> torch.optim.Optimizer:
-    from detonation.optim.demo import DeMo
-
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    groups = {
-        "sharding_parallel_group": alone[dist.get_rank()],
-        "replication_parallel_group": dist.group.WORLD,
-    }
-    made: torch.optim.Optimizer = DeMo(model.parameters(), lr=lr, **groups)
-    return made
-
-
-def no_exchange(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Leave each rank its own gradients, for an optimizer that exchanges something itself."""
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 def _torch_hook(model: DistributedDataParallel, text: str, group: dist.ProcessGroup | None) -> None:
@@ -255,13 +230,13 @@ METHODS = (
     Method("pycomm, coded momentum, top-k 1 %", momentum=TOP_1),
     Method("pycomm, coded momentum, lean top-k 1 %", momentum=TOP_1, small="int8"),
     Method("pycomm, coded momentum, 2-bit top-k 1 %", momentum=TOP_1_BINS, small="int8"),
-    Method("pycomm, exact SGD", update="sgd", rate=SGD_RATE),
-    Method("pycomm, SGD, int8", codec="int8", update="sgd", rate=SGD_RATE),
-    Method("pycomm, SGD, int4", codec="int4", update="sgd", rate=SGD_RATE),
-    Method("pycomm, SGD, EDEN 2 bits", codec="eden:bits=2", update="sgd", rate=SGD_RATE),
-    Method("pycomm, SGD, EDEN 1 bit", codec="eden:bits=1", update="sgd", rate=SGD_RATE),
+    Method("pycomm, exact SGD", sgd=True, rate=SGD_RATE),
+    Method("pycomm, SGD, int8", codec="int8", sgd=True, rate=SGD_RATE),
+    Method("pycomm, SGD, int4", codec="int4", sgd=True, rate=SGD_RATE),
+    Method("pycomm, SGD, EDEN 2 bits", codec="eden:bits=2", sgd=True, rate=SGD_RATE),
+    Method("pycomm, SGD, EDEN 1 bit", codec="eden:bits=1", sgd=True, rate=SGD_RATE),
     *(
-        Method(f"pycomm, SGD, coded momentum, {name}", momentum=text, update="sgd", rate=SGD_RATE)
+        Method(f"pycomm, SGD, coded momentum, {name}", momentum=text, sgd=True, rate=SGD_RATE)
         for name, text in (
             ("int4", "int4"),
             ("2 bits", "eden:bits=2,scale=mmse"),
@@ -270,7 +245,6 @@ METHODS = (
             ("top-k 1 %", TOP_1),
         )
     ),
-    Method("detonation, DeMo", "gloo", update="detonation", rate=0.8),
     Method("pycomm, PowerSGD rank 4", codec="powersgd:4"),
     Method("pycomm, auto", codec="auto"),
     Method("Gloo, FSDP2", "gloo", sharded=True),

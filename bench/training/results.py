@@ -23,7 +23,7 @@ EXACT_SGD = next(method for method in METHODS if method.label == "pycomm, exact 
 def exact_of(label: str) -> str:
     """Return the label of the exact run of a method's optimizer; of a sweep's methods, too."""
     label = label.partition(SWEPT)[0]
-    by_sgd = any(method.label == label and method.update == "sgd" for method in METHODS)
+    by_sgd = any(method.label == label and method.sgd for method in METHODS)
     return (EXACT_SGD if by_sgd else EXACT).label
 
 

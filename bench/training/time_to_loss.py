@@ -32,7 +32,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +175,7 @@ def time_on_this_rank(
         bare = Transformer(config) if method.own_model else net
         wrapped = method.wrap(bare, group, sync=False)
         chosen, finish = adamw, None
-        if method.momentum or method.update or method.own_model:
+        if method.momentum or method.sgd or method.own_model:
             given = config.learning_rate, (0.9, 0.999)
             chosen, finish = method.optimizer(wrapped, *given, group)
 
@@ -298,9 +297,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             for m in options.methods
             for factor in options.rate_factors
         ]
-    if any(m.update == "detonation" for m in options.methods) and not find_spec("detonation"):
-        print("left out: detonation, DeMo; pip install 'pycomm[peers]' has it", file=sys.stderr)
-        options.methods = [m for m in options.methods if m.update != "detonation"]
     if not options.methods:
         labels = "; ".join(method.label for method in METHODS)
         parser.error(f"--methods fits none of these: {labels}")
@@ -349,7 +345,7 @@ def main(argv: Sequence[str]) -> int:
             for ranks in options.ranks:
                 measure(losses(model, methods, options.seeds, ranks))
         if options.only in (None, "steps"):
-            steady = [m for m in methods if not m.scheduled and m.update != "detonation"]
+            steady = [m for m in methods if not m.scheduled]
             for rate in options.rates if steady else ():
                 measure(step_times(model, steady, rate, options))
     final = list(totals(rows))

@@ -93,7 +93,7 @@ def test_losses_are_compared_on_the_same_text():
 
 def test_methods_of_sgd_are_compared_with_exact_sgd():
     for method in METHODS:
-        wanted = EXACT_SGD if method.update == "sgd" else EXACT
+        wanted = EXACT_SGD if method.sgd else EXACT
         assert exact_of(method.label) == wanted.label
         assert exact_of(f"{method.label}, rate x 25") == wanted.label
 
