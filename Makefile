@@ -79,8 +79,8 @@ mutants: build $(VENV)/dev.stamp
 	$(IN_VENV) $(PY) -m tests.mutants
 
 bench: build
-	@$(PY) -m pycomm.bench.refresh; status=$$?; \
-	  $(PY) -m pycomm.bench.choosing && $(PY) -m pycomm.bench.plot \
+	@$(PY) -m pycomm.bench report --measure; status=$$?; \
+	  $(PY) -m pycomm.bench report --tables && $(PY) -m pycomm.bench.plot \
 	    && $(PY) -m pycomm.bench report --html build/report.html && exit $$status
 
 conformance: build $(VENV)/dev.stamp

@@ -14,15 +14,17 @@ from importlib import import_module
 
 # Subcommands, and what they do; the rest are collectives.
 SUBCOMMANDS = {
-    "codecs": ("ops.codecs", "each codec on one core, beside memcpy"),
+    "codecs": ("ops.codecs", "each codec on one core, beside memcpy; bits and errors"),
+    "gpu": ("gpu.__main__", "checks and times on a GPU"),
+    "links": ("links.command", "collectives and groups over emulated links, near and far"),
     "peers": ("peers.table", "time to a loss beside other systems, over the same links"),
-    "report": ("figures.page", "all figures as one interactive page, from bench/results"),
+    "plan": ("plan.command", "the planner's predictions beside measurements"),
+    "report": ("figures.report", "all figures as one interactive page; measures and writes tables"),
     "training": (
         "training.time_to_loss",
         "steps and losses of real models with each codec, and torch's",
     ),
 }
-OLDER_NAMES = {"time_to_loss": "training"}
 OPTIONAL = ("matplotlib", "mpi4py", "numpy", "plotly", "torch")
 """packages that are optional, since only some measurements need them"""
 HELP = """usage: python -m pycomm.bench OP [options]
@@ -60,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     from pycomm.bench.common.arguments import unknown
     from pycomm.bench.ops.operations import OPERATIONS
 
-    word = OLDER_NAMES.get(argv[0], argv[0]) if argv else "--help"
+    word = argv[0] if argv else "--help"
     if word in ("-h", "--help"):
         lines = [f"  {name:<10} {what}" for name, (_, what) in SUBCOMMANDS.items()]
         print(HELP.format(operations=", ".join(OPERATIONS), subcommands="\n".join(lines)))

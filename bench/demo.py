@@ -73,7 +73,7 @@ def train(run: Run, lab: netlab.Lab, arguments: list[str], progress: Progress, b
     with tempfile.TemporaryDirectory() as folder:
         log, output = Path(folder, "log"), Path(folder, "output")
         log.touch()
-        command = [sys.executable, "-m", "pycomm.bench.training", "--backend", run.backend]
+        command = [sys.executable, "-m", "pycomm.bench.training.train", "--backend", run.backend]
         command += ["--log", str(log), *arguments, *(["--codec", run.codec] if run.codec else [])]
         with output.open("wb") as out, log.open() as lines:
             ranks = lab.start(command, stdout=out, stderr=subprocess.STDOUT)

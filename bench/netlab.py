@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pycomm.bench.lab import rates
+from pycomm.bench.lab import shape as wan_shape
 from pycomm.bench.lab.base import (
     Lab,
     Paced,
@@ -40,8 +41,7 @@ from pycomm.bench.lab.base import (
 )
 from pycomm.bench.lab.namespaces import Netlab
 from pycomm.bench.lab.rates import UNLIMITED
-from pycomm.bench.wan import shape as wan_shape
-from pycomm.bench.wan.lab import WanLab
+from pycomm.bench.lab.wan import WanLab
 
 __all__ = [
     "UNLIMITED",

@@ -2,7 +2,8 @@
 
     python -m pycomm.bench.plot            all of them, into docs/img
     python -m pycomm.bench.plot loss       only this one
-    python -m pycomm.bench.plot --check    says what is out of date; exit status 1 if anything is
+    python -m pycomm.bench.plot --check    says what is out of date, or mixes rows that differ in
+                                           more than what is shown; exit status 1 if anything is
 
 A picture holds the digest of the chart that it shows. Whether it is out of date thus depends on the
 contents of its table, not on the time of the file.
@@ -57,10 +58,14 @@ def faults(root: Path, figures: Sequence[Figure] = FIGURES) -> list[str]:
     for path, figure in made.items():
         if path not in seen:
             wrong.append(f"{path.name} is on no page")
-        if not path.exists():
+        mixed = figure.mixtures(root / "bench/results")
+        if mixed:
+            wrong += mixed
+        elif not path.exists():
             wrong.append(f"{path.name} has not been drawn")
         elif picture_digest(path) != figure.of(root / "bench/results").digest():
-            wrong.append(f"{path.name} shows something else than {figure.table}: draw it again")
+            source = figure.table or figure.command
+            wrong.append(f"{path.name} shows something else than {source}: draw it again")
     made_names = {path.name for path in made}
     strangers = sorted(p.name for p in images.glob("*") if p.name not in made_names)
     return wrong + [f"{name} lies in {IMAGES}, and nothing makes it" for name in strangers]

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from pycomm import _C
 from pycomm.bench.common import harness
+from pycomm.bench.lab import rates as link_rates
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,11 +67,11 @@ def size(text: str) -> int:
 
 
 def rates(text: str) -> list[str]:
-    """Parse link rates as `tc` writes them, joined by commas."""
+    """Parse links' rates, as netlab takes them, joined by commas."""
     try:
         for word in text.split(","):
-            _C.parse_rate(word)
-    except RuntimeError as error:
+            link_rates.parse(word)
+    except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text.split(",")
 

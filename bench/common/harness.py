@@ -6,7 +6,6 @@ CSV, and in JSON.
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
@@ -14,7 +13,7 @@ import platform
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import Field, asdict, dataclass, fields
 from datetime import datetime, timezone
 from functools import cache
@@ -22,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pycomm.bench.common import tables
 from pycomm.env import given
 
 UNTOLD = {"PYCOMM_SECRET", "PYCOMM_CUDA", "PYCOMM_CUDA_ARCH", "PYCOMM_TORCH", "PYCOMM_SANITIZE"}
@@ -60,12 +60,6 @@ def sizes(first: int, last: int, factor: float) -> Iterator[int]:
         if size == 0:
             return
         size = max(size + 1, int(size * factor))
-
-
-def quantile(samples: Sequence[float], q: float) -> float:
-    """Return the smallest sample that is >= a share q of all samples."""
-    ordered = sorted(samples)
-    return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
 
 
 @dataclass(frozen=True)
@@ -178,6 +172,12 @@ class Row:
     """ "step:loss" at every evaluation"""
 
 
+MEASURED = (
+    *("iterations", "time_p50", "time_p99", "algbw", "busbw", "effbw", "wrong", "ratio", "err"),
+    *("wire_bytes", "cpu_seconds", "copybw", "of_copy", "seconds", "loss", "change"),
+    *("steps_to_loss", "seconds_to_loss", "vs_fp16_hook", "vs_best_of_gloo", "curve"),
+)
+"""columns of `Row` that are results; the others say what was measured"""
 COLUMNS = [f.name for f in fields(Row)] + [f.name for f in fields(Origin)]
 
 
@@ -185,54 +185,18 @@ def record(row: Row, origin: Origin) -> dict[str, Any]:
     return asdict(row) | asdict(origin)
 
 
-def read_csv(path: Path) -> list[Row]:
-    """Read the results that `append_csv` wrote. Missing columns get their default values."""
-    with path.open(newline="") as file:
-        return [
-            Row(**{f.name: _value(f, line[f.name]) for f in fields(Row) if line.get(f.name)})
-            for line in csv.DictReader(file)
-        ]
+def read_rows(path: Path) -> list[Row]:
+    """Read rows of a CSV. Missing columns get their default values."""
+    return [
+        Row(**{f.name: _value(f, line[f.name]) for f in fields(Row) if line.get(f.name)})
+        for line in tables.read(path)
+    ]
 
 
 def _value(column: Field[Any], text: str) -> str | int | float:
     kinds: dict[str, type[int | float]] = {"int": int, "float": float}
     kind = kinds.get(str(column.type).removesuffix(" | None"))
     return text if kind is None else kind(text)
-
-
-def append_csv(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Append rows to a CSV, which is created with its header if it does not exist.
-
-    A file of an earlier version, which has only some of the columns, gets the others, empty.
-
-    Raises:
-        ValueError: the file has an unknown column.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    header: list[str] | None = None
-    if path.exists() and path.stat().st_size > 0:
-        with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            header, earlier = list(reader.fieldnames or ()), list(reader)
-        strange = sorted(set(header) - set(COLUMNS))
-        if strange:
-            raise ValueError(f"{path} has other columns ({', '.join(strange)}): use another file")
-        if header != COLUMNS:
-            _write_csv(path, earlier)
-    if header is None:
-        _write_csv(path, ())
-    with path.open("a", newline="") as file:
-        csv.DictWriter(file, COLUMNS).writerows(records)
-
-
-def _write_csv(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Write to a temporary file first, so that an interruption loses no row."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(records)
-    partial.replace(path)
 
 
 def write_json(path: Path, records: Sequence[dict[str, Any]]) -> None:

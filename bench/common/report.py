@@ -2,71 +2,43 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from pycomm.bench.common.harness import Origin, Row, append_csv, format_size, record, write_json
+from pycomm.bench.common import tables
+from pycomm.bench.common.harness import Origin, Row, format_size, record, write_json
 
 
 @dataclass
 class Report:
-    """Prints and keeps rows as they arrive, above a progress bar if there is a terminal."""
+    """Prints and keeps rows as they arrive."""
 
     columns: Sequence[tuple[str, int, str]]
     """name of a column of :class:`Row`, its width, its number format"""
-    steps: int
     quiet: bool = False
     """keep rows and print nothing: for ranks other than 0"""
     rows: list[Row] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        visible = sys.stdout.isatty() and not self.quiet
-        self._bar = _progress_bar(self.steps) if visible else None
-
     def header(self, *comments: str) -> None:
         for comment in comments:
-            self._print(f"# {comment}")
-        self._print(
-            " ".join(f"{TITLES.get(name, name):>{width}}" for name, width, _ in self.columns)
-        )
+            self.note(f"# {comment}")
+        self.note(" ".join(f"{TITLES.get(name, name):>{width}}" for name, width, _ in self.columns))
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
-        self._print(" ".join(_cell(row, *column) for column in self.columns))
+        self.note(" ".join(_cell(row, *column) for column in self.columns))
 
     def note(self, text: str) -> None:
-        self._print(text)
-
-    def advance(self, what: str, steps: int = 1) -> None:
-        if self._bar is not None and steps > 0:
-            self._bar.update(self._bar.task_ids[0], advance=steps, description=what)
-
-    @contextmanager
-    def progress(self) -> Iterator[None]:
-        if self._bar is None:
-            yield
-        else:
-            with self._bar:
-                yield
-
-    def _print(self, line: str) -> None:
-        if self.quiet:
-            return
-        if self._bar is None:
-            print(line, flush=True)
-        else:
-            self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if not self.quiet:
+            print(text, flush=True)
 
     def save(self, origin: Origin, *, json_path: str | None, csv_path: str | None) -> None:
         records = [record(row, origin) for row in self.rows]
         if json_path:
             write_json(Path(json_path), records)
         if csv_path:
-            append_csv(Path(csv_path), records)
+            tables.append(Path(csv_path), records)
 
 
 TITLES = {
@@ -86,19 +58,6 @@ def _cell(row: Row, name: str, width: int, spec: str) -> str:
     if name == "size":
         value = format_size(value)
     return f"{format(value, spec):>{width}}"
-
-
-def _progress_bar(steps: int) -> Any:
-    """Return a bar of rich, or None if it is not installed (`pip install pycomm[bench]`)."""
-    try:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-    except ImportError:
-        return None
-    bar = Progress(
-        BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"), transient=True
-    )
-    bar.add_task("", total=steps)
-    return bar
 
 
 def ratios(rows: Sequence[Row], baseline: str) -> list[Row]:

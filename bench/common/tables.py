@@ -19,18 +19,34 @@ def read(path: Path) -> list[Row]:
 def append(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """Append rows to a CSV, which is created with its header if it does not exist.
 
+    A file of an earlier version, which has only some of the columns, gets the others, empty.
+
     Raises:
-        ValueError: the file has other columns.
+        ValueError: the file has a column that the rows do not have.
     """
-    new = not path.exists() or path.stat().st_size == 0
-    if not new and list(read(path)[0]) != list(records[0]):
-        raise ValueError(f"{path} has other columns than this version writes: use another file")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = list(records[0])
+    header: list[str] = []
+    if path.exists():
+        with path.open(newline="") as file:
+            header = next(csv.reader(file), [])
+    strange = sorted(set(header) - set(columns))
+    if strange:
+        raise ValueError(f"{path} has other columns ({', '.join(strange)}): use another file")
+    if header != columns:
+        write(path, columns, read(path) if header else [])
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(records[0]))
-        if new:
-            writer.writeheader()
-        writer.writerows(records)
+        csv.DictWriter(file, columns).writerows(records)
+
+
+def write(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
+    """Write a whole table, by way of a temporary file, so that an interruption loses no row."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    partial.replace(path)
 
 
 def newest(rows: Iterable[Row], *columns: str) -> list[Row]:
@@ -41,16 +57,6 @@ def newest(rows: Iterable[Row], *columns: str) -> list[Row]:
         if key not in found or found[key]["time"] <= row["time"]:
             found[key] = row
     return list(found.values())
-
-
-def widest_run(rows: Sequence[Row], column: str) -> list[Row]:
-    """Return the rows of the newest command among those that compare most values of a column."""
-    runs: dict[str, list[Row]] = {}
-    for row in rows:
-        runs.setdefault(row["command"], []).append(row)
-    best = max(runs.values(), key=lambda run: (len({r[column] for r in run}), run[-1]["time"]))
-    last = max(row["time"][:10] for row in best)
-    return [row for row in best if row["time"].startswith(last)]
 
 
 def parse_curve(text: str) -> list[tuple[float, float]]:

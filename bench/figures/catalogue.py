@@ -1,15 +1,25 @@
-"""Figures of README and docs: the result table, the chart and the command of each."""
+"""Figures of README and docs: the rows that each shows, its chart, and the command of its table.
+
+A figure declares which columns name its panels, its lines and the points of a line. All other
+columns that were set and not measured have one value in a panel: else lines would differ by more
+than what the figure shows, and `Figure.of` raises.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from pycomm.bench.common import tables
+from pycomm.bench.common.harness import MEASURED, Origin
 from pycomm.bench.common.tables import Row
 from pycomm.bench.figures import charts
 from pycomm.charts import Chart
+
+CHECKED = ("device", "cores")
+"""Columns of a row's origin that figures must share, too."""
+ORIGIN = {f.name for f in fields(Origin)} - set(CHECKED)
 
 
 @dataclass(frozen=True)
@@ -18,14 +28,77 @@ class Figure:
 
     name: str
     table: str
-    """the table's file name in bench/results"""
+    """the table's file name in bench/results; empty: the chart is computed"""
     chart: Callable[[Sequence[Row]], Chart]
     command: str
-    """the command that makes the table"""
+    """the command that makes the table, or computes the same"""
+    where: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """by column: the values of the rows that are shown"""
+    panel: Sequence[str] = ()
+    line: Sequence[str] = ()
+    """the first column names a line; the others may differ between lines, and not within one"""
+    point: Sequence[str] = ()
+    """columns in which the points of a line differ"""
+    measured: Sequence[str] = ()
+    """columns that were not set: results, and what does not change what is shown"""
+    one_run: bool = False
+    """the rows are those of the newest command among those that have most lines"""
     note: str = ""
 
+    def rows(self, results: Path) -> list[Row]:
+        """Return the newest row of each setting that the figure shows."""
+        found = [
+            row
+            for row in tables.read(results / self.table)
+            if all(row[column] in allowed for column, allowed in self.where.items())
+        ]
+        if self.one_run:
+            found = widest_run(found, self.line[0])
+        return tables.newest(found, *self._settings(found))
+
+    def mixtures(self, results: Path) -> list[str]:
+        """Return a sentence for each column in which rows differ that are drawn as equals."""
+        if not self.table:
+            return []
+        rows, wrong = self.rows(results), []
+        declared = {*self.panel, *self.line, *self.point}
+        for column in self._settings(rows):
+            within = (*self.panel, self.line[0]) if column in self.line[1:] else tuple(self.panel)
+            if column in declared and column not in self.line[1:]:
+                continue
+            groups: dict[tuple[str, ...], set[str]] = {}
+            for row in rows:
+                groups.setdefault(tuple(row[c] for c in within), set()).add(row[column])
+            for group, values in groups.items():
+                if len(values) > 1:
+                    place = f" of {', '.join(group)}" if group else ""
+                    told = " and ".join(sorted(values))
+                    wrong.append(f"{self.name}: {column} is {told} in the rows{place}")
+        return wrong
+
     def of(self, results: Path) -> Chart:
-        return self.chart(tables.read(results / self.table))
+        """Return the chart of a folder's table.
+
+        Raises:
+            ValueError: it would mix rows that differ in more than what the chart shows.
+        """
+        mixed = self.mixtures(results)
+        if mixed:
+            raise ValueError("; ".join(mixed))
+        return self.chart(self.rows(results) if self.table else ())
+
+    def _settings(self, rows: Sequence[Row]) -> list[str]:
+        return [column for column in rows[0] if column not in {*ORIGIN, *self.measured}]
+
+
+def widest_run(rows: Sequence[Row], column: str) -> list[Row]:
+    """Return the rows of the newest command among those that compare most values of a column."""
+    runs: dict[str, list[Row]] = {}
+    for row in rows:
+        runs.setdefault(row["command"], []).append(row)
+    best = max(runs.values(), key=lambda run: (len({r[column] for r in run}), run[-1]["time"]))
+    last = max(row["time"][:10] for row in best)
+    return [row for row in best if row["time"].startswith(last)]
 
 
 FIGURES = (
@@ -34,6 +107,8 @@ FIGURES = (
         "demo-cpu.csv",
         charts.loss,
         "python -m pycomm.bench.demo --csv bench/results/demo-cpu.csv",
+        line=("run", "backend", "codec"),
+        measured=("step_seconds", "wire_bytes", "loss", "curve"),
     ),
     Figure(
         "bandwidth",
@@ -41,7 +116,12 @@ FIGURES = (
         charts.bandwidth,
         "python -m pycomm.bench all_reduce -p 2 --backend pycomm,pycomm-shared,gloo,mpi "
         "--csv bench/results/collectives-cpu.csv",
-        "Shared memory: tensors that the group has allocated, which peers reduce in place.",
+        {"kind": ["time"], "op": ["all_reduce"], "ranks": ["2"], "codec": ["none"]},
+        line=("backend", "connection"),
+        point=("size", "count"),
+        measured=MEASURED,
+        one_run=True,
+        note="Shared memory: tensors that the group has allocated, which peers reduce in place.",
     ),
     Figure(
         "steps",
@@ -49,6 +129,10 @@ FIGURES = (
         charts.steps,
         "python -m pycomm.bench training --only steps --models demo "
         "--rates 1gbit --csv bench/results/steps-cpu.csv",
+        {"kind": ["step"], "model": ["demo"]},
+        line=("method", "backend", "codec", "hook"),
+        point=("rate",),
+        measured=(*MEASURED, "steps"),
     ),
     Figure(
         "losses",
@@ -56,55 +140,92 @@ FIGURES = (
         charts.losses,
         "python -m pycomm.bench training --only losses --models demo --seeds 0,1,2 "
         "--csv bench/results/training-cpu.csv",
-        "Feedback is on wherever a codec can have it, as pycomm.compress has it.",
+        {"kind": ["loss"], "model": ["demo"], "ranks": ["2"], "method": charts.LOSS_METHODS},
+        line=("method", "backend", "codec", "hook"),
+        point=("seed",),
+        # Curves have the same number of windows in all rows, and bits depend on no machine.
+        measured=(*MEASURED, "windows", *CHECKED),
+        note="Feedback is on wherever a codec can have it, as pycomm.compress has it.",
     ),
     Figure(
         "error",
         "distortion-cpu.csv",
         charts.error,
-        "python -m pycomm.bench.distortion --csv bench/results/distortion-cpu.csv",
+        "python -m pycomm.bench codecs --errors --csv bench/results/distortion-cpu.csv",
+        panel=("values", "count"),
+        line=("family",),
+        point=("codec",),
+        measured=("bits", "error"),
     ),
     Figure(
         "round-trips",
         "wan-cpu.csv",
         charts.round_trips,
-        "python -m pycomm.bench.wan --csv bench/results/wan-cpu.csv",
+        "python -m pycomm.bench links steps --csv bench/results/wan-cpu.csv",
+        {"step": ["init", "operation"], "round_trip_ms": ["200"]},
+        panel=("step",),
+        line=("backend",),
+        point=("nodes",),
+        measured=("ms", "round_trips", "promised"),
     ),
     Figure(
         "planner",
         "plan-cpu.csv",
         charts.planner,
-        "python -m pycomm.bench.validate_plan --csv bench/results/plan-cpu.csv",
+        "python -m pycomm.bench plan --csv bench/results/plan-cpu.csv",
+        panel=("kind",),
+        line=("rate",),
+        # Each point is a prediction beside a measurement on the machine of its probe.
+        point=("codec", "algorithm", "size", "ranks", *CHECKED),
+        measured=("predicted", "measured", "error"),
     ),
     Figure(
         "wan",
-        "wan-throughput-cpu.csv",
+        "links-cpu.csv",
         charts.wan,
-        "python -m pycomm.bench.wan.throughput --csv bench/results/wan-throughput-cpu.csv",
-        "Each transfer has what the transports choose by themselves: pycomm bbr, Gloo the system's "
-        "reno.",
+        "python -m pycomm.bench links rates --csv bench/results/links-cpu.csv",
+        {
+            "rate": ["200mbit"],
+            "control": ["reno"],
+            "round_trip_ms": ["30", "60", "100", "200"],
+            "operation": ["all_reduce", "stream"],
+            "bytes": ["16777216", "0"],
+            "backend": tuple(charts.WAN),
+        },
+        line=("backend", "operation", "bytes"),
+        point=("round_trip_ms", "loss"),
+        measured=("ms", "mbit_per_s", "how"),
+        note="Each transfer has what the transports choose by themselves: pycomm bbr, Gloo the "
+        "system's reno.",
     ),
     Figure(
         "unequal",
         "wan-unequal-cpu.csv",
         charts.unequal,
-        "python -m pycomm.bench.wan.unequal --csv bench/results/wan-unequal-cpu.csv",
-        "A link that is given as 20/50 sends 20 and receives 50 Mbit/s. The bound counts payload "
-        "alone; headers add some 7 %.",
+        "python -m pycomm.bench links unequal --csv bench/results/wan-unequal-cpu.csv",
+        line=("rates",),
+        point=("call", "bytes"),
+        measured=("ms", "bound_ms", "ratio"),
+        note="A link that is given as 20/50 sends 20 and receives 50 Mbit/s. The bound counts "
+        "payload alone; headers add some 7 %.",
     ),
     Figure(
         "peers",
         "peers-cpu.csv",
         charts.peers,
         "python -m pycomm.bench peers --csv bench/results/peers-cpu.csv",
-        "A system that never comes down to that loss, or broke, has no line.",
+        panel=("kind", "delay_ms"),
+        line=("system", "version", "lines", "note"),
+        point=("rate",),
+        measured=("ms", "bytes", "curve", "broke"),
+        note="A system that never comes down to that loss, or broke, has no line.",
     ),
     Figure(
         "predictions",
-        "predictions.csv",
-        charts.predictions,
-        "python -m pycomm.bench.predictions --csv bench/results/predictions.csv",
-        "The grey band follows what is advised: the finest codec that is about as fast as the "
+        "",
+        lambda _: charts.predictions(),
+        "python -m pycomm.plan sweep 350M --ranks 16 --link 10gbe --compute 300ms --processor gpu",
+        note="The grey band follows what is advised: the finest codec that is about as fast as the "
         "fastest, if it saves 5 % of a step and its error is at most 0.3.",
     ),
 )

@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from pycomm.bench import distortion
 from pycomm.bench.common import harness, tables
 from pycomm.bench.common.tables import Row
+from pycomm.bench.ops import errors
 from pycomm.bench.peers.results import REFERENCE, seconds_to_loss
 from pycomm.charts import Axis, Chart, Panel, Series
-from pycomm.plan import draw
-from pycomm.plan.sweep import Curves
+from pycomm.plan import CODINGS, PROCESSORS, Cluster, Link, draw, of_count
+from pycomm.plan.sweep import Curves, sweep
 from pycomm.plan.units import format_bytes, format_rate, format_time, parse_rate, parse_time
 
 
 def loss(rows: Sequence[Row]) -> Chart:
     """Plot the loss of the demo's runs against wall time."""
-    rows = tables.newest(rows, "run")
     series = []
     for i, row in enumerate(rows):
         seconds, losses = zip(*tables.parse_curve(row["curve"]), strict=True)
@@ -49,9 +49,6 @@ def loss(rows: Sequence[Row]) -> Chart:
 
 def bandwidth(rows: Sequence[Row]) -> Chart:
     """Plot time and bytes per second of two-rank all-reduces against size."""
-    rows = [r for r in rows if r["kind"] == "time" and r["op"] == "all_reduce"]
-    rows = [r for r in rows if r["ranks"] == "2" and r["codec"] == "none"]
-    rows = tables.newest(tables.widest_run(rows, "backend"), "backend", "size")
     panels = []
     for column, label, factor, spell, title in (
         ("time_p50", "time of a call", 1e-6, format_time, "Latency: lower is better"),
@@ -77,7 +74,6 @@ def bandwidth(rows: Sequence[Row]) -> Chart:
 
 def steps(rows: Sequence[Row]) -> Chart:
     """Plot the time of a training step against the link rate, by method."""
-    rows = tables.newest([r for r in rows if r["kind"] == "step"], "model", "method", "rate")
     series = []
     for method in dict.fromkeys(r["method"] for r in rows):
         mine = sorted(
@@ -101,7 +97,6 @@ def steps(rows: Sequence[Row]) -> Chart:
 
 def round_trips(rows: Sequence[Row]) -> Chart:
     """Plot the round trips of groups far apart against the number of nodes, by backend."""
-    rows = tables.newest(rows, "nodes", "round_trip_ms", "rate", "step", "backend")
     panels = []
     for step, title in (("init", "init_process_group"), ("operation", "A small all_reduce")):
         series = []
@@ -129,8 +124,6 @@ def round_trips(rows: Sequence[Row]) -> Chart:
 
 def losses(rows: Sequence[Row]) -> Chart:
     """Plot the loss against steps, as the mean over the seeds, by method."""
-    rows = [r for r in rows if r["kind"] == "loss" and r["model"] == "demo"]
-    rows = tables.newest(rows, "method", "seed")
     series = []
     for method in LOSS_METHODS:
         curves = [dict(tables.parse_curve(r["curve"])) for r in rows if r["method"] == method]
@@ -162,22 +155,21 @@ def losses(rows: Sequence[Row]) -> Chart:
 
 def error(rows: Sequence[Row]) -> Chart:
     """Plot error against bits, by family of codecs, on normal values and on gradients."""
-    rows = tables.newest(rows, "values", "codec")
     bits = [0.05 * 1.06**i for i in range(96)]
     bound = Series("least possible", bits, [2.0 ** (-2 * b) for b in bits])
     ticks = [(b, f"{b:g}") for b in (0.1, 0.3, 1, 2, 4, 8, 16)]
     panels = []
     for values, title in (
-        (distortion.NORMAL, "Normally distributed values"),
-        (distortion.GRADIENTS, "Gradients of the demo's model, step 100"),
+        (errors.NORMAL, "Normally distributed values"),
+        (errors.GRADIENTS, "Gradients of the demo's model, step 100"),
     ):
         series = []
-        for family in distortion.FAMILIES:
+        for family in errors.FAMILIES:
             mine = [r for r in rows if r["values"] == values and r["family"] == family]
             points = sorted((float(r["bits"]), float(r["error"]), r["codec"]) for r in mine)
             x, y, _ = zip(*points, strict=True)
             hover = [f"{name}: {b:.2f} bits, error {e:.2g}" for b, e, name in points]
-            kind = "line" if family in distortion.LADDERS else "points"
+            kind = "line" if family in errors.LADDERS else "points"
             series.append(Series(family, x, y, hover, kind))
         powers = [(10.0**p, f"1e{p}" if p else "1") for p in range(-8, 1, 2)]
         panels.append(
@@ -186,7 +178,7 @@ def error(rows: Sequence[Row]) -> Chart:
                 Axis("relative squared error", True, powers, (1e-8, 4)),
                 series,
                 title,
-                [bound] if values == distortion.NORMAL else [],
+                [bound] if values == errors.NORMAL else [],
             )
         )
     return Chart(
@@ -198,7 +190,6 @@ def error(rows: Sequence[Row]) -> Chart:
 
 def planner(rows: Sequence[Row]) -> Chart:
     """Plot predicted against measured times."""
-    rows = tables.newest(rows, "kind", "rate", "ranks", "size", "codec")
     panels = []
     for kind, title in (("all_reduce", "All-reduces of 1 to 64 MiB"), ("step", "Training steps")):
         mine = [r for r in rows if r["kind"] == kind]
@@ -238,25 +229,28 @@ def planner(rows: Sequence[Row]) -> Chart:
     )
 
 
-def predictions(rows: Sequence[Row]) -> Chart:
-    """Plot the planner's sweep over rates and over ranks."""
-    rows = tables.newest(rows, "axis", "at", "codec")
-    by_rate, by_ranks = (_curves(rows, axis) for axis in ("rate", "ranks"))
-    crossovers = {r["codec"]: float(r["pays_below"]) for r in rows if r["pays_below"]}
-    first = rows[0]
-    titles = (f"{first['ranks']} ranks", f"{format_rate(float(first['rate']))} between nodes")
-    return draw.chart(by_rate, by_ranks, crossovers, first["what"], titles)
+def predictions() -> Chart:
+    """Plot the planner's sweep of one model over rates and over ranks; nothing is measured."""
+    cluster = Cluster(ranks=16, inter=Link.of("10gbe"), processor=PROCESSORS["gpu"])
+    found = sweep(of_count(350_000_000, 0.3), cluster, list(CODINGS.values()))
+    pays = {codec: rate and _digits(rate) for codec, rate in found.crossovers.items()}
+    curves = {name: _rounded(getattr(found, name)) for name in ("by_rate", "by_ranks")}
+    return draw.of_sweep(replace(found, crossovers=pays, **curves))
+
+
+def _rounded(curves: Curves) -> Curves:
+    steps = {codec: [_digits(step) for step in steps] for codec, steps in curves.steps.items()}
+    return replace(curves, at=[_digits(at) for at in curves.at], steps=steps)
+
+
+def _digits(value: float) -> float:
+    """Return six digits, which are the same on every machine."""
+    return float(f"{value:.6g}")
 
 
 def wan(rows: Sequence[Row]) -> Chart:
     """Plot the rate of large all-reduces against the round trip, and against the loss."""
-    rows = [r for r in rows if r["rate"] == "200mbit" and r["backend"] in WAN]
-    rows = [r for r in rows if r["operation"] == "all_reduce" or r["backend"] == "iperf3"]
-    rows = [r for r in rows if int(r["bytes"]) >= 1 << 24 or r["backend"] == "iperf3"]
-    rows = tables.newest(rows, "round_trip_ms", "loss", "backend", "bytes")
-    largest: dict[tuple[float, str, str], Row] = {}
-    for row in sorted(rows, key=lambda r: int(r["bytes"])):
-        largest[float(row["round_trip_ms"]), row["loss"], row["backend"]] = row
+    largest = {(float(r["round_trip_ms"]), r["loss"], r["backend"]): r for r in rows}
     losses = sorted({loss for _, loss, _ in largest}, key=_share)
     trips = sorted({trip for trip, _, _ in largest})
     middle = max(trips, key=lambda t: len({(loss, b) for trip, loss, b in largest if trip == t}))
@@ -281,7 +275,7 @@ def wan(rows: Sequence[Row]) -> Chart:
     by_loss = {float(i): (middle, loss) for i, loss in enumerate(losses)}
     return Chart(
         "All-reduce over a link of 200 Mbit/s",
-        "16 MiB or more of float32, two ranks; iperf3 fills the link both ways with its best "
+        "16 MiB of float32, two ranks; iperf3 fills the link both ways with its best "
         "number of streams",
         [
             panel("No loss", Axis("round trip, ms", limits=(0, 1.1 * trips[-1])), by_trip),
@@ -302,12 +296,11 @@ SHARES = {
     "equal, coded": "equal, int8",
     "declared, coded": "declared, int8",
 }
-"""Calls of `bench.wan.unequal`, by how owners' shares follow the links, and their labels."""
+"""Calls of `links unequal`, by how owners' shares follow the links, and their labels."""
 
 
 def unequal(rows: Sequence[Row]) -> Chart:
     """Plot the times of all-reduces over unequal links as multiples of the bound."""
-    rows = tables.newest(rows, "rates", "call")
     series = []
     for rates in dict.fromkeys(r["rates"] for r in rows):
         ratios = {r["call"]: float(r["ratio"]) for r in rows if r["rates"] == rates}
@@ -371,16 +364,6 @@ def peers(rows: Sequence[Row]) -> Chart:
 
 def _share(loss: str) -> float:
     return float(loss.rstrip("%"))
-
-
-def _curves(rows: Sequence[Row], axis: str) -> Curves:
-    mine = [r for r in rows if r["axis"] == axis]
-    steps: dict[str, list[float]] = {}
-    for row in mine:
-        steps.setdefault(row["codec"], []).append(float(row["step"]))
-    at = dict.fromkeys(float(r["at"]) for r in mine)
-    best = {float(r["at"]): r["codec"] for r in mine if r["advised"] == "1"}
-    return Curves(axis, list(at), steps, [best[place] for place in at])
 
 
 # ------------------------------------------------------------------------ labels

@@ -88,21 +88,21 @@ def main(arguments: list[str]) -> int:
         print("pycomm.bench.gpu: torch sees no GPU here", file=sys.stderr)
         return 2
     here = this_machine(" ".join(["python", "-m", "pycomm.bench.gpu", *arguments]))
-    with Table(options.results, here) as table:
-        run = Run(table, options.minutes)
-        if not options.no_checks:
-            run.check(gpu_checks.contract(options.kinds))
-            for suite in gpu_checks.ranks():
-                run.check([suite])
-        if not options.no_times:
-            tasks = tasks_of(tuple(options.kinds), tuple(options.numel))
-            run.take(gpu_workers.perform(tasks, run.deadline))
-            run.take(gpu_workers.collectives(run.deadline))
-        if not options.no_checks:
-            sanitizers, reason = gpu_checks.sanitizers()
-            run.check(sanitizers)
-            if reason:
-                print(f"memcheck and racecheck are left out: {reason}")
+    table = Table(options.results, here)
+    run = Run(table, options.minutes)
+    if not options.no_checks:
+        run.check(gpu_checks.contract(options.kinds))
+        for suite in gpu_checks.ranks():
+            run.check([suite])
+    if not options.no_times:
+        tasks = tasks_of(tuple(options.kinds), tuple(options.numel))
+        run.take(gpu_workers.perform(tasks, run.deadline))
+        run.take(gpu_workers.collectives(run.deadline))
+    if not options.no_checks:
+        sanitizers, reason = gpu_checks.sanitizers()
+        run.check(sanitizers)
+        if reason:
+            print(f"memcheck and racecheck are left out: {reason}")
     print(f"wrote {table.path}")
     if run.problems:
         print(f"problems, named above: {len(run.problems)}", file=sys.stderr)

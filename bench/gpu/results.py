@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import dataclasses
-import platform
 import re
 import subprocess
-import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-
-@dataclass(frozen=True)
-class Machine:
-    """The origin of the numbers, repeated in every row."""
-
-    device: str
-    driver: str
-    cuda: str
-    torch: str
-    triton: str
-    cupy: str
-    python: str
-    pycomm: str
-    commit: str
-    time: str
-    command: str
+from pycomm.bench.common import tables
+from pycomm.bench.common.harness import Origin
 
 
 @dataclass(frozen=True)
@@ -59,27 +42,18 @@ def slug(device: str) -> str:
 class Table:
     """The CSV of this machine; rows are written as they arrive."""
 
-    def __init__(self, folder: Path, machine: Machine) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"gpu-{slug(machine.device)}.csv"
-        self._machine = dataclasses.asdict(machine)
-        self._file = self.path.open("w", newline="")
-        fields = [f.name for f in (*dataclasses.fields(Row), *dataclasses.fields(Machine))]
-        self._table = csv.DictWriter(self._file, fields)
-        self._table.writeheader()
+    def __init__(self, folder: Path, machine: dict[str, Any]) -> None:
+        self.path = folder / f"gpu-{slug(machine['device'])}.csv"
+        self.path.unlink(missing_ok=True)
+        self._machine = machine
 
     def add(self, row: Row) -> None:
-        self._table.writerow({**dataclasses.asdict(row), **self._machine})
-        self._file.flush()
-
-    def __enter__(self) -> Table:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+        tables.append(self.path, [asdict(row) | self._machine])
 
 
-def this_machine(command: str) -> Machine:
+def this_machine(command: str) -> dict[str, Any]:
+    """Return the origin of the rows, whose device is the GPU, and what compiles for it."""
+
     def output(*words: str) -> str:
         try:
             return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
@@ -94,25 +68,11 @@ def this_machine(command: str) -> Machine:
 
     release = re.search(r"release ([\d.]+)", output("nvcc", "--version"))
     driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return Machine(
-        device=torch.cuda.get_device_name(0),
-        driver=driver.partition("\n")[0],
-        cuda=release.group(1) if release else "none",
-        torch=torch.__version__,
-        triton=version("triton"),
-        cupy=version("cupy"),
-        python=platform.python_version(),
-        pycomm=_pycomm_version(),
-        commit=output("git", "describe", "--always", "--dirty"),
-        time=time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
-        command=command,
-    )
-
-
-def _pycomm_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("pycomm")
-    except PackageNotFoundError:
-        return "staged"
+    here = Origin.here(command)
+    here = replace(here, device=torch.cuda.get_device_name(0), torch=torch.__version__)
+    return asdict(replace(here, pycomm=here.pycomm or "staged")) | {
+        "driver": driver.partition("\n")[0],
+        "cuda": release.group(1) if release else "none",
+        "triton": version("triton"),
+        "cupy": version("cupy"),
+    }

@@ -2,12 +2,12 @@
 
 python -m pycomm.bench codecs
 python -m pycomm.bench codecs --codec int8,int4:block=64 -b 4M -e 4M
+python -m pycomm.bench codecs --errors    bits and errors of one coding (errors.py)
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import shlex
 import time
@@ -18,14 +18,15 @@ from dataclasses import replace
 import numpy as np
 
 from pycomm import _C
-from pycomm.bench.common import arguments, harness
+from pycomm.bench.common import arguments
 from pycomm.bench.common.harness import Origin, Row
 from pycomm.bench.common.report import Report
+from pycomm.bench.common.timing import calls_within, in_turns, quantile
 from pycomm.codecs import ALIASES
 from pycomm.codecs import codec as parse_codec
 
-BLOCKS = 6
-SECONDS = 0.05  # of one timed block
+SECONDS = 0.3  # of the slowest call at one size
+FEWEST, MOST = 6, 5000  # timed calls
 COLUMNS = (
     ("codec", 40, ""),
     ("op", 20, ""),
@@ -56,10 +57,7 @@ FED = "int4"
 KINDS = {
     "residual,bf16": ("residual", "bf16"),
     "residual,int8": ("residual", "int8"),
-    "ema": ("ema", "float32"),
-    "ema,int8": ("ema", "int8"),
     "momentum": ("momentum", "float32"),
-    "ef21": ("ef21", "float32"),
 }
 SEGMENT = 1 << 20  # bytes
 TORCH = "torch.topk"
@@ -127,34 +125,22 @@ class Calls:
         return float(np.linalg.norm(self.decoded - self.x) / np.linalg.norm(self.x))
 
 
-def time_in_turns(runs: dict[str, Run], blocks: int = BLOCKS) -> dict[str, list[float]]:
-    """Return microseconds per call, measured block by block in turns under the same conditions.
+def time_calls(runs: dict[str, Run]) -> dict[str, list[float]]:
+    """Return microseconds of each call, in turns.
 
     Times are CPU times of this thread, which does all of the work, so other processes on the core
     do not count.
     """
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    clock = time.thread_time_ns
-    gc.disable()
-    for block in range(blocks + 1):
-        for name, run in runs.items():
-            end = clock() + SECONDS * 1e9
-            while True:
-                begin = clock()
-                run()
-                done = clock()
-                if block > 0:  # the first block warms up
-                    samples[name].append((done - begin) / 1e3)
-                if done >= end:
-                    break
-    gc.enable()
-    return samples
+    first = in_turns(runs, 1, clock=time.thread_time)
+    count = calls_within(SECONDS, max(times[0] for times in first.values()), FEWEST, MOST)
+    samples = in_turns(runs, count, clock=time.thread_time)
+    return {name: [1e6 * sample for sample in times] for name, times in samples.items()}
 
 
 def row(spec: str, op: str, calls: Calls, times: Sequence[float], copy: float) -> Row:
     """Return the row for a codec's call, relative to `copy`, GB/s of memcpy."""
     size, wire_bytes = calls.x.nbytes, calls.wire_bytes()
-    p50 = harness.quantile(times, 0.5)
+    p50 = quantile(times, 0.5)
     rate = size / p50 / 1e3
     return Row(
         kind="codec",
@@ -167,7 +153,7 @@ def row(spec: str, op: str, calls: Calls, times: Sequence[float], copy: float) -
         codec=spec,
         iterations=len(times),
         time_p50=p50,
-        time_p99=harness.quantile(times, 0.99),
+        time_p99=quantile(times, 0.99),
         algbw=rate,
         copybw=copy,
         of_copy=rate / copy,
@@ -182,8 +168,8 @@ def measure(spec: str, size: int, report: Report) -> None:
     calls = Calls(codec, size // 4, fed=fed)
     err = calls.error()
     peer = {TORCH: peer_of(calls)} if spec in specs([PEER]) else {}
-    samples = time_in_turns(calls.runs | peer)
-    copy = size / harness.quantile(samples.pop("copy"), 0.5) / 1e3
+    samples = time_calls(calls.runs | peer)
+    copy = size / quantile(samples.pop("copy"), 0.5) / 1e3
     for op, times in samples.items():
         if op == TORCH:
             report.add(replace(row(spec, "encode", calls, times, copy), backend=TORCH))
@@ -212,6 +198,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="CODEC,...",
         help=f"of {', '.join(ALIASES)} and so on, with options (all)",
     )
+    parser.add_argument("--errors", action="store_true", help="instead: bits, errors; no times")
     arguments.add_files(parser)
     options = parser.parse_args(argv)
     options.sizes = arguments.checked_sizes(parser, options)
@@ -232,12 +219,15 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     chosen, sizes = specs(options.codec or []), options.sizes
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "codecs", *argv]))
-    report = Report(COLUMNS, len(chosen) * len(sizes))
-    with _on_one_core(), report.progress():
+    if options.errors:
+        from pycomm.bench.ops import errors  # needs torch
+
+        return errors.run(origin, options.csv)
+    report = Report(COLUMNS)
+    with _on_one_core():
         report.header(f"codecs on one core of {origin.device}, {origin.simd}", origin.command)
         for size in sizes:
             for spec in chosen:
                 measure(spec, size, report)
-                report.advance(spec)
     report.save(origin, json_path=options.json, csv_path=options.csv)
     return 0

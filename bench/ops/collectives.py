@@ -27,7 +27,7 @@ from pycomm.bench.common.harness import Origin
 from pycomm.bench.common.report import Report, ratios
 from pycomm.bench.ops import backends, coded, mpi
 from pycomm.bench.ops.cases import ALIASES, REDUCTIONS, STORAGE
-from pycomm.bench.ops.measure import STEPS, Rank
+from pycomm.bench.ops.measure import Rank
 from pycomm.bench.ops.operations import OPERATIONS
 from pycomm.env import env
 
@@ -78,14 +78,13 @@ def rank_main(
 ) -> int:
     origin = Origin.here(command)
     member = Rank(options, rank, ranks, folder)
-    report = Report(columns(options), sum(1 for _ in member.cases()) * STEPS, quiet=rank != 0)
-    with report.progress():
-        connections = [f"{b.name}: {b.describe()}" for b in member.backends]
-        where = f"{origin.device}, {origin.cores} cores, commit {origin.commit or 'unknown'}"
-        report.header(f"{options.op}, {ranks} ranks on {where}", *connections)
-        right = member.run(report)
-        if len(options.backend) > 1:
-            print_ratios(report, options.baseline)
+    report = Report(columns(options), quiet=rank != 0)
+    connections = [f"{b.name}: {b.describe()}" for b in member.backends]
+    where = f"{origin.device}, {origin.cores} cores, commit {origin.commit or 'unknown'}"
+    report.header(f"{options.op}, {ranks} ranks on {where}", *connections)
+    right = member.run(report)
+    if len(options.backend) > 1:
+        print_ratios(report, options.baseline)
     if rank == 0:
         report.save(origin, json_path=options.json, csv_path=options.csv)
         if not right:
@@ -98,9 +97,7 @@ def launch(argv: Sequence[str], ranks: int, mpi_wanted: bool) -> int:
     """Start this program once per rank; the first failure ends all ranks."""
     if mpi_wanted:
         command = [sys.executable, "-m", "pycomm.bench", *argv]
-        # mpirun gives the ranks a terminal of its own, on which they would draw progress bars.
-        plain = {} if sys.stdout.isatty() else {"TERM": "dumb"}
-        variables = {"GLOO_SOCKET_IFNAME": "lo"} | dict(os.environ) | plain
+        variables = {"GLOO_SOCKET_IFNAME": "lo"} | dict(os.environ)
         return subprocess.run([*mpi.mpirun(ranks), *command], env=variables).returncode
     folder = _rendezvous_folder(os.getpid())
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed process that had our pid

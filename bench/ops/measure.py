@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import os
 import time
@@ -17,6 +16,7 @@ from pycomm import _C
 from pycomm.bench.common import arguments, harness
 from pycomm.bench.common.harness import Row
 from pycomm.bench.common.report import Report
+from pycomm.bench.common.timing import calls_within, in_turns, quantile
 from pycomm.bench.ops import backends, coded
 from pycomm.bench.ops.backend import Backend
 from pycomm.bench.ops.cases import Array, Case, Run
@@ -25,7 +25,6 @@ from pycomm.bench.ops.operations import OPERATIONS, make_case
 SECONDS = 0.5  # time budget of the slowest backend at one size, unless -n is given
 FEWEST, MOST = 20, 5000  # iterations
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # differs from machine to machine
-STEPS = 10  # of the progress bar, per case
 
 
 @dataclass
@@ -123,8 +122,8 @@ class Rank:
         self.make_time_buffers(case, variants)
         slowest = max(self.warm_up(variant) for variant in variants)
         count = self.options.iterations
-        count = count or max(FEWEST, min(MOST, int(SECONDS / max(slowest, 1e-9))))
-        self.time_in_turns(variants, count, report, harness.format_size(case.size))
+        count = count or calls_within(SECONDS, slowest, FEWEST, MOST)
+        self.time_in_turns(variants, count)
         return [self.row(case, variant) for variant in variants]
 
     def variants(self, case: Case, report: Report) -> list[Variant]:
@@ -193,40 +192,27 @@ class Rank:
             variant.sent = float(self.agree([(after - before) / count], "max")[0])
         return float(self.agree([seconds], "max")[0])
 
-    def time_in_turns(
-        self, variants: Sequence[Variant], count: int, report: Report, what: str
-    ) -> None:
-        """Time `count` iterations of each variant, in rounds that give each variant one turn.
+    def time_in_turns(self, variants: Sequence[Variant], count: int) -> None:
+        """Time `count` iterations of each variant, `--turn` (default: one) of them in a turn."""
+        cpus = dict.fromkeys(range(len(variants)), 0.0)
 
-        A turn is a barrier, one untimed call, which synchronizes the ranks and brings the backend's
-        memory back into the caches, and `--turn` timed calls (default: one).
-        """
-        clock, cpu_clock, barrier = time.perf_counter_ns, time.process_time_ns, self.control.barrier
-        walls = np.empty((len(variants), count))
-        cpus = np.zeros(len(variants))
-        runs = [variant.run for variant in variants]
-        starts = range(0, count, self.options.turn)
-        gc.disable()
-        for start in starts:
-            end = min(count, start + self.options.turn)
-            for v, run in enumerate(runs):
-                barrier()
-                cpu_begin = cpu_clock()
-                run()
-                for i in range(start, end):
-                    begin = clock()
-                    run()
-                    walls[v, i] = clock() - begin
-                cpus[v] += cpu_clock() - cpu_begin
-            report.advance(what, end * STEPS // count - start * STEPS // count)
-        gc.enable()
-        calls = count + len(starts)
-        for variant, wall, cpu in zip(variants, walls, cpus, strict=True):
-            variant.samples = [float(sample) / 1e3 for sample in self.agree(wall, "max")]
-            variant.cpu_seconds = float(self.agree([cpu], "sum")[0]) / calls / 1e9
+        def before(v: int) -> None:
+            self.control.barrier()
+            cpus[v] -= time.process_time()
+
+        def after(v: int) -> None:
+            cpus[v] += time.process_time()
+
+        runs = {v: variant.run for v, variant in enumerate(variants)}
+        turn = self.options.turn
+        walls = in_turns(runs, count, turn=turn, before=before, after=after)
+        calls = count + -(-count // turn)
+        for v, variant in enumerate(variants):
+            variant.samples = [1e6 * sample for sample in self.agree(walls[v], "max")]
+            variant.cpu_seconds = float(self.agree([cpus[v]], "sum")[0]) / calls
 
     def row(self, case: Case, variant: Variant) -> Row:
-        p50 = harness.quantile(variant.samples, 0.5)
+        p50 = quantile(variant.samples, 0.5)
         rate = case.size / p50 / 1e3
         exact = variant.codec == "none"
         ratio = 1.0 if exact else coded.ratio(case, variant.spec)
@@ -243,7 +229,7 @@ class Rank:
             codec=variant.codec,
             iterations=len(variant.samples),
             time_p50=p50,
-            time_p99=harness.quantile(variant.samples, 0.99),
+            time_p99=quantile(variant.samples, 0.99),
             algbw=rate / ratio,
             busbw=rate / ratio * case.op.bus_factor(self.ranks),
             effbw=rate,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from pycomm.bench.common import tables
+from pycomm.bench.lab.shape import bits
 from pycomm.bench.peers.systems import PEERS
 from pycomm.bench.training.results import parse_curve, steps_to_loss
-from pycomm.bench.wan.shape import bits
 
 REFERENCE = PEERS[0].name
 

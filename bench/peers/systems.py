@@ -90,7 +90,7 @@ def ddp(method: Method) -> Callable[[Shared], Training]:
         dist.init_process_group(method.backend)
         model = method.wrap(shared.net)
         config = shared.config
-        optimizer = method.optimizer(model, config.learning_rate, (0.9, 0.95))
+        optimizer, _ = method.optimizer(model, config.learning_rate, (0.9, 0.95))
         return Training(model, optimizer, close=dist.destroy_process_group)
 
     return start

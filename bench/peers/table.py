@@ -8,10 +8,6 @@ once without a limit, for a quarter more steps than the schedule has; and it tak
 link (network namespaces; delay by a program in user space). The time to the loss is the number of
 steps after which its loss has come down to that of DDP in float32 at the end of the schedule, times
 its mean step. A system that fails gets a row with the line of its output that says why.
-
-Rows that the file holds with the same settings are not measured again, so the command goes on where
-it was ended; after `--minutes` it begins no other row. Systems without a wheel come last: what ends
-their build is their row.
 """
 
 from __future__ import annotations
@@ -33,16 +29,14 @@ from typing import Any
 from pycomm.bench import netlab
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin
-from pycomm.bench.peers.builds import BUILD, BUILDS, Build
+from pycomm.bench.lab.shape import Shape
+from pycomm.bench.lab.wan import WanLab
 from pycomm.bench.peers.results import link, markdown, verdicts
 from pycomm.bench.peers.systems import PEERS, Peer
-from pycomm.bench.wan.lab import WanLab
-from pycomm.bench.wan.shape import Shape
 
 RANKS = 2
 RATES, DELAYS = "100mbit,1gbit,10gbit", "0,50"
 PATIENCE = 240.0  # seconds of one system's training, or of its steps on a link
-BUILD_LIMIT = 600.0  # seconds
 
 
 class Failed(RuntimeError):
@@ -164,85 +158,35 @@ def main(argv: Sequence[str]) -> int:
     add("--steps", type=int, default=200, help="of the learning rate's schedule (200)")
     add("--layers", type=int, default=2, help="of the model (2)")
     add("--width", type=int, default=224, help="of the model (224)")
-    add("--csv", type=Path, default=None, help="file to which rows are added, and from which it "
-        "goes on")  # fmt: skip
-    add("--again", action="store_true", help="measure also what the file holds")
-    add("--minutes", type=float, default=30.0, help="after which no other row begins (30)")
+    add("--csv", type=Path, default=None, help="file to which rows are added")
     add("--show", action="store_true", help="measure nothing: print the table of --csv")
     options = parser.parse_args(argv)
+    origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "peers", *argv]))
     rows = tables.read(options.csv) if options.csv and options.csv.exists() else []
-    found = [] if options.again else list(rows)
-    left = 0
-    if not options.show:
-        origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "peers", *argv]))
-        until = time.monotonic() + 60 * options.minutes
-        left = measure(options, found, vars(origin), until)
-        rows = rows + found if options.again else found
-    same = {settings(kind, options) for kind in ("loss", "step")} | {BUILD}
+    for row in () if options.show else measure(options):
+        what = row["broke"] or row["curve"].rpartition(" ")[2] or f"{row['ms']} ms a step"
+        print(" ".join(filter(None, (row["kind"], *link(row), row["system"]))), what, flush=True)
+        rows.append(row | vars(origin))
+        if options.csv:
+            tables.append(options.csv, rows[-1:])
+    same = {settings(kind, options) for kind in ("loss", "step")}
     shown = [{k: str(v) for k, v in row.items()} for row in rows if row["settings"] in same]
     print(markdown(shown, options.steps))
     print("\n".join(["", *verdicts(shown, options.steps)]))
-    if left:
-        print(f"{left} rows are left: run the same command again", file=sys.stderr)
-    return 3 if left else 0
+    return 0
 
 
-def measure(
-    options: argparse.Namespace, rows: list[tables.Row], origin: dict[str, Any], until: float
-) -> int:
-    """Measure what the rows lack, and add it to them and to the file.
-
-    Returns:
-        The number of rows that no time was left for; those of systems that are broken do not count.
-    """
-    left = 0
-
-    def missing(kind: str, rate: str = "", delay: str = "") -> list[Peer]:
-        mine = [r for r in rows if r["settings"] == settings(kind, options)]
-        done = {r["system"] for r in mine if (r["kind"], *link(r)) == (kind, rate, delay)}
-        losses = settings("loss", options)
-        broken = {
-            r["system"]
-            for r in rows
-            if r["kind"] == "loss" and r["broke"] and r["settings"] == losses
-        }
-        chosen = [p for p in PEERS if re.search(options.peers, p.name)]
-        return [p for p in chosen if p.name not in done | broken]
-
-    def keep(found: Iterator[dict[str, Any]], count: int) -> None:
-        nonlocal left
-        for kept in range(count):
-            if time.monotonic() > until:
-                left += count - kept
-                return
-            row = next(found)
-            what = row["broke"] or row["curve"].rpartition(" ")[2] or f"{row['ms']} ms a step"
-            where = " ".join(filter(None, link(row)))
-            print(f"{row['kind']} {where} {row['system']}: {what}", flush=True)
-            row |= {"time": origin["time"]}
-            rows.append(row)
-            if options.csv:
-                tables.append(options.csv, [row | origin])
-
-    peers = missing("loss")
-    keep(losses(peers, options), len(peers))
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all systems and links, without links for systems that are broken."""
+    peers = [peer for peer in PEERS if re.search(options.peers, peer.name)]
+    broken = set()
+    for row in losses(peers, options):
+        yield row
+        broken |= {row["system"]} if row["broke"] else set()
+    peers = [peer for peer in peers if peer.name not in broken]
     for delay in options.delays.split(","):
         for rate in options.rates.split(","):
-            peers = missing("step", rate, delay)
-            keep(steps(peers, rate, float(delay), options), len(peers))
-    known = {row["system"] for row in rows}
-    chosen = [b for b in BUILDS if b.name not in known and re.search(options.peers, b.name)]
-    keep(builds(chosen, until), len(chosen))
-    return left
-
-
-def builds(chosen: Iterable[Build], until: float) -> Iterator[dict[str, Any]]:
-    """Build systems that have no wheel; a system that builds says so, and is not measured."""
-    for build in chosen:
-        limit = max(60.0, min(BUILD_LIMIT, until - time.monotonic()))
-        row = blank("build", Peer(build.name, PEERS[0].start, 0))
-        row |= {"lines": "-", "settings": BUILD, "note": build.note}
-        yield row | {"broke": build.attempt(limit) or "it builds, and has no row here yet"}
+            yield from steps(peers, rate, float(delay), options)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
-"""Methods of averaging gradients for comparisons: pycomm's, and torch's own hooks."""
+"""Methods of averaging gradients or parameters for comparisons: pycomm's, and torch's own hooks."""
 
 # No `from __future__ import annotations` here: DDP checks a hook's annotations, as types.
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 HOOKS = ("fp16", "powersgd:RANK", "fp16-powersgd:RANK", "late")
-OPTIMIZERS = ("sgd",)  # with momentum, which is coded if `momentum` names a codec
 
 
 @dataclass(frozen=True)
@@ -26,32 +27,37 @@ class Method:
     """The feedback for `pycomm.compress`: a kind, or "none"; empty: the default."""
     momentum: str = ""
     """The codec of the momentum, which travels instead of the gradients (`pycomm.CodedAdamW`, and
-    `pycomm.CodedSGD` for the optimizer sgd)."""
+    `pycomm.CodedSGD` with `sgd`)."""
     small: str = ""
-    """With `momentum`: the codec of gradients of one dimension; empty: they travel exactly."""
+    """With `momentum` or `local`: the codec of parameters of one dimension; empty: exact."""
     hook: str = ""
     """One of torch's own communication hooks, as in `HOOKS`, or `late_hook`."""
     bucket_mb: float = 25.0
     """DDP's bucket_cap_mb; its default is 25."""
-    update: str = ""
-    """The optimizer, one of `OPTIMIZERS`; empty: AdamW."""
+    sgd: bool = False
+    """SGD with momentum in place of AdamW."""
     rate: float = 1.0
-    """What its learning rate is, beside AdamW's."""
+    """What its learning rate is, beside AdamW's: steps by signs are larger."""
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Return the settings by which `python -m pycomm.bench.training` makes this method."""
-        return {name: value for name, value in asdict(self).items() if name != "label"}
+    sharded: bool = False
+    """`fully_shard` in place of DDP; its blocks stay gathered between forward and backward."""
+    local: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `pycomm.LocalSGD`, which averages parameters now and then in place of DDP."""
 
     @property
     def scheduled(self) -> bool:
         """Return whether the codec changes over the steps, so that step times vary."""
         return " " in self.codec + self.momentum
 
+    @property
+    def own_model(self) -> bool:
+        """Return whether the model it trains serves no other method afterwards."""
+        return self.sharded or bool(self.local)
+
     def wrap(
         self, model: nn.Module, group: dist.ProcessGroup | None = None, *, sync: bool = True
-    ) -> DistributedDataParallel:
-        """Return the model in DDP with this method's hook. Collective.
+    ) -> nn.Module:
+        """Return the model in DDP with this method's hook, or as the method has it. Collective.
 
         Args:
             model: the bare model.
@@ -61,6 +67,13 @@ class Method:
         Raises:
             ValueError: an unknown hook.
         """
+        if self.local:
+            return model
+        if self.sharded:
+            mesh = None if group is None else dist.DeviceMesh.from_group(group, "cpu")
+            for part in (*model.blocks, model):
+                fully_shard(part, mesh=mesh, reshard_after_forward=False)
+            return model
         wrapped = DistributedDataParallel(
             model,
             process_group=group,
@@ -78,27 +91,49 @@ class Method:
         return wrapped
 
     def optimizer(
-        self, model: DistributedDataParallel, lr: float, betas: tuple[float, float]
-    ) -> torch.optim.Optimizer:
+        self,
+        model: nn.Module,
+        lr: float,
+        betas: tuple[float, float],
+        group: dist.ProcessGroup | None = None,
+    ) -> tuple[torch.optim.Optimizer, Callable[[], object]]:
         """Return this method's optimizer for a model that `wrap` has returned. Collective.
 
         Args:
             model: the model.
             lr: AdamW's learning rate.
             betas: AdamW's.
-        """
-        lr *= self.rate
-        if self.update == "sgd":
-            return _sgd(model, lr, betas[0], self.momentum)
-        if self.momentum:
-            import pycomm
+            group: of `local`; None: the default group.
 
+        Returns:
+            The optimizer, and what makes the ranks' parameters equal before they are judged.
+        """
+        import pycomm
+
+        lr *= self.rate
+        if self.sgd:
+            return _sgd(model, lr, betas[0], self.momentum), _nothing
+        if self.momentum:
             policy = pycomm.Policy.of(self.momentum)
             if self.small:
                 rule = pycomm.Rule(codec=self.small, max_dims=1, reason="norms and biases")
                 policy = replace(policy, rules=(rule, *policy.rules))
-            return pycomm.CodedAdamW(model.parameters(), lr, betas, model=model, codec=policy)
-        return torch.optim.AdamW(model.parameters(), lr, betas)
+            coded = pycomm.CodedAdamW(model.parameters(), lr, betas, model=model, codec=policy)
+            return coded, _nothing
+        adamw = torch.optim.AdamW(model.parameters(), lr, betas)
+        if not self.local:
+            return adamw, _nothing
+        options = dict(self.local)
+        if self.small:
+            rules = (pycomm.Rule(codec=self.small, max_dims=1),)
+            options["codec"] = pycomm.Policy(options["codec"], rules=rules, guard=None)
+        local = pycomm.LocalSGD(model, process_group=group, **options)
+        adamw.register_step_post_hook(lambda *_: local.step())
+        return adamw, local.finish
+
+
+def _nothing() -> None:
+    return
 
 
 def _sgd(
@@ -164,6 +199,11 @@ TOP_1 = "sign 21:topk:density=0.01,values=int8,indices=int12"
 TOP_1_BINS = TOP_1.replace("int8", "bins2")  # values of two bits
 # SGD's learning rate beside AdamW's: of 8, 15, 25 and 50 the best one for exact gradients.
 SGD_RATE = 25.0
+# DiLoCo's rounds, the same in streams, and SparseLoCo's form: 64 values of 4096 in two bits.
+ROUND = {"every": 30, "codec": "int4"}
+STREAM = {"fragments": 6, "overlap": 5}
+SPARSE = {"codec": "topk:0.015625,indices=int12,values=bins2", "lr": 1.0, "momentum": 0.0}
+SPARSE |= {"feedback": "decay:0.95", "average": "senders"}
 METHODS = (
     Method("Gloo, fp32", "gloo"),
     Method("Gloo, fp16 hook", "gloo", hook="fp16"),
@@ -190,13 +230,13 @@ METHODS = (
     Method("pycomm, coded momentum, top-k 1 %", momentum=TOP_1),
     Method("pycomm, coded momentum, lean top-k 1 %", momentum=TOP_1, small="int8"),
     Method("pycomm, coded momentum, 2-bit top-k 1 %", momentum=TOP_1_BINS, small="int8"),
-    Method("pycomm, exact SGD", update="sgd", rate=SGD_RATE),
-    Method("pycomm, SGD, int8", codec="int8", update="sgd", rate=SGD_RATE),
-    Method("pycomm, SGD, int4", codec="int4", update="sgd", rate=SGD_RATE),
-    Method("pycomm, SGD, EDEN 2 bits", codec="eden:bits=2", update="sgd", rate=SGD_RATE),
-    Method("pycomm, SGD, EDEN 1 bit", codec="eden:bits=1", update="sgd", rate=SGD_RATE),
+    Method("pycomm, exact SGD", sgd=True, rate=SGD_RATE),
+    Method("pycomm, SGD, int8", codec="int8", sgd=True, rate=SGD_RATE),
+    Method("pycomm, SGD, int4", codec="int4", sgd=True, rate=SGD_RATE),
+    Method("pycomm, SGD, EDEN 2 bits", codec="eden:bits=2", sgd=True, rate=SGD_RATE),
+    Method("pycomm, SGD, EDEN 1 bit", codec="eden:bits=1", sgd=True, rate=SGD_RATE),
     *(
-        Method(f"pycomm, SGD, coded momentum, {name}", momentum=text, update="sgd", rate=SGD_RATE)
+        Method(f"pycomm, SGD, coded momentum, {name}", momentum=text, sgd=True, rate=SGD_RATE)
         for name, text in (
             ("int4", "int4"),
             ("2 bits", "eden:bits=2,scale=mmse"),
@@ -207,4 +247,13 @@ METHODS = (
     ),
     Method("pycomm, PowerSGD rank 4", codec="powersgd:4"),
     Method("pycomm, auto", codec="auto"),
+    Method("Gloo, FSDP2", "gloo", sharded=True),
+    Method("pycomm, FSDP2", sharded=True),
+    Method("LocalSGD, fp32", local={"every": 15, "codec": "fp32"}),
+    Method("LocalSGD, SparseLoCo", small="int8", local={"every": 15, **SPARSE}),
+    Method("LocalSGD, int4", local=ROUND),
+    Method("LocalSGD, int4 in streams", local={**ROUND, **STREAM}),
+    Method(
+        "LocalSGD, SparseLoCo in streams", small="int8", local={"every": 30, **SPARSE, **STREAM}
+    ),
 )

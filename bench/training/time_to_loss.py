@@ -2,17 +2,19 @@
 
     python -m pycomm.bench training --models demo,25m --csv bench/results/training-cpu.csv
 
-The bits of a result do not depend on the link, so losses and times are measured separately:
+The bits of a result do not depend on the link, so losses and times are measured apart (`--only`):
 
     losses  every method trains on two ranks (or others) on a loopback, once per seed, for a quarter
             more steps than the learning rate's schedule has; the loss on held-out text is taken
             during the training (256 windows), and at the end of the schedule (2048 windows). The
             bytes of a step are the mean over the schedule, as pycomm counts them
     steps   two ranks on a real link (netlab.py) take steps with one method after the other, in one
-            set of processes, repeatedly; the median counts
+            set of processes, repeatedly; the median counts, and of LocalSGD the mean over rounds
 
 The time to the loss is the number of steps after which a method's loss, averaged over seeds, has
 come down to the float32 run's loss at the end of its schedule, times the method's median step.
+
+    optimizer   instead: the time of CodedAdamW beside torch's fused AdamW (optimizer.py)
 """
 
 from __future__ import annotations
@@ -35,13 +37,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from pycomm.bench import netlab
-from pycomm.bench.common import arguments, progress
-from pycomm.bench.common.harness import Origin, Row, append_csv, record, write_json
+from pycomm.bench.common import arguments, tables
+from pycomm.bench.common.harness import Origin, Row, record, write_json
+from pycomm.bench.common.timing import in_turns
+from pycomm.bench.training import optimizer
 from pycomm.bench.training.corpora import CORPORA
 from pycomm.bench.training.methods import METHODS, Method
-from pycomm.bench.training.results import RANKS, load, show, totals
+from pycomm.bench.training.results import RANKS, SWEPT, load, show, totals
 from pycomm.bench.training.train import (
     FINAL_WINDOWS,
     Config,
@@ -74,17 +79,16 @@ def train(config: Config, method: Method, ranks: int) -> list[dict[str, float]]:
     Raises:
         RuntimeError: a rank failed; the text is its output.
     """
-    arguments = asdict(config) | method.arguments
+    arguments = asdict(config) | {"method": method.label.partition(SWEPT)[0], "rate": method.rate}
     os.environ.setdefault("PYCOMM_TRANSPORT", "tcp")  # which counts what travels
-    command = [sys.executable, "-m", "pycomm.bench.training"]
+    command = [sys.executable, "-m", "pycomm.bench.training.train"]
     for name, value in arguments.items():
         command += [f"--{name.replace('_', '-')}={value}"]
     with tempfile.TemporaryDirectory() as folder, netlab.Paced(ranks, netlab.UNLIMITED) as lab:
         lab.timed = False  # losses do not depend on it
         log = Path(folder, "log")
-        what = f"training {method.label}, seed {config.seed}"
-        with progress.following(what, log, config.steps):
-            run(lab, [*command, f"--log={log}"], Path(folder, "output"))
+        print(f"training {method.label}, seed {config.seed} ...", file=sys.stderr, flush=True)
+        run(lab, [*command, f"--log={log}"], Path(folder, "output"))
         return [json.loads(line) for line in log.read_text().splitlines()]
 
 
@@ -122,7 +126,7 @@ def losses(
 
 
 def step_times(
-    model: str, methods: Sequence[Method], rate: str, rounds: int, turn_seconds: float
+    model: str, methods: Sequence[Method], rate: str, options: argparse.Namespace
 ) -> Iterable[Row]:
     """Time the steps of all methods on a link, in turns."""
     lab, reason = netlab.open_lab(RANKS, rate)
@@ -131,70 +135,82 @@ def step_times(
     with lab, tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         labels = [method.label for method in methods]
-        chosen = json.dumps({"model": model, "rounds": rounds, "methods": labels, "log": str(log)})
-        command = [sys.executable, "-m", "pycomm.bench.training.time_to_loss", "--rank", chosen]
-        what = f"timing steps of {len(methods)} methods at {rate}"
-        with progress.following(what, log, rounds * len(methods)):
-            run(lab, [*command, f"--turn-seconds={turn_seconds}"], Path(folder, "output"))
+        chosen = {"model": model, "rounds": options.rounds, "methods": labels, "log": str(log)}
+        chosen |= {"turn_seconds": options.turn_seconds, "compute": options.compute}
+        command = [sys.executable, "-m", "pycomm.bench.training.time_to_loss"]
+        print(f"timing steps of {len(methods)} methods at {rate} ...", file=sys.stderr, flush=True)
+        run(lab, [*command, "--rank", json.dumps(chosen)], Path(folder, "output"))
         samples = [json.loads(line) for line in log.read_text().splitlines()]
         connection = f"tcp ({lab.congestion})"
     for method in methods:
         mine = [s for s in samples if s["method"] == method.label]
         seconds = [s for sample in mine for s in sample["seconds"]]
+        middle = statistics.fmean(seconds) if method.local else statistics.median(seconds)
         yield replace(
             describe("step", model, method),
             rate=rate,
             connection=connection,
             steps=len(seconds),
-            seconds=statistics.median(seconds),
+            seconds=middle,
+            ratio=options.compute / middle if options.compute else None,
             wire_bytes=statistics.median(sample["wire_bytes"] for sample in mine),
         )
 
 
 def time_on_this_rank(
-    model: str, methods: Sequence[Method], rounds: int, turn_seconds: float, log: Path
+    model: str, methods: list[str], rounds: int, turn_seconds: float, compute: float, log: str
 ) -> None:
-    """Time all methods in turns on one model and one optimizer; rank 0 writes the samples."""
+    """Time methods in turns; rank 0 writes the samples. Most share one model and one optimizer."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     groups = {"gloo": None, "pycomm": dist.new_group(backend="pycomm")}
     config = MODELS[model]
     torch.manual_seed(0)
     net = Transformer(config)
-    optimizer = torch.optim.AdamW(net.parameters(), config.learning_rate)
+    adamw = torch.optim.AdamW(net.parameters(), config.learning_rate)
     data = batches(CORPORA[config.corpus]()[0], config, dist.get_rank(), RANKS)
-    for _ in range(rounds):
-        for method in methods:
-            wrapped = method.wrap(net, groups[method.backend], sync=False)
-            stepping = optimizer
-            if method.momentum or method.update:
-                stepping = method.optimizer(wrapped, config.learning_rate, (0.9, 0.999))
-            seconds: list[float] = []
-            settle, timed = settle_steps(method), 2
-            before = 0
-            while len(seconds) < settle + timed:
-                if len(seconds) == settle:
-                    before = wire_bytes()
-                start = time.perf_counter()
-                loss_of(wrapped, next(data)).backward()
-                stepping.step()
-                stepping.zero_grad()
-                seconds.append(time.perf_counter() - start)
-                if len(seconds) == settle:
-                    timed = agreed_count(turn_seconds / seconds[-1])
-            dist.barrier()
-            sent = (wire_bytes() - before) / timed
-            if dist.get_rank() == 0:
-                sample = {"method": method.label, "seconds": seconds[settle:], "wire_bytes": sent}
-                with log.open("a") as file:
-                    print(json.dumps(sample), file=file)
-            del wrapped, stepping
-            gc.collect()
+    for label in methods * rounds:
+        method = next(m for m in METHODS if m.label == label)
+        group = groups[method.backend]
+        bare = Transformer(config) if method.own_model else net
+        wrapped = method.wrap(bare, group, sync=False)
+        chosen, finish = adamw, None
+        if method.momentum or method.sgd or method.own_model:
+            given = config.learning_rate, (0.9, 0.999)
+            chosen, finish = method.optimizer(wrapped, *given, group)
+
+        def step(model: nn.Module = wrapped, by: torch.optim.Optimizer = chosen) -> None:
+            until = time.perf_counter() + compute
+            loss_of(model, next(data)).backward()
+            time.sleep(max(0.0, until - time.perf_counter()))
+            by.step()
+            by.zero_grad()
+
+        every = method.local.get("every", 1)
+        (last,) = in_turns({label: step}, 1, settle=settle_steps(method) - 1)[label]
+        timed = agreed_count(turn_seconds / last / every) * every
+        before = wire_bytes()
+        seconds = in_turns({label: step}, timed, settle=0)[label]
+        dist.barrier()
+        sample = {
+            "method": label,
+            "seconds": seconds,
+            "wire_bytes": (wire_bytes() - before) / timed,
+        }
+        if dist.get_rank() == 0:
+            with open(log, "a") as file:
+                print(json.dumps(sample), file=file)
+        if finish is not None:
+            finish()
+        del step, wrapped, chosen, finish
+        gc.collect()
     dist.destroy_process_group()
 
 
 def settle_steps(method: Method) -> int:
     """Return how many steps a method takes to settle: `auto` has to try codecs first."""
+    if method.local:
+        return int(method.local["every"])
     return 330 if method.codec.startswith("auto") else SETTLE
 
 
@@ -235,13 +251,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--models", type=arguments.some_of("model", MODELS), default="demo", help=f"of {known}")
     add("--rates", type=arguments.rates, default="100mbit,1gbit", help="of links, as tc has them")
     add("--methods", default="", help="only those in whose label this pattern is found")
-    add("--only", choices=("losses", "steps", "totals"), help="totals: from what --csv holds")
-    add(
-        "--losses-of",
-        type=arguments.one_of("model", MODELS),
-        help="estimate: take the steps to the loss from this model's trainings, and only the time "
-        "of a step from the models'",
-    )
+    parts = ("losses", "steps", "totals", "optimizer")
+    add("--only", choices=parts, help="totals: from what --csv holds")
     add(
         "--rate-factors",
         type=arguments.factors,
@@ -256,6 +267,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         type=arguments.seconds,
         default=6.0,
         help="of timed steps a turn, but at least two",
+    )
+    add(
+        "--compute",
+        type=arguments.seconds,
+        default=0.0,
+        help="that a timed step computes at least, as a faster or larger model's would",
     )
     arguments.add_files(parser)
     add("--rank", help=argparse.SUPPRESS)
@@ -272,13 +289,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         options.methods = [m for m in METHODS if re.search(options.methods, m.label)]
     except re.error as error:
         parser.error(f"--methods {options.methods!r} is no pattern: {error}")
-    if options.losses_of and (options.only != "steps" or not options.csv):
-        parser.error("--losses-of goes with --only steps and the --csv that holds those trainings")
     if options.rate_factors:
         if options.only != "losses":
             parser.error("--rate-factors is for trainings: --only losses")
         options.methods = [
-            replace(m, label=f"{m.label}, rate x {factor:g}", rate=factor)
+            replace(m, label=f"{m.label}{SWEPT}{factor:g}", rate=factor)
             for m in options.methods
             for factor in options.rate_factors
         ]
@@ -293,15 +308,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     if options.rank:
-        chosen = json.loads(options.rank)
-        methods = [m for m in METHODS if m.label in chosen["methods"]]
-        log = Path(chosen["log"])
-        time_on_this_rank(chosen["model"], methods, chosen["rounds"], options.turn_seconds, log)
+        time_on_this_rank(**json.loads(options.rank))
         return 0
 
     methods = options.methods
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "training", *argv]))
     csv_path = Path(options.csv) if options.csv else None
+    if options.only == "optimizer":
+        return optimizer.run({name: MODELS[name] for name in options.models}, origin, csv_path)
     try:
         rows = load(csv_path) if csv_path and csv_path.exists() else []
     except (KeyError, TypeError, ValueError) as error:
@@ -316,7 +330,7 @@ def main(argv: Sequence[str]) -> int:
     def keep(row: Row) -> None:
         records.append(record(row, origin))
         if csv_path:
-            append_csv(csv_path, records[-1:])
+            tables.append(csv_path, records[-1:])
 
     def measure(results: Iterable[Row]) -> None:
         for row in results:
@@ -333,8 +347,8 @@ def main(argv: Sequence[str]) -> int:
         if options.only in (None, "steps"):
             steady = [m for m in methods if not m.scheduled]
             for rate in options.rates if steady else ():
-                measure(step_times(model, steady, rate, options.rounds, options.turn_seconds))
-    final = list(totals(rows, options.losses_of or ""))
+                measure(step_times(model, steady, rate, options))
+    final = list(totals(rows))
     show(final)
     if options.only == "totals":
         for row in final:

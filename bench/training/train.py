@@ -1,6 +1,6 @@
 """Data-parallel training of a small language model, written as a user of DDP would.
 
-    torchrun --nproc-per-node 2 -m pycomm.bench.training --backend pycomm --codec int4
+    torchrun --nproc-per-node 2 -m pycomm.bench.training.train --backend pycomm --codec int4
 
 A byte-level transformer learns Python from the standard library's own sources. All runs share
 weights, data and their order, and differ only in the backend and the codec, so two exact runs have
@@ -15,9 +15,10 @@ import json
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from torch import nn
 
 from pycomm.bench.netlab import interface_bytes
 from pycomm.bench.training.corpora import CORPORA
-from pycomm.bench.training.methods import HOOKS, OPTIMIZERS, Method
+from pycomm.bench.training.methods import METHODS, Method
 
 WINDOWS, FINAL_WINDOWS = 256, 2048  # of held-out text: on the way, and at the schedule's end
 
@@ -155,10 +156,11 @@ def train(config: Config, method: Method) -> Iterator[dict[str, float]]:
     torch.manual_seed(config.seed)
     model = method.wrap(Transformer(config))
     betas = config.beta1, 0.95
-    optimizer = method.optimizer(model, config.learning_rate, betas)
+    optimizer, finish = method.optimizer(model, config.learning_rate, betas)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
     text, held_out = CORPORA[config.corpus]()
     data = batches(text, config, dist.get_rank(), dist.get_world_size())
+    bare = getattr(model, "module", model)
 
     seconds: list[float] = []
     sent: list[int] = []
@@ -173,39 +175,61 @@ def train(config: Config, method: Method) -> Iterator[dict[str, float]]:
         sent.append(wire_bytes() - sent_before)
         row = {"step": step, "seconds": sum(seconds), "loss": loss.item()}
         if step % config.evaluate_every == 0 or step == 1:
-            row["held_out"] = evaluate(model.module, held_out, config, WINDOWS)
+            row["held_out"] = evaluate(bare, held_out, config, WINDOWS)
         if step == config.steps:
+            finish()
             row["mean_wire_bytes"] = sum(sent) / len(sent)  # codecs may change on the way
-            row["final"] = evaluate(model.module, held_out, config, FINAL_WINDOWS)
+            row["final"] = evaluate(bare, held_out, config, FINAL_WINDOWS)
         yield row
     settled = len(seconds) // 10  # the first steps allocate, and DDP rebuilds its buckets
     yield {
         "step_seconds": statistics.median(seconds[settled:]),
         "wire_bytes": statistics.median(sent[settled:]),
-        "held_out": evaluate(model.module, held_out, config, FINAL_WINDOWS),
+        "held_out": evaluate(bare, held_out, config, FINAL_WINDOWS),
     }
 
 
+def alone(steps: int) -> list[torch.Tensor]:
+    """Return the demo model's gradients after so many steps of one rank, without a group."""
+    config = Config()
+    torch.manual_seed(config.seed)
+    model = Transformer(config)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), config.learning_rate, betas=(config.beta1, 0.95)
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
+    data = batches(CORPORA[config.corpus]()[0], config, 0, 1)
+    for step in range(steps + 1):
+        optimizer.zero_grad()
+        loss_of(model, next(data)).backward()
+        if step < steps:
+            optimizer.step()
+            scheduler.step()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m pycomm.bench.training", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m pycomm.bench.training.train", description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--backend", default="pycomm")
     parser.add_argument("--codec", default="", help="compress gradients: int8, int4, ...")
-    parser.add_argument("--feedback", default="", help="its feedback, or none")
-    parser.add_argument("--momentum", default="", help="compress the momentum instead: sign, ...")
-    parser.add_argument("--small", default="", help="with --momentum: of norms and biases, int8")
-    parser.add_argument("--update", default="", help=f"in AdamW's place: {', '.join(OPTIMIZERS)}")
-    parser.add_argument("--rate", type=float, default=Method.rate, help="times the learning rate")
-    parser.add_argument("--hook", default="", help=f"torch's own: {', '.join(HOOKS)}")
-    parser.add_argument("--bucket-mb", type=float, default=Method.bucket_mb, help="of DDP")
+    parser.add_argument("--method", help="instead: the label of one of methods.py")
+    parser.add_argument("--rate", type=float, help="of the method: times the learning rate")
     parser.add_argument("--log", default="/dev/stdout", help="JSON lines of rank 0 go here")
     for name, default in asdict(Config()).items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(default), default=default)
     args = vars(parser.parse_args())
-    log = args.pop("log")
-    chosen = {name: args.pop(name) for name in Method("").arguments}
-    method = Method("", **chosen)
+    backend, codec, label, rate, log = (
+        args.pop(name) for name in ("backend", "codec", "method", "rate", "log")
+    )
+    method = Method("", backend, codec)
+    if label:
+        method = next(m for m in METHODS if m.label == label)
+    if rate is not None:
+        method = replace(method, rate=rate)
 
     torch.set_num_threads(1)
     dist.init_process_group(method.backend)
@@ -217,3 +241,7 @@ def main() -> int:
     gc.collect()
     dist.destroy_process_group()
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pycomm.bench.common import tables
 from pycomm.bench.figures import charts
-from pycomm.bench.peers import builds, rank, results, table
+from pycomm.bench.peers import rank, results, table
 from pycomm.bench.peers.systems import PEERS, Training
 
 REFERENCE, OURS = PEERS[0].name, "pycomm, int4"
@@ -46,43 +47,34 @@ def test_the_table_marks_the_first_of_each_column_and_says_what_broke():
     assert all(line.count("|") == lines[0].count("|") for line in lines)
 
 
-def test_rows_that_the_file_holds_are_not_measured_again(tmp_path, monkeypatch, capsys):
+def test_a_broken_system_takes_no_steps_and_rows_are_added_to_the_file(
+    tmp_path, monkeypatch, capsys
+):
     measured = []
 
     def run(lab, peer, words, limit):
         measured.append(peer.name)
+        if peer.name != REFERENCE:
+            raise table.Failed("the cause")
         return [{"step": 10, "held_out": 3.0}, {"step": 20, "held_out": 2.0}]
-
-    monkeypatch.setattr(table, "run", run)
 
     def steps(peers, rate, delay, options):
         for peer in peers:
-            measured.append((peer.name, rate, delay))
             place = {"rate": rate, "delay_ms": f"{delay:g}", "ms": "5.00", "bytes": "7"}
-            yield {
-                **table.blank("step", peer),
-                **place,
-                "settings": table.settings("step", options),
-            }
+            kind = {"settings": table.settings("step", options)}
+            yield {**table.blank("step", peer), **place, **kind}
 
+    monkeypatch.setattr(table, "run", run)
     monkeypatch.setattr(table, "steps", steps)
     words = ["--peers", "fp32|exact", "--rates", "1gbit", "--delays", "0", "--steps", "20"]
     words += ["--csv", str(tmp_path / "peers.csv")]
-    both = [REFERENCE, "pycomm, exact"]
-    everything = [*both, *((name, "1gbit", 0.0) for name in both)]
-    assert table.main([*words, "--minutes", "0"]) == 3  # no row was begun, and it says so
-    assert not measured
     assert table.main(words) == 0
-    assert measured == everything
-    assert table.main(words) == 0
-    assert measured == everything
-    assert table.main([*words, "--seconds", "1"]) == 0  # the trainings are the same
-    assert measured == [*everything, *everything[2:]]
-    measured.clear()
-    assert table.main([*words, "--again"]) == 0
-    assert measured == everything
-    out = capsys.readouterr().out
-    assert f"| {REFERENCE} | 0 | **0.1** |" in out
+    assert measured == [REFERENCE, "pycomm, exact"]
+    rows = [(row["kind"], row["system"]) for row in tables.read(tmp_path / "peers.csv")]
+    assert rows == [("loss", REFERENCE), ("loss", "pycomm, exact"), ("step", REFERENCE)]
+    assert table.main([*words, "--show"]) == 0
+    assert measured == [REFERENCE, "pycomm, exact"]
+    assert capsys.readouterr().out.count(f"| {REFERENCE} | 0 | **0.1** |") == 2
 
 
 def test_a_sentence_says_for_each_link_who_is_first_and_how_far_pycomm_is():
@@ -110,16 +102,6 @@ def test_the_figure_has_a_panel_for_each_delay_and_the_systems_that_reach_the_lo
     first = chart.panels[0].series[0]  # its rates are in bytes a second
     assert list(zip(first.x, first.y, strict=True)) == [(1.25e8, 2.0), (1.25e9, 0.2)]
     assert first.base
-
-
-def test_a_build_is_told_by_its_first_error(monkeypatch):
-    pip = "Collecting x\n  error: subprocess-exited-with-error\n"
-    said = pip + " a.cpp:3: error: no header\nmake: Error 2\n"
-    assert builds.first_error(said) == "a.cpp:3: error: no header"
-    assert builds.first_error("error: subprocess-exited-with-error\n") != ""
-    assert builds.first_error("one\ntwo\n") == "two"
-    monkeypatch.setattr(builds.sys, "executable", "false")
-    assert builds.Build("x", "x").attempt(60) == "no output"
 
 
 def test_peers_that_average_by_themselves_are_timed_from_one_average_to_the_next(monkeypatch):

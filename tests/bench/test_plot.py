@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ pytest.importorskip("matplotlib", reason="pictures: pip install pycomm[bench]")
 
 from pycomm.bench import plot
 from pycomm.bench.common import tables
-from pycomm.bench.figures.catalogue import FIGURES, Figure
+from pycomm.bench.figures.catalogue import FIGURES, Figure, widest_run
 from pycomm.charts import Axis, Chart, Panel, Series, save_png
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +28,14 @@ def lines(rows: list[tables.Row]) -> Chart:
     return Chart("A", "b", [Panel(Axis("x"), Axis("y", log=True), [Series("c", x, y)])])
 
 
-FIGURE = Figure("line", "line.csv", lines, "make line")
+FIGURE = Figure(
+    "line", "line.csv", lines, "make line", line=("name",), point=("x",), measured=("y",)
+)
+
+
+def row(x: int, y: int, **more: object) -> dict[str, object]:
+    origin = {"time": f"2026-01-0{y}", "command": "a", "commit": "b", "load": y}
+    return {"name": "c", "ranks": 2, "x": x, "y": y, **origin, "device": "d", "cores": 2, **more}
 
 
 @pytest.fixture
@@ -36,17 +44,54 @@ def checkout(tmp_path: Path) -> Path:
     for folder in ("docs/img", "bench/results"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "README.md").write_text("![A line](docs/img/line.png)\n")
-    tables.append(tmp_path / "bench/results/line.csv", [{"x": 1, "y": 2}, {"x": 2, "y": 3}])
+    tables.append(tmp_path / "bench/results/line.csv", [row(1, 2), row(2, 3)])
     save_png(FIGURE.of(tmp_path / "bench/results"), tmp_path / "docs/img/line.png")
     assert plot.faults(tmp_path, [FIGURE]) == []
     return tmp_path
 
 
 def test_newer_table_is_noticed(checkout):
-    tables.append(checkout / "bench/results/line.csv", [{"x": 3, "y": 4}])
+    tables.append(checkout / "bench/results/line.csv", [row(3, 4)])
     assert plot.faults(checkout, [FIGURE]) == [
         "line.png shows something else than line.csv: draw it again"
     ]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"ranks": 8}, "line: ranks is 2 and 8 in the rows"),
+        ({"name": "other", "ranks": 8}, "line: ranks is 2 and 8 in the rows"),
+        ({"device": "GPU"}, "line: device is GPU and d in the rows"),
+    ],
+)
+def test_rows_that_differ_in_more_than_is_shown_are_noticed(
+    checkout, more, says, monkeypatch, capsys
+):
+    tables.append(checkout / "bench/results/line.csv", [row(3, 4, **more)])
+    assert plot.faults(checkout, [FIGURE]) == [says]
+    with pytest.raises(ValueError, match=says):
+        FIGURE.of(checkout / "bench/results")
+    monkeypatch.setattr(plot, "ROOT", checkout)
+    monkeypatch.setattr(plot.faults, "__defaults__", ([FIGURE],))
+    assert plot.main(["--check"]) == 1
+    assert capsys.readouterr().out == f"{says}\n"
+
+
+def test_a_column_that_goes_with_a_line_may_differ_between_lines_alone(checkout):
+    table = checkout / "bench/results/line.csv"
+    figure = replace(FIGURE, line=("name", "ranks"))
+    tables.append(table, [row(3, 4, name="other", ranks=8)])
+    assert figure.mixtures(table.parent) == []
+    tables.append(table, [row(4, 5, ranks=8)])
+    assert figure.mixtures(table.parent) == ["line: ranks is 2 and 8 in the rows of c"]
+
+
+def test_the_newest_of_equal_rows_is_shown_and_others_are_selected(checkout):
+    results = checkout / "bench/results"
+    tables.append(results / "line.csv", [row(1, 9), row(1, 5, ranks=8)])
+    figure = replace(FIGURE, where={"ranks": ["2"]})
+    assert [one["y"] for one in figure.rows(results)] == ["9", "3"]
 
 
 def test_figure_that_nothing_makes_is_noticed(checkout):
@@ -67,7 +112,7 @@ def test_figure_that_is_not_shown_or_not_drawn_is_noticed(checkout):
 
 def test_every_table_has_the_command_that_makes_it():
     for figure in FIGURES:
-        assert figure.command.startswith("python -m pycomm.bench")
+        assert figure.command.startswith("python -m pycomm.")
         assert figure.table in figure.command
 
 
@@ -86,7 +131,7 @@ def test_newest_rows_and_the_widest_run():
         "2026-01-03T01",
         "2026-01-02T02",
     ]
-    assert tables.widest_run(rows, "backend") == rows[3:]
+    assert widest_run(rows, "backend") == rows[3:]
 
 
 def test_table_with_other_columns_is_left_alone(tmp_path):

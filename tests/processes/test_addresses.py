@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pycomm.bench import netlab
-from pycomm.bench.wan.lab import WanLab
+from pycomm.bench.lab.wan import WanLab
 
 # A rank sums integers over a group, with variables of its own ({"0": {...}, "1": {...}}).
 SUM = r"""

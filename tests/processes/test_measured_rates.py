@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from pycomm.bench import netlab
-from pycomm.bench.wan.lab import WanLab
-from pycomm.bench.wan.shape import Shape
+from pycomm.bench.lab.shape import Shape
+from pycomm.bench.lab.wan import WanLab
 from tests.torch.lab_ranks import fork_ranks
 
 # The ranks tell each other what they have measured after 8 and after 32 collectives. In each sum, a

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from pycomm.bench import netlab
-from pycomm.bench.wan.lab import WanLab
-from pycomm.bench.wan.shape import Shape
+from pycomm.bench.lab.shape import Shape
+from pycomm.bench.lab.wan import WanLab
 from tests.extent import part
 from tests.torch.lab_ranks import fork_ranks
 

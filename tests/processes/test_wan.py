@@ -1,4 +1,4 @@
-"""Groups between hosts that are far from each other: real links with delay (bench/wan/lab.py)."""
+"""Groups between hosts that are far from each other: real links with delay (bench/lab/wan.py)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pycomm.bench import netlab
-from pycomm.bench.wan.lab import WanLab
-from pycomm.bench.wan.rank import STEPS
-from pycomm.bench.wan.shape import Shape
-from pycomm.bench.wan.steps import PROMISED, run_steps
+from pycomm.bench.lab.shape import Shape
+from pycomm.bench.lab.wan import WanLab
+from pycomm.bench.links.steps import PROMISED, run_steps
+from pycomm.bench.links.steps_rank import STEPS
 from tests.extent import part
 from tests.torch.lab_ranks import fork_ranks
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pycomm.bench.common import harness
+from pycomm.bench.common import harness, tables
 from pycomm.bench.common.harness import COLUMNS, Origin, Row
 from pycomm.bench.common.report import Report, ratios
+from pycomm.bench.common.timing import calls_within, in_turns, quantile
 
 RESULTS = Path(harness.__file__).parents[1] / "results"
 ROW = Row("time", "all_reduce", "pycomm", ranks=2, size=8, count=2, type="float32", time_p50=2.0)
@@ -45,9 +46,30 @@ def test_a_factor_that_never_ends_is_refused():
 
 def test_quantiles_are_samples():
     samples = [5.0, 1.0, 3.0, 2.0, 4.0]
-    assert harness.quantile(samples, 0.5) == 3.0
-    assert harness.quantile(samples, 0.99) == 5.0
-    assert harness.quantile(samples, 0.0) == 1.0
+    assert quantile(samples, 0.5) == 3.0
+    assert quantile(samples, 0.99) == 5.0
+    assert quantile(samples, 0.0) == 1.0
+
+
+def test_peers_take_turns_and_only_timed_calls_count():
+    said: list[str] = []
+    clock = iter(range(100))
+    found = in_turns(
+        {name: lambda name=name: said.append(name) for name in "ab"},
+        3,
+        turn=2,
+        clock=lambda: next(clock),
+        before=lambda name: said.append(f"<{name}"),
+        after=lambda name: said.append(f"{name}>"),
+    )
+    assert " ".join(said) == "<a a a a a> <b b b b b> <a a a a> <b b b b>"
+    assert found == {"a": [1, 1, 1], "b": [1, 1, 1]}
+
+
+def test_the_number_of_calls_follows_from_the_slowest_peer():
+    assert calls_within(0.5, 0.01, 20, 5000) == 50
+    assert calls_within(0.5, 1.0, 20, 5000) == 20
+    assert calls_within(0.5, 0.0, 20, 5000) == 5000
 
 
 def test_the_command_of_a_row_names_no_checkout():
@@ -60,8 +82,8 @@ def test_the_command_of_a_row_names_no_checkout():
 
 def test_csv_is_appended_to_under_one_header(tmp_path):
     path, origin = tmp_path / "results" / "x.csv", Origin.here("command")
-    harness.append_csv(path, [harness.record(ROW, origin)])
-    harness.append_csv(path, [harness.record(replace(ROW, size=16), origin)])
+    tables.append(path, [harness.record(ROW, origin)])
+    tables.append(path, [harness.record(replace(ROW, size=16), origin)])
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["size"] for row in rows] == ["8", "16"]
@@ -74,14 +96,14 @@ def test_csv_of_another_schema_is_left_alone(tmp_path):
     path = tmp_path / "old.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="other columns"):
-        harness.append_csv(path, [harness.record(ROW, Origin.here(""))])
+        tables.append(path, [harness.record(ROW, Origin.here(""))])
     assert path.read_text() == "a,b\n1,2\n"
 
 
 def test_csv_of_an_earlier_version_gets_the_new_columns(tmp_path):
     path = tmp_path / "old.csv"
     path.write_text('op,size,curve\nall_reduce,8,"1:2 3:4"\n')
-    harness.append_csv(path, [harness.record(ROW, Origin.here("command"))])
+    tables.append(path, [harness.record(ROW, Origin.here("command"))])
     with path.open(newline="") as file:
         first, second = csv.DictReader(file)
     assert list(first) == COLUMNS
@@ -123,7 +145,7 @@ def test_ratios_compare_with_the_exact_row_of_the_same_size():
 
 
 def test_table_lines_up_and_marks_what_has_no_meaning(capsys):
-    report = Report((("size", 6, ""), ("time_p50", 8, ".2f"), ("err", 8, ".1e")), steps=1)
+    report = Report((("size", 6, ""), ("time_p50", 8, ".2f"), ("err", 8, ".1e")))
     report.header("a comment")
     report.add(ROW)
     comment, header, line = capsys.readouterr().out.splitlines()
@@ -133,7 +155,7 @@ def test_table_lines_up_and_marks_what_has_no_meaning(capsys):
 
 
 def test_quiet_reports_keep_rows(capsys):
-    report = Report((("size", 6, ""),), steps=1, quiet=True)
+    report = Report((("size", 6, ""),), quiet=True)
     report.add(ROW)
     assert report.rows == [ROW]
     assert capsys.readouterr().out == ""

@@ -19,7 +19,6 @@ import pytest
 from pycomm import _C
 from pycomm.bench import __main__ as cli
 from pycomm.bench.common import arguments, harness
-from pycomm.bench.common.report import Report
 from pycomm.bench.ops import backends, coded, collectives, measure
 from pycomm.bench.ops.cases import REDUCTIONS, STORAGE
 from pycomm.bench.ops.operations import OPERATIONS, make_case
@@ -339,10 +338,9 @@ def test_backends_have_their_turns_iteration_by_iteration(turn, order):
         measure.Variant(Fake(None), "none", "none", run=lambda name=name: calls.append(name))
         for name in "ab"
     ]
-    report = Report((), steps=10, quiet=True)
     member = alone()
     member.options = argparse.Namespace(turn=turn)
-    member.time_in_turns(variants, 3, report, "")
+    member.time_in_turns(variants, 3)
     assert "".join(calls) == order
     assert [len(variant.samples) for variant in variants] == [3, 3]
 

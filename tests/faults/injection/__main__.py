@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from pycomm.bench.wan.shape import Shape, changed
+from pycomm.bench.lab.shape import Shape, changed
 from tests.faults.injection.case import (
     ELASTIC,
     FAULTS,

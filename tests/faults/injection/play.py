@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pycomm.bench.lab.shape import Shape
+from pycomm.bench.lab.wan import WanLab
 from pycomm.bench.netlab import Netlab
-from pycomm.bench.wan.lab import WanLab
-from pycomm.bench.wan.shape import Shape
 from tests.faults.injection.case import ELASTIC, FROM_OUTSIDE, NETWORK, Case
 from tests.faults.injection.rank import Rank, go_on, wait_for
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -202,14 +201,3 @@ def test_an_interrupt_is_told_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(main, "run", interrupted)
     assert main.main([]) == 130
     assert capsys.readouterr().err == "python -m pycomm.bench: interrupted\n"
-
-
-def test_a_measurement_says_what_it_does(tmp_path: Path, capsys):
-    from pycomm.bench.common import progress
-
-    log = tmp_path / "log"
-    assert progress.lines(log) == 0
-    with progress.following("timing steps of 3 methods", log, 4):
-        log.write_text("one\ntwo\nthr")
-        assert progress.lines(log) == 2
-    assert "timing steps of 3 methods ..." in capsys.readouterr().err

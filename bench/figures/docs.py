@@ -1,0 +1,175 @@
+"""Tables of docs and README that are written from bench/results: `report --tables`.
+
+A table lies between two comments that name it; the rest of the page is not touched.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from pycomm.bench.common import tables
+from pycomm.bench.common.harness import Row
+from pycomm.bench.figures.claims import CLAIMS
+from pycomm.bench.plan import command as plan
+from pycomm.bench.training.methods import METHODS
+from pycomm.bench.training.results import RANKS, SWEPT, changes, load, over, totals, with_loss
+
+ROOT = Path(__file__).parents[2]
+DOCS, README = ROOT / "docs", ROOT / "README.md"
+PAGE = DOCS / "choosing.md"
+TRAINING, CODECS = tables.RESULTS / "training-cpu.csv", tables.RESULTS / "codecs-cpu.csv"
+DEMO = tables.RESULTS / "demo-cpu.csv"
+NUMERIC = "--:"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """Return a Markdown table; all columns but the first `left` are right-aligned numbers."""
+    rule = ["---"] * left + [NUMERIC] * (len(head) - left)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows))
+
+
+def training(rows: Sequence[Row], model: str, rate: str) -> str:
+    """Return the table with a row per method, the fastest step first.
+
+    A model that was not trained takes its steps to the loss from the demo's trainings.
+    """
+    trained = any((r.kind, r.model) == ("loss", model) for r in rows)
+    done = totals(rows, "" if trained else "demo")
+    chosen = [r for r in done if (r.model, r.rate) == (model, rate) and r.seconds]
+    chosen.sort(key=lambda r: r.seconds or 0)
+    fp16 = next((r.seconds for r in chosen if r.hook == "fp16"), None)
+    lines = [
+        [
+            row.method,
+            number(row.seconds, 0, 1e3),
+            number(row.wire_bytes, 2, 1e-6),
+            number(over(fp16, row.seconds), 2),
+            number(row.seconds_to_loss, 0),
+        ]
+        for row in chosen
+    ]
+    head = ("method", "step, ms", "MB a step", "x fp16 hook", "seconds to the exact loss")
+    return table(head, lines)
+
+
+def losses(rows: Sequence[Row], model: str) -> str:
+    """Return the table with a row per method: its loss against the exact run, over the seeds."""
+    found = [r for r in rows if (r.kind, r.model, r.ranks) == ("loss", model, RANKS)]
+    known = {method.label for method in METHODS}  # rows of others stay for pages that date them
+    found = [r for r in found if r.method.partition(SWEPT)[0] in known]
+    lines = []
+    for method in dict.fromkeys(r.method for r in found):
+        whole = with_loss(next(r for r in found if r.method == method), rows)
+        by_seed = changes(method, model, rows)
+        lines.append([
+            method, str(len(by_seed)), percent(by_seed), number(whole.steps_to_loss, 0)
+        ])  # fmt: skip
+    return table(("method", "seeds", "loss", "steps to the exact loss"), lines)
+
+
+def percent(values: Sequence[float]) -> str:
+    """Return the mean, with its standard error if there are at least two values."""
+    if not values:
+        return ""
+    text = f"{statistics.fmean(values) * 100:+.2f}"
+    if len(values) > 1:
+        text += f" ± {statistics.stdev(values) / len(values) ** 0.5 * 100:.2f}"
+    return f"{text} %"
+
+
+def number(value: float | None, digits: int, factor: float = 1.0) -> str:
+    return "" if value is None else f"{value * factor:.{digits}f}"
+
+
+def codecs(path: Path) -> str:
+    """Return the table with a row per codec: bits per value, error, and GB/s on one core."""
+    found: dict[str, dict[str, list[dict[str, str]]]] = {}
+    for row in tables.read(path):
+        if (row["kind"], row["backend"]) == ("codec", "native"):
+            found.setdefault(row["codec"], {}).setdefault(row["op"], []).append(row)
+    lines = []
+    for codec, ops in found.items():
+        largest = {op: max(rows, key=lambda r: int(r["size"])) for op, rows in ops.items()}
+        some = next(iter(largest.values()))
+        errors = [float(r["err"]) for r in largest.values() if r["err"]]
+        lines.append([
+            f"`{codec}`",
+            f"{32 / float(some['ratio']):.2f}" if some["ratio"] else "",
+            f"{statistics.fmean(errors) ** 2:.2g}" if errors else "",
+            *(f"{float(largest[op]['algbw']):.1f}" if op in largest else "" for op in OPS),
+        ])  # fmt: skip
+    head = ("codec", "bits", "squared error", *(op.replace("_", " ") for op in OPS))
+    return table(head, lines)
+
+
+def demo(path: Path) -> str:
+    """Return the table with a row per run of the demo."""
+    rows = tables.newest(tables.read(path), "run")
+    first = float(rows[0]["step_seconds"])
+    lines = [
+        [
+            row["run"],
+            f"{float(row['step_seconds']) * 1e3:.0f} ms",
+            f"{float(row['wire_bytes']) / 1e6:.2f} MB",
+            f"{float(row['loss']):.4f}",
+            f"{first / float(row['step_seconds']):.2f} x",
+        ]
+        for row in rows
+    ]
+    return table(("run", "step", "wire per step", "held-out loss", "speed-up"), lines)
+
+
+def planner(path: Path) -> str:
+    """Return the planner's prediction errors, by kind, link and ranks."""
+    head = ("what", "link", "ranks", "cases", "median error", "worst", "fastest codec picked")
+    return table(head, plan.summary(plan.load(path)), left=2)
+
+
+OPS = ("encode", "encode+residual", "decode", "decode_add")
+
+
+def write(page: Path, name: str, text: str) -> None:
+    """Replace the text between `<!-- name -->` and `<!-- end -->`.
+
+    Raises:
+        ValueError: the page has no such comments.
+    """
+    marks = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    old = page.read_text()
+    if not marks.search(old):
+        raise ValueError(f"{page} has no place for the table {name!r}")
+    # At once, so that a run that is stopped leaves the old page or the new one.
+    partial = page.with_suffix(".partial")
+    partial.write_text(marks.sub(lambda m: f"{m[1]}\n{text}\n\n{m[2]}", old))
+    partial.replace(page)
+
+
+def claims(results: Path) -> str:
+    """Return the table with a row per claim: its command, and where it was measured last."""
+    lines = []
+    for claim in CLAIMS:
+        last = max(tables.read(results / claim["table"]), key=lambda row: row["time"])
+        cores = f", {last['cores']} cores" if "cores" in last else ""
+        lines.append([
+            claim["claim"],
+            f"`{claim['command']}`",
+            f"`{claim['table']}`",
+            f"{last['time'][:10]}, {last['commit']}",
+            f"{last['device']}{cores}, torch {last['torch']}",
+        ])  # fmt: skip
+    return table(("claim", "command", "rows", "newest: date, commit", "machine"), lines, left=5)
+
+
+def write_all() -> None:
+    rows = load(TRAINING)
+    for model, rate in dict.fromkeys((r.model, r.rate) for r in rows if r.kind == "step"):
+        write(PAGE, f"steps {model} {rate}", training(rows, model, rate))
+    for model in ("demo", "digits"):  # the others are sweeps of the demo's settings
+        write(PAGE, f"losses {model}", losses(rows, model))
+    write(PAGE, "codecs", codecs(CODECS))
+    write(DOCS / "bench.md", "claims", claims(tables.RESULTS))
+    write(DOCS / "bench.md", "planner", planner(tables.RESULTS / "plan-cpu.csv"))
+    write(README, "demo", demo(DEMO))

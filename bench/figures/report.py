@@ -1,0 +1,152 @@
+"""`python -m pycomm.bench report`: all figures as one interactive page, from bench/results.
+
+    python -m pycomm.bench report --html report.html --png pictures
+    python -m pycomm.bench report --measure --only demo,links    repeat measurements first
+    python -m pycomm.bench report --tables                       write the tables of docs
+
+The page embeds plotly and needs no network. Each figure is followed by the command that made its
+table, and by the commit and the machine of its newest rows.
+
+`--measure` runs what takes half an hour on two cores (claims.csv). New rows replace those that the
+same command wrote before; rows of other commands stay, since docs cite them. A command that fails
+leaves its table as it was, and the others continue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pycomm.bench.common import tables
+from pycomm.bench.figures.catalogue import FIGURES, Figure
+from pycomm.bench.figures.claims import commands
+from pycomm.charts import Section, save_page, save_png
+
+INTRO = (
+    "What pycomm's benchmarks have measured, from the tables in bench/results. Point at a line for "
+    "its figures, click on a name to hide it, drag to zoom in."
+)
+LIMIT = 1500.0  # seconds per command
+JUDGED = "pycomm.bench plan"
+"""Its exit status is 1 where a promise is broken; its rows count."""
+
+
+# ----------------------------------------------------------------------------- the page
+
+
+def section(figure: Figure, results: Path) -> Section:
+    """Return a figure with its command, commit and machine."""
+    notes = [figure.note] if figure.note else []
+    if figure.table:
+        last = max(figure.rows(results), key=lambda row: row["time"])
+        notes.append(
+            f"From {figure.table}, newest rows of {last['time'][:10]}: commit {last['commit']}, "
+            f"{last['device']}, {last['cores']} cores, Linux {last['kernel']}, torch "
+            f"{last['torch']}."
+        )
+    return Section(figure.of(results), notes, figure.command)
+
+
+def draw(results: Path, html: Path, png: Path | None) -> int:
+    """Write the page, and pictures if a folder is given; return the exit status."""
+    missing = [f for f in FIGURES if f.table and not (results / f.table).exists()]
+    for figure in missing:
+        print(f"no {results / figure.table}: {figure.command}", file=sys.stderr)
+    there = [figure for figure in FIGURES if figure not in missing]
+    if not any(figure.table for figure in there):
+        return 1
+    sections = [section(figure, results) for figure in there]
+    save_page("pycomm: results", INTRO, sections, html)
+    print(html)
+    if png:
+        png.mkdir(parents=True, exist_ok=True)
+        for figure, made in zip(there, sections, strict=True):
+            save_png(made.chart, png / f"{figure.name}.png")
+            print(png / f"{figure.name}.png")
+    return 0
+
+
+# ------------------------------------------------------------------------- measurements
+
+
+def merge(table: Path, fresh: Path) -> int:
+    """Replace the rows that have the commands of a new table's rows; return the number of rows."""
+    rows = tables.read(fresh)
+    done = {row["command"] for row in rows}
+    kept = tables.read(table) if table.exists() else []
+    kept = [row for row in kept if row["command"] not in done]
+    columns = list(dict.fromkeys([*rows[0], *(name for row in kept[:1] for name in row)]))
+    tables.write(table, columns, [*kept, *rows])
+    return len(rows)
+
+
+def run(table: str, words: str, results: Path, log: Path) -> bool:
+    """Run one command in a temporary folder, so that its own file names are always the same."""
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = Path(folder, "bench/results", table)
+        fresh.parent.mkdir(parents=True)
+        words = f"pycomm.bench{words}" if words.startswith(".") else f"pycomm.bench {words}"
+        command = [sys.executable, "-m", *shlex.split(words), "--csv", f"bench/results/{table}"]
+        begin = time.monotonic()
+        with log.open("a") as output:
+            print("#", shlex.join(command[1:]), file=output, flush=True)
+            try:
+                status = subprocess.run(
+                    command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT
+                ).returncode
+            except subprocess.TimeoutExpired:
+                status = 124  # the status of timeout(1)
+        good = status in (0, 1 if words.startswith(JUDGED) else 0) and fresh.exists()
+        rows = f"{merge(results / table, fresh)} rows" if good else "no rows"
+        verdict = f", status {status}: see {log}" if status else ""
+        print(f"{time.monotonic() - begin:6.0f} s  {rows}{verdict}", flush=True)
+        return good
+
+
+def measure(chosen: Sequence[tuple[str, str]], results: Path, log: Path, dry: bool) -> bool:
+    """Run the commands, or print them; return whether all have succeeded."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    good = True
+    for number, (table, words) in enumerate(chosen, start=1):
+        print(f"{number:>2}/{len(chosen)} {table}: python -m pycomm.bench {words}", flush=True)
+        if not dry:
+            good &= run(table, words, results.resolve(), log.resolve())
+    return good
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m pycomm.bench report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--results", type=Path, default=tables.RESULTS, help="folder of the tables")
+    add("--html", type=Path, default=Path("report.html"), help="the page (report.html)")
+    add("--png", type=Path, help="folder for pictures, which are then written, too")
+    add("--measure", action="store_true", help="only: repeat the measurements")
+    add("--only", default="", help="of --measure: beginnings of tables' names, comma-separated")
+    add("--list", action="store_true", help="of --measure: print the commands")
+    add("--log", type=Path, default=Path("build/bench.log"), help="what commands print")
+    add("--tables", action="store_true", help="only: write the tables of docs")
+    options = parser.parse_args(argv)
+    if options.tables:
+        from pycomm.bench.figures import docs  # needs torch
+
+        docs.write_all()
+        return 0
+    if options.measure:
+        names = tuple(options.only.split(","))
+        chosen = [one for one in commands() if one[0].startswith(names)]
+        if not chosen:
+            parser.error(f"no table begins with {options.only!r}")
+        return 0 if measure(chosen, options.results, options.log, options.list) else 1
+    return draw(options.results, options.html, options.png)

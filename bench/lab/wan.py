@@ -1,0 +1,201 @@
+"""A lab with delay and loss: namespaces whose packets a program of ours moves (link.cpp).
+
+It needs no netem, and does the same on every kernel. Its rates count what tbf counts, so they mean
+what they mean in namespaces.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pycomm.bench.lab.base import Unavailable
+from pycomm.bench.lab.namespaces import Netlab
+from pycomm.bench.lab.rates import Rate
+from pycomm.bench.lab.shape import Shape, bits, changed, matrix, seconds
+
+SOURCE = Path(__file__).with_name("link.cpp")
+
+
+def program() -> Path:
+    """Return the link program; compiles it at the first use.
+
+    Raises:
+        Unavailable: there is no compiler, or it failed.
+    """
+    name = "pycomm-wan-link-" + hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pycomm"
+    made = cache / name
+    if made.exists():
+        return made
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if not compiler:
+        raise Unavailable("no C++ compiler for the link with delay (apt-get install g++)")
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        fresh = Path(folder) / name
+        command = [*compiler.split(), "-std=c++17", "-O2", "-o", str(fresh), str(SOURCE)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise Unavailable(f"{compiler} failed: {done.stderr.strip()}")
+        fresh.replace(made)  # whole or not at all: others may compile it now, too
+    return made
+
+
+class WanLab(Netlab):
+    """Nodes whose packets take time to each other, and may be lost on the way."""
+
+    def __init__(
+        self,
+        nodes: int,
+        rate: str,
+        *,
+        shape: Shape | None = None,
+        matrix_text: str = "",
+        node_rates: Mapping[int, str] | None = None,
+        congestion: str = "reno",
+        user_namespace: bool = False,
+    ) -> None:
+        """
+        Args:
+            nodes, rate, node_rates, congestion, user_namespace: as of `Netlab`; one link per node.
+            shape: of the links between all pairs of nodes.
+            matrix_text: lines that name pairs whose links differ (shape.py).
+
+        Raises:
+            Unavailable: as of `Netlab`; also without TUN devices or a C++ compiler.
+            ValueError: an invalid rate, node or line.
+        """
+        self.shape = shape or Shape()
+        self.pairs = matrix(nodes, self.shape, matrix_text)
+        self._differ = len(set(self.pairs.values())) > 1
+        self._link: subprocess.Popen[str] | None = None
+        if "," in rate:
+            raise ValueError("with delay or loss a node has one link")
+        super().__init__(
+            nodes,
+            rate,
+            node_rates=node_rates,
+            congestion=congestion,
+            user_namespace=user_namespace,
+        )
+
+    def _build_link(self, link: int, pids: Sequence[int]) -> None:
+        enter = ["nsenter", *self._user] if self._user else []
+        self._link = subprocess.Popen(
+            [*enter, str(program())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        lines = [f"node {pid} 10.77.{link}.{node + 1}" for node, pid in enumerate(pids)]
+        for (i, j), pair in self.pairs.items():
+            times = f"{pair.delay * 1e6} {pair.jitter * 1e6}"
+            lines.append(f"link {i} {j} {times} {pair.loss} {pair.reorder} {pair.rate}")
+        for node in range(self.nodes):
+            lines.append(_rate_line(node, self._links[node][link][0]))
+        if self._ask("\n".join([*lines, "go"])) != "ready":
+            assert self._link.stderr is not None
+            raise Unavailable(self._link.stderr.read().strip() or "the link program failed")
+        for node in range(self.nodes):
+            device = f"eth{link}"
+            self.congestion = self._shell(
+                node + 1,
+                [
+                    "ip link set dev lo up",
+                    f"ip addr add 10.77.{link}.{node + 1}/24 dev {device}",
+                    f"ip link set dev {device} up mtu 1500 txqueuelen 4000",
+                    f"echo {self.congestion} >/proc/sys/net/ipv4/tcp_congestion_control || true",
+                    "cat /proc/sys/net/ipv4/tcp_congestion_control",
+                ],
+            ).strip()
+
+    def _say(self, line: str) -> None:
+        assert self._link is not None
+        assert self._link.stdin is not None
+        try:
+            self._link.stdin.write(line + "\n")
+            self._link.stdin.flush()
+        except BrokenPipeError:  # its answer, or the lack of one, tells
+            pass
+
+    def _ask(self, line: str) -> str:
+        self._say(line)
+        assert self._link is not None
+        assert self._link.stdout is not None
+        return self._link.stdout.readline().strip()
+
+    def _set_rate(self, node: int, link: int, rate: Rate) -> None:
+        self._say(_rate_line(node, rate))
+
+    def mark(self) -> None:
+        """Begin to count one-way trips anew."""
+        self._ask("mark")
+
+    def trips(self) -> int:
+        """Return the longest chain of one-way trips, each after the one before, since the mark.
+
+        It does not depend on how fast this machine is: what a rank computes takes no trip.
+        """
+        return int(self._ask("trips"))
+
+    def packets(self) -> tuple[int, int, int]:
+        """Return how many packets were delivered, lost, and dropped because a queue was full."""
+        delivered, lost, dropped = map(int, self._ask("packets").split())
+        return delivered, lost, dropped
+
+    def cut(self, node: int, *, link: int = 0) -> None:
+        """Drop all packets from and to a node from now on; its interface stays up."""
+        self._say(f"cut {node}")
+
+    def mend(self, node: int, *, link: int = 0) -> None:
+        """Undo `cut` or `take_down`."""
+        self._say(f"mend {node}")
+        self._shell(node + 1, [f"ip link set dev eth{link} up"])
+
+    def firewall(self, node: int, first: int, last: int) -> None:
+        """Let a node take TCP connections on these ports alone; others get no answer."""
+        self._say(f"ports {node} {first} {last}")
+
+    def describe(self) -> str:
+        s = self.shape
+        words = [f"{1e3 * s.delay:g} ms one way"]
+        words += [f"jitter {1e3 * s.jitter:g} ms"] if s.jitter else []
+        words += [f"loss {100 * s.loss:g} %"] if s.loss else []
+        words += [f"reorder {100 * s.reorder:g} %"] if s.reorder else []
+        words += ["some pairs differ"] if self._differ else []
+        text = super().describe().replace(" by tbf", "")
+        return f"{text}, {', '.join(words)}, in user space"
+
+    def close(self) -> None:
+        super().close()
+        if self._link is not None:
+            self._link.kill()
+            self._link.communicate()
+            self._link = None
+
+
+def _rate_line(node: int, rate: Rate) -> str:
+    return f"rate {node} {bits(rate.sent)} {bits(rate.received)}"
+
+
+def lab_of(nodes: int, rate: str) -> Netlab:
+    """Return a lab whose links have a rate, or also a round trip and a loss: "200mbit@60ms@0.1%".
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    rate, *far = rate.split("@")
+    if not far:
+        return Netlab(nodes, rate)
+    shape = Shape(delay=seconds("round trip", far[0]) / 2)
+    if len(far) > 1:
+        shape = changed(shape, {"loss": far[1]})
+    return WanLab(nodes, rate, shape=shape)

@@ -1,0 +1,1 @@
+"""Collectives and groups over emulated links: `python -m pycomm.bench links`."""

@@ -1,0 +1,50 @@
+"""Collectives and groups over emulated links, beside Gloo and iperf3.
+
+python -m pycomm.bench links rates     rates of collectives over links, near and far
+python -m pycomm.bench links steps     round trips of the steps of a group
+python -m pycomm.bench links unequal   all-reduces over links that differ, against their bound
+python -m pycomm.bench links scale     many ranks on one machine: start, memory, sockets, times
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pycomm.bench.common import arguments, tables
+from pycomm.bench.common.harness import Origin
+from pycomm.bench.lab.base import Unavailable
+from pycomm.bench.lab.jobs import Failed
+from pycomm.bench.links import rates, scale, steps, unequal
+
+PARTS = {"rates": rates, "steps": steps, "unequal": unequal, "scale": scale}
+
+
+def main(argv: Sequence[str]) -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    program = "python -m pycomm.bench links"
+    parser = arguments.Parser(prog=program, description=__doc__, formatter_class=raw)
+    parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
+    for name, part in PARTS.items():
+        mine = parts.add_parser(name, description=part.__doc__, formatter_class=raw)
+        part.add_options(mine)
+        mine.add_argument("--csv", type=Path, help="append the rows to this file")
+    options = parser.parse_args(argv)
+    part = PARTS[options.part]
+    origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "links", *argv]))
+    print(part.HEAD)
+    try:
+        for row in part.run(options):
+            print(part.line(row), flush=True)
+            if options.csv:
+                tables.append(options.csv, [row | vars(origin)])
+    except (Failed, ValueError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    except Unavailable as error:
+        print(f"{program}: the lab cannot be made here: {error}", file=sys.stderr)
+        return 2
+    return 0

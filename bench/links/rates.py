@@ -1,0 +1,151 @@
+"""Rates of collectives over links, near and far, beside Gloo and iperf3.
+
+    python -m pycomm.bench links rates --rate 1gbit,10gbit --round-trip 0 --control reno,bbr
+    python -m pycomm.bench links rates --round-trip 30ms,100ms,200ms --loss 0,0.1%,1%
+    python -m pycomm.bench links rates --paths 1gbit,1gbit --paths 1gbit,100mbit
+
+In each lab of two nodes pycomm and Gloo run each call in turns, then iperf3 fills the link both
+ways with 1, 2, 4 and 8 streams, of which the best is kept. Bytes per second are those that a rank
+sends: the whole tensor in all_reduce (with a codec, its payload), sendrecv and, from its root, in
+broadcast, half of it in the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from pycomm import _C
+from pycomm.bench.common.arguments import some_of
+from pycomm.bench.lab.jobs import ask
+from pycomm.bench.lab.namespaces import Netlab
+from pycomm.bench.lab.shape import Shape, changed, seconds
+from pycomm.bench.lab.wan import WanLab
+from pycomm.bench.links.rates_rank import CODEC
+
+STREAMS = (1, 2, 4, 8)
+SENT = dict.fromkeys(("all_reduce", "all_reduce_int8", "broadcast", "sendrecv"), 1.0)
+SENT |= dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), 0.5)
+"""the operations, each with the share of the tensor that a rank of two sends"""
+BACKENDS = ("pycomm", "gloo")
+HEAD = "    rate  control round trip   loss  operation            bytes  backend       ms   Mbit/s"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--rate", default="200mbit", help="comma-separated, of each node (200mbit)")
+    add("--round-trip", default="30ms,100ms,200ms", help="comma-separated (30ms,100ms,200ms)")
+    add("--loss", default="0,0.1%,1%", help="comma-separated (0,0.1%%,1%%)")
+    add("--control", default="reno", help="TCP's congestion controls, comma-separated (reno)")
+    for name, known in (("operation", SENT), ("backend", BACKENDS)):
+        what = f"comma-separated ({','.join(known)})"
+        add(f"--{name}", type=some_of(name, known), default=list(known), help=what)
+    what = "instead: rates of several links between two nodes, without delay: 1gbit,100mbit"
+    add("--paths", action="append", default=[], help=what)
+    add("--link", default="", help="PYCOMM_LINK: the rate to which pycomm paces itself (none)")
+    add("--bytes", default="8192,16777216", help="of a call's tensor (8192,16777216)")
+    add("--repeats", type=int, default=5, help="calls of each backend, in turns (5)")
+    add("--iperf-time", type=int, default=5, help="seconds of each run of iperf3, 0: none (5)")
+
+
+def iperf3(lab: Netlab, streams: int, time_s: int, control: str) -> float:
+    """Return the bit/s of the slower direction while both are full, or 0 if iperf3 fails."""
+    server = subprocess.Popen(
+        lab.kept(0, ["iperf3", "-s", "-1"]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        time.sleep(0.5)
+        words = ["iperf3", "-c", lab.master, "-P", str(streams), "--bidir", "-J"]
+        words += ["-t", str(time_s), "-O", "2", "-C", control]
+        done = subprocess.run(
+            lab.kept(1, words), capture_output=True, text=True, timeout=time_s + 60
+        )
+        end = json.loads(done.stdout).get("end", {})
+        ways = ("sum_received", "sum_received_bidir_reverse")
+        return min((float(end.get(way, {}).get("bits_per_second", 0)) for way in ways), default=0)
+    except (ValueError, subprocess.TimeoutExpired):
+        return 0.0
+    finally:
+        server.kill()
+        server.wait()
+
+
+def best_iperf3(lab: Netlab, time_s: int) -> tuple[float, str]:
+    """Return the most bit/s that iperf3 reaches, and how."""
+    if not shutil.which("iperf3"):
+        return 0.0, "not installed"
+    return max(
+        (iperf3(lab, streams, time_s, control), f"{streams} x {control}")
+        for control in ("bbr", "cubic")
+        for streams in STREAMS
+    )
+
+
+def measure(lab: Netlab, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one lab: each call and backend, and the best of iperf3.
+
+    Raises:
+        Failed: a rank failed.
+    """
+    paths = range(lab.rate.count(",") + 1)
+    env = {"PYCOMM_INTERFACE": ",".join(f"eth{path}" for path in paths)}
+    env |= {"PYCOMM_LINK": options.link} if options.link else {}
+    found = ask(
+        lab,
+        "pycomm.bench.links.rates_rank",
+        env,
+        operations=options.operation,
+        sizes=[int(size) for size in options.bytes.split(",")],
+        repeats=options.repeats,
+        backends=options.backend,
+    )
+    for one in found:
+        operation, size, backend = one["operation"], one["bytes"], one["backend"]
+        if options.link and backend == "pycomm":
+            backend += f", link {options.link}"
+        coded = operation == "all_reduce_int8"
+        payload = _C.Codec(CODEC).encoded_bytes(size // 4) if coded else size
+        middle = statistics.median(one["seconds"])
+        rate = 8 * payload * SENT[operation] / middle / 1e6
+        yield _row(operation, size, backend, f"{1e3 * middle:.1f}", rate)
+    if options.iperf_time and not options.paths:
+        most, how = best_iperf3(lab, options.iperf_time)
+        yield _row("stream", 0, "iperf3", "", most / 1e6) | {"how": how}
+
+
+def _row(operation: str, size: int, backend: str, ms: str, rate: float) -> dict[str, Any]:
+    row = {"operation": operation, "bytes": size, "backend": backend, "how": "", "ms": ms}
+    return row | {"mbit_per_s": f"{rate:.1f}"}
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all links."""
+    for paths in options.paths:
+        with Netlab(2, paths) as lab:
+            place = {"rate": paths, "control": lab.congestion, "round_trip_ms": "0", "loss": "0"}
+            yield from (place | row for row in measure(lab, options))
+    lists = (options.rate, options.control, options.round_trip, options.loss)
+    links = itertools.product(*(text.split(",") for text in lists))
+    for rate, control, text, loss in () if options.paths else links:
+        trip = seconds("round trip", text)
+        shape = changed(Shape(delay=trip / 2), {"loss": loss})
+        near = shape == Shape()
+        make = Netlab if near else WanLab
+        with make(2, rate, congestion=control, **({} if near else {"shape": shape})) as lab:
+            place = {"rate": rate, "control": control, "round_trip_ms": f"{1e3 * trip:g}"}
+            yield from (place | {"loss": loss} | row for row in measure(lab, options))
+
+
+def line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['rate']:>8}  {row['control']:<7} {row['round_trip_ms']:>7} ms  {row['loss']:>5}"
+        f"  {row['operation']:<15}  {row['bytes']:>9}  {row['backend']:<7}"
+        f"  {row['ms']:>7}  {row['mbit_per_s']:>7}  {row['how']}"
+    )

@@ -1,0 +1,236 @@
+"""The planner against the machine: predictions of `python -m pycomm.plan` beside measurements.
+
+    python -m pycomm.bench plan --rate 1gbit --ranks 4 --csv bench/results/plan-cpu.csv
+
+For each link rate and number of ranks a `plan probe` of eight ranks calibrates the planner, since
+the cores of a rented machine change within minutes. Then all-reduces without and with codecs, and
+the demo's training steps, run on 2, 4 and 8 ranks in network namespaces. Predictions use only the
+probe, and for steps also the times of ranks that do not communicate. The last lines have the median
+and the worst error, and how often the codec predicted to be fastest was the fastest, or within 10 %
+of it; the exit status is 1 if a promise of the planner is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pycomm.bench.common import harness, tables
+from pycomm.bench.common.harness import Origin
+from pycomm.bench.lab.base import wait
+from pycomm.bench.lab.jobs import Failed, ask
+from pycomm.bench.lab.wan import lab_of
+from pycomm.plan import CODINGS, Model, Probe, of_tensors
+from pycomm.plan.algorithms import Size
+from pycomm.plan.sim import simulate
+
+CODECS = ("none", "int8", "int4", "topk:0.01")
+MEDIAN, WORST, CLOSE, PICKED = 0.10, 0.30, 1.10, 0.95  # the promised accuracy
+RANKS = "pycomm.bench.plan.ranks"
+PROBED = 8  # ranks of a probe: two measure a link, more also measure the sharing of cores
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prediction and its measurement, in seconds."""
+
+    kind: str
+    rate: str
+    ranks: int
+    size: int
+    codec: str
+    algorithm: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    @property
+    def group(self) -> tuple[str, str, int, int]:
+        """Return a key shared by cases that differ only in the codec."""
+        return self.kind, self.rate, self.ranks, self.size
+
+
+def probe(rate: str, path: Path) -> Probe:
+    """Run one probe on links of a rate.
+
+    Raises:
+        Failed: a rank failed.
+    """
+    with lab_of(PROBED, rate) as lab, tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pycomm.plan", "probe", "--out", str(path)]
+        status = wait(lab.start([*command, "--store", f"{folder}/store"]))
+        lab.stop()
+    if status:
+        raise Failed(f"the probe ended with {status}")
+    return Probe.read(path)
+
+
+# ------------------------------------------------------------------ predicting
+
+
+def predict_all_reduce(found: Probe, ranks: int, codec: str, size: int) -> tuple[str, float]:
+    coding = CODINGS[codec]
+    algorithm = "gather" if coding.combine == "gather" else "two_shot"
+    cluster = found.cluster(ranks)
+    values = size // 4
+    seconds = simulate.all_reduce(cluster, coding, algorithm, Size.of(values, coding))
+    return algorithm, seconds
+
+
+def model_of(parts: dict[str, Any], ranks: int) -> Model:
+    """Return the demo's model, with the step times of ranks that do not communicate.
+
+    Those ranks shared cores, so each of them had only a part of a core's seconds.
+    """
+    from pycomm.bench.training.methods import Method  # needs torch, like steps
+
+    share = min(1.0, len(os.sched_getaffinity(0)) / ranks)
+    compute = parts["forward"] + parts["backward"] + parts["optimizer"]
+    return of_tensors(
+        [tuple(shape) for shape in parts["shapes"]],
+        compute * share,
+        name="demo",
+        bucket_mb=Method.bucket_mb,
+        forward=parts["forward"] / compute,
+        backward=parts["backward"] / compute,
+    )
+
+
+def predict_step(found: Probe, ranks: int, codec: str, model: Model) -> tuple[str, float]:
+    coding = CODINGS[codec]
+    algorithm = "gather" if coding.combine == "gather" else "two_shot"
+    cluster = found.cluster(ranks, compute_on_cores=True)
+    return algorithm, simulate.step(model, cluster, coding, algorithm).step
+
+
+# -------------------------------------------------------------------- judging
+
+
+def picks(cases: Sequence[Case]) -> list[bool]:
+    """Return for each group whether the codec predicted to be fastest was so, or close."""
+    groups: dict[tuple[str, str, int, int], list[Case]] = {}
+    for case in cases:
+        groups.setdefault(case.group, []).append(case)
+    found = []
+    for group in groups.values():
+        chosen = min(group, key=lambda case: case.predicted)
+        fastest = min(case.measured for case in group)
+        found.append(chosen.measured <= CLOSE * fastest)
+    return found
+
+
+def judge(cases: Sequence[Case]) -> bool:
+    """Print the errors; return True if all promises hold."""
+    errors = [abs(case.error) for case in cases]
+    picked = picks(cases)
+    median, worst, share = statistics.median(errors), max(errors), sum(picked) / len(picked)
+    print(
+        f"{len(cases)} cases: median error {median:.1%} (promised {MEDIAN:.0%}), worst "
+        f"{worst:.1%} ({WORST:.0%}), fastest codec picked in {share:.1%} of {len(picked)} "
+        f"({PICKED:.0%})"
+    )
+    return median <= MEDIAN and worst <= WORST and share >= PICKED
+
+
+def summary(cases: Sequence[Case]) -> Iterable[list[str]]:
+    """Yield the cells of a row for each kind, link rate and number of ranks, and one for all."""
+    groups: dict[tuple[str, str, str], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.kind, case.rate, str(case.ranks)), []).append(case)
+    by_kind = sorted(groups.items(), key=lambda item: item[0][0])
+    for place, group in [*by_kind, (("all", "", ""), list(cases))]:
+        errors, picked = [abs(case.error) for case in group], picks(group)
+        yield [
+            *place,
+            str(len(group)),
+            f"{statistics.median(errors):.1%}",
+            f"{max(errors):.1%}",
+            f"{sum(picked)} of {len(picked)}",
+        ]
+
+
+def record(case: Case, origin: Origin) -> dict[str, Any]:
+    """Return a case as a row of a table."""
+    return asdict(case) | {"error": round(case.error, 4)} | asdict(origin)
+
+
+def load(path: Path) -> list[Case]:
+    """Return the cases of a table."""
+    kinds: dict[str, Any] = {"str": str, "int": int, "float": float}
+    return [
+        Case(**{f.name: kinds[str(f.type)](row[f.name]) for f in fields(Case)})
+        for row in tables.read(path)
+    ]
+
+
+def show(case: Case) -> None:
+    size = harness.format_size(case.size) if case.size else "demo"
+    print(
+        f"{case.kind:<10} {case.rate:<8} {case.ranks:>2} {size:>5}  {case.codec:<10} "
+        f"{case.predicted * 1e3:>10.2f} {case.measured * 1e3:>10.2f} {case.error:>8.1%}",
+        flush=True,
+    )
+
+
+def measure(options: argparse.Namespace, rate: str, ranks: int, found: Probe) -> Iterable[Case]:
+    """Yield all cases of one link rate and number of ranks."""
+    with lab_of(ranks, rate) as lab:
+        if "all_reduce" in options.kind:
+            rows = ask(lab, RANKS, kind="all_reduces", sizes=options.size, codecs=CODECS)
+            for row in rows:
+                predicted = predict_all_reduce(found, ranks, row["codec"], row["size"])
+                yield Case(
+                    "all_reduce", rate, ranks, row["size"], row["codec"], *predicted, row["seconds"]
+                )
+        if "step" in options.kind:
+            parts, *rows = ask(lab, RANKS, kind="steps", codecs=CODECS)
+            model = model_of(parts, ranks)
+            for row in rows:
+                predicted = predict_step(found, ranks, row["codec"], model)
+                yield Case("step", rate, ranks, 0, row["codec"], *predicted, row["seconds"])
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m pycomm.bench plan", description=__doc__.split("\n")[0]
+    )
+    add = parser.add_argument
+    rates = "comma-separated; with round trip and loss: 200mbit@60ms@0.1%%"
+    add("--rate", default="100mbit,1gbit,10gbit", help=rates)
+    add("--ranks", default="2,4,8", help="comma-separated")
+    add("--size", default="1M,4M,16M,64M", help="of all-reduces, comma-separated")
+    add("--kind", default="all_reduce,step", help="comma-separated")
+    add("--probes", type=Path, help="folder of probes: made where missing, else used again")
+    add("--csv", type=Path, help="append all rows to this file")
+    add("--judge", type=Path, help="measure nothing: judge the rows of this file")
+    options = parser.parse_args(argv)
+    if options.judge:
+        return 0 if judge(load(options.judge)) else 1
+    options.size = [harness.parse_size(text) for text in options.size.split(",")]
+    origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "plan", *argv]))
+    cases: list[Case] = []
+    with tempfile.TemporaryDirectory() as folder:
+        probes = options.probes or Path(folder)
+        probes.mkdir(parents=True, exist_ok=True)
+        print("kind       rate     ranks size  codec       predicted   measured    error  (ms)")
+        for rate in options.rate.split(","):
+            for ranks in map(int, options.ranks.split(",")):
+                path = probes / f"{rate}-{ranks}.json"
+                found = Probe.read(path) if path.exists() else probe(rate, path)
+                for case in measure(options, rate, ranks, found):
+                    show(case)
+                    cases.append(case)
+                    if options.csv:
+                        tables.append(options.csv, [record(case, origin)])
+    return 0 if judge(cases) else 1

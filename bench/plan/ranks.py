@@ -1,0 +1,175 @@
+"""Ranks of `python -m pycomm.bench plan`: all-reduces, or training steps, of all codecs in turns.
+
+Rank 0 writes a line of JSON for each case to a file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import pycomm
+from pycomm.bench.common.timing import calls_within, in_turns
+from pycomm.bench.lab.jobs import answer
+from pycomm.communicator import Communicator, Piece
+from pycomm.plan.codecs import CODINGS, Coding
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+BUDGET = 1.5  # seconds of the slowest codec at one size
+FEWEST, MOST = 1, 5  # timed calls of a codec in a round
+ROUNDS = 4  # so that a slow minute affects all sizes
+PAUSE = 0.03  # before each call, so that a link's token bucket is full, as it is after computing
+TURNS, STEPS = 4, 3  # turns of a codec's training, and timed steps in each
+WARM = 3  # untimed steps: DDP makes new buckets
+
+
+def piece(coding: Coding, residual: np.ndarray[Any, Any]) -> Piece:
+    """Return a buffer as `pycomm.compress` codes it: owners keep residuals of codecs with feedback.
+
+    They decide the algorithm between far ranks.
+    """
+    owed = coding.feedback and coding.combine == "recode"
+    codec = pycomm.codec(coding.spec)
+    return Piece(residual.size, codec, owner_residual=residual if owed else None)
+
+
+def all_reduces(folder: str, sizes: Sequence[int], codecs: Sequence[str], log: str) -> None:
+    """Measure the median seconds of all-reduces, of the slowest rank."""
+    with Communicator.from_env(folder, transport="tcp", timeout=300) as group:
+        source = np.random.default_rng(group.rank).standard_normal(max(sizes) // 4, np.float32)
+        buffer, residual = np.empty_like(source), np.zeros_like(source)
+
+        def rest(_: object) -> None:
+            buffer[:] = source
+            time.sleep(PAUSE)
+            group.barrier()
+
+        def call(size: int, codec: str) -> Any:
+            data = buffer[: size // 4]
+            if codec == "none":
+                return lambda: group.all_reduce(data)
+            pieces = [piece(CODINGS[codec], residual[: size // 4])]
+            return lambda: group.all_reduce_coded(data, pieces)
+
+        def slowest(samples: Sequence[float]) -> list[float]:
+            times = np.array(samples)
+            group.all_reduce(times, "max")
+            return [float(seconds) for seconds in times]
+
+        calls = {size: {codec: call(size, codec) for codec in codecs} for size in sizes}
+        found: dict[tuple[int, str], list[float]] = {}
+        counts = {}
+        for size in sizes:
+            first = in_turns(calls[size], 1, settle=0, before=rest)
+            most = max(slowest([first[codec][0] for codec in codecs]))
+            counts[size] = calls_within(BUDGET / ROUNDS, most, FEWEST, MOST)
+        for _, size in itertools.product(range(ROUNDS), sizes):
+            # The first call of a turn finds buffers of another size in the caches.
+            samples = in_turns(calls[size], counts[size] + 1, settle=0, before=rest)
+            for codec in codecs:
+                found.setdefault((size, codec), []).extend(slowest(samples[codec][1:]))
+        if group.rank == 0:
+            for (size, codec), times in found.items():
+                answer(log, size=size, codec=codec, seconds=statistics.median(times))
+
+
+class Trained:
+    """The demo's model in DDP, and the times of a step's parts."""
+
+    def __init__(self, codec: str, data: Any, group: dist.ProcessGroup | None = None) -> None:
+        import torch
+
+        from pycomm.bench.training.methods import Method
+        from pycomm.bench.training.train import Config, Transformer
+
+        torch.manual_seed(0)
+        self.net = Transformer(Config())
+        method = Method("", codec="" if codec == "none" else codec)
+        self.wrapped = method.wrap(self.net, group, sync=False)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), Config().learning_rate)
+        self.data = data
+        self.parts: list[list[float]] = []
+        # Adam's second moments begin with a dense local gradient. A sparse one leaves zeros for
+        # many steps, and torch takes their square roots several times slower on a CPU.
+        with self.wrapped.no_sync():
+            self.step()
+
+    def step(self) -> None:
+        """Take a step; note the seconds of forward, backward and the optimizer."""
+        from pycomm.bench.training.train import loss_of
+
+        batch = next(self.data)
+        clock = [time.perf_counter()]
+        loss = loss_of(self.wrapped, batch)
+        clock.append(time.perf_counter())
+        loss.backward()
+        clock.append(time.perf_counter())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        clock.append(time.perf_counter())
+        self.parts.append([end - begin for begin, end in itertools.pairwise(clock)])
+
+
+def steps(codecs: Sequence[str], log: str) -> None:
+    """Measure training steps with each codec, in turns with ranks that do not communicate.
+
+    The parts of a step of the latter add up to the slowest rank's time.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from pycomm.bench.training.corpora import standard_library
+    from pycomm.bench.training.train import Config, batches
+
+    torch.set_num_threads(1)
+    dist.init_process_group("pycomm")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = [dist.new_group([r]) for r in range(size)][rank]
+    data = batches(standard_library()[0], Config(), rank, size)
+    trained = {"alone": Trained("none", data, mine)} | {c: Trained(c, data) for c in codecs}
+    calls = {name: one.step for name, one in trained.items()}
+
+    def begin(name: str) -> None:
+        if name == "alone":
+            dist.barrier()
+
+    in_turns(calls, WARM, turn=WARM, settle=0, before=begin)
+    for one in trained.values():
+        one.parts.clear()
+    samples = in_turns(calls, TURNS * STEPS, turn=STEPS, before=begin)
+    middle = {}
+    for name, times in samples.items():
+        slowest = torch.tensor(times, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        middle[name] = statistics.median(slowest.tolist())
+    if rank == 0:
+        alone = trained["alone"]
+        parts = [statistics.median(part) for part in zip(*alone.parts, strict=True)]
+        scaled = [middle["alone"] * part / sum(parts) for part in parts]
+        names = ("forward", "backward", "optimizer")
+        shapes = [list(p.shape) for p in alone.net.parameters()]
+        answer(log, **dict(zip(names, scaled, strict=True)), shapes=shapes)
+        for codec in codecs:
+            answer(log, codec=codec, seconds=middle[codec])
+    dist.destroy_process_group()
+
+
+def main(kind: str, folder: str, log: str, **what: Any) -> None:
+    """Run the measurement that command.py asks for."""
+    if kind == "all_reduces":
+        all_reduces(folder, log=log, **what)
+    else:
+        steps(log=log, **what)
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

@@ -1,1 +1,0 @@
-"""Programs that the ranks of `python -m pycomm.bench.validate_plan` run."""

@@ -1,0 +1,94 @@
+"""The time of `CodedAdamW` beside torch's fused AdamW, without a link.
+
+    python -m pycomm.bench training --only optimizer --models demo,25m
+
+One rank: nothing travels and nothing is coded, so what is left is arithmetic. The optimizer's own
+time is that of its `step()`, as torch's has one. Squares, the momentum and the division by the
+denominators are in the communication hook, where a bucket is in the processor's cache, and are
+timed apart. All take turns. Times are those of this thread's processor, which other processes
+disturb less than those of a clock.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm.bench.common import tables
+from pycomm.bench.common.harness import Origin
+from pycomm.bench.common.timing import in_turns
+from pycomm.bench.training.train import Config, Transformer
+
+SETTLE = 17  # steps before the second moments are exchanged every 16 steps at most
+STEPS = 60  # that are timed
+
+
+def measure(name: str, config: Config) -> dict[str, Any]:
+    """Time both optimizers on a model's parameters, in turns; collective of one rank."""
+    plain, net = Transformer(config), Transformer(config)
+    wrapped = DistributedDataParallel(net)
+    coded = pycomm.CodedAdamW(wrapped.parameters(), model=wrapped, codec="sign")
+    fused = torch.optim.AdamW(plain.parameters(), fused=True)
+    named = dict(net.named_parameters())
+    sizes = [p.numel() for p in named.values()]
+    gradient = torch.randn(sum(sizes)) * 1e-3
+    bucket = torch.empty_like(gradient)
+    for p in plain.parameters():
+        p.grad = torch.randn_like(p) * 1e-3
+    state = coded.compression
+
+    def fill(call: str) -> None:
+        """Put the next step's gradients where backward would have them."""
+        if call == "hook":
+            bucket.copy_(gradient)
+            for p, part in zip(named.values(), bucket.split(sizes), strict=True):
+                p.grad = part.view_as(p)
+
+    def hook() -> None:
+        state.begin_step()
+        state.reduce(bucket, list(named)).wait()
+        state.end_step()
+
+    calls = {"fused": fused.step, "hook": hook, "step": coded.step}
+    clock = time.thread_time
+    samples = in_turns(calls, SETTLE + STEPS, settle=0, clock=clock, before=fill)
+    turns = list(zip(*(times[SETTLE:] for times in samples.values()), strict=True))
+    middle = {f"{call}_seconds": statistics.median(samples[call][SETTLE:]) for call in calls}
+    return {
+        "model": name,
+        "parameters": sum(sizes),
+        "tensors": len(sizes),
+        **middle,
+        "step_ratio": statistics.median(step / fused for fused, _, step in turns),
+        "ratio": statistics.median((hook + step) / fused for fused, hook, step in turns),
+        "rounds": STEPS,
+    }
+
+
+def run(models: dict[str, Config], origin: Origin, path: Path | None) -> int:
+    """Print a line for each model; append its row to a CSV if a path is given."""
+    torch.set_num_threads(1)
+    records = []
+    with tempfile.NamedTemporaryFile() as store:
+        dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
+        for name, config in models.items():
+            row = measure(name, config)
+            fused, hook, step = (row[f"{n}_seconds"] * 1e3 for n in ("fused", "hook", "step"))
+            print(
+                f"{name}: fused AdamW {fused:.2f} ms; CodedAdamW's step {step:.2f} ms, "
+                f"{row['step_ratio']:.2f} of that; with its hook {hook + step:.2f} ms, "
+                f"{row['ratio']:.2f}"
+            )
+            records.append(row | vars(origin))
+        dist.destroy_process_group()
+    if path:
+        tables.append(path, records)
+    return 0

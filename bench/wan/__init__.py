@@ -1,1 +1,0 @@
-"""Groups over links with delay and loss: `python -m pycomm.bench.wan`."""

@@ -1,0 +1,82 @@
+"""The planner's examiner: errors, picks, and rows that can be judged again."""
+
+from __future__ import annotations
+
+import pytest
+
+from pycomm.bench import netlab
+from pycomm.bench.common import tables
+from pycomm.bench.common.harness import Origin
+from pycomm.bench.lab.jobs import ask
+from pycomm.bench.plan.command import RANKS, Case, judge, load, model_of, picks, record, summary
+from tests.extent import FULL
+
+
+def case(codec, predicted, measured, ranks=2):
+    return Case("all_reduce", "1gbit", ranks, 1 << 20, codec, "two_shot", predicted, measured)
+
+
+GOOD = [case("none", 10.0, 10.5), case("int8", 3.0, 2.9), case("int4", 2.9, 3.1)]
+
+
+def test_a_pick_may_be_a_tenth_slower_than_the_fastest():
+    assert picks(GOOD) == [True]  # int4 was predicted, int8 was fastest
+    slower = [*GOOD[:2], case("int4", 2.9, 3.3)]
+    assert picks(slower) == [False]
+    assert picks([*GOOD, *(case(c.codec, c.predicted, c.measured, 4) for c in slower)]) == [
+        True,
+        False,
+    ]
+
+
+def test_each_promise_is_held(capsys):
+    assert judge(GOOD)
+    assert not judge([case("none", 10.0, 15.0)])  # worst
+    assert not judge([case(c, 10.0, 12.0) for c in ("none", "int8")])  # median
+    assert not judge([case("none", 10.0, 10.0), case("int8", 9.9, 12.0)])  # picked
+    assert "promised" in capsys.readouterr().out
+
+
+def test_rows_come_back(tmp_path):
+    path = tmp_path / "plan.csv"
+    tables.append(path, [record(case, Origin.here("test")) for case in GOOD])
+    assert load(path) == GOOD
+
+
+def test_the_summary_has_a_row_for_each_kind_rate_and_number_of_ranks():
+    rows = list(summary([*GOOD, case("none", 12.0, 10.0, ranks=4)]))
+    assert [row[:4] for row in rows] == [
+        ["all_reduce", "1gbit", "2", "3"],
+        ["all_reduce", "1gbit", "4", "1"],
+        ["all", "", "", "4"],
+    ]
+    assert rows[1][4:] == ["20.0%", "20.0%", "1 of 1"]
+
+
+@pytest.fixture(scope="module")
+def lab():
+    with netlab.open_lab(2, "1gbit")[0] as lab:
+        yield lab
+
+
+def test_ranks_time_an_all_reduce_of_each_size_and_codec(lab):
+    rows = ask(lab, RANKS, kind="all_reduces", sizes=[4096, 65536], codecs=["none", "int8"])
+    assert [(row["size"], row["codec"]) for row in rows] == [
+        *((4096, codec) for codec in ("none", "int8")),
+        *((65536, codec) for codec in ("none", "int8")),
+    ]
+    assert all(row["seconds"] > 0 for row in rows)
+
+
+@pytest.mark.skipif(not FULL, reason="takes half a minute: make soak")
+def test_ranks_time_steps_and_the_parts_of_one_that_does_not_talk(lab):
+    pytest.importorskip("torch")
+    from pycomm.bench.training.train import Config, Transformer
+
+    parts, *rows = ask(lab, RANKS, kind="steps", codecs=["none", "int8"])
+    assert [row["codec"] for row in rows] == ["none", "int8"]
+    assert all(row["seconds"] > 0 for row in rows)
+    assert all(parts[part] > 0 for part in ("forward", "backward", "optimizer"))
+    model = model_of(parts, ranks=2)
+    numel = sum(parameter.numel() for parameter in Transformer(Config()).parameters())
+    assert model.values == numel
