@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from tests.torch.hooks.test_ddp_compress import equal
+from tests.torch.harness import equal
 
 GIVEN = {"dtype": torch.float32, "device": "cpu"}
 STEPS = 6

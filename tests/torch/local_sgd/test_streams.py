@@ -11,8 +11,8 @@ from torch import nn
 
 import pycomm
 from pycomm.reduction.fragments import split
-from tests.torch.hooks.test_ddp_compress import equal, network
-from tests.torch.local_sgd.test_local_sgd import PLAIN, one_step, train, values
+from tests.torch.harness import equal, network, train_step, values
+from tests.torch.local_sgd.test_local_sgd import PLAIN, train
 
 BACKENDS = ["pycomm", "gloo"]
 
@@ -49,7 +49,7 @@ def streaming(
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     due: list[tuple[int, dict[str, torch.Tensor]]] = []
     for step in range(1, steps + 1):
-        one_step(model, optimizer, rank, step - 1)
+        train_step(model, optimizer, rank, step - 1)
         with torch.no_grad():
             while due and due[0][0] == step:
                 for name, mean in due.pop(0)[1].items():
@@ -79,7 +79,7 @@ def check_paper(rank: int, size: int, overlap: int, mixing: float) -> None:
     local = pycomm.LocalSGD(model, **options, **PLAIN)
     ended = []
     for step in range(15):
-        one_step(model, optimizer, rank, step)
+        train_step(model, optimizer, rank, step)
         ended.append(local.step())
     assert [i + 1 for i, end in enumerate(ended) if end] == [6, 12]
     want = streaming(rank, size, 15, **options)
@@ -117,7 +117,7 @@ def check_resume(rank: int, size: int) -> None:
 
     model, optimizer, local = fresh()
     for step in range(7):
-        one_step(model, optimizer, rank, step)
+        train_step(model, optimizer, rank, step)
         local.step()
     saved, weights = local.state_dict(), [v.clone() for v in model.state_dict().values()]
     assert saved["pending"] is not None
@@ -126,7 +126,7 @@ def check_resume(rank: int, size: int) -> None:
     resumed.load_state_dict(saved)
     for m, o, loc in ((model, optimizer, local), (other, other_optimizer, resumed)):
         for step in range(7, 13):
-            one_step(m, o, rank, step)
+            train_step(m, o, rank, step)
             loc.step()
         loc.finish()
     assert equal(values(model), values(other))
@@ -294,7 +294,7 @@ def check_version_2(rank: int, size: int, options: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     local = pycomm.LocalSGD(model, every=3, codec="int8", **options)
     for step in range(4):
-        one_step(model, optimizer, rank, step)
+        train_step(model, optimizer, rank, step)
         local.step()
     saved = local.state_dict()
     (fragment,) = saved["fragments"]
@@ -310,7 +310,7 @@ def check_version_2(rank: int, size: int, options: dict[str, Any]) -> None:
     for m, loc in ((model, local), (other, resumed)):
         optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
         for step in range(4, 8):
-            one_step(m, optimizer, rank, step)
+            train_step(m, optimizer, rank, step)
             loc.step()
         loc.finish()
     assert equal(values(model), values(other))

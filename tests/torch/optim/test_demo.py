@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.optim.demo import _Chunks
-from tests.torch.hooks.test_ddp_compress import equal
-from tests.torch.optim.test_coded_adamw import values
+from tests.torch.harness import equal, values
 
 # Sides of 64 and 48, a single chunk of 50 x 50, four dimensions, and a vector.
 SHAPES = {"wide": (128, 96), "odd": (50, 50), "conv": (32, 8, 4, 2), "bias": (192,)}

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.optim.votes import Votes
 from tests.extent import each_value
-from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, equal, gradients
-from tests.torch.optim.test_coded_adamw import train, values
+from tests.torch.harness import SHAPES, Chosen, equal, gradients, values
+from tests.torch.optim.test_coded_adamw import train
 
 OPTIONS = {"lr": 2.0**-8, "betas": (0.75, 0.875), "weight_decay": 0.25}
 CALM = {"find_unused_parameters": True}

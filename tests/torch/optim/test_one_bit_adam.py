@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.errors import Error
-from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, equal, gradients, near
-from tests.torch.optim.test_coded_adamw import train, values
+from tests.torch.harness import SHAPES, Chosen, equal, gradients, near, values
+from tests.torch.optim.test_coded_adamw import train
 
 SIZES = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 EPS = 1e-8

@@ -14,9 +14,9 @@ import pycomm
 from pycomm.optim import shared_mask
 from pycomm.optim.places import Places
 from pycomm.reduction import payloads
-from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, equal, gradients, near
+from tests.torch.harness import SHAPES, Chosen, equal, gradients, near, values
 from tests.torch.optim.plain_agreement import Agreement
-from tests.torch.optim.test_coded_adamw import train, values
+from tests.torch.optim.test_coded_adamw import train
 
 SIZES = {"lr": 2.0**-7, "betas": (0.9, 0.75), "weight_decay": 0.25}
 DENSITY, WARMUP = 0.125, 2

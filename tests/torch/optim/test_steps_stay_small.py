@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.torch.hooks.test_ddp_compress import gradients
+from tests.torch.harness import gradients
 from tests.torch.optim import test_sharded_adamw as sharded
 from tests.torch.optim.test_coded_adamw import EDEN, SIZES, make
 
