@@ -18,31 +18,42 @@ GENERATED = ROOT / "build" / "tests"
 def compile_cpp(
     source: Path, target: Path, *flags: str | Path, link: Sequence[str | Path] = ()
 ) -> None:
-    """Compile a source of this checkout to a program, or with ``link=["-shared"]`` to a library.
-
-    The cache knows files by their paths from the checkout, so that all clones share its objects.
+    """Compile a source to a program, or with ``link=["-shared"]`` to a library.
 
     Raises:
         pytest.skip.Exception: there is no C++ compiler.
         AssertionError: the compiler or the linker fails; with what it prints.
     """
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
-    cache = [program for program in [shutil.which("ccache")] if program]
     compiled = target.with_suffix(".o")
-    named = os.path.relpath(source, ROOT) if source.is_relative_to(ROOT) else source
-    for command in (
-        [*cache, compiler, *flags, "-c", named, "-o", compiled],
-        [compiler, compiled, *link, "-o", target],
-    ):
-        done = subprocess.run(
-            list(map(str, command)),
-            cwd=ROOT,
-            env=os.environ | {"CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    compile_object(source, compiled, *flags)
+    _run([compiler(), compiled, *link, "-o", target], ROOT)
     compiled.unlink()
+
+
+def compile_object(source: Path, target: Path, *flags: str | Path, root: Path = ROOT) -> None:
+    """Compile a source of a tree, as `compile_cpp` does.
+
+    The cache knows files by their paths from ``root``, so that all clones share its objects.
+    """
+    cache = [program for program in [shutil.which("ccache")] if program]
+    named = os.path.relpath(source, root) if source.is_relative_to(root) else source
+    _run([*cache, compiler(), *flags, "-c", named, "-o", target], root)
+
+
+def compiler() -> str:
+    found = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+    if found is None:
+        pytest.skip("there is no C++ compiler")
+    return found
+
+
+def _run(command: Sequence[str | Path], root: Path) -> None:
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=root,
+        env=os.environ | {"CCACHE_BASEDIR": str(root), "CCACHE_NOHASHDIR": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

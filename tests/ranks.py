@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pycomm.communicator import Communicator, Store
@@ -39,17 +39,45 @@ def join(threads: list[threading.Thread], limit: float) -> list[int]:
     return [place for place, thread in enumerate(threads) if thread.is_alive()]
 
 
+def on_threads(ranks: Iterable[int], main: Callable[[int], Any], limit: float) -> list[Any]:
+    """Call ``main(rank)`` on a thread for each rank; return their results, or their errors.
+
+    Raises:
+        Hung: one is not done after ``limit`` seconds; the stacks of all threads are printed.
+    """
+    outcomes: dict[int, Any] = {}
+
+    def keep(rank: int) -> None:
+        try:
+            outcomes[rank] = main(rank)
+        except BaseException as error:
+            outcomes[rank] = error
+
+    ranks = list(ranks)
+    threads = [threading.Thread(target=keep, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    if hung := join(threads, limit):
+        faulthandler.dump_traceback()
+        raise Hung(f"ranks {[ranks[place] for place in hung]} did not end within {limit} s")
+    return [outcomes[rank] for rank in ranks]
+
+
+def good(outcomes: list[Any]) -> list[Any]:
+    """Return the outcomes of ranks, or raise the first error among them."""
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes
+
+
 def run(size: int, job: Job, *, limit: float = 60.0, **options: Any) -> list[Any]:
     """Run ``job(communicator)`` on ``size`` ranks that are threads; return what each returned.
 
     The first error of any rank is raised again, with the number of the rank in a note. If a rank is
     not done after ``limit`` seconds the stacks of all threads are printed and the test fails.
     """
-    outcomes = attempt(size, job, limit=limit, **options)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return outcomes
+    return good(attempt(size, job, limit=limit, **options))
 
 
 def attempt(
@@ -64,27 +92,17 @@ def attempt(
 
     ``of_rank`` returns the options that differ between the ranks.
     """
-    outcomes: list[Any] = [None] * size
     store = Store.local()
 
-    def rank_main(rank: int) -> None:
-        try:
-            ours = {**OPTIONS, **options, **of_rank(rank)}
-            with (
-                noting(f"on rank {rank} of {size}"),
-                Communicator(store, rank, size, **ours) as communicator,
-            ):
-                outcomes[rank] = job(communicator)
-        except BaseException as error:
-            outcomes[rank] = error
+    def rank_main(rank: int) -> Any:
+        ours = {**OPTIONS, **options, **of_rank(rank)}
+        with (
+            noting(f"on rank {rank} of {size}"),
+            Communicator(store, rank, size, **ours) as communicator,
+        ):
+            return job(communicator)
 
-    threads = [threading.Thread(target=rank_main, args=(r,), daemon=True) for r in range(size)]
-    for thread in threads:
-        thread.start()
-    if hung := join(threads, limit):
-        faulthandler.dump_traceback()
-        raise Hung(f"ranks {hung} did not end within {limit} s")
-    return outcomes
+    return on_threads(range(size), rank_main, limit)
 
 
 def _process_main(

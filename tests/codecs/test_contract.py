@@ -21,6 +21,7 @@ from pycomm.codecs.philox import random_words
 from pycomm.codecs.rotation import HEADER
 from tests.codecs.cases import CASES, ROTATIONS, SPECS, bits
 from tests.codecs.cuda import emulated as emulated_cuda
+from tests.codecs.harness import same
 from tests.extent import FULL, each_value, pairs, part
 from tests.noting import noting
 
@@ -38,15 +39,6 @@ everywhere = pytest.mark.parametrize(
 )
 SPECS_OF_TOPK = [spec for spec in SPECS if spec.startswith("topk")]
 every_spec = pytest.mark.parametrize("spec", SPECS)
-
-
-def same(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Return whether values are equal to the bit; NaNs are equal, since their bits may differ."""
-    got, want = got.cpu(), want.cpu()
-    nan = want.isnan()
-    return torch.equal(got.isnan(), nan) and torch.equal(
-        got[~nan].view(torch.int32), want[~nan].view(torch.int32)
-    )
 
 
 # `make gpu` counts what is skipped for any other reason as a failure.

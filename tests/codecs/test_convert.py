@@ -20,6 +20,7 @@ from pycomm.codecs.implementations import Unavailable
 from tests.codecs.cuda import emulated as emulated_cuda
 from tests.codecs.cuda import nvrtc_library
 from tests.codecs.cuda.ptx import ARCHS, inexact
+from tests.codecs.harness import same
 from tests.extent import FULL, each_pair
 
 PAIRS = list(product(module.DTYPES, module.DTYPES))
@@ -58,14 +59,6 @@ def values(numel: int, dtype: torch.dtype) -> torch.Tensor:
     x = bits.to(torch.int32).view(torch.float32)
     x[::2] = torch.randn(x[::2].numel(), generator=torch.Generator().manual_seed(8))
     return x.to(dtype)
-
-
-def same(got: torch.Tensor, want: torch.Tensor) -> bool:
-    got, nan = got.cpu(), want.isnan()
-    bits = torch.int32 if want.dtype == torch.float32 else torch.int16
-    return torch.equal(got.isnan(), nan) and torch.equal(
-        got[~nan].view(bits), want[~nan].view(bits)
-    )
 
 
 @each_pair

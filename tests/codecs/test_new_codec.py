@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from pycomm import _C
+from tests.compiling import compile_object, compiler
 
 ROOT = Path(__file__).parents[2]
 TOY = ROOT / "tests" / "codecs" / "toy"
@@ -83,18 +84,12 @@ def python(tree: Path, *arguments: str) -> str:
 
 def build(tree: Path) -> None:
     """Compile what is new and what has the list, and link it with the other objects."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no g++")
     objects = build_folder()
-    new = []
-    for name in ("toy", "registry"):
-        source, compiled = tree / "csrc" / "codecs" / f"{name}.cpp", tree / f"{name}.o"
-        flags = ("-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden")
-        subprocess.run(
-            [compiler, *flags, f"-I{tree / 'csrc'}", "-c", source, "-o", compiled], check=True
-        )
-        new.append(compiled)
+    flags = ("-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-Icsrc")
+    new = [tree / f"{name}.o" for name in ("toy", "registry")]
+    for target in new:
+        source = tree / "csrc" / "codecs" / f"{target.stem}.cpp"
+        compile_object(source, target, *flags, root=tree)
     # Of a file that was moved or deleted since, the build keeps the object.
     sources = {
         file: ROOT / "csrc" / file.relative_to(objects).with_suffix("")
@@ -106,7 +101,9 @@ def build(tree: Path) -> None:
         if source.exists() and file.name != "registry.cpp.o"
     ]
     library = tree / "pycomm" / "libpycomm.so"
-    subprocess.run([compiler, "-shared", *old, *new, "-pthread", "-ldl", "-o", library], check=True)
+    subprocess.run(
+        [compiler(), "-shared", *old, *new, "-pthread", "-ldl", "-o", library], check=True
+    )
 
 
 def test_a_codec_takes_six_files_and_a_line_in_each_list(tree):

@@ -14,19 +14,11 @@ from pycomm.codecs.args import RandomKey
 from pycomm.codecs.block import unpack_bits
 from pycomm.codecs.philox import random_words
 from tests.codecs.cases import KEYS
+from tests.codecs.harness import check_overflow, code_and_decode, never_sent, relative_error
 from tests.extent import each_value
 
 SPECS = ["int8", "int8:block=32", "int4", "int4:block=32", "int7", "int3", "int2"]
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
-
-
-def code_and_decode(codec, x, **options):
-    return codec.decode(codec.encode(x, **options), x.numel())
-
-
-def relative_error(codec, x) -> float:
-    d = code_and_decode(codec, x) - x
-    return float(d.double().square().sum() / x.double().square().sum())
 
 
 # Constants of the normal distribution, computed independently. 2 %: a sample of 2^20 values has
@@ -190,19 +182,8 @@ def test_random_words_are_those_of_the_core(index):
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_feedback_pays_everything_in_the_end(name, rounding):
     codec = pycomm.codec(f"{name}:rounding={rounding}")
-    g = torch.Generator().manual_seed(3)
-    residual, sent, truth = (
-        torch.zeros(1000),
-        torch.zeros(1000).double(),
-        torch.zeros(1000).double(),
-    )
-    for step in range(50):
-        x = torch.randn(1000, generator=g)
-        payload = codec.encode(x, residual=residual, key=RandomKey(step=step))
-        sent += codec.decode(payload, 1000)
-        truth += x
     # Each step rounds p and the residual once, values below 8: 50 * 2 * 8 * 2^-24.
-    assert float((sent + residual - truth).abs().max()) < 50 * 2 * 8 * 2.0**-24
+    assert never_sent(codec, 1000) < 50 * 2 * 8 * 2.0**-24
 
 
 def test_int4_low_nibble_is_the_even_value():
@@ -216,13 +197,7 @@ def test_int4_low_nibble_is_the_even_value():
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), 2.0**127])
 def test_overflow_is_seen_by_all_and_keeps_the_residual(spec, bad):
     codec = pycomm.codec(spec)
-    x, residual = NORMAL[:1024].clone(), NORMAL[1024:2048].clone()
-    x[700] = bad
-    payload = codec.encode(x, residual=residual)
-    hit = torch.arange(1024) // codec.block == 700 // codec.block
-    assert torch.equal(codec.decode(payload, 1024).isnan(), hit)
-    assert torch.equal(residual[hit], NORMAL[1024:2048][hit])
-    assert bool(residual.isfinite().all())
+    check_overflow(codec, NORMAL[:2048], codec.block, bad)
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -8,13 +8,10 @@ import pytest
 import torch
 
 import pycomm
+from tests.codecs.harness import check_overflow, code_and_decode
 
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
 SPECS = ["sign", "sign:block=32", "sign:block=2048"]
-
-
-def code_and_decode(codec, x):
-    return codec.decode(codec.encode(x), x.numel())
 
 
 def test_error_on_normal_values_is_the_known_constant():
@@ -61,25 +58,15 @@ def test_feedback_pays_everything_in_the_end():
     largest = 0.0
     for _ in range(50):
         x = torch.randn(1000, generator=g)
-        sent += code_and_decode_with(codec, x, residual)
+        sent += code_and_decode(codec, x, residual=residual)
         truth += x
         largest = max(largest, float(residual.abs().max()))
     # Each step rounds p and the residual once, values below `largest` plus one x.
     assert float((sent + residual - truth).abs().max()) < 50 * 2 * (largest + 8) * 2.0**-24
 
 
-def code_and_decode_with(codec, x, residual):
-    return codec.decode(codec.encode(x, residual=residual), x.numel())
-
-
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_overflow_is_seen_by_all_and_keeps_the_residual(spec, bad):
     codec = pycomm.codec(spec)
-    x, residual = NORMAL[:4096].clone(), NORMAL[4096:8192].clone()
-    x[700] = bad
-    payload = codec.encode(x, residual=residual)
-    hit = torch.arange(4096) // codec.block == 700 // codec.block
-    assert torch.equal(codec.decode(payload, 4096).isnan(), hit)
-    assert torch.equal(residual[hit], NORMAL[4096:8192][hit])
-    assert bool(residual.isfinite().all())
+    check_overflow(codec, NORMAL[:8192], codec.block, bad)

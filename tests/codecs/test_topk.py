@@ -19,16 +19,13 @@ from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.implementations import Reference, native_codec
 from pycomm.errors import Error
 from pycomm.triton_kernels import topk as triton_topk
+from tests.codecs.harness import code_and_decode
 from tests.codecs.test_contract import IMPLEMENTATIONS, check, runner, same
 from tests.extent import each_pair, each_value, part
 
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
 VALUES = ["float32", "int8", "bins2"]
 FORMS = ["int32", "int12"]
-
-
-def code_and_decode(codec, x):
-    return codec.decode(codec.encode(x), x.numel())
 
 
 # -------------------------------------------------------------------------- sent values

@@ -12,7 +12,7 @@ import pytest
 
 from pycomm import _C
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
-from tests.collectives.ways import TINY, bits, floats, integers
+from tests.collectives.ways import ALGOS_OF, REDUCIBLE, TINY, bits, floats, integers
 from tests.extent import pairs
 from tests.ranks import attempt, run
 
@@ -158,22 +158,6 @@ def test_halving_doubling_has_one_order_at_every_size(ranks):
         assert prefixes == [bits(longest[:numel]) for numel in sizes]
 
 
-def is_reducible(dtype, op):
-    try:
-        _C.check_reducible(dtype, op)
-    except RuntimeError:
-        return False
-    return True
-
-
-COMBINATIONS = [
-    (dtype, op)
-    for dtype in _C.DType.__members__.values()
-    for op in _C.ReduceOp.__members__.values()
-    if is_reducible(dtype, op)
-]
-
-
 def small_values(rank, dtype, numel):
     """Return bytes of values whose sums and products of a few are exact in every dtype."""
     names = {
@@ -199,7 +183,7 @@ def test_every_dtype_and_op(way):
 
     def job(c):
         results = []
-        for dtype, op in COMBINATIONS:
+        for dtype, op in REDUCIBLE:
             data = small_values(c.rank, dtype, numel)
             x = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
             c.core.all_reduce(ctypes.addressof(x), numel, dtype, op, 2.0)
@@ -207,7 +191,7 @@ def test_every_dtype_and_op(way):
         return results
 
     want = []
-    for dtype, op in COMBINATIONS:
+    for dtype, op in REDUCIBLE:
         inputs = []
         for r in range(ranks):
             data = small_values(r, dtype, numel)
@@ -218,7 +202,7 @@ def test_every_dtype_and_op(way):
         _C.reduce(dtype, op, addresses, addresses[0], numel)
         want.append(bytes(inputs[0]))
     for results in run(ranks, job, **options):
-        for combination, result, expected in zip(COMBINATIONS, results, want, strict=True):
+        for combination, result, expected in zip(REDUCIBLE, results, want, strict=True):
             assert result == expected, combination
 
 
@@ -247,19 +231,7 @@ CALLS = {
 }
 
 
-# The algorithms of each collective; for the others it uses `auto`.
-PAIRS = [
-    (call, algo)
-    for call, algos in {
-        "all_reduce": ["one_shot", "two_shot", "bruck", "halving_doubling", "ring"],
-        "reduce_scatter": ["one_shot", "halving_doubling", "ring"],
-        "all_gather": ["one_shot", "bruck", "halving_doubling", "ring"],
-        "broadcast": ["one_shot", "two_shot", "tree"],
-        "reduce": ["one_shot", "two_shot", "tree"],
-        "barrier": ["one_shot", "bruck"],
-    }.items()
-    for algo in algos
-]
+PAIRS = [(call, algo) for call, algos in ALGOS_OF.items() for algo in algos]
 
 
 @pytest.mark.parametrize(("call", "algo"), PAIRS)

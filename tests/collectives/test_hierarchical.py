@@ -49,6 +49,20 @@ def node_order(nodes, values, divisor):
     return total / np.float32(divisor)
 
 
+def check_sums(order, outcomes):
+    """Check the results of `float_sums`: those of every rank are summed in the nodes' order."""
+    n = len(order)
+    for i, numel in enumerate(SIZES):
+        mean = bits(node_order(order, [floats(r, numel) for r in range(n)], n))
+        parts = node_order(order, [floats(r, n * numel) for r in range(n)], n)
+        for results in outcomes:
+            for rank in range(n):
+                x, own, out = results[rank][i]
+                assert x == mean, numel
+                assert own == bits(parts[rank * numel : (rank + 1) * numel]), numel
+                assert out == (mean if rank == n - 1 else b""), numel
+
+
 # Here and in the sums of floats, nodes take turns with the segments, the other way round there.
 SEGMENTS = {"whole": {}, "tiny": TINY}
 
@@ -78,15 +92,7 @@ def test_float_sums_have_one_order_at_every_size(nodes):
     order, n = NODES[nodes], len(NODES[nodes])
     turns = part([*SEGMENTS.values()], 2, [*NODES].index(nodes) + 1)
     outcomes = [run(n, float_sums, **options(nodes, **more)) for more in turns]
-    for i, numel in enumerate(SIZES):
-        mean = bits(node_order(order, [floats(r, numel) for r in range(n)], n))
-        parts = node_order(order, [floats(r, n * numel) for r in range(n)], n)
-        for results in outcomes:
-            for rank in range(n):
-                x, own, out = results[rank][i]
-                assert x == mean, numel
-                assert own == bits(parts[rank * numel : (rank + 1) * numel]), numel
-                assert out == (mean if rank == n - 1 else b""), numel
+    check_sums(order, outcomes)
 
 
 def test_an_element_has_the_same_bits_in_buffers_of_any_length():

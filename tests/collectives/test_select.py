@@ -7,23 +7,16 @@ import pytest
 
 from pycomm import _C
 from pycomm.errors import Error
+from tests.collectives.ways import ALGOS_OF
 from tests.extent import each_value
 from tests.ranks import run
 
-ALGOS = {
-    "all_reduce": ["one_shot", "two_shot", "bruck", "halving_doubling", "ring"],
-    "reduce_scatter": ["one_shot", "halving_doubling", "ring"],
-    "all_gather": ["one_shot", "bruck", "halving_doubling", "ring"],
-    "broadcast": ["one_shot", "two_shot", "tree"],
-    "reduce": ["one_shot", "two_shot", "tree"],
-    "barrier": ["one_shot", "bruck"],
-}
 OTHER_ORDERS = {"halving_doubling", "ring"}
 RANKS = [2, 3, 4, 5, 7, 8, 13, 16, 32, 64, 257]
 SIZES = [0, 8, 1000, 10_000, 100_000, 10**6, 10**8]
 FLOATS = _C.DType.float32, _C.DType.bfloat16, _C.DType.complex64
 
-ops = pytest.mark.parametrize("op", ALGOS)
+ops = pytest.mark.parametrize("op", ALGOS_OF)
 
 
 def tag(op, dtype=_C.DType.float32, redop=_C.ReduceOp.sum):
@@ -46,7 +39,7 @@ def test_the_cheapest_one_is_chosen(op):
         call = tag(op, dtype)
         reduces = op in ("all_reduce", "reduce_scatter", "reduce")
         fixed = reduces and dtype == _C.DType.float32
-        allowed = [a for a in ALGOS[op] if not (fixed and a in OTHER_ORDERS)]
+        allowed = [a for a in ALGOS_OF[op] if not (fixed and a in OTHER_ORDERS)]
         for ranks in RANKS:
             for size in SIZES:
                 seconds = {a: _C.schedule.cost(call, ranks, size, a)[-1] for a in allowed}
@@ -69,7 +62,7 @@ def test_a_named_algorithm_is_used_where_an_operation_has_it(op):
     for wanted in _C.ALGOS[1:]:
         for size in SIZES:
             chosen = _C.schedule.select(tag(op), 8, size, wanted)
-            if wanted in ALGOS[op]:
+            if wanted in ALGOS_OF[op]:
                 assert chosen == wanted
             elif wanted == "direct":
                 assert chosen in ("one_shot", "two_shot")
@@ -86,7 +79,7 @@ def test_an_operation_without_the_algorithm_says_so():
 
 @each_value
 @pytest.mark.parametrize("ranks", [2, 4, 5, 8])
-@pytest.mark.parametrize(("op", "algo"), [(op, a) for op, algos in ALGOS.items() for a in algos])
+@pytest.mark.parametrize(("op", "algo"), [(op, a) for op, algos in ALGOS_OF.items() for a in algos])
 def test_the_table_knows_the_bytes(op, algo, ranks):
     numel = 1680 * 16 * 8  # parts of 1 to 8 ranks are whole cache lines
     root = 0

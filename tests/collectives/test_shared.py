@@ -13,7 +13,8 @@ import pytest
 from pycomm import _C
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
 from tests.extent import each_value, part
-from tests.transports.transport_ranks import RUNNERS, address, good, processes, sample, threads
+from tests.ranks import good
+from tests.transports.transport_ranks import RUNNERS, address, processes, sample, threads
 
 RANKS = [1, 2, 3, 4, 7, 8]
 FLOAT32 = _C.DType.float32

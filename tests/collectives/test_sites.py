@@ -7,7 +7,7 @@ import pytest
 from pycomm.errors import Error, WireMismatch
 from tests.collectives.coded.test_nodes import MIXED, check, job
 from tests.collectives.test_algorithms import all_collectives, check_all_collectives, float_sums
-from tests.collectives.test_hierarchical import NODES, SIZES, node_order
+from tests.collectives.test_hierarchical import NODES, check_sums
 from tests.collectives.ways import TINY, bits, floats
 from tests.extent import part
 from tests.ranks import attempt, run
@@ -47,15 +47,7 @@ def test_float_sums_go_site_by_site_at_every_size(name):
         order = [0, 0, 0, 1, 1]  # inside a site in rank order, whatever shares memory
     turns = part(SEGMENTS, 2, [*SITES].index(name) + 1)
     outcomes = [run(n, float_sums, **options(name, **more)) for _, more in turns]
-    for i, numel in enumerate(SIZES):
-        mean = bits(node_order(order, [floats(r, numel) for r in range(n)], n))
-        parts = node_order(order, [floats(r, n * numel) for r in range(n)], n)
-        for results in outcomes:
-            for rank in range(n):
-                x, own, out = results[rank][i]
-                assert x == mean, numel
-                assert own == bits(parts[rank * numel : (rank + 1) * numel]), numel
-                assert out == (mean if rank == n - 1 else b""), numel
+    check_sums(order, outcomes)
 
 
 @pytest.mark.parametrize("name", ["2+2", "mixed", "3+1", "2+1+2", "hosts of two ranks"])

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from pycomm import _C
+
 T = TypeVar("T")
 
 RANKS = [1, 2, 3, 4, 7, 8]
@@ -20,8 +22,33 @@ WAYS = {
     "tcp": {"transport": "tcp", "sockets": 1},
     "tcp-ring": {"transport": "tcp", "algo": "ring"},
 }
+# The algorithms of each collective; the others choose `auto`.
+ALGOS_OF = {
+    "all_reduce": ["one_shot", "two_shot", "bruck", "halving_doubling", "ring"],
+    "reduce_scatter": ["one_shot", "halving_doubling", "ring"],
+    "all_gather": ["one_shot", "bruck", "halving_doubling", "ring"],
+    "broadcast": ["one_shot", "two_shot", "tree"],
+    "reduce": ["one_shot", "two_shot", "tree"],
+    "barrier": ["one_shot", "bruck"],
+}
 # Segments of a hundred elements: many in a chunk, the last one shorter.
 TINY = {"segment_bytes": 404}
+
+
+def _reducible(dtype: _C.DType, op: _C.ReduceOp) -> bool:
+    try:
+        _C.check_reducible(dtype, op)
+    except RuntimeError:
+        return False
+    return True
+
+
+REDUCIBLE = [
+    (dtype, op)
+    for dtype in _C.DType.__members__.values()
+    for op in _C.ReduceOp.__members__.values()
+    if _reducible(dtype, op)
+]
 
 
 def integers(rank: int, numel: int, dtype: str = "float32") -> np.ndarray:

@@ -51,7 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--like", default="gloo,nccl", help="known backends whose place they take")
     parser.add_argument("-k", action="append", default=[], help="part of a test's name; repeatable")
     parser.add_argument("--log", type=Path, help="what the ranks print; kept if given")
-    parser.add_argument("--results", type=Path, help="CSV to write; default: the committed one")
+    parser.add_argument(
+        "--results", type=Path, help="file to write, as results.csv.xz; default: the committed one"
+    )
     given = parser.parse_args(arguments)
     log = given.log or Path(tempfile.mkstemp(suffix=".log")[1])
     print(f"what the ranks print: {log}")

@@ -1,4 +1,4 @@
-"""Writes docs/conformance.md from results.csv."""
+"""Writes docs/conformance.md from results.csv.xz."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTRODUCTION = """\
 PyTorch tests its own backends with a suite of 285 tests that ships in the wheel
 (`torch/testing/_internal/distributed/distributed_test.py`). `make conformance` runs it against
 pycomm, with Gloo beside it in the same run, and writes this page and
-`tests/conformance/results.csv`, which has every test. The part that runs in a few minutes is in
+`tests/conformance/results.csv.xz`, which has every test. The part that runs in a few minutes is in
 `make test`.
 
 The suite decides by the *name* of the backend which tests run. Here pycomm takes Gloo's place and
@@ -35,7 +35,7 @@ ended late, or that a mended defect had failed, were run again.
 def write_page(rows: list[Row]) -> None:
     """Write the page. `rows` are a full run of both backends."""
     parts = [INTRODUCTION, _table(rows), _bugs(rows), _better(rows), _open(rows)]
-    parts += [_other(path) for path in sorted(HERE.glob("results-*.csv"))]
+    parts += [_other(path) for path in sorted(HERE.glob("results-*.csv.xz"))]
     parts.append(_not_judged())
     PAGE.write_text("\n".join(parts))
 
@@ -87,12 +87,13 @@ def _list(title: str, rows: list[Row]) -> str:
 
 
 def _other(path: Path) -> str:
-    """Return the section of a run on another torch, `results-VERSION.csv`.
+    """Return the section of a run on another torch, `results-VERSION.csv.xz`.
 
     "pycomm-python" there is the backend in Python (PYCOMM_BACKEND=python).
     """
     rows = read(path)
-    parts = [f"## On torch {path.stem.removeprefix('results-')}", "", OTHER, _table(rows)]
+    version = path.name.removeprefix("results-").removesuffix(".csv.xz")
+    parts = [f"## On torch {version}", "", OTHER, _table(rows)]
     bugs = worse(rows)
     parts.append(_list("Gloo passes, pycomm does not", bugs).replace("## ", "### ", 1))
     lacks = worse(rows, than="pycomm", backend="pycomm-python")

@@ -1,9 +1,13 @@
 """Builds the fuzz targets under ASan and UBSan and runs each over its corpus.
 
     python -m tests.fuzz --minutes 10 --seed 1
+    python -m tests.fuzz --add                 new inputs for corpus.tar.xz
 
 With clang the targets are libFuzzer's, with gcc standalone.cpp mutates the corpus. A finding ends
 its target: the input is kept, and running the target on that file alone shows it again.
+
+With gcc, --add adds the valid inputs that the targets make (`seeds`), as for a new codec; with
+clang those of libFuzzer's earlier runs that reach code which no input of the archive reaches.
 """
 
 from __future__ import annotations
@@ -15,10 +19,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+from tests.fuzz.corpus import read_corpus, unpack_corpus, write_corpus
+
+ROOT = Path(__file__).parents[2]
 CLANG = shutil.which("clang++") is not None
 BUILD = ROOT / "build" / ("fuzz-clang" if CLANG else "fuzz-gcc")
+CORPUS = BUILD / "corpus"  # the archive, unpacked
+FOUND = BUILD / "found"  # what libFuzzer adds
 TARGETS = ("decoders", "frames", "handshake", "messages")
 
 
@@ -34,14 +41,34 @@ def build() -> None:
 
 
 def command(target: str, seconds: float, seed: int) -> list[str]:
-    corpus = str(HERE / "corpus" / target)
+    corpus = str(CORPUS / target)
     program = str(BUILD / f"fuzz_{target}")
     if not CLANG:
         return [program, corpus, "--seconds", str(seconds), "--seed", str(seed)]
-    found = BUILD / f"corpus-{target}"  # the committed corpus stays as it is
-    found.mkdir(exist_ok=True)
+    found = FOUND / target
+    found.mkdir(parents=True, exist_ok=True)
     limits = [f"-max_total_time={int(seconds)}", f"-seed={seed}", "-print_final_stats=1"]
     return [program, str(found), corpus, *limits]
+
+
+def add() -> None:
+    """Write the archive with new inputs."""
+    inputs = read_corpus()
+    for target in TARGETS:
+        program, folder = str(BUILD / f"fuzz_{target}"), CORPUS / target
+        if CLANG:
+            folder.mkdir(exist_ok=True)
+            (FOUND / target).mkdir(parents=True, exist_ok=True)
+            arguments = ["-merge=1", str(folder), str(FOUND / target)]
+        else:
+            folder = BUILD / "seeds" / target
+            arguments = ["--write", str(folder)]
+        subprocess.run([program, *arguments], check=True)
+        known = inputs.setdefault(target, set())
+        new = {path.read_bytes() for path in folder.iterdir()} - known
+        known |= new
+        print(f"{target}: {len(new)} new inputs")
+    write_corpus(inputs)
 
 
 def main() -> int:
@@ -50,8 +77,14 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=10, help="for all targets together (10)")
     parser.add_argument("--seed", type=int, default=1, help="of the mutations (1)")
+    parser.add_argument("--add", action="store_true", help="add inputs to the archive, and end")
     options = parser.parse_args()
     build()
+    shutil.rmtree(CORPUS, ignore_errors=True)
+    unpack_corpus(CORPUS)
+    if options.add:
+        add()
+        return 0
     environment = dict(os.environ) | {"UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}
     failed = 0
     for target in TARGETS:

@@ -8,6 +8,7 @@ from pathlib import Path
 from pycomm import _C
 from pycomm.codecs import ALIASES
 from tests.fuzz.__main__ import TARGETS
+from tests.fuzz.corpus import read_corpus
 
 HERE = Path(__file__).parent
 
@@ -31,7 +32,7 @@ def test_every_short_name_is_a_target():
 
 
 def test_the_corpus_has_a_whole_payload_of_every_target_codec():
-    inputs = {path.read_bytes() for path in (HERE / "corpus" / "decoders").iterdir()}
+    inputs = read_corpus()["decoders"]
     for number, spec in specs().items():
         codec = _C.Codec(spec)
         for numel in (0, 1, 300):
@@ -42,4 +43,4 @@ def test_the_corpus_has_a_whole_payload_of_every_target_codec():
 
 def test_every_target_has_a_corpus():
     assert {path.stem for path in HERE.glob("*.cpp")} == {*TARGETS, "standalone"}
-    assert {path.name for path in (HERE / "corpus").iterdir()} == set(TARGETS)
+    assert set(read_corpus()) == set(TARGETS)

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tests.mutants.mutant import Mutant
-from tests.mutants.staged import CHOICE, REACHED, Staged
+from tests.mutants.staged import Staged
 
 Outcome = Literal["passed", "failed", "hung", "nothing"]
 MARK = "MUTANT_RUN"
@@ -32,26 +31,21 @@ class Ran:
     seconds: float
     by: str
     """The first test that failed."""
-    reached: bool
-    """Whether the mutant's code has run; known for mutants in C++ only."""
     output: str
 
 
-def run(staged: Staged, tests: Iterable[str], mutant: Mutant | None, limit: float) -> Ran:
-    """Run tests in a copy until the first fails. A mutant in text has been put there before."""
+def run(staged: Staged, tests: Iterable[str], limit: float) -> Ran:
+    """Run tests in the copy, as it is, until the first fails."""
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="pycomm-mutant-") as folder:
-        reached, log = Path(folder) / "reached", Path(folder) / "log"
-        more = {MARK: mark, "TMPDIR": folder, REACHED: str(reached)}
-        if mutant is not None and mutant.form != "text":
-            more[CHOICE] = str(mutant.number)
+        log = Path(folder) / "log"
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         begin = time.monotonic()
         with log.open("wb") as out:
             process = subprocess.Popen(
                 [*command, *tests],
                 cwd=staged.folder,
-                env=staged.environment(more),
+                env=staged.environment({MARK: mark, "TMPDIR": folder}),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -65,7 +59,7 @@ def run(staged: Staged, tests: Iterable[str], mutant: Mutant | None, limit: floa
                 _end(process, mark)
         seconds = time.monotonic() - begin
         output = log.read_text(errors="replace")
-        return Ran(_outcome(status, output), seconds, _by(output), reached.exists(), output)
+        return Ran(_outcome(status, output), seconds, _by(output), output)
 
 
 def _outcome(status: int | None, output: str) -> Outcome:

@@ -1,4 +1,4 @@
-"""The list of mutants fits the sources: each can be made, and names tests that exist."""
+"""The mutants fit the sources: each can be made, and names tests that exist."""
 
 from __future__ import annotations
 
@@ -6,80 +6,83 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.mutant import Mutant, Stale, instrumented
-from tests.mutants.parts import PARTS
+from tests.mutants.catalogue import MUTANTS
+from tests.mutants.functions import functions
+from tests.mutants.mutant import Mutant, Stale
 
 ROOT = Path(__file__).parents[2]
-MUTANTS = [mutant for mutants in PARTS.values() for mutant in mutants]
-LEAST = 120
 
 
-def faults(mutant: Mutant) -> list[str]:
-    """Return what is wrong with an entry."""
-    path = ROOT / mutant.file
-    if not path.is_file():
-        return [f"{mutant.name}: there is no {mutant.file}"]
-    source = path.read_text()
-    try:
-        changed = mutant.applied(source) != source
-    except Stale as error:
-        return [str(error)]
-    found = [] if changed else [f"{mutant.name}: it changes nothing"]
-    if not mutant.arguments:
-        found.append(f"{mutant.name}: it names no tests")
-    for argument in mutant.arguments:
-        file, _, test = argument.partition("::")
-        name = test.partition("[")[0]
-        if not (ROOT / file).is_file():
-            found.append(f"{mutant.name}: there is no {file}")
-        elif name and f"def {name}(" not in (ROOT / file).read_text():
-            found.append(f"{mutant.name}: {file} has no {name}")
-    return found
-
-
-def test_every_mutant_fits_the_sources_and_names_tests_that_exist():
-    assert [fault for mutant in MUTANTS for fault in faults(mutant)] == []
-
-
-def test_mutants_of_one_file_do_not_overlap():
-    for file in {mutant.file for mutant in MUTANTS}:
-        compiled = [m for m in MUTANTS if m.file == file and m.form != "text"]
-        assert instrumented((ROOT / file).read_text(), compiled).count("PYCOMM_MUTANT") == len(
-            compiled
-        )
-
-
-def test_there_are_enough_and_each_has_a_name_and_a_number_of_its_own():
-    assert len(MUTANTS) >= LEAST
+def test_every_mutant_finds_its_function_and_its_tests():
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
-    assert len({mutant.number for mutant in MUTANTS}) == len(MUTANTS)
-    assert all(mutant.number > 0 for mutant in MUTANTS)
+    for mutant in MUTANTS:
+        source = (ROOT / mutant.file).read_text()
+        assert mutant.applied(source) != source
+        for argument in mutant.arguments:
+            file, _, test = argument.partition("::")
+            name = test.partition("[")[0]
+            assert f"def {name}(" in (ROOT / file).read_text(), mutant.name
 
 
-SOURCE = "int f(int a) {\n  if (a < 3) return 1;\n  g(a);\n  g(a);\n  return a < 3;\n}\n"
+CPP = """
+#define BRACE {
+namespace a::b {
+struct Options { int size = 3; };
+constexpr int kSizes[] = {1, 2};
+// int hidden() {}
+class Ring : public Base {
+ public:
+  explicit Ring(int n) : size_{n}, left_(n - 1) { push("}"); }
+  bool empty() const noexcept { return size_ == 0; }
+  bool operator==(const Ring& other) const { return [&] { return true; }(); }
+};
+template <typename T>
+auto Ring::push(T value, Options options = {}) -> int {
+  if (value < 3) { return 1; }
+  return 2;
+}
+}  // namespace a::b
+extern "C" int main() { return 0; }
+"""
+
+PYTHON = """
+class Bucket:
+    @property
+    def size(self):
+        def inner():
+            return 1
+        return inner()
+
+def free(): return 2
+"""
 
 
-def made(old: str, new: str, within: str = "") -> Mutant:
-    return Mutant("name", "constant", "x.cpp", old, new, "tests/x.py", within)
+def texts(file: str, source: str) -> dict[str, str]:
+    return {name: source[begin:end].strip() for name, (begin, end) in functions(file, source)}
 
 
-def test_an_expression_and_a_statement_become_a_choice():
-    entry = made("a < 3", "a < 4", "if (a < 3)")
-    assert instrumented(SOURCE, [entry]) == SOURCE.replace(
-        "if (a < 3)", f"if ((PYCOMM_MUTANT({entry.number}u) ? (a < 4) : (a < 3)))"
-    )
-    entry = made("return 1;", "")
-    assert instrumented(SOURCE, [entry]) == SOURCE.replace(
-        "return 1;", f"if (PYCOMM_MUTANT({entry.number}u)) {{  }} else {{ return 1; }}"
-    )
+def test_functions_of_cpp_are_found_by_their_braces():
+    found = texts("ring.cpp", CPP)
+    assert [*found] == ["Ring::Ring", "Ring::empty", "Ring::operator==", "Ring::push", "main"]
+    assert found["Ring::Ring"].endswith('{ push("}"); }')
+    assert found["Ring::push"].startswith("template")
+    assert found["Ring::push"].endswith("return 2;\n}")
 
 
-def test_what_is_not_there_just_once_is_stale():
-    for old, within in (("g(a);", ""), ("g(b);", ""), ("a", "if (a < 3) return a;")):
-        with pytest.raises(Stale, match=r"x\.cpp has \d times"):
-            made(old, "", within).place(SOURCE)
+def test_functions_of_python_are_found_by_its_grammar():
+    found = texts("bucket.py", PYTHON)
+    assert [*found] == ["Bucket.size", "Bucket.size.inner", "free"]
+    assert found["Bucket.size.inner"] == "def inner():\n            return 1"
 
 
-def test_overlapping_mutants_are_refused():
-    with pytest.raises(Stale, match="overlap"):
-        instrumented(SOURCE, [made("if (a < 3) return 1;", ""), made("return 1;", "")])
+def made(function: str, old: str) -> Mutant:
+    return Mutant("name", "bound", "ring.cpp", function, old, "", "mutants/test_mutants.py")
+
+
+def test_what_is_not_in_the_function_just_once_is_stale():
+    assert made("main", "return 0;").applied(CPP) == CPP.replace("return 0;", "")
+    with pytest.raises(Stale, match="no function pop"):
+        made("pop", "return 1;").applied(CPP)
+    for old, times in (("return 0;", 0), ("return", 2)):
+        with pytest.raises(Stale, match=f"has {times} times: return"):
+            made("Ring::push", old).applied(CPP)

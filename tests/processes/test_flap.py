@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.processes.test_netlab import open_or_skip
+from tests.processes.labs import near_hosts
 
 JOB = """
 import os, sys, time
@@ -35,7 +35,7 @@ DOWN = 1.0
 
 
 def test_an_interface_that_flaps_and_connections_that_are_killed(tmp_path):
-    with open_or_skip(2, "1gbit") as lab:
+    with near_hosts(2, "1gbit") as lab:
         command = [sys.executable, "-c", JOB, str(tmp_path / "store")]
         ranks = lab.start(command, stdout=subprocess.PIPE)
         assert ranks[1].stdout.readline() == b"begin\n"

@@ -8,9 +8,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 
-import pytest
-
-from pycomm.bench import netlab
+from tests.processes.labs import near_hosts
 
 JOB = [sys.executable, "-m", "tests.processes.hosts_job"]
 
@@ -19,10 +17,7 @@ def run(
     rate: str, ranks_per_node: int, command: list[str], env: Mapping[str, str] | None = None
 ) -> list[tuple[int, str, str]]:
     """Status, output and errors of each rank on two hosts; the command gets a shared folder."""
-    try:
-        lab = netlab.Netlab(2, rate)
-    except netlab.Unavailable as error:
-        pytest.skip(f"no network namespaces: {error}")
+    lab = near_hosts(2, rate)
     with lab, tempfile.TemporaryDirectory() as folder:
         # The lab names its interface to Gloo, and so to us; here we choose.
         command = ["env", "-u", "GLOO_SOCKET_IFNAME", *command, folder]

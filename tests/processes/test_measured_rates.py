@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 
-import pytest
-
-from pycomm.bench import netlab
 from pycomm.bench.lab.shape import Shape
-from pycomm.bench.lab.wan import WanLab
-from tests.torch.lab_ranks import fork_ranks
+from tests.processes.labs import far_hosts, printed_by
 
 # The ranks tell each other what they have measured after 8 and after 32 collectives. In each sum, a
 # fast rank sends for one or two windows of its meter before it waits for the slow one.
@@ -65,19 +59,8 @@ group.close()
 def test_a_rank_that_sends_slowly_owns_little_of_later_exact_sums(tmp_path):
     """It sends less than 4/3 of a buffer, and all sums keep their bits; coded shares stay equal."""
     rates = {0: "5mbit/15mbit", 1: "15mbit", 2: "15mbit"}
-    try:
-        lab = WanLab(3, "unlimited", shape=Shape(delay=0.01), node_rates=rates)
-    except netlab.Unavailable as error:
-        pytest.skip(f"no network namespaces with TUN devices: {error}")
-    with lab, (tmp_path / "printed").open("w+") as printed:
-        fork_ranks(lab)
-        ranks = lab.start(
-            [sys.executable, "-c", JOB], env=dict(os.environ), stdout=printed, stderr=printed
-        )
-        status = netlab.wait(ranks)
-        printed.seek(0)
-        text = printed.read()
-    assert status == 0, text
+    lab = far_hosts(3, "unlimited", shape=Shape(delay=0.01), node_rates=rates)
+    text = printed_by(lab, JOB, tmp_path)
     lines = sorted(line for line in text.splitlines() if "round trips" in line)
     assert len(lines) == 3, text
     # The same on all ranks.

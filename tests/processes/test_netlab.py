@@ -11,12 +11,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pycomm.bench import netlab
 from tests.extent import each_value
+from tests.processes.labs import near_hosts
 
 RATE = 80e6 / 8  # bytes per second
 
@@ -53,16 +53,9 @@ os.write(1, b"up\\n")
 """
 
 
-def open_or_skip(nodes: int, rate: str = "80mbit", **options: Any) -> netlab.Netlab:
-    try:
-        return netlab.Netlab(nodes, rate, **options)
-    except netlab.Unavailable as error:
-        pytest.skip(f"no network namespaces: {error}")
-
-
 def test_link_has_its_rate_and_counts_its_bytes():
     size = 8 << 20
-    with open_or_skip(2) as lab:
+    with near_hosts(2) as lab:
         command = [sys.executable, "-c", TRANSFER, str(size)]
         ranks = lab.start(command, stdout=subprocess.PIPE)
         assert netlab.wait(ranks) == 0
@@ -82,7 +75,7 @@ def test_link_has_its_rate_and_counts_its_bytes():
 
 def test_every_rank_knows_its_place():
     code = "import os; print(*(os.environ[k] for k in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')))"
-    with open_or_skip(2) as lab:
+    with near_hosts(2) as lab:
         ranks = lab.start([sys.executable, "-c", code], ranks_per_node=2, stdout=subprocess.PIPE)
         said = [rank.communicate()[0].decode().split() for rank in ranks]
     assert said == [["0", "0", "4"], ["1", "1", "4"], ["2", "0", "4"], ["3", "1", "4"]]
@@ -90,7 +83,7 @@ def test_every_rank_knows_its_place():
 
 def test_failing_rank_ends_the_wait_with_its_status():
     code = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(60)"
-    with open_or_skip(2) as lab:
+    with near_hosts(2) as lab:
         start = time.monotonic()
         assert netlab.wait(lab.start([sys.executable, "-c", code])) == 7
     assert time.monotonic() - start < 30  # far less than rank 0 would sleep
@@ -105,7 +98,7 @@ def buckets(lab: netlab.Netlab, node: int) -> list[tuple[str, int]]:
 
 def test_nodes_have_rates_of_their_own_each_way():
     rates = {1: "8mbit/16mbit", 2: "unlimited/24mbit"}
-    with open_or_skip(3, "80mbit", node_rates=rates) as lab:
+    with near_hosts(3, "80mbit", node_rates=rates) as lab:
         assert [buckets(lab, node) for node in range(3)] == [
             [("eth0", 10_000_000)],
             [("eth0", 1_000_000)],
@@ -119,7 +112,7 @@ def test_nodes_have_rates_of_their_own_each_way():
 
 
 def test_rates_change_when_they_should():
-    with open_or_skip(2, "80mbit 0.1s:8mbit/16mbit 0.2s:unlimited") as lab:
+    with near_hosts(2, "80mbit 0.1s:8mbit/16mbit 0.2s:unlimited") as lab:
         seen = [(buckets(lab, 0), buckets(lab, -1))]
         lab.start(["sleep", "60"])  # the clock starts here
         deadline = time.monotonic() + 30
@@ -143,7 +136,7 @@ def test_rates_that_cannot_be_are_refused(options, said):
 
 
 def test_root_is_not_needed():
-    with open_or_skip(2, user_namespace=True) as lab:
+    with near_hosts(2, user_namespace=True) as lab:
         assert "user namespace" in lab.describe()
         code = "import os; print(os.getuid(), os.readlink('/proc/self/ns/user'))"
         ranks = lab.start([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -153,7 +146,7 @@ def test_root_is_not_needed():
 
 
 def test_crashed_rank_ends_all_and_gives_the_status():
-    open_or_skip(2).close()
+    near_hosts(2).close()
     mark = f"{os.getpid()}.crash"
     then = "os.abort() if os.environ['RANK'] == '1' else time.sleep(60)"
     code = RUNAWAY.format(mark=mark, then=then)
@@ -167,7 +160,7 @@ def test_crashed_rank_ends_all_and_gives_the_status():
 
 
 def test_bytes_are_told_and_a_missing_command_too():
-    open_or_skip(2).close()
+    near_hosts(2).close()
     done = subprocess.run([*NETLAB, "--", "no-such-command"], capture_output=True, text=True)
     assert done.returncode == 127
     assert "no-such-command: No such file or directory" in done.stderr
@@ -175,7 +168,7 @@ def test_bytes_are_told_and_a_missing_command_too():
 
 
 def test_mpirun_starts_its_ranks_on_the_nodes():
-    open_or_skip(2).close()
+    near_hosts(2).close()
     if not shutil.which("mpirun"):
         pytest.skip("no mpirun (apt-get install openmpi-bin)")
     names = ("OMPI_COMM_WORLD_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
@@ -201,7 +194,7 @@ def test_mpirun_starts_its_ranks_on_the_nodes():
 )
 def test_nothing_is_left_behind(sent, who, status):
     user = ["--user-namespace"] if "user" in who else []
-    open_or_skip(2, user_namespace=bool(user)).close()
+    near_hosts(2, user_namespace=bool(user)).close()
     mark = f"{os.getpid()}.{sent.value}.{len(who)}"  # found in the command lines of the ranks
     code = RUNAWAY.format(mark=mark, then="time.sleep(60)")
     command = [*NETLAB, *user, "--", sys.executable, "-c", code]

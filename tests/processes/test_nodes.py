@@ -10,6 +10,7 @@ import pytest
 
 from pycomm.bench import netlab
 from tests.extent import each_value
+from tests.processes.labs import near_hosts
 
 NUMEL = 2_000_000
 
@@ -52,10 +53,7 @@ def start(lab: netlab.Lab, local: list[int], folder: str, op: str) -> list[subpr
 @pytest.mark.parametrize("local", [[2, 2], [1, 3]], ids=["2+2", "1+3"])
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
 def test_each_byte_crosses_a_link_once(tmp_path, local, op):
-    try:
-        lab = netlab.Netlab(2, "1gbit")
-    except netlab.Unavailable as error:
-        pytest.skip(f"no network namespaces: {error}")
+    lab = near_hosts(2, "1gbit")
     with lab:
         before = [lab.sent_bytes(node) or 0 for node in range(2)]
         ranks = start(lab, local, str(tmp_path), op)

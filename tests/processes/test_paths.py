@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pycomm.bench import netlab
+from tests.processes.labs import near_hosts
 
 # Sums integers again and again until the file `end` is there; every sum is checked, and after each
 # one the number of those so far is published.
@@ -84,16 +85,9 @@ class Sums:
         return self.printed.read()
 
 
-def open_or_skip(rates: str) -> netlab.Netlab:
-    try:
-        return netlab.Netlab(2, rates)
-    except netlab.Unavailable as error:
-        pytest.skip(f"no network namespaces: {error}")
-
-
 @pytest.mark.parametrize("rates", ["200mbit,200mbit", "200mbit,20mbit"])
 def test_all_paths_carry_bytes_and_the_faster_one_more(rates, tmp_path):
-    with open_or_skip(rates) as lab:
+    with near_hosts(2, rates) as lab:
         sums = Sums(lab, tmp_path)
         sums.wait_for_bytes(0)
         sums.wait_for_bytes(1)
@@ -106,7 +100,7 @@ def test_all_paths_carry_bytes_and_the_faster_one_more(rates, tmp_path):
 @pytest.mark.parametrize("link", [0, 1])
 def test_a_path_that_is_cut_is_left_and_used_again(link, tmp_path):
     """Path 0 also has the control connection."""
-    with open_or_skip("100mbit,100mbit") as lab:
+    with near_hosts(2, "100mbit,100mbit") as lab:
         sums = Sums(lab, tmp_path)
         sums.wait_for_bytes(link)
         lab.cut(1, link=link)
@@ -120,7 +114,7 @@ def test_a_path_that_is_cut_is_left_and_used_again(link, tmp_path):
 
 
 def test_a_path_that_is_cut_before_the_start_is_used_later(tmp_path):
-    with open_or_skip("100mbit,100mbit") as lab:
+    with near_hosts(2, "100mbit,100mbit") as lab:
         lab.cut(1, link=1)
         sums = Sums(lab, tmp_path)
         sums.wait_for_turns(3)
@@ -143,7 +137,7 @@ except errors.Error as error:
 
 def test_ranks_with_different_sets_of_paths_get_one_line(tmp_path):
     with (
-        open_or_skip("unlimited,unlimited") as lab,
+        near_hosts(2, "unlimited,unlimited") as lab,
         (tmp_path / "printed").open("w+") as printed,
     ):
         command = [sys.executable, "-c", JOIN, str(tmp_path / "store")]

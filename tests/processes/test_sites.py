@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import pytest
 
-from pycomm.bench import netlab
 from pycomm.bench.lab.shape import Shape
-from pycomm.bench.lab.wan import WanLab
 from tests.extent import part
-from tests.torch.lab_ranks import fork_ranks
+from tests.processes.labs import far_hosts, printed_by
 
 JOB = """
 import torch, torch.distributed as dist
@@ -38,18 +33,8 @@ CASES = [
 
 @pytest.mark.parametrize(("matrix", "levels", "told"), part(CASES, 2))
 def test_sites_are_found_by_round_trips(tmp_path, matrix, levels, told):
-    try:
-        lab = WanLab(4, "unlimited", shape=Shape(delay=0.03), matrix_text=matrix)
-    except netlab.Unavailable as error:
-        pytest.skip(f"no network namespaces with TUN devices: {error}")
-    with lab, (tmp_path / "printed").open("w+") as printed:
-        fork_ranks(lab)
-        command = [sys.executable, "-c", JOB]
-        ranks = lab.start(command, env=dict(os.environ), stdout=printed, stderr=printed)
-        status = netlab.wait(ranks)
-        printed.seek(0)
-        text = printed.read()
-    assert status == 0, text
+    lab = far_hosts(4, "unlimited", shape=Shape(delay=0.03), matrix_text=matrix)
+    text = printed_by(lab, JOB, tmp_path)
     lines = [line for line in text.splitlines(keepends=True) if line.startswith(str(levels))]
     assert len(lines) == 4, text
     assert all("round trips up to 6" in line and told in line for line in lines), text

@@ -7,20 +7,15 @@ import subprocess
 import sys
 import tempfile
 
-import pytest
-
-from pycomm.bench import netlab
 from pycomm.straggler.compare import compare
 from pycomm.straggler.stats import RankStats
+from tests.processes.labs import near_hosts
 
 JOB = [sys.executable, "-m", "tests.processes.slow_link_job"]
 
 
 def test_the_rank_with_the_slow_link_is_named():
-    try:
-        lab = netlab.Netlab(3, "400mbit", node_rates={1: "60mbit"})
-    except netlab.Unavailable as error:
-        pytest.skip(f"no network namespaces: {error}")
+    lab = near_hosts(3, "400mbit", node_rates={1: "60mbit"})
     with lab, tempfile.TemporaryDirectory() as folder:
         ranks = lab.start([*JOB, folder], stdout=subprocess.PIPE)
         texts = [rank.communicate(timeout=60)[0] for rank in ranks]

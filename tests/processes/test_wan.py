@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,14 +15,8 @@ from pycomm.bench.lab.wan import WanLab
 from pycomm.bench.links.steps import PROMISED, run_steps
 from pycomm.bench.links.steps_rank import STEPS
 from tests.extent import part
+from tests.processes.labs import far_hosts
 from tests.torch.lab_ranks import fork_ranks
-
-
-def open_or_skip(nodes: int, rate: str = "200mbit", **options: Any) -> WanLab:
-    try:
-        return WanLab(nodes, rate, **options)
-    except netlab.Unavailable as error:
-        pytest.skip(f"no network namespaces with TUN devices: {error}")
 
 
 @pytest.mark.parametrize(
@@ -33,7 +26,7 @@ def test_a_group_takes_few_round_trips(nodes, round_trip):
     """Ranks that the machine delays ask the store once more: then the job is repeated."""
     total = [float(sum(range(nodes)) + nodes * i) for i in range(4)]
     took = dict.fromkeys(PROMISED, float("inf"))
-    with open_or_skip(nodes, shape=Shape(delay=round_trip / 2)) as lab:
+    with far_hosts(nodes, shape=Shape(delay=round_trip / 2)) as lab:
         fork_ranks(lab)
         for _ in range(4):
             steps, printed = run_steps(lab, "pycomm", dict(os.environ))
@@ -70,7 +63,7 @@ else:
 
 def test_trips_are_counted():
     """What the test above relies on."""
-    with open_or_skip(2, shape=Shape(delay=0.001)) as lab:
+    with far_hosts(2, shape=Shape(delay=0.001)) as lab:
         server, client = (
             subprocess.Popen(
                 [*lab.wrap(rank), sys.executable, "-c", ECHO, "5"],
@@ -134,12 +127,12 @@ def send(lab: WanLab, count: int) -> int:
 )
 def test_packets_are_lost_as_often_as_asked(loss, matrix_text, least, most):
     """Which ones is random: 1000 packets at 30 % lose 300, and 5 standard deviations are 72."""
-    with open_or_skip(2, "unlimited", shape=Shape(loss=loss), matrix_text=matrix_text) as lab:
+    with far_hosts(2, "unlimited", shape=Shape(loss=loss), matrix_text=matrix_text) as lab:
         assert least <= send(lab, 1000) <= most
 
 
 def test_a_cut_node_gets_and_sends_nothing_until_it_is_mended():
-    with open_or_skip(2, "unlimited") as lab:
+    with far_hosts(2, "unlimited") as lab:
         assert send(lab, 100) == 0
         lab.cut(0)
         assert send(lab, 100) == 100
@@ -194,7 +187,7 @@ print(group.describe(), flush=True)
 def test_far_peers_have_more_sockets(tmp_path):
     """The rank that connects decides by the round trip that it has measured."""
     with (
-        open_or_skip(2, shape=Shape(delay=0.03)) as lab,
+        far_hosts(2, shape=Shape(delay=0.03)) as lab,
         (tmp_path / "printed").open("w+") as printed,
     ):
         command = [sys.executable, "-c", CONTROLLED, str(tmp_path / "store"), "allows"]
@@ -211,7 +204,7 @@ def test_far_peers_get_bbr_where_the_kernel_allows_it(tmp_path, kernel, control)
     """The system's congestion control is reno in the lab."""
     if "bbr" not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text():
         pytest.skip("this kernel has no bbr")
-    with open_or_skip(2, shape=Shape(delay=0.001)) as lab:
+    with far_hosts(2, shape=Shape(delay=0.001)) as lab:
         with (tmp_path / "printed").open("w+") as printed:
             command = [sys.executable, "-c", CONTROLLED, str(tmp_path / "store"), kernel]
             ranks = lab.start(command, env=dict(os.environ), stdout=printed, stderr=printed)
@@ -253,7 +246,7 @@ if child:
 def test_far_hosts_need_one_round_where_owners_keep_nothing(tmp_path, local):
     """With the bits of two rounds."""
     with (
-        open_or_skip(2, shape=Shape(delay=0.03)) as lab,
+        far_hosts(2, shape=Shape(delay=0.03)) as lab,
         (tmp_path / "printed").open("w+") as printed,
     ):
         fork_ranks(lab)
@@ -313,7 +306,7 @@ group.all_reduce(x[:1])  # both have looked
 
 def test_where_little_is_in_flight_one_socket_carries_it(tmp_path):
     """20 Mbit/s and 12 ms are 30 KB; several sockets would wait for each other's frames."""
-    with open_or_skip(2, "20mbit", shape=Shape(delay=0.006)) as lab:
+    with far_hosts(2, "20mbit", shape=Shape(delay=0.006)) as lab:
         text = printed_by(lab, tmp_path, SOCKETS_IN_USE)
     assert text.count("in use: 1\n") == 2, text
 
@@ -352,6 +345,6 @@ def test_connections_that_overflow_the_queue_are_limited(tmp_path):
     """Each of four bbr connections remembers the best share of the link that it has had."""
     if "bbr" not in Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text():
         pytest.skip("the kernel has no bbr, or does not let this process use it")
-    with open_or_skip(2, "100mbit", shape=Shape(delay=0.1)) as lab:
+    with far_hosts(2, "100mbit", shape=Shape(delay=0.1)) as lab:
         text = printed_by(lab, tmp_path, LIMITED)
     assert text.count("limited: True") == 2, text

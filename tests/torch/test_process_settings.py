@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.local_sgd import Streamed
-from tests.torch.hooks.test_ddp_compress import equal
+from tests.torch.harness import equal
 
 GIVEN = {"dtype": torch.float32, "device": "cpu"}
 STEPS = 6

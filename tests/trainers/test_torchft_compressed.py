@@ -21,7 +21,7 @@ pytest.importorskip("torchft")
 
 import pycomm
 from pycomm.torchft import DistributedDataParallel, ProcessGroupPycomm
-from tests.torch.hooks.test_ddp_compress import batch, network
+from tests.torch.harness import batch, network
 from tests.torch.pool import Pool
 
 STOCHASTIC = "quant:bits=4,block=64,rounding=stochastic"

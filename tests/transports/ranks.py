@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import pickle
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from pycomm import _C
-from tests.ranks import join
+from tests.ranks import good, on_threads
 
 SECONDS = 30.0  # far beyond what any step needs; a test that waits this long has failed
 COLLECTIVE, POINT_TO_POINT = 0, 1
@@ -93,14 +92,6 @@ def run_rank(
             transport.close()
 
 
-def check(outcomes: list[Any], errors: bool) -> list[Any]:
-    if not errors:
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-    return outcomes
-
-
 def threads(
     size: int,
     body: Body,
@@ -120,16 +111,12 @@ def threads(
     """
     store = store or _C.Store.local()
     group = f"group {next(SERIAL)}"
-    outcomes: dict[int, Any] = {}
 
-    def target(rank: int) -> None:
-        outcomes[rank] = run_rank(kind, store, group, rank, size, body, options or {})
+    def target(rank: int) -> Any:
+        return run_rank(kind, store, group, rank, size, body, options or {})
 
-    started = [threading.Thread(target=target, args=(r,)) for r in ranks or range(size)]
-    for thread in started:
-        thread.start()
-    assert not join(started, 10 * SECONDS), "ranks hang"
-    return check([outcomes[r] for r in sorted(outcomes)], errors)
+    outcomes = on_threads(sorted(ranks or range(size)), target, 10 * SECONDS)
+    return outcomes if errors else good(outcomes)
 
 
 def processes(
@@ -158,4 +145,4 @@ def processes(
         except EOFError:
             outcomes.append(None)
         process.join()
-    return check(outcomes, errors)
+    return outcomes if errors else good(outcomes)

@@ -11,9 +11,9 @@ import pytest
 from pycomm import _C, errors
 from pycomm.communicator import Communicator
 from tests.extent import each_value
-from tests.ranks import join
+from tests.ranks import good, join
 from tests.transports.ranks import SECONDS, threads
-from tests.transports.transport_ranks import RUNNERS, good
+from tests.transports.transport_ranks import RUNNERS
 
 TEXT = "rank 2 waits for rank 7: größer"
 KINDS = {

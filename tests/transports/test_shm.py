@@ -15,7 +15,8 @@ import pytest
 from pycomm import _C
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
 from tests.extent import each_value
-from tests.transports.transport_ranks import RUNNERS, address, good, processes, sample
+from tests.ranks import good
+from tests.transports.transport_ranks import RUNNERS, address, processes, sample
 
 # Sizes: empty, shorter than a frame, odd, one ring (256 KiB), and more than the ring holds.
 SIZES = [0, 1, 16, 79, 1000, 65536, 262144, 262145, 3_000_001]

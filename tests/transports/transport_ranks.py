@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable
 from functools import lru_cache
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pycomm import _C
-from tests.ranks import join
+from tests.ranks import on_threads
 
 Job = Callable[..., Any]
 LIMIT = 60.0
@@ -22,23 +21,15 @@ LIMIT = 60.0
 def threads(size: int, job: Job) -> list[Any]:
     """Run ``job(transport, rank)`` on threads; return what each returned or raised."""
     store = _C.Store.local()
-    outcomes: list[Any] = ["still running"] * size
 
-    def main(rank: int) -> None:
+    def main(rank: int) -> Any:
+        transport = _C.Transport("local", store, "test", rank, size, timeout=20.0)
         try:
-            transport = _C.Transport("local", store, "test", rank, size, timeout=20.0)
-            try:
-                outcomes[rank] = job(transport, rank)
-            finally:
-                transport.close()
-        except Exception as error:
-            outcomes[rank] = error
+            return job(transport, rank)
+        finally:
+            transport.close()
 
-    workers = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(size)]
-    for worker in workers:
-        worker.start()
-    join(workers, LIMIT)
-    return outcomes
+    return on_threads(range(size), main, LIMIT)
 
 
 def _process(rank: int, size: int, folder: str, job: Job, prepare: Job, results: Any) -> None:
@@ -80,14 +71,6 @@ def processes(size: int, job: Job, prepare: Job = lambda rank: None) -> list[Any
 
 
 RUNNERS = {"local": threads, "shm": processes}
-
-
-def good(outcomes: list[Any]) -> list[Any]:
-    """Return the outcomes; fail if any rank failed."""
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-    return outcomes
 
 
 def address(array: np.ndarray) -> int:

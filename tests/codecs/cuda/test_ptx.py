@@ -30,6 +30,7 @@ from tests.codecs.cuda.ptx import (
     instructions,
     kept,
 )
+from tests.compiling import GENERATED
 from tests.extent import FULL
 
 pytestmark = pytest.mark.timeout(600)  # each compiler's first test waits for all of its files
@@ -103,10 +104,11 @@ def test_the_check_lets_pass(line):
 def triton_folder(tmp_path_factory) -> Path:
     pytest.importorskip("triton")
     folder = tmp_path_factory.mktemp("triton")
+    cache = GENERATED / "triton"  # it knows what it holds by sources and options
     at_once = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.codecs.cuda.compile_triton", str(folder), str(arch)],
-            env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")},
+            env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)},
         )
         for arch in ARCHS
     ]

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from pycomm import _C
+from tests.ranks import good, on_threads
 
 Job = Callable[["Rank"], Any]
 ARENA = 64 << 20
@@ -119,32 +118,18 @@ def joined(store: _C.Store, rank: int, size: int, cuda: bool, options: Any) -> I
 
 def attempt(size: int, job: Job, *, cuda: bool = False, **options: Any) -> list[Any]:
     """Run ``job(rank)`` on ranks that are threads; a rank's error is its outcome."""
-    store, outcomes = _C.Store.local(), [None] * size
+    store = _C.Store.local()
 
-    def main(rank: int) -> None:
-        try:
-            with joined(store, rank, size, cuda, options) as one:
-                outcomes[rank] = job(one)
-        except Exception as error:
-            outcomes[rank] = error
+    def main(rank: int) -> Any:
+        with joined(store, rank, size, cuda, options) as one:
+            return job(one)
 
-    threads = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(size)]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + 60
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    assert not any(thread.is_alive() for thread in threads), "ranks did not end within 60 s"
-    return outcomes
+    return on_threads(range(size), main, 60)
 
 
 def run(size: int, job: Job, *, cuda: bool = False, **options: Any) -> list[Any]:
     """Run as `attempt` does, but raise the first error of any rank."""
-    outcomes = attempt(size, job, cuda=cuda, **options)
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-    return outcomes
+    return good(attempt(size, job, cuda=cuda, **options))
 
 
 def _process_main(

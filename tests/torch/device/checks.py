@@ -22,7 +22,7 @@ from pycomm import backend, elastic
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Decision, Parameter
 from pycomm.reduction.bucket import Bucket, Piece
-from tests.torch.parity import inputs, network
+from tests.torch.harness import inputs, perceptron
 
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -286,7 +286,7 @@ def check_futures(rank: int, ranks: int, device: str) -> None:
 
 
 def check_ddp(rank: int, ranks: int, device: str) -> list[torch.Tensor]:
-    model = network().to(device)
+    model = perceptron().to(device)
     ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.25, foreach=False)
     for step in range(3):

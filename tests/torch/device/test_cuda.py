@@ -25,7 +25,7 @@ from tests.torch.device.checks import (
     check_order,
     check_sends_during_a_copy,
 )
-from tests.torch.parity import inputs, network
+from tests.torch.harness import inputs, perceptron
 from tests.torch.pool import Pool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -80,7 +80,7 @@ def test_operations_by_way_of_the_host_refuse_to_be_captured(pool):
 
 def mean_of_ranks(ranks: int, steps: int) -> list[torch.Tensor]:
     """Return the parameters after training on the mean of all ranks' gradients, in one process."""
-    model = network().cuda()
+    model = perceptron().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     for step in range(steps):
         optimizer.zero_grad()
@@ -108,7 +108,7 @@ def check_fsdp(rank: int, ranks: int) -> list[torch.Tensor]:
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh("cuda", (ranks,))
-    model = network().cuda()
+    model = perceptron().cuda()
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

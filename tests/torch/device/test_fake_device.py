@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -37,20 +37,11 @@ from tests.torch.device.checks import (
     check_sends_during_a_copy,
     slow,
 )
-from tests.torch.parity import equal
+from tests.torch.harness import equal
 from tests.torch.pool import Pool
 
 FAKE = "fakegpu"
 GROUP = "cpu:pycomm,fakegpu:pycomm"
-
-
-@pytest.fixture(scope="module")
-def fakes() -> Iterator[Pool]:
-    """Start separate ranks, since a device cannot be unloaded."""
-    fake_device.built()
-    pool = Pool()
-    yield pool
-    pool.stop()
 
 
 def on_device(

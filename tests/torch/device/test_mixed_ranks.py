@@ -24,23 +24,14 @@ from pycomm.codecs import implementations
 from pycomm.errors import WireMismatch
 from tests.torch.device import fake_device
 from tests.torch.device.checks import operations
+from tests.torch.harness import equal, inputs, perceptron
 from tests.torch.hooks.given_gradients import SHAPES, Net
-from tests.torch.parity import equal, inputs, network
 from tests.torch.pool import Pool
 
 CPU, FAKE, TRITON = "cpu", "fakegpu", "triton"
 STEPS = 2
 LIMIT = 200  # seconds: Triton's interpreter is slow, and others may use the processors
 CODECS = ["int8", "int4", "eden:bits=2,size=128", "sign", "topk:0.05"]
-
-
-@pytest.fixture(scope="module")
-def fakes() -> Iterator[Pool]:
-    """Start separate ranks, since a device cannot be unloaded."""
-    fake_device.built()
-    pool = Pool()
-    yield pool
-    pool.stop()
 
 
 @contextmanager
@@ -121,7 +112,7 @@ def test_every_operation_has_the_bits_of_ranks_on_the_cpu(fakes, kinds):
 
 
 def trained(rank: int, ranks: int, device: str) -> list[torch.Tensor]:
-    model = nn.parallel.DistributedDataParallel(network().to(device), bucket_cap_mb=0.001)
+    model = nn.parallel.DistributedDataParallel(perceptron().to(device), bucket_cap_mb=0.001)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25, foreach=False)
     for step in range(3):
         optimizer.zero_grad()
@@ -168,7 +159,7 @@ def test_compressed_gradients_have_the_bits_of_ranks_on_the_cpu(fakes, codec):
 
 
 def local_steps(rank: int, ranks: int, device: str) -> list[torch.Tensor]:
-    model = network().to(device)
+    model = perceptron().to(device)
     outer = pycomm.LocalSGD(model, every=2, codec="int8")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25, foreach=False)
     for step in range(4):

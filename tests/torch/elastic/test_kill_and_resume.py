@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from tests.torch.hooks.test_ddp_compress import batch, network
+from tests.torch.harness import batch, network
 
 SAVED, KILLED, END = 4, 6, 10
 

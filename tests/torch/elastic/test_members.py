@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from tests.torch.elastic.member import Member, run
-from tests.torch.hooks.test_ddp_compress import batch, network
+from tests.torch.harness import network, train_step
 
 
 def owed(state: Any, ranks: int) -> dict[str, torch.Tensor]:
@@ -60,10 +60,7 @@ def wrap(net: nn.Module, codec: str, feedback: str, **options: Any) -> tuple[Any
 
 def train(model: Any, optimizer: Any, steps: int, first: int = 0) -> None:
     for number in range(first, first + steps):
-        x, y = batch(dist.get_rank(), number)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        train_step(model, optimizer, dist.get_rank(), number)
 
 
 def leave_and_return(

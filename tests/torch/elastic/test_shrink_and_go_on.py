@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from tests.torch.hooks.test_ddp_compress import batch, network
+from tests.torch.harness import network, train_step
 from tests.torch.torchrun import launch
 
 KILLED, END = 3, 8
@@ -30,15 +29,6 @@ def owed(state: Any, ranks: int) -> dict[str, torch.Tensor]:
         name: state.residuals.added(name, 0, entry["about"][0]).double()
         for name, entry in entries.items()
     }
-
-
-def step(model: Any, optimizer: Any, rank: int, number: int) -> float:
-    x, y = batch(rank, number)
-    optimizer.zero_grad()
-    loss = nn.functional.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return float(loss.detach())
 
 
 def shrink(error: pycomm.PeerLost) -> set[int]:
@@ -60,11 +50,11 @@ def train(rank: int, size: int, codec: str, feedback: str, victims: set[int]) ->
     state = pycomm.compress(model, codec, feedback=feedback)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for number in range(KILLED):
-        step(model, optimizer, rank, number)
+        train_step(model, optimizer, rank, number)
     if rank in victims:  # during backward, while some buckets are being reduced
         model.module[3].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(pycomm.PeerLost) as caught:
-        step(model, optimizer, rank, KILLED)
+        train_step(model, optimizer, rank, KILLED)
     error = pycomm.PeerLost(str(caught.value), caught.value.rank, caught.value.ranks)
     del caught
 
@@ -84,7 +74,7 @@ def train(rank: int, size: int, codec: str, feedback: str, victims: set[int]) ->
         torch.testing.assert_close(sums[1], sums[0], rtol=ROUNDING, atol=ROUNDING)
         assert sums[0].abs().max() > 0
     for number in range(KILLED, END):
-        step(model, optimizer, dist.get_rank(), number)
+        train_step(model, optimizer, dist.get_rank(), number)
     assert state.overflows == 0
     return [p.detach() for p in model.parameters()]
 

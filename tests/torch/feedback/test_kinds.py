@@ -9,6 +9,7 @@ import pycomm
 from pycomm import _C, feedback
 from pycomm.feedback import Feedback, Residual, storage
 from tests.extent import each_value
+from tests.torch.harness import same_bits
 
 KINDS = ["residual:", "ema:0.8,", "decay:0.9,", "momentum:0.9,", "momentum:0.9,nesterov=true,"]
 RULES = [f"{kind}storage={form}" for kind in KINDS for form in storage.DTYPES]
@@ -36,10 +37,6 @@ def send(
     feedback.encode(codec, x, out, residual, worker=True, begin=0)
     residual.commit(step)
     return codec.decode(out, x.numel())
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @each_value
@@ -70,10 +67,10 @@ def test_cpp_and_torch_leave_the_same_bits(text, spec):
             momentum=address.get("momentum", nothing),
             scratch=_C.FeedbackScratch(),
         )
-        assert same(mine, theirs)
+        assert same_bits(mine, theirs)
         for role in ("worker", "momentum"):
             if role in there:
-                assert same(getattr(here, role)[then], there[role][then]), (role, step)
+                assert same_bits(getattr(here, role)[then], there[role][then]), (role, step)
         here.commit(step)
 
 

@@ -16,15 +16,8 @@ import pycomm
 from pycomm.feedback import Residuals
 from pycomm.reduction.rates import Rates
 from tests.extent import FULL
-from tests.torch.hooks.test_ddp_compress import (
-    SHAPES,
-    Chosen,
-    batch,
-    gradients,
-    network,
-    reduced,
-    same_state,
-)
+from tests.torch.harness import SHAPES, Chosen, batch, gradients, network, reduced
+from tests.torch.hooks.test_ddp_compress import same_state
 
 CODED = ("big", "small")
 RULES = [

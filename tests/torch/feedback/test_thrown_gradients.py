@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from tests.extent import each_value, pairs
-from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, gradients
+from tests.torch.harness import SHAPES, Chosen, equal, gradients
 
 STEPS = 12  # twice the period of what the loops below do
 WRAPPERS = {
@@ -63,10 +63,6 @@ def owed(state: Any) -> dict[str, dict[str, torch.Tensor]]:
     return residuals
 
 
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def same_owed(a: Any, b: Any) -> bool:
     mine, theirs = owed(a), owed(b)
     return mine.keys() == theirs.keys() and all(
@@ -92,7 +88,7 @@ def check_tutorial(rank: int, size: int, kind: str, none: bool, how: dict[str, A
         calm_optimizer.zero_grad(set_to_none=none)
         model(gradients(rank, step)).backward()
         calm(gradients(rank, step)).backward()
-        assert same(grads(model), grads(calm)), step
+        assert equal(grads(model), grads(calm)), step
         if step % 5 == 3:
             state.residual_norms()  # reading has no side effect
         optimizer.step()
@@ -201,7 +197,7 @@ def check_discard(rank: int, size: int, kind: str, feedback: str, spec: str) -> 
         for m in (model, calm):
             m.zero_grad()
             m(gradients(rank, step)).backward()
-        assert same(grads(model), grads(calm)), step
+        assert equal(grads(model), grads(calm)), step
         by_hand(model)()
         model.zero_grad()
         if step % 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ import pycomm
 from pycomm import backend
 from pycomm.policy import Policy
 from tests.extent import FULL
-from tests.torch.hooks.test_ddp_compress import Chosen, batch, equal, network
+from tests.torch import harness
+from tests.torch.harness import Chosen, batch, equal, network, reduced, train, values, whole
 
 
 def mesh_of(size: int, shape: str) -> DeviceMesh:
@@ -40,11 +42,7 @@ def sharded(size: int, shape: str = "fsdp", **options: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh, **options)
 
 
-def whole(parameter: Any) -> torch.Tensor:
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-
-
-def train(
+def trained(
     rank: int,
     size: int,
     spec: Any,
@@ -57,20 +55,12 @@ def train(
     model = sharded(size, shape, **options or {})
     if spec is not None:
         pycomm.compress(model, spec, weights=weights)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for step in range(steps):
-        x, y = batch(rank, step)
-        loss = nn.functional.cross_entropy(model(x).float(), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return [whole(p).detach().clone() for p in model.parameters()], losses
+    losses = train(model, rank, range(steps))
+    return values(model), losses
 
 
 def check_exact(rank: int, size: int, shape: str) -> None:
-    (a, _), (b, _) = (train(rank, size, spec, shape) for spec in (None, "fp32"))
+    (a, _), (b, _) = (trained(rank, size, spec, shape) for spec in (None, "fp32"))
     assert equal(a, b)
 
 
@@ -92,7 +82,7 @@ def test_exact_gradients_are_those_of_replicas(pool, backend_name, shape):
 def coded_twice(rank: int, size: int, shape: str) -> list[torch.Tensor]:
     """Return the parameters after some steps with one codec, and with another."""
     specs = ("int8", "int4:rounding=stochastic")
-    return [p for spec in specs for p in train(rank, size, spec, shape, 3)[0]]
+    return [p for spec in specs for p in trained(rank, size, spec, shape, 3)[0]]
 
 
 @pytest.mark.parametrize(("shape", "ranks"), [("fsdp", 2), ("fsdp", 3), ("hsdp", 4)])
@@ -105,7 +95,7 @@ def test_other_backends_give_the_same_bits(pool, shape, ranks):
 
 def final_losses(rank: int, size: int, shape: str, runs: list[Any]) -> list[float]:
     """Return this rank's mean loss at the end of each run."""
-    ends = [train(rank, size, spec, shape, 34, weights)[1][-10:] for spec, weights in runs]
+    ends = [trained(rank, size, spec, shape, 34, weights)[1][-10:] for spec, weights in runs]
     return [sum(losses) / 10 for losses in ends]
 
 
@@ -166,7 +156,7 @@ def fed(rank: int, size: int) -> dict[str, list[torch.Tensor]]:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-        found[kind] = [whole(p).detach().clone() for p in model.parameters()]
+        found[kind] = values(model)
     return found
 
 
@@ -179,35 +169,18 @@ def test_kinds_of_feedback_have_the_same_bits_on_all_backends(pool):
 
 # ------------------------------------------------------- gradients chosen by the test
 
+# No number of ranks divides these sizes.
 SHAPES = {"big": (65, 96), "small": (41, 70), "bias": (50,)}
-
-
-def gradients(rank: int, step: int, names: Any = SHAPES) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return {name: torch.randn(SHAPES[name], generator=generator) for name in names}
+gradients = partial(harness.gradients, shapes=SHAPES)
+Odd = partial(Chosen, SHAPES)
 
 
 BOTH = pytest.mark.parametrize(("shape", "ranks"), [("fsdp", 2), ("hsdp", 4)])
 
 
-class Odd(Chosen):
-    """Parameters whose sizes no number of ranks divides."""
-
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        for name, shape in SHAPES.items():
-            setattr(self, name, nn.Parameter(torch.zeros(shape)))
-
-
 def chosen(size: int, spec: Any = "int4", shape: str = "fsdp", **options: Any) -> Any:
     model = fully_shard(Odd(), mesh=mesh_of(size, shape), **options)
     return model, pycomm.compress(model, spec)
-
-
-def reduced(model: nn.Module, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    model(given).backward()
-    return {n: whole(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def average(size: int, step: int) -> dict[str, torch.Tensor]:
@@ -358,12 +331,12 @@ def test_divide_factors(pool, shape, ranks):
 
 
 def in_mixed_precision(rank: int, size: int, options: dict[str, Any]) -> list[torch.Tensor]:
-    trained, losses = train(rank, size, "int8", "fsdp", 20, "bf16", options)
+    reached, losses = trained(rank, size, "int8", "fsdp", 20, "bf16", options)
     assert losses[-1] < losses[0] - 0.5
-    plain, _ = train(rank, size, None, "fsdp", 1, None, options)
-    coded, _ = train(rank, size, "fp32", "fsdp", 1, "bf16", options)
+    plain, _ = trained(rank, size, None, "fsdp", 1, None, options)
+    coded, _ = trained(rank, size, "fp32", "fsdp", 1, "bf16", options)
     assert equal(plain, coded)  # weights are bfloat16 in both runs
-    return trained
+    return reached
 
 
 @pytest.mark.parametrize(

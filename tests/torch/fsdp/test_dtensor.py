@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from pycomm.backend import find
-from tests.torch.parity import WIDTH, equal, inputs, network, same_as_gloo
+from tests.torch.harness import WIDTH, equal, inputs, perceptron
+from tests.torch.parity import same_as_gloo
 
 
 def integers(*shape: int) -> torch.Tensor:
@@ -47,7 +48,7 @@ def test_redistribute_between_all_placements(pool):
 
 def tensor_parallel(rank: int, size: int) -> Any:
     mesh = init_device_mesh("cpu", (size,))
-    model = network(layers=1)[0]
+    model = perceptron(layers=1)[0]
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     y = model(inputs(0, 0))
     y.square().mean().backward()
@@ -117,7 +118,7 @@ def test_checkpoint_loads_on_gloo_and_on_other_numbers_of_ranks(pool, tmp_path):
 
 
 def pipeline(rank: int, size: int, schedule: type) -> Any:
-    model = network(layers=size)
+    model = perceptron(layers=size)
     stage = PipelineStage(model[rank], rank, size, torch.device("cpu"))
     losses: list[torch.Tensor] = []
 

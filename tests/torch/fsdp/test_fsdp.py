@@ -11,11 +11,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from tests.torch.parity import equal, inputs, network, same_as_gloo
+from tests.torch.harness import equal, inputs, perceptron
+from tests.torch.parity import same_as_gloo
 
 
 def sharded(mesh: DeviceMesh, **options: Any) -> FSDPModule:
-    model = network()
+    model = perceptron()
     for block in model:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)

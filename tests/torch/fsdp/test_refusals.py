@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import pycomm
 from tests.torch.fsdp.test_compress import Odd, chosen, sharded
-from tests.torch.hooks.test_ddp_compress import network
+from tests.torch.harness import network
 
 
 def check_refusals(rank: int, size: int) -> None:

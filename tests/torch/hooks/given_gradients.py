@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
 
 SHAPES = ((61, 37), (33,), (64, 41))  # of odd sizes; two buckets: the first, and the others
 
@@ -16,3 +19,23 @@ class Net(nn.Module):
     def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         pairs = zip(self.weights, gradients, strict=True)
         return torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum()
+
+
+def drawn(rank: int, step: int, scale: float = 1.0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [scale * torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def by_torch(rank: int, codec: str, steps: int) -> list[list[torch.Tensor]]:
+    """Return what torch's DDP makes of the same gradients."""
+    model = DistributedDataParallel(Net(), bucket_cap_mb=1e-6)  # a bucket for each parameter
+    model(drawn(rank, 0)).backward()  # in its first step DDP has one bucket
+    pycomm.compress(model, codec)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(drawn(rank, step)).backward()
+        optimizer.step()  # else the gradients count as thrown away
+        found.append([weight.grad.clone() for weight in model.module.weights])
+    return found

@@ -13,7 +13,8 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.torch.parity import WIDTH, inputs, network, same_as_gloo
+from tests.torch.harness import WIDTH, inputs, perceptron
+from tests.torch.parity import same_as_gloo
 
 
 class Branching(nn.Module):
@@ -21,14 +22,14 @@ class Branching(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.halves = network()
+        self.halves = perceptron()
 
     def forward(self, x: torch.Tensor, way: int) -> torch.Tensor:
         return self.halves[way % 2](x)
 
 
 def train(rank: int, size: int, options: dict[str, Any], way: str) -> list[torch.Tensor]:
-    net = Branching() if way == "branching" else network()
+    net = Branching() if way == "branching" else perceptron()
     model = DistributedDataParallel(net, bucket_cap_mb=0.002, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(6):
@@ -56,7 +57,7 @@ def test_options(pool, options, way):
 
 
 def join_uneven(rank: int, size: int) -> list[torch.Tensor]:
-    model = DistributedDataParallel(network(), bucket_cap_mb=0.002)
+    model = DistributedDataParallel(perceptron(), bucket_cap_mb=0.002)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     with Join([model, optimizer]):
         for step in range(2 + 3 * rank):
@@ -72,7 +73,7 @@ def test_join_with_uneven_inputs(pool):
 
 
 def zero(rank: int, size: int) -> Any:
-    model = DistributedDataParallel(network())
+    model = DistributedDataParallel(perceptron())
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, lr=0.01, parameters_as_bucket_view=True
     )
@@ -111,7 +112,7 @@ def compiled(rank: int, size: int) -> Any:
     # aot_eager traces and partitions like inductor, without the seconds of the C++ compiler.
     results = [torch.compile(reduce, backend="aot_eager", fullgraph=True)(inputs(rank, 0))]
     torch._dynamo.reset()
-    model = torch.compile(DistributedDataParallel(network()), backend="aot_eager")
+    model = torch.compile(DistributedDataParallel(perceptron()), backend="aot_eager")
     for step in range(2):
         model(inputs(rank, step)).square().mean().backward()
     torch._dynamo.reset()

@@ -11,40 +11,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.policy import PROTECT, Policy, Rule
 from tests.extent import each_value
+from tests.torch.harness import (
+    SHAPES,
+    Chosen,
+    batch,
+    equal,
+    gradients,
+    network,
+    reduced,
+    train,
+    values,
+)
 
-INPUTS, CLASSES = 64, 10
 STEPS = 6  # DDP rebuilds its buckets after the first
 STOCHASTIC = "quant:bits=4,block=64,rounding=stochastic"
 
 
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(INPUTS, 128),
-        nn.LayerNorm(128),
-        nn.ReLU(),
-        nn.Linear(128, 64),
-        nn.ReLU(),
-        nn.Linear(64, CLASSES),
-    )
-
-
-def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return points around ten fixed centres."""
-    centres = torch.randn(CLASSES, INPUTS, generator=torch.Generator().manual_seed(7))
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    labels = torch.randint(CLASSES, (32,), generator=generator)
-    noise = torch.randn(32, INPUTS, generator=generator)
-    return centres[labels] + 3 * noise, labels
-
-
-def train(
+def trained(
     rank: int,
     size: int,
     spec: Any,
@@ -56,32 +44,14 @@ def train(
     model = DistributedDataParallel(network().to(dtype), bucket_cap_mb=0.02, **options)
     if spec is not None:
         pycomm.compress(model, spec)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for step in range(steps):
-        x, y = batch(rank, step)
-        loss = nn.functional.cross_entropy(model(x.to(dtype)).float(), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return [p.detach().clone() for p in model.parameters()], losses
-
-
-def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def near(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    """Return whether values are equal but for a few roundings, as those of two AdamWs."""
-    pairs = zip(a, b, strict=True)
-    return all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in pairs)
+    losses = train(model, rank, range(steps), dtype)
+    return values(model), losses
 
 
 @pytest.fixture(scope="module")
 def gloo(pool):
     """Return the parameters that DDP reaches on two Gloo ranks."""
-    return pool.run(train, None, backend="gloo")[0][0]
+    return pool.run(trained, None, backend="gloo")[0][0]
 
 
 @pytest.mark.parametrize(
@@ -94,13 +64,13 @@ def test_exact_gradients_are_those_of_gloo(pool, gloo, spec, backend):
 
 def in_each_way(rank: int, size: int, spec: Any) -> list[list[torch.Tensor]]:
     ways: list[dict[str, Any]] = [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}]
-    return [train(rank, size, spec, **options)[0] for options in ways]
+    return [trained(rank, size, spec, **options)[0] for options in ways]
 
 
 def coded(rank: int, size: int) -> list[torch.Tensor]:
     """Return the parameters after some steps with each of several codecs."""
     specs = ("int8", "int4", STOCHASTIC, "bf16")
-    return [p for spec in specs for p in train(rank, size, spec)[0]]
+    return [p for spec in specs for p in trained(rank, size, spec)[0]]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -116,7 +86,7 @@ def test_other_backends_give_the_same_bits(pool, ranks):
 
 def final_losses(rank: int, size: int) -> list[float]:
     """Return this rank's sum of losses at the end: exact, in int8, and in int4."""
-    return [sum(train(rank, size, spec, 34)[1][-10:]) for spec in (None, "int8", "int4")]
+    return [sum(trained(rank, size, spec, 34)[1][-10:]) for spec in (None, "int8", "int4")]
 
 
 def test_compressed_training_reaches_the_exact_loss(pool):
@@ -129,12 +99,12 @@ def test_compressed_training_reaches_the_exact_loss(pool):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_other_gradient_dtypes(pool, dtype):
-    (a, losses), (b, _) = pool.run(train, "int8", 20, dtype)
+    (a, losses), (b, _) = pool.run(trained, "int8", 20, dtype)
     assert equal(a, b)
     assert a[0].dtype == dtype
     assert losses[-1] < losses[0]
     if dtype == torch.float64:  # no codec takes it, so it is reduced exactly
-        assert equal(a, pool.run(train, None, 20, dtype, backend="gloo")[0][0])
+        assert equal(a, pool.run(trained, None, 20, dtype, backend="gloo")[0][0])
 
 
 def check_power_sgd(rank: int, size: int) -> list[torch.Tensor]:
@@ -143,17 +113,9 @@ def check_power_sgd(rank: int, size: int) -> list[torch.Tensor]:
     model = DistributedDataParallel(network(), bucket_cap_mb=0.02)
     state = power_sgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
     model.register_comm_hook(state, power_sgd.powerSGD_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for step in range(40):
-        x, y = batch(rank, step)
-        loss = nn.functional.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train(model, rank, range(40))
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), losses
-    return [p.detach().clone() for p in model.parameters()]
+    return values(model)
 
 
 def test_chained_collectives_of_several_buckets_do_not_cross(pool):
@@ -186,13 +148,8 @@ def train_sharded(rank: int, size: int) -> list[torch.Tensor]:
     for layer in (model[0], model[3]):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(STEPS):
-        x, y = batch(rank, step)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    return [p.full_tensor().detach() for p in model.parameters()]
+    train(model, rank, range(STEPS))
+    return values(model)
 
 
 def test_fsdp2_trains_as_ddp_does(pool, gloo):
@@ -201,37 +158,6 @@ def test_fsdp2_trains_as_ddp_does(pool, gloo):
 
 
 # ------------------------------------------------------- gradients chosen by the test
-
-SHAPES = {"big": (64, 96), "small": (40, 70), "bias": (50,)}
-
-
-class Chosen(nn.Module):
-    """A model whose gradients are its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in SHAPES.items():
-            setattr(self, name, nn.Parameter(torch.zeros(shape)))
-
-    def forward(self, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
-        # The order of the dict, so that rebuilt buckets have another order than before.
-        return sum((getattr(self, name) * g).sum() for name, g in gradients.items())
-
-
-def gradients(rank: int, step: int, names: Any = SHAPES) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return {name: torch.randn(SHAPES[name], generator=generator) for name in names}
-
-
-def reduced(
-    model: DistributedDataParallel, given: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return the gradients after the reduction."""
-    model.zero_grad()
-    model(given).backward()
-    return {
-        name: p.grad.clone() for name, p in model.module.named_parameters() if p.grad is not None
-    }
 
 
 def chosen(spec: Any = "int4", **options: Any) -> tuple[DistributedDataParallel, pycomm.HookState]:

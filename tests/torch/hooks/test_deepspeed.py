@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.errors import Error
 from tests.extent import each_value
-from tests.torch.hooks.given_gradients import SHAPES, Net
+from tests.torch.harness import equal
+from tests.torch.hooks.given_gradients import SHAPES, Net, by_torch, drawn
 
 STAGES = (0, 2)
 
@@ -143,33 +143,9 @@ def shard(flat: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     return flat[rank * size : (rank + 1) * size]
 
 
-def drawn(rank: int, step: int, scale: float = 1.0) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return [scale * torch.randn(shape, generator=generator) for shape in SHAPES]
-
-
 def mean(step: int, ranks: int) -> list[torch.Tensor]:
     every = [drawn(rank, step) for rank in range(ranks)]
     return [sum(parts[1:], parts[0]) / ranks for parts in zip(*every, strict=True)]
-
-
-def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-
-
-def by_torch(rank: int, codec: str, steps: int) -> list[list[torch.Tensor]]:
-    """Return what torch's DDP makes of the same gradients."""
-    model = DistributedDataParallel(Net(), bucket_cap_mb=1e-6)  # as with `alone`
-    model(drawn(rank, 0)).backward()  # in its first step DDP has one bucket
-    pycomm.compress(model, codec)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        model(drawn(rank, step)).backward()
-        optimizer.step()  # else the gradients count as thrown away
-        found.append([weight.grad.clone() for weight in model.module.weights])
-    return found
 
 
 def exact(engine: DeepSpeedEngine) -> int:
@@ -182,9 +158,9 @@ def as_ddp(rank, ranks, codec, stage):
     engine.alone = codec != "fp32"
     pycomm.compress(engine, codec)
     wanted = by_torch(rank, codec, 4)
-    assert all(same(engine.backward(drawn(rank, step)), wanted[step]) for step in range(4))
+    assert all(equal(engine.backward(drawn(rank, step)), wanted[step]) for step in range(4))
     assert exact(engine) == 0
-    assert same(wanted[0], mean(0, ranks)) == (codec == "fp32")
+    assert equal(wanted[0], mean(0, ranks)) == (codec == "fp32")
 
 
 @each_value
@@ -200,7 +176,7 @@ def scatters(rank, ranks):
     assert engine.optimizer.reduce_scatter
     for step in range(2):
         wanted = [shard(whole.view(-1), rank, ranks) for whole in mean(step, ranks)]
-        assert same(engine.backward(drawn(rank, step)), wanted)
+        assert equal(engine.backward(drawn(rank, step)), wanted)
 
     engine = DeepSpeedEngine(3)
     pycomm.compress(engine, "int4")
@@ -235,7 +211,7 @@ def scales(rank, ranks, stage):
         wanted = plain.backward(drawn(rank, step))
         found = scaled.backward(drawn(rank, step, scale))
         # Powers of two change no bit of what is coded.
-        assert same(found, [scale * part for part in wanted])
+        assert equal(found, [scale * part for part in wanted])
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -249,7 +225,7 @@ def sums(rank, ranks):
         (engine.optimizer if stage else engine).gradient_average = False
         pycomm.compress(engine, "fp32")
         wanted = [ranks * part for part in mean(0, ranks)]
-        assert same(engine.backward(drawn(rank, 0)), wanted)
+        assert equal(engine.backward(drawn(rank, 0)), wanted)
 
 
 def test_without_gradient_average_gradients_are_summed(pool):
@@ -360,7 +336,7 @@ def leaves(rank, ranks):
                 sum_ -= part
         assert max(float(sum_.abs().max()) for sum_ in total) < 1e-5  # sums of a few float32
         assert exact(engine) == 0
-        assert same(engine.backward(drawn(rank, 3)), mean(3, ranks))
+        assert equal(engine.backward(drawn(rank, 3)), mean(3, ranks))
         assert exact(engine) > 0
         replaced = ("buffered_allreduce_fallback", "gradient_reduction_w_predivide")
         assert not set(replaced) & {*vars(engine), *vars(engine.optimizer)}

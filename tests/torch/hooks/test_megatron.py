@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import pycomm
 from pycomm.errors import Error
-from tests.torch.hooks.given_gradients import SHAPES, Net
+from tests.torch.harness import equal
+from tests.torch.hooks.given_gradients import SHAPES, Net, by_torch, drawn
 
 
 class BucketGroup:
@@ -88,40 +88,16 @@ def bucket(weights: list[nn.Parameter], padding: int, factor: float) -> SimpleNa
     return SimpleNamespace(params_list=weights, grad_data=data, gradient_scaling_factor=factor)
 
 
-def drawn(rank: int, step: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
-
-
-def by_torch(rank: int, codec: str, steps: int) -> list[list[torch.Tensor]]:
-    """Return what torch's DDP makes of the same gradients."""
-    model = TorchDDP(Net(), bucket_cap_mb=1e-6)  # each parameter has a bucket, as with `alone`
-    model(drawn(rank, 0)).backward()  # in its first step DDP has one bucket
-    pycomm.compress(model, codec)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        model(drawn(rank, step)).backward()
-        optimizer.step()  # else the gradients count as thrown away
-        found.append([weight.grad.clone() for weight in model.module.weights])
-    return found
-
-
-def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-
-
 def as_ddp(rank, ranks, codec, padding):
     # A bucket is cut among the owners, and what is coded together depends on where.
     model = DistributedDataParallel(padding, alone=codec != "fp32")
     pycomm.compress(model, codec)
     wanted = by_torch(rank, codec, 4)
-    assert all(same(model.backward(drawn(rank, step)), wanted[step]) for step in range(4))
+    assert all(equal(model.backward(drawn(rank, step)), wanted[step]) for step in range(4))
     assert not any(group.exact for group in model.bucket_groups)
     if codec == "int4":  # else nothing would be lost, and this would say nothing of residuals
         exact = DistributedDataParallel(padding).backward(drawn(rank, 0))
-        assert not same(wanted[0], exact)
+        assert not equal(wanted[0], exact)
     if padding:
         flat = model.bucket_groups[0].buckets[0].grad_data
         assert torch.equal(flat[-padding:], torch.full((padding,), 9.0))
@@ -139,7 +115,7 @@ def scaled(rank, ranks):
         pycomm.compress(model, "fp32")
         found = model.backward(drawn(rank, 0))
         total = [sum(pair) for pair in zip(*(drawn(r, 0) for r in range(ranks)), strict=True)]
-        assert same(found, [wanted * each for each in total])
+        assert equal(found, [wanted * each for each in total])
 
 
 def test_sums_and_averages_are_those_that_megatron_is_configured_for(pool):
@@ -159,7 +135,7 @@ def checks(rank, ranks):
         weight.main_grad.copy_(gradient)
     for group in model.bucket_groups:  # without overlap, waiting begins
         group.finish_grad_sync()
-    assert same([weight.main_grad for weight in model.module.weights], wanted)
+    assert equal([weight.main_grad for weight in model.module.weights], wanted)
 
     first = model.bucket_groups[0]
     first.start_grad_sync()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -17,40 +16,14 @@ import pycomm
 from pycomm.codecs import codec
 from pycomm.policy import Guard, Parameter, Plan, Policy, Rule, Trial
 from tests.extent import part
+from tests.torch.harness import SHAPES, Chosen, gradients, reduced
 
 CPU = torch.device("cpu")
-SHAPES = {"big": (64, 96), "small": (40, 70), "bias": (50,)}
-
-
-class Chosen(nn.Module):
-    """A model whose gradients are its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in SHAPES.items():
-            setattr(self, name, nn.Parameter(torch.zeros(shape)))
-
-    def forward(self, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
-        return sum((getattr(self, name) * g).sum() for name, g in gradients.items())
-
-
-def gradients(rank: int, step: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return {n: scale * torch.randn(shape, generator=generator) for n, shape in SHAPES.items()}
 
 
 def compressed(policy: Policy) -> tuple[DistributedDataParallel, pycomm.HookState]:
     model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.02)
     return model, pycomm.compress(model, policy)
-
-
-def step_of(
-    model: DistributedDataParallel, given: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return the gradients after the reduction."""
-    model.zero_grad()
-    model(given).backward()
-    return {name: p.grad.clone() for name, p in model.module.named_parameters()}
 
 
 def same_everywhere(value: Any) -> Any:
@@ -65,7 +38,7 @@ def specs(plan: Plan) -> dict[str, str]:
 
 
 def exact_mean(size: int, step: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
-    given = [gradients(r, step, scale) for r in range(size)]
+    given = [gradients(r, step, scale=scale) for r in range(size)]
     return {name: sum(g[name] for g in given) / size for name in SHAPES}
 
 
@@ -78,7 +51,7 @@ def check_schedule_loses_nothing(rank: int, size: int) -> None:
     got = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     seen = []
     for step in range(1, 7):
-        for name, g in step_of(model, gradients(rank, step)).items():
+        for name, g in reduced(model, gradients(rank, step)).items():
             got[name] += g
         seen.append(state.plan.decisions["big"].codec.spec())
     assert seen == [codec(c).spec() for c in ("int4", "int4", "int8", "int8", "fp32", "fp32")]
@@ -97,17 +70,17 @@ def test_a_schedule_loses_nothing(pool, backend, ranks):
 
 def check_epochs(rank: int, size: int) -> None:
     model, state = compressed(Policy("int4", epochs=((1, "int8"),)))
-    step_of(model, gradients(rank, 0))
+    reduced(model, gradients(rank, 0))
     state.set_epoch(1)
     assert state.decisions["big"].codec == codec("int4")  # until the next step
-    step_of(model, gradients(rank, 1))
+    reduced(model, gradients(rank, 1))
     assert state.decisions["big"].codec == codec("int8")
 
     model, state = compressed(Policy("int4", epochs=((1, "int8"), (2, "bf16"))))
-    step_of(model, gradients(rank, 0))
+    reduced(model, gradients(rank, 0))
     state.set_epoch(1 + rank)
     with pytest.raises(RuntimeError, match=r"rank 0 has 'big .*bits=8.*rank 1 has .*bfloat16"):
-        step_of(model, gradients(rank, 1))
+        reduced(model, gradients(rank, 1))
 
 
 def test_epochs_and_a_rank_that_counts_otherwise(pool):
@@ -192,7 +165,7 @@ def check_auto_trains(rank: int, size: int) -> None:
     got = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     steps, chosen = 40, []
     for step in range(steps):
-        for name, g in step_of(model, gradients(rank, step)).items():
+        for name, g in reduced(model, gradients(rank, step)).items():
             got[name] += g
         chosen.append(specs(state.plan))
     same_everywhere(chosen)
@@ -217,7 +190,7 @@ def check_budget(rank: int, size: int) -> None:
         given = gradients(rank, step)
         # Only the last rank sees that "small" has nearly all the energy.
         given["small"] *= 100.0 if rank == size - 1 else 1.0
-        step_of(model, given)
+        reduced(model, given)
     same_everywhere(state.plan.summary())
     assert state.decisions["small"].codec == codec("int8")
     assert state.decisions["big"].codec == codec("int4")
@@ -242,7 +215,7 @@ def check_bound(rank: int, size: int) -> None:
         given = gradients(rank, step)
         if step < 6:
             given["big"][:, ::48] *= 11.0  # in each block of int4, so that it loses the others
-        step_of(model, given)
+        reduced(model, given)
         seen.append(state.decisions["big"].codec)
         chosen.append(specs(state.plan))
     same_everywhere(chosen)
@@ -277,7 +250,7 @@ def check_guard(rank: int, size: int) -> None:
         policy = Policy("fp16", guard=Guard(every=2, share=1.0))
         model, state = compressed(policy)
         for step in range(9):
-            got = step_of(model, gradients(rank, step, 1e-9))
+            got = reduced(model, gradients(rank, step, scale=1e-9))
     finally:
         logger.removeHandler(lines)
     same_everywhere(specs(state.plan))
@@ -300,7 +273,7 @@ def check_good_codecs(rank: int, size: int) -> None:
     for spec in ("int8", "int4", "bf16"):
         model, state = compressed(Policy(spec, guard=Guard(every=1, share=1.0)))
         for step in range(6):
-            step_of(model, gradients(rank, step))
+            reduced(model, gradients(rank, step))
         same_everywhere(sorted(state.plan.qualities.items()))
         assert set(state.plan.qualities) == {"big", "small"}
         for quality in state.plan.qualities.values():
@@ -321,7 +294,7 @@ def check_coarse_codecs(rank: int, size: int, spec: str) -> None:
     model, state = compressed(Policy(spec, guard=Guard(every=1, share=1.0)))
     state.plan._checks._clock = lambda: 0.0  # otherwise a slow machine skips checks
     for step in range(50):
-        step_of(model, gradients(rank, step))
+        reduced(model, gradients(rank, step))
     assert set(state.plan.qualities) == {"big", "small"}
     assert all(quality.coding <= 1 for quality in state.plan.qualities.values())
     assert not state.plan.events, state.summary()
@@ -339,7 +312,7 @@ def check_unbiased_codecs(rank: int, size: int, spec: str) -> None:
     state.plan._checks._clock = lambda: 0.0  # otherwise a slow machine skips checks
     spreads = []
     for step in range(60):
-        step_of(model, gradients(rank, step))
+        reduced(model, gradients(rank, step))
         spreads += [quality.spread for quality in state.plan.qualities.values()]
     assert set(state.plan.qualities) == {"big", "small"}
     assert not state.plan.events, state.summary()
@@ -374,7 +347,7 @@ def check_expensive_guard(rank: int, size: int) -> None:
     for step in range(64):
         # Checks are expensive on the last rank only: its steps take a second, the others' ten.
         clock.now += 1.0 if rank == size - 1 else 1.1
-        step_of(model, gradients(rank, step))
+        reduced(model, gradients(rank, step))
         rarer.append(state.plan.report().check_every)
     same_everywhere(rarer)
     # A check reads the clock about four times, and may take 0.4 % of the time between two checks.
@@ -392,7 +365,7 @@ def check_sharded(rank: int, size: int, scale: float, becomes: str) -> None:
     measured = []
     for step in range(9):
         model.zero_grad()
-        model(gradients(rank, step, scale)).backward()
+        model(gradients(rank, step, scale=scale)).backward()
         measured.append(sorted(state.plan.qualities.items()))
     same_everywhere(measured)
     specs_now = same_everywhere(specs(state.plan))
@@ -425,7 +398,7 @@ def check_overflow(rank: int, size: int) -> None:
         given = gradients(rank, step)
         if rank == 0:
             given["big"][3, 5] = float("nan")
-        step_of(model, given)
+        reduced(model, given)
     assert not state.plan.qualities
     assert not state.plan.events
     assert state.plan.overflows == 5  # the last one is counted when the next step begins
@@ -439,7 +412,7 @@ def check_saved(rank: int, size: int) -> None:
     guard = Guard(every=1, share=1.0)
     model, state = compressed(Policy("fp16", guard=guard))
     for step in range(6):
-        step_of(model, gradients(rank, step, 1e-9))
+        reduced(model, gradients(rank, step, scale=1e-9))
     assert state.decisions["big"].codec == codec("fp32")
     _, fresh = compressed(Policy("fp16", guard=guard))
     fresh.load_state_dict(state.state_dict())

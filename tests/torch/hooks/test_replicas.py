@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.hooks.replicas import _Watch, digest
-from tests.torch.hooks.test_ddp_compress import batch, network
+from tests.torch.harness import batch, network
 
 FLIPPED, END = 3, 6  # the step after which a bit flips, and the last step
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pycomm
 from tests import extent
-from tests.torch.hooks.test_ddp_compress import batch, equal, network
+from tests.torch.harness import batch, equal, network
 
 
 def wrap(spec: str | None, module: nn.Module | None = None, **options: Any) -> Any:

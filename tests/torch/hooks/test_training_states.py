@@ -22,7 +22,7 @@ import pycomm
 from pycomm.policy import PROTECT, Policy, Rule
 from pycomm.reduction.detached import DetachedState
 from tests.extent import each_value
-from tests.torch.hooks.test_ddp_compress import batch, network
+from tests.torch.harness import batch, equal, network, values
 
 BACKENDS = ["pycomm", "gloo"]
 
@@ -32,14 +32,6 @@ def alike(model: nn.Module) -> bool:
     parts = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, flat)
     return all(torch.equal(part, flat) for part in parts)
-
-
-def values(model: nn.Module) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 # ----------------------------------------------------------------------------- Join
@@ -122,9 +114,9 @@ def words(rank: int, size: int, spec: Any, sparse: bool, mb: float) -> list[torc
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sparse_gradients_travel_exactly(pool, backend, mb):
     plain = pool.run(words, None, True, mb, backend=backend)[0]
-    assert same(plain, pool.run(words, "fp32", True, mb, backend=backend)[0])
+    assert equal(plain, pool.run(words, "fp32", True, mb, backend=backend)[0])
     coded = pool.run(words, "int8", True, mb, backend=backend)[0]
-    assert not same(plain, coded)  # the last layer's gradients are compressed
+    assert not equal(plain, coded)  # the last layer's gradients are compressed
     for a, b in zip(plain, coded, strict=True):
         assert (a - b).norm() < 0.01 * a.norm()
 
@@ -148,7 +140,7 @@ def check_copies(rank: int, size: int, spec: str) -> None:
     owed = state.residual_norms()
     average = AveragedModel(model)
     average.update_parameters(model)
-    assert same(values(average), values(model))
+    assert equal(values(average), values(model))
     buffer = io.BytesIO()
     torch.save(model, buffer)
     loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
@@ -160,12 +152,12 @@ def check_copies(rank: int, size: int, spec: str) -> None:
     pycomm.compress(reference, spec)
     steps(reference, rank, range(5))
     steps(model, rank, range(3, 5))
-    assert same(values(model), values(reference))
+    assert equal(values(model), values(reference))
     exact = DistributedDataParallel(copy.deepcopy(twin.module))
     for other in (twin, loaded, exact):
         steps(other, rank, range(3, 4))
-    assert same(values(twin), values(exact))
-    assert same(values(loaded), values(exact))
+    assert equal(values(twin), values(exact))
+    assert equal(values(loaded), values(exact))
     for other in (twin, loaded):
         again = pycomm.compress(other, spec)
         steps(other, rank, range(4, 6))

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.policy import Policy
 from tests.extent import each_value
-from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, gradients, reduced
+from tests.torch.harness import SHAPES, Chosen, gradients, reduced
 from tests.torch.interpreter import launch
 from tests.torch.reduction.test_saved_state import network, train
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 import pycomm.horovod as hvd
+from tests.torch.harness import equal
 
 # ------------------------------------------------------------------------------ collectives
 
@@ -207,10 +208,6 @@ def reference(size: int, passes: int = 1, clip: bool = False, op: Any = None) ->
     return [p.detach() for p in model.parameters()]
 
 
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 @pytest.mark.parametrize(
     ("passes", "clip", "options"),
     [
@@ -226,7 +223,7 @@ def test_the_optimizer_averages_gradients_before_its_step(pool, passes, clip, op
     options = {k: getattr(hvd, v) if k == "op" else v for k, v in options.items()}
     wanted = reference(2, passes, clip, options.get("op"))
     for got in pool.run(train, options, passes, clip):
-        assert same(got, wanted)
+        assert equal(got, wanted)
 
 
 @pytest.mark.parametrize("codec", ["int4", "fp16"])
@@ -234,8 +231,8 @@ def test_compressed_gradients_are_near_the_exact_ones_and_equal_on_all_ranks(poo
     exact = reference(2)
     options = {"compression": hvd.Compression.fp16} if codec == "fp16" else {"codec": codec}
     first, second = pool.run(train, options)
-    assert same(first, second)
-    assert not same(first, exact)
+    assert equal(first, second)
+    assert not equal(first, exact)
     # int4 rounds the largest of 128 values to 15 levels, and feedback returns what was lost.
     assert all(torch.allclose(a, b, atol=0.02) for a, b in zip(first, exact, strict=True))
 
@@ -251,7 +248,7 @@ def ddp(rank: int, size: int) -> list[torch.Tensor]:
 
 
 def test_the_bits_are_those_of_ddp(pool):
-    assert same(pool.run(ddp)[0], pool.run(train, {})[0])
+    assert equal(pool.run(ddp)[0], pool.run(train, {})[0])
 
 
 def copies(rank: int, size: int) -> tuple[list[torch.Tensor], dict[str, Any]]:
@@ -271,12 +268,12 @@ def copies(rank: int, size: int) -> tuple[list[torch.Tensor], dict[str, Any]]:
 
 def test_parameters_and_optimizer_become_those_of_the_root(pool):
     (weights, state), (roots, root_state) = pool.run(copies)
-    assert same(weights, roots)
+    assert equal(weights, roots)
     assert state["param_groups"] == root_state["param_groups"]
     assert state["param_groups"][0]["lr"] == 0.2
     assert state["state"].keys() == root_state["state"].keys() == {0, 1}
     for key, entry in root_state["state"].items():
-        assert same(list(state["state"][key].values()), list(entry.values()))
+        assert equal(list(state["state"][key].values()), list(entry.values()))
 
 
 def mistakes(rank: int, size: int) -> None:
@@ -386,9 +383,9 @@ def changes_in_ddp(rank: int, size: int, what: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("what", ["thaw", "freeze", "add"])
 def test_parameters_that_change_between_two_steps_are_followed(pool, what):
     wanted = pool.run(changes_in_ddp, what)
-    assert same(wanted[0], wanted[1])
+    assert equal(wanted[0], wanted[1])
     for got in pool.run(changes, what):
-        assert same(got, wanted[0])
+        assert equal(got, wanted[0])
 
 
 def trains_other_parameters(rank: int, size: int) -> None:
@@ -401,7 +398,7 @@ def trains_other_parameters(rank: int, size: int) -> None:
     model(_batch(rank, 0)).square().mean().backward()
     with pytest.raises(pycomm.WireMismatch, match=r"a step that trains 4 .* a step that trains 2"):
         optimizer.step()
-    assert same(before, list(model.parameters()))
+    assert equal(before, list(model.parameters()))
 
 
 def test_ranks_that_train_other_parameters_are_told_before_anything_is_updated(pool):
@@ -429,7 +426,7 @@ def changes_gradients_that_travel(rank: int, size: int, what: str) -> None:
         CHANGES[what](model)
     with pytest.raises(pycomm.Error, match=r"while it travelled: call optimizer\.synchronize"):
         scaler.step(optimizer) if what == "scaled by GradScaler" else optimizer.step()
-    assert same(before, list(model.parameters()))
+    assert equal(before, list(model.parameters()))
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -455,7 +452,7 @@ def scaled(rank: int, size: int) -> list[torch.Tensor]:
 
 def test_a_scaler_steps_after_synchronize(pool):
     for got in pool.run(scaled):
-        assert same(got, reference(2))
+        assert equal(got, reference(2))
 
 
 # ----------------------------------------------------------------------------- calls that differ

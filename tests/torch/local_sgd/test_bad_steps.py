@@ -12,7 +12,7 @@ from torch import nn
 
 import pycomm
 from pycomm.local_sgd import Blocking, Quorum, Streamed
-from tests.torch.hooks.test_ddp_compress import batch, network
+from tests.torch.harness import batch, network
 from tests.torch.local_sgd.test_local_sgd import values
 
 FORMS = {

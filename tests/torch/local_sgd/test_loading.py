@@ -13,8 +13,8 @@ from torch import nn
 
 import pycomm
 from pycomm.local_sgd import Blocking, Quorum, Streamed
-from tests.torch.hooks.test_ddp_compress import batch, equal, network
-from tests.torch.local_sgd.test_local_sgd import PLAIN, one_step, values
+from tests.torch.harness import batch, equal, network, train_step, values
+from tests.torch.local_sgd.test_local_sgd import PLAIN
 
 FORMS = {
     "blocking": {"exchange": Blocking()},
@@ -167,7 +167,7 @@ def check_load_in_flight(rank: int, size: int) -> None:
     start = values(model)
     for step in range(6):
         for _ in range(2):
-            one_step(model, optimizer, rank, step)
+            train_step(model, optimizer, rank, step)
             local.step(1)
         time.sleep(0.1 * (rank == step % 2))
         local.load_state_dict(saved)  # right after a round was sent

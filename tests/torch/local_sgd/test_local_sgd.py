@@ -14,22 +14,9 @@ from torch.distributed.fsdp import fully_shard
 import pycomm
 from pycomm.local_sgd import Streamed
 from tests.extent import each_value
-from tests.torch.hooks.test_ddp_compress import batch, equal, network
+from tests.torch.harness import batch, equal, network, train_step, values
 
 PLAIN = {"codec": "fp32", "lr": 1.0, "momentum": 0.0}
-
-
-def values(model: nn.Module) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
-    x, y = batch(rank, step)
-    loss = nn.functional.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.item()
 
 
 def train(
@@ -41,7 +28,7 @@ def train(
     local = pycomm.LocalSGD(model, **options)
     losses, alike = [], True
     for step in range(steps):
-        losses.append(one_step(model, optimizer, rank, step))
+        losses.append(train_step(model, optimizer, rank, step))
         if local.step():
             mine = torch.cat([v.view(-1) for v in values(model)])
             first = mine.clone()
@@ -58,7 +45,7 @@ def check_plain(rank: int, size: int) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(8):
-        one_step(model, optimizer, rank, step)
+        train_step(model, optimizer, rank, step)
         if step % 4 == 3:
             for p in model.parameters():
                 dist.all_reduce(p.data)
@@ -78,7 +65,7 @@ def check_synchronous(rank: int, size: int) -> None:
     model = nn.parallel.DistributedDataParallel(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(10):
-        one_step(model, optimizer, rank, step)
+        train_step(model, optimizer, rank, step)
     # Averaging steps or gradients differs only by rounding, which ten steps enlarge.
     for a, b in zip(got, values(model), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
@@ -128,10 +115,10 @@ def check_context(rank: int, size: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pycomm.LocalSGD(model, every=4, codec="int8", optimizer=optimizer) as local:
         for step in range(10):
-            one_step(model, optimizer, rank, step)
+            train_step(model, optimizer, rank, step)
         assert (local.rounds, local.local_steps) == (2, 2)
     assert (local.rounds, local.local_steps) == (3, 0)
-    one_step(model, optimizer, rank, 10)
+    train_step(model, optimizer, rank, 10)
     assert local.local_steps == 0
     with pytest.raises(pycomm.Error, match="pass optimizer="):
         pycomm.LocalSGD(model, every=4).__enter__()
@@ -152,7 +139,7 @@ def check_resume(rank: int, size: int, options: dict[str, Any]) -> None:
 
     model, optimizer, local = fresh()
     for step in range(7):
-        one_step(model, optimizer, rank, step)
+        train_step(model, optimizer, rank, step)
         local.step()
     saved, weights = local.state_dict(), [v.clone() for v in model.state_dict().values()]
     other, other_optimizer, resumed = fresh()
@@ -160,7 +147,7 @@ def check_resume(rank: int, size: int, options: dict[str, Any]) -> None:
     resumed.load_state_dict(saved)
     for m, o, loc in ((model, optimizer, local), (other, other_optimizer, resumed)):
         for step in range(7, 14):
-            one_step(m, o, rank, step)
+            train_step(m, o, rank, step)
             loc.step()
         loc.finish()
     assert equal(values(model), values(other))

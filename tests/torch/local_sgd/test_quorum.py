@@ -13,7 +13,7 @@ from torch import nn
 import pycomm
 from pycomm.local_sgd import Quorum
 from pycomm.local_sgd.progress import Progress, Round
-from tests.torch.hooks.test_ddp_compress import equal
+from tests.torch.harness import equal
 from tests.torch.local_sgd.test_local_sgd import PLAIN, train
 
 BACKENDS = ["pycomm", "gloo"]

@@ -12,8 +12,8 @@ from torch import nn
 import pycomm
 from pycomm.local_sgd import Blocking, Quorum, Streamed
 from pycomm.local_sgd.fragments import split
-from tests.torch.hooks.test_ddp_compress import equal, network
-from tests.torch.local_sgd.test_local_sgd import PLAIN, one_step, train, values
+from tests.torch.harness import equal, network, train_step, values
+from tests.torch.local_sgd.test_local_sgd import PLAIN, train
 
 BACKENDS = ["pycomm", "gloo"]
 
@@ -50,7 +50,7 @@ def streaming(
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     due: list[tuple[int, dict[str, torch.Tensor]]] = []
     for step in range(1, steps + 1):
-        one_step(model, optimizer, rank, step - 1)
+        train_step(model, optimizer, rank, step - 1)
         with torch.no_grad():
             while due and due[0][0] == step:
                 for name, mean in due.pop(0)[1].items():
@@ -80,7 +80,7 @@ def check_paper(rank: int, size: int, overlap: int, mixing: float) -> None:
     local = pycomm.LocalSGD(model, every=6, exchange=Streamed(**options), **PLAIN)
     ended = []
     for step in range(15):
-        one_step(model, optimizer, rank, step)
+        train_step(model, optimizer, rank, step)
         ended.append(local.step())
     assert [i + 1 for i, end in enumerate(ended) if end] == [6, 12]
     want = streaming(rank, size, 15, 6, **options)
@@ -127,7 +127,7 @@ def check_resume(rank: int, size: int) -> None:
 
     model, optimizer, local = fresh()
     for step in range(7):
-        one_step(model, optimizer, rank, step)
+        train_step(model, optimizer, rank, step)
         local.step()
     saved, weights = local.state_dict(), [v.clone() for v in model.state_dict().values()]
     assert saved["pending"] is not None
@@ -136,7 +136,7 @@ def check_resume(rank: int, size: int) -> None:
     resumed.load_state_dict(saved)
     for m, o, loc in ((model, optimizer, local), (other, other_optimizer, resumed)):
         for step in range(7, 13):
-            one_step(m, o, rank, step)
+            train_step(m, o, rank, step)
             loc.step()
         loc.finish()
     assert equal(values(model), values(other))

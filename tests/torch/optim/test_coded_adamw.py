@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.errors import Error
 from pycomm.reduction.momentum.moment import FLOOR
-from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, equal, gradients, near
+from tests.torch.harness import SHAPES, Chosen, equal, gradients, near, values, whole
 from tests.torch.optim.plain_agreement import Agreement
 
 SIZES = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -27,10 +27,7 @@ CALM = {"find_unused_parameters": True}
 def make(
     codec: Any = "sign", *, bucket_mb: float = 0.02, **options: Any
 ) -> tuple[DistributedDataParallel, pycomm.CodedAdamW]:
-    model = DistributedDataParallel(Chosen(), bucket_cap_mb=bucket_mb, **CALM)
-    with torch.no_grad():
-        for i, parameter in enumerate(model.module.parameters()):
-            parameter.add_(0.01 * (i + 1))
+    model = DistributedDataParallel(Chosen(unit=0.01), bucket_cap_mb=bucket_mb, **CALM)
     made = pycomm.CodedAdamW(model.parameters(), model=model, codec=codec, **{**SIZES, **options})
     return model, made
 
@@ -42,24 +39,15 @@ def train(model: nn.Module, optimizer: Any, rank: int, steps: range, unit: float
         optimizer.step()
 
 
-def values(model: nn.Module) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
 def alike(a: pycomm.CodedAdamW, b: pycomm.CodedAdamW) -> bool:
     """Whether momentum, second moments, residuals and what was sent have the same bits."""
-    states = [list(optimizer.state.values()) for optimizer in (a, b)]
-    for one, other in zip(*states, strict=True):
-        if one.keys() != other.keys() or any(not torch.equal(one[k], other[k]) for k in one):
+    for one, other in zip(a.state.values(), b.state.values(), strict=True):
+        if not equal(*({k: whole(v) for k, v in state.items()} for state in (one, other))):
             return False
+    states = [optimizer.compression.state_dict() for optimizer in (a, b)]
     for kind in ("rank", "own"):
-        ours, theirs = (
-            optimizer.compression.state_dict()[f"{kind}{dist.get_rank()}"][1]
-            for optimizer in (a, b)
-        )
-        if ours.keys() != theirs.keys() or any(
-            not torch.equal(ours[name]["worker"], theirs[name]["worker"]) for name in ours
-        ):
+        sent = [state.get(f"{kind}{dist.get_rank()}", (0, {}))[1] for state in states]
+        if not equal(*({name: entry["worker"] for name, entry in kept.items()} for kept in sent)):
             return False
     return True
 

@@ -15,20 +15,16 @@ import pycomm
 from pycomm.errors import WireMismatch
 from pycomm.policy.quality import nominal_error
 from tests.extent import each_value
-from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, equal, gradients
+from tests.torch.harness import SHAPES, Chosen, equal, gradients, values
 from tests.torch.interpreter import ROOT, Interpreter
-from tests.torch.optim.test_coded_adamw import train, values
+from tests.torch.optim.test_coded_adamw import train
 
 SIZES = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}
 STORED = "residual:storage=float32"  # as the formula has it
 
 
 def start() -> DistributedDataParallel:
-    model = DistributedDataParallel(Chosen())
-    with torch.no_grad():
-        for i, parameter in enumerate(model.module.parameters()):
-            parameter.add_(0.01 * (i + 1))
-    return model
+    return DistributedDataParallel(Chosen(unit=0.01))
 
 
 def make(codec: Any, **options: Any) -> tuple[DistributedDataParallel, pycomm.CodedSGD]:

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.errors import Error, WireMismatch
 from tests.extent import FULL
-from tests.torch.hooks.test_ddp_compress import SHAPES, Chosen, equal, gradients
-from tests.torch.optim.test_coded_adamw import train, values
+from tests.torch.harness import SHAPES, Chosen, equal, gradients, values
+from tests.torch.optim.test_coded_adamw import train
 
 CALM = {"find_unused_parameters": True}
 SIZES = {"lr": 2.0**-7, "weight_decay": 0.125}

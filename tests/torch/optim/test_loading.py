@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.errors import Error
 from tests.extent import pairs
-from tests.torch.hooks.test_ddp_compress import equal
+from tests.torch.harness import equal
 from tests.torch.optim.test_owned_parameters import batch, net
 
 # The squares between two exchanges are not a part of a state: refresh=1 has none. Without rebuilt

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from tests.torch.hooks.test_ddp_compress import equal, near
+from tests.torch.harness import equal, near
 
 SHAPES = {"filters": (64, 8, 3, 3), "turned": (96, 40), "bias": (7,)}
 

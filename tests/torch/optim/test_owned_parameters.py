@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.errors import Error
-from tests.torch.hooks.test_ddp_compress import equal
+from tests.torch.harness import equal
 
 Make = Callable[..., Any]
 OPTIMIZERS: dict[str, Make] = {

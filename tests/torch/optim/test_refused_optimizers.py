@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.errors import Error, WireMismatch
-from tests.torch.hooks.test_ddp_compress import Chosen
+from tests.torch.harness import Chosen
 
 
 def refused(rank: int, size: int) -> dict[str, str]:

@@ -7,7 +7,7 @@ from copy import deepcopy
 import torch
 import torch.distributed as dist
 
-from tests.torch.hooks.test_ddp_compress import SHAPES
+from tests.torch.harness import SHAPES
 from tests.torch.optim.test_coded_adamw import make, train
 
 

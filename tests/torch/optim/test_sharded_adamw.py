@@ -26,30 +26,20 @@ from pycomm.errors import Error
 from pycomm.feedback import storage
 from pycomm.reduction.momentum.moment import FLOOR
 from tests.torch.fsdp.test_compress import SHAPES, gradients, whole
-from tests.torch.hooks.test_ddp_compress import equal, near
+from tests.torch.harness import Chosen, equal, near, values
 from tests.torch.optim.plain_agreement import Agreement
+from tests.torch.optim.test_coded_adamw import alike
 
 SIZES = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+UNIT = 0.01  # so that no parameter is 0
 EXACTLY = "residual:storage=float32"
 # Shards of two ranks end where a block or chunk of 4096 values ends.
 EVEN = {"big": (64, 128), "wide": (32, 256), "bias": (50,)}
 SENT_AS_IT_IS = "topk:0.05,indices=int12"
 
 
-class Given(nn.Module):
-    """A model whose gradients are its inputs, and whose parameters are not zero."""
-
-    def __init__(self, shapes: Any = SHAPES) -> None:
-        super().__init__()
-        for i, (name, shape) in enumerate(shapes.items()):
-            setattr(self, name, nn.Parameter(torch.full(shape, 0.01 * (i + 1))))
-
-    def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
-        return sum((getattr(self, name) * g).sum() for name, g in given.items())
-
-
 def wrapped(shape: str, size: int, shapes: Any = SHAPES) -> nn.Module:
-    model = Given(shapes)
+    model = Chosen(shapes, UNIT)
     if shape == "ddp":
         return DistributedDataParallel(model, find_unused_parameters=True)
     if shape == "replicate":
@@ -73,10 +63,6 @@ def step(model: nn.Module, optimizer: Any, *given: dict[str, torch.Tensor]) -> N
     for one in given:
         model(one).backward()
     optimizer.step()
-
-
-def values(model: nn.Module) -> list[torch.Tensor]:
-    return [whole(p).detach().clone() for p in model.parameters()]
 
 
 def integers(rank: int, number: int, shapes: Any = EVEN) -> dict[str, torch.Tensor]:
@@ -195,7 +181,9 @@ def replicas_of_shards(rank: int, size: int) -> None:
     """Two replicas with one gradient each are DDP on two ranks."""
     model, optimizer = make(size, "sign", "hsdp", EVEN, refresh=2)
     group = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
-    plain = DistributedDataParallel(Given(EVEN), process_group=group, find_unused_parameters=True)
+    plain = DistributedDataParallel(
+        Chosen(EVEN, UNIT), process_group=group, find_unused_parameters=True
+    )
     options = {**SIZES, "feedback": EXACTLY, "refresh": 2}
     ddp = pycomm.CodedAdamW(plain.parameters(), model=plain, codec="sign", **options)
     for number in range(4):
@@ -210,21 +198,6 @@ def test_replicas_of_shards_have_the_bits_of_ddp(pool):
 
 
 # ---------------------------------------------------------------- training loops
-
-
-def alike(one: pycomm.CodedAdamW, two: pycomm.CodedAdamW) -> bool:
-    """Whether momentum, second moments, residuals and what was sent have the same bits."""
-    for a, b in zip(one.state.values(), two.state.values(), strict=True):
-        if a.keys() != b.keys() or any(not torch.equal(whole(a[k]), whole(b[k])) for k in a):
-            return False
-    states = [optimizer.compression.state_dict() for optimizer in (one, two)]
-    for kind in ("rank", "own"):
-        ours, theirs = (state.get(f"{kind}{dist.get_rank()}", (0, {}))[1] for state in states)
-        if ours.keys() != theirs.keys():
-            return False
-        if any(not torch.equal(ours[n]["worker"], theirs[n]["worker"]) for n in ours):
-            return False
-    return True
 
 
 def accumulates(rank: int, size: int, shape: str) -> None:
@@ -430,7 +403,7 @@ def test_states_convert_to_those_of_adamw_and_back(pool):
 
 
 def in_16_bits(rank: int, size: int) -> list[int]:
-    model = fully_shard(Given({"big": (512, 256), "bias": (9,)}))
+    model = fully_shard(Chosen({"big": (512, 256), "bias": (9,)}))
     optimizer = pycomm.CodedAdamW(model.parameters(), model=model, **SIZES)
     generator = torch.Generator().manual_seed(rank)
     given = {"big": torch.randn(512, 256, generator=generator), "bias": torch.zeros(9)}

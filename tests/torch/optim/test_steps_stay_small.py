@@ -9,8 +9,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from tests.torch.hooks import test_ddp_compress as ddp
-from tests.torch.hooks.test_ddp_compress import equal, gradients
+from tests.torch import harness as ddp
+from tests.torch.harness import equal, gradients
 from tests.torch.optim import test_sharded_adamw as sharded
 from tests.torch.optim.test_coded_adamw import EDEN, SIZES, make, values
 

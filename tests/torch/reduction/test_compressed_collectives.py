@@ -15,6 +15,7 @@ from pycomm.policy import Decision, Parameter
 from pycomm.reduction import two_shot
 from pycomm.reduction.bucket import Bucket
 from tests.extent import each_pair, each_value
+from tests.torch.harness import same_bits
 
 STOCHASTIC = "quant:bits=4,block=64,rounding=stochastic"
 SIZES = [1000, 1, 4099, 0, 20011, 300]
@@ -62,11 +63,6 @@ class Side:
         return [r.current(role) for r in owed for role, _ in r.pairs()]
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    bits = torch.int32 if a.dtype == torch.float32 else torch.int16
-    return torch.equal(a.view(bits), b.view(bits))
-
-
 def compare(
     rank: int, ranks: int, mix: str, op: str, dtype: torch.dtype = torch.float32
 ) -> list[str]:
@@ -101,11 +97,11 @@ def compare(
         work.wait()
         assert work.finite
         assert finite
-        assert same(a, b), f"step {step}"
+        assert same_bits(a, b), f"step {step}"
         ours.commit()
         theirs.commit()
         for mine, other in zip(ours.residuals(), theirs.residuals(), strict=True):
-            assert same(mine, other), f"residuals of step {step}"
+            assert same_bits(mine, other), f"residuals of step {step}"
         digests.append(str(a.double().sum().item()))
     dist.destroy_process_group(gloo)
     return digests if op != "reduce_scatter" else []
@@ -142,7 +138,7 @@ def small_floats(rank: int, ranks: int, dtype: torch.dtype, backend_name: str) -
             ).wait()
         else:
             assert two_shot.all_reduce(x, side.bucket, group, **side.step(step))
-        assert same(x, want.to(dtype))
+        assert same_bits(x, want.to(dtype))
         side.commit()
         wide.commit()
 

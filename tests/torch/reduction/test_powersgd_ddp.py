@@ -9,7 +9,9 @@ import torch
 
 from pycomm.policy import PROTECT, Policy, Rule
 from tests.extent import each_value
-from tests.torch.hooks.test_ddp_compress import chosen, equal, gradients, reduced, train
+from tests.torch.harness import equal, gradients, reduced
+from tests.torch.harness import trained as train
+from tests.torch.hooks.test_ddp_compress import chosen
 
 
 @each_value

@@ -1,0 +1,43 @@
+"""Networks for tests of this tier, a skip where the machine allows none, and what ranks print."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pycomm.bench.lab.wan import WanLab
+from pycomm.bench.netlab import Netlab, Unavailable, wait
+from tests.torch.lab_ranks import fork_ranks
+
+
+def near_hosts(nodes: int, rate: str = "80mbit", **options: Any) -> Netlab:
+    """Return hosts in a network without delay."""
+    try:
+        return Netlab(nodes, rate, **options)
+    except Unavailable as error:
+        pytest.skip(f"no network namespaces: {error}")
+
+
+def far_hosts(nodes: int, rate: str = "200mbit", **options: Any) -> WanLab:
+    """Return hosts in a network with delay."""
+    try:
+        return WanLab(nodes, rate, **options)
+    except Unavailable as error:
+        pytest.skip(f"no network namespaces with TUN devices: {error}")
+
+
+def printed_by(lab: Any, job: str, folder: Path) -> str:
+    """Run a program as the ranks of a lab, and return what they print."""
+    with lab, (folder / "printed").open("w+") as printed:
+        fork_ranks(lab)
+        command = [sys.executable, "-c", job]
+        ranks = lab.start(command, env=dict(os.environ), stdout=printed, stderr=printed)
+        status = wait(ranks)
+        printed.seek(0)
+        text = printed.read()
+    assert status == 0, text
+    return text

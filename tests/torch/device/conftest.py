@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.torch.device import fake_device
+from tests.torch.pool import Pool
+
+
+@pytest.fixture(scope="module")
+def fakes() -> Iterator[Pool]:
+    """Start separate ranks, since a device cannot be unloaded."""
+    fake_device.built()
+    pool = Pool()
+    yield pool
+    pool.stop()

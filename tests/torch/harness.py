@@ -1,0 +1,152 @@
+"""What tests of torch's tier share: models with their data, a step of training, and comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+# ------------------------------------------------------------------ comparison
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Return whether two trees of tensors and plain values are the same."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether the bytes are the same: also those of NaNs, and the sign of zeros."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def near(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    """Return whether values are equal but for a few roundings, as those of two AdamWs."""
+    pairs = zip(a, b, strict=True)
+    return all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in pairs)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """Return all of a tensor that may be sharded."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    """Return copies of the parameters."""
+    return [whole(p).detach().clone() for p in model.parameters()]
+
+
+# ------------------------------------------------------ a classifier and its data
+
+INPUTS, CLASSES = 64, 10
+
+
+def network() -> nn.Sequential:
+    """Return a small classifier, the same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(INPUTS, 128),
+        nn.LayerNorm(128),
+        nn.ReLU(),
+        nn.Linear(128, 64),
+        nn.ReLU(),
+        nn.Linear(64, CLASSES),
+    )
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return points around ten fixed centres."""
+    centres = torch.randn(CLASSES, INPUTS, generator=torch.Generator().manual_seed(7))
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    labels = torch.randint(CLASSES, (32,), generator=generator)
+    noise = torch.randn(32, INPUTS, generator=generator)
+    return centres[labels] + 3 * noise, labels
+
+
+def train_step(
+    model: nn.Module, optimizer: Any, rank: int, step: int, dtype: torch.dtype = torch.float32
+) -> float:
+    """Train a classifier with a rank's batch of a step; return the loss."""
+    x, y = batch(rank, step)
+    loss = nn.functional.cross_entropy(model(x.to(dtype)).float(), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def train(
+    model: nn.Module, rank: int, steps: Iterable[int], dtype: torch.dtype = torch.float32
+) -> list[float]:
+    """Train a classifier by SGD with momentum; return the losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return [train_step(model, optimizer, rank, step, dtype) for step in steps]
+
+
+# ------------------------------------------------------ a perceptron and its data
+
+WIDTH = 16
+
+
+def perceptron(layers: int = 2) -> nn.Sequential:
+    """Return a small perceptron, the same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(layers)
+        )
+    )
+
+
+def inputs(rank: int, step: int, rows: int = 8, width: int = WIDTH) -> torch.Tensor:
+    """Return a rank's own batch, of shape [rows, width]."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(rows, width, generator=generator)
+
+
+# -------------------------------------------------- gradients chosen by the test
+
+SHAPES: Mapping[str, tuple[int, ...]] = {"big": (64, 96), "small": (40, 70), "bias": (50,)}
+
+
+class Chosen(nn.Module):
+    """A model whose gradients are its inputs. Its parameters are 0, or unit, 2 unit, 3 unit..."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]] = SHAPES, unit: float = 0.0) -> None:
+        super().__init__()
+        for i, (name, shape) in enumerate(shapes.items()):
+            setattr(self, name, nn.Parameter(torch.full(shape, unit * (i + 1))))
+
+    def forward(self, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+        # The order of the dict, so that rebuilt buckets have another order than before.
+        return sum((getattr(self, name) * g).sum() for name, g in gradients.items())
+
+
+def gradients(
+    rank: int,
+    step: int,
+    names: Iterable[str] | None = None,
+    *,
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+    scale: float = 1.0,
+) -> dict[str, torch.Tensor]:
+    """Return a rank's gradients of a step, of all parameters or of those named."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    chosen = shapes if names is None else names
+    return {name: scale * torch.randn(shapes[name], generator=generator) for name in chosen}
+
+
+def reduced(model: nn.Module, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the gradients after the reduction."""
+    model.zero_grad()
+    model(given).backward()
+    named = getattr(model, "module", model).named_parameters()
+    return {name: whole(p.grad).clone() for name, p in named if p.grad is not None}
