@@ -34,7 +34,7 @@ INTRO = (
     "its figures, click on a name to hide it, drag to zoom in."
 )
 LIMIT = 1500.0  # seconds per command
-JUDGED = "pycomm.bench plan"
+JUDGED = "plan"
 """Its exit status is 1 where a promise is broken; its rows count."""
 
 
@@ -87,13 +87,18 @@ def merge(table: Path, fresh: Path) -> int:
     return len(rows)
 
 
+def spell(words: str) -> str:
+    """Return the module and its arguments: of pycomm.bench, or with ".demo" of a module in it."""
+    return f"pycomm.bench{'' if words.startswith('.') else ' '}{words}"
+
+
 def run(table: str, words: str, results: Path, log: Path) -> bool:
     """Run one command in a temporary folder, so that its own file names are always the same."""
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder, "bench/results", table)
         fresh.parent.mkdir(parents=True)
-        words = f"pycomm.bench{words}" if words.startswith(".") else f"pycomm.bench {words}"
-        command = [sys.executable, "-m", *shlex.split(words), "--csv", f"bench/results/{table}"]
+        command = [sys.executable, "-m", *shlex.split(spell(words))]
+        command += ["--csv", f"bench/results/{table}"]
         begin = time.monotonic()
         with log.open("a") as output:
             print("#", shlex.join(command[1:]), file=output, flush=True)
@@ -116,7 +121,7 @@ def measure(chosen: Sequence[tuple[str, str]], results: Path, log: Path, dry: bo
     log.parent.mkdir(parents=True, exist_ok=True)
     good = True
     for number, (table, words) in enumerate(chosen, start=1):
-        print(f"{number:>2}/{len(chosen)} {table}: python -m pycomm.bench {words}", flush=True)
+        print(f"{number:>2}/{len(chosen)} {table}: python -m {spell(words)}", flush=True)
         if not dry:
             good &= run(table, words, results.resolve(), log.resolve())
     return good

@@ -22,6 +22,7 @@ from pycomm.bench.training.results import (
     totals,
 )
 from pycomm.bench.training.time_to_loss import describe, parse
+from pycomm.bench.training.train import Config, Transformer
 from tests.torch.interpreter import launch
 
 FP16 = next(method for method in METHODS if method.hook == "fp16")
@@ -112,6 +113,23 @@ def test_late_means_are_those_of_the_step_before(tmp_path):
     finally:
         dist.destroy_process_group()
     assert seen == [1.0, 1.0, 2.0]
+
+
+def test_local_methods_average_by_rounds(tmp_path):
+    dist.init_process_group("pycomm", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for method in METHODS:
+            if not method.local:
+                continue
+            model = Transformer(Config(layers=2, width=32))
+            optimizer, finish = method.optimizer(model, 1e-3, (0.9, 0.95))
+            for _ in range(method.local["every"] + 1):
+                model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            finish()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_rows_survive_the_file(tmp_path):
