@@ -61,10 +61,7 @@ FED = "int4"
 KINDS = {
     "residual,bf16": ("residual", "bf16"),
     "residual,int8": ("residual", "int8"),
-    "ema": ("ema", "float32"),
-    "ema,int8": ("ema", "int8"),
     "momentum": ("momentum", "float32"),
-    "ef21": ("ef21", "float32"),
 }
 SEGMENT = 1 << 20  # bytes
 TORCH = "torch.topk"

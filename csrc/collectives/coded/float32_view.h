@@ -21,8 +21,7 @@ class Float32View {
   Floats room(Span<const PieceRun> runs) const;
   /// If averaging is requested: divides values whose codec's combine choose() accepts.
   void average(Span<const PieceRun> runs, Floats values, bool (*choose)(Combine)) const;
-  /// Completes values in memory from room(): averages likewise, adds the mean that EF21 keeps of
-  /// the steps before, and stores them in their place.
+  /// Completes values in memory from room(): averages likewise, and stores them in their place.
   void finish(Span<const PieceRun> runs, Floats values, bool (*choose)(Combine)) const;
 
  private:

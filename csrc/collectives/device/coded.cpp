@@ -161,9 +161,6 @@ class DeviceGroup::Impl::Coded {
                      "the CPU");
         }
       }
-      if (piece.mean)
-        group.fail(op,
-                   "on a GPU does not take feedback of kind ef21; choose residual, or use the CPU");
       if (piece.codec->needs_amax() && op == Op::all_gather) {
         group.fail(op, "on a GPU does not take " + piece.codec->spec() + "; choose another codec");
       }

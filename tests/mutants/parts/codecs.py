@@ -11,14 +11,6 @@ KINDS = "tests/torch/feedback/test_kinds.py"
 MUTANTS = (
     # ------------------------------------------------------------------ feedback
     Mutant(
-        "ema-weights-exchanged",
-        "residual",
-        "csrc/codecs/base/feedback.cpp",
-        "decay * e[i] + rest * new_residual[i]",
-        "rest * e[i] + decay * new_residual[i]",
-        KINDS,
-    ),
-    Mutant(
         "decay-does-not-decay",
         "residual",
         "csrc/codecs/base/feedback.cpp",
@@ -40,22 +32,6 @@ MUTANTS = (
         "csrc/codecs/base/feedback.cpp",
         "new_residual[i] == x[i] + v[i]",
         "new_residual[i] != x[i] + v[i]",
-        KINDS,
-    ),
-    Mutant(
-        "ef21-forgets-its-estimate",
-        "residual",
-        "csrc/codecs/base/feedback.cpp",
-        "((x[i] + minus_g[i]) - new_residual[i]) - minus_g[i]",
-        "(x[i] + minus_g[i]) - new_residual[i]",
-        KINDS,
-    ),
-    Mutant(
-        "ef21-sign-of-the-estimate",
-        "sign",
-        "csrc/codecs/base/feedback.cpp",
-        "if (feedback.kind == Kind::ef21) negate(n, residual);",
-        "",
         KINDS,
     ),
     Mutant(

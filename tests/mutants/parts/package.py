@@ -47,8 +47,8 @@ MUTANTS = (
         "owners-residual-as-a-workers",
         "arithmetic",
         "pycomm/feedback/residual.py",
-        'alpha = -ranks if self.rule.kind == "ef21" else ranks',
-        'alpha = -1 if self.rule.kind == "ef21" else 1',
+        "worker.add(owned, alpha=ranks)",
+        "worker.add(owned, alpha=1)",
         KINDS
         + "::test_other_owners_change_nothing_of_what_is_owed "
         + DDP
@@ -96,14 +96,6 @@ MUTANTS = (
         + "test_other_numbers_of_ranks_owe_the_same "
         + FEEDBACK
         + "test_training_goes_on_with_other_ranks",
-    ),
-    Mutant(
-        "torch-ema-keeps-all",
-        "residual",
-        "pycomm/feedback/encode.py",
-        "left = e * rule.decay + left",
-        "left = e + left",
-        KINDS,
     ),
     # ------------------------------------------------------------------ codecs' references
     Mutant(

@@ -85,8 +85,8 @@ MUTANTS = (
         "lost-ranks-residuals-scaled-the-wrong-way",
         "arithmetic",
         STATE,
-        "else own], before, ranks)",
-        "else own], ranks, before)",
+        "reshard([own], before, ranks)",
+        "reshard([own], ranks, before)",
         "tests/torch/elastic/test_shrink_and_go_on.py",
     ),
     Mutant(

@@ -347,7 +347,7 @@ def refused(rank: int, size: int, which: str) -> dict[str, str]:
         found["unbiased"] = attempt(codec="eden:bits=1")
         found["factors"] = attempt(codec="powersgd:4")
         found["auto"] = attempt(codec="auto")
-        found["feedback"] = attempt(feedback="ef21")
+        found["feedback"] = attempt(feedback="decay")
     if which in ("one-bit", "shared-mask"):
         found["warmup"] = attempt(warmup=0)
     if which == "shared-mask":
