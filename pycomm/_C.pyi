@@ -71,10 +71,8 @@ def simd_level() -> str: ...
 
 class FeedbackKind:
     residual: ClassVar[FeedbackKind]
-    ema: ClassVar[FeedbackKind]
     decay: ClassVar[FeedbackKind]
     momentum: ClassVar[FeedbackKind]
-    ef21: ClassVar[FeedbackKind]
     __members__: ClassVar[dict[str, FeedbackKind]]
 
 class FeedbackStorage:
@@ -329,7 +327,6 @@ class CodedBucket:
         worker: Sequence[int] = ...,
         owner: Sequence[int] = ...,
         momentum: Sequence[int] = ...,
-        mean: Sequence[int] = ...,
     ) -> None: ...
     def add_chunk(self, runs: Sequence[tuple[int, int, int]]) -> None: ...
     @property

@@ -72,7 +72,6 @@ class Layout:
         worker: Pair | None = None,
         owner: Pair | None = None,
         momentum: Pair | None = None,
-        mean: Pair | None = None,
     ) -> None: ...
     @property
     def numel(self) -> int: ...

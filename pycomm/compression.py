@@ -54,7 +54,7 @@ def compress(
             of one: "auto", "int4 warmup=100", and more in `Policy.of`. "dgc:0.01" is top-k with all
             of Deep Gradient Compression. A codec leaves norms, biases and tiny parameters exact.
         feedback: error feedback. True: the error of each payload is added to the next; False: none;
-            or a kind with options, "ema:0.9,storage=int8", see `pycomm.Feedback`.
+            or a kind with options, "decay:0.9,storage=int8", see `pycomm.Feedback`.
         seed: seed of random rounding; equal on all ranks.
         weights: for FSDP2 only, a codec of the parameters when they are gathered, such as "bf16" or
             "int8". No feedback corrects its error: each rank computes with such weights.

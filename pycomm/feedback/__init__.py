@@ -7,7 +7,7 @@ csrc/codecs/base/feedback.h implements the same in C++.
 
 from __future__ import annotations
 
-from pycomm.feedback.encode import add_mean, encode
+from pycomm.feedback.encode import encode
 from pycomm.feedback.reshard import Cut, reshard, sources
 from pycomm.feedback.residual import Residual
 from pycomm.feedback.residuals import Residuals
@@ -18,7 +18,6 @@ __all__ = [
     "Feedback",
     "Residual",
     "Residuals",
-    "add_mean",
     "encode",
     "reshard",
     "sources",

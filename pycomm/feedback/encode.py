@@ -47,31 +47,17 @@ def encode(
     left = None
     if old is not None and fresh is not None:
         # The codec writes a float32 residual directly, if feedback does not transform it.
-        direct = fresh.dtype == torch.float32 and kind in ("residual", "decay")
+        direct = fresh.dtype == torch.float32 and kind != "momentum"
         left = fresh if direct else torch.empty_like(x)
     p, e, u = _past(rule.decay, rule.nesterov, kind, x, old, old_u)
     codec.encode(p, out, e, new_residual=left, key=key, index=begin)
     if left is not None and e is not None and fresh is not None:
-        if kind == "ema":
-            left = e * rule.decay + left * (
-                1 - torch.tensor(rule.decay, dtype=torch.float32, device="cpu")
-            )
-        elif kind == "ef21":
-            left = ((p + e) - left) - e
-        elif u is not None:
+        if u is not None:
             u = torch.where(left == p + e, u, 0.0)
         if left is not fresh:
             storage.store(left, fresh)
     if u is not None and fresh_u is not None:
         storage.store(u, fresh_u)
-
-
-def add_mean(residual: Residual | None, x: torch.Tensor) -> None:
-    """Add the mean that all ranks kept to an EF21 result, in place, and keep the sum."""
-    if residual is not None and residual.mean is not None:
-        now, then = residual.sides
-        x.add_(residual.mean[now])
-        residual.mean[then].copy_(x)
 
 
 def _parts(
@@ -95,8 +81,6 @@ def _past(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return the codec's input, its residual, and the new momentum."""
     e = None if old is None else storage.load(old, x.numel())
-    if e is not None and kind == "ef21":
-        e = -e
     if e is not None and kind == "decay":
         e = e * decay
     if old_u is None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from pycomm.feedback import storage
-from pycomm.feedback.rule import Feedback
 
 Saved = Mapping[str, Mapping[str, Any]]
 
@@ -39,17 +38,15 @@ class Cut:
         return Cut(self.shape, ranks)
 
 
-def sources(rule: Feedback, before: int, rank: int, ranks: int) -> list[int]:
+def sources(before: int, rank: int, ranks: int) -> list[int]:
     """Return the ranks, of `before`, whose residuals rank `rank` of `ranks` takes over.
 
-    Each old rank's residuals are taken once. With ef21 every rank needs one, for its mean.
+    Each old rank's residuals are taken once.
     """
-    mine = list(range(rank, before, ranks))
-    return mine or ([rank % before] if rule.kind == "ef21" else [])
+    return list(range(rank, before, ranks))
 
 
 def reshard(
-    rule: Feedback,
     saved: Sequence[Saved],
     before: int,
     ranks: int,
@@ -58,15 +55,13 @@ def reshard(
     """Return the residuals of a rank that takes over those of other ranks.
 
     Args:
-        rule: the kind of feedback.
         saved: results of `Residuals.state_dict` on the ranks given by `sources`.
         before: number of ranks that saved.
         ranks: number of ranks that continue.
         cuts: by name, how these shard the parameters of a reduce-scatter.
 
     Raises:
-        ValueError: a parameter is not sharded by rows, or has another shape; or the kind is ef21,
-            where each rank knows the mean of its own shard only.
+        ValueError: a parameter is not sharded by rows, or has another shape.
     """
     cuts = cuts or {}
     result: dict[str, Any] = {}
@@ -75,30 +70,21 @@ def reshard(
         numel, rows, _, last_step = entries[0]["about"]
         cut = cuts.get(name)
         if rows > 1 or cut is not None:
-            _check_cut(rule, name, numel, rows, before, cut)
+            _check_cut(name, numel, rows, before, cut)
         about = (numel, rows, "", last_step) if cut is None else (cut.numel(), ranks, "", last_step)
-        if rule.kind == "ef21":
-            # All ranks know this mean gradient, so each takes it as the estimate of its own.
-            mean = entries[0]["mean"].float().clone()
-            result[name] = {"mean": mean, "worker": mean.clone(), "about": about}
-        else:
-            moved = _moved(entries, before, ranks)
-            if cut is not None:
-                moved = {role: _recut(values, cut) for role, values in moved.items()}
-            result[name] = moved | {"about": about}
+        moved = _moved(entries, before, ranks)
+        if cut is not None:
+            moved = {role: _recut(values, cut) for role, values in moved.items()}
+        result[name] = moved | {"about": about}
         if "worker" in result[name] and about[1] == 1:
             result[name]["owner"] = torch.zeros_like(result[name]["worker"])
     return result
 
 
-def _check_cut(
-    rule: Feedback, name: str, numel: int, rows: int, before: int, cut: Cut | None
-) -> None:
+def _check_cut(name: str, numel: int, rows: int, before: int, cut: Cut | None) -> None:
     reason = ""
     if cut is None:
         reason = "not all of these ranks have whole rows of it"
-    elif rule.kind == "ef21":
-        reason = "feedback of kind ef21 knows of one shard's mean alone"
     elif (numel, rows) != (cut.among(before).numel(), before):
         reason = f"it had {rows} x {numel} values, not those of a parameter of {list(cut.shape)}"
     if reason:

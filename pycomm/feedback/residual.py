@@ -19,7 +19,7 @@ from pycomm.feedback import storage
 from pycomm.feedback.rule import Feedback
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-ROLES = ("worker", "owner", "momentum", "mean")
+ROLES = ("worker", "owner", "momentum")
 
 _SLICE = 1 << 15  # values: a few pages, a multiple of storage.BLOCK
 
@@ -61,12 +61,10 @@ class Residual:
         self.last_step = 0
         """Number of the last step in which this residual took part."""
         self.worker: Pair | None = self._pair(rows) if error else None
-        """e; for momentum v; for ef21 the estimate that other ranks have of our gradient."""
+        """e; for momentum v."""
         self.owner: Pair | None = self._pair() if error and owner and rows == 1 else None
         """Zero but for the values that this rank owns; unwritten zeros take no memory."""
         self.momentum: Pair | None = self._pair(rows) if rule.kind == "momentum" else None
-        self.mean: Pair | None = self._pair() if rule.kind == "ef21" and error else None
-        """The mean gradient as all ranks know it."""
 
     def _pair(self, rows: int = 1) -> Pair:
         form = self.rule.storage, self.numel, self.device, rows
@@ -141,7 +139,7 @@ class Residual:
             layout: hash of the bucket's layout.
             ranks: number of ranks that are averaged.
             gradient: [numel]; if ranks are workers for some values only, both residuals are added
-                to it instead. Only the kinds residual, ema and decay allow that.
+                to it instead. Only the kinds residual and decay allow that.
         """
         now, then = self.sides
         same = self.layouts[now] in ("", layout)
@@ -150,9 +148,8 @@ class Residual:
         if same or self.worker is None or (self.owner is None and gradient is None):
             return
         self.in_place = True
-        for role, pair in self.pairs():
-            if role in ("momentum", "mean"):
-                pair[then].copy_(pair[now])
+        if self.momentum is not None:
+            self.momentum[then].copy_(self.momentum[now])
         if gradient is None:
             self._fold(now, then, ranks)
             return
@@ -167,7 +164,6 @@ class Residual:
     def _fold(self, now: int, then: int, ranks: int) -> None:
         assert self.worker is not None
         assert self.owner is not None
-        alpha = -ranks if self.rule.kind == "ef21" else ranks
         for begin in range(0, self.numel, _SLICE):
             end = min(begin + _SLICE, self.numel)
 
@@ -177,7 +173,7 @@ class Residual:
             owned = storage.load(part(self.owner, now), end - begin)
             if owned.any():
                 worker = storage.load(part(self.worker, now), end - begin)
-                storage.store(worker.add(owned, alpha=alpha), part(self.worker, then))
+                storage.store(worker.add(owned, alpha=ranks), part(self.worker, then))
             else:
                 part(self.worker, then).copy_(part(self.worker, now))
         _clear(self.owner[then])

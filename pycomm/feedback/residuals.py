@@ -83,11 +83,10 @@ class Residuals:
     def added(self, name: str, begin: int, end: int, row: int = 0) -> torch.Tensor | None:
         """Return what this rank's residuals of values begin <= i < end of a row add to the average.
 
-        A worker's error counts 1/ranks, an owner's once. float32 [end - begin]; None: nothing. EF21
-        adds nothing, since its results include the mean.
+        A worker's error counts 1/ranks, an owner's once. float32 [end - begin]; None: nothing.
         """
         found = self._residuals.get(name)
-        if found is None or self.rule.kind == "ef21":
+        if found is None:
             return None
         first = begin // storage.BLOCK * storage.BLOCK
 
@@ -118,8 +117,6 @@ class Residuals:
         taken = row * rows * (errors + (self.rule.kind == "momentum"))
         if errors and rows == 1 and codec.combine == "recode":
             taken += row // self.ranks  # the owner residual, of which the rest is never written
-        if errors and self.rule.kind == "ef21":
-            taken += row
         return 2 * taken  # each has two sides
 
     def may_owe(self, names: Iterable[str]) -> bool:
@@ -168,7 +165,7 @@ class Residuals:
         self._scale(factor, names, ("worker", "owner"))
 
     def scale_units(self, factor: float) -> None:
-        """Multiply residuals, momentum and means, for a new unit of the gradients."""
+        """Multiply residuals and momentum, for a new unit of the gradients."""
         self._scale(factor, None, ROLES)
 
     def _scale(self, factor: float, names: Iterable[str] | None, roles: Iterable[str]) -> None:
@@ -177,12 +174,6 @@ class Residuals:
                 for role, pair in residual.pairs():
                     if role in roles:
                         storage.scale(pair[residual.side], factor)
-
-    def reset(self) -> None:
-        """Set the worker residuals to zero."""
-        for residual in self._residuals.values():
-            if residual.worker is not None:
-                residual.worker[residual.side].zero_()
 
     def norms(self) -> dict[str, tuple[float, float]]:
         """Return the L2 norms of each parameter's worker and owner residual."""

@@ -1,16 +1,15 @@
-"""Configuration of feedback as data, and its text form: "ema:0.9,storage=int8"."""
+"""Configuration of feedback as data, and its text form: "decay:0.9,storage=int8"."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from pycomm.arguments import number, put, typed, whole
+from pycomm.arguments import number, put, typed
 from pycomm.codecs import Cast, Codec
 
-Kind = Literal["residual", "ema", "decay", "momentum", "ef21"]
+Kind = Literal["residual", "decay", "momentum"]
 StorageName = Literal["float32", "bf16", "int8", "auto"]
 
 LARGE = 1 << 16
@@ -18,8 +17,7 @@ LARGE = 1 << 16
 
 EXACT = Cast("float32")
 
-_DECAY = {"residual": 0.0, "ema": 0.8, "decay": 0.95, "momentum": 0.9, "ef21": 0.0}
-_ERRORS = ("residual", "ema", "decay")  # kinds whose state is nothing but the error
+_DECAY = {"residual": 0.0, "decay": 0.95, "momentum": 0.9}
 
 
 @dataclass(frozen=True)
@@ -28,28 +26,24 @@ class Feedback:
 
     Example:
         >>> from pycomm.feedback import Feedback
-        >>> Feedback.of("ema:0.9,storage=int8")
-        Feedback(kind='ema', decay=0.9, storage='int8', reset=0, clip=0.0, nesterov=False)
+        >>> Feedback.of("decay:0.9,storage=int8")
+        Feedback(kind='decay', decay=0.9, storage='int8', clip=0.0, nesterov=False)
         >>> print(Feedback.of("momentum:clip=1"))
         momentum:decay=0.9,storage=auto,clip=1.0
     """
 
     kind: Kind = "residual"
-    """residual: the whole error is added to the next payload (Seide et al. 2014). ema: a moving
-    average of the error is added (LoCo, Xie et al. 2024). decay: a share of the error is added, and
-    the rest forgotten (SparseLoCo, Sarfi et al. 2025). momentum: momentum is kept here and not
-    in the optimizer (DGC, Lin et al. 2018). ef21: ranks send differences to their previous payloads
-    (Richtarik et al. 2021)."""
+    """residual: the whole error is added to the next payload (Seide et al. 2014). decay: a share of
+    the error is added, and the rest forgotten (SparseLoCo, Sarfi et al. 2025). momentum: momentum
+    is kept here and not in the optimizer (DGC, Lin et al. 2018)."""
     decay: float = -1.0
-    """ema: share of the old average that is kept. decay: share of the error that is added.
-    momentum: its coefficient. Below 0: the default of the kind, 0.8, 0.95 and 0.9."""
+    """decay: share of the error that is added. momentum: its coefficient. Below 0: the default of
+    the kind, 0.95 and 0.9."""
     storage: StorageName = "auto"
     """The format in which residuals are kept; int8 has a scale for each 32 values. auto: as bf16
-    for parameters of 65536 values or more and the kinds residual, ema and decay, at half the
+    for parameters of 65536 values or more and the kinds residual and decay, at half the
     memory; else float32, as where a payload has few of the values: the others wait for hundreds of
     steps, and bf16 rounds away what a step adds to that many."""
-    reset: int = 0
-    """ema: number of steps after which the average restarts from zero; 0: never."""
     clip: float = 0.0
     """momentum: bound of each gradient's L2 norm times sqrt(ranks) before it is added; 0: none."""
     nesterov: bool = False
@@ -66,21 +60,15 @@ class Feedback:
             )
         for name in ("decay", "clip"):
             put(self, **{name: number(f"feedback: {name}", getattr(self, name))})
-        put(self, reset=whole("feedback: reset", self.reset, -math.inf))
         typed("feedback: nesterov", self.nesterov, bool)
         if self.decay < 0:
             object.__setattr__(self, "decay", _DECAY[self.kind])
         if not 0 <= self.decay < 1:
             raise ValueError(f"feedback: decay={self.decay}: use 0 or more, and less than 1")
-        if self.decay and self.kind not in ("ema", "decay", "momentum"):
-            raise ValueError(f"feedback: {self.kind} has no decay: leave it out")
-        if self.reset < 0 or (self.reset and self.kind != "ema"):
-            raise ValueError(f"feedback: reset={self.reset}: only ema has one, a number of steps")
+        if self.decay and self.kind == "residual":
+            raise ValueError("feedback: residual has no decay: leave it out, or use the kind decay")
         if self.clip < 0 or ((self.clip or self.nesterov) and self.kind != "momentum"):
             raise ValueError("feedback: clip and nesterov are for momentum, and clip is 0 or more")
-        if self.kind == "ef21" and self.storage not in ("float32", "auto"):
-            # Sent values must be known exactly, else the ranks drift from their mean permanently.
-            raise ValueError("feedback: ef21 is kept in float32 only: leave out storage=")
 
     def __str__(self) -> str:
         """Return the text from which `of` makes an equal object."""
@@ -93,16 +81,16 @@ class Feedback:
         if self.storage != "auto":
             return self
         few = codec is not None and codec.combine == "gather"
-        large = numel >= LARGE and self.kind in _ERRORS and not few
+        large = numel >= LARGE and self.kind != "momentum" and not few
         return replace(self, storage="bf16" if large else "float32")
 
     def keeps_errors(self, codec: Codec) -> bool:
         """Return whether the error of this codec's payloads is kept for the next payload.
 
         An exact codec has no error. The error of an unbiased codec is not kept either, except with
-        the kinds whose state is more than an error (momentum, ef21).
+        momentum, whose state is more than an error.
         """
-        return codec != EXACT and not (codec.unbiased and self.kind in _ERRORS)
+        return codec != EXACT and (not codec.unbiased or self.kind == "momentum")
 
     @classmethod
     def of(cls, what: bool | str | Feedback | None) -> Feedback | None:
@@ -134,7 +122,6 @@ class Feedback:
 _TYPES: dict[str, Callable[[str], Any]] = {
     "decay": float,
     "storage": str,
-    "reset": int,
     "clip": float,
     "nesterov": {"true": True, "false": False}.__getitem__,
 }

@@ -62,9 +62,7 @@ class HookState(CompressionState):
                     self._enter(name, parameter)
             self.plan.complete()
         if self.residuals:
-            # With ef21 all ranks keep the same mean, so they must always judge alike.
-            always = self.residuals.rule.kind == "ef21"
-            self._taken = Taken(self._names, self._by_name, always=always)
+            self._taken = Taken(self._names, self._by_name)
         self._nobody_used: set[str] = set()  # in the last step
         self._settles = False  # the forward hook `_settle_joined` is registered
         self._paid = False  # a step has begun since `remove`

@@ -121,8 +121,7 @@ class FSDPState(CompressionState):
                 parameter = Parameter(name, tuple(tensor().shape), tensor().dtype)
                 self.weights[name] = policy.decide(parameter)
             agree_on(list(self.weights.values()), self.process_group, self._device)
-        if self.residuals and self.residuals.rule.kind != "ef21":
-            # Not for ef21: its ranks must decide alike, but a shard may be zero on one rank only.
+        if self.residuals:
             self._taken = Taken(self._names, self._by_name, early=True)
         for unit in self._units:
             self._install(unit)

@@ -73,10 +73,10 @@ class Bucket:
                 raise ValueError(
                     f"{name}: {decision.codec.name} has feedback of the kind residual, not {kind}"
                 )
-            if levels and kind in ("momentum", "ef21"):
+            if levels and kind == "momentum":
                 raise ValueError(
-                    f"feedback of the kind {kind} needs ranks that send for themselves, and here "
-                    "nodes do; use residual, ema or decay, or PYCOMM_ALGO=flat"
+                    "feedback of the kind momentum needs ranks that send for themselves, and here "
+                    "nodes do; use residual or decay, or PYCOMM_ALGO=flat"
                 )
             keeps_errors = residuals is not None and residuals.rule.keeps_errors(decision.codec)
             if residuals is not None and (keeps_errors or name in residuals or kind == "momentum"):

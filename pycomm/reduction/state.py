@@ -48,7 +48,7 @@ class CompressionState(BucketReducer):
             ("auto", "int4 warmup=100"). A codec leaves norms, biases and tiny parameters exact; a
             policy does what it says.
         process_group: the ranks that reduce; None: the default group.
-        feedback: error feedback: True, False, or a kind with options, "ema:0.9,storage=int8"; see
+        feedback: error feedback: True, False, or a kind with options, "decay:0.9,storage=int8"; see
             `pycomm.Feedback`. Equal on all ranks.
         seed: seed of random rounding; equal on all ranks.
         weighted: weight the ranks by `set_weight`; equal on all ranks.
@@ -354,8 +354,8 @@ class CompressionState(BucketReducer):
     def _mine(self, own: Sequence[Any], before: int) -> Any:
         """Return this rank's residuals from those of `before` ranks that it takes over."""
         assert self.residuals is not None
-        rule, ranks = self.residuals.rule, self.process_group.size()
-        (mine,) = own if before == ranks else [reshard(rule, own, before, ranks, self._cuts())]
+        ranks = self.process_group.size()
+        (mine,) = own if before == ranks else [reshard(own, before, ranks, self._cuts())]
         parts = {name: self.part(decision).parameter for name, decision in self.decisions.items()}
         sizes = {name: (self.rows, part.numel) for name, part in parts.items()}
         check_sizes(mine, sizes)
@@ -377,7 +377,7 @@ class CompressionState(BucketReducer):
                 f"whole world can only go on with as many, not {self.process_group.size()}"
             )
         rank, ranks = self.process_group.rank(), self.process_group.size()
-        return [f"rank{r}" for r in sources(self.residuals.rule, before, rank, ranks)]
+        return [f"rank{r}" for r in sources(before, rank, ranks)]
 
     def _needed_besides(self, before: int) -> list[str]:
         """Return the keys of other entries of `before` ranks that this rank needs."""
@@ -452,12 +452,8 @@ class CompressionState(BucketReducer):
         if all(one.agreed and one.step == standings[root].step for one in standings):
             self._met = True  # these members have made their states together
             return
-        ef21 = self.residuals is not None and self.residuals.rule.kind == "ef21"
-        common = None
-        if group.rank() == root:
-            # The mean of ef21 must be the same on all ranks.
-            common = (previous or self)._common(), own if ef21 else {}
-        common, mean = members.broadcast_object(common, root, group, self._device)
+        common = (previous or self)._common() if group.rank() == root else None
+        common = members.broadcast_object(common, root, group, self._device)
         (about,), (factors,) = common["about"], common["factors"]
         self._load_common(about, factors)
         self.plan.step = self.step
@@ -465,8 +461,8 @@ class CompressionState(BucketReducer):
             self.plan.policy, self._device, saved=self.plan.state_dict()
         )
         if self.residuals:
-            if ef21 or not members.in_place(standings):
-                own = reshard(self.residuals.rule, [mean if ef21 else own], before, ranks)
+            if not members.in_place(standings):
+                own = reshard([own], before, ranks)
             self.residuals.clear()
             self.residuals.ranks = ranks
             self.residuals.load_state_dict(own, self.codecs)
@@ -574,9 +570,6 @@ class CompressionState(BucketReducer):
         self.step = (self.step + 1) % 2**32
         if self.residuals:
             self._rates.rescale(self.residuals, self._names)
-            reset = self.residuals.rule.reset
-            if reset and self.step % reset == 0:
-                self.residuals.reset()
         self._forget_buckets(self.plan.advance(self.step, self._device, finite=self._was_finite))
 
     def end_step(self) -> None:

@@ -39,7 +39,6 @@ class Taken:
         parameters: parameters by name; the optimizer uses their ``grad``.
         early: a step begins before its backward adds to any gradient, as with FSDP2, where
             gradients are shards.
-        always: keep the hooks in backward in every step, since all ranks must decide alike.
     """
 
     def __init__(
@@ -48,10 +47,8 @@ class Taken:
         parameters: Mapping[str, torch.Tensor],
         *,
         early: bool = False,
-        always: bool = False,
     ) -> None:
         self._names, self._parameters, self._early = names, parameters, early
-        self._always = always
         self._versions: dict[str, int] = {}  # versions when the gradients were reduced
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since then
         self._moved: set[str] | None = set()  # moved by `_stepped`; None: not looked up yet
@@ -96,7 +93,7 @@ class Taken:
         if self._idle >= _IDLE:
             self._tracked.clear()
         self._calm = 0 if waiting else self._calm + 1
-        if self._calm < _CALM or self._always:
+        if self._calm < _CALM:
             self._arm()
         else:
             self._disarm()

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from pycomm.codecs.convert import convert
-from pycomm.feedback import add_mean
 from pycomm.reduction.batched import Batched
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.coding import (
@@ -80,13 +78,6 @@ def all_reduce(
         if bucket.gathered:
             finite &= batched.add_up(values, ranks, batched.show(values, ranks))
         return torch.tensor(finite, dtype=torch.bool, device="cpu")
-    if values.dtype != torch.float32 and any(p.residual and p.residual.mean for p in bucket.pieces):
-        # EF21 adds to all of the result before it is rounded.
-        wide = convert(values, torch.float32)
-        all_reduce(wide, bucket, group, seed=seed, step=step)
-        found_inf = _flag(values)
-        convert(wide, values, found_inf=found_inf)
-        return found_inf[0] == 0
     coder = Coder(rank, ranks, seed=seed, step=step)
     found_inf = _flag(values)
 
@@ -106,7 +97,6 @@ def all_reduce(
         else:
             _average_senders(shown, came.parts(), coder, senders, sums)
             finish(shown, sums, values, 1, found_inf)
-    _add_means(bucket, values, found_inf)
     return found_inf[0] == 0
 
 
@@ -134,14 +124,6 @@ def _average_senders(
 def _flag(like: torch.Tensor) -> torch.Tensor:
     """Return the overflow flag for `convert`."""
     return torch.zeros(1, dtype=torch.float32, device=like.device)
-
-
-def _add_means(bucket: Bucket, values: torch.Tensor, found_inf: torch.Tensor) -> None:
-    for piece in bucket.pieces:
-        if piece.residual is not None and piece.residual.mean is not None:
-            part = values[piece.offset : piece.offset + piece.numel]
-            add_mean(piece.residual, part)
-            convert(part, found_inf=found_inf)
 
 
 def _reduce_dense(
@@ -221,16 +203,11 @@ def reduce_scatter(
         coder.encode(runs, widened(runs, values), values.device, worker=True, row=r)
         for r, values in enumerate(rows)
     ]
-    means = any(piece.residual and piece.residual.mean for piece in bucket.pieces)
-    result = output.float() if means else output  # EF21 adds to it before it is rounded
-    sums = float32_view(runs, result)
+    sums = float32_view(runs, output)
     for r, payload in enumerate(_scatter(sent, total_bytes(runs), is_variable(runs), group)):
         coder.decode(runs, payload, sums, add=r > 0)
     found_inf = _flag(output)
-    finish(runs, sums, result, ranks if average else 1, found_inf)
-    _add_means(bucket, result, found_inf)
-    if result is not output:
-        convert(result, output, found_inf=found_inf)
+    finish(runs, sums, output, ranks if average else 1, found_inf)
     return _all_finite(found_inf == 0, group)
 
 

@@ -235,7 +235,7 @@ def with_failures(
     ("codec", "feedback", "how"),
     [
         ("int4", "residual", "vote"),
-        (STOCHASTIC, "ema:0.8,storage=int8", "quorum"),
+        (STOCHASTIC, "decay:0.8,storage=int8", "quorum"),
         ("topk:0.05", "residual", "error"),
         ("powersgd:2", "residual", "error"),
         ("int4", "residual", "quorum"),

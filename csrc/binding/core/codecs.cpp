@@ -130,10 +130,8 @@ void bind_codecs(py::module_& m) {
 
   py::enum_<feedback::Kind>(m, "FeedbackKind")
       .value("residual", feedback::Kind::residual)
-      .value("ema", feedback::Kind::ema)
       .value("decay", feedback::Kind::decay)
-      .value("momentum", feedback::Kind::momentum)
-      .value("ef21", feedback::Kind::ef21);
+      .value("momentum", feedback::Kind::momentum);
   py::enum_<feedback::Storage>(m, "FeedbackStorage")
       .value("float32", feedback::Storage::float32)
       .value("bf16", feedback::Storage::bfloat16)

@@ -53,7 +53,7 @@ class CodedBucket {
 
   void add(size_t numel, const py::object& codec, uint32_t tensor, feedback::Kind kind,
            feedback::Storage storage, double decay, bool nesterov, Addresses worker,
-           Addresses owner, Addresses momentum, Addresses mean) {
+           Addresses owner, Addresses momentum) {
     if (numel > kLargestBuffer / sizeof(float) / rows_ - numel_) {
       throw Error("no memory holds pieces of " + std::to_string(numel) + " elements and " +
                   std::to_string(numel_) + " before them");
@@ -68,7 +68,7 @@ class CodedBucket {
     piece.worker.decay = static_cast<float>(decay);
     piece.worker.nesterov = nesterov;
     pieces_.push_back(piece);
-    memories_.push_back({worker, owner, momentum, mean});
+    memories_.push_back({worker, owner, momentum});
     codecs_.push_back(codec);
     numel_ += numel;
   }
@@ -116,11 +116,10 @@ class CodedBucket {
       const auto memory = [&, old = old, fresh = fresh](const Addresses& at) {
         return feedback::Memory{bytes(at[old]), bytes(at[fresh])};
       };
-      const auto& [worker, owner, momentum, mean] = memories_[i];
+      const auto& [worker, owner, momentum] = memories_[i];
       pieces_[i].worker.error = memory(worker);
       pieces_[i].worker.momentum = memory(momentum);
       pieces_[i].owner.error = memory(owner);
-      pieces_[i].mean = memory(mean);
     }
     rank_ = rank;
     ranks_ = ranks;
@@ -248,7 +247,7 @@ class CodedBucket {
 
   const size_t rows_;
   std::vector<Piece> pieces_;
-  std::vector<std::array<Addresses, 4>> memories_;  ///< worker, owner, momentum, mean
+  std::vector<std::array<Addresses, 3>> memories_;  ///< worker, owner, momentum
   std::vector<py::object> codecs_;                  ///< kept alive
   std::vector<std::vector<coded::PieceRun>> chunks_;
   std::vector<size_t> most_;
@@ -272,8 +271,7 @@ void bind_coded(py::module_& m) {
            py::arg("tensor") = 0, py::arg("kind") = feedback::Kind::residual,
            py::arg("storage") = feedback::Storage::float32, py::arg("decay") = 0.0,
            py::arg("nesterov") = false, py::arg("worker") = Addresses{},
-           py::arg("owner") = Addresses{}, py::arg("momentum") = Addresses{},
-           py::arg("mean") = Addresses{})
+           py::arg("owner") = Addresses{}, py::arg("momentum") = Addresses{})
       .def("add_chunk", &CodedBucket::add_chunk, py::arg("runs"))
       .def_property_readonly("most", &CodedBucket::most)
       .def_property_readonly("room_behind", &CodedBucket::room_behind)

@@ -21,7 +21,7 @@ struct Memories {
   feedback::Storage storage = feedback::Storage::float32;
   float decay = 0.0f;
   bool nesterov = false;
-  Pair worker, owner, momentum, mean;
+  Pair worker, owner, momentum;
 };
 
 /// The parameters of one bucket, as compressed collectives need them. Made once per bucket; keeps
@@ -47,7 +47,6 @@ class Layout {
     check(memories.worker, rows_ * row);
     check(memories.owner, row);
     check(memories.momentum, rows_ * row);
-    check(memories.mean, numel * sizeof(float));
     parts_.push_back({offset, numel, make_codec(codec), tensor, memories});
   }
   size_t rows() const { return rows_; }
@@ -62,7 +61,7 @@ class Layout {
   void list_residuals(std::vector<at::Tensor>& tensors) const {
     for (const Part& part : parts_) {
       const Memories& m = part.memories;
-      for (const Memories::Pair* pair : {&m.worker, &m.owner, &m.momentum, &m.mean})
+      for (const Memories::Pair* pair : {&m.worker, &m.owner, &m.momentum})
         if (*pair) tensors.insert(tensors.end(), (*pair)->begin(), (*pair)->end());
     }
   }
@@ -87,7 +86,6 @@ class Layout {
                       memory(m.momentum, sides[i])};
       piece.owner.storage = m.storage;
       piece.owner.error = memory(m.owner, sides[i]);
-      piece.mean = memory(m.mean, sides[i]);
       pieces.push_back(piece);
     }
     return pieces;

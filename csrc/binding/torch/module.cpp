@@ -39,17 +39,13 @@ T one_of(const char* what, const std::string& name,
 
 void add_part(Layout& layout, size_t offset, size_t numel, const std::string& codec,
               uint32_t tensor, const std::string& kind, const std::string& storage, float decay,
-              bool nesterov, Memories::Pair worker, Memories::Pair owner, Memories::Pair momentum,
-              Memories::Pair mean) {
+              bool nesterov, Memories::Pair worker, Memories::Pair owner, Memories::Pair momentum) {
   using feedback::Kind;
   using feedback::Storage;
   Memories memories;
-  memories.kind = one_of<Kind>("feedback", kind,
-                               {{"residual", Kind::residual},
-                                {"ema", Kind::ema},
-                                {"decay", Kind::decay},
-                                {"momentum", Kind::momentum},
-                                {"ef21", Kind::ef21}});
+  memories.kind = one_of<Kind>(
+      "feedback", kind,
+      {{"residual", Kind::residual}, {"decay", Kind::decay}, {"momentum", Kind::momentum}});
   memories.storage = one_of<Storage>(
       "storage", storage,
       {{"float32", Storage::float32}, {"bf16", Storage::bfloat16}, {"int8", Storage::int8}});
@@ -58,7 +54,6 @@ void add_part(Layout& layout, size_t offset, size_t numel, const std::string& co
   memories.worker = std::move(worker);
   memories.owner = std::move(owner);
   memories.momentum = std::move(momentum);
-  memories.mean = std::move(mean);
   layout.add(offset, numel, codec, tensor, memories);
 }
 
@@ -169,7 +164,7 @@ void bind(py::module_& m) {
            py::arg("tensor"), py::kw_only(), py::arg("kind") = "residual",
            py::arg("storage") = "float32", py::arg("decay") = 0.0f, py::arg("nesterov") = false,
            py::arg("worker") = std::nullopt, py::arg("owner") = std::nullopt,
-           py::arg("momentum") = std::nullopt, py::arg("mean") = std::nullopt)
+           py::arg("momentum") = std::nullopt)
       .def_property_readonly("numel", &Layout::numel)
       .def_property_readonly("owner_residuals", &Layout::owner_residuals);
 

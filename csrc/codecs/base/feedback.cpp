@@ -56,12 +56,6 @@ PYCOMM_SIMD void store_int8(const float* __restrict in, size_t n, uint8_t* __res
 
 // -------------------------------------------------------------------------------- rules
 
-PYCOMM_SIMD void blend(const float* e, const float* new_residual, float decay, size_t n,
-                       float* out) {
-  const float rest = 1.0f - decay;
-  for (size_t i = 0; i < n; i++) out[i] = decay * e[i] + rest * new_residual[i];
-}
-
 PYCOMM_SIMD void advance(const float* __restrict x, float decay, size_t n, float* __restrict u) {
   for (size_t i = 0; i < n; i++) u[i] = decay * u[i] + x[i];
 }
@@ -84,17 +78,6 @@ PYCOMM_SIMD void shrink(float decay, size_t n, float* x) {
   for (size_t i = 0; i < n; i++) x[i] = decay * x[i];
 }
 
-PYCOMM_SIMD void negate(size_t n, float* x) {
-  for (size_t i = 0; i < n; i++) x[i] = -x[i];
-}
-
-/// Computes g + decode from minus_g and the error that the encode has left: decode = (x - g) -
-/// new_residual.
-PYCOMM_SIMD void follow(const float* x, const float* minus_g, const float* new_residual, size_t n,
-                        float* g) {
-  for (size_t i = 0; i < n; i++) g[i] = ((x[i] + minus_g[i]) - new_residual[i]) - minus_g[i];
-}
-
 enum Place : size_t { kResidual, kMomentum, kAhead, kNewResidual };
 
 float* loaded(const Feedback& feedback, const Memory& memory, size_t n, float* to) {
@@ -108,7 +91,6 @@ struct Past {
     const size_t n = in.size;
     if (feedback.error) {
       residual = loaded(feedback, feedback.error, n, scratch.get(kResidual, n));
-      if (feedback.kind == Kind::ef21) negate(n, residual);
       if (feedback.kind == Kind::decay) shrink(feedback.decay, n, residual);
     }
     if (feedback.kind != Kind::momentum) return;
@@ -207,19 +189,9 @@ void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args, Scrat
   }
   codec.encode(args);
 
-  switch (feedback.kind) {
-    case Kind::residual:
-    case Kind::decay:
-      break;
-    case Kind::ema:
-      blend(past.residual, new_residual, feedback.decay, n, new_residual);
-      break;
-    case Kind::momentum:
-      if (feedback.error) mask(past.x, past.residual, new_residual, n, past.u);
-      store(feedback.storage, {past.u, n}, feedback.momentum.fresh);
-      break;
-    case Kind::ef21:
-      follow(past.x, past.residual, new_residual, n, new_residual);
+  if (feedback.kind == Kind::momentum) {
+    if (feedback.error) mask(past.x, past.residual, new_residual, n, past.u);
+    store(feedback.storage, {past.u, n}, feedback.momentum.fresh);
   }
   if (feedback.error) store(feedback.storage, {new_residual, n}, feedback.error.fresh);
 }

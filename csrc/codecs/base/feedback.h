@@ -11,10 +11,8 @@ namespace pycomm::feedback {
 
 enum class Kind : uint8_t {
   residual,  ///< p = x + e; e <- p - decode
-  ema,       ///< p = x + e; e <- decay * e + (1 - decay) * (p - decode)
   decay,     ///< p = x + decay * e; e <- p - decode
   momentum,  ///< u <- decay * u + x; p = v + u; v <- p - decode; u <- 0 where values were sent
-  ef21,      ///< p = x - g; g <- g + decode
 };
 
 /// Form in which a memory stores its values. All bytes zero are zeros.
@@ -48,7 +46,7 @@ struct Feedback {
   Storage storage = Storage::float32;
   float decay = 0.0f;
   bool nesterov = false;  ///< u <- decay * (u + x); p = v + u + x
-  Memory error;           ///< e, v or g
+  Memory error;           ///< e or v
   Memory momentum;        ///< u
 
   explicit operator bool() const { return error || momentum; }

@@ -258,8 +258,6 @@ bool by_nodes(CollectiveContext& context, Algo wanted, const CodedArgs& args,
 bool by_nodes_wide(CollectiveContext& context, Algo wanted, CodedArgs args,
                    const std::vector<PieceRun>& values) {
   const Values bucket = args.data;
-  std::vector<Piece> pieces(args.pieces.begin(), args.pieces.end());
-  for (Piece& piece : pieces) piece.mean = {};  // added to the result, where all of it is
   const std::unique_ptr<float[]> wide(bucket.dtype == DType::float32 ? nullptr
                                                                      : new float[bucket.size]);
   ConvertArgs widen;
@@ -271,10 +269,7 @@ bool by_nodes_wide(CollectiveContext& context, Algo wanted, CodedArgs args,
     widen.numel = bucket.size;
     convert(widen);
   }
-  const Span<const Piece> with_means = args.pieces;
-  args.pieces = {pieces.data(), pieces.size()};
   bool finite = by_nodes(context, wanted, args, values);
-  add_means(with_means, static_cast<float*>(args.data.data));
   if (wide) {
     float found_inf = 0.0f;
     ConvertArgs narrow = widen;

@@ -33,7 +33,7 @@ void check(const char* op, const CodedArgs& args, size_t rows) {
                   std::to_string(end) + "; pieces must follow each other without gaps");
     }
     if (!p.codec) fail(i, "has no codec");
-    for (const feedback::Memory& m : {p.worker.error, p.worker.momentum, p.owner.error, p.mean}) {
+    for (const feedback::Memory& m : {p.worker.error, p.worker.momentum, p.owner.error}) {
       if (!m.old != !m.fresh) {
         fail(i, "has a residual to read but none to write, or the other way round");
       }

@@ -16,12 +16,6 @@ size_t used_bytes(const uint8_t* payload) {
   return bytes;
 }
 
-PYCOMM_SIMD void add_mean(const feedback::Memory& mean, Span<float> x) {
-  const auto* old = reinterpret_cast<const float*>(mean.old);
-  auto* fresh = reinterpret_cast<float*>(mean.fresh);
-  for (size_t i = 0; i < x.size; i++) x.data[i] = fresh[i] = old[i] + x.data[i];
-}
-
 }  // namespace
 
 size_t encode_piece(const Piece& piece, Hop hop, const Place& at, const EncodeArgs& args,
@@ -94,12 +88,6 @@ size_t Coder::decode(Span<const PieceRun> runs, Span<const uint8_t> payload, Flo
     in += bytes;
   }
   return static_cast<size_t>(in - payload.data);
-}
-
-void add_means(Span<const Piece> pieces, float* values) {
-  for (const Piece& piece : pieces) {
-    if (piece.mean) add_mean(piece.mean, {values + piece.offset, piece.numel});
-  }
 }
 
 }  // namespace pycomm::coded

@@ -91,7 +91,4 @@ class Coder {
   OpTiming* timing_;
 };
 
-/// Updates a float32 result: adds the mean that EF21 keeps of the steps before, and keeps the sum.
-void add_means(Span<const Piece> pieces, float* values);
-
 }  // namespace pycomm::coded

@@ -1,13 +1,6 @@
 #include "collectives/coded/float32_view.h"
 
 namespace pycomm::coded {
-namespace {
-
-PYCOMM_SIMD void add_mean(const float* old, float* fresh, float* x, size_t n) {
-  for (size_t i = 0; i < n; i++) x[i] = fresh[i] = old[i] + x[i];
-}
-
-}  // namespace
 
 Float32View::Float32View(const CodedArgs& args, const void* values, int divisor,
                          feedback::Scratch& scratch, float* found_inf, Stream stream, float* room)
@@ -68,19 +61,11 @@ void Float32View::average(Span<const PieceRun> runs, Floats sum) const {
 void Float32View::finish(Span<const PieceRun> runs, Floats values, float divisor) const {
   float* packed = values.data;
   for (const PieceRun& run : runs) {
-    const Piece& piece = args_.pieces[run.piece];
-    float* const floats = values.of(piece, run, packed);
     ConvertArgs end;
-    end.in = end.out = floats;
+    end.in = values.of(args_.pieces[run.piece], run, packed);
     end.numel = run.numel;
     end.divisor = divisor;
     end.stream = stream_;
-    if (piece.mean) {  // on the CPU: a device group refuses EF21
-      if (end.divisor != 1.0f) convert(end);
-      end.divisor = 1.0f;
-      add_mean(reinterpret_cast<const float*>(piece.mean.old) + run.offset,
-               reinterpret_cast<float*>(piece.mean.fresh) + run.offset, floats, run.numel);
-    }
     end.out = place(run);
     end.to = args_.data.dtype;
     end.found_inf = found_inf_;

@@ -21,8 +21,7 @@ class Float32View {
   Floats room(Span<const PieceRun> runs) const;
   /// Divides a sum that is encoded next, if averaging is requested.
   void average(Span<const PieceRun> runs, Floats sum) const;
-  /// Completes a sum in memory from room(): divides it likewise, adds the mean that EF21 keeps of
-  /// the steps before, and stores it in its place.
+  /// Completes a sum in memory from room(): divides it likewise, and stores it in its place.
   void finish_sum(Span<const PieceRun> runs, Floats sum) const { finish(runs, sum, divisor_); }
   /// Completes values that others have averaged.
   void finish_result(Span<const PieceRun> runs, Floats values) const { finish(runs, values, 1.0f); }

@@ -93,8 +93,6 @@ struct Piece {
   /// Residual of what this rank sends back for the elements that it owns. Only the owned part is
   /// touched.
   feedback::Feedback owner;
-  /// Mean of EF21: the result is added to it, float32 [numel], on every rank.
-  feedback::Memory mean;
 };
 
 /// Floats that a coded operation reads and writes: float32, float16 or bfloat16. It computes in

@@ -152,9 +152,6 @@ class DeviceGroup::Impl::Coded {
                      "the CPU");
         }
       }
-      if (piece.mean)
-        group.fail(op,
-                   "on a GPU does not take feedback of kind ef21; choose residual, or use the CPU");
     }
   }
 

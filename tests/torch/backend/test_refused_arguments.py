@@ -41,7 +41,7 @@ NUMPY: list[Callable[[], Any]] = [
     lambda: Rule(codec="int8", min_numel=np.int64(5)).min_numel,
     lambda: Guard(every=np.int64(4)).every,
     lambda: Trial(steps=np.int64(4)).steps,
-    lambda: pycomm.Feedback("ema", np.float32(0.5), reset=np.int64(8)).reset,
+    lambda: pycomm.Feedback("decay", np.float32(0.5)).decay,
     lambda: pycomm.compress(wrapped(), seed=np.uint64(2**63)).seed,
 ]
 REFUSED: list[Callable[[], Any]] = [
@@ -80,8 +80,7 @@ REFUSED: list[Callable[[], Any]] = [
     *options_of(Trial, "steps", *NUMBERS, 0),
     *options_of(Trial, "margin", "x", -1),
     lambda: Trial(most=1),
-    lambda: pycomm.Feedback("ema", decay="x"),
-    lambda: pycomm.Feedback("ema", reset=1.5),
+    lambda: pycomm.Feedback("decay", decay="x"),
     lambda: pycomm.HookState(8),
     lambda: pycomm.HookState("int8", nn.Linear(3, 3)),
     lambda: pycomm.watch_parameters(5),

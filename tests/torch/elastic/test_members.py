@@ -72,7 +72,7 @@ def leave_and_return(
     member.form(1, handles)
     model, state, optimizer = wrap(network(), codec, feedback)
     train(model, optimizer, 3)
-    owes = feedback != "ef21" and "powersgd" not in codec
+    owes = "powersgd" not in codec
     before = owed(state, 3) if owes else None
     if rank != 1:
         member.form(2, [handles[0], handles[2]])
@@ -100,9 +100,9 @@ def leave_and_return(
     ("codec", "feedback", "transport"),
     [
         ("int4", "residual", "auto"),
-        ("int4", "ef21", "tcp"),
+        ("int4", "residual", "tcp"),
         ("topk:0.05", "momentum:0.5", "auto"),
-        ("sign", "ema:0.9", "auto"),
+        ("sign", "residual", "auto"),
         ("powersgd:2", "residual", "auto"),
         ("int4 6:eden:bits=2", "residual", "auto"),  # who stays pays, who is new has nothing to pay
     ],

@@ -81,7 +81,7 @@ def train(rank: int, size: int, codec: str, feedback: str, victims: set[int]) ->
 
 @pytest.mark.parametrize("victims", [{1}, {1, 2}])
 def test_those_that_are_left_train_on_and_owe_what_they_owed(pool, victims):
-    feedback = "ema:0.9,storage=bf16"
+    feedback = "residual:storage=bf16"
     ends = pool.run(train, "int4", feedback, victims, ranks=2 + len(victims), dies=victims)
     assert all(torch.equal(a, b) for a, b in zip(ends[0], ends[-1], strict=True))
 

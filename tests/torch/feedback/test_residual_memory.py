@@ -64,7 +64,7 @@ def check_told(rank: int, size: int, kind: str, spec: str, feedback: str, each: 
     [
         ("ddp", "int4", "residual", 4 + 4 / 2),
         ("ddp", "int4", "residual:storage=float32", 8 + 8 / 2),
-        ("ddp", "int4", "ema:storage=int8", 1.5 * 2.25),
+        ("ddp", "int4", "decay:storage=int8", 1.5 * 2.25),
         ("ddp", "topk:0.01", "residual", 8),  # few values a step, for which bf16 is too coarse
         ("ddp", "topk:0.01", "residual:storage=bf16", 4),
         ("ddp", "topk:0.01", "momentum", 16),
@@ -90,12 +90,12 @@ def check_nothing(rank: int, size: int, spec: str) -> None:
 def test_only_large_parameters_of_plain_kinds_are_kept_in_bf16():
     kept = {
         (kind, numel): Feedback(kind).kept(numel).storage
-        for kind in ("residual", "ema", "momentum", "ef21")
+        for kind in ("residual", "decay", "momentum")
         for numel in (65535, 65536)
     }
     assert {which for which, storage in kept.items() if storage == "bf16"} == {
         ("residual", 65536),
-        ("ema", 65536),
+        ("decay", 65536),
     }
     assert Feedback.of("residual:storage=float32").kept(1 << 20).storage == "float32"
 

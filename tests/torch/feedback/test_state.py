@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.feedback import Residuals
 from pycomm.reduction.rates import Rates
-from tests.extent import FULL
 from tests.torch.harness import SHAPES, Chosen, batch, gradients, network, reduced
 from tests.torch.hooks.test_ddp_compress import same_state
 
@@ -23,9 +22,8 @@ CODED = ("big", "small")
 RULES = [
     "residual",
     "residual:storage=bf16",
-    "ema:0.8,storage=int8",
+    "decay:0.8,storage=int8",
     "momentum:0.9,clip=1",
-    "ef21",
 ]
 # Without rebuilt buckets after the first step.
 CALM = {"find_unused_parameters": True}
@@ -262,7 +260,7 @@ def check_unused(rank: int, size: int, feedback: str) -> None:
     assert state.residual_ages() == {"big": 0, "small": 0}
 
 
-@pytest.mark.parametrize("feedback", ["residual", "ema:0.8,storage=int8"])
+@pytest.mark.parametrize("feedback", ["residual", "decay:0.8,storage=int8"])
 def test_an_unused_parameter_keeps_what_it_owes(pool, feedback):
     pool.run(check_unused, feedback)
 
@@ -287,7 +285,7 @@ def check_frozen(rank: int, size: int, feedback: str) -> None:
         torch.testing.assert_close(total + owed(state)["small"], want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("feedback", ["residual", "momentum", "ema:0.8,storage=int8"])
+@pytest.mark.parametrize("feedback", ["residual", "momentum", "decay:0.8,storage=int8"])
 def test_a_parameter_that_is_frozen_for_a_while_keeps_what_it_owes(pool, feedback):
     pool.run(check_frozen, feedback)
 
@@ -416,11 +414,8 @@ def check_world(
     [
         "residual",
         "residual:storage=bf16",
-        "ema:0.8,storage=int8",
+        "residual:storage=int8",
         "momentum",
-        "ef21",
-        # Their kinds and their storage occur above, in other combinations.
-        *(["residual:storage=int8", "ema:0.8"] if FULL else []),
     ],
 )
 def test_other_numbers_of_ranks_owe_the_same(pool, tmp_path, feedback):

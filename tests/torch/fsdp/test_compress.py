@@ -142,7 +142,7 @@ def test_gradients_cost_what_the_codec_says(pool):
     pool.run(check_wire, backend=None)
 
 
-KINDS = ["ema:0.9", "residual:storage=int8", "momentum", "ef21"]
+KINDS = ["decay:0.9", "residual:storage=int8", "momentum"]
 
 
 def fed(rank: int, size: int) -> dict[str, list[torch.Tensor]]:

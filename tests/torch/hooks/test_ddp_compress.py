@@ -365,7 +365,7 @@ DIFFERENT = [
     (("int8", {}), (Policy("int8", (Rule(codec="int8", link="intra"),)), {}), "link='intra'"),
     (("int8", {}), ("int8 guard=off", {}), "rank 1 has 'guard=None'"),
     (("int8 50:int4", {}), ("int8 60:int4", {}), r"schedule=\(\(50.*schedule=\(\(60"),
-    (("int8", {}), ("int8", {"feedback": "ema:0.9"}), "rank 1 has .*ema"),
+    (("int8", {}), ("int8", {"feedback": "decay:0.9"}), "rank 1 has .*decay"),
     (("int8", {"seed": 1}), ("int8", {"seed": 2}), "rank 0 has 'seed=1', rank 1 has 'seed=2'"),
 ]
 

@@ -55,8 +55,10 @@ def test_a_model_that_is_dropped_leaves_the_monitor(pool):
 
 
 def check_refusals(rank: int, size: int) -> None:
-    state = pycomm.CompressionState("int4", feedback="ef21")
-    with pytest.raises(ValueError, match="powersgd has feedback of the kind residual, not ef21"):
+    state = pycomm.CompressionState("int4", feedback="momentum")
+    with pytest.raises(
+        ValueError, match="powersgd has feedback of the kind residual, not momentum"
+    ):
         state.set_policy("powersgd:2")
 
 

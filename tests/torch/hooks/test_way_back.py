@@ -68,7 +68,7 @@ def test_what_is_owed_is_sent_with_the_next_step(pool, then, backend):
     pool.run(check_nothing_is_lost, "residual", then, ranks=3, backend=backend, **PATIENT)
 
 
-@pytest.mark.parametrize("feedback", ["ema:0.5", "ef21", "residual:storage=int8"])
+@pytest.mark.parametrize("feedback", ["decay:0.5", "residual:storage=int8"])
 def test_of_every_kind_of_feedback_nothing_stays(pool, feedback):
     pool.run(check_kind, feedback, **PATIENT)
 

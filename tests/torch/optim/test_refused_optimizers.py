@@ -45,7 +45,7 @@ def refused(rank: int, size: int) -> dict[str, str]:
         "eden": attempt(codec="eden:bits=1"),
         "powersgd": attempt(codec="powersgd:4"),
         "auto": attempt(codec="auto"),
-        "feedback": attempt(feedback="ef21"),
+        "feedback": attempt(feedback="decay"),
         "bare": attempt(nn.Linear(4, 4)),
         "foreign": attempt(params=nn.Linear(4, 4).parameters()),
         "twice": attempt(compressed),

@@ -38,10 +38,9 @@ FEEDBACK = [
     None,
     "residual",
     "residual:storage=bf16",
-    "ema:0.9,storage=int8",
+    "decay:0.9,storage=int8",
     "momentum:0.8,storage=bf16",
     "momentum:0.9,nesterov=true",
-    "ef21",
 ]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPS = ["all_reduce", "reduce_scatter", "all_gather"]
