@@ -22,7 +22,7 @@ from pycomm.hooks.fsdp_momentum import ShardedMomentumState, check_averages
 from pycomm.optim.loading import has_gradient, is_filling, load
 from pycomm.optim.settings import GroupChecks, policy_of, prepare, rule_of, settings_only
 from pycomm.policy import Policy, agree_on_options
-from pycomm.reduction.momentum.moment import NUMBERS_AND_SUMS, local
+from pycomm.reduction.momentum.moment import FLOAT32_STATES, local
 from pycomm.reduction.momentum.scaled import native, written
 
 _NAME = "CodedAdamW"
@@ -197,7 +197,7 @@ class CodedAdamW(torch.optim.Optimizer):
             ValueError: other groups, or parameters that were coded and are not, or the reverse.
         """
         self.compression.drop_step()
-        load(self, state_dict, NUMBERS_AND_SUMS)
+        load(self, state_dict, FLOAT32_STATES)
         self._factor()
         self._rebind()
         coded = {id(moment.parameter) for moment in self.compression.moments.values()}
