@@ -20,9 +20,9 @@ from pycomm.feedback import Feedback
 from pycomm.hooks.ddp_momentum import MomentumState
 from pycomm.hooks.fsdp_momentum import ShardedMomentumState, check_averages
 from pycomm.optim.loading import has_gradient, is_filling, load
-from pycomm.optim.settings import GroupChecks, policy_of, prepare, rule_of
+from pycomm.optim.settings import GroupChecks, policy_of, prepare, rule_of, settings_only
 from pycomm.policy import Policy, agree_on_options
-from pycomm.reduction.momentum.moment import NUMBERS_AND_SUMS, local
+from pycomm.reduction.momentum.moment import FLOAT32_STATES, local
 from pycomm.reduction.momentum.scaled import native, written
 
 _NAME = "CodedAdamW"
@@ -197,7 +197,7 @@ class CodedAdamW(torch.optim.Optimizer):
             ValueError: other groups, or parameters that were coded and are not, or the reverse.
         """
         self.compression.drop_step()
-        load(self, state_dict, NUMBERS_AND_SUMS)
+        load(self, state_dict, FLOAT32_STATES)
         self._factor()
         self._rebind()
         coded = {id(moment.parameter) for moment in self.compression.moments.values()}
@@ -249,8 +249,7 @@ class CodedAdamW(torch.optim.Optimizer):
         Args:
             options: other options of `torch.optim.AdamW`, such as ``fused=True``.
         """
-        groups = [dict(group) for group in self.param_groups]
-        adamw_ = torch.optim.AdamW(groups, **options)
+        adamw_ = torch.optim.AdamW(settings_only(self), **options)
         for moment in self.compression.moments.values():
             if self.state.get(moment.parameter):
                 adamw_.state[moment.parameter] = moment.unfactored()

@@ -20,7 +20,7 @@ from pycomm.feedback import Feedback, Residual
 from pycomm.feedback.rule import EXACT
 from pycomm.hooks.sent_momentum import SentMomentumState, sent_momentum_hook
 from pycomm.optim.loading import has_gradient, is_filling, load
-from pycomm.optim.settings import GroupChecks, policy_of, prepare, rule_of
+from pycomm.optim.settings import GroupChecks, policy_of, prepare, rule_of, settings_only
 from pycomm.policy import Policy, agree_on_options
 from pycomm.policy.names import clean
 from pycomm.policy.quality import nominal_error
@@ -195,7 +195,7 @@ class CodedSGD(torch.optim.Optimizer):
         Args:
             options: other options of `torch.optim.SGD`, such as ``fused=True``.
         """
-        sgd = torch.optim.SGD([dict(group) for group in self.param_groups], **options)
+        sgd = torch.optim.SGD(settings_only(self), **options)
         for parameter, state in self.state.items():
             sgd.state[parameter] = {"momentum_buffer": state["momentum_buffer"].clone()}
         return sgd

@@ -92,6 +92,12 @@ class GroupChecks:
         ]
 
 
+def settings_only(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return copies of an optimizer's groups, without settings that another one has left there."""
+    keys = ("params", "param_names", "initial_lr", *optimizer.defaults)
+    return [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
+
+
 def policy_of(who: str, codec: str | Codec | Policy) -> Policy:
     """Return the policy of a momentum, whose coding errors return in the next step.
 

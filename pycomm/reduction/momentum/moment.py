@@ -51,9 +51,7 @@ BOUND = 3.0
 values of a matrix. Second moments are known after the coding, up to some steps later: without a
 bound, one gradient that is a hundred times too large moves all values by dozens of learning rates,
 and stays in the momentum. Adam divides it by a root that it has enlarged itself."""
-NUMBERS_AND_SUMS = (
-    *("row", "column", "moment_weight", "coding_error", "mean_energy", "own_energy"),
-)
+FLOAT32_STATES = ("row", "column", "moment_weight", "coding_error", "mean_energy", "own_energy")
 """States that are float32 whatever the parameter is; those without dimensions are on the CPU."""
 _TINY = 1e-30
 _STEPS = 1024  # of b, from 0 to 1
@@ -355,7 +353,7 @@ class CodedMoment:
         """Return the most that the squares of this rank's gradient in some rows may add up to."""
         state = self.state
         weight = float(state["moment_weight"])
-        if weight == 0 or "own_energy" not in state:
+        if weight == 0:
             return None
         energies = float(state["mean_energy"]), float(state["own_energy"])
         own = weight * agreement.share(*energies, self._ranks)
@@ -427,9 +425,6 @@ class CodedMoment:
             decay = float(self.settings["betas"][1]) ** steps
             state = self.state
             left, coded, own, of_mean = numbers
-            for key in ("mean_energy", "own_energy"):
-                if key not in state:  # saved by an earlier version
-                    state[key] = torch.zeros((), dtype=torch.float32, device="cpu")
             energies = (
                 _decayed(state["mean_energy"], decay, of_mean),
                 _decayed(state["own_energy"], decay, own),

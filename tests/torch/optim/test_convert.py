@@ -1,0 +1,126 @@
+"""code_optimizer replaces an optimizer that others hold: schedulers, trainers, gradient scalers."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler
+
+import pycomm
+from pycomm.errors import Error
+from tests.torch.hooks.test_ddp_compress import equal
+from tests.torch.optim.test_owned_parameters import batch, net, train, values
+
+OLD = {
+    "adamw": lambda params: torch.optim.AdamW(params, 1.0),
+    "sgd": lambda params: torch.optim.SGD(params, 1.0, momentum=0.9),
+}
+every = pytest.mark.parametrize("which", OLD)
+
+
+def scheduled(rank: int, size: int, which: str) -> None:
+    model = DistributedDataParallel(net())
+    old = OLD[which](model.parameters())
+    scheduler = lr_scheduler.LambdaLR(old, lambda step: 0.1**step)
+    new = pycomm.code_optimizer(old, model, "sign")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            train(model, [new], rank, range(step, step + 1))
+            scheduler.step()
+    assert new.param_groups[0]["lr"] == pytest.approx(1e-3)
+    saved = copy.deepcopy(new.state_dict())
+    saved["param_groups"][0]["lr"] = 0.5
+    new.load_state_dict(saved)
+    assert scheduler.optimizer.param_groups[0]["lr"] == 0.5
+    scheduler.step()
+    assert new.param_groups[0]["lr"] != 0.5
+    assert old.param_groups is new.param_groups
+
+
+@every
+def test_a_scheduler_that_was_made_before_sets_the_rates(pool, which):
+    pool.run(scheduled, which)
+
+
+def cycles(rank: int, size: int, which: str) -> None:
+    """Schedulers of momentum find the setting, and all ends where new ones bring it."""
+    found = []
+    for before in (True, False):
+        model = DistributedDataParallel(net())
+        optimizer: Any = OLD[which](model.parameters())
+        new = None if before else pycomm.code_optimizer(optimizer, model, "sign")
+        scheduler = lr_scheduler.OneCycleLR(new or optimizer, max_lr=0.01, total_steps=8)
+        new = new or pycomm.code_optimizer(optimizer, model, "sign")
+        for step in range(5):
+            train(model, [new], rank, range(step, step + 1))
+            scheduler.step()
+        found.append(values(model))
+    assert equal(*found)
+
+
+@every
+def test_schedulers_of_before_and_after_do_the_same(pool, which):
+    pool.run(cycles, which)
+
+
+def used_on(rank: int, size: int, which: str) -> list[str]:
+    model = DistributedDataParallel(net())
+    old = OLD[which](model.parameters())
+    if which == "adamw":
+        lr_scheduler.LambdaLR(old, lambda _: 1.0)  # which wraps `step`
+    saved = old.state_dict()
+    pycomm.code_optimizer(old, model, "sign")
+    before = values(model)
+    (model(batch(rank, 0))).square().mean().backward()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    texts = []
+    for use in (
+        old.step,
+        lambda: scaler.step(old),
+        old.state_dict,
+        lambda: old.load_state_dict(saved),
+        lambda: old.add_param_group({"params": []}),
+        lambda: pycomm.code_optimizer(old, DistributedDataParallel(model.module)),
+    ):
+        try:
+            use()
+        except Error as error:
+            texts.append(str(error))
+    assert equal(values(model), before)
+    return texts
+
+
+@every
+def test_the_old_optimizer_raises_and_says_what_helps(pool, which):
+    for texts in pool.run(used_on, which):
+        *used, again = texts
+        assert len(used) == 5
+        assert all("optimizer = pycomm.code_optimizer(optimizer, model" in text for text in used)
+        assert "replaced before" in again
+
+
+def goes_back(rank: int, size: int, which: str) -> None:
+    """Settings that torch's optimizer has left in the groups are not those of another one."""
+    model = DistributedDataParallel(net())
+    old = OLD[which](model.parameters())
+    new: Any = pycomm.code_optimizer(old, model, "sign")
+    back = (new.to_adamw if which == "adamw" else new.to_sgd)(fused=True)
+    assert back.param_groups[0]["fused"]
+    assert back.param_groups[0]["lr"] == 1.0
+    refused = torch.optim.SGD(model.parameters(), 1.0)  # without momentum
+    try:
+        pycomm.code_optimizer(refused, model)
+    except ValueError:
+        refused.step()  # it stays what it was
+
+
+@every
+def test_the_way_back_takes_its_own_options(pool, which):
+    pool.run(goes_back, which)
