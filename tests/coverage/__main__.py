@@ -71,7 +71,7 @@ def run(out: Path, tests: list[str], *, cpp: bool) -> int:
         # Each library writes its own counters. Objects of a cache would not know their folder.
         os.environ |= {"LDFLAGS": "-Wl,--exclude-libs,libgcov.a", "CMAKE_CXX_COMPILER_LAUNCHER": ""}
     copy = Staged(BUILD / ("all" if cpp else "python"))
-    copy.update()
+    copy.update(compiled=cpp)
     counters, data = copy.folder / "build", copy.folder / "build" / "python"
     for old in counters.rglob("*.gcda"):
         old.unlink()

@@ -62,6 +62,7 @@ def add() -> None:
             arguments = ["-merge=1", str(folder), str(FOUND / target)]
         else:
             folder = BUILD / "seeds" / target
+            shutil.rmtree(folder, ignore_errors=True)
             arguments = ["--write", str(folder)]
         subprocess.run([program, *arguments], check=True)
         known = inputs.setdefault(target, set())

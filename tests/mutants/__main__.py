@@ -56,8 +56,8 @@ def main() -> int:
         return 0
     copy, begin = Staged(BUILD), time.monotonic()
     try:
-        print(f"building {copy.folder}", flush=True)
-        copy.update()
+        print(f"preparing {copy.folder}", flush=True)
+        copy.update(compiled=any(mutant.compiled for mutant in chosen))
     except BuildFailed as error:
         print(f"the build failed:\n{error}")
         return 2

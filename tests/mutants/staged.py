@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from tests.mutants.mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
+STAMPS = ("_c10d.torch", "libpycomm.headers")  # they say what the binaries were built of
 PACKAGES = {"pycomm/bench": "bench", "pycomm/triton_kernels": "triton_kernels"}
 
 
@@ -26,8 +28,11 @@ class Staged:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def update(self) -> None:
-        """Bring the copy up to date, and build it. Files that have not changed are left alone.
+    def update(self, *, compiled: bool) -> None:
+        """Bring the copy up to date. Files that have not changed are left alone.
+
+        Args:
+            compiled: build the copy's own binaries, instead of taking those of the tree.
 
         Raises:
             BuildFailed: the sources do not compile, or Python finds a part elsewhere.
@@ -42,7 +47,11 @@ class Staged:
         for gone in set(listed.read_text().splitlines() if listed.exists() else ()) - set(names):
             (self.folder / gone).unlink(missing_ok=True)
         _write(listed, "\n".join(names).encode())
-        self.build()
+        if compiled:
+            self.build()
+        else:
+            for file in [*ROOT.glob("pycomm/*.so"), *(ROOT / "pycomm" / name for name in STAMPS)]:
+                shutil.copy2(file, self.folder / "pycomm" / file.name)
         self._check()
 
     def build(self) -> None:

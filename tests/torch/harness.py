@@ -1,12 +1,19 @@
-"""What tests of torch's tier share: models with their data, a step of training, and comparison."""
+"""What tests of torch's tier share: models with their data, a step of training, and comparison.
+
+On two backends the same function must give the same bits (`same_as_gloo`). A sum of two values does
+not depend on their order, so functions that reduce over two ranks at a time may use any floats;
+those that reduce over more use small integers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from tests.torch.pool import Pool
 
 # ------------------------------------------------------------------ comparison
 
@@ -24,13 +31,24 @@ def equal(a: Any, b: Any) -> bool:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether the bytes are the same: also those of NaNs, and the sign of zeros."""
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))
 
 
 def near(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     """Return whether values are equal but for a few roundings, as those of two AdamWs."""
     pairs = zip(a, b, strict=True)
     return all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in pairs)
+
+
+def same_as_gloo(pool: Pool, function: Callable[..., Any], *args: Any, ranks: int = 2) -> list[Any]:
+    """Run a function on both backends, compare what every rank returns, and return it."""
+    ours, theirs = (
+        pool.run(function, *args, ranks=ranks, backend=backend) for backend in ("pycomm", "gloo")
+    )
+    for rank, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert equal(a, b), f"rank {rank} has {a} on pycomm and {b} on Gloo"
+    return ours
 
 
 def whole(tensor: Any) -> torch.Tensor:

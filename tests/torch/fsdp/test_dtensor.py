@@ -19,8 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from pycomm.backend import find
-from tests.torch.harness import WIDTH, equal, inputs, perceptron
-from tests.torch.parity import same_as_gloo
+from tests.torch.harness import WIDTH, equal, inputs, perceptron, same_as_gloo
 
 
 def integers(*shape: int) -> torch.Tensor:

@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from tests.torch.harness import equal, inputs, perceptron
-from tests.torch.parity import same_as_gloo
+from tests.torch.harness import equal, inputs, perceptron, same_as_gloo
 
 
 def sharded(mesh: DeviceMesh, **options: Any) -> FSDPModule:

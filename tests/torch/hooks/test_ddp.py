@@ -13,8 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.torch.harness import WIDTH, inputs, perceptron
-from tests.torch.parity import same_as_gloo
+from tests.torch.harness import WIDTH, inputs, perceptron, same_as_gloo
 
 
 class Branching(nn.Module):
