@@ -12,6 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from pycomm.local_sgd import Streamed
+
 HOOKS = ("fp16", "powersgd:RANK", "fp16-powersgd:RANK", "late")
 
 
@@ -201,7 +203,7 @@ TOP_1_BINS = TOP_1.replace("int8", "bins2")  # values of two bits
 SGD_RATE = 25.0
 # DiLoCo's rounds, the same in streams, and SparseLoCo's form: 64 values of 4096 in two bits.
 ROUND = {"every": 30, "codec": "int4"}
-STREAM = {"fragments": 6, "overlap": 5}
+STREAM = {"exchange": Streamed(6, overlap=5)}
 SPARSE = {"codec": "topk:0.015625,indices=int12,values=bins2", "lr": 1.0, "momentum": 0.0}
 SPARSE |= {"feedback": "decay:0.95", "average": "senders"}
 METHODS = (

@@ -33,8 +33,7 @@ def test_rows(tmp_path):
 def test_every_codec_is_measured_by_default():
     chosen = codecs.specs([])
     assert len(set(chosen)) == len(chosen)
-    leaving = {"ternary", "randomk", "rotate"}
-    assert {spec.partition(":")[0] for spec in chosen} == set(CODECS) - leaving
+    assert {spec.partition(":")[0] for spec in chosen} == set(CODECS)
 
 
 def test_feedback_and_torch_are_measured_beside_a_codec(tmp_path):
