@@ -124,7 +124,7 @@ MUTANTS = (
     Mutant(
         "squares-of-the-last-columns-left-out",
         "arithmetic",
-        "csrc/core/scaled.cpp",
+        "csrc/optim/factored_moments.cpp",
         "(whole < columns)",
         "(false)",
         "tests/core/test_scaled.py::test_operations_are_those_of_their_formulas",
@@ -132,7 +132,7 @@ MUTANTS = (
     Mutant(
         "what-was-sent-without-the-residual-in-it",
         "residual",
-        "csrc/core/scaled.cpp",
+        "csrc/optim/factored_moments.cpp",
         "(x[j] + before[j] - after[j]) * row * column[j]",
         "(x[j] - after[j]) * row * column[j]",
         "tests/core/test_scaled.py::test_what_was_sent_has_the_same_bits_in_both",
@@ -140,7 +140,7 @@ MUTANTS = (
     Mutant(
         "momentum-of-rows-that-have-none",
         "arithmetic",
-        "csrc/core/scaled.cpp",
+        "csrc/optim/factored_moments.cpp",
         "i < by.known",
         "true",
         "tests/core/test_scaled.py::test_operations_are_those_of_their_formulas",
@@ -149,7 +149,7 @@ MUTANTS = (
     Mutant(
         "columns-fold-with-the-rows",
         "arithmetic",
-        "csrc/core/scaled.cpp",
+        "csrc/optim/factored_moments.cpp",
         "by.column",
         "by.row",
         "tests/core/test_scaled.py::test_sums_decay_and_new_ones_are_added",
@@ -158,7 +158,7 @@ MUTANTS = (
     Mutant(
         "adamw-corrects-by-the-steps-after",
         "arithmetic",
-        "csrc/core/adamw.cpp",
+        "csrc/optim/adamw.cpp",
         "static_cast<float>(settings.lr / (1 - std::pow(settings.beta1, steps)))",
         "static_cast<float>(settings.lr / (1 - std::pow(settings.beta1, steps + 1)))",
         "tests/core/test_adamw.py::test_a_step_is_that_of_the_formula",
@@ -166,7 +166,7 @@ MUTANTS = (
     Mutant(
         "adamw-on-a-thread-with-other-arithmetic",
         "state",
-        "csrc/core/in_parallel.h",
+        "csrc/optim/in_parallel.h",
         "act(t * each, std::min(rows, (t + 1) * each), t);",
         "_mm_setcsr(0x9fc0); act(t * each, std::min(rows, (t + 1) * each), t);",
         "tests/core/test_adamw.py::test_threads_and_flushed_denormal_numbers_change_no_bits",

@@ -171,7 +171,7 @@ MUTANTS = (
     Mutant(
         "bound-keeps-less-of-the-momentum",
         "arithmetic",
-        "csrc/core/scaled.cpp",
+        "csrc/optim/factored_moments.cpp",
         "(1 - share) * by.beta",
         "0.0f",
         "tests/core/test_scaled.py",
