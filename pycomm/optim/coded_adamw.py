@@ -336,7 +336,7 @@ def _step_by_adamw(
 ) -> None:
     """Take a step of torch's AdamW with parameters of one group.
 
-    On the CPU, float32 goes over each tensor once in C++ (csrc/core/adamw.cpp), all tensors in one
+    On the CPU, float32 goes over each tensor once in C++ (csrc/optim/adamw.cpp), all tensors in one
     call; everything else by torch. A shard's values have the bits that they have in the whole.
 
     Args:

@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         "frame-checksum-that-follows-not-awaited",
         "wait",
-        "csrc/transports/tcp/channel_receive.cpp",
+        "csrc/transports/tcp/channel.cpp",
         "TcpChannel::pull_payload",
         "header.checks == FrameHeader::kNext",
         "false",
@@ -117,7 +117,7 @@ MUTANTS = (
     Mutant(
         "pending-works-without-their-hooks",
         "wait",
-        "csrc/binding/torch/point_to_point.cpp",
+        "csrc/binding/torch/engine.cpp",
         "Engine::settle_all",
         "for (const auto& report : reports) report.wait();",
         ";",
@@ -241,7 +241,7 @@ MUTANTS = (
     Mutant(
         "stream-resumes-where-it-was",
         "order",
-        "csrc/transports/tcp/channel_resume.cpp",
+        "csrc/transports/tcp/channel.cpp",
         "TcpChannel::greet",
         "socket.out.resume_at(socket.theirs.received);",
         "",
@@ -251,7 +251,7 @@ MUTANTS = (
     Mutant(
         "what-was-sent-without-the-residual-in-it",
         "residual",
-        "csrc/core/scaled.cpp",
+        "csrc/optim/factored_moments.cpp",
         "sent_row",
         "(x[j] + before[j] - after[j]) * row * column[j]",
         "(x[j] - after[j]) * row * column[j]",
@@ -504,7 +504,7 @@ MUTANTS = (
     Mutant(
         "short-messages-without-a-bound",
         "bound",
-        "csrc/collectives/point_to_point/arrivals.cpp",
+        "csrc/collectives/point_to_point/point_to_point.cpp",
         "PointToPoint::check_eager",
         "peer.kept > kKeptBytes",
         "false",
@@ -549,7 +549,7 @@ MUTANTS = (
     Mutant(
         "frame-that-comes-twice-taken",
         "bound",
-        "csrc/transports/tcp/channel_receive.cpp",
+        "csrc/transports/tcp/channel.cpp",
         "TcpChannel::accept_frame",
         "header.length > message.data.size - message.begun || message.done",
         "false",
@@ -576,7 +576,7 @@ MUTANTS = (
     Mutant(
         "compressed-overflow-unseen",
         "bound",
-        "csrc/binding/torch/compressed.cpp",
+        "csrc/binding/torch/backend.cpp",
         "Backend::compressed",
         "coded(comm, coded_call.op, args, out)",
         "(coded(comm, coded_call.op, args, out), true)",

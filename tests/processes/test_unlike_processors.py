@@ -78,12 +78,12 @@ g, m, x = (same(seed, rows * columns) for seed in range(3))
 made = [same(seed, rows + columns) for seed in range(3, 7)]
 row, column, r, c = made = [array.array("f", map(abs, numbers)) for numbers in made]
 by, sums = (rows, columns, at(row), at(column)), (at(r), rows, at(c), columns, 0.9)
-_C.scaled_divide(at(g), *by, at(m), rows - 1, 0.7, 2.0, at(r), at(c), 0.5, 1.0, 1)
-_C.scaled_multiply(at(g), *by, 1.5, 1)
-_C.scaled_factors(*sums, 0.1, at(row), at(column))
-_C.scaled_move(at(x), *by, at(g), at(m), 0.1, 0.9, 3.0, 1)
-_C.scaled_reciprocal_factors(*sums, rows, 0.01, 0.1, at(row), at(column))
-errors = _C.scaled_errors(at(g), at(x), False, rows * columns)
+_C.factored_moments_divide(at(g), *by, at(m), rows - 1, 0.7, 2.0, at(r), at(c), 0.5, 1.0, 1)
+_C.factored_moments_multiply(at(g), *by, 1.5, 1)
+_C.factored_moments_factors(*sums, 0.1, at(row), at(column))
+_C.factored_moments_move(at(x), *by, at(g), at(m), 0.1, 0.9, 3.0, 1)
+_C.factored_moments_reciprocal_factors(*sums, rows, 0.01, 0.1, at(row), at(column))
+errors = _C.factored_moments_errors(at(g), at(x), False, rows * columns)
 print("scaled", *(digest(v).hexdigest() for v in (g, m, x, *made)), errors)
 """
 

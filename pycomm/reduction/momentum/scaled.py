@@ -1,7 +1,8 @@
 """Operations on a matrix whose second moments are products of a row's and a column's factor.
 
 `pycomm.reduction.momentum.moment` has the formulas. On the CPU, float32 goes over each matrix once
-in C++ (csrc/core/scaled.cpp), with as many threads as torch has; everything else in torch.
+in C++ (csrc/optim/factored_moments.cpp), with as many threads as torch has; everything else in
+torch.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _at(
 def add_squares(matrix: torch.Tensor, row: torch.Tensor, column: torch.Tensor, unit: float) -> None:
     """Add the squares of a matrix, times `unit`, to its sums by row and by column (float32)."""
     if native(matrix):
-        _C.scaled_add_squares(*_at(matrix, row, column), unit, torch.get_num_threads())
+        _C.factored_moments_add_squares(*_at(matrix, row, column), unit, torch.get_num_threads())
         return
     for rows in _blocks(matrix):
         squares = matrix[rows].float().square()
@@ -79,7 +80,7 @@ def factors(
         room = row.new_empty(padded + column.numel())
         whole, by_column = room[:padded], room[padded:]
         whole[rows:] = 1
-        _C.scaled_factors(
+        _C.factored_moments_factors(
             *(row.data_ptr(), rows, column.data_ptr(), column.numel(), weight, floor),
             *(whole.data_ptr(), by_column.data_ptr()),
         )
@@ -115,7 +116,7 @@ def reciprocal_factors(
     """
     if native(row, column):
         by_row, by_column = out or (torch.empty_like(row), torch.empty_like(column))
-        _C.scaled_reciprocal_factors(
+        _C.factored_moments_reciprocal_factors(
             *(row.data_ptr(), row.numel(), column.data_ptr(), column.numel(), weight),
             *(all_rows, least, floor, by_row.data_ptr(), by_column.data_ptr()),
         )
@@ -142,7 +143,7 @@ def fold(
     rows, columns = row.numel(), column.numel()
     if native(row, column, sums):
         at = sums.data_ptr()
-        _C.scaled_fold(
+        _C.factored_moments_fold(
             *(at, rows, at + 4 * rows, columns, decay, weight),
             *(row.data_ptr(), column.data_ptr()),
         )
@@ -186,7 +187,7 @@ def divide(
     if native(gradient, momentum):
         known = momentum.shape[0] if add and beta > 0 else 0
         row_sums, column_sums, sums_unit = squares or (None, None, 1.0)
-        _C.scaled_divide(
+        _C.factored_moments_divide(
             *_at(gradient, row, column),
             *(momentum.data_ptr() if known else 0, known, beta, unit),
             *(0 if sums is None else sums.data_ptr() for sums in (row_sums, column_sums)),
@@ -217,7 +218,7 @@ def divide(
 def multiply(matrix: torch.Tensor, row: torch.Tensor, column: torch.Tensor, unit: float) -> None:
     """Multiply a matrix by unit row column."""
     if native(matrix):
-        _C.scaled_multiply(*_at(matrix, row, column), unit, torch.get_num_threads())
+        _C.factored_moments_multiply(*_at(matrix, row, column), unit, torch.get_num_threads())
         return
     by_row = row[:, None] * unit
     for rows in _blocks(matrix):
@@ -248,7 +249,7 @@ def move(
     """
     columns = by_column.numel()
     if native(parameter, gradient, momentum):
-        _C.scaled_move(
+        _C.factored_moments_move(
             *(parameter.data_ptr(), by_row.numel(), columns),
             *(by_row.data_ptr(), by_column.data_ptr()),
             *(gradient.data_ptr(), momentum.data_ptr(), lr, keep, limit),
@@ -281,7 +282,7 @@ def error_sums(values: torch.Tensor, residual: torch.Tensor) -> tuple[float, flo
     numel = values.numel()
     if native(values) and residual.is_cpu and residual.dtype != torch.uint8:
         in_16 = residual.dtype == torch.bfloat16
-        return _C.scaled_errors(values.data_ptr(), residual.data_ptr(), in_16, numel)
+        return _C.factored_moments_errors(values.data_ptr(), residual.data_ptr(), in_16, numel)
     left = storage.load(residual, numel)
     return float(left.square().sum()), float((left + values).square().sum())
 
@@ -310,7 +311,7 @@ def store_sent(
     stored = [one for one in (before, after, to) if one is not None]
     fits = len(stored) == 3 and not add and all(s.dtype != torch.uint8 for s in stored)
     if fits and native(values) and before is not None and after is not None:
-        _C.scaled_sent(
+        _C.factored_moments_sent(
             *_at(values, row, column),
             *(before.data_ptr(), after.data_ptr(), before.dtype == torch.bfloat16),
             *(to.data_ptr(), to.dtype == torch.bfloat16, torch.get_num_threads()),

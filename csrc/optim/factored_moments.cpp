@@ -1,4 +1,4 @@
-#include "core/scaled.h"
+#include "optim/factored_moments.h"
 
 #include <algorithm>
 #include <cmath>
@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "core/floats.h"
-#include "core/in_parallel.h"
+#include "optim/in_parallel.h"
 
-namespace pycomm::scaled {
+namespace pycomm::factored_moments {
 namespace {
 
 constexpr size_t kLanes = 16;
@@ -370,4 +370,4 @@ Errors errors(const float* x, const void* residual, bool bf16, size_t numel) {
   return result;
 }
 
-}  // namespace pycomm::scaled
+}  // namespace pycomm::factored_moments

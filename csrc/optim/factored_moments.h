@@ -7,7 +7,7 @@
 #pragma once
 #include "core/types.h"
 
-namespace pycomm::scaled {
+namespace pycomm::factored_moments {
 
 /// A matrix by rows, without gaps, and a factor for each row and column.
 struct Matrix {
@@ -101,4 +101,4 @@ struct Sent {
 /// Writes what was sent of values x whose coding had a residual: (x + before - after) row column.
 PYCOMM_API void sent(const Matrix& x, const Sent& by, int threads);
 
-}  // namespace pycomm::scaled
+}  // namespace pycomm::factored_moments

@@ -1,8 +1,8 @@
-#include "core/adamw.h"
+#include "optim/adamw.h"
 
 #include <cmath>
 
-#include "core/in_parallel.h"
+#include "optim/in_parallel.h"
 
 namespace pycomm::adamw {
 namespace {
