@@ -334,7 +334,7 @@ MUTANTS = (
         "after-removal-a-sum",
         "arithmetic",
         "pycomm/hooks/ddp.py",
-        "tensor.div_(self.process_group.size())",
+        "tensor.div_(group.size())",
         "pass",
         "tests/torch/hooks/test_way_back.py::test_what_is_owed_is_sent_with_the_next_step",
     ),
