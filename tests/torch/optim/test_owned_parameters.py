@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
@@ -169,6 +170,24 @@ def adds(rank: int, size: int, which: str, when: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("when", ["after a step", "after a backward"])
 def test_a_group_that_is_added_later_travels_coded(pool, which, when):
     assert_alike(pool, adds, which, when)
+
+
+def adds_to_shards(rank: int, size: int) -> list[torch.Tensor]:
+    model: Any = fully_shard(net())
+    parts = list(model.parameters())
+    optimizer = OPTIMIZERS["adamw"](parts[2:], model)
+    train(model, [optimizer], rank, range(3))
+    optimizer.add_param_group({"params": parts[:2]})
+    assert optimizer.compression.decisions["0.weight"].codec.name == "sign"
+    before = parts[0].full_tensor()
+    train(model, [optimizer], rank, range(3, 6))
+    assert not torch.equal(before, parts[0].full_tensor())
+    assert "row" in optimizer.state[parts[0]]
+    return [p.full_tensor().detach() for p in parts]
+
+
+def test_a_group_of_shards_that_is_added_later_travels_coded(pool):
+    assert_alike(pool, adds_to_shards)
 
 
 def adds_wrongly(rank: int, size: int, which: str) -> list[str]:
