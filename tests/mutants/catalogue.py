@@ -1,4 +1,7 @@
-"""The mutants: mistakes that no error would show, each of which few tests notice."""
+"""The mutants: mistakes that no error would show, each of which few tests notice.
+
+Longer than others: it is one table.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,14 @@
-"""The share of the ranks' squares that belongs to their mean, in plain torch, for formulas."""
+"""CodedAdamW in plain torch, and the share of the ranks' squares that belongs to their mean."""
 
 from __future__ import annotations
 
 import torch
 
+import pycomm
 from pycomm.reduction.momentum import agreement
+from pycomm.reduction.momentum.moment import FLOOR
+
+SIZES = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 class Agreement:
@@ -27,3 +31,60 @@ class Agreement:
         self.steps += 1
         of_mean, own = self.energies
         return round(256 * min(1.0, max(1 / len(gs), of_mean / own))) / 256
+
+
+class PlainAdamW:
+    """The algorithm for one matrix on all ranks, written down from its description.
+
+    Its rows are dealt to `shards` ranks, whose shards are coded one by one.
+    """
+
+    def __init__(self, start: torch.Tensor, ranks: int, codec: str, shards: int = 1) -> None:
+        self.x, self.codec, self.ranks = start.clone(), pycomm.codec(codec), ranks
+        self.m = torch.zeros_like(start)
+        self.o = [torch.zeros_like(start) for _ in range(ranks)]
+        self.padded = -(-start.shape[0] // shards)
+        size = self.padded * start.shape[1]
+        self.e = [[torch.zeros(size) for _ in range(shards)] for _ in range(ranks)]
+        self.row, self.column = torch.zeros(start.shape[0]), torch.zeros(start.shape[1])
+        self.weight = 0.0
+        self.v = pycomm.policy.quality.nominal_error(self.codec) ** 2
+        self.t, self.agreement = 0, Agreement(*start.shape)
+
+    def step(self, gs: list[torch.Tensor]) -> None:
+        beta1, beta2 = SIZES["betas"]
+        row = sum(g.square().sum(1) for g in gs) / self.ranks
+        column = sum(g.square().sum(0) for g in gs) / self.ranks
+        r, c, weight = (self.row, self.column, self.weight) if self.t else (row, column, 1.0)
+        scales = []
+        for root in ((r / (r.sum() * weight)).sqrt(), c.sqrt()):
+            scales.append(root.clamp_min(FLOOR * root.square().mean().sqrt()))
+        d = torch.outer(*scales)
+        v = min(0.99, float(self.v))
+        b = max(0.0, int(1024 * (beta1 - v) / (1 - v)) / 1024)
+        left = coded = 0.0
+        for rank, g in enumerate(gs):
+            p = ((1 - b) * g + b * self.o[rank]) / d
+            rows = []
+            for shard, part in enumerate(p.split(self.padded)):
+                padded = torch.zeros_like(self.e[rank][shard])
+                padded[: part.numel()] = part.reshape(-1)
+                left += float(self.e[rank][shard].square().sum())
+                padded += self.e[rank][shard]
+                coded += float(padded.square().sum())
+                q = self.codec.decode(self.codec.encode(padded), padded.numel())
+                self.e[rank][shard] = padded - q
+                rows.append(q[: part.numel()].view_as(part))
+            self.o[rank] = torch.cat(rows) * d
+        self.m = sum(self.o) / self.ranks
+        share = self.agreement.share(gs, beta2)
+        self.row = beta2 * self.row + (1 - beta2) * share * row
+        self.column = beta2 * self.column + (1 - beta2) * share * column
+        self.weight = beta2 * self.weight + 1 - beta2
+        if left > 0:
+            self.v = 0.75 * self.v + 0.25 * left / coded
+        self.t += 1
+        row, column = (s.clamp_min(FLOOR**2 * s.mean()) for s in (self.row, self.column))
+        full = torch.outer(row, column) / self.row.sum() / self.weight
+        moved = self.m / (1 - beta1**self.t) / full.sqrt()
+        self.x = self.x * (1 - SIZES["lr"] * SIZES["weight_decay"]) - SIZES["lr"] * moved

@@ -14,11 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.errors import Error
-from pycomm.reduction.momentum.moment import FLOOR
 from tests.torch.harness import SHAPES, Chosen, equal, gradients, near, values, whole
-from tests.torch.optim.plain_agreement import Agreement
+from tests.torch.optim.plain_agreement import SIZES, PlainAdamW
 
-SIZES = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 EDEN = "eden:bits=1,scale=mmse"
 # Without rebuilt buckets after the first step, so that a reference can follow the layout.
 CALM = {"find_unused_parameters": True}
@@ -55,62 +53,11 @@ def alike(a: pycomm.CodedAdamW, b: pycomm.CodedAdamW) -> bool:
 # ---------------------------------------------------------------- the formula
 
 
-class Plain:
-    """The algorithm for one matrix on all ranks, written down from its description."""
-
-    def __init__(self, start: torch.Tensor, ranks: int, codec: str) -> None:
-        self.x, self.codec = start.clone(), pycomm.codec(codec)
-        self.m = torch.zeros_like(start)
-        self.e = [torch.zeros(start.numel()) for _ in range(ranks)]
-        self.o = [torch.zeros_like(start) for _ in range(ranks)]
-        self.row, self.column = torch.zeros(start.shape[0]), torch.zeros(start.shape[1])
-        self.weight = torch.tensor(0.0)
-        self.v = torch.tensor(pycomm.policy.quality.nominal_error(self.codec) ** 2)
-        self.t, self.agreement = 0, Agreement(len(start), start.shape[1])
-
-    def step(self, gs: list[torch.Tensor]) -> None:
-        beta1, beta2 = SIZES["betas"]
-        ranks = len(gs)
-        row = sum(g.square().sum(1) for g in gs) / ranks
-        column = sum(g.square().sum(0) for g in gs) / ranks
-        known = float(self.weight) > 0
-        r, c = (self.row, self.column) if known else (row, column)
-        total = r.sum() * float(self.weight) if known else r.sum()
-        scales = []
-        for root in ((r / total).sqrt(), c.sqrt()):
-            scales.append(root.clamp_min(FLOOR * root.square().mean().sqrt()))
-        v = min(0.99, float(self.v))
-        b = max(0.0, int(1024 * (beta1 - v) / (1 - v)) / 1024)
-        decoded, left, coded = [], 0.0, 0.0
-        for rank, g in enumerate(gs):
-            p = g * (1 - b) + b * self.o[rank]
-            p = (p / scales[0][:, None] / scales[1]).reshape(-1) + self.e[rank]
-            left += self.e[rank].square().sum()
-            coded += p.square().sum()
-            q = self.codec.decode(self.codec.encode(p), p.numel())
-            self.e[rank] = p - q
-            self.o[rank] = q.view_as(self.m) * scales[0][:, None] * scales[1]
-            decoded.append(q)
-        self.m = (sum(decoded) / ranks).view_as(self.m) * scales[0][:, None] * scales[1]
-        share = self.agreement.share(gs, SIZES["betas"][1])
-        self.row = beta2 * self.row + (1 - beta2) * share * row
-        self.column = beta2 * self.column + (1 - beta2) * share * column
-        self.weight = beta2 * self.weight + (1 - beta2)
-        if left > 0:
-            self.v = 0.75 * self.v + 0.25 * left / coded
-        self.t += 1
-        least = self.weight * 1e-8**2  # eps^2 for each square
-        row, column = self.row + least * self.x.shape[1], self.column + least * self.x.shape[0]
-        total = row.sum()
-        row, column = (s.clamp_min(FLOOR**2 * s.mean()) for s in (row, column))
-        full = torch.outer(row, column) / total / self.weight
-        moved = (self.m / (1 - beta1**self.t)) / full.sqrt()
-        self.x = self.x * (1 - SIZES["lr"] * SIZES["weight_decay"]) - SIZES["lr"] * moved
-
-
 def against_the_formula(rank: int, size: int, codec: str) -> None:
     model, optimizer = make(codec, refresh=1)
-    plain = {n: Plain(getattr(model.module, n).detach(), size, codec) for n in ("big", "small")}
+    plain = {
+        n: PlainAdamW(getattr(model.module, n).detach(), size, codec) for n in ("big", "small")
+    }
     for step in range(6):
         train(model, optimizer, rank, range(step, step + 1))
         for name, reference in plain.items():
