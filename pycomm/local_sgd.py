@@ -103,7 +103,7 @@ class LocalSGD:
         seed: seed of random rounding; equal on all ranks.
 
     Raises:
-        ValueError: an option has a value that makes no sense.
+        ValueError: an option has an invalid value.
         Error: the model's own wrapper reduces over ranks that are to train apart.
         WireMismatch: ranks have different models, codecs or options.
 

@@ -255,7 +255,7 @@ def DistributedOptimizer(
         process_set: not supported; None.
 
     Raises:
-        ValueError: names are given twice, or not for all parameters; a factor makes no sense.
+        ValueError: names are given twice, or not for all parameters; a factor is invalid.
         Error: another `op`, an optimizer that cannot be used, a compressor of one's own, or `init`
             was not called.
 
@@ -281,7 +281,7 @@ def DistributedOptimizer(
         raise ValueError("gradient_predivide_factor is for op=hvd.Average")
     predivide = number("gradient_predivide_factor", gradient_predivide_factor)
     if predivide <= 0:
-        raise ValueError(f"gradient_predivide_factor={predivide} makes no sense: want more than 0")
+        raise ValueError(f"gradient_predivide_factor={predivide} is invalid: expected more than 0")
     reducer = GradientReducer(
         _named(optimizer, named_parameters),
         compression,
