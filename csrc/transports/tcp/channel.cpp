@@ -91,7 +91,7 @@ bool TcpChannel::connected() {
 // asked for is kept.
 void TcpChannel::choose_sockets() {
   const PeerDirectory& directory = connector_.directory();
-  if (sockets_.size() <= 2 || directory.sockets > 0 || directory.paths() > 1) return;
+  if (sockets_.size() <= 2 || directory.options.sockets > 0 || directory.paths() > 1) return;
   const auto now = Flow::Clock::now();
   if (!flow_.is_due(now)) return;
   SocketUse use;

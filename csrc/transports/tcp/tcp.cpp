@@ -111,7 +111,7 @@ class TcpTransport final : public Transport {
     const auto [least, most] = connector_.sockets();
     return text + std::to_string(least) + (least == most ? "" : " to " + std::to_string(most)) +
            (most == 1 ? " socket each, " : " sockets each, ") + connector_.congestion_control() +
-           (directory.tls ? ", TLS 1.3" : "");
+           (directory.options.tls ? ", TLS 1.3" : "");
   }
 
  private:

@@ -308,7 +308,7 @@ void Connector::join(Link& link, const Hello& hello, SecureSocket sock) {
   state.broken = false;
   state.generation = hello.generation;
   state.since = Clock::now();
-  choose_congestion_control(sock.get(), directory_.congestion);
+  choose_congestion_control(sock.get(), directory_.options.congestion);
   if (hello.lane == kControl) {
     congestion_control_ = tcp::congestion_control(sock.get());
     link.round_trip = std::max(link.round_trip, tcp::round_trip(sock.get()));
