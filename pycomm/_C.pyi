@@ -62,6 +62,29 @@ def sha256(message: bytes) -> bytes: ...
 def hmac_sha256(key: bytes, message: bytes) -> bytes: ...
 def parse_rate(text: str) -> float: ...
 def env() -> dict[str, Any]: ...
+
+# The rows of csrc/core/option_table.h, with the keywords of pycomm.env.Variable.
+OPTIONS: tuple[dict[str, Any], ...]
+
+class GroupOptions:
+    # `python -m tests.options` writes these lines.
+    transport: str
+    algo: str
+    link_bytes_per_second: float
+    rate: str
+    sockets: int
+    congestion: str
+    interface: str
+    ports: str
+    advertise: str
+    secret: str
+    tls: bool
+    checksum: str
+    check: str
+    trace_size: int
+    # The end of what it writes.
+    def __init__(self) -> None: ...
+
 def traces() -> list[dict[str, Any]]: ...
 def groups() -> list[tuple[str, int]]: ...
 def simd_level() -> str: ...
@@ -229,15 +252,7 @@ class Transport:
         size: int,
         *,
         timeout: float = 300.0,
-        sockets: int = 2,
-        interface: str = "",
-        ports: str = "",
-        advertise: str = "",
-        link: float = 0.0,
-        secret: str = "",
-        checksum: str = "auto",
-        tls: bool = False,
-        congestion: str = "auto",
+        **options: Any,
     ) -> None: ...
     @property
     def name(self) -> str: ...
@@ -281,24 +296,12 @@ def buffer(array: object, write: _bool) -> tuple[int, int, int, str]: ...
 
 ALGOS: tuple[str, ...]  # values of PYCOMM_ALGO: csrc/core/env.h
 
-class CommunicatorOptions:
+class CommunicatorOptions(GroupOptions):
     group: str
     timeout: float
-    transport: str
-    algo: str
-    sockets: int
-    congestion: str
-    checksum: str
-    check: str
-    interface: str
-    link_bytes_per_second: float
-    rate: str
-    secret: str
-    tls: bool
     agreed: str
     description: str
     global_ranks: list[int]
-    trace_size: int
     parent: Communicator | None
     parent_ranks: list[int]
     segment_bytes: int

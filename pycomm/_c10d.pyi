@@ -5,45 +5,24 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d
 
+from pycomm._C import GroupOptions
+
 def set_stream_hold(device_type: str, hold: int) -> None: ...
 def set_host_addressable(device_type: str, addressable: bool) -> None: ...
 
-class Options(_distributed_c10d.Backend.Options):
-    """Options of a "pycomm" process group: ``init_process_group("pycomm", pg_options=...)``."""
+class Options(_distributed_c10d.Backend.Options, GroupOptions):
+    """Options of a "pycomm" process group: ``init_process_group("pycomm", pg_options=...)``.
 
-    transport: str
-    algo: str
-    sockets: int
-    congestion: str
-    check: str
-    interface: str
-    link_bytes_per_second: float
-    rate: str
-    secret: str
-    tls: bool
+    Those of the table in docs/index.md, and three of torch's process groups. (At run time
+    GroupOptions is no base; the same properties are made from the same table.)
+    """
+
     blocking_wait: bool
     device_path: str
     enable_reconfigure: bool
     global_ranks_in_group: list[int]
     _timeout: timedelta
-    def __init__(
-        self,
-        timeout: timedelta = ...,
-        *,
-        transport: str = ...,
-        algo: str = ...,
-        sockets: int = ...,
-        congestion: str = ...,
-        check: str = ...,
-        interface: str = ...,
-        link_bytes_per_second: float = ...,
-        rate: str = ...,
-        secret: str = ...,
-        tls: bool = ...,
-        blocking_wait: bool = ...,
-        device_path: str = ...,
-        enable_reconfigure: bool = ...,
-    ) -> None: ...
+    def __init__(self, timeout: timedelta = ..., **options: Any) -> None: ...
 
 class Work(_distributed_c10d.Work):
     @property

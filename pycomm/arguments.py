@@ -38,7 +38,7 @@ def whole(what: str, value: Any, least: float = 0, most: float = math.inf) -> in
     found: int = operator.index(value)
     if not least <= found <= most:
         bounds = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-        raise ValueError(f"{what}={value} makes no sense: want a whole number, {bounds}")
+        raise ValueError(f"{what}={value} is invalid: expected a whole number, {bounds}")
     return found
 
 

@@ -35,25 +35,16 @@ class Communicator:
         size: number of ranks.
         group: unique name among the groups of this store.
         timeout: seconds that the rendezvous, and by default every operation, may take.
-        transport: "auto" (shared memory, else TCP), "shm", "tcp" or "local" (threads).
-        algo: "auto", or the algorithm of the operations that have it (docs/algorithms.md).
-        sockets: TCP sockets per peer; 0: 2, and 4 from a round trip of 10 ms on.
-        congestion: TCP's congestion control, by the kernel's name, or "auto".
-        checksum: the part of TCP frames that checksums cover: "payload" (and header), "header"
-            alone, or "auto": payloads too, unless they stay on the host or are encrypted.
-        tls: whether TCP connections are encrypted, by TLS 1.3; equal on all ranks.
-        check: "results": differing results are an error (docs/reliability.md); "none".
-        interface: network interface or address to listen on.
-        link_bytes_per_second: rate to which TCP is paced, 0 for none.
-        rate: what this host's link carries: "100mbit", or "20mbit/50mbit" (sent and received).
         parent: an existing group with these ranks: it detects deaths during the rendezvous.
         parent_ranks: the ranks' numbers in ``parent``; empty: the same as here.
         segment_bytes: for tests: size of the pieces in which channels pipeline.
         nodes, sites: for tests: the node and the site of each rank; TCP connects the nodes.
-
-    Options that are not given come from the environment: see ``csrc/core/env.h``.
+        options: the options of the table in docs/index.md by name, such as ``transport="tcp"``;
+            ``transport="local"`` is for ranks that are threads. Those that are not given, or None,
+            come from the environment.
 
     Raises:
+        TypeError: there is no option of that name, or its value has another type.
         PeerLost: a rank died after it had joined the rendezvous.
         Timeout: ranks are missing; the text names them.
         WireMismatch: ranks have different options.
@@ -75,45 +66,27 @@ class Communicator:
         *,
         group: str = "default",
         timeout: float | None = None,
-        transport: str | None = None,
-        algo: str | None = None,
-        sockets: int | None = None,
-        congestion: str | None = None,
-        checksum: str | None = None,
-        tls: bool | None = None,
-        check: str | None = None,
-        interface: str | None = None,
-        link_bytes_per_second: float | None = None,
-        rate: str | None = None,
         parent: Communicator | None = None,
         parent_ranks: Sequence[int] = (),
         segment_bytes: int = 0,
         nodes: Sequence[int] = (),
         sites: Sequence[int] = (),
+        **options: Any,
     ) -> None:
-        options = _C.CommunicatorOptions()
-        options.group = group
-        options.segment_bytes = segment_bytes
-        options.nodes, options.sites = list(nodes), list(sites)
+        made = _C.CommunicatorOptions()
+        made.group = group
+        made.segment_bytes = segment_bytes
+        made.nodes, made.sites = list(nodes), list(sites)
+        if timeout is not None:
+            made.timeout = timeout
         if parent:
-            options.parent, options.parent_ranks = parent.core, list(parent_ranks or range(size))
-        given = {
-            "timeout": timeout,
-            "transport": transport,
-            "algo": algo,
-            "sockets": sockets,
-            "congestion": congestion,
-            "checksum": checksum,
-            "tls": tls,
-            "check": check,
-            "interface": interface,
-            "link_bytes_per_second": link_bytes_per_second,
-            "rate": rate,
-        }
-        for name, value in given.items():
+            made.parent, made.parent_ranks = parent.core, list(parent_ranks or range(size))
+        for name, value in options.items():
+            if name.startswith("_") or not hasattr(_C.GroupOptions, name):
+                raise TypeError(f"Communicator has no option {name!r}")
             if value is not None:
-                setattr(options, name, value)
-        self._core: _C.Communicator | None = _C.Communicator(store, rank, size, options)
+                setattr(made, name, value)
+        self._core: _C.Communicator | None = _C.Communicator(store, rank, size, made)
 
     @classmethod
     def from_env(cls, store_folder: str, **options: Any) -> Communicator:

@@ -1,4 +1,7 @@
-"""Every environment variable that pycomm's Python code reads; csrc/core/env.h has the core's."""
+"""Every environment variable that pycomm's Python code reads.
+
+csrc/core/option_table.h has those of the core.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,35 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A row of the table of variables: of `VARIABLES` here, or of `_C.OPTIONS`."""
+
+    name: str
+    meaning: str
+    default: str
+    """For people."""
+    parse: Callable[[str], Any] = str
+    """Returns the value of a text; raises ValueError. The core parses its own."""
+    same: bool = False
+    """Whether all ranks must have the same value."""
+    option: str = ""
+    """The name as an option of a group."""
+    page: str = ""
+    """Where docs say more."""
 
 
 @dataclass(frozen=True)
 class Env:
-    """Settings that are read once, at first use."""
+    """Settings that are read once, at first use: of the table, and of launchers."""
 
-    # PYCOMM_IMPL: the codec implementation to use: native, nvrtc, triton or reference; it must
-    # then work or raise. Empty: the first of these that is available.
     impl: str = ""
-    # PYCOMM_BACKEND: "auto", or the process group's implementation: "binary" (compiled against
-    # torch, now if need be) or "python"; see backend/choice.py. Ranks may differ.
     backend: str = "auto"
+    health: float | None = 60.0
+    """Seconds from one comparison of the ranks to the next; None: they are never compared."""
     # TRITON_INTERPRET=1, Triton's own variable: its kernels run on the CPU.
     triton_interpret: bool = False
     # RANK and WORLD_SIZE, as torchrun sets them; None where they are not set.
@@ -31,28 +51,91 @@ class Env:
     local_world_size: int | None = None
     # PYCOMM_TIMEOUT, a variable of the core: whether it is set.
     timeout_is_set: bool = False
-    # PYCOMM_HEALTH: "on", "off", or seconds from one comparison of the ranks to the next, 1 to
-    # 86400; None: they are never compared. docs/monitor.md.
-    health: float | None = 60.0
 
 
 @dataclass(frozen=True)
 class AtImport:
     """Settings that _autoload.py reads at the end of every `import torch`."""
 
-    # PYCOMM_TAKEOVER: names of backends that pycomm replaces, such as "gloo,nccl"; see takeover.py.
     takeover: tuple[str, ...] = ()
-    # PYCOMM_RUN: options of `python -m pycomm.run`, for processes that another launcher starts.
     run: str = ""
+
+
+def _backend(text: str) -> str:
+    if text in ("", "auto", "binary", "python"):
+        return text or Env.backend
+    raise ValueError(f"PYCOMM_BACKEND={text!r} is invalid: expected auto, binary or python")
+
+
+def _health(text: str) -> float | None:
+    if text in ("", "on"):
+        return Env.health
+    if text == "off":
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if 1 <= seconds <= 86400:
+        return seconds
+    raise ValueError(f"PYCOMM_HEALTH={text!r} is invalid: expected on, off, or 1 to 86400 seconds")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+_ROWS = (
+    Variable(
+        "PYCOMM_HEALTH",
+        "whether the straggler monitor compares ranks: `on` (once a minute), `off`, or seconds "
+        "between comparisons, 1 to 86400",
+        "`on`",
+        _health,
+        page="monitor.md",
+    ),
+    Variable(
+        "PYCOMM_BACKEND",
+        "implementation of the process group: `binary` (`_c10d`, compiled now if need be), "
+        "`python`, or `auto`; ranks may differ",
+        "`auto`: a binary that is there, else Python, else compiling",
+        _backend,
+        page="install.md#a-torch-that-the-wheel-does-not-know",
+    ),
+    Variable(
+        "PYCOMM_IMPL",
+        "codec implementation, which must then work: `native`, `nvrtc`, `triton`, `reference`",
+        "the first that is available",
+    ),
+    Variable(
+        "PYCOMM_TAKEOVER",
+        "names of backends that pycomm answers for, such as `gloo,nccl`; read at `import torch`",
+        "none",
+        _names,
+        same=True,
+    ),
+    Variable(
+        "PYCOMM_RUN",
+        "options of `python -m pycomm.run`, for processes that another launcher starts; read at "
+        "`import torch`",
+        "none",
+    ),
+    Variable(
+        "DDP_DISABLE_COMM_MEM",
+        "torch's: `1` keeps DDP's buckets out of the group's shared memory",
+        "`0` once a pycomm group exists",
+    ),
+)
+VARIABLES = {row.name: row for row in _ROWS}
+
+
+def _read(name: str) -> Any:
+    return VARIABLES[name].parse(os.environ.get(name, ""))
 
 
 def at_import() -> AtImport:
     """Return the settings that change torch's behaviour. Not cached: scripts set variables, too."""
-    names = os.environ.get("PYCOMM_TAKEOVER", "").split(",")
-    return AtImport(
-        takeover=tuple(name.strip() for name in names if name.strip()),
-        run=os.environ.get("PYCOMM_RUN", ""),
-    )
+    return AtImport(takeover=_read("PYCOMM_TAKEOVER"), run=_read("PYCOMM_RUN"))
 
 
 def run_options(text: str) -> list[str]:
@@ -139,15 +222,15 @@ def with_only(*names: str) -> dict[str, str]:
 def env() -> Env:
     """Return the environment's settings."""
     return Env(
-        impl=os.environ.get("PYCOMM_IMPL", ""),
-        backend=_backend(os.environ.get("PYCOMM_BACKEND", "")),
+        impl=_read("PYCOMM_IMPL"),
+        backend=_read("PYCOMM_BACKEND"),
+        health=_read("PYCOMM_HEALTH"),
         triton_interpret=os.environ.get("TRITON_INTERPRET") == "1",
         rank=_number("RANK"),
         world_size=_number("WORLD_SIZE"),
         local_rank=_number("LOCAL_RANK"),
         local_world_size=_number("LOCAL_WORLD_SIZE"),
         timeout_is_set=bool(os.environ.get("PYCOMM_TIMEOUT")),
-        health=_health(os.environ.get("PYCOMM_HEALTH", "")),
     )
 
 
@@ -171,13 +254,9 @@ def place() -> tuple[int | None, int | None, int | None]:
 def refused() -> dict[str, str]:
     """Return the error of each variable of `env` that has an invalid value, by its name."""
     found = {}
-    checked: dict[str, Callable[[str], object]] = {
-        "PYCOMM_HEALTH": _health,
-        "PYCOMM_BACKEND": _backend,
-    }
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *checked):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *VARIABLES):
         try:
-            checked[name](os.environ.get(name, "")) if name in checked else _number(name)
+            _read(name) if name in VARIABLES else _number(name)
         except ValueError as error:
             found[name] = str(error)
     return found
@@ -191,23 +270,3 @@ def _number(name: str) -> int | None:
         return int(text)
     except ValueError:
         raise ValueError(f"{name}={text!r} is not an integer") from None
-
-
-def _backend(text: str) -> str:
-    if text in ("", "auto", "binary", "python"):
-        return text or "auto"
-    raise ValueError(f"PYCOMM_BACKEND={text!r} makes no sense: want auto, binary or python")
-
-
-def _health(text: str) -> float | None:
-    if text in ("", "on"):
-        return Env.health
-    if text == "off":
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if 1 <= seconds <= 86400:
-        return seconds
-    raise ValueError(f"PYCOMM_HEALTH={text!r} makes no sense: want on, off, or 1 to 86400 seconds")

@@ -1,9 +1,9 @@
-// Environment variables: reads them, once. They are documented in env.h.
+// Environment variables: reads them, once. core/option_table.h describes them.
 #include "core/env.h"
 
 #include <cmath>
 #include <cstdlib>
-#include <initializer_list>
+#include <iterator>
 
 #include "core/decimal.h"
 #include "core/error.h"
@@ -16,91 +16,92 @@ std::string read(const char* variable) {
   return value ? value : "";
 }
 
-[[noreturn]] void reject(const char* variable, const std::string& value, const std::string& want) {
-  throw Error(std::string(variable) + "=" + value + " makes no sense: want " + want);
+[[noreturn]] void reject(const char* variable, const std::string& value,
+                         const std::string& expected) {
+  throw Error(std::string(variable) + "=" + value + " is invalid: expected " + expected);
 }
 
-/// Parses one of some words; the first one if the variable is not set.
-template <typename Words>
-std::string read_word(const char* variable, const Words& words) {
-  const std::string value = read(variable);
-  if (value.empty()) return *std::begin(words);
-  std::string known;
-  for (const char* word : words) {
-    if (value == word) return value;
-    known += (known.empty() ? "" : ", ") + std::string(word);
-  }
-  reject(variable, value, "one of " + known);
+/// Thrown by the checks below; says what was expected.
+struct Expected {
+  std::string what;
+};
+
+// Checks: functions from the text of a variable, which is never empty, to the value.
+
+std::string text(const std::string& value) { return value; }
+
+auto words(const std::vector<std::string>& words) {
+  return [words](const std::string& value) {
+    std::string known;
+    for (const std::string& word : words) {
+      if (value == word) return value;
+      known += (known.empty() ? "" : ", ") + word;
+    }
+    throw Expected{"one of " + known};
+  };
 }
 
-Milliseconds read_seconds(const char* variable, Milliseconds fallback) {
-  const std::string value = read(variable);
-  if (value.empty()) return fallback;
+bool on_off(const std::string& value) { return words({"off", "on"})(value) == "on"; }
+
+auto whole(int low, int high) {
+  return [low, high](const std::string& value) {
+    char* end = nullptr;
+    const long number = std::strtol(value.c_str(), &end, 10);
+    if (*end == '\0' && number >= low && number <= high) return static_cast<int>(number);
+    throw Expected{"a whole number from " + std::to_string(low) + " to " + std::to_string(high)};
+  };
+}
+
+Milliseconds seconds(const std::string& value) {
   std::string_view rest = value;
   double seconds = 0;
   if (take_decimal(rest, seconds) && rest.empty() && seconds >= 1e-3 && seconds <= 1e6) {
     return Milliseconds(std::llround(seconds * 1e3));
   }
-  reject(variable, value, "seconds, from 0.001 to 1000000");
+  throw Expected{"seconds, from 0.001 to 1000000"};
 }
 
-int read_int(const char* variable, int fallback, int low, int high) {
-  const std::string value = read(variable);
-  if (value.empty()) return fallback;
-  char* end = nullptr;
-  const long number = std::strtol(value.c_str(), &end, 10);
-  if (*end == '\0' && number >= low && number <= high) return static_cast<int>(number);
-  reject(variable, value,
-         "a whole number from " + std::to_string(low) + " to " + std::to_string(high));
-}
-
-double read_link() {
-  const std::string value = read("PYCOMM_LINK");
-  if (value.empty()) return 0;
+double rate(const std::string& value) {
   try {
     return parse_rate(value);
   } catch (const Error&) {
-    reject("PYCOMM_LINK", value, "a rate such as 200mbit, 1gbit or 10MB");
+    throw Expected{"a rate such as 200mbit, 1gbit or 10MB"};
   }
 }
 
-std::string read_rate() {
-  const std::string value = read("PYCOMM_RATE");
+std::string link_rate(const std::string& value) {
   try {
     parse_link_rate(value);
   } catch (const Error&) {
-    reject("PYCOMM_RATE", value, "a rate such as 100mbit, or what is sent/received: 20mbit/50mbit");
+    throw Expected{"a rate such as 100mbit, or what is sent/received: 20mbit/50mbit"};
   }
   return value;
 }
 
+std::string port_range(const std::string& value) {
+  parse_ports(value);
+  return value;
+}
+
+template <typename T, typename Check>
+void set(T& option, const char* variable, const Check& check) {
+  const std::string value = read(variable);
+  if (value.empty()) return;
+  try {
+    option = check(value);
+  } catch (const Expected& expected) {
+    reject(variable, value, expected.what);
+  }
+}
+
 Env read_env() {
   Env env;
-  env.transport =
-      read_word("PYCOMM_TRANSPORT", std::initializer_list<const char*>{"auto", "shm", "tcp"});
-  env.algo = read_word("PYCOMM_ALGO", kAlgoNames);
-  env.link_bytes_per_second = read_link();
-  env.rate = read_rate();
-  env.sockets = read_int("PYCOMM_SOCKETS", env.sockets, 1, 16);
-  env.congestion = read("PYCOMM_CONGESTION");
-  if (env.congestion.empty()) env.congestion = "auto";
-  for (const char* variable : {"PYCOMM_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}) {
+#define GROUP_OPTION(type, name, value, variable, check, ...) set(env.name, variable, check)
+#define PROCESS_OPTION GROUP_OPTION
+#include "core/option_table.h"
+  for (const char* variable : {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}) {
     if (env.interface.empty()) env.interface = read(variable);
   }
-  env.ports = read("PYCOMM_PORTS");
-  parse_ports(env.ports);
-  env.advertise = read("PYCOMM_ADVERTISE");
-  env.host_id = read("PYCOMM_HOST_ID");
-  env.master_addr = read("MASTER_ADDR");
-  env.timeout = read_seconds("PYCOMM_TIMEOUT", env.timeout);
-  env.secret = read("PYCOMM_SECRET");
-  env.tls = read_word("PYCOMM_TLS", std::initializer_list<const char*>{"off", "on"}) == "on";
-  env.checksum =
-      read_word("PYCOMM_CHECKSUM", std::initializer_list<const char*>{"auto", "payload", "header"});
-  env.check = read_word("PYCOMM_CHECK", std::initializer_list<const char*>{"none", "results"});
-  env.spin = read_int("PYCOMM_SPIN", env.spin, -1, 1000000000);
-  env.trace = read("PYCOMM_TRACE");
-  env.trace_size = read_int("PYCOMM_TRACE_SIZE", env.trace_size, 0, 1000000);
   return env;
 }
 
@@ -109,6 +110,17 @@ Env read_env() {
 const Env& env() {
   static const Env env = read_env();
   return env;
+}
+
+std::vector<OptionRow> option_rows() {
+  enum Ranks { any, same };
+  std::vector<OptionRow> rows;
+#define GROUP_OPTION(type, name, value, variable, check, ranks, meaning, default_text, page) \
+  rows.push_back({true, #name, variable, ranks == same, meaning, default_text, page})
+#define PROCESS_OPTION(type, name, value, variable, check, ranks, meaning, default_text, page) \
+  rows.push_back({false, #name, variable, ranks == same, meaning, default_text, page})
+#include "core/option_table.h"
+  return rows;
 }
 
 PortRange parse_ports(const std::string& text) {

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/deadline.h"
+#include "core/env.h"
 #include "core/error.h"
 #include "core/notice.h"
 #include "core/op.h"
@@ -147,25 +148,12 @@ class Transport {
   virtual std::string describe() const = 0;
 };
 
-/// The payloads that TCP sends with a checksum; headers always have one. Encrypted payloads are
-/// authenticated anyway: leaving_host checks none of them.
-enum class PayloadCheck : uint8_t { leaving_host, all, none };
-/// Parses "auto", "payload" or "header", the values of env().checksum; throws Error for others.
-PYCOMM_API PayloadCheck payload_check(const std::string& word);
+/// The options of a group, of which TCP reads its own, and what the group knows.
+struct TcpOptions : GroupOptions {
+  explicit TcpOptions(const GroupOptions& options) : GroupOptions(options) {}
 
-struct TcpOptions {
-  int sockets = 2;  ///< per peer and lane; 0: by distance (tcp/connect/peers.h)
-  std::string interface;
-  double link_bytes_per_second = 0;
-  std::string secret;
-  bool tls = false;  ///< TLS 1.3 on every connection; equal on all ranks
-  PayloadCheck checks = PayloadCheck::leaving_host;
   const SharedRankState* rank_state = nullptr;  ///< our state, for peers that ask
-  /// Congestion control of all connections; "auto": chosen for each (tcp/net/congestion.h).
-  std::string congestion = "auto";
-  bool may_span_hosts = true;  ///< false: all ranks are known to be on one host
-  std::string ports;           ///< as PYCOMM_PORTS
-  std::string advertise;       ///< as PYCOMM_ADVERTISE
+  bool may_span_hosts = true;                   ///< false: all ranks are known to be on one host
 };
 
 /// Makes the transport for ranks that are threads of one process. It reaches all of `ranks`.

@@ -74,7 +74,7 @@ def alone(options: argparse.Namespace) -> list[Finding]:
 
 def blocks_ranks(finding: Finding) -> bool:
     """Return whether this problem keeps ranks of the core from starting."""
-    own = {*variables.CORE, "PYCOMM_HEALTH"}
+    own = {*variables.core(), "PYCOMM_HEALTH"}
     return finding.name in ("core", "interface") or finding.name in own
 
 

@@ -12,7 +12,7 @@ from pycomm.doctor import addresses
 from pycomm.doctor.finding import Finding
 
 TOPIC = "network"
-# In the order of csrc/core/env.h: the first that is set counts.
+# In the order of csrc/core/env.cpp: the first that is set counts.
 VARIABLES = ("PYCOMM_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SMALLEST_MTU = 1280
 """The MTU in bytes that every IPv6 link must support."""

@@ -3,60 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from pycomm.doctor.finding import Finding
 from pycomm.doctor.probe import AT_IMPORT
-from pycomm.env import PREFIX, with_only
+from pycomm.env import PREFIX, VARIABLES, Variable, with_only
 
 TOPIC = "environment"
-# Variables of the core (csrc/core/env.h), which itself reports an invalid value.
-CORE = {
-    "PYCOMM_ADVERTISE": "address by which other hosts reach this one (NAT, containers)",
-    "PYCOMM_ALGO": "one algorithm for all collectives",
-    "PYCOMM_CHECK": "whether ranks compare results",
-    "PYCOMM_CHECKSUM": "what TCP frames are checked by",
-    "PYCOMM_CONGESTION": "TCP's congestion control",
-    "PYCOMM_HOST_ID": "a name for this machine that no other has; equal for all its ranks",
-    "PYCOMM_INTERFACE": "interfaces or addresses for TCP: see network",
-    "PYCOMM_LINK": "rate to which each rank paces what it sends by TCP",
-    "PYCOMM_PORTS": "ports on which ranks listen: see network",
-    "PYCOMM_RATE": "what the link of this host carries: ranks with slower links own less",
-    "PYCOMM_SECRET": "secret of the handshake between ranks",
-    "PYCOMM_SOCKETS": "TCP sockets per peer",
-    "PYCOMM_TLS": "encryption of TCP connections",
-    "PYCOMM_SPIN": "looks at shared memory before a wait yields",
-    "PYCOMM_TIMEOUT": "seconds that an operation may take",
-    "PYCOMM_TRACE": "folder for the recent operations of a group that fails",
-    "PYCOMM_TRACE_SIZE": "operations that a group remembers",
-    "PYCOMM_TRANSPORT": "how ranks talk",
-}
-# Variables of the Python code (pycomm/env.py).
-PYTHON = {
-    "PYCOMM_BACKEND": "which implementation of the process group serves torch",
-    "PYCOMM_HEALTH": "whether, or how often, ranks are compared to find who is slow",
-    "PYCOMM_IMPL": "implementation of all codecs",
-    "PYCOMM_RUN": "options of pycomm.run for processes that others start",
-    "PYCOMM_TAKEOVER": "backend names that pycomm answers for",
-}
 BUILD = ("PYCOMM_CUDA", "PYCOMM_CUDA_ARCH", "PYCOMM_TORCH", "PYCOMM_SANITIZE")
 # Other projects' variables: the core takes its interface from them if PYCOMM_INTERFACE is not set.
 OTHERS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR")
-# Variables that must be equal on all ranks.
-SHARED = (
-    "PYCOMM_ALGO",
-    "PYCOMM_CHECK",
-    "PYCOMM_SECRET",
-    "PYCOMM_SOCKETS",
-    "PYCOMM_TAKEOVER",
-    "PYCOMM_TIMEOUT",
-    "PYCOMM_TLS",
-    "PYCOMM_TRANSPORT",
-)
 # Variables meant for experiments, and their cost if they are left set.
 FORGOTTEN = {
     "PYCOMM_LINK": "every rank sends no faster than that by TCP",
@@ -64,6 +26,17 @@ FORGOTTEN = {
     "PYCOMM_TRANSPORT": "ranks talk that way alone",
     "PYCOMM_IMPL": "codecs have this implementation or fail",
 }
+
+
+@cache
+def core() -> dict[str, Variable]:
+    """Return the variables of the core, as a child process reads them; none if it does not load."""
+    program = "import json; from pycomm import _C; print(json.dumps(_C.OPTIONS))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=with_only(), capture_output=True, text=True
+    )
+    rows = json.loads(done.stdout) if done.returncode == 0 else ()
+    return {row["name"]: Variable(**row) for row in rows if row["name"].startswith(PREFIX)}
 
 
 def judge(
@@ -80,9 +53,9 @@ def judge(
         impl_error: why PYCOMM_IMPL is not available.
         no_effect: why the variables for the import of torch have no effect.
     """
-    known = {**CORE, **PYTHON}
+    known = {**core(), **VARIABLES}
     for name, value in given.items():
-        text = f"{value}: {known.get(name, '')}"
+        text = f"{value}: {known[name].meaning}" if name in known else value
         if name in refused:
             yield _finding("problem", name, refused[name], "correct it, or unset it")
         elif name == "PYCOMM_IMPL" and impl_error:
@@ -103,6 +76,8 @@ def judge(
             yield _finding("ok", name, f"{value}: read when pycomm is built, not later")
         elif name in OTHERS:
             yield _finding("ok", name, value)
+        elif not core():
+            yield _finding("note", name, f"{value}: the core, which may read it, does not load")
         else:
             near = difflib.get_close_matches(name, [*known, *BUILD], 1)
             guess = f"did you mean {near[0]}? Else unset it" if near else "unset it"
@@ -123,7 +98,8 @@ def _can_be_written(folder: Path) -> bool:
 
 def shared(given: Mapping[str, str]) -> dict[str, str]:
     """Return those variables that must be equal on all ranks."""
-    return {name: value for name, value in given.items() if name in SHARED}
+    known = {**core(), **VARIABLES}
+    return {name: value for name, value in given.items() if name in known and known[name].same}
 
 
 def refusals(given: Mapping[str, str]) -> dict[str, str]:
@@ -137,7 +113,7 @@ def refusals(given: Mapping[str, str]) -> dict[str, str]:
             command, env=with_only(name), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         for name in given
-        if name in CORE
+        if name in core()
     }
     words = {name: process.communicate(timeout=30)[0] for name, process in asked.items()}
     return {name: text for name, text in words.items() if text}

@@ -377,7 +377,7 @@ def DistributedOptimizer(
         process_set: the ranks that average; on others the optimizer is as before.
 
     Raises:
-        ValueError: names are given twice, or not for all parameters; a factor makes no sense.
+        ValueError: names are given twice, or not for all parameters; a factor is invalid.
         Error: another `op`, an optimizer that cannot be used, a compressor of one's own, or `init`
             was not called.
 

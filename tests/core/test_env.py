@@ -41,6 +41,7 @@ def test_defaults():
         "timeout": 300.0,
         "secret": "",
         "tls": False,
+        "host_id": "",
         "spin": -1,
         "trace": "",
         "trace_size": 2048,
@@ -64,6 +65,7 @@ def test_every_variable_is_read():
         PYCOMM_TIMEOUT="1.5",
         PYCOMM_SECRET="hush",
         PYCOMM_TLS="on",
+        PYCOMM_HOST_ID="box",
         PYCOMM_SPIN="100",
         PYCOMM_TRACE="/tmp/traces",
         PYCOMM_TRACE_SIZE="0",
@@ -84,6 +86,7 @@ def test_every_variable_is_read():
         "timeout": 1.5,
         "secret": "hush",
         "tls": True,
+        "host_id": "box",
         "spin": 100,
         "trace": "/tmp/traces",
         "trace_size": 0,
@@ -117,7 +120,7 @@ def test_nonsense_names_the_variable(variable, value, hint):
     outcome = environment(**{variable: value})
     last = outcome.stderr.strip().splitlines()[-1]
     assert outcome.returncode == 1
-    assert last.startswith(f"pycomm.errors.Error: {variable}={value} makes no sense")
+    assert last.startswith(f"pycomm.errors.Error: {variable}={value} is invalid")
     assert hint in last
 
 

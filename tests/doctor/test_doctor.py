@@ -287,15 +287,11 @@ def test_what_is_installed_is_judged(changed, name, level):
 # ------------------------------------------------------------------------------- variables
 
 
-def test_every_variable_of_the_pages_is_known():
-    # env.h and env.py are the documentation: these lists may not fall behind.
-    header = PACKAGE.parent / "csrc" / "core" / "env.h"
-    if not header.exists():
-        pytest.skip("installed without sources")
-    core = set(re.findall(r"/// (PYCOMM_[A-Z_]+):", header.read_text()))
-    python = set(re.findall(r"# (PYCOMM_[A-Z_]+):", Path(env.__file__).read_text()))
-    assert set(variables.CORE) == core
-    assert set(variables.PYTHON) == python
+def test_without_the_core_its_variables_are_not_called_unknown(monkeypatch):
+    monkeypatch.setattr(variables, "core", dict)
+    found = list(variables.judge({"PYCOMM_SOCKETS": "4", "PYCOMM_RUN": ""}, {}))
+    assert level_of(found, "PYCOMM_SOCKETS") == "note"
+    assert level_of(found, "PYCOMM_RUN") == "ok"
 
 
 def test_the_core_says_what_is_wrong_with_a_variable():

@@ -316,7 +316,7 @@ def test_the_variable_says_how_often(monkeypatch, text, seconds):
     env.cache_clear()
     try:
         if seconds == "":
-            with pytest.raises(ValueError, match="want on, off, or 1 to 86400 seconds"):
+            with pytest.raises(ValueError, match="expected on, off, or 1 to 86400 seconds"):
                 env()
         else:
             assert env().health == seconds

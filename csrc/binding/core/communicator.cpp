@@ -86,27 +86,15 @@ py::tuple buffer(const py::object& array, bool write) {
 
 void bind_options(py::module_& m) {
   using Options = CommunicatorOptions;
-  py::class_<Options>(m, "CommunicatorOptions")
+  py::class_<Options, GroupOptions>(m, "CommunicatorOptions")
       .def(py::init<>())
       .def_readwrite("group", &Options::group)
       .def_property(
           "timeout", [](const Options& o) { return o.timeout.count() / 1e3; },
           [](Options& o, double seconds) { o.timeout = milliseconds(seconds); })
-      .def_readwrite("transport", &Options::transport)
-      .def_readwrite("algo", &Options::algo)
-      .def_readwrite("sockets", &Options::sockets)
-      .def_readwrite("congestion", &Options::congestion)
-      .def_readwrite("checksum", &Options::checksum)
-      .def_readwrite("check", &Options::check)
-      .def_readwrite("interface", &Options::interface)
-      .def_readwrite("link_bytes_per_second", &Options::link_bytes_per_second)
-      .def_readwrite("rate", &Options::rate)
-      .def_readwrite("secret", &Options::secret)
-      .def_readwrite("tls", &Options::tls)
       .def_readwrite("agreed", &Options::agreed)
       .def_readwrite("description", &Options::description)
       .def_readwrite("global_ranks", &Options::global_ranks)
-      .def_readwrite("trace_size", &Options::trace_size)
       .def_property(
           "parent", [](const Options& o) { return dynamic_cast<const Communicator*>(o.parent); },
           [](Options& o, const Communicator* parent) { o.parent = parent; })

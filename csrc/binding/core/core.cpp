@@ -76,28 +76,36 @@ std::array<uint32_t, 4> random_words_of(uint64_t seed, uint32_t step, uint32_t t
   return {out.word[0], out.word[1], out.word[2], out.word[3]};
 }
 
-py::dict environment() {
-  const Env& values = env();
+template <typename T>
+const T& to_python(const T& value) {
+  return value;
+}
+double to_python(Milliseconds time) { return time.count() / 1e3; }
+
+py::dict to_dict(const Env& values) {
   py::dict out;
-  out["transport"] = values.transport;
-  out["algo"] = values.algo;
-  out["link_bytes_per_second"] = values.link_bytes_per_second;
-  out["rate"] = values.rate;
-  out["sockets"] = values.sockets;
-  out["congestion"] = values.congestion;
-  out["checksum"] = values.checksum;
-  out["check"] = values.check;
-  out["interface"] = values.interface;
-  out["ports"] = values.ports;
-  out["advertise"] = values.advertise;
-  out["master_addr"] = values.master_addr;
-  out["timeout"] = values.timeout.count() / 1e3;
-  out["secret"] = values.secret;
-  out["tls"] = values.tls;
-  out["spin"] = values.spin;
-  out["trace"] = values.trace;
-  out["trace_size"] = values.trace_size;
+#define GROUP_OPTION(type, name, ...) out[#name] = to_python(values.name)
+#define PROCESS_OPTION GROUP_OPTION
+#include "core/option_table.h"
   return out;
+}
+
+/// Returns the table, a dictionary for each row, with the keywords of pycomm.env.Variable.
+py::tuple option_table() {
+  const py::dict defaults = to_dict(Env());
+  py::list table;
+  for (const OptionRow& row : option_rows()) {
+    py::dict out;
+    out["name"] = row.variable;
+    out["option"] = row.of_group ? row.name : "";
+    out["meaning"] = row.meaning;
+    out["default"] =
+        *row.default_text ? py::str(row.default_text) : py::str("`{}`").format(defaults[row.name]);
+    out["same"] = row.same;
+    out["page"] = row.page;
+    table.append(out);
+  }
+  return py::tuple(table);
 }
 
 }  // namespace
@@ -141,7 +149,12 @@ void bind_core(py::module_& m) {
       py::arg("key"), py::arg("message"));
 
   m.def("parse_rate", &parse_rate, py::arg("text"));
-  m.def("env", &environment);
+  m.def("env", [] { return to_dict(env()); });
+  m.attr("OPTIONS") = option_table();
+  py::class_<GroupOptions> options(m, "GroupOptions");
+  options.def(py::init<>());
+#define GROUP_OPTION(type, name, ...) options.def_readwrite(#name, &GroupOptions::name)
+#include "core/option_table.h"
   m.def("simd_level", &simd_level);
 }
 

@@ -50,11 +50,13 @@ struct OwnedTransport {
   }
 };
 
-std::unique_ptr<OwnedTransport> make_transport(
-    const std::string& kind, std::shared_ptr<Store> store, const std::string& group, int rank,
-    int size, double timeout, int sockets, const std::string& interface, double link,
-    const std::string& secret, const std::string& checksum, bool tls, const std::string& congestion,
-    const std::string& ports, const std::string& advertise) {
+std::unique_ptr<OwnedTransport> make_transport(const std::string& kind,
+                                               std::shared_ptr<Store> store,
+                                               const std::string& group, int rank, int size,
+                                               double timeout, const py::kwargs& given) {
+  GroupOptions options;
+  const py::object fields = py::cast(&options, py::return_value_policy::reference);
+  for (const auto& [name, value] : given) py::setattr(fields, name, value);
   GilReleased release;
   const Rendezvous rendezvous{std::move(store), group, rank, size, after_seconds(timeout)};
   auto owned = std::make_unique<OwnedTransport>();
@@ -68,11 +70,7 @@ std::unique_ptr<OwnedTransport> make_transport(
                   " shares memory with no other rank; use tcp");
     }
   } else if (kind == "tcp") {
-    TcpOptions options{sockets, interface, link, secret, tls, payload_check(checksum)};
-    options.congestion = congestion;
-    options.ports = ports;
-    options.advertise = advertise;
-    owned->transport = make_tcp(rendezvous, all_ranks(rendezvous), options);
+    owned->transport = make_tcp(rendezvous, all_ranks(rendezvous), TcpOptions(options));
   } else {
     throw Error("unknown transport \"" + kind + "\"; use one of local, shm, tcp");
   }
@@ -208,10 +206,7 @@ void bind_transports(py::module_& m) {
 
   py::class_<OwnedTransport>(m, "Transport")
       .def(py::init(&make_transport), py::arg("kind"), py::arg("store"), py::arg("group"),
-           py::arg("rank"), py::arg("size"), py::kw_only(), py::arg("timeout") = 300.0,
-           py::arg("sockets") = 2, py::arg("interface") = "", py::arg("link") = 0.0,
-           py::arg("secret") = "", py::arg("checksum") = "auto", py::arg("tls") = false,
-           py::arg("congestion") = "auto", py::arg("ports") = "", py::arg("advertise") = "")
+           py::arg("rank"), py::arg("size"), py::kw_only(), py::arg("timeout") = 300.0)
       .def_property_readonly("name", [](const OwnedTransport& t) { return (*t).name(); })
       .def_property_readonly("sent_bytes",
                              [](const OwnedTransport& t) { return (*t).sent_bytes(); })

@@ -961,14 +961,7 @@ std::vector<int> places(const std::vector<std::string>& handles,
 }  // namespace
 
 void Backend::open_endpoint() {
-  const CommunicatorOptions communicator = communicator_options();
-  TcpOptions tcp;
-  tcp.interface = communicator.interface;
-  tcp.ports = communicator.ports;
-  tcp.advertise = communicator.advertise;
-  tcp.secret = communicator.secret;
-  tcp.tls = communicator.tls;
-  endpoint_ = std::make_unique<tcp::Endpoint>(group_, tcp);
+  endpoint_ = std::make_unique<tcp::Endpoint>(group_, TcpOptions(communicator_options()));
 }
 
 std::string Backend::handle() const {

@@ -21,7 +21,7 @@ intrusive_ptr<BackendOptions> make_options(Milliseconds timeout, const py::kwarg
 }
 
 template <typename Class, typename T>
-void communicator_option(Class& options, const char* name, T CommunicatorOptions::* member) {
+void group_option(Class& options, const char* name, T GroupOptions::* member) {
   options.def_property(
       name, [member](const BackendOptions& self) { return self.communicator.*member; },
       [member](BackendOptions& self, const T& value) { self.communicator.*member = value; });
@@ -114,17 +114,8 @@ void bind(py::module_& m) {
       .def("__deepcopy__", [](const BackendOptions& self, const py::dict&) {
         return c10::make_intrusive<BackendOptions>(self);
       });
-  communicator_option(options, "transport", &CommunicatorOptions::transport);
-  communicator_option(options, "algo", &CommunicatorOptions::algo);
-  communicator_option(options, "sockets", &CommunicatorOptions::sockets);
-  communicator_option(options, "congestion", &CommunicatorOptions::congestion);
-  communicator_option(options, "check", &CommunicatorOptions::check);
-  communicator_option(options, "interface", &CommunicatorOptions::interface);
-  communicator_option(options, "link_bytes_per_second",
-                      &CommunicatorOptions::link_bytes_per_second);
-  communicator_option(options, "rate", &CommunicatorOptions::rate);
-  communicator_option(options, "secret", &CommunicatorOptions::secret);
-  communicator_option(options, "tls", &CommunicatorOptions::tls);
+#define GROUP_OPTION(type, name, ...) group_option(options, #name, &GroupOptions::name)
+#include "core/option_table.h"
   options
       .def_property(
           "enable_reconfigure", [](const BackendOptions& self) { return self.enable_reconfigure; },

@@ -36,29 +36,18 @@ class ParentGroup {
   ~ParentGroup() = default;
 };
 
-/// Options of a group. Defaults are the environment's (core/env.h).
-struct CommunicatorOptions {
+/// Options of a group: those of core/option_table.h, whose defaults are the environment's, and what
+/// is not set from there.
+struct CommunicatorOptions : GroupOptions {
+  CommunicatorOptions() : GroupOptions(env()) {}
+
   std::string group = "default";  ///< unique in the store
   Milliseconds timeout = env().timeout;
-  std::string transport = env().transport;  ///< "auto", "shm", "tcp" or "local" (threads)
-  std::string algo = env().algo;            ///< one of kAlgoNames
-  int sockets = env().sockets;
-  std::string congestion = env().congestion;  ///< "auto" or the kernel's name
-  std::string checksum = env().checksum;      ///< "auto", "payload" or "header"
-  std::string check = env().check;            ///< "none" or "results"
-  std::string interface = env().interface;
-  std::string ports = env().ports;
-  std::string advertise = env().advertise;
-  double link_bytes_per_second = env().link_bytes_per_second;
-  std::string rate = env().rate;  ///< of the host's link, as PYCOMM_RATE
-  std::string secret = env().secret;
-  bool tls = env().tls;  ///< TCP connections are encrypted
-  std::string agreed;    ///< more that must be equal on all ranks, such as "device_path=mixed"
+  std::string agreed;  ///< more that must be equal on all ranks, such as "device_path=mixed"
   /// Purpose of the group, for the trace, and its members' numbers among all processes; empty: as
   /// in the group.
   std::string description;
   std::vector<int> global_ranks;
-  int trace_size = env().trace_size;  ///< operations that the group remembers
   /// A group that these ranks are in already, and their numbers there: a rank that dies there while
   /// this group is created is missed at once. Only used to create the group.
   const ParentGroup* parent = nullptr;

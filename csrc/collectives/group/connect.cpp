@@ -17,15 +17,7 @@ namespace {
 constexpr int kYields = 32;
 
 TcpOptions tcp_options(const CommunicatorOptions& options) {
-  TcpOptions tcp;
-  tcp.sockets = options.sockets;
-  tcp.congestion = options.congestion;
-  tcp.interface = options.interface;
-  tcp.ports = options.ports;
-  tcp.advertise = options.advertise;
-  tcp.link_bytes_per_second = options.link_bytes_per_second;
-  tcp.secret = options.secret;
-  tcp.tls = options.tls;
+  TcpOptions tcp(options);
   tcp.may_span_hosts = !options.parent || options.parent->uses_network();
   return tcp;
 }
@@ -180,7 +172,6 @@ void ChannelMesh::connect(const Rendezvous& rendezvous, const CommunicatorOption
   if (!alone_on_hosts && !one_node) announce_node(rendezvous, lowest);
   if (wanted == "tcp" || (mixed && !unreached().empty())) {
     TcpOptions tcp = tcp_options(options);
-    tcp.checks = payload_check(options.checksum);
     tcp.rank_state = rank_state_;
     add(make_tcp(rendezvous, unreached(), tcp));
   }

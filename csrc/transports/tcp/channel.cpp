@@ -175,7 +175,7 @@ bool TcpChannel::connected() {
 // With at most two sockets, or one per path, use all; also where the user has set their number.
 void TcpChannel::choose_sockets() {
   const PeerDirectory& directory = connector_.directory();
-  if (sockets_.size() <= 2 || directory.sockets > 0 || directory.paths() > 1) return;
+  if (sockets_.size() <= 2 || directory.options.sockets > 0 || directory.paths() > 1) return;
   const auto now = Flow::Clock::now();
   if (!flow_.is_due(now)) return;
   SocketUse use;

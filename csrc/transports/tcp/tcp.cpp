@@ -37,8 +37,8 @@ class TcpTransport final : public Transport {
         pacer_(options.link_bytes_per_second),
         control_(options.rank_state),
         connector_(rendezvous, exchange_addresses(rendezvous, peers, options)),
-        checks_payload_(options.checks == PayloadCheck::all ||
-                        (options.checks == PayloadCheck::leaving_host && !options.tls &&
+        checks_payload_(options.checksum == "payload" ||
+                        (options.checksum == "auto" && !options.tls &&
                          !all_loopback(connector_.directory().interfaces))),
         channels_(static_cast<size_t>(rendezvous.size)) {
     connector_.connect_all(control_, rendezvous.interrupt_check);
@@ -111,7 +111,7 @@ class TcpTransport final : public Transport {
     const auto [least, most] = connector_.sockets();
     return text + std::to_string(least) + (least == most ? "" : " to " + std::to_string(most)) +
            (most == 1 ? " socket each, " : " sockets each, ") + connector_.congestion_control() +
-           (directory.tls ? ", TLS 1.3" : "");
+           (directory.options.tls ? ", TLS 1.3" : "");
   }
 
  private:
@@ -215,13 +215,6 @@ class TcpTransport final : public Transport {
 }  // namespace
 }  // namespace tcp
 
-PayloadCheck payload_check(const std::string& word) {
-  if (word == "auto") return PayloadCheck::leaving_host;
-  if (word == "payload") return PayloadCheck::all;
-  if (word == "header") return PayloadCheck::none;
-  throw Error("unknown checksum \"" + word + "\"; use one of auto, payload, header");
-}
-
 void announce_tcp(const Rendezvous& rendezvous, const TcpOptions& options) {
   rendezvous.exchange->host_proof = std::make_shared<HostProof>();
   try {
@@ -241,6 +234,9 @@ std::unique_ptr<Transport> make_tcp(const Rendezvous& rendezvous, const std::vec
                 " sockets per peer are not possible; set PYCOMM_SOCKETS to 1 to 16");
   }
   tcp::check_congestion_control(options.congestion);
+  if (options.checksum != "auto" && options.checksum != "payload" && options.checksum != "header") {
+    throw Error("unknown checksum \"" + options.checksum + "\"; use one of auto, payload, header");
+  }
   std::vector<int> peers;
   for (const int rank : ranks) {
     if (rank < 0 || rank >= rendezvous.size) {

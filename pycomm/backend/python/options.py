@@ -10,18 +10,7 @@ from torch._C import _distributed_c10d
 from pycomm import _C
 from pycomm.errors import Error
 
-NAMES = (
-    "transport",
-    "algo",
-    "sockets",
-    "congestion",
-    "check",
-    "interface",
-    "link_bytes_per_second",
-    "secret",
-    "tls",
-)
-"""Those that the core has."""
+NAMES = tuple(name for name in vars(_C.GroupOptions) if not name.startswith("_"))
 
 
 class Options(_distributed_c10d.Backend.Options):
@@ -29,7 +18,7 @@ class Options(_distributed_c10d.Backend.Options):
 
     Args:
         timeout: of the rendezvous and of operations; None: PYCOMM_TIMEOUT, or the core's default.
-        given: the options of `docs/backend.md`, by name.
+        given: the options of the table in `docs/index.md` by name, `blocking_wait`, `device_path`.
 
     Raises:
         TypeError: there is no option of that name, or its value has another type.

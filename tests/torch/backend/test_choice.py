@@ -86,7 +86,7 @@ def test_a_wrong_wish_is_named(monkeypatch):
     monkeypatch.setenv("PYCOMM_BACKEND", "cobol")
     env.env.cache_clear()
     try:
-        with pytest.raises(ValueError, match="'cobol' makes no sense: want auto, binary or python"):
+        with pytest.raises(ValueError, match="'cobol' is invalid: expected auto, binary or python"):
             env.env()
     finally:
         monkeypatch.undo()

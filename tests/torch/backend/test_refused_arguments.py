@@ -147,7 +147,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         (
             ["pycomm.doctor"],
             {"RANK": "0", "WORLD_SIZE": "2", "PYCOMM_HEALTH": "xx"},
-            "PYCOMM_HEALTH='xx' makes no sense",
+            "PYCOMM_HEALTH='xx' is invalid",
         ),
         (
             ["pycomm.doctor", "--no-self-test", "--json", "/dev/null/x"],
@@ -161,7 +161,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
             {},
             "--csv /etc/passwd holds no rows of this benchmark",
         ),
-        (["pycomm.run", "--seed", "-1", "--codec", "int8", __file__], {}, "seed=-1 makes no sense"),
+        (["pycomm.run", "--seed", "-1", "--codec", "int8", __file__], {}, "seed=-1 is invalid"),
     ],
 )
 def test_programs_say_in_one_line_what_is_wrong(command, environment, says):
@@ -178,7 +178,7 @@ def test_a_wrong_variable_of_the_core_is_no_defect_of_the_binary():
     done = interpreter.run("-c", code, env=env, timeout=110)
     assert "compiling" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith(
-        "pycomm.errors.Error: PYCOMM_LINK=0 makes no sense: want a rate"
+        "pycomm.errors.Error: PYCOMM_LINK=0 is invalid: expected a rate"
     )
 
 
@@ -186,7 +186,7 @@ def test_the_doctor_finds_a_variable_that_python_refuses():
     done = run("pycomm.doctor", PYCOMM_HEALTH="xx")
     assert done.returncode == 1
     assert "PROBLEM" in done.stdout
-    assert "PYCOMM_HEALTH='xx' makes no sense: want on, off" in done.stdout
+    assert "PYCOMM_HEALTH='xx' is invalid: expected on, off" in done.stdout
     assert "self-test" in done.stdout  # which is left out
     assert "Traceback" not in done.stdout + done.stderr
 

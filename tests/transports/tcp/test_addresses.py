@@ -63,7 +63,7 @@ def test_a_range_that_is_taken_is_named_and_nothing_waits(ports):
 @pytest.mark.parametrize("ports", ["1-", "9-8", "70000", "x", "-5", "1-2-3"])
 def test_a_malformed_range_is_refused(ports):
     for outcome in threads(2, exchange, errors=True, options={"ports": ports}):
-        assert f"PYCOMM_PORTS={ports} makes no sense: want a range" in str(outcome)
+        assert f"PYCOMM_PORTS={ports} is invalid: expected a range" in str(outcome)
 
 
 @pytest.mark.parametrize(

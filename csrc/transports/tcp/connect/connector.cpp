@@ -339,7 +339,7 @@ void Connector::join(Link& link, const Hello& hello, SecureSocket sock) {
   state.broken = false;
   state.generation = hello.generation;
   state.since = Clock::now();
-  choose_congestion_control(sock.get(), directory_.congestion);
+  choose_congestion_control(sock.get(), directory_.options.congestion);
   if (hello.lane == kControl) {
     congestion_control_ = tcp::congestion_control(sock.get());
     link.round_trip = std::max(link.round_trip, tcp::round_trip(sock.get()));
@@ -383,7 +383,7 @@ Hello Connector::hello_to(const Link& link, uint16_t lane) const {
   hello.target = static_cast<uint32_t>(link.peer.rank);
   hello.sockets = sockets_of(link, lane);
   hello.lane = lane;
-  hello.tls = directory_.tls;
+  hello.tls = directory_.options.tls;
   return hello;
 }
 
@@ -450,7 +450,9 @@ void Connector::serve(Outgoing& out) {
     // The sockets are spread over the interfaces: our i-th to the peer's i-th. The route decides by
     // which interface we leave, unless the user has named one.
     const size_t pair = out.attempt % directory_.paths();
-    const Address* from = directory_.bound ? &directory_.interfaces[pair].address : nullptr;
+    // Connections leave by the interfaces that the user has named.
+    const bool bound = !directory_.options.interface.empty();
+    const Address* from = bound ? &directory_.interfaces[pair].address : nullptr;
     out.fd = connect_to(peer.addresses[pair], from, error);
     out.wake = Clock::now() + connect_limit();
     if (lacks_descriptor(error) && !out.returns) {
@@ -562,10 +564,11 @@ void Connector::give_up(Outgoing& out) {
 void Connector::accept_all(const Fd& listener) {
   while (Fd fd = accept_from(listener.get())) {
     if (pending_connections_.size() == kMaxPending) pending_connections_.pop_front();
-    pending_connections_.push_back({std::move(fd),
-                                    Greeting(Handshake(directory_.secret, group_, rank_, size_,
-                                                       directory_.sockets, directory_.tls)),
-                                    Clock::now() + kGreetingLimit});
+    pending_connections_.push_back(
+        {std::move(fd),
+         Greeting(Handshake(directory_.secret, group_, rank_, size_, directory_.options.sockets,
+                            directory_.options.tls)),
+         Clock::now() + kGreetingLimit});
   }
   const int error = errno;
   if (!lacks_descriptor(error)) {

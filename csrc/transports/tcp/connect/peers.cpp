@@ -76,6 +76,7 @@ class AddressExchange {
   AddressExchange(const Rendezvous& rendezvous, const std::vector<int>& peers,
                   const TcpOptions& options)
       : rendezvous_(rendezvous), options_(options), us_("rank " + std::to_string(rendezvous.rank)) {
+    directory_.options = options;
     for (const int peer : peers) {
       directory_.peers.emplace_back();
       directory_.peers.back().rank = peer;
@@ -88,10 +89,7 @@ class AddressExchange {
     const auto hosts = all_gather_values(rendezvous_, kHostTopic, all_ranks(rendezvous_),
                                          host_value(host_proof()));
     const bool one_host = look_at_hosts(hosts);
-    directory_.bound = !options_.interface.empty();
-    directory_.congestion = options_.congestion;
     take_cards(exchange_cards(hosts, one_host));
-    directory_.sockets = options_.sockets;
     return std::move(directory_);
   }
 
@@ -154,7 +152,6 @@ class AddressExchange {
     directory_.interfaces = std::move(ours.interfaces);
     directory_.listeners = std::move(ours.sockets);
     directory_.secret = std::move(ours.secret);
-    directory_.tls = options_.tls;
     return all_gather_values(rendezvous_, kCardTopic, all_ranks(rendezvous_), ours.card);
   }
 
@@ -168,7 +165,7 @@ class AddressExchange {
       const size_t mark = card.size() - std::min(card.size(), std::strlen(kTls));
       const bool tls = card.compare(mark, std::string::npos, kTls) == 0;
       if (tls) card.resize(mark);
-      if (tls != directory_.tls) {
+      if (tls != options_.tls) {
         throw Error("tcp: " + who + ": only rank " +
                     std::to_string(tls ? peer.rank : rendezvous_.rank) +
                     " encrypts; set the same PYCOMM_TLS on all ranks");
@@ -221,7 +218,9 @@ class AddressExchange {
 }  // namespace
 
 int PeerDirectory::sockets_at(std::chrono::milliseconds round_trip) const {
-  const int wanted = sockets > 0 ? sockets : round_trip < kManyFrom ? kFewSockets : kManySockets;
+  const int wanted = options.sockets > 0      ? options.sockets
+                     : round_trip < kManyFrom ? kFewSockets
+                                              : kManySockets;
   return std::min(std::max(static_cast<int>(paths()), wanted), kMostSockets);
 }
 

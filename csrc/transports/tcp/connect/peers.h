@@ -58,14 +58,11 @@ struct Peer {
 };
 
 struct PeerDirectory {
+  GroupOptions options;
   std::shared_ptr<const HostProof> host_proof;
   std::vector<Interface> interfaces;
   std::vector<Fd> listeners;  ///< in the order of interfaces
   std::string secret;         ///< peers must prove it to us
-  bool tls = false;           ///< connections are encrypted
-  std::string congestion;     ///< control of what we send: "auto" or the kernel's name
-  int sockets = 0;            ///< per peer and lane as the user has said; 0: by distance
-  bool bound = false;         ///< the user has named the interfaces, so connections leave by them
   bool crowded = false;       ///< this rank and the peers of its host outnumber their CPUs
   std::vector<Peer> peers;    ///< ascending
 

@@ -1,0 +1,59 @@
+"""What is written from the table of options: a table of docs/index.md, and lines of pycomm/_C.pyi.
+
+python -m tests.options
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from pycomm import _C
+from pycomm.env import VARIABLES, Variable
+
+ROOT = Path(__file__).parents[1]
+END = "The end of what it writes."
+
+
+def rows() -> list[Variable]:
+    """Return the rows of the core and of Python, in the order of the documentation."""
+    return [*(Variable(**row) for row in _C.OPTIONS), *VARIABLES.values()]
+
+
+def table(variables: Iterable[Variable]) -> str:
+    """Return the table of docs/index.md."""
+    lines = ["", "| variable | option | meaning | default |", "| --- | --- | --- | --- |"]
+    for row in variables:
+        option = f"`{row.option}`" if row.option else ""
+        same = "; equal on all ranks" if row.same else ""
+        more = f" ([more]({row.page}))" if row.page else ""
+        cells = f"`{row.name}`", option, row.meaning + same + more, row.default
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", ""])
+
+
+def fields(variables: Iterable[Variable]) -> str:
+    """Return the fields of GroupOptions in the stub."""
+    defaults = _C.GroupOptions()
+    names = [row.option for row in variables if row.option]
+    return "".join(f"    {name}: {type(getattr(defaults, name)).__name__}\n" for name in names)
+
+
+def written() -> dict[Path, str]:
+    """Return the texts of the two files as they should be."""
+    texts = {}
+    for file, make in (("docs/index.md", table), ("pycomm/_C.pyi", fields)):
+        text = (ROOT / file).read_text()
+        before, mark, rest = text.partition("`python -m tests.options` writes")
+        line, _, old = rest.partition("\n")
+        _, end, after = old.partition(END)
+        assert mark, f"{file} does not say where what is written begins"
+        assert end, f"{file} does not say where what is written ends"
+        opening = text[: text.index(END)].rpartition("\n")[2]  # what precedes the mark in its line
+        texts[ROOT / file] = f"{before}{mark}{line}\n{make(rows())}{opening}{END}{after}"
+    return texts
+
+
+if __name__ == "__main__":
+    for file, text in written().items():
+        file.write_text(text)

@@ -1,0 +1,91 @@
+"""One table of options: everything that knows an option has it from there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from pycomm import _C, _build
+from pycomm.backend.python.options import Options
+from pycomm.communicator import Communicator
+from tests.compiling import compile_cpp
+from tests.options import ROOT, rows, table, written
+
+TABLE = "csrc/core/option_table.h"
+DEFAULTS = {row.option: getattr(_C.GroupOptions(), row.option) for row in rows() if row.option}
+TOY = 'GROUP_OPTION(int, toy, 3, "PYCOMM_TOY", whole(1, 9), same, "a toy, `1` to `9`", "", "");\n'
+PROGRAM = """
+#include <cstdio>
+#include "core/env.h"
+#include "core/error.h"
+int main() {
+  try {
+    std::printf("%d %d\\n", pycomm::GroupOptions().toy, pycomm::env().toy);
+    for (const auto& row : pycomm::option_rows())
+      if (row.name == std::string("toy")) std::printf("%s %d\\n", row.meaning, row.same);
+  } catch (const pycomm::Error& error) {
+    std::puts(error.what());
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("file", ["docs/index.md", "pycomm/_C.pyi"])
+def test_written_lines_are_those_of_the_table(file):
+    """`python -m tests.options` writes them."""
+    assert (ROOT / file).read_text() == written()[ROOT / file]
+
+
+def test_every_row_is_complete_and_names_a_page_that_exists():
+    names = [row.name for row in rows()]
+    assert len(set(names)) == len(names)
+    for row in rows():
+        assert row.meaning
+        assert row.default not in ("", "``")
+        page, _, anchor = row.page.partition("#")
+        if page:
+            text = (ROOT / "docs" / page).read_text().lower()
+            assert not anchor or f"# {anchor.replace('-', ' ')}\n" in text
+
+
+def test_every_binding_has_the_options_of_the_table():
+    options = _C.CommunicatorOptions(), _build.load_c10d().Options(**DEFAULTS), Options(**DEFAULTS)
+    for name, value in DEFAULTS.items():
+        assert [getattr(one, name) for one in options] == [value] * 3
+    Communicator(None, 0, 1, **DEFAULTS).close()
+
+
+@pytest.mark.parametrize("name", ["congestoin", "__doc__"])
+def test_an_unknown_option_is_refused(name):
+    with pytest.raises(TypeError, match=f"no option '{name}'"):
+        Communicator(None, 0, 1, **{name: "cubic"})
+
+
+def test_one_row_makes_an_option(tmp_path):
+    shutil.copytree(ROOT / "csrc/core", tmp_path / "core")
+    copy = tmp_path / "core" / (ROOT / TABLE).name
+    text = copy.read_text()
+    first = text.index("GROUP_OPTION(std::string")
+    copy.write_text(text[:first] + TOY + text[first:])
+    program, source = tmp_path / "program", tmp_path / "program.cpp"
+    source.write_text(f'{PROGRAM}#include "core/env.cpp"\n')
+    compile_cpp(source, program, "-std=c++17", "-I", tmp_path)
+
+    def run(**variables: str) -> list[str]:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("PYCOMM_")}
+        done = subprocess.run([program], env=clean | variables, capture_output=True, text=True)
+        return done.stdout.splitlines()
+
+    assert run() == ["3 3", "a toy, `1` to `9` 1"]
+    assert run(PYCOMM_TOY="4")[0] == "3 4"
+    expected = "expected a whole number from 1 to 9"
+    assert run(PYCOMM_TOY="x") == [f"PYCOMM_TOY=x is invalid: {expected}"]
+
+
+def test_a_row_is_a_line_of_the_documentation():
+    (row,) = (row for row in rows() if row.name == "PYCOMM_SOCKETS")
+    line = "| `PYCOMM_SOCKETS` | `sockets` | TCP sockets per peer, 1 to 16; equal on all ranks | "
+    assert f"{line}2; 4 from a round trip of 10 ms on |" in table([row])
