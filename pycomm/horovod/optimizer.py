@@ -34,6 +34,7 @@ from pycomm.reduction.state import CompressionState
 
 BUCKET_BYTES = 25 << 20  # DDP's default; Horovod's cycle fuses up to 128 MB
 FIRST_BYTES = 1 << 20  # small, so that the first exchange starts early
+NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class GradientBucket:
@@ -50,7 +51,7 @@ class GradientBucket:
         self.late = True  # its parameters had no hooks when this step's backward began
         self.sent: list[tuple[torch.Tensor | None, int]] = []  # gradients and their versions
         self.future: torch.futures.Future[torch.Tensor] | None = None
-        self._sample = torch.empty(0)
+        self._sample = NOTHING
 
     def fill(self) -> None:
         """Copy the gradients."""
@@ -71,7 +72,11 @@ class GradientBucket:
         """
         dense = [g for g, _ in self.sent if g is not None and g.numel() and not g.is_sparse][:8]
         few = [g.detach().reshape(-1)[:: max(1, g.numel() // 8)] for g in dense]
-        return torch.cat(few).nan_to_num() if few else torch.empty(0)
+        return (
+            torch.cat(few).nan_to_num()
+            if few
+            else torch.empty(0, dtype=torch.float32, device="cpu")
+        )
 
     def changed(self) -> str:
         """Return the name of a gradient that was changed since `fill`, or ""."""

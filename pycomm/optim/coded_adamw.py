@@ -287,7 +287,7 @@ class CodedAdamW(torch.optim.Optimizer):
         for parameter in parameters:
             self._start_exact(parameter)
         states = [self.state[parameter] for parameter in parameters]
-        _step_by_adamw(
+        step_by_adamw(
             group,
             [local(parameter) for parameter in parameters],
             [local(parameter.grad) for parameter in parameters],  # type: ignore[arg-type]
@@ -328,7 +328,7 @@ def _is_ddp(model: nn.Module) -> TypeGuard[DistributedDataParallel]:
     )
 
 
-def _step_by_adamw(
+def step_by_adamw(
     settings: Mapping[str, Any],
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from pycomm.optim import adam  # noqa: E402
+from pycomm.optim import coded_adamw  # noqa: E402
 
 SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 SIZES = [0, 1, 5, 16, 1031]
@@ -35,7 +35,7 @@ def given(sizes=SIZES, steps=0.0):
 
 
 def step(parameters, gradients, states, settings=SETTINGS):
-    adam.step_by_adamw(settings, parameters, gradients, states)
+    coded_adamw.step_by_adamw(settings, parameters, gradients, states)
 
 
 def by_formula(parameter, gradient, state):
@@ -76,7 +76,7 @@ def test_every_bit_is_that_of_single_operations(steps):
 @pytest.mark.parametrize("steps", [0.0, 7.0])
 def test_a_step_is_that_of_the_formula(monkeypatch, native, steps):
     if not native:
-        monkeypatch.setattr(adam, "native", lambda *_: False)
+        monkeypatch.setattr(coded_adamw, "native", lambda *_: False)
     parameters, gradients, states = given(steps=steps)
     wants = [by_formula(*one) for one in zip(parameters, gradients, states, strict=True)]
     before = [float(state["step"]) for state in states]

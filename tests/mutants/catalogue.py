@@ -358,8 +358,8 @@ MUTANTS = (
         "residual",
         "pycomm/reduction/state.py",
         "CompressionState._meet",
-        "else own], before, ranks)",
-        "else own], ranks, before)",
+        "reshard([own], before, ranks)",
+        "reshard([own], ranks, before)",
         "torch/elastic/test_shrink_and_go_on.py",
     ),
     Mutant(

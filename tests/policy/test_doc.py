@@ -31,8 +31,9 @@ def test_examples(monkeypatch):
 
 def test_the_codecs_of_the_page_on_migrating_exist():
     text = (PAGE.parent / "migrating.md").read_text()
+    text, _, _ = text.partition("## From earlier versions of pycomm")  # whose codecs are gone
     named = r'(?:codec=|codec\(|model, |weights=)"([^"]+)"|\| `"([^"`]+)"`'
     found = {a or b for a, b in re.findall(named, text)}
-    assert len(found) > 12
+    assert len(found) >= 12
     for codec in sorted(found - {"auto"}):
         rules.Policy.of(codec)

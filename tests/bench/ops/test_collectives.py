@@ -385,7 +385,7 @@ def test_a_rank_that_fails_ends_all(tmp_path):
         (["all_reduce", "--codec", "int8", "--backend", "gloo"], "is for backends of pycomm"),
         (["codecs", "--codec", "none"], "'none' is no codec"),
         (["training", "--models", "dmeo"], "did you mean demo?"),
-        (["training", "--rates", "fast"], 'cannot read the rate "fast"'),
+        (["training", "--rates", "fast"], "cannot read the rate 'fast'"),
         (["training", "--methods", "zip"], "fits none of these: Gloo, fp32;"),
     ],
 )

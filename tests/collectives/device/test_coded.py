@@ -85,7 +85,7 @@ def test_what_only_the_cast_makes_infinite_is_found_on_all_ranks(dtype, overflow
     assert run(2, job) == [not overflows] * 2
 
 
-@pytest.mark.parametrize("spec", ["int8", "topk:0.05,chunk=4096", "lossless"])
+@pytest.mark.parametrize("spec", ["int8", "topk:0.05,indices=int12", "lossless"])
 def test_stages_change_nothing(spec):
     """With slots of a few kilobytes a tensor goes in many stages."""
     assert run(3, lambda c: jobs.coded(c, [spec]), coded_bytes=1 << 15) == by_channels(3, [spec])

@@ -10,8 +10,8 @@ import torch
 from pycomm.policy import PROTECT, Policy, Rule
 from tests.extent import each_value
 from tests.torch.harness import equal, gradients, reduced
-from tests.torch.harness import trained as train
 from tests.torch.hooks.test_ddp_compress import chosen
+from tests.torch.hooks.test_ddp_compress import trained as train
 
 
 @each_value
