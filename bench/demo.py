@@ -35,7 +35,7 @@ HEAD = ("run", "step", "wire per step", "held-out loss", "speed-up")
 
 
 @dataclass
-class Run:
+class DemoRun:
     """One training run: its settings, which differ between rows, and its results."""
 
     label: str
@@ -54,12 +54,12 @@ class Run:
         return float(self.result["held_out"])
 
 
-def runs(with_gloo: bool) -> list[Run]:
+def runs(with_gloo: bool) -> list[DemoRun]:
     rows = [
-        Run("Gloo, float32", "gloo"),
-        Run("pycomm, float32", "pycomm"),
-        Run("pycomm, int8 + feedback", "pycomm", "int8"),
-        Run("pycomm, int4 + feedback", "pycomm", "int4"),
+        DemoRun("Gloo, float32", "gloo"),
+        DemoRun("pycomm, float32", "pycomm"),
+        DemoRun("pycomm, int8 + feedback", "pycomm", "int8"),
+        DemoRun("pycomm, int4 + feedback", "pycomm", "int4"),
     ]
     return rows if with_gloo else rows[1:]
 
@@ -68,7 +68,9 @@ class RankFailed(RuntimeError):
     """A rank ended with an error; the text is its output."""
 
 
-def train(run: Run, lab: netlab.Lab, arguments: list[str], progress: Progress, bar: TaskID) -> None:
+def train(
+    run: DemoRun, lab: netlab.Lab, arguments: list[str], progress: Progress, bar: TaskID
+) -> None:
     """Run one training on the lab's nodes, and advance its bar as rank 0 reports steps."""
     with tempfile.TemporaryDirectory() as folder:
         log, output = Path(folder, "log"), Path(folder, "output")
@@ -92,7 +94,7 @@ def running(ranks: list[subprocess.Popen[bytes]]) -> bool:
     return None in statuses and not any(statuses)
 
 
-def read(run: Run, lines: list[str], progress: Progress, bar: TaskID) -> bool:
+def read(run: DemoRun, lines: list[str], progress: Progress, bar: TaskID) -> bool:
     """Read rank 0's new output. Return True if there was any."""
     for row in map(json.loads, lines):
         if "step_seconds" in row:
@@ -107,7 +109,7 @@ def read(run: Run, lines: list[str], progress: Progress, bar: TaskID) -> bool:
     return bool(lines)
 
 
-def rows(done: list[Run]) -> list[tuple[str, ...]]:
+def rows(done: list[DemoRun]) -> list[tuple[str, ...]]:
     """Return the table as text, header first. Speed-ups are relative to the first row."""
     first = done[0]
     return [HEAD] + [
@@ -122,7 +124,7 @@ def rows(done: list[Run]) -> list[tuple[str, ...]]:
     ]
 
 
-def verdict(done: list[Run]) -> list[str]:
+def verdict(done: list[DemoRun]) -> list[str]:
     """Return a summary of the numbers in words."""
     exact = [run for run in done if not run.codec]
     best, first = done[-1], done[0]
@@ -142,7 +144,7 @@ def verdict(done: list[Run]) -> list[str]:
 
 
 def records(
-    done: list[Run], lab: netlab.Lab, config: Config, origin: Origin
+    done: list[DemoRun], lab: netlab.Lab, config: Config, origin: Origin
 ) -> list[dict[str, Any]]:
     """Return a row per run for a result table; `curve` is "seconds:loss" of every evaluation."""
     size = sum(p.numel() for p in Transformer(config).parameters())
@@ -168,7 +170,7 @@ def records(
     ]
 
 
-def draw(done: list[Run], table: Path, folder: Path) -> list[Path]:
+def draw(done: list[DemoRun], table: Path, folder: Path) -> list[Path]:
     """Draw the table as a PNG and as a page that needs no network."""
     chart = charts.loss(tables.read(table))
     png, page = folder / "loss.png", folder / "loss.html"
@@ -184,7 +186,7 @@ def spell(rate: str) -> str:
     return f"{digits} {rate[len(digits) :].capitalize()}/s"
 
 
-def train_all(done: list[Run], lab: netlab.Lab, steps: int, console: Console) -> None:
+def train_all(done: list[DemoRun], lab: netlab.Lab, steps: int, console: Console) -> None:
     """Train every row in turn, each with a bar that shows its loss and its speed."""
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -205,7 +207,7 @@ def train_all(done: list[Run], lab: netlab.Lab, steps: int, console: Console) ->
             progress.stop_task(bar)
 
 
-def show(done: list[Run], title: str, console: Console) -> None:
+def show(done: list[DemoRun], title: str, console: Console) -> None:
     table = Table(title=title, title_justify="left")
     head, *body = rows(done)
     for i, name in enumerate(head):

@@ -32,9 +32,9 @@ from pycomm.bench.lab import rates
 from pycomm.bench.lab import shape as wan_shape
 from pycomm.bench.lab.base import (
     Lab,
+    LabUnavailable,
     Paced,
     Traffic,
-    Unavailable,
     interface_bytes,
     interface_counts,
     wait,
@@ -46,10 +46,10 @@ from pycomm.bench.lab.wan import WanLab
 __all__ = [
     "UNLIMITED",
     "Lab",
+    "LabUnavailable",
     "Netlab",
     "Paced",
     "Traffic",
-    "Unavailable",
     "WanLab",
     "interface_bytes",
     "interface_counts",
@@ -64,7 +64,7 @@ def open_lab(nodes: int, rate: str, *, paced: bool = False) -> tuple[Lab, str]:
         return Paced(nodes, rate), "paced links were asked for"
     try:
         return Netlab(nodes, rate), ""
-    except Unavailable as error:
+    except LabUnavailable as error:
         return Paced(nodes, rate), str(error)
 
 
@@ -98,7 +98,7 @@ def make_lab(args: argparse.Namespace) -> Netlab:
     Raises:
         ValueError: an invalid rate, node, delay, share or matrix.
         OSError: the matrix cannot be read.
-        Unavailable: as of the labs.
+        LabUnavailable: as of the labs.
     """
     common: dict[str, Any] = {
         "node_rates": dict(args.node),
@@ -113,7 +113,7 @@ def make_lab(args: argparse.Namespace) -> Netlab:
     return WanLab(args.nodes, args.rate, shape=shape, matrix_text=text, **common)
 
 
-class _Parser(argparse.ArgumentParser):
+class _NetlabParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line, without the list of all options before it."""
         self.exit(2, f"netlab: {message}\n")
@@ -135,7 +135,7 @@ class _Ended(Exception):
 
 
 def main() -> int:
-    parser = _Parser(
+    parser = _NetlabParser(
         prog="python -m pycomm.bench.netlab",
         description=__doc__,
         epilog=f"{rates.__doc__}\n{wan_shape.__doc__}",
@@ -181,7 +181,7 @@ def main() -> int:
             lab.stop()
             print(show(lab.traffic()), file=sys.stderr)
             return status
-    except Unavailable as error:
+    except LabUnavailable as error:
         print(f"netlab: namespaces cannot be made here: {error}", file=sys.stderr)
         return 2
     except (OSError, ValueError) as error:

@@ -39,7 +39,7 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class MonitorReport:
     """Metrics of one model. None: not measured yet, or not at all."""
 
     step: int
@@ -81,7 +81,7 @@ class Report:
 class Watched(Protocol):
     """An object that can be watched: a `pycomm.policy.Plan`."""
 
-    def report(self) -> Report:
+    def report(self) -> MonitorReport:
         """Return the present metrics. May be called from any thread."""
 
 
@@ -117,7 +117,7 @@ def _number(watched: Watched | None) -> int | None:
     return next((n for n, known in _watched.items() if known is watched), None)
 
 
-def snapshot() -> dict[int, Report]:
+def snapshot() -> dict[int, MonitorReport]:
     """Return the report of each model whose gradients this process compresses, by number.
 
     Numbers count from 0 in the order in which the models were given to `pycomm.compress`. A model
@@ -163,7 +163,7 @@ def json() -> str:
 
 # --------------------------------------------------------------------- Prometheus
 
-# Names in a Report, and their names and help texts in Prometheus.
+# Names in a MonitorReport, and their names and help texts in Prometheus.
 _GAUGES = {
     "step": "Number of the step",
     "step_seconds": "Median time of a step",

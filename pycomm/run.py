@@ -55,7 +55,7 @@ AS_ASKED = "script"  # value of --backend that leaves the choice to the script
 
 
 @dataclass
-class Compression:
+class CompressionChoice:
     """Options for every DistributedDataParallel and fully_shard; policy None: no compression."""
 
     policy: Policy | None = None
@@ -63,7 +63,7 @@ class Compression:
     seed: int = 0
 
 
-_compression = Compression()
+_compression = CompressionChoice()
 
 # ---------------------------------------------------------------- the command line
 
@@ -189,7 +189,7 @@ def apply(options: Sequence[str]) -> None:
         # Tensors on a GPU stay with NCCL.
         names = ["gloo"] if torch.cuda.is_available() else ["gloo", "nccl"]
         takeover.install(names, backend)
-    _compression = Compression(policy, feedback, given.seed or 0)
+    _compression = CompressionChoice(policy, feedback, given.seed or 0)
     if policy is not None:
         _compress_every_ddp()
         _compress_every_fsdp()

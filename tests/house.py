@@ -117,8 +117,10 @@ def entries(file: Path, variable: str) -> list[str]:
 
 
 def variables(root: Path) -> set[str]:
-    """Return pycomm's environment variables, by the two files that describe and read them."""
-    text = "".join((root / name).read_text() for name in ("csrc/core/env.h", "pycomm/env.py"))
+    """Return pycomm's environment variables, by the two tables that describe them."""
+    text = "".join(
+        (root / name).read_text() for name in ("csrc/core/option_table.h", "pycomm/env.py")
+    )
     return set(re.findall(r"\bPYCOMM_[A-Z_]*[A-Z]\b", text)) - {"PYCOMM_API"}
 
 

@@ -24,7 +24,7 @@ from pycomm.bench.common.arguments import some_of
 from pycomm.bench.gpu import checks as gpu_checks
 from pycomm.bench.gpu import workers as gpu_workers
 from pycomm.bench.gpu.checks import Counts
-from pycomm.bench.gpu.results import NO_TIMES, Row, Table, this_machine
+from pycomm.bench.gpu.results import NO_TIMES, GpuRow, Table, this_machine
 from pycomm.bench.gpu.tasks import tasks_of
 
 KINDS = ("native", "nvrtc", "triton", "reference")
@@ -32,7 +32,7 @@ NUMELS = (1 << 20, 1 << 26)  # a small bucket, and one that is bound by bandwidt
 MINUTES = 9.0  # for checks and times, without the build; 16 cores and an H200 take eight
 
 
-class Run:
+class GpuRun:
     """The results so far."""
 
     def __init__(self, table: Table, minutes: float) -> None:
@@ -45,7 +45,7 @@ class Run:
         found = gpu_checks.run(suites, self.deadline)
         self.counts |= found
         for name, counts in found.items():
-            self.table.add(Row("check", str(counts), name, *NO_TIMES))
+            self.table.add(GpuRow("check", str(counts), name, *NO_TIMES))
             if not counts.good:
                 self.problem(f"{name}: {counts}")
 
@@ -55,7 +55,7 @@ class Run:
             if "problem" in message:
                 self.problem(message["problem"])
                 continue
-            row = Row(**message["row"])
+            row = GpuRow(**message["row"])
             contract = str(self.counts.get(f"contract {row.kind}", "not run"))
             row = dataclasses.replace(row, contract=contract if row.kind in KINDS else "")
             self.table.add(row)
@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> int:
         return 2
     here = this_machine(" ".join(["python", "-m", "pycomm.bench.gpu", *arguments]))
     table = Table(options.results, here)
-    run = Run(table, options.minutes)
+    run = GpuRun(table, options.minutes)
     if not options.no_checks:
         run.check(gpu_checks.contract(options.kinds))
         for suite in gpu_checks.ranks():
@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> int:
     return 1 if run.problems else 0
 
 
-def _line(row: Row) -> str:
+def _line(row: GpuRow) -> str:
     speed = f"{row.microseconds:>10.1f} us {row.gbps:>6.0f} GB/s ({row.share:.0%})"
     return f"{row.kind:<9} {row.numel:>9} {row.codec:<46} {row.op:<16} {speed}"
 

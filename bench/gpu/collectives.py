@@ -36,7 +36,7 @@ DEADLINE = 60.0  # seconds for all rounds of one configuration
 
 
 @dataclass(frozen=True)
-class Line:
+class MeasuredLine:
     """The result of one algorithm and codec."""
 
     ranks: int
@@ -69,7 +69,7 @@ def traffic(
     return ranks * (5 * b + b // ranks)
 
 
-class Rank:
+class GpuRank:
     """A thread's tensor, stream and group. All memory is allocated before the rendezvous."""
 
     def __init__(
@@ -130,7 +130,9 @@ class Rank:
         return times
 
 
-def measure(ranks: int, numel: int, codec: str, algo: str, dtype: torch.dtype, device: str) -> Line:
+def measure(
+    ranks: int, numel: int, codec: str, algo: str, dtype: torch.dtype, device: str
+) -> MeasuredLine:
     """Time one configuration, on ranks that are threads.
 
     Raises:
@@ -141,7 +143,7 @@ def measure(ranks: int, numel: int, codec: str, algo: str, dtype: torch.dtype, d
 
     def main(rank: int) -> None:
         try:
-            one = Rank(store, rank, ranks, numel, device, codec, dtype)
+            one = GpuRank(store, rank, ranks, numel, device, codec, dtype)
             try:
                 found[rank] = one.seconds(one.call(codec, algo))
             finally:
@@ -164,7 +166,7 @@ def measure(ranks: int, numel: int, codec: str, algo: str, dtype: torch.dtype, d
         str(dtype).removeprefix("torch."),
         (round(1e6 * seconds, 3), 1e-9 * moved / seconds),
     )
-    return Line(ranks, codec, algo, name, numel, moved, *times)
+    return MeasuredLine(ranks, codec, algo, name, numel, moved, *times)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

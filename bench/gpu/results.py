@@ -15,7 +15,7 @@ from pycomm.bench.common.harness import Origin
 
 
 @dataclass(frozen=True)
-class Row:
+class GpuRow:
     """One timed kernel or, where kind is "check", the result of one suite without times."""
 
     kind: str  # native, nvrtc, triton, reference, torch, ranks; or check: `codec` names the suite
@@ -47,7 +47,7 @@ class Table:
         self.path.unlink(missing_ok=True)
         self._machine = machine
 
-    def add(self, row: Row) -> None:
+    def add(self, row: GpuRow) -> None:
         tables.append(self.path, [asdict(row) | self._machine])
 
 

@@ -18,7 +18,7 @@ from functools import cache
 import torch
 
 import pycomm
-from pycomm.bench.gpu.results import Row
+from pycomm.bench.gpu.results import GpuRow
 from pycomm.bench.gpu.timing import (
     bytes_moved,
     call_of,
@@ -87,7 +87,7 @@ def tasks_of(kinds: tuple[str, ...], numels: tuple[int, ...]) -> list[Task]:
     return tasks + [Task("torch", TOPK, numel) for numel in numels]
 
 
-def perform(task: Task) -> Iterator[Row | str]:
+def perform(task: Task) -> Iterator[GpuRow | str]:
     """Yield a row for each call, or an error text for a call that fails."""
     if task.what == TOPK:
         calls = [("", lambda: time_topk(task.numel))]
@@ -111,7 +111,7 @@ def perform(task: Task) -> Iterator[Row | str]:
             yield f"{task.kind} {task.what} {name}: {error}"
 
 
-def time_kernel(task: Task, op: str) -> Row:
+def time_kernel(task: Task, op: str) -> GpuRow:
     """Time one call of a codec."""
     codec, numel = pycomm.codec(task.what), task.numel
     run = implementation(codec.name, task.kind, "cuda")
@@ -121,7 +121,7 @@ def time_kernel(task: Task, op: str) -> Row:
     return _row(task.kind, codec.spec(), op, numel, moved, seconds, method)
 
 
-def time_conversion(task: Task, source: torch.dtype, target: torch.dtype) -> Row:
+def time_conversion(task: Task, source: torch.dtype, target: torch.dtype) -> GpuRow:
     """Time `pycomm.convert` from one dtype to another."""
     run, numel = convert.implementation(task.kind, "cuda"), task.numel
     moved = numel * (source.itemsize + target.itemsize)
@@ -131,7 +131,7 @@ def time_conversion(task: Task, source: torch.dtype, target: torch.dtype) -> Row
     return _row(task.kind, name, "convert", numel, moved, seconds, method)
 
 
-def time_topk(numel: int) -> Row:
+def time_topk(numel: int) -> GpuRow:
     """Time torch.topk, the baseline of topk."""
     seconds, method = measure([topk_of_torch(numel) for _ in range(2)])
     return _row("torch", "torch.topk 1 %", "topk", numel, 4 * numel, seconds, method)
@@ -139,10 +139,10 @@ def time_topk(numel: int) -> Row:
 
 def _row(
     kind: str, codec: str, op: str, numel: int, moved: int, seconds: float, method: str
-) -> Row:
+) -> GpuRow:
     gbps, copy = 1e-9 * moved / seconds, copy_rate(numel)
     times = (round(1e6 * seconds, 3), round(gbps, 1), round(copy, 1), round(gbps / copy, 3))
-    return Row(kind, "", codec, op, numel, moved, *times, method)
+    return GpuRow(kind, "", codec, op, numel, moved, *times, method)
 
 
 def is_broken() -> bool:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pycomm.bench.gpu.results import Row
+from pycomm.bench.gpu.results import GpuRow
 from pycomm.bench.gpu.tasks import Task
 
 SILENCE = 90.0  # seconds without output after which a process counts as hung
@@ -125,7 +125,7 @@ def collectives(deadline: float = float("inf")) -> Iterator[dict[str, Any]]:
                 continue
             op = f"all_reduce of {message['ranks']} {message['algo'] or 'coded'} {message['dtype']}"
             gbps = message["gbps"]
-            row = Row(
+            row = GpuRow(
                 kind="ranks",
                 contract="",
                 codec=message["codec"] or "none",

@@ -22,7 +22,7 @@ Rank = subprocess.Popen[bytes]
 GRACE = 3.0  # seconds that a rank gets to end after SIGTERM
 
 
-class Unavailable(RuntimeError):
+class LabUnavailable(RuntimeError):
     """Namespaces cannot be created here; the text gives the reason."""
 
 

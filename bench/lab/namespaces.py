@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pycomm.bench.lab import node_shell, rates
-from pycomm.bench.lab.base import Lab, Rank, Traffic, Unavailable, interface_counts
+from pycomm.bench.lab.base import Lab, LabUnavailable, Rank, Traffic, interface_counts
 
 TOOLS = ("ip", "tc", "unshare", "nsenter")
 BURST = 128 * 1024  # bytes that may pass at once: two of the kernel's largest packets
@@ -57,7 +57,7 @@ class Netlab(Lab):
             user_namespace: do without root's rights, even if this is root.
 
         Raises:
-            Unavailable: the kernel, the user's rights or missing tools do not allow it.
+            LabUnavailable: the kernel, the user's rights or missing tools do not allow it.
             ValueError: an invalid rate or node.
         """
         super().__init__(nodes, rate)
@@ -73,7 +73,7 @@ class Netlab(Lab):
             raise ValueError("all nodes need the same number of links")
         missing = [tool for tool in TOOLS if not shutil.which(tool)]
         if missing:
-            raise Unavailable(f"no {', '.join(missing)} (apt-get install iproute2 util-linux)")
+            raise LabUnavailable(f"no {', '.join(missing)} (apt-get install iproute2 util-linux)")
         self._holders: list[subprocess.Popen[str]] = []
         self._user: list[str] = []
         self._closing = threading.Event()
@@ -130,7 +130,7 @@ class Netlab(Lab):
         assert holder.stdout is not None
         assert holder.stderr is not None
         if holder.stdout.readline() != "ready\n":
-            raise Unavailable(holder.stderr.read().strip() or f"{' '.join(enter)} failed")
+            raise LabUnavailable(holder.stderr.read().strip() or f"{' '.join(enter)} failed")
         return holder.pid
 
     def _enter(self, holder: int) -> list[str]:
@@ -143,7 +143,7 @@ class Netlab(Lab):
             [*self._enter(holder), "sh", "-c", script], capture_output=True, text=True
         )
         if done.returncode != 0:
-            raise Unavailable(done.stderr.strip())
+            raise LabUnavailable(done.stderr.strip())
         return done.stdout
 
     def start(self, command: Sequence[str], **options: Any) -> list[Rank]:
@@ -156,10 +156,10 @@ class Netlab(Lab):
         """Start the command's ranks by Open MPI's `mpirun`, which runs on the first node.
 
         Raises:
-            Unavailable: mpirun is not installed.
+            LabUnavailable: mpirun is not installed.
         """
         if not shutil.which("mpirun"):
-            raise Unavailable("no mpirun (apt-get install openmpi-bin)")
+            raise LabUnavailable("no mpirun (apt-get install openmpi-bin)")
         nodes = {f"10.77.0.{node + 1}": self.wrap(node) for node in range(self.nodes)}
         hosts = ",".join(f"{address}:{ranks_per_node}" for address in nodes)
         shell = shlex.join([sys.executable, "-I", "-S", node_shell.__file__])
@@ -210,14 +210,14 @@ class Netlab(Lab):
         """Move this process, which must have one thread, to a node's network permanently.
 
         Raises:
-            Unavailable: the kernel refuses it.
+            LabUnavailable: the kernel refuses it.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         kinds = {"user": _CLONE_NEWUSER} if self._user else {}
         for kind, flag in (kinds | {"net": _CLONE_NEWNET}).items():
             with open(f"/proc/{self._holders[node + 1].pid}/ns/{kind}") as space:
                 if libc.setns(space.fileno(), flag) != 0:
-                    raise Unavailable(f"setns: {os.strerror(ctypes.get_errno())}")
+                    raise LabUnavailable(f"setns: {os.strerror(ctypes.get_errno())}")
 
     def cut(self, node: int, *, link: int = 0) -> None:
         """Drop all packets from and to a node from now on; its interface stays up."""

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pycomm.bench.lab.base import Unavailable
+from pycomm.bench.lab.base import LabUnavailable
 from pycomm.bench.lab.namespaces import Netlab
 from pycomm.bench.lab.rates import Rate
 from pycomm.bench.lab.shape import Shape, bits, changed, matrix, seconds
@@ -26,7 +26,7 @@ def program() -> Path:
     """Return the link program; compiles it at the first use.
 
     Raises:
-        Unavailable: there is no compiler, or it failed.
+        LabUnavailable: there is no compiler, or it failed.
     """
     name = "pycomm-wan-link-" + hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pycomm"
@@ -35,14 +35,14 @@ def program() -> Path:
         return made
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
-        raise Unavailable("no C++ compiler for the link with delay (apt-get install g++)")
+        raise LabUnavailable("no C++ compiler for the link with delay (apt-get install g++)")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         fresh = Path(folder) / name
         command = [*compiler.split(), "-std=c++17", "-O2", "-o", str(fresh), str(SOURCE)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
-            raise Unavailable(f"{compiler} failed: {done.stderr.strip()}")
+            raise LabUnavailable(f"{compiler} failed: {done.stderr.strip()}")
         fresh.replace(made)  # whole or not at all: others may compile it now, too
     return made
 
@@ -68,7 +68,7 @@ class WanLab(Netlab):
             matrix_text: lines that name pairs whose links differ (shape.py).
 
         Raises:
-            Unavailable: as of `Netlab`; also without TUN devices or a C++ compiler.
+            LabUnavailable: as of `Netlab`; also without TUN devices or a C++ compiler.
             ValueError: an invalid rate, node or line.
         """
         self.shape = shape or Shape()
@@ -103,7 +103,7 @@ class WanLab(Netlab):
             lines.append(_rate_line(node, self._links[node][link][0]))
         if self._ask("\n".join([*lines, "go"])) != "ready":
             assert self._link.stderr is not None
-            raise Unavailable(self._link.stderr.read().strip() or "the link program failed")
+            raise LabUnavailable(self._link.stderr.read().strip() or "the link program failed")
         for node in range(self.nodes):
             device = f"eth{link}"
             self.congestion = self._shell(

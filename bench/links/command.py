@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pycomm.bench.common import arguments, tables
 from pycomm.bench.common.harness import Origin
-from pycomm.bench.lab.base import Unavailable
+from pycomm.bench.lab.base import LabUnavailable
 from pycomm.bench.lab.jobs import Failed
 from pycomm.bench.links import rates, scale, steps, unequal
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     except (Failed, ValueError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
-    except Unavailable as error:
+    except LabUnavailable as error:
         print(f"{program}: the lab cannot be made here: {error}", file=sys.stderr)
         return 2
     return 0

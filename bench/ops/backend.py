@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from pycomm.bench.ops.cases import Array, Case, Run
 
 
-class Backend(ABC):
+class BackendCalls(ABC):
     """One way to run every operation of :mod:`pycomm.bench.ops.operations`."""
 
     name: str

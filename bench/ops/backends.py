@@ -18,7 +18,7 @@ import numpy as np
 
 from pycomm import _C
 from pycomm.bench.ops import coded
-from pycomm.bench.ops.backend import Backend
+from pycomm.bench.ops.backend import BackendCalls
 from pycomm.bench.ops.cases import Array, Case, Run
 
 CORE = ("pycomm", "pycomm-shared", "pycomm-tls", "pycomm-unchecked")
@@ -29,7 +29,7 @@ NAMES = (
 )
 
 
-class Core(Backend):
+class Core(BackendCalls):
     has_codecs = True
 
     def __init__(self, name: str, store: _C.Store, rank: int, ranks: int) -> None:
@@ -68,9 +68,9 @@ class SharedCore(Core):
         )
 
 
-def connect(names: Sequence[str], folder: Path, rank: int, ranks: int) -> list[Backend]:
+def connect(names: Sequence[str], folder: Path, rank: int, ranks: int) -> list[BackendCalls]:
     """Connect to the other ranks in every backend, in the order of the names."""
-    backends: list[Backend] = []
+    backends: list[BackendCalls] = []
     for name in names:
         if name.partition(":")[0] in CORE:
             core = SharedCore if name == "pycomm-shared" else Core

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
-from pycomm.bench.ops.backend import Backend
+from pycomm.bench.ops.backend import BackendCalls
 from pycomm.bench.ops.cases import Array, Case, Run
 
 # mpirun's own variables, by library: Open MPI, then libraries that start ranks with hydra.
@@ -48,7 +48,7 @@ def mpirun(ranks: int) -> list[str]:
     return ["mpirun", *root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
 
 
-class Mpi(Backend):
+class Mpi(BackendCalls):
     """MPI through mpi4py's upper-case calls, which work directly on buffers."""
 
     name = "mpi"

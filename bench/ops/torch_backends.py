@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pycomm import takeover
 from pycomm.bench.ops import coded
-from pycomm.bench.ops.backend import Backend
+from pycomm.bench.ops.backend import BackendCalls
 from pycomm.bench.ops.cases import STORAGE, Array, Case, Run
 
 # The names in torch.distributed.
@@ -25,7 +25,7 @@ UNKNOWN = ("uint32", "uint64")
 """types that torch's own backends do not reduce or send"""
 
 
-class Torch(Backend):
+class Torch(BackendCalls):
     def __init__(self, name: str, group: Any) -> None:
         self.name = name
         self.group = group

@@ -39,7 +39,7 @@ RATES, DELAYS = "100mbit,1gbit,10gbit", "0,50"
 PATIENCE = 240.0  # seconds of one system's training, or of its steps on a link
 
 
-class Failed(RuntimeError):
+class PeerFailed(RuntimeError):
     """A rank failed or took too long; the text is the last line of its output."""
 
 
@@ -47,7 +47,7 @@ def run(lab: netlab.Lab, peer: Peer, words: Sequence[str], limit: float) -> list
     """Run a system's ranks; return what the first one has written.
 
     Raises:
-        Failed: a rank has failed, or none has ended in time.
+        PeerFailed: a rank has failed, or none has ended in time.
     """
     with tempfile.TemporaryDirectory() as folder:
         log, output = Path(folder, "log"), Path(folder, "output")
@@ -57,7 +57,7 @@ def run(lab: netlab.Lab, peer: Peer, words: Sequence[str], limit: float) -> list
 
         def watch() -> None:
             if time.monotonic() > until:
-                raise Failed(f"it has not ended after {limit:.0f} s: {last_line(output)}")
+                raise PeerFailed(f"it has not ended after {limit:.0f} s: {last_line(output)}")
 
         with output.open("wb") as out:
             ranks = lab.start(
@@ -71,7 +71,7 @@ def run(lab: netlab.Lab, peer: Peer, words: Sequence[str], limit: float) -> list
             finally:
                 lab.stop()
         if status or not log.exists():
-            raise Failed(last_line(output))
+            raise PeerFailed(last_line(output))
         rows: list[dict[str, float]] = json.loads(log.read_text())
         return rows
 
@@ -97,7 +97,7 @@ def losses(peers: Iterable[Peer], options: argparse.Namespace) -> Iterator[dict[
             row["curve"] = " ".join(f"{r['step']:g}:{r['held_out']:.6f}" for r in rows)
         except importlib.metadata.PackageNotFoundError as error:
             row["broke"] = f'{error}: pip install "pycomm[peers]"'
-        except Failed as error:
+        except PeerFailed as error:
             row["broke"] = str(error)
         yield row
 
@@ -120,7 +120,7 @@ def steps(
             with WanLab(RANKS, rate, shape=shape) if delay else netlab.Netlab(RANKS, rate) as lab:
                 (found,) = run(lab, peer, words, PATIENCE)
             row |= {"ms": f"{1e3 * found['seconds']:.2f}", "bytes": f"{found['bytes']:.0f}"}
-        except Failed as error:
+        except PeerFailed as error:
             row["broke"] = str(error)
         yield row
 

@@ -28,7 +28,7 @@ from pycomm.bench.common.harness import Origin
 from pycomm.bench.lab.base import wait
 from pycomm.bench.lab.jobs import Failed, ask
 from pycomm.bench.lab.wan import lab_of
-from pycomm.plan import CODINGS, Model, Probe, of_tensors
+from pycomm.plan import CODINGS, ClusterProbe, Model, of_tensors
 from pycomm.plan.algorithms import Size
 from pycomm.plan.sim import simulate
 
@@ -39,7 +39,7 @@ PROBED = 8  # ranks of a probe: two measure a link, more also measure the sharin
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanCase:
     """A prediction and its measurement, in seconds."""
 
     kind: str
@@ -61,7 +61,7 @@ class Case:
         return self.kind, self.rate, self.ranks, self.size
 
 
-def probe(rate: str, path: Path) -> Probe:
+def probe(rate: str, path: Path) -> ClusterProbe:
     """Run one probe on links of a rate.
 
     Raises:
@@ -73,13 +73,13 @@ def probe(rate: str, path: Path) -> Probe:
         lab.stop()
     if status:
         raise Failed(f"the probe ended with {status}")
-    return Probe.read(path)
+    return ClusterProbe.read(path)
 
 
 # ------------------------------------------------------------------ predicting
 
 
-def predict_all_reduce(found: Probe, ranks: int, codec: str, size: int) -> tuple[str, float]:
+def predict_all_reduce(found: ClusterProbe, ranks: int, codec: str, size: int) -> tuple[str, float]:
     coding = CODINGS[codec]
     algorithm = "gather" if coding.combine == "gather" else "two_shot"
     cluster = found.cluster(ranks)
@@ -107,7 +107,7 @@ def model_of(parts: dict[str, Any], ranks: int) -> Model:
     )
 
 
-def predict_step(found: Probe, ranks: int, codec: str, model: Model) -> tuple[str, float]:
+def predict_step(found: ClusterProbe, ranks: int, codec: str, model: Model) -> tuple[str, float]:
     coding = CODINGS[codec]
     algorithm = "gather" if coding.combine == "gather" else "two_shot"
     cluster = found.cluster(ranks, compute_on_cores=True)
@@ -117,9 +117,9 @@ def predict_step(found: Probe, ranks: int, codec: str, model: Model) -> tuple[st
 # -------------------------------------------------------------------- judging
 
 
-def picks(cases: Sequence[Case]) -> list[bool]:
+def picks(cases: Sequence[PlanCase]) -> list[bool]:
     """Return for each group whether the codec predicted to be fastest was so, or close."""
-    groups: dict[tuple[str, str, int, int], list[Case]] = {}
+    groups: dict[tuple[str, str, int, int], list[PlanCase]] = {}
     for case in cases:
         groups.setdefault(case.group, []).append(case)
     found = []
@@ -130,7 +130,7 @@ def picks(cases: Sequence[Case]) -> list[bool]:
     return found
 
 
-def judge(cases: Sequence[Case]) -> bool:
+def judge(cases: Sequence[PlanCase]) -> bool:
     """Print the errors; return True if all promises hold."""
     errors = [abs(case.error) for case in cases]
     picked = picks(cases)
@@ -143,9 +143,9 @@ def judge(cases: Sequence[Case]) -> bool:
     return median <= MEDIAN and worst <= WORST and share >= PICKED
 
 
-def summary(cases: Sequence[Case]) -> Iterable[list[str]]:
+def summary(cases: Sequence[PlanCase]) -> Iterable[list[str]]:
     """Yield the cells of a row for each kind, link rate and number of ranks, and one for all."""
-    groups: dict[tuple[str, str, str], list[Case]] = {}
+    groups: dict[tuple[str, str, str], list[PlanCase]] = {}
     for case in cases:
         groups.setdefault((case.kind, case.rate, str(case.ranks)), []).append(case)
     by_kind = sorted(groups.items(), key=lambda item: item[0][0])
@@ -160,21 +160,21 @@ def summary(cases: Sequence[Case]) -> Iterable[list[str]]:
         ]
 
 
-def record(case: Case, origin: Origin) -> dict[str, Any]:
+def record(case: PlanCase, origin: Origin) -> dict[str, Any]:
     """Return a case as a row of a table."""
     return asdict(case) | {"error": round(case.error, 4)} | asdict(origin)
 
 
-def load(path: Path) -> list[Case]:
+def load(path: Path) -> list[PlanCase]:
     """Return the cases of a table."""
     kinds: dict[str, Any] = {"str": str, "int": int, "float": float}
     return [
-        Case(**{f.name: kinds[str(f.type)](row[f.name]) for f in fields(Case)})
+        PlanCase(**{f.name: kinds[str(f.type)](row[f.name]) for f in fields(PlanCase)})
         for row in tables.read(path)
     ]
 
 
-def show(case: Case) -> None:
+def show(case: PlanCase) -> None:
     size = harness.format_size(case.size) if case.size else "demo"
     print(
         f"{case.kind:<10} {case.rate:<8} {case.ranks:>2} {size:>5}  {case.codec:<10} "
@@ -183,14 +183,16 @@ def show(case: Case) -> None:
     )
 
 
-def measure(options: argparse.Namespace, rate: str, ranks: int, found: Probe) -> Iterable[Case]:
+def measure(
+    options: argparse.Namespace, rate: str, ranks: int, found: ClusterProbe
+) -> Iterable[PlanCase]:
     """Yield all cases of one link rate and number of ranks."""
     with lab_of(ranks, rate) as lab:
         if "all_reduce" in options.kind:
             rows = ask(lab, RANKS, kind="all_reduces", sizes=options.size, codecs=CODECS)
             for row in rows:
                 predicted = predict_all_reduce(found, ranks, row["codec"], row["size"])
-                yield Case(
+                yield PlanCase(
                     "all_reduce", rate, ranks, row["size"], row["codec"], *predicted, row["seconds"]
                 )
         if "step" in options.kind:
@@ -198,7 +200,7 @@ def measure(options: argparse.Namespace, rate: str, ranks: int, found: Probe) ->
             model = model_of(parts, ranks)
             for row in rows:
                 predicted = predict_step(found, ranks, row["codec"], model)
-                yield Case("step", rate, ranks, 0, row["codec"], *predicted, row["seconds"])
+                yield PlanCase("step", rate, ranks, 0, row["codec"], *predicted, row["seconds"])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -219,7 +221,7 @@ def main(argv: Sequence[str]) -> int:
         return 0 if judge(load(options.judge)) else 1
     options.size = [harness.parse_size(text) for text in options.size.split(",")]
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "plan", *argv]))
-    cases: list[Case] = []
+    cases: list[PlanCase] = []
     with tempfile.TemporaryDirectory() as folder:
         probes = options.probes or Path(folder)
         probes.mkdir(parents=True, exist_ok=True)
@@ -227,7 +229,7 @@ def main(argv: Sequence[str]) -> int:
         for rate in options.rate.split(","):
             for ranks in map(int, options.ranks.split(",")):
                 path = probes / f"{rate}-{ranks}.json"
-                found = Probe.read(path) if path.exists() else probe(rate, path)
+                found = ClusterProbe.read(path) if path.exists() else probe(rate, path)
                 for case in measure(options, rate, ranks, found):
                     show(case)
                     cases.append(case)

@@ -27,7 +27,7 @@ struct Float {
 };
 
 template <typename Format, typename Code>
-struct SmallFloat {
+struct StoredFloat {
   using Stored = Code;
   using Acc = float;
   using Scalar = float;
@@ -41,7 +41,7 @@ struct SmallFloat {
 
 /// Stores with one choice for NaN, where encode() makes another.
 template <typename Code>
-struct SmallFloat<pycomm::BFloat16, Code> {
+struct StoredFloat<pycomm::BFloat16, Code> {
   using Stored = Code;
   using Acc = float;
   using Scalar = float;
@@ -90,7 +90,7 @@ struct Wrapping<T, true> {
   using Type = std::common_type_t<std::make_unsigned_t<T>, unsigned>;
 };
 
-struct Op {
+struct ReduceRule {
   template <typename Acc, typename Scalar>
   static PYCOMM_HD Acc scale(Acc x, Scalar) {
     return x;
@@ -101,7 +101,7 @@ struct Op {
   }
 };
 
-struct Sum : Op {
+struct Sum : ReduceRule {
   template <typename Acc>
   static PYCOMM_HD Acc fold(Acc a, Acc b) {
     using W = typename Wrapping<Acc>::Type;
@@ -123,7 +123,7 @@ struct PremulSum : Sum {
   }
 };
 
-struct Prod : Op {
+struct Prod : ReduceRule {
   template <typename Acc>
   static PYCOMM_HD Acc fold(Acc a, Acc b) {
     using W = typename Wrapping<Acc>::Type;
@@ -136,35 +136,35 @@ struct Prod : Op {
 };
 
 // A NaN on either side wins; the code is written so that both compile to one compare and one blend.
-struct Min : Op {
+struct Min : ReduceRule {
   template <typename Acc>
   static PYCOMM_HD Acc fold(Acc a, Acc b) {
     return ((b < a) | (b != b)) ? b : a;
   }
 };
 
-struct Max : Op {
+struct Max : ReduceRule {
   template <typename Acc>
   static PYCOMM_HD Acc fold(Acc a, Acc b) {
     return ((b > a) | (b != b)) ? b : a;
   }
 };
 
-struct Band : Op {
+struct Band : ReduceRule {
   template <typename Acc>
   static PYCOMM_HD Acc fold(Acc a, Acc b) {
     return a & b;
   }
 };
 
-struct Bor : Op {
+struct Bor : ReduceRule {
   template <typename Acc>
   static PYCOMM_HD Acc fold(Acc a, Acc b) {
     return a | b;
   }
 };
 
-struct Bxor : Op {
+struct Bxor : ReduceRule {
   template <typename Acc>
   static PYCOMM_HD Acc fold(Acc a, Acc b) {
     return a ^ b;

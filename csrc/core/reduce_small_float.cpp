@@ -46,8 +46,8 @@ PYCOMM_INLINE void encode_all(const float* in, uint8_t* out, size_t n) {
   for (size_t i = 0; i < n; i++) out[i] = Type::store(in[i]);
 }
 
-using E4M3 = SmallFloat<pycomm::Float8E4M3, uint8_t>;
-using E5M2 = SmallFloat<pycomm::Float8E5M2, uint8_t>;
+using E4M3 = StoredFloat<pycomm::Float8E4M3, uint8_t>;
+using E5M2 = StoredFloat<pycomm::Float8E5M2, uint8_t>;
 
 PYCOMM_SIMD void decode_e4m3(const uint8_t* in, float* out, size_t n) {
   decode_all<E4M3>(in, out, n);
@@ -74,7 +74,7 @@ void fold_float8_e5m2(const Block& block) {
   fold_converted<uint8_t>(block, decode_e5m2, encode_e5m2);
 }
 PYCOMM_SIMD void fold_bfloat16(const Block& block) {
-  fold_float<SmallFloat<pycomm::BFloat16, uint16_t>>(block);
+  fold_float<StoredFloat<pycomm::BFloat16, uint16_t>>(block);
 }
 
 }  // namespace pycomm::kernels

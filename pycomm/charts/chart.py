@@ -67,7 +67,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Look:
+class Style:
     """Appearance of one series, the same in all panels and in both libraries."""
 
     colour: str
@@ -76,14 +76,14 @@ class Look:
     """Index of a marker shape."""
 
 
-def looks(chart: Chart) -> dict[str, Look]:
+def looks(chart: Chart) -> dict[str, Style]:
     """Return the appearance of each label, by the order in which labels appear."""
     order = dict.fromkeys(series.label for series in _all(chart) if not series.base)
     found = {
-        label: Look(COLOURS[i % len(COLOURS)], i // len(COLOURS) % 2 == 1, i)
+        label: Style(COLOURS[i % len(COLOURS)], i // len(COLOURS) % 2 == 1, i)
         for i, label in enumerate(order)
     }
-    return found | {s.label: Look(BASE, False, 0) for s in _all(chart) if s.base}
+    return found | {s.label: Style(BASE, False, 0) for s in _all(chart) if s.base}
 
 
 def _all(chart: Chart) -> Iterator[Series]:

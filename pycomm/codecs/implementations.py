@@ -35,7 +35,7 @@ class Unavailable(RuntimeError):
     """The implementation is not part of this installation, or does not run on this device."""
 
 
-class Codec(Protocol):
+class CodecFunctions(Protocol):
     """The part of a codec that implementations use; see `pycomm.codecs.base`."""
 
     @property
@@ -56,7 +56,7 @@ class Implementation(Protocol):
 class Reference:
     """The reference: any codec in plain torch, on any device."""
 
-    def encode(self, codec: Codec, args: EncodeArgs) -> None:
+    def encode(self, codec: CodecFunctions, args: EncodeArgs) -> None:
         x = args.x.reshape(-1)
         if args.residual is None or args.new_residual is None:
             args.out.copy_(codec.reference_encode(x, args.key, args.index))
@@ -68,24 +68,24 @@ class Reference:
         left = torch.where(value.isfinite(), p - value, residual)
         args.new_residual.view(-1).copy_(left)
 
-    def decode(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+    def decode(self, codec: CodecFunctions, payload: torch.Tensor, out: torch.Tensor) -> None:
         out.view(-1).copy_(codec.reference_decode(payload, out.numel()))
 
-    def decode_add(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+    def decode_add(self, codec: CodecFunctions, payload: torch.Tensor, out: torch.Tensor) -> None:
         codec.reference_decode_add(payload, out.view(-1))
 
 
 class Native:
     """The native implementation: pycomm._C; cuda tensors use torch's current stream."""
 
-    def encode(self, codec: Codec, args: EncodeArgs) -> None:
+    def encode(self, codec: CodecFunctions, args: EncodeArgs) -> None:
         with _device(args.x):
             scratch = _scratch(codec, args.x)
             codec.native.encode(
                 **args.addresses(), stream=_stream(args.x), scratch=scratch.data_ptr()
             )
 
-    def decode(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+    def decode(self, codec: CodecFunctions, payload: torch.Tensor, out: torch.Tensor) -> None:
         with _device(out):
             scratch = _scratch(codec, out)
             codec.native.decode(
@@ -96,7 +96,7 @@ class Native:
                 scratch=scratch.data_ptr(),
             )
 
-    def decode_add(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+    def decode_add(self, codec: CodecFunctions, payload: torch.Tensor, out: torch.Tensor) -> None:
         with _device(out):
             scratch = _scratch(codec, out)
             codec.native.decode_add(
@@ -118,13 +118,13 @@ class Triton:
     def __init__(self, module: Any) -> None:
         self._module = module
 
-    def encode(self, codec: Codec, args: EncodeArgs) -> None:
+    def encode(self, codec: CodecFunctions, args: EncodeArgs) -> None:
         self._module.encode(codec, args)
 
-    def decode(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+    def decode(self, codec: CodecFunctions, payload: torch.Tensor, out: torch.Tensor) -> None:
         self._module.decode(codec, payload, out, add=False)
 
-    def decode_add(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+    def decode_add(self, codec: CodecFunctions, payload: torch.Tensor, out: torch.Tensor) -> None:
         self._module.decode(codec, payload, out, add=True)
 
 
@@ -132,7 +132,7 @@ def _stream(x: torch.Tensor) -> int | None:
     return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
 
 
-def _scratch(codec: Codec, x: torch.Tensor) -> torch.Tensor:
+def _scratch(codec: CodecFunctions, x: torch.Tensor) -> torch.Tensor:
     """Return scratch memory on cuda, from torch's caching allocator.
 
     It may be freed as soon as the work is queued: its next user comes later on the same stream.

@@ -11,7 +11,7 @@ from typing import Any
 
 from pycomm._build import OLDEST_TORCH, PACKAGE
 from pycomm.doctor.finding import Finding
-from pycomm.doctor.probe import Outcome
+from pycomm.doctor.probe import ProbeOutcome
 
 TOPIC = "installed"
 BUILD = "build it with `pip install --no-build-isolation .`, or `make build` in a checkout"
@@ -19,7 +19,7 @@ KERNELS = "pip install pycomm-cuda13, or build pycomm where nvcc is found"
 CUPY = 'pip install "pycomm[cuda13]" (or cuda12, as the driver has it)'
 
 
-def judge(found: Mapping[str, Outcome], package: Path = PACKAGE) -> list[Finding]:
+def judge(found: Mapping[str, ProbeOutcome], package: Path = PACKAGE) -> list[Finding]:
     """Return findings from the outcomes of the probes."""
     return [
         *_core(found["core"], package),
@@ -35,7 +35,7 @@ def _finding(level: str, name: str, text: str, advice: str = "") -> Finding:
     return Finding(level, TOPIC, name, text, advice)
 
 
-def _core(core: Outcome, package: Path) -> Iterator[Finding]:
+def _core(core: ProbeOutcome, package: Path) -> Iterator[Finding]:
     if core.error:
         absent = [name for name in ("libpycomm.so", "_C") if not _has(package, name)]
         others = sorted(path.name for path in package.glob("_C.*.so"))
@@ -75,7 +75,7 @@ def _has(package: Path, name: str) -> bool:
     return any((package / name).exists() for name in names)
 
 
-def _torch(torch: Outcome) -> Iterator[Finding]:
+def _torch(torch: ProbeOutcome) -> Iterator[Finding]:
     if torch.error:
         oldest = ".".join(map(str, OLDEST_TORCH))
         text = "is not installed" if torch.missing else f"does not load: {torch.error}"
@@ -111,7 +111,7 @@ def _torch(torch: Outcome) -> Iterator[Finding]:
         )
 
 
-def _c10d(c10d: Outcome, torch: Outcome) -> Iterator[Finding]:
+def _c10d(c10d: ProbeOutcome, torch: ProbeOutcome) -> Iterator[Finding]:
     if torch.error:
         return
     name = "_c10d"
@@ -173,7 +173,7 @@ def _python_backend(facts: Mapping[str, Any], why: str) -> Finding:
     )
 
 
-def _cuda(found: Mapping[str, Outcome]) -> Iterator[Finding]:
+def _cuda(found: Mapping[str, ProbeOutcome]) -> Iterator[Finding]:
     driver, torch, core = found["driver"], found["torch"], found["core"]
     name = "CUDA"
     if driver.error or driver.facts["error"] or not driver.facts["gpus"]:
@@ -213,7 +213,7 @@ def _cuda(found: Mapping[str, Outcome]) -> Iterator[Finding]:
     yield _kernels(core, found["nvrtc"], found["triton"])
 
 
-def _no_gpu(driver: Outcome) -> Finding:
+def _no_gpu(driver: ProbeOutcome) -> Finding:
     advice = "nothing, if there should be no GPU; else install NVIDIA's driver, or start the "
     advice += "container with its GPUs (docker run --gpus all)"
     if driver.missing:
@@ -231,7 +231,7 @@ def _no_gpu(driver: Outcome) -> Finding:
     )
 
 
-def _kernels(core: Outcome, nvrtc: Outcome, triton: Outcome) -> Finding:
+def _kernels(core: ProbeOutcome, nvrtc: ProbeOutcome, triton: ProbeOutcome) -> Finding:
     """Return the finding on the implementation that runs codecs on the available GPU."""
     name = "CUDA kernels"
     if not core.error and core.facts["cuda"]:
@@ -258,7 +258,7 @@ def _kernels(core: Outcome, nvrtc: Outcome, triton: Outcome) -> Finding:
     return _finding("note", name, text, f"{KERNELS}, for the fast way")
 
 
-def _triton(triton: Outcome) -> Iterator[Finding]:
+def _triton(triton: ProbeOutcome) -> Iterator[Finding]:
     if triton.missing:
         yield _finding("note", "Triton", "is not installed", "nothing: CUDA kernels do the same")
     elif triton.error:
@@ -272,7 +272,7 @@ def _triton(triton: Outcome) -> Iterator[Finding]:
         yield _finding("ok", "Triton", triton.facts["version"])
 
 
-def _nvrtc(nvrtc: Outcome) -> Iterator[Finding]:
+def _nvrtc(nvrtc: ProbeOutcome) -> Iterator[Finding]:
     if nvrtc.missing:
         yield _finding(
             "note",

@@ -45,7 +45,7 @@ Look = Callable[[], tuple[list[Finding], dict[str, str]]]
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """Report of one rank."""
 
     host: str
@@ -56,7 +56,7 @@ class Report:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Report:
+    def from_json(cls, text: str | bytes) -> RankReport:
         made = json.loads(text)
         return cls(made["host"], made["facts"], [Finding(**f) for f in made["findings"]])
 
@@ -101,8 +101,8 @@ def examine(look: Look, rank: int, ranks: int, self_test_wanted: bool) -> tuple[
         store.set(f"{KEY}/left/{rank}", "1")
         return [], status
     reports, absent = _collect(store, range(ranks), "", SECONDS)
-    findings = merged({r: Report.from_json(text) for r, text in reports.items()})
-    findings += differences({r: Report.from_json(text) for r, text in reports.items()})
+    findings = merged({r: RankReport.from_json(text) for r, text in reports.items()})
+    findings += differences({r: RankReport.from_json(text) for r, text in reports.items()})
     findings += [_absent(absent, SECONDS)] if absent else []
     if self_test_wanted and worst(findings) != "problem":
         store.set(f"{KEY}/go", "yes")
@@ -118,16 +118,16 @@ def examine(look: Look, rank: int, ranks: int, self_test_wanted: bool) -> tuple[
     return findings, status
 
 
-def _report(look: Look) -> Report:
+def _report(look: Look) -> RankReport:
     host = socket.gethostname()
     if env().local_rank:
         import torch
 
-        return Report(
+        return RankReport(
             host, probe.platform_facts() | {"torch": torch.__version__} | variables.shared(given())
         )
     findings, facts = look()
-    return Report(host, facts, findings)
+    return RankReport(host, facts, findings)
 
 
 # ------------------------------------------------------------------------------- the store
@@ -224,7 +224,7 @@ def _group_result(store: Any, rank: int, ranks: int) -> self_test.Result:
 # ------------------------------------------------------------------------------- judging
 
 
-def merged(reports: dict[int, Report]) -> list[Finding]:
+def merged(reports: dict[int, RankReport]) -> list[Finding]:
     """Return the findings of all hosts: an ok once, from rank 0; others with their ranks."""
     first = reports[min(reports)].findings
     having: dict[Finding, list[int]] = {}
@@ -240,7 +240,7 @@ def merged(reports: dict[int, Report]) -> list[Finding]:
     ]
 
 
-def differences(reports: dict[int, Report]) -> Iterator[Finding]:
+def differences(reports: dict[int, RankReport]) -> Iterator[Finding]:
     """Yield findings on facts that differ between ranks but should be equal."""
     names = dict.fromkeys(name for report in reports.values() for name in report.facts)
     same = True
@@ -265,7 +265,7 @@ def differences(reports: dict[int, Report]) -> Iterator[Finding]:
         yield Finding("ok", TOPIC, "differences", text)
 
 
-def _places(ranks: Sequence[int], reports: dict[int, Report]) -> str:
+def _places(ranks: Sequence[int], reports: dict[int, RankReport]) -> str:
     hosts = dict.fromkeys(reports[rank].host for rank in ranks)
     return f"{named(ranks)} ({', '.join(hosts)})"
 

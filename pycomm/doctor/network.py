@@ -23,7 +23,7 @@ Interface = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkCard:
     """An interface as the system describes it; None: not reported."""
 
     name: str
@@ -33,13 +33,13 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Network:
+class HostNetwork:
     """Facts on the network of this machine."""
 
     up: list[Interface]
     here: list[Interface] = field(default_factory=list)
     """Interfaces chosen if all ranks are on this machine."""
-    far: list[Link] = field(default_factory=list)
+    far: list[NetworkCard] = field(default_factory=list)
     """Interfaces chosen if the ranks are on several machines."""
     why: str = ""
     """The reason for the choice of `far`."""
@@ -54,7 +54,7 @@ class Network:
     """What is to be said of PYCOMM_PORTS and PYCOMM_ADVERTISE."""
 
 
-def look(given: Mapping[str, str]) -> Network:
+def look(given: Mapping[str, str]) -> HostNetwork:
     """Return the core's choice of interfaces with these variables."""
     from pycomm import _C
 
@@ -78,8 +78,8 @@ def look(given: Mapping[str, str]) -> Network:
         why = f"the route to MASTER_ADDR={store} goes there"
     else:
         why = "the first that is up and not of a container"
-    found = [Link(name, ip, *_properties(name)) for name, ip in far]
-    return Network(
+    found = [NetworkCard(name, ip, *_properties(name)) for name, ip in far]
+    return HostNetwork(
         up,
         here,
         found,
@@ -92,7 +92,7 @@ def look(given: Mapping[str, str]) -> Network:
     )
 
 
-def judge(network: Network, hosts: int) -> Iterator[Finding]:
+def judge(network: HostNetwork, hosts: int) -> Iterator[Finding]:
     """Yield findings for ranks on a number of hosts; 0: not known."""
     if network.store_error:
         yield _finding(
@@ -134,7 +134,7 @@ def _finding(level: str, name: str, text: str, advice: str = "") -> Finding:
     return Finding(level, TOPIC, name, text, advice)
 
 
-def _link(link: Link) -> Finding:
+def _link(link: NetworkCard) -> Finding:
     rate = f", {link.mbit} Mbit/s by its driver" if link.mbit else ""
     name = f"{link.name}"
     if link.mtu is not None and link.mtu < SMALLEST_MTU:

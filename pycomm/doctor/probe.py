@@ -160,7 +160,7 @@ GROUPS = (("core",), ("torch", "c10d", "triton"), ("driver",), ("nvrtc",))
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProbeOutcome:
     """Result of one probe."""
 
     facts: Facts = field(default_factory=dict)
@@ -170,7 +170,7 @@ class Outcome:
     """True if the part is not installed, as opposed to broken."""
 
 
-def look(groups: Iterable[Sequence[str]] = GROUPS) -> dict[str, Outcome]:
+def look(groups: Iterable[Sequence[str]] = GROUPS) -> dict[str, ProbeOutcome]:
     """Run probes, those of a group in one process.
 
     A crash is attributed to the probe that was running; the probes after it are then run one by
@@ -178,7 +178,7 @@ def look(groups: Iterable[Sequence[str]] = GROUPS) -> dict[str, Outcome]:
     """
     started = [(names, _start(names)) for names in groups]
     deadline = time.monotonic() + SECONDS
-    found: dict[str, Outcome] = {}
+    found: dict[str, ProbeOutcome] = {}
     for names, process in started:
         found |= _outcomes(names, process, deadline)
         rest = [name for name in names if name not in found]
@@ -203,7 +203,7 @@ def _start(names: Sequence[str]) -> subprocess.Popen[str]:
 
 def _outcomes(
     names: Sequence[str], process: subprocess.Popen[str], deadline: float
-) -> dict[str, Outcome]:
+) -> dict[str, ProbeOutcome]:
     """Return the outcomes of a process, up to the probe at which it ended."""
     late = ""
     try:
@@ -216,12 +216,12 @@ def _outcomes(
     found = {}
     for name, line in zip(names, lines, strict=False):
         answer = json.loads(line)
-        found[name] = Outcome(answer["facts"], answer["error"], answer["missing"])
+        found[name] = ProbeOutcome(answer["facts"], answer["error"], answer["missing"])
     if len(found) < len(names):
         last = (cries.strip().splitlines() or ["ended without a word"])[-1]
         code = process.returncode
         crash = f"crashed: {signal.Signals(-code).name}" if code < 0 else last
-        found[names[len(found)]] = Outcome(error=late or crash)
+        found[names[len(found)]] = ProbeOutcome(error=late or crash)
     return found
 
 

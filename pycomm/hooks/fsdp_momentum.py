@@ -22,7 +22,7 @@ from pycomm.hooks.fsdp_seams import units
 from pycomm.hooks.momentum import OTHERS, Find, Momenta
 from pycomm.policy import Policy
 from pycomm.policy.exchange import gather
-from pycomm.reduction.bucket import Piece
+from pycomm.reduction.bucket import BucketPiece
 from pycomm.reduction.momentum.moment import CodedMoment, local
 
 _DIVIDES = (
@@ -123,7 +123,7 @@ class ShardedMomentumState(Momenta, FSDPState):
     # ------------------------------------------------------------------ exchanges
 
     def _sent_before(
-        self, moment: CodedMoment, piece: Piece, shard: int | None = None
+        self, moment: CodedMoment, piece: BucketPiece, shard: int | None = None
     ) -> torch.Tensor | None:
         if shard is not None and not moment.again:  # the momentum of other shards is unknown
             return self._own_of(piece).load_worker(shard)
@@ -164,7 +164,7 @@ class ShardedMomentumState(Momenta, FSDPState):
             finish()
 
     def _finish(
-        self, parts: Sequence[tuple[CodedMoment, torch.Tensor, Piece]], output: torch.Tensor
+        self, parts: Sequence[tuple[CodedMoment, torch.Tensor, BucketPiece]], output: torch.Tensor
     ) -> None:
         """Keep what was sent, and make momentum of the own shards."""
         for moment, part, piece in parts:

@@ -26,7 +26,7 @@ from pycomm.feedback import Residual, Residuals
 from pycomm.feedback.rule import EXACT
 from pycomm.hooks.single_coded import SingleCodedState
 from pycomm.policy import CODED
-from pycomm.reduction.bucket import Piece
+from pycomm.reduction.bucket import BucketPiece
 from pycomm.reduction.momentum.moment import CodedMoment
 from pycomm.reduction.momentum.sum_places import SumPlaces
 from pycomm.reduction.saved import known, residuals_of
@@ -321,13 +321,13 @@ class Momenta(SingleCodedState):
         """See `BucketReducer`: what was sent is kept beside the residuals."""
         return 2
 
-    def _own_of(self, piece: Piece) -> Residual:
+    def _own_of(self, piece: BucketPiece) -> Residual:
         return self.own.get(
             piece.name, piece.numel, self._device, rows=self.rows, codec=piece.codec
         )
 
     def _sent_before(
-        self, moment: CodedMoment, piece: Piece, shard: int | None = None
+        self, moment: CodedMoment, piece: BucketPiece, shard: int | None = None
     ) -> torch.Tensor | None:
         """Return o, float32 [numel of the shard]; None: nothing is kept, or nothing is to be added.
 
@@ -353,7 +353,7 @@ class Momenta(SingleCodedState):
 
     def _parts(
         self, names: tuple[str, ...], tensor: torch.Tensor
-    ) -> list[tuple[CodedMoment, torch.Tensor, Piece]]:
+    ) -> list[tuple[CodedMoment, torch.Tensor, BucketPiece]]:
         """Return the coded parameters of a bucket, with their places in its last dimension."""
         found = [(name, self.moments[name]) for name in names if name in self.moments]
         if not found:

@@ -83,7 +83,7 @@ _TRAINERS = {
 @cache
 def watch() -> None:
     """Warn on the first rank, once for each reason, about gradients that are not compressed."""
-    _Watch()
+    _GroupWatch()
 
 
 _told: set[str] = set()
@@ -96,7 +96,7 @@ def tell(reason: str, line: str = "") -> None:
     _told.add(reason)
 
 
-class _Watch:
+class _GroupWatch:
     def __init__(self) -> None:
         self._steps = 0
         construct = FullyShardedDataParallel.__init__

@@ -20,7 +20,7 @@ class Coded:
     feedback: bool | str | Feedback = True
 
 
-class _Exact:
+class _Uncompressed:
     """Gradients travel as they are."""
 
     @staticmethod
@@ -49,7 +49,7 @@ class _Half:
 class Compression:
     """Choices for the argument `compression`; Horovod's `none` and `fp16`, and any codec."""
 
-    none = _Exact
+    none = _Uncompressed
     """exact"""
     fp16 = _Half
     """16 bits; a `DistributedOptimizer` sums in float32, and rounds once more"""

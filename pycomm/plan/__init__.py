@@ -16,26 +16,26 @@ Example:
 from __future__ import annotations
 
 from pycomm.plan.advice import Advice, advise
-from pycomm.plan.cluster import LINKS, PROCESSORS, Cluster, Link, Processor, Rates
+from pycomm.plan.cluster import LINKS, PROCESSORS, Cluster, CodecRates, Link, Processor
 from pycomm.plan.codecs import CODINGS, Coding
-from pycomm.plan.model import Bucket, Model, of_count, of_tensors, of_text
+from pycomm.plan.model import Model, ModelBucket, of_count, of_tensors, of_text
 from pycomm.plan.prediction import Prediction, best_of_each, predict, step
-from pycomm.plan.probe.result import Probe
+from pycomm.plan.probe.result import ClusterProbe
 
 __all__ = [
     "CODINGS",
     "LINKS",
     "PROCESSORS",
     "Advice",
-    "Bucket",
     "Cluster",
+    "ClusterProbe",
+    "CodecRates",
     "Coding",
     "Link",
     "Model",
+    "ModelBucket",
     "Prediction",
-    "Probe",
     "Processor",
-    "Rates",
     "advise",
     "best_of_each",
     "of_count",

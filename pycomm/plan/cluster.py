@@ -187,7 +187,7 @@ LINKS: dict[str, Link] = {
 
 
 @dataclass(frozen=True)
-class Rates:
+class CodecRates:
     """Throughput of one core, or one device, with a codec: float32 bytes per second."""
 
     encode: float
@@ -197,9 +197,9 @@ class Rates:
     """Encoding with error feedback, which also reads and writes a residual."""
     measured: bool = False
 
-    def times(self, factor: float) -> Rates:
+    def times(self, factor: float) -> CodecRates:
         """Return all rates multiplied by a factor."""
-        return Rates(
+        return CodecRates(
             encode=factor * self.encode,
             decode=factor * self.decode,
             decode_add=factor * self.decode_add,
@@ -207,13 +207,13 @@ class Rates:
             measured=self.measured,
         )
 
-    def toward(self, other: Rates, share: float) -> Rates:
+    def toward(self, other: CodecRates, share: float) -> CodecRates:
         """Return rates between the two: `share` of the way to `other`, in seconds per byte."""
 
         def between(mine: float, others: float) -> float:
             return 1 / ((1 - share) / mine + share / others)
 
-        return Rates(
+        return CodecRates(
             encode=between(self.encode, other.encode),
             decode=between(self.decode, other.decode),
             decode_add=between(self.decode_add, other.decode_add),
@@ -229,7 +229,7 @@ class Processor:
     name: str
     memory: float
     """Bytes per second that a pass over memory reads and writes."""
-    rates: Mapping[str, Rates] = field(default_factory=dict)
+    rates: Mapping[str, CodecRates] = field(default_factory=dict)
     """Measured rates of codecs, by name."""
     is_core: bool = True
     """True for a core of a CPU; else a device whose memory bounds codecs."""
@@ -254,7 +254,7 @@ class Processor:
         known = {**self.rates, name: self.rates[name].times(1 / factor)}
         return replace(self, rates=known, far=self.far and self.far.slower(name, far, far))
 
-    def fed(self, name: str, rates: Rates) -> Processor:
+    def fed(self, name: str, rates: CodecRates) -> Processor:
         """Return the processor with a codec's encoding at its rate with error feedback."""
         mine = self.rates.get(name, rates)
         known = {**self.rates, name: replace(mine, encode=mine.encode_fed)}

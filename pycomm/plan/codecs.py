@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal
 
-from pycomm.plan.cluster import Processor, Rates
+from pycomm.plan.cluster import CodecRates, Processor
 
 Core = tuple[float, float, float, float]
 Combine = Literal["exact", "recode", "gather", "factors"]
@@ -60,12 +60,12 @@ class Coding:
         """
         return self.error * (2 + self.error) if self.codings == 2 else self.codings * self.error
 
-    def rates(self, processor: Processor) -> Rates:
+    def rates(self, processor: Processor) -> CodecRates:
         """Return the rates on one core or device: measured, or else known, bounded by memory."""
         found = processor.rates.get(self.name)
         if found is not None:
             return found
-        by_memory = Rates(
+        by_memory = CodecRates(
             encode=processor.memory * 4 / (4 + self.payload) / self.passes,
             decode=processor.memory * 4 / (4 + self.payload) / max(1.0, self.passes / 2),
             decode_add=processor.memory * 4 / (8 + self.payload) / max(1.0, self.passes / 2),
@@ -74,7 +74,7 @@ class Coding:
         if not processor.is_core or not self.core[0]:
             return by_memory
         encode, decode, decode_add, fed = (rate * 1e9 for rate in self.core)
-        return Rates(
+        return CodecRates(
             encode=min(encode, by_memory.encode),
             decode=min(decode, by_memory.decode),
             decode_add=min(decode_add, processor.memory if self.whole else by_memory.decode_add),

@@ -24,7 +24,7 @@ MOST_BUCKETS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Bucket:
+class ModelBucket:
     """Gradients that are all-reduced together."""
 
     values: int
@@ -37,7 +37,7 @@ class Model:
     """Buckets, and the time of a step of one rank alone."""
 
     name: str
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[ModelBucket, ...]
     compute: float
     """Seconds of forward, backward and optimizer."""
     backward: float = 0.6
@@ -52,7 +52,7 @@ class Model:
         return sum(bucket.values for bucket in self.buckets)
 
     @cached_property
-    def runs(self) -> tuple[tuple[Bucket, int], ...]:
+    def runs(self) -> tuple[tuple[ModelBucket, int], ...]:
         """Buckets, with the number of equal ones in each run."""
         return tuple((bucket, len(list(same))) for bucket, same in groupby(self.buckets))
 
@@ -76,7 +76,7 @@ def of_count(
     buckets, left = [], count
     while left > 0:
         values = min(left, size // value_bytes)
-        buckets.append(Bucket(values))
+        buckets.append(ModelBucket(values))
         left, size = left - values, cap
     return Model(f"{units.format_count(count)} parameters", tuple(buckets), compute, **options)
 
@@ -95,7 +95,7 @@ def of_tensors(
     """
     value_bytes = options.get("value_bytes", 4)
     limit, cap = _limits(bucket_mb, value_bytes)
-    buckets: list[Bucket] = []
+    buckets: list[ModelBucket] = []
     values = exact = 0
     for shape in reversed(list(shapes)):
         numel = 1
@@ -104,10 +104,10 @@ def of_tensors(
         values += numel
         exact += numel if len(shape) < 2 else 0
         if values * value_bytes >= limit:
-            buckets.append(Bucket(values, exact))
+            buckets.append(ModelBucket(values, exact))
             values, exact, limit = 0, 0, cap
     if values:
-        buckets.append(Bucket(values, exact))
+        buckets.append(ModelBucket(values, exact))
     if not buckets:
         raise ValueError(f"{name} has no parameters: want a module that can be trained")
     return Model(name, tuple(buckets), compute, **options)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pycomm.plan import codecs, units
-from pycomm.plan.cluster import LINKS, PROCESSORS, Cluster, Link, Mover, Processor, Rates
+from pycomm.plan.cluster import LINKS, PROCESSORS, Cluster, CodecRates, Link, Mover, Processor
 from pycomm.plan.model import Model, of_text
-from pycomm.plan.probe.result import Probe
+from pycomm.plan.probe.result import ClusterProbe
 
 T = TypeVar("T")
 HELP = {
@@ -140,7 +140,11 @@ def add_what(parser: argparse.ArgumentParser, ranks: int | None = None) -> None:
     add("--codec-throughput", type=_typed(_rate), help="each way, of every codec: 5GB/s")
     add("--cores", type=positive, default=2.0, help="that each rank has (2)")
     add("--compute-on-cores", action="store_true", help="the model trains on these cores, too")
-    add("--probe", type=_typed(Probe.read), help="file of `plan probe`: links, cores and codecs")
+    add(
+        "--probe",
+        type=_typed(ClusterProbe.read),
+        help="file of `plan probe`: links, cores and codecs",
+    )
 
 
 def add_events(parser: argparse.ArgumentParser) -> None:
@@ -184,7 +188,7 @@ def model(options: argparse.Namespace) -> Model:
 
 def cluster(options: argparse.Namespace, ranks: int) -> Cluster:
     """Return the cluster of the options; probed figures take precedence over given ones."""
-    probe: Probe | None = options.probe
+    probe: ClusterProbe | None = options.probe
     if probe is not None:
         return probe.cluster(
             ranks, options.ranks_per_node, compute_on_cores=options.compute_on_cores
@@ -216,7 +220,7 @@ def _processor(options: argparse.Namespace) -> Processor:
         found = replace(found, memory=options.memory_bandwidth)
     if options.codec_throughput:
         rate = options.codec_throughput
-        same = Rates(encode=rate, decode=rate, decode_add=rate, encode_fed=rate)
+        same = CodecRates(encode=rate, decode=rate, decode_add=rate, encode_fed=rate)
         found = replace(found, rates={coding.name: same for coding in chosen(options)})
     return found
 

@@ -12,7 +12,7 @@ from pycomm.policy.exchange import gather, logger, tell
 from pycomm.policy.guard import Guard
 from pycomm.policy.quality import finer, nominal_error, reduced_error
 from pycomm.policy.rules import Decision
-from pycomm.policy.samples import Piece, Probe, Quality, ResidualOf, Sampler, qualities
+from pycomm.policy.samples import BucketProbe, Quality, ResidualOf, SampledPiece, Sampler, qualities
 
 
 class Checks:
@@ -49,12 +49,12 @@ class Checks:
     def probe(
         self,
         values: torch.Tensor,
-        pieces: Sequence[Piece],
+        pieces: Sequence[SampledPiece],
         residual_of: ResidualOf,
         *,
         rows: int,
         average: bool,
-    ) -> Probe | None:
+    ) -> BucketProbe | None:
         """Sample a bucket; see `Plan.probe`."""
         if not self._sampler.wanted:
             return None

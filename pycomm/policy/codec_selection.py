@@ -19,7 +19,7 @@ from pycomm.policy.auto import TRYING, Auto, Candidate
 from pycomm.policy.budget import Budget, Choice
 from pycomm.policy.quality import bits, nominal_error, reduced_error
 from pycomm.policy.rules import AUTO, EXACT, Parameter, Policy
-from pycomm.policy.samples import Piece, Quality
+from pycomm.policy.samples import Quality, SampledPiece
 
 Exchange = Callable[[Sequence[float]], list[list[float]]]
 """This rank's numbers -> the numbers of all ranks, in rank order."""
@@ -70,7 +70,7 @@ class CodecSelection(ABC):
         """Record the results of a check; return whether a codec changes."""
         return False
 
-    def probe(self, values: torch.Tensor, pieces: Sequence[Piece]) -> None:  # noqa: B027
+    def probe(self, values: torch.Tensor, pieces: Sequence[SampledPiece]) -> None:  # noqa: B027
         """Look at a bucket's gradients before they are reduced."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class Allotted(CodecSelection):
     def _due(self) -> bool:
         return self._steps % self.EVERY == 1
 
-    def probe(self, values: torch.Tensor, pieces: Sequence[Piece]) -> None:
+    def probe(self, values: torch.Tensor, pieces: Sequence[SampledPiece]) -> None:
         if not self._due:
             return
         flat = values.detach().view(-1)

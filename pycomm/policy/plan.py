@@ -29,7 +29,7 @@ from pycomm.policy.exchange import find_link, gather, logger, tell
 from pycomm.policy.names import few
 from pycomm.policy.quality import finer, nominal_error
 from pycomm.policy.rules import EXACT, Decision, Moment, Parameter, Policy
-from pycomm.policy.samples import Piece, Probe, Quality, ResidualOf
+from pycomm.policy.samples import BucketProbe, Quality, ResidualOf, SampledPiece
 
 
 class Plan:
@@ -182,12 +182,12 @@ class Plan:
     def probe(
         self,
         values: torch.Tensor,
-        pieces: Sequence[Piece],
+        pieces: Sequence[SampledPiece],
         residual_of: ResidualOf,
         *,
         rows: int = 1,
         average: bool = True,
-    ) -> Probe | None:
+    ) -> BucketProbe | None:
         """Sample a bucket before it is reduced; all ranks call it for each bucket.
 
         Args:
@@ -288,14 +288,14 @@ class Plan:
             self._selection.load_state_dict(state["measured"])
         self._stage = (False, -1)  # so that the next step decides anew
 
-    def report(self) -> monitor.Report:
+    def report(self) -> monitor.MonitorReport:
         """Return the report for `pycomm.monitor`; without collectives, and from any thread."""
         groups: dict[tuple[str, str], list[Decision]] = {}
         decisions = self._shown()
         for decision in decisions:
             groups.setdefault((decision.codec.spec(), decision.reason), []).append(decision)
         found = list(self.qualities.values())
-        return monitor.Report(
+        return monitor.MonitorReport(
             step=self.step,
             step_seconds=self.step_seconds,
             payload_bytes=sum(d.encoded_bytes for d in decisions),

@@ -1,8 +1,8 @@
 """Samples of reduced gradients: slices are also reduced exactly, to measure the error.
 
-A hook calls `Sampler.probe` with each bucket before it is reduced, and `Probe.finish` with the
-result. A few parameters take part in a check, each with a slice of its values. Two sums over the
-ranks are made exactly, off the critical path:
+A hook calls `Sampler.probe` with each bucket before it is reduced, and `BucketProbe.finish` with
+the result. A few parameters take part in a check, each with a slice of its values. Two sums over
+the ranks are made exactly, off the critical path:
 
 * the average of the gradients, from which the result differs by ``error``;
 * the due value: that average plus the residuals. The result's difference from it, ``coding``, is
@@ -36,7 +36,7 @@ ResidualOf = Callable[[str, int, int, int], "torch.Tensor | None"]
 which is worker / ranks + owner; None if there is no residual."""
 
 
-class Piece(Protocol):
+class SampledPiece(Protocol):
     """One parameter's part of a bucket."""
 
     @property
@@ -75,7 +75,7 @@ class Quality:
     if they are equal, more if they cancel."""
 
 
-class Probe:
+class BucketProbe:
     """The sampled slices of one bucket while it is reduced.
 
     Args:
@@ -145,7 +145,7 @@ class Sampler:
         self._codecs: dict[str, Codec] = {}  # codecs of the parameters in the check
         self._group = group
         self._next = 0
-        self._probes: list[Probe] = []
+        self._probes: list[BucketProbe] = []
 
     def choose(self, step: int, decisions: Sequence[Decision], first: Iterable[str] = ()) -> None:
         """Begin a check; all ranks choose alike.
@@ -191,12 +191,12 @@ class Sampler:
     def probe(
         self,
         values: torch.Tensor,
-        pieces: Iterable[Piece],
+        pieces: Iterable[SampledPiece],
         residual_of: ResidualOf,
         *,
         rows: int = 1,
         average: bool = True,
-    ) -> Probe | None:
+    ) -> BucketProbe | None:
         """Start the exact sums of a bucket's slices; None if it has none.
 
         Args:
@@ -235,7 +235,7 @@ class Sampler:
         if not slices:
             return None
         exact = torch.stack((torch.cat(gradients, dim=1), torch.cat(due, dim=1)), dim=1)
-        probe = Probe(slices, exact, self._group, counts)
+        probe = BucketProbe(slices, exact, self._group, counts)
         self._probes.append(probe)
         return probe
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class BucketPiece:
     """One parameter's part of a bucket, like the struct of the same name in communicator.h."""
 
     name: str
@@ -60,7 +60,7 @@ class Bucket:
         levels: Sequence[int] = (),
         shares: Sequence[int] = (),
     ) -> None:
-        self.pieces: list[Piece] = []
+        self.pieces: list[BucketPiece] = []
         self.rows, self.levels = rows, tuple(levels)
         self.numel = 0
         self.paying: set[str] = set()
@@ -86,7 +86,9 @@ class Bucket:
                 )
             if residual is not None and not keeps_errors:
                 self.paying.add(name)
-            self.pieces.append(Piece(name, self.numel, numel, decision.codec, number, residual))
+            self.pieces.append(
+                BucketPiece(name, self.numel, numel, decision.codec, number, residual)
+            )
             self.numel += numel
         # Where no rank has a residual, far ranks need no owners: one round in place of two.
         names = [piece.name for piece in self.pieces]
@@ -112,12 +114,12 @@ class Bucket:
         self._taken: bool | None = None  # whether a backend on a device reduces this bucket
 
     @cached_property
-    def dense(self) -> list[Piece]:
+    def dense(self) -> list[BucketPiece]:
         """The pieces that have owners."""
         return [piece for piece in self.pieces if piece.codec.combine != "gather"]
 
     @cached_property
-    def gathered(self) -> list[Piece]:
+    def gathered(self) -> list[BucketPiece]:
         """The other pieces that have values: all ranks get their payloads."""
         return [p for p in self.pieces if p.codec.combine == "gather" and p.numel > 0]
 

@@ -20,7 +20,7 @@ from pycomm.codecs import RandomKey
 from pycomm.codecs.convert import convert
 from pycomm.errors import WireMismatch
 from pycomm.feedback.rule import EXACT
-from pycomm.reduction.bucket import Piece
+from pycomm.reduction.bucket import BucketPiece
 
 GRAIN = 32  # kGrain of coded/layout.h
 OWNER_HOP, SHARED_HOP = -1, -2
@@ -39,7 +39,7 @@ def hop_seed(seed: int, rank: int) -> int:
 class Run:
     """Values begin <= i < end of one piece."""
 
-    piece: Piece
+    piece: BucketPiece
     begin: int
     end: int
 
@@ -63,13 +63,13 @@ def is_variable(runs: Sequence[Run]) -> bool:
     return any(run.piece.codec.variable for run in runs)
 
 
-def granule(piece: Piece, grain: int = GRAIN) -> int:
+def granule(piece: BucketPiece, grain: int = GRAIN) -> int:
     """Return the multiple at which a piece may be cut: all of it for a codec without a granule."""
     own = piece.codec.granule
     return lcm(own, grain) if own else max(1, piece.numel)
 
 
-def chunks(pieces: Sequence[Piece], ranks: int, grain: int = GRAIN) -> list[list[Run]]:
+def chunks(pieces: Sequence[BucketPiece], ranks: int, grain: int = GRAIN) -> list[list[Run]]:
     """Split pieces into the runs of each owner, like `Layout` of coded/layout.h.
 
     Args:
@@ -103,7 +103,7 @@ def chunks(pieces: Sequence[Piece], ranks: int, grain: int = GRAIN) -> list[list
     return owned
 
 
-def whole(pieces: Sequence[Piece]) -> list[Run]:
+def whole(pieces: Sequence[BucketPiece]) -> list[Run]:
     """Return runs of all values of some pieces."""
     return [run for runs in chunks(pieces, 1) for run in runs]
 
@@ -133,7 +133,7 @@ class Packed:
         whole = sum(run.end - run.begin for run in runs) == end - begin
         self._span = slice(begin, end) if whole else None  # all values, if they have no gaps
         if self._plain:
-            piece = Piece("", 0, sum(self._sizes), EXACT, 0, None)
+            piece = BucketPiece("", 0, sum(self._sizes), EXACT, 0, None)
             self.runs.append(Run(piece, 0, piece.numel))
 
     def widened(self, values: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -265,7 +265,7 @@ class Coder:
             (codec.decode_add if add else codec.decode)(part, floats)
             at += used
 
-    def _key(self, piece: Piece, worker: bool, row: int) -> RandomKey:
+    def _key(self, piece: BucketPiece, worker: bool, row: int) -> RandomKey:
         hop, rank, ranks = OWNER_HOP, 0, 1
         if worker:
             rank, ranks = self.rank, self.ranks

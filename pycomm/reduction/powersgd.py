@@ -28,7 +28,7 @@ import torch.distributed as dist
 from pycomm.codecs import Cast, PowerSGD, RandomKey
 from pycomm.codecs.powersgd import orthonormal
 from pycomm.codecs.products import product
-from pycomm.reduction.bucket import Piece
+from pycomm.reduction.bucket import BucketPiece
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class _Part(ABC):
 class _Exact(_Part):
     """Values that are averaged exactly."""
 
-    def __init__(self, target: torch.Tensor, piece: Piece) -> None:
+    def __init__(self, target: torch.Tensor, piece: BucketPiece) -> None:
         self.target = target
         if piece.residual is not None:  # from the codec that it had before
             target.add_(piece.residual.load_worker())
@@ -117,7 +117,7 @@ class _Exact(_Part):
 class _Matrix(_Part):
     """A matrix; M is computed in the new residual's memory, if there is one."""
 
-    def __init__(self, target: torch.Tensor, piece: Piece, memory: Memory) -> None:
+    def __init__(self, target: torch.Tensor, piece: BucketPiece, memory: Memory) -> None:
         codec = cast(PowerSGD, piece.codec)
         (rows, columns), width = codec.shape(piece.numel), codec.width(piece.numel)
         self.name, self.memory = piece.name, memory
@@ -146,7 +146,9 @@ class _Matrix(_Part):
 class _BothTurns(_Matrix):
     """A matrix whose P and Q are both sent in each step."""
 
-    def __init__(self, target: torch.Tensor, piece: Piece, memory: Memory, key: RandomKey) -> None:
+    def __init__(
+        self, target: torch.Tensor, piece: BucketPiece, memory: Memory, key: RandomKey
+    ) -> None:
         super().__init__(target, piece, memory)
         self.right = self.kept.values if self.kept else self.start(key)
 
@@ -170,7 +172,9 @@ class _BothTurns(_Matrix):
 class _OneTurn(_Matrix):
     """A matrix that sends P in one step and Q in the next."""
 
-    def __init__(self, target: torch.Tensor, piece: Piece, memory: Memory, key: RandomKey) -> None:
+    def __init__(
+        self, target: torch.Tensor, piece: BucketPiece, memory: Memory, key: RandomKey
+    ) -> None:
         super().__init__(target, piece, memory)
         self.basis = self.kept or _right_basis(self.start(key))
 
@@ -220,7 +224,7 @@ class Exchange:
     def __init__(
         self,
         values: torch.Tensor,
-        pieces: Sequence[Piece],
+        pieces: Sequence[BucketPiece],
         memory: Memory,
         group: dist.ProcessGroup,
         *,
@@ -277,7 +281,7 @@ class Exchange:
         return [take(part) for take, part in zip(self._takers, means, strict=True)]
 
 
-def takes(piece: Piece) -> bool:
+def takes(piece: BucketPiece) -> bool:
     """Return whether an exchange can average this piece."""
     return isinstance(piece.codec, PowerSGD) or piece.codec == Cast("float32")
 
@@ -302,7 +306,7 @@ class Exchanges:
     def start(
         self,
         tensor: torch.Tensor,
-        pieces: Sequence[Piece],
+        pieces: Sequence[BucketPiece],
         at_last: Callable[[], None],
         **options: int,
     ) -> tuple[Exchange, torch.futures.Future[torch.Tensor]]:

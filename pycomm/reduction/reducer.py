@@ -21,7 +21,7 @@ from pycomm.feedback import Feedback, Residuals
 from pycomm.feedback.rule import EXACT
 from pycomm.policy import CODED, Decision, Parameter, Plan, Policy, usual_feedback
 from pycomm.reduction import members, powersgd, two_shot
-from pycomm.reduction.bucket import Bucket, Piece
+from pycomm.reduction.bucket import Bucket, BucketPiece
 from pycomm.reduction.weights import weigh
 
 
@@ -74,7 +74,7 @@ class BucketReducer:
         self._exchanges = powersgd.Exchanges(process_group)
         self._formed_with = self._formed()
         self._finite: list[Callable[[], bool]] = []  # checks of the current step, one per bucket
-        self._touched: dict[str, Piece] = {}  # the current step's pieces with a residual
+        self._touched: dict[str, BucketPiece] = {}  # the current step's pieces with a residual
         self._paying: set[str] = set()  # parameters without a residual after the current step
 
     def _refusal(self, codec: Codec) -> str:
@@ -272,7 +272,7 @@ class BucketReducer:
 
         return wait
 
-    def _use(self, pieces: Sequence[Piece], bucket: Bucket, tensor: torch.Tensor) -> None:
+    def _use(self, pieces: Sequence[BucketPiece], bucket: Bucket, tensor: torch.Tensor) -> None:
         """Prepare the residuals of these pieces, which take part in this step."""
         ranks, gradient = self.process_group.size(), None
         for piece in bucket.with_residual if pieces is bucket.pieces else pieces:

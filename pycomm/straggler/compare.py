@@ -52,7 +52,7 @@ class RankHealth:
 
 
 @dataclass(frozen=True)
-class Finding:
+class SlowRank:
     """A problem that the comparison has found."""
 
     rank: int
@@ -74,7 +74,7 @@ class Health:
     """Seconds between the first arrival and the last."""
     skew_p99: float
     ranks: tuple[RankHealth, ...]
-    finding: Finding | None
+    finding: SlowRank | None
 
 
 def compare(all_stats: Sequence[RankStats]) -> Health | None:
@@ -144,7 +144,7 @@ class _Lateness:
 
 def _late_rank(
     lateness: _Lateness, sums: Mapping[int, TimeShares], ranks: Sequence[RankHealth]
-) -> Finding | None:
+) -> SlowRank | None:
     worst = max(ranks, key=lambda r: sum(lateness.of(r.rank)))
     late = lateness.of(worst.rank)
     lost = sum(late) / (sum(sums[worst.rank]) or 1.0)
@@ -165,13 +165,13 @@ def _late_rank(
         f"{percent(lost)} of the time: it {_DOES[cause]} for {percent(share)} of the time, others "
         f"for {percent(of_others)}"
     )
-    return Finding(worst.rank, worst.host, cause, text)
+    return SlowRank(worst.rank, worst.host, cause, text)
 
 
 _DOES = {"compute": "computes", "codec": "encodes and decodes", "moving": "copies and sums"}
 
 
-def _slow_link(ranks: Sequence[RankHealth]) -> Finding | None:
+def _slow_link(ranks: Sequence[RankHealth]) -> SlowRank | None:
     linked = [r for r in ranks if r.link is not None]
     in_operations = mean(r.shares.waited + r.shares.moving for r in ranks)
     if len(linked) < 3 or in_operations < LEAST_IN_OPERATIONS:
@@ -185,7 +185,7 @@ def _slow_link(ranks: Sequence[RankHealth]) -> Finding | None:
         f"another rank at best, those of others {rate_text(others)}, and {percent(in_operations)} "
         f"of the time goes to moving data and waiting for it"
     )
-    return Finding(slowest.rank, slowest.host, "link", text)
+    return SlowRank(slowest.rank, slowest.host, "link", text)
 
 
 def _rates(all_stats: Sequence[RankStats]) -> dict[int, float]:

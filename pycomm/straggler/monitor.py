@@ -20,7 +20,7 @@ from typing import Any
 
 from pycomm import _C
 from pycomm.env import env
-from pycomm.straggler.compare import Finding, Health, compare
+from pycomm.straggler.compare import Health, SlowRank, compare
 from pycomm.straggler.stats import LinkStats, RankStats, Trace, links, rank_stats
 
 # Interval in seconds at which the thread checks whether it must end.
@@ -61,7 +61,7 @@ class Console:
         self._about: tuple[int, str] | None = None
         self._quiet = self._times = 0
 
-    def report(self, findings: Sequence[Finding]) -> None:
+    def report(self, findings: Sequence[SlowRank]) -> None:
         """Report the findings of one comparison, the worst first."""
         if not findings:
             self._quiet += 1

@@ -22,8 +22,8 @@ class Bar:
         self.last = what
 
 
-def run(label: str, codec: str | None, step: float, loss: float) -> demo.Run:
-    made = demo.Run(label, "gloo", codec)
+def run(label: str, codec: str | None, step: float, loss: float) -> demo.DemoRun:
+    made = demo.DemoRun(label, "gloo", codec)
     lines = [
         {"step": 1, "seconds": step, "loss": 5.0, "held_out": 5.0},
         {"step": 2, "seconds": 2 * step, "loss": loss},
@@ -34,7 +34,7 @@ def run(label: str, codec: str | None, step: float, loss: float) -> demo.Run:
     return made
 
 
-def three_runs() -> list[demo.Run]:
+def three_runs() -> list[demo.DemoRun]:
     return [
         run("Gloo, float32", None, 0.3, 2.0),
         run("pycomm, float32", None, 0.3, 2.0),

@@ -19,7 +19,7 @@ GLOO, PYCOMM = (m for m in METHODS if m.sharded)
 def test_half_of_the_gradient_bytes():
     try:
         netlab.Netlab(2, "1gbit").close()
-    except netlab.Unavailable as error:
+    except netlab.LabUnavailable as error:
         pytest.skip(f"no network namespaces: {error}")
     options = argparse.Namespace(rounds=1, turn_seconds=1.0, compute=0.0)
     gloo, ours = step_times("demo", [GLOO, PYCOMM], "1gbit", options)

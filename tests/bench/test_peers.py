@@ -55,7 +55,7 @@ def test_a_broken_system_takes_no_steps_and_rows_are_added_to_the_file(
     def run(lab, peer, words, limit):
         measured.append(peer.name)
         if peer.name != REFERENCE:
-            raise table.Failed("the cause")
+            raise table.PeerFailed("the cause")
         return [{"step": 10, "held_out": 3.0}, {"step": 20, "held_out": 2.0}]
 
     def steps(peers, rate, delay, options):
@@ -129,7 +129,7 @@ def test_a_failed_rank_is_a_row_with_its_error(tmp_path, monkeypatch):
     assert table.last_line(output) == "no error here"
 
     def run(*_):
-        raise table.Failed("ValueError: the cause")
+        raise table.PeerFailed("ValueError: the cause")
 
     monkeypatch.setattr(table, "run", run)
     options = table.argparse.Namespace(steps=20, layers=1, width=64, seconds=1)

@@ -8,12 +8,12 @@ from pycomm.bench import netlab
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin
 from pycomm.bench.lab.jobs import ask
-from pycomm.bench.plan.command import RANKS, Case, judge, load, model_of, picks, record, summary
+from pycomm.bench.plan.command import RANKS, PlanCase, judge, load, model_of, picks, record, summary
 from tests.extent import FULL
 
 
 def case(codec, predicted, measured, ranks=2):
-    return Case("all_reduce", "1gbit", ranks, 1 << 20, codec, "two_shot", predicted, measured)
+    return PlanCase("all_reduce", "1gbit", ranks, 1 << 20, codec, "two_shot", predicted, measured)
 
 
 GOOD = [case("none", 10.0, 10.5), case("int8", 3.0, 2.9), case("int4", 2.9, 3.1)]

@@ -19,7 +19,7 @@ from pycomm.doctor import __main__ as cli
 from pycomm.doctor import finding, installed, job, machine, network, probe, self_test, variables
 from pycomm.doctor.finding import Finding
 from pycomm.doctor.machine import Machine
-from pycomm.doctor.probe import Outcome
+from pycomm.doctor.probe import ProbeOutcome
 from tests.torch import interpreter
 
 PACKAGE = Path(pycomm.__file__).parent
@@ -29,8 +29,8 @@ CLEAN = {
     if not k.startswith("PYCOMM_") and k not in ("RANK", "WORLD_SIZE")
 }
 WELL = {
-    "core": Outcome({"simd": "x86-64-v4", "cuda": False, "gpus": 0}),
-    "torch": Outcome(
+    "core": ProbeOutcome({"simd": "x86-64-v4", "cuda": False, "gpus": 0}),
+    "torch": ProbeOutcome(
         {
             "version": "2.13.0",
             "distributed": True,
@@ -41,7 +41,7 @@ WELL = {
             "no_effect": [],
         }
     ),
-    "c10d": Outcome(
+    "c10d": ProbeOutcome(
         {
             "torch": "2.13.0",
             "built_for": "2.13.0",
@@ -52,9 +52,9 @@ WELL = {
             "wish": "auto",
         }
     ),
-    "driver": Outcome(error="libcuda.so.1: cannot open", missing=True),
-    "triton": Outcome({"version": "3.6.0"}),
-    "nvrtc": Outcome(error="No module named 'cupy'", missing=True),
+    "driver": ProbeOutcome(error="libcuda.so.1: cannot open", missing=True),
+    "triton": ProbeOutcome({"version": "3.6.0"}),
+    "nvrtc": ProbeOutcome(error="No module named 'cupy'", missing=True),
 }
 MACHINE = Machine(
     cores=8,
@@ -138,7 +138,7 @@ def copied(tmp_path):
     return tmp_path / "pycomm"
 
 
-def probed(name: str, package: Path, has_torch: bool = False) -> Outcome:
+def probed(name: str, package: Path, has_torch: bool = False) -> ProbeOutcome:
     """What a probe says in the copy. Without `site`, whose editable installs know the original,
     or in a process that has imported torch: there the copy comes before them."""
     options = {
@@ -154,7 +154,7 @@ def probed(name: str, package: Path, has_torch: bool = False) -> Outcome:
         said = subprocess.run(command, capture_output=True, text=True, **options)
     answer = json.loads(said.stdout.splitlines()[-1])
     assert answer.pop("probe") == name
-    return Outcome(**answer)
+    return ProbeOutcome(**answer)
 
 
 @pytest.mark.parametrize(
@@ -226,14 +226,16 @@ def test_a_binary_for_another_torch_is_found(copied):
 )
 def test_the_binary_in_use_is_told(kind, text):
     facts = WELL["c10d"].facts | {"kind": kind, "binary": "/cache/_c10d.so"}
-    (c10d,) = (f for f in installed.judge(WELL | {"c10d": Outcome(facts)}) if f.name == "_c10d")
+    (c10d,) = (
+        f for f in installed.judge(WELL | {"c10d": ProbeOutcome(facts)}) if f.name == "_c10d"
+    )
     assert (c10d.level, text in c10d.text) == ("ok", True)
 
 
 GPU = {
-    "driver": Outcome({"error": 0, "version": 13000, "gpus": ["NVIDIA H200"] * 2, "apart": 0}),
-    "torch": Outcome(WELL["torch"].facts | {"cuda": "13.0", "gpus": 2}),
-    "nvrtc": Outcome({"version": "13.0", "cupy": "14.0"}),
+    "driver": ProbeOutcome({"error": 0, "version": 13000, "gpus": ["NVIDIA H200"] * 2, "apart": 0}),
+    "torch": ProbeOutcome(WELL["torch"].facts | {"cuda": "13.0", "gpus": 2}),
+    "nvrtc": ProbeOutcome({"version": "13.0", "cupy": "14.0"}),
 }
 
 
@@ -244,40 +246,44 @@ GPU = {
         (GPU, "CUDA", "ok"),
         (GPU, "GPU peers", "ok"),
         (
-            GPU | {"driver": Outcome(GPU["driver"].facts | {"apart": 1})},
+            GPU | {"driver": ProbeOutcome(GPU["driver"].facts | {"apart": 1})},
             "GPU peers",
             "note",
         ),
         (GPU, "CUDA kernels", "note"),
-        (GPU | {"core": Outcome({"simd": "x", "cuda": True, "gpus": 2})}, "CUDA kernels", "ok"),
         (
-            GPU | {"core": Outcome({"simd": "x", "cuda": True, "gpus": 0})},
+            GPU | {"core": ProbeOutcome({"simd": "x", "cuda": True, "gpus": 2})},
+            "CUDA kernels",
+            "ok",
+        ),
+        (
+            GPU | {"core": ProbeOutcome({"simd": "x", "cuda": True, "gpus": 0})},
             "CUDA kernels",
             "warning",
         ),
         (
-            GPU | {"nvrtc": Outcome(error="-"), "triton": Outcome(error="-")},
+            GPU | {"nvrtc": ProbeOutcome(error="-"), "triton": ProbeOutcome(error="-")},
             "CUDA kernels",
             "warning",
         ),
         (GPU | {"torch": WELL["torch"]}, "CUDA", "warning"),
         (
-            GPU | {"torch": Outcome(GPU["torch"].facts | {"gpus": 0})},
+            GPU | {"torch": ProbeOutcome(GPU["torch"].facts | {"gpus": 0})},
             "CUDA",
             "problem",
         ),
-        ({"driver": Outcome({"error": 803, "version": 0, "gpus": []})}, "CUDA", "problem"),
-        ({"driver": Outcome({"error": 100, "version": 13000, "gpus": []})}, "CUDA", "note"),
-        ({"core": Outcome(error="crashed: SIGILL")}, "core", "problem"),
-        ({"torch": Outcome(WELL["torch"].facts | {"version": "2.4.1"})}, "torch", "problem"),
+        ({"driver": ProbeOutcome({"error": 803, "version": 0, "gpus": []})}, "CUDA", "problem"),
+        ({"driver": ProbeOutcome({"error": 100, "version": 13000, "gpus": []})}, "CUDA", "note"),
+        ({"core": ProbeOutcome(error="crashed: SIGILL")}, "core", "problem"),
+        ({"torch": ProbeOutcome(WELL["torch"].facts | {"version": "2.4.1"})}, "torch", "problem"),
         (
-            {"torch": Outcome(WELL["torch"].facts | {"entry_point": False})},
+            {"torch": ProbeOutcome(WELL["torch"].facts | {"entry_point": False})},
             "entry point",
             "warning",
         ),
-        ({"c10d": Outcome(error="undefined symbol: _ZN3c10")}, "_c10d", "problem"),
-        ({"triton": Outcome(error="no module triton", missing=True)}, "Triton", "note"),
-        ({"triton": Outcome(error="crashed: SIGSEGV")}, "Triton", "warning"),
+        ({"c10d": ProbeOutcome(error="undefined symbol: _ZN3c10")}, "_c10d", "problem"),
+        ({"triton": ProbeOutcome(error="no module triton", missing=True)}, "Triton", "note"),
+        ({"triton": ProbeOutcome(error="crashed: SIGSEGV")}, "Triton", "warning"),
     ],
 )
 def test_what_is_installed_is_judged(changed, name, level):
@@ -395,10 +401,14 @@ def test_the_choice_of_an_interface_is_explained():
     by_name = network.look({"GLOO_SOCKET_IFNAME": "lo"})
     assert (by_name.far[0].name, by_name.why) == ("lo", "GLOO_SOCKET_IFNAME=lo names it")
     assert level_of(network.judge(by_name, 0), "interface") == "ok"
-    only_loopback = network.Network([("lo", "127.0.0.1")], [("lo", "127.0.0.1")], error_far="none")
+    only_loopback = network.HostNetwork(
+        [("lo", "127.0.0.1")], [("lo", "127.0.0.1")], error_far="none"
+    )
     assert level_of(network.judge(only_loopback, 1), "interface") == "note"
     assert level_of(network.judge(only_loopback, 2), "interface") == "problem"
-    assert level_of(network.judge(network.Network([], error="none"), 0), "interface") == "problem"
+    assert (
+        level_of(network.judge(network.HostNetwork([], error="none"), 0), "interface") == "problem"
+    )
 
 
 # ------------------------------------------------------------------------------- self-test, job
@@ -428,7 +438,7 @@ def test_int8_holds_the_pattern_and_its_sums_without_loss():
 
 def test_ranks_that_differ_are_told_apart():
     reports = {
-        rank: job.Report(f"host{rank // 2}", {"pycomm": "0.1.0", "MTU": mtu} | extra)
+        rank: job.RankReport(f"host{rank // 2}", {"pycomm": "0.1.0", "MTU": mtu} | extra)
         for rank, (mtu, extra) in enumerate(
             [("9000", {}), ("9000", {}), ("1500", {}), ("1500", {"PYCOMM_ALGO": "ring"})]
         )
@@ -446,7 +456,7 @@ def test_ranks_that_differ_are_told_apart():
 def test_findings_of_other_hosts_name_their_ranks():
     bad = Finding("problem", "installed", "torch", "is not installed", "install it")
     good = Finding("ok", "installed", "torch", "2.13.0")
-    reports = {0: job.Report("a", {}, [good]), 1: job.Report("b", {}, [bad])}
+    reports = {0: job.RankReport("a", {}, [good]), 1: job.RankReport("b", {}, [bad])}
     one, other = job.merged(reports)
     assert (one, other.where) == (good, "rank 1 (b)")
     assert [f.where for f in job.merged({0: reports[1], 1: reports[1]})] == [""]
@@ -500,7 +510,7 @@ def test_ranks_with_unequal_secrets_are_told_without_them(monkeypatch):
 
     assert proofs("hush") == proofs("hush")
     reports = {
-        rank: job.Report("a", proofs(secret)) for rank, secret in enumerate(("hush", "lull"))
+        rank: job.RankReport("a", proofs(secret)) for rank, secret in enumerate(("hush", "lull"))
     }
     (found,) = job.differences(reports)
     assert (found.level, found.text) == ("problem", "one on rank 0 (a); one on rank 1 (a)")

@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pycomm.bench.common.harness import Origin
-from pycomm.bench.netlab import Netlab, Unavailable
+from pycomm.bench.netlab import LabUnavailable, Netlab
 from tests.faults.injection.case import NETWORK, Call, Case
 from tests.faults.injection.judge import blamed, latest, survivors
 from tests.faults.injection.play import Played, lab_of, play
@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
         if cell.fault in NETWORK and lab is None:
             try:
                 lab = lab_of(RANKS)
-            except Unavailable as error:
+            except LabUnavailable as error:
                 print(f"{cell.world} {cell.fault}: no network namespaces: {error}")
                 continue
         own = lab if cell.fault in NETWORK else None

@@ -13,9 +13,9 @@ from pycomm.plan import (
     CODINGS,
     LINKS,
     PROCESSORS,
-    Bucket,
     Cluster,
     Link,
+    ModelBucket,
     Processor,
     advise,
     of_count,
@@ -83,12 +83,14 @@ def test_break_even_is_the_formula_of_the_page():
 def test_buckets_are_ddps():
     model = of_tensors([(1000, 1000), (1000,), (600, 600), (10,)], 1.0)
     # From the last: 10 and 360,000 values pass 1 MiB; then 25 MiB are not reached.
-    assert model.buckets == (Bucket(360_010, 10), Bucket(1_001_000, 1000))
+    assert model.buckets == (ModelBucket(360_010, 10), ModelBucket(1_001_000, 1000))
     # A bucket that is exactly full is closed.
     full = of_tensors([(10, 3), (512, 512)], 1.0)
-    assert full.buckets == (Bucket(512 * 512), Bucket(30))
+    assert full.buckets == (ModelBucket(512 * 512), ModelBucket(30))
     # With bucket_cap_mb the first bucket is no smaller than the others.
-    assert of_tensors([(1000, 1000), (600, 600)], 1.0, bucket_mb=25).buckets == (Bucket(1_360_000),)
+    assert of_tensors([(1000, 1000), (600, 600)], 1.0, bucket_mb=25).buckets == (
+        ModelBucket(1_360_000),
+    )
 
 
 def test_sixteen_bits_are_no_compression_of_bf16():

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from pycomm.env import env
-from pycomm.plan import CODINGS, Probe
+from pycomm.plan import CODINGS, ClusterProbe
 from pycomm.plan.__main__ import main
 from pycomm.plan.codecs import NONE
 from pycomm.plan.probe import cli, links
@@ -32,7 +32,7 @@ def probed(tmp_path_factory):
 
 def test_measures_links_cores_and_codecs(probed):
     path, said = probed
-    found = Probe.read(path)
+    found = ClusterProbe.read(path)
     assert (found.ranks, found.nodes, found.machines, found.intra) == (2, 2, 1, None)
     assert found.inter is not None
     assert found.inter.rate > 1e6
@@ -43,13 +43,13 @@ def test_measures_links_cores_and_codecs(probed):
 
 
 def test_nodes_on_one_machine_share_its_cores(probed):
-    found = Probe.read(probed[0])
+    found = ClusterProbe.read(probed[0])
     assert found.cluster(8).cores == found.cores / 8
     assert found.cluster(8).machine == 8
 
 
 def test_ranks_without_a_core_pay_more_for_a_byte_and_wait(probed):
-    found = Probe.read(probed[0])
+    found = ClusterProbe.read(probed[0])
     alone = replace(found.inter, byte=1e-9)
     found = replace(found, cores=2, inter=alone)
     crowds = (Crowd(4, 2 * alone.byte, 1e-3), Crowd(8, 4 * alone.byte, 3e-3))
@@ -63,7 +63,7 @@ def test_ranks_without_a_core_pay_more_for_a_byte_and_wait(probed):
 
 
 def test_far_more_ranks_than_were_probed_take_no_less_than_nothing(probed):
-    found = replace(Probe.read(probed[0]), cores=2)
+    found = replace(ClusterProbe.read(probed[0]), cores=2)
     fewer = (
         Crowd(4, 2e-9, 2e-4, 1.4, 1.3),
         Crowd(8, 1.5e-9, 1e-4, 1.2, 1.1),
@@ -76,7 +76,7 @@ def test_far_more_ranks_than_were_probed_take_no_less_than_nothing(probed):
 
 def test_ranks_without_a_core_have_slower_codecs(probed):
     crowd = Crowd(4, 2e-9, whole=2.0, far_whole=3.0, segmented=1.5)
-    found = replace(Probe.read(probed[0]), cores=2, crowds=(crowd,))
+    found = replace(ClusterProbe.read(probed[0]), cores=2, crowds=(crowd,))
     rates, far = found.cluster(4).processor.rates, found.cluster(4).processor.far.rates
     for mine, alone, factor in ((rates, found.codecs, 2), (far, found.far_codecs, 3)):
         assert mine["topk:0.01"].encode == pytest.approx(alone["topk:0.01"].encode / factor)
@@ -84,7 +84,7 @@ def test_ranks_without_a_core_have_slower_codecs(probed):
 
 
 def test_a_crowd_is_as_slow_as_its_all_reduces_were(probed):
-    found = Probe.read(probed[0])
+    found = ClusterProbe.read(probed[0])
     fast = replace(found.inter, rate=1e12, byte=1e-10)  # so that cores are the limit
     found = replace(found, cores=2, inter=fast, crowds=())  # as if this machine had two cores
     here, length = Crowd(4, 1e-10), 16 << 20
@@ -101,7 +101,7 @@ def test_a_crowd_is_as_slow_as_its_all_reduces_were(probed):
 
 
 def test_of_several_turns_the_middle_of_each_figure_counts(probed):
-    found = Probe.read(probed[0])
+    found = ClusterProbe.read(probed[0])
     crowd = Crowd(4, 2e-9, 1e-3, 1.5)
     turns = [
         replace(found, memory=memory, inter=replace(found.inter, rate=rate)).crowded(crowd)
@@ -120,7 +120,7 @@ def test_more_ranks_than_cores_are_probed(tmp_path):
         preexec_fn=lambda: os.sched_setaffinity(0, two),
     )
     assert done.returncode == 0
-    found = Probe.read(path)
+    found = ClusterProbe.read(path)
     assert found.cores == len(two)
     assert found.crowds[-1].ranks == 4
     assert found.crowds[-1].byte >= found.inter.byte

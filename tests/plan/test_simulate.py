@@ -8,7 +8,7 @@ from pycomm.plan import CODINGS, PROCESSORS, Cluster, Link, Processor, of_count,
 from pycomm.plan.__main__ import main
 from pycomm.plan.algorithms import Size, algorithms, all_reduce
 from pycomm.plan.sim import simulate
-from pycomm.plan.sim.engine import Cores, Engine, Line, Thread, Way
+from pycomm.plan.sim.engine import Cores, EventClock, Thread, Transfer, Way
 from tests.extent import each_value
 
 # Within 2 %: formulas know of what overlaps only that it is a segment less than all.
@@ -88,8 +88,8 @@ def test_everybody_waits_for_a_straggler():
 
 
 def test_messages_queue_on_both_ends_of_a_link():
-    engine = Engine()
-    ends = [[Line(engine, 100.0) for _ in range(3)] for _ in range(2)]
+    engine = EventClock()
+    ends = [[Transfer(engine, 100.0) for _ in range(3)] for _ in range(2)]
     sends = [
         engine.task(Way(ends[0][source], ends[1][target], 0.5), 100.0, [])
         for source, target in ((0, 2), (1, 2), (0, 1))
@@ -100,7 +100,7 @@ def test_messages_queue_on_both_ends_of_a_link():
 
 
 def test_threads_share_cores_and_take_tasks_in_turn():
-    engine = Engine()
+    engine = EventClock()
     cores = Cores(engine, 2)
     threads = [Thread(cores) for _ in range(3)]
     first = [engine.task(thread, 1.0, []) for thread in threads]

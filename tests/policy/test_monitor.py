@@ -17,7 +17,7 @@ class Model:
     def __init__(self, step: int = 7, **known: float) -> None:
         group = monitor.Group("int4", 'because of "x"', parameters=2, values=800, payload_bytes=400)
         missing = dict.fromkeys(("step_seconds", "error", "cosine", "coding", "residual"))
-        self.shown = monitor.Report(
+        self.shown = monitor.MonitorReport(
             step=step,
             payload_bytes=400,
             plain_bytes=3200,
@@ -32,7 +32,7 @@ class Model:
         )
         monitor.watch(self)
 
-    def report(self) -> monitor.Report:
+    def report(self) -> monitor.MonitorReport:
         return self.shown
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pycomm.bench.lab.wan import WanLab
-from pycomm.bench.netlab import Netlab, Unavailable, wait
+from pycomm.bench.netlab import LabUnavailable, Netlab, wait
 from tests.torch.lab_ranks import fork_ranks
 
 
@@ -18,7 +18,7 @@ def near_hosts(nodes: int, rate: str = "80mbit", **options: Any) -> Netlab:
     """Return hosts in a network without delay."""
     try:
         return Netlab(nodes, rate, **options)
-    except Unavailable as error:
+    except LabUnavailable as error:
         pytest.skip(f"no network namespaces: {error}")
 
 
@@ -26,7 +26,7 @@ def far_hosts(nodes: int, rate: str = "200mbit", **options: Any) -> WanLab:
     """Return hosts in a network with delay."""
     try:
         return WanLab(nodes, rate, **options)
-    except Unavailable as error:
+    except LabUnavailable as error:
         pytest.skip(f"no network namespaces with TUN devices: {error}")
 
 

@@ -41,7 +41,7 @@ group.close()
 def lab_or_skip(kind: type[netlab.Netlab], nodes: int, rate: str = "unlimited") -> netlab.Netlab:
     try:
         return kind(nodes, rate)
-    except netlab.Unavailable as error:
+    except netlab.LabUnavailable as error:
         pytest.skip(f"no network namespaces: {error}")
 
 

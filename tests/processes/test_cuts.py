@@ -17,7 +17,7 @@ from tests.faults.injection.play import lab_of, play
 def lab():
     try:
         return lab_of(4)
-    except netlab.Unavailable as error:
+    except netlab.LabUnavailable as error:
         pytest.skip(f"no network namespaces: {error}")
 
 

@@ -11,7 +11,7 @@ import pytest
 from pycomm import monitor
 from pycomm.env import Env, env
 from pycomm.straggler import monitor as straggler_monitor
-from pycomm.straggler.compare import Finding, compare
+from pycomm.straggler.compare import SlowRank, compare
 from pycomm.straggler.monitor import Console, MonitoredGroup, StragglerMonitor
 from pycomm.straggler.stats import SAMPLE, LinkStats, RankStats, TimeShares, rank_stats, totals
 from tests.collectives.ways import WAYS
@@ -291,7 +291,7 @@ def test_the_thread_ends_with_the_last_group():
 def test_what_goes_on_is_said_ever_more_seldom():
     said = []
     console = Console(said.append)
-    slow, other = Finding(3, "node7", "compute", "A"), Finding(1, "node1", "link", "B")
+    slow, other = SlowRank(3, "node7", "compute", "A"), SlowRank(1, "node1", "link", "B")
     spoken = []
     for number in range(200):
         console.report([slow, other])

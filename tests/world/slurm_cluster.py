@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pycomm.bench.netlab import Unavailable
+from pycomm.bench.netlab import LabUnavailable
 from tests.world.nodes import Nodes
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
@@ -64,13 +64,13 @@ class SlurmCluster:
             nodes: number of nodes.
 
         Raises:
-            Unavailable: daemons, rights or network namespaces are missing; the text says which.
+            LabUnavailable: daemons, rights or network namespaces are missing; the text says which.
         """
         missing = [name for name in DAEMONS if not _program(name)]
         if missing:
-            raise Unavailable(f"no {', '.join(missing)} (apt-get install slurm-wlm munge)")
+            raise LabUnavailable(f"no {', '.join(missing)} (apt-get install slurm-wlm munge)")
         if os.geteuid() != 0:
-            raise Unavailable("slurmd starts jobs as their users, and needs root")
+            raise LabUnavailable("slurmd starts jobs as their users, and needs root")
         self.folder = folder
         self.nodes = Nodes(folder, [[f"node{node + 1}"] for node in range(nodes)])
         self._daemons: list[subprocess.Popen[bytes]] = []

@@ -23,7 +23,7 @@ import pytest
 pytest.importorskip("yaml", reason="PyYAML is not installed: make world")
 import yaml
 
-from pycomm.bench.netlab import Unavailable
+from pycomm.bench.netlab import LabUnavailable
 from tests.world.manifests import CLOUD, ROOT, containers, policy_ports
 from tests.world.nodes import Nodes
 
@@ -102,7 +102,7 @@ def test_the_command_trains_on_the_ports_of_the_policy(tmp_path, make):
     pods = [make(node) for node in range(2)]
     try:
         nodes = Nodes(tmp_path, [pod.names for pod in pods])
-    except Unavailable as error:
+    except LabUnavailable as error:
         pytest.skip(f"no network namespaces: {error}")
     checkpoints = tmp_path / "checkpoints"
     checkpoints.mkdir()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pycomm.bench.netlab import Unavailable
+from pycomm.bench.netlab import LabUnavailable
 from tests.world.slurm_cluster import SlurmCluster, until
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ STEPS = 40
 def cluster(tmp_path_factory):
     try:
         cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), nodes=3)
-    except Unavailable as error:
+    except LabUnavailable as error:
         pytest.skip(f"no Slurm: {error}")
     with cluster:
         yield cluster

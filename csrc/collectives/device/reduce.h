@@ -168,16 +168,16 @@ void visit_float(DType dtype, const Visit& visit) {
 
 template <typename Visit>
 void visit_small_float(DType dtype, const Visit& visit) {
-  using kernels::SmallFloat;
+  using kernels::StoredFloat;
   switch (dtype) {
     case DType::float16:
-      return visit(FloatKernel<SmallFloat<Float16, uint16_t>>{});
+      return visit(FloatKernel<StoredFloat<Float16, uint16_t>>{});
     case DType::bfloat16:
-      return visit(FloatKernel<SmallFloat<BFloat16, uint16_t>>{});
+      return visit(FloatKernel<StoredFloat<BFloat16, uint16_t>>{});
     case DType::float8_e4m3:
-      return visit(FloatKernel<SmallFloat<Float8E4M3, uint8_t>>{});
+      return visit(FloatKernel<StoredFloat<Float8E4M3, uint8_t>>{});
     default:
-      return visit(FloatKernel<SmallFloat<Float8E5M2, uint8_t>>{});
+      return visit(FloatKernel<StoredFloat<Float8E5M2, uint8_t>>{});
   }
 }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pycomm.env import env, variables_of_rank
 from pycomm.plan import options, show
-from pycomm.plan.probe.result import Probe
+from pycomm.plan.probe.result import ClusterProbe
 from pycomm.plan.units import format_rate, format_time
 
 TIMEOUT = 120.0
@@ -83,7 +83,7 @@ def _join(folder: Path, rank: int, size: int, given: argparse.Namespace) -> int:
     return 0
 
 
-def report(probe: Probe) -> None:
+def report(probe: ClusterProbe) -> None:
     """Print the measurements as tables."""
     links = []
     for level, link in (("between nodes", probe.inter), ("inside a node", probe.intra)):

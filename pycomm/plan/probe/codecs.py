@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pycomm import _C
 from pycomm.communicator import Communicator
 from pycomm.plan.algorithms import Size, all_reduce
-from pycomm.plan.cluster import Cluster, Link, Processor, Rates
+from pycomm.plan.cluster import Cluster, CodecRates, Link, Processor
 from pycomm.plan.codecs import CODINGS, Coding
 from pycomm.plan.probe.ranks import Ranks, coded_all_reduces
 from pycomm.plan.sim import simulate
@@ -29,7 +29,7 @@ class Codecs:
 
     numel: int
     memory: float
-    rates: dict[str, Rates]
+    rates: dict[str, CodecRates]
     late: float = 0.0
     """Seconds that a round of an all-reduce takes beyond what links and cores explain."""
 
@@ -51,7 +51,7 @@ class Buffers:
         )
         return 8 * self.numel / seconds
 
-    def rates(self, codec: _C.Codec, budget: float) -> Rates:
+    def rates(self, codec: _C.Codec, budget: float) -> CodecRates:
         """Return the rates of a codec's calls; each measurement takes `budget` seconds."""
         numel = self.numel
         if len(self.payload) < codec.encoded_bytes(numel):
@@ -67,7 +67,7 @@ class Buffers:
             ),
         }
         rates = {name: 4 * numel / _seconds(call, budget) for name, call in calls.items()}
-        return Rates(**rates, measured=True)
+        return CodecRates(**rates, measured=True)
 
 
 def measure(ranks: Ranks, buffers: Buffers, effort: float, *, busy: bool) -> Codecs:

@@ -13,7 +13,7 @@ from pycomm.plan.cluster import FAR, Link
 from pycomm.plan.codecs import CODINGS, NONE, Coding
 from pycomm.plan.probe.codecs import Buffers, Codecs, way
 from pycomm.plan.probe.ranks import PAUSE, Ranks, all_reduces, coded_all_reduces
-from pycomm.plan.probe.result import Crowd, Probe
+from pycomm.plan.probe.result import ClusterProbe, Crowd
 from pycomm.plan.sim import simulate
 
 SHORT, FIRST, OF_FAR, LONGEST = 8, 1 << 20, 8 << 20, 64 << 20  # bytes of messages
@@ -100,7 +100,11 @@ def _message(group: Communicator) -> float:
 
 
 def crowd(
-    ranks: Ranks, members: int, found: Probe | None, buffers: Sequence[Buffers], budget: float
+    ranks: Ranks,
+    members: int,
+    found: ClusterProbe | None,
+    buffers: Sequence[Buffers],
+    budget: float,
 ) -> Crowd | None:
     """Measure a crowd by all-reduces of more ranks of a machine than it has cores.
 
@@ -157,7 +161,7 @@ def crowd(
     )
 
 
-def moving(found: Probe, crowd: Crowd, length: int, wall: float, core: float) -> Crowd:
+def moving(found: ClusterProbe, crowd: Crowd, length: int, wall: float, core: float) -> Crowd:
     """Return the crowd with the cost of moving a byte, from the core seconds per byte.
 
     A waiting rank polls and keeps a core busy, so the cost is less if the all-reduce was faster.
@@ -170,7 +174,7 @@ def moving(found: Probe, crowd: Crowd, length: int, wall: float, core: float) ->
     return replace(crowd, byte=crowd.byte + share * (costly.byte - crowd.byte))
 
 
-def longer(found: Probe, crowd: Crowd, coding: Coding, numel: int, wall: float) -> float:
+def longer(found: ClusterProbe, crowd: Crowd, coding: Coding, numel: int, wall: float) -> float:
     """Return the factor by which a codec is slower in a crowd, from its all-reduce's time."""
     once, twice = (
         expected(found, replace(crowd, whole=f, far_whole=f, segmented=f), coding, numel)
@@ -179,7 +183,7 @@ def longer(found: Probe, crowd: Crowd, coding: Coding, numel: int, wall: float) 
     return min(4.0, max(1.0, 1 + (wall - once) / (twice - once)))
 
 
-def expected(found: Probe, crowd: Crowd, coding: Coding, numel: int) -> float:
+def expected(found: ClusterProbe, crowd: Crowd, coding: Coding, numel: int) -> float:
     """Return the predicted seconds of an all-reduce in such a crowd."""
     cluster = found.crowded(crowd).cluster(crowd.ranks)
     return simulate.all_reduce(cluster, coding, way(coding), Size.of(numel, coding))

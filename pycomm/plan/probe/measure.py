@@ -16,14 +16,14 @@ from pycomm.communicator import Communicator
 from pycomm.plan.cluster import Link
 from pycomm.plan.probe import codecs, links
 from pycomm.plan.probe.ranks import Ranks
-from pycomm.plan.probe.result import Probe, cores_of_process, machine_of_process, middle
+from pycomm.plan.probe.result import ClusterProbe, cores_of_process, machine_of_process, middle
 
 SECONDS = 2.2  # time for one level of links, in all turns
 TURNS = 3
 NUMELS = 1 << 18, 8 << 20  # sizes of the buffers of codecs; caches hold the first
 
 
-def run(folder: Path, rank: int, size: int, effort: float = 1.0) -> Probe | None:
+def run(folder: Path, rank: int, size: int, effort: float = 1.0) -> ClusterProbe | None:
     """Measure; rank 0 gets the result, the others None.
 
     Everything is measured several times, some seconds apart, and the median counts: cores of a
@@ -48,7 +48,7 @@ def run(folder: Path, rank: int, size: int, effort: float = 1.0) -> Probe | None
     return middle([probe for probe in found if probe is not None]) if rank == 0 else None
 
 
-def _turn(ranks: Ranks, buffers: Sequence[codecs.Buffers], effort: float) -> Probe | None:
+def _turn(ranks: Ranks, buffers: Sequence[codecs.Buffers], effort: float) -> ClusterProbe | None:
     rank, size, nodes = ranks.rank, ranks.size, ranks.nodes()
     partners = {
         "inter": next((r for r in range(size) if nodes[r] != nodes[0]), None),
@@ -79,7 +79,7 @@ def _turn(ranks: Ranks, buffers: Sequence[codecs.Buffers], effort: float) -> Pro
     found = None
     if rank == 0:
         here = min(max(2, cores), machines.count(machines[0]))
-        found = Probe(
+        found = ClusterProbe(
             ranks=size,
             inter=inter,
             intra=levels["intra"],
@@ -101,10 +101,10 @@ def _turn(ranks: Ranks, buffers: Sequence[codecs.Buffers], effort: float) -> Pro
 def _crowds(
     ranks: Ranks,
     cores: int,
-    found: Probe | None,
+    found: ClusterProbe | None,
     buffers: Sequence[codecs.Buffers],
     budget: float,
-) -> Probe | None:
+) -> ClusterProbe | None:
     """Measure twice as many ranks as cores, four times as many, and so on."""
     members = 2 * cores
     while members <= ranks.size:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pycomm.plan.cluster import LINKS, Cluster, Link, Processor, Rates
+from pycomm.plan.cluster import LINKS, Cluster, CodecRates, Link, Processor
 from pycomm.plan.codecs import CODINGS
 
 
@@ -50,7 +50,7 @@ class Crowd:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ClusterProbe:
     """Links, cores and codecs, as measured by the ranks of a probe."""
 
     ranks: int
@@ -60,9 +60,9 @@ class Probe:
     """Link between ranks of a node; None: every node had one rank."""
     memory: float
     """Bytes per second that adding reads, on one core."""
-    codecs: dict[str, Rates]
+    codecs: dict[str, CodecRates]
     far_memory: float
-    far_codecs: dict[str, Rates]
+    far_codecs: dict[str, CodecRates]
     """Rates on larger buffers, which caches do not hold."""
     span: tuple[float, float]
     """Bytes of the buffers on a machine, for the smaller and the larger ones."""
@@ -76,7 +76,7 @@ class Probe:
     device: str = ""
 
     @classmethod
-    def read(cls, path: str | Path) -> Probe:
+    def read(cls, path: str | Path) -> ClusterProbe:
         """Read a file written by `plan probe`.
 
         Raises:
@@ -89,7 +89,7 @@ class Probe:
             raise ValueError(f"{path} was not written by `plan probe`: {error}") from None
 
     @classmethod
-    def of(cls, record: dict[str, Any]) -> Probe:
+    def of(cls, record: dict[str, Any]) -> ClusterProbe:
         """Return the probe of a :meth:`record`.
 
         Raises:
@@ -99,7 +99,7 @@ class Probe:
         for level in ("inter", "intra"):
             found[level] = Link(**found[level]) if found[level] else None
         for name in ("codecs", "far_codecs"):
-            found[name] = {codec: Rates(**rates) for codec, rates in found[name].items()}
+            found[name] = {codec: CodecRates(**rates) for codec, rates in found[name].items()}
         found["span"] = tuple(found["span"])
         found["crowds"] = tuple(Crowd(**crowd) for crowd in found.get("crowds", ()))
         return cls(**found)
@@ -110,7 +110,7 @@ class Probe:
     def record(self) -> dict[str, Any]:
         return asdict(self)
 
-    def crowded(self, crowd: Crowd) -> Probe:
+    def crowded(self, crowd: Crowd) -> ClusterProbe:
         """Return the probe with one more crowd, larger than those before."""
         return replace(self, crowds=(*self.crowds, crowd))
 
@@ -161,9 +161,9 @@ class Probe:
         )
 
 
-def middle(probes: Sequence[Probe]) -> Probe:
+def middle(probes: Sequence[ClusterProbe]) -> ClusterProbe:
     """Return the median of every figure over several probes of the same ranks."""
-    return Probe.of(_middle([probe.record() for probe in probes]))
+    return ClusterProbe.of(_middle([probe.record() for probe in probes]))
 
 
 def _middle(records: Sequence[Any]) -> Any:

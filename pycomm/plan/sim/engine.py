@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 
-class Place(Protocol):
+class SimPlace(Protocol):
     """A resource whose time tasks take."""
 
-    def submit(self, task: Task) -> None: ...
+    def submit(self, task: SimTask) -> None: ...
 
 
-class Task:
+class SimTask:
     """An activity that takes seconds of a place, after other tasks."""
 
     __slots__ = ("end", "engine", "followers", "place", "seconds", "waiting")
 
-    def __init__(self, engine: Engine, place: Place | None, seconds: float) -> None:
+    def __init__(self, engine: EventClock, place: SimPlace | None, seconds: float) -> None:
         self.engine, self.place, self.seconds = engine, place, seconds
         self.waiting = 0
-        self.followers: list[Task] = []
+        self.followers: list[SimTask] = []
         self.end = -1.0  # not yet
 
     def ready(self) -> None:
@@ -45,22 +45,22 @@ class Task:
         self.followers = []
 
 
-class Engine:
+class EventClock:
     """The clock, and the queue of future events."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
-        self._roots: list[Task] = []
+        self._roots: list[SimTask] = []
 
     def at(self, when: float, what: Callable[[], None]) -> None:
         self._count += 1  # events at equal times happen in the order of their insertion
         heapq.heappush(self._events, (when, self._count, what))
 
-    def task(self, place: Place | None, seconds: float, after: Iterable[Task]) -> Task:
+    def task(self, place: SimPlace | None, seconds: float, after: Iterable[SimTask]) -> SimTask:
         """Add a task. Must be called before :meth:`run`."""
-        task = Task(self, place, seconds)
+        task = SimTask(self, place, seconds)
         for other in after:
             other.followers.append(task)
             task.waiting += 1
@@ -78,13 +78,13 @@ class Engine:
         return self.now
 
 
-class Line:
+class Transfer:
     """One direction of a link's end: bytes leave, or arrive, one message after the other.
 
     After a pause a burst passes at once: unused capacity accumulates, up to a number of bytes.
     """
 
-    def __init__(self, engine: Engine, rate: float, burst: float = 0.0) -> None:
+    def __init__(self, engine: EventClock, rate: float, burst: float = 0.0) -> None:
         self.engine, self.rate = engine, rate
         self.credit = burst / rate
         self.free = -self.credit
@@ -102,10 +102,10 @@ class Line:
 class Way:
     """A path between two ends of links: the head of a message arrives after the latency."""
 
-    def __init__(self, out: Line, into: Line, latency: float) -> None:
+    def __init__(self, out: Transfer, into: Transfer, latency: float) -> None:
         self.out, self.into, self.latency = out, into, latency
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: SimTask) -> None:
         """Send a message; its task's seconds are its bytes."""
         begin, end = self.out.take(task.seconds)
         engine, latency = task.engine, self.latency
@@ -123,9 +123,9 @@ class Cores:
     known when it starts.
     """
 
-    def __init__(self, engine: Engine, count: float) -> None:
+    def __init__(self, engine: EventClock, count: float) -> None:
         self.engine, self.count = engine, count
-        self._running: list[tuple[float, int, Thread, Task]] = []
+        self._running: list[tuple[float, int, Thread, SimTask]] = []
         self._virtual = self._since = 0.0
         self._version = self._started = 0
 
@@ -137,7 +137,7 @@ class Cores:
             self._virtual += (self.engine.now - self._since) * self._speed()
         self._since = self.engine.now
 
-    def start(self, thread: Thread, task: Task) -> None:
+    def start(self, thread: Thread, task: SimTask) -> None:
         self._advance()
         self._started += 1
         heapq.heappush(self._running, (self._virtual + task.seconds, self._started, thread, task))
@@ -168,17 +168,17 @@ class Thread:
 
     def __init__(self, cores: Cores) -> None:
         self.cores = cores
-        self._queue: deque[Task] = deque()
+        self._queue: deque[SimTask] = deque()
         self._busy = False
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: SimTask) -> None:
         if self._busy:
             self._queue.append(task)
         else:
             self._busy = True
             self.cores.start(self, task)
 
-    def ended(self, task: Task) -> None:
+    def ended(self, task: SimTask) -> None:
         self._busy = False
         if self._queue:
             self.submit(self._queue.popleft())

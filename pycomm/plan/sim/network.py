@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from pycomm.plan.cluster import SEGMENT, Cluster
-from pycomm.plan.sim.engine import Cores, Engine, Line, Task, Thread, Way
+from pycomm.plan.sim.engine import Cores, EventClock, SimTask, Thread, Transfer, Way
 
 MOST_PIECES = 16
 """Most pieces of a simulated message: a core and a line overlap to within a sixteenth of it."""
@@ -22,7 +22,7 @@ class Network:
     """
 
     def __init__(self, cluster: Cluster, slow_nodes: Mapping[int, float] | None = None) -> None:
-        self.cluster, self.engine = cluster, Engine()
+        self.cluster, self.engine = cluster, EventClock()
         slow = slow_nodes or {}
         ranks, machine = range(cluster.ranks), cluster.machine
         cores = [
@@ -36,7 +36,7 @@ class Network:
         ways = (inter.rate, inter.receive or inter.rate)
         self._node_lines = [
             [
-                Line(self.engine, rate / slow.get(node, 1.0), inter.burst)
+                Transfer(self.engine, rate / slow.get(node, 1.0), inter.burst)
                 for node in range(cluster.nodes)
             ]
             for rate in ways
@@ -44,24 +44,24 @@ class Network:
         self._rank_lines = [self._inside(cluster) for _ in range(2)]
         self.sent = [0.0] * cluster.ranks
 
-    def _inside(self, cluster: Cluster) -> list[Line]:
+    def _inside(self, cluster: Cluster) -> list[Transfer]:
         """Return one direction of each rank's line in its node, or of the node's shared one."""
         local, rate = cluster.ranks_per_node, cluster.intra.rate
         if not cluster.intra.shared:
-            return [Line(self.engine, rate) for _ in range(cluster.ranks)]
-        buses = [Line(self.engine, rate) for _ in range(cluster.nodes)]
+            return [Transfer(self.engine, rate) for _ in range(cluster.ranks)]
+        buses = [Transfer(self.engine, rate) for _ in range(cluster.nodes)]
         return [buses[rank // local] for rank in range(cluster.ranks)]
 
-    def join(self, after: Iterable[Task]) -> Task:
+    def join(self, after: Iterable[SimTask]) -> SimTask:
         """Return a task that ends when all others have."""
         return self.engine.task(None, 0.0, after)
 
-    def work(self, rank: int, seconds: float, after: Iterable[Task]) -> Task:
+    def work(self, rank: int, seconds: float, after: Iterable[SimTask]) -> SimTask:
         """Return a task of core seconds on a rank's communicating thread."""
         place = self.communicating[rank] if seconds > 0 else None
         return self.engine.task(place, seconds, after)
 
-    def send(self, source: int, target: int, size: float, after: Iterable[Task]) -> Task:
+    def send(self, source: int, target: int, size: float, after: Iterable[SimTask]) -> SimTask:
         """Return the task of a message, which ends when the target has received it."""
         local = self.cluster.ranks_per_node
         near = source // local == target // local and local > 1

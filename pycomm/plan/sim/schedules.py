@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pycomm.plan.algorithms import STAGE, Size, in_one_shot
 from pycomm.plan.cluster import SEGMENT
 from pycomm.plan.codecs import NONE, Coding
-from pycomm.plan.sim.engine import Task
+from pycomm.plan.sim.engine import SimTask
 from pycomm.plan.sim.network import MOST_PIECES, Network
 
-Tasks = list[Task]
+Tasks = list[SimTask]
 
 
 class Schedule:

@@ -15,7 +15,7 @@ from pycomm.plan.codecs import NONE, Coding
 from pycomm.plan.model import Model
 from pycomm.plan.prediction import Prediction, with_feedback
 from pycomm.plan.prediction import step as by_formula
-from pycomm.plan.sim.engine import Task
+from pycomm.plan.sim.engine import SimTask
 from pycomm.plan.sim.network import Network
 from pycomm.plan.sim.schedules import Schedule
 
@@ -66,7 +66,7 @@ def step(
     schedule, ranks = Schedule(net, coding), range(cluster.ranks)
     paces = [(slow_ranks or {}).get(rank, 1.0) * model.compute for rank in ranks]
 
-    def compute(rank: int, share: float, after: list[Task]) -> Task:
+    def compute(rank: int, share: float, after: list[SimTask]) -> SimTask:
         return net.engine.task(net.computing[rank], paces[rank] * share, after)
 
     computed = [compute(rank, model.forward, []) for rank in ranks]

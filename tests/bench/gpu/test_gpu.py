@@ -98,8 +98,8 @@ def test_no_report_and_no_tests_are_not_good(tmp_path):
     assert gpu_checks.Counts(passed=767).good
 
 
-def row(task: gpu_tasks.Task, op: str) -> gpu.Row:
-    return gpu.Row(task.kind, "", task.what, op, task.numel, 8, 2.0, 4.0, 8.0, 0.5, "graph")
+def row(task: gpu_tasks.Task, op: str) -> gpu.GpuRow:
+    return gpu.GpuRow(task.kind, "", task.what, op, task.numel, 8, 2.0, 4.0, 8.0, 0.5, "graph")
 
 
 def in_this_process(tasks, deadline):
@@ -144,11 +144,11 @@ def test_traffic_is_what_ranks_read_and_write():
 
 
 def test_what_ranks_say_becomes_rows(monkeypatch):
-    line = gpu_collectives.Line(4, "int8", "", "float32", 1024, 4096, 2.0, 6.0)
+    line = gpu_collectives.MeasuredLine(4, "int8", "", "float32", 1024, 4096, 2.0, 6.0)
     said = [{"copy_gbps": 8.0}, dataclasses.asdict(line), {"problem": "4 ranks, int4: late"}]
     monkeypatch.setattr(gpu_workers, "COLLECTIVES", speaker(*said))
     found, problem = gpu_workers.collectives()
-    row = gpu.Row(**found["row"])
+    row = gpu.GpuRow(**found["row"])
     assert (row.kind, row.codec, row.op, row.share) == (
         "ranks",
         "int8",

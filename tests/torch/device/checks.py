@@ -21,7 +21,7 @@ import pycomm
 from pycomm import backend, elastic
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Decision, Parameter
-from pycomm.reduction.bucket import Bucket, Piece
+from pycomm.reduction.bucket import Bucket, BucketPiece
 from tests.torch.harness import inputs, perceptron
 
 
@@ -400,7 +400,7 @@ def check_no_capture(rank: int, ranks: int, device: str) -> None:
     assert x.cpu().eq(ranks**2).all()
 
 
-def kept(piece: Piece) -> list[tuple[str, Any]]:
+def kept(piece: BucketPiece) -> list[tuple[str, Any]]:
     return list(piece.residual.pairs()) if piece.residual else []
 
 
