@@ -7,7 +7,7 @@ import subprocess
 from tests.house import report
 
 TREE = {
-    "csrc/core/option_table.h": "OPTION(\"PYCOMM_LINK\")\n",
+    "csrc/core/option_table.h": 'OPTION("PYCOMM_LINK")\n',
     "csrc/core/env.h": "struct PYCOMM_API Env {\n};\n",
     "csrc/transports/env.h": "struct Env {\n};\n",
     "csrc/transports/shm/ring.cpp": "\n" * 7,

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import io
-import json
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from pycomm.elastic import parts
-from pycomm.policy.exchange import device_of
 from pycomm.policy.names import bare
 
 Form = tuple[str, tuple[int, ...], str]
@@ -168,52 +165,6 @@ def read(
         UnpicklingError: it has objects of other classes, or tensors on another mesh.
     """
     return _Unpickler(io.BytesIO(pickled), tensors, meshes or {}).load()
-
-
-def broadcast(value: Any, source: int, group: dist.ProcessGroup) -> Any:
-    """Return the value of one rank, read as `read` does; collective.
-
-    In place of torch's object collectives, which run code that the sender chooses.
-
-    Args:
-        value: that of the rank `source`; of other ranks it does not count.
-        source: the rank in the group.
-        group: the ranks.
-
-    Returns:
-        `value` itself on its rank; elsewhere a copy with its tensors on the CPU.
-
-    Raises:
-        UnpicklingError: the value has objects of other classes.
-    """
-    device = device_of(group)
-    here = dist.get_rank(group) == source
-    written, pickler = b"", Pickler(buffer := io.BytesIO())
-    if here:
-        pickler.dump(value)
-        written = json.dumps([form(tensor) for tensor in pickler.tensors]).encode()
-        written = len(written).to_bytes(8, "little") + written + buffer.getvalue()
-
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        dist.broadcast(tensor := tensor.to(device), group=group, group_src=source)
-        return tensor.cpu()
-
-    size = int(moved(torch.tensor([len(written)], dtype=torch.int64, device="cpu")))
-    written = moved(_bytes(written.ljust(size, b"\0"))).numpy().tobytes()
-    start = 8 + int.from_bytes(written[:8], "little")
-    forms = [(dtype, tuple(shape), kind) for dtype, shape, kind in json.loads(written[8:start])]
-    tensors = pickler.tensors if here else [empty(form) for form in forms]
-    flat = [moved(t.detach().reshape(-1).view(torch.uint8)) for t in tensors if t.numel()]
-    if here:
-        return value
-    for tensor in tensors:
-        if tensor.numel():
-            tensor.view(-1).view(torch.uint8).copy_(flat.pop(0))
-    return read(written[start:], tensors)
-
-
-def _bytes(written: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(written), dtype=torch.uint8)
 
 
 def empty(form: Form) -> torch.Tensor:

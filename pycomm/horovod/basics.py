@@ -158,7 +158,7 @@ def nccl_built() -> int:
     """
     if not (dist.is_nccl_available() and torch.cuda.is_available()):
         return 0
-    major, minor, patch = torch.cuda.nccl.version()[:3]
+    major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
     return int(major * 10000 + minor * 100 + patch)
 
 

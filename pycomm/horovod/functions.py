@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pycomm.elastic.contents import broadcast, keep_dtypes
+from pycomm.elastic.contents import keep_dtypes
 from pycomm.horovod.basics import places, rank
 from pycomm.horovod.operations import broadcast_async_
 from pycomm.horovod.process_sets import ProcessSet, global_process_set, group_of
+from pycomm.policy.exchange import device_of
+from pycomm.reduction import members
 
 Named = tuple[Any, torch.Tensor]
 
@@ -71,7 +73,8 @@ def broadcast_optimizer_state(
     root = rank() == root_rank
     group = group_of(process_set)
     saved = optimizer.state_dict() if root else None
-    saved = broadcast(saved, process_set.ranks.index(root_rank), group)
+    root_in_group = process_set.ranks.index(root_rank)
+    saved = members.broadcast_object(saved, root_in_group, group, device_of(group))
     if not root:
         optimizer.load_state_dict(saved)
         keep_dtypes(optimizer, saved)

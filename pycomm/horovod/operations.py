@@ -129,6 +129,7 @@ def _allreduce_(
     name: str | None,
     factors: tuple[float, float],
     process_set: ProcessSet,
+    *,
     waits: bool,
 ) -> Handle:
     flat = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
@@ -347,6 +348,7 @@ def _reducescatter(
     op: Op | None,
     process_set: ProcessSet,
     factors: tuple[float, float],
+    *,
     waits: bool,
 ) -> Handle:
     chosen = _op(op)

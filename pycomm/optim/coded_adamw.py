@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +21,8 @@ from pycomm.hooks.fsdp_momentum import ShardedMomentumState, check_averages
 from pycomm.optim.loading import has_gradient, is_filling, load
 from pycomm.optim.settings import GroupChecks, policy_of, prepare, rule_of, settings_only
 from pycomm.policy import Policy, agree_on_options
+from pycomm.policy.exchange import device_of
+from pycomm.reduction import members
 from pycomm.reduction.momentum.moment import FLOAT32_STATES, local
 from pycomm.reduction.momentum.scaled import native, written
 
@@ -234,10 +235,8 @@ class CodedAdamW(torch.optim.Optimizer):
         """
         typed("previous", previous, CodedAdamW)
         group = self.compression.process_group
-        saved = [previous.state_dict()]
-        first = dist.get_global_rank(group, 0)
-        dist.broadcast_object_list(saved, src=first, group=group)
-        self.load_state_dict(saved[0])
+        saved = members.broadcast_object(previous.state_dict(), 0, group, device_of(group))
+        self.load_state_dict(saved)
         self.compression.adopt_state(previous.compression)
 
     def to_adamw(self, **options: Any) -> torch.optim.AdamW:

@@ -22,8 +22,10 @@ from pycomm.hooks.sent_momentum import SentMomentumState, sent_momentum_hook
 from pycomm.optim.loading import has_gradient, is_filling, load
 from pycomm.optim.settings import GroupChecks, policy_of, prepare, rule_of, settings_only
 from pycomm.policy import Policy, agree_on_options
+from pycomm.policy.exchange import device_of
 from pycomm.policy.names import clean
 from pycomm.policy.quality import nominal_error
+from pycomm.reduction import members
 from pycomm.reduction.momentum.moment import shortened
 
 MEASURED_EVERY = 16
@@ -222,10 +224,10 @@ class CodedSGD(torch.optim.Optimizer):
             previous: the old optimizer, for the same parameters in the same order.
         """
         typed("previous", previous, CodedSGD)
-        saved = [previous.state_dict()]
-        first = dist.get_global_rank(self.process_group, 0)
-        dist.broadcast_object_list(saved, src=first, group=self.process_group)
-        self.load_state_dict(saved[0])
+        saved = members.broadcast_object(
+            previous.state_dict(), 0, self.process_group, device_of(self.process_group)
+        )
+        self.load_state_dict(saved)
         self.compression.adopt_state(previous.compression)
 
     # ------------------------------------------------------------------ a step

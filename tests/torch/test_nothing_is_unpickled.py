@@ -79,6 +79,16 @@ def _coded() -> None:
     _step(model, pycomm.code_optimizer(optimizer, model, "sign"))
 
 
+def _adopted() -> None:
+    optimizers = []
+    for _ in range(2):
+        model = DistributedDataParallel(_model())
+        optimizer = pycomm.CodedAdamW(model.parameters(), lr=1e-3, codec="sign", model=model)
+        _step(model, optimizer)
+        optimizers.append(optimizer)
+    optimizers[1].adopt_state(optimizers[0])
+
+
 def _local() -> None:
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -110,6 +120,7 @@ TRAININGS = {
     "auto": _compressed("auto"),
     "powersgd": _compressed("powersgd:2"),
     "coded optimizer": _coded,
+    "adopted optimizer": _adopted,
     "local SGD": _local,
     "hand-over": _handed_over,
     "horovod": _horovod,
