@@ -128,7 +128,7 @@ class Contents:
             self.lines.append(f"the optimizer's group {number} of {', '.join(members)}")
 
     def _check(self, what: str, tensor: torch.Tensor) -> None:
-        """Note if the tensor is one that does not travel as its values."""
+        """Record an unsupported tensor."""
         if is_lazy(tensor):
             self.problem = f"{what} has no shape yet: run the model once before"
         elif isinstance(tensor, DTensor):
@@ -232,9 +232,8 @@ class _Unpickler(pickle.Unpickler):
             if f"{module}.{name}" == (path or f"{made.__module__}.{made.__qualname__}"):
                 return made
         raise pickle.UnpicklingError(
-            f"{module}.{name} is no class that members read from each other: keep numbers, texts, "
-            "containers or tensors in its place, or give it to torch.serialization."
-            "add_safe_globals on all ranks"
+            f"unpickling {module}.{name} is not allowed: keep numbers, texts, containers or "
+            "tensors in its place, or give it to torch.serialization.add_safe_globals on all ranks"
         )
 
 

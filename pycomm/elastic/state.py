@@ -1,4 +1,4 @@
-"""State: the messages that a pickle and many tensors are, along a chain of ranks."""
+"""Send and receive a pickled state with its tensors, along a chain of ranks."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from pycomm.errors import Error
 from pycomm.policy import Policy
 from pycomm.policy.names import clean
 from pycomm.reduction.state import CompressionState
-from pycomm.reduction.taken import Taken
+from pycomm.reduction.taken import DiscardedGradients
 
 
 class HookState(CompressionState):
@@ -62,7 +62,7 @@ class HookState(CompressionState):
                     self._enter(name, parameter)
             self.plan.complete()
         if self.residuals:
-            self._taken = Taken(self._names, self._by_name)
+            self._taken = DiscardedGradients(self._names, self._by_name)
         self._nobody_used: set[str] = set()  # in the last step
         self._settles = False  # the forward hook `_settle_joined` is registered
         self._paid = False  # a step has begun since `remove`

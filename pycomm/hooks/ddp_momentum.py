@@ -15,7 +15,7 @@ from pycomm.hooks.ddp import HookState
 from pycomm.hooks.momentum import OTHERS, Find, Momenta
 from pycomm.policy import Policy
 from pycomm.policy.names import clean
-from pycomm.reduction.look import Look
+from pycomm.reduction.look import GradientHook
 from pycomm.reduction.momentum.moment import CodedMoment
 
 
@@ -66,7 +66,7 @@ class MomentumState(Momenta, HookState):
     def _watch(self, name: str, parameter: torch.Tensor) -> None:
         """Look at a gradient before a backward adds to it, unless the parameter is frozen."""
         if name not in self._handles and parameter.requires_grad:
-            handle = parameter.register_hook(Look(self, name))  # type: ignore[no-untyped-call]
+            handle = parameter.register_hook(GradientHook(self, name))  # type: ignore[no-untyped-call]
             self._handles[name] = handle
 
     def begin_step(self, *, weigh: bool = True, absent: bool = False) -> None:

@@ -40,7 +40,7 @@ from pycomm.policy.exchange import gather
 from pycomm.reduction import two_shot
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.state import CompressionState
-from pycomm.reduction.taken import Taken
+from pycomm.reduction.taken import DiscardedGradients
 
 
 class FSDPState(CompressionState):
@@ -122,7 +122,7 @@ class FSDPState(CompressionState):
                 self.weights[name] = policy.decide(parameter)
             agree_on(list(self.weights.values()), self.process_group, self._device)
         if self.residuals:
-            self._taken = Taken(self._names, self._by_name, early=True)
+            self._taken = DiscardedGradients(self._names, self._by_name, early=True)
         for unit in self._units:
             self._install(unit)
 

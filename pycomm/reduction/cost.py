@@ -17,7 +17,7 @@ def residual_bytes(reducer: BucketReducer) -> int:
     return sum(each) * reducer.kept_alike
 
 
-def told(reducer: BucketReducer) -> str:
+def memory_text(reducer: BucketReducer) -> str:
     """Return the memory of the residuals as a line of text; empty if there are none."""
     taken = residual_bytes(reducer)
     if reducer.residuals is None or not taken:

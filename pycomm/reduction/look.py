@@ -1,4 +1,4 @@
-"""Look: a parameter's hook, which looks at its gradient before a backward adds to it."""
+"""GradientHook: a parameter's hook, which looks at its gradient before a backward adds to it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Protocol
 import torch
 
 
-class Looking(Protocol):
+class GradientObserver(Protocol):
     """Keeps what it has to know of gradients that a backward is about to change."""
 
     def look(self, name: str) -> None: ...
 
 
-class Look:
+class GradientHook:
     """Tells an object of a parameter's next gradient.
 
     The reference is weak, since parameters outlive a state.
@@ -26,7 +26,7 @@ class Look:
 
     __torch_unserializable__ = True  # torch.save of the parameter leaves the hook out silently
 
-    def __init__(self, owner: Looking, name: str) -> None:
+    def __init__(self, owner: GradientObserver, name: str) -> None:
         self._owner, self._name = weakref.ref(owner), name
 
     def __call__(self, _: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from pycomm.policy.exchange import gather
 
 
 @dataclass(frozen=True)
-class Standing:
+class MemberState:
     """Where a member of the group stands before its first step with the others."""
 
     step: int
@@ -36,7 +36,9 @@ class Standing:
     """The number of ranks then."""
 
 
-def meet(mine: Standing, group: dist.ProcessGroup, device: torch.device) -> list[Standing]:
+def exchange_states(
+    mine: MemberState, group: dist.ProcessGroup, device: torch.device
+) -> list[MemberState]:
     """Return where all members stand, in rank order; collective.
 
     Raises:
@@ -44,7 +46,7 @@ def meet(mine: Standing, group: dist.ProcessGroup, device: torch.device) -> list
     """
     rows = gather(list(map(int, astuple(mine))), group, device)
     standings = [
-        Standing(int(step), bool(agreed), bool(rebuilds), int(rank), int(ranks))
+        MemberState(int(step), bool(agreed), bool(rebuilds), int(rank), int(ranks))
         for step, agreed, rebuilds, rank, ranks in rows
     ]
     new = [str(rank) for rank, standing in enumerate(standings) if standing.rebuilds]
@@ -59,13 +61,13 @@ def meet(mine: Standing, group: dist.ProcessGroup, device: torch.device) -> list
     return standings
 
 
-def source(standings: Sequence[Standing]) -> int:
+def source(standings: Sequence[MemberState]) -> int:
     """Return the rank whose common state all take over: the first of those that are furthest."""
     steps = [standing.step for standing in standings]
     return steps.index(max(steps))
 
 
-def in_place(standings: Sequence[Standing]) -> bool:
+def in_place(standings: Sequence[MemberState]) -> bool:
     """Return whether all have the ranks that they had: then values have the same owners."""
     ranks = len(standings)
     return all((one.rank, one.ranks) == (rank, ranks) for rank, one in enumerate(standings))

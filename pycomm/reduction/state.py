@@ -29,7 +29,7 @@ from pycomm.reduction.detached import DetachedState
 from pycomm.reduction.rates import Rates
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.saved import check_sizes, known, residuals_of
-from pycomm.reduction.taken import Taken
+from pycomm.reduction.taken import DiscardedGradients
 from pycomm.reduction.weights import Weights
 
 logger = logging.getLogger("pycomm")
@@ -77,7 +77,7 @@ class CompressionState(BucketReducer):
         self._complete = False
         self._was_finite = True
         self._copied = False
-        self._taken: Taken | None = None
+        self._taken: DiscardedGradients | None = None
         """Observer that detects unused gradients, if the hook has one."""
         self._thrown: set[str] = set()  # the last step's gradients that were thrown away
         self._joined = False  # Join shadows this rank, which has no more data
@@ -123,7 +123,7 @@ class CompressionState(BucketReducer):
     def summary(self) -> str:
         """Return the current decisions, a line for each codec and reason, their changes, and the
         memory of the residuals on this rank."""
-        return "\n".join(filter(None, (self.plan.summary(), cost.told(self))))
+        return "\n".join(filter(None, (self.plan.summary(), cost.memory_text(self))))
 
     def agree(self) -> None:
         """Check that all ranks have decided alike, and report the residuals' memory; collective.
@@ -135,7 +135,7 @@ class CompressionState(BucketReducer):
         if taken > self._told and self.process_group.size() > 1:
             self._told = taken  # so that trials of "auto", and schedules, report it once
             if self.process_group.rank() == 0:
-                tell(cost.told(self))
+                tell(cost.memory_text(self))
 
     @property
     def residual_bytes(self) -> int:
@@ -440,14 +440,14 @@ class CompressionState(BucketReducer):
             if previous.residuals is not None:
                 before, own = previous.residuals.ranks, previous.residuals.state_dict()
         formed = self._formed()
-        standing = members.Standing(
+        standing = members.MemberState(
             step=previous.step if previous is not None else 0,
             agreed=formed == self._formed_with and previous in (None, self),
             rebuilds=self._rebuilds(),
             rank=previous._rank if previous is not None else -1,
             ranks=before,
         )
-        standings = members.meet(standing, group, self._device)
+        standings = members.exchange_states(standing, group, self._device)
         root = members.source(standings)
         if all(one.agreed and one.step == standings[root].step for one in standings):
             self._met = True  # these members have made their states together

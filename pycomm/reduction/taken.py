@@ -24,14 +24,18 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pycomm.reduction.look import Look
+from pycomm.reduction.look import GradientHook
 
-_CALM = 32  # steps in a row whose gradients were all taken, after which the hooks are removed
-_IDLE = 16  # steps in a row without a visible change: the parameters are moved in an unseen way
+_QUIET_STEPS = (
+    32  # steps in a row whose gradients were all taken, after which the hooks are removed
+)
+_UNSEEN_STEPS = (
+    16  # steps in a row without a visible change: the parameters are moved in an unseen way
+)
 _SAMPLE = 16  # values that are checked before the whole gradient: most gradients are not zero
 
 
-class Taken:
+class DiscardedGradients:
     """Observer of a state's parameters between steps.
 
     Args:
@@ -90,10 +94,10 @@ class Taken:
             )
         thrown = self._all_gone(waiting)
         self._idle = self._idle + 1 if names and len(waiting) == len(names) else 0
-        if self._idle >= _IDLE:
+        if self._idle >= _UNSEEN_STEPS:
             self._tracked.clear()
         self._calm = 0 if waiting else self._calm + 1
-        if self._calm < _CALM:
+        if self._calm < _QUIET_STEPS:
             self._arm()
         else:
             self._disarm()
@@ -192,7 +196,7 @@ class Taken:
             return
         for name, parameter in self._parameters.items():
             if parameter.requires_grad and parameter.is_leaf:
-                handle = parameter.register_hook(Look(self, name))  # type: ignore[no-untyped-call]
+                handle = parameter.register_hook(GradientHook(self, name))  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
 
     def _disarm(self) -> None:
@@ -210,7 +214,7 @@ def _holds(gradient: torch.Tensor) -> bool:
     return bool(gradient.any())
 
 
-_watching: weakref.WeakSet[Taken] = weakref.WeakSet()
+_watching: weakref.WeakSet[DiscardedGradients] = weakref.WeakSet()
 
 
 def _tell_all(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -15,7 +15,7 @@ from torchft.process_group import ProcessGroupWrapper
 from pycomm import backend, elastic
 from pycomm._build import load_c10d
 from pycomm.errors import Error
-from pycomm.torchft.meeting import Meeting
+from pycomm.torchft.meeting import QuorumRendezvous
 
 if TYPE_CHECKING:
     from pycomm._c10d import Backend, Options
@@ -46,7 +46,7 @@ class ProcessGroupPycomm(ProcessGroupWrapper):  # type: ignore[misc]
         self._options.group_name = NAME
         self._group: dist.ProcessGroup | None = None
         self._backend: Backend | None = None
-        self._meeting: Meeting | None = None
+        self._rendezvous: QuorumRendezvous | None = None
 
     def getBackendName(self) -> str:
         """Return the name under which torchft registers the group."""
@@ -103,11 +103,11 @@ class ProcessGroupPycomm(ProcessGroupWrapper):  # type: ignore[misc]
         self.abort(errored=False)
         group, ours = self.group, self._ours()
         ours.set_timeout(self._timeout)
-        if self._meeting is None:
-            self._meeting = Meeting(ours.handle(), ours.is_gone)
-        handles = self._meeting.handles(store_addr, rank, world_size, self._timeout)
+        if self._rendezvous is None:
+            self._rendezvous = QuorumRendezvous(ours.handle(), ours.is_gone)
+        handles = self._rendezvous.handles(store_addr, rank, world_size, self._timeout)
         ours.form(_uuid(store_addr), handles, self._timeout)
-        self._meeting.formed(handles)
+        self._rendezvous.formed(handles)
         elastic.fit(group, ours)
         self._pg = group
 
@@ -120,7 +120,7 @@ class ProcessGroupPycomm(ProcessGroupWrapper):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Leave the group for good."""
         ours = self._backend
-        self._backend, self._group, self._meeting = None, None, None
+        self._backend, self._group, self._rendezvous = None, None, None
         self._pg = None
         if ours is not None:
             ours.shutdown()

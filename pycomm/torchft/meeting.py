@@ -18,17 +18,17 @@ from torchft.process_group import create_store_client
 
 from pycomm.errors import Error, PeerLost, Timeout
 
-PATIENCE = 5.0
+UNKNOWN_MEMBER_TIMEOUT = 5.0
 """Seconds that members of a former group wait at first for a replica that they do not know. All of
 one quorum hear of it at the same time. It doubles with each meeting that fails, so that slow
 replicas meet in the end."""
 _SUCCESSOR = 0.5  # seconds for a replica that has taken the place of one that is gone
 _LOOK = 0.1  # seconds between two looks for former members that are gone
 _PAUSES = (0.001, 0.05)  # seconds between two polls of the store, at first and at most
-_GOES = "go"
+_COMMIT = "commit"
 
 
-class Meeting:
+class QuorumRendezvous:
     """The meetings of one replica, one for each quorum.
 
     Args:
@@ -85,10 +85,10 @@ class Meeting:
             if waited >= next_look and len(found) < size:
                 next_look = waited + _LOOK
                 problem = self._problem(found, rank, size, waited, limit)
-        decision = _GOES if problem is None else str(problem)
+        decision = _COMMIT if problem is None else str(problem)
         decision = store.compare_set("pycomm/decision", "", decision).decode()
-        if decision != _GOES:
-            # Whoever comes next in the place of one that is gone is waited for longer.
+        if decision != _COMMIT:
+            # Wait longer for the replacement of a dead member.
             absent = self._known - set(found.values())
             self._known -= {other for other in absent if self._is_gone(other)}
             raise problem or Error(f"another replica has given up: {decision}")
@@ -104,15 +104,14 @@ class Meeting:
         who = f"rank {rank}: replica {absent[0]} of {size} in this quorum"
         gone = sum(map(self._is_gone, former))
         successors = len(set(found.values()) - self._known)
-        # Those who are absent may be the former members that live, if each that is gone has been
-        # replaced by one that has come.
-        if gone and (len(absent) > len(former) - gone or gone > successors):
+        all_dead_replaced = gone <= successors and len(absent) <= len(former) - gone
+        if gone and not all_dead_replaced:
             return PeerLost(
                 f"{who} has published no handle, and the process of a former member is gone; the "
                 "next quorum is without it",
                 absent[0],
             )
-        patience = min(PATIENCE * 2 ** min(self._failed - 1, 10), limit)
+        patience = min(UNKNOWN_MEMBER_TIMEOUT * 2 ** min(self._failed - 1, 10), limit)
         if self._new or len(absent) <= len(former):  # they are alive, as far as can be told
             patience = limit
         if waited < patience:

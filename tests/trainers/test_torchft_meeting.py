@@ -65,7 +65,7 @@ def replicas(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replicas]:
 def test_a_former_member_that_is_gone_is_told_before_anyone_would_lose_patience(
     replicas: Replicas, monkeypatch: pytest.MonkeyPatch, gone: int
 ) -> None:
-    monkeypatch.setattr(meeting, "PATIENCE", 60.0)
+    monkeypatch.setattr(meeting, "UNKNOWN_MEMBER_TIMEOUT", 60.0)
     assert replicas.configure(1, [0, 1, 2], 3) == ["formed"] * 3
     replicas.groups[gone].shutdown()  # its port refuses from now on
     rest = [rank for rank in range(3) if rank != gone]
@@ -79,7 +79,7 @@ def test_a_former_member_that_is_gone_is_told_before_anyone_would_lose_patience(
 def test_one_that_takes_the_place_of_a_member_that_is_gone_is_waited_for(
     replicas: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "PATIENCE", 60.0)
+    monkeypatch.setattr(meeting, "UNKNOWN_MEMBER_TIMEOUT", 60.0)
     assert replicas.configure(1, [0, 1, 2], 3) == ["formed"] * 3
     replicas.groups[2].shutdown()
     replicas.groups[2] = ProcessGroupPycomm(LIMIT)
@@ -99,7 +99,7 @@ def test_a_late_former_member_is_waited_for_once_the_gone_one_is_replaced(
 def test_one_that_nobody_knows_is_waited_for_longer_each_time(
     replicas: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "PATIENCE", 0.5)
+    monkeypatch.setattr(meeting, "UNKNOWN_MEMBER_TIMEOUT", 0.5)
     assert replicas.configure(1, [0, 1], 2) == ["formed"] * 2
     outcomes = replicas.configure(2, [0, 1], 3)
     assert any(o.startswith("Timeout") and "replica 2 of 3" in o for o in outcomes)
@@ -124,7 +124,7 @@ def test_a_store_whose_process_is_gone_is_told(replicas: Replicas) -> None:
 
 def test_all_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one publishes at the moment at which the others lose patience, again and again."""
-    monkeypatch.setattr(meeting, "PATIENCE", 0.05)
+    monkeypatch.setattr(meeting, "UNKNOWN_MEMBER_TIMEOUT", 0.05)
     monkeypatch.setattr(meeting, "_LOOK", 0.0)
     monkeypatch.setattr(meeting, "_SUCCESSOR", 0.0)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -133,7 +133,7 @@ def test_all_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         address, begin = f"localhost:{store.port}/{turn}", threading.Barrier(3)
 
         def meet(rank: int, address: str = address, begin: threading.Barrier = begin) -> str:
-            one = meeting.Meeting(f"handle {rank}", lambda _: False)
+            one = meeting.QuorumRendezvous(f"handle {rank}", lambda _: False)
             one.formed([f"handle {rank}"])
             begin.wait()
             time.sleep(0.05 * (rank == 2))
