@@ -135,7 +135,7 @@ class Member:
     has: bool
     problem: bool
     digest: int
-    """Of the lines of its contents."""
+    """Digest of the content description."""
     host: int
     """Digest of the name of its host."""
     node: int

@@ -26,12 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pycomm.reduction.look import GradientHook
 
-_QUIET_STEPS = (
-    32  # steps in a row whose gradients were all taken, after which the hooks are removed
-)
-_UNSEEN_STEPS = (
-    16  # steps in a row without a visible change: the parameters are moved in an unseen way
-)
+_QUIET_STEPS = 32  # in a row, whose gradients were all used; then the hooks are removed
+_UNSEEN_STEPS = 16  # in a row without a visible change: something moves parameters unseen
 _SAMPLE = 16  # values that are checked before the whole gradient: most gradients are not zero
 
 
