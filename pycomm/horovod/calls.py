@@ -45,6 +45,10 @@ class Call:
             self._rows = [torch.empty_like(sent) for _ in range(self.size)]
             self._work = dist.all_gather(self._rows, sent, group=self.group, async_op=True)
 
+    def is_answered(self) -> bool:
+        """Return whether `check` would return at once."""
+        return self._work is None or self._work.is_completed()
+
     def check(self) -> list[list[int]]:
         """Wait for the other ranks' messages, and return their numbers, in rank order.
 
@@ -99,7 +103,9 @@ class Handle:
 
     def is_completed(self) -> bool:
         """Return whether `wait` would return at once."""
-        return all(work.is_completed() for work in self._works)
+        return (self._call is None or self._call.is_answered()) and all(
+            work.is_completed() for work in self._works
+        )
 
 
 _running: dict[tuple[int | None, str], Handle] = {}
@@ -120,6 +126,8 @@ def claim(process_set: ProcessSet, name: str | None) -> None:
 
 def running(process_set: ProcessSet, name: str | None, handle: Handle) -> Handle:
     """Note that an operation of this name runs, and return its handle."""
+    for key in [key for key, other in _running.items() if other.is_completed()]:
+        del _running[key]  # with its tensors: a script may give each step's operations new names
     if name:
         _running[process_set.process_set_id, name] = handle
     return handle

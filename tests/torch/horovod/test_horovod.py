@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 import pycomm.horovod as hvd
+from pycomm.horovod import calls
 from tests.torch.harness import equal
 
 # ------------------------------------------------------------------------------ collectives
@@ -494,6 +495,17 @@ def other_order(rank: int, size: int) -> None:
 
 def test_asynchronous_calls_are_matched_by_name(pool):
     pool.run(other_order)
+
+
+def many_names(rank: int, size: int) -> int:
+    hvd.init()
+    for step in range(50):
+        hvd.allreduce(torch.ones(1), name=f"loss of step {step}")
+    return len(calls._running)
+
+
+def test_operations_that_have_ended_are_not_kept(pool):
+    assert max(pool.run(many_names)) <= 1
 
 
 # ----------------------------------------------------------------------------- more collectives
