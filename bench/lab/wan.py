@@ -18,6 +18,8 @@ from pycomm.bench.lab.base import LabUnavailable
 from pycomm.bench.lab.namespaces import Netlab
 from pycomm.bench.lab.rates import Rate
 from pycomm.bench.lab.shape import Shape, bits, changed, matrix, seconds
+from pycomm.env import cache_home
+from pycomm.folders import distrust, private
 
 SOURCE = Path(__file__).with_name("link.cpp")
 
@@ -25,18 +27,26 @@ SOURCE = Path(__file__).with_name("link.cpp")
 def program() -> Path:
     """Return the link program; compiles it at the first use.
 
+    It may run as root, so it must be nobody else's: a folder that others can write is refused.
+
     Raises:
-        LabUnavailable: there is no compiler, or it failed.
+        LabUnavailable: there is no compiler, it failed, or the folder is not ours alone.
     """
     name = "pycomm-wan-link-" + hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pycomm"
+    cache = cache_home() / "pycomm"
     made = cache / name
+    try:
+        private(cache)
+        reason = distrust(made) if os.path.lexists(made) else ""
+    except OSError as error:
+        reason = str(error)
+    if reason:
+        raise LabUnavailable(f"the link program: {reason}; set XDG_CACHE_HOME to a folder of yours")
     if made.exists():
         return made
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
         raise LabUnavailable("no C++ compiler for the link with delay (apt-get install g++)")
-    cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         fresh = Path(folder) / name
         command = [*compiler.split(), "-std=c++17", "-O2", "-o", str(fresh), str(SOURCE)]
