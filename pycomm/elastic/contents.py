@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -162,9 +163,44 @@ def read(
         meshes: of this rank's sharded tensors.
 
     Raises:
-        UnpicklingError: it has objects of other classes, or tensors on another mesh.
+        UnpicklingError: it has objects of other classes, or tensors on another mesh, or it is no
+            pickle that a member writes.
     """
-    return _Unpickler(io.BytesIO(pickled), tensors, meshes or {}).load()
+    try:
+        for operation, _, _ in pickletools.genops(pickled):
+            if operation.name in _UNUSED:
+                raise pickle.UnpicklingError(f"no member writes {operation.name}")
+        return _Unpickler(io.BytesIO(pickled), tensors, meshes or {}).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:
+        raise pickle.UnpicklingError(
+            f"what another member has sent is no state: {type(error).__name__}: {error}"
+        ) from error
+
+
+_UNUSED = ("PUT", "BINPUT", "LONG_BINPUT")
+"""Of older protocols. Their number is the size of the table that the reader makes."""
+
+
+def read_forms(pickled: bytes) -> tuple[bytes, list[Form]]:
+    """Read a preface: the pickle of a state, and the forms of the tensors that it refers to.
+
+    Raises:
+        UnpicklingError: it has something else.
+    """
+    match read(pickled, []):
+        case bytes() as state, list() as forms if all(map(_is_form, forms)):
+            return state, forms
+    raise pickle.UnpicklingError("what another member has sent says nothing of its tensors")
+
+
+def _is_form(given: object) -> bool:
+    match given:
+        case str() as dtype, tuple() as shape, str():
+            numbers = all(type(size) is int and 0 <= size < 2**48 for size in shape)
+            return numbers and isinstance(getattr(torch, dtype, None), torch.dtype)
+    return False
 
 
 def empty(form: Form) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from pycomm.elastic.chain import Message, Receiver, Sender, send_ahead
 from pycomm.elastic.chunks import Chunks
-from pycomm.elastic.contents import Form, empty, read
+from pycomm.elastic.contents import Form, empty, read_forms
 
 How = tuple[int, bool]
 """Size of a chunk in bytes, and whether floats are coded."""
@@ -73,7 +73,7 @@ def _receive(
 ) -> tuple[list[torch.Tensor], Packed]:
     receiver.expect(2)  # the preface, and the end
     ((preface, _),) = receiver.receive([None])
-    pickled, forms = read(preface.numpy().tobytes(), [])
+    pickled, forms = read_forms(preface.numpy().tobytes())
     staged = [empty(form) for form in known]
     rest = [empty(form) for form in forms]
     chunks = Chunks([*staged, *rest], *how)
