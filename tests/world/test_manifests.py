@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 from typing import Any
 
 import pytest
@@ -135,12 +136,38 @@ def test_ranks_listen_on_the_ports_that_the_policy_opens(file):
     assert 29500 in opened  # the store's, torchrun's default
 
 
+COMMAND_LINES = re.compile(r"(from-literal|PYCOMM_SECRET)=[^\n]*(urandom|openssl)")
+
+
+def test_no_secret_is_on_a_command_line():
+    """Every user of a host sees the command lines of all."""
+    pages = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
+    files = [f for f in (ROOT / "examples").rglob("*") if f.suffix in (".yaml", ".sbatch", ".py")]
+    for file in [*pages, *files]:
+        for line in file.read_text().splitlines():
+            shown = COMMAND_LINES.search(line) and "export " not in line
+            assert not shown, f"{file.name}: {line}"
+
+
 @pytest.mark.parametrize("file", JOBS)
 def test_the_secret_is_no_part_of_the_manifest(file):
     for container in containers(file):
         (secret,) = (e for e in container["env"] if e["name"] == "PYCOMM_SECRET")
         assert "value" not in secret
         assert secret["valueFrom"]["secretKeyRef"] == {"name": "pycomm", "key": "secret"}
+
+
+@pytest.mark.parametrize("file", JOBS[:2])
+def test_pods_have_no_rights_that_training_does_not_need(file):
+    (manifest,) = documents(file)
+    for pod in pods(manifest):
+        assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+        for container in pod["spec"]["containers"]:
+            rights = container["securityContext"]
+            assert rights["allowPrivilegeEscalation"] is False
+            assert rights["capabilities"] == {"drop": ["ALL"]}
+    user = [w for w in (KUBERNETES / "Dockerfile").read_text().splitlines() if w.startswith("USER")]
+    assert user == ["USER 1000"]  # a number, or Kubernetes cannot tell that it is not root
 
 
 def test_what_the_image_copies_exists():
