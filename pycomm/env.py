@@ -9,6 +9,7 @@ import hashlib
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -207,6 +208,9 @@ def proofs_of_secrets(salt: bytes) -> dict[str, str]:
         salt: 16 random bytes, the same on all ranks, new for each comparison.
     """
     secrets = {name: os.environ[name].encode() for name in SECRETS if os.environ.get(name)}
+    if file := os.environ.get("PYCOMM_SECRET_FILE"):  # the core looks at its owner and mode
+        with suppress(OSError):
+            secrets[SECRETS[0]] = Path(file).read_bytes().rstrip(b"\r\n")
     return {
         name: hashlib.scrypt(secret, salt=salt, n=2**14, r=8, p=1, dklen=16).hex()
         for name, secret in secrets.items()

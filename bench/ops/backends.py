@@ -39,7 +39,7 @@ class Core(BackendCalls):
         if ":" in name:
             options.algo = name.partition(":")[2]
         if name == "pycomm-tls":
-            options.tls = True
+            options.tls = "on"
         if name == "pycomm-unchecked":
             options.checksum = "header"
         self.communicator: _C.Communicator = _C.Communicator(store, rank, ranks, options)

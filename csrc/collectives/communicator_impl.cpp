@@ -6,6 +6,7 @@
 #include <numeric>
 #include <utility>
 
+#include "transports/seal.h"
 #include "transports/shm/window.h"
 
 namespace pycomm {
@@ -35,6 +36,7 @@ Rendezvous rendezvous(std::shared_ptr<Store> store, int rank, int size,
   result.rank = rank;
   result.size = size;
   result.kept_heaps = options.kept_heaps;
+  result.key = key_of_secret(options.secret);
   result.deadline = Deadline::after(options.timeout);
   return result;
 }

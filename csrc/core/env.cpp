@@ -1,9 +1,15 @@
 // Environment variables: reads them, once. core/option_table.h describes them.
 #include "core/env.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
 #include <cmath>
 #include <cstdlib>
 #include <iterator>
+#include <system_error>
 
 #include "core/decimal.h"
 #include "core/error.h"
@@ -40,8 +46,6 @@ auto words(const std::vector<std::string>& words) {
     throw Expected{"one of " + known};
   };
 }
-
-bool on_off(const std::string& value) { return words({"off", "on"})(value) == "on"; }
 
 auto whole(int low, int high) {
   return [low, high](const std::string& value) {
@@ -94,11 +98,44 @@ void set(T& option, const char* variable, const Check& check) {
   }
 }
 
+// Reads the secret from its file. Links are followed, since Kubernetes mounts secrets by them; what
+// counts is the file that was opened.
+std::string secret_of(const std::string& path) {
+  const auto refuse = [&](const std::string& why) {
+    throw Error("PYCOMM_SECRET_FILE=" + path + " is refused: " + why);
+  };
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (fd < 0) refuse(std::generic_category().message(errno));
+  struct stat info = {};
+  const bool known = ::fstat(fd, &info) == 0;
+  char text[4097];
+  const ssize_t bytes = ::read(fd, text, sizeof text);
+  ::close(fd);
+  if (!known || !S_ISREG(info.st_mode) || bytes < 0) refuse("it is no file that can be read");
+  if (info.st_uid != 0 && info.st_uid != ::geteuid()) {
+    refuse("it belongs to user " + std::to_string(info.st_uid) + ", who could change it");
+  }
+  if ((info.st_mode & (S_IWGRP | S_IRWXO)) != 0) {
+    refuse("other users can read or write it; run chmod 600 on it");
+  }
+  std::string secret(text, static_cast<size_t>(bytes));
+  if (secret.size() == sizeof text) refuse("it has more than 4096 bytes");
+  while (!secret.empty() && (secret.back() == '\n' || secret.back() == '\r')) secret.pop_back();
+  if (secret.empty()) refuse("it is empty");
+  return secret;
+}
+
 Env read_env() {
   Env env;
 #define GROUP_OPTION(type, name, value, variable, check, ...) set(env.name, variable, check)
 #define PROCESS_OPTION GROUP_OPTION
 #include "core/option_table.h"
+  if (!env.secret_file.empty()) {
+    if (!env.secret.empty()) {
+      throw Error("PYCOMM_SECRET and PYCOMM_SECRET_FILE are both set; set one of them");
+    }
+    env.secret = secret_of(env.secret_file);
+  }
   for (const char* variable : {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}) {
     if (env.interface.empty()) env.interface = read(variable);
   }

@@ -58,9 +58,11 @@ GROUP_OPTION(std::string, advertise, "", "PYCOMM_ADVERTISE", text, any,
              "the interface's", "networks.md#addresses-and-ports");
 GROUP_OPTION(std::string, secret, "", "PYCOMM_SECRET", text, same,
              "secret of the handshake between ranks", "random, shared by the store", "");
-GROUP_OPTION(bool, tls, false, "PYCOMM_TLS", on_off, same,
-             "`on`: every TCP connection is encrypted by TLS 1.3 (OpenSSL 3)", "`off`",
-             "reliability.md#encryption");
+GROUP_OPTION(
+    std::string, tls, "auto", "PYCOMM_TLS", words({"auto", "on", "off"}), same,
+    "`on`: every TCP connection is encrypted by TLS 1.3 (OpenSSL 3); `auto`: where a secret "
+    "is given and OpenSSL 3 is installed",
+    "", "reliability.md#encryption");
 GROUP_OPTION(std::string, checksum, "auto", "PYCOMM_CHECKSUM", words({"auto", "payload", "header"}),
              any,
              "checksum of TCP frames: `payload` (CRC-32C of header and payload), `header`, or "
@@ -73,6 +75,10 @@ GROUP_OPTION(std::string, check, "none", "PYCOMM_CHECK", words({"none", "results
 GROUP_OPTION(int, trace_size, 2048, "PYCOMM_TRACE_SIZE", whole(0, 1000000), any,
              "operations that each group remembers, 0 to 1000000", "", "trace.md");
 
+PROCESS_OPTION(std::string, secret_file, "", "PYCOMM_SECRET_FILE", text, any,
+               "file that holds the secret, which only its user can write and not everybody can "
+               "read, in place of `PYCOMM_SECRET`",
+               "none", "reliability.md#authentication");
 PROCESS_OPTION(std::string, trace, "", "PYCOMM_TRACE", text, any,
                "folder into which every rank writes its recent operations when a group fails",
                "not written", "trace.md");

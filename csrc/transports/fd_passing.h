@@ -15,6 +15,8 @@ namespace pycomm {
 /// when one passes the other a file. Ranks in different network namespaces count as different
 /// hosts, and could not connect to each other's socket anyway.
 std::string host_id();
+/// Topic under which ranks publish it.
+constexpr char kHostIdTopic[] = "shm/host";
 
 /// An owned file descriptor, closed on destruction.
 class FileDescriptor {

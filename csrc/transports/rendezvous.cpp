@@ -1,9 +1,11 @@
 #include "transports/rendezvous.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <numeric>
 #include <thread>
+
+#include "core/sha256.h"
+#include "transports/seal.h"
 
 namespace pycomm {
 namespace {
@@ -81,7 +83,28 @@ auto poll_until(const Rendezvous& rendezvous, const Look& look) -> decltype(look
 }
 
 std::string own_key(const Rendezvous& rendezvous, const std::string& topic, int rank) {
-  return rendezvous.group + "/" + topic + "/" + std::to_string(rank);
+  return rendezvous.group + "/" + word_name(topic, rank);
+}
+
+Seal seal_of(const Rendezvous& rendezvous) { return {rendezvous.key, rendezvous.group}; }
+
+/// Returns the name by which a rank's value is sealed: values of the first exchange are known
+/// before the session is.
+std::string sealed_name(const Rendezvous& rendezvous, const std::string& topic, int rank) {
+  const RendezvousExchange& exchange = *rendezvous.exchange;
+  const bool first = topic == exchange.first_topic;
+  return word_name(topic, rank) + "/" + (first ? "" : exchange.session);
+}
+
+std::string what_of(const Rendezvous& rendezvous, const std::string& topic, int rank) {
+  return "rank " + std::to_string(rendezvous.rank) + ": what the store has of rank " +
+         std::to_string(rank) + " (" + topic + " of group \"" + rendezvous.group + "\")";
+}
+
+std::string opened(const Rendezvous& rendezvous, const std::string& topic, int rank,
+                   const std::string& text) {
+  return seal_of(rendezvous)
+      .open(sealed_name(rendezvous, topic, rank), text, what_of(rendezvous, topic, rank));
 }
 
 /// The key that holds the values of all ranks, where the store can append: "rank length:value" of
@@ -91,21 +114,46 @@ std::string joint_key(const Rendezvous& rendezvous, const std::string& topic,
   return rendezvous.group + "/" + topic + "/all from " + std::to_string(ranks.front());
 }
 
+/// In large groups: behind the key of the values that the first rank has read.
+constexpr char kComplete[] = "/complete";
+
 std::string joint_entry(int rank, const std::string& value) {
   return std::to_string(rank) + " " + std::to_string(value.size()) + ":" + value;
 }
 
-std::map<int, std::string> parse_joint_value(const std::string& joint) {
+/// Takes a number without a sign from the text, and the separator behind it.
+std::optional<size_t> take_number(const std::string& text, size_t& at, char separator) {
+  constexpr size_t kDigits = 10;
+  size_t number = 0;
+  const size_t begin = at;
+  for (; at < text.size() && at - begin < kDigits && text[at] >= '0' && text[at] <= '9'; at++) {
+    number = 10 * number + static_cast<size_t>(text[at] - '0');
+  }
+  if (at == begin || at == text.size() || text[at++] != separator) return std::nullopt;
+  return number;
+}
+
+/// Returns the entries of the joint key, by rank, sealed as they are.
+std::map<int, std::string> parse_joint_value(const Rendezvous& rendezvous, const std::string& topic,
+                                             const std::string& joint) {
   std::map<int, std::string> values;
   for (size_t at = 0; at < joint.size();) {
-    const size_t colon = joint.find(':', at);
-    if (colon == std::string::npos) break;
-    int rank = 0;
-    size_t size = 0;
-    if (std::sscanf(joint.c_str() + at, "%d %zu", &rank, &size) != 2) break;
-    if (size > joint.size() - colon - 1) break;
-    values[rank] = joint.substr(colon + 1, size);
-    at = colon + 1 + size;
+    const auto rank = take_number(joint, at, ' ');
+    const auto size = rank ? take_number(joint, at, ':') : std::nullopt;
+    if (!size || *size > joint.size() - at || *rank >= static_cast<size_t>(rendezvous.size)) {
+      throw Error("rank " + std::to_string(rendezvous.rank) + ": the values of all ranks (" +
+                  topic + " of group \"" + rendezvous.group +
+                  "\") hold in the store what no rank publishes; let nobody else reach the store, "
+                  "and set PYCOMM_SECRET");
+    }
+    if (!values.emplace(static_cast<int>(*rank), joint.substr(at, *size)).second) {
+      throw Error(
+          what_of(rendezvous, topic, static_cast<int>(*rank)) +
+          " is there twice: two processes have this rank, or somebody else writes to the "
+          "store; give each process a RANK of its own, let nobody else reach the store, and "
+          "set PYCOMM_SECRET");
+    }
+    at += *size;
   }
   return values;
 }
@@ -121,24 +169,28 @@ std::optional<std::vector<std::string>> in_order(std::map<int, std::string> valu
   return result;
 }
 
-void publish(const Rendezvous& rendezvous, const std::string& topic, const std::vector<int>& ranks,
-             const std::string& value) {
+/// Returns the value as it is in the store.
+std::string publish(const Rendezvous& rendezvous, const std::string& topic,
+                    const std::vector<int>& ranks, const std::string& value) {
   Store& store = *rendezvous.store;
   const bool appends = store.appends();
+  const std::string text =
+      seal_of(rendezvous).close(sealed_name(rendezvous, topic, rendezvous.rank), value);
   if (!appends || ranks.size() > kReadByAll)
-    store.set(own_key(rendezvous, topic, rendezvous.rank), value);
+    store.set(own_key(rendezvous, topic, rendezvous.rank), text);
   if (appends)
-    store.append(joint_key(rendezvous, topic, ranks), joint_entry(rendezvous.rank, value));
+    store.append(joint_key(rendezvous, topic, ranks), joint_entry(rendezvous.rank, text));
+  return text;
 }
 
-/// Returns all values if they are there now.
+/// Returns all values, sealed, if they are there now.
 std::optional<std::vector<std::string>> collect(const Rendezvous& rendezvous,
                                                 const std::string& topic,
                                                 const std::vector<int>& ranks) {
   if (rendezvous.store->appends()) {
     const auto joint = rendezvous.store->find(joint_key(rendezvous, topic, ranks));
     if (!joint) return std::nullopt;
-    return in_order(parse_joint_value(*joint), ranks);
+    return in_order(parse_joint_value(rendezvous, topic, *joint), ranks);
   }
   std::vector<std::string> keys;
   for (const int rank : ranks) keys.push_back(own_key(rendezvous, topic, rank));
@@ -150,11 +202,11 @@ std::optional<std::vector<std::string>> collect_all(const Rendezvous& rendezvous
                                                     const std::string& topic,
                                                     const std::vector<int>& ranks) {
   if (ranks.size() <= kReadByAll) return collect(rendezvous, topic, ranks);
-  const std::string key = joint_key(rendezvous, topic, ranks) + "/complete";
+  const std::string key = joint_key(rendezvous, topic, ranks) + kComplete;
   if (rendezvous.rank != ranks.front()) {
     const auto joint = rendezvous.store->find(key);
     if (!joint) return std::nullopt;
-    return in_order(parse_joint_value(*joint), ranks);
+    return in_order(parse_joint_value(rendezvous, topic, *joint), ranks);
   }
   auto values = collect(rendezvous, topic, ranks);
   if (!values) return values;
@@ -170,6 +222,25 @@ std::string with_announcements(const Rendezvous& rendezvous, const std::string& 
     text += kNext + topic + kIs + escaped(value);
   rendezvous.exchange->published.clear();
   return text;
+}
+
+constexpr char kNonceTopic[] = "nonce";
+
+/// In the first exchange of a group with a secret each rank publishes a nonce.
+void begin_session(const Rendezvous& rendezvous, const std::string& topic) {
+  RendezvousExchange& exchange = *rendezvous.exchange;
+  if (!exchange.first_topic.empty()) return;
+  exchange.first_topic = topic;
+  if (!rendezvous.key.empty()) announce(rendezvous, kNonceTopic, random_secret());
+}
+
+void note_session(const Rendezvous& rendezvous) {
+  RendezvousExchange& exchange = *rendezvous.exchange;
+  if (rendezvous.key.empty() || !exchange.session.empty()) return;
+  std::string nonces;
+  for (const std::string& nonce : exchange.received[kNonceTopic]) nonces += nonce + " ";
+  const Digest session = sha256(nonces);
+  exchange.session = hexadecimal({session.data(), session.size()});
 }
 
 /// Strips from each value what was announced with it, and keeps the announcements of the topics
@@ -204,9 +275,21 @@ std::vector<std::string> all_gather_values(const Rendezvous& rendezvous, const s
     return values;
   }
   const bool whole = static_cast<int>(ranks.size()) == rendezvous.size;
-  publish(rendezvous, topic, ranks, whole ? with_announcements(rendezvous, value) : value);
+  if (whole) begin_session(rendezvous, topic);
+  const std::string ours =
+      publish(rendezvous, topic, ranks, whole ? with_announcements(rendezvous, value) : value);
   auto values = poll_until(rendezvous, [&] { return collect_all(rendezvous, topic, ranks); });
-  if (!values) {
+  if (values) {
+    for (size_t i = 0; i < ranks.size(); i++) {
+      // One of an earlier group would have a right proof, and its nonce would let others pass.
+      if (ranks[i] == rendezvous.rank && !rendezvous.key.empty() && (*values)[i] != ours) {
+        throw Error(what_of(rendezvous, topic, rendezvous.rank) +
+                    " is not what it has published: somebody else writes to the store; let nobody "
+                    "else reach it");
+      }
+      (*values)[i] = opened(rendezvous, topic, ranks[i], (*values)[i]);
+    }
+  } else {
     const auto known = published_values(rendezvous, topic, ranks, ranks, kAllTheTime);
     std::vector<int> missing;
     for (const int rank : ranks) {
@@ -215,7 +298,10 @@ std::vector<std::string> all_gather_values(const Rendezvous& rendezvous, const s
     if (!missing.empty()) throw not_complete(rendezvous, topic, missing);
     values = in_order(known, ranks);
   }
-  if (whole) take_announcements(rendezvous, *values);
+  if (whole) {
+    take_announcements(rendezvous, *values);
+    note_session(rendezvous);
+  }
   return *values;
 }
 
@@ -231,7 +317,7 @@ std::map<int, std::string> published_values(const Rendezvous& rendezvous, const 
   if (rendezvous.store->appends() &&
       (ranks.size() <= kReadByAll || wanted.size() == ranks.size())) {
     if (const auto joint = rendezvous.store->find(joint_key(rendezvous, topic, ranks))) {
-      values = parse_joint_value(*joint);
+      values = parse_joint_value(rendezvous, topic, *joint);
     }
   } else {
     const auto start = Deadline::Clock::now();
@@ -241,6 +327,7 @@ std::map<int, std::string> published_values(const Rendezvous& rendezvous, const 
       if (Deadline::Clock::now() - start >= time_limit) break;
     }
   }
+  for (auto& [rank, value] : values) value = opened(rendezvous, topic, rank, value);
   return values;
 }
 
@@ -261,10 +348,42 @@ void throw_if_absent(const Rendezvous& rendezvous, const std::vector<std::string
   }
 }
 
-std::string value_of(const Rendezvous& rendezvous, const std::string& topic, int rank) {
-  const std::string key = own_key(rendezvous, topic, rank);
-  const auto value = poll_until(rendezvous, [&] { return rendezvous.store->find(key); });
-  if (value) return *value;
+void forget(const Rendezvous& rendezvous, const std::vector<std::string>& topics) try {
+  Store& store = *rendezvous.store;
+  if (store.count(rendezvous.group + "/connected") != rendezvous.size) return;
+  const std::vector<int> ranks = all_ranks(rendezvous);
+  const bool large = ranks.size() > kReadByAll;
+  for (const std::string& topic : topics) {
+    const std::string joint = joint_key(rendezvous, topic, ranks);
+    if (store.appends()) store.erase(joint);
+    if (large) store.erase(joint + kComplete);
+    if (store.appends() && !large) continue;
+    for (const int rank : ranks) store.erase(own_key(rendezvous, topic, rank));
+  }
+} catch (const Error&) {  // the group stands; a store that is gone holds nothing, either
+}
+
+void set_word(const Rendezvous& rendezvous, const std::string& name, const std::string& word) {
+  rendezvous.store->set(rendezvous.group + "/" + name, seal_of(rendezvous).close(name, word));
+}
+
+std::optional<std::string> find_word(const Rendezvous& rendezvous, const std::string& name) {
+  const auto text = rendezvous.store->find(rendezvous.group + "/" + name);
+  if (!text) return std::nullopt;
+  return seal_of(rendezvous)
+      .open(name, *text,
+            "rank " + std::to_string(rendezvous.rank) + ": what the store has as \"" + name +
+                "\" of group \"" + rendezvous.group + "\"");
+}
+
+std::string word_name(const std::string& topic, int rank) {
+  return topic + "/" + std::to_string(rank);
+}
+
+std::string word_of(const Rendezvous& rendezvous, const std::string& topic, int rank) {
+  const std::string name = word_name(topic, rank);
+  const auto word = poll_until(rendezvous, [&] { return find_word(rendezvous, name); });
+  if (word) return *word;
   throw not_complete(rendezvous, topic, {rank});
 }
 

@@ -1,4 +1,6 @@
-// Rendezvous: ranks exchange values through the store before they are connected.
+// Rendezvous: ranks exchange values through the store before they are connected. With a secret each
+// value carries a proof of it (transports/seal.h), which covers the group, the topic and the rank,
+// and from the second exchange on the nonces of all ranks.
 #pragma once
 #include <map>
 #include <optional>
@@ -11,7 +13,8 @@ namespace pycomm {
 
 /// Publishes our value under "<group>/<topic>/<rank>" and returns those of all `ranks`, in their
 /// order (`ranks` includes ours, and is the same for each of them). Throws Timeout that names all
-/// ranks that published nothing, and whatever the rendezvous's interrupt_check throws.
+/// ranks that published nothing, Error if a value has no proof of the secret, or if a rank has
+/// published two, and whatever the rendezvous's interrupt_check throws.
 ///
 /// The store may be far away and many ranks may ask it, so no request blocks in the store until its
 /// value is there, and where the store can append(), a rank asks for one value however many ranks
@@ -41,8 +44,18 @@ std::string plain_value(const std::string& value);
 /// themselves be waiting for those.
 void throw_if_absent(const Rendezvous& rendezvous, const std::vector<std::string>& topics);
 
-/// Waits for the value that `rank` alone publishes under such a key. Throws Timeout that names the
-/// rank.
-std::string value_of(const Rendezvous& rendezvous, const std::string& topic, int rank);
+/// Takes the values of these topics out of the store once all ranks have called this. One request,
+/// if the store can count.
+void forget(const Rendezvous& rendezvous, const std::vector<std::string>& topics);
+
+/// Words are values that a single rank publishes at its own time, under "<group>/<name>".
+PYCOMM_API void set_word(const Rendezvous& rendezvous, const std::string& name,
+                         const std::string& word);
+PYCOMM_API std::optional<std::string> find_word(const Rendezvous& rendezvous,
+                                                const std::string& name);
+/// Returns "<topic>/<rank>", the name of a word of this rank.
+std::string word_name(const std::string& topic, int rank);
+/// Waits for the word `topic` of a rank. Throws Timeout that names the rank.
+PYCOMM_API std::string word_of(const Rendezvous& rendezvous, const std::string& topic, int rank);
 
 }  // namespace pycomm

@@ -66,11 +66,22 @@ class LocalStore final : public Store {
     changed_.notify_all();
   }
 
+  int64_t count(const std::string& key) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return ++counts_[key];
+  }
+
+  void erase(const std::string& key) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    values_.erase(key);
+  }
+
  private:
   const bool appends_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<std::string, std::string> values_;
+  std::map<std::string, int64_t> counts_;
 };
 
 [[noreturn]] void throw_errno(const std::string& what, const std::string& path) {
@@ -125,17 +136,16 @@ std::string relative_path(const std::string& key) {
 
 // A store in a folder. Ranks take addresses and secrets from it, so nobody else may write here: the
 // check is made on the open folder, and all files are reached through it, whatever becomes of its
-// name.
+// name. Who may write to the folder above could put another folder in its place before that.
 class FileStore final : public Store {
  public:
-  explicit FileStore(const std::string& folder) : folder_(folder + "/"), opened_(open(folder_)) {
+  explicit FileStore(const std::string& folder)
+      : folder_(without_slashes(folder) + "/"), opened_(open(without_slashes(folder))) {
     struct stat info = {};
     if (::fstat(opened_.get(), &info) != 0) throw_errno("look at the folder", folder_);
     check_owner(info, folder_);
-    if ((info.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
-      char mode[8];
-      std::snprintf(mode, sizeof mode, "%03o", static_cast<unsigned>(info.st_mode & 0777));
-      throw Error("store: other users may write to " + folder_ + " (mode " + mode +
+    if ((info.st_mode & kOthersWrite) != 0) {
+      throw Error("store: other users may write to " + folder_ + " (mode " + mode_text(info) +
                   "), and could pass for ranks; run chmod go-w on it, or name a folder that does "
                   "not exist yet");
     }
@@ -177,11 +187,50 @@ class FileStore final : public Store {
   }
 
  private:
+  static constexpr mode_t kOthersWrite = S_IWGRP | S_IWOTH;
+
+  // A path that ends in a slash would follow a link.
+  static std::string without_slashes(std::string folder) {
+    while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
+    return folder.empty() ? "." : folder;
+  }
+  static std::string mode_text(const struct stat& info) {
+    char mode[8];
+    std::snprintf(mode, sizeof mode, "%03o", static_cast<unsigned>(info.st_mode & 0777));
+    return mode;
+  }
   static FileDescriptor open(const std::string& folder) {
-    make_folders(folder);
-    FileDescriptor opened(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    make_folders(folder + "/");
+    const size_t slash = folder.rfind('/');
+    const std::string above = slash == std::string::npos ? "." : folder.substr(0, slash + 1);
+    const std::string name = folder == "/" ? "." : folder.substr(slash + 1);
+    const FileDescriptor parent(::open(above.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    if (parent.get() < 0) throw_errno("open the folder", above);
+    check_parent(parent.get(), above);
+    FileDescriptor opened(
+        ::openat(parent.get(), name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW));
+    struct stat info = {};
+    if (opened.get() < 0 &&
+        ::fstatat(parent.get(), name.c_str(), &info, AT_SYMLINK_NOFOLLOW) == 0 &&
+        S_ISLNK(info.st_mode)) {
+      throw Error("store: " + folder +
+                  " is a link, which whoever made it can turn elsewhere; name the folder itself");
+    }
     if (opened.get() < 0) throw_errno("open the folder", folder);
     return opened;
+  }
+  // In a sticky folder, as /tmp, others can neither rename nor remove what is ours.
+  static void check_parent(int folder, const std::string& path) {
+    struct stat info = {};
+    if (::fstat(folder, &info) != 0) throw_errno("look at the folder", path);
+    const bool known = info.st_uid == ::geteuid() || info.st_uid == 0;
+    const bool open = (info.st_mode & kOthersWrite) != 0 && (info.st_mode & S_ISVTX) == 0;
+    if (known && !open) return;
+    throw Error("store: " + path + ", in which the folder of the store is, " +
+                (known ? "can be written by other users (mode " + mode_text(info) + ")"
+                       : "belongs to user " + std::to_string(info.st_uid)) +
+                ", who could put another folder in its place; " +
+                (known ? "run chmod go-w on it, or name" : "name") + " a folder elsewhere");
   }
   static void check_owner(const struct stat& info, const std::string& path) {
     if (info.st_uid == ::geteuid()) return;

@@ -36,6 +36,10 @@ class Store {
   virtual std::chrono::microseconds round_trip() const { return std::chrono::microseconds(0); }
   /// Appends to the key's value, which is empty at first. Only if appends().
   virtual void append(const std::string& key, const std::string& value) { set(key, value); }
+  /// Adds one to a counter and returns it; 0 if this store does not count.
+  virtual int64_t count([[maybe_unused]] const std::string& key) { return 0; }
+  /// Takes the value of a key out of the store. Only if count() counts.
+  virtual void erase([[maybe_unused]] const std::string& key) {}
 };
 
 /// Makes a store for ranks that are threads of one process. `appends`: as remote stores do.

@@ -68,6 +68,11 @@ struct RendezvousExchange {
   std::shared_ptr<const HostProof> host_proof;  ///< proves to TCP peers that we share a host
   std::shared_ptr<FdServer> server;             ///< passes on a shared region, if we create it
   std::shared_ptr<TcpListeners> listeners;  ///< for a group that spans hosts; their card is sent
+  std::string first_topic;                  ///< of the first exchange of the whole group
+  /// Hash of the nonces that all ranks have published in the first exchange; empty until then, and
+  /// without a secret. Proofs of later values and of connections cover it, so nothing that an
+  /// earlier group of this name has said is of use.
+  std::string session;
 };
 
 /// A rank's view of the bootstrap: the store, the group and the rank's place in it.
@@ -87,6 +92,8 @@ struct Rendezvous {
   /// well be shorter than the store's answer takes.
   Milliseconds poll_interval() const { return Milliseconds(40 + size / 4); }
   std::shared_ptr<RendezvousExchange> exchange = std::make_shared<RendezvousExchange>();
+  /// Of the secret that was given to all ranks (transports/seal.h); empty: none was.
+  std::string key;
 };
 
 /// Returns 0 .. size - 1.
@@ -148,9 +155,16 @@ class Transport {
   virtual std::string describe() const = 0;
 };
 
+/// True if these options mean that connections are encrypted: `tls` is on, or it is auto, a secret
+/// is given, and OpenSSL is there. Throws Error if it has another value.
+PYCOMM_API bool encrypts(const GroupOptions& options);
+
 /// The options of a group, of which TCP reads its own, and what the group knows.
 struct TcpOptions : GroupOptions {
-  explicit TcpOptions(const GroupOptions& options) : GroupOptions(options) {}
+  explicit TcpOptions(const GroupOptions& options)
+      : GroupOptions(options), encrypts(pycomm::encrypts(options)) {}
+
+  bool encrypts;  ///< every connection
 
   const SharedRankState* rank_state = nullptr;  ///< our state, for peers that ask
   bool may_span_hosts = true;                   ///< false: all ranks are known to be on one host

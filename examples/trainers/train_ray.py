@@ -4,6 +4,7 @@ python examples/trainers/train_ray.py
 """
 
 import argparse
+import secrets
 import tempfile
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default="pycomm")
     backend = parser.parse_args().backend
-    ray.init(num_cpus=2, include_dashboard=False)
+    # Each job has a secret of its own, by which its ranks know each other.
+    environment = {"env_vars": {"PYCOMM_SECRET": secrets.token_urlsafe(32)}}
+    ray.init(num_cpus=2, include_dashboard=False, runtime_env=environment)
     with tempfile.TemporaryDirectory() as folder:
         trainer = TorchTrainer(
             train,

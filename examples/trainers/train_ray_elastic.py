@@ -10,6 +10,7 @@ are among Ray's (`ray_pycomm_...`). `RAY_ADDRESS` names a cluster; without it Ra
 
 import argparse
 import os
+import secrets
 import tempfile
 import time
 from pathlib import Path
@@ -106,7 +107,11 @@ def main() -> None:
     parser.add_argument("--storage", type=Path, default=Path("runs").resolve())
     options = parser.parse_args()
     options.storage.mkdir(parents=True, exist_ok=True)
-    ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_cpus": options.workers[1]}))
+    # Each job has a secret of its own, by which its ranks know each other. Who can read it in Ray
+    # can run code in the job anyway.
+    environment = {"env_vars": {"PYCOMM_SECRET": secrets.token_urlsafe(32)}}
+    here = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": options.workers[1]}
+    ray.init(**here, runtime_env=environment)
     trainer = TorchTrainer(
         train,
         train_loop_config={

@@ -40,7 +40,8 @@ def test_defaults():
         "master_addr": "",
         "timeout": 300.0,
         "secret": "",
-        "tls": False,
+        "secret_file": "",
+        "tls": "auto",
         "host_id": "",
         "spin": -1,
         "trace": "",
@@ -85,7 +86,8 @@ def test_every_variable_is_read():
         "master_addr": "node7",
         "timeout": 1.5,
         "secret": "hush",
-        "tls": True,
+        "secret_file": "",
+        "tls": "on",
         "host_id": "box",
         "spin": 100,
         "trace": "/tmp/traces",
@@ -108,7 +110,7 @@ def test_every_variable_is_read():
         ("PYCOMM_PORTS", "29600-", "or one port"),
         ("PYCOMM_PORTS", "a-b", "or one port"),
         ("PYCOMM_CHECKSUM", "none", "auto, payload, header"),
-        ("PYCOMM_TLS", "1", "off, on"),
+        ("PYCOMM_TLS", "1", "auto, on, off"),
         ("PYCOMM_CHECK", "everything", "none, results"),
         ("PYCOMM_TIMEOUT", "-1", "seconds"),
         ("PYCOMM_TIMEOUT", "nan", "seconds"),
@@ -122,6 +124,53 @@ def test_nonsense_names_the_variable(variable, value, hint):
     assert outcome.returncode == 1
     assert last.startswith(f"pycomm.errors.Error: {variable}={value} is invalid")
     assert hint in last
+
+
+def test_a_secret_is_read_from_its_file(tmp_path):
+    file = tmp_path / "secret"
+    file.write_text("hush hush\n")
+    file.chmod(0o600)
+    (tmp_path / "link").symlink_to(file)  # as Kubernetes mounts secrets
+    for path in (file, tmp_path / "link"):
+        values = json.loads(environment(PYCOMM_SECRET_FILE=str(path)).stdout)
+        assert values["secret"] == "hush hush"
+
+
+STRANGER = 65534
+
+
+def spoil_owner(file: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can play two users")
+    os.chown(file, STRANGER, STRANGER)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "hint"),
+    [
+        (lambda file: file.chmod(0o644), "chmod 600"),
+        (lambda file: file.chmod(0o620), "chmod 600"),
+        (spoil_owner, f"belongs to user {STRANGER}"),
+        (lambda file: file.write_text("\n"), "is empty"),
+        (lambda file: file.write_text("x" * 5000), "4096 bytes"),
+        (lambda file: file.unlink(), "No such file"),
+    ],
+)
+def test_a_secret_that_others_could_read_or_write_is_refused(tmp_path, spoil, hint):
+    file = tmp_path / "secret"
+    file.write_text("hush hush")
+    file.chmod(0o600)
+    spoil(file)
+    last = environment(PYCOMM_SECRET_FILE=str(file)).stderr.strip().splitlines()[-1]
+    assert last.startswith(f"pycomm.errors.Error: PYCOMM_SECRET_FILE={file} is refused")
+    assert hint in last
+
+
+def test_two_secrets_are_one_too_many(tmp_path):
+    file = tmp_path / "secret"
+    file.touch(mode=0o600)
+    outcome = environment(PYCOMM_SECRET_FILE=str(file), PYCOMM_SECRET="hush")
+    assert "both set" in outcome.stderr
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_options_that_differ_are_found_when_ranks_meet(option, values, words):
     ("option", "values", "words"),
     [
         ("sockets", (1, 3), ("sockets=1", "sockets=3")),
-        ("tls", (False, True), ("tls=off", "tls=on")),
+        ("tls", ("off", "on"), ("tls=off", "tls=on")),
     ],
 )
 def test_connections_that_differ_are_found_when_ranks_meet(option, values, words):

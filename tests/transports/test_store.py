@@ -161,16 +161,53 @@ STRANGER = 65534
 
 
 @root_only
-@pytest.mark.parametrize("link", [False, True])
-def test_a_folder_of_another_user_is_refused(tmp_path, link):
+def test_a_folder_of_another_user_is_refused(tmp_path):
     folder = tmp_path / "store"
     folder.mkdir(mode=0o700)
     os.chown(folder, STRANGER, STRANGER)
-    if link:
-        (tmp_path / "link").symlink_to(folder)
-        folder = tmp_path / "link"
     with pytest.raises(pycomm.errors.Error, match=rf"belongs to user {STRANGER}.*of your own"):
         _C.Store.file(str(folder))
+
+
+@pytest.mark.parametrize("end", ["", "/", "//"])
+def test_a_link_to_a_folder_is_refused(tmp_path, end):
+    """Who made it can turn it to another folder of ours, with what ranks have published there."""
+    (tmp_path / "old").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "old")
+    with pytest.raises(pycomm.errors.Error, match=r"link is a link, .*name the folder itself"):
+        _C.Store.file(str(tmp_path / "link") + end)
+
+
+@pytest.mark.parametrize(("mode", "good"), [(0o777, False), (0o775, False), (0o1777, True)])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_folder_in_one_that_others_may_write_to_is_refused(tmp_path, mode, good, there):
+    """They could put another folder in its place; not in one that is sticky, as /tmp."""
+    above = tmp_path / "above"
+    above.mkdir()
+    if there:
+        (above / "store").mkdir(mode=0o700)
+    above.chmod(mode)
+    if good:
+        _C.Store.file(str(above / "store")).set("key", "value")
+        return
+    with pytest.raises(pycomm.errors.Error, match=r"above/, in which .*written by other users"):
+        _C.Store.file(str(above / "store"))
+
+
+@root_only
+def test_a_folder_in_one_of_another_user_is_refused(tmp_path):
+    above = tmp_path / "above"
+    above.mkdir(mode=0o755)
+    os.chown(above, STRANGER, STRANGER)
+    with pytest.raises(pycomm.errors.Error, match=rf"above/, in which .*to user {STRANGER}"):
+        _C.Store.file(str(above / "store"))
+
+
+def test_a_folder_may_be_named_in_any_way(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("store", "store/", "./store", "a/b", str(tmp_path / "store//"), "."):
+        _C.Store.file(name).set("key", name)
+        assert _C.Store.file(name).get("key", 0) == name.encode()
 
 
 @root_only

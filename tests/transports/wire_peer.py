@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import itertools
 import os
 import socket
@@ -14,11 +16,13 @@ from tests.transports.ranks import SECONDS, Rank, tag
 
 GROUP = "wire"
 MIB = 1 << 20
-SECRET = b"the secret"
+SECRET = b"the secret of the tests"
+# What stands for the secret: csrc/transports/seal.h.
+KEY = hashlib.scrypt(SECRET, salt=b"pycomm secret 1", n=2**14, r=8, p=1, dklen=32)
 HELLO = struct.Struct("<8s4I4H2I32s")
 REPLY = struct.Struct("<2I32s")
 HEADER = struct.Struct("<I2H3Q2I64sQ3I")  # followed by the checksum in some frames
-WIRE = 7
+WIRE = 8
 UNCHECKED, HERE, NEXT = range(3)  # position of a payload's checksum
 NOTICE = struct.Struct("<3IiI1000s")
 MAGIC, CONTROL = b"pycomm\r\n", 0xFFFF
@@ -53,23 +57,18 @@ def hello(lane: int = 0, **change) -> bytes:
     return HELLO.pack(*{**values, **change}.values())
 
 
-def proof(role: str, hello: bytes, challenge: bytes, secret: bytes = SECRET) -> bytes:
-    text = f"pycomm tcp {role}\0{len(GROUP)}:{GROUP}".encode()
-    return _C.hmac_sha256(secret, text + hello + challenge)
+def sealed(name: str, value: bytes, key: bytes = KEY, group: str = GROUP) -> bytes:
+    """Return a value of the store with its proof."""
+    text = f"{len(group)}:{group}{len(name)}:{name}".encode() + value
+    proof = hmac.new(key, b"pycomm store\0" + text, "sha256").hexdigest()
+    return b"sealed:" + proof.encode() + b":" + value
 
 
-def join(address: tuple[str, int], first: bytes, secret: bytes = SECRET):
-    """Do a handshake; return the connection, and verdict and body of the last reply."""
-    connection = socket.create_connection(address, SECONDS)
-    connection.sendall(first)
-    verdict, _, challenge = REPLY.unpack(read_exactly(connection, REPLY.size))
-    if verdict != CHALLENGE:
-        return connection, verdict, b""
-    connection.sendall(proof("connect", first, challenge, secret))
-    verdict, _, body = REPLY.unpack(read_exactly(connection, REPLY.size))
-    if verdict == WELCOME:
-        assert body == proof("listen", first, challenge)
-    return connection, verdict, body
+def opened(name: str, text: bytes) -> bytes:
+    mark, _, value = text.split(b":", 2)
+    assert mark == b"sealed"
+    assert text == sealed(name, value)
+    return value
 
 
 def frame(
@@ -102,7 +101,8 @@ class RankZero:
     """Rank 0 of two, whose peer is played by the test."""
 
     def __init__(self, **options) -> None:
-        self.options = dict(timeout=SECONDS, sockets=1, secret=SECRET.decode()) | options
+        defaults = dict(timeout=SECONDS, sockets=1, secret=SECRET.decode(), tls="off")
+        self.options = defaults | options
         self.store = _C.Store.local()
         self.transport = None
         self.error: BaseException | None = None
@@ -110,10 +110,38 @@ class RankZero:
         self.thread = threading.Thread(target=self.set_up)
         self.thread.start()
         # The peer claims to be on the same host, and rank 0 does not connect to it.
-        self.store.set(f"{GROUP}/tcp-host/1", self.store.get(f"{GROUP}/tcp-host/0", SECONDS))
-        card = self.store.get(f"{GROUP}/tcp-card/0", SECONDS).decode()
+        word = opened("tcp-host/0/", self.store.get(f"{GROUP}/tcp-host/0", SECONDS))
+        host, _, nonce = word.partition(b"\x1enonce\x1f")
+        ours = os.urandom(32).hex().encode()
+        self.store.set(f"{GROUP}/tcp-host/1", sealed("tcp-host/1/", host + b"\x1enonce\x1f" + ours))
+        self.session = hashlib.sha256(nonce + b" " + ours + b" ").hexdigest()
+        text = self.store.get(f"{GROUP}/tcp-card/0", SECONDS)
+        card = opened(f"tcp-card/0/{self.session}", text).decode()
         ip, port = card.split(" ")[0].rsplit(":", 1)
         self.address = ip, int(port)
+
+    def publish_card(self, card: str = "127.0.0.1:1") -> None:
+        """Publish rank 1's address, to which rank 0 does not connect."""
+        name = f"tcp-card/1/{self.session}"
+        self.store.set(f"{GROUP}/tcp-card/1", sealed(name, card.encode()))
+
+    def proof(self, role: str, hello: bytes, challenge: bytes, key: bytes = KEY) -> bytes:
+        label = f"{GROUP}/{self.session}"
+        text = f"pycomm tcp {role}\0{len(label)}:{label}".encode()
+        return _C.hmac_sha256(key, text + hello + challenge)
+
+    def join(self, first: bytes, key: bytes = KEY):
+        """Do a handshake; return the connection, and verdict and body of the last reply."""
+        connection = socket.create_connection(self.address, SECONDS)
+        connection.sendall(first)
+        verdict, _, challenge = REPLY.unpack(read_exactly(connection, REPLY.size))
+        if verdict != CHALLENGE:
+            return connection, verdict, b""
+        connection.sendall(self.proof("connect", first, challenge, key))
+        verdict, _, body = REPLY.unpack(read_exactly(connection, REPLY.size))
+        if verdict == WELCOME:
+            assert body == self.proof("listen", first, challenge)
+        return connection, verdict, body
 
     def leave(self) -> None:
         """Send rank 1's close notice, so that rank 0 waits for no answer to its own close."""
@@ -132,11 +160,11 @@ class RankZero:
 
     def come(self) -> dict[tuple[int, int], socket.socket]:
         """Join as rank 1; return its connections by lane and socket."""
-        self.store.set(f"{GROUP}/tcp-card/1", "127.0.0.1:1")
+        self.publish_card()
         sockets = self.options["sockets"]
         for lane, number in [*itertools.product((0, 1), range(sockets)), (CONTROL, 0)]:
             first = hello(lane, socket=number, sockets=sockets)
-            self.connections[lane, number], verdict, _ = join(self.address, first)
+            self.connections[lane, number], verdict, _ = self.join(first)
             assert verdict == WELCOME
         self.thread.join()
         if self.error:

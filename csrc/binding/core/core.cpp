@@ -12,8 +12,10 @@
 #include "core/op.h"
 #include "core/philox.h"
 #include "core/reduce.h"
+#include "core/scrypt.h"
 #include "core/sha256.h"
 #include "core/simd.h"
+#include "core/warning.h"
 
 namespace py = pybind11;
 
@@ -147,6 +149,15 @@ void bind_core(py::module_& m) {
         return to_bytes(hmac_sha256(key, message));
       },
       py::arg("key"), py::arg("message"));
+
+  m.def(
+      "scrypt",
+      [](std::string_view secret, std::string_view salt) { return to_bytes(scrypt(secret, salt)); },
+      py::arg("secret"), py::arg("salt"));
+  set_warning_output([](const std::string& text) {
+    const GilAcquired gil;
+    py::module_::import("logging").attr("getLogger")("pycomm").attr("warning")("%s", text);
+  });
 
   m.def("parse_rate", &parse_rate, py::arg("text"));
   m.def("env", [] { return to_dict(env()); });

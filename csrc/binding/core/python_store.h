@@ -18,11 +18,14 @@ namespace pycomm {
 
 /// Calls the methods of an object that has those of Store: `set(key, value)`, `get(key, seconds)`
 /// and `find(key)`, which return None for a key that is not there, `find_all(keys)`, `append(key,
-/// value)`, and the properties `appends` and `round_trip` (in seconds). Values are bytes.
+/// value)`, if they count `add(key, amount)` and `erase(key)`, and the properties `appends` and
+/// `round_trip` (in seconds). Values are bytes.
 class PythonStore final : public Store {
  public:
   explicit PythonStore(pybind11::object target)
-      : target_(std::move(target)), appends_(target_.attr("appends").cast<bool>()) {}
+      : target_(std::move(target)),
+        appends_(target_.attr("appends").cast<bool>()),
+        counts_(pybind11::hasattr(target_, "erase")) {}
   ~PythonStore() override {
     if (!Py_IsInitialized()) {
       target_.release();
@@ -56,6 +59,13 @@ class PythonStore final : public Store {
   void append(const std::string& key, const std::string& value) override {
     asking(key, [&] { target_.attr("append")(key, pybind11::bytes(value)); });
   }
+  int64_t count(const std::string& key) override {
+    if (!counts_) return 0;
+    return asking(key, [&] { return target_.attr("add")(key, 1).template cast<int64_t>(); });
+  }
+  void erase(const std::string& key) override {
+    asking(key, [&] { target_.attr("erase")(key); });
+  }
   std::chrono::microseconds round_trip() const override {
     const GilAcquired gil;
     const double seconds = target_.attr("round_trip").cast<double>();
@@ -82,6 +92,7 @@ class PythonStore final : public Store {
 
   pybind11::object target_;
   const bool appends_;  ///< several ranks may append to one key, and one call finds several keys
+  const bool counts_;
 };
 
 }  // namespace pycomm

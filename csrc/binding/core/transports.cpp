@@ -11,6 +11,7 @@
 #include "collectives/window/shared.h"
 #include "core/env.h"
 #include "transports/rendezvous.h"
+#include "transports/seal.h"
 #include "transports/tcp/net/interface.h"
 #include "transports/tcp/tls/library.h"
 #include "transports/transport.h"
@@ -50,6 +51,18 @@ struct OwnedTransport {
   }
 };
 
+Rendezvous make_rendezvous(std::shared_ptr<Store> store, const std::string& group, int rank,
+                           int size, double timeout, const std::string& secret) {
+  Rendezvous rendezvous;
+  rendezvous.store = std::move(store);
+  rendezvous.group = group;
+  rendezvous.rank = rank;
+  rendezvous.size = size;
+  rendezvous.deadline = after_seconds(timeout);
+  rendezvous.key = key_of_secret(secret);
+  return rendezvous;
+}
+
 std::unique_ptr<OwnedTransport> make_transport(const std::string& kind,
                                                std::shared_ptr<Store> store,
                                                const std::string& group, int rank, int size,
@@ -58,7 +71,8 @@ std::unique_ptr<OwnedTransport> make_transport(const std::string& kind,
   const py::object fields = py::cast(&options, py::return_value_policy::reference);
   for (const auto& [name, value] : given) py::setattr(fields, name, value);
   GilReleased release;
-  const Rendezvous rendezvous{std::move(store), group, rank, size, after_seconds(timeout)};
+  const Rendezvous rendezvous =
+      make_rendezvous(std::move(store), group, rank, size, timeout, options.secret);
   auto owned = std::make_unique<OwnedTransport>();
   owned->rank = rank;
   if (kind == "local") {
@@ -163,14 +177,16 @@ void bind_stores(py::module_& m) {
       .def(
           "exchange",
           [](std::shared_ptr<Store> store, const std::string& group, const std::string& topic,
-             int rank, int size, const std::string& word, double timeout) {
+             int rank, int size, const std::string& word, double timeout,
+             const std::string& secret) {
             GilReleased release;
-            const Rendezvous rendezvous{std::move(store), group, rank, size,
-                                        after_seconds(timeout)};
+            const Rendezvous rendezvous =
+                make_rendezvous(std::move(store), group, rank, size, timeout, secret);
             return all_gather_values(rendezvous, topic, all_ranks(rendezvous), word);
           },
           py::arg("group"), py::arg("topic"), py::arg("rank"), py::arg("size"), py::arg("word"),
-          py::arg("timeout"), "The words of all ranks, each of which calls this.");
+          py::arg("timeout"), py::arg("secret") = "",
+          "The words of all ranks, each of which calls this.");
 }
 
 }  // namespace
@@ -265,6 +281,33 @@ void bind_transports(py::module_& m) {
         std::rethrow_exception(from_notice(std::make_exception_ptr(Aborted(Notice::decode(span)))));
       },
       py::arg("bytes"), "Raises the error that the bytes of a notice stand for.");
+  m.def(
+      "seal",
+      [](const std::string& secret, const std::string& group, const std::string& name,
+         const std::string& value) {
+        std::string text;
+        {
+          GilReleased release;
+          text = Seal(key_of_secret(secret), group).close(name, value);
+        }
+        return py::bytes(text);
+      },
+      py::arg("secret"), py::arg("group"), py::arg("name"), py::arg("value"),
+      "A value of a group, with a proof of the secret, if there is one.");
+  m.def(
+      "open_sealed",
+      [](const std::string& secret, const std::string& group, const std::string& name,
+         const std::string& text) {
+        const std::string what = "what the store has as \"" + name + "\"";
+        std::string value;
+        {
+          GilReleased release;
+          value = Seal(key_of_secret(secret), group).open(name, text, what);
+        }
+        return py::bytes(value);
+      },
+      py::arg("secret"), py::arg("group"), py::arg("name"), py::arg("text"),
+      "The value that was sealed; raises Error if it has no right proof.");
   m.def("tls_version", &tcp::openssl::version, py::arg("file") = "",
         "The OpenSSL that encrypts; raises Error if there is none. `file`: look at this one.");
   m.def(

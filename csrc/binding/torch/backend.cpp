@@ -4,6 +4,7 @@
 #include <torch/csrc/jit/python/python_ivalue.h>
 
 #include "core/arithmetic.h"
+#include "transports/seal.h"
 
 namespace pycomm::torch_binding {
 
@@ -56,25 +57,26 @@ namespace {
 
 /// Joins the straggler monitor, in which ranks compare their figures through the group's store.
 /// They do not keep the store alive: when its groups are gone, the port of its server must be free.
-void join_straggler_monitor(Backend& backend, const std::shared_ptr<OpenGroup>& group) {
+void join_straggler_monitor(Backend& backend, const std::shared_ptr<OpenGroup>& group,
+                            const std::string& secret) {
   const auto locked = [weak = std::weak_ptr<OpenGroup>(group),
-                       first = std::weak_ptr<Engine>(group->engine())] {
+                       first = std::weak_ptr<Engine>(group->engine()), secret] {
     const auto open = weak.lock();
     const auto engine = first.lock();
     // After reconfigure() there is another monitor for the new members.
     auto store = engine && open && open->engine() == engine ? open->store() : nullptr;
-    if (store) return store;
+    if (store) return SealedStore(store, Seal(key_of_secret(secret), engine->group()));
     throw std::runtime_error("the store is gone");
   };
   const auto put = [locked](const std::string& key, const std::string& value) {
-    const auto store = locked();
+    SealedStore store = locked();
     const GilReleased release;
-    store->set(key, value);
+    store.set(key, value);
   };
   const auto look = [locked](const std::string& key) -> std::optional<std::string> {
-    const auto store = locked();
+    SealedStore store = locked();
     const GilReleased release;
-    return store->find(key);
+    return store.find(key);
   };
   py::module_::import("pycomm.straggler.monitor")
       .attr("join")(backend.trace(), py::cpp_function(put), py::cpp_function(look));
@@ -110,7 +112,7 @@ intrusive_ptr<Backend> Backend::make(const intrusive_ptr<c10d::Store>& store, in
   OpenGroups::all().add(backend->open_);
   if (later) return backend;
   const GilAcquired gil;
-  join_straggler_monitor(*backend, backend->open_);
+  join_straggler_monitor(*backend, backend->open_, backend->options_->communicator.secret);
   return backend;
 }
 
@@ -884,7 +886,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
   const WithoutGil without_gil;
   const std::shared_ptr<Store> shared = open_->store();
   if (!shared) raise_not_open();
-  Store& store = *shared;
+  SealedStore store(shared, Seal(key_of_secret(options_->communicator.secret), engine->group()));
 
   if (rank_ > 0) {
     store.set(arrival_key(rank_), "here");
@@ -1006,7 +1008,7 @@ void Backend::form(int64_t uuid, const std::vector<std::string>& handles, Millis
     }
   });
   const GilAcquired gil;
-  join_straggler_monitor(*this, open_);
+  join_straggler_monitor(*this, open_, options_->communicator.secret);
 }
 
 void Backend::form(tcp::GroupFormation& formation, int64_t uuid,

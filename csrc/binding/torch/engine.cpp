@@ -200,7 +200,7 @@ std::shared_ptr<PeerRoute> Engine::open_peers(c10::Device device, PeerRoute::Kin
     owner.group += name + " on " + c10::Device(device).str();
     route = std::make_shared<PeerRoute>(
         store_, comm_.rank(), comm_.size(), group_ + name, device, kind, comm_.timeout(),
-        Trace::make(std::move(owner), trace_size_), [this] { interrupt_check(); });
+        Trace::make(std::move(owner), trace_size_), [this] { interrupt_check(); }, secret_);
   } catch (const Error&) {  // the host is one, but its ranks share no memory
   }
   return exchange(route ? "open" : "").empty() ? nullptr : route;

@@ -45,6 +45,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
       : comm_(store, rank, size, options),
         store_(store),
         group_(options.group),
+        secret_(options.secret),
         trace_size_(static_cast<size_t>(options.trace_size)),
         device_options_(std::move(device_options)),
         hooks_(std::move(hooks)) {}
@@ -293,6 +294,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Communicator comm_;
   const std::shared_ptr<Store> store_;
   const std::string group_;
+  const std::string secret_;
   const size_t trace_size_;
   const DeviceOptions device_options_;
   const std::shared_ptr<const GroupHooks> hooks_;

@@ -56,8 +56,9 @@ namespace {
 constexpr size_t kStagingOfCoded = size_t{2} << 20;
 
 DeviceGroupOptions options_of(const std::string& group, PeerRoute::Kind kind, Milliseconds timeout,
-                              std::function<void()> interrupt_check) {
+                              std::function<void()> interrupt_check, const std::string& secret) {
   DeviceGroupOptions options;
+  options.secret = secret;
   options.group = group;
   options.timeout = timeout;
   options.interrupt_check = std::move(interrupt_check);
@@ -73,10 +74,11 @@ DeviceGroupOptions options_of(const std::string& group, PeerRoute::Kind kind, Mi
 
 PeerRoute::PeerRoute(std::shared_ptr<Store> store, int rank, int size, const std::string& group,
                      c10::Device device, Kind kind, Milliseconds timeout,
-                     std::shared_ptr<Trace> trace, std::function<void()> interrupt_check)
+                     std::shared_ptr<Trace> trace, std::function<void()> interrupt_check,
+                     const std::string& secret)
     : device_(device),
       group_(std::move(store), rank, size, device.is_cuda() ? device.index() : -1,
-             options_of(group, kind, timeout, std::move(interrupt_check))),
+             options_of(group, kind, timeout, std::move(interrupt_check), secret)),
       trace_(std::move(trace)) {
   trace_->set_look([this] { look(); });
 }

@@ -27,7 +27,7 @@ class PeerRoute {
   /// `interrupt_check` throws, which is called now and then during waits.
   PeerRoute(std::shared_ptr<Store> store, int rank, int size, const std::string& group,
             c10::Device device, Kind kind, Milliseconds timeout, std::shared_ptr<Trace> trace,
-            std::function<void()> interrupt_check);
+            std::function<void()> interrupt_check, const std::string& secret);
   /// Waits for queued work first.
   ~PeerRoute();
   PeerRoute(const PeerRoute&) = delete;

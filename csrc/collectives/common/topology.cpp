@@ -1,8 +1,10 @@
 #include "collectives/common/topology.h"
 
 #include <algorithm>
-#include <cstdlib>
+#include <string_view>
 
+#include "core/decimal.h"
+#include "core/error.h"
 #include "transports/rendezvous.h"
 
 namespace pycomm {
@@ -37,7 +39,18 @@ Topology agree_on_topology(const Rendezvous& rendezvous, int lowest) {
   const std::vector<std::string> words =
       all_gather_values(rendezvous, kNodeTopic, all_ranks(rendezvous), std::to_string(lowest));
   std::vector<int> first;
-  for (const std::string& word : words) first.push_back(std::atoi(word.c_str()));
+  for (size_t r = 0; r < words.size(); r++) {
+    std::string_view rest = words[r];
+    double lowest = -1;
+    const bool number = take_decimal(rest, lowest) && rest.empty();
+    const int rank = static_cast<int>(r);
+    const bool known = number && lowest >= 0 && lowest <= rank;
+    first.push_back(known ? static_cast<int>(lowest) : rank);
+    if (known && first[static_cast<size_t>(first.back())] == first.back()) continue;
+    throw Error("rank " + std::to_string(rendezvous.rank) + ": rank " + std::to_string(rank) +
+                " says that the first rank of its node is \"" + words[r].substr(0, 40) +
+                "\", which is no such rank; install the same pycomm on all ranks");
+  }
   return Topology(first);
 }
 

@@ -4,6 +4,7 @@
 #include "core/crc32c.h"
 #include "core/reduce.h"
 #include "transports/rendezvous.h"
+#include "transports/seal.h"
 
 namespace pycomm {
 namespace {
@@ -23,8 +24,15 @@ Rendezvous rendezvous(std::shared_ptr<Store> store, int rank, int size,
     if (size > 1) throw Error("a group of more than one rank needs a store; pass one");
     store = make_local_store();
   }
-  return {std::move(store),       options.group, rank, size, Deadline::after(options.timeout),
-          options.interrupt_check};
+  Rendezvous result;
+  result.store = std::move(store);
+  result.group = options.group;
+  result.rank = rank;
+  result.size = size;
+  result.deadline = Deadline::after(options.timeout);
+  result.interrupt_check = options.interrupt_check;
+  result.key = key_of_secret(options.secret);
+  return result;
 }
 
 /// Makes a tag for parts. Their sizes are the same on all ranks, and hashed into the tag.

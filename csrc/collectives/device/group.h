@@ -38,6 +38,7 @@ struct DeviceGroupOptions {
   /// Called regularly while a rank waits for the rendezvous; an exception from it ends the
   /// rendezvous: a signal, or the failure of the group that this one is for.
   std::function<void()> interrupt_check = [] {};
+  std::string secret = env().secret;  ///< that was given to all ranks
 };
 
 /// Size of the largest group: a host has eight or sixteen GPUs.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <thread>
 
@@ -68,7 +69,14 @@ int DeviceGroup::Impl::choose_blocks(const Rendezvous& rendezvous) {
   }
   for (const std::string& theirs : all_gather_values(
            rendezvous, "device/blocks", all_ranks(rendezvous), std::to_string(blocks))) {
-    blocks = std::min(blocks, std::stoi(theirs));
+    char* end = nullptr;
+    const long number = std::strtol(theirs.c_str(), &end, 10);
+    if (theirs.empty() || *end != '\0' || number < 1) {
+      throw Error("device: rank " + std::to_string(rendezvous.rank) + ": a rank says \"" +
+                  theirs.substr(0, 40) +
+                  "\" instead of its number of blocks; install the same pycomm on all ranks");
+    }
+    blocks = static_cast<int>(std::min<long>(blocks, number));
   }
   if (share_) share_->shrink(blocks);
   return std::clamp(blocks, 1, device::kMaxBlocks);

@@ -1,5 +1,6 @@
 // Setup of a ChannelMesh: membership exchange, then the transports.
 #include <algorithm>
+#include <cmath>
 
 #include "collectives/group/channel_mesh.h"
 #include "collectives/group/membership.h"
@@ -9,6 +10,7 @@
 #include "transports/shm/transport.h"
 #include "transports/shm/window.h"
 #include "transports/tcp/connect/handshake.h"
+#include "transports/tcp/connect/peers.h"
 
 namespace pycomm {
 namespace {
@@ -28,6 +30,11 @@ std::string numbers(const std::vector<int>& list) {
   return text;
 }
 
+std::string encryption_text(const CommunicatorOptions& options) {
+  if (encrypts(options)) return "on";
+  return options.tls == "auto" && !options.secret.empty() ? "off (no OpenSSL 3)" : "off";
+}
+
 // Returns everything that must be equal on all ranks before a byte can travel.
 std::string compatibility_text(const Rendezvous& rendezvous, const CommunicatorOptions& options) {
   std::string text =
@@ -36,7 +43,7 @@ std::string compatibility_text(const Rendezvous& rendezvous, const CommunicatorO
       " segment_bytes=" + std::to_string(options.segment_bytes);
   if (options.transport == "tcp" || options.transport == "auto") {
     text += " sockets=" + (options.sockets == 0 ? "auto" : std::to_string(options.sockets)) +
-            " tls=" + (options.tls ? "on" : "off");
+            " tls=" + encryption_text(options);
   }
   if (!options.agreed.empty()) text += " " + options.agreed;
   if (!options.sites.empty()) text += " sites=" + numbers(options.sites);
@@ -79,7 +86,10 @@ Links declared_links(const std::vector<std::string>& values, bool& far) {
   for (size_t r = 0; r < values.size(); r++) {
     std::string_view rest = values[r];
     for (double* rate : {&rates[r].send, &rates[r].receive}) {
-      take_decimal(rest, *rate);
+      if (!take_decimal(rest, *rate) || !std::isfinite(*rate) || *rate < 0) {
+        throw Error("rank " + std::to_string(r) + " says \"" + values[r].substr(0, 40) +
+                    "\" instead of the rates of its link; install the same pycomm on all ranks");
+      }
       rest.remove_prefix(std::min<size_t>(1, rest.size()));  // the space behind it
     }
     far = far || rest == "far";
@@ -131,6 +141,12 @@ ChannelMesh::ChannelMesh(Rendezvous rendezvous, const CommunicatorOptions& optio
   try {
     connect(rendezvous, options, membership);
     membership.leave();
+    // What was given to all ranks is not in the store; else who reads it later could join.
+    const bool by_tcp = std::any_of(transports_.begin(), transports_.end(),
+                                    [](const auto& each) { return each->name() == "tcp"; });
+    if (by_tcp && options.secret.empty()) {
+      forget(rendezvous, {Membership::kTopic, tcp::kCardTopic});
+    }
   } catch (...) {
     membership.give_up(std::current_exception());
   }

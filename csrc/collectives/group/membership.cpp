@@ -32,13 +32,14 @@ constexpr int kCheckShare = 4;
 // Requests of a check to the store. Where it is far away, the first check comes so late that it
 // does not delay ranks that arrive together.
 constexpr int kRequests = 2;
+// Name of the word by which a rank that gives up says why.
+constexpr char kReason[] = "given up";
 
 }  // namespace
 
 Membership::Membership(const Rendezvous& rendezvous, const CommunicatorOptions& options)
     : rendezvous_(rendezvous),
       options_(options),
-      reason_key_(rendezvous.group + "/given up"),
       next_look_(Deadline::after(std::max(
           rendezvous.poll_interval() / 2,
           duration_cast<Milliseconds>(kCheckShare * kRequests * rendezvous.store->round_trip())))) {
@@ -53,10 +54,6 @@ Membership::Membership(const Rendezvous& rendezvous, const CommunicatorOptions& 
                 std::to_string(options.parent->size()));
   }
   parent_was_over_ = options.parent->over() != nullptr;
-}
-
-std::string Membership::key(const std::string& topic, int rank) const {
-  return rendezvous_.group + "/" + topic + "/" + std::to_string(rank);
 }
 
 std::string Membership::first_value(const std::string& settings) const {
@@ -115,24 +112,24 @@ void Membership::look_for_deaths() {
 bool Membership::is_silent(int rank) {
   const auto asked = asked_.find(rank);
   if (asked == asked_.end()) {
-    rendezvous_.store->set(key("asked", rank), "yes");
+    set_word(rendezvous_, word_name("asked", rank), "yes");
     asked_.emplace(rank, Deadline::after(std::max(kAnswer, kAnswerTurns * answers_in_)));
     return false;
   }
-  return asked->second.expired() && !rendezvous_.store->find(key("alive", rank));
+  return asked->second.expired() && !find_word(rendezvous_, word_name("alive", rank));
 }
 
 // Only ranks that joined later ask us, so there is nothing to answer at first.
 void Membership::answer() {
   if (answered_ || Deadline::Clock::now() - start_ < kAskedAfter) return;
-  if (!rendezvous_.store->find(key("asked", rendezvous_.rank))) return;
-  rendezvous_.store->set(key("alive", rendezvous_.rank), "yes");
+  if (!find_word(rendezvous_, word_name("asked", rendezvous_.rank))) return;
+  set_word(rendezvous_, word_name("alive", rendezvous_.rank), "yes");
   answered_ = true;
 }
 
 void Membership::look_at_store() {
   const auto start = Deadline::Clock::now();
-  const auto reason = rendezvous_.store->find(reason_key_);
+  const auto reason = find_word(rendezvous_, kReason);
   answers_in_ = duration_cast<Milliseconds>(Deadline::Clock::now() - start);
   if (reason) throw_reason(*reason);
   std::vector<int> unseen;  // starts from another one each time, if there is time for few
@@ -159,7 +156,7 @@ void Membership::throw_reason(const std::string& reason) {
 
 bool Membership::has_met(int rank) {
   try {
-    return rendezvous_.store->find(key("met", rank)).has_value();
+    return find_word(rendezvous_, word_name("met", rank)).has_value();
   } catch (const Error&) {  // the store died with it
     return false;
   }
@@ -169,7 +166,7 @@ void Membership::throw_died(int rank, const std::string& how) {
   // A rank that has given up says why before it ends, and may have ended since our last look.
   std::optional<std::string> reason;
   try {
-    reason = rendezvous_.store->find(reason_key_);
+    reason = find_word(rendezvous_, kReason);
   } catch (const Error&) {  // the store died with it
   }
   if (reason) throw_reason(*reason);
@@ -179,7 +176,7 @@ void Membership::throw_died(int rank, const std::string& how) {
                            std::to_string(rendezvous_.rank) + "); look at its own log");
 }
 
-void Membership::leave() { rendezvous_.store->set(key("met", rendezvous_.rank), "yes"); }
+void Membership::leave() { set_word(rendezvous_, word_name("met", rendezvous_.rank), "yes"); }
 
 std::exception_ptr Membership::behind(const std::exception_ptr& error) {
   // The others cannot connect to us from now on and search for the cause: our reason must be
@@ -218,8 +215,8 @@ std::exception_ptr Membership::behind(const std::exception_ptr& error) {
 void Membership::give_up(const std::exception_ptr& error) {
   const std::exception_ptr cause = behind(error);
   try {
-    if (!rendezvous_.store->find(reason_key_)) {
-      rendezvous_.store->set(reason_key_, to_notice(cause, rendezvous_.rank).encoded());
+    if (!find_word(rendezvous_, kReason)) {
+      set_word(rendezvous_, kReason, to_notice(cause, rendezvous_.rank).encoded());
     }
   } catch (const std::exception&) {  // without a store no rank can be told
   }

@@ -36,7 +36,6 @@ class Membership {
   [[noreturn]] void give_up(const std::exception_ptr& error);
 
  private:
-  std::string key(const std::string& topic, int rank) const;
   void look_for_deaths();
   void look_at_store();
   void answer();
@@ -50,7 +49,6 @@ class Membership {
 
   const Rendezvous rendezvous_;
   const CommunicatorOptions& options_;
-  const std::string reason_key_;
   bool parent_was_over_ = false;
   int looks_ = 0;
   std::map<int, Deadline> asked_;  ///< until when a rank may answer that it is alive

@@ -76,21 +76,21 @@ void pass_on(const Rendezvous& rendezvous, FdServer& server, int fd) {
 std::shared_ptr<void> share_file(const Rendezvous& rendezvous, size_t bytes) {
   constexpr char kFile[] = "device/file";
   if (rendezvous.rank != 0) {
-    const std::string name = value_of(rendezvous, kFile, 0);
+    const std::string name = word_of(rendezvous, kFile, 0);
     if (name == kUnavailable)
       throw Error("device: rank 0 could not make the memory file; look at its own log");
     return map(receive_fd(name, rendezvous.deadline, rendezvous.interrupt_check), bytes);
   }
-  const std::string key = rendezvous.group + "/" + kFile + "/0";
+  const std::string name = word_name(kFile, 0);
   try {
     FdServer server;
     const FileDescriptor file = make_file(bytes);
     std::shared_ptr<void> base = map(file, bytes);
-    rendezvous.store->set(key, server.name());
+    set_word(rendezvous, name, server.name());
     pass_on(rendezvous, server, file.get());
     return base;
   } catch (const Error&) {
-    rendezvous.store->set(key, kUnavailable);
+    set_word(rendezvous, name, kUnavailable);
     throw;
   }
 }

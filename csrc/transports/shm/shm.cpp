@@ -30,7 +30,6 @@ namespace {
 
 /// A candidate publishes this once it has the region; any other value says why it has not.
 constexpr char kYes[] = "yes";
-constexpr char kHost[] = "shm/host";
 constexpr char kName[] = "shm/name";  ///< name of the socket that passes on the region
 constexpr char kOutcomes[] = "shm/outcome";
 constexpr char kHeaps[] = "shm/heaps";  ///< of a former group (shm/kept_heaps.h)
@@ -104,10 +103,10 @@ std::shared_ptr<void> map_region(FileDescriptor file, int ranks, bool& heaps) {
           }};
 }
 
-/// Returns the key under which the creator of the region, one rank of each host, publishes its
-/// socket.
-std::string key(const Rendezvous& rendezvous, const std::vector<int>& candidates) {
-  return rendezvous.group + "/" + kName + "/" + std::to_string(candidates.front());
+/// Returns the name of the word by which the creator of the region, one rank of each host,
+/// publishes its socket.
+std::string name_key(const std::vector<int>& candidates) {
+  return word_name(kName, candidates.front());
 }
 
 /// The heaps of a former group, if the candidates keep them, and the number of ours.
@@ -175,7 +174,7 @@ void pass_on(const Rendezvous& rendezvous, const std::vector<int>& candidates, F
 /// the creator publishes it when it has the region.
 std::string name_of(const Rendezvous& rendezvous, int creator) {
   const auto received = rendezvous.exchange->received.find(kName);
-  if (received == rendezvous.exchange->received.end()) return value_of(rendezvous, kName, creator);
+  if (received == rendezvous.exchange->received.end()) return word_of(rendezvous, kName, creator);
   return received->second[static_cast<size_t>(creator)];
 }
 
@@ -205,12 +204,12 @@ SharedMemory share(const Rendezvous& rendezvous, const std::vector<int>& candida
     Header& header = SharedRegion(memory.base.get(), ranks).header();
     header.permits = read_permit::wanted() ? 1 : 0;
     header.heaps_name = random_name();
-    if (!announced) rendezvous.store->set(key(rendezvous, candidates), server.name());
+    if (!announced) set_word(rendezvous, name_key(candidates), server.name());
     pass_on(rendezvous, candidates, server, fd);
     return memory;
   } catch (const Error&) {
     if (memory.base) leave(memory);
-    if (!announced) rendezvous.store->set(key(rendezvous, candidates), kUnavailable);
+    if (!announced) set_word(rendezvous, name_key(candidates), kUnavailable);
     throw;
   }
 }
@@ -294,7 +293,7 @@ std::shared_ptr<void> permit_reading(const Rendezvous& rendezvous, const SharedM
 }  // namespace
 
 void announce_shm(const Rendezvous& rendezvous) {
-  announce(rendezvous, kHost, host_id());
+  announce(rendezvous, kHostIdTopic, host_id());
   announce(rendezvous, kHeaps, KeptHeaps::value(rendezvous.kept_heaps.get()));
   std::string name = kUnavailable;
   try {
@@ -307,7 +306,7 @@ void announce_shm(const Rendezvous& rendezvous) {
 
 std::unique_ptr<Transport> make_shm(const Rendezvous& rendezvous, const std::vector<int>& ranks) {
   const std::string host = host_id();
-  const std::vector<std::string> hosts = all_gather_values(rendezvous, kHost, ranks, host);
+  const std::vector<std::string> hosts = all_gather_values(rendezvous, kHostIdTopic, ranks, host);
   std::vector<int> candidates;
   for (size_t i = 0; i < ranks.size(); i++) {
     if (hosts[i] == host) candidates.push_back(ranks[i]);
@@ -336,7 +335,7 @@ std::unique_ptr<Transport> make_shm(const Rendezvous& rendezvous, const std::vec
 }
 
 bool hosts_differ(const Rendezvous& rendezvous) {
-  const auto received = rendezvous.exchange->received.find(kHost);
+  const auto received = rendezvous.exchange->received.find(kHostIdTopic);
   if (received == rendezvous.exchange->received.end()) return false;
   const std::set<std::string> hosts(received->second.begin(), received->second.end());
   return hosts.size() == received->second.size();

@@ -12,6 +12,7 @@
 #include "transports/tcp/net/congestion.h"
 #include "transports/tcp/net/pacer.h"
 #include "transports/tcp/poller.h"
+#include "transports/tcp/tls/library.h"
 
 namespace pycomm {
 namespace tcp {
@@ -38,7 +39,7 @@ class TcpTransport final : public Transport {
         control_(options.rank_state),
         connector_(rendezvous, exchange_addresses(rendezvous, peers, options)),
         checks_payload_(options.checksum == "payload" ||
-                        (options.checksum == "auto" && !options.tls &&
+                        (options.checksum == "auto" && !options.encrypts &&
                          !all_loopback(connector_.directory().interfaces))),
         channels_(static_cast<size_t>(rendezvous.size)) {
     connector_.connect_all(control_, rendezvous.interrupt_check);
@@ -111,7 +112,7 @@ class TcpTransport final : public Transport {
     const auto [least, most] = connector_.sockets();
     return text + std::to_string(least) + (least == most ? "" : " to " + std::to_string(most)) +
            (most == 1 ? " socket each, " : " sockets each, ") + connector_.congestion_control() +
-           (directory.options.tls ? ", TLS 1.3" : "");
+           (directory.encrypts ? ", TLS 1.3" : "");
   }
 
  private:
@@ -234,6 +235,7 @@ std::unique_ptr<Transport> make_tcp(const Rendezvous& rendezvous, const std::vec
                 " sockets per peer are not possible; set PYCOMM_SOCKETS to 1 to 16");
   }
   tcp::check_congestion_control(options.congestion);
+  tcp::openssl::warn_of_weakness(options);
   if (options.checksum != "auto" && options.checksum != "payload" && options.checksum != "header") {
     throw Error("unknown checksum \"" + options.checksum + "\"; use one of auto, payload, header");
   }

@@ -24,7 +24,7 @@ from pycomm.backend.python.arguments import Arguments, Tensors, equal
 from pycomm.backend.python.engine import Engine, Op
 from pycomm.backend.python.options import Options
 from pycomm.backend.python.sparse import sum_over_ranks
-from pycomm.backend.python.store import TorchStore
+from pycomm.backend.python.store import SealedStore, TorchStore
 from pycomm.backend.python.tensors import elements, flat, parts, write_all_back, write_back
 from pycomm.backend.python.work import CoalescedWork, PeerWork, Work
 from pycomm.errors import Error, PeerLost, Timeout
@@ -121,9 +121,13 @@ class Backend(c10d.Backend):
         if c10d.get_debug_level() == c10d.DebugLevel.DETAIL:
             # Torch's wrapper for debugging keeps the part of this object that is in C++ alone.
             _wrapped.add(self)
-        weak = weakref.ref(store)
+        weak, secret, group = weakref.ref(store), made.secret, self._group
+
+        def sealed() -> SealedStore:
+            return SealedStore(TorchStore(_alive(weak)), secret, group)
+
         monitor.join(
-            core.trace(), lambda k, v: _alive(weak).set(k, v), lambda k: _look(_alive(weak), k)
+            core.trace(), lambda k, v: sealed().set(k, v.encode()), lambda k: _look(sealed(), k)
         )
 
     def __del__(self) -> None:
@@ -337,7 +341,8 @@ class Backend(c10d.Backend):
         in_time = f" in {round(limit * 1000)} ms"
         key = f"{self._group}/monitored barrier {self._barriers}"
         good = "all ranks arrived"
-        store, here = TorchStore(self._store), self._arguments.here
+        store = SealedStore(TorchStore(self._store), self._options.secret, self._group)
+        here = self._arguments.here
         if self._rank > 0:
             store.set(f"{key}/{self._rank}", b"here")
             # Longer than rank 0's wait, which may have come after us, to receive its verdict.
@@ -812,7 +817,7 @@ class Backend(c10d.Backend):
     gather_into_tensor = gather_single
 
 
-def _come(store: TorchStore, key: str, ranks: range, limit: float, every: bool) -> str:
+def _come(store: SealedStore, key: str, ranks: range, limit: float, every: bool) -> str:
     """Return which ranks have not come to a barrier, in words; "": none is missing."""
     end = time.monotonic() + limit
     missing = []
@@ -837,8 +842,9 @@ def _alive(weak: Callable[[], Any]) -> Any:
     return store
 
 
-def _look(store: Any, key: str) -> str | None:
-    return store.get(key).decode() if store.check([key]) else None
+def _look(store: SealedStore, key: str) -> str | None:
+    value = store.find(key)
+    return None if value is None else value.decode()
 
 
 def _profiled(name: str) -> AbstractContextManager[Any]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch._C import _distributed_c10d
 
+from pycomm import _C
 from pycomm.errors import Error
 
 ABSENT = "pycomm: no such key"
@@ -74,6 +75,13 @@ class TorchStore:
         except RuntimeError as error:
             raise Error(f"the store failed at the key {key}: {error}") from error
 
+    def erase(self, key: str) -> None:
+        """Take the value of a key out of the store."""
+        if self._is_tcp:  # its server does not answer this, so it costs no round trip
+            self.store.set(key, b"")
+        else:
+            self.store.delete_key(key)
+
     def _timed(self, ask: Callable[[], T]) -> T:
         """Ask, and keep the time of the fastest answer."""
         start = time.perf_counter()
@@ -104,3 +112,39 @@ class TorchStore:
                 if time.monotonic() < end:
                     raise
         return bool(self.store.check([key]))  # the answer may have come after the wait ended
+
+
+class SealedStore:
+    """A store in which each value carries a proof of the secret, as csrc/transports/seal.h says.
+
+    Args:
+        store: holds the values.
+        secret: that was given to all ranks; "": values travel as they are.
+        group: the group's name in the store.
+    """
+
+    def __init__(self, store: TorchStore, secret: str, group: str) -> None:
+        self._store, self._secret, self._group = store, secret, group
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a key."""
+        self._store.set(key, _C.seal(self._secret, self._group, key, value))
+
+    def find(self, key: str) -> bytes | None:
+        """Return the value of a key if it is there now.
+
+        Raises:
+            Error: it has no right proof of the secret.
+        """
+        return self._opened(key, self._store.find(key))
+
+    def get(self, key: str, seconds: float) -> bytes | None:
+        """Wait for a key and return its value; None: it was not set in time.
+
+        Raises:
+            Error: it has no right proof of the secret.
+        """
+        return self._opened(key, self._store.get(key, seconds))
+
+    def _opened(self, key: str, text: bytes | None) -> bytes | None:
+        return None if text is None else _C.open_sealed(self._secret, self._group, key, text)

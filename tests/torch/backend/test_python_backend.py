@@ -187,9 +187,9 @@ def test_a_store_that_fails_is_named_and_one_without_the_key_is_a_timeout():
 
 
 def test_options_have_the_names_of_the_binary():
-    options = Options(timedelta(seconds=7), transport="tcp", tls=True)
+    options = Options(timedelta(seconds=7), transport="tcp", tls="on")
     copied = options.__copy__()
-    assert (copied.transport, copied.tls, copied._timeout) == ("tcp", True, timedelta(seconds=7))
+    assert (copied.transport, copied.tls, copied._timeout) == ("tcp", "on", timedelta(seconds=7))
     copied.transport = "shm"
     assert options.transport == "tcp"
     with pytest.raises(TypeError, match="no option 'trnsport'"):

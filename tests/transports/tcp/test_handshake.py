@@ -18,16 +18,14 @@ from tests.transports.wire_peer import (
     CHALLENGE,
     CONTROL,
     GROUP,
+    KEY,
     REPLY,
-    SECRET,
     WELCOME,
     WRONG_SECRET,
     WRONG_SHAPE,
     WRONG_TLS,
     WRONG_VERSION,
     hello,
-    join,
-    proof,
     read_exactly,
 )
 
@@ -70,23 +68,23 @@ def test_flood_of_connections_does_not_stall_a_set_up(rank_0):
 
 
 @pytest.mark.parametrize(
-    ("change", "secret", "verdict"),
+    ("change", "key", "verdict"),
     [
         ({}, b"another", WRONG_SECRET),
-        ({"version": 1}, SECRET, WRONG_VERSION),
-        ({"size": 3}, SECRET, WRONG_SHAPE),
-        ({"sockets": 2}, SECRET, WRONG_SHAPE),
-        ({"rank": 0}, SECRET, WRONG_SHAPE),
-        ({"rank": 2}, SECRET, WRONG_SHAPE),
-        ({"target": 1}, SECRET, WRONG_SHAPE),
-        ({"lane": 2}, SECRET, WRONG_SHAPE),
-        ({"socket": 1}, SECRET, WRONG_SHAPE),
-        ({"tls": 1}, SECRET, WRONG_TLS),
+        ({"version": 1}, KEY, WRONG_VERSION),
+        ({"size": 3}, KEY, WRONG_SHAPE),
+        ({"sockets": 2}, KEY, WRONG_SHAPE),
+        ({"rank": 0}, KEY, WRONG_SHAPE),
+        ({"rank": 2}, KEY, WRONG_SHAPE),
+        ({"target": 1}, KEY, WRONG_SHAPE),
+        ({"lane": 2}, KEY, WRONG_SHAPE),
+        ({"socket": 1}, KEY, WRONG_SHAPE),
+        ({"tls": 1}, KEY, WRONG_TLS),
     ],
 )
-def test_refusal_says_why(rank_0, change, secret, verdict):
-    rank_0.store.set(f"{GROUP}/tcp-card/1", "127.0.0.1:1")
-    connection, got, body = join(rank_0.address, hello(**change), secret)
+def test_refusal_says_why(rank_0, change, key, verdict):
+    rank_0.publish_card()
+    connection, got, body = rank_0.join(hello(**change), key)
     assert got == verdict
     assert body == bytes(32) or verdict == WRONG_VERSION, "a refusal proves nothing"
     assert connection.recv(1) == b""
@@ -94,12 +92,12 @@ def test_refusal_says_why(rank_0, change, secret, verdict):
 
 
 def test_replayed_handshake_is_refused(rank_0):
-    rank_0.store.set(f"{GROUP}/tcp-card/1", "127.0.0.1:1")
+    rank_0.publish_card()
     first = hello()
     connection = socket.create_connection(rank_0.address, SECONDS)
     connection.sendall(first)
     _, _, challenge = REPLY.unpack(read_exactly(connection, REPLY.size))
-    recorded = proof("connect", first, challenge)
+    recorded = rank_0.proof("connect", first, challenge)
     connection.close()
     with socket.create_connection(rank_0.address, SECONDS) as replay:
         replay.sendall(first)
@@ -114,7 +112,7 @@ def test_mutated_handshakes_never_join(rank_0):
         first = hello(chance.choice([0, 1, CONTROL]))
         with socket.create_connection(rank_0.address, SECONDS) as connection:
             # Rank 0 answers only once it knows where rank 1 is: the proof cannot be right.
-            data = bytearray(first + proof("connect", first, bytes(32)))
+            data = bytearray(first + rank_0.proof("connect", first, bytes(32)))
             for _ in range(chance.randrange(1, 4)):
                 data[chance.randrange(len(data))] = chance.randrange(256)
             connection.sendall(data[: chance.randrange(len(data) + 1)])
@@ -132,27 +130,33 @@ def test_mutated_handshakes_never_join(rank_0):
         ([(WRONG_VERSION, bytes(32))], "install the same pycomm"),
     ],
 )
-def test_false_listener_is_refused(replies, text):
+def test_false_listener_is_asked_again_until_the_deadline(replies, text):
+    """It has proven nothing, so its refusal ends no set-up; the error says what it answered."""
     store = _C.Store.local()
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
+    answered = []
 
     def pretend():
         store.set(f"{GROUP}/tcp-host/0", store.get(f"{GROUP}/tcp-host/1", SECONDS))
-        store.set(f"{GROUP}/tcp-card/0", f"127.0.0.1:{port}")
-        connection = listener.accept()[0]
-        for verdict, body in replies:
-            connection.recv(64)
-            connection.sendall(REPLY.pack(verdict, 3, body))
-        connection.recv(64)
-        connection.close()
+        store.set(f"{GROUP}/tcp-card/0", f"127.0.0.1:{port} a secret")
+        with contextlib.suppress(OSError):  # the listener is closed at the end
+            while True:
+                with listener.accept()[0] as connection:
+                    for verdict, body in replies:
+                        connection.recv(72)
+                        connection.sendall(REPLY.pack(verdict, 3, body))
+                    connection.recv(72)
+                    answered.append(verdict)
 
     false = threading.Thread(target=pretend)
     false.start()
-    with pytest.raises(pycomm.errors.Error, match=text):
-        _C.Transport("tcp", store, GROUP, 1, 2, timeout=5, sockets=1, secret="s")
-    false.join()
+    with pytest.raises(pycomm.errors.Timeout, match=text):
+        _C.Transport("tcp", store, GROUP, 1, 2, timeout=0.7, sockets=1)
+    listener.shutdown(socket.SHUT_RDWR)
     listener.close()
+    false.join()
+    assert len(answered) > 1
 
 
 def test_listener_that_is_gone_is_a_lost_peer():
@@ -162,11 +166,11 @@ def test_listener_that_is_gone_is_a_lost_peer():
 
     def pretend():
         store.set(f"{GROUP}/tcp-host/0", store.get(f"{GROUP}/tcp-host/1", SECONDS))
-        store.set(f"{GROUP}/tcp-card/0", f"127.0.0.1:{port}")
+        store.set(f"{GROUP}/tcp-card/0", f"127.0.0.1:{port} a secret")
 
     false = threading.Thread(target=pretend)
     false.start()
     with pytest.raises(pycomm.errors.PeerLost, match=rf"rank 0 \(127.0.0.1:{port}\)") as lost:
-        _C.Transport("tcp", store, GROUP, 1, 2, timeout=SECONDS, sockets=1, secret="s")
+        _C.Transport("tcp", store, GROUP, 1, 2, timeout=SECONDS, sockets=1)
     assert lost.value.rank == 0
     false.join()

@@ -17,11 +17,9 @@ from tests.transports import proxy
 from tests.transports.ranks import COLLECTIVE, POINT_TO_POINT, Rank, run_rank, tag
 from tests.transports.wire_peer import (
     CONTROL,
-    GROUP,
     NOTICE,
     RankZero,
     hello,
-    join,
     read_exactly,
 )
 
@@ -307,16 +305,16 @@ def test_what_was_said_on_a_connection_that_stood_for_one_end_alone_is_repeated(
 def test_a_request_to_connect_that_was_cut_off_is_repeated():
     """A lower rank asks for the connections of a lane, on a control connection that is then cut."""
     rank = RankZero()
-    rank.store.set(f"{GROUP}/tcp-card/1", "127.0.0.1:1")
-    control, _, _ = join(rank.address, hello(CONTROL))
+    rank.publish_card()
+    control, _, _ = rank.join(hello(CONTROL))
     rank.thread.join()
     me = Rank(0, 2, rank.transport)
     goal = me.send(1, b"word", tag())
     request = read_exactly(control, NOTICE.size + 4)
     control.close()
-    rank.connections[CONTROL, 0], _, _ = join(rank.address, hello(CONTROL, generation=1))
+    rank.connections[CONTROL, 0], _, _ = rank.join(hello(CONTROL, generation=1))
     assert read_exactly(rank.connections[CONTROL, 0], NOTICE.size + 4) == request
-    rank.connections[0, 0], _, _ = join(rank.address, hello())
+    rank.connections[0, 0], _, _ = rank.join(hello())
     me.wait(goal)
     rank.leave()
 
@@ -346,7 +344,7 @@ def fill(me):
         me.transport.ask()
 
 
-@pytest.mark.parametrize("tls", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("tls", ["off", "on"])
 def test_an_abort_reaches_a_rank_that_read_nothing_for_a_while(tls):
     wires, heard, both = Wires(), threading.Event(), threading.Barrier(2)
 
@@ -370,7 +368,7 @@ def test_an_abort_reaches_a_rank_that_read_nothing_for_a_while(tls):
     wires.run(aborts, hears, tls=tls)
 
 
-@pytest.mark.parametrize("tls", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("tls", ["off", "on"])
 def test_a_close_reaches_a_rank_that_read_nothing_for_a_while(tls):
     wires, both = Wires(), threading.Barrier(2)
 

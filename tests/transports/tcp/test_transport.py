@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import threading
@@ -70,22 +69,15 @@ def test_wrong_secret_is_refused_and_explained():
     outcomes = threads(
         2,
         lambda me: None,
-        options=lambda rank: {"secret": f"secret {rank}", "timeout": 1.0},
+        options=lambda rank: {"secret": f"the secret of rank {rank}", "timeout": 5.0},
         errors=True,
     )
-    assert time.monotonic() - start < 5
-    assert type(outcomes[1]) is pycomm.errors.Error
-    assert "rank 0" in str(outcomes[1])
-    assert "refused our secret" in str(outcomes[1])
-    assert "PYCOMM_SECRET" in str(outcomes[1])
-    # Unknown peers must not be able to end a group, so the listening rank keeps waiting.
-    assert isinstance(outcomes[0], pycomm.errors.Timeout)
-    assert re.match(
-        r'tcp: group "group \d+" did not come together within 1000 ms: '
-        r"rank 0 has no connection with rank 1 \(127\.0\.0\.1:\d+\)",
-        str(outcomes[0]),
-    )
-    assert "its secret is not ours" in str(outcomes[0])
+    assert time.monotonic() - start < 4
+    for rank, outcome in enumerate(outcomes):
+        assert type(outcome) is pycomm.errors.Error
+        assert f"rank {rank}: what the store has of rank {1 - rank}" in str(outcome)
+        assert "wrong proof of the secret" in str(outcome)
+        assert "PYCOMM_SECRET" in str(outcome)
 
 
 def test_secret_on_one_rank_only_is_explained():

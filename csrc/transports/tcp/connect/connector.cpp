@@ -64,6 +64,7 @@ Connector::Connector(const Rendezvous& rendezvous, PeerDirectory directory)
       poll_interval_(rendezvous.poll_interval()),
       store_round_trip_(std::chrono::duration_cast<Milliseconds>(rendezvous.store->round_trip())),
       directory_(std::move(directory)),
+      label_(group_ + (directory_.session.empty() ? "" : "/" + directory_.session)),
       process_(::getpid()),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       by_rank_(static_cast<size_t>(size_)) {
@@ -383,7 +384,7 @@ Hello Connector::hello_to(const Link& link, uint16_t lane) const {
   hello.target = static_cast<uint32_t>(link.peer.rank);
   hello.sockets = sockets_of(link, lane);
   hello.lane = lane;
-  hello.tls = directory_.options.tls;
+  hello.tls = directory_.encrypts ? 1 : 0;
   return hello;
 }
 
@@ -475,7 +476,7 @@ void Connector::serve(Outgoing& out) {
         round_trip(out.fd.get()) >= kFarAway) {
       connect_early(*out.link, round_trip(out.fd.get()));
     }
-    out.greeting.emplace(Handshake(peer.secret, group_, out.hello));
+    out.greeting.emplace(Handshake(peer.secret, label_, out.hello));
     out.wake = Clock::time_point::max();
   }
   switch (out.greeting->advance(out.fd.get(), error)) {
@@ -487,8 +488,9 @@ void Connector::serve(Outgoing& out) {
       // The peer is in the group, so another process has its port now, or answers in its place for
       // a while.
       if (control_ != nullptr) return retry(out, ECONNREFUSED);
-      throw Error("tcp: rank " + std::to_string(rank_) + " cannot join: " + name_of(*out.link) +
-                  ": " + out.greeting->problem());
+      // Nobody has proven anything yet: a stranger who answers in its place for a while must not
+      // end the set-up.
+      return retry(out, EACCES);
     case Greeting::Progress::done:
       if (out.hello.lane == kCallBack) return retry(out, 0);  // until the peer's connection arrives
       join(*out.link, out.hello, out.greeting->sock(std::move(out.fd)));
@@ -514,8 +516,8 @@ void Connector::connect_early(Link& link, Milliseconds round_trip) {
 // proves no death where we do not see the peer's process.
 void Connector::retry(Outgoing& out, int error) {
   const bool refused = error == ECONNREFUSED;
-  const std::string how = out.greeting && (refused || error == EPROTO)
-                              ? (refused ? "" : "TLS: ") + out.greeting->problem()
+  const bool answered = out.greeting && (refused || error == EPROTO || error == EACCES);
+  const std::string how = answered     ? (error == EPROTO ? "TLS: " : "") + out.greeting->problem()
                           : error == 0 ? "it closed the connection during the handshake"
                                        : error_text(error);
   last_error_ = name_of(*out.link) + ": " + how;
@@ -566,8 +568,8 @@ void Connector::accept_all(const Fd& listener) {
     if (pending_connections_.size() == kMaxPending) pending_connections_.pop_front();
     pending_connections_.push_back(
         {std::move(fd),
-         Greeting(Handshake(directory_.secret, group_, rank_, size_, directory_.options.sockets,
-                            directory_.options.tls)),
+         Greeting(Handshake(directory_.secret, label_, rank_, size_, directory_.options.sockets,
+                            directory_.encrypts)),
          Clock::now() + kGreetingLimit});
   }
   const int error = errno;

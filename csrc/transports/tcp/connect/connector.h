@@ -50,7 +50,8 @@ class Connector {
   ~Connector();
 
   /// Makes the control connections with all peers. Throws Timeout with the missing ranks, PeerLost
-  /// if one died meanwhile, Error if one refuses us, and whatever interrupt_check throws.
+  /// if one died meanwhile, and whatever interrupt_check throws. Who refuses us is asked again
+  /// until the deadline, since it has proven nothing.
   ///
   /// Strangers may connect at any time: each waiting connection has its own small state and
   /// deadline, so none delays another.
@@ -177,6 +178,7 @@ class Connector {
   const Milliseconds poll_interval_;
   const Milliseconds store_round_trip_;  ///< if it is far, most peers are as well
   const PeerDirectory directory_;
+  const std::string label_;  ///< of the group and its session, in handshakes
   const pid_t process_;
   const Fd wake_;
   Control* control_ = nullptr;

@@ -1,35 +1,14 @@
 // Handshake of one TCP connection, without its input and output.
 #include "transports/tcp/connect/handshake.h"
 
-#include <sys/random.h>
-
-#include <cerrno>
 #include <cstring>
 #include <utility>
 
-#include "core/error.h"
+#include "transports/seal.h"
 #include "transports/tcp/connect/peers.h"
 #include "transports/transport.h"
 
 namespace pycomm::tcp {
-
-void fill_random(Span<uint8_t> out) {
-  for (size_t done = 0; done < out.size;) {
-    const ssize_t n = ::getrandom(out.data + done, out.size - done, 0);
-    if (n < 0 && errno != EINTR) throw Error("tcp: the kernel gives no random bytes");
-    done += n > 0 ? static_cast<size_t>(n) : 0;
-  }
-}
-
-std::string random_secret() {
-  uint8_t bytes[32];
-  fill_random({bytes, sizeof bytes});
-  std::string text;
-  for (const uint8_t byte : bytes) {
-    text += {"0123456789abcdef"[byte >> 4], "0123456789abcdef"[byte & 15]};
-  }
-  return text;
-}
 
 Handshake::Handshake(std::string secret, std::string group, const Hello& hello)
     : listening_(false),

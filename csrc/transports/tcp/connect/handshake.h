@@ -7,10 +7,12 @@
 //   Proof (HMAC)         ->
 //                        <-     Reply welcome (HMAC) or refused (why)
 //
-// Both HMAC-SHA256 cover the role, the group, both ranks, the purpose of the connection and both
-// nonces, so none can be replayed or reflected. The listening rank proves nothing to strangers. All
-// messages have a fixed size. A Handshake does no input or output: its caller feeds it received
-// bytes and sends what to_send() returns.
+// `secret` is the key of one that was given to all ranks (transports/seal.h), or the random one of
+// the listening rank. Both HMAC-SHA256 cover the role, the group, both ranks, the purpose of the
+// connection and both nonces, so none can be replayed or reflected. The listening rank proves
+// nothing to strangers. `group` is its name and, with a given secret, its session
+// (transports/rendezvous.h). All messages have a fixed size. A Handshake does no input or output:
+// its caller feeds it received bytes and sends what to_send() returns.
 #pragma once
 #include <array>
 #include <string>
@@ -20,7 +22,7 @@
 
 namespace pycomm::tcp {
 
-constexpr uint32_t kWireVersion = 7;
+constexpr uint32_t kWireVersion = 8;
 /// Lane number of a control connection, which carries aborts and closes instead of a lane.
 constexpr uint16_t kControl = 0xffff;
 /// Lane number of a connection by which a lower rank asks a higher one to make the control
@@ -123,10 +125,5 @@ class Handshake {
   size_t in_done_ = 0, in_size_ = 0, out_done_ = 0, out_size_ = 0;
   int step_ = 0;  // messages that have arrived
 };
-
-/// Fills `out` with random bytes from the kernel.
-void fill_random(Span<uint8_t> out);
-/// Returns a secret for a group that was given none: 32 random bytes, in hexadecimal.
-std::string random_secret();
 
 }  // namespace pycomm::tcp

@@ -1,11 +1,12 @@
 #include "transports/tcp/connect/host_proof.h"
 
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <cerrno>
 
 #include "transports/abstract_address.h"
-#include "transports/tcp/connect/handshake.h"
+#include "transports/seal.h"
 
 namespace pycomm {
 namespace {
@@ -17,13 +18,23 @@ tcp::Fd make_socket() {
 }  // namespace
 
 HostProof::HostProof() : listener_(make_socket()) {
-  const std::string name = "pycomm-host-" + tcp::random_secret();
+  const std::string name = "pycomm-host-" + random_secret();
   const AbstractAddress place(name);
   if (!listener_ || ::bind(listener_.get(), place.get(), place.length) != 0 ||
       ::listen(listener_.get(), SOMAXCONN) != 0) {
     return;
   }
   name_ = name;
+}
+
+bool HostProof::is_ours(const std::string& name) {
+  const AbstractAddress place(name);
+  const tcp::Fd socket = make_socket();
+  ucred owner = {};
+  socklen_t length = sizeof owner;
+  return socket && ::connect(socket.get(), place.get(), place.length) == 0 &&
+         ::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &owner, &length) == 0 &&
+         owner.uid == ::geteuid();
 }
 
 HostProof::State HostProof::probe(const std::string& name) {

@@ -19,6 +19,8 @@ class HostProof {
   /// of the system, no descriptors).
   enum class State : uint8_t { open, closed, unknown };
   static State probe(const std::string& name);
+  /// True if a process of our user has it open on our host.
+  static bool is_ours(const std::string& name);
 
  private:
   std::string name_;

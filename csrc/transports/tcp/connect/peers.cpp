@@ -8,7 +8,9 @@
 
 #include "core/env.h"
 #include "core/error.h"
+#include "transports/fd_passing.h"
 #include "transports/rendezvous.h"
+#include "transports/seal.h"
 #include "transports/tcp/connect/handshake.h"
 #include "transports/tcp/tls/library.h"
 
@@ -77,6 +79,7 @@ class AddressExchange {
                   const TcpOptions& options)
       : rendezvous_(rendezvous), options_(options), us_("rank " + std::to_string(rendezvous.rank)) {
     directory_.options = options;
+    directory_.encrypts = options.encrypts;
     for (const int peer : peers) {
       directory_.peers.emplace_back();
       directory_.peers.back().rank = peer;
@@ -90,6 +93,7 @@ class AddressExchange {
                                          host_value(host_proof()));
     const bool one_host = look_at_hosts(hosts);
     take_cards(exchange_cards(hosts, one_host));
+    directory_.session = rendezvous_.exchange->session;
     return std::move(directory_);
   }
 
@@ -98,6 +102,25 @@ class AddressExchange {
     directory_.host_proof = rendezvous_.exchange->host_proof;
     if (!directory_.host_proof) directory_.host_proof = std::make_shared<HostProof>();
     return *directory_.host_proof;
+  }
+
+  // True if a rank has another host id than ours among those by which ranks have looked for whom
+  // they share memory with.
+  bool shares_no_memory(int rank) const {
+    const auto ids = rendezvous_.exchange->received.find(kHostIdTopic);
+    return ids != rendezvous_.exchange->received.end() &&
+           ids->second[static_cast<size_t>(rank)] != pycomm::host_id();
+  }
+
+  // Without a secret anybody who can write to the store can give a rank another host, so that it
+  // leaves shared memory for an address of his.
+  void refuse_false_host(int rank, const std::string& proof) const {
+    const bool user_decides = !env().host_id.empty();
+    if (user_decides || !rendezvous_.key.empty() || !HostProof::is_ours(proof)) return;
+    throw Error("tcp: " + us_ + " and rank " + std::to_string(rank) +
+                " run on one host, since its socket answers here, but the store says that they do "
+                "not: somebody else writes to the store, or two containers of this host have other "
+                "hostnames; set PYCOMM_SECRET, or the same PYCOMM_HOST_ID on all ranks of a host");
   }
 
   // Returns true if all peers are on our host.
@@ -112,6 +135,7 @@ class AddressExchange {
       theirs >> their_host >> mask >> proof >> std::ws;
       std::getline(theirs, process);
       peer.process = Process(process);
+      if (their_host != host || shares_no_memory(peer.rank)) refuse_false_host(peer.rank, proof);
       if (their_host != host) continue;
       const bool no_proof =
           proof.empty() || proof == kNoProof || directory_.host_proof->name().empty();
@@ -165,10 +189,11 @@ class AddressExchange {
       const size_t mark = card.size() - std::min(card.size(), std::strlen(kTls));
       const bool tls = card.compare(mark, std::string::npos, kTls) == 0;
       if (tls) card.resize(mark);
-      if (tls != options_.tls) {
-        throw Error("tcp: " + who + ": only rank " +
-                    std::to_string(tls ? peer.rank : rendezvous_.rank) +
-                    " encrypts; set the same PYCOMM_TLS on all ranks");
+      if (tls != options_.encrypts) {
+        throw Error(
+            "tcp: " + who + ": only rank " + std::to_string(tls ? peer.rank : rendezvous_.rank) +
+            " encrypts; set the same PYCOMM_TLS and PYCOMM_SECRET on all ranks, and install "
+            "OpenSSL 3 on all hosts");
       }
       const size_t space = std::min(card.find(' '), card.size());
       for (size_t begin = 0; begin < space;) {
@@ -250,9 +275,9 @@ TcpListeners listen(const TcpOptions& options, bool one_host) {
     ours.card += (ours.card.empty() ? "" : ",") + address.text();
   }
   const bool given = !options.secret.empty();
-  ours.secret = given ? options.secret : random_secret();
+  ours.secret = given ? key_of_secret(options.secret) : random_secret();
   if (!given) ours.card += " " + ours.secret;
-  if (options.tls) {
+  if (options.encrypts) {
     openssl::library();  // throws what to install, before any rank waits for us
     ours.card += kTls;
   }

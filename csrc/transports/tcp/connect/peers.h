@@ -59,6 +59,8 @@ struct Peer {
 
 struct PeerDirectory {
   GroupOptions options;
+  bool encrypts = false;
+  std::string session;  ///< of the rendezvous
   std::shared_ptr<const HostProof> host_proof;
   std::vector<Interface> interfaces;
   std::vector<Fd> listeners;  ///< in the order of interfaces

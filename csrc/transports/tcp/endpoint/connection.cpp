@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "transports/seal.h"
 #include "transports/tcp/connect/greeting.h"
 
 namespace pycomm::tcp {
@@ -114,9 +115,9 @@ std::string EndpointConnection::receive(const Deadline& deadline) {
   return message;
 }
 
-bool is_gone(const Handle& handle, const std::string& given, std::function<void()> interrupt) {
+bool is_gone(const Handle& handle, const std::string& secret, std::function<void()> interrupt) {
   try {
-    EndpointConnection(handle, given, Deadline::after(kSign), std::move(interrupt));
+    EndpointConnection(handle, key_of_secret(secret), Deadline::after(kSign), std::move(interrupt));
   } catch (const Refused&) {
     return true;
   } catch (const Error&) {  // it does not answer, or there is no way to it

@@ -19,9 +19,9 @@ class Refused : public Error {
 
 class EndpointConnection {
  public:
-  /// Connects and proves the secret: the handle's own, or else the one that was `given` to all
-  /// ranks. `interrupt` is called while it waits, and may throw. Throws Refused, Timeout, and Error
-  /// if another process answers there.
+  /// Connects and proves the secret: the handle's own, or else that of the key `given`, which all
+  /// ranks have. `interrupt` is called while it waits, and may throw. Throws Refused, Timeout, and
+  /// Error if another process answers there.
   EndpointConnection(const Handle& to, const std::string& given, const Deadline& deadline,
                      std::function<void()> interrupt);
 
@@ -43,8 +43,8 @@ class EndpointConnection {
 };
 
 /// Whether the process of a handle has ended, as far as its machine can tell at once: its port is
-/// refused. `given`: as above.
-PYCOMM_API bool is_gone(const Handle& handle, const std::string& given,
+/// refused. `secret`: that was given to all ranks, or empty.
+PYCOMM_API bool is_gone(const Handle& handle, const std::string& secret,
                         std::function<void()> interrupt);
 
 }  // namespace pycomm::tcp

@@ -9,8 +9,10 @@
 #include <cerrno>
 
 #include "core/error.h"
+#include "transports/seal.h"
 #include "transports/tcp/connect/greeting.h"
 #include "transports/tcp/connect/peers.h"
+#include "transports/tcp/tls/library.h"
 
 namespace pycomm::tcp {
 
@@ -21,6 +23,8 @@ constexpr auto kAcceptBackoff = Milliseconds(50);
 constexpr int kLongestPause = 1000;
 // What is kept of the text of an error, for members that ask.
 constexpr size_t kLongestFailure = 500;
+// What waits for a caller that asks and does not read; until it does, it is not read from.
+constexpr size_t kMostUnread = size_t{1} << 20;
 
 struct Endpoint::Caller {
   Fd fd;
@@ -54,8 +58,9 @@ Endpoint::Endpoint(const std::string& group, const TcpOptions& options) {
   listeners_ = std::move(ours.sockets);
   handle_.group = hash_of_group(group);
   handle_.id = random_secret().substr(0, 16);
-  handle_.tls = options.tls;
-  handle_.tag = hash_of_secret(options.secret);
+  openssl::warn_of_weakness(options);
+  handle_.tls = options.encrypts;
+  if (!options.secret.empty()) handle_.tag = proof_of_secret(secret_, handle_.id);
   if (options.secret.empty()) handle_.secret = secret_;
   const std::string list = ours.card.substr(0, ours.card.find(' '));
   for (size_t begin = 0; begin < list.size();) {
@@ -119,7 +124,9 @@ void Endpoint::run() {
     }
     if (!accepts) pause = static_cast<int>(kAcceptBackoff.count());
     for (const Caller& caller : callers_) {
-      short events = caller.greeting ? caller.greeting->events() : POLLIN;
+      short events = caller.greeting                   ? caller.greeting->events()
+                     : caller.out.size() < kMostUnread ? POLLIN
+                                                       : 0;
       if (!caller.greeting && !caller.out.empty()) events |= POLLOUT;
       fds.push_back({caller.descriptor(), events, 0});
     }
@@ -169,8 +176,12 @@ void Endpoint::serve(Caller& caller) {
       caller.socket = caller.greeting->sock(std::move(caller.fd));
       caller.greeting.reset();
     }
-    read(caller);
-    write(caller);
+    for (bool again = true; again && !caller.over;) {
+      read(caller);
+      const bool full = caller.out.size() >= kMostUnread;
+      write(caller);
+      again = full && caller.out.size() < kMostUnread;
+    }
   } catch (const std::exception&) {  // a member that does not keep to the protocol
     caller.over = true;
   }
@@ -178,7 +189,7 @@ void Endpoint::serve(Caller& caller) {
 
 void Endpoint::read(Caller& caller) {
   char buffer[4096];
-  for (;;) {
+  while (caller.out.size() < kMostUnread) {
     const ssize_t n = caller.socket.receive(buffer, sizeof buffer);
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) break;
     if (n <= 0) {

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "core/error.h"
+#include "transports/seal.h"
 #include "transports/tcp/endpoint/connection.h"
 
 namespace pycomm::tcp {
@@ -168,7 +169,7 @@ GroupFormation::GroupFormation(Endpoint& endpoint, int64_t uuid,
                                const std::vector<std::string>& handles, const std::string& secret,
                                Milliseconds timeout, std::function<void()> interrupt)
     : endpoint_(endpoint),
-      secret_(secret),
+      key_(key_of_secret(secret)),
       deadline_(Deadline::after(timeout)),
       interrupt_(std::move(interrupt)),
       next_check_(Deadline::after(kFirstCheck)),
@@ -191,7 +192,8 @@ GroupFormation::GroupFormation(Endpoint& endpoint, int64_t uuid,
     if (handle.tls != ours.tls)
       throw Error(who + " is of a process that " + (handle.tls ? "encrypts" : "does not encrypt") +
                   ", other than this one; set the same PYCOMM_TLS on all ranks");
-    if (handle.tag != ours.tag)
+    const std::string expected = key_.empty() ? "" : proof_of_secret(key_, handle.id);
+    if (!equal_proofs(handle.tag, expected))
       throw Error(who + " is of a process with another secret than this one, or only one of the " +
                   "two was given one; set the same PYCOMM_SECRET on all ranks");
     if (const auto [before, fresh] = known.emplace(handle.id, r); !fresh)
@@ -224,7 +226,7 @@ std::shared_ptr<Store> GroupFormation::store() {
   for (int refusals = 0;;) {
     try {
       remote_ = std::make_shared<RemoteStore>(
-          EndpointConnection(handles_[0], secret_, deadline_, interrupt_), request_, deadline_);
+          EndpointConnection(handles_[0], key_, deadline_, interrupt_), request_, deadline_);
       return remote_;
     } catch (const Refused& gone) {
       if (++refusals > kRefusals)
@@ -240,7 +242,9 @@ std::shared_ptr<Store> GroupFormation::store() {
 void GroupFormation::check_missing() {
   if (!next_check_.expired() || request_.size == 1) return;
   const MemberStatus now = member_status();
-  for (const int rank : now.lost) ask(rank, true);
+  for (const int rank : now.lost) {
+    if (rank >= 0 && rank < request_.size) ask(rank, true);  // rank 0 may say anything
+  }
   for (int i = 1; i <= request_.size; i++) {
     const int rank = (last_asked_ + i) % request_.size;
     if (now.present.count(rank)) continue;
@@ -264,7 +268,7 @@ void GroupFormation::ask(int rank, bool lost) {
   std::string failure;
   try {
     const Deadline limit = Deadline::after(std::min(kQuestion, deadline_.left()));
-    EndpointConnection connection(handles_[static_cast<size_t>(rank)], secret_, limit, interrupt_);
+    EndpointConnection connection(handles_[static_cast<size_t>(rank)], key_, limit, interrupt_);
     connection.send(MessageWriter(MessageKind::question).number(request_.uuid).finished(), limit);
     MessageReader answer(connection.receive(limit));
     if (answer.kind() != MessageKind::answer) return;

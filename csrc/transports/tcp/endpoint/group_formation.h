@@ -45,7 +45,7 @@ class PYCOMM_API GroupFormation {
 
   Endpoint& endpoint_;
   std::vector<Handle> handles_;
-  const std::string secret_;
+  const std::string key_;  ///< of the secret that was given
   const Deadline deadline_;
   const std::function<void()> interrupt_;
   GroupRequest request_;

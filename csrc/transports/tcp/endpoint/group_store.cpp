@@ -15,6 +15,10 @@ constexpr size_t kLargestStore = size_t{64} << 20;
 
 void GroupStore::join(const GroupRequest& request) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (request.rank < 0 || request.rank >= request.size) {
+    throw Error("endpoint: rank " + std::to_string(request.rank) + " of " +
+                std::to_string(request.size) + " ranks joins");
+  }
   if (!first_) first_ = request;
   if (!equal_digests(first_->list, request.list) && problem_.empty()) {
     problem_ = "rank " + std::to_string(request.rank) + " of " + std::to_string(request.size) +
@@ -22,6 +26,7 @@ void GroupStore::join(const GroupRequest& request) {
                " name different handles, or another order, for the group with uuid " +
                std::to_string(request.uuid) + "; pass the same list on all ranks";
   }
+  if (request.size != first_->size) return;  // which other handles mean
   status_.present.insert(request.rank);
 }
 

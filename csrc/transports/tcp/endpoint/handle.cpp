@@ -1,24 +1,22 @@
 // Text of handles.
 #include "transports/tcp/endpoint/handle.h"
 
+#include <cstring>
 #include <sstream>
 
 #include "core/error.h"
 #include "core/sha256.h"
+#include "transports/seal.h"
 
 namespace pycomm::tcp {
 namespace {
 
-constexpr const char* kVersion = "pycomm-handle-1";
+constexpr const char *kFamily = "pycomm-handle-", *kVersion = "pycomm-handle-2";
 constexpr const char* kNone = "-";
 constexpr size_t kHashDigits = 16;
 
 std::string digits(const Digest& digest) {
-  std::string text;
-  for (const uint8_t byte : digest) {
-    text += {"0123456789abcdef"[byte >> 4], "0123456789abcdef"[byte & 15]};
-  }
-  return text.substr(0, kHashDigits);
+  return hexadecimal({digest.data(), digest.size()}).substr(0, kHashDigits);
 }
 
 std::string or_none(const std::string& text) { return text.empty() ? kNone : text; }
@@ -27,8 +25,8 @@ std::string or_none(const std::string& text) { return text.empty() ? kNone : tex
 
 std::string hash_of_group(const std::string& name) { return digits(sha256("group " + name)); }
 
-std::string hash_of_secret(const std::string& secret) {
-  return secret.empty() ? "" : digits(hmac_sha256(secret, "pycomm handle"));
+std::string proof_of_secret(const std::string& key, const std::string& id) {
+  return digits(hmac_sha256(key, "pycomm handle " + id));
 }
 
 std::string Handle::text() const {
@@ -49,6 +47,10 @@ Handle Handle::parse(const std::string& text) {
                  "\" is no handle of a pycomm group: " + why +
                  "; pass what get_reconfigure_handle() of each rank returns");
   };
+  if (version != kVersion && version.compare(0, std::strlen(kFamily), kFamily) == 0) {
+    throw wrong("it begins with \"" + version + "\" where this version of pycomm writes \"" +
+                kVersion + "\"; install the same pycomm on all hosts");
+  }
   if (version != kVersion) throw wrong("it does not begin with \"" + std::string(kVersion) + "\"");
   if (words.fail() || (words >> more)) throw wrong("it does not have seven words");
   if (encryption != "tls" && encryption != "plain") throw wrong("it says \"" + encryption + "\"");

@@ -1,11 +1,11 @@
 // Handle: the text by which a process lets others form groups with it, whatever store they share or
 // do not share. The user passes it on, by a store or a file.
 //
-//   pycomm-handle-1 GROUP ID TLS TAG SECRET ADDRESS,ADDRESS
+//   pycomm-handle-2 GROUP ID TLS TAG SECRET ADDRESS,ADDRESS
 //
-// GROUP is a hash of the group's name, ID a number that no other process ever has, TAG a hash of
-// the secret that was given to all ranks ("-": none was), SECRET one of the process alone ("-": one
-// was given). Without PYCOMM_SECRET, anyone who has the handle can join.
+// GROUP is a hash of the group's name, ID a number that no other process ever has, TAG a proof of
+// the secret that was given to all ranks, which covers ID ("-": none was), SECRET one of the
+// process alone ("-": one was given). Without PYCOMM_SECRET, anyone who has the handle can join.
 #pragma once
 #include <string>
 #include <vector>
@@ -19,7 +19,7 @@ struct PYCOMM_API Handle {
   std::string group;   ///< hash of the group's name
   std::string id;      ///< of this process's membership, never used again
   bool tls = false;    ///< its connections are encrypted
-  std::string tag;     ///< hash of the secret that was given to all ranks; empty: none was
+  std::string tag;     ///< proof of the secret that was given to all ranks; empty: none was
   std::string secret;  ///< that callers must prove; empty: the one that was given
   std::vector<Address> addresses;
 
@@ -30,8 +30,9 @@ struct PYCOMM_API Handle {
   std::string where() const { return addresses.front().text(); }
 };
 
-/// Return 16 hexadecimal digits: of a group's name, and of a secret that is not told.
+/// Return 16 hexadecimal digits: a hash of a group's name, and a proof of the key of a secret
+/// (transports/seal.h) for the handle with this ID.
 PYCOMM_API std::string hash_of_group(const std::string& name);
-PYCOMM_API std::string hash_of_secret(const std::string& secret);
+PYCOMM_API std::string proof_of_secret(const std::string& key, const std::string& id);
 
 }  // namespace pycomm::tcp

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/warning.h"
 
 namespace pycomm::tcp::openssl {
 namespace {
@@ -28,10 +29,12 @@ std::vector<std::string> places() {
   return found;
 }
 
+constexpr char kInstall[] =
+    "install it (Debian, Ubuntu: apt install libssl3; Fedora, RHEL: dnf install openssl-libs) or "
+    "set PYCOMM_TLS=off on all ranks";
+
 [[noreturn]] void fail(const std::string& why) {
-  throw Error("tls: encryption needs OpenSSL 3, and " + why +
-              "; install it (Debian, Ubuntu: apt install libssl3; Fedora, RHEL: dnf install "
-              "openssl-libs) or set PYCOMM_TLS=off on all ranks");
+  throw Error("tls: encryption needs OpenSSL 3, and " + why + "; " + kInstall);
 }
 
 // The library stays loaded until the process ends.
@@ -67,4 +70,42 @@ std::string version(const std::string& file) {
   return (file.empty() ? library() : load({file})).OpenSSL_version(0);
 }
 
+bool available() {
+  static const bool found = [] {
+    try {
+      library();
+    } catch (const Error&) {
+      return false;
+    }
+    return true;
+  }();
+  return found;
+}
+
+void warn_of_weakness(const TcpOptions& options) {
+  if (options.encrypts && options.secret.empty()) {
+    warn_once(
+        "connections are encrypted, but no secret was given: their keys come from one that ranks "
+        "share through the store, and who reads it there can stand between them; set the same "
+        "PYCOMM_SECRET on all ranks");
+  }
+  if (!options.encrypts && options.tls == "auto" && !options.secret.empty()) {
+    warn_once(std::string("a secret was given, but without OpenSSL 3 nothing is encrypted: who is "
+                          "on the way between two hosts can read and change what they send; ") +
+              kInstall);
+  }
+}
+
 }  // namespace pycomm::tcp::openssl
+
+namespace pycomm {
+
+bool encrypts(const GroupOptions& options) {
+  if (options.tls != "auto" && options.tls != "on" && options.tls != "off") {
+    throw Error("unknown tls \"" + options.tls + "\"; use one of auto, on, off");
+  }
+  if (options.tls != "auto") return options.tls == "on";
+  return !options.secret.empty() && tcp::openssl::available();
+}
+
+}  // namespace pycomm

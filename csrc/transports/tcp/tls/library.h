@@ -5,6 +5,7 @@
 #include <string>
 
 #include "core/types.h"
+#include "transports/transport.h"
 
 namespace pycomm::tcp::openssl {
 
@@ -79,6 +80,11 @@ struct Library {
 
 /// Returns the library of this process. Throws Error that says what to install.
 const Library& library();
+
+/// True if there is a library.
+bool available();
+/// Warns, once, where encryption is weaker than its options suggest.
+void warn_of_weakness(const TcpOptions& options);
 
 /// Returns "OpenSSL 3.0.17 1 Jul 2025", of the file if one is named. Throws Error as library().
 PYCOMM_API std::string version(const std::string& file = "");

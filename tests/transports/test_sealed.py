@@ -1,0 +1,431 @@
+"""With a secret, who can write to the store and does not know it changes nothing unseen: each
+attack is an error that names the rank and the topic."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import time
+
+import pytest
+
+from pycomm import _C
+from pycomm.communicator import Communicator
+from pycomm.errors import Error
+from tests.ranks import on_threads
+from tests.transports.wire_peer import sealed
+
+SECRET = "sixteen bytes, at least"
+SALT = b"pycomm secret 1"
+KEY = hashlib.scrypt(SECRET.encode(), salt=SALT, n=2**14, r=8, p=1, dklen=32)
+SECONDS = 10.0
+
+
+class OpenStore:
+    """A store as torch's, whose connections anybody can make: `tamper` is what a stranger does to
+    what is written."""
+
+    round_trip = 0.0
+
+    def __init__(self, appends: bool = True, tamper=lambda key, value: value) -> None:
+        self.appends, self.tamper = appends, tamper
+        self.values: dict[str, bytes] = {}
+        self.lock = threading.Lock()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self.lock:
+            self.values[key] = self.tamper(key, value)
+
+    def append(self, key: str, value: bytes) -> None:
+        with self.lock:
+            self.values[key] = self.values.get(key, b"") + self.tamper(key, value)
+
+    def find(self, key: str) -> bytes | None:
+        with self.lock:
+            return self.values.get(key)
+
+    def find_all(self, keys: list[str]) -> list[bytes] | None:
+        with self.lock:
+            return [self.values[k] for k in keys] if self.values.keys() >= set(keys) else None
+
+    def get(self, key: str, seconds: float) -> bytes | None:
+        return self.find(key)
+
+
+def exchange(store: OpenStore, size: int = 2, secrets=lambda rank: SECRET) -> list:
+    """Return what each rank gets of an exchange: the values of all, or an error."""
+
+    def meet(rank: int):
+        try:
+            of = _C.Store.of(store)
+            return of.exchange(
+                "g", "topic", rank, size, f"value {rank}", 2.0 * (size < 33) + 3.0, secrets(rank)
+            )
+        except Error as error:
+            return error
+
+    return on_threads(range(size), meet, 30)
+
+
+def entry(rank: int, text: bytes) -> bytes:
+    return b"%d %d:" % (rank, len(text)) + text
+
+
+def rank_of(key: str, value: bytes) -> int:
+    """The rank that wrote this entry of a joint key, or this key of its own."""
+    return int(key.rpartition("/")[2] if "/all from" not in key else value.split(b" ")[0])
+
+
+def as_written(key: str, text: bytes, rank: int) -> bytes:
+    return entry(rank, text) if "/all from" in key else text
+
+
+@pytest.mark.parametrize("size", [2, 40])
+@pytest.mark.parametrize("appends", [False, True])
+def test_values_arrive_that_carry_a_proof(appends, size):
+    store = OpenStore(appends)
+    words = [f"value {rank}" for rank in range(size)]
+    assert exchange(store, size) == [words] * size
+    assert all(b"sealed:" in value for value in store.values.values())
+    nonce = b"\x1enonce\x1f"
+    text = store.values["g/topic/1"] if not appends or size > 32 else None
+    if text is not None:
+        _, _, value = text.split(b":", 2)
+        assert text == sealed("topic/1/", value, KEY, "g")
+        assert value.startswith(b"value 1" + nonce)
+
+
+def unproven(value: bytes) -> bytes:
+    return b"value of a stranger"
+
+
+def changed(text: bytes) -> bytes:
+    return text.replace(b"value 1", b"value 7")
+
+
+def mac_of_another(text: bytes) -> bytes:
+    return sealed("topic/1/", text.split(b":", 2)[2], b"another key", "g")
+
+
+def under_another_topic(text: bytes) -> bytes:
+    return sealed("other/1/", text.split(b":", 2)[2], KEY, "g")
+
+
+def of_another_rank(text: bytes) -> bytes:
+    return sealed("topic/0/", text.split(b":", 2)[2], KEY, "g")
+
+
+def of_another_group(text: bytes) -> bytes:
+    return sealed("topic/1/", text.split(b":", 2)[2], KEY, "h")
+
+
+def cut_short(text: bytes) -> bytes:
+    return text[:40]
+
+
+@pytest.mark.parametrize("appends", [False, True])
+@pytest.mark.parametrize(
+    "attack",
+    [
+        unproven,
+        changed,
+        mac_of_another,
+        under_another_topic,
+        of_another_rank,
+        of_another_group,
+        cut_short,
+    ],
+)
+def test_a_false_value_is_refused_and_named(appends, attack):
+    def tamper(key: str, value: bytes) -> bytes:
+        if rank_of(key, value) != 1:
+            return value
+        return as_written(key, attack(value.partition(b":")[2] if appends else value), 1)
+
+    outcomes = exchange(OpenStore(appends, tamper))
+    assert "rank 0: what the store has of rank 1 (topic of group" in str(outcomes[0])
+    assert "proof of the secret" in str(outcomes[0])
+    assert isinstance(outcomes[1], Error)  # it sees that its value is another one
+
+
+@pytest.mark.parametrize("secret", [SECRET, ""])
+@pytest.mark.parametrize("attack", ["false", "replayed"])
+@pytest.mark.parametrize("size", [2, 40])
+def test_a_second_value_of_a_rank_is_refused(secret, attack, size):
+    """Otherwise the last one would win, or the first."""
+
+    def tamper(key: str, value: bytes) -> bytes:
+        if "/all from" not in key or "/complete" in key or rank_of(key, value) != 1:
+            return value
+        return value + (entry(1, b"false") if attack == "false" else value)
+
+    outcomes = exchange(OpenStore(True, tamper), size, lambda rank: secret)
+    found = [str(error) for error in outcomes if "rank 1 (topic of group" in str(error)]
+    assert found, outcomes
+    assert all("is there twice" in text for text in found)
+    assert all(isinstance(outcome, Error) for outcome in outcomes)
+
+
+def test_a_false_list_of_all_values_is_refused():
+    """In large groups one rank reads the values, and the others what it has read."""
+
+    def tamper(key: str, value: bytes) -> bytes:
+        return value.replace(b"value 7", b"value 8") if "/complete" in key else value
+
+    outcomes = exchange(OpenStore(True, tamper), 40)
+    assert isinstance(outcomes[0], list)
+    assert all("of rank 7 (topic" in str(outcome) for outcome in outcomes[1:])
+
+
+@pytest.mark.parametrize("junk", [b"junk", b"-1 3:abc", b"1 99:abc", b"7 3:abc", b"1 \xff:"])
+@pytest.mark.parametrize("secret", [SECRET, ""])
+def test_bytes_that_no_rank_writes_are_refused(junk, secret):
+    store = OpenStore(True)
+    store.values["g/topic/all from 0"] = junk
+    for outcome in exchange(store, 2, lambda rank: secret):
+        assert isinstance(outcome, Error)
+        assert "what no rank publishes" in str(outcome)
+
+
+@pytest.mark.parametrize("appends", [False, True])
+def test_ranks_with_other_secrets_are_told_at_once(appends):
+    first, second = exchange(OpenStore(appends), 2, lambda rank: SECRET + str(rank))
+    assert "rank 0: what the store has of rank 1 (topic of group" in str(first)
+    assert "a wrong proof of the secret" in str(first)
+    assert "PYCOMM_SECRET" in str(second)
+    with_secret, without = exchange(OpenStore(appends), 2, lambda rank: SECRET * (rank == 0))
+    assert "of rank 1 (topic" in str(with_secret)
+    assert "has no proof of the secret" in str(with_secret)
+    assert "of rank 0 (topic" in str(without)
+    assert "this rank was given none" in str(without)
+
+
+# ------------------------------------------------------------------ whole groups
+
+
+def group(store: OpenStore, secret: str = SECRET, **options) -> list:
+    """Return for each of two ranks True, or the error with which its group began."""
+    given = dict(transport="tcp", timeout=3.0, secret=secret, tls="off") | options
+
+    def run(rank: int):
+        try:
+            with Communicator(_C.Store.of(store), rank, 2, **given) as c:
+                c.barrier()
+                return True
+        except Error as error:
+            return error
+
+    return on_threads(range(2), run, 30)
+
+
+def joint_entries(joint: bytes) -> dict[int, bytes]:
+    found = {}
+    while joint:
+        head, _, rest = joint.partition(b":")
+        rank, size = map(int, head.split(b" "))
+        found[rank], joint = rest[:size], rest[size:]
+    return found
+
+
+def test_a_card_of_a_stranger_is_refused():
+    """It would make rank 1 connect to him, who passes on the handshake."""
+
+    def tamper(key: str, value: bytes) -> bytes:
+        if "tcp-card" in key and rank_of(key, value) == 0:
+            _, _, rest = value.partition(b"127.0.0.1:")
+            port = rest.partition(b" ")[0]
+            return entry(0, value.partition(b":")[2].replace(port, b"9"))
+        return value
+
+    for outcome in group(OpenStore(True, tamper)):
+        assert "of rank 0 (tcp-card of group" in str(outcome)
+    # Without a secret the card is believed: the attack is one.
+    assert "127.0.0.1:9" in str(group(OpenStore(True, tamper), secret="")[1])
+
+
+@pytest.mark.parametrize("replayed", [0, 1])
+def test_a_value_of_an_earlier_group_is_refused(replayed):
+    """Its proof is right, and its group had the same name and secret."""
+    earlier = OpenStore(True)
+    assert group(earlier) == [True, True]
+    old = joint_entries(earlier.values["default/here/all from 0"])
+    tampered = []
+
+    def tamper(key: str, value: bytes) -> bytes:
+        if key == "default/here/all from 0" and rank_of(key, value) == replayed:
+            tampered.append(key)
+            return entry(replayed, old[replayed])
+        return value
+
+    outcomes = group(OpenStore(True, tamper))
+    assert tampered
+    assert "is not what it has published" in str(outcomes[replayed])
+    assert all(isinstance(outcome, Error) for outcome in outcomes)
+
+
+def test_a_rank_that_is_told_other_nonces_joins_nobody():
+    """A stranger who shows each rank another store can replay a first value to one of them; what
+    that rank says afterwards is refused."""
+    earlier = OpenStore(True)
+    assert group(earlier) == [True, True]
+    old = joint_entries(earlier.values["default/here/all from 0"])
+    store = OpenStore(True)
+
+    class OfRank1(OpenStore):
+        """What rank 1 sees: rank 0's first value of the earlier group."""
+
+        def set(self, key: str, value: bytes) -> None:
+            store.set(key, value)
+
+        def append(self, key: str, value: bytes) -> None:
+            store.append(key, value)
+
+        def find(self, key: str) -> bytes | None:
+            value = store.find(key)
+            if key != "default/here/all from 0" or value is None:
+                return value
+            entries = joint_entries(value)
+            if 0 in entries:
+                entries[0] = old[0]
+            return b"".join(entry(rank, text) for rank, text in entries.items())
+
+    def run(rank: int):
+        try:
+            of = _C.Store.of((store, OfRank1(True))[rank])
+            options = dict(transport="tcp", timeout=3.0, secret=SECRET, tls="off")
+            with Communicator(of, rank, 2, **options):
+                return True
+        except Error as error:
+            return error
+
+    outcomes = on_threads(range(2), run, 30)
+    for outcome in outcomes:  # of two that refuse each other, one tells the other first
+        assert "(tcp-card of group" in str(outcome)
+        assert "wrong proof" in str(outcome)
+
+
+@pytest.mark.parametrize("name", ["given up", "met/1", "asked/0"])
+def test_words_of_single_ranks_carry_a_proof_too(name):
+    store = OpenStore(True)
+    store.set(f"default/{name}", b"yes")
+    start = group(store)
+    if name == "given up":
+        assert all(f'"{name}" of group "default"' in str(outcome) for outcome in start), start
+    assert store.values.get("default/met/0", b"sealed:").startswith(b"sealed:")
+
+
+# ------------------------------------------------------------------ without a secret
+
+
+class CountingStore(OpenStore):
+    """A store as torch's, which also counts and forgets."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        self.counts: dict[str, int] = {}
+
+    def add(self, key: str, amount: int) -> int:
+        with self.lock:
+            self.counts[key] = self.counts.get(key, 0) + amount
+            return self.counts[key]
+
+    def erase(self, key: str) -> None:
+        with self.lock:
+            self.values.pop(key, None)
+
+
+@pytest.mark.parametrize("appends", [False, True])
+def test_no_secret_is_left_in_the_store(appends):
+    """Ranks share random secrets in it while a group begins. Who reads it later cannot join."""
+    said: set[bytes] = set()
+
+    def listen(key: str, value: bytes) -> bytes:
+        if "tcp-card" in key:
+            said.update(re.findall(rb"[0-9a-f]{64}", value))
+        return value
+
+    store = CountingStore(appends=appends, tamper=listen)
+    assert group(store, secret="") == [True, True]
+    assert len(said) >= 2
+    left = b" ".join(store.values.values())
+    assert not [secret for secret in said if secret in left]
+    assert "default/met/0" in store.values  # the store itself is still there
+
+
+@pytest.mark.parametrize("topics", [(b"shm/host", b"tcp-host"), (b"shm/host",)])
+def test_a_false_host_is_refused(topics):
+    """Another host in a rank's value would turn shared memory into TCP, through a stranger."""
+
+    def tamper(key: str, value: bytes) -> bytes:
+        if "/here/all from" not in key or rank_of(key, value) != 1:
+            return value
+        text = value.partition(b":")[2]
+        for topic in topics:
+            head, mark, rest = text.partition(topic + b"\x1f")
+            assert mark
+            text = head + mark + b"another-host" + rest[12:]
+        return entry(1, text)
+
+    plain = group(OpenStore(True), secret="", transport="auto")
+    assert plain == [True, True]
+    for outcome in group(OpenStore(True, tamper), secret="", transport="auto"):
+        assert "run on one host, since its socket answers here" in str(outcome)
+        assert "PYCOMM_SECRET" in str(outcome)
+
+
+@pytest.mark.parametrize("word", [b"-1", b"99999", b"1", b"nan", b"x", b""])
+def test_a_false_node_is_refused(word):
+    """It would be an index into the list of nodes."""
+
+    def tamper(key: str, value: bytes) -> bytes:
+        if "/node/" not in key and b"node\x1f" not in value:
+            return value
+        rank = rank_of(key, value)
+        text = value.partition(b":")[2]
+        head, mark, rest = text.partition(b"node\x1f")
+        if not mark:
+            return entry(rank, word) if rank == 0 else value
+        end = len(rest) - len(rest.lstrip(b"0123456789"))
+        return entry(rank, head + mark + (word if rank == 0 else rest[:end]) + rest[end:])
+
+    def run(rank: int):
+        try:
+            options = dict(transport="auto", timeout=3.0, nodes=[0, 0, 1])
+            with Communicator(_C.Store.of(store), rank, 3, **options):
+                return True
+        except Error as error:
+            return error
+
+    store = OpenStore(True, tamper)
+    for outcome in on_threads(range(3), run, 30):
+        assert "rank 0 says that the first rank of its node is" in str(outcome)
+
+
+# ------------------------------------------------------------------ the key
+
+
+def test_a_secret_is_derived_as_rfc_7914_says():
+    for secret, salt in ((b"", b""), (b"pleaseletmein", b"SodiumChloride"), (b"s" * 99, b"t" * 99)):
+        same = hashlib.scrypt(secret, salt=salt, n=2**14, r=8, p=1, dklen=32)
+        assert _C.scrypt(secret, salt) == same
+    # RFC 7914, section 12: the third vector, its first half.
+    known = "7023bdcb3afd7348461c06cd81fd38ebfda8fbba904f8e3ea9b543f6545da1f2"
+    assert _C.scrypt(b"pleaseletmein", b"SodiumChloride").hex() == known
+
+
+def test_a_short_secret_is_warned_of_once(caplog):
+    for secret in ("fifteen bytes..", "fifteen bytes..", "a" * 16):
+        _C.seal(secret, "g", "name", "value")
+    said = [r.getMessage() for r in caplog.records if "bytes" in r.getMessage()]
+    assert len(said) == 1
+    assert "the secret has 15 bytes" in said[0]
+    assert "fifteen" not in said[0]
+
+
+def test_the_slow_derivation_is_made_once():
+    _C.seal(SECRET, "g", "name", "value")
+    start = time.process_time()
+    for _ in range(100):
+        _C.seal(SECRET, "g", "name", "value")
+    assert time.process_time() - start < 0.05  # one derivation takes 50 ms
