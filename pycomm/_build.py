@@ -73,32 +73,14 @@ def load_c10d() -> ModuleType:
         Error: torch is too old, a variable of the core has a wrong value, or no binary fits and
             none can be compiled; the text has the compiler's output.
     """
-    return _loaded(compiles=True)
-
-
-def ready_c10d() -> ModuleType:
-    """Import `pycomm._c10d` if a binary for this torch is there; compile nothing.
-
-    Raises:
-        Error: torch is too old, or a variable of the core has a wrong value.
-        Absent: there is none that loads; the text says why.
-    """
-    return _loaded(compiles=False)
-
-
-class Absent(Error):
-    """There is no `_c10d` for this torch yet."""
-
-
-def _loaded(compiles: bool) -> ModuleType:
     import torch
 
     with _loading:
         loaded = sys.modules.get("pycomm._c10d")
-        return _load(torch.__version__, compiles) if loaded is None else loaded
+        return _load(torch.__version__) if loaded is None else loaded
 
 
-def _load(version: str, compiles: bool = True) -> ModuleType:
+def _load(version: str) -> ModuleType:
     if minor_of(version) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise Error(f"torch {version} is too old for pycomm: install torch {oldest} or newer")
@@ -113,15 +95,6 @@ def _load(version: str, compiles: bool = True) -> ModuleType:
             return import_c10d(binary)
         except (ImportError, OSError) as error:
             reason = f"the {kind} one does not load: {str(error).splitlines()[0]}"
-
-    if not compiles:
-        compiled = _compiled(version)
-        if compiled is not None:
-            try:
-                return import_c10d(compiled)
-            except (ImportError, OSError) as error:
-                reason = f"the compiled one does not load: {str(error).splitlines()[0]}"
-        raise Absent(reason)
     folder = _folder(_folder_name(version))
     if not (folder / BINARY).exists():
         with _locked(folder.parent):

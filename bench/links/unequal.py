@@ -75,7 +75,7 @@ def rank_main(rates: list[str], size: int, repeats: int, codec: str, log: str, f
     import torch.distributed as dist
 
     from pycomm import _C
-    from pycomm.backend.python.store import TorchStore
+    from pycomm.bench.links.torch_store import TorchStore
     from pycomm.bench.links.turns import slowest
     from pycomm.communicator import Communicator, Piece, Store
 
@@ -84,7 +84,6 @@ def rank_main(rates: list[str], size: int, repeats: int, codec: str, log: str, f
     # The first rank's store, by which the ranks learn that they are far from each other. Those that
     # share a folder take themselves for near: they measure no rates, and their shares stay equal.
     requests = TorchStore(dist.distributed_c10d._get_default_store())
-    requests.add("begun", 1)  # and how far that is
     far, near = Store.of(requests), Store.file(f"{folder}/store")
     groups = {
         kind: Communicator(store, rank, ranks, group=kind, transport="tcp", rate=rate)

@@ -48,8 +48,6 @@ WELL = {
             "prebuilt_for": [],
             "kind": "installed",
             "binary": "_c10d.so",
-            "no_python": "torch 2.13.0 does not let Python make one",
-            "wish": "auto",
         }
     ),
     "driver": ProbeOutcome(error="libcuda.so.1: cannot open", missing=True),

@@ -138,18 +138,6 @@ MUTANTS = (
             "torch/fsdp/test_compress.py::test_exact_gradients_are_those_of_replicas"
         ),
     ),
-    Mutant(
-        "python-receive-forgotten-before-its-copy",
-        "wait",
-        "pycomm/backend/python/engine.py",
-        "Engine._prune",
-        "if work.is_completed()}",
-        "if not work.needs_its_buffer()}",
-        (
-            "torch/backend/test_python_backend.py::"
-            "test_pending_works_include_receives_that_were_dropped"
-        ),
-    ),
     # --------------------------------------------- orders: of sums, messages, ranks, random numbers
     Mutant(
         "second-key-word-of-many-not-raised",

@@ -11,13 +11,12 @@ from tests.processes.labs import far_hosts, printed_by
 # fast rank sends for one or two windows of its meter before it waits for the slow one.
 JOB = """
 import numpy as np, torch.distributed as dist
-from pycomm.backend.python.store import TorchStore
+from pycomm.bench.links.torch_store import TorchStore
 from pycomm.communicator import Communicator, Piece, Store
 
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 requests = TorchStore(dist.distributed_c10d._get_default_store())
-requests.add("begun", 1)  # its time says that the store is far away
 group = Communicator(Store.of(requests), rank, ranks, transport="tcp", timeout=120)
 
 def values(seed):

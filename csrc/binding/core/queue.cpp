@@ -1,5 +1,4 @@
 // Queue for Python: runs callables in the order of submission, as collectives/queue.h says.
-// pycomm/backend/python/engine.py runs the operations of a process group on it.
 #include "collectives/queue.h"
 
 #include <functional>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -15,6 +16,7 @@ import torch
 
 from pycomm import _build
 from pycomm.errors import Error
+from tests.torch.interpreter import ROOT, run
 
 
 @pytest.fixture
@@ -279,3 +281,22 @@ def test_no_rank_sees_a_binary_that_is_still_being_written(package, monkeypatch)
     _build._compile(folder)
     assert seen == [False]
     assert (folder / _build.BINARY).read_text() == "the binary"
+
+
+FUTURE = """
+import torch
+torch.__version__ = "2.99.0"
+import torch.distributed as dist, pycomm.backend
+dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1)
+"""
+
+
+def test_unknown_torch_without_a_compiler_is_an_error_with_all_reasons(tmp_path):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYCOMM_")}
+    env |= {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = run("-c", FUTURE, env=env, cwd=tmp_path)
+    assert done.returncode != 0
+    for text in ("there is no _c10d for torch 2.99.0: found one for torch ", "there is no ", "c++"):
+        assert text in done.stderr
+    for folder in (ROOT / "pycomm/_built").glob("_c10d-torch2.99.0-*"):
+        folder.rmdir()  # nothing was compiled

@@ -10,8 +10,8 @@ RANKS = """
 import contextlib, json, os, resource, signal, sys, time
 import torch, torch.distributed as dist
 from datetime import timedelta
-import pycomm, pycomm.backend, pycomm.straggler.monitor
-pycomm.backend.load()
+import pycomm._build, pycomm.backend, pycomm.straggler.monitor
+pycomm._build.load_c10d()
 options = {"timeout": timedelta(seconds=100)}
 
 def keep(free):

@@ -133,27 +133,3 @@ def test_the_flight_recorder_tells_what_has_completed(pool):
         assert before[:2] == [reduced, reduced]
         assert [state for name, state in before[2:]] == ["scheduled"]
         assert {state for _, state in after} == {"completed"}
-
-
-RECONFIGURABLE = """
-import torch.distributed as dist
-import pycomm
-import pycomm.backend
-dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1)
-assert not dist._supports_reconfigure()
-dist.destroy_process_group()
-asked = pycomm.Options(enable_reconfigure=True)
-for options in ({"enable_reconfigure": True}, {"pg_options": asked}):
-    try:
-        dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1, **options)
-    except pycomm.Error as error:
-        assert "needs pycomm's compiled backend" in str(error), error
-    else:
-        raise AssertionError("no error")
-"""
-
-
-@since_2_14
-def test_the_backend_in_python_refuses_members_that_change():
-    done = run("-c", RECONFIGURABLE, env={**os.environ, "PYCOMM_BACKEND": "python"})
-    assert done.returncode == 0, done.stderr

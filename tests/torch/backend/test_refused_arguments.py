@@ -174,7 +174,7 @@ def test_programs_say_in_one_line_what_is_wrong(command, environment, says):
 def test_a_wrong_variable_of_the_core_is_no_defect_of_the_binary():
     """It would be compiled again, for minutes, and then not load either."""
     env = {**os.environ, "PYTHONPATH": str(interpreter.ROOT), "PYCOMM_LINK": "0"}
-    code = "from pycomm.backend.choice import load; load()"
+    code = "from pycomm._build import load_c10d; load_c10d()"
     done = interpreter.run("-c", code, env=env, timeout=110)
     assert "compiling" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith(
