@@ -3,8 +3,9 @@
 One C++ file of pycomm includes torch, and its binary fits one minor version of torch. A wheel holds
 one for each (`_prebuilt/2.13`); a source install builds one if torch can be imported then, which
 pip's isolated builds do not allow. Where none fits, `load_c10d` compiles it at first use with the
-package's own CMakeLists.txt, beside the package if that folder is writable, else in the user's
-cache folder, and says so on stderr. The ranks of one machine build it once, one at a time.
+package's own CMakeLists.txt, in the checkout or beside the installed package if that folder is
+writable, else in the user's cache folder, and says so on stderr. The ranks of one machine build it
+once, one at a time.
 """
 
 from __future__ import annotations
@@ -164,14 +165,17 @@ def _why_none(version: str) -> str:
 
 
 def _homes() -> tuple[Path, Path]:
-    """Return the two places of builds: beside the package, and the user's cache folder."""
-    return PACKAGE / "_built", cache_home() / "pycomm"
+    """Return the two places of builds: with the package, and the user's cache folder."""
+    if source_root() != PACKAGE:
+        return PACKAGE / "_built", cache_home() / "pycomm"
+    # Inside an installed package a build would stay after `pip uninstall`, and be imported as pycomm.
+    return PACKAGE.parent / "pycomm-built", cache_home() / "pycomm"
 
 
 def _distrust(folder: Path) -> str:
     """Return why the binary in a folder must not be loaded; "": whoever wrote it is trusted."""
     # Whoever installed the package can run code in this process anyway.
-    owners = [PACKAGE.stat().st_uid] if PACKAGE in folder.parents else []
+    owners = [PACKAGE.stat().st_uid] if folder.parent == _homes()[0] else []
     parts = [path for path in (folder.parent, folder, folder / BINARY) if path.exists()]
     return next(filter(None, (distrust(path, *owners) for path in parts)), "")
 

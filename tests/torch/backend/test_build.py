@@ -22,14 +22,15 @@ from tests.torch.interpreter import ROOT, run
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """Return the folder of an installed package with sources; _c10d is not loaded yet."""
-    (tmp_path / "csrc/binding/torch").mkdir(parents=True)
-    (tmp_path / "csrc/binding/torch/backend.cpp").write_text("source")
-    (tmp_path / "csrc/binding/module.map").write_text("exports")
-    (tmp_path / "CMakeLists.txt").write_text("flags")
-    monkeypatch.setattr(_build, "PACKAGE", tmp_path)
+    folder = tmp_path / "pycomm"
+    (folder / "csrc/binding/torch").mkdir(parents=True)
+    (folder / "csrc/binding/torch/backend.cpp").write_text("source")
+    (folder / "csrc/binding/module.map").write_text("exports")
+    (folder / "CMakeLists.txt").write_text("flags")
+    monkeypatch.setattr(_build, "PACKAGE", folder)
     monkeypatch.delitem(sys.modules, "pycomm._c10d", raising=False)
     monkeypatch.setattr(_build, "import_c10d", lambda binary: binary)
-    return tmp_path
+    return folder
 
 
 def _c10d_file() -> str:
@@ -98,7 +99,7 @@ def test_changed_sources_are_compiled_again(package, compiled, file):
 
 def test_folder_that_cannot_be_written_falls_back_to_the_cache(package, compiled, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(package / "cache"))
-    (package / "_built").write_text("a file, so that no folder can be made here")
+    (package.parent / "pycomm-built").write_text("a file, so that no folder can be made here")
     found = _build.load_c10d()
     assert package / "cache/pycomm" in found.parents
 
@@ -155,7 +156,7 @@ def test_a_delivered_binary_that_does_not_load_is_replaced(
     monkeypatch.setattr(torch, "__version__", "2.14.0")
 
     def load(binary: Path) -> Path:
-        if "_built" not in binary.parts:
+        if "pycomm-built" not in binary.parts:
             raise ImportError("undefined symbol: x")
         return binary
 
@@ -220,7 +221,7 @@ def test_processes_of_two_torches_compile_one_after_the_other(package, monkeypat
 def test_what_others_can_write_is_not_loaded(package, compiled, monkeypatch, part):
     """Whoever can write into the cache could run code in every rank."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(package / "cache"))
-    (package / "_built").write_text("a file, so that no folder can be made here")
+    (package.parent / "pycomm-built").write_text("a file, so that no folder can be made here")
     planted = _build.load_c10d()
     compiled.clear()
     parts = {"home": planted.parents[1], "folder": planted.parent, "binary": planted}
@@ -243,7 +244,7 @@ def test_a_torch_that_is_too_old_is_refused_before_anything_is_compiled(
 
 
 def test_no_place_that_can_be_written_is_an_error_with_a_remedy(package, compiled, monkeypatch):
-    (package / "_built").write_text("a file, so that no folder can be made here")
+    (package.parent / "pycomm-built").write_text("a file, so that no folder can be made here")
     (package / "cache").write_text("another")
     monkeypatch.setenv("XDG_CACHE_HOME", str(package / "cache"))
     with pytest.raises(Error, match="set XDG_CACHE_HOME"):
@@ -263,7 +264,7 @@ def test_missing_tool_is_named_with_a_remedy(package, monkeypatch):
 
 
 def test_no_rank_sees_a_binary_that_is_still_being_written(package, monkeypatch):
-    folder, seen = package / "_built", []
+    folder, seen = package.parent / "pycomm-built", []
     folder.mkdir()
 
     def run(command: list[str]) -> None:
