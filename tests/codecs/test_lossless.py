@@ -18,8 +18,7 @@ from tests.codecs.test_contract import check, check_decode, everywhere, runner, 
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
 
 
-def used(payload: torch.Tensor) -> int:
-    return int(payload[:4].view(torch.int32))
+used = pycomm.codec("lossless").used_bytes
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -28,6 +27,18 @@ def test_nothing_is_lost(case):
     exact, short = pycomm.codec("lossless"), pycomm.codec("lossless:bfloat16")
     assert same(exact.decode(exact.encode(x), x.numel()), x)
     assert same(short.decode(short.encode(x), x.numel()), x.to(torch.bfloat16).float())
+
+
+def test_used_bytes_are_those_that_a_reader_needs():
+    lossless, int4 = pycomm.codec("lossless"), pycomm.codec("int4")
+    payload = lossless.encode(NORMAL[:5000])
+    cut = torch.zeros_like(payload)
+    cut[: used(payload)] = payload[: used(payload)]
+    assert same(lossless.decode(cut, 5000), NORMAL[:5000])
+    assert int4.used_bytes(int4.encode(NORMAL[:5000])) == int4.encoded_bytes(5000)
+    payload[:4] = 255
+    with pytest.raises(ValueError, match="says that it uses 4294967295"):
+        lossless.used_bytes(payload)
 
 
 def test_float32_owes_nothing():

@@ -63,8 +63,12 @@ def test_every_alias_is_a_codec():
 
 
 WRONG = [
-    ("int9", r"unknown codec 'int9': use one of .*cast.*int4.*int8.*quant"),
-    ("", r"unknown codec ''"),
+    (
+        "int9",
+        r"unknown codec 'int9': did you mean 'int[0-9]'\? The codecs are .*cast.*int4.*int8.*quant",
+    ),
+    ("INT4", r"unknown codec 'INT4': did you mean 'int4'\?"),
+    ("", r"unknown codec '': the codecs are"),
     (
         "quant:bit=4",
         r"unknown option 'bit'; quant has the options bits, block, rounding, range, scale",
