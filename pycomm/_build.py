@@ -168,7 +168,7 @@ def _homes() -> tuple[Path, Path]:
     """Return the two places of builds: with the package, and the user's cache folder."""
     if source_root() != PACKAGE:
         return PACKAGE / "_built", cache_home() / "pycomm"
-    # Inside an installed package a build would stay after `pip uninstall`, and be imported as pycomm.
+    # Inside an installed package a build would outlive `pip uninstall`, and be imported as pycomm.
     return PACKAGE.parent / "pycomm-built", cache_home() / "pycomm"
 
 
