@@ -29,7 +29,7 @@ from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin
 from pycomm.bench.figures import charts
 from pycomm.bench.training.train import Config, Transformer
-from pycomm.charts import Section, save_page, save_png
+from pycomm.charts import Section, save, save_page
 
 HEAD = ("run", "step", "wire per step", "held-out loss", "speed-up")
 
@@ -174,9 +174,9 @@ def draw(done: list[DemoRun], table: Path, folder: Path) -> list[Path]:
     """Draw the table as a PNG and as a page that needs no network."""
     chart = charts.loss(tables.read(table))
     png, page = folder / "loss.png", folder / "loss.html"
-    save_png(chart, png)
+    save(chart, png)
     section = Section(chart, verdict(done), table=rows(done))
-    save_page("pycomm: the demo", "Point at a line for its figures.", [section], page)
+    save_page("pycomm: the demo", "A real training over a slow link.", [section], page)
     return [table, png, page]
 
 

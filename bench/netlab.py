@@ -152,7 +152,6 @@ def main() -> int:
         add(f"--{name}", help=what)
     add("--matrix", help="a file of links between pairs of nodes; its format is below")
     add("--congestion", default="reno", help="TCP's congestion control (reno)")
-    add("--mpi", action="store_true", help="let Open MPI's mpirun start the ranks")
     add("--user-namespace", action="store_true", help="use one even as root")
     add("command", nargs="+", help="after --")
     args = parser.parse_args(_joined(sys.argv[1:]))
@@ -173,8 +172,7 @@ def main() -> int:
         with make_lab(args) as lab:
             print(f"netlab: {lab.describe()}", file=sys.stderr)
             try:
-                start = lab.start_mpi if args.mpi else lab.start
-                ranks = start(args.command, ranks_per_node=args.ranks_per_node)
+                ranks = lab.start(args.command, ranks_per_node=args.ranks_per_node)
                 status = wait(ranks, watch=watch)
             except _Ended as ended:
                 status = int(ended.args[0])

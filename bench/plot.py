@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pycomm.bench.common.tables import RESULTS
 from pycomm.bench.figures.catalogue import FIGURES, Figure
-from pycomm.charts import picture_digest, save_png
+from pycomm.charts import picture_digest, save
 
 ROOT = Path(__file__).parent.parent
 IMAGES = Path("docs/img")
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     for figure in FIGURES:
         if not options.figures or figure.name in options.figures:
             path = options.out / f"{figure.name}.png"
-            save_png(figure.of(options.results), path)
+            save(figure.of(options.results), path)
             print(path)
     return 0
 

@@ -1,11 +1,11 @@
-"""`python -m pycomm.bench report`: all figures as one interactive page, from bench/results.
+"""`python -m pycomm.bench report`: all figures as one page, from bench/results.
 
     python -m pycomm.bench report --html report.html --png pictures
     python -m pycomm.bench report --measure --only demo,links    repeat measurements first
     python -m pycomm.bench report --tables                       write the tables of docs
 
-The page embeds plotly and needs no network. Each figure is followed by the command that made its
-table, and by the commit and the machine of its newest rows.
+The page contains its pictures and needs no network. Each figure is followed by its values, the
+command that makes its table, and the commit and the machine of its newest rows.
 
 `--measure` runs what takes half an hour on two cores (claims.csv). New rows replace those that the
 same command wrote before; rows of other commands stay, since docs cite them. A command that fails
@@ -27,12 +27,9 @@ from pathlib import Path
 from pycomm.bench.common import tables
 from pycomm.bench.figures.catalogue import FIGURES, Figure
 from pycomm.bench.figures.claims import commands
-from pycomm.charts import Section, save_page, save_png
+from pycomm.charts import Section, save, save_page
 
-INTRO = (
-    "What pycomm's benchmarks have measured, from the tables in bench/results. Point at a line for "
-    "its figures, click on a name to hide it, drag to zoom in."
-)
+INTRO = "What pycomm's benchmarks have measured, from the tables in bench/results."
 LIMIT = 1500.0  # seconds per command
 JUDGED = "plan"
 """Its exit status is 1 where a promise is broken; its rows count."""
@@ -68,7 +65,7 @@ def draw(results: Path, html: Path, png: Path | None) -> int:
     if png:
         png.mkdir(parents=True, exist_ok=True)
         for figure, made in zip(there, sections, strict=True):
-            save_png(made.chart, png / f"{figure.name}.png")
+            save(made.chart, png / f"{figure.name}.png")
             print(png / f"{figure.name}.png")
     return 0
 

@@ -3,7 +3,6 @@
 python -m pycomm.bench links rates     rates of collectives over links, near and far
 python -m pycomm.bench links steps     round trips of the steps of a group
 python -m pycomm.bench links unequal   all-reduces over links that differ, against their bound
-python -m pycomm.bench links scale     many ranks on one machine: start, memory, sockets, times
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from pycomm.bench.common import arguments, tables
 from pycomm.bench.common.harness import Origin
 from pycomm.bench.lab.base import LabUnavailable
 from pycomm.bench.lab.jobs import Failed
-from pycomm.bench.links import rates, scale, steps, unequal
+from pycomm.bench.links import rates, steps, unequal
 
-PARTS = {"rates": rates, "steps": steps, "unequal": unequal, "scale": scale}
+PARTS = {"rates": rates, "steps": steps, "unequal": unequal}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -68,14 +68,6 @@ def scatter(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
 
 def sendrecv(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
     after, before = (case.rank + 1) % case.ranks, (case.rank - 1) % case.ranks
-    if x.is_cuda:  # sequential calls would deadlock, since each waits for the peer's other call
-        pair = [dist.P2POp(dist.isend, x, after, group), dist.P2POp(dist.irecv, y, before, group)]
-
-        def run_together() -> None:
-            for work in dist.batch_isend_irecv(pair):
-                work.wait()
-
-        return run_together
 
     def run() -> None:
         receive = dist.irecv(y, before, group)

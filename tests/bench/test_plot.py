@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib", reason="pictures: pip install pycomm[bench]")
 from pycomm.bench import plot
 from pycomm.bench.common import tables
 from pycomm.bench.figures.catalogue import FIGURES, Figure, widest_run
-from pycomm.charts import Axis, Chart, Panel, Series, save_png
+from pycomm.charts import Axis, Chart, Panel, Series, save
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,9 +28,7 @@ def lines(rows: list[tables.Row]) -> Chart:
     return Chart("A", "b", [Panel(Axis("x"), Axis("y", log=True), [Series("c", x, y)])])
 
 
-FIGURE = Figure(
-    "line", "line.csv", lines, "make line", line=("name",), point=("x",), measured=("y",)
-)
+FIGURE = Figure("line", "line.csv", lines, line=("name",), point=("x",), measured=("y",))
 
 
 def row(x: int, y: int, **more: object) -> dict[str, object]:
@@ -45,7 +43,7 @@ def checkout(tmp_path: Path) -> Path:
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "README.md").write_text("![A line](docs/img/line.png)\n")
     tables.append(tmp_path / "bench/results/line.csv", [row(1, 2), row(2, 3)])
-    save_png(FIGURE.of(tmp_path / "bench/results"), tmp_path / "docs/img/line.png")
+    save(FIGURE.of(tmp_path / "bench/results"), tmp_path / "docs/img/line.png")
     assert plot.faults(tmp_path, [FIGURE]) == []
     return tmp_path
 
@@ -110,10 +108,19 @@ def test_figure_that_is_not_shown_or_not_drawn_is_noticed(checkout):
     assert "line.png is on no page" in plot.faults(checkout, [FIGURE])
 
 
-def test_every_table_has_the_command_that_makes_it():
+def test_every_figure_names_the_command_that_makes_it():
     for figure in FIGURES:
         assert figure.command.startswith("python -m pycomm.")
-        assert figure.table in figure.command
+        assert figure.command.endswith(figure.table)
+
+
+def test_equal_charts_make_equal_files(tmp_path, checkout):
+    chart = FIGURE.of(checkout / "bench/results")
+    for kind in ("png", "svg"):
+        files = [tmp_path / f"{name}.{kind}" for name in "ab"]
+        for file in files:
+            save(chart, file, kind)
+        assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_newest_rows_and_the_widest_run():
