@@ -9,13 +9,10 @@ a table and drawn as a picture of the loss against wall time.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +23,10 @@ from rich.table import Table
 
 from pycomm.bench import netlab
 from pycomm.bench.common import tables
+from pycomm.bench.common.arguments import Parser
 from pycomm.bench.common.harness import Origin
 from pycomm.bench.figures import charts
+from pycomm.bench.lab import jobs
 from pycomm.bench.training.train import Config, Transformer
 from pycomm.charts import Section, save, save_page
 
@@ -64,38 +63,27 @@ def runs(with_gloo: bool) -> list[DemoRun]:
     return rows if with_gloo else rows[1:]
 
 
-class RankFailed(RuntimeError):
-    """A rank ended with an error; the text is its output."""
-
-
 def train(
     run: DemoRun, lab: netlab.Lab, arguments: list[str], progress: Progress, bar: TaskID
 ) -> None:
-    """Run one training on the lab's nodes, and advance its bar as rank 0 reports steps."""
-    with tempfile.TemporaryDirectory() as folder:
-        log, output = Path(folder, "log"), Path(folder, "output")
-        log.touch()
+    """Run one training on the lab's nodes, and advance its bar as rank 0 reports steps.
+
+    Raises:
+        Failed: a rank failed.
+    """
+    with tempfile.NamedTemporaryFile("r") as log:
         command = [sys.executable, "-m", "pycomm.bench.training.train", "--backend", run.backend]
-        command += ["--log", str(log), *arguments, *(["--codec", run.codec] if run.codec else [])]
-        with output.open("wb") as out, log.open() as lines:
-            ranks = lab.start(command, stdout=out, stderr=subprocess.STDOUT)
-            try:
-                while running(ranks) | read(run, lines.readlines(), progress, bar):
-                    time.sleep(0.1)
-            finally:
-                lab.stop()
-        if any(rank.returncode for rank in ranks) or not run.result:
-            raise RankFailed(output.read_text(errors="replace"))
+        command += ["--log", log.name, *arguments, *(["--codec", run.codec] if run.codec else [])]
+
+        def watch() -> None:
+            read(run, log.readlines(), progress, bar)
+
+        jobs.run(lab, command, watch=watch)
+        watch()
 
 
-def running(ranks: list[subprocess.Popen[bytes]]) -> bool:
-    """Return False when all ranks have ended, or any rank has failed."""
-    statuses = [rank.poll() for rank in ranks]
-    return None in statuses and not any(statuses)
-
-
-def read(run: DemoRun, lines: list[str], progress: Progress, bar: TaskID) -> bool:
-    """Read rank 0's new output. Return True if there was any."""
+def read(run: DemoRun, lines: list[str], progress: Progress, bar: TaskID) -> None:
+    """Read rank 0's new output."""
     for row in map(json.loads, lines):
         if "step_seconds" in row:
             run.result = row
@@ -106,7 +94,6 @@ def read(run: DemoRun, lines: list[str], progress: Progress, bar: TaskID) -> boo
             if "held_out" in row:
                 run.seconds.append(row["seconds"])
                 run.held_out.append(row["held_out"])
-    return bool(lines)
 
 
 def rows(done: list[DemoRun]) -> list[tuple[str, ...]]:
@@ -220,8 +207,7 @@ def show(done: list[DemoRun], title: str, console: Console) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m pycomm.bench.demo", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="python -m pycomm.bench.demo", description=__doc__)
     parser.add_argument("--rate", default="200mbit", help="of the link, as tc writes it")
     parser.add_argument("--steps", type=int, default=Config.steps)
     parser.add_argument("--paced", action="store_true", help="no namespaces: pycomm paces itself")
@@ -241,8 +227,8 @@ def main() -> int:
             console.print("Gloo is left out: it cannot be slowed down without them")
         try:
             train_all(done, lab, config.steps, console)
-        except RankFailed as error:
-            console.print(f"a rank failed, and said:\n{error}", markup=False, highlight=False)
+        except jobs.Failed as error:
+            console.print(str(error), markup=False, highlight=False)
             return 1
     show(done, f"2 ranks, {spell(args.rate)}, {config.steps} steps", console)
 

@@ -11,12 +11,12 @@ contents of its table, not on the time of the file.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pycomm.bench.common.arguments import Parser
 from pycomm.bench.common.tables import RESULTS
 from pycomm.bench.figures.catalogue import FIGURES, Figure
 from pycomm.charts import picture_digest, save
@@ -72,11 +72,7 @@ def faults(root: Path, figures: Sequence[Figure] = FIGURES) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pycomm.bench.plot",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m pycomm.bench.plot", description=__doc__)
     names = [figure.name for figure in FIGURES]
     parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"of {', '.join(names)}")
     parser.add_argument("--check", action="store_true", help="draw nothing, say what is wrong")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Callable, Collection, Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pycomm import _C
 from pycomm.bench.common import harness
@@ -13,7 +13,10 @@ from pycomm.bench.lab import rates as link_rates
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that reports an error in one line, without the usage above it."""
+    """Parser of a command: it shows the description as it is, and reports an error in one line."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter} | options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")

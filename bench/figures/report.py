@@ -14,7 +14,6 @@ leaves its table as it was, and the others continue.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import subprocess
@@ -25,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pycomm.bench.common import tables
+from pycomm.bench.common.arguments import Parser
 from pycomm.bench.figures.catalogue import FIGURES, Figure
 from pycomm.bench.figures.claims import commands
 from pycomm.charts import Section, save, save_page
@@ -125,11 +125,7 @@ def measure(chosen: Sequence[tuple[str, str]], results: Path, log: Path, dry: bo
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pycomm.bench report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m pycomm.bench report", description=__doc__)
     add = parser.add_argument
     add("--results", type=Path, default=tables.RESULTS, help="folder of the tables")
     add("--html", type=Path, default=Path("report.html"), help="the page (report.html)")

@@ -7,7 +7,6 @@ python -m pycomm.bench links unequal   all-reduces over links that differ, again
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Sequence
@@ -23,12 +22,11 @@ PARTS = {"rates": rates, "steps": steps, "unequal": unequal}
 
 
 def main(argv: Sequence[str]) -> int:
-    raw = argparse.RawDescriptionHelpFormatter
     program = "python -m pycomm.bench links"
-    parser = arguments.Parser(prog=program, description=__doc__, formatter_class=raw)
+    parser = arguments.Parser(prog=program, description=__doc__)
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
     for name, part in PARTS.items():
-        mine = parts.add_parser(name, description=part.__doc__, formatter_class=raw)
+        mine = parts.add_parser(name, description=part.__doc__)
         part.add_options(mine)
         mine.add_argument("--csv", type=Path, help="append the rows to this file")
     options = parser.parse_args(argv)

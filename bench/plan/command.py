@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from pycomm.bench.common import harness, tables
+from pycomm.bench.common.arguments import Parser
 from pycomm.bench.common.harness import Origin
-from pycomm.bench.lab.base import wait
-from pycomm.bench.lab.jobs import Failed, ask
+from pycomm.bench.lab.jobs import ask, run
 from pycomm.bench.lab.wan import lab_of
 from pycomm.plan import CODINGS, ClusterProbe, Model, of_tensors
 from pycomm.plan.algorithms import Size
@@ -69,10 +69,7 @@ def probe(rate: str, path: Path) -> ClusterProbe:
     """
     with lab_of(PROBED, rate) as lab, tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pycomm.plan", "probe", "--out", str(path)]
-        status = wait(lab.start([*command, "--store", f"{folder}/store"]))
-        lab.stop()
-    if status:
-        raise Failed(f"the probe ended with {status}")
+        run(lab, [*command, "--store", f"{folder}/store"])
     return ClusterProbe.read(path)
 
 
@@ -204,9 +201,7 @@ def measure(
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pycomm.bench plan", description=__doc__.split("\n")[0]
-    )
+    parser = Parser(prog="python -m pycomm.bench plan", description=__doc__)
     add = parser.add_argument
     rates = "comma-separated; with round trip and loss: 200mbit@60ms@0.1%%"
     add("--rate", default="100mbit,1gbit,10gbit", help=rates)

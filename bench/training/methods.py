@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.local_sgd import Streamed
 
-HOOKS = ("fp16", "powersgd:RANK", "fp16-powersgd:RANK", "late")
+HOOKS = ("fp16", "powersgd:RANK[:FIRST_STEP]", "fp16-powersgd:RANK", "late")
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _sgd(
 
 
 def _torch_hook(model: DistributedDataParallel, text: str, group: dist.ProcessGroup | None) -> None:
-    name, _, rank = text.partition(":")
+    name, rank, start, *_ = [*text.split(":"), "", ""]
     if name == "fp16":
         model.register_comm_hook(group, default_hooks.fp16_compress_hook)
         return
@@ -161,7 +161,7 @@ def _torch_hook(model: DistributedDataParallel, text: str, group: dist.ProcessGr
     state = powerSGD_hook.PowerSGDState(
         process_group=group,
         matrix_approximation_rank=int(rank),
-        start_powerSGD_iter=2,  # the minimum with its error feedback
+        start_powerSGD_iter=int(start or 2),  # 2 is the minimum with its error feedback
     )
     hook = powerSGD_hook.powerSGD_hook
     if name == "fp16-powersgd":

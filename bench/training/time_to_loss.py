@@ -26,7 +26,6 @@ import os
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,6 +42,7 @@ from pycomm.bench import netlab
 from pycomm.bench.common import arguments, tables
 from pycomm.bench.common.harness import Origin, Row, record, write_json
 from pycomm.bench.common.timing import in_turns
+from pycomm.bench.lab import jobs
 from pycomm.bench.training import optimizer
 from pycomm.bench.training.corpora import CORPORA
 from pycomm.bench.training.methods import METHODS, Method
@@ -77,7 +77,7 @@ def train(config: Config, method: Method, ranks: int) -> list[dict[str, float]]:
     """Train on an unlimited loopback; return rank 0's rows.
 
     Raises:
-        RuntimeError: a rank failed; the text is its output.
+        Failed: a rank failed.
     """
     arguments = asdict(config) | {"method": method.label.partition(SWEPT)[0], "rate": method.rate}
     os.environ.setdefault("PYCOMM_TRANSPORT", "tcp")  # which counts what travels
@@ -88,16 +88,8 @@ def train(config: Config, method: Method, ranks: int) -> list[dict[str, float]]:
         lab.timed = False  # losses do not depend on it
         log = Path(folder, "log")
         print(f"training {method.label}, seed {config.seed} ...", file=sys.stderr, flush=True)
-        run(lab, [*command, f"--log={log}"], Path(folder, "output"))
+        jobs.run(lab, [*command, f"--log={log}"])
         return [json.loads(line) for line in log.read_text().splitlines()]
-
-
-def run(lab: netlab.Lab, command: Sequence[str], output: Path) -> None:
-    """Run the command on every rank of a lab, and wait."""
-    with output.open("wb") as out:
-        ranks = lab.start(command, stdout=out, stderr=subprocess.STDOUT)
-        if netlab.wait(ranks):
-            raise RuntimeError(output.read_text(errors="replace"))
 
 
 def losses(
@@ -132,15 +124,17 @@ def step_times(
     lab, reason = netlab.open_lab(RANKS, rate)
     if reason:
         raise RuntimeError(f"this needs network namespaces: {reason}")
-    with lab, tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log")
-        labels = [method.label for method in methods]
-        chosen = {"model": model, "rounds": options.rounds, "methods": labels, "log": str(log)}
-        chosen |= {"turn_seconds": options.turn_seconds, "compute": options.compute}
-        command = [sys.executable, "-m", "pycomm.bench.training.time_to_loss"]
+    with lab:
         print(f"timing steps of {len(methods)} methods at {rate} ...", file=sys.stderr, flush=True)
-        run(lab, [*command, "--rank", json.dumps(chosen)], Path(folder, "output"))
-        samples = [json.loads(line) for line in log.read_text().splitlines()]
+        samples = jobs.ask(
+            lab,
+            "pycomm.bench.training.time_to_loss",
+            model=model,
+            methods=[method.label for method in methods],
+            rounds=options.rounds,
+            turn_seconds=options.turn_seconds,
+            compute=options.compute,
+        )
         connection = f"tcp ({lab.congestion})"
     for method in methods:
         mine = [s for s in samples if s["method"] == method.label]
@@ -158,7 +152,13 @@ def step_times(
 
 
 def time_on_this_rank(
-    model: str, methods: list[str], rounds: int, turn_seconds: float, compute: float, log: str
+    model: str,
+    methods: list[str],
+    rounds: int,
+    turn_seconds: float,
+    compute: float,
+    log: str,
+    folder: str,
 ) -> None:
     """Time methods in turns; rank 0 writes the samples. Most share one model and one optimizer."""
     torch.set_num_threads(1)
@@ -192,14 +192,9 @@ def time_on_this_rank(
         before = wire_bytes()
         seconds = in_turns({label: step}, timed, settle=0)[label]
         dist.barrier()
-        sample = {
-            "method": label,
-            "seconds": seconds,
-            "wire_bytes": (wire_bytes() - before) / timed,
-        }
         if dist.get_rank() == 0:
-            with open(log, "a") as file:
-                print(json.dumps(sample), file=file)
+            sent = (wire_bytes() - before) / timed
+            jobs.answer(log, method=label, seconds=seconds, wire_bytes=sent)
         if finish is not None:
             finish()
         del step, wrapped, chosen, finish
@@ -241,11 +236,7 @@ def describe(kind: str, model: str, method: Method, ranks: int = RANKS) -> Row:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = arguments.Parser(
-        prog="python -m pycomm.bench training",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments.Parser(prog="python -m pycomm.bench training", description=__doc__)
     add = parser.add_argument
     known = ", ".join(MODELS)
     add("--models", type=arguments.some_of("model", MODELS), default="demo", help=f"of {known}")
@@ -275,7 +266,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="that a timed step computes at least, as a faster or larger model's would",
     )
     arguments.add_files(parser)
-    add("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if not re.fullmatch(r"\d+(,\d+)*", options.seeds):
         parser.error(f"--seeds {options.seeds}: want whole numbers joined by commas")
@@ -307,10 +297,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
-    if options.rank:
-        time_on_this_rank(**json.loads(options.rank))
-        return 0
-
     methods = options.methods
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "training", *argv]))
     csv_path = Path(options.csv) if options.csv else None
@@ -359,5 +345,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.exit(main(sys.argv[1:]))
+    time_on_this_rank(**json.loads(sys.argv[1]))

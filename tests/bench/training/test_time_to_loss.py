@@ -145,20 +145,20 @@ def test_rows_survive_the_file(tmp_path):
 
 # The program with a model that takes few of the processor's seconds.
 SMALL = """
-import sys
+import json, sys
 from dataclasses import replace
 from pycomm.bench.training import time_to_loss as program
 
 program.MODELS["demo"] = replace(program.MODELS["demo"], width=32, context=8, batch=2)
-sys.exit(program.main(sys.argv[1:]))
+program.time_on_this_rank(**json.loads(sys.argv[1]))
 """
 
 
 def test_ranks_take_turns_with_every_method(tmp_path):
     log = tmp_path / "log"
     chosen = {"model": "demo", "rounds": 1, "methods": [FP16.label, INT4.label], "log": str(log)}
-    chosen |= {"turn_seconds": 0.1, "compute": 0.0}
-    words = ("-c", SMALL, "--rank", json.dumps(chosen))
+    chosen |= {"turn_seconds": 0.1, "compute": 0.0, "folder": ""}
+    words = ("-c", SMALL, json.dumps(chosen))
     launch(*words, folder=tmp_path, GLOO_SOCKET_IFNAME="lo")
     samples = [json.loads(line) for line in log.read_text().splitlines()]
     assert [sample["method"] for sample in samples] == [FP16.label, INT4.label]
