@@ -26,8 +26,9 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from pycomm.bench.common.arguments import Parser
 from pycomm.bench.lab import rates
 from pycomm.bench.lab import shape as wan_shape
 from pycomm.bench.lab.base import (
@@ -113,12 +114,6 @@ def make_lab(args: argparse.Namespace) -> Netlab:
     return WanLab(args.nodes, args.rate, shape=shape, matrix_text=text, **common)
 
 
-class _NetlabParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Print one line, without the list of all options before it."""
-        self.exit(2, f"netlab: {message}\n")
-
-
 def _joined(argv: Sequence[str]) -> list[str]:
     """Return the arguments with "--delay -3ms" as one, which argparse reads as two options."""
     result: list[str] = []
@@ -135,11 +130,10 @@ class _Ended(Exception):
 
 
 def main() -> int:
-    parser = _NetlabParser(
+    parser = Parser(
         prog="python -m pycomm.bench.netlab",
         description=__doc__,
         epilog=f"{rates.__doc__}\n{wan_shape.__doc__}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--nodes", type=int, default=2, help="network namespaces (2)")

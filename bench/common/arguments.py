@@ -97,17 +97,6 @@ def seconds(text: str) -> float:
     return value
 
 
-def factors(text: str) -> list[float]:
-    """Parse numbers > 0 joined by commas."""
-    try:
-        found = [float(word) for word in text.split(",")]
-    except ValueError:
-        found = [0.0]
-    if not all(0 < value < float("inf") for value in found):
-        raise argparse.ArgumentTypeError(f"{text!r}: want numbers above 0, joined by commas")
-    return found
-
-
 def codecs(text: str) -> list[str]:
     """Parse codecs joined by commas; a codec may itself contain commas: "topk:0.01,values=int8".
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pycomm.bench.common import tables
-from pycomm.bench.common.harness import Row
+from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.figures.claims import CLAIMS
 from pycomm.bench.plan import command as plan
 from pycomm.bench.training.methods import METHODS
-from pycomm.bench.training.results import RANKS, SWEPT, changes, load, over, totals, with_loss
+from pycomm.bench.training.results import RANKS, changes, load, over, totals, with_loss
 
 ROOT = Path(__file__).parents[2]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
@@ -59,7 +59,7 @@ def losses(rows: Sequence[Row], model: str) -> str:
     """Return the table with a row per method: its loss against the exact run, over the seeds."""
     found = [r for r in rows if (r.kind, r.model, r.ranks) == ("loss", model, RANKS)]
     known = {method.label for method in METHODS}  # rows of others stay for pages that date them
-    found = [r for r in found if r.method.partition(SWEPT)[0] in known]
+    found = [r for r in found if r.method in known]
     lines = []
     for method in dict.fromkeys(r.method for r in found):
         whole = with_loss(next(r for r in found if r.method == method), rows)
@@ -125,7 +125,7 @@ def demo(path: Path) -> str:
 def planner(path: Path) -> str:
     """Return the planner's prediction errors, by kind, link and ranks."""
     head = ("what", "link", "ranks", "cases", "median error", "worst", "fastest codec picked")
-    return table(head, plan.summary(plan.load(path)), left=2)
+    return table(head, plan.summary(read_rows(path, plan.PlanCase)), left=2)
 
 
 OPS = ("encode", "encode+residual", "decode", "decode_add")

@@ -1,6 +1,6 @@
 """`python -m pycomm.bench report`: all figures as one page, from bench/results.
 
-    python -m pycomm.bench report --html report.html --png pictures
+    python -m pycomm.bench report --html report.html
     python -m pycomm.bench report --measure --only demo,links    repeat measurements first
     python -m pycomm.bench report --tables                       write the tables of docs
 
@@ -27,7 +27,7 @@ from pycomm.bench.common import tables
 from pycomm.bench.common.arguments import Parser
 from pycomm.bench.figures.catalogue import FIGURES, Figure
 from pycomm.bench.figures.claims import commands
-from pycomm.charts import Section, save, save_page
+from pycomm.charts import Section, save_page
 
 INTRO = "What pycomm's benchmarks have measured, from the tables in bench/results."
 LIMIT = 1500.0  # seconds per command
@@ -51,22 +51,16 @@ def section(figure: Figure, results: Path) -> Section:
     return Section(figure.of(results), notes, figure.command)
 
 
-def draw(results: Path, html: Path, png: Path | None) -> int:
-    """Write the page, and pictures if a folder is given; return the exit status."""
+def draw(results: Path, html: Path) -> int:
+    """Write the page; return the exit status."""
     missing = [f for f in FIGURES if f.table and not (results / f.table).exists()]
     for figure in missing:
         print(f"no {results / figure.table}: {figure.command}", file=sys.stderr)
     there = [figure for figure in FIGURES if figure not in missing]
     if not any(figure.table for figure in there):
         return 1
-    sections = [section(figure, results) for figure in there]
-    save_page("pycomm: results", INTRO, sections, html)
+    save_page("pycomm: results", INTRO, [section(figure, results) for figure in there], html)
     print(html)
-    if png:
-        png.mkdir(parents=True, exist_ok=True)
-        for figure, made in zip(there, sections, strict=True):
-            save(made.chart, png / f"{figure.name}.png")
-            print(png / f"{figure.name}.png")
     return 0
 
 
@@ -129,7 +123,6 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("--results", type=Path, default=tables.RESULTS, help="folder of the tables")
     add("--html", type=Path, default=Path("report.html"), help="the page (report.html)")
-    add("--png", type=Path, help="folder for pictures, which are then written, too")
     add("--measure", action="store_true", help="only: repeat the measurements")
     add("--only", default="", help="of --measure: beginnings of tables' names, comma-separated")
     add("--list", action="store_true", help="of --measure: print the commands")
@@ -147,4 +140,4 @@ def main(argv: Sequence[str]) -> int:
         if not chosen:
             parser.error(f"no table begins with {options.only!r}")
         return 0 if measure(chosen, options.results, options.log, options.list) else 1
-    return draw(options.results, options.html, options.png)
+    return draw(options.results, options.html)

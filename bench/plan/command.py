@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -162,15 +162,6 @@ def record(case: PlanCase, origin: Origin) -> dict[str, Any]:
     return asdict(case) | {"error": round(case.error, 4)} | asdict(origin)
 
 
-def load(path: Path) -> list[PlanCase]:
-    """Return the cases of a table."""
-    kinds: dict[str, Any] = {"str": str, "int": int, "float": float}
-    return [
-        PlanCase(**{f.name: kinds[str(f.type)](row[f.name]) for f in fields(PlanCase)})
-        for row in tables.read(path)
-    ]
-
-
 def show(case: PlanCase) -> None:
     size = harness.format_size(case.size) if case.size else "demo"
     print(
@@ -213,7 +204,7 @@ def main(argv: Sequence[str]) -> int:
     add("--judge", type=Path, help="measure nothing: judge the rows of this file")
     options = parser.parse_args(argv)
     if options.judge:
-        return 0 if judge(load(options.judge)) else 1
+        return 0 if judge(harness.read_rows(options.judge, PlanCase)) else 1
     options.size = [harness.parse_size(text) for text in options.size.split(",")]
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "plan", *argv]))
     cases: list[PlanCase] = []

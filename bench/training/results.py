@@ -15,14 +15,12 @@ from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.training.methods import METHODS
 
 RANKS = 2
-SWEPT = ", rate x "  # in the labels of a sweep over learning rates
 EXACT = next(method for method in METHODS if method.label == "pycomm, exact")
 EXACT_SGD = next(method for method in METHODS if method.label == "pycomm, exact SGD")
 
 
 def exact_of(label: str) -> str:
-    """Return the label of the exact run of a method's optimizer; of a sweep's methods, too."""
-    label = label.partition(SWEPT)[0]
+    """Return the label of the exact run of a method's optimizer."""
     by_sgd = any(method.label == label and method.sgd for method in METHODS)
     return (EXACT_SGD if by_sgd else EXACT).label
 
@@ -125,7 +123,7 @@ def over(a: float | None, b: float | None) -> float | None:
 
 def load(path: Path) -> list[Row]:
     """Return the rows of a CSV that earlier runs have written; its totals are recomputed."""
-    return [row for row in read_rows(path) if row.kind != "total"]
+    return [row for row in read_rows(path, Row) if row.kind != "total"]
 
 
 def show(rows: Iterable[Row]) -> None:

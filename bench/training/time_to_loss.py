@@ -46,7 +46,7 @@ from pycomm.bench.lab import jobs
 from pycomm.bench.training import optimizer
 from pycomm.bench.training.corpora import CORPORA
 from pycomm.bench.training.methods import METHODS, Method
-from pycomm.bench.training.results import RANKS, SWEPT, load, show, totals
+from pycomm.bench.training.results import RANKS, load, show, totals
 from pycomm.bench.training.train import (
     FINAL_WINDOWS,
     Config,
@@ -79,7 +79,7 @@ def train(config: Config, method: Method, ranks: int) -> list[dict[str, float]]:
     Raises:
         Failed: a rank failed.
     """
-    arguments = asdict(config) | {"method": method.label.partition(SWEPT)[0], "rate": method.rate}
+    arguments = asdict(config) | {"method": method.label}
     os.environ.setdefault("PYCOMM_TRANSPORT", "tcp")  # which counts what travels
     command = [sys.executable, "-m", "pycomm.bench.training.train"]
     for name, value in arguments.items():
@@ -244,12 +244,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--methods", default="", help="only those in whose label this pattern is found")
     parts = ("losses", "steps", "totals", "optimizer")
     add("--only", choices=parts, help="totals: from what --csv holds")
-    add(
-        "--rate-factors",
-        type=arguments.factors,
-        default=[],
-        help="sweep: what a method's learning rate is, beside AdamW's; by default its own",
-    )
     add("--ranks", default="2", help="of the trainings; each rank has a batch of its own")
     add("--seeds", default="0,1,2", help="of the trainings")
     add("--rounds", type=arguments.count, default=3, help="turns of every method on a link")
@@ -279,14 +273,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         options.methods = [m for m in METHODS if re.search(options.methods, m.label)]
     except re.error as error:
         parser.error(f"--methods {options.methods!r} is no pattern: {error}")
-    if options.rate_factors:
-        if options.only != "losses":
-            parser.error("--rate-factors is for trainings: --only losses")
-        options.methods = [
-            replace(m, label=f"{m.label}{SWEPT}{factor:g}", rate=factor)
-            for m in options.methods
-            for factor in options.rate_factors
-        ]
     if not options.methods:
         labels = "; ".join(method.label for method in METHODS)
         parser.error(f"--methods fits none of these: {labels}")
