@@ -19,7 +19,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from pycomm.bench import netlab
 from pycomm.bench.common import tables
@@ -27,10 +26,12 @@ from pycomm.bench.common.arguments import Parser
 from pycomm.bench.common.harness import Origin
 from pycomm.bench.figures import charts
 from pycomm.bench.lab import jobs
+from pycomm.bench.training.results import DEMO_HEAD as HEAD
+from pycomm.bench.training.results import demo_cells
 from pycomm.bench.training.train import Config, Transformer
 from pycomm.charts import Section, save, save_page
-
-HEAD = ("run", "step", "wire per step", "held-out loss", "speed-up")
+from pycomm.plan import show
+from pycomm.plan.units import format_rate, parse_rate
 
 
 @dataclass
@@ -97,18 +98,12 @@ def read(run: DemoRun, lines: list[str], progress: Progress, bar: TaskID) -> Non
 
 
 def rows(done: list[DemoRun]) -> list[tuple[str, ...]]:
-    """Return the table as text, header first. Speed-ups are relative to the first row."""
-    first = done[0]
-    return [HEAD] + [
-        (
-            run.label,
-            f"{run.step_seconds * 1e3:.0f} ms",
-            f"{run.result['wire_bytes'] / 1e6:.2f} MB",
-            f"{run.loss:.4f}",
-            f"{first.step_seconds / run.step_seconds:.2f} x",
-        )
-        for run in done
-    ]
+    """Return the table as text, header first."""
+    steps = [run.step_seconds for run in done]
+    return [HEAD, *(
+        demo_cells(run.label, step, steps[0], run.result["wire_bytes"], run.loss)
+        for run, step in zip(done, steps, strict=True)
+    )]  # fmt: skip
 
 
 def verdict(done: list[DemoRun]) -> list[str]:
@@ -167,12 +162,6 @@ def draw(done: list[DemoRun], table: Path, folder: Path) -> list[Path]:
     return [table, png, page]
 
 
-def spell(rate: str) -> str:
-    """Format "200mbit", as `tc` writes it, as "200 Mbit/s"."""
-    digits = rate.rstrip("abcdefghijklmnopqrstuvwxyz")
-    return f"{digits} {rate[len(digits) :].capitalize()}/s"
-
-
 def train_all(done: list[DemoRun], lab: netlab.Lab, steps: int, console: Console) -> None:
     """Train every row in turn, each with a bar that shows its loss and its speed."""
     columns = (
@@ -192,18 +181,6 @@ def train_all(done: list[DemoRun], lab: netlab.Lab, steps: int, console: Console
             progress.update(bar, words="starting")
             train(run, lab, ["--steps", str(steps)], progress, bar)
             progress.stop_task(bar)
-
-
-def show(done: list[DemoRun], title: str, console: Console) -> None:
-    table = Table(title=title, title_justify="left")
-    head, *body = rows(done)
-    for i, name in enumerate(head):
-        table.add_column(name, justify="right" if i else "left")
-    for row in body:
-        table.add_row(*row)
-    console.print(table)
-    for line in verdict(done):
-        console.print(line, highlight=False)
 
 
 def main() -> int:
@@ -230,7 +207,11 @@ def main() -> int:
         except jobs.Failed as error:
             console.print(str(error), markup=False, highlight=False)
             return 1
-    show(done, f"2 ranks, {spell(args.rate)}, {config.steps} steps", console)
+    head, *body = rows(done)
+    link = format_rate(parse_rate(args.rate)[0])
+    show.table(head, body, f"2 ranks, {link}, {config.steps} steps", words=1)
+    for line in verdict(done):
+        console.print(line, highlight=False)
 
     made = records(done, lab, config, origin)
     if args.csv:

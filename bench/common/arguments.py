@@ -86,6 +86,11 @@ def count(text: str) -> int:
     return int(text)
 
 
+def counts(text: str) -> list[int]:
+    """Parse whole numbers >= 0 joined by commas."""
+    return [count(word) for word in text.split(",")]
+
+
 def seconds(text: str) -> float:
     """Parse a number of seconds > 0."""
     try:
@@ -165,30 +170,12 @@ def _once(words: list[str], text: str) -> list[str]:
 def add_sizes(parser: argparse.ArgumentParser, first: str, last: str, factor: float) -> None:
     """Add nccl-tests' options -b, -e and -f."""
     add = parser.add_argument
-    add(
-        *("-b", "--minbytes"),
-        dest="first",
-        type=size,
-        default=first,
-        metavar="SIZE",
-        help=f"smallest size: bytes, or K, M, G of 1024 ({first})",
-    )
-    add(
-        *("-e", "--maxbytes"),
-        dest="last",
-        type=size,
-        default=last,
-        metavar="SIZE",
-        help=f"no size is larger ({last})",
-    )
-    add(
-        *("-f", "--stepfactor"),
-        dest="factor",
-        type=float,
-        default=factor,
-        metavar="FACTOR",
-        help=f"from one size to the next ({factor:g})",
-    )
+    what = f"smallest size: bytes, or K, M, G of 1024 ({first})"
+    add("-b", "--minbytes", dest="first", type=size, default=first, metavar="SIZE", help=what)
+    what = f"no size is larger ({last})"
+    add("-e", "--maxbytes", dest="last", type=size, default=last, metavar="SIZE", help=what)
+    what = f"from one size to the next ({factor:g})"
+    add("-f", "--stepfactor", dest="factor", type=float, default=factor, metavar="F", help=what)
 
 
 def checked_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[int]:

@@ -15,7 +15,16 @@ from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.figures.claims import CLAIMS
 from pycomm.bench.plan import command as plan
 from pycomm.bench.training.methods import METHODS
-from pycomm.bench.training.results import RANKS, changes, load, over, totals, with_loss
+from pycomm.bench.training.results import (
+    DEMO_HEAD,
+    RANKS,
+    changes,
+    demo_cells,
+    load,
+    over,
+    totals,
+    with_loss,
+)
 
 ROOT = Path(__file__).parents[2]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
@@ -109,17 +118,11 @@ def demo(path: Path) -> str:
     """Return the table with a row per run of the demo."""
     rows = tables.newest(tables.read(path), "run")
     first = float(rows[0]["step_seconds"])
-    lines = [
-        [
-            row["run"],
-            f"{float(row['step_seconds']) * 1e3:.0f} ms",
-            f"{float(row['wire_bytes']) / 1e6:.2f} MB",
-            f"{float(row['loss']):.4f}",
-            f"{first / float(row['step_seconds']):.2f} x",
-        ]
-        for row in rows
-    ]
-    return table(("run", "step", "wire per step", "held-out loss", "speed-up"), lines)
+    numbers = [[float(row[c]) for c in ("step_seconds", "wire_bytes", "loss")] for row in rows]
+    return table(DEMO_HEAD, [
+        demo_cells(row["run"], step, first, sent, loss)
+        for row, (step, sent, loss) in zip(rows, numbers, strict=True)
+    ])  # fmt: skip
 
 
 def planner(path: Path) -> str:

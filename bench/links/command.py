@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pycomm.bench.common import arguments, tables
 from pycomm.bench.common.harness import Origin
+from pycomm.bench.common.report import head, line
 from pycomm.bench.lab.base import LabUnavailable
 from pycomm.bench.lab.jobs import Failed
 from pycomm.bench.links import rates, steps, unequal
@@ -32,10 +33,10 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     part = PARTS[options.part]
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "links", *argv]))
-    print(part.HEAD)
+    print(head(part.COLUMNS))
     try:
         for row in part.run(options):
-            print(part.line(row), flush=True)
+            print(line(part.COLUMNS, row), flush=True)
             if options.csv:
                 tables.append(options.csv, [row | vars(origin)])
     except (Failed, ValueError) as error:

@@ -35,7 +35,11 @@ SENT = dict.fromkeys(("all_reduce", "all_reduce_int8", "broadcast", "sendrecv"),
 SENT |= dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), 0.5)
 """the operations, each with the share of the tensor that a rank of two sends"""
 BACKENDS = ("pycomm", "gloo")
-HEAD = "    rate  control round trip   loss  operation            bytes  backend       ms   Mbit/s"
+COLUMNS = (
+    *(("rate", 8, ""), ("control", -7, ""), ("round_trip_ms", 13, ""), ("loss", 6, "")),
+    *(("operation", -15, ""), ("bytes", 9, ""), ("backend", -8, "")),
+    *(("ms", 8, ""), ("mbit_per_s", 10, ""), ("how", -10, "")),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -136,11 +140,3 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         with lab_of(2, rate + far, congestion=control or "reno") as lab:
             place = {"rate": rate, "control": control or lab.congestion, "round_trip_ms": ms}
             yield from (place | {"loss": loss} | row for row in measure(lab, options))
-
-
-def line(row: dict[str, Any]) -> str:
-    return (
-        f"{row['rate']:>8}  {row['control']:<7} {row['round_trip_ms']:>7} ms  {row['loss']:>5}"
-        f"  {row['operation']:<15}  {row['bytes']:>9}  {row['backend']:<7}"
-        f"  {row['ms']:>7}  {row['mbit_per_s']:>7}  {row['how']}"
-    )

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pycomm.bench.common import arguments, harness
 from pycomm.bench.common.harness import Origin
-from pycomm.bench.common.report import Report, ratios
+from pycomm.bench.common.report import Column, Report, head, line, ratios
 from pycomm.bench.lab.base import Paced, wait
 from pycomm.bench.lab.rates import UNLIMITED
 from pycomm.bench.ops import backends, coded
@@ -65,13 +65,15 @@ def print_ratios(report: Report, baseline: str) -> None:
         return
     report.note(f"\n# times better than {baseline} (p50, p99: shorter; effbw: higher)")
     wide = max(len(row.backend) for row in found), max(5, *(len(row.codec) for row in found))
-    head = f"{'size':>7} {'backend':>{wide[0]}} {'codec':>{wide[1]}}"
-    report.note(f"{head} {'p50':>8} {'p99':>8} {'effbw':>8}")
+    columns: list[Column] = [("size", 7, ""), ("backend", wide[0], ""), ("codec", wide[1], "")]
+    columns += [(name, 8, "") for name in ("p50", "p99", "effbw")]
+    report.note(head(columns))
     for row in found:
-        values = (row.time_p50, row.time_p99, row.effbw)
-        cells = " ".join(f"{value:>7.1f}x" if value else f"{'-':>8}" for value in values)
+        times = zip(("p50", "p99", "effbw"), (row.time_p50, row.time_p99, row.effbw), strict=True)
+        values = {name: f"{value:.1f}x" for name, value in times if value}
         size = harness.format_size(row.size)
-        report.note(f"{size:>7} {row.backend:>{wide[0]}} {row.codec:>{wide[1]}} {cells}")
+        values |= {"size": size, "backend": row.backend, "codec": row.codec}
+        report.note(line(columns, values))
     report.rows += found
 
 
@@ -123,83 +125,32 @@ def _leave(folder: Path, rank: int, ranks: int) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = arguments.Parser(
-        prog="python -m pycomm.bench",
-        description=__doc__.split("\n")[0],
-    )
-    add = parser.add_argument
-    add(
-        "op",
-        type=arguments.one_of("collective", OPERATIONS),
-        metavar="OP",
-        help=f"one of {', '.join(OPERATIONS)}",
-    )
+    parser = arguments.Parser(prog="python -m pycomm.bench", description=__doc__)
+    add, count, some = parser.add_argument, arguments.count, arguments.all_or_one_of
+    what = f"one of {', '.join(OPERATIONS)}"
+    add("op", type=arguments.one_of("collective", OPERATIONS), metavar="OP", help=what)
     arguments.add_sizes(parser, "8", "64M", 2)
-    count, some = arguments.count, arguments.all_or_one_of
-    add(
-        *("-n", "--iters"),
-        dest="iterations",
-        type=count,
-        default=0,
-        metavar="N",
-        help="iterations that are timed (as many as fit half a second, at least 20)",
-    )
-    add(
-        *("-w", "--warmup_iters"),
-        dest="warmup",
-        type=count,
-        default=5,
-        metavar="N",
-        help="iterations before them (5)",
-    )
-    add(
-        *("-c", "--check"),
-        dest="check",
-        type=count,
-        default=1,
-        metavar="N",
-        help="iterations whose results are checked; 0: none (1)",
-    )
-    add(
-        *("-d", "--datatype"),
-        dest="dtypes",
-        type=some("type", [*STORAGE, *ALIASES]),
-        default="float",
-        metavar="TYPE",
-        help=f"of elements: {', '.join([*STORAGE, *ALIASES])}, or all (float)",
-    )
-    add(
-        *("-o", "--op"),
-        dest="redops",
-        type=some("reduction", REDUCTIONS),
-        default="sum",
-        metavar="REDOP",
-        help=f"{', '.join(REDUCTIONS)}, or all (sum)",
-    )
-    add(
-        "-p", "--ranks", dest="ranks", type=count, default=2, metavar="N", help="ranks to start (2)"
-    )
-    add(
-        "--backend",
-        type=arguments.some_of("backend", backends.NAMES),
-        default="pycomm",
-        metavar="NAME,...",
-        help=f"of {', '.join(backends.NAMES)}; they take turns (pycomm)",
-    )
-    add(
-        "--codec",
-        type=arguments.codecs,
-        default="none",
-        metavar="CODEC,...",
-        help="none,int8,topk:0.01 and so on; each is a row of every backend of ours (none)",
-    )
-    add(
-        "--turn",
-        type=count,
-        default=1,
-        metavar="N",
-        help="iterations that a backend makes back to back in its turn (1)",
-    )
+    what = "iterations that are timed (as many as fit half a second, at least 20)"
+    add("-n", "--iters", dest="iterations", type=count, default=0, metavar="N", help=what)
+    what = "iterations before them (5)"
+    add("-w", "--warmup_iters", dest="warmup", type=count, default=5, metavar="N", help=what)
+    what = "iterations whose results are checked; 0: none (1)"
+    add("-c", "--check", type=count, default=1, metavar="N", help=what)
+    types = [*STORAGE, *ALIASES]
+    what = f"of elements: {', '.join(types)}, or all (float)"
+    kind = some("type", types)
+    add("-d", "--datatype", dest="dtypes", type=kind, default="float", metavar="TYPE", help=what)
+    what = f"{', '.join(REDUCTIONS)}, or all (sum)"
+    kind = some("reduction", REDUCTIONS)
+    add("-o", "--op", dest="redops", type=kind, default="sum", metavar="REDOP", help=what)
+    add("-p", "--ranks", type=count, default=2, metavar="N", help="ranks to start (2)")
+    what = f"of {', '.join(backends.NAMES)}; they take turns (pycomm)"
+    kind = arguments.some_of("backend", backends.NAMES)
+    add("--backend", type=kind, default="pycomm", metavar="NAME,...", help=what)
+    what = "none,int8,topk:0.01 and so on; each is a row of every backend of ours (none)"
+    add("--codec", type=arguments.codecs, default="none", metavar="CODEC,...", help=what)
+    what = "iterations that a backend makes back to back in its turn (1)"
+    add("--turn", type=count, default=1, metavar="N", help=what)
     add("--pin", type=int, default=1, choices=(0, 1), help="a core for each rank, if enough (1)")
     arguments.add_files(parser)
     add("--store", help="folder where ranks meet: shared by all nodes, if there are several")

@@ -26,6 +26,7 @@ from typing import Any
 from pycomm.bench.common import harness, tables
 from pycomm.bench.common.arguments import Parser
 from pycomm.bench.common.harness import Origin
+from pycomm.bench.common.report import head, line
 from pycomm.bench.lab.jobs import ask, run
 from pycomm.bench.lab.wan import lab_of
 from pycomm.plan import CODINGS, ClusterProbe, Model, of_tensors
@@ -162,13 +163,17 @@ def record(case: PlanCase, origin: Origin) -> dict[str, Any]:
     return asdict(case) | {"error": round(case.error, 4)} | asdict(origin)
 
 
+COLUMNS = (
+    *(("kind", -10, ""), ("rate", -8, ""), ("ranks", 5, ""), ("size", 5, ""), ("codec", -10, "")),
+    *(("predicted ms", 12, ".2f"), ("measured ms", 11, ".2f"), ("error", 8, ".1%")),
+)
+
+
 def show(case: PlanCase) -> None:
+    values = {"predicted ms": 1e3 * case.predicted, "measured ms": 1e3 * case.measured}
+    values["error"] = case.error
     size = harness.format_size(case.size) if case.size else "demo"
-    print(
-        f"{case.kind:<10} {case.rate:<8} {case.ranks:>2} {size:>5}  {case.codec:<10} "
-        f"{case.predicted * 1e3:>10.2f} {case.measured * 1e3:>10.2f} {case.error:>8.1%}",
-        flush=True,
-    )
+    print(line(COLUMNS, vars(case) | values | {"size": size}), flush=True)
 
 
 def measure(
@@ -211,7 +216,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         probes = options.probes or Path(folder)
         probes.mkdir(parents=True, exist_ok=True)
-        print("kind       rate     ranks size  codec       predicted   measured    error  (ms)")
+        print(head(COLUMNS))
         for rate in options.rate.split(","):
             for ranks in map(int, options.ranks.split(",")):
                 path = probes / f"{rate}-{ranks}.json"

@@ -242,31 +242,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--models", type=arguments.some_of("model", MODELS), default="demo", help=f"of {known}")
     add("--rates", type=arguments.rates, default="100mbit,1gbit", help="of links, as tc has them")
     add("--methods", default="", help="only those in whose label this pattern is found")
-    parts = ("losses", "steps", "totals", "optimizer")
-    add("--only", choices=parts, help="totals: from what --csv holds")
-    add("--ranks", default="2", help="of the trainings; each rank has a batch of its own")
-    add("--seeds", default="0,1,2", help="of the trainings")
+    add("--only", choices=("losses", "steps", "optimizer"), help="(losses, then steps)")
+    each = "of the trainings; each rank has a batch of its own"
+    add("--ranks", type=arguments.counts, default=[RANKS], help=each)
+    add("--seeds", type=arguments.counts, default=[0, 1, 2], help="of the trainings")
     add("--rounds", type=arguments.count, default=3, help="turns of every method on a link")
-    add(
-        "--turn-seconds",
-        type=arguments.seconds,
-        default=6.0,
-        help="of timed steps a turn, but at least two",
-    )
-    add(
-        "--compute",
-        type=arguments.seconds,
-        default=0.0,
-        help="that a timed step computes at least, as a faster or larger model's would",
-    )
+    turn = "of timed steps a turn, but at least two"
+    add("--turn-seconds", type=arguments.seconds, default=6.0, help=turn)
+    what = "that a timed step computes at least, as a faster or larger model's would"
+    add("--compute", type=arguments.seconds, default=0.0, help=what)
     arguments.add_files(parser)
     options = parser.parse_args(argv)
-    if not re.fullmatch(r"\d+(,\d+)*", options.seeds):
-        parser.error(f"--seeds {options.seeds}: want whole numbers joined by commas")
-    options.seeds = [int(seed) for seed in options.seeds.split(",")]
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", options.ranks):
-        parser.error(f"--ranks {options.ranks}: want numbers of ranks joined by commas")
-    options.ranks = [int(ranks) for ranks in options.ranks.split(",")]
+    if 0 in options.ranks:
+        parser.error("--ranks 0 starts nothing: want at least 1")
     if options.ranks != [RANKS] and options.only != "losses":
         parser.error("--ranks is for trainings, --only losses: steps on links are those of 2 ranks")
     try:
@@ -276,8 +264,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if not options.methods:
         labels = "; ".join(method.label for method in METHODS)
         parser.error(f"--methods fits none of these: {labels}")
-    if options.only == "totals" and not (options.csv and Path(options.csv).exists()):
-        parser.error("--only totals reads what --csv holds, and there is no such file")
     return options
 
 
@@ -299,18 +285,15 @@ def main(argv: Sequence[str]) -> int:
         return 2
     records: list[dict[str, Any]] = []
 
-    def keep(row: Row) -> None:
-        records.append(record(row, origin))
-        if csv_path:
-            tables.append(csv_path, records[-1:])
-
     def measure(results: Iterable[Row]) -> None:
         for row in results:
             rows.append(row)
             value = f"loss {row.loss:.4f}" if row.loss else f"{(row.seconds or 0) * 1e3:.1f} ms"
             what = row.rate or f"{row.ranks} ranks, seed {row.seed}"
             print(f"{row.kind} {row.model} {what}, {row.method}: {value}", flush=True)
-            keep(row)
+            records.append(record(row, origin))
+            if csv_path:
+                tables.append(csv_path, records[-1:])
 
     for model in options.models:
         if options.only in (None, "losses"):
@@ -320,11 +303,7 @@ def main(argv: Sequence[str]) -> int:
             steady = [m for m in methods if not m.scheduled]
             for rate in options.rates if steady else ():
                 measure(step_times(model, steady, rate, options))
-    final = list(totals(rows))
-    show(final)
-    if options.only == "totals":
-        for row in final:
-            keep(row)
+    show(totals(rows))
     if options.json:
         write_json(Path(options.json), records)
     return 0

@@ -64,10 +64,6 @@ def test_verdict_tells_equal_exact_runs_from_others():
     assert "should be equal" in demo.verdict(done)[1]
 
 
-def test_rate_is_spelled_for_people():
-    assert [demo.spell(rate) for rate in ("200mbit", "1.5gbit")] == ["200 Mbit/s", "1.5 Gbit/s"]
-
-
 def test_pictures_show_the_table_and_need_no_network(tmp_path):
     done, table = three_runs(), tmp_path / "demo.csv"
     made = demo.records(done, Paced(2, "200mbit"), demo.Config(), Origin.here("demo"))
