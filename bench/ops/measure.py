@@ -18,7 +18,6 @@ from pycomm.bench.common.harness import Row
 from pycomm.bench.common.report import Report
 from pycomm.bench.common.timing import calls_within, in_turns, quantile
 from pycomm.bench.ops import backends, coded
-from pycomm.bench.ops.backend import BackendCalls
 from pycomm.bench.ops.cases import Array, Case, Run
 from pycomm.bench.ops.operations import OPERATIONS, make_case
 
@@ -31,7 +30,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")  # differs from machine to machin
 class Variant:
     """A backend with a codec, at one size: the unit that is timed in turns."""
 
-    backend: BackendCalls
+    backend: backends.BackendCalls
     codec: str
     spec: str
     run: Run

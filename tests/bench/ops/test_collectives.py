@@ -226,7 +226,7 @@ def test_backends_take_turns_and_are_compared(played):
     assert rows[2]["time_p50"] == pytest.approx(rows[1]["time_p50"] / rows[0]["time_p50"])
 
 
-class Fake(measure.BackendCalls):
+class Fake(backends.BackendCalls):
     """Does what a test says."""
 
     name = "pycomm"
