@@ -9,7 +9,6 @@ the group has allocated, so that peers access it in place.
 from __future__ import annotations
 
 import importlib.util
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from pycomm import _C
 from pycomm.bench.ops import coded
+from pycomm.bench.ops.backend import BackendCalls
 from pycomm.bench.ops.cases import Array, Case, Run
 
 CORE = ("pycomm", "pycomm-shared", "pycomm-tls", "pycomm-unchecked")
@@ -25,35 +25,6 @@ NAMES = (
     *("pycomm-torch", "pycomm-torch-shared", "gloo"),
     *(f"pycomm:{algo}" for algo in _C.ALGOS),
 )
-
-
-class BackendCalls(ABC):
-    """One way to run every operation of :mod:`pycomm.bench.ops.operations`."""
-
-    name: str
-    has_codecs = False
-
-    def buffers(self, case: Case) -> tuple[Array, Array]:
-        """Return zeroed input and output buffers for `case`; the same array if it is in place."""
-        return case.buffers()
-
-    def refuses(self, case: Case) -> str:
-        """Return why this backend cannot run the case; empty if it can."""
-        return ""
-
-    @abstractmethod
-    def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
-        """Return a callable that runs the operation once, from `x` to `y`, with all set-up done."""
-
-    @abstractmethod
-    def sent_bytes(self) -> int | None:
-        """Return the bytes this rank has sent since the start; None if they are not counted."""
-
-    @abstractmethod
-    def describe(self) -> str: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
 
 
 class Core(BackendCalls):

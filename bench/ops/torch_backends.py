@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pycomm import takeover
 from pycomm.bench.ops import coded
-from pycomm.bench.ops.backends import BackendCalls
+from pycomm.bench.ops.backend import BackendCalls
 from pycomm.bench.ops.cases import STORAGE, Array, Case, Run
 
 # The names in torch.distributed.
