@@ -22,6 +22,8 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7
 BASE, INK, FAINT, GRID = "#6e6e6e", "#222222", "#555555", "#e6e6e6"
 MARKERS = "os^Dv<>pPX*h"
 DIGEST = "Chart"  # the text in a PNG that says which chart it shows
+WIDE, HIGH, LETTER, ROW = 640.0, 310.0, 7.2, 26.0
+"""Points: of the axes of one panel, of a bold letter, and from one row of names to the next."""
 STYLE = {
     "font.size": 11,
     "text.color": INK,
@@ -138,31 +140,34 @@ def save(chart: Chart, to: Path | BinaryIO, kind: str = "png") -> None:
         ImportError: matplotlib is not installed.
     """
     import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        told = {DIGEST: chart.digest(), "Software": None} if kind == "png" else {"Date": None}
+        figure_of(chart).savefig(to, format=kind, metadata=told)
+
+
+def figure_of(chart: Chart) -> Any:
+    """Return the chart as a figure of matplotlib, in its present style."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    with matplotlib.rc_context(STYLE):
-        figure = Figure((9.6 if len(chart.panels) == 1 else 12.6, 5.4), 120)
-        layout = ConstrainedLayoutEngine(rect=(0.005, 0.01, 0.99, 0.86), wspace=0.05)
-        figure.set_layout_engine(layout)
-        drawn = figure.subplots(1, len(chart.panels), squeeze=False)[0]
-        for axes, panel in zip(drawn, chart.panels, strict=True):
-            _draw(axes, chart, panel)
-        figure.text(0.012, 0.975, chart.title, fontsize=14, fontweight="bold", va="top")
-        figure.text(0.012, 0.915, chart.subtitle, fontsize=10, color=FAINT, va="top")
-        if chart.labels == "ends":
-            _name_ends(drawn[0], chart)
-        else:
-            named = [axes.get_legend_handles_labels() for axes in drawn]
-            by_label = {
-                label: handle
-                for handles, labels in reversed(named)
-                for handle, label in zip(handles, labels, strict=True)
-            }
-            order = dict.fromkeys(label for _, labels in named for label in labels)
-            figure.legend([by_label[label] for label in order], order, loc="outside right center")
-        told = {DIGEST: chart.digest(), "Software": None} if kind == "png" else {"Date": None}
-        figure.savefig(to, format=kind, metadata=told)
+    figure = Figure((9.6 if len(chart.panels) == 1 else 12.6, 5.4), 120)
+    layout = ConstrainedLayoutEngine(rect=(0.005, 0.01, 0.99, 0.86), wspace=0.05)
+    figure.set_layout_engine(layout)
+    drawn = figure.subplots(1, len(chart.panels), squeeze=False)[0]
+    for axes, panel in zip(drawn, chart.panels, strict=True):
+        _draw(axes, chart, panel)
+    figure.text(0.012, 0.975, chart.title, fontsize=14, fontweight="bold", va="top")
+    figure.text(0.012, 0.915, chart.subtitle, fontsize=10, color=FAINT, va="top")
+    if chart.labels == "ends":
+        _name_ends(drawn[0], chart)
+        return figure
+    named: dict[str, Any] = {}
+    for axes in drawn:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            named.setdefault(label, handle)
+    figure.legend(named.values(), named.keys(), loc="outside right center")
+    return figure
 
 
 def picture_digest(path: Path) -> str:
@@ -201,20 +206,21 @@ def _draw(axes: Any, chart: Chart, panel: Panel) -> None:
 
 
 def _name_ends(axes: Any, chart: Chart) -> None:
-    """Write names and final values below the lines' ends, in two rows where ends are close."""
-    series = chart.panels[0].series
+    """Write names and final values below the lines' ends, in as many rows as keep them apart."""
+    series = sorted(chart.panels[0].series, key=lambda line: line.x[-1])
     low, high = axes.get_ylim()
-    axes.set_ylim(low - 0.1 * (high - low), high)
-    longest, last, row = max(line.x[-1] for line in series), -1.0, 1
-    for line in sorted(series, key=lambda line: line.x[-1]):
-        end, colour = (line.x[-1], line.y[-1]), chart.looks()[line.label]["color"]
-        row = 0 if end[0] / longest - last >= 0.3 else 1 - row
-        last = end[0] / longest
+    most, rows = axes.get_xlim()[1], [0.0]  # the right end of each row's last name, in points
+    for line in series:
+        text, end = f"{line.label}: {line.x[-1]:.0f} s", (line.x[-1], line.y[-1])
+        place, half = WIDE * end[0] / most, LETTER * len(text) / 2
+        row = next((i for i, taken in enumerate(rows) if taken < place - half), len(rows))
+        rows[row:] = [place + half + LETTER, *rows[row + 1 :]]
+        colour = chart.looks()[line.label]["color"]
         axes.plot(*end, "o", color=colour, markersize=7)
         axes.annotate(
-            f"{line.label}: {end[0]:.0f} s",
+            text,
             end,
-            xytext=(0.0, -36.0 - 26.0 * row),
+            xytext=(0.0, -36.0 - ROW * row),
             textcoords="offset points",
             color=colour,
             fontweight="bold",
@@ -224,6 +230,9 @@ def _name_ends(axes: Any, chart: Chart) -> None:
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkB": 4},
         )
+    lowest = min(line.y[-1] for line in series)
+    room = (30.0 + ROW * len(rows)) / HIGH
+    axes.set_ylim(min(low, (lowest - room * high) / (1 - room)), high)
 
 
 # ------------------------------------------------------------------------ pages

@@ -68,7 +68,7 @@ def loss(rows: Sequence[Row]) -> Chart:
     high = max(line.y[min(1, len(line.y) - 1)] for line in lines)
     room = 0.12 * (high - low) or 0.1
     x = Axis("seconds of training", limits=(0, 1.08 * max(line.x[-1] for line in lines)))
-    y = Axis("held-out loss, nats per byte", limits=(low - 2.2 * room, high + room))
+    y = Axis("held-out loss, nats per byte", limits=(low - room, high + room))
     return Chart(
         "Loss against wall time",
         f"Byte-level transformer of {int(first['parameters']) / 1e6:.1f} million parameters, DDP "
