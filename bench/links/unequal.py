@@ -22,7 +22,7 @@ from pycomm.bench.lab.jobs import answer, ask
 from pycomm.bench.lab.shape import Shape, bits, seconds
 from pycomm.bench.lab.wan import WanLab
 
-HEAD = "call                   ms   bound  ratio"
+COLUMNS = (("call", -16, ""), ("ms", 9, ""), ("bound_ms", 9, ""), ("ratio", 6, ""))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -62,11 +62,6 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         row = {"rates": options.rates, "round_trip": options.round_trip, "call": one["call"]}
         row |= {"bytes": one["bytes"], "ms": f"{1e3 * middle:.1f}", "bound_ms": f"{1e3 * best:.1f}"}
         yield row | {"ratio": f"{middle / best:.3f}"}
-
-
-def line(row: dict[str, Any]) -> str:
-    ms, bound_ms, ratio = (float(row[name]) for name in ("ms", "bound_ms", "ratio"))
-    return f"{row['call']:<16} {ms:>8.0f} {bound_ms:>7.0f} {ratio:>6.2f}"
 
 
 def rank_main(rates: list[str], size: int, repeats: int, codec: str, log: str, folder: str) -> None:
