@@ -268,7 +268,7 @@ def check_refused(rank: int, ranks: int) -> None:
     with pytest.raises(Error, match="its residuals are elsewhere"):
         native.compressed_all_reduce(x, on_cpu.native, on_cpu.sides, seed=1, step=1)
     bucket = Bucket([decision], [0], None, there)
-    assert bucket.taken_by(dist.group.WORLD, "all_reduce", x) is None
+    assert bucket.native_backend(dist.group.WORLD, "all_reduce", x) is None
     with pytest.raises(Error, match="needs ranks that reach each other's memory"):
         native.compressed_all_reduce(x, bucket.native, bucket.sides, seed=1, step=1)
 
