@@ -292,7 +292,7 @@ class FSDPState(CompressionState):
             decisions = [self.part(self.weights[name]) for name in key]
             numbers = [self._places[name] for name in key]
             bucket = self._weight_buckets[key] = Bucket(decisions, numbers, None, input.device)
-        native = bucket.native_backend(group, "all_gather", output)
+        native = paths.native_backend(bucket, group, "all_gather", output)
         if native is not None:
             work: dist.Work = native.compressed_all_gather(
                 output, input, bucket.native, bucket.sides, self.seed, self.step

@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING, Any
 from pycomm.codecs import Codec
 from pycomm.feedback import Residual, Residuals
 from pycomm.policy import Decision
-from pycomm.reduction import paths
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
-    from pycomm._c10d import Backend, Layout
-    from pycomm.reduction.paths import Choice
+    from pycomm._c10d import Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,8 +108,8 @@ class Bucket:
         Python moves its payloads."""
         self.single: Any = None
         """The `SingleCoding` that averages the bucket, if it is averaged so."""
-        self.paths: dict[tuple[str, bool], Choice] = {}
-        """By operation, and whether senders are averaged: the path that was chosen."""
+        self.paths: dict[tuple[str, bool], Any] = {}
+        """By operation, and whether senders are averaged: the `Choice` of a path that was made."""
         self._native: Layout | None = None
 
     @cached_property
@@ -140,20 +137,6 @@ class Bucket:
                     options |= {"decay": rule.decay, "nesterov": rule.nesterov}
                 self._native.add(p.offset, p.numel, p.codec.spec(), p.tensor, **options)
         return self._native
-
-    def native_backend(
-        self, group: dist.ProcessGroup, op: str, tensor: torch.Tensor, *, senders: bool = False
-    ) -> Backend | None:
-        """Return the backend that runs an operation in C++; None: hooks exchange the payloads.
-
-        The first call is made by all ranks together, with the arguments of `paths.choose`.
-        """
-        choice = self.paths.get((op, senders))
-        if choice is None:
-            choice = paths.choose(self, group, op, tensor, senders=senders)
-            self.paths[op, senders] = choice
-            paths.report(self, op, choice, group)
-        return choice.native(group, tensor.device)
 
     @property
     def sides(self) -> list[tuple[int, int]]:

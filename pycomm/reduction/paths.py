@@ -19,10 +19,10 @@ from pycomm import backend
 from pycomm.codecs import CODECS, SCHEMES, convert
 from pycomm.codecs.implementations import Native
 from pycomm.policy.rules import CODED
+from pycomm.reduction.bucket import Bucket
 
 if TYPE_CHECKING:
     from pycomm._c10d import Backend
-    from pycomm.reduction.bucket import Bucket
 
 logger = logging.getLogger("pycomm")
 
@@ -202,6 +202,26 @@ def choose(
             return Choice(path, "; ".join(refused))
         refused.append(f"{path.name}: {refusal}")
     raise AssertionError("the last path takes every bucket: " + "; ".join(refused))
+
+
+def native_backend(
+    bucket: Bucket,
+    group: dist.ProcessGroup,
+    op: str,
+    tensor: torch.Tensor,
+    *,
+    senders: bool = False,
+) -> Backend | None:
+    """Return the backend that runs an operation in C++; None: hooks exchange the payloads.
+
+    The first call for a bucket and an operation chooses: all ranks make it together, with the
+    arguments of `choose`.
+    """
+    choice: Choice | None = bucket.paths.get((op, senders))
+    if choice is None:
+        choice = bucket.paths[op, senders] = choose(bucket, group, op, tensor, senders=senders)
+        report(bucket, op, choice, group)
+    return choice.native(group, tensor.device)
 
 
 def report(bucket: Bucket, op: str, choice: Choice, group: dist.ProcessGroup) -> None:

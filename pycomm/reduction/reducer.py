@@ -208,8 +208,8 @@ class BucketReducer:
         self._use(bucket.pieces, bucket, tensor)
         probe = self.plan.probe(tensor, bucket.pieces, self._residual_of)
         senders = self._senders() if bucket.gathered else None
-        native = bucket.native_backend(
-            self.process_group, "all_reduce", tensor, senders=senders is not None
+        native = paths.native_backend(
+            bucket, self.process_group, "all_reduce", tensor, senders=senders is not None
         )
         if native is not None:
             work = native.compressed_all_reduce(
@@ -263,7 +263,7 @@ class BucketReducer:
         probe = self.plan.probe(
             input, bucket.pieces, self._residual_of, rows=self.rows, average=average
         )
-        native = bucket.native_backend(group, "reduce_scatter", output)
+        native = paths.native_backend(bucket, group, "reduce_scatter", output)
         if native is not None:
             work = native.compressed_reduce_scatter(
                 output, input, bucket.native, bucket.sides, self.seed, self.step, average

@@ -29,6 +29,7 @@ from pycomm.policy import Decision, Parameter
 from pycomm.policy.exchange import gather
 from pycomm.reduction import two_shot
 from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.paths import native_backend
 from tests.torch.device import fake_device
 from tests.torch.pool import Pool
 
@@ -466,7 +467,7 @@ def check_coded_among_peers(rank: int, way: str) -> None:
         rows, *sizes = CODED[op]
         tensors = [ours(n * 5000) for n in sizes if n]
         bucket = Bucket([decision], [0], Residuals(Feedback(), 2), torch.device(FAKE), rows=rows)
-        native: Any = bucket.native_backend(made[op], op, tensors[0])
+        native: Any = native_backend(bucket, made[op], op, tensors[0])
         run = getattr(native, f"compressed_{op}")
         return run(*tensors, bucket.native, bucket.sides, seed=1, step=step), tensors[0]
 

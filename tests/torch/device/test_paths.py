@@ -171,7 +171,7 @@ def check_bits(rank: int, ranks: int, device: str, rule: Feedback, dtype: torch.
             given = torch.randn(rows_in, bucket.numel, generator=generator(rank, step))
             x = given.to(dtype).to(device)
             out = x.view(-1) if op == "all_reduce" else x.new_zeros(rows_out * bucket.numel)
-            assert bucket.native_backend(dist.group.WORLD, op, out) is native
+            assert paths.native_backend(bucket, dist.group.WORLD, op, out) is native
             assert bucket.paths[op, False].path is (paths.CORE if device == "cpu" else paths.PEERS)
             call = getattr(native, f"compressed_{op}")
             tensors = (out,) if op == "all_reduce" else (out, x.view(-1))
@@ -224,8 +224,8 @@ def check_table(rank: int, ranks: int) -> None:
         paths.choose(bucket_of("topk:0.1", None, FAKE), group, "all_reduce", x, senders=True).why
         == "peers: it averages over all ranks, not over those that have sent"
     )
-    whole = Parameter("whole", (1 << 22,), torch.float32)  # takes 16 MiB, which cannot be cut
-    large = Decision(whole, pycomm.codec("topk:0.5,indices=int32"), "test")
+    whole = Parameter("whole", (1 << 22,), torch.float32)  # takes 24 MiB, which cannot be cut
+    large = Decision(whole, pycomm.codec("topk:0.75,indices=int32"), "test")
     chosen = paths.choose(
         Bucket([large], [0], None, torch.device(FAKE)),
         group,
@@ -233,7 +233,7 @@ def check_table(rank: int, ranks: int) -> None:
         torch.empty(1 << 22, device=FAKE),
     )
     assert chosen.path is paths.PAYLOADS
-    assert chosen.why.startswith("peers: whole has a payload of 16777")
+    assert chosen.why.startswith("peers: whole has a payload of 25165824 bytes that cannot be cut")
     # The operation refuses what the table does.
     bucket = bucket_of("int8", Feedback("momentum"), FAKE)
     native: Any = backend.find(device=torch.device(FAKE))
