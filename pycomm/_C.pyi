@@ -155,6 +155,8 @@ class Codec:
         error: tuple[int, int],
         momentum: tuple[int, int],
         scratch: FeedbackScratch,
+        stream: int | None = None,
+        room: tuple[int, int] = (0, 0),
     ) -> None: ...
     def decode(
         self, payload: int, out: int, numel: int, *, stream: int | None = None, scratch: int = 0

@@ -6,6 +6,7 @@ import torch
 
 from pycomm.feedback import Residual
 from pycomm.policy.exchange import gather
+from pycomm.reduction import paths
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.reducer import completed
 from pycomm.reduction.single_coding import SingleCoding, is_coarse
@@ -26,6 +27,7 @@ class SingleCodedState(CompressionState):
             return super()._reduce_coded(tensor, bucket)
         if bucket.single is None:
             bucket.single = SingleCoding(bucket, self.process_group)
+            bucket.paths["all_reduce", False] = paths.Choice(paths.SINGLE)
         single: SingleCoding = bucket.single
         dense = [p for p in bucket.pieces if p.codec.combine != "gather"]
         if single.gathers and not any(is_coarse(p.codec) for p in dense):

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from pycomm import backend
 from pycomm.codecs import Codec
 from pycomm.feedback import Residual, Residuals
 from pycomm.policy import Decision
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
-    from pycomm._c10d import Backend, Layout
+    from pycomm._c10d import Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +108,9 @@ class Bucket:
         Python moves its payloads."""
         self.single: Any = None
         """The `SingleCoding` that averages the bucket, if it is averaged so."""
+        self.paths: dict[tuple[str, bool], Any] = {}
+        """By operation, and whether senders are averaged: the `Choice` of a path that was made."""
         self._native: Layout | None = None
-        self._taken: bool | None = None  # whether a backend on a device reduces this bucket
 
     @cached_property
     def dense(self) -> list[BucketPiece]:
@@ -138,23 +137,6 @@ class Bucket:
                     options |= {"decay": rule.decay, "nesterov": rule.nesterov}
                 self._native.add(p.offset, p.numel, p.codec.spec(), p.tensor, **options)
         return self._native
-
-    def taken_by(self, group: dist.ProcessGroup, op: str, tensor: torch.Tensor) -> Backend | None:
-        """Return the backend that runs an operation in C++; None: hooks exchange the payloads.
-
-        The first call is made by all ranks together.
-
-        Args:
-            group: the group that reduces or gathers.
-            op: "all_reduce", "reduce_scatter" or "all_gather".
-            tensor: the values; always of one dtype and device.
-        """
-        native = backend.find_native(group, tensor.device)
-        if native is None or tensor.is_cpu:
-            return native
-        if self._taken is None:
-            self._taken = native.compresses(op, tensor, self.native)
-        return native if self._taken else None
 
     @property
     def sides(self) -> list[tuple[int, int]]:

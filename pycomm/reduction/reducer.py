@@ -20,7 +20,7 @@ from pycomm.errors import Error
 from pycomm.feedback import Feedback, Residuals
 from pycomm.feedback.rule import EXACT
 from pycomm.policy import CODED, Decision, Parameter, Plan, Policy, usual_feedback
-from pycomm.reduction import members, powersgd, two_shot
+from pycomm.reduction import members, paths, powersgd, two_shot
 from pycomm.reduction.bucket import Bucket, BucketPiece
 from pycomm.reduction.weights import weigh
 
@@ -163,10 +163,21 @@ class BucketReducer:
             return self._reduce_factors(tensor, bucket)
         return self._reduce_coded(tensor, bucket)
 
+    def check_operations(self) -> None:
+        """Raise the error of an operation on device tensors for which only streams have waited.
+
+        Its results are not finite; this tells a failure from an overflow.
+        """
+        # The backend in Python has no operation for which only streams wait.
+        check = getattr(backend.find(self.process_group, self._device), "check", None)
+        if check is not None and self._device.type != "cpu":
+            check()
+
     def _reduce_factors(
         self, tensor: torch.Tensor, bucket: Bucket
     ) -> torch.futures.Future[torch.Tensor]:
         """Reduce a bucket with PowerSGD pieces, which completes at the end of the step."""
+        bucket.paths.setdefault(("all_reduce", False), paths.Choice(paths.FACTORS))
         taken = [piece for piece in bucket.pieces if powersgd.takes(piece)]
         others = [piece for piece in bucket.pieces if not powersgd.takes(piece)]
         self._use(taken, bucket, tensor)
@@ -196,10 +207,10 @@ class BucketReducer:
         self._clip(bucket, tensor)
         self._use(bucket.pieces, bucket, tensor)
         probe = self.plan.probe(tensor, bucket.pieces, self._residual_of)
-        native = None
         senders = self._senders() if bucket.gathered else None
-        if senders is None:
-            native = bucket.taken_by(self.process_group, "all_reduce", tensor)
+        native = paths.native_backend(
+            bucket, self.process_group, "all_reduce", tensor, senders=senders is not None
+        )
         if native is not None:
             work = native.compressed_all_reduce(
                 tensor, bucket.native, bucket.sides, self.seed, self.step
@@ -252,7 +263,7 @@ class BucketReducer:
         probe = self.plan.probe(
             input, bucket.pieces, self._residual_of, rows=self.rows, average=average
         )
-        native = bucket.taken_by(group, "reduce_scatter", output)
+        native = paths.native_backend(bucket, group, "reduce_scatter", output)
         if native is not None:
             work = native.compressed_reduce_scatter(
                 output, input, bucket.native, bucket.sides, self.seed, self.step, average

@@ -23,7 +23,7 @@ from pycomm.feedback import Cut, Feedback, reshard, sources
 from pycomm.policy import EXACT, Policy
 from pycomm.policy.exchange import gather, tell
 from pycomm.policy.names import matching, renamed
-from pycomm.reduction import cost, members
+from pycomm.reduction import cost, members, paths
 from pycomm.reduction.checkpoint import load_saved
 from pycomm.reduction.detached import DetachedState
 from pycomm.reduction.rates import Rates
@@ -121,9 +121,10 @@ class CompressionState(BucketReducer):
         self._copied = True
 
     def summary(self) -> str:
-        """Return the current decisions, a line for each codec and reason, their changes, and the
-        memory of the residuals on this rank."""
-        return "\n".join(filter(None, (self.plan.summary(), cost.memory_text(self))))
+        """Return the current decisions, a line for each codec and reason, their changes, the paths
+        of the buckets that were reduced, and the memory of the residuals on this rank."""
+        taken = paths.summary(self._buckets.values())
+        return "\n".join(filter(None, (self.plan.summary(), taken, cost.memory_text(self))))
 
     def agree(self) -> None:
         """Check that all ranks have decided alike, and report the residuals' memory; collective.
@@ -585,6 +586,9 @@ class CompressionState(BucketReducer):
         Args:
             last: decide about all residuals. Else those of gradients that no optimizer has used yet
                 remain undecided and hidden until one does or the gradients are thrown away.
+
+        Raises:
+            Error: an operation on device tensors has failed, for which only streams had waited.
         """
         if not self._finite:
             self._thrown.clear()  # nothing is undecided
@@ -610,6 +614,8 @@ class CompressionState(BucketReducer):
         self._paying.clear()
         self._thrown.clear()
         self._complete = self._discarded = False
+        if not finite:
+            self.check_operations()
 
     def _unused(self) -> set[str]:
         """Return the parameters whose last result was not used, since no rank used them.

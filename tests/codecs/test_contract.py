@@ -331,6 +331,21 @@ def shifted(x: torch.Tensor, device: str) -> torch.Tensor:
 
 
 @each_value
+@every_spec
+def test_bytes_of_ones_are_no_values(spec):
+    """A failed operation on device tensors leaves them; see csrc/binding/torch/delivery_gate.h.
+
+    Payloads of variable size are not decoded then: pycomm/reduction/payloads.py.
+    """
+    codec = pycomm.codec(spec)
+    for run in (REFERENCE, implementation(codec.name, "native", "cpu"), emulated_cuda):
+        for numel in (1, 33, 5000):
+            payload = torch.full((codec.encoded_bytes(numel),), 0xFF, dtype=torch.uint8)
+            out = torch.zeros(numel)
+            run.decode(codec, payload, out)
+            assert codec.variable or out.isnan().all()
+
+
 @every_spec_everywhere
 def test_alignment_does_not_matter(spec, kind, device):
     codec = pycomm.codec(spec)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(600)
 
 # The number of kernels, and the GPUs: the build compiles all for all, which takes minutes.
 SOURCES = {
-    "move": (2, ARCHS),
+    "move": (3, ARCHS),
     "reduce_small_float": (4, (80,)),
     "reduce_float": (4, tuple(arch for arch in ARCHS if arch != 80)),
     "reduce_integer": (8, (90,)),

@@ -22,6 +22,7 @@ from pycomm.errors import Error, Timeout
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Decision, Parameter
 from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.paths import native_backend
 from tests.torch.device import fake_device
 from tests.torch.device.checks import (
     check_capture,
@@ -268,7 +269,7 @@ def check_refused(rank: int, ranks: int) -> None:
     with pytest.raises(Error, match="its residuals are elsewhere"):
         native.compressed_all_reduce(x, on_cpu.native, on_cpu.sides, seed=1, step=1)
     bucket = Bucket([decision], [0], None, there)
-    assert bucket.taken_by(dist.group.WORLD, "all_reduce", x) is None
+    assert native_backend(bucket, dist.group.WORLD, "all_reduce", x) is None
     with pytest.raises(Error, match="needs ranks that reach each other's memory"):
         native.compressed_all_reduce(x, bucket.native, bucket.sides, seed=1, step=1)
 

@@ -100,14 +100,14 @@ def sent_bytes() -> Iterator[list[bytes]]:
     sent: list[bytes] = []
     to_all, gathered = dist.all_to_all_single, payloads._gather
 
-    def all_to_all(out: torch.Tensor, given: torch.Tensor, *args: Any, **options: Any) -> None:
+    def all_to_all(out: torch.Tensor, given: torch.Tensor, *args: Any, **options: Any) -> Any:
         sent.append(given.contiguous().view(torch.uint8).numpy().tobytes())
-        to_all(out, given, *args, **options)
+        return to_all(out, given, *args, **options)
 
-    def gather(out: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup) -> None:
-        gathered(out, given, group)
+    def gather(out: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup) -> Any:
         # Behind shorter payloads there is memory that means nothing.
         sent.append(given.contiguous().view(torch.uint8).numpy().tobytes()[:4])
+        return gathered(out, given, group)
 
     dist.all_to_all_single, payloads._gather = all_to_all, gather
     try:
