@@ -12,6 +12,7 @@ from pycomm import backend
 from pycomm.codecs import Codec
 from pycomm.feedback import Residual, Residuals
 from pycomm.policy import Decision
+from pycomm.policy.exchange import gather
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,21 @@ class BucketPiece:
     residual: Residual | None
 
 
+@dataclass
+class Agreed:
+    """What the ranks have found out together about the bucket of some parameters.
+
+    It outlives a `Bucket`: each rank makes that anew where its own residuals are paid, which a rank
+    that has thrown a gradient away, or has joined later, does in another step or never. So only
+    what is here decides about a collective.
+    """
+
+    compared: bool = False
+    """The members have compared its parameters."""
+    taken: bool | None = None
+    """A backend on a device reduces it on all ranks; None: not asked yet."""
+
+
 class Bucket:
     """The pieces of a bucket, in order.
 
@@ -47,6 +63,7 @@ class Bucket:
         levels: node of each rank, if the all-reduce is hierarchical (``Backend.levels``): then a
             rank codes a part of its node's sum, and the owners of values change.
         shares: where each rank's share of the values begins, if shares differ (``Backend.shares``).
+        agreed: what the ranks know about this bucket; None: nothing.
     """
 
     def __init__(
@@ -59,7 +76,9 @@ class Bucket:
         rows: int = 1,
         levels: Sequence[int] = (),
         shares: Sequence[int] = (),
+        agreed: Agreed | None = None,
     ) -> None:
+        self.agreed = agreed or Agreed()
         self.pieces: list[BucketPiece] = []
         self.rows, self.levels = rows, tuple(levels)
         self.numel = 0
@@ -111,7 +130,6 @@ class Bucket:
         self.single: Any = None
         """The `SingleCoding` that averages the bucket, if it is averaged so."""
         self._native: Layout | None = None
-        self._taken: bool | None = None  # whether a backend on a device reduces this bucket
 
     @cached_property
     def dense(self) -> list[BucketPiece]:
@@ -142,7 +160,8 @@ class Bucket:
     def taken_by(self, group: dist.ProcessGroup, op: str, tensor: torch.Tensor) -> Backend | None:
         """Return the backend that runs an operation in C++; None: hooks exchange the payloads.
 
-        The first call is made by all ranks together.
+        The first call is made by all ranks together, which agree: whether a device codes a bucket
+        depends on the residuals that each rank has.
 
         Args:
             group: the group that reduces or gathers.
@@ -152,9 +171,10 @@ class Bucket:
         native = backend.find_native(group, tensor.device)
         if native is None or tensor.is_cpu:
             return native
-        if self._taken is None:
-            self._taken = native.compresses(op, tensor, self.native)
-        return native if self._taken else None
+        if self.agreed.taken is None:
+            mine = native.compresses(op, tensor, self.native)
+            self.agreed.taken = all(one for (one,) in gather([mine], group, tensor.device))
+        return native if self.agreed.taken else None
 
     @property
     def sides(self) -> list[tuple[int, int]]:

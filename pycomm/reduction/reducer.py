@@ -21,7 +21,7 @@ from pycomm.feedback import Feedback, Residuals
 from pycomm.feedback.rule import EXACT
 from pycomm.policy import CODED, Decision, Parameter, Plan, Policy, usual_feedback
 from pycomm.reduction import members, powersgd, two_shot
-from pycomm.reduction.bucket import Bucket, BucketPiece
+from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
 from pycomm.reduction.weights import weigh
 
 
@@ -71,6 +71,7 @@ class BucketReducer:
         self._numbers: dict[str, int] = {}
         self._device = torch.device("cpu")
         self._buckets: dict[tuple[str, ...], Bucket] = {}
+        self._agreed: dict[tuple[str, ...], Agreed] = {}  # about buckets; equal on all ranks
         self._exchanges = powersgd.Exchanges(process_group)
         self._formed_with = self._formed()
         self._finite: list[Callable[[], bool]] = []  # checks of the current step, one per bucket
@@ -338,9 +339,11 @@ class BucketReducer:
     def _bucket(self, names: tuple[str, ...], device: torch.device) -> Bucket:
         bucket = self._buckets.get(names)
         if bucket is None:
+            agreed = self._agreed.setdefault(names, Agreed())
             self.agree()
-            if self._formed_with and self.process_group.size() > 1:
+            if self._formed_with and self.process_group.size() > 1 and not agreed.compared:
                 members.compare_bucket(names, self.process_group, self._device)
+                agreed.compared = True
             decisions = [self.part(self.decisions[name]) for name in names]
             if self.process_group.size() == 1:  # sends residuals of a checkpoint of more ranks
                 decisions = [replace(decision, codec=EXACT) for decision in decisions]
@@ -356,6 +359,7 @@ class BucketReducer:
                 rows=self.rows,
                 levels=owned.levels if owned else (),
                 shares=owned.shares if owned else (),
+                agreed=agreed,
             )
             self._buckets[names] = bucket
         return bucket
@@ -374,9 +378,16 @@ class BucketReducer:
         """Return the decision for a bucket's part of a parameter; here the whole parameter."""
         return decision
 
-    def _forget_buckets(self, names: Set[str]) -> None:
-        for bucket in [bucket for bucket in self._buckets if not names.isdisjoint(bucket)]:
-            del self._buckets[bucket]
+    def _forget_buckets(self, names: Set[str] | None = None, *, alone: bool = False) -> None:
+        """Make the buckets of some parameters anew when they are reduced next; None: all.
+
+        Args:
+            names: the parameters.
+            alone: only this rank may do so: what the ranks have agreed on stays.
+        """
+        for kept in [self._buckets] if alone else [self._buckets, self._agreed]:
+            for bucket in [one for one in kept if names is None or not names.isdisjoint(one)]:
+                del kept[bucket]
 
 
 def completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
