@@ -37,7 +37,7 @@ class SavedBuckets:
         self._saved = list(saved)
         self._numel, self._reduce = numel, reduce
         self._held: list[tuple[torch.Tensor, Names, Future]] = []
-        self._started: list[tuple[torch.Tensor, list[torch.Tensor], Future]] = []
+        self._started: list[tuple[torch.Tensor, Sequence[torch.Tensor], Future]] = []
 
     def reduce(self, tensor: torch.Tensor, names: Names, *, last: bool) -> Future:
         """Average a bucket of DDP, in place; after the last one of the step, call `finish`.
@@ -50,7 +50,7 @@ class SavedBuckets:
         if not self._held and self._saved[:1] == [names]:
             del self._saved[0]
             return self._reduce(tensor, names)
-        devices = [] if tensor.is_cpu else [tensor.device]
+        devices: list[int | str | torch.device] = [] if tensor.is_cpu else [tensor.device]
         future: Future = torch.futures.Future(devices=devices)
         self._held.append((tensor, names, future))
         if last:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -385,7 +386,10 @@ class BucketReducer:
             names: the parameters.
             alone: only this rank may do so: what the ranks have agreed on stays.
         """
-        for kept in [self._buckets] if alone else [self._buckets, self._agreed]:
+        everything: list[dict[tuple[str, ...], Any]] = [self._buckets]
+        if not alone:
+            everything.append(self._agreed)
+        for kept in everything:
             for bucket in [one for one in kept if names is None or not names.isdisjoint(one)]:
                 del kept[bucket]
 

@@ -1,4 +1,4 @@
-"""A run that wraps, compresses, loads and trains goes on with the bits of the run that was saved."""
+"""A run that wraps, compresses, loads and trains goes on with the bits of the saved run."""
 
 from __future__ import annotations
 
