@@ -27,11 +27,11 @@ class SingleCodedState(CompressionState):
             return super()._reduce_coded(tensor, bucket)
         if bucket.single is None:
             bucket.single = SingleCoding(bucket, self.process_group)
-            bucket.paths["all_reduce", False] = paths.Choice(paths.SINGLE)
         single: SingleCoding = bucket.single
         dense = [p for p in bucket.pieces if p.codec.combine != "gather"]
         if single.gathers and not any(is_coarse(p.codec) for p in dense):
             return super()._reduce_coded(tensor, bucket)  # payloads are gathered there, too
+        bucket.agreed.paths["all_reduce", False] = paths.Choice(paths.SINGLE)
         self._use(bucket.pieces, bucket, tensor)
         values = tensor.contiguous()
         finite = single.average(values, bucket, seed=self.seed, step=self.step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,21 @@ class BucketPiece:
     residual: Residual | None
 
 
+@dataclass
+class Agreed:
+    """What the ranks have found out together about the bucket of some parameters.
+
+    It outlives a `Bucket`: each rank makes that anew where its own residuals are paid, which a rank
+    that has thrown a gradient away, or has joined later, does in another step or never. So only
+    what is here decides about a collective.
+    """
+
+    compared: bool = False
+    """The members have compared its parameters."""
+    paths: dict[tuple[str, bool], Any] = field(default_factory=dict)
+    """By operation, and whether senders are averaged: the `Choice` of a path that was made."""
+
+
 class Bucket:
     """The pieces of a bucket, in order.
 
@@ -45,6 +60,7 @@ class Bucket:
         levels: node of each rank, if the all-reduce is hierarchical (``Backend.levels``): then a
             rank codes a part of its node's sum, and the owners of values change.
         shares: where each rank's share of the values begins, if shares differ (``Backend.shares``).
+        agreed: what the ranks know about this bucket; None: nothing.
     """
 
     def __init__(
@@ -57,7 +73,9 @@ class Bucket:
         rows: int = 1,
         levels: Sequence[int] = (),
         shares: Sequence[int] = (),
+        agreed: Agreed | None = None,
     ) -> None:
+        self.agreed = agreed or Agreed()
         self.pieces: list[BucketPiece] = []
         self.rows, self.levels = rows, tuple(levels)
         self.numel = 0
@@ -108,8 +126,6 @@ class Bucket:
         Python moves its payloads."""
         self.single: Any = None
         """The `SingleCoding` that averages the bucket, if it is averaged so."""
-        self.paths: dict[tuple[str, bool], Any] = {}
-        """By operation, and whether senders are averaged: the `Choice` of a path that was made."""
         self._native: Layout | None = None
 
     @cached_property

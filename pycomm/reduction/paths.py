@@ -1,8 +1,7 @@
 """Paths of compressed collectives: which code reduces a bucket, and why not a faster one.
 
 A path is chosen once for a bucket and an operation, by asking: what a path takes stands in the
-table `PATHS`, and what a group offers is answered by its backend. All ranks ask the same, so they
-choose the same.
+table `PATHS`, and what a group offers is answered by its backend. Ranks agree on the choice.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from pycomm import backend
 from pycomm.codecs import CODECS, SCHEMES, convert
 from pycomm.codecs.implementations import Native
+from pycomm.policy.exchange import gather
 from pycomm.policy.rules import CODED
 from pycomm.reduction.bucket import Bucket
 
@@ -36,7 +36,7 @@ def _core(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> str
         return ""
     if backend.find(group, device) is None:
         return f"the group's backend for {device.type} is not pycomm"
-    return "the group's backend is the one in Python, or some of its ranks are on other devices"
+    return "some of the group's ranks have their tensors on other devices"
 
 
 def _peers(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> str:
@@ -217,11 +217,26 @@ def native_backend(
     The first call for a bucket and an operation chooses: all ranks make it together, with the
     arguments of `choose`.
     """
-    choice: Choice | None = bucket.paths.get((op, senders))
+    chosen = bucket.agreed.paths
+    choice: Choice | None = chosen.get((op, senders))
     if choice is None:
-        choice = bucket.paths[op, senders] = choose(bucket, group, op, tensor, senders=senders)
+        choice = agreed(choose(bucket, group, op, tensor, senders=senders), group, tensor.device)
+        chosen[op, senders] = choice
         report(bucket, op, choice, group)
     return choice.native(group, tensor.device)
+
+
+def agreed(mine: Choice, group: dist.ProcessGroup, device: torch.device) -> Choice:
+    """Return the slowest path that a rank has chosen; collective where a device's kernels reduce.
+
+    Residuals differ between ranks after a member has joined, and with them what a path takes.
+    """
+    if device.type == "cpu" or backend.find_native(group, device) is None:
+        return mine
+    last = max(int(place) for (place,) in gather([PATHS.index(mine.path)], group, device))
+    if PATHS[last] is mine.path:
+        return mine
+    return Choice(PATHS[last], f"{mine.path.name}: a residual of another rank rules it out")
 
 
 def report(bucket: Bucket, op: str, choice: Choice, group: dist.ProcessGroup) -> None:
@@ -238,7 +253,7 @@ def summary(buckets: Iterable[Bucket]) -> str:
     """Return the paths of buckets, a line for each path and reason."""
     found: dict[tuple[str, str], list[int]] = {}
     for bucket in buckets:
-        for (op, _), choice in bucket.paths.items():
+        for (op, _), choice in bucket.agreed.paths.items():
             found.setdefault((op, str(choice)), []).append(bucket.numel)
     return "\n".join(
         f"path of {op}, {len(sizes)} bucket{'s' * (len(sizes) > 1)} of {sum(sizes)} values: {text}"

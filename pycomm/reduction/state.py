@@ -198,7 +198,7 @@ class CompressionState(BucketReducer):
             raise Error("compression was taken off this model: call pycomm.compress(model, ...)")
         self.settle()
         self.plan = self.plan.followed_by(Policy.of(codec), self._device)
-        self._buckets.clear()
+        self._forget_buckets()
         self._leaving = False
 
     def remove(self) -> None:
@@ -243,6 +243,8 @@ class CompressionState(BucketReducer):
         if begins and self._taken:
             self._thrown |= self._taken.begin(self._touched)
         self.settle(last=begins)
+        if begins and self._formed() != self._formed_with:
+            return False  # a new member does not know of it before the step begins
         has_residual = self.residuals is not None and self.residuals.has_residual
         return not any(one for (one,) in gather([has_residual], self.process_group, self._device))
 
@@ -254,7 +256,7 @@ class CompressionState(BucketReducer):
             self._taken.release()
         if self.residuals:
             self.residuals.clear()
-        self._buckets.clear()
+        self._forget_buckets()
 
     def residual_norms(self) -> dict[str, tuple[float, float]]:
         """Return the L2 norms of each parameter's worker and owner residual after the last step."""
@@ -323,7 +325,7 @@ class CompressionState(BucketReducer):
         self._load_common(about, factors)
         if self.residuals:
             self.residuals.load_state_dict(own, self.codecs)
-        self._buckets.clear()
+        self._forget_buckets()
 
     def _load_common(self, about: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
         """Restore the entries that are equal on all ranks."""
@@ -467,7 +469,7 @@ class CompressionState(BucketReducer):
             self.residuals.clear()
             self.residuals.ranks = ranks
             self.residuals.load_state_dict(own, self.codecs)
-        self._buckets.clear()
+        self._forget_buckets()
         self._formed_with, self._met, self._rank = formed, True, group.rank()
 
     def _rebuilds(self) -> bool:
@@ -630,4 +632,4 @@ class CompressionState(BucketReducer):
         paid = {name for name in self._paying & names if self.residuals[name].worker is not None}
         for name in paid:
             self.residuals.drop(name)
-        self._forget_buckets(paid)
+        self._forget_buckets(paid, alone=True)

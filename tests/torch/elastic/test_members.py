@@ -173,6 +173,57 @@ def test_a_model_with_fixed_buckets_joins_as_it_is(pool):
     pool.run(run, join_without_wrapping, ranks=3, backend=None)
 
 
+def become_exact(rank: int, size: int, store: Any, ends: bool) -> None:
+    """Only who stays has residuals to pay, and makes its buckets anew when they are paid."""
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    joins = rank == 2
+    member.form(1, handles[2:] if joins else handles[:2])
+    model, state, optimizer = wrap(network(), "int4", "residual", find_unused_parameters=True)
+    if not joins:
+        train(model, optimizer, 3)
+    member.form(2, handles)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    if ends:
+        state.remove()
+    else:
+        state.set_policy("fp32")
+    train(model, optimizer, 4, first=3)
+    assert state.removed == ends
+    assert not state.residual_norms()
+    check_equal(model, state)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["set_policy", "remove"])
+def test_a_group_that_a_member_has_joined_becomes_exact(pool, ends):
+    pool.run(run, become_exact, ends, ranks=3, backend=None)
+
+
+def leave_while_joining(rank: int, size: int, store: Any) -> None:
+    """A member joins between the two steps in which compression ends."""
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    joins = rank == 2
+    member.form(1, handles[2:] if joins else handles[:2])
+    model, state, optimizer = wrap(network(), "int4", "residual", find_unused_parameters=True)
+    if not joins:
+        train(model, optimizer, 3)
+    state.remove()
+    if not joins:
+        train(model, optimizer, 1, first=3)
+    member.form(2, handles)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    train(model, optimizer, 4, first=4)
+    assert state.removed
+    check_equal(model, state)
+
+
+def test_a_member_joins_while_compression_ends(pool):
+    pool.run(run, leave_while_joining, ranks=3, backend=None)
+
+
 def with_a_policy(rank: int, size: int, store: Any, codec: str) -> None:
     """A schedule, a choice by measurements and a guard go on alike on all, new ones included."""
     member = Member(rank, size, store)
