@@ -28,7 +28,7 @@ ROWS = [
 ]
 
 
-def test_seconds_are_the_steps_to_the_references_loss_times_a_step():
+def test_seconds_are_steps_times_a_step():
     found = results.seconds_to_loss(ROWS, 20)
     place = ("1gbit", "0")
     assert found[REFERENCE, place] == 2.0  # 20 steps of 0.1 s
@@ -36,7 +36,7 @@ def test_seconds_are_the_steps_to_the_references_loss_times_a_step():
     assert found["hivemind", place] is None  # it never comes so far
 
 
-def test_the_table_marks_the_first_of_each_column_and_says_what_broke():
+def test_the_table_marks_the_first_of_each_column():
     lines = results.markdown(ROWS, 20).splitlines()
     assert "| 1gbit, 0 ms |" in lines[0]
     by_name = {line.split(" | ")[0].strip("| "): line for line in lines[2:]}
@@ -47,9 +47,7 @@ def test_the_table_marks_the_first_of_each_column_and_says_what_broke():
     assert all(line.count("|") == lines[0].count("|") for line in lines)
 
 
-def test_a_broken_system_takes_no_steps_and_rows_are_added_to_the_file(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_broken_system_takes_no_steps(tmp_path, monkeypatch, capsys):
     measured = []
 
     def run(lab, peer, words, limit):
@@ -77,7 +75,7 @@ def test_a_broken_system_takes_no_steps_and_rows_are_added_to_the_file(
     assert capsys.readouterr().out.count(f"| {REFERENCE} | 0 | **0.1** |") == 2
 
 
-def test_a_sentence_says_for_each_link_who_is_first_and_how_far_pycomm_is():
+def test_a_sentence_says_who_is_first():
     place = {"rate": "100mbit", "delay_ms": "50"}
     slow = [
         row("step", REFERENCE, **place, ms="10.00", bytes="1"),
@@ -89,7 +87,7 @@ def test_a_sentence_says_for_each_link_who_is_first_and_how_far_pycomm_is():
     ]
 
 
-def test_the_figure_has_a_panel_for_each_delay_and_the_systems_that_reach_the_loss():
+def test_the_figure_has_a_panel_for_each_delay():
     more = [
         row("step", name, rate=rate, delay_ms=delay, ms="10.00", bytes="1", settings="steps=20")
         for name in (REFERENCE, OURS, "hivemind", "detonation DeMo")
@@ -104,7 +102,7 @@ def test_the_figure_has_a_panel_for_each_delay_and_the_systems_that_reach_the_lo
     assert first.base
 
 
-def test_peers_that_average_by_themselves_are_timed_from_one_average_to_the_next(monkeypatch):
+def test_averaging_peers_are_timed_by_averages(monkeypatch):
     taken = []
     averaged = [0]
 

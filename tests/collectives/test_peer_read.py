@@ -90,7 +90,7 @@ def test_same_bits_as_through_staging(ranks):
     assert run_processes(ranks, everything) == staged
 
 
-def test_ranks_that_share_a_core_wait_for_each_other_s_sums():
+def test_ranks_on_one_core_wait_for_sums():
     """One of them is done with its part before the other has begun its own."""
 
     def on_one_core(c):

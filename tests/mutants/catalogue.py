@@ -16,7 +16,7 @@ MUTANTS = (
         "reduce_around",
         "context.wait(left, arrival.ticket);",
         "",
-        "collectives/test_all_reduce.py::test_sums_in_tiny_segments_are_exact",
+        "collectives/test_algorithms.py::test_every_collective_is_exact_in_tiny_segments",
     ),
     Mutant(
         "tree-sends-up-what-has-not-come",
@@ -52,7 +52,7 @@ MUTANTS = (
         "CollectiveContext::pause",
         "!deadline_.expired()",
         "true",
-        "collectives/test_algorithms.py::test_a_rank_that_does_not_come_ends_the_call_everywhere",
+        "collectives/test_algorithms.py::test_a_missing_rank_ends_the_call_everywhere",
     ),
     Mutant(
         "window-tiny-sum-read-too-early",
@@ -79,7 +79,7 @@ MUTANTS = (
         "all_reduce",
         "barrier(window);\n  for (int k = 1; k < ranks; k++)",
         "\n  for (int k = 1; k < ranks; k++)",
-        "collectives/test_peer_read.py::test_ranks_that_share_a_core_wait_for_each_other_s_sums",
+        "collectives/test_peer_read.py::test_ranks_on_one_core_wait_for_sums",
     ),
     Mutant(
         "coded-owner-does-not-wait",
@@ -106,7 +106,7 @@ MUTANTS = (
         "TcpChannel::pull_payload",
         "header.checks == FrameHeader::kNext",
         "false",
-        "transports/tcp/test_frames.py::test_a_message_waits_for_the_checksum_of_its_last_frame",
+        "transports/tcp/test_frames.py::test_a_message_waits_for_its_last_checksum",
     ),
     Mutant(
         "requests-of-a-cut-control-connection-lost",
@@ -124,7 +124,7 @@ MUTANTS = (
         "Engine::settle_all",
         "for (const auto& report : reports) report.wait();",
         ";",
-        "torch/backend/test_groups.py::test_pending_works_include_the_hooks_of_sends_and_receives",
+        "torch/backend/test_groups.py::test_pending_works_include_hooks",
     ),
     Mutant(
         "backward-ends-before-its-collectives",
@@ -176,7 +176,7 @@ MUTANTS = (
         "select",
         "e.rank_order || call.order_free",
         "true",
-        "collectives/test_select.py",
+        "collectives/test_schedule.py",
     ),
     Mutant(
         "sites-sum-in-rank-order",
@@ -185,7 +185,7 @@ MUTANTS = (
         "ChannelMesh::use_sites",
         "    topology_ = sites;\n",
         "",
-        "collectives/test_sites.py::test_float_sums_go_site_by_site_at_every_size",
+        "collectives/test_hierarchical.py::test_float_sums_go_site_by_site_at_every_size",
     ),
     Mutant(
         "tree-sums-from-the-root-on",
@@ -426,7 +426,7 @@ MUTANTS = (
         "CodedMoment.subtract_base",
         "gradient.sub_(self.base.reshape(-1))",
         "pass",
-        "torch/optim/test_coded_adamw.py::test_two_backwards_before_a_step_add_up",
+        "torch/optim/test_loops.py::test_two_backwards_before_a_step_add_up",
     ),
     Mutant(
         "shards-that-others-own-have-the-own-momentum",
@@ -502,7 +502,7 @@ MUTANTS = (
         "Notice::decode",
         "head.text > bytes.size - fixed",
         "false",
-        "transports/test_notices.py::test_bytes_that_are_no_notice_are_an_error_and_no_crash",
+        "transports/test_notices.py::test_bytes_that_are_no_notice_are_an_error",
     ),
     Mutant(
         "short-messages-without-a-bound",
@@ -511,7 +511,7 @@ MUTANTS = (
         "PointToPoint::check_eager",
         "peer.kept > kKeptBytes",
         "false",
-        "collectives/test_point_to_point_odd.py::test_no_more_is_kept_than_the_bound",
+        "collectives/test_point_to_point.py::test_no_more_is_kept_than_the_bound",
     ),
     Mutant(
         "window-calls-not-compared",
@@ -529,7 +529,7 @@ MUTANTS = (
         "write_ring",
         "std::memcpy(ring.data, static_cast<const uint8_t*>(from) + first, bytes - first);",
         "",
-        "transports/test_shm.py::test_messages_of_every_size_arrive_in_order",
+        "transports/test_channels.py::test_every_pair_exchanges_every_size",
     ),
     Mutant(
         "heap-releases-a-page-of-its-neighbour",
@@ -538,7 +538,7 @@ MUTANTS = (
         "SharedHeap::release",
         "(offset + gap.bytes) / page_ * page_",
         "round_up(offset + gap.bytes, page_)",
-        "collectives/test_shared_heap.py::test_bytes_beside_those_that_go_back_to_the_system_stay",
+        "collectives/test_shared_heap.py::test_bytes_beside_released_pages_stay",
     ),
     Mutant(
         "store-value-of-another-user",
@@ -601,7 +601,7 @@ MUTANTS = (
         "CodedSGD._take",
         "if means is None:\n            return",
         "if means is None:\n            own.update(momenta)\n            return",
-        "torch/optim/test_coded_sgd.py::test_a_step_that_overflows_on_one_rank_leaves_no_trace",
+        "torch/optim/test_loops.py::test_a_step_that_overflows_leaves_no_trace",
     ),
     Mutant(
         "half-a-state-taken",
@@ -628,6 +628,6 @@ MUTANTS = (
         "_Bucket.reduce.complete",
         "view.copy_(part)",
         "pass",
-        "torch/hooks/test_megatron.py::test_buckets_have_the_bits_of_torchs_ddp_step_by_step",
+        "torch/hooks/test_megatron.py::test_buckets_have_the_bits_of_ddp",
     ),
 )

@@ -124,7 +124,7 @@ def pretend_gpu(monkeypatch):
     return monkeypatch
 
 
-def test_ranks_of_the_processor_take_the_way_of_those_of_a_gpu(capsys):
+def test_cpu_ranks_take_the_way_of_a_gpu(capsys):
     assert gpu_collectives.main(["--device=cpu", "--ranks", "2", "--numel", "1000"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     ways = [(line["codec"], line["algo"]) for line in lines if line["dtype"] == "float32"]
@@ -167,7 +167,7 @@ def speaker(*messages: dict, then: str = "") -> list[str]:
 TWO = [gpu_tasks.Task("native", "int8", 4), gpu_tasks.Task("native", "int4", 4)]
 
 
-def test_a_process_that_crashes_is_told_and_another_goes_on(monkeypatch):
+def test_a_crashed_process_is_told(monkeypatch):
     crash = "tasks = sys.stdin.read()\nos._exit(3 if 'int8' in tasks else 0)"
     said = [{"task": 0}, {"row": {"codec": "first of what is left"}}]
     monkeypatch.setattr(gpu_workers, "TASKS", speaker(*said, then=crash))
@@ -231,7 +231,7 @@ def test_a_failing_kernel_does_not_lose_the_others(pretend_gpu, tmp_path, capsys
     assert len(timed) == kernels - 1
 
 
-def test_a_kind_that_lacks_a_codec_is_told_once_and_times_the_others(pretend_gpu, tmp_path, capsys):
+def test_a_kind_without_a_codec_is_told_once(pretend_gpu, tmp_path, capsys):
     def lacks(name, kind, device):
         if name == "sign":
             raise Unavailable("no kernels")
@@ -269,7 +269,7 @@ def test_sanitizers_run_where_they_are_installed_and_see_the_gpu(tmp_path, monke
     assert bool(reason) == bool(says)
 
 
-def test_a_suite_that_takes_too_long_is_ended_with_what_it_started(tmp_path, few_plugins):
+def test_a_slow_suite_is_ended_with_its_processes(tmp_path, few_plugins):
     test, alive = tmp_path / "test_slow.py", tmp_path / "alive"
     child = f"import time; time.sleep(3); open({str(alive)!r}, 'w')"
     test.write_text(

@@ -93,7 +93,7 @@ def test_a_wrong_wish_is_named(monkeypatch):
         env.env.cache_clear()
 
 
-def test_nothing_is_compiled_where_only_a_ready_binary_is_wanted(tmp_path, monkeypatch):
+def test_ready_only_compiles_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(_build, "PACKAGE", tmp_path)
     monkeypatch.setattr(_build, "_fingerprint", lambda: "f")
     monkeypatch.setattr(_build, "_compile_aloud", lambda *_: pytest.fail("compiles"))
@@ -119,7 +119,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_torch_from_the_future_needs_no_compiler_or_gets_an_error_with_all_reasons(tmp_path):
+def test_a_future_torch_needs_no_compiler(tmp_path):
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYCOMM_")}
     env |= {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = run("-c", FUTURE, env=env, cwd=tmp_path)

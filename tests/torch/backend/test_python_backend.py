@@ -25,6 +25,7 @@ from pycomm.backend.python.options import Options
 from pycomm.backend.python.store import TorchStore
 from pycomm.backend.python.tensors import flat, write_back
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
+from tests.torch.pool import on_ranks
 
 needs_torch = pytest.mark.skipif(
     bool(choice.why_not_python()), reason="torch older than 2.14 has no backends in Python"
@@ -50,7 +51,7 @@ def test_operations_run_in_order_and_futures_hold_the_outputs(engine):
     assert works[-1]._get_sequence_number() == 50
 
 
-def test_an_error_keeps_its_type_in_every_wait_and_is_the_futures_too(engine):
+def test_an_error_keeps_its_type_in_every_wait(engine):
     def fail(_):
         raise PeerLost("rank 1 is gone", 1)
 
@@ -66,7 +67,7 @@ def test_an_error_keeps_its_type_in_every_wait_and_is_the_futures_too(engine):
     assert engine.error == _distributed_c10d.ErrorType.REMOTE_ERROR
 
 
-def test_a_wait_that_takes_too_long_ends_and_the_operation_goes_on(engine):
+def test_a_timed_out_wait_ends_no_operation(engine):
     go = threading.Event()
     work = engine.submit("all_reduce", [torch.ones(1)], lambda _: go.wait(10))
     with pytest.raises(Timeout, match=r"all_reduce #1 timed out: .* wait of 20 ms; it continues"):
@@ -149,7 +150,7 @@ def test_what_another_thread_posts_meanwhile_is_not_forgotten(pair):
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_what_is_written_to_flat_memory_reaches_tensors_with_gaps(inference):
+def test_flat_results_reach_tensors_with_gaps(inference):
     with torch.inference_mode(inference):
         grid = torch.zeros(4, 4)
     column = grid[:, 1]
@@ -178,7 +179,7 @@ class Far:
         return None
 
 
-def test_a_store_that_fails_is_named_and_one_without_the_key_is_a_timeout():
+def test_a_failing_store_is_named():
     store = _C.Store.of(Far())
     with pytest.raises(Error, match="the store failed at the key k: the cable is out"):
         store.set("k", "v")
@@ -330,7 +331,7 @@ def _operations(rank, ranks):
 @needs_torch
 @pytest.mark.parametrize("mixed", [False, True], ids=["python", "mixed"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_operation_equals_torchs_also_beside_ranks_with_the_binary(pool, ranks, mixed):
+def test_every_operation_equals_torchs(pool, ranks, mixed):
     if mixed:
         choice.ready_c10d()
     pool.run(_every_operation, mixed, ranks=ranks, backend=None)
@@ -357,7 +358,9 @@ def test_compressed_ddp_has_the_bits_of_the_binary(pool):
     assert all(torch.equal(gradient, found[0][0]) for run in found for gradient in run)
 
 
-def _failures(rank, ranks, store):
+@on_ranks(2, backend=None)
+@needs_torch
+def test_errors_come_with_their_type(rank, ranks, store):
     with joined(store, rank, ranks, python=True):
         with pytest.raises(Error, match=rf"rank {rank}: all_gather: needs a list of 2 tensors"):
             dist.all_gather([torch.ones(1)], torch.ones(1))
@@ -368,12 +371,9 @@ def _failures(rank, ranks, store):
             dist.barrier()
 
 
+@on_ranks(2, backend=None, dies=[1])
 @needs_torch
-def test_errors_come_with_their_type(pool):
-    pool.run(_failures, backend=None)
-
-
-def _leave(rank, ranks, store):
+def test_a_rank_that_dies_is_named(rank, ranks, store):
     with joined(store, rank, ranks, python=True):
         dist.barrier()
         if rank == 1:
@@ -381,8 +381,3 @@ def _leave(rank, ranks, store):
         with pytest.raises(PeerLost) as lost:
             dist.all_reduce(torch.ones(4), async_op=True).wait()
         assert lost.value.ranks == [1]
-
-
-@needs_torch
-def test_a_rank_that_dies_is_named(pool):
-    pool.run(_leave, backend=None, dies=[1])

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.policy import Policy
 from tests.extent import each_value
+from tests.torch.pool import on_ranks
 
 BACKENDS = ["pycomm", "gloo"]
 
@@ -142,7 +143,9 @@ def test_fsdp2_has_the_bits_of_plain_fsdp2(pool, backend, shape):
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def check_sizes(rank: int, size: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bucket_of_another_size_is_refused(rank, size):
     """The sizes of a bucket and of its parameters are compared before anything is sent."""
     state = pycomm.HookState("int8")
     state.add("weight", torch.zeros(64, 64))
@@ -150,8 +153,3 @@ def check_sizes(rank: int, size: int) -> None:
     with pytest.raises(pycomm.Error, match=rf"rank {rank}: a bucket has 8192 values, .* have 4096"):
         state.reduce(torch.zeros(8192), ["weight"])
     assert dist.is_initialized()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_bucket_of_another_size_is_refused(pool, backend):
-    pool.run(check_sizes, backend=backend)

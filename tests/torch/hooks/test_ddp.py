@@ -14,6 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.torch.harness import WIDTH, inputs, perceptron, same_as_gloo
+from tests.torch.pool import on_ranks
 
 
 class Branching(nn.Module):
@@ -179,7 +180,8 @@ def test_complex_parameters(pool, options):
     assert all(map(torch.equal, a, b))
 
 
-def check_allocates_complex(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_complex_tensors_are_allocated_as_such(rank, size):
     """For callers other than DDP the memory has the requested dtype."""
     native: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
     x = native.allocate_tensor(6, dtype=torch.complex64, device=torch.device("cpu"))
@@ -188,7 +190,3 @@ def check_allocates_complex(rank: int, size: int) -> None:
     x.fill_(1 + 2j)
     dist.all_reduce(x)
     assert x.tolist() == [size * (1 + 2j)] * 6
-
-
-def test_complex_tensors_are_allocated_as_such(pool):
-    pool.run(check_allocates_complex)

@@ -15,6 +15,7 @@ import pycomm
 from pycomm.local_sgd import Blocking, Quorum, Streamed
 from tests.torch.harness import batch, equal, network, train_step, values
 from tests.torch.local_sgd.test_local_sgd import PLAIN
+from tests.torch.pool import on_ranks
 
 FORMS = {
     "blocking": {"exchange": Blocking()},
@@ -120,7 +121,8 @@ def test_the_model_may_be_loaded_before_local_sgd_is_made(pool, form):
     pool.run(check_model_first, FORMS[form])
 
 
-def check_quorum_goes_back(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_quorum_goes_back_to_a_checkpoint(rank, size):
     """Ranks load at different rounds; of outcomes that came before, none is applied after."""
     model = nn.Linear(32, 32, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -153,11 +155,8 @@ def check_quorum_goes_back(rank: int, size: int) -> None:
         optimizer.param_groups[0]["lr"] = 0.1
 
 
-def test_a_quorum_goes_back_to_a_checkpoint(pool):
-    pool.run(check_quorum_goes_back)
-
-
-def check_load_in_flight(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_load_waits_for_what_is_in_flight(rank, size):
     """A load waits for the thread that exchanges, and drops its result."""
     model = network()
     options = {"exchange": Streamed(overlap=2), "weighted": True}
@@ -174,7 +173,3 @@ def check_load_in_flight(rank: int, size: int) -> None:
         assert equal(values(model), start)
         assert (local.state.step, local.rounds) == (0, 0)
         assert not any(sum(norms) for norms in local.state.residual_norms().values())
-
-
-def test_a_load_waits_for_what_is_in_flight(pool):
-    pool.run(check_load_in_flight)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.errors import Error
 from tests.torch.harness import equal
+from tests.torch.pool import on_ranks
 
 Make = Callable[..., Any]
 OPTIMIZERS: dict[str, Make] = {
@@ -73,7 +74,8 @@ def test_parameters_of_another_optimizer_are_averaged(pool, which, bucket_mb):
     assert_alike(pool, of_two_optimizers, which, bucket_mb)
 
 
-def as_torch(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_others_gradients_are_those_of_ddp(rank, size):
     """What CodedSGD does not have gets the gradients of DDP without a hook, to the bit."""
     gradients = []
     for coded in (True, False):
@@ -83,10 +85,6 @@ def as_torch(rank: int, size: int) -> None:
         (model(batch(rank, 0))).square().mean().backward()
         gradients.append([p.grad.clone() for p in list(model.parameters())[1:]])
     assert equal(*gradients)
-
-
-def test_others_gradients_are_those_of_ddp(pool):
-    pool.run(as_torch)
 
 
 def beside_a_sparse_one(rank: int, size: int) -> list[torch.Tensor]:
@@ -103,7 +101,7 @@ def beside_a_sparse_one(rank: int, size: int) -> list[torch.Tensor]:
     return values(model)
 
 
-def test_sparse_gradients_of_another_optimizer_are_averaged(pool):
+def test_another_optimizers_sparse_gradients_are_averaged(pool):
     assert_alike(pool, beside_a_sparse_one)
 
 
@@ -130,7 +128,7 @@ def scaled(rank: int, size: int, which: str) -> tuple[list[torch.Tensor], float]
 
 
 @every
-def test_an_overflow_reaches_all_ranks_beside_another_optimizer(pool, which):
+def test_an_overflow_beside_another_optimizer(pool, which):
     (first, one), (second, two) = pool.run(scaled, which)
     assert one == two == 512
     assert equal(first, second)
@@ -186,7 +184,7 @@ def adds_to_shards(rank: int, size: int) -> list[torch.Tensor]:
     return [p.full_tensor().detach() for p in parts]
 
 
-def test_a_group_of_shards_that_is_added_later_travels_coded(pool):
+def test_a_later_group_of_shards_travels_coded(pool):
     assert_alike(pool, adds_to_shards)
 
 
@@ -255,7 +253,7 @@ def frozen_while_made(rank: int, size: int, which: str) -> list[torch.Tensor]:
 
 
 @every
-def test_a_layer_that_was_frozen_while_the_optimizer_was_made(pool, which):
+def test_a_layer_frozen_at_construction(pool, which):
     assert_alike(pool, frozen_while_made, which)
 
 
@@ -275,7 +273,7 @@ def frozen_while_wrapped(rank: int, size: int, which: str) -> Any:
 
 
 @every
-def test_a_layer_that_was_frozen_while_the_model_was_wrapped(pool, which):
+def test_a_layer_frozen_at_wrapping(pool, which):
     first, second = pool.run(frozen_while_wrapped, which)
     if which == "sgd":  # whose step averages what it has
         assert equal(first, second)

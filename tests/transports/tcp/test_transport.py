@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import socket
 import threading
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import pycomm.errors
 from pycomm import _C
+from pycomm.errors import Error
 from tests.extent import each_value
+from tests.ranks import run_processes
 from tests.transports.ranks import SECONDS, pattern, processes, tag, threads
 
 MIB = 1 << 20
@@ -109,7 +115,7 @@ def test_ranks_on_several_hosts_refuse_loopback():
         _C.Transport("tcp", store, "g", 0, 2, timeout=SECONDS, interface="lo")
 
 
-def test_who_only_says_that_it_is_here_is_not_called_by_loopback():
+def test_an_unproven_host_is_not_called_by_loopback():
     """A clone of this machine has the same host id but is another machine."""
     others = [ip for name, ip in _C.interfaces() if not ip.startswith(("127.", "::1"))]
     if not others:
@@ -244,7 +250,7 @@ def test_sockets_of_a_lane_are_made_when_somebody_sends(tmp_path, sender):
             time.sleep(0.001)
         return counts
 
-    counts = processes(4, body, tmp_path, kind="tcp", options={"sockets": 3})
+    counts = processes(4, body, kind="tcp", options={"sockets": 3})
     idle = counts[3][0]
     assert counts[2] == counts[3] == [idle, idle, idle]
     assert counts[sender] == [idle, idle + 3, idle + 6]
@@ -293,7 +299,7 @@ def test_rank_that_leaves_before_it_is_connected_is_lost():
 # ------------------------------------------------------------------------------ faults
 
 
-def test_killed_rank_is_named_at_once_on_every_rank(tmp_path):
+def test_killed_rank_is_named_at_once_on_every_rank():
     def body(me):
         me.exchange(dict.fromkeys(me.peers, b"all are here"), tag(1))
         if me.rank == 2:
@@ -306,7 +312,7 @@ def test_killed_rank_is_named_at_once_on_every_rank(tmp_path):
         except pycomm.errors.PeerLost as error:
             return error.rank, str(error), time.monotonic() - start
 
-    outcomes = processes(3, body, tmp_path, kind="tcp")
+    outcomes = processes(3, body, kind="tcp")
     assert outcomes[2] is None
     for rank, text, seconds in outcomes[:2]:
         assert rank == 2
@@ -316,19 +322,19 @@ def test_killed_rank_is_named_at_once_on_every_rank(tmp_path):
     assert "waits for broadcast #2" in outcomes[0][1]
 
 
-def test_killed_rank_is_named_to_who_sends(tmp_path):
+def test_killed_rank_is_named_to_who_sends():
     def body(me):
         if me.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         for seq in range(100):
             me.wait(me.send(1, pattern(MIB, seq), tag(seq)))
 
-    outcome = processes(2, body, tmp_path, kind="tcp", errors=True)[0]
+    outcome = processes(2, body, kind="tcp", errors=True)[0]
     assert isinstance(outcome, pycomm.errors.PeerLost)
     assert outcome.args[0].startswith("rank 1 (127.0.0.1:")
 
 
-def test_workers_forked_from_a_rank_do_not_keep_it_alive(tmp_path):
+def test_workers_forked_from_a_rank_do_not_keep_it_alive():
     def body(me):
         if me.rank == 0:
             goal, _ = me.recv(1, 100, tag())
@@ -341,7 +347,7 @@ def test_workers_forked_from_a_rank_do_not_keep_it_alive(tmp_path):
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert processes(2, body, tmp_path, kind="tcp")[0] < 1.5
+    assert processes(2, body, kind="tcp")[0] < 1.5
 
 
 def test_exit_of_a_forked_worker_leaves_the_group_alone():
@@ -480,3 +486,77 @@ def test_congestion_control_that_the_kernel_refuses(name):
         pycomm.errors.Error, match=f'refuses the congestion control "{name}".*PYCOMM_CONGESTION'
     ):
         _C.Transport("tcp", _C.Store.local(), "g", 0, 1, congestion=name)
+
+
+# -------------------------------------------------------------------------------- few descriptors
+# A rank without a free descriptor waits for one when a connection was cut, but not for ever.
+
+
+def cut_connections(names):
+    """Cut those of these descriptors that are connections of TCP, as a router might."""
+    for name in names:
+        with suppress(OSError):
+            connection = socket.socket(fileno=int(name))
+            with suppress(OSError):  # of a listener
+                connection.getpeername()
+                if connection.family == socket.AF_INET:
+                    connection.shutdown(socket.SHUT_RDWR)
+            connection.detach()
+
+
+FEW = 16
+
+
+def take_few(rank):
+    """None of these is a socket, and so none is free when connections are closed."""
+    for _ in range(FEW):
+        os.dup(0)
+
+
+def allow(descriptors):
+    """What is open stays open."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
+
+
+def starving(c, starved, back):
+    """Sums over connections that are cut while one rank has no descriptor, for `back` seconds."""
+    x = np.ones(100_000, np.float32)
+    c.all_reduce(x)
+    if c.rank == starved:
+        threading.Timer(back, allow, (1024,)).start()
+        names = os.listdir("/proc/self/fd")
+        allow(FEW)
+        with pytest.raises(OSError, match="Too many open files"):
+            os.open(os.devnull, os.O_RDONLY)
+        cut_connections(names)
+    c.all_reduce(x)
+    assert (x == 4).all()
+    return True
+
+
+# The higher of two ranks connects, the lower accepts.
+ROLES = pytest.mark.parametrize("starved", [1, 0], ids=["connects", "accepts"])
+
+
+@ROLES
+def test_a_cut_heals_when_a_descriptor_is_free_again(starved):
+    job = partial(starving, starved=starved, back=1.0)
+    assert run_processes(2, job, prepare=take_few, transport="tcp") == [True, True]
+
+
+def errors_of(c, starved):
+    try:
+        return starving(c, starved, 30.0)
+    except Error as error:
+        return str(error)
+
+
+@ROLES
+def test_a_rank_without_descriptors_says_so(starved):
+    job = partial(errors_of, starved=starved)
+    texts = run_processes(2, job, prepare=take_few, transport="tcp", timeout=40.0)
+    own, other = texts[starved], texts[1 - starved]
+    assert f"rank {starved} can make no connection: Too many open files" in own
+    assert "no descriptor left of the 16 that RLIMIT_NOFILE allows it" in own
+    assert f"rank {starved} " in other  # whom no connection can tell the reason
