@@ -19,6 +19,7 @@ import pycomm
 from pycomm.reduction.taken import _holds
 from tests.extent import each_value
 from tests.torch.feedback.test_thrown_gradients import owed, own
+from tests.torch.harness import all_equal
 from tests.torch.pool import on_ranks
 
 SIDE = 64
@@ -84,7 +85,11 @@ def test_gradients_of_zeros_say_nothing_about_others(rank, size, kind, used):
         torch.testing.assert_close(got[i] + still, all_ranks(want[i]), rtol=0, atol=1e-4)
 
 
-def check_join(rank: int, size: int, feedback: str, unused: bool) -> torch.Tensor:
+@on_ranks(2, then=all_equal)
+@each_value
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("feedback", ["residual", "decay"])
+def test_join_stands_in_for_a_rank_without_data(rank, size, feedback, unused):
     """Where a rank has no more data, nobody steps: the others take what it helps to reduce."""
     torch.manual_seed(0)
     module = nn.Linear(SIDE, SIDE, bias=False)
@@ -106,14 +111,6 @@ def check_join(rank: int, size: int, feedback: str, unused: bool) -> torch.Tenso
         still = still_owed(state, "weight").view(SIDE, SIDE)
         torch.testing.assert_close(got + still, all_ranks(want), rtol=0, atol=1e-4)
     return module.weight.detach()
-
-
-@each_value
-@pytest.mark.parametrize("unused", [False, True])
-@pytest.mark.parametrize("feedback", ["residual", "decay"])
-def test_join_stands_in_for_a_rank_without_data(pool, feedback, unused):
-    mine, theirs = pool.run(check_join, feedback, unused)
-    assert torch.equal(mine, theirs)
 
 
 @on_ranks(2)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.policy import Policy
 from tests.extent import each_value
+from tests.torch.harness import all_equal
 from tests.torch.pool import on_ranks
 
 BACKENDS = ["pycomm", "gloo"]
@@ -86,14 +87,10 @@ def test_ddp_has_the_bits_of_plain_ddp(pool, plain, backend):
         assert not torch.equal(a[1], want[1])
 
 
-def with_each_policy(rank: int, size: int) -> list[torch.Tensor]:
+@on_ranks(2, backend="gloo", then=all_equal)
+def test_no_policy_compresses_complex_numbers(rank, size):
     specs = (Policy("powersgd:2", ()), "budget=5", "auto", "int4 warmup=2")
     return [p for spec in specs for p in ddp(rank, size, spec, torch.complex64, 25)]
-
-
-def test_no_policy_compresses_complex_numbers(pool):
-    a, b = pool.run(with_each_policy, backend="gloo")
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 class Turn(nn.Module):

@@ -13,6 +13,7 @@ from torch import nn
 
 import pycomm
 from pycomm.local_sgd import Blocking, Quorum, Streamed
+from tests.extent import each_value
 from tests.torch.harness import batch, equal, network, train_step, values
 from tests.torch.local_sgd.test_local_sgd import PLAIN
 from tests.torch.pool import on_ranks
@@ -94,9 +95,24 @@ def check_points(rank: int, size: int, options: dict[str, Any]) -> None:
         assert other.local.rounds == rounds, point
 
 
+@each_value
 @pytest.mark.parametrize("form", FORMS)
-def test_a_state_may_be_loaded_at_any_point_of_a_step(pool, form):
-    pool.run(check_points, FORMS[form])
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_a_state_may_be_loaded_at_any_point_of_a_step(pool, form, backend):
+    pool.run(check_points, FORMS[form], backend=backend)
+
+
+@on_ranks(2)
+def test_states_of_other_options_are_refused(rank, size):
+    saved = pycomm.LocalSGD(network(), every=4, exchange=Streamed(2, overlap=2)).state_dict()
+    with pytest.raises(ValueError, match="has 2 fragments, not 1"):
+        pycomm.LocalSGD(network(), every=4).load_state_dict(saved)
+    with pytest.raises(ValueError, match="with momentum or without"):
+        pycomm.LocalSGD(
+            network(), every=4, exchange=Streamed(2, overlap=2), momentum=0.0
+        ).load_state_dict(saved)
+    with pytest.raises(ValueError, match="has version 2, not 1: load it with the pycomm that"):
+        pycomm.LocalSGD(network(), every=4).load_state_dict({**saved, "version": 2})
 
 
 def check_model_first(rank: int, size: int, options: dict[str, Any]) -> None:

@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import pycomm
-from pycomm.local_sgd import Streamed
-from tests.extent import each_value
 from tests.torch.harness import batch, equal, network, train_step, values
 from tests.torch.pool import on_ranks
 
@@ -56,18 +54,6 @@ def test_without_momentum_it_averages_parameters(rank, size):
     # start - mean(start - end) rounds twice where mean(end) rounds once.
     for a, b in zip(got, values(model), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-
-
-@on_ranks(2)
-def test_a_round_of_one_step_is_synchronous_sgd(rank, size):
-    got, _, _ = train(rank, size, 10, {"every": 1, **PLAIN})
-    model = nn.parallel.DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(10):
-        train_step(model, optimizer, rank, step)
-    # Averaging steps or gradients differs only by rounding, which ten steps enlarge.
-    for a, b in zip(got, values(model), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
 CONVERGES = [
@@ -118,38 +104,6 @@ def test_a_context_manager_counts_steps(rank, size):
     assert local.local_steps == 0
     with pytest.raises(pycomm.Error, match="pass optimizer="):
         pycomm.LocalSGD(model, every=4).__enter__()
-
-
-@on_ranks(2)
-@each_value
-@pytest.mark.parametrize("options", [{}, {"exchange": Streamed(overlap=3)}], ids=str)
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_saved_state_continues_to_the_bit(rank, size, options):
-    def fresh() -> Any:
-        model = network()
-        return (
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            pycomm.LocalSGD(model, every=3, codec="int4", **options),
-        )
-
-    model, optimizer, local = fresh()
-    for step in range(7):
-        train_step(model, optimizer, rank, step)
-        local.step()
-    saved, weights = local.state_dict(), [v.clone() for v in model.state_dict().values()]
-    other, other_optimizer, resumed = fresh()
-    other.load_state_dict(dict(zip(model.state_dict(), weights, strict=True)))
-    resumed.load_state_dict(saved)
-    for m, o, loc in ((model, optimizer, local), (other, other_optimizer, resumed)):
-        for step in range(7, 14):
-            train_step(m, o, rank, step)
-            loc.step()
-        loc.finish()
-    assert equal(values(model), values(other))
-    assert local.rounds == resumed.rounds == 5
-    with pytest.raises(ValueError, match="with momentum or without"):
-        pycomm.LocalSGD(network(), every=3, momentum=0.0).load_state_dict(saved)
 
 
 @on_ranks(2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -113,51 +111,6 @@ def test_streams_converge_and_ranks_are_equal_in_the_end(pool, options):
     (a, losses, _), (b, more, _) = pool.run(train, 80, options)
     assert equal(a, b)
     assert sum(losses[-8:] + more[-8:]) / 16 < 1.3  # as in test_local_sgd.py
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_saved_state_continues_with_a_fragment_under_way(rank, size):
-    """The state is saved while a fragment is under way."""
-
-    def fresh() -> Any:
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return model, optimizer, pycomm.LocalSGD(model, **STREAM | {"exchange": Streamed(2, 2)})
-
-    model, optimizer, local = fresh()
-    for step in range(7):
-        train_step(model, optimizer, rank, step)
-        local.step()
-    saved, weights = local.state_dict(), [v.clone() for v in model.state_dict().values()]
-    assert saved["pending"] is not None
-    other, other_optimizer, resumed = fresh()
-    other.load_state_dict(dict(zip(model.state_dict(), weights, strict=True)))
-    resumed.load_state_dict(saved)
-    for m, o, loc in ((model, optimizer, local), (other, other_optimizer, resumed)):
-        for step in range(7, 13):
-            train_step(m, o, rank, step)
-            loc.step()
-        loc.finish()
-    assert equal(values(model), values(other))
-    assert local.rounds == resumed.rounds
-    with pytest.raises(ValueError, match="has 2 fragments, not 1"):
-        pycomm.LocalSGD(network(), every=4).load_state_dict(saved)
-    with pytest.raises(ValueError, match="has version 2, not 1: load it with the pycomm that"):
-        resumed.load_state_dict({**saved, "version": 2})
-
-
-@on_ranks(2)
-def test_a_fragment_not_finite_is_reset(rank, size):
-    model = nn.Linear(40, 60, bias=False)
-    local = pycomm.LocalSGD(model, every=2, exchange=Streamed(overlap=1), codec="int8")
-    start = model.weight.detach().clone()
-    with torch.no_grad():
-        model.weight += float("nan") if rank == 0 else 1.0
-    for _ in range(3):
-        local.step()
-    assert local.skipped == 1
-    assert torch.equal(model.weight, start)
 
 
 # ---------------------------------------------------------------- weights and senders

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.errors import Error
-from tests.torch.harness import equal
+from tests.torch.harness import all_equal, equal
 from tests.torch.pool import on_ranks
 
 Make = Callable[..., Any]
@@ -49,15 +49,13 @@ def train(model: nn.Module, optimizers: Any, rank: int, steps: range) -> None:
             optimizer.step()
 
 
-def assert_alike(pool: Any, check: Callable[..., Any], *args: Any) -> None:
-    first, *others = pool.run(check, *args)
-    assert all(equal(first, other) for other in others)
-
-
 # ---------------------------------------------------------------- other optimizers' parameters
 
 
-def of_two_optimizers(rank: int, size: int, which: str, bucket_mb: float) -> list[torch.Tensor]:
+@on_ranks(2, then=all_equal)
+@every
+@pytest.mark.parametrize("bucket_mb", [25.0, 1e-6])  # one bucket for all, and one for each
+def test_parameters_of_another_optimizer_are_averaged(rank, size, which, bucket_mb):
     model = DistributedDataParallel(net(), bucket_cap_mb=bucket_mb)
     parts = list(model.parameters())
     coded = OPTIMIZERS[which]([p for p in parts if p.ndim > 1], model)
@@ -66,12 +64,6 @@ def of_two_optimizers(rank: int, size: int, which: str, bucket_mb: float) -> lis
     train(model, (coded, other), rank, range(5))
     assert not any(map(torch.equal, before, values(model)))
     return values(model)
-
-
-@every
-@pytest.mark.parametrize("bucket_mb", [25.0, 1e-6])  # one bucket for all, and one for each
-def test_parameters_of_another_optimizer_are_averaged(pool, which, bucket_mb):
-    assert_alike(pool, of_two_optimizers, which, bucket_mb)
 
 
 @on_ranks(2)
@@ -87,7 +79,8 @@ def test_others_gradients_are_those_of_ddp(rank, size):
     assert equal(*gradients)
 
 
-def beside_a_sparse_one(rank: int, size: int) -> list[torch.Tensor]:
+@on_ranks(2, then=all_equal)
+def test_another_optimizers_sparse_gradients_are_averaged(rank, size):
     torch.manual_seed(0)
     words, line = nn.Embedding(9, 40, sparse=True), nn.Linear(40, 40)
     model = DistributedDataParallel(nn.Sequential(words, line))
@@ -99,10 +92,6 @@ def beside_a_sparse_one(rank: int, size: int) -> list[torch.Tensor]:
         coded.step()
         other.step()
     return values(model)
-
-
-def test_another_optimizers_sparse_gradients_are_averaged(pool):
-    assert_alike(pool, beside_a_sparse_one)
 
 
 def scaled(rank: int, size: int, which: str) -> tuple[list[torch.Tensor], float]:
@@ -137,7 +126,10 @@ def test_an_overflow_beside_another_optimizer(pool, which):
 # ---------------------------------------------------------------- groups that come later
 
 
-def adds(rank: int, size: int, which: str, when: str) -> list[torch.Tensor]:
+@on_ranks(2, then=all_equal)
+@every
+@pytest.mark.parametrize("when", ["after a step", "after a backward"])
+def test_a_group_that_is_added_later_travels_coded(rank, size, which, when):
     model = DistributedDataParallel(net())
     parts = list(model.parameters())
     optimizer = OPTIMIZERS[which](parts[2:], model)
@@ -164,13 +156,8 @@ def adds(rank: int, size: int, which: str, when: str) -> list[torch.Tensor]:
     return values(model)
 
 
-@every
-@pytest.mark.parametrize("when", ["after a step", "after a backward"])
-def test_a_group_that_is_added_later_travels_coded(pool, which, when):
-    assert_alike(pool, adds, which, when)
-
-
-def adds_to_shards(rank: int, size: int) -> list[torch.Tensor]:
+@on_ranks(2, then=all_equal)
+def test_a_later_group_of_shards_travels_coded(rank, size):
     model: Any = fully_shard(net())
     parts = list(model.parameters())
     optimizer = OPTIMIZERS["adamw"](parts[2:], model)
@@ -182,10 +169,6 @@ def adds_to_shards(rank: int, size: int) -> list[torch.Tensor]:
     assert not torch.equal(before, parts[0].full_tensor())
     assert "row" in optimizer.state[parts[0]]
     return [p.full_tensor().detach() for p in parts]
-
-
-def test_a_later_group_of_shards_travels_coded(pool):
-    assert_alike(pool, adds_to_shards)
 
 
 def adds_wrongly(rank: int, size: int, which: str) -> list[str]:
@@ -217,7 +200,10 @@ def test_a_group_that_does_not_fit_is_refused(pool, which):
 # ---------------------------------------------------------------- freeze and thaw
 
 
-def freezes(rank: int, size: int, which: str, to_none: bool) -> list[torch.Tensor]:
+@on_ranks(2, then=all_equal)
+@every
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_layer_is_frozen_and_thawed(rank, size, which, to_none):
     model = DistributedDataParallel(net(), find_unused_parameters=True)
     optimizer = OPTIMIZERS[which](model.parameters(), model)
     for step in range(9):
@@ -233,13 +219,9 @@ def freezes(rank: int, size: int, which: str, to_none: bool) -> list[torch.Tenso
     return values(model)
 
 
+@on_ranks(2, then=all_equal)
 @every
-@pytest.mark.parametrize("to_none", [True, False])
-def test_a_layer_is_frozen_and_thawed(pool, which, to_none):
-    assert_alike(pool, freezes, which, to_none)
-
-
-def frozen_while_made(rank: int, size: int, which: str) -> list[torch.Tensor]:
+def test_a_layer_frozen_at_construction(rank, size, which):
     """Frozen when the optimizer is made, and not when the model is wrapped."""
     model = DistributedDataParallel(net(), find_unused_parameters=True)
     model.module[0].requires_grad_(False)
@@ -250,11 +232,6 @@ def frozen_while_made(rank: int, size: int, which: str) -> list[torch.Tensor]:
     train(model, [optimizer], rank, range(2, 5))
     assert not torch.equal(before[0], model.module[0].weight)
     return values(model)
-
-
-@every
-def test_a_layer_frozen_at_construction(pool, which):
-    assert_alike(pool, frozen_while_made, which)
 
 
 def frozen_while_wrapped(rank: int, size: int, which: str) -> Any:

@@ -14,6 +14,7 @@ from pycomm.policy import Parameter, Policy
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.powersgd import Exchange, Factor, Memory
 from tests.extent import each_value
+from tests.torch.harness import all_equal
 from tests.torch.pool import on_ranks
 
 SHAPES = [{"a": (64, 96), "bias": (50,), "b": (30, 8, 10)}, {"c": (128, 40), "small": (4, 4)}]
@@ -121,7 +122,11 @@ def test_alternate_turns_reach_the_mean(rank, size):
         assert o.norm() < 1e-4 * want.norm()  # rounding of four steps
 
 
-def check_nothing_is_lost(rank: int, size: int, spec: str) -> list[torch.Tensor]:
+@on_ranks(then=all_equal)
+@each_value
+@pytest.mark.parametrize("spec", ["powersgd:2", "powersgd:2,alternate=1", "powersgd:2,restart=1"])
+@pytest.mark.parametrize(("backend", "ranks"), [("pycomm", 2), ("gloo", 2), ("gloo", 3)])
+def test_feedback_loses_nothing_and_ranks_agree(rank, size, spec):
     model = Model(spec, dist.group.WORLD)
     steps = 6
     got = [torch.zeros_like(g) for g in gradients(rank, 0)]
@@ -136,15 +141,6 @@ def check_nothing_is_lost(rank: int, size: int, spec: str) -> list[torch.Tensor]
     exact = slice(64 * 96, 64 * 96 + 50)
     torch.testing.assert_close(got[0][exact], sum(mean(s, size)[0][exact] for s in range(steps)))
     return got
-
-
-@each_value
-@pytest.mark.parametrize("spec", ["powersgd:2", "powersgd:2,alternate=1", "powersgd:2,restart=1"])
-@pytest.mark.parametrize(("backend", "ranks"), [("pycomm", 2), ("gloo", 2), ("gloo", 3)])
-def test_feedback_loses_nothing_and_ranks_agree(pool, spec, backend, ranks):
-    first, *others = pool.run(check_nothing_is_lost, spec, backend=backend, ranks=ranks)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 @on_ranks(2)
