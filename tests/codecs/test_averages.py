@@ -143,7 +143,7 @@ def test_error_of_a_mean_falls_with_the_ranks(spec):
 
 
 # ------------------------------------------------------------------------------ limits of float32
-# Values near the limits of float32: the decoded result is never worse than zero.
+# Near them the decoded result is never worse than zero.
 
 
 MORE = [
@@ -189,29 +189,29 @@ def limit(codec: pycomm.codecs.base.Codec) -> float:
 @pytest.mark.parametrize("spec", [*SPECS, *ROTATIONS, *MORE])
 def test_what_arrives_is_not_worse_than_nothing(spec):
     codec = pycomm.codec(spec)
-    for extremes in EXTREMES:
-        with noting(f"extremes {extremes}"):
-            check_that_it_is_not_worse_than_nothing(codec, extremes)
+    for case in EXTREMES:
+        with noting(f"case {case}"):
+            check_that_it_is_not_worse_than_nothing(codec, case)
 
 
-def check_that_it_is_not_worse_than_nothing(codec: pycomm.codecs.base.Codec, extremes: str) -> None:
-    x = EXTREMES[extremes]
+def check_that_it_is_not_worse_than_nothing(codec: Codec, case: str) -> None:
+    x = EXTREMES[case]
     payload = codec.encode(x)
     got = codec.decode(payload, N)
     if not bool(got.isfinite().all()):
         # Formats of 16 bits end at 65504.
         assert "float16" in codec.spec()
-        assert extremes in ("large", "huge")
+        assert case in ("large", "huge")
         return
     error = (got.double() - x.double()).square().sum()
     assert float(error) <= limit(codec) * float(x.double().square().sum()) * 1.0001
 
 
 @pytest.mark.parametrize("scale", ["float32", "bfloat16"])
-@pytest.mark.parametrize("extremes", EXTREMES)
-def test_a_block_without_levels_is_its_value_next_to_zero(extremes, scale):
+@pytest.mark.parametrize("case", EXTREMES)
+def test_a_block_without_levels_is_its_value_next_to_zero(case, scale):
     codec = pycomm.codec(f"int4:range=minmax,scale={scale}")
-    x = EXTREMES[extremes]
+    x = EXTREMES[case]
     rows = x.view(-1, codec.block)
     flat = (rows.amax(dim=1) - rows.amin(dim=1)) <= 2.0**-100
     got = codec.decode(codec.encode(x), N).view_as(rows)

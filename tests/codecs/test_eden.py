@@ -67,7 +67,7 @@ def test_sizes_of_squares_do_not_matter(bits):
 
 
 # ----------------------------------------------------------------------------------- the rotation
-# The rotation of eden beyond its bytes: it can be undone, keeps lengths, depends on the key.
+# It can be undone, keeps lengths, depends on the key.
 
 
 SHORT = torch.randn(20000, generator=torch.Generator().manual_seed(0))

@@ -306,12 +306,12 @@ def test_a_misspelled_algorithm_lists_the_known_ones():
 
 
 # ------------------------------------------------------------------------------------ determinism
-# Determinism: the bits of a sum depend only on its inputs and the number of ranks.
+# The bits of a sum depend only on its inputs and the number of ranks.
 
 
 NUMEL = 60_000  # two-shot over channels, several slots of the window
 PREFIXES = [1, 29, 31, 1000, 8191, 33_000]  # within a flag's line, one-shot, one slot, two-shot
-# All ordered whose sums are in rank order; automatic choice is restricted to these.
+# All ways whose sums are in rank order; automatic choice is restricted to these.
 ORDERED = {
     "window": {"transport": "local"},
     "one-shot": {"transport": "local", "algo": "one_shot"},

@@ -255,7 +255,7 @@ def test_bytes_travel_while_ranks_wait_inside_their_node(name):
 
 
 # ------------------------------------------------------------------------------------------ sites
-# Sites: hosts near each other, far from all others, reduce among themselves first.
+# Hosts near each other, far from all others, reduce among themselves first.
 
 
 # The site of each rank, and its node where some share memory.

@@ -325,8 +325,8 @@ def test_between_processes():
 
 
 # ---------------------------------------------------------------- a peer that breaks the protocol
-# Protocol violations of sends and receives: a faulty peer ends the group with an error that names
-# it, before memory is allocated for what it announces. Rank 1 is a bare transport here, without a
+# It ends the group with an error that names it, before memory is allocated for what it announces.
+# Rank 1 is a bare transport here, without a
 # communicator, and sends arbitrary messages.
 
 

@@ -71,11 +71,11 @@ def test_a_segment_is_about_as_large_as_asked(segment):
 
 
 # ----------------------------------------------------------------------------------------- choice
-# The choice of an algorithm: the cheapest that keeps the order of sums, by verified costs.
+# The cheapest algorithm that keeps the order of sums, by verified costs.
 
 
 OTHER_ORDERS = {"halving_doubling", "ring"}
-SIZES_OF_GROUPS = [2, 3, 4, 5, 7, 8, 13, 16, 32, 64, 257]
+GROUPS = [2, 3, 4, 5, 7, 8, 13, 16, 32, 64, 257]
 SIZES = [0, 8, 1000, 10_000, 100_000, 10**6, 10**8]
 FLOATS = _C.DType.float32, _C.DType.bfloat16, _C.DType.complex64
 
@@ -90,7 +90,7 @@ def tag(op, dtype=_C.DType.float32, redop=_C.ReduceOp.sum):
 def test_floats_are_never_summed_in_another_order(op):
     for dtype in FLOATS:
         for redop in (_C.ReduceOp.sum, _C.ReduceOp.avg, _C.ReduceOp.min, _C.ReduceOp.prod):
-            for ranks in SIZES_OF_GROUPS:
+            for ranks in GROUPS:
                 for size in SIZES:
                     chosen = _C.schedule.select(tag(op, dtype, redop), ranks, size)
                     assert chosen not in OTHER_ORDERS
@@ -103,7 +103,7 @@ def test_the_cheapest_one_is_chosen(op):
         reduces = op in ("all_reduce", "reduce_scatter", "reduce")
         fixed = reduces and dtype == _C.DType.float32
         allowed = [a for a in ALGOS_OF[op] if not (fixed and a in OTHER_ORDERS)]
-        for ranks in SIZES_OF_GROUPS:
+        for ranks in GROUPS:
             for size in SIZES:
                 seconds = {a: _C.schedule.cost(call, ranks, size, a)[-1] for a in allowed}
                 chosen = _C.schedule.select(call, ranks, size)

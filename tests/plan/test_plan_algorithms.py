@@ -143,9 +143,6 @@ def test_a_codec_of_which_nothing_is_known_is_named(name):
 # Links between far nodes: their texts, losses and slower directions.
 
 
-# ------------------------------------------------------------------ far links
-
-
 def test_a_far_link_is_written_with_round_trip_and_loss():
     link = Link.parse("20mbit/50mbit,60ms,0.1%")
     assert link == Link.parse("20mbit/50mbit, 0.1%, 60ms")

@@ -102,7 +102,7 @@ def test_prometheus_reads_it(model):
 
 
 # ----------------------------------------------------------------------------------------- people
-# People see decisions once, whether or not their program has set up logging.
+# They see decisions once, whether or not their program has set up logging.
 
 
 def test_without_logging_it_goes_to_standard_error(monkeypatch, capsys):

@@ -228,7 +228,7 @@ def test_a_gpu_that_is_full_gives_one():
 
 
 # ----------------------------------------------------------------------------- how a group starts
-# Tests of how a device group starts: signals end the wait, and shared memory has whole pages.
+# Signals end the wait, and shared memory has whole pages.
 
 
 KERNEL = r"""
