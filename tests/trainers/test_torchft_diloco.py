@@ -165,7 +165,8 @@ def test_an_uncommitted_outer_step_leaves_no_trace(pool, codec):
 # ------------------------------------------------------------------ who heals, and who counts
 
 
-def heals(rank: int, size: int, store: Any) -> torch.Tensor:
+@on_ranks(3, backend=None, then=all_equal)
+def test_a_healing_replica_owes_nothing(rank, size, store):
     """The third replica comes with the others' parameters, and the others keep what they owe."""
     manager = Led(rank, store)
     trainer = Trainer(manager, "int4")
@@ -196,11 +197,6 @@ def heals(rank: int, size: int, store: Any) -> torch.Tensor:
     assert manager.error is None
     assert nonzero(trainer.owes())
     return trainer.everything()
-
-
-def test_a_healing_replica_owes_nothing(pool):
-    first, *others = pool.run(heals, ranks=3, backend=None)
-    assert all(torch.equal(first, other) for other in others)
 
 
 @on_ranks(3, backend=None, then=all_equal)

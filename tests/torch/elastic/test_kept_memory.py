@@ -9,14 +9,13 @@ import os
 import signal
 import time
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import pycomm
-from tests.torch.elastic.member import Member, check_sum, on_members, run
+from tests.torch.elastic.member import Member, check_sum, on_members
 
 NUMEL = 300_007
 SOON = timedelta(seconds=0.5)
@@ -56,7 +55,8 @@ def in_place(member: Member, tensor: torch.Tensor) -> bool:
     return bool(member.backend.sent_bytes == before)
 
 
-def kept(rank: int, size: int, store: Any) -> None:
+@on_members(3)
+def test_shared_memory_is_kept_for_the_next_group(rank, size, store):
     member = Member(rank, size, store)
     handles = member.handles("all")
     member.form(1, handles)
@@ -78,10 +78,6 @@ def kept(rank: int, size: int, store: Any) -> None:
         with pytest.raises(pycomm.Error):
             dist.all_reduce(ours)
     member.meet("done")
-
-
-def test_shared_memory_is_kept_for_the_next_group(pool):
-    pool.run(run, kept, ranks=3, backend=None)
 
 
 @on_members(3)

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -237,15 +236,7 @@ def numbers(member: Member, handles: list[str]) -> None:
         elastic.reconfigure(7, handles[0])
 
 
-def wrong(rank: int, size: int, store: Any, act: Callable[[Member, list[str]], None]) -> None:
-    member = Member(rank, size, store)
-    handles = member.handles("all")
-    member.form(1, handles)
-    check_sum()
-    act(member, handles)
-    go_on(member, 8, handles)
-
-
+@on_members(3)
 @pytest.mark.parametrize(
     "act",
     [
@@ -262,8 +253,13 @@ def wrong(rank: int, size: int, store: Any, act: Callable[[Member, list[str]], N
         numbers,
     ],
 )
-def test_a_mistake_is_named_on_all_ranks(pool, act):
-    pool.run(run, wrong, act, ranks=3, backend=None)
+def test_a_mistake_is_named_on_all_ranks(rank, size, store, act):
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    member.form(1, handles)
+    check_sum()
+    act(member, handles)
+    go_on(member, 8, handles)
 
 
 @on_members(3, dies={2})

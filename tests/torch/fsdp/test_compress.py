@@ -64,24 +64,18 @@ def trained(
     return values(model), losses
 
 
-def check_exact(rank: int, size: int, shape: str) -> None:
+CASES = [("pycomm", 2), ("pycomm", 3), ("gloo", 2)]
+SHAPED = [
+    *(("fsdp", *case) for case in CASES),
+    *((shape, b, n) for shape, n in (("hsdp", 4), ("replicate", 2)) for b in ("pycomm", "gloo")),
+]
+
+
+@on_ranks()
+@pytest.mark.parametrize(("shape", "backend", "ranks"), SHAPED)
+def test_exact_gradients_are_those_without_a_codec(rank, size, shape):
     (a, _), (b, _) = (trained(rank, size, spec, shape) for spec in (None, "fp32"))
     assert equal(a, b)
-
-
-CASES = [("pycomm", 2), ("pycomm", 3), ("gloo", 2)]
-
-
-@pytest.mark.parametrize(("backend_name", "ranks"), CASES)
-def test_exact_gradients_are_those_of_fsdp2(pool, backend_name, ranks):
-    pool.run(check_exact, "fsdp", backend=backend_name, ranks=ranks)
-
-
-@pytest.mark.parametrize("shape", ["hsdp", "replicate"])
-@pytest.mark.parametrize("backend_name", ["pycomm", "gloo"])
-def test_exact_gradients_are_those_of_replicas(pool, backend_name, shape):
-    ranks = 4 if shape == "hsdp" else 2
-    pool.run(check_exact, shape, backend=backend_name, ranks=ranks)
 
 
 def coded_twice(rank: int, size: int, shape: str) -> list[torch.Tensor]:
@@ -190,7 +184,9 @@ def average(size: int, step: int) -> dict[str, torch.Tensor]:
     return {name: sum(g[name] for g in everybody) / size for name in SHAPES}
 
 
-def check_nothing_is_lost(rank: int, size: int) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("backend", "ranks"), CASES)
+def test_feedback_loses_nothing(rank, size):
     model, state = chosen(size)
     steps, got = 6, {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(steps):
@@ -209,23 +205,19 @@ def check_nothing_is_lost(rank: int, size: int) -> None:
         torch.testing.assert_close(got[name] + owed, want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("backend_name", "ranks"), CASES)
-def test_feedback_loses_nothing(pool, backend_name, ranks):
-    pool.run(check_nothing_is_lost, backend=backend_name, ranks=ranks)
-
-
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     (mine,) = (key for key in a if key.startswith("rank"))
     (_, a), (_, b) = a[mine], b[mine]
     return a.keys() == b.keys() and all(torch.equal(a[n]["worker"], b[n]["worker"]) for n in a)
 
 
-def check_overflows(rank: int, size: int, shape: str) -> None:
-    for where in ("big", "bias"):
-        check_overflow(rank, size, shape, where)
-
-
-def check_overflow(rank: int, size: int, shape: str, where: str) -> None:
+@on_ranks()
+@pytest.mark.parametrize(
+    ("shape", "ranks", "backend"),
+    [("fsdp", 2, "pycomm"), ("hsdp", 4, "pycomm"), ("fsdp", 2, "gloo")],
+)
+@pytest.mark.parametrize("where", ["big", "bias"])
+def test_overflow_leaves_no_trace_at_any_shard(rank, size, shape, where):
     (model, state), (calm, _) = chosen(size, shape=shape), chosen(size, shape=shape)
     for step in range(3):
         reduced(model, gradients(rank, step))
@@ -239,14 +231,6 @@ def check_overflow(rank: int, size: int, shape: str, where: str) -> None:
     assert state.overflows == 1
     got, want = (reduced(m, gradients(rank, 4)) for m in (model, calm))
     assert all(torch.equal(got[name], want[name]) for name in want)
-
-
-@pytest.mark.parametrize(
-    ("shape", "ranks", "backend_name"),
-    [("fsdp", 2, "pycomm"), ("hsdp", 4, "pycomm"), ("fsdp", 2, "gloo")],
-)
-def test_overflow_leaves_no_trace_at_any_shard(pool, shape, ranks, backend_name):
-    pool.run(check_overflows, shape, ranks=ranks, backend=backend_name)
 
 
 @on_ranks()
@@ -492,7 +476,9 @@ def gradient(rank: int, step: int) -> torch.Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def sums(rank: int, size: int, codec: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("codec", ["int2", "int2 3:int3 5:int2", "int2 3:topk:0.1 6:int2"])
+def test_codecs_that_take_turns_lose_nothing(rank, size, codec):
     """What was averaged in all steps, and what ranks still owe, is the sum of the gradients."""
     model = Model()
     fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
@@ -509,11 +495,6 @@ def sums(rank: int, size: int, codec: str) -> None:
     assert float((wanted - found).abs().max()) > 0.5
     # Round-off of eight sums.
     torch.testing.assert_close(found + owed.view(SHAPE) / size, wanted, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("codec", ["int2", "int2 3:int3 5:int2", "int2 3:topk:0.1 6:int2"])
-def test_codecs_that_take_turns_lose_nothing(pool, codec):
-    pool.run(sums, codec)
 
 
 # ------------------------------------------------------------------------ other versions of torch

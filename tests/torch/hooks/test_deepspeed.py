@@ -168,7 +168,9 @@ def test_all_reduces_have_the_bits_of_ddp(rank, ranks, codec, stage):
     assert equal(wanted[0], mean(0, ranks)) == (codec == "fp32")
 
 
-def scatters(rank, ranks):
+@on_ranks()
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_zero_3_gets_its_shards_of_the_mean(rank, ranks):
     engine = DeepSpeedEngine(3)
     pycomm.compress(engine, "fp32")
     assert engine.optimizer.reduce_scatter
@@ -195,11 +197,6 @@ def scatters(rank, ranks):
     assert exact(engine) == 0
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_zero_3_gets_its_shards_of_the_mean(pool, ranks):
-    pool.run(scatters, ranks=ranks)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_residuals_follow_the_loss_scale(rank, ranks, stage):
@@ -214,17 +211,14 @@ def test_residuals_follow_the_loss_scale(rank, ranks, stage):
         assert equal(found, [scale * part for part in wanted])
 
 
-def sums(rank, ranks):
+@on_ranks(2)
+def test_without_gradient_average_gradients_are_summed(rank, ranks):
     for stage in STAGES:
         engine = DeepSpeedEngine(stage)
         (engine.optimizer if stage else engine).gradient_average = False
         pycomm.compress(engine, "fp32")
         wanted = [ranks * part for part in mean(0, ranks)]
         assert equal(engine.backward(drawn(rank, 0)), wanted)
-
-
-def test_without_gradient_average_gradients_are_summed(pool):
-    pool.run(sums)
 
 
 def heard(act):

@@ -169,7 +169,8 @@ def test_unsupported_models_are_refused(rank, ranks):
         pycomm.compress(model, "int4")
 
 
-def experts(rank, ranks):
+@on_ranks(2)
+def test_experts_that_travel_exactly_are_named_once(rank, ranks):
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -186,10 +187,6 @@ def experts(rank, ranks):
     found = [text for text in said if "experts" in text]
     assert len(found) == (rank == 0)
     assert all("1 parameters of experts, from weights.2 on" in text for text in found)
-
-
-def test_experts_that_travel_exactly_are_named_once(pool):
-    pool.run(experts)
 
 
 @on_ranks(2)

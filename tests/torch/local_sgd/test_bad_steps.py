@@ -19,6 +19,7 @@ import pycomm
 from pycomm.local_sgd import Blocking, Quorum, Streamed
 from tests.torch.harness import batch, network
 from tests.torch.local_sgd.test_local_sgd import values
+from tests.torch.pool import on_ranks
 
 FORMS = {
     "blocking": {"exchange": Blocking()},
@@ -46,7 +47,9 @@ def equal_on_all_ranks(model: nn.Module) -> bool:
     return torch.equal(mine, first)
 
 
-def check_nan(rank: int, size: int, options: dict[str, Any]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+def test_one_gradient_of_nan_costs_one_round(rank, size, options):
     """Rank 1 has one gradient of NaN; with AdamW that once cost all rounds that followed."""
     lines = Lines()
     logging.getLogger("pycomm").addHandler(lines)
@@ -74,11 +77,6 @@ def check_nan(rank: int, size: int, options: dict[str, Any]) -> None:
     for state in optimizer.state.values():
         assert all(value.isfinite().all() for value in state.values())
         assert state["step"] > 0
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_one_gradient_of_nan_costs_one_round(pool, form):
-    pool.run(check_nan, FORMS[form])
 
 
 def check_scaler(rank: int, size: int, options: dict[str, Any], overflows: tuple[int, ...]) -> None:
@@ -116,7 +114,9 @@ def test_ranks_that_skip_steps_finish_with_the_others(pool, form, overflows):
     pool.run(check_scaler, FORMS[form], overflows)
 
 
-def check_uneven(rank: int, size: int, options: dict[str, Any]) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+def test_ranks_of_different_numbers_of_steps_end_equal(rank, size, options):
     model = network()
     local = pycomm.LocalSGD(model, every=4, codec="fp32", **options)
     for _ in range((0, 3, 14)[rank]):
@@ -127,11 +127,6 @@ def check_uneven(rank: int, size: int, options: dict[str, Any]) -> None:
     assert equal_on_all_ranks(model)
     local.finish()  # with nothing to do
     assert equal_on_all_ranks(model)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_ranks_of_different_numbers_of_steps_end_equal(pool, form):
-    pool.run(check_uneven, FORMS[form], ranks=3)
 
 
 # -------------------------------------------------------------------------------------- what ends

@@ -75,7 +75,11 @@ class Run:
                 return
 
 
-def check_points(rank: int, size: int, options: dict[str, Any]) -> None:
+@on_ranks(2)
+@each_value
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_a_state_may_be_loaded_at_any_point_of_a_step(rank, size, options):
     run = Run(rank, options)
     run.train(range(SAVED))
     saved = run.saved()
@@ -95,13 +99,6 @@ def check_points(rank: int, size: int, options: dict[str, Any]) -> None:
         assert other.local.rounds == rounds, point
 
 
-@each_value
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_a_state_may_be_loaded_at_any_point_of_a_step(pool, form, backend):
-    pool.run(check_points, FORMS[form], backend=backend)
-
-
 @on_ranks(2)
 def test_states_of_other_options_are_refused(rank, size):
     saved = pycomm.LocalSGD(network(), every=4, exchange=Streamed(2, overlap=2)).state_dict()
@@ -115,7 +112,9 @@ def test_states_of_other_options_are_refused(rank, size):
         pycomm.LocalSGD(network(), every=4).load_state_dict({**saved, "version": 2})
 
 
-def check_model_first(rank: int, size: int, options: dict[str, Any]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+def test_the_model_may_be_loaded_before_local_sgd_is_made(rank, size, options):
     """The model is loaded before LocalSGD is made, which copies the first rank's."""
     run = Run(rank, options)
     run.train(range(SAVED - 1))
@@ -130,11 +129,6 @@ def check_model_first(rank: int, size: int, options: dict[str, Any]) -> None:
     other.train(range(SAVED - 1, END))
     other.local.finish()
     assert equal(values(other.model), values(run.model))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_model_may_be_loaded_before_local_sgd_is_made(pool, form):
-    pool.run(check_model_first, FORMS[form])
 
 
 @on_ranks(2)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from tests.torch.harness import equal, near
+from tests.torch.harness import all_equal, equal, near
 from tests.torch.pool import on_ranks
 
 SHAPES = {"filters": (64, 8, 3, 3), "turned": (96, 40), "bias": (7,)}
@@ -119,7 +119,9 @@ def test_checkpoints_move_between_formats(rank, size):
         assert other.module.filters.is_contiguous() == strided
 
 
-def averages(rank: int, size: int, codec: str) -> list[torch.Tensor]:
+@on_ranks(2, then=all_equal)
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_compressed_gradients_are_those_of_contiguous_ones(rank, size, codec):
     """What is coded in the order of memory has other blocks, and the same sums."""
     models = [DistributedDataParallel(Model(strided=strided)) for strided in (True, False)]
     for model in models:
@@ -129,8 +131,3 @@ def averages(rank: int, size: int, codec: str) -> list[torch.Tensor]:
     for one, other in zip(strided, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0 if codec == "fp32" else 0.02)
     return strided
-
-
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
-def test_compressed_gradients_are_those_of_contiguous_ones(pool, codec):
-    assert equal(*pool.run(averages, codec))

@@ -279,7 +279,8 @@ def test_sgd_refuses_what_ranks_have_for_themselves(pool):
 # ---------------------------------------------------------------- copies
 
 
-def copies(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_models_with_every_hook_are_copied_and_saved(rank, size):
     attached: dict[str, Callable[[DistributedDataParallel], Any]] = {
         "compress": lambda model: pycomm.compress(model, "int4"),
         **{
@@ -301,7 +302,3 @@ def copies(rank: int, size: int) -> None:
             copied(batch(rank, 0)).square().mean().backward()
             attach(copied)  # a copy has no hook, and takes one
         train(model, [optimizer], rank, range(2, 4))
-
-
-def test_models_with_every_hook_are_copied_and_saved(pool):
-    pool.run(copies)
