@@ -38,7 +38,7 @@ def test_written_lines_are_those_of_the_table(file):
     assert (ROOT / file).read_text() == written()[ROOT / file]
 
 
-def test_every_row_is_complete_and_names_a_page_that_exists():
+def test_every_row_names_an_existing_page():
     names = [row.name for row in rows()]
     assert len(set(names)) == len(names)
     for row in rows():

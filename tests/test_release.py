@@ -84,7 +84,7 @@ def test_workflows_call_targets_and_files_that_exist(workflow):
         assert (ROOT / file).exists() or (ROOT / f"{file}.py").exists()
 
 
-def test_a_change_is_checked_by_the_script_that_runs_everywhere():
+def test_ci_runs_the_common_script():
     (ci,) = (path for path in WORKFLOWS if path.stem == "ci")
     jobs = yaml.safe_load(ci.read_text())["jobs"].values()
     assert "bash .ci/run" in [step.get("run") for job in jobs for step in job["steps"]]
@@ -114,7 +114,7 @@ def test_kernels_are_compiled_for_the_gpus_that_are_here(defaults, monkeypatch, 
     assert defaults(gpus=True) == {}
 
 
-def test_releases_are_for_every_python_and_torch_that_the_documentation_names():
+def test_releases_match_the_documented_versions():
     built = CONFIGURATION["tool"]["cibuildwheel"]
     pythons = re.findall(r"cp3(\d+)-", built["build"])
     page = (ROOT / "docs/install.md").read_text()

@@ -32,7 +32,7 @@ ROWS = [
 ]
 
 
-def test_seconds_are_the_steps_to_the_references_loss_times_a_step():
+def test_seconds_are_steps_times_a_step():
     found = results.seconds_to_loss(ROWS, 20)
     place = ("1gbit", "0")
     assert found[REFERENCE, place] == 2.0  # 20 steps of 0.1 s
@@ -40,7 +40,7 @@ def test_seconds_are_the_steps_to_the_references_loss_times_a_step():
     assert found["torchft DiLoCo", place] is None  # it never comes so far
 
 
-def test_the_table_marks_the_first_of_each_column_and_says_what_broke():
+def test_the_table_marks_the_first_of_each_column():
     lines = results.markdown(ROWS, 20).splitlines()
     assert "| 1gbit, 0 ms |" in lines[0]
     by_name = {line.split(" | ")[0].strip("| "): line for line in lines[2:]}
@@ -51,9 +51,7 @@ def test_the_table_marks_the_first_of_each_column_and_says_what_broke():
     assert all(line.count("|") == lines[0].count("|") for line in lines)
 
 
-def test_a_broken_system_takes_no_steps_and_rows_are_added_to_the_file(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_broken_system_takes_no_steps(tmp_path, monkeypatch, capsys):
     measured = []
 
     def ranks(lab, peer, options, seconds=0.0):
@@ -81,7 +79,7 @@ def test_a_broken_system_takes_no_steps_and_rows_are_added_to_the_file(
     assert capsys.readouterr().out.count(f"| {REFERENCE} | 0 | **0.1** |") == 2
 
 
-def test_a_sentence_says_for_each_link_who_is_first_and_how_far_pycomm_is():
+def test_a_sentence_says_who_is_first():
     place = {"rate": "100mbit", "delay_ms": "50"}
     slow = [
         row("step", REFERENCE, **place, ms="10.00", bytes="1"),
@@ -93,7 +91,7 @@ def test_a_sentence_says_for_each_link_who_is_first_and_how_far_pycomm_is():
     ]
 
 
-def test_the_figure_has_a_panel_for_each_delay_and_the_systems_that_reach_the_loss():
+def test_the_figure_has_a_panel_for_each_delay():
     more = [
         row("step", name, rate=rate, delay_ms=delay, ms="10.00", bytes="1", settings="steps=20")
         for name in (REFERENCE, OURS, "torchft DiLoCo", "detonation DeMo")

@@ -43,7 +43,7 @@ def test_rows_come_back(tmp_path):
     assert read_rows(path, PlanCase) == GOOD
 
 
-def test_the_summary_has_a_row_for_each_kind_rate_and_number_of_ranks():
+def test_the_summary_has_a_row_for_each_case():
     rows = list(summary([*GOOD, case("none", 12.0, 10.0, ranks=4)]))
     assert [row[:4] for row in rows] == [
         ["all_reduce", "1gbit", "2", "3"],

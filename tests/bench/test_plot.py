@@ -76,7 +76,7 @@ def test_rows_that_differ_in_more_than_is_shown_are_noticed(
     assert capsys.readouterr().out == f"{says}\n"
 
 
-def test_a_column_that_goes_with_a_line_may_differ_between_lines_alone(checkout):
+def test_a_lines_column_may_differ_between_lines(checkout):
     table = checkout / "bench/results/line.csv"
     figure = replace(FIGURE, line=("name", "ranks"))
     tables.append(table, [row(3, 4, name="other", ranks=8)])
@@ -85,7 +85,7 @@ def test_a_column_that_goes_with_a_line_may_differ_between_lines_alone(checkout)
     assert figure.mixtures(table.parent) == ["line: ranks is 2 and 8 in the rows of c"]
 
 
-def test_the_newest_of_equal_rows_is_shown_and_others_are_selected(checkout):
+def test_the_newest_of_equal_rows_is_shown(checkout):
     results = checkout / "bench/results"
     tables.append(results / "line.csv", [row(1, 9), row(1, 5, ranks=8)])
     figure = replace(FIGURE, where={"ranks": ["2"]})

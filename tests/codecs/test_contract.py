@@ -424,3 +424,4 @@ def test_sizes_and_names_agree_with_native(spec):
     for numel in (0, 1, 31, 32, 33, 255, 256, 257, 100_003):
         assert codec.native.encoded_bytes(numel) == codec.encoded_bytes(numel)
         assert codec.encoded_bytes(numel) % 4 == 0
+        assert codec.native.scratch_bytes(numel) % 16 == 0

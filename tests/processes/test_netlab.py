@@ -222,7 +222,7 @@ time.sleep(60)
 """
 
 
-def test_a_command_beside_the_ranks_ends_with_its_process_too():
+def test_a_command_beside_the_ranks_ends_too():
     mark = f"{os.getpid()}.kept"
     code = KEPT.format(mark=mark)
     started = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)

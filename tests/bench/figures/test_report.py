@@ -58,7 +58,7 @@ def test_only_tables_that_are_asked_for(capsys, tmp_path, monkeypatch):
     assert [line.split()[1] for line in lines] == ["demo-cpu.csv:", *["links-cpu.csv:"] * 2]
 
 
-def test_every_claim_has_a_table_and_a_command_that_there_is():
+def test_every_claim_has_a_table_and_a_command():
     known = {*OPERATIONS, *SUBCOMMANDS}
     for _, words in commands():
         assert words.split()[0] in {".demo", *known}

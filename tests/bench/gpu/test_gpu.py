@@ -251,7 +251,7 @@ def test_sanitizers_run_where_they_are_installed_and_see_the_gpu(tmp_path, monke
     assert bool(reason) == bool(says)
 
 
-def test_a_suite_that_takes_too_long_is_ended_with_what_it_started(tmp_path, few_plugins):
+def test_a_slow_suite_is_ended_with_its_processes(tmp_path, few_plugins):
     test, alive = tmp_path / "test_slow.py", tmp_path / "alive"
     child = f"import time; time.sleep(3); open({str(alive)!r}, 'w')"
     test.write_text(

@@ -257,7 +257,7 @@ def case_of(op: str, size: int = 4096):
     return make_case(OPERATIONS[op], size, dtype="float32", redop="sum", rank=0, ranks=1)
 
 
-def test_a_backend_without_checksums_runs_beside_the_one_with_them(played):
+def test_a_backend_runs_without_checksums(played):
     rows = played.rows("two ranks", "unchecked")
     assert {row["backend"] for row in rows} == {"pycomm", "pycomm-unchecked"}
     assert " pycomm-unchecked " in played.printed("two ranks")

@@ -124,7 +124,7 @@ def prebuilt(package):
 
 
 @pytest.mark.parametrize("version", ["2.14.0", "2.14.9+cu130", "2.14.0a0+git1234"])
-def test_every_build_of_a_minor_version_takes_the_prebuilt_binary(
+def test_every_build_takes_its_minors_prebuilt_binary(
     package, prebuilt, compiled, monkeypatch, version
 ):
     prebuilt("2.1", "2.13", "2.14")
@@ -195,7 +195,7 @@ def test_half_a_binary_in_the_cache_is_compiled_again(package, compiled, monkeyp
     assert len(compiled) == 2
 
 
-def test_processes_of_two_torches_compile_one_after_the_other(package, monkeypatch):
+def test_two_torches_compile_in_turn(package, monkeypatch):
     running, most = [], []
 
     def compile_into(folder: Path) -> None:
@@ -234,16 +234,14 @@ def test_what_others_can_write_is_not_loaded(package, compiled, monkeypatch, par
     assert _build.load_c10d() == planted
 
 
-def test_a_torch_that_is_too_old_is_refused_before_anything_is_compiled(
-    package, compiled, monkeypatch
-):
+def test_a_torch_too_old_is_refused(package, compiled, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.10.1")
     with pytest.raises(Error, match=r"torch 2\.10\.1 is too old for pycomm: install torch 2\.11"):
         _build.load_c10d()
     assert compiled == []
 
 
-def test_no_place_that_can_be_written_is_an_error_with_a_remedy(package, compiled, monkeypatch):
+def test_no_writable_folder_is_an_error(package, compiled, monkeypatch):
     (package.parent / "pycomm-built").write_text("a file, so that no folder can be made here")
     (package / "cache").write_text("another")
     monkeypatch.setenv("XDG_CACHE_HOME", str(package / "cache"))

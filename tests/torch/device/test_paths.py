@@ -172,7 +172,8 @@ def check_bits(rank: int, ranks: int, device: str, rule: Feedback, dtype: torch.
             x = given.to(dtype).to(device)
             out = x.view(-1) if op == "all_reduce" else x.new_zeros(rows_out * bucket.numel)
             assert paths.native_backend(bucket, dist.group.WORLD, op, out) is native
-            assert bucket.agreed.paths[op, False].path is (paths.CORE if device == "cpu" else paths.PEERS)
+            path = paths.CORE if device == "cpu" else paths.PEERS
+            assert bucket.agreed.paths[op, False].path is path
             call = getattr(native, f"compressed_{op}")
             tensors = (out,) if op == "all_reduce" else (out, x.view(-1))
             work = call(*tensors, bucket.native, bucket.sides, seed=5, step=step)
