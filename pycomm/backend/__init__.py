@@ -17,6 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from pycomm import _register
 from pycomm.backend.choice import load
+from pycomm.backend.timeouts import let_torch_set_timeouts
 from pycomm.env import env, let_groups_allocate_buckets
 
 if TYPE_CHECKING:
@@ -152,3 +153,6 @@ def _found(
         return None
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     return backend if type(backend).__module__ in modules else None
+
+
+let_torch_set_timeouts(find)
