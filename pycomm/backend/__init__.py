@@ -16,6 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from pycomm import _register
 from pycomm._build import load_c10d
+from pycomm.backend.timeouts import let_torch_set_timeouts
 from pycomm.env import env, let_groups_allocate_buckets
 
 if TYPE_CHECKING:
@@ -143,3 +144,6 @@ def find_native(
 def _is_mixed(backend: Backend) -> bool:
     """Return whether some ranks of a group may have tensors on the CPU, and others on devices."""
     return getattr(backend.options, "device_path", "auto") == "mixed"
+
+
+let_torch_set_timeouts(find)
