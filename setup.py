@@ -8,6 +8,7 @@ needs no torch and takes longest is compiled, and nothing is installed.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import shutil
@@ -17,15 +18,26 @@ import sysconfig
 from pathlib import Path
 from typing import TextIO
 
+import setuptools
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
+OLDEST_SETUPTOOLS = 77  # the first that reads the licence in pyproject.toml
+PIP = (
+    "`pip install .` brings what the build needs; before `pip install --no-build-isolation .` run "
+    'pip install "setuptools>=77" pybind11 cmake ninja'
+)
 # Top-level folders that install inside the package; on their own these names are other projects'.
 INSIDE = {"pycomm.bench": "bench", "pycomm.triton_kernels": "triton_kernels"}
 PARTS = [f"{inside}.{part}" for inside, folder in INSIDE.items() for part in find_packages(folder)]
 CUDA_WHEEL = runpy.run_path(str(ROOT / "pycomm/_cuda_wheel.py"))
 OPTIONS = ("PYCOMM_CUDA", "PYCOMM_CUDA_ARCH", "PYCOMM_TORCH", "PYCOMM_TORCHES", "PYCOMM_SANITIZE")
+
+
+def stop(what: str, cure: str = PIP) -> None:
+    """End the installation with one line."""
+    raise SystemExit(f"pycomm: {what}: {cure}")
 
 
 class CMakeBuild(build_ext):
@@ -35,6 +47,7 @@ class CMakeBuild(build_ext):
         wanted = os.environ.get("PYCOMM_BUILD")
         if wanted == "OFF":
             return
+        self.require_tools()
         in_place = self.inplace or self.editable_mode
         package = ROOT / "pycomm" if in_place else Path(self.build_lib).absolute() / "pycomm"
         chosen = {name: os.environ[name] for name in OPTIONS if os.environ.get(name)}
@@ -64,20 +77,26 @@ class CMakeBuild(build_ext):
 
     def tools(self) -> list[str]:
         """Return CMake's options for its tools, whose paths differ in each isolated build."""
-        python, ninja = f"-DPython_EXECUTABLE={sys.executable}", self.find("ninja")
-        if ninja is None:
-            return [python]
-        return [python, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+        ninja = f"-DCMAKE_MAKE_PROGRAM={self.find('ninja')}"
+        return [f"-DPython_EXECUTABLE={sys.executable}", "-GNinja", ninja]
+
+    def require_tools(self) -> None:
+        """End with one line if something that the build needs is not here."""
+        packages = [name for name in ("cmake", "ninja") if self.find(name) is None]
+        if importlib.util.find_spec("pybind11") is None:
+            packages.insert(0, "pybind11")
+        if packages:
+            stop(f"there is no {', no '.join(packages)}")
+        names = os.environ.get("CXX", "").split()[-1:] or ["c++", "g++", "clang++"]
+        if not any(map(shutil.which, names)):
+            stop(f"there is no C++ compiler ({', '.join(names)})", "on Debian: apt install g++")
 
     def find(self, program: str) -> str | None:
         """Return a program's path: on the PATH, or next to the interpreter, where pip puts it."""
         return shutil.which(program) or shutil.which(program, path=sysconfig.get_path("scripts"))
 
     def cmake(self, *arguments: object) -> None:
-        cmake = self.find("cmake")
-        if cmake is None:
-            raise SystemExit("pycomm: there is no cmake: pip install cmake ninja")
-        command = [cmake, *map(str, arguments)]
+        command = [str(self.find("cmake")), *map(str, arguments)]
         if self.verbose >= 1:
             subprocess.run(command, check=True)
         else:
@@ -100,6 +119,8 @@ def progress() -> TextIO:
         return open(os.devnull, "w")
 
 
+if int(setuptools.__version__.partition(".")[0]) < OLDEST_SETUPTOOLS:
+    stop(f"setuptools {setuptools.__version__} is too old")
 setup(
     packages=[*find_packages(include=["pycomm", "pycomm.*"]), *INSIDE, *PARTS],
     package_dir=INSIDE,

@@ -25,7 +25,7 @@ SUBCOMMANDS = {
         "steps and losses of real models with each codec, and torch's",
     ),
 }
-OPTIONAL = ("matplotlib", "mpi4py", "numpy", "plotly", "torch")
+OPTIONAL = ("matplotlib", "numpy", "plotly", "torch")
 """packages that are optional, since only some measurements need them"""
 HELP = """usage: python -m pycomm.bench OP [options]
 

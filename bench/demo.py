@@ -9,29 +9,29 @@ a table and drawn as a picture of the loss against wall time.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from pycomm.bench import netlab
 from pycomm.bench.common import tables
+from pycomm.bench.common.arguments import Parser
 from pycomm.bench.common.harness import Origin
 from pycomm.bench.figures import charts
+from pycomm.bench.lab import jobs
+from pycomm.bench.training.results import DEMO_HEAD as HEAD
+from pycomm.bench.training.results import demo_cells
 from pycomm.bench.training.train import Config, Transformer
-from pycomm.charts import Section, save_page, save_png
-
-HEAD = ("run", "step", "wire per step", "held-out loss", "speed-up")
+from pycomm.charts import Section, save, save_page
+from pycomm.plan import show
+from pycomm.plan.units import format_rate, parse_rate
 
 
 @dataclass
@@ -64,38 +64,27 @@ def runs(with_gloo: bool) -> list[DemoRun]:
     return rows if with_gloo else rows[1:]
 
 
-class RankFailed(RuntimeError):
-    """A rank ended with an error; the text is its output."""
-
-
 def train(
     run: DemoRun, lab: netlab.Lab, arguments: list[str], progress: Progress, bar: TaskID
 ) -> None:
-    """Run one training on the lab's nodes, and advance its bar as rank 0 reports steps."""
-    with tempfile.TemporaryDirectory() as folder:
-        log, output = Path(folder, "log"), Path(folder, "output")
-        log.touch()
+    """Run one training on the lab's nodes, and advance its bar as rank 0 reports steps.
+
+    Raises:
+        Failed: a rank failed.
+    """
+    with tempfile.NamedTemporaryFile("r") as log:
         command = [sys.executable, "-m", "pycomm.bench.training.train", "--backend", run.backend]
-        command += ["--log", str(log), *arguments, *(["--codec", run.codec] if run.codec else [])]
-        with output.open("wb") as out, log.open() as lines:
-            ranks = lab.start(command, stdout=out, stderr=subprocess.STDOUT)
-            try:
-                while running(ranks) | read(run, lines.readlines(), progress, bar):
-                    time.sleep(0.1)
-            finally:
-                lab.stop()
-        if any(rank.returncode for rank in ranks) or not run.result:
-            raise RankFailed(output.read_text(errors="replace"))
+        command += ["--log", log.name, *arguments, *(["--codec", run.codec] if run.codec else [])]
+
+        def watch() -> None:
+            read(run, log.readlines(), progress, bar)
+
+        jobs.run(lab, command, watch=watch)
+        watch()
 
 
-def running(ranks: list[subprocess.Popen[bytes]]) -> bool:
-    """Return False when all ranks have ended, or any rank has failed."""
-    statuses = [rank.poll() for rank in ranks]
-    return None in statuses and not any(statuses)
-
-
-def read(run: DemoRun, lines: list[str], progress: Progress, bar: TaskID) -> bool:
-    """Read rank 0's new output. Return True if there was any."""
+def read(run: DemoRun, lines: list[str], progress: Progress, bar: TaskID) -> None:
+    """Read rank 0's new output."""
     for row in map(json.loads, lines):
         if "step_seconds" in row:
             run.result = row
@@ -106,22 +95,15 @@ def read(run: DemoRun, lines: list[str], progress: Progress, bar: TaskID) -> boo
             if "held_out" in row:
                 run.seconds.append(row["seconds"])
                 run.held_out.append(row["held_out"])
-    return bool(lines)
 
 
 def rows(done: list[DemoRun]) -> list[tuple[str, ...]]:
-    """Return the table as text, header first. Speed-ups are relative to the first row."""
-    first = done[0]
-    return [HEAD] + [
-        (
-            run.label,
-            f"{run.step_seconds * 1e3:.0f} ms",
-            f"{run.result['wire_bytes'] / 1e6:.2f} MB",
-            f"{run.loss:.4f}",
-            f"{first.step_seconds / run.step_seconds:.2f} x",
-        )
-        for run in done
-    ]
+    """Return the table as text, header first."""
+    steps = [run.step_seconds for run in done]
+    return [HEAD, *(
+        demo_cells(run.label, step, steps[0], run.result["wire_bytes"], run.loss)
+        for run, step in zip(done, steps, strict=True)
+    )]  # fmt: skip
 
 
 def verdict(done: list[DemoRun]) -> list[str]:
@@ -174,16 +156,10 @@ def draw(done: list[DemoRun], table: Path, folder: Path) -> list[Path]:
     """Draw the table as a PNG and as a page that needs no network."""
     chart = charts.loss(tables.read(table))
     png, page = folder / "loss.png", folder / "loss.html"
-    save_png(chart, png)
+    save(chart, png)
     section = Section(chart, verdict(done), table=rows(done))
-    save_page("pycomm: the demo", "Point at a line for its figures.", [section], page)
+    save_page("pycomm: the demo", "A real training over a slow link.", [section], page)
     return [table, png, page]
-
-
-def spell(rate: str) -> str:
-    """Format "200mbit", as `tc` writes it, as "200 Mbit/s"."""
-    digits = rate.rstrip("abcdefghijklmnopqrstuvwxyz")
-    return f"{digits} {rate[len(digits) :].capitalize()}/s"
 
 
 def train_all(done: list[DemoRun], lab: netlab.Lab, steps: int, console: Console) -> None:
@@ -207,21 +183,8 @@ def train_all(done: list[DemoRun], lab: netlab.Lab, steps: int, console: Console
             progress.stop_task(bar)
 
 
-def show(done: list[DemoRun], title: str, console: Console) -> None:
-    table = Table(title=title, title_justify="left")
-    head, *body = rows(done)
-    for i, name in enumerate(head):
-        table.add_column(name, justify="right" if i else "left")
-    for row in body:
-        table.add_row(*row)
-    console.print(table)
-    for line in verdict(done):
-        console.print(line, highlight=False)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m pycomm.bench.demo", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="python -m pycomm.bench.demo", description=__doc__)
     parser.add_argument("--rate", default="200mbit", help="of the link, as tc writes it")
     parser.add_argument("--steps", type=int, default=Config.steps)
     parser.add_argument("--paced", action="store_true", help="no namespaces: pycomm paces itself")
@@ -241,10 +204,14 @@ def main() -> int:
             console.print("Gloo is left out: it cannot be slowed down without them")
         try:
             train_all(done, lab, config.steps, console)
-        except RankFailed as error:
-            console.print(f"a rank failed, and said:\n{error}", markup=False, highlight=False)
+        except jobs.Failed as error:
+            console.print(str(error), markup=False, highlight=False)
             return 1
-    show(done, f"2 ranks, {spell(args.rate)}, {config.steps} steps", console)
+    head, *body = rows(done)
+    link = format_rate(parse_rate(args.rate)[0])
+    show.table(head, body, f"2 ranks, {link}, {config.steps} steps", words=1)
+    for line in verdict(done):
+        console.print(line, highlight=False)
 
     made = records(done, lab, config, origin)
     if args.csv:

@@ -26,8 +26,9 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from pycomm.bench.common.arguments import Parser
 from pycomm.bench.lab import rates
 from pycomm.bench.lab import shape as wan_shape
 from pycomm.bench.lab.base import (
@@ -113,12 +114,6 @@ def make_lab(args: argparse.Namespace) -> Netlab:
     return WanLab(args.nodes, args.rate, shape=shape, matrix_text=text, **common)
 
 
-class _NetlabParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Print one line, without the list of all options before it."""
-        self.exit(2, f"netlab: {message}\n")
-
-
 def _joined(argv: Sequence[str]) -> list[str]:
     """Return the arguments with "--delay -3ms" as one, which argparse reads as two options."""
     result: list[str] = []
@@ -135,11 +130,10 @@ class _Ended(Exception):
 
 
 def main() -> int:
-    parser = _NetlabParser(
+    parser = Parser(
         prog="python -m pycomm.bench.netlab",
         description=__doc__,
         epilog=f"{rates.__doc__}\n{wan_shape.__doc__}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--nodes", type=int, default=2, help="network namespaces (2)")
@@ -152,7 +146,6 @@ def main() -> int:
         add(f"--{name}", help=what)
     add("--matrix", help="a file of links between pairs of nodes; its format is below")
     add("--congestion", default="reno", help="TCP's congestion control (reno)")
-    add("--mpi", action="store_true", help="let Open MPI's mpirun start the ranks")
     add("--user-namespace", action="store_true", help="use one even as root")
     add("command", nargs="+", help="after --")
     args = parser.parse_args(_joined(sys.argv[1:]))
@@ -173,8 +166,7 @@ def main() -> int:
         with make_lab(args) as lab:
             print(f"netlab: {lab.describe()}", file=sys.stderr)
             try:
-                start = lab.start_mpi if args.mpi else lab.start
-                ranks = start(args.command, ranks_per_node=args.ranks_per_node)
+                ranks = lab.start(args.command, ranks_per_node=args.ranks_per_node)
                 status = wait(ranks, watch=watch)
             except _Ended as ended:
                 status = int(ended.args[0])

@@ -11,15 +11,15 @@ contents of its table, not on the time of the file.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pycomm.bench.common.arguments import Parser
 from pycomm.bench.common.tables import RESULTS
 from pycomm.bench.figures.catalogue import FIGURES, Figure
-from pycomm.charts import picture_digest, save_png
+from pycomm.charts import picture_digest, save
 
 ROOT = Path(__file__).parent.parent
 IMAGES = Path("docs/img")
@@ -72,11 +72,7 @@ def faults(root: Path, figures: Sequence[Figure] = FIGURES) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pycomm.bench.plot",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m pycomm.bench.plot", description=__doc__)
     names = [figure.name for figure in FIGURES]
     parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"of {', '.join(names)}")
     parser.add_argument("--check", action="store_true", help="draw nothing, say what is wrong")
@@ -95,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     for figure in FIGURES:
         if not options.figures or figure.name in options.figures:
             path = options.out / f"{figure.name}.png"
-            save_png(figure.of(options.results), path)
+            save(figure.of(options.results), path)
             print(path)
     return 0
 

@@ -40,10 +40,6 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> in
     if not (folder / "latest").exists():
         return 0
     step = int((folder / "latest").read_text())
-    # DDP makes its final buckets after the first backward, and residuals belong to buckets: after
-    # one backward the run goes on with the same bits, else with slightly others.
-    model(torch.zeros(1, 64)).sum().backward()
-    optimizer.zero_grad()
     weights, moments = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder / f"step{step}")
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)

@@ -3,8 +3,9 @@
 One C++ file of pycomm includes torch, and its binary fits one minor version of torch. A wheel holds
 one for each (`_prebuilt/2.13`); a source install builds one if torch can be imported then, which
 pip's isolated builds do not allow. Where none fits, `load_c10d` compiles it at first use with the
-package's own CMakeLists.txt, beside the package if that folder is writable, else in the user's
-cache folder, and says so on stderr. The ranks of one machine build it once, one at a time.
+package's own CMakeLists.txt, in the checkout or beside the installed package if that folder is
+writable, else in the user's cache folder, and says so on stderr. The ranks of one machine build it
+once, one at a time.
 """
 
 from __future__ import annotations
@@ -73,32 +74,14 @@ def load_c10d() -> ModuleType:
         Error: torch is too old, a variable of the core has a wrong value, or no binary fits and
             none can be compiled; the text has the compiler's output.
     """
-    return _loaded(compiles=True)
-
-
-def ready_c10d() -> ModuleType:
-    """Import `pycomm._c10d` if a binary for this torch is there; compile nothing.
-
-    Raises:
-        Error: torch is too old, or a variable of the core has a wrong value.
-        Absent: there is none that loads; the text says why.
-    """
-    return _loaded(compiles=False)
-
-
-class Absent(Error):
-    """There is no `_c10d` for this torch yet."""
-
-
-def _loaded(compiles: bool) -> ModuleType:
     import torch
 
     with _loading:
         loaded = sys.modules.get("pycomm._c10d")
-        return _load(torch.__version__, compiles) if loaded is None else loaded
+        return _load(torch.__version__) if loaded is None else loaded
 
 
-def _load(version: str, compiles: bool = True) -> ModuleType:
+def _load(version: str) -> ModuleType:
     if minor_of(version) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise Error(f"torch {version} is too old for pycomm: install torch {oldest} or newer")
@@ -113,15 +96,6 @@ def _load(version: str, compiles: bool = True) -> ModuleType:
             return import_c10d(binary)
         except (ImportError, OSError) as error:
             reason = f"the {kind} one does not load: {str(error).splitlines()[0]}"
-
-    if not compiles:
-        compiled = _compiled(version)
-        if compiled is not None:
-            try:
-                return import_c10d(compiled)
-            except (ImportError, OSError) as error:
-                reason = f"the compiled one does not load: {str(error).splitlines()[0]}"
-        raise Absent(reason)
     folder = _folder(_folder_name(version))
     if not (folder / BINARY).exists():
         with _locked(folder.parent):
@@ -191,14 +165,17 @@ def _why_none(version: str) -> str:
 
 
 def _homes() -> tuple[Path, Path]:
-    """Return the two places of builds: beside the package, and the user's cache folder."""
-    return PACKAGE / "_built", cache_home() / "pycomm"
+    """Return the two places of builds: with the package, and the user's cache folder."""
+    if source_root() != PACKAGE:
+        return PACKAGE / "_built", cache_home() / "pycomm"
+    # Inside an installed package a build would outlive `pip uninstall`, and be imported as pycomm.
+    return PACKAGE.parent / "pycomm-built", cache_home() / "pycomm"
 
 
 def _distrust(folder: Path) -> str:
     """Return why the binary in a folder must not be loaded; "": whoever wrote it is trusted."""
     # Whoever installed the package can run code in this process anyway.
-    owners = [PACKAGE.stat().st_uid] if PACKAGE in folder.parents else []
+    owners = [PACKAGE.stat().st_uid] if folder.parent == _homes()[0] else []
     parts = [path for path in (folder.parent, folder, folder / BINARY) if path.exists()]
     return next(filter(None, (distrust(path, *owners) for path in parts)), "")
 

@@ -39,7 +39,6 @@ class Env:
     """Settings that are read once, at first use: of the table, and of launchers."""
 
     impl: str = ""
-    backend: str = "auto"
     health: float | None = 60.0
     """Seconds from one comparison of the ranks to the next; None: they are never compared."""
     # TRITON_INTERPRET=1, Triton's own variable: its kernels run on the CPU.
@@ -60,12 +59,6 @@ class AtImport:
 
     takeover: tuple[str, ...] = ()
     run: str = ""
-
-
-def _backend(text: str) -> str:
-    if text in ("", "auto", "binary", "python"):
-        return text or Env.backend
-    raise ValueError(f"PYCOMM_BACKEND={text!r} is invalid: expected auto, binary or python")
 
 
 def _health(text: str) -> float | None:
@@ -94,14 +87,6 @@ _ROWS = (
         "`on`",
         _health,
         page="monitor.md",
-    ),
-    Variable(
-        "PYCOMM_BACKEND",
-        "implementation of the process group: `binary` (`_c10d`, compiled now if need be), "
-        "`python`, or `auto`; ranks may differ",
-        "`auto`: a binary that is there, else Python, else compiling",
-        _backend,
-        page="install.md#a-torch-that-the-wheel-does-not-know",
     ),
     Variable(
         "PYCOMM_IMPL",
@@ -227,7 +212,6 @@ def env() -> Env:
     """Return the environment's settings."""
     return Env(
         impl=_read("PYCOMM_IMPL"),
-        backend=_read("PYCOMM_BACKEND"),
         health=_read("PYCOMM_HEALTH"),
         triton_interpret=os.environ.get("TRITON_INTERPRET") == "1",
         rank=_number("RANK"),

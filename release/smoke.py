@@ -160,12 +160,12 @@ def soon(status: int, text: str) -> bool:
 
 
 def reasons(status: int, text: str) -> bool:
-    """Return whether the error says of each of the three ways why it failed."""
-    told = ("the wheel has it for torch 2.11", "does not let Python make one", "there is no cmake")
+    """Return whether the error says for which torches there is a binary, and what is missing."""
+    told = ("the wheel has it for torch 2.11", "there is no cmake")
     return status != 0 and all(part in text for part in told)
 
 
-def checks(python: Path, minor: tuple[int, int]) -> dict[str, Check]:
+def checks(python: Path) -> dict[str, Check]:
     """Return all checks by their names."""
     launch = [str(python), "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     examples = {
@@ -187,11 +187,7 @@ def checks(python: Path, minor: tuple[int, int]) -> dict[str, Check]:
     loads = known.pop("kernels")
     if list((ROOT / "dist").glob("pycomm_cuda13-*.whl")):
         known |= {"kernels-load": loads, "kernels-ddp": known["ddp"]}
-    if minor < (2, 14):
-        return known | {"unknown-ddp": Check(examples["ddp"], reasons)}
-    unknown = {name: known[name] for name in ("ddp", "fsdp2", "first", "checkpoint")}
-    unknown["doctor"] = Check(examine, partial(doctor, expected="the backend in Python serves"))
-    return known | {f"unknown-{name}": check for name, check in unknown.items()}
+    return known | {"unknown-ddp": Check(examples["ddp"], reasons)}
 
 
 def run(check: Check, log: Path) -> bool:
@@ -224,9 +220,8 @@ def try_on(version: str, wheel: Path) -> list[str]:
     (file,) = python.parent.parent.glob("lib/python*/site-packages/torch/version.py")
     installed = re.search(r"^__version__ = '(.*)'", file.read_text(), re.MULTILINE)
     print(f"torch {version} is {installed[1] if installed else 'unknown'}", flush=True)
-    major, minor = map(int, version.split(".")[:2])
     failed = []
-    for name, check in checks(python, (major, minor)).items():
+    for name, check in checks(python).items():
         stamp, log = (HOME / f"{version}.{name}.{end}" for end in ("passed", "log"))
         if not (stamp.exists() and stamp.read_text() == digest):
             around = {"unknown": renamed, "kernels": kernels}.get(name.partition("-")[0])

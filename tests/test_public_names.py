@@ -53,7 +53,7 @@ def test_no_name_is_loaded_before_it_is_used():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, cwd=ROOT)
 
 
-def test_the_state_of_a_model_and_the_communicator_are_public():
+def test_state_and_communicator_are_public():
     from pycomm.communicator import Communicator
     from pycomm.reduction.state import CompressionState
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def test_workflows_call_targets_and_files_that_exist(workflow):
         assert (ROOT / file).exists() or (ROOT / f"{file}.py").exists()
 
 
-def test_a_change_is_checked_by_the_script_that_runs_everywhere():
+def test_ci_runs_the_common_script():
     (ci,) = (path for path in WORKFLOWS if path.stem == "ci")
     jobs = yaml.safe_load(ci.read_text())["jobs"].values()
     assert "bash .ci/run" in [step.get("run") for job in jobs for step in job["steps"]]
@@ -113,7 +114,7 @@ def test_kernels_are_compiled_for_the_gpus_that_are_here(defaults, monkeypatch, 
     assert defaults(gpus=True) == {}
 
 
-def test_releases_are_for_every_python_and_torch_that_the_documentation_names():
+def test_releases_match_the_documented_versions():
     built = CONFIGURATION["tool"]["cibuildwheel"]
     pythons = re.findall(r"cp3(\d+)-", built["build"])
     page = (ROOT / "docs/install.md").read_text()
@@ -121,3 +122,23 @@ def test_releases_are_for_every_python_and_torch_that_the_documentation_names():
     assert CONFIGURATION["project"]["requires-python"] == f">=3.{pythons[0]}"
     assert ", ".join(torches.MINORS) in page
     assert set(built["archs"]) == {"x86_64", "aarch64"}
+
+
+@pytest.mark.parametrize(
+    ("lacks", "says"),
+    [
+        ("setuptools.__version__ = '65.5.0'", "setuptools 65.5.0 is too old: `pip install .` "),
+        ("sysconfig.get_path = lambda *_: '/none'", "there is no cmake, no ninja: `pip install .`"),
+        ("importlib.util.find_spec = lambda _: None", "there is no pybind11: `pip install .` "),
+        ("shutil.which = lambda name, **_: 'ninja' in name or 'cmake' in name", "no C++ compiler"),
+    ],
+)
+def test_setup_names_a_missing_tool_in_one_line(lacks, says):
+    modules = "importlib.util, runpy, shutil, sys, sysconfig, setuptools"
+    code = f"import {modules}; {lacks}; runpy.run_path('setup.py')"
+    command = [sys.executable, "-c", code, "build_ext", "--inplace"]
+    environment = {"PATH": "/none", "PYCOMM_BUILD": "BINDING"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert says in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Callable, Collection, Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pycomm import _C
 from pycomm.bench.common import harness
@@ -13,7 +13,10 @@ from pycomm.bench.lab import rates as link_rates
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that reports an error in one line, without the usage above it."""
+    """Parser of a command: it shows the description as it is, and reports an error in one line."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter} | options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -83,6 +86,11 @@ def count(text: str) -> int:
     return int(text)
 
 
+def counts(text: str) -> list[int]:
+    """Parse whole numbers >= 0 joined by commas."""
+    return [count(word) for word in text.split(",")]
+
+
 def seconds(text: str) -> float:
     """Parse a number of seconds > 0."""
     try:
@@ -92,17 +100,6 @@ def seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no time: want seconds above 0")
     return value
-
-
-def factors(text: str) -> list[float]:
-    """Parse numbers > 0 joined by commas."""
-    try:
-        found = [float(word) for word in text.split(",")]
-    except ValueError:
-        found = [0.0]
-    if not all(0 < value < float("inf") for value in found):
-        raise argparse.ArgumentTypeError(f"{text!r}: want numbers above 0, joined by commas")
-    return found
 
 
 def codecs(text: str) -> list[str]:
@@ -173,30 +170,12 @@ def _once(words: list[str], text: str) -> list[str]:
 def add_sizes(parser: argparse.ArgumentParser, first: str, last: str, factor: float) -> None:
     """Add nccl-tests' options -b, -e and -f."""
     add = parser.add_argument
-    add(
-        *("-b", "--minbytes"),
-        dest="first",
-        type=size,
-        default=first,
-        metavar="SIZE",
-        help=f"smallest size: bytes, or K, M, G of 1024 ({first})",
-    )
-    add(
-        *("-e", "--maxbytes"),
-        dest="last",
-        type=size,
-        default=last,
-        metavar="SIZE",
-        help=f"no size is larger ({last})",
-    )
-    add(
-        *("-f", "--stepfactor"),
-        dest="factor",
-        type=float,
-        default=factor,
-        metavar="FACTOR",
-        help=f"from one size to the next ({factor:g})",
-    )
+    what = f"smallest size: bytes, or K, M, G of 1024 ({first})"
+    add("-b", "--minbytes", dest="first", type=size, default=first, metavar="SIZE", help=what)
+    what = f"no size is larger ({last})"
+    add("-e", "--maxbytes", dest="last", type=size, default=last, metavar="SIZE", help=what)
+    what = f"from one size to the next ({factor:g})"
+    add("-f", "--stepfactor", dest="factor", type=float, default=factor, metavar="F", help=what)
 
 
 def checked_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[int]:

@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pycomm.bench.common import tables
 from pycomm.env import given
@@ -181,14 +181,18 @@ MEASURED = (
 COLUMNS = [f.name for f in fields(Row)] + [f.name for f in fields(Origin)]
 
 
+Read = TypeVar("Read")
+
+
 def record(row: Row, origin: Origin) -> dict[str, Any]:
     return asdict(row) | asdict(origin)
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Read rows of a CSV. Missing columns get their default values."""
+def read_rows(path: Path, kind: type[Read]) -> list[Read]:
+    """Read rows of a CSV as a dataclass. Missing columns get their default values."""
+    columns = fields(kind)  # type: ignore[arg-type]
     return [
-        Row(**{f.name: _value(f, line[f.name]) for f in fields(Row) if line.get(f.name)})
+        kind(**{f.name: _value(f, line[f.name]) for f in columns if line.get(f.name)})
         for line in tables.read(path)
     ]
 

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin, Row, format_size, record, write_json
+
+Column = tuple[str, int, str]
+"""name of a value, its width (below 0: on the left), its number format"""
+
+
+def head(columns: Sequence[Column]) -> str:
+    """Return the line above a table."""
+    return " ".join(_aligned(TITLES.get(name, name), width) for name, width, _ in columns)
+
+
+def line(columns: Sequence[Column], values: Mapping[str, Any]) -> str:
+    """Return a line of a table; a value that is None or not there is a dash."""
+    cells = []
+    for name, width, spec in columns:
+        value = values.get(name)
+        cells.append(_aligned("-" if value is None else format(value, spec), width))
+    return " ".join(cells).rstrip()
+
+
+def _aligned(text: str, width: int) -> str:
+    return f"{text:>{width}}" if width > 0 else f"{text:<{-width}}"
 
 
 @dataclass
 class Report:
     """Prints and keeps rows as they arrive."""
 
-    columns: Sequence[tuple[str, int, str]]
-    """name of a column of :class:`Row`, its width, its number format"""
+    columns: Sequence[Column]
+    """of :class:`Row`"""
     quiet: bool = False
     """keep rows and print nothing: for ranks other than 0"""
     rows: list[Row] = field(default_factory=list)
@@ -23,11 +45,11 @@ class Report:
     def header(self, *comments: str) -> None:
         for comment in comments:
             self.note(f"# {comment}")
-        self.note(" ".join(f"{TITLES.get(name, name):>{width}}" for name, width, _ in self.columns))
+        self.note(head(self.columns))
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
-        self.note(" ".join(_cell(row, *column) for column in self.columns))
+        self.note(line(self.columns, vars(row) | {"size": format_size(row.size)}))
 
     def note(self, text: str) -> None:
         if not self.quiet:
@@ -49,15 +71,6 @@ TITLES = {
     "cpu_seconds": "cpu(s)",
     "of_copy": "of copy",
 }
-
-
-def _cell(row: Row, name: str, width: int, spec: str) -> str:
-    value = getattr(row, name)
-    if value is None:
-        return f"{'-':>{width}}"
-    if name == "size":
-        value = format_size(value)
-    return f"{format(value, spec):>{width}}"
 
 
 def ratios(rows: Sequence[Row], baseline: str) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Figures of README and docs: the rows that each shows, its chart, and the command of its table.
+"""Figures of README and docs: the rows that each shows, and its chart.
 
 A figure declares which columns name its panels, its lines and the points of a line. All other
 columns that were set and not measured have one value in a panel: else lines would differ by more
@@ -15,6 +15,7 @@ from pycomm.bench.common import tables
 from pycomm.bench.common.harness import MEASURED, Origin
 from pycomm.bench.common.tables import Row
 from pycomm.bench.figures import charts
+from pycomm.bench.figures.claims import CLAIMS
 from pycomm.charts import Chart
 
 CHECKED = ("device", "cores")
@@ -30,8 +31,6 @@ class Figure:
     table: str
     """the table's file name in bench/results; empty: the chart is computed"""
     chart: Callable[[Sequence[Row]], Chart]
-    command: str
-    """the command that makes the table, or computes the same"""
     where: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """by column: the values of the rows that are shown"""
     panel: Sequence[str] = ()
@@ -44,6 +43,16 @@ class Figure:
     one_run: bool = False
     """the rows are those of the newest command among those that have most lines"""
     note: str = ""
+    computed: str = ""
+    """the command that computes a figure without a table"""
+
+    @property
+    def command(self) -> str:
+        """Return the command that makes the table, or computes the same."""
+        if self.computed:
+            return self.computed
+        command = next(c["command"] for c in CLAIMS if c["table"] == self.table)
+        return f"{command} --csv bench/results/{self.table}"
 
     def rows(self, results: Path) -> list[Row]:
         """Return the newest row of each setting that the figure shows."""
@@ -106,7 +115,6 @@ FIGURES = (
         "loss",
         "demo-cpu.csv",
         charts.loss,
-        "python -m pycomm.bench.demo --csv bench/results/demo-cpu.csv",
         line=("run", "backend", "codec"),
         measured=("step_seconds", "wire_bytes", "loss", "curve"),
     ),
@@ -114,9 +122,13 @@ FIGURES = (
         "bandwidth",
         "collectives-cpu.csv",
         charts.bandwidth,
-        "python -m pycomm.bench all_reduce -p 2 --backend pycomm,pycomm-shared,gloo,mpi "
-        "--csv bench/results/collectives-cpu.csv",
-        {"kind": ["time"], "op": ["all_reduce"], "ranks": ["2"], "codec": ["none"]},
+        {
+            "kind": ["time"],
+            "op": ["all_reduce"],
+            "ranks": ["2"],
+            "codec": ["none"],
+            "backend": tuple(charts.BACKENDS),
+        },
         line=("backend", "connection"),
         point=("size", "count"),
         measured=MEASURED,
@@ -127,8 +139,6 @@ FIGURES = (
         "steps",
         "steps-cpu.csv",
         charts.steps,
-        "python -m pycomm.bench training --only steps --models demo "
-        "--rates 1gbit --csv bench/results/steps-cpu.csv",
         {"kind": ["step"], "model": ["demo"]},
         line=("method", "backend", "codec", "hook"),
         point=("rate",),
@@ -138,8 +148,6 @@ FIGURES = (
         "losses",
         "training-cpu.csv",
         charts.losses,
-        "python -m pycomm.bench training --only losses --models demo --seeds 0,1,2 "
-        "--csv bench/results/training-cpu.csv",
         {"kind": ["loss"], "model": ["demo"], "ranks": ["2"], "method": charts.LOSS_METHODS},
         line=("method", "backend", "codec", "hook"),
         point=("seed",),
@@ -151,7 +159,6 @@ FIGURES = (
         "error",
         "distortion-cpu.csv",
         charts.error,
-        "python -m pycomm.bench codecs --errors --csv bench/results/distortion-cpu.csv",
         panel=("values", "count"),
         line=("family",),
         point=("codec",),
@@ -161,7 +168,6 @@ FIGURES = (
         "round-trips",
         "wan-cpu.csv",
         charts.round_trips,
-        "python -m pycomm.bench links steps --csv bench/results/wan-cpu.csv",
         {"step": ["init", "operation"], "round_trip_ms": ["200"]},
         panel=("step",),
         line=("backend",),
@@ -172,7 +178,6 @@ FIGURES = (
         "planner",
         "plan-cpu.csv",
         charts.planner,
-        "python -m pycomm.bench plan --csv bench/results/plan-cpu.csv",
         panel=("kind",),
         line=("rate",),
         # Each point is a prediction beside a measurement on the machine of its probe.
@@ -183,7 +188,6 @@ FIGURES = (
         "wan",
         "links-cpu.csv",
         charts.wan,
-        "python -m pycomm.bench links rates --csv bench/results/links-cpu.csv",
         {
             "rate": ["200mbit"],
             "control": ["reno"],
@@ -202,7 +206,6 @@ FIGURES = (
         "unequal",
         "wan-unequal-cpu.csv",
         charts.unequal,
-        "python -m pycomm.bench links unequal --csv bench/results/wan-unequal-cpu.csv",
         line=("rates",),
         point=("call", "bytes"),
         measured=("ms", "bound_ms", "ratio"),
@@ -213,7 +216,6 @@ FIGURES = (
         "peers",
         "peers-cpu.csv",
         charts.peers,
-        "python -m pycomm.bench peers --csv bench/results/peers-cpu.csv",
         panel=("kind", "delay_ms"),
         line=("system", "version", "lines", "note"),
         point=("rate",),
@@ -224,7 +226,8 @@ FIGURES = (
         "predictions",
         "",
         lambda _: charts.predictions(),
-        "python -m pycomm.plan sweep 350M --ranks 16 --link 10gbe --compute 300ms --processor gpu",
+        computed="python -m pycomm.plan sweep 350M --ranks 16 --link 10gbe --compute 300ms "
+        "--processor gpu",
         note="The grey band follows what is advised: the finest codec that is about as fast as the "
         "fastest, if it saves 5 % of a step and its error is at most 0.3.",
     ),

@@ -4,116 +4,131 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from pycomm.bench.common import harness, tables
 from pycomm.bench.common.tables import Row
 from pycomm.bench.ops import errors
 from pycomm.bench.peers.results import REFERENCE, seconds_to_loss
-from pycomm.charts import Axis, Chart, Panel, Series
+from pycomm.charts import Axis, Chart, Panel, Series, ticks
 from pycomm.plan import CODINGS, PROCESSORS, Cluster, Link, draw, of_count
 from pycomm.plan.sweep import Curves, sweep
 from pycomm.plan.units import format_bytes, format_rate, format_time, parse_rate, parse_time
 
 
+def lines_of(
+    rows: Iterable[Row],
+    line: str,
+    x: str | Callable[[Row], float],
+    y: str | Callable[[Row], float],
+    names: Mapping[str, str] | None = None,
+    base: str = "",
+) -> list[Series]:
+    """Return a line of the points (x, y) of each value of a column.
+
+    Args:
+        rows: of the table.
+        line: the column.
+        x, y: columns, or what a row has in their place.
+        names: labels by the column's values, in the order of the lines; None: the values.
+        base: the value whose line is the baseline.
+    """
+    points: dict[str, list[tuple[float, float]]] = {name: [] for name in names or ()}
+    for row in rows:
+        place = [float(row[at]) if isinstance(at, str) else at(row) for at in (x, y)]
+        points.setdefault(row[line], []).append((place[0], place[1]))
+    return [
+        series((names or {}).get(name, name), found, base=name == base)
+        for name, found in points.items()
+        if found
+    ]
+
+
+def series(label: str, points: Iterable[tuple[float, float]], **style: Any) -> Series:
+    """Return a line of points, from left to right."""
+    x, y = zip(*sorted(points), strict=True)
+    return Series(label, x, y, **style)
+
+
+def log_axis(label: str, lines: Iterable[Series], spell: Callable[[float], str]) -> Axis:
+    """Return a logarithmic axis for the lines' y."""
+    every = [value for line in lines for value in line.y]
+    return Axis(label, True, ticks(min(every), max(every), spell))
+
+
 def loss(rows: Sequence[Row]) -> Chart:
     """Plot the loss of the demo's runs against wall time."""
-    series = []
-    for i, row in enumerate(rows):
-        seconds, losses = zip(*tables.parse_curve(row["curve"]), strict=True)
-        hover = [
-            f"{row['run']}, {t:.1f} s: {held_out:.3f}"
-            for t, held_out in zip(seconds, losses, strict=True)
-        ]
-        series.append(Series(row["run"], seconds, losses, hover, base=i == 0))
-    low = min(min(line.y) for line in series)
-    high = max(line.y[min(1, len(line.y) - 1)] for line in series)
-    room = 0.12 * (high - low) or 0.1
-    longest = max(line.x[-1] for line in series)
     first = rows[0]
+    lines = [
+        series(row["run"], tables.parse_curve(row["curve"]), base=row is first) for row in rows
+    ]
+    low = min(min(line.y) for line in lines)
+    high = max(line.y[min(1, len(line.y) - 1)] for line in lines)
+    room = 0.12 * (high - low) or 0.1
+    x = Axis("seconds of training", limits=(0, 1.08 * max(line.x[-1] for line in lines)))
+    y = Axis("held-out loss, nats per byte", limits=(low - room, high + room))
     return Chart(
         "Loss against wall time",
         f"Byte-level transformer of {int(first['parameters']) / 1e6:.1f} million parameters, DDP "
         f"on 2 ranks, a link of {_link(first['rate'])}; {first['steps']} equal steps in each run",
-        [
-            Panel(
-                Axis("seconds of training", limits=(0, 1.08 * longest)),
-                Axis("held-out loss, nats per byte", limits=(low - 2.2 * room, high + room)),
-                series,
-            )
-        ],
+        [Panel(x, y, lines)],
         labels="ends",
     )
 
 
 def bandwidth(rows: Sequence[Row]) -> Chart:
     """Plot time and bytes per second of two-rank all-reduces against size."""
-    panels = []
-    for column, label, factor, spell, title in (
-        ("time_p50", "time of a call", 1e-6, format_time, "Latency: lower is better"),
-        ("effbw", "size / time", 1e9, _bandwidth, "Bandwidth: higher is better"),
-    ):
-        series = []
-        for backend in sorted({r["backend"] for r in rows}, key=_backend_order):
-            mine = sorted((int(r["size"]), factor * float(r[column])) for r in rows
-                          if r["backend"] == backend)  # fmt: skip
-            sizes, values = zip(*mine, strict=True)
-            name = BACKENDS.get(backend, backend)
-            hover = [f"{name}, {_size(size)}: {spell(value)}" for size, value in mine]
-            series.append(Series(name, sizes, values, hover, base=backend == "gloo"))
-        every = [value for line in series for value in line.y]
-        y = Axis(label, True, draw.ticks(min(every), max(every), spell))
-        sizes = sorted({int(r["size"]) for r in rows})
-        marks = [(size, _size(size)) for size in (8 << shift for shift in range(0, 40, 5))]
-        x = Axis("bytes", True, [mark for mark in marks if sizes[0] <= mark[0] <= sizes[-1]])
-        panels.append(Panel(x, y, series, title))
-    subtitle = f"all_reduce of float32 by 2 ranks on {rows[0]['device']}, all backends in turns"
-    return Chart("All-reduce inside a machine", subtitle, panels)
+    sizes = [int(row["size"]) for row in rows]
+    marks = [(size, _size(size)) for size in (8 << shift for shift in range(0, 40, 5))]
+    x = Axis("bytes", True, [mark for mark in marks if min(sizes) <= mark[0] <= max(sizes)])
+
+    def panel(column: str, factor: float, label: str, spell: Any, title: str) -> Panel:
+        def value(row: Row) -> float:
+            return factor * float(row[column])
+
+        lines = lines_of(rows, "backend", "size", value, BACKENDS, "gloo")
+        return Panel(x, log_axis(label, lines, spell), lines, title)
+
+    return Chart(
+        "All-reduce inside a machine",
+        f"all_reduce of float32 by 2 ranks on {rows[0]['device']}, all backends in turns",
+        [
+            panel("time_p50", 1e-6, "time of a call", format_time, "Latency: lower is better"),
+            panel("effbw", 1e9, "size / time", _bandwidth, "Bandwidth: higher is better"),
+        ],
+    )
 
 
 def steps(rows: Sequence[Row]) -> Chart:
     """Plot the time of a training step against the link rate, by method."""
-    series = []
-    for method in dict.fromkeys(r["method"] for r in rows):
-        mine = sorted(
-            (_bits(r["rate"]), float(r["seconds"])) for r in rows if r["method"] == method
-        )
-        rates, seconds = zip(*mine, strict=True)
-        hover = [f"{method}, {format_rate(x / 8)}: {format_time(y)}" for x, y in mine]
-        series.append(Series(method, rates, seconds, hover, base=method == BASE_METHOD))
-    every = [value for line in series for value in line.y]
-    places = sorted({_bits(r["rate"]) for r in rows})
-    x = Axis("link", True, [(place, format_rate(place / 8)) for place in places])
-    y = Axis("step", True, draw.ticks(min(every), max(every), format_time))
-    count = int(rows[0]["parameters"]) / 1e6
+    lines = lines_of(rows, "method", _rate, "seconds", base=BASE_METHOD)
+    places = sorted({_rate(row) for row in rows})
+    x = Axis("link", True, [(place, format_rate(place)) for place in places])
     return Chart(
         "Training step by link",
-        f"Transformer of {count:.1f} million parameters, DDP on 2 ranks with one core each, "
-        "links between network namespaces",
-        [Panel(x, y, series)],
+        f"Transformer of {int(rows[0]['parameters']) / 1e6:.1f} million parameters, DDP on 2 ranks "
+        "with one core each, links between network namespaces",
+        [Panel(x, log_axis("step", lines, format_time), lines)],
     )
 
 
 def round_trips(rows: Sequence[Row]) -> Chart:
     """Plot the round trips of groups far apart against the number of nodes, by backend."""
+    x = Axis("nodes", True, [(n, str(n)) for n in sorted({int(row["nodes"]) for row in rows})])
     panels = []
     for step, title in (("init", "init_process_group"), ("operation", "A small all_reduce")):
-        series = []
-        for backend in ("pycomm", "gloo"):
-            mine = sorted(
-                (int(r["nodes"]), float(r["round_trips"]))
-                for r in rows
-                if (r["step"], r["backend"]) == (step, backend)
-            )
-            nodes, trips = zip(*mine, strict=True)
-            name = BACKENDS.get(backend, backend)
-            hover = [f"{name}, {count} nodes: {trip:g} round trips" for count, trip in mine]
-            series.append(Series(name, nodes, trips, hover, base=backend == "gloo"))
-        most = max(value for line in series for value in line.y)
-        places = [(count, str(count)) for count in sorted({int(r["nodes"]) for r in rows})]
-        x = Axis("nodes", True, places)
-        panels.append(Panel(x, Axis("round trips", limits=(0, 1.1 * most)), series, title))
+        lines = lines_of(
+            [row for row in rows if row["step"] == step],
+            "backend",
+            "nodes",
+            "round_trips",
+            {"pycomm": "pycomm", "gloo": "Gloo"},
+            "gloo",
+        )
+        most = max(value for line in lines for value in line.y)
+        panels.append(Panel(x, Axis("round trips", limits=(0, 1.1 * most)), lines, title))
     return Chart(
         "Round trips of groups far apart",
         f"Nodes {rows[0]['round_trip_ms']} ms from each other, links of {_link(rows[0]['rate'])}; "
@@ -124,32 +139,20 @@ def round_trips(rows: Sequence[Row]) -> Chart:
 
 def losses(rows: Sequence[Row]) -> Chart:
     """Plot the loss against steps, as the mean over the seeds, by method."""
-    series = []
+    lines = []
     for method in LOSS_METHODS:
         curves = [dict(tables.parse_curve(r["curve"])) for r in rows if r["method"] == method]
-        if not curves:
-            continue
-        places = sorted(place for place in curves[0] if place <= float(rows[0]["steps"]))
-        means = [statistics.fmean(curve[place] for curve in curves) for place in places]
-        name = method.removeprefix("pycomm, ")
-        hover = [
-            f"{name}, step {x:.0f}: {y:.3f} (seeds: {len(curves)})"
-            for x, y in zip(places, means, strict=True)
-        ]
-        series.append(Series(name, places, means, hover, base=method == LOSS_METHODS[0]))
-    start = max(line.y[1] for line in series)
-    end = min(line.y[-1] for line in series)
+        if curves:
+            places = [place for place in curves[0] if place <= float(rows[0]["steps"])]
+            means = [(at, statistics.fmean(curve[at] for curve in curves)) for at in places]
+            name = method.removeprefix("pycomm, ")
+            lines.append(series(name, means, base=method == LOSS_METHODS[0]))
+    limits = (min(line.y[-1] for line in lines) - 0.08, max(line.y[1] for line in lines) + 0.05)
     return Chart(
         "Loss against steps",
         f"Held-out loss of the demo's model ({int(rows[0]['parameters']) / 1e6:.1f} million "
         "parameters, 2 ranks, AdamW), mean of the seeds",
-        [
-            Panel(
-                Axis("step"),
-                Axis("held-out loss, nats per byte", limits=(end - 0.08, start + 0.05)),
-                series,
-            )
-        ],
+        [Panel(Axis("step"), Axis("held-out loss, nats per byte", limits=limits), lines)],
     )
 
 
@@ -157,30 +160,23 @@ def error(rows: Sequence[Row]) -> Chart:
     """Plot error against bits, by family of codecs, on normal values and on gradients."""
     bits = [0.05 * 1.06**i for i in range(96)]
     bound = Series("least possible", bits, [2.0 ** (-2 * b) for b in bits])
-    ticks = [(b, f"{b:g}") for b in (0.1, 0.3, 1, 2, 4, 8, 16)]
+    x = Axis(
+        "bits per value", True, [(b, f"{b:g}") for b in (0.1, 0.3, 1, 2, 4, 8, 16)], (0.04, 28)
+    )
+    powers = [(10.0**p, f"1e{p}" if p else "1") for p in range(-8, 1, 2)]
+    y = Axis("relative squared error", True, powers, (1e-8, 4))
     panels = []
     for values, title in (
         (errors.NORMAL, "Normally distributed values"),
         (errors.GRADIENTS, "Gradients of the demo's model, step 100"),
     ):
-        series = []
-        for family in errors.FAMILIES:
-            mine = [r for r in rows if r["values"] == values and r["family"] == family]
-            points = sorted((float(r["bits"]), float(r["error"]), r["codec"]) for r in mine)
-            x, y, _ = zip(*points, strict=True)
-            hover = [f"{name}: {b:.2f} bits, error {e:.2g}" for b, e, name in points]
-            kind = "line" if family in errors.LADDERS else "points"
-            series.append(Series(family, x, y, hover, kind))
-        powers = [(10.0**p, f"1e{p}" if p else "1") for p in range(-8, 1, 2)]
-        panels.append(
-            Panel(
-                Axis("bits per value", True, ticks, (0.04, 28)),
-                Axis("relative squared error", True, powers, (1e-8, 4)),
-                series,
-                title,
-                [bound] if values == errors.NORMAL else [],
-            )
-        )
+        mine = [row for row in rows if row["values"] == values]
+        names = {family: family for family in errors.FAMILIES}
+        lines = [
+            line if line.label in errors.LADDERS else replace(line, kind="points")
+            for line in lines_of(mine, "family", "bits", "error", names)
+        ]
+        panels.append(Panel(x, y, lines, title, [bound] if values == errors.NORMAL else []))
     return Chart(
         "What a codec loses, and for how many bits",
         "One coding, without feedback; bits count scales and indices",
@@ -190,36 +186,21 @@ def error(rows: Sequence[Row]) -> Chart:
 
 def planner(rows: Sequence[Row]) -> Chart:
     """Plot predicted against measured times."""
+    names = {rate: _link(rate) for rate in sorted({r["rate"] for r in rows}, key=parse_rate)}
     panels = []
     for kind, title in (("all_reduce", "All-reduces of 1 to 64 MiB"), ("step", "Training steps")):
-        mine = [r for r in rows if r["kind"] == kind]
-        series = []
-        for rate in sorted({r["rate"] for r in mine}, key=_bits):
-            cases = [r for r in mine if r["rate"] == rate]
-            hover = [
-                f"{r['codec']}, {r['ranks']} ranks{_of_size(r)}: predicted "
-                f"{format_time(float(r['predicted']))}, took {format_time(float(r['measured']))}"
-                for r in cases
-            ]
-            x = [float(r["measured"]) for r in cases]
-            y = [float(r["predicted"]) for r in cases]
-            series.append(Series(_link(rate), x, y, hover, kind="points"))
-        every = [value for line in series for value in (*line.x, *line.y)]
+        mine = [row for row in rows if row["kind"] == kind]
+        every = [float(row[column]) for row in mine for column in ("measured", "predicted")]
         low, high = min(every) / 1.3, max(every) * 1.3
+        marks = ticks(low, high, format_time)
+        lines = lines_of(mine, "rate", "measured", "predicted", names)
         guides = [
             Series("equal, or 30 % off", (low, high), (factor * low, factor * high))
             for factor in (1.0, 1.3, 0.7)
         ]
-        marks = draw.ticks(low, high, format_time)
-        panels.append(
-            Panel(
-                Axis("measured", True, marks, (low, high)),
-                Axis("predicted", True, marks, (low, high)),
-                series,
-                title,
-                guides,
-            )
-        )
+        x, y = (Axis(label, True, marks, (low, high)) for label in ("measured", "predicted"))
+        points = [replace(line, kind="points") for line in lines]
+        panels.append(Panel(x, y, points, title, guides))
     ranks = sorted({int(r["ranks"]) for r in rows})
     return Chart(
         "The planner's predictions",
@@ -250,39 +231,33 @@ def _digits(value: float) -> float:
 
 def wan(rows: Sequence[Row]) -> Chart:
     """Plot the rate of large all-reduces against the round trip, and against the loss."""
-    largest = {(float(r["round_trip_ms"]), r["loss"], r["backend"]): r for r in rows}
-    losses = sorted({loss for _, loss, _ in largest}, key=_share)
-    trips = sorted({trip for trip, _, _ in largest})
-    middle = max(trips, key=lambda t: len({(loss, b) for trip, loss, b in largest if trip == t}))
+    by_trip: dict[float, set[str]] = {}
+    for row in rows:
+        by_trip.setdefault(_trip(row), set()).add(row["loss"])
+    middle = max(sorted(by_trip), key=lambda trip: len(by_trip[trip]))
+    shares = sorted(by_trip[middle], key=_share)
     y = Axis("Mbit/s", limits=(0, 210))
 
-    def panel(title: str, x: Axis, places: Mapping[float, tuple[float, str]]) -> Panel:
-        series = []
-        for backend, name in WAN.items():
-            found = [
-                (at, float(largest[trip, loss, backend]["mbit_per_s"]))
-                for at, (trip, loss) in places.items()
-                if (trip, loss, backend) in largest
-            ]
-            if found:
-                xs, ys = zip(*found, strict=True)
-                hover = [f"{name}: {rate:.0f} Mbit/s" for rate in ys]
-                series.append(Series(name, xs, ys, hover, base=backend == "gloo"))
-        return Panel(x, y, series, title)
+    def panel(title: str, x: Axis, place: Callable[[Row], float], shown: Sequence[Row]) -> Panel:
+        lines = lines_of(shown, "backend", place, "mbit_per_s", WAN, "gloo")
+        return Panel(x, y, lines, title)
 
-    by_trip = {trip: (trip, losses[0]) for trip in trips}
-    losses = [loss for loss in losses if any(key[:2] == (middle, loss) for key in largest)]
-    by_loss = {float(i): (middle, loss) for i, loss in enumerate(losses)}
     return Chart(
         "All-reduce over a link of 200 Mbit/s",
         "16 MiB of float32, two ranks; iperf3 fills the link both ways with its best "
         "number of streams",
         [
-            panel("No loss", Axis("round trip, ms", limits=(0, 1.1 * trips[-1])), by_trip),
+            panel(
+                "No loss",
+                Axis("round trip, ms", limits=(0, 1.1 * max(by_trip))),
+                _trip,
+                [row for row in rows if _share(row["loss"]) == 0],
+            ),
             panel(
                 f"Round trip of {middle:g} ms",
-                Axis("packets lost", ticks=[(float(i), loss) for i, loss in enumerate(losses)]),
-                by_loss,
+                Axis("packets lost", ticks=[(float(i), loss) for i, loss in enumerate(shares)]),
+                lambda row: float(shares.index(row["loss"])),
+                [row for row in rows if _trip(row) == middle],
             ),
         ],
     )
@@ -301,69 +276,49 @@ SHARES = {
 
 def unequal(rows: Sequence[Row]) -> Chart:
     """Plot the times of all-reduces over unequal links as multiples of the bound."""
-    series = []
-    for rates in dict.fromkeys(r["rates"] for r in rows):
-        ratios = {r["call"]: float(r["ratio"]) for r in rows if r["rates"] == rates}
-        found = [(float(i), ratios[call]) for i, call in enumerate(SHARES) if call in ratios]
-        xs, ys = zip(*found, strict=True)
-        # What a node sends and receives, equal ones once.
-        links = dict.fromkeys(rate.replace("mbit", "") for rate in rates.split(","))
-        counts = [rates.replace("mbit", "").split(",").count(link) for link in links]
-        label = ", ".join(
-            f"{count} x {link}" if count > 1 else link
-            for link, count in zip(links, counts, strict=True)
-        )
-        hover = [f"{label} Mbit/s: {ratio:.2f} times the bound" for ratio in ys]
-        series.append(Series(f"{label} Mbit/s", xs, ys, hover, kind="points"))
-    size = _size(max(int(r["bytes"]) for r in rows))  # coded calls count their payloads
-    ticks = [(float(i), label) for i, label in enumerate(SHARES.values())]
-    most = max(max(line.y) for line in series)
+    names = {}
+    for rates in dict.fromkeys(row["rates"] for row in rows):
+        links = rates.replace("mbit", "").split(",")  # what each node sends and receives
+        counts = {link: links.count(link) for link in links}
+        words = [f"{count} x {link}" if count > 1 else link for link, count in counts.items()]
+        names[rates] = f"{', '.join(words)} Mbit/s"
+    calls = list(SHARES)
+    lines = lines_of(rows, "rates", lambda row: float(calls.index(row["call"])), "ratio", names)
+    points = [replace(line, kind="points") for line in lines]
+    size = _size(max(int(row["bytes"]) for row in rows))  # coded calls count their payloads
+    marks = [(float(i), label) for i, label in enumerate(SHARES.values())]
+    x = Axis("shares of the owners", ticks=marks, limits=(-0.5, len(marks) - 0.5))
+    y = Axis("time / bound", limits=(0, 1.1 * max(max(line.y) for line in lines)))
     return Chart(
         "All-reduces over unequal links",
         f"{size} of float32, a link for each rank, a round trip of "
         f"{format_time(parse_time(rows[0]['round_trip']))}; time / the least that links allow",
-        [
-            Panel(
-                Axis("shares of the owners", ticks=ticks, limits=(-0.5, len(ticks) - 0.5)),
-                Axis("time / bound", limits=(0, 1.1 * most)),
-                series,
-            )
-        ],
+        [Panel(x, y, points)],
     )
 
 
 def peers(rows: Sequence[Row]) -> Chart:
     """Plot the seconds to a loss against the rate of the link, by system."""
-    steps = [r for r in rows if r["kind"] == "step"]
-    target = int(re.findall(r"steps=(\d+)", steps[-1]["settings"])[0])
-    found = seconds_to_loss(rows, target)
-    delays = sorted({delay for _, (_, delay) in found}, key=float)
-    rates = sorted({rate for _, (rate, _) in found}, key=lambda rate: parse_rate(rate)[0])
-    times = [t for t in found.values() if t is not None]
-    y = Axis("time to the loss", True, draw.ticks(min(times), max(times), format_time))
-    x = Axis("link", True, [(parse_rate(rate)[0], _link(rate)) for rate in rates])
+    last = [row for row in rows if row["kind"] == "step"][-1]
+    target = int(re.findall(r"steps=(\d+)", last["settings"])[0])
+    found = {key: t for key, t in seconds_to_loss(rows, target).items() if t is not None}
+    places = sorted({(parse_rate(rate)[0], rate) for _, (rate, _) in found})
+    x = Axis("link", True, [(at, _link(rate)) for at, rate in places])
+    y = Axis("time to the loss", True, ticks(min(found.values()), max(found.values()), format_time))
     panels = []
-    for delay in delays:
-        series = []
-        for name in dict.fromkeys(name for name, _ in found):
-            mine = [(rate, found.get((name, (rate, delay)))) for rate in rates]
-            points = [(rate, t) for rate, t in mine if t is not None]
-            if points:
-                hover = [f"{name}, {_link(rate)}: {format_time(t)}" for rate, t in points]
-                at = [parse_rate(rate)[0] for rate, _ in points]
-                base = name == REFERENCE
-                series.append(Series(name, at, [t for _, t in points], hover, base=base))
-        panels.append(Panel(x, y, series, f"Round trip of {delay} ms"))
+    for delay in sorted({delay for _, (_, delay) in found}, key=float):
+        points: dict[str, list[tuple[float, float]]] = {}
+        for (name, (rate, ms)), seconds in found.items():
+            if ms == delay:
+                points.setdefault(name, []).append((parse_rate(rate)[0], seconds))
+        lines = [series(name, line, base=name == REFERENCE) for name, line in points.items()]
+        panels.append(Panel(x, y, lines, f"Round trip of {delay} ms"))
     return Chart(
         "Time to a loss, beside other systems",
         "Until the held-out loss is that of DDP in float32 at its end; 2 ranks, each system as its "
         "documentation has it; lower is better",
         panels,
     )
-
-
-def _share(loss: str) -> float:
-    return float(loss.rstrip("%"))
 
 
 # ------------------------------------------------------------------------ labels
@@ -382,19 +337,23 @@ LOSS_METHODS = (
 )
 BACKENDS = {
     "gloo": "Gloo",
-    "mpi": "Open MPI",
     "pycomm": "pycomm",
     "pycomm-shared": "pycomm, shared memory",
 }
 WAN = {"pycomm": "pycomm", "gloo": "Gloo", "iperf3": "iperf3"}
 
 
-def _backend_order(name: str) -> int:
-    return list(BACKENDS).index(name) if name in BACKENDS else len(BACKENDS)
+def _rate(row: Row) -> float:
+    """Return bytes per second of a row's link."""
+    return parse_rate(row["rate"])[0]
 
 
-def _bits(rate: str) -> float:
-    return 8 * parse_rate(rate)[0]
+def _trip(row: Row) -> float:
+    return float(row["round_trip_ms"])
+
+
+def _share(loss: str) -> float:
+    return float(loss.rstrip("%"))
 
 
 def _link(rate: str) -> str:
@@ -409,7 +368,3 @@ def _size(size: int) -> str:
 
 def _bandwidth(rate: float) -> str:
     return f"{format_bytes(rate)}/s"
-
-
-def _of_size(row: Mapping[str, str]) -> str:
-    return f", {_size(int(row['size']))}" if int(row["size"]) else ""

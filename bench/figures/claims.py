@@ -1,13 +1,11 @@
-"""What docs claim by measurements (claims.csv): the table of each claim, what repeats it.
+"""What docs claim: claims.csv has the table and the command of each claim.
 
-Commands of `make bench` are in the column `quick`, as words after `python -m pycomm.bench`, joined
-by "; "; claims without any take too long for it.
+`quick` has the commands of `make bench`, which together take half an hour; a claim without any
+takes too long for it.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +15,7 @@ CLAIMS = tables.read(Path(__file__).with_suffix(".csv"))
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Yield the tables and commands of `make bench`, in which MPI is a backend where it is here."""
-    here = shutil.which("mpirun") and importlib.util.find_spec("mpi4py")
+    """Yield the tables and commands of `make bench`."""
     for claim in CLAIMS:
         for words in filter(None, claim["quick"].split("; ")):
-            yield claim["table"], words.replace("{mpi}", ",mpi" if here else "")
+            yield claim["table"], words

@@ -11,11 +11,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pycomm.bench.common import tables
-from pycomm.bench.common.harness import Row
+from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.figures.claims import CLAIMS
 from pycomm.bench.plan import command as plan
 from pycomm.bench.training.methods import METHODS
-from pycomm.bench.training.results import RANKS, SWEPT, changes, load, over, totals, with_loss
+from pycomm.bench.training.results import (
+    DEMO_HEAD,
+    RANKS,
+    changes,
+    demo_cells,
+    load,
+    over,
+    totals,
+    with_loss,
+)
 
 ROOT = Path(__file__).parents[2]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
@@ -59,7 +68,7 @@ def losses(rows: Sequence[Row], model: str) -> str:
     """Return the table with a row per method: its loss against the exact run, over the seeds."""
     found = [r for r in rows if (r.kind, r.model, r.ranks) == ("loss", model, RANKS)]
     known = {method.label for method in METHODS}  # rows of others stay for pages that date them
-    found = [r for r in found if r.method.partition(SWEPT)[0] in known]
+    found = [r for r in found if r.method in known]
     lines = []
     for method in dict.fromkeys(r.method for r in found):
         whole = with_loss(next(r for r in found if r.method == method), rows)
@@ -109,23 +118,17 @@ def demo(path: Path) -> str:
     """Return the table with a row per run of the demo."""
     rows = tables.newest(tables.read(path), "run")
     first = float(rows[0]["step_seconds"])
-    lines = [
-        [
-            row["run"],
-            f"{float(row['step_seconds']) * 1e3:.0f} ms",
-            f"{float(row['wire_bytes']) / 1e6:.2f} MB",
-            f"{float(row['loss']):.4f}",
-            f"{first / float(row['step_seconds']):.2f} x",
-        ]
-        for row in rows
-    ]
-    return table(("run", "step", "wire per step", "held-out loss", "speed-up"), lines)
+    numbers = [[float(row[c]) for c in ("step_seconds", "wire_bytes", "loss")] for row in rows]
+    return table(DEMO_HEAD, [
+        demo_cells(row["run"], step, first, sent, loss)
+        for row, (step, sent, loss) in zip(rows, numbers, strict=True)
+    ])  # fmt: skip
 
 
 def planner(path: Path) -> str:
     """Return the planner's prediction errors, by kind, link and ranks."""
     head = ("what", "link", "ranks", "cases", "median error", "worst", "fastest codec picked")
-    return table(head, plan.summary(plan.load(path)), left=2)
+    return table(head, plan.summary(read_rows(path, plan.PlanCase)), left=2)
 
 
 OPS = ("encode", "encode+residual", "decode", "decode_add")

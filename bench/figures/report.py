@@ -1,11 +1,11 @@
-"""`python -m pycomm.bench report`: all figures as one interactive page, from bench/results.
+"""`python -m pycomm.bench report`: all figures as one page, from bench/results.
 
-    python -m pycomm.bench report --html report.html --png pictures
+    python -m pycomm.bench report --html report.html
     python -m pycomm.bench report --measure --only demo,links    repeat measurements first
     python -m pycomm.bench report --tables                       write the tables of docs
 
-The page embeds plotly and needs no network. Each figure is followed by the command that made its
-table, and by the commit and the machine of its newest rows.
+The page contains its pictures and needs no network. Each figure is followed by its values, the
+command that makes its table, and the commit and the machine of its newest rows.
 
 `--measure` runs what takes half an hour on two cores (claims.csv). New rows replace those that the
 same command wrote before; rows of other commands stay, since docs cite them. A command that fails
@@ -14,7 +14,6 @@ leaves its table as it was, and the others continue.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import subprocess
@@ -25,14 +24,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pycomm.bench.common import tables
+from pycomm.bench.common.arguments import Parser
 from pycomm.bench.figures.catalogue import FIGURES, Figure
 from pycomm.bench.figures.claims import commands
-from pycomm.charts import Section, save_page, save_png
+from pycomm.charts import Section, save_page
 
-INTRO = (
-    "What pycomm's benchmarks have measured, from the tables in bench/results. Point at a line for "
-    "its figures, click on a name to hide it, drag to zoom in."
-)
+INTRO = "What pycomm's benchmarks have measured, from the tables in bench/results."
 LIMIT = 1500.0  # seconds per command
 JUDGED = "plan"
 """Its exit status is 1 where a promise is broken; its rows count."""
@@ -54,22 +51,16 @@ def section(figure: Figure, results: Path) -> Section:
     return Section(figure.of(results), notes, figure.command)
 
 
-def draw(results: Path, html: Path, png: Path | None) -> int:
-    """Write the page, and pictures if a folder is given; return the exit status."""
+def draw(results: Path, html: Path) -> int:
+    """Write the page; return the exit status."""
     missing = [f for f in FIGURES if f.table and not (results / f.table).exists()]
     for figure in missing:
         print(f"no {results / figure.table}: {figure.command}", file=sys.stderr)
     there = [figure for figure in FIGURES if figure not in missing]
     if not any(figure.table for figure in there):
         return 1
-    sections = [section(figure, results) for figure in there]
-    save_page("pycomm: results", INTRO, sections, html)
+    save_page("pycomm: results", INTRO, [section(figure, results) for figure in there], html)
     print(html)
-    if png:
-        png.mkdir(parents=True, exist_ok=True)
-        for figure, made in zip(there, sections, strict=True):
-            save_png(made.chart, png / f"{figure.name}.png")
-            print(png / f"{figure.name}.png")
     return 0
 
 
@@ -128,15 +119,10 @@ def measure(chosen: Sequence[tuple[str, str]], results: Path, log: Path, dry: bo
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pycomm.bench report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m pycomm.bench report", description=__doc__)
     add = parser.add_argument
     add("--results", type=Path, default=tables.RESULTS, help="folder of the tables")
     add("--html", type=Path, default=Path("report.html"), help="the page (report.html)")
-    add("--png", type=Path, help="folder for pictures, which are then written, too")
     add("--measure", action="store_true", help="only: repeat the measurements")
     add("--only", default="", help="of --measure: beginnings of tables' names, comma-separated")
     add("--list", action="store_true", help="of --measure: print the commands")
@@ -154,4 +140,4 @@ def main(argv: Sequence[str]) -> int:
         if not chosen:
             parser.error(f"no table begins with {options.only!r}")
         return 0 if measure(chosen, options.results, options.log, options.list) else 1
-    return draw(options.results, options.html, options.png)
+    return draw(options.results, options.html)

@@ -123,6 +123,13 @@ def sanitizers() -> tuple[list[Suite], str]:
     return suites, ""
 
 
+def end(process: subprocess.Popen[bytes]) -> int:
+    """End a process, which leads a session, and its descendants; return its status."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
 def counts_of(junit: Path) -> Counts:
     """Read a JUnit report; a missing report is a failure. Intended skips are not counted."""
     if not junit.exists():
@@ -151,9 +158,7 @@ def run(suites: Iterable[Suite], deadline: float = float("inf")) -> dict[str, Co
                 status = process.wait(max(deadline - time.monotonic(), 0.001))
             except subprocess.TimeoutExpired:
                 print(f"{suite.name}: out of time", flush=True)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                status = process.wait()
+                status = end(process)
             counts = counts_of(junit)
             if status != 0 and counts.failed == 0:
                 counts = dataclasses.replace(counts, failed=1)

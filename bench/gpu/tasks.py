@@ -1,24 +1,28 @@
-"""The timing tasks of `make gpu`, run one after the other in a process that may crash.
+"""The timings of `make gpu`, of one kind of implementation in a process that may crash.
 
-    python -m pycomm.bench.gpu.tasks < tasks.json
+    python -m pycomm.bench.gpu.tasks JOB
 
-workers.py starts this program. It writes a line of JSON when a task begins, then one for each
-row or problem. After an error that makes the GPU's context unusable the process exits, and a new
-one continues.
+JOB is JSON, the arguments of `main`. Rows go to the CSV one by one, so that a crash or a timeout
+keeps all earlier ones, and errors of single calls to standard error. After an error that makes the
+GPU's context unusable the process exits with `BROKEN`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
 import pycomm
-from pycomm.bench.gpu.results import GpuRow
+from pycomm.bench.common import tables
+from pycomm.bench.gpu import collectives
 from pycomm.bench.gpu.timing import (
     bytes_moved,
     call_of,
@@ -32,6 +36,9 @@ from pycomm.bench.gpu.timing import (
 from pycomm.codecs import convert
 from pycomm.codecs.implementations import Unavailable, implementation
 
+KINDS = ("native", "nvrtc", "triton", "reference")
+TORCH, RANKS = "torch", "ranks"
+"""kinds besides: torch.topk, and all-reduces of several ranks on this GPU"""
 OPS = ("encode", "encode_feedback", "decode", "decode_add")
 SPECS = (
     "fp16",
@@ -60,81 +67,93 @@ CONVERSIONS = (
     (torch.float32, torch.bfloat16),  # the end of a compressed all-reduce
 )
 REFERENCE_NUMEL = 1 << 22  # plain torch makes dozens of passes and temporaries
-CONVERT, TOPK = "convert", "torch.topk"
-BROKEN = 3  # exit status: no later task can run in this process
+BROKEN = 3  # exit status: no later call can run in this process
 
 copy_rate = cache(time_copy)
 
 
 @dataclass(frozen=True)
-class Task:
-    """One codec's calls, all conversions, or torch.topk, by one implementation at one size."""
+class GpuRow:
+    """One timed kernel or, where kind is "check", the result of one suite without times."""
 
-    kind: str
-    what: str  # a codec, CONVERT or TOPK
-    numel: int
+    kind: str  # native, nvrtc, triton, reference, torch, ranks; or check: `codec` names the suite
+    contract: str  # the contract test's result for this kind in this run: "767 passed"
+    codec: str
+    op: str = ""
+    numel: int = 0
+    bytes: int = 0  # minimum memory traffic of the kernel
+    microseconds: float = 0.0
+    gbps: float = 0.0
+    copy_gbps: float = 0.0  # device-to-device copy of numel values, bytes read plus written
+    share: float = 0.0  # gbps / copy_gbps
+    method: str = ""  # graph, or events if it cannot be captured
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.what} of {self.numel}"
+        speed = f"{self.microseconds:>10.1f} us {self.gbps:>6.0f} GB/s ({self.share:.0%})"
+        return f"{self.kind:<9} {self.numel:>9} {self.codec:<46} {self.op:<16} {speed}"
 
 
-def tasks_of(kinds: tuple[str, ...], numels: tuple[int, ...]) -> list[Task]:
-    """Return all tasks."""
-    tasks = []
-    for kind in kinds:
-        for numel in (REFERENCE_NUMEL,) if kind == "reference" else numels:
-            tasks += [Task(kind, what, numel) for what in (CONVERT, *SPECS)]
-    return tasks + [Task("torch", TOPK, numel) for numel in numels]
+def table(folder: Path, machine: dict[str, Any]) -> Path:
+    """Return the CSV of a device: of the "NVIDIA H200" gpu-nvidia-h200.csv."""
+    slug = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
+    return folder / f"gpu-{slug}.csv"
 
 
-def perform(task: Task) -> Iterator[GpuRow | str]:
-    """Yield a row for each call, or an error text for a call that fails."""
-    if task.what == TOPK:
-        calls = [("", lambda: time_topk(task.numel))]
-    elif task.what == CONVERT:
-        calls = [
-            (f"{source} to {target}", lambda pair=(source, target): time_conversion(task, *pair))
-            for source, target in CONVERSIONS
-        ]
-    else:
-        name = pycomm.codec(task.what).name
-        try:
-            implementation(name, task.kind, "cuda")
-        except (ImportError, Unavailable) as reason:
-            yield f"{task.kind} has no {name}: {reason}"
-            return
-        calls = [(op, lambda op=op: time_kernel(task, op)) for op in OPS]
-    for name, call in calls:
-        try:
-            yield call()
-        except Exception as error:  # compilers and CUDA raise their own types
-            yield f"{task.kind} {task.what} {name}: {error}"
+Timed = Callable[[], GpuRow]
 
 
-def time_kernel(task: Task, op: str) -> GpuRow:
-    """Time one call of a codec."""
-    codec, numel = pycomm.codec(task.what), task.numel
-    run = implementation(codec.name, task.kind, "cuda")
+def calls_of(kind: str, numels: Sequence[int]) -> Iterator[tuple[str, Timed]]:
+    """Yield the name of each call of a kind, and what times it."""
+    if kind == RANKS:
+        for case in collectives.cases():
+            yield str(case), partial(time_ranks, case)
+        return
+    for numel in (REFERENCE_NUMEL,) if kind == "reference" else numels:
+        if kind == TORCH:
+            yield f"torch.topk of {numel}", partial(time_topk, numel)
+            continue
+        for source, target in CONVERSIONS:
+            yield f"{source} to {target}", partial(time_conversion, kind, numel, source, target)
+        for spec in SPECS:
+            for op in OPS:
+                yield f"{spec} {op} of {numel}", partial(time_kernel, kind, numel, spec, op)
+
+
+def time_kernel(kind: str, numel: int, spec: str, op: str) -> GpuRow:
+    """Time one call of a codec.
+
+    Raises:
+        ImportError, Unavailable: there is no such implementation here.
+    """
+    codec = pycomm.codec(spec)
+    run = implementation(codec.name, kind, "cuda")
     moved = bytes_moved(codec, op, numel)
     sets = sets_needed(moved, l2_bytes())
-    seconds, method = measure([call_of(run, codec, op, numel) for _ in range(sets)])
-    return _row(task.kind, codec.spec(), op, numel, moved, seconds, method)
+    timed = measure([call_of(run, codec, op, numel) for _ in range(sets)])
+    return _row(kind, codec.spec(), op, numel, moved, *timed)
 
 
-def time_conversion(task: Task, source: torch.dtype, target: torch.dtype) -> GpuRow:
+def time_conversion(kind: str, numel: int, source: torch.dtype, target: torch.dtype) -> GpuRow:
     """Time `pycomm.convert` from one dtype to another."""
-    run, numel = convert.implementation(task.kind, "cuda"), task.numel
+    run = convert.implementation(kind, "cuda")
     moved = numel * (source.itemsize + target.itemsize)
     calls = range(sets_needed(moved, l2_bytes()))
-    seconds, method = measure([conversion_of(run, source, target, numel) for _ in calls])
+    timed = measure([conversion_of(run, source, target, numel) for _ in calls])
     name = f"{source} to {target}".replace("torch.", "")
-    return _row(task.kind, name, "convert", numel, moved, seconds, method)
+    return _row(kind, name, "convert", numel, moved, *timed)
 
 
 def time_topk(numel: int) -> GpuRow:
     """Time torch.topk, the baseline of topk."""
-    seconds, method = measure([topk_of_torch(numel) for _ in range(2)])
-    return _row("torch", "torch.topk 1 %", "topk", numel, 4 * numel, seconds, method)
+    timed = measure([topk_of_torch(numel) for _ in range(2)])
+    return _row(TORCH, "torch.topk 1 %", "topk", numel, 4 * numel, *timed)
+
+
+def time_ranks(case: collectives.GpuCase) -> GpuRow:
+    """Time an all-reduce between ranks on this GPU."""
+    seconds = collectives.measure(case)
+    codec = case.codec or "none"
+    return _row(RANKS, codec, case.op, case.numel, case.traffic, seconds, "events")
 
 
 def _row(
@@ -154,17 +173,39 @@ def is_broken() -> bool:
     return False
 
 
-def main() -> int:
-    tasks = [Task(**task) for task in json.load(sys.stdin)]
-    for number, task in enumerate(tasks):
-        print(json.dumps({"task": number}), flush=True)
-        for found in perform(task):
-            message = {"problem": found} if isinstance(found, str) else {"row": vars(found)}
-            print(json.dumps(message), flush=True)
+def main(
+    kind: str, numels: Sequence[int], contract: str, folder: str, machine: dict[str, Any]
+) -> int:
+    """Time all calls of a kind; return 1 if one has failed.
+
+    Args:
+        kind: one of KINDS, TORCH or RANKS.
+        numels: values per call.
+        contract: what the contract test has said of this kind.
+        folder: of the CSV.
+        machine: columns that are equal in all rows.
+    """
+    told: set[str] = set()
+    for name, call in calls_of(kind, numels):
+        try:
+            row = call()
+        except (ImportError, Unavailable) as error:
+            problem = f"{kind} has no {name.partition(' ')[0]}: {error}"
+        except Exception as error:  # compilers and CUDA raise their own types
+            problem = f"{kind} {name}: {error}"
+        else:
+            tables.append(
+                table(Path(folder), machine), [asdict(row) | {"contract": contract} | machine]
+            )
+            print(row, flush=True)
+            continue
+        if problem not in told:  # a missing codec fails in each call
+            told.add(problem)
+            print(f"problem: {problem}", file=sys.stderr, flush=True)
         if is_broken():
             return BROKEN
-    return 0
+    return 1 if told else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(**json.loads(sys.argv[1])))

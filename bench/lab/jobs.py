@@ -1,12 +1,14 @@
-"""Jobs of a lab's ranks: a module that each runs, and what the first one answers."""
+"""Jobs of a lab's ranks: a command that each runs, and what the first one answers."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +19,75 @@ class Failed(RuntimeError):
     """A rank failed; the text is what the ranks have printed."""
 
 
-def ask(lab: Lab, module: str, env: Mapping[str, str] | None = None, **job: Any) -> list[Any]:
-    """Run `python -m MODULE JOB` once per node, JOB being JSON, and end the ranks.
+def run(
+    lab: Lab,
+    command: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    *,
+    limit: float = math.inf,
+    watch: Callable[[], object] = lambda: None,
+) -> None:
+    """Run a command once per node, and end the ranks.
 
     Args:
         lab: the nodes.
+        command: of each rank.
+        env: variables added to this process's.
+        limit: seconds until all must have ended.
+        watch: called repeatedly while they run.
+
+    Raises:
+        Failed: a rank failed, or has not ended in time.
+    """
+    until = time.monotonic() + limit
+    with tempfile.TemporaryFile() as printed:
+
+        def fail(what: str) -> Failed:
+            printed.seek(0)
+            return Failed(f"{what}:\n{printed.read().decode(errors='replace')}")
+
+        def look() -> None:
+            watch()
+            if time.monotonic() > until:
+                raise fail(f"a rank has not ended after {limit:.0f} s")
+
+        given = dict(os.environ) | dict(env or {})
+        try:
+            ranks = lab.start(command, env=given, stdout=printed, stderr=printed)
+            status = wait(ranks, watch=look)
+        finally:
+            lab.stop()
+        if status:
+            raise fail("a rank failed")
+
+
+def ask(
+    lab: Lab,
+    module: str,
+    env: Mapping[str, str] | None = None,
+    *,
+    limit: float = math.inf,
+    **job: Any,
+) -> list[Any]:
+    """Run `python -m MODULE JOB` once per node, JOB being JSON, and end the ranks.
+
+    Args:
+        lab, env, limit: as of `run`.
         module: its first argument is the job, which also names a new `folder` that the ranks share,
             and a file in it, `log`, to which rank 0 writes lines of JSON.
-        env: variables added to this process's.
         job: what the ranks are to know.
 
     Returns:
         The lines.
 
     Raises:
-        Failed: a rank failed.
+        Failed: a rank failed, or has not ended in time.
     """
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as printed:
+    with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
+        log.touch()
         words = json.dumps(job | {"folder": folder, "log": str(log)})
-        command = [sys.executable, "-m", module, words]
-        given = dict(os.environ) | dict(env or {})
-        status = wait(lab.start(command, env=given, stdout=printed, stderr=printed))
-        lab.stop()
-        if status != 0 or not log.exists():
-            printed.seek(0)
-            raise Failed(f"a rank failed:\n{printed.read().decode(errors='replace')}")
+        run(lab, [sys.executable, "-m", module, words], env, limit=limit)
         return [json.loads(line) for line in log.read_text().splitlines()]
 
 

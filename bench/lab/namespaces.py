@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import shlex
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pycomm.bench.lab import node_shell, rates
+from pycomm.bench.lab import rates
 from pycomm.bench.lab.base import Lab, LabUnavailable, Rank, Traffic, interface_counts
 
 TOOLS = ("ip", "tc", "unshare", "nsenter")
 BURST = 128 * 1024  # bytes that may pass at once: two of the kernel's largest packets
 _CLONE_NEWNET, _CLONE_NEWUSER = 0x40000000, 0x10000000  # sched.h
 QUEUE_MS = 50  # a packet that would wait longer in the bucket is dropped
-
-# Shell lines that give mpirun's ranks torchrun's variables as well.
-_PLACE = """
-export RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE
-export LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK LOCAL_WORLD_SIZE={per_node}
-export GROUP_RANK=$((OMPI_COMM_WORLD_RANK / {per_node}))
-exec "$@"
-"""
 
 
 class Netlab(Lab):
@@ -149,43 +138,12 @@ class Netlab(Lab):
     def start(self, command: Sequence[str], **options: Any) -> list[Rank]:
         """Start ranks as in every lab. The first start also starts the clock of changing rates."""
         started = super().start(command, **options)
-        self._start_clock()
-        return started
-
-    def start_mpi(self, command: Sequence[str], *, ranks_per_node: int = 1) -> list[Rank]:
-        """Start the command's ranks by Open MPI's `mpirun`, which runs on the first node.
-
-        Raises:
-            LabUnavailable: mpirun is not installed.
-        """
-        if not shutil.which("mpirun"):
-            raise LabUnavailable("no mpirun (apt-get install openmpi-bin)")
-        nodes = {f"10.77.0.{node + 1}": self.wrap(node) for node in range(self.nodes)}
-        hosts = ",".join(f"{address}:{ranks_per_node}" for address in nodes)
-        shell = shlex.join([sys.executable, "-I", "-S", node_shell.__file__])
-        settings = {
-            "plm_rsh_agent": shell,
-            "plm_rsh_no_tree_spawn": "1",
-            "btl_tcp_if_include": self.interface,
-            "oob_tcp_if_include": self.interface,
-            "hwloc_base_binding_policy": "none",
-        }
-        env = {f"OMPI_MCA_{name}": value for name, value in settings.items()}
-        env |= {"NETLAB_NODES": json.dumps(nodes)} | self.environment()
-        count = str(self.nodes * ranks_per_node)
-        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        place = ["sh", "-c", _PLACE.format(per_node=ranks_per_node), "sh"]
-        mpirun = ["mpirun", *root, "--host", hosts, "-n", count, *place, *command]
-        started = [self._keep(0, mpirun, dict(os.environ) | env)]
-        self._start_clock()
-        return started
-
-    def _start_clock(self) -> None:
         if self._clock is None:
             self._clock = threading.Thread(
                 target=self._change_rates, args=(time.monotonic(),), daemon=True
             )
             self._clock.start()
+        return started
 
     def _change_rates(self, start: float) -> None:
         changes = [

@@ -11,13 +11,14 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pycomm.bench.lab.base import LabUnavailable
 from pycomm.bench.lab.namespaces import Netlab
 from pycomm.bench.lab.rates import Rate
-from pycomm.bench.lab.shape import Shape, bits, changed, matrix, seconds
+from pycomm.bench.lab.shape import Shape, bits, matrix, seconds, share
 from pycomm.env import cache_home
 from pycomm.folders import distrust, private
 
@@ -67,13 +68,11 @@ class WanLab(Netlab):
         *,
         shape: Shape | None = None,
         matrix_text: str = "",
-        node_rates: Mapping[int, str] | None = None,
-        congestion: str = "reno",
-        user_namespace: bool = False,
+        **options: Any,
     ) -> None:
         """
         Args:
-            nodes, rate, node_rates, congestion, user_namespace: as of `Netlab`; one link per node.
+            nodes, rate, options: as of `Netlab`; one link per node.
             shape: of the links between all pairs of nodes.
             matrix_text: lines that name pairs whose links differ (shape.py).
 
@@ -87,13 +86,7 @@ class WanLab(Netlab):
         self._link: subprocess.Popen[str] | None = None
         if "," in rate:
             raise ValueError("with delay or loss a node has one link")
-        super().__init__(
-            nodes,
-            rate,
-            node_rates=node_rates,
-            congestion=congestion,
-            user_namespace=user_namespace,
-        )
+        super().__init__(nodes, rate, **options)
 
     def _build_link(self, link: int, pids: Sequence[int]) -> None:
         enter = ["nsenter", *self._user] if self._user else []
@@ -196,16 +189,19 @@ def _rate_line(node: int, rate: Rate) -> str:
     return f"rate {node} {bits(rate.sent)} {bits(rate.received)}"
 
 
-def lab_of(nodes: int, rate: str) -> Netlab:
+def lab_of(nodes: int, rate: str, **options: Any) -> Netlab:
     """Return a lab whose links have a rate, or also a round trip and a loss: "200mbit@60ms@0.1%".
+
+    Args:
+        nodes, options: as of `Netlab`.
+        rate: the text.
 
     Raises:
         ValueError: the text has another form.
     """
     rate, *far = rate.split("@")
     if not far:
-        return Netlab(nodes, rate)
-    shape = Shape(delay=seconds("round trip", far[0]) / 2)
-    if len(far) > 1:
-        shape = changed(shape, {"loss": far[1]})
-    return WanLab(nodes, rate, shape=shape)
+        return Netlab(nodes, rate, **options)
+    loss = share("loss", far[1]) if len(far) > 1 else 0.0
+    shape = Shape(delay=seconds("round trip", far[0]) / 2, loss=loss)
+    return WanLab(nodes, rate, shape=shape, **options)

@@ -3,12 +3,10 @@
 python -m pycomm.bench links rates     rates of collectives over links, near and far
 python -m pycomm.bench links steps     round trips of the steps of a group
 python -m pycomm.bench links unequal   all-reduces over links that differ, against their bound
-python -m pycomm.bench links scale     many ranks on one machine: start, memory, sockets, times
 """
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Sequence
@@ -16,29 +14,29 @@ from pathlib import Path
 
 from pycomm.bench.common import arguments, tables
 from pycomm.bench.common.harness import Origin
+from pycomm.bench.common.report import head, line
 from pycomm.bench.lab.base import LabUnavailable
 from pycomm.bench.lab.jobs import Failed
-from pycomm.bench.links import rates, scale, steps, unequal
+from pycomm.bench.links import rates, steps, unequal
 
-PARTS = {"rates": rates, "steps": steps, "unequal": unequal, "scale": scale}
+PARTS = {"rates": rates, "steps": steps, "unequal": unequal}
 
 
 def main(argv: Sequence[str]) -> int:
-    raw = argparse.RawDescriptionHelpFormatter
     program = "python -m pycomm.bench links"
-    parser = arguments.Parser(prog=program, description=__doc__, formatter_class=raw)
+    parser = arguments.Parser(prog=program, description=__doc__)
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
     for name, part in PARTS.items():
-        mine = parts.add_parser(name, description=part.__doc__, formatter_class=raw)
+        mine = parts.add_parser(name, description=part.__doc__)
         part.add_options(mine)
         mine.add_argument("--csv", type=Path, help="append the rows to this file")
     options = parser.parse_args(argv)
     part = PARTS[options.part]
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "links", *argv]))
-    print(part.HEAD)
+    print(head(part.COLUMNS))
     try:
         for row in part.run(options):
-            print(part.line(row), flush=True)
+            print(line(part.COLUMNS, row), flush=True)
             if options.csv:
                 tables.append(options.csv, [row | vars(origin)])
     except (Failed, ValueError) as error:

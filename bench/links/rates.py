@@ -26,16 +26,20 @@ from pycomm import _C
 from pycomm.bench.common.arguments import some_of
 from pycomm.bench.lab.jobs import ask
 from pycomm.bench.lab.namespaces import Netlab
-from pycomm.bench.lab.shape import Shape, changed, seconds
-from pycomm.bench.lab.wan import WanLab
-from pycomm.bench.links.rates_rank import CODEC
+from pycomm.bench.lab.shape import seconds, share
+from pycomm.bench.lab.wan import lab_of
+from pycomm.bench.links.rates_rank import CODEC, CODED
 
 STREAMS = (1, 2, 4, 8)
 SENT = dict.fromkeys(("all_reduce", "all_reduce_int8", "broadcast", "sendrecv"), 1.0)
 SENT |= dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), 0.5)
 """the operations, each with the share of the tensor that a rank of two sends"""
 BACKENDS = ("pycomm", "gloo")
-HEAD = "    rate  control round trip   loss  operation            bytes  backend       ms   Mbit/s"
+COLUMNS = (
+    *(("rate", 8, ""), ("control", -7, ""), ("round_trip_ms", 13, ""), ("loss", 6, "")),
+    *(("operation", -15, ""), ("bytes", 9, ""), ("backend", -8, "")),
+    *(("ms", 8, ""), ("mbit_per_s", 10, ""), ("how", -10, "")),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +114,7 @@ def measure(lab: Netlab, options: argparse.Namespace) -> Iterator[dict[str, Any]
         operation, size, backend = one["operation"], one["bytes"], one["backend"]
         if options.link and backend == "pycomm":
             backend += f", link {options.link}"
-        coded = operation == "all_reduce_int8"
+        coded = operation.endswith(CODED)
         payload = _C.Codec(CODEC).encoded_bytes(size // 4) if coded else size
         middle = statistics.median(one["seconds"])
         rate = 8 * payload * SENT[operation] / middle / 1e6
@@ -127,25 +131,12 @@ def _row(operation: str, size: int, backend: str, ms: str, rate: float) -> dict[
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the rows of all links."""
-    for paths in options.paths:
-        with Netlab(2, paths) as lab:
-            place = {"rate": paths, "control": lab.congestion, "round_trip_ms": "0", "loss": "0"}
-            yield from (place | row for row in measure(lab, options))
     lists = (options.rate, options.control, options.round_trip, options.loss)
-    links = itertools.product(*(text.split(",") for text in lists))
-    for rate, control, text, loss in () if options.paths else links:
-        trip = seconds("round trip", text)
-        shape = changed(Shape(delay=trip / 2), {"loss": loss})
-        near = shape == Shape()
-        make = Netlab if near else WanLab
-        with make(2, rate, congestion=control, **({} if near else {"shape": shape})) as lab:
-            place = {"rate": rate, "control": control, "round_trip_ms": f"{1e3 * trip:g}"}
+    links = [[paths, "", "0", "0"] for paths in options.paths]
+    for rate, control, trip, loss in links or itertools.product(*(t.split(",") for t in lists)):
+        ms = f"{1e3 * seconds('round trip', trip):g}"
+        share("loss", loss)
+        far = "" if ms == "0" and loss == "0" else f"@{trip}@{loss}"
+        with lab_of(2, rate + far, congestion=control or "reno") as lab:
+            place = {"rate": rate, "control": control or lab.congestion, "round_trip_ms": ms}
             yield from (place | {"loss": loss} | row for row in measure(lab, options))
-
-
-def line(row: dict[str, Any]) -> str:
-    return (
-        f"{row['rate']:>8}  {row['control']:<7} {row['round_trip_ms']:>7} ms  {row['loss']:>5}"
-        f"  {row['operation']:<15}  {row['bytes']:>9}  {row['backend']:<7}"
-        f"  {row['ms']:>7}  {row['mbit_per_s']:>7}  {row['how']}"
-    )

@@ -104,7 +104,10 @@ def run_steps(lab: WanLab, backend: str, env: dict[str, str]) -> tuple[list[Step
         return steps, text()
 
 
-HEAD = "nodes  round trip  step                             backend      ms  round trips"
+COLUMNS = (
+    *(("nodes", 5, ""), ("round_trip_ms", 13, ""), ("step", -31, ""), ("backend", -7, "")),
+    *(("ms", 9, ""), ("round_trips", 11, "")),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -148,10 +151,3 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "round_trips": f"{trips:g}",
                     "promised": PROMISED.get(step, "") if backend == "pycomm" else "",
                 }
-
-
-def line(row: dict[str, Any]) -> str:
-    return (
-        f"{row['nodes']:>5}  {row['round_trip_ms']:>7} ms  {row['step']:<31}  {row['backend']:<7}"
-        f" {float(row['ms']):>7.0f}  {float(row['round_trips']):>11.1f}"
-    )

@@ -22,7 +22,7 @@ from pycomm.bench.lab.jobs import answer, ask
 from pycomm.bench.lab.shape import Shape, bits, seconds
 from pycomm.bench.lab.wan import WanLab
 
-HEAD = "call                   ms   bound  ratio"
+COLUMNS = (("call", -16, ""), ("ms", 9, ""), ("bound_ms", 9, ""), ("ratio", 6, ""))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -64,18 +64,13 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield row | {"ratio": f"{middle / best:.3f}"}
 
 
-def line(row: dict[str, Any]) -> str:
-    ms, bound_ms, ratio = (float(row[name]) for name in ("ms", "bound_ms", "ratio"))
-    return f"{row['call']:<16} {ms:>8.0f} {bound_ms:>7.0f} {ratio:>6.2f}"
-
-
 def rank_main(rates: list[str], size: int, repeats: int, codec: str, log: str, folder: str) -> None:
     import numpy as np
     import torch
     import torch.distributed as dist
 
     from pycomm import _C
-    from pycomm.backend.python.store import TorchStore
+    from pycomm.bench.links.torch_store import TorchStore
     from pycomm.bench.links.turns import slowest
     from pycomm.communicator import Communicator, Piece, Store
 
@@ -84,7 +79,6 @@ def rank_main(rates: list[str], size: int, repeats: int, codec: str, log: str, f
     # The first rank's store, by which the ranks learn that they are far from each other. Those that
     # share a folder take themselves for near: they measure no rates, and their shares stay equal.
     requests = TorchStore(dist.distributed_c10d._get_default_store())
-    requests.add("begun", 1)  # and how far that is
     far, near = Store.of(requests), Store.file(f"{folder}/store")
     groups = {
         kind: Communicator(store, rank, ranks, group=kind, transport="tcp", rate=rate)

@@ -25,14 +25,6 @@ class BackendCalls(ABC):
     def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
         """Return a callable that runs the operation once, from `x` to `y`, with all set-up done."""
 
-    def load(self, x: Array, y: Array) -> None:
-        """Copy prepared buffers to where the operation works on them."""
-        return  # the operation works on them directly
-
-    def fetch(self, x: Array, y: Array) -> None:
-        """Copy the buffers back."""
-        return
-
     @abstractmethod
     def sent_bytes(self) -> int | None:
         """Return the bytes this rank has sent since the start; None if they are not counted."""

@@ -2,15 +2,13 @@
 
 `pycomm` is the core without torch. `pycomm:ring` and the like fix the algorithm, `pycomm-tls`
 encrypts connections, and `pycomm-unchecked` omits checksums of payloads. `pycomm-torch` is pycomm's
-backend of torch.distributed, `gloo` and `nccl` are torch's own, and `mpi` is whichever library
-mpirun belongs to. Backends with `-shared` work on memory that the group has allocated, so that
-peers access it in place.
+backend of torch.distributed, and `gloo` is torch's own. Backends with `-shared` work on memory that
+the group has allocated, so that peers access it in place.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from pycomm.bench.ops.cases import Array, Case, Run
 CORE = ("pycomm", "pycomm-shared", "pycomm-tls", "pycomm-unchecked")
 NAMES = (
     *CORE,
-    *("pycomm-torch", "pycomm-torch-shared", "gloo", "mpi", "nccl"),
+    *("pycomm-torch", "pycomm-torch-shared", "gloo"),
     *(f"pycomm:{algo}" for algo in _C.ALGOS),
 )
 
@@ -75,10 +73,6 @@ def connect(names: Sequence[str], folder: Path, rank: int, ranks: int) -> list[B
         if name.partition(":")[0] in CORE:
             core = SharedCore if name == "pycomm-shared" else Core
             backends.append(core(name, _C.Store.file(str(folder)), rank, ranks))
-        elif name == "mpi":
-            from pycomm.bench.ops.mpi import Mpi  # mpi4py starts MPI when it is imported
-
-            backends.append(Mpi())
         else:
             from pycomm.bench.ops.torch_backends import make
 
@@ -86,17 +80,9 @@ def connect(names: Sequence[str], folder: Path, rank: int, ranks: int) -> list[B
     return backends
 
 
-def missing(names: Sequence[str], ranks_here: int) -> str:
+def missing(names: Sequence[str]) -> str:
     """Return why a backend cannot be used on this machine, and a remedy; empty if all can."""
-    with_torch = [name for name in names if name in ("gloo", "nccl") or "-torch" in name]
+    with_torch = [name for name in names if name == "gloo" or "-torch" in name]
     if with_torch and importlib.util.find_spec("torch") is None:
         return f"--backend {with_torch[0]} needs torch, which is not installed here"
-    if "mpi" in names and shutil.which("mpirun") is None:
-        return "--backend mpi needs an MPI library: there is no mpirun (apt install openmpi-bin)"
-    if "mpi" in names and importlib.util.find_spec("mpi4py") is None:
-        return "--backend mpi needs mpi4py: pip install mpi4py, or pycomm[mpi]"
-    if "nccl" in names:
-        from pycomm.bench.ops.torch_backends import no_nccl
-
-        return no_nccl(ranks_here)
     return ""

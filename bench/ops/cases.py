@@ -13,7 +13,7 @@ from pycomm import _C
 
 Array = np.ndarray[Any, Any]
 Inputs = Callable[[int], Array]  # maps a rank to its input, in float64
-Run = Callable[[], None]
+Run = Callable[[], Any]
 
 # The dtype's name in pycomm, and a numpy type of the same width (numpy has no bfloat16).
 STORAGE = {
@@ -121,11 +121,11 @@ class Operation:
     """bytes that cross each rank's link, over bytes of `Case.size`, by number of ranks"""
     parts: Callable[[int], tuple[int, int]]
     """input and output in units of `Case.count`, by number of ranks"""
-    in_place: bool
     expected: Callable[[Case, Inputs], Array]
     core: Callable[[_C.Communicator, Case, Array, Array], Run]
     torch: Callable[[Any, Any, Case, Any, Any], Run]
     """makes a call from torch.distributed, group, case, input and output tensor"""
+    in_place: bool = False
     reduces: bool = False
     to_root: bool = False
     """only rank 0 has a result"""

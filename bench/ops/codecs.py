@@ -52,14 +52,6 @@ DEFAULT = [
     "lossless",
     "lossless:bfloat16",
 ]
-FED = "int4"
-"""The codec with which every kind of feedback is timed, on one segment of a collective."""
-KINDS = {
-    "residual,bf16": ("residual", "bf16"),
-    "residual,int8": ("residual", "int8"),
-    "momentum": ("momentum", "float32"),
-}
-SEGMENT = 1 << 20  # bytes
 TORCH = "torch.topk"
 PEER = "topk:0.01"
 """The codec that is timed in turns with torch.topk, which finds as many values."""
@@ -75,7 +67,7 @@ def specs(texts: Sequence[str]) -> list[str]:
 class Calls:
     """The timed calls: memcpy and a codec's functions, on buffers of their own."""
 
-    def __init__(self, codec: _C.Codec, numel: int, *, fed: bool = False) -> None:
+    def __init__(self, codec: _C.Codec, numel: int) -> None:
         # The core takes raw addresses, which do not keep the arrays alive, so they are stored here.
         self.x = x = np.random.default_rng(0).standard_normal(numel, dtype=np.float32)
         self.decoded = np.zeros_like(x)
@@ -94,25 +86,6 @@ class Calls:
             "decode": lambda: codec.decode(code, out, numel),
             "decode_add": lambda: codec.decode_add(code, out, numel),
         }
-        self.momentum = np.zeros_like(x) if fed else None
-        for name in KINDS if fed else ():
-            self.runs[f"encode+{name}"] = self._fed(codec, name)
-
-    def _fed(self, codec: _C.Codec, name: str) -> Run:
-        assert self.momentum is not None
-        kind, storage = KINDS[name]
-        residual, speed = self.residual.ctypes.data, self.momentum.ctypes.data
-        options = {
-            "kind": getattr(_C.FeedbackKind, kind),
-            "storage": getattr(_C.FeedbackStorage, storage),
-            "decay": 0.9,
-            "nesterov": False,
-            "error": (residual, residual),
-            "momentum": (speed, speed) if kind == "momentum" else (0, 0),
-            "scratch": _C.FeedbackScratch(),
-        }
-        x, out = self.x.ctypes.data, self.payload.ctypes.data
-        return lambda: codec.encode_fed(x, len(self.x), out, **options)
 
     def wire_bytes(self) -> int:
         """Return the last payload's bytes; a variable payload begins with its length."""
@@ -164,8 +137,7 @@ def row(spec: str, op: str, calls: Calls, times: Sequence[float], copy: float) -
 
 def measure(spec: str, size: int, report: Report) -> None:
     codec = _C.Codec(spec)
-    fed = spec == parse_codec(FED).spec() and size <= SEGMENT
-    calls = Calls(codec, size // 4, fed=fed)
+    calls = Calls(codec, size // 4)
     err = calls.error()
     peer = {TORCH: peer_of(calls)} if spec in specs([PEER]) else {}
     samples = time_calls(calls.runs | peer)
@@ -188,16 +160,11 @@ def peer_of(calls: Calls) -> Run:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = arguments.Parser(
-        prog="python -m pycomm.bench codecs", description=__doc__.split("\n")[0]
-    )
+    parser = arguments.Parser(prog="python -m pycomm.bench codecs", description=__doc__)
     arguments.add_sizes(parser, "1M", "64M", 64)
-    parser.add_argument(
-        "--codec",
-        type=arguments.real_codecs,
-        metavar="CODEC,...",
-        help=f"of {', '.join(ALIASES)} and so on, with options (all)",
-    )
+    what = f"of {', '.join(ALIASES)} and so on, with options (all)"
+    kind = arguments.real_codecs
+    parser.add_argument("--codec", type=kind, metavar="CODEC,...", help=what)
     parser.add_argument("--errors", action="store_true", help="instead: bits, errors; no times")
     arguments.add_files(parser)
     options = parser.parse_args(argv)

@@ -6,8 +6,7 @@ the error is compared with the codec's own loss, and all ranks must agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -21,38 +20,17 @@ SLACK = 1.5  # ratio between the losses of two samples
 ROUNDING = {"float32": 1e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
-def _pieces(count: int, spec: str) -> _C.Pieces:
-    pieces = _C.Pieces()
-    pieces.add(count, _C.Codec(spec))
-    return pieces
-
-
-def _core_all_reduce(c: _C.Communicator, case: Case, x: int, y: int, spec: str) -> Run:
-    pieces = _pieces(case.count, spec)
-    return lambda: c.all_reduce_coded(x, pieces, dtype=case.core_dtype)
-
-
-def _core_reduce_scatter(c: _C.Communicator, case: Case, x: int, y: int, spec: str) -> Run:
-    pieces = _pieces(case.count, spec)
-    return lambda: c.reduce_scatter_coded(x, y, pieces, dtype=case.core_dtype)
-
-
-def _core_all_gather(c: _C.Communicator, case: Case, x: int, y: int, spec: str) -> Run:
-    pieces = _pieces(case.count, spec)
-    return lambda: c.all_gather_coded(x, y, pieces, dtype=case.core_dtype)
-
-
-CORE: dict[str, Callable[[_C.Communicator, Case, int, int, str], Run]] = {
-    "all_reduce": _core_all_reduce,
-    "reduce_scatter": _core_reduce_scatter,
-    "all_gather": _core_all_gather,
-}
+CORE = ("all_reduce", "reduce_scatter", "all_gather")
 """The operations that have a coded form."""
 
 
 def core_run(c: _C.Communicator, case: Case, x: Array, y: Array, spec: str) -> Run:
     """Return one call of the core."""
-    return CORE[case.op.name](c, case, x.ctypes.data, y.ctypes.data, spec)
+    pieces = _C.Pieces()
+    pieces.add(case.count, _C.Codec(spec))
+    call = getattr(c, f"{case.op.name}_coded")
+    buffers = [x.ctypes.data] if case.op.in_place else [x.ctypes.data, y.ctypes.data]
+    return partial(call, *buffers, pieces, dtype=case.core_dtype)
 
 
 def torch_run(native: Any, case: Case, x: Any, y: Any, spec: str) -> Run:
@@ -62,13 +40,9 @@ def torch_run(native: Any, case: Case, x: Any, y: Any, spec: str) -> Run:
     rows = case.ranks if case.op.name == "reduce_scatter" else 1
     layout = load_c10d().Layout(rows, owner_residuals=False)
     layout.add(0, case.count, spec, 0)
-    rest = (layout, [(0, 0)], 0, 0)
-    runs: dict[str, Run] = {
-        "all_reduce": lambda: native.compressed_all_reduce(x, *rest).wait(),
-        "reduce_scatter": lambda: native.compressed_reduce_scatter(y, x, *rest).wait(),
-        "all_gather": lambda: native.compressed_all_gather(y, x, *rest).wait(),
-    }
-    return runs[case.op.name]
+    call = getattr(native, f"compressed_{case.op.name}")
+    buffers = [x] if case.op.in_place else [y, x]
+    return lambda: call(*buffers, layout, [(0, 0)], 0, 0).wait()
 
 
 def gradient(count: int, rank: int) -> Array:

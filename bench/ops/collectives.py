@@ -15,7 +15,6 @@ import contextlib
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,14 +23,17 @@ from pathlib import Path
 
 from pycomm.bench.common import arguments, harness
 from pycomm.bench.common.harness import Origin
-from pycomm.bench.common.report import Report, ratios
-from pycomm.bench.ops import backends, coded, mpi
+from pycomm.bench.common.report import Column, Report, head, line, ratios
+from pycomm.bench.lab.base import Paced, wait
+from pycomm.bench.lab.rates import UNLIMITED
+from pycomm.bench.ops import backends, coded
 from pycomm.bench.ops.cases import ALIASES, REDUCTIONS, STORAGE
 from pycomm.bench.ops.measure import Rank
 from pycomm.bench.ops.operations import OPERATIONS
 from pycomm.env import env
 
 GRACE = 5.0  # seconds that rank 0 waits for the others to finish
+STORE = "BENCH_STORE"  # the variable with the folder in which ranks of `launch` meet
 
 
 def columns(options: argparse.Namespace) -> tuple[tuple[str, int, str], ...]:
@@ -63,13 +65,15 @@ def print_ratios(report: Report, baseline: str) -> None:
         return
     report.note(f"\n# times better than {baseline} (p50, p99: shorter; effbw: higher)")
     wide = max(len(row.backend) for row in found), max(5, *(len(row.codec) for row in found))
-    head = f"{'size':>7} {'backend':>{wide[0]}} {'codec':>{wide[1]}}"
-    report.note(f"{head} {'p50':>8} {'p99':>8} {'effbw':>8}")
+    columns: list[Column] = [("size", 7, ""), ("backend", wide[0], ""), ("codec", wide[1], "")]
+    columns += [(name, 8, "") for name in ("p50", "p99", "effbw")]
+    report.note(head(columns))
     for row in found:
-        values = (row.time_p50, row.time_p99, row.effbw)
-        cells = " ".join(f"{value:>7.1f}x" if value else f"{'-':>8}" for value in values)
+        times = zip(("p50", "p99", "effbw"), (row.time_p50, row.time_p99, row.effbw), strict=True)
+        values = {name: f"{value:.1f}x" for name, value in times if value}
         size = harness.format_size(row.size)
-        report.note(f"{size:>7} {row.backend:>{wide[0]}} {row.codec:>{wide[1]}} {cells}")
+        values |= {"size": size, "backend": row.backend, "codec": row.codec}
+        report.note(line(columns, values))
     report.rows += found
 
 
@@ -93,40 +97,18 @@ def rank_main(
     return 0 if right or rank != 0 else 1
 
 
-def launch(argv: Sequence[str], ranks: int, mpi_wanted: bool) -> int:
+def launch(argv: Sequence[str], ranks: int) -> int:
     """Start this program once per rank; the first failure ends all ranks."""
-    if mpi_wanted:
-        command = [sys.executable, "-m", "pycomm.bench", *argv]
-        variables = {"GLOO_SOCKET_IFNAME": "lo"} | dict(os.environ)
-        return subprocess.run([*mpi.mpirun(ranks), *command], env=variables).returncode
-    folder = _rendezvous_folder(os.getpid())
-    shutil.rmtree(folder, ignore_errors=True)  # left by a killed process that had our pid
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(ranks):
-            names = {"RANK": rank, "LOCAL_RANK": rank}
-            names |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-            # Gloo would resolve the host's name, which fails on some machines.
-            variables = {"GLOO_SOCKET_IFNAME": "lo"} | dict(os.environ)
-            variables |= {name: str(value) for name, value in names.items()}
-            command = [sys.executable, "-m", "pycomm.bench", *argv]
-            processes.append(subprocess.Popen(command, env=variables))
-        while True:
-            codes = [process.poll() for process in processes]
-            failed = {rank: code for rank, code in enumerate(codes) if code}
-            if failed or None not in codes:
-                for rank, code in failed.items():
-                    print(f"rank {rank} ended with {code}", file=sys.stderr)
-                return 1 if failed else 0
-            time.sleep(0.05)
-    finally:
-        _end(processes)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _rendezvous_folder(starter: int) -> Path:
-    """Return the folder shared by all ranks that one process started: torchrun or this program."""
-    return Path(tempfile.gettempdir()) / f"pycomm-bench-{starter}"
+    lab = Paced(1, UNLIMITED)
+    lab.timed = False  # ranks of a machine keep its cores busy by themselves
+    command = [sys.executable, "-m", "pycomm.bench", *argv]
+    with lab, tempfile.TemporaryDirectory() as folder:
+        started = lab.start(command, ranks_per_node=ranks, env=os.environ | {STORE: folder})
+        status = wait(started)
+        for rank, process in enumerate(started):
+            if process.returncode:
+                print(f"rank {rank} ended with {process.returncode}", file=sys.stderr)
+    return 1 if status else 0
 
 
 def _leave(folder: Path, rank: int, ranks: int) -> None:
@@ -142,96 +124,33 @@ def _leave(folder: Path, rank: int, ranks: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Give the ranks time to report their errors to each other, then end them."""
-    deadline = time.monotonic() + 5
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = arguments.Parser(
-        prog="python -m pycomm.bench",
-        description=__doc__.split("\n")[0],
-        epilog="Other words in place of the collective: codecs, training; each has its own --help.",
-    )
-    add = parser.add_argument
-    add(
-        "op",
-        type=arguments.one_of("collective", OPERATIONS),
-        metavar="OP",
-        help=f"one of {', '.join(OPERATIONS)}",
-    )
+    parser = arguments.Parser(prog="python -m pycomm.bench", description=__doc__)
+    add, count, some = parser.add_argument, arguments.count, arguments.all_or_one_of
+    what = f"one of {', '.join(OPERATIONS)}"
+    add("op", type=arguments.one_of("collective", OPERATIONS), metavar="OP", help=what)
     arguments.add_sizes(parser, "8", "64M", 2)
-    count, some = arguments.count, arguments.all_or_one_of
-    add(
-        *("-n", "--iters"),
-        dest="iterations",
-        type=count,
-        default=0,
-        metavar="N",
-        help="iterations that are timed (as many as fit half a second, at least 20)",
-    )
-    add(
-        *("-w", "--warmup_iters"),
-        dest="warmup",
-        type=count,
-        default=5,
-        metavar="N",
-        help="iterations before them (5)",
-    )
-    add(
-        *("-c", "--check"),
-        dest="check",
-        type=count,
-        default=1,
-        metavar="N",
-        help="iterations whose results are checked; 0: none (1)",
-    )
-    add(
-        *("-d", "--datatype"),
-        dest="dtypes",
-        type=some("type", [*STORAGE, *ALIASES]),
-        default="float",
-        metavar="TYPE",
-        help=f"of elements: {', '.join([*STORAGE, *ALIASES])}, or all (float)",
-    )
-    add(
-        *("-o", "--op"),
-        dest="redops",
-        type=some("reduction", REDUCTIONS),
-        default="sum",
-        metavar="REDOP",
-        help=f"{', '.join(REDUCTIONS)}, or all (sum)",
-    )
-    add(
-        "-p", "--ranks", dest="ranks", type=count, default=2, metavar="N", help="ranks to start (2)"
-    )
-    add(
-        "--backend",
-        type=arguments.some_of("backend", backends.NAMES),
-        default="pycomm",
-        metavar="NAME,...",
-        help=f"of {', '.join(backends.NAMES)}; they take turns (pycomm)",
-    )
-    add(
-        "--codec",
-        type=arguments.codecs,
-        default="none",
-        metavar="CODEC,...",
-        help="none,int8,topk:0.01 and so on; each is a row of every backend of ours (none)",
-    )
-    add(
-        "--turn",
-        type=count,
-        default=1,
-        metavar="N",
-        help="iterations that a backend makes back to back in its turn (1)",
-    )
+    what = "iterations that are timed (as many as fit half a second, at least 20)"
+    add("-n", "--iters", dest="iterations", type=count, default=0, metavar="N", help=what)
+    what = "iterations before them (5)"
+    add("-w", "--warmup_iters", dest="warmup", type=count, default=5, metavar="N", help=what)
+    what = "iterations whose results are checked; 0: none (1)"
+    add("-c", "--check", type=count, default=1, metavar="N", help=what)
+    types = [*STORAGE, *ALIASES]
+    what = f"of elements: {', '.join(types)}, or all (float)"
+    kind = some("type", types)
+    add("-d", "--datatype", dest="dtypes", type=kind, default="float", metavar="TYPE", help=what)
+    what = f"{', '.join(REDUCTIONS)}, or all (sum)"
+    kind = some("reduction", REDUCTIONS)
+    add("-o", "--op", dest="redops", type=kind, default="sum", metavar="REDOP", help=what)
+    add("-p", "--ranks", type=count, default=2, metavar="N", help="ranks to start (2)")
+    what = f"of {', '.join(backends.NAMES)}; they take turns (pycomm)"
+    kind = arguments.some_of("backend", backends.NAMES)
+    add("--backend", type=kind, default="pycomm", metavar="NAME,...", help=what)
+    what = "none,int8,topk:0.01 and so on; each is a row of every backend of ours (none)"
+    add("--codec", type=arguments.codecs, default="none", metavar="CODEC,...", help=what)
+    what = "iterations that a backend makes back to back in its turn (1)"
+    add("--turn", type=count, default=1, metavar="N", help=what)
     add("--pin", type=int, default=1, choices=(0, 1), help="a core for each rank, if enough (1)")
     arguments.add_files(parser)
     add("--store", help="folder where ranks meet: shared by all nodes, if there are several")
@@ -261,16 +180,13 @@ def _check_codecs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     rank, ranks = env().rank, env().world_size
-    if rank is None and "mpi" in options.backend:
-        rank, ranks = mpi.started_by_mpirun() or (None, None)
-    started = rank is None or ranks is None
-    here = options.ranks if started else env().local_world_size or ranks or 1
-    reason = backends.missing(options.backend, here)
+    reason = backends.missing(options.backend)
     if reason:
         print(f"python -m pycomm.bench: {reason}", file=sys.stderr)
         return 2
     if rank is None or ranks is None:
-        return launch(argv, options.ranks, "mpi" in options.backend)
+        return launch(argv, options.ranks)
+    here = env().local_world_size or ranks
     if here < ranks and not options.store:
         print(
             f"python -m pycomm.bench: {ranks} ranks on nodes of {here} cannot meet in a folder of "
@@ -278,7 +194,9 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    folder = Path(options.store) if options.store else _rendezvous_folder(os.getppid())
+    # Ranks that one torchrun has started share its process as their parent.
+    own = Path(tempfile.gettempdir()) / f"pycomm-bench-{os.getppid()}"
+    folder = Path(options.store or os.environ.get(STORE) or own)
     folder.mkdir(mode=0o700, exist_ok=True)  # private, since ranks trust its contents
     try:
         command = shlex.join(["python", "-m", "pycomm.bench", *argv])

@@ -18,6 +18,7 @@ import torch
 
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin
+from pycomm.bench.common.report import head, line
 from pycomm.bench.training.train import alone
 from pycomm.codecs import codec as parse_codec
 
@@ -65,10 +66,11 @@ def run(origin: Origin, path: str | None) -> int:
     normal = torch.randn(VALUES, generator=torch.Generator().manual_seed(0))
     gradients = [g.flatten() for g in alone(STEPS) if g.ndim > 1]
     records = []
-    print(f"{'values':<10} {'codec':<45} {'bits':>6} {'error':>9}")
+    columns = (("values", -10, ""), ("codec", -45, ""), ("bits", 6, ".3f"), ("error", 9, ".2e"))
+    print(head(columns))
     for values, vectors in ((NORMAL, [normal]), (GRADIENTS, gradients)):
         for row in rows(values, vectors):
-            print(f"{values:<10} {row['codec']:<45} {row['bits']:>6.3f} {row['error']:>9.2e}")
+            print(line(columns, row))
             records.append(row | vars(origin))
     if path:
         tables.append(Path(path), records)

@@ -18,7 +18,6 @@ from pycomm.bench.common.harness import Row
 from pycomm.bench.common.report import Report
 from pycomm.bench.common.timing import calls_within, in_turns, quantile
 from pycomm.bench.ops import backends, coded
-from pycomm.bench.ops.backend import BackendCalls
 from pycomm.bench.ops.cases import Array, Case, Run
 from pycomm.bench.ops.operations import OPERATIONS, make_case
 
@@ -31,7 +30,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")  # differs from machine to machin
 class Variant:
     """A backend with a codec, at one size: the unit that is timed in turns."""
 
-    backend: BackendCalls
+    backend: backends.BackendCalls
     codec: str
     spec: str
     run: Run
@@ -144,9 +143,7 @@ class Rank:
         run = variant.backend.prepare(case, x, y, variant.spec)
         exact = variant.codec == "none"
         x[:] = case.stored(case.inputs(self.rank)) if exact else coded.inputs(case, self.rank)
-        variant.backend.load(x, y)
         run()
-        variant.backend.fetch(x, y)
         if exact:
             ours = not case.op.to_root or self.rank == 0
             wrong = int(np.count_nonzero(y != case.expected())) if ours else 0
@@ -175,7 +172,6 @@ class Rank:
             variant.run = variant.backend.prepare(case, x, y, variant.spec)
             if variant.codec != "none":
                 x[:] = coded.inputs(case, self.rank)
-                variant.backend.load(x, y)
             variant.buffers = (x, y)
 
     def warm_up(self, variant: Variant) -> float:

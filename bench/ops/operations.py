@@ -5,65 +5,58 @@ A new operation is one entry of :data:`OPERATIONS`. The bus factors are derived 
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 
 from pycomm import _C
-from pycomm.bench.ops import torch_calls
 from pycomm.bench.ops.cases import STORAGE, Array, Case, Inputs, Operation, Run
 
+# `core` takes a communicator, a case, and the input and output array; `torch` takes
+# torch.distributed, a group, a case, and the input and output tensor. Both return a callable that
+# runs the operation once.
 
-def _address(array: Array) -> int:
+
+def _at(array: Array) -> int:
     return int(array.ctypes.data)
-
-
-def _core_all_reduce(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
-    args = (_address(x), case.count, case.core_dtype, case.core_redop)
-    return lambda: c.all_reduce(*args)
-
-
-def _core_reduce_scatter(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
-    args = (_address(x), _address(y), case.count, case.core_dtype, case.core_redop)
-    return lambda: c.reduce_scatter(*args)
-
-
-def _core_all_gather(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
-    args = (_address(x), _address(y), case.count, case.core_dtype)
-    return lambda: c.all_gather(*args)
-
-
-def _core_broadcast(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
-    args = (_address(x), case.count, case.core_dtype, 0)
-    return lambda: c.broadcast(*args)
-
-
-def _core_reduce(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
-    args = (_address(x), _address(y), case.count, case.core_dtype, case.core_redop, 0)
-    return lambda: c.reduce(*args)
 
 
 def _parts(case: Case, array: Array) -> _C.Parts:
     step = array.nbytes // case.ranks
-    return _C.Parts([(_address(array) + r * step, case.count) for r in range(case.ranks)])
+    return _C.Parts([(_at(array) + r * step, case.count) for r in range(case.ranks)])
 
 
-def _core_all_to_all(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
-    args = (_parts(case, x), _parts(case, y), case.core_dtype)
-    return lambda: c.all_to_all(*args)
+def _redop(dist: Any, case: Case) -> Any:
+    names = {"prod": "PRODUCT"}
+    return getattr(dist.ReduceOp, names.get(case.redop, case.redop.upper()))
 
 
-def _core_gather(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
-    args = (_address(x), case.count, _parts(case, y), case.core_dtype, 0)
-    return lambda: c.gather(*args)
+def _single(dist: Any, name: str, old: str) -> Any:
+    """Return the function that torch 2.13 renamed, or the old one; the old names warn there."""
+    return getattr(dist, name, None) or getattr(dist, old)
 
 
-def _core_scatter(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
-    args = (_parts(case, x), _address(y), case.count, case.core_dtype, 0)
-    return lambda: c.scatter(*args)
+def _torch_reduce(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
+    op = _redop(dist, case)
+
+    def run() -> None:  # torch's call is in place, so the copy preserves the input
+        y.copy_(x)
+        dist.reduce(y, 0, op, group)
+
+    return run
+
+
+def _chunks(case: Case, tensor: Any) -> list[Any] | None:
+    return list(tensor.chunk(case.ranks)) if case.rank == 0 else None
+
+
+def _neighbours(case: Case) -> tuple[int, int]:
+    return (case.rank + 1) % case.ranks, (case.rank - 1) % case.ranks
 
 
 def _core_sendrecv(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
-    after, before = (case.rank + 1) % case.ranks, (case.rank - 1) % case.ranks
-    source, target = _address(x), _address(y)
+    (after, before), source, target = _neighbours(case), _at(x), _at(y)
 
     def run() -> None:
         receive = c.recv(target, x.nbytes, before)
@@ -74,105 +67,135 @@ def _core_sendrecv(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
     return run
 
 
+def _torch_sendrecv(dist: Any, group: Any, case: Case, x: Any, y: Any) -> Run:
+    after, before = _neighbours(case)
+
+    def run() -> None:
+        receive = dist.irecv(y, before, group)
+        send = dist.isend(x, after, group)
+        send.wait()
+        receive.wait()
+
+    return run
+
+
 def _shares(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _all_to_all_expected(case: Case, inputs: Inputs) -> Array:
-    return np.concatenate([case.part(inputs(r), case.rank) for r in range(case.ranks)])
+def _all(case: Case, inputs: Inputs) -> Array:
+    return np.concatenate([inputs(rank) for rank in range(case.ranks)])
 
 
-OPERATIONS = {
-    op.name: op
-    for op in (
-        Operation(
-            name="all_reduce",
-            bus_factor=lambda ranks: 2 * _shares(ranks),
-            parts=lambda ranks: (1, 1),
-            in_place=True,
-            expected=lambda case, inputs: case.reduced(inputs),
-            core=_core_all_reduce,
-            torch=torch_calls.all_reduce,
-            reduces=True,
+def _one_each(ranks: int) -> tuple[int, int]:
+    return 1, 1
+
+
+_LIST = (
+    Operation(
+        name="all_reduce",
+        bus_factor=lambda ranks: 2 * _shares(ranks),
+        parts=_one_each,
+        in_place=True,
+        expected=lambda case, inputs: case.reduced(inputs),
+        core=lambda c, case, x, y: partial(
+            c.all_reduce, _at(x), case.count, case.core_dtype, case.core_redop
         ),
-        Operation(
-            name="reduce_scatter",
-            bus_factor=_shares,
-            parts=lambda ranks: (ranks, 1),
-            in_place=False,
-            expected=lambda case, inputs: case.part(case.reduced(inputs), case.rank),
-            core=_core_reduce_scatter,
-            torch=torch_calls.reduce_scatter,
-            reduces=True,
+        torch=lambda dist, group, case, x, y: partial(
+            dist.all_reduce, x, _redop(dist, case), group
         ),
-        Operation(
-            name="all_gather",
-            bus_factor=_shares,
-            parts=lambda ranks: (1, ranks),
-            in_place=False,
-            expected=lambda case, inputs: np.concatenate([inputs(r) for r in range(case.ranks)]),
-            core=_core_all_gather,
-            torch=torch_calls.all_gather,
+        reduces=True,
+    ),
+    Operation(
+        name="reduce_scatter",
+        bus_factor=_shares,
+        parts=lambda ranks: (ranks, 1),
+        expected=lambda case, inputs: case.part(case.reduced(inputs), case.rank),
+        core=lambda c, case, x, y: partial(
+            c.reduce_scatter, _at(x), _at(y), case.count, case.core_dtype, case.core_redop
         ),
-        Operation(
-            name="broadcast",
-            bus_factor=lambda ranks: 1.0,
-            parts=lambda ranks: (1, 1),
-            in_place=True,
-            expected=lambda case, inputs: inputs(0),
-            core=_core_broadcast,
-            torch=torch_calls.broadcast,
+        torch=lambda dist, group, case, x, y: partial(
+            _single(dist, "reduce_scatter_single", "reduce_scatter_tensor"),
+            *(y, x, _redop(dist, case), group),
         ),
-        Operation(
-            name="reduce",
-            bus_factor=lambda ranks: 1.0,
-            parts=lambda ranks: (1, 1),
-            in_place=False,
-            expected=lambda case, inputs: case.reduced(inputs),
-            core=_core_reduce,
-            torch=torch_calls.reduce,
-            reduces=True,
-            to_root=True,
+        reduces=True,
+    ),
+    Operation(
+        name="all_gather",
+        bus_factor=_shares,
+        parts=lambda ranks: (1, ranks),
+        expected=_all,
+        core=lambda c, case, x, y: partial(
+            c.all_gather, _at(x), _at(y), case.count, case.core_dtype
         ),
-        Operation(
-            name="all_to_all",
-            bus_factor=_shares,
-            parts=lambda ranks: (ranks, ranks),
-            in_place=False,
-            expected=_all_to_all_expected,
-            core=_core_all_to_all,
-            torch=torch_calls.all_to_all,
+        torch=lambda dist, group, case, x, y: partial(
+            _single(dist, "all_gather_single", "all_gather_into_tensor"), y, x, group
         ),
-        Operation(
-            name="gather",
-            bus_factor=_shares,
-            parts=lambda ranks: (1, ranks),
-            in_place=False,
-            expected=lambda case, inputs: np.concatenate([inputs(r) for r in range(case.ranks)]),
-            core=_core_gather,
-            torch=torch_calls.gather,
-            to_root=True,
+    ),
+    Operation(
+        name="broadcast",
+        bus_factor=lambda ranks: 1.0,
+        parts=_one_each,
+        in_place=True,
+        expected=lambda case, inputs: inputs(0),
+        core=lambda c, case, x, y: partial(c.broadcast, _at(x), case.count, case.core_dtype, 0),
+        torch=lambda dist, group, case, x, y: partial(dist.broadcast, x, 0, group),
+    ),
+    Operation(
+        name="reduce",
+        bus_factor=lambda ranks: 1.0,
+        parts=_one_each,
+        expected=lambda case, inputs: case.reduced(inputs),
+        core=lambda c, case, x, y: partial(
+            c.reduce, _at(x), _at(y), case.count, case.core_dtype, case.core_redop, 0
         ),
-        Operation(
-            name="scatter",
-            bus_factor=_shares,
-            parts=lambda ranks: (ranks, 1),
-            in_place=False,
-            expected=lambda case, inputs: case.part(inputs(0), case.rank),
-            core=_core_scatter,
-            torch=torch_calls.scatter,
+        torch=_torch_reduce,
+        reduces=True,
+        to_root=True,
+    ),
+    Operation(
+        name="all_to_all",
+        bus_factor=_shares,
+        parts=lambda ranks: (ranks, ranks),
+        expected=lambda case, inputs: np.concatenate(
+            [case.part(inputs(rank), case.rank) for rank in range(case.ranks)]
         ),
-        Operation(
-            name="sendrecv",
-            bus_factor=lambda ranks: 1.0,
-            parts=lambda ranks: (1, 1),
-            in_place=False,
-            expected=lambda case, inputs: inputs((case.rank - 1) % case.ranks),
-            core=_core_sendrecv,
-            torch=torch_calls.sendrecv,
+        core=lambda c, case, x, y: partial(
+            c.all_to_all, _parts(case, x), _parts(case, y), case.core_dtype
         ),
-    )
-}
+        torch=lambda dist, group, case, x, y: partial(dist.all_to_all_single, y, x, group=group),
+    ),
+    Operation(
+        name="gather",
+        bus_factor=_shares,
+        parts=lambda ranks: (1, ranks),
+        expected=_all,
+        core=lambda c, case, x, y: partial(
+            c.gather, _at(x), case.count, _parts(case, y), case.core_dtype, 0
+        ),
+        torch=lambda dist, group, case, x, y: partial(dist.gather, x, _chunks(case, y), 0, group),
+        to_root=True,
+    ),
+    Operation(
+        name="scatter",
+        bus_factor=_shares,
+        parts=lambda ranks: (ranks, 1),
+        expected=lambda case, inputs: case.part(inputs(0), case.rank),
+        core=lambda c, case, x, y: partial(
+            c.scatter, _parts(case, x), _at(y), case.count, case.core_dtype, 0
+        ),
+        torch=lambda dist, group, case, x, y: partial(dist.scatter, y, _chunks(case, x), 0, group),
+    ),
+    Operation(
+        name="sendrecv",
+        bus_factor=lambda ranks: 1.0,
+        parts=_one_each,
+        expected=lambda case, inputs: inputs((case.rank - 1) % case.ranks),
+        core=_core_sendrecv,
+        torch=_torch_sendrecv,
+    ),
+)
+OPERATIONS = {op.name: op for op in _LIST}
 
 
 def make_case(

@@ -1,8 +1,7 @@
-"""Backends of torch.distributed in the benchmark: pycomm's, Gloo and NCCL."""
+"""Backends of torch.distributed in the benchmark: pycomm's and Gloo."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ NAMES = {
     "pycomm-torch": "pycomm",
     "pycomm-torch-shared": "pycomm",
     "gloo": "gloo",
-    "nccl": "nccl",
 }
 UNKNOWN = ("uint32", "uint64")
-"""types that torch's own backends do not reduce or send"""
+"""types that Gloo does not reduce or send"""
 
 
 class Torch(BackendCalls):
@@ -32,10 +30,8 @@ class Torch(BackendCalls):
         self.has_codecs = NAMES[name] == "pycomm"
 
     def refuses(self, case: Case) -> str:
-        if NAMES[self.name] == "pycomm":
-            return ""
-        if case.dtype in UNKNOWN:
-            return f"{self.name} has no {case.dtype}"
+        if self.name == "gloo" and case.dtype in UNKNOWN:
+            return f"gloo has no {case.dtype}"
         if self.name == "gloo" and case.redop == "avg":
             return "gloo has no avg"
         return ""
@@ -81,49 +77,10 @@ class SharedTorch(Torch):
         return case.buffers(allocate)
 
 
-class Nccl(Torch):
-    """NCCL on this rank's GPU. A call ends when the GPU is done; host copies are not timed."""
-
-    def __init__(self, name: str, group: Any) -> None:
-        super().__init__(name, group)
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self._on_gpu: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
-        host = self.tensors(case, x, y)
-        source = torch.zeros_like(host[0], device=self.device)
-        target = source if x is y else torch.zeros_like(host[1], device=self.device)
-        self._on_gpu = {x.ctypes.data: (host[0], source), y.ctypes.data: (host[1], target)}
-        call = case.op.torch(dist, self.group, case, source, target)
-        stream = torch.cuda.current_stream(self.device)
-
-        def run() -> None:
-            call()
-            stream.synchronize()
-
-        return run
-
-    def load(self, x: Array, y: Array) -> None:
-        for array in (x, y):
-            host, gpu = self._on_gpu[array.ctypes.data]
-            gpu.copy_(host)
-
-    def fetch(self, x: Array, y: Array) -> None:
-        for array in (x, y):
-            host, gpu = self._on_gpu[array.ctypes.data]
-            host.copy_(gpu)
-
-    def describe(self) -> str:
-        version = ".".join(map(str, torch.cuda.nccl.version()))
-        return f"NCCL {version} on {torch.cuda.get_device_name(self.device)}"
-
-
 def make(name: str, folder: Path, rank: int, ranks: int) -> Torch:
     """Connect to the other ranks in one backend of torch."""
-    if name == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-    kinds = {"pycomm-torch-shared": SharedTorch, "nccl": Nccl}
-    return kinds.get(name, Torch)(name, _group(NAMES[name], folder, rank, ranks))
+    kind = SharedTorch if name == "pycomm-torch-shared" else Torch
+    return kind(name, _group(NAMES[name], folder, rank, ranks))
 
 
 def _group(backend: str, folder: Path, rank: int, ranks: int) -> Any:
@@ -137,17 +94,3 @@ def _group(backend: str, folder: Path, rank: int, ranks: int) -> Any:
         store = dist.FileStore(str(folder / "torch"), ranks)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
         return dist.group.WORLD
-
-
-def no_nccl(ranks_here: int) -> str:
-    """Return why NCCL cannot be used by so many local ranks; empty if it can."""
-    gpus = torch.cuda.device_count()
-    if gpus == 0:
-        return f"--backend nccl needs a GPU, and torch {torch.__version__} finds none here"
-    if not dist.is_nccl_available():
-        return f"--backend nccl: torch {torch.__version__} was built without NCCL"
-    if gpus < ranks_here:
-        return (
-            f"--backend nccl needs a GPU for each rank: {ranks_here} ranks, {gpus} GPUs (-p {gpus})"
-        )
-    return ""

@@ -7,22 +7,17 @@ lines that a script with DistributedDataParallel changes for it are counted in `
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import os
-import re
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from pycomm.bench.training.methods import TOP_1, Method
-from pycomm.bench.training.train import Config, Transformer, loss_of, schedule
+from pycomm.bench.training.methods import ONE_BUCKET, TOP_1, Method
+from pycomm.bench.training.train import Config, Transformer, loss_of
 
 EVERY = 32  # local steps between averages, for all that average parameters
 
@@ -37,7 +32,6 @@ class Shared:
     ranks: int
     master: str
     address: str
-    store: dist.TCPStore
 
 
 @dataclass
@@ -47,12 +41,8 @@ class Training:
     model: nn.Module
     """What computes the loss."""
     optimizer: Any
-    step: Callable[[torch.Tensor], float] | None = None
-    """Takes a step on sequences and returns the loss; None: backward and the optimizer."""
-    scheduled: bool = True
-    """The learning rate follows the schedule of all."""
-    averages: Callable[[], int] | None = None
-    """How often the peers have averaged, where they do not step together; None: they do."""
+    step: Callable[[torch.Tensor], object] | None = None
+    """Takes a step on sequences; None: backward and the optimizer."""
     close: Callable[[], None] = lambda: None
 
 
@@ -96,22 +86,6 @@ def ddp(method: Method) -> Callable[[Shared], Training]:
     return start
 
 
-def powersgd(shared: Shared) -> Training:
-    """torch's PowerSGD as the example of its documentation has it, in one bucket.
-
-    With more than one its chained collectives start in different orders on Gloo, and abort.
-    """
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    dist.init_process_group("gloo")
-    model = DistributedDataParallel(shared.net, gradient_as_bucket_view=True, bucket_cap_mb=1000)
-    state = powerSGD_hook.PowerSGDState(
-        process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=10
-    )
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return Training(model, _adamw(shared), close=dist.destroy_process_group)
-
-
 def deepspeed(shared: Shared) -> Training:
     """DeepSpeed's ZeRO 2."""
     import deepspeed
@@ -127,11 +101,9 @@ def deepspeed(shared: Shared) -> Training:
         },
     )
 
-    def step(sequences: torch.Tensor) -> float:
-        loss = loss_of(engine, sequences)
-        engine.backward(loss)
+    def step(sequences: torch.Tensor) -> None:
+        engine.backward(loss_of(engine, sequences))
         engine.step()
-        return loss.item()
 
     return Training(engine, optimizer.optimizer, step, close=dist.destroy_process_group)
 
@@ -198,90 +170,21 @@ def torchft_diloco(shared: Shared) -> Training:
     return Training(shared.net, inner, close=close)
 
 
-def hivemind(shared: Shared) -> Training:
-    """hivemind's local updates, with an average of the parameters now and then."""
-    import hivemind
-
-    log = logging.getLogger("hivemind.optim.state_averager")
-    averaged = _Averaged()
-    log.addHandler(averaged)
-    where = f"/ip4/{shared.address}/tcp/0"
-    if shared.rank == 0:
-        dht = hivemind.DHT(host_maddrs=[where], start=True)
-        shared.store.set("maddrs", " ".join(map(str, dht.get_visible_maddrs())))
-    else:
-        peers = shared.store.get("maddrs").decode().split()
-        dht = hivemind.DHT(host_maddrs=[where], initial_peers=peers, start=True)
-    optimizer = hivemind.Optimizer(
-        dht=dht,
-        run_id="peers",
-        target_batch_size=EVERY * shared.ranks * shared.config.batch,
-        batch_size_per_step=shared.config.batch,
-        optimizer=_adamw(shared),
-        use_local_updates=True,
-        # By default averages are not waited for, and this short training ends before the first.
-        delay_state_averaging=False,
-        verbose=True,  # for _Averaged
-    )
-    averages = partial(getattr, averaged, "count")
-    return Training(shared.net, optimizer, scheduled=False, averages=averages)
-
-
-class _Averaged(logging.Handler):
-    """Counts hivemind's averages by its log, since it goes on silently when one has failed."""
-
-    count = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        found = re.fullmatch(r"Averaged parameters with (\d+) peers", record.getMessage())
-        if found and int(found[1]) > 1:
-            self.count += 1
-
-
-def local_sgd(shared: Shared) -> Training:
-    """pycomm's LocalSGD: DiLoCo with outer gradients in four bits."""
-    import pycomm
-
-    dist.init_process_group("pycomm")
-    optimizer = _adamw(shared)
-    local = pycomm.LocalSGD(shared.net, every=EVERY, codec="int4")
-
-    def step(sequences: torch.Tensor) -> float:
-        loss = loss_of(shared.net, sequences)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        local.step()
-        return loss.item()
-
-    return Training(shared.net, optimizer, step, close=dist.destroy_process_group)
-
-
 def _adamw(shared: Shared) -> torch.optim.AdamW:
     lr = shared.config.learning_rate
     return torch.optim.AdamW(shared.net.parameters(), lr, (0.9, 0.95))
 
 
-def learning_rate(training: Training, config: Config) -> Any:
-    """Return the schedule of all for a training's optimizer, or None."""
-    if not training.scheduled:
-        return None
-    return torch.optim.lr_scheduler.LambdaLR(
-        training.optimizer, lambda step: schedule(step, config)
-    )
-
-
-def own_address(master: str) -> str:
-    """Return the address from which this process reaches the first rank."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))
-        return str(probe.getsockname()[0])
-
-
 PEERS = (
     Peer("DDP on Gloo, fp32", ddp(Method("", "gloo")), 0),
     Peer("torch's fp16 hook", ddp(Method("", "gloo", hook="fp16")), 1),
-    Peer("torch's PowerSGD", powersgd, 2, note="rank 1, from step 10 on, as its documentation"),
+    Peer(
+        "torch's PowerSGD",
+        # In one bucket: with more its chained collectives start in different orders on Gloo.
+        ddp(Method("", "gloo", hook="powersgd:1:10", bucket_mb=ONE_BUCKET)),
+        2,
+        note="rank 1, from step 10 on, as its documentation",
+    ),
     Peer(
         "DeepSpeed ZeRO 2",
         deepspeed,
@@ -292,16 +195,14 @@ PEERS = (
     ),
     Peer("detonation DeMo", detonation, 5, ("detonation",), note="SGD by signs, lr 1e-3"),
     Peer("torchft DiLoCo", torchft_diloco, 14, ("torchft",), every=EVERY, note="every 32 steps"),
-    Peer(
-        "hivemind",
-        hivemind,
-        10,
-        ("hivemind",),
-        every=EVERY,
-        note="local updates, averages are waited for; matchmaking 15 s, its default; no schedule",
-    ),
     Peer("pycomm, exact", ddp(Method("")), 1),
     Peer("pycomm, int4", ddp(Method("", codec="int4")), 2),
     Peer("pycomm, coded momentum, top-k 1 %", ddp(Method("", momentum=TOP_1)), 2),
-    Peer("pycomm, LocalSGD int4", local_sgd, 3, every=EVERY, note="every 32 steps"),
+    Peer(
+        "pycomm, LocalSGD int4",
+        ddp(Method("", local={"every": EVERY, "codec": "int4"})),
+        3,
+        every=EVERY,
+        note="every 32 steps",
+    ),
 )

@@ -14,73 +14,47 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
-import os
 import re
 import shlex
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pycomm.bench import netlab
 from pycomm.bench.common import tables
+from pycomm.bench.common.arguments import Parser
 from pycomm.bench.common.harness import Origin
-from pycomm.bench.lab.shape import Shape
-from pycomm.bench.lab.wan import WanLab
+from pycomm.bench.lab.base import Lab, Paced
+from pycomm.bench.lab.jobs import Failed, ask
+from pycomm.bench.lab.rates import UNLIMITED
+from pycomm.bench.lab.wan import lab_of
 from pycomm.bench.peers.results import link, markdown, verdicts
 from pycomm.bench.peers.systems import PEERS, Peer
 
 RANKS = 2
 RATES, DELAYS = "100mbit,1gbit,10gbit", "0,50"
+MODEL = ("steps", "layers", "width")
+"""Options of the model and its schedule."""
 PATIENCE = 240.0  # seconds of one system's training, or of its steps on a link
 
 
-class PeerFailed(RuntimeError):
-    """A rank failed or took too long; the text is the last line of its output."""
-
-
-def run(lab: netlab.Lab, peer: Peer, words: Sequence[str], limit: float) -> list[dict[str, float]]:
-    """Run a system's ranks; return what the first one has written.
-
-    Raises:
-        PeerFailed: a rank has failed, or none has ended in time.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        log, output = Path(folder, "log"), Path(folder, "output")
-        command = [sys.executable, "-m", "pycomm.bench.peers.rank", "--peer", peer.name]
-        command += [*words, "--log", str(log)]
-        until = time.monotonic() + limit
-
-        def watch() -> None:
-            if time.monotonic() > until:
-                raise PeerFailed(f"it has not ended after {limit:.0f} s: {last_line(output)}")
-
-        with output.open("wb") as out:
-            ranks = lab.start(
-                command,
-                env={**os.environ, **peer.environment},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-            )
-            try:
-                status = netlab.wait(ranks, watch=watch)
-            finally:
-                lab.stop()
-        if status or not log.exists():
-            raise PeerFailed(last_line(output))
-        rows: list[dict[str, float]] = json.loads(log.read_text())
-        return rows
-
-
-def last_line(output: Path) -> str:
-    """Return the line of an output that says why it ended."""
-    lines = [line.strip() for line in output.read_text(errors="replace").splitlines()]
+def last_line(error: Failed) -> str:
+    """Return the line of the ranks' output that says why they ended."""
+    what, *lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b:", line)]
-    return ([*filter(None, lines), *errors] or ["no output"])[-1][:200]
+    return [what, *lines, *errors][-1][:200]
+
+
+def measured(lab: Lab, peer: Peer, options: argparse.Namespace, seconds: float = 0.0) -> list[Any]:
+    """Run a system's ranks; return what the first one has answered."""
+    return ask(
+        lab,
+        "pycomm.bench.peers.rank",
+        peer.environment,
+        limit=PATIENCE,
+        peer=peer.name,
+        seconds=seconds,
+        **{name: getattr(options, name) for name in MODEL},
+    )
 
 
 # ------------------------------------------------------------------------ measurements
@@ -92,13 +66,13 @@ def losses(peers: Iterable[Peer], options: argparse.Namespace) -> Iterator[dict[
         row = blank("loss", peer) | {"settings": settings("loss", options)}
         try:
             row["version"] = peer.version()
-            with netlab.Paced(RANKS, netlab.UNLIMITED) as lab:
-                rows = run(lab, peer, model_words(options), PATIENCE)
+            with Paced(RANKS, UNLIMITED) as lab:
+                rows = measured(lab, peer, options)
             row["curve"] = " ".join(f"{r['step']:g}:{r['held_out']:.6f}" for r in rows)
         except importlib.metadata.PackageNotFoundError as error:
             row["broke"] = f'{error}: pip install "pycomm[peers]"'
-        except PeerFailed as error:
-            row["broke"] = str(error)
+        except Failed as error:
+            row["broke"] = last_line(error)
         yield row
 
 
@@ -110,30 +84,21 @@ def steps(
     Raises:
         Unavailable: there are no network namespaces here.
     """
-    # A delay is that of a round trip; each way has a half.
-    shape = Shape(delay=delay / 2e3)
     for peer in peers:
         row = blank("step", peer) | {"rate": rate, "delay_ms": f"{delay:g}"}
         row["settings"] = settings("step", options)
-        words = [*model_words(options), "--steps-only", str(options.seconds)]
         try:
-            with WanLab(RANKS, rate, shape=shape) if delay else netlab.Netlab(RANKS, rate) as lab:
-                (found,) = run(lab, peer, words, PATIENCE)
+            with lab_of(RANKS, f"{rate}@{delay:g}ms" if delay else rate) as lab:
+                (found,) = measured(lab, peer, options, options.seconds)
             row |= {"ms": f"{1e3 * found['seconds']:.2f}", "bytes": f"{found['bytes']:.0f}"}
-        except PeerFailed as error:
-            row["broke"] = str(error)
+        except Failed as error:
+            row["broke"] = last_line(error)
         yield row
-
-
-def model_words(options: argparse.Namespace) -> list[str]:
-    return [f"--{name}={getattr(options, name)}" for name in ("steps", "layers", "width")]
 
 
 def settings(kind: str, options: argparse.Namespace) -> str:
     """Return the settings on which a row's measurements depend."""
-    names = (
-        ("steps", "layers", "width", "seconds") if kind == "step" else ("steps", "layers", "width")
-    )
+    names = (*MODEL, "seconds") if kind == "step" else MODEL
     return " ".join(f"{name}={getattr(options, name):g}" for name in names)
 
 
@@ -145,11 +110,7 @@ def blank(kind: str, peer: Peer) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pycomm.bench peers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m pycomm.bench peers", description=__doc__)
     add = parser.add_argument
     add("--rates", default=RATES, help=f"of links, joined by commas ({RATES})")
     add("--delays", default=DELAYS, help=f"of round trips, in ms ({DELAYS})")
@@ -187,7 +148,3 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for delay in options.delays.split(","):
         for rate in options.rates.split(","):
             yield from steps(peers, rate, float(delay), options)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

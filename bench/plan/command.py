@@ -19,14 +19,15 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pycomm.bench.common import harness, tables
+from pycomm.bench.common.arguments import Parser
 from pycomm.bench.common.harness import Origin
-from pycomm.bench.lab.base import wait
-from pycomm.bench.lab.jobs import Failed, ask
+from pycomm.bench.common.report import head, line
+from pycomm.bench.lab.jobs import ask, run
 from pycomm.bench.lab.wan import lab_of
 from pycomm.plan import CODINGS, ClusterProbe, Model, of_tensors
 from pycomm.plan.algorithms import Size
@@ -69,10 +70,7 @@ def probe(rate: str, path: Path) -> ClusterProbe:
     """
     with lab_of(PROBED, rate) as lab, tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pycomm.plan", "probe", "--out", str(path)]
-        status = wait(lab.start([*command, "--store", f"{folder}/store"]))
-        lab.stop()
-    if status:
-        raise Failed(f"the probe ended with {status}")
+        run(lab, [*command, "--store", f"{folder}/store"])
     return ClusterProbe.read(path)
 
 
@@ -165,22 +163,17 @@ def record(case: PlanCase, origin: Origin) -> dict[str, Any]:
     return asdict(case) | {"error": round(case.error, 4)} | asdict(origin)
 
 
-def load(path: Path) -> list[PlanCase]:
-    """Return the cases of a table."""
-    kinds: dict[str, Any] = {"str": str, "int": int, "float": float}
-    return [
-        PlanCase(**{f.name: kinds[str(f.type)](row[f.name]) for f in fields(PlanCase)})
-        for row in tables.read(path)
-    ]
+COLUMNS = (
+    *(("kind", -10, ""), ("rate", -8, ""), ("ranks", 5, ""), ("size", 5, ""), ("codec", -10, "")),
+    *(("predicted ms", 12, ".2f"), ("measured ms", 11, ".2f"), ("error", 8, ".1%")),
+)
 
 
 def show(case: PlanCase) -> None:
+    values = {"predicted ms": 1e3 * case.predicted, "measured ms": 1e3 * case.measured}
+    values["error"] = case.error
     size = harness.format_size(case.size) if case.size else "demo"
-    print(
-        f"{case.kind:<10} {case.rate:<8} {case.ranks:>2} {size:>5}  {case.codec:<10} "
-        f"{case.predicted * 1e3:>10.2f} {case.measured * 1e3:>10.2f} {case.error:>8.1%}",
-        flush=True,
-    )
+    print(line(COLUMNS, vars(case) | values | {"size": size}), flush=True)
 
 
 def measure(
@@ -204,9 +197,7 @@ def measure(
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pycomm.bench plan", description=__doc__.split("\n")[0]
-    )
+    parser = Parser(prog="python -m pycomm.bench plan", description=__doc__)
     add = parser.add_argument
     rates = "comma-separated; with round trip and loss: 200mbit@60ms@0.1%%"
     add("--rate", default="100mbit,1gbit,10gbit", help=rates)
@@ -218,14 +209,14 @@ def main(argv: Sequence[str]) -> int:
     add("--judge", type=Path, help="measure nothing: judge the rows of this file")
     options = parser.parse_args(argv)
     if options.judge:
-        return 0 if judge(load(options.judge)) else 1
+        return 0 if judge(harness.read_rows(options.judge, PlanCase)) else 1
     options.size = [harness.parse_size(text) for text in options.size.split(",")]
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "plan", *argv]))
     cases: list[PlanCase] = []
     with tempfile.TemporaryDirectory() as folder:
         probes = options.probes or Path(folder)
         probes.mkdir(parents=True, exist_ok=True)
-        print("kind       rate     ranks size  codec       predicted   measured    error  (ms)")
+        print(head(COLUMNS))
         for rate in options.rate.split(","):
             for ranks in map(int, options.ranks.split(",")):
                 path = probes / f"{rate}-{ranks}.json"

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.local_sgd import Streamed
 
-HOOKS = ("fp16", "powersgd:RANK", "fp16-powersgd:RANK", "late")
+HOOKS = ("fp16", "powersgd:RANK[:FIRST_STEP]", "fp16-powersgd:RANK")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Method:
     small: str = ""
     """With `momentum` or `local`: the codec of parameters of one dimension; empty: exact."""
     hook: str = ""
-    """One of torch's own communication hooks, as in `HOOKS`, or `late_hook`."""
+    """One of torch's own communication hooks, as in `HOOKS`."""
     bucket_mb: float = 25.0
     """DDP's bucket_cap_mb; its default is 25."""
     sgd: bool = False
@@ -149,48 +149,21 @@ def _sgd(
 
 
 def _torch_hook(model: DistributedDataParallel, text: str, group: dist.ProcessGroup | None) -> None:
-    name, _, rank = text.partition(":")
+    name, rank, start, *_ = [*text.split(":"), "", ""]
     if name == "fp16":
         model.register_comm_hook(group, default_hooks.fp16_compress_hook)
-        return
-    if name == "late":
-        model.register_comm_hook(Late(group), late_hook)
         return
     if name not in ("powersgd", "fp16-powersgd"):
         raise ValueError(f"unknown hook {text!r}: use one of {', '.join(HOOKS)}")
     state = powerSGD_hook.PowerSGDState(
         process_group=group,
         matrix_approximation_rank=int(rank),
-        start_powerSGD_iter=2,  # the minimum with its error feedback
+        start_powerSGD_iter=int(start or 2),  # 2 is the minimum with its error feedback
     )
     hook = powerSGD_hook.powerSGD_hook
     if name == "fp16-powersgd":
         hook = default_hooks.fp16_compress_wrapper(hook)
     model.register_comm_hook(state, hook)
-
-
-class Late:
-    """State of `late_hook`: its group, and each parameter's mean gradient of the previous step."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.before: dict[int, torch.Tensor] = {}  # by id of the parameter
-
-
-def late_hook(state: Late, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Return exact means delayed by one step, which shows the effect of delay alone on training.
-
-    The first step uses its own mean.
-    """
-
-    def swap(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            now = gradient.clone()
-            gradient.copy_(state.before.get(id(parameter), now))
-            state.before[id(parameter)] = now
-        return future.value()
-
-    return default_hooks.allreduce_hook(state.group, bucket).then(swap)
 
 
 # torch's methods come first. PowerSGD on Gloo aborts with more than one bucket: its chained
@@ -212,7 +185,6 @@ METHODS = (
     Method("Gloo, PowerSGD rank 1", "gloo", hook="powersgd:1", bucket_mb=ONE_BUCKET),
     Method("Gloo, PowerSGD rank 4", "gloo", hook="powersgd:4", bucket_mb=ONE_BUCKET),
     Method("Gloo, fp16 PowerSGD rank 2", "gloo", hook="fp16-powersgd:2", bucket_mb=ONE_BUCKET),
-    Method("Gloo, fp32 one step late", "gloo", hook="late"),
     Method("pycomm, exact"),
     Method("pycomm, bf16", codec="bf16"),
     Method("pycomm, int8", codec="int8"),

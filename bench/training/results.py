@@ -12,17 +12,27 @@ from dataclasses import replace
 from pathlib import Path
 
 from pycomm.bench.common.harness import Row, read_rows
+from pycomm.bench.common.report import head, line
 from pycomm.bench.training.methods import METHODS
 
 RANKS = 2
-SWEPT = ", rate x "  # in the labels of a sweep over learning rates
 EXACT = next(method for method in METHODS if method.label == "pycomm, exact")
 EXACT_SGD = next(method for method in METHODS if method.label == "pycomm, exact SGD")
 
 
+DEMO_HEAD = ("run", "step", "wire per step", "held-out loss", "speed-up")
+
+
+def demo_cells(
+    run: str, seconds: float, first: float, wire_bytes: float, loss: float
+) -> tuple[str, ...]:
+    """Return the row of a run of the demo; `first` is the step of the one it is compared with."""
+    sent = f"{wire_bytes / 1e6:.2f} MB"
+    return run, f"{seconds * 1e3:.0f} ms", sent, f"{loss:.4f}", f"{first / seconds:.2f} x"
+
+
 def exact_of(label: str) -> str:
-    """Return the label of the exact run of a method's optimizer; of a sweep's methods, too."""
-    label = label.partition(SWEPT)[0]
+    """Return the label of the exact run of a method's optimizer."""
     by_sgd = any(method.label == label and method.sgd for method in METHODS)
     return (EXACT_SGD if by_sgd else EXACT).label
 
@@ -125,20 +135,20 @@ def over(a: float | None, b: float | None) -> float | None:
 
 def load(path: Path) -> list[Row]:
     """Return the rows of a CSV that earlier runs have written; its totals are recomputed."""
-    return [row for row in read_rows(path) if row.kind != "total"]
+    return [row for row in read_rows(path, Row) if row.kind != "total"]
+
+
+COLUMNS = (
+    *(("model", -6, ""), ("rate", -8, ""), ("method", -40, ""), ("step ms", 8, ".1f")),
+    *(("MB/step", 8, ".3f"), ("loss %", 8, ".2f"), ("steps_to_loss", 13, ".0f")),
+    *(("seconds_to_loss", 15, ".1f"), ("vs_fp16_hook", 12, ".2f"), ("vs_best_of_gloo", 15, ".2f")),
+)
 
 
 def show(rows: Iterable[Row]) -> None:
-    print(f"{'model':<6} {'rate':<8} {'method':<28} {'step ms':>8} {'MB/step':>8} {'loss':>8} "
-          f"{'steps':>6} {'seconds':>8} {'x fp16':>7} {'x best':>7}")  # fmt: skip
-    for r in rows:
-        print(
-            f"{r.model:<6} {r.rate:<8} {r.method:<28} {cell(r.seconds, 8, 1, 1e3)} "
-            f"{cell(r.wire_bytes, 8, 3, 1e-6)} {cell(r.change, 7, 2, 100)}% "
-            f"{cell(r.steps_to_loss, 6, 0)} {cell(r.seconds_to_loss, 8, 1)} "
-            f"{cell(r.vs_fp16_hook, 7, 2)} {cell(r.vs_best_of_gloo, 7, 2)}"
-        )
-
-
-def cell(value: float | None, width: int, digits: int, factor: float = 1.0) -> str:
-    return f"{'-':>{width}}" if value is None else f"{value * factor:{width}.{digits}f}"
+    print(head(COLUMNS))
+    for row in rows:
+        scaled = {"step ms": (row.seconds, 1e3), "MB/step": (row.wire_bytes, 1e-6)}
+        scaled["loss %"] = row.change, 100
+        found = {name: value * by for name, (value, by) in scaled.items() if value is not None}
+        print(line(COLUMNS, vars(row) | found))

@@ -26,7 +26,6 @@ import os
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,10 +42,11 @@ from pycomm.bench import netlab
 from pycomm.bench.common import arguments, tables
 from pycomm.bench.common.harness import Origin, Row, record, write_json
 from pycomm.bench.common.timing import in_turns
+from pycomm.bench.lab import jobs
 from pycomm.bench.training import optimizer
 from pycomm.bench.training.corpora import CORPORA
 from pycomm.bench.training.methods import METHODS, Method
-from pycomm.bench.training.results import RANKS, SWEPT, load, show, totals
+from pycomm.bench.training.results import RANKS, load, show, totals
 from pycomm.bench.training.train import (
     FINAL_WINDOWS,
     Config,
@@ -77,9 +77,9 @@ def train(config: Config, method: Method, ranks: int) -> list[dict[str, float]]:
     """Train on an unlimited loopback; return rank 0's rows.
 
     Raises:
-        RuntimeError: a rank failed; the text is its output.
+        Failed: a rank failed.
     """
-    arguments = asdict(config) | {"method": method.label.partition(SWEPT)[0], "rate": method.rate}
+    arguments = asdict(config) | {"method": method.label}
     os.environ.setdefault("PYCOMM_TRANSPORT", "tcp")  # which counts what travels
     command = [sys.executable, "-m", "pycomm.bench.training.train"]
     for name, value in arguments.items():
@@ -88,16 +88,8 @@ def train(config: Config, method: Method, ranks: int) -> list[dict[str, float]]:
         lab.timed = False  # losses do not depend on it
         log = Path(folder, "log")
         print(f"training {method.label}, seed {config.seed} ...", file=sys.stderr, flush=True)
-        run(lab, [*command, f"--log={log}"], Path(folder, "output"))
+        jobs.run(lab, [*command, f"--log={log}"])
         return [json.loads(line) for line in log.read_text().splitlines()]
-
-
-def run(lab: netlab.Lab, command: Sequence[str], output: Path) -> None:
-    """Run the command on every rank of a lab, and wait."""
-    with output.open("wb") as out:
-        ranks = lab.start(command, stdout=out, stderr=subprocess.STDOUT)
-        if netlab.wait(ranks):
-            raise RuntimeError(output.read_text(errors="replace"))
 
 
 def losses(
@@ -132,15 +124,17 @@ def step_times(
     lab, reason = netlab.open_lab(RANKS, rate)
     if reason:
         raise RuntimeError(f"this needs network namespaces: {reason}")
-    with lab, tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log")
-        labels = [method.label for method in methods]
-        chosen = {"model": model, "rounds": options.rounds, "methods": labels, "log": str(log)}
-        chosen |= {"turn_seconds": options.turn_seconds, "compute": options.compute}
-        command = [sys.executable, "-m", "pycomm.bench.training.time_to_loss"]
+    with lab:
         print(f"timing steps of {len(methods)} methods at {rate} ...", file=sys.stderr, flush=True)
-        run(lab, [*command, "--rank", json.dumps(chosen)], Path(folder, "output"))
-        samples = [json.loads(line) for line in log.read_text().splitlines()]
+        samples = jobs.ask(
+            lab,
+            "pycomm.bench.training.time_to_loss",
+            model=model,
+            methods=[method.label for method in methods],
+            rounds=options.rounds,
+            turn_seconds=options.turn_seconds,
+            compute=options.compute,
+        )
         connection = f"tcp ({lab.congestion})"
     for method in methods:
         mine = [s for s in samples if s["method"] == method.label]
@@ -158,7 +152,13 @@ def step_times(
 
 
 def time_on_this_rank(
-    model: str, methods: list[str], rounds: int, turn_seconds: float, compute: float, log: str
+    model: str,
+    methods: list[str],
+    rounds: int,
+    turn_seconds: float,
+    compute: float,
+    log: str,
+    folder: str,
 ) -> None:
     """Time methods in turns; rank 0 writes the samples. Most share one model and one optimizer."""
     torch.set_num_threads(1)
@@ -192,14 +192,9 @@ def time_on_this_rank(
         before = wire_bytes()
         seconds = in_turns({label: step}, timed, settle=0)[label]
         dist.barrier()
-        sample = {
-            "method": label,
-            "seconds": seconds,
-            "wire_bytes": (wire_bytes() - before) / timed,
-        }
         if dist.get_rank() == 0:
-            with open(log, "a") as file:
-                print(json.dumps(sample), file=file)
+            sent = (wire_bytes() - before) / timed
+            jobs.answer(log, method=label, seconds=seconds, wire_bytes=sent)
         if finish is not None:
             finish()
         del step, wrapped, chosen, finish
@@ -241,76 +236,39 @@ def describe(kind: str, model: str, method: Method, ranks: int = RANKS) -> Row:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = arguments.Parser(
-        prog="python -m pycomm.bench training",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments.Parser(prog="python -m pycomm.bench training", description=__doc__)
     add = parser.add_argument
     known = ", ".join(MODELS)
     add("--models", type=arguments.some_of("model", MODELS), default="demo", help=f"of {known}")
     add("--rates", type=arguments.rates, default="100mbit,1gbit", help="of links, as tc has them")
     add("--methods", default="", help="only those in whose label this pattern is found")
-    parts = ("losses", "steps", "totals", "optimizer")
-    add("--only", choices=parts, help="totals: from what --csv holds")
-    add(
-        "--rate-factors",
-        type=arguments.factors,
-        default=[],
-        help="sweep: what a method's learning rate is, beside AdamW's; by default its own",
-    )
-    add("--ranks", default="2", help="of the trainings; each rank has a batch of its own")
-    add("--seeds", default="0,1,2", help="of the trainings")
+    add("--only", choices=("losses", "steps", "optimizer"), help="(losses, then steps)")
+    each = "of the trainings; each rank has a batch of its own"
+    add("--ranks", type=arguments.counts, default=[RANKS], help=each)
+    add("--seeds", type=arguments.counts, default=[0, 1, 2], help="of the trainings")
     add("--rounds", type=arguments.count, default=3, help="turns of every method on a link")
-    add(
-        "--turn-seconds",
-        type=arguments.seconds,
-        default=6.0,
-        help="of timed steps a turn, but at least two",
-    )
-    add(
-        "--compute",
-        type=arguments.seconds,
-        default=0.0,
-        help="that a timed step computes at least, as a faster or larger model's would",
-    )
+    turn = "of timed steps a turn, but at least two"
+    add("--turn-seconds", type=arguments.seconds, default=6.0, help=turn)
+    what = "that a timed step computes at least, as a faster or larger model's would"
+    add("--compute", type=arguments.seconds, default=0.0, help=what)
     arguments.add_files(parser)
-    add("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if not re.fullmatch(r"\d+(,\d+)*", options.seeds):
-        parser.error(f"--seeds {options.seeds}: want whole numbers joined by commas")
-    options.seeds = [int(seed) for seed in options.seeds.split(",")]
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", options.ranks):
-        parser.error(f"--ranks {options.ranks}: want numbers of ranks joined by commas")
-    options.ranks = [int(ranks) for ranks in options.ranks.split(",")]
+    if 0 in options.ranks:
+        parser.error("--ranks 0 starts nothing: want at least 1")
     if options.ranks != [RANKS] and options.only != "losses":
         parser.error("--ranks is for trainings, --only losses: steps on links are those of 2 ranks")
     try:
         options.methods = [m for m in METHODS if re.search(options.methods, m.label)]
     except re.error as error:
         parser.error(f"--methods {options.methods!r} is no pattern: {error}")
-    if options.rate_factors:
-        if options.only != "losses":
-            parser.error("--rate-factors is for trainings: --only losses")
-        options.methods = [
-            replace(m, label=f"{m.label}{SWEPT}{factor:g}", rate=factor)
-            for m in options.methods
-            for factor in options.rate_factors
-        ]
     if not options.methods:
         labels = "; ".join(method.label for method in METHODS)
         parser.error(f"--methods fits none of these: {labels}")
-    if options.only == "totals" and not (options.csv and Path(options.csv).exists()):
-        parser.error("--only totals reads what --csv holds, and there is no such file")
     return options
 
 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
-    if options.rank:
-        time_on_this_rank(**json.loads(options.rank))
-        return 0
-
     methods = options.methods
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "training", *argv]))
     csv_path = Path(options.csv) if options.csv else None
@@ -327,18 +285,15 @@ def main(argv: Sequence[str]) -> int:
         return 2
     records: list[dict[str, Any]] = []
 
-    def keep(row: Row) -> None:
-        records.append(record(row, origin))
-        if csv_path:
-            tables.append(csv_path, records[-1:])
-
     def measure(results: Iterable[Row]) -> None:
         for row in results:
             rows.append(row)
             value = f"loss {row.loss:.4f}" if row.loss else f"{(row.seconds or 0) * 1e3:.1f} ms"
             what = row.rate or f"{row.ranks} ranks, seed {row.seed}"
             print(f"{row.kind} {row.model} {what}, {row.method}: {value}", flush=True)
-            keep(row)
+            records.append(record(row, origin))
+            if csv_path:
+                tables.append(csv_path, records[-1:])
 
     for model in options.models:
         if options.only in (None, "losses"):
@@ -348,16 +303,11 @@ def main(argv: Sequence[str]) -> int:
             steady = [m for m in methods if not m.scheduled]
             for rate in options.rates if steady else ():
                 measure(step_times(model, steady, rate, options))
-    final = list(totals(rows))
-    show(final)
-    if options.only == "totals":
-        for row in final:
-            keep(row)
+    show(totals(rows))
     if options.json:
         write_json(Path(options.json), records)
     return 0
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.exit(main(sys.argv[1:]))
+    time_on_this_rank(**json.loads(sys.argv[1]))

@@ -9,7 +9,6 @@ equal losses. Rank 0 writes one JSON object per step to `--log`.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
@@ -18,13 +17,14 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from pycomm.bench.common.arguments import Parser
 from pycomm.bench.netlab import interface_bytes
 from pycomm.bench.training.corpora import CORPORA
 from pycomm.bench.training.methods import METHODS, Method
@@ -209,27 +209,19 @@ def alone(steps: int) -> list[torch.Tensor]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pycomm.bench.training.train", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="python -m pycomm.bench.training.train", description=__doc__)
     parser.add_argument("--backend", default="pycomm")
     parser.add_argument("--codec", default="", help="compress gradients: int8, int4, ...")
     parser.add_argument("--method", help="instead: the label of one of methods.py")
-    parser.add_argument("--rate", type=float, help="of the method: times the learning rate")
     parser.add_argument("--log", default="/dev/stdout", help="JSON lines of rank 0 go here")
     for name, default in asdict(Config()).items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(default), default=default)
     args = vars(parser.parse_args())
-    backend, codec, label, rate, log = (
-        args.pop(name) for name in ("backend", "codec", "method", "rate", "log")
-    )
+    backend, codec, label, log = (args.pop(n) for n in ("backend", "codec", "method", "log"))
     method = Method("", backend, codec)
     if label:
         method = next(m for m in METHODS if m.label == label)
-    if rate is not None:
-        method = replace(method, rate=rate)
 
     torch.set_num_threads(1)
     dist.init_process_group(method.backend)

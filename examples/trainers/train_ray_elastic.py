@@ -43,9 +43,6 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return 0
-    # Residuals belong to buckets, and DDP makes its final ones after the first backward.
-    model(torch.zeros(1, 64)).sum().backward()
-    optimizer.zero_grad()
     with checkpoint.as_directory() as folder:
         whole = torch.load(f"{folder}/whole.pt")
         parts = [torch.load(path) for path in sorted(Path(folder).glob("residuals*.pt"))]

@@ -1,7 +1,6 @@
 """The process group "pycomm" for torch.distributed.
 
-Its work is done by `_c10d`, which is compiled against torch (csrc/binding/torch/backend.h), or,
-where there is none for the installed torch, by `pycomm.backend.python`. See `load`.
+Its work is done by `_c10d`, which is compiled against torch (csrc/binding/torch/backend.h).
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from torch._C import _distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 from pycomm import _register
-from pycomm.backend.choice import load
+from pycomm._build import load_c10d
+from pycomm.backend.timeouts import let_torch_set_timeouts
 from pycomm.env import env, let_groups_allocate_buckets
 
 if TYPE_CHECKING:
-    from pycomm import _c10d
     from pycomm._c10d import Backend, Options
 
 
@@ -36,7 +35,7 @@ def create(given: Any, options: Options | None) -> Backend:
         PeerLost: a rank died after it had joined, or is known to the default group as lost.
         Timeout: some ranks did not join; the text names them.
     """
-    c10d = load()
+    c10d = load_c10d()
     parent = find()
     if options is None:
         options = c10d.Options()
@@ -96,7 +95,7 @@ def _timeout(given: timedelta, of_options: timedelta) -> timedelta:
     """
     if given != default_pg_timeout:
         return given
-    unnamed = load().Options()._timeout  # PYCOMM_TIMEOUT, or the core's default
+    unnamed = load_c10d().Options()._timeout  # PYCOMM_TIMEOUT, or the core's default
     if of_options != unnamed or env().timeout_is_set:
         return of_options
     return given
@@ -107,8 +106,7 @@ def find(
 ) -> Backend | None:
     """Return the pycomm backend that moves a group's tensors, or None if another backend does.
 
-    If pycomm moves both CPU and CUDA tensors, one backend does. The backend in Python answers the
-    same questions (`describe`, `trace`, `sent_bytes`), and has no compressed collectives.
+    If pycomm moves both CPU and CUDA tensors, one backend does.
 
     Args:
         group: a process group; None means the default group.
@@ -120,29 +118,6 @@ def find(
         >>> pycomm.backend.find().describe()  # doctest: +SKIP
         '2 ranks: shm to 1'
     """
-    return _found(group, device, ("pycomm._c10d", "pycomm.backend.python.backend"))
-
-
-def find_native(
-    group: dist.ProcessGroup | None = None, device: torch.device | None = None
-) -> _c10d.Backend | None:
-    """Return the backend of `find` if it is the one in C++, and runs compressed collectives.
-
-    In a group with ``device_path="mixed"`` it does not: some ranks encode on their devices, so all
-    of them exchange payloads as on any other backend.
-    """
-    found = _found(group, device, ("pycomm._c10d",))
-    return None if found is None or _is_mixed(found) else found
-
-
-def _is_mixed(backend: Backend) -> bool:
-    """Return whether some ranks of a group may have tensors on the CPU, and others on devices."""
-    return getattr(backend.options, "device_path", "auto") == "mixed"
-
-
-def _found(
-    group: dist.ProcessGroup | None, device: torch.device | None, modules: tuple[str, ...]
-) -> Backend | None:
     group = group or dist.group.WORLD
     if group is None:
         return None
@@ -151,4 +126,24 @@ def _found(
     except RuntimeError:  # the group has no backend for such tensors
         return None
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
-    return backend if type(backend).__module__ in modules else None
+    return backend if type(backend).__module__ == "pycomm._c10d" else None
+
+
+def find_native(
+    group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> Backend | None:
+    """Return the backend of `find` if it runs compressed collectives.
+
+    In a group with ``device_path="mixed"`` it does not: some ranks encode on their devices, so all
+    of them exchange payloads as on any other backend.
+    """
+    found = find(group, device)
+    return None if found is None or _is_mixed(found) else found
+
+
+def _is_mixed(backend: Backend) -> bool:
+    """Return whether some ranks of a group may have tensors on the CPU, and others on devices."""
+    return getattr(backend.options, "device_path", "auto") == "mixed"
+
+
+let_torch_set_timeouts(find)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
 from typing import Any, get_type_hints
@@ -75,6 +76,7 @@ ALIASES: dict[str, str] = {
     "int4": "quant:bits=4",
     "int3": "quant:bits=3",
     "int2": "quant:bits=2",
+    "none": "cast:dtype=float32",
     "fp32": "cast:dtype=float32",
     "fp16": "cast:dtype=float16",
     "bf16": "cast:dtype=bfloat16",
@@ -119,8 +121,10 @@ def codec(text: str | Codec) -> Codec:
         given.insert(0, first)
     cls = CODECS.get(name) or SCHEMES.get(name)
     if cls is None:
-        known = ", ".join(sorted([*CODECS, *SCHEMES, *ALIASES]))
-        raise ValueError(f"unknown codec {name!r}: use one of {known}")
+        known = sorted([*CODECS, *SCHEMES, *ALIASES])
+        near = get_close_matches(name.lower(), known, 1)
+        guess = f"did you mean {near[0]!r}? The" if near else "the"
+        raise ValueError(f"unknown codec {name!r}: {guess} codecs are {', '.join(known)}")
     return cls(**_options(name, cls, given))
 
 

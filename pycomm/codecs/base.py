@@ -200,6 +200,35 @@ class Codec(ABC):
         self.implementation(values.device.type).decode_add(self, code, values)
         return values
 
+    def used_bytes(self, payload: Array) -> int:
+        """Return how many bytes of a payload have to be sent, a multiple of 4.
+
+        That is the whole payload, except for a codec that is ``variable``, whose payload begins
+        with this number; it waits for a payload on a device.
+
+        Args:
+            payload: uint8, as `encode` returns it.
+
+        Raises:
+            ValueError: the number is none that a payload of this codec can have.
+
+        Example:
+            >>> import torch, pycomm
+            >>> lossless = pycomm.codec("lossless")
+            >>> payload = lossless.encode(torch.zeros(1 << 16))
+            >>> lossless.used_bytes(payload) < payload.numel()
+            True
+        """
+        code = _tensor(payload)
+        if not self.variable:
+            return code.numel()
+        used = int(code[:4].view(torch.int32).item()) & 0xFFFFFFFF if code.numel() >= 4 else 0
+        if used < 4 or used % 4 or used > code.numel():
+            raise ValueError(
+                f"{self.spec()}: a payload of {code.numel()} bytes says that it uses {used}"
+            )
+        return used
+
     def _payload(self, role: str, payload: Array, values: torch.Tensor) -> torch.Tensor:
         code = _tensor(payload)
         want = self.encoded_bytes(values.numel())

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any
 
 from pycomm._build import OLDEST_TORCH, PACKAGE
 from pycomm.doctor.finding import Finding
@@ -125,9 +124,6 @@ def _c10d(c10d: ProbeOutcome, torch: ProbeOutcome) -> Iterator[Finding]:
         )
         return
     facts = c10d.facts
-    if facts["wish"] == "python":
-        yield _python_backend(facts, "PYCOMM_BACKEND asks for it")
-        return
     if facts["binary"]:
         of = {"installed": "built by the installation", "prebuilt": "the wheel's prebuilt one"}
         how = of.get(facts["kind"], f"compiled at first use, in {Path(facts['binary']).parent}")
@@ -135,9 +131,7 @@ def _c10d(c10d: ProbeOutcome, torch: ProbeOutcome) -> Iterator[Finding]:
         return
     built_for = facts["built_for"] or ", ".join(facts["prebuilt_for"])
     text = f"is built for torch {built_for}, not for {facts['torch']}" if built_for else "is absent"
-    if not facts["no_python"] and facts["wish"] != "binary":
-        yield _python_backend(facts, f"_c10d {text}")
-    elif facts["missing"]:
+    if facts["missing"]:
         yield _finding(
             "problem",
             name,
@@ -154,23 +148,6 @@ def _c10d(c10d: ProbeOutcome, torch: ProbeOutcome) -> Iterator[Finding]:
             f"compile it now: {sys.executable} -c "
             "'from pycomm._build import load_c10d; load_c10d()'",
         )
-
-
-def _python_backend(facts: Mapping[str, Any], why: str) -> Finding:
-    if facts["no_python"]:
-        return _finding(
-            "problem",
-            "_c10d",
-            f"PYCOMM_BACKEND=python has no effect: {facts['no_python']}",
-            "unset PYCOMM_BACKEND",
-        )
-    return _finding(
-        "note",
-        "_c10d",
-        f"the backend in Python serves torch {facts['torch']}: {why}",
-        "it works, with a few microseconds more per call; for full speed install a pycomm whose "
-        "wheel has a binary for this torch, or set PYCOMM_BACKEND=binary, which compiles one",
-    )
 
 
 def _cuda(found: Mapping[str, ProbeOutcome]) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 from pycomm.doctor import probe, self_test, variables
 from pycomm.doctor.finding import STATUS, Finding, worst
@@ -198,7 +198,6 @@ def _group_result(store: Any, rank: int, ranks: int) -> self_test.Result:
         timeout=timedelta(seconds=60),
     )
     group = backend.find()
-    native = backend.find_native()
     if group is None:
         raise RuntimeError('init_process_group("pycomm") made another backend')
 
@@ -206,12 +205,9 @@ def _group_result(store: Any, rank: int, ranks: int) -> self_test.Result:
         return torch.frombuffer(values, dtype=torch.float32)
 
     def coded(values: array[float]) -> None:
-        if native is None:  # the backend in Python
-            self_test.reduce_coded(cast(Any, group).core, values)
-            return
         layout = load_c10d().Layout(owner_residuals=False)
         layout.add(0, len(values), self_test.CODEC, 0)
-        native.compressed_all_reduce(tensor(values), layout, [(0, 0)], 0, 0, False).wait()
+        group.compressed_all_reduce(tensor(values), layout, [(0, 0)], 0, 0, False).wait()
 
     try:
         return self_test.check_and_time(

@@ -26,7 +26,7 @@ from pycomm.errors import Error
 SECONDS = 60.0
 AT_IMPORT = ("PYCOMM_RUN", "PYCOMM_TAKEOVER")
 """Variables that change torch when it is imported."""
-ASKED = (*AT_IMPORT, "PYCOMM_IMPL", "PYCOMM_BACKEND")
+ASKED = (*AT_IMPORT, "PYCOMM_IMPL")
 """Variables that the probes of torch and of the backend obey."""
 Facts = dict[str, Any]
 
@@ -92,7 +92,6 @@ def c10d() -> Facts:
     import torch
 
     from pycomm import _build
-    from pycomm.backend.choice import why_not_python
 
     version = torch.__version__
     found = _build.find_c10d(version)
@@ -102,10 +101,8 @@ def c10d() -> Facts:
         "prebuilt_for": _build.c10d_prebuilt_for(),
         "kind": found[0] if found else "",
         "binary": str(found[1]) if found else "",
-        "no_python": why_not_python(),
-        "wish": env().backend,
     }
-    if found is None or facts["wish"] == "python":
+    if found is None:
         facts["missing"] = _build.missing_tools()
     else:
         _build.import_c10d(found[1])

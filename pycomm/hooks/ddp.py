@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types.
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from pycomm._build import load_c10d
 from pycomm.arguments import typed
 from pycomm.codecs import Codec
 from pycomm.errors import Error
+from pycomm.hooks.saved_buckets import SavedBuckets
 from pycomm.policy import Policy
-from pycomm.policy.names import clean
+from pycomm.policy.names import clean, matching
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.taken import DiscardedGradients
 
@@ -69,6 +71,10 @@ class HookState(CompressionState):
         self.successor: HookState | None = None
         """The new state, if the model was compressed again after `remove`."""
         self._reduced = [self._names[id(parameter)] for parameter in reduced]
+        self._order: list[tuple[str, ...]] = []  # the last step's buckets, as they were reduced
+        self._loaded_order: list[tuple[str, ...]] = []  # the buckets of a loaded state,
+        self._by_loaded = 0  # by which so many steps are still reduced
+        self._saved_buckets: SavedBuckets | None = None  # in such a step
 
     def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a DDP bucket over the group; see `compress_hook`."""
@@ -77,26 +83,74 @@ class HookState(CompressionState):
         if self.removed:
             return average(bucket.buffer(), self.process_group)
         if bucket.index() == 0:
-            self._paid = self._leaving
             joined = torch._C._current_graph_task_id() == -1
             self.begin_step(absent=joined)
+            self._paid = self._leaving
             self._joined = joined
+            self._order = []
+            self._saved_buckets = self._take_loaded()
             if self._joined and not self._settles and (model := self._looks_for_unused()):
                 model.register_forward_pre_hook(_settle_joined, prepend=True)
                 self._settles = True
         for parameter in bucket.parameters():
             if id(parameter) not in self._names:
                 self._enter(self._new_name(parameter), parameter)
-        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
-        future = self.reduce(bucket.buffer(), names)
+        names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
+        if self._saved_buckets is not None:
+            future = self._saved_buckets.reduce(bucket.buffer(), names, last=bucket.is_last())
+        else:
+            future = self._reduce_named(bucket.buffer(), names)
         if bucket.is_last():
             self.end_step()
+            if self._saved_buckets is not None:
+                self._saved_buckets.finish()
+            self._saved_buckets = None
             if not self._joined and self._looks_for_unused() is not None:
                 # Queued twice: DDP queues the callback that ends the backward after this one, and
                 # the look must come after that.
                 queue = torch.autograd.Variable._execution_engine.queue_callback
                 queue(lambda: queue(self._look_for_unused))
         return future
+
+    def _reduce_named(
+        self, tensor: torch.Tensor, names: tuple[str, ...]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Reduce a bucket, and record it for checkpoints."""
+        self._order.append(names)
+        return self.reduce(tensor, names)
+
+    def _take_loaded(self) -> SavedBuckets | None:
+        """Return the buckets of a loaded state, if this step is reduced by them."""
+        if not self._by_loaded:
+            return None
+        self._by_loaded -= 1
+
+        def numel(name: str) -> int:
+            return self.decisions[name].parameter.numel
+
+        return SavedBuckets(self._loaded_order, numel, self._reduce_named)
+
+    def _common(self) -> dict[str, Any]:
+        """See `CompressionState`. Residuals of owners belong to the buckets of the last step."""
+        common = super()._common()
+        (about,) = common["about"]
+        return {**common, "about": ({**about, "buckets": [list(names) for names in self._order]},)}
+
+    def _load_common(self, about: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
+        # After a change of members each has buckets of its own DDP, which are compared.
+        super()._load_common(about, factors)
+        self._by_loaded = 0
+
+    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
+        """See `CompressionState`. The next steps are reduced by the buckets of the saved one."""
+        super().load_state_dict(*states)
+        (about,) = next(state["about"] for state in states if "about" in state)
+        order = about.get("buckets", ())  # a state of FSDP2 has none
+        here = matching([name for names in order for name in names], self._numbers)
+        self._loaded_order = [tuple(here.get(name, name) for name in names) for names in order]
+        self._order = list(self._loaded_order)
+        # DDP makes its final buckets after one backward, with static_graph after two.
+        self._by_loaded = 2 if order else 0
 
     def _enter(self, name: str, parameter: torch.Tensor) -> None:
         why = "its gradient is sparse" if id(parameter) in self._sparse else ""

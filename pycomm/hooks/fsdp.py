@@ -37,7 +37,7 @@ from pycomm.hooks.fsdp_seams import (
 from pycomm.policy import Decision, Parameter, Policy, agree_on_options, summary
 from pycomm.policy import agree as agree_on
 from pycomm.policy.exchange import gather
-from pycomm.reduction import two_shot
+from pycomm.reduction import paths, two_shot
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.taken import DiscardedGradients
@@ -146,6 +146,7 @@ class FSDPState(CompressionState):
     def summary(self) -> str:
         """Return the decisions of gradients and weights, a line for each codec and reason."""
         lines = summary(self.weights.values()).splitlines()
+        lines += paths.summary(self._weight_buckets.values()).splitlines()
         return "\n".join([super().summary(), *(f"weights: {line}" for line in lines)])
 
     # ------------------------------------------------------------------ steps
@@ -218,7 +219,7 @@ class FSDPState(CompressionState):
         finite = all([check() for check in self._finite])
         verdict = torch.tensor(finite, dtype=torch.uint8, device=self._device)
         dist.all_reduce(verdict, dist.ReduceOp.MIN, group=self._shard_group)
-        self._finite = [lambda: bool(verdict)]
+        self._finite = [lambda: int(verdict) == 1]  # neither 0 nor the bytes of a failure
 
     # ------------------------------------------------------------------ exchanges
 
@@ -291,7 +292,7 @@ class FSDPState(CompressionState):
             decisions = [self.part(self.weights[name]) for name in key]
             numbers = [self._places[name] for name in key]
             bucket = self._weight_buckets[key] = Bucket(decisions, numbers, None, input.device)
-        native = bucket.taken_by(group, "all_gather", output)
+        native = paths.native_backend(bucket, group, "all_gather", output)
         if native is not None:
             work: dist.Work = native.compressed_all_gather(
                 output, input, bucket.native, bucket.sides, self.seed, self.step

@@ -60,8 +60,8 @@ class ReplacedState(CompressionState):
             self._leave()
         if self.removed:
             return False
-        self._paid = self._leaving
         self.begin_step()
+        self._paid = self._leaving
         self._open = True
         return True
 

@@ -6,6 +6,7 @@ import torch
 
 from pycomm.feedback import Residual
 from pycomm.policy.exchange import gather
+from pycomm.reduction import paths
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.reducer import completed
 from pycomm.reduction.single_coding import SingleCoding, is_coarse
@@ -30,6 +31,7 @@ class SingleCodedState(CompressionState):
         dense = [p for p in bucket.pieces if p.codec.combine != "gather"]
         if single.gathers and not any(is_coarse(p.codec) for p in dense):
             return super()._reduce_coded(tensor, bucket)  # payloads are gathered there, too
+        bucket.agreed.paths["all_reduce", False] = paths.Choice(paths.SINGLE)
         self._use(bucket.pieces, bucket, tensor)
         values = tensor.contiguous()
         finite = single.average(values, bucket, seed=self.seed, step=self.step)

@@ -137,6 +137,7 @@ class SharedModel:
         if is_finite(average.values):  # on all ranks alike
             part.outer.apply(average.values, self._lr)
             return True
+        self.state.check_operations()
         self.skipped += 1
         logger.warning(
             "rank %d: LocalSGD skips round %d, and all ranks go back to its start: the average is "

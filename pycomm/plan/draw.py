@@ -2,66 +2,41 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pycomm.charts import Axis, Chart, Panel, Section, Series, save_page
-from pycomm.charts import save_png as save_chart
+from pycomm.charts import Axis, Chart, Panel, Section, Series, save, save_page, ticks
 from pycomm.plan.show import describe
 from pycomm.plan.sweep import FASTEST, Curves, Sweep
 from pycomm.plan.units import format_rate, format_time
 
-TITLE = "Predicted steps"
 ADVISED = "advised"
 SAME = 1.01  # curves whose ratio never exceeds this share a line
 
 
-def chart(
-    by_rate: Curves,
-    by_ranks: Curves,
-    crossovers: Mapping[str, float | None],
-    subtitle: str,
-    titles: tuple[str, str],
-) -> Chart:
-    """Return a chart with both axes of a sweep side by side.
-
-    Args:
-        by_rate, by_ranks: curves of the sweep.
-        crossovers: bytes per second below which each codec pays off.
-        subtitle: description of what is predicted.
-        titles: what is held constant along each axis.
-    """
-    lines = _shared_lines(by_rate, by_ranks)
-    left = _panel(by_rate, lines, titles[0], "rate between nodes", format_rate, 8)
-    right = _panel(by_ranks, lines, titles[1], "ranks", "{:.0f} ranks".format, 1)
-    low, high = left.y.limits or (0.0, 1.0)
-    inside = {rate for rate in crossovers.values() if rate is not None and rate < FASTEST}
-    guides = [
-        Series("last rate to pay", (8 * rate, 8 * rate), (low, high)) for rate in sorted(inside)
-    ]
-    left = Panel(left.x, left.y, left.series, left.title, _apart(guides))
-    return Chart(TITLE, subtitle, (left, right))
-
-
 def of_sweep(found: Sweep) -> Chart:
-    rate = format_rate(found.cluster.slowest.rate)
-    titles = (f"{found.cluster.ranks} ranks", f"{rate} between nodes")
-    subtitle = describe(found.model, found.cluster)
-    return chart(found.by_rate, found.by_ranks, found.crossovers, subtitle, titles)
+    """Return a chart with both axes of a sweep side by side."""
+    lines = _shared_lines(found.by_rate, found.by_ranks)
+    ranks, rate = found.cluster.ranks, format_rate(found.cluster.slowest.rate)
+    left = _panel(
+        found.by_rate, lines, f"{ranks} ranks", ("rate between nodes", format_rate, 8),
+        sorted({rate for rate in found.crossovers.values() if rate is not None and rate < FASTEST}),
+    )  # fmt: skip
+    axis = ("ranks", "{:.0f}".format, 1)
+    right = _panel(found.by_ranks, lines, f"{rate} between nodes", axis)
+    return Chart("Predicted steps", describe(found.model, found.cluster), (left, right))
 
 
 def save_html(found: Sweep, path: Path) -> None:
-    """Save a page with both charts and plotly itself, which needs no network.
+    """Save a page with both charts, which needs no network.
 
     Raises:
-        ImportError: plotly is not installed.
+        ImportError: matplotlib is not installed.
     """
     pays = [("codec", "shortens the step")]
     pays += [(codec, _pays(rate)) for codec, rate in found.crossovers.items()]
-    intro = "Grey bands follow what is advised. Point at a line for its figures."
     section = Section(of_sweep(found), [f"Advised: {found.advised()}."], table=pays)
-    save_page("pycomm: a plan's sweep", intro, [section], path)
+    save_page("pycomm: a plan's sweep", "Grey bands follow what is advised.", [section], path)
 
 
 def save_png(found: Sweep, path: Path) -> None:
@@ -70,7 +45,7 @@ def save_png(found: Sweep, path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    save_chart(of_sweep(found), path)
+    save(of_sweep(found), path)
 
 
 def _pays(below: float | None) -> str:
@@ -105,41 +80,22 @@ def _panel(
     curves: Curves,
     lines: Mapping[str, str],
     title: str,
-    label: str,
-    spell: Callable[[float], str],
-    factor: float,
+    axis: tuple[str, Callable[[float], str], int],
+    crossovers: list[float] | None = None,
 ) -> Panel:
+    """Return the panel of one axis: its label, how places are spelled, and their unit."""
+    label, spell, factor = axis
     places = [factor * place for place in curves.at]
-    words = [spell(place) for place in curves.at]
-
-    def series(name: str, steps: Sequence[float], base: bool = False) -> Series:
-        hover = [
-            f"{name}, {word}: {format_time(step)}" for word, step in zip(words, steps, strict=True)
-        ]
-        return Series(name, places, list(steps), hover, base=base)
-
     advised = [curves.steps[codec][i] for i, codec in enumerate(curves.best)]
-    found = [series(ADVISED, advised, base=True)]
-    found += [series(name, curves.steps[codec]) for codec, name in lines.items()]
-    low = min(min(line.y) for line in found)
-    high = max(max(line.y) for line in found)
-    y = Axis("step", True, ticks(low, high, format_time), (low / 1.15, high * 1.15))
-    x_ticks = ticks(places[0], places[-1], lambda place: spell(place / factor).split(" ranks")[0])
-    return Panel(Axis(label, True, x_ticks), y, found, title)
-
-
-def _apart(guides: Sequence[Series]) -> list[Series]:
-    """Return the lines that a picture can separate: 5 % or more from the one before."""
-    kept: list[Series] = []
-    for guide in guides:
-        if not kept or guide.x[0] > 1.05 * kept[-1].x[0]:
-            kept.append(guide)
-    return kept
-
-
-def ticks(low: float, high: float, spell: Callable[[float], str]) -> list[tuple[float, str]]:
-    """Return a log axis's ticks: powers of ten, and on a short axis 2 and 5 times these."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if high / low < 100 else (1,)
-    places = [step * 10.0**power for power in powers for step in steps]
-    return [(place, spell(place)) for place in places if 0.8 * low <= place <= 1.25 * high]
+    found = [Series(ADVISED, places, advised, base=True)]
+    found += [Series(name, places, list(curves.steps[codec])) for codec, name in lines.items()]
+    every = [step for line in found for step in line.y]
+    low, high = min(every) / 1.15, max(every) * 1.15
+    guides: list[Series] = []
+    for rate in crossovers or ():
+        x = factor * rate
+        if not guides or x > 1.05 * guides[-1].x[0]:  # closer ones look like one
+            guides.append(Series("last rate to pay", (x, x), (low, high)))
+    x_ticks = ticks(places[0], places[-1], lambda place: spell(place / factor))
+    y = Axis("step", True, ticks(min(every), max(every), format_time), (low, high))
+    return Panel(Axis(label, True, x_ticks), y, found, title, guides)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm.errors import WireMismatch
-from pycomm.policy.exchange import gather_json
+from pycomm.policy.exchange import answer, gather_json
 from pycomm.policy.rules import Decision
 
 
@@ -66,8 +66,9 @@ def agree(decisions: Sequence[Decision], group: dist.ProcessGroup, device: torch
     mine = [str(decision) for decision in decisions]
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-    all_digests = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(all_digests, own, group=group)
+    received = [torch.empty_like(own) for _ in range(group.size())]
+    work = dist.all_gather(received, own, group=group, async_op=True)
+    all_digests = [answer(work, other) for other in received]
     if any(not torch.equal(other, all_digests[0]) for other in all_digests):
         raise WireMismatch(_difference(gather_json(mine, group, device)))
 

@@ -41,6 +41,19 @@ def gather(
     return start_gather(numbers, group, device)()
 
 
+def answer(work: dist.Work, result: torch.Tensor) -> torch.Tensor:
+    """Wait for an operation on the host; return its result there.
+
+    For tensors of a device wait() may only order streams, and an operation that then fails leaves
+    bytes of ones, which are no NaN in an integer: its error is raised here.
+    """
+    work.wait()
+    there = result.cpu()
+    if not result.is_cpu:
+        work.wait()
+    return there
+
+
 def start_gather(
     numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[], list[list[float]]]:
@@ -62,8 +75,7 @@ def _start_gather_of_bytes(
 
     @cache
     def wait() -> list[torch.Tensor]:
-        work.wait()
-        return [row.cpu() for row in everybody]
+        return [answer(work, row) for row in everybody]
 
     return wait
 

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 
 from pycomm.arrays import core_dtype
-from pycomm.codecs import convert
-from pycomm.codecs.implementations import Native
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.coding import Run, is_variable
+from pycomm.reduction.paths import BATCHED
 from pycomm.reduction.payloads import Payloads, all_gather, all_to_all
 
 Chunks = Sequence[Sequence[Run]]
@@ -83,7 +82,8 @@ class Batched:
             return None
         key = op, group.rank(), group.size()
         if key not in bucket.batched:
-            bucket.batched[key] = Batched(bucket, deal(), group) if _suits(bucket) else None
+            suits = not BATCHED.needs(bucket, group, tensors[0].device)
+            bucket.batched[key] = Batched(bucket, deal(), group) if suits else None
         found: Batched | None = bucket.batched[key]
         if found is not None:
             found._group = group
@@ -187,10 +187,3 @@ class Batched:
 
     def _received(self, came: Payloads) -> Any:
         return self._make_payloads(came.memory.data_ptr(), came.memory.numel(), came.places)
-
-
-def _suits(bucket: Bucket) -> bool:
-    """Return whether the codecs and the final conversion of a collective run in C++."""
-    ways = {piece.codec.implementation("cpu") for piece in bucket.pieces}
-    ends_natively = convert.select("cpu") is convert.native
-    return ends_natively and all(isinstance(way, Native) for way in ways)

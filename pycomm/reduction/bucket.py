@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from pycomm import backend
 from pycomm.codecs import Codec
 from pycomm.feedback import Residual, Residuals
 from pycomm.policy import Decision
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
-    from pycomm._c10d import Backend, Layout
+    from pycomm._c10d import Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +29,21 @@ class BucketPiece:
     tensor: int
     """Number of the parameter in the model; selects its random numbers."""
     residual: Residual | None
+
+
+@dataclass
+class Agreed:
+    """What the ranks have found out together about the bucket of some parameters.
+
+    It outlives a `Bucket`: each rank makes that anew where its own residuals are paid, which a rank
+    that has thrown a gradient away, or has joined later, does in another step or never. So only
+    what is here decides about a collective.
+    """
+
+    compared: bool = False
+    """The members have compared its parameters."""
+    paths: dict[tuple[str, bool], Any] = field(default_factory=dict)
+    """By operation, and whether senders are averaged: the `Choice` of a path that was made."""
 
 
 class Bucket:
@@ -47,6 +60,7 @@ class Bucket:
         levels: node of each rank, if the all-reduce is hierarchical (``Backend.levels``): then a
             rank codes a part of its node's sum, and the owners of values change.
         shares: where each rank's share of the values begins, if shares differ (``Backend.shares``).
+        agreed: what the ranks know about this bucket; None: nothing.
     """
 
     def __init__(
@@ -59,7 +73,9 @@ class Bucket:
         rows: int = 1,
         levels: Sequence[int] = (),
         shares: Sequence[int] = (),
+        agreed: Agreed | None = None,
     ) -> None:
+        self.agreed = agreed or Agreed()
         self.pieces: list[BucketPiece] = []
         self.rows, self.levels = rows, tuple(levels)
         self.numel = 0
@@ -111,7 +127,6 @@ class Bucket:
         self.single: Any = None
         """The `SingleCoding` that averages the bucket, if it is averaged so."""
         self._native: Layout | None = None
-        self._taken: bool | None = None  # whether a backend on a device reduces this bucket
 
     @cached_property
     def dense(self) -> list[BucketPiece]:
@@ -138,23 +153,6 @@ class Bucket:
                     options |= {"decay": rule.decay, "nesterov": rule.nesterov}
                 self._native.add(p.offset, p.numel, p.codec.spec(), p.tensor, **options)
         return self._native
-
-    def taken_by(self, group: dist.ProcessGroup, op: str, tensor: torch.Tensor) -> Backend | None:
-        """Return the backend that runs an operation in C++; None: hooks exchange the payloads.
-
-        The first call is made by all ranks together.
-
-        Args:
-            group: the group that reduces or gathers.
-            op: "all_reduce", "reduce_scatter" or "all_gather".
-            tensor: the values; always of one dtype and device.
-        """
-        native = backend.find_native(group, tensor.device)
-        if native is None or tensor.is_cpu:
-            return native
-        if self._taken is None:
-            self._taken = native.compresses(op, tensor, self.native)
-        return native if self._taken else None
 
     @property
     def sides(self) -> list[tuple[int, int]]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm.errors import WireMismatch
+from pycomm.policy.exchange import answer
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,14 @@ def all_to_all(
     if variable:
         ours = torch.tensor(sizes, device=payloads.device, dtype=torch.int64)
         theirs = torch.empty_like(ours)
-        dist.all_to_all_single(theirs, ours, group=group)
-        incoming = _checked(theirs, incoming)
+        sent = dist.all_to_all_single(theirs, ours, group=group, async_op=True)
+        incoming = _checked(answer(sent, theirs), incoming)
     total = sum(incoming)
     memory = payloads.new_empty(total + room)
-    dist.all_to_all_single(memory[:total], payloads, incoming, list(sizes), group=group)
+    work = dist.all_to_all_single(
+        memory[:total], payloads, incoming, list(sizes), group=group, async_op=True
+    )
+    _wait(work, memory, variable)
     begins = accumulate(incoming, initial=0)
     return Payloads(memory, list(zip(begins, incoming, strict=False)))
 
@@ -89,28 +93,43 @@ def all_gather(
     sizes = list(most)
     if variable:
         ours = torch.tensor([size], device=payload.device, dtype=torch.int64)
-        sizes = _checked(gather_equal(ours, group), sizes)
+        theirs = ours.new_empty(group.size())
+        sizes = _checked(answer(_gather(theirs, ours, group), theirs), sizes)
     largest = max(sizes)
     padded = payload[:largest]
     if padded.numel() < largest:
         padded = payload.new_empty(largest)
         padded[:size] = payload[:size]
     memory = payload.new_empty(len(sizes) * largest + room)
-    _gather(memory[: len(sizes) * largest], padded, group)
+    _wait(_gather(memory[: len(sizes) * largest], padded, group), memory, variable)
     return Payloads(memory, [(r * largest, size) for r, size in enumerate(sizes)])
 
 
 def gather_equal(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the tensors of all ranks, which have equal sizes, as [ranks, numel]."""
     result = tensor.new_empty(group.size(), tensor.numel())
-    _gather(result.view(-1), tensor, group)
+    _gather(result.view(-1), tensor, group).wait()
     return result
 
 
-def _gather(result: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _wait(work: dist.Work, memory: torch.Tensor, variable: bool) -> None:
+    """Wait for payloads, on a device by its stream alone.
+
+    What a failed operation leaves there is NaN for all codecs but those of variable size, to which
+    any bytes are values: these payloads are waited for on the host, which has waited for their
+    sizes already.
+    """
+    if variable:
+        answer(work, memory[:1])
+    else:
+        work.wait()
+
+
+def _gather(result: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     # torch 2.13 renamed it, and warns about the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(result, tensor, group=group)
+    work: dist.Work = gather(result, tensor, group=group, async_op=True)
+    return work
 
 
 def _checked(said: torch.Tensor, most: Sequence[int]) -> list[int]:

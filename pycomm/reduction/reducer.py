@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,8 @@ from pycomm.errors import Error
 from pycomm.feedback import Feedback, Residuals
 from pycomm.feedback.rule import EXACT
 from pycomm.policy import CODED, Decision, Parameter, Plan, Policy, usual_feedback
-from pycomm.reduction import members, powersgd, two_shot
-from pycomm.reduction.bucket import Bucket, BucketPiece
+from pycomm.reduction import members, paths, powersgd, two_shot
+from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
 from pycomm.reduction.weights import weigh
 
 
@@ -71,6 +72,7 @@ class BucketReducer:
         self._numbers: dict[str, int] = {}
         self._device = torch.device("cpu")
         self._buckets: dict[tuple[str, ...], Bucket] = {}
+        self._agreed: dict[tuple[str, ...], Agreed] = {}  # about buckets; equal on all ranks
         self._exchanges = powersgd.Exchanges(process_group)
         self._formed_with = self._formed()
         self._finite: list[Callable[[], bool]] = []  # checks of the current step, one per bucket
@@ -163,10 +165,20 @@ class BucketReducer:
             return self._reduce_factors(tensor, bucket)
         return self._reduce_coded(tensor, bucket)
 
+    def check_operations(self) -> None:
+        """Raise the error of an operation on device tensors for which only streams have waited.
+
+        Its results are not finite; this tells a failure from an overflow.
+        """
+        ours = backend.find(self.process_group, self._device)
+        if ours is not None and self._device.type != "cpu":
+            ours.check()
+
     def _reduce_factors(
         self, tensor: torch.Tensor, bucket: Bucket
     ) -> torch.futures.Future[torch.Tensor]:
         """Reduce a bucket with PowerSGD pieces, which completes at the end of the step."""
+        bucket.agreed.paths.setdefault(("all_reduce", False), paths.Choice(paths.FACTORS))
         taken = [piece for piece in bucket.pieces if powersgd.takes(piece)]
         others = [piece for piece in bucket.pieces if not powersgd.takes(piece)]
         self._use(taken, bucket, tensor)
@@ -196,10 +208,10 @@ class BucketReducer:
         self._clip(bucket, tensor)
         self._use(bucket.pieces, bucket, tensor)
         probe = self.plan.probe(tensor, bucket.pieces, self._residual_of)
-        native = None
         senders = self._senders() if bucket.gathered else None
-        if senders is None:
-            native = bucket.taken_by(self.process_group, "all_reduce", tensor)
+        native = paths.native_backend(
+            bucket, self.process_group, "all_reduce", tensor, senders=senders is not None
+        )
         if native is not None:
             work = native.compressed_all_reduce(
                 tensor, bucket.native, bucket.sides, self.seed, self.step
@@ -252,7 +264,7 @@ class BucketReducer:
         probe = self.plan.probe(
             input, bucket.pieces, self._residual_of, rows=self.rows, average=average
         )
-        native = bucket.taken_by(group, "reduce_scatter", output)
+        native = paths.native_backend(bucket, group, "reduce_scatter", output)
         if native is not None:
             work = native.compressed_reduce_scatter(
                 output, input, bucket.native, bucket.sides, self.seed, self.step, average
@@ -338,9 +350,11 @@ class BucketReducer:
     def _bucket(self, names: tuple[str, ...], device: torch.device) -> Bucket:
         bucket = self._buckets.get(names)
         if bucket is None:
+            agreed = self._agreed.setdefault(names, Agreed())
             self.agree()
-            if self._formed_with and self.process_group.size() > 1:
+            if self._formed_with and self.process_group.size() > 1 and not agreed.compared:
                 members.compare_bucket(names, self.process_group, self._device)
+                agreed.compared = True
             decisions = [self.part(self.decisions[name]) for name in names]
             if self.process_group.size() == 1:  # sends residuals of a checkpoint of more ranks
                 decisions = [replace(decision, codec=EXACT) for decision in decisions]
@@ -356,6 +370,7 @@ class BucketReducer:
                 rows=self.rows,
                 levels=owned.levels if owned else (),
                 shares=owned.shares if owned else (),
+                agreed=agreed,
             )
             self._buckets[names] = bucket
         return bucket
@@ -374,9 +389,19 @@ class BucketReducer:
         """Return the decision for a bucket's part of a parameter; here the whole parameter."""
         return decision
 
-    def _forget_buckets(self, names: Set[str]) -> None:
-        for bucket in [bucket for bucket in self._buckets if not names.isdisjoint(bucket)]:
-            del self._buckets[bucket]
+    def _forget_buckets(self, names: Set[str] | None = None, *, alone: bool = False) -> None:
+        """Make the buckets of some parameters anew when they are reduced next; None: all.
+
+        Args:
+            names: the parameters.
+            alone: only this rank may do so: what the ranks have agreed on stays.
+        """
+        everything: list[dict[tuple[str, ...], Any]] = [self._buckets]
+        if not alone:
+            everything.append(self._agreed)
+        for kept in everything:
+            for bucket in [one for one in kept if names is None or not names.isdisjoint(one)]:
+                del kept[bucket]
 
 
 def completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -23,7 +23,7 @@ from pycomm.feedback import Cut, Feedback, reshard, sources
 from pycomm.policy import EXACT, Policy
 from pycomm.policy.exchange import gather, tell
 from pycomm.policy.names import matching, renamed
-from pycomm.reduction import cost, members
+from pycomm.reduction import cost, members, paths
 from pycomm.reduction.checkpoint import load_saved
 from pycomm.reduction.detached import DetachedState
 from pycomm.reduction.rates import Rates
@@ -121,9 +121,10 @@ class CompressionState(BucketReducer):
         self._copied = True
 
     def summary(self) -> str:
-        """Return the current decisions, a line for each codec and reason, their changes, and the
-        memory of the residuals on this rank."""
-        return "\n".join(filter(None, (self.plan.summary(), cost.memory_text(self))))
+        """Return the current decisions, a line for each codec and reason, their changes, the paths
+        of the buckets that were reduced, and the memory of the residuals on this rank."""
+        taken = paths.summary(self._buckets.values())
+        return "\n".join(filter(None, (self.plan.summary(), taken, cost.memory_text(self))))
 
     def agree(self) -> None:
         """Check that all ranks have decided alike, and report the residuals' memory; collective.
@@ -197,7 +198,7 @@ class CompressionState(BucketReducer):
             raise Error("compression was taken off this model: call pycomm.compress(model, ...)")
         self.settle()
         self.plan = self.plan.followed_by(Policy.of(codec), self._device)
-        self._buckets.clear()
+        self._forget_buckets()
         self._leaving = False
 
     def remove(self) -> None:
@@ -242,6 +243,8 @@ class CompressionState(BucketReducer):
         if begins and self._taken:
             self._thrown |= self._taken.begin(self._touched)
         self.settle(last=begins)
+        if begins and self._formed() != self._formed_with:
+            return False  # a new member does not know of it before the step begins
         has_residual = self.residuals is not None and self.residuals.has_residual
         return not any(one for (one,) in gather([has_residual], self.process_group, self._device))
 
@@ -253,7 +256,7 @@ class CompressionState(BucketReducer):
             self._taken.release()
         if self.residuals:
             self.residuals.clear()
-        self._buckets.clear()
+        self._forget_buckets()
 
     def residual_norms(self) -> dict[str, tuple[float, float]]:
         """Return the L2 norms of each parameter's worker and owner residual after the last step."""
@@ -322,7 +325,7 @@ class CompressionState(BucketReducer):
         self._load_common(about, factors)
         if self.residuals:
             self.residuals.load_state_dict(own, self.codecs)
-        self._buckets.clear()
+        self._forget_buckets()
 
     def _load_common(self, about: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
         """Restore the entries that are equal on all ranks."""
@@ -466,7 +469,7 @@ class CompressionState(BucketReducer):
             self.residuals.clear()
             self.residuals.ranks = ranks
             self.residuals.load_state_dict(own, self.codecs)
-        self._buckets.clear()
+        self._forget_buckets()
         self._formed_with, self._met, self._rank = formed, True, group.rank()
 
     def _rebuilds(self) -> bool:
@@ -585,6 +588,9 @@ class CompressionState(BucketReducer):
         Args:
             last: decide about all residuals. Else those of gradients that no optimizer has used yet
                 remain undecided and hidden until one does or the gradients are thrown away.
+
+        Raises:
+            Error: an operation on device tensors has failed, for which only streams had waited.
         """
         if not self._finite:
             self._thrown.clear()  # nothing is undecided
@@ -610,6 +616,8 @@ class CompressionState(BucketReducer):
         self._paying.clear()
         self._thrown.clear()
         self._complete = self._discarded = False
+        if not finite:
+            self.check_operations()
 
     def _unused(self) -> set[str]:
         """Return the parameters whose last result was not used, since no rank used them.
@@ -624,4 +632,4 @@ class CompressionState(BucketReducer):
         paid = {name for name in self._paying & names if self.residuals[name].worker is not None}
         for name in paid:
             self.residuals.drop(name)
-        self._forget_buckets(paid)
+        self._forget_buckets(paid, alone=True)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 
 from pycomm.bench.common import tables
 from pycomm.bench.figures import charts
+from pycomm.bench.lab.base import Paced
+from pycomm.bench.lab.jobs import Failed
+from pycomm.bench.lab.rates import UNLIMITED
 from pycomm.bench.peers import rank, results, table
 from pycomm.bench.peers.systems import PEERS, Training
 
@@ -20,42 +24,40 @@ def row(kind, system, **more):
 ROWS = [
     row("loss", REFERENCE, curve="10:4.0 20:3.0 30:2.9"),
     row("loss", OURS, curve="10:3.5 20:2.5 30:2.4"),
-    row("loss", "hivemind", curve="10:4.0 20:3.9 30:3.8"),
+    row("loss", "torchft DiLoCo", curve="10:4.0 20:3.9 30:3.8"),
     row("loss", "detonation DeMo", broke="ModuleNotFoundError: No module named 'x'"),
     row("step", REFERENCE, rate="1gbit", delay_ms="0", ms="100.00", bytes="4000000"),
     row("step", OURS, rate="1gbit", delay_ms="0", ms="50.00", bytes="500000"),
-    row("step", "hivemind", rate="1gbit", delay_ms="0", ms="10.00", bytes="100000"),
+    row("step", "torchft DiLoCo", rate="1gbit", delay_ms="0", ms="10.00", bytes="100000"),
 ]
 
 
-def test_seconds_are_the_steps_to_the_references_loss_times_a_step():
+def test_seconds_are_steps_times_a_step():
     found = results.seconds_to_loss(ROWS, 20)
     place = ("1gbit", "0")
     assert found[REFERENCE, place] == 2.0  # 20 steps of 0.1 s
     assert found[OURS, place] == pytest.approx(15 * 0.05)  # its curve passes 3.0 at step 15
-    assert found["hivemind", place] is None  # it never comes so far
+    assert found["torchft DiLoCo", place] is None  # it never comes so far
 
 
-def test_the_table_marks_the_first_of_each_column_and_says_what_broke():
+def test_the_table_marks_the_first_of_each_column():
     lines = results.markdown(ROWS, 20).splitlines()
     assert "| 1gbit, 0 ms |" in lines[0]
     by_name = {line.split(" | ")[0].strip("| "): line for line in lines[2:]}
     assert "| **0.8** | 0.500 |" in by_name[OURS]
     assert "| 2.0 | 4.000 |" in by_name[REFERENCE]
-    assert "| - | 0.100 |" in by_name["hivemind"]
+    assert "| - | 0.100 |" in by_name["torchft DiLoCo"]
     assert "No module named 'x'" in by_name["detonation DeMo"]
     assert all(line.count("|") == lines[0].count("|") for line in lines)
 
 
-def test_a_broken_system_takes_no_steps_and_rows_are_added_to_the_file(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_broken_system_takes_no_steps(tmp_path, monkeypatch, capsys):
     measured = []
 
-    def run(lab, peer, words, limit):
+    def ranks(lab, peer, options, seconds=0.0):
         measured.append(peer.name)
         if peer.name != REFERENCE:
-            raise table.PeerFailed("the cause")
+            raise Failed("the cause")
         return [{"step": 10, "held_out": 3.0}, {"step": 20, "held_out": 2.0}]
 
     def steps(peers, rate, delay, options):
@@ -64,7 +66,7 @@ def test_a_broken_system_takes_no_steps_and_rows_are_added_to_the_file(
             kind = {"settings": table.settings("step", options)}
             yield {**table.blank("step", peer), **place, **kind}
 
-    monkeypatch.setattr(table, "run", run)
+    monkeypatch.setattr(table, "measured", ranks)
     monkeypatch.setattr(table, "steps", steps)
     words = ["--peers", "fp32|exact", "--rates", "1gbit", "--delays", "0", "--steps", "20"]
     words += ["--csv", str(tmp_path / "peers.csv")]
@@ -77,7 +79,7 @@ def test_a_broken_system_takes_no_steps_and_rows_are_added_to_the_file(
     assert capsys.readouterr().out.count(f"| {REFERENCE} | 0 | **0.1** |") == 2
 
 
-def test_a_sentence_says_for_each_link_who_is_first_and_how_far_pycomm_is():
+def test_a_sentence_says_who_is_first():
     place = {"rate": "100mbit", "delay_ms": "50"}
     slow = [
         row("step", REFERENCE, **place, ms="10.00", bytes="1"),
@@ -89,10 +91,10 @@ def test_a_sentence_says_for_each_link_who_is_first_and_how_far_pycomm_is():
     ]
 
 
-def test_the_figure_has_a_panel_for_each_delay_and_the_systems_that_reach_the_loss():
+def test_the_figure_has_a_panel_for_each_delay():
     more = [
         row("step", name, rate=rate, delay_ms=delay, ms="10.00", bytes="1", settings="steps=20")
-        for name in (REFERENCE, OURS, "hivemind", "detonation DeMo")
+        for name in (REFERENCE, OURS, "torchft DiLoCo", "detonation DeMo")
         for rate, delay in (("10gbit", "0"), ("1gbit", "50"), ("100mbit", "50"))
     ]
     chart = charts.peers(ROWS + more)
@@ -104,34 +106,42 @@ def test_the_figure_has_a_panel_for_each_delay_and_the_systems_that_reach_the_lo
     assert first.base
 
 
-def test_peers_that_average_by_themselves_are_timed_from_one_average_to_the_next(monkeypatch):
-    taken = []
-    averaged = [0]
-
-    def step(sequences):
-        taken.append(sequences)
-        averaged[0] += len(taken) % 5 == 0
-        return 0.0
-
-    training = Training(None, None, step, averages=lambda: averaged[0])
-    assert rank.average_is_made(training, iter(range(100))) == 5
-    assert rank.average_is_made(training, iter(range(100))) == 5
-    monkeypatch.setattr(rank, "AVERAGE_LIMIT", -1.0)
-    with pytest.raises(RuntimeError, match="averaged 2 times, and not again"):
-        rank.average_is_made(training, iter(range(100)))
+def test_ranks_take_as_many_steps_as_the_first_one_has_time_for(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(rank, "wire_bytes", lambda: 4 * len(taken))
+    store, taken = dist.HashStore(), []
+    training = Training(None, None, taken.append)
+    for every, enough, steps in ((1, 60.0, rank.MOST), (32, 60.0, 64), (32, 1e-9, 32)):
+        taken.clear()
+        found = rank.time_of_steps(training, iter(range(200)), store, every, enough)
+        assert len(taken) == max(rank.SETTLE, every) + steps
+        assert found["bytes"] == 4.0
 
 
-def test_a_failed_rank_is_a_row_with_its_error(tmp_path, monkeypatch):
-    output = tmp_path / "output"
-    output.write_text("begin\nValueError: the cause\nsomething after it\n")
-    assert table.last_line(output) == "ValueError: the cause"
-    output.write_text("no error here\n\n")
-    assert table.last_line(output) == "no error here"
+def test_a_failed_rank_is_a_row_with_its_error(monkeypatch):
+    said = "a rank failed:\nbegin\nValueError: the cause\nsomething after it\n"
+    assert table.last_line(Failed(said)) == "ValueError: the cause"
+    assert table.last_line(Failed("a rank failed:\nno error here\n\n")) == "no error here"
+    assert table.last_line(Failed("a rank has not ended after 9 s:\n")).endswith("after 9 s:")
 
-    def run(*_):
-        raise table.PeerFailed("ValueError: the cause")
+    def fails(*_):
+        raise Failed(said)
 
-    monkeypatch.setattr(table, "run", run)
+    monkeypatch.setattr(table, "measured", fails)
     options = table.argparse.Namespace(steps=20, layers=1, width=64, seconds=1)
     (found,) = table.losses(PEERS[:1], options)
     assert (found["curve"], found["broke"]) == ("", "ValueError: the cause")
+
+
+def test_a_system_trains_and_takes_steps(monkeypatch, tmp_path):
+    """Both kinds of measurement, with ranks that share a machine and a small model."""
+    options = table.argparse.Namespace(steps=20, layers=1, width=32, seconds=0.2)
+    peer = next(peer for peer in PEERS if peer.name == "pycomm, LocalSGD int4")
+    with Paced(2, UNLIMITED) as lab:
+        lab.timed = False
+        curve = table.measured(lab, peer, options)
+        assert [row["step"] for row in curve] == [10, 20]
+        assert curve[1]["held_out"] < curve[0]["held_out"] < 6
+        (found,) = table.measured(lab, peer, options, options.seconds)
+        assert found["seconds"] > 0

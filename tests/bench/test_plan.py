@@ -6,9 +6,9 @@ import pytest
 
 from pycomm.bench import netlab
 from pycomm.bench.common import tables
-from pycomm.bench.common.harness import Origin
+from pycomm.bench.common.harness import Origin, read_rows
 from pycomm.bench.lab.jobs import ask
-from pycomm.bench.plan.command import RANKS, PlanCase, judge, load, model_of, picks, record, summary
+from pycomm.bench.plan.command import RANKS, PlanCase, judge, model_of, picks, record, summary
 from tests.extent import FULL
 
 
@@ -40,10 +40,10 @@ def test_each_promise_is_held(capsys):
 def test_rows_come_back(tmp_path):
     path = tmp_path / "plan.csv"
     tables.append(path, [record(case, Origin.here("test")) for case in GOOD])
-    assert load(path) == GOOD
+    assert read_rows(path, PlanCase) == GOOD
 
 
-def test_the_summary_has_a_row_for_each_kind_rate_and_number_of_ranks():
+def test_the_summary_has_a_row_for_each_case():
     rows = list(summary([*GOOD, case("none", 12.0, 10.0, ranks=4)]))
     assert [row[:4] for row in rows] == [
         ["all_reduce", "1gbit", "2", "3"],

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib", reason="pictures: pip install pycomm[bench]")
 from pycomm.bench import plot
 from pycomm.bench.common import tables
 from pycomm.bench.figures.catalogue import FIGURES, Figure, widest_run
-from pycomm.charts import Axis, Chart, Panel, Series, save_png
+from pycomm.charts import Axis, Chart, Panel, Series, figure_of, save
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,9 +28,7 @@ def lines(rows: list[tables.Row]) -> Chart:
     return Chart("A", "b", [Panel(Axis("x"), Axis("y", log=True), [Series("c", x, y)])])
 
 
-FIGURE = Figure(
-    "line", "line.csv", lines, "make line", line=("name",), point=("x",), measured=("y",)
-)
+FIGURE = Figure("line", "line.csv", lines, line=("name",), point=("x",), measured=("y",))
 
 
 def row(x: int, y: int, **more: object) -> dict[str, object]:
@@ -45,7 +43,7 @@ def checkout(tmp_path: Path) -> Path:
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "README.md").write_text("![A line](docs/img/line.png)\n")
     tables.append(tmp_path / "bench/results/line.csv", [row(1, 2), row(2, 3)])
-    save_png(FIGURE.of(tmp_path / "bench/results"), tmp_path / "docs/img/line.png")
+    save(FIGURE.of(tmp_path / "bench/results"), tmp_path / "docs/img/line.png")
     assert plot.faults(tmp_path, [FIGURE]) == []
     return tmp_path
 
@@ -78,7 +76,7 @@ def test_rows_that_differ_in_more_than_is_shown_are_noticed(
     assert capsys.readouterr().out == f"{says}\n"
 
 
-def test_a_column_that_goes_with_a_line_may_differ_between_lines_alone(checkout):
+def test_a_lines_column_may_differ_between_lines(checkout):
     table = checkout / "bench/results/line.csv"
     figure = replace(FIGURE, line=("name", "ranks"))
     tables.append(table, [row(3, 4, name="other", ranks=8)])
@@ -87,7 +85,7 @@ def test_a_column_that_goes_with_a_line_may_differ_between_lines_alone(checkout)
     assert figure.mixtures(table.parent) == ["line: ranks is 2 and 8 in the rows of c"]
 
 
-def test_the_newest_of_equal_rows_is_shown_and_others_are_selected(checkout):
+def test_the_newest_of_equal_rows_is_shown(checkout):
     results = checkout / "bench/results"
     tables.append(results / "line.csv", [row(1, 9), row(1, 5, ranks=8)])
     figure = replace(FIGURE, where={"ranks": ["2"]})
@@ -110,10 +108,36 @@ def test_figure_that_is_not_shown_or_not_drawn_is_noticed(checkout):
     assert "line.png is on no page" in plot.faults(checkout, [FIGURE])
 
 
-def test_every_table_has_the_command_that_makes_it():
+def test_every_figure_names_the_command_that_makes_it():
     for figure in FIGURES:
         assert figure.command.startswith("python -m pycomm.")
-        assert figure.table in figure.command
+        assert figure.command.endswith(figure.table)
+
+
+def test_equal_charts_make_equal_files(tmp_path, checkout):
+    chart = FIGURE.of(checkout / "bench/results")
+    for kind in ("png", "svg"):
+        files = [tmp_path / f"{name}.{kind}" for name in "ab"]
+        for file in files:
+            save(chart, file, kind)
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("ends", [(13, 19, 51, 53), (96, 104, 137, 140), (9, 9, 9, 9)])
+def test_names_at_ends_do_not_overlap(ends):
+    lines = [Series(f"pycomm, int{x} + feedback", (0, x), (3.0, 2.0)) for x in ends]
+    x, y = Axis("s", limits=(0, 1.08 * max(ends))), Axis("loss", limits=(1.8, 3.2))
+    figure = figure_of(Chart("A", "b", [Panel(x, y, lines)], labels="ends"))
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) == len(ends)
+    for i, box in enumerate(boxes):
+        # Of an annotation the box has its line, too, which may cross a name: the name is above it.
+        assert box.y0 > axes.bbox.y0
+        name = axes.texts[i].get_bbox_patch().get_window_extent()
+        for other in axes.texts[:i]:
+            assert not name.overlaps(other.get_bbox_patch().get_window_extent())
 
 
 def test_newest_rows_and_the_widest_run():

@@ -6,16 +6,9 @@ import pytest
 import torch
 
 import pycomm
-from tests.codecs.harness import never_sent, relative_error
+from tests.codecs.harness import relative_error
 
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
-
-
-# e4m3 is a known constant of the normal distribution, computed independently; 2 % as for quant. The
-# others follow from the width of a step: u = 2^-11 (float16), 2^-8 (bfloat16), and the mean of
-# 1/12 step^2 / value^2 over a binade lies between u^2 / 12 and u^2 / 3.
-def test_error_of_e4m3_on_normal_values_is_the_known_constant():
-    assert relative_error(pycomm.codec("fp8_e4m3"), NORMAL) == pytest.approx(6.81e-4, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +32,7 @@ def test_half_types_are_torchs(name, dtype):
     assert torch.equal(payload[:2002].view(dtype), NORMAL[:1001].to(dtype))
 
 
-def test_overflow_of_float16_is_inf_so_that_the_loss_scaler_sees_it():
+def test_float16_overflows_to_inf():
     codec = pycomm.codec("fp16")
     x = torch.tensor([65504.0, 65519.0, 65520.0, -1e30, float("inf"), float("nan")])
     residual = torch.full((6,), 0.25)
@@ -61,21 +54,3 @@ def test_float8_codes_of_finite_blocks_never_overflow(name):
     codes = codec.encode(x)[4 * 20_000 :]
     top = {"fp8_e4m3": 0x7E, "fp8_e5m2": 0x7B}[name]
     assert codes.unique().tolist() == [top]
-
-
-@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
-def test_overflow_of_float8_is_seen_by_all_and_keeps_the_residual(name):
-    codec = pycomm.codec(name)
-    x, residual = NORMAL[:1024].clone(), NORMAL[1024:2048].clone()
-    x[700] = float("inf")
-    payload = codec.encode(x, residual=residual)
-    hit = torch.arange(1024) // 256 == 2
-    assert torch.equal(codec.decode(payload, 1024).isnan(), hit)
-    assert torch.equal(residual[hit], NORMAL[1024:2048][hit])
-    assert bool(residual.isfinite().all())
-
-
-@pytest.mark.parametrize("name", ["fp16", "bf16", "fp8_e4m3", "fp8_e5m2"])
-def test_feedback_pays_everything_in_the_end(name):
-    # Each step rounds p and the residual once, values below 8: 50 * 2 * 8 * 2^-24.
-    assert never_sent(pycomm.codec(name), 1000) < 50 * 2 * 8 * 2.0**-24

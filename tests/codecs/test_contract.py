@@ -331,6 +331,21 @@ def shifted(x: torch.Tensor, device: str) -> torch.Tensor:
 
 
 @each_value
+@every_spec
+def test_bytes_of_ones_are_no_values(spec):
+    """A failed operation on device tensors leaves them; see csrc/binding/torch/delivery_gate.h.
+
+    Payloads of variable size are not decoded then: pycomm/reduction/payloads.py.
+    """
+    codec = pycomm.codec(spec)
+    for run in (REFERENCE, implementation(codec.name, "native", "cpu"), emulated_cuda):
+        for numel in (1, 33, 5000):
+            payload = torch.full((codec.encoded_bytes(numel),), 0xFF, dtype=torch.uint8)
+            out = torch.zeros(numel)
+            run.decode(codec, payload, out)
+            assert codec.variable or out.isnan().all()
+
+
 @every_spec_everywhere
 def test_alignment_does_not_matter(spec, kind, device):
     codec = pycomm.codec(spec)
@@ -409,3 +424,4 @@ def test_sizes_and_names_agree_with_native(spec):
     for numel in (0, 1, 31, 32, 33, 255, 256, 257, 100_003):
         assert codec.native.encoded_bytes(numel) == codec.encoded_bytes(numel)
         assert codec.encoded_bytes(numel) % 4 == 0
+        assert codec.native.scratch_bytes(numel) % 16 == 0

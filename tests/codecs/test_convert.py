@@ -102,7 +102,7 @@ def test_each_factor_counts_alone(kind, device, source_type, target_type):
 
 
 @everywhere
-def test_what_is_not_aligned_and_what_overflows_in_the_cast(kind, device):
+def test_unaligned_and_overflowing_values_convert(kind, device):
     run = runner(kind, device)
     x = torch.full((5000,), 65504.0, device=device)[1:]
     out = torch.empty(5003, dtype=torch.float16, device=device)[3:-1]

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import pycomm
+from pycomm import _C
 from pycomm.codecs.args import RandomKey
-from tests.codecs.harness import check_overflow, code_and_decode, never_sent, relative_error
+from pycomm.codecs.rotation import SIZES, hadamard, header, random_bits, rotate, unrotate
+from tests.codecs.harness import code_and_decode, relative_error
 from tests.extent import each_value
 
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
@@ -49,49 +51,11 @@ def test_half_a_bit_is_between(bits):
 
 
 @pytest.mark.parametrize("bits", EVERY_BITS)
-def test_no_bias_over_keys(bits):
-    # Signs and Hadamard are not quite a uniform rotation, so no value may hold much of the energy.
-    codec, x = pycomm.codec(f"eden:bits={bits}"), NORMAL[:1024]
-    steps = 1000
-    total = torch.zeros(1024, dtype=torch.float64)
-    for step in range(steps):
-        total += code_and_decode(codec, x, key=RandomKey(seed=7, step=step))
-    v = relative_error(codec, x) + 0.05
-    # Errors are spread evenly over the values of a rotation; 5.5 sigma of 1024 means.
-    bound = 5.5 * (1.5 * v * float(x.square().mean()) / steps) ** 0.5
-    assert float((total / steps - x).abs().max()) < bound
-
-
-@pytest.mark.parametrize("bits", EVERY_BITS)
 def test_size_is_known_before(bits):
     codec = pycomm.codec(f"eden:bits={bits},size=32")
     assert codec.encoded_bytes(3200) == 16 + 400 + int(400 * bits)
     assert codec.encoded_bytes(3201) == codec.encoded_bytes(3232)
     assert codec.encode(NORMAL[:3201]).numel() == codec.encoded_bytes(3201)
-
-
-@pytest.mark.parametrize("bits", [0.5, 1, 2, 3.5, 4])
-def test_mean_of_many_ranks_gets_better_with_each(bits):
-    codec, x = pycomm.codec(f"eden:bits={bits}"), NORMAL[:4096]
-    ranks = 64
-    mean = sum(code_and_decode(codec, x, key=RandomKey(seed=r)).double() for r in range(ranks))
-    error = float((mean / ranks - x).square().sum() / x.double().square().sum())
-    # Errors of different rotations are independent: 1 / ranks of one. 15 %: four rotations.
-    assert error == pytest.approx(relative_error(codec, NORMAL) / ranks, rel=0.15)
-
-
-def test_feedback_pays_everything_in_the_end():
-    codec = pycomm.codec("eden2:scale=mmse")
-    # Each step rounds p and the residual once, values below 8: 50 * 2 * 8 * 2^-24.
-    assert never_sent(codec, 3000) < 50 * 2 * 8 * 2.0**-24
-
-
-@pytest.mark.parametrize("bits", EVERY_BITS)
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_overflow_is_seen_by_all_and_keeps_the_residual(bits, bad):
-    codec = pycomm.codec(f"eden:bits={bits}")
-    # Half of the values of half a bit decode to 0 * NaN.
-    check_overflow(codec, NORMAL[:8192], 1024, bad)
 
 
 @pytest.mark.parametrize("bits", EVERY_BITS)
@@ -100,3 +64,53 @@ def test_sizes_of_squares_do_not_matter(bits):
     plain = code_and_decode(codec, x)
     for power in (2.0**-90, 2.0**100):
         assert torch.equal(code_and_decode(codec, x * power), plain * power)
+
+
+# ----------------------------------------------------------------------------------- the rotation
+# It can be undone, keeps lengths, depends on the key.
+
+
+SHORT = torch.randn(20000, generator=torch.Generator().manual_seed(0))
+KEY = RandomKey(seed=0xFEDCBA9876543210, step=3, tensor=0x80000001)
+
+
+@pytest.mark.parametrize("size", [32, 128, 1024])
+def test_the_transform_is_hadamards(size):
+    rows, matrix = torch.eye(size), torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    assert torch.equal(hadamard(rows), matrix)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rotation_can_be_undone(size):
+    head = header(KEY, 5 * size, torch.device("cpu"))
+    p = torch.randint(-8, 9, (3 * size - 7,), generator=torch.Generator().manual_seed(1)).float()
+    # The error is some 20 roundings of 2^-24 of lengths near 200, shared by all values.
+    bound = 20 * 2.0**-24 * float(p.norm())
+    assert float((unrotate(rotate(p, head, size), head, p.numel()) - p).abs().max()) < bound
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_lengths_change_alike(size):
+    head = header(KEY, 0, torch.device("cpu"))
+    steps = 2 * (size.bit_length() - 1) if size < 1024 else size.bit_length() + 5
+    want = 77 / 128 if steps % 2 == 0 else 77 / 64
+    for p in (torch.randn(size, generator=torch.Generator().manual_seed(2)), torch.eye(size)[7]):
+        longer = rotate(p, head, size).double().square().sum() / p.double().square().sum()
+        assert float(longer) == pytest.approx(want, rel=1e-5)
+
+
+def test_signs_are_words_of_the_core():
+    head = header(KEY, 96, torch.device("cpu"))
+    words = _C.random_words(KEY.seed, KEY.step, KEY.tensor, 2**62)
+    assert head[:8].tolist() == list((words[1] << 32 | words[0]).to_bytes(8, "little"))
+    drawn = _C.random_words(words[1] << 32 | words[0], 0, 0, 0)[3]
+    assert random_bits(head, 32).tolist() == [drawn >> i & 1 for i in range(32)]
+
+
+def test_key_and_index_change_the_signs():
+    codec, x = pycomm.codec("eden:bits=8"), SHORT[:1024]
+    keys = [RandomKey(), RandomKey(seed=1), RandomKey(step=1), RandomKey(tensor=1)]
+    payloads = [codec.encode(x, key=key)[16:] for key in keys] + [codec.encode(x, index=1024)[16:]]
+    assert len({bytes(payload.tolist()) for payload in payloads}) == len(payloads)

@@ -5,21 +5,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import pycomm
-from pycomm import _C
-from pycomm.codecs.implementations import Reference
-from pycomm.errors import Error
 from tests.codecs.cases import CASES
 from tests.codecs.test_contract import check, check_decode, everywhere, runner, same
 
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
 
 
-def used(payload: torch.Tensor) -> int:
-    return int(payload[:4].view(torch.int32))
+used = pycomm.codec("lossless").used_bytes
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -28,6 +22,18 @@ def test_nothing_is_lost(case):
     exact, short = pycomm.codec("lossless"), pycomm.codec("lossless:bfloat16")
     assert same(exact.decode(exact.encode(x), x.numel()), x)
     assert same(short.decode(short.encode(x), x.numel()), x.to(torch.bfloat16).float())
+
+
+def test_used_bytes_are_those_that_a_reader_needs():
+    lossless, int4 = pycomm.codec("lossless"), pycomm.codec("int4")
+    payload = lossless.encode(NORMAL[:5000])
+    cut = torch.zeros_like(payload)
+    cut[: used(payload)] = payload[: used(payload)]
+    assert same(lossless.decode(cut, 5000), NORMAL[:5000])
+    assert int4.used_bytes(int4.encode(NORMAL[:5000])) == int4.encoded_bytes(5000)
+    payload[:4] = 255
+    with pytest.raises(ValueError, match="says that it uses 4294967295"):
+        lossless.used_bytes(payload)
 
 
 def test_float32_owes_nothing():
@@ -49,7 +55,7 @@ def test_equal_exponents_take_no_stream():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_largest_payload_is_that_of_arbitrary_exponents(dtype):
+def test_arbitrary_exponents_give_the_largest_payload(dtype):
     g = torch.Generator().manual_seed(2)
     x = torch.randint(-(2**31), 2**31, (5001,), generator=g).to(torch.int32).view(torch.float32)
     codec = pycomm.codec(f"lossless:{dtype}")
@@ -75,26 +81,6 @@ def test_same_bytes_at_every_width(dtype, spread):
     check(f"lossless:{dtype}", "native", "cpu", x, torch.zeros_like(x))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_a_payload_with_wrong_bytes_is_read_within_its_bounds(data):
-    codec = pycomm.codec(f"lossless:{data.draw(st.sampled_from(['float32', 'bfloat16']))}")
-    numel = data.draw(st.integers(1, 1000))
-    payload = codec.encode(NORMAL[:numel])
-    for _ in range(data.draw(st.integers(1, 6))):
-        place = data.draw(st.sampled_from([*range(4), *range(payload.numel())]))
-        payload[place] = data.draw(st.integers(0, 255))
-    # The copy has the exact size, so that the address sanitizer detects reads past its end.
-    guard = torch.full((numel + 64,), 7.0)
-    copy = payload.clone()
-    codec.native.decode(copy.data_ptr(), guard[32:].data_ptr(), numel)
-    want = torch.empty(numel)
-    Reference().decode(codec, payload, want)
-    assert same(guard[32:-32], want)
-    assert bool((guard[:32] == 7).all())
-    assert bool((guard[-32:] == 7).all())
-
-
 @everywhere
 def test_heads_that_lie_are_read_alike(kind, device):
     """Valid payloads get one wrong header field at a time; test_contract.py has random bytes."""
@@ -109,16 +95,3 @@ def test_heads_that_lie_are_read_alike(kind, device):
         payload = honest.clone()
         payload[place] = byte
         check_decode(codec, runner(codec, kind, device), device, payload, numel)
-
-
-def test_scratch_memory_is_in_whole_vectors():
-    codec = pycomm.codec("lossless")
-    for numel in (0, 1, 8192, 8193, 100_003):
-        assert codec.native.scratch_bytes(numel) % 16 == 0
-
-
-def test_wrong_options_are_explained():
-    with pytest.raises(ValueError, match="dtype=float16: use one of float32, bfloat16"):
-        pycomm.codec("lossless:float16")
-    with pytest.raises(Error, match="dtype=float16: use one of float32, bfloat16"):
-        _C.Codec("lossless:dtype=float16")

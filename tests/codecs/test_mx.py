@@ -9,21 +9,11 @@ import pycomm
 from pycomm.codecs import MX
 from pycomm.codecs.block import pack_bits, unpack_bits
 from pycomm.codecs.mx import ELEMENTS
-from tests.codecs.harness import check_overflow, code_and_decode
+from tests.codecs.harness import code_and_decode
 
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
 FORMATS = list(ELEMENTS)
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-
-
-# Constants of the normal distribution, computed independently, to the known digits.
-@pytest.mark.parametrize(
-    ("spec", "constant"), [("mxfp8", 8.6e-4), ("mxfp4", 1.3e-2), ("nvfp4", 9.0e-3)]
-)
-def test_error_on_normal_values_is_the_known_constant(spec, constant):
-    d = code_and_decode(pycomm.codec(spec), NORMAL) - NORMAL
-    error = float(d.double().square().sum() / NORMAL.double().square().sum())
-    assert error == pytest.approx(constant, rel=0.02)
 
 
 def test_elements_of_four_bits_are_those_of_the_specification():
@@ -129,32 +119,11 @@ def test_nvfp4_uses_the_whole_range_of_both_scales():
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), 2.0**127])
-def test_overflow_is_seen_by_all_and_keeps_the_residual(form, bad):
-    codec = MX(format=form)
-    check_overflow(codec, NORMAL[:8192], codec.granule, bad)
-
-
-@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("scale", ["floor", "ceil"])
 def test_the_largest_finite_values_stay_finite(form, scale):
     codec = MX(format=form, scale="" if form == "nvfp4" else scale)
     x = torch.full((64,), 2.0**127 * (1 - 2.0**-24))
     assert bool(code_and_decode(codec, x).isfinite().all())
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_feedback_pays_everything_in_the_end(form):
-    codec = MX(format=form)
-    g = torch.Generator().manual_seed(3)
-    residual = torch.zeros(1000)
-    sent, truth = torch.zeros(1000).double(), torch.zeros(1000).double()
-    for _ in range(50):
-        x = torch.randn(1000, generator=g)
-        sent += codec.decode(codec.encode(x, residual=residual), 1000)
-        truth += x
-    # Each step rounds p and the residual once, values below 16: 50 * 2 * 16 * 2^-24.
-    assert float((sent + residual - truth).abs().max()) < 50 * 2 * 16 * 2.0**-24
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

@@ -47,7 +47,7 @@ def test_the_residual_is_what_was_lost():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_arrives_as_such_and_is_not_owed(bad):
+def test_values_not_finite_arrive_and_leave_no_residual(bad):
     x, residual = randn(40, 60), randn(2400, seed=1)
     x[3, 5] = bad
     before = residual.clone()
@@ -65,7 +65,7 @@ def test_the_start_is_a_function_of_the_key():
     assert not torch.equal(start, codec.start(200, RandomKey(1, 0, 4), torch.device("cpu")))
 
 
-def test_columns_that_depend_on_each_other_still_give_a_basis():
+def test_dependent_columns_give_a_basis():
     column = randn(50, 1)
     for matrix in (column.expand(50, 4).contiguous(), torch.zeros(50, 4), randn(50, 4)):
         basis = orthonormal(matrix)
@@ -73,7 +73,7 @@ def test_columns_that_depend_on_each_other_still_give_a_basis():
 
 
 @pytest.mark.parametrize("shape", [(), (5000,), (100000, 1), (8, 8), (64, 0), (16, 16)])
-def test_parameters_without_two_thin_factors_travel_exactly(shape):
+def test_parameters_without_thin_factors_stay_exact(shape):
     assert pycomm.codec("powersgd:4").fit(shape) == Cast("float32")
 
 

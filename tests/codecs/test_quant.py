@@ -14,25 +14,11 @@ from pycomm.codecs.args import RandomKey
 from pycomm.codecs.block import unpack_bits
 from pycomm.codecs.philox import random_words
 from tests.codecs.cases import KEYS
-from tests.codecs.harness import check_overflow, code_and_decode, never_sent, relative_error
+from tests.codecs.harness import code_and_decode
 from tests.extent import each_value
 
 SPECS = ["int8", "int8:block=32", "int4", "int4:block=32", "int7", "int3", "int2"]
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
-
-
-# Constants of the normal distribution, computed independently. 2 %: a sample of 2^20 values has
-# blocks whose largest value varies.
-@pytest.mark.parametrize(
-    ("spec", "constant"),
-    [
-        ("int8", 4.86e-5),
-        ("int8:rounding=stochastic", 2 * 4.86e-5),
-        ("int4", 1.38e-2),
-    ],
-)
-def test_error_on_normal_values_is_the_known_constant(spec, constant):
-    assert relative_error(pycomm.codec(spec), NORMAL) == pytest.approx(constant, rel=0.02)
 
 
 @each_value
@@ -82,7 +68,7 @@ def test_stochastic_rounding_has_no_bias(spec):
 
 @pytest.mark.parametrize("ranks", [2, 3, 7, 8])
 @pytest.mark.parametrize("spec", ["int8", "int3:range=minmax", "int2"])
-def test_correlated_rounding_of_equal_values_cancels_over_ranks(spec, ranks):
+def test_correlated_errors_of_equal_values_cancel(spec, ranks):
     codec = replace(pycomm.codec(spec), rounding="correlated")
     assert codec.shared_seed
     x = NORMAL[: 20 * codec.block]
@@ -99,19 +85,7 @@ def test_correlated_rounding_of_equal_values_cancels_over_ranks(spec, ranks):
     assert bool(((total / ranks - x).abs() <= step / ranks + slack).all())
 
 
-def test_correlated_rounding_has_no_bias_on_any_rank():
-    codec = pycomm.codec("int4:rounding=correlated")
-    x, steps = NORMAL[: 4 * codec.block], 2000
-    scale = (x.view(-1, codec.block).abs().amax(1) / codec.top).repeat_interleave(codec.block)
-    for rank in (0, 2):
-        total = torch.zeros(x.numel(), dtype=torch.float64)
-        for step in range(steps):
-            total += code_and_decode(codec, x, key=RandomKey(5, step, 1, rank, 3))
-        # The limit is 5.5 sigma, as for stochastic rounding.
-        assert bool(((total / steps - x).abs() <= 5.5 * scale * 0.5 / steps**0.5).all())
-
-
-def test_correlated_rounding_of_like_values_beats_independent_rounding():
+def test_correlated_rounding_beats_independent():
     """8 ranks' values differ by less than a step; the error of their mean is far smaller."""
     g = torch.Generator().manual_seed(1)
     parts = [NORMAL[: 1 << 14] + 0.02 * torch.randn(1 << 14, generator=g) for _ in range(8)]
@@ -160,7 +134,7 @@ def test_odd_widths_are_a_little_endian_bit_string():
     assert bytes(payload[4:].tolist()) == string.to_bytes(4, "little")
 
 
-def test_every_part_of_the_key_and_the_index_change_the_rounding():
+def test_key_and_index_change_the_rounding():
     codec = pycomm.codec("int8:rounding=stochastic")
     x = NORMAL[:256]
     payloads = [codec.encode(x, key=key) for key in KEYS] + [codec.encode(x, index=256)]
@@ -178,26 +152,10 @@ def test_random_words_are_those_of_the_core(index):
     assert words == [*groups[0], *groups[1]][:7]
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_feedback_pays_everything_in_the_end(name, rounding):
-    codec = pycomm.codec(f"{name}:rounding={rounding}")
-    # Each step rounds p and the residual once, values below 8: 50 * 2 * 8 * 2^-24.
-    assert never_sent(codec, 1000) < 50 * 2 * 8 * 2.0**-24
-
-
 def test_int4_low_nibble_is_the_even_value():
     payload = pycomm.codec("int4").encode(torch.tensor([1.0, 2.0, -3.0, -7.0, 7.0]))
     assert payload[4:].tolist() == [0x21, 0x9D, 0x07, 0x00]
     assert payload[:4].view(torch.float32).item() == 1.0
-
-
-@each_value
-@pytest.mark.parametrize("spec", [*SPECS, "int8:range=minmax", "int4:range=minmax,scale=bfloat16"])
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), 2.0**127])
-def test_overflow_is_seen_by_all_and_keeps_the_residual(spec, bad):
-    codec = pycomm.codec(spec)
-    check_overflow(codec, NORMAL[:2048], codec.block, bad)
 
 
 @pytest.mark.parametrize("spec", SPECS)

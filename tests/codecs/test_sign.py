@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 import pycomm
-from tests.codecs.harness import check_overflow, code_and_decode
+from tests.codecs.harness import code_and_decode
 
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
 SPECS = ["sign", "sign:block=32", "sign:block=2048"]
-
-
-def test_error_on_normal_values_is_the_known_constant():
-    d = code_and_decode(pycomm.codec("sign"), NORMAL) - NORMAL
-    error = float(d.double().square().sum() / NORMAL.double().square().sum())
-    # 1 %: the sample of 2^20 values, and a block's own mean fits it better than the true one.
-    assert error == pytest.approx(1 - 2 / math.pi, rel=0.01)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -49,24 +40,3 @@ def test_the_order_of_the_sum_is_that_of_the_page():
     x[[17, 16]] = torch.tensor([0.0, 1.0])
     payload = pycomm.codec("sign:block=32").encode(x)
     assert payload[:4].view(torch.float32).item() == 2.0**24 / 32
-
-
-def test_feedback_pays_everything_in_the_end():
-    codec, g = pycomm.codec("sign:block=64"), torch.Generator().manual_seed(3)
-    residual, sent, truth = torch.zeros(1000), torch.zeros(1000).double(), torch.zeros(1000)
-    truth = truth.double()
-    largest = 0.0
-    for _ in range(50):
-        x = torch.randn(1000, generator=g)
-        sent += code_and_decode(codec, x, residual=residual)
-        truth += x
-        largest = max(largest, float(residual.abs().max()))
-    # Each step rounds p and the residual once, values below `largest` plus one x.
-    assert float((sent + residual - truth).abs().max()) < 50 * 2 * (largest + 8) * 2.0**-24
-
-
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_overflow_is_seen_by_all_and_keeps_the_residual(spec, bad):
-    codec = pycomm.codec(spec)
-    check_overflow(codec, NORMAL[:8192], codec.block, bad)

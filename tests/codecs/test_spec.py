@@ -63,8 +63,19 @@ def test_every_alias_is_a_codec():
 
 
 WRONG = [
-    ("int9", r"unknown codec 'int9': use one of .*cast.*int4.*int8.*quant"),
-    ("", r"unknown codec ''"),
+    (
+        "int9",
+        r"unknown codec 'int9': did you mean 'int[0-9]'\? The codecs are .*cast.*int4.*int8.*quant",
+    ),
+    ("INT4", r"unknown codec 'INT4': did you mean 'int4'\?"),
+    ("", r"unknown codec '': the codecs are"),
+    ("lossless:float16", r"dtype=float16: use one of float32, bfloat16"),
+    ("topk:density=0", r"density=0.0: use more than 0 and at most 1"),
+    ("topk:density=1.5", r"density=1.5: use more than 0"),
+    ("topk:density=nan", r"density=nan: use more than 0"),
+    ("topk:density=much", r"is not a number"),
+    ("topk:values=int4", r"values=int4"),
+    ("topk:indices=int8", r"indices=int8"),
     (
         "quant:bit=4",
         r"unknown option 'bit'; quant has the options bits, block, rounding, range, scale",
@@ -103,6 +114,13 @@ NATIVE_WRONG = [
         "quant:bit=4",
         r'quant: unknown option "bit"; it has the options bits, block, rounding, range, scale',
     ),
+    ("lossless:dtype=float16", r"dtype=float16: use one of float32, bfloat16"),
+    ("topk:density=0", r"density=0.0: use more than 0 and at most 1"),
+    ("topk:density=1.5", r"density=1.5: use more than 0"),
+    ("topk:density=nan", r"density=nan: use more than 0"),
+    ("topk:density=much", r"is not a number"),
+    ("topk:values=int4", r"values=int4"),
+    ("topk:indices=int8", r"indices=int8"),
     ("quant:bits=9", r"quant: bits=9: use 2 to 8"),
     ("quant:range=full", r"range=full: use one of symmetric, minmax"),
     ("quant:bits=4x", r"bits=4x is not an integer"),
@@ -203,7 +221,7 @@ def test_named_implementation_is_taken_or_raises(impl):
         implementation("quant", "opencl", "cpu")
 
 
-def test_codec_without_cuda_kernels_falls_through_to_the_next_implementation(monkeypatch):
+def test_codec_without_kernels_uses_the_next_implementation(monkeypatch):
     monkeypatch.setattr(_C, "cuda_built", lambda: True)
     for kind in ("native", "nvrtc"):
         with pytest.raises(Unavailable, match="imaginary has no CUDA kernels"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 import time
 from functools import cache
@@ -13,8 +14,8 @@ import pytest
 from pycomm import _C
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
 from tests.collectives.ways import ALGOS_OF, REDUCIBLE, TINY, bits, floats, integers
-from tests.extent import pairs
-from tests.ranks import attempt, run
+from tests.extent import each_value, pairs
+from tests.ranks import attempt, run, run_processes
 
 RANKS = [1, 2, 3, 4, 5, 7, 8]
 SIZES = [0, 1, 3, 17, 1000, 30011]
@@ -75,7 +76,10 @@ def check_all_collectives(outcomes):
                 assert np.array_equal(out, total), numel
 
 
-@pytest.mark.parametrize(("algo", "ranks", "transport"), pairs(ALGOS, RANKS, [*TRANSPORTS]))
+# Of ranks with shared memory, auto takes the window.
+@pytest.mark.parametrize(
+    ("algo", "ranks", "transport"), pairs([*ALGOS, "auto"], RANKS, [*TRANSPORTS])
+)
 def test_every_collective_is_exact(algo, ranks, transport):
     options = TRANSPORTS[transport] | {"algo": algo}
     check_all_collectives(run(ranks, all_collectives, **options))
@@ -85,6 +89,21 @@ def test_every_collective_is_exact(algo, ranks, transport):
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_every_collective_is_exact_in_tiny_segments(algo, ranks):
     check_all_collectives(run(ranks, all_collectives, transport="local", algo=algo, **TINY))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"transport": "shm"},
+        {"transport": "auto"},
+        {"transport": "tcp"},
+        {"algo": "direct", **TINY},
+        {"algo": "ring", **TINY},
+    ],
+    ids=str,
+)
+def test_every_collective_is_exact_between_processes(options):
+    check_all_collectives(run_processes(3, all_collectives, **options))
 
 
 def float_sums(c):
@@ -112,12 +131,12 @@ def means(ranks, numel):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "algo", "segments"),
-    pairs(RANKS, IN_RANK_ORDER, ["whole", "tiny"]),
+    ("ranks", "algo", "way"),
+    pairs(RANKS, IN_RANK_ORDER, ["whole", "tiny", "tcp"]),
 )
-def test_float_sums_are_in_rank_order(ranks, algo, segments):
-    more = {"whole": {}, "tiny": TINY}[segments]
-    outcomes = run(ranks, float_sums, transport="local", algo=algo, **more)
+def test_float_sums_are_in_rank_order(ranks, algo, way):
+    more = {"whole": {"transport": "local"}, "tiny": TINY, "tcp": TRANSPORTS["tcp"]}[way]
+    outcomes = run(ranks, float_sums, algo=algo, **more)
     for rank, results in enumerate(outcomes):
         for numel, (x, part, out) in zip(SIZES, results, strict=True):
             mean, parts = means(ranks, numel)
@@ -127,6 +146,17 @@ def test_float_sums_are_in_rank_order(ranks, algo, segments):
                 assert part == bits(parts[rank * numel : (rank + 1) * numel]), numel
             if rank == ranks - 1:
                 assert out == mean, numel
+
+
+@everywhere
+def test_ring_sums_have_the_same_bits_on_all_ranks(ranks):
+    """The segments and the transport change nothing."""
+    first, *others = (
+        [x for x, _, _ in results]
+        for options in ({"transport": "local"}, TINY, TRANSPORTS["tcp"])
+        for results in run(ranks, float_sums, algo="ring", **options)
+    )
+    assert all(other == first for other in others)
 
 
 @everywhere
@@ -253,7 +283,7 @@ def test_a_rank_that_leaves_ends_the_call_everywhere(call, algo):
 
 
 @pytest.mark.parametrize(("call", "algo"), PAIRS)
-def test_a_rank_that_does_not_come_ends_the_call_everywhere(call, algo):
+def test_a_missing_rank_ends_the_call_everywhere(call, algo):
     def job(c):
         c.barrier()
         c.timeout = 0.4
@@ -273,3 +303,100 @@ def test_a_rank_that_does_not_come_ends_the_call_everywhere(call, algo):
 def test_a_misspelled_algorithm_lists_the_known_ones():
     with pytest.raises(Error, match=r'unknown algo "rings"; use one of auto, flat, .*hierarchical'):
         run(2, lambda c: None, algo="rings")
+
+
+# ------------------------------------------------------------------------------------ determinism
+# The bits of a sum depend only on its inputs and the number of ranks.
+
+
+NUMEL = 60_000  # two-shot over channels, several slots of the window
+PREFIXES = [1, 29, 31, 1000, 8191, 33_000]  # within a flag's line, one-shot, one slot, two-shot
+# All ways whose sums are in rank order; automatic choice is restricted to these.
+ORDERED = {
+    "window": {"transport": "local"},
+    "one-shot": {"transport": "local", "algo": "one_shot"},
+    "two-shot": {"transport": "local", "algo": "two_shot"},
+    "small segments": {"transport": "local", "algo": "two_shot", "segment_bytes": 4096},
+    "bruck": {"transport": "local", "algo": "bruck"},
+    "tcp": {"transport": "tcp", "sockets": 1},
+    "tcp, several sockets": {"transport": "tcp", "sockets": 3, "algo": "direct"},
+}
+
+ordered = pytest.mark.parametrize("way", ORDERED)
+dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+all_ranks = pytest.mark.parametrize("ranks", [2, 3, 4])
+
+
+class Values:
+    """Values of many magnitudes, as raw bytes: another order of a sum changes the result."""
+
+    def __init__(self, dtype, rank, numel):
+        wide = floats(rank, numel).view(np.uint32)
+        self.dtype = getattr(_C.DType, dtype)
+        # The upper half of a float32 is a bfloat16.
+        self.array = wide if dtype == "float32" else (wide >> 16).astype(np.uint16)
+
+    def part(self, begin, end):
+        result = Values.__new__(Values)
+        result.dtype, result.array = self.dtype, self.array[begin:end].copy()
+        return result
+
+    @property
+    def bytes(self):
+        return self.array.tobytes()
+
+
+def all_reduce(c, values, op=_C.ReduceOp.sum):
+    c.core.all_reduce(values.array.ctypes.data, values.array.size, values.dtype, op)
+    return values
+
+
+def in_rank_order(dtype, ranks, numel=NUMEL):
+    """Return the core's sums in one process, which every way must reproduce."""
+    inputs = [Values(dtype, rank, numel) for rank in range(ranks)]
+    out = inputs[0].part(0, numel)
+    pointers = [values.array.ctypes.data for values in inputs]
+    _C.reduce(out.dtype, _C.ReduceOp.sum, pointers, out.array.ctypes.data, numel)
+    return out
+
+
+@each_value
+@ordered
+@dtypes
+@all_ranks
+def test_a_part_of_a_message_has_its_own_bits(way, dtype, ranks):
+    want = in_rank_order(dtype, ranks)
+
+    def job(c):
+        mine = Values(dtype, c.rank, NUMEL)
+        whole = all_reduce(c, mine.part(0, NUMEL))
+        prefixes = [all_reduce(c, mine.part(0, numel)) for numel in PREFIXES]
+        # Buckets have uneven sizes, with one's last element right before the next one's first.
+        edges = [0, 7, 1000, 1001, 20_000, 52_345, NUMEL]
+        buckets = [all_reduce(c, mine.part(*edge)) for edge in itertools.pairwise(edges)]
+        return whole, prefixes, buckets
+
+    for whole, prefixes, buckets in run(ranks, job, **ORDERED[way]):
+        assert whole.bytes == want.bytes
+        for numel, prefix in zip(PREFIXES, prefixes, strict=True):
+            assert prefix.bytes == want.part(0, numel).bytes, numel
+        assert b"".join(bucket.bytes for bucket in buckets) == want.bytes
+
+
+@each_value
+@ordered
+@dtypes
+def test_arrival_does_not_matter(way, dtype):
+    """Another rank comes first in each run, and during a run ranks are delayed."""
+    ranks = 3
+    want = in_rank_order(dtype, ranks)
+
+    def job(c):
+        results = []
+        for turn in range(6):
+            time.sleep(0.003 * ((c.rank + turn) % ranks))
+            results.append(all_reduce(c, Values(dtype, c.rank, NUMEL)).bytes)
+        return results
+
+    for results in run(ranks, job, **ORDERED[way]):
+        assert results == [want.bytes] * 6

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +14,7 @@ from pycomm import _C
 from pycomm.communicator import Piece
 from pycomm.errors import Error
 from tests.collectives.ways import bits, floats, integers
+from tests.compiling import ROOT, compile_cpp
 from tests.extent import each_pair, each_value
 from tests.ranks import run
 
@@ -87,7 +91,7 @@ NONE = ["", "", "", ""]
 THIRDS = [0, 0, 21845, 43691, 65536]
 
 
-def test_measured_rates_decide_the_shares_of_exact_sums_alone():
+def test_measured_rates_decide_shares_of_exact_sums():
     exact, coded, text = by_links(NONE, [19, 93, 97, 102])
     assert (exact, coded) == (THIRDS, []), "the faster ones are rounded to one rate"
     assert text == "measured 19 93 97 102 Mbit/s, exact shares 0 0.333 0.333 0.333"
@@ -102,11 +106,11 @@ def test_measured_rates_decide_the_shares_of_exact_sums_alone():
         [100, 100, 100, 100],
     ],
 )
-def test_shares_stay_equal_unless_all_links_are_known_to_differ(megabits):
+def test_shares_stay_equal_for_unknown_links(megabits):
     assert by_links(NONE, megabits)[:2] == ([], [])
 
 
-def test_what_is_declared_counts_more_than_what_is_measured():
+def test_declared_rates_count_more_than_measured():
     declared = ["20mbit", "100mbit", "100mbit", "100mbit"]
     assert by_links(declared, [90, 90, 90, 90])[:2] == (THIRDS, THIRDS)
     exact, coded, text = by_links(["20mbit", "", "", ""], [90, 101, 99, 100])
@@ -277,7 +281,7 @@ def test_a_small_operation_takes_one_way_to_a_far_rank(op, ranks):
             assert chosen == "one_shot"
 
 
-def test_between_far_ranks_neither_trees_nor_rings_are_chosen():
+def test_far_ranks_use_no_tree_and_no_ring():
     """So their order need not follow the links."""
     for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"):
         for ranks in (2, 3, 4, 8, 16):
@@ -288,7 +292,7 @@ def test_between_far_ranks_neither_trees_nor_rings_are_chosen():
                         assert chosen not in ("tree", "ring"), (op, ranks, size, way, rate)
 
 
-def test_a_large_operation_sends_few_bytes_whatever_the_way():
+def test_a_large_operation_sends_few_bytes():
     for way in (0.03, 0.1):
         assert _C.schedule.select(tag("all_reduce"), 4, 1 << 24, way=way, byte=4e-8) == "two_shot"
     # 2 MB take 0.48 s in one shot, and 0.44 s in two with one way more.
@@ -300,3 +304,24 @@ def test_a_large_operation_sends_few_bytes_whatever_the_way():
         _C.schedule.select(tag("all_reduce"), 4, 1_600_000, way=0.2, byte=rate, shared=1.0)
         == "two_shot"
     )
+
+
+# -------------------------------------------------------------------------------------- the meter
+# The meter of what a rank sends tells a rate once it has seen enough of it.
+
+
+WINDOW = 250  # milliseconds, at the least
+
+
+def test_a_rate_is_told_after_four_windows(tmp_path):
+    program, source = tmp_path / "meter", Path(__file__).with_name("rate_meter_main.cpp")
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
+    compile_cpp(source, program, *flags)
+    done = subprocess.run([program], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    looks = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert all(rate == 0 for _, rate in looks[:-1])
+    at, rate = looks[-1]
+    # However late a busy machine looks.
+    assert at >= 4 * WINDOW
+    # A million bytes each second; a look takes its time, so the rate is never higher.
+    assert 500_000 < rate <= 1_000_000

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from pycomm.errors import WireMismatch
-from tests.collectives.ways import RANKS, TINY, WAYS, bits, floats, integers
+from tests.collectives.ways import RANKS, TINY, WAYS, integers
 from tests.extent import pairs
-from tests.ranks import attempt, run, run_processes
+from tests.ranks import attempt, run
 
 SIZES = [0, 1, 3, 17, 1000, 30011]
 SEGMENTS = {"whole": {}, "tiny": TINY}
@@ -42,57 +42,6 @@ def with_each(name, values):
 
 
 with_segments = with_each("segments", [*SEGMENTS])
-
-
-@with_segments
-def test_broadcast(way, ranks, segments):
-    root = ranks // 2
-
-    def job(c, numel):
-        x = integers(c.rank, numel)
-        c.broadcast(x, root)
-        return x
-
-    all_equal(
-        run(ranks, each_size(job), **WAYS[way], **SEGMENTS[segments]),
-        lambda _, numel: integers(root, numel),
-    )
-
-
-@with_each("op", ["sum", "premul_sum"])
-def test_reduce_scatter(way, ranks, op):
-    def job(c, numel):
-        whole = integers(c.rank, ranks * numel)
-        before = whole.copy()
-        out = np.empty(numel, np.float32)
-        c.reduce_scatter(whole, out, op, factor=2.0)
-        assert np.array_equal(whole, before), "the input is the caller's"
-        return out
-
-    @cache
-    def summed(numel):
-        return sum(integers(r, ranks * numel) for r in range(ranks))
-
-    def want(rank, numel):
-        whole = summed(numel)
-        return whole[rank * numel : (rank + 1) * numel] * (2 if op == "premul_sum" else 1)
-
-    all_equal(run(ranks, each_size(job), **WAYS[way]), want)
-
-
-@everywhere
-def test_reduce_scatter_has_the_bits_of_all_reduce(ranks):
-    numel = 5003
-
-    def job(c):
-        whole = floats(c.rank, ranks * numel)
-        out = np.empty(numel, np.float32)
-        c.reduce_scatter(whole, out, "avg")
-        c.all_reduce(whole, "avg")
-        return bits(out) == bits(whole[c.rank * numel : (c.rank + 1) * numel])
-
-    for way in ("window", "direct"):
-        assert all(run(ranks, job, **WAYS[way], **TINY))
 
 
 @ways
@@ -269,25 +218,3 @@ def test_nobody_leaves_a_barrier_before_the_last_has_come(way, ranks):
             c.barrier()
 
     run(ranks, job, **WAYS[way])
-
-
-def test_everything_between_processes():
-    def job(c):
-        ranks = c.size
-        for numel in SIZES:
-            x = integers(c.rank, numel)
-            out = np.empty(ranks * numel, np.float32)
-            c.all_gather(x, out)
-            assert np.array_equal(out, joined(ranks, numel))
-            back = np.empty(numel, np.float32)
-            c.reduce_scatter(out, back)
-            assert np.array_equal(back, x * ranks)
-            swapped = np.empty(ranks * numel, np.float32)
-            c.all_to_all(out, swapped)
-            assert np.array_equal(swapped, np.tile(x, ranks))
-            c.broadcast(x, 1)
-            assert np.array_equal(x, integers(1, numel))
-            c.barrier()
-        return True
-
-    assert all(run_processes(4, job))

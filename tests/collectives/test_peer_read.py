@@ -14,6 +14,7 @@ import pytest
 
 from pycomm import _C
 from pycomm.errors import Error, PeerLost
+from tests.collectives.test_shared_heap import check_everything, right
 from tests.collectives.ways import floats, integers
 from tests.extent import FULL, each_value
 from tests.ranks import run, run_processes
@@ -29,53 +30,26 @@ def digest(*arrays):
     return [_C.crc32c(x.tobytes()) for x in arrays]
 
 
-def everything(c, place=lambda values: values):
-    """Return digests of every collective's result on this rank; `place` places the buffers."""
-    ranks, me, root = c.size, c.rank, c.size - 1
-    out = {}
+def everything(c, who=lambda rank: False):
+    """Check every collective of whole numbers; return digests of sums that depend on their order.
+
+    The buffers of `who` lie in heaps.
+    """
+    check_everything(c, who, right(c.size, tuple(SIZES)))
+    sums = []
     for n in SIZES:
-        part = -(-n // ranks)
-        mine, wide = floats(me, n), floats(me + 100, part * ranks)
         for op in ("sum", "avg", "max"):
-            x = place(mine.copy())
+            x = floats(c.rank, n)
             c.all_reduce(x, op)
-            out["all_reduce", op, n] = digest(x)
+            sums.append(digest(x))
         for dtype in ("uint8", "float64", "int64"):
-            x = place(integers(me, n, dtype))
+            x = integers(c.rank, n, dtype)
             c.all_reduce(x)
-            out["all_reduce", dtype, n] = digest(x)
-        x, y = place(wide.copy()), place(np.zeros(part, np.float32))
-        c.reduce_scatter(x, y)
-        assert np.array_equal(x, wide)
-        out["reduce_scatter", n] = digest(y)
-        c.reduce_scatter(x, x[me * part : (me + 1) * part])
-        out["reduce_scatter into its input", n] = digest(x)
-        x, y = place(mine.copy()), place(np.zeros(ranks * n, np.float32))
-        c.all_gather(x, y)
-        out["all_gather", n] = digest(x, y)
-        y[:] = 0
-        y[me * n : (me + 1) * n] = mine
-        c.all_gather(y[me * n : (me + 1) * n], y)
-        out["all_gather into its input", n] = digest(y)
-        x, y = place(wide.copy()), place(np.zeros(ranks * part, np.float32))
-        c.all_to_all(x, y)
-        out["all_to_all", n] = digest(x, y)
-        c.all_to_all(y, y)
-        out["all_to_all into its input", n] = digest(y)
-        x = place(mine.copy())
-        c.broadcast(x, root)
-        out["broadcast", n] = digest(x)
-        x, y = place(mine.copy()), place(np.zeros(ranks * n, np.float32))
-        c.gather(x, y, root)
-        out["gather", n] = digest(x, y)
-        z = place(np.zeros(n, np.float32))
-        c.scatter(y, z, root)
-        out["scatter", n] = digest(y, z)
-    part = -(-LARGEST // ranks)
-    x, y = place(floats(me, part * ranks)), place(np.zeros(part, np.float32))
+            sums.append(digest(x))
+    part = -(-LARGEST // c.size)
+    x, y = floats(c.rank, part * c.size), np.zeros(part, np.float32)
     c.reduce_scatter(x, y)
-    out["reduce_scatter", LARGEST] = digest(y)
-    return out
+    return [*sums, digest(y)]
 
 
 @cache
@@ -90,7 +64,7 @@ def test_same_bits_as_through_staging(ranks):
     assert run_processes(ranks, everything) == staged
 
 
-def test_ranks_that_share_a_core_wait_for_each_other_s_sums():
+def test_ranks_on_one_core_wait_for_sums():
     """One of them is done with its part before the other has begun its own."""
 
     def on_one_core(c):
@@ -110,14 +84,7 @@ def test_ranks_that_share_a_core_wait_for_each_other_s_sums():
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_same_bits_where_some_lie_in_heaps(ranks, who):
     def mixed(c):
-        def place(values):
-            if (c.rank == 1) != (who == "one"):
-                return values
-            array = np.asarray(c.allocate(len(values), str(values.dtype)))
-            array[:] = values
-            return array
-
-        return everything(c, place)
+        return everything(c, lambda rank: (rank == 1) == (who == "one"))
 
     staged = through_staging(ranks)
     assert run_processes(ranks, mixed) == staged

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import contextlib
+import ctypes
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +13,12 @@ from functools import cache
 import numpy as np
 import pytest
 
-from pycomm.communicator import Communicator
+from pycomm import _C
+from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, Timeout, WireMismatch
 from tests.collectives.ways import WAYS, floats
 from tests.extent import each_value
-from tests.ranks import attempt, run, run_processes
+from tests.ranks import OPTIONS, attempt, join, run, run_processes
 from tests.soak.held import held_at_rest
 
 everywhere = pytest.mark.parametrize("way", ["window", "tcp"])
@@ -46,7 +48,7 @@ def test_every_pair_both_directions_at_once(way, ranks):
 
 
 @everywhere
-def test_tags_keep_messages_apart_and_order_is_that_of_posting(way):
+def test_tags_separate_messages_in_posting_order(way):
     def job(c):
         if c.rank == 0:
             for i in range(10):
@@ -273,7 +275,7 @@ def test_sizes_that_differ_are_an_error_at_both_ends(way, first):
         )
 
 
-def test_a_message_that_never_comes_is_a_timeout_that_names_it():
+def test_a_timeout_names_the_missing_message():
     def job(c):
         if c.rank == 1:
             c.barrier(timeout=1)
@@ -296,7 +298,7 @@ def test_ranks_that_do_not_exist_are_refused():
     run(2, job)
 
 
-def test_a_group_that_ends_with_a_receive_undone_leaves_no_memory():
+def test_an_undone_receive_leaves_no_memory():
     def groups(count: int) -> None:
         for _ in range(count):
             with Communicator(None, 0, 1) as communicator:
@@ -322,39 +324,154 @@ def test_between_processes():
     assert all(run_processes(2, job, transport="tcp"))
 
 
-@pytest.mark.skipif(
-    "libtsan" in os.environ.get("LD_PRELOAD", ""),
-    reason="TSan does not follow threads that a forked child starts",
-)
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_forked_child_drops_the_group_and_its_threads(transport):
-    """A data loader's worker does this when it collects the trainer's garbage."""
+# ---------------------------------------------------------------- a peer that breaks the protocol
+# It ends the group with an error that names it, before memory is allocated for what it announces.
+# Rank 1 is a bare transport here, without a
+# communicator, and sends arbitrary messages.
 
-    def job(c):
-        out = np.empty(10, np.float32)
-        request = c.recv(out, 1 - c.rank)
-        time.sleep(0.02)  # no call waits, so the group's thread takes over
-        child = os.fork()
-        if child == 0:
-            dropped = threading.Event()
-            for _ in range(4):  # one of them gets the handle of the group's thread
-                threading.Thread(target=dropped.wait).start()
-            del request
-            c.close()
-            dropped.set()
-            os._exit(0)
-        end = time.monotonic() + 10.0
-        status = None
-        while status is None and time.monotonic() < end:
-            done, code = os.waitpid(child, os.WNOHANG)
-            status = code if done else None
-            time.sleep(0.005)
-        if status is None:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        c.send(floats(c.rank, 10), 1 - c.rank).wait()
+
+SECONDS = OPTIONS["timeout"]
+LANE = 1  # the lane of sends and receives
+EAGER, OFFER, READY, PAYLOAD, CREDIT = range(5)
+KEPT, COST, LONGEST = 1 << 20, 128, 64 << 10  # point_to_point/wire.h
+
+
+class Peer:
+    """Rank 1 of two: its end of the lane."""
+
+    def __init__(self, store: Store, group: str, transport: str) -> None:
+        word = store.get(f"{group}/here/0", SECONDS).decode()
+        store.set(f"{group}/here/1", word)
+        # A communicator publishes the host in its first value; a bare transport looks it up.
+        host = word.partition("\x1etcp-host\x1f")[2].partition("\x1e")[0]
+        store.set(f"{group}/tcp-host/0", host)
+        self.transport = _C.Transport(transport, store, group, 1, 2, timeout=SECONDS)
+        self.channel = self.transport.channel(0, LANE)
+        self.tag = _C.OpTag("send", seq=0, dtype=_C.DType.uint8)
+        self.sent: list[ctypes.Array[ctypes.c_char]] = []  # must stay alive until it is sent
+        self.lock, self.over = threading.Lock(), threading.Event()
+        self.drives = threading.Thread(target=self.drive, daemon=True)
+        self.drives.start()
+
+    def drive(self) -> None:
+        with contextlib.suppress(Error):  # rank 0 ends the group
+            while not self.over.wait(0.0005):
+                with self.lock:
+                    self.channel.progress()
+
+    def close(self) -> None:
+        self.over.set()
+        assert not join([self.drives], SECONDS)
+        self.transport.close()
+
+    def says(self, kind: int, size: int = 0, tag: int = 0, place: int = 0) -> None:
+        self.sends(struct.pack("=QqQII", size, tag, place, kind, 0))
+
+    def sends(self, data: bytes) -> None:
+        buffer = ctypes.create_string_buffer(data, len(data))
+        self.sent.append(buffer)
+        with self.lock:
+            self.channel.send(self.tag, ctypes.addressof(buffer), len(data))
+
+
+@pytest.fixture(params=["local", "tcp"])
+def ends(request):
+    """Return rank 0's communicator, and its peer."""
+    store = Store.local()
+    peers: list[Peer] = []
+    meets = threading.Thread(
+        target=lambda: peers.append(Peer(store, "odd", request.param)), daemon=True
+    )
+    meets.start()
+    with Communicator(store, 0, 2, **{**OPTIONS, "group": "odd", "transport": request.param}) as c:
+        assert not join([meets], SECONDS)
+        yield c, peers[0]
+        peers[0].close()
+
+
+def receive(communicator: Communicator, size: int = 8) -> bytes:
+    out = np.zeros(size, np.uint8)
+    communicator.recv(out, 1, tag=7).wait()
+    return out.tobytes()
+
+
+def test_the_peer_can_talk_as_it_should(ends):
+    communicator, peer = ends
+    peer.says(EAGER, 8, tag=7)
+    peer.sends(b"as usual")
+    assert receive(communicator) == b"as usual"
+
+
+def test_an_incomplete_message_has_one_receive(ends):
+    communicator, peer = ends
+    driven = communicator.recv(np.zeros(8, np.uint8), 1, tag=9)  # so that rank 0 looks at the lane
+    peer.says(EAGER, 8, tag=7)
+    time.sleep(0.05)  # the header arrives; if it does not, the receives below find nothing
+    outs = [np.zeros(8, np.uint8) for _ in range(2)]
+    requests = [communicator.recv(out, 1, tag=7) for out in outs]
+    peer.sends(b"to first")
+    peer.says(EAGER, 8, tag=7)
+    peer.sends(b"the next")
+    peer.says(EAGER, 8, tag=9)
+    peer.sends(b"any more")
+    for request in (*requests, driven):
         request.wait()
-        assert np.array_equal(out, floats(1 - c.rank, 10))
-        return status
+    assert [out.tobytes() for out in outs] == [b"to first", b"the next"]
 
-    assert run_processes(2, job, transport=transport) == [0, 0]
+
+@pytest.mark.parametrize("size", [LONGEST + 1, 1 << 31, (1 << 64) - 1])
+def test_a_short_message_that_is_long_gets_no_room(ends, size):
+    communicator, peer = ends
+    peer.says(EAGER, size, tag=1)
+    with pytest.raises(Error, match=rf"rank 1 sends a short message of {size} bytes; install"):
+        receive(communicator)
+
+
+@pytest.mark.parametrize("size", [0, 1000, LONGEST])
+def test_no_more_is_kept_than_the_bound(ends, size):
+    communicator, peer = ends
+    fits = KEPT // (size + COST)
+    for _ in range(fits):
+        peer.says(EAGER, size, tag=1)
+        if size:
+            peer.sends(bytes(size))
+    peer.says(OFFER, 8, tag=7)  # offers are not stored
+    posted = communicator.recv(np.zeros(8, np.uint8), 1, tag=7)
+    assert not posted.done()
+    peer.says(EAGER, size, tag=1)
+    with pytest.raises(Error, match="rank 1 sends more short messages than it may"):
+        posted.wait()
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ({"kind": 5}, "a message of an unknown kind"),
+        ({"kind": 0xFFFFFFFF}, "a message of an unknown kind"),
+        ({"kind": PAYLOAD, "size": 8, "place": 1}, "bytes for which no receive is ready"),
+        ({"kind": PAYLOAD, "size": 8}, "bytes for which no receive is ready"),
+    ],
+)
+def test_what_means_nothing_ends_the_group(ends, said, text):
+    communicator, peer = ends
+    peer.says(**said)
+    with pytest.raises(Error, match=f"rank 1 sends {text}"):
+        receive(communicator)
+
+
+def test_a_place_takes_the_bytes_of_its_size_alone(ends):
+    communicator, peer = ends
+    size = LONGEST + 8
+    posted = communicator.recv(np.zeros(size, np.uint8), 1, tag=7)  # published at once
+    peer.says(PAYLOAD, size + 1, place=1)
+    with pytest.raises(Error, match="bytes for which no receive is ready"):
+        posted.wait()
+
+
+def test_a_published_receive_meets_no_short_message(ends):
+    communicator, peer = ends
+    size = LONGEST + 8
+    posted = communicator.recv(np.zeros(size, np.uint8), 1, tag=7)
+    peer.says(EAGER, size, tag=7)  # its bytes, then those for the address, now invalid
+    with pytest.raises(Error, match=f"a short message of {size} bytes"):
+        posted.wait()

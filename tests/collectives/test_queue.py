@@ -10,7 +10,7 @@ import pytest
 from pycomm._C import Queue
 
 
-def test_submitted_operations_run_in_order_on_one_other_thread():
+def test_submitted_operations_run_in_order():
     queue, seen = Queue(), []
     for i in range(100):
         queue.submit(lambda i=i: seen.append((i, threading.get_ident())))

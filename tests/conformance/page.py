@@ -27,8 +27,7 @@ gets the same chances.
 """
 
 OTHER = """\
-`pycomm-python` is the backend in Python (`PYCOMM_BACKEND=python`). The machine was busy: tests that
-ended late, or that a mended defect had failed, were run again.
+The machine was busy: tests that ended late, or that a mended defect had failed, were run again.
 """
 
 
@@ -87,18 +86,12 @@ def _list(title: str, rows: list[Row]) -> str:
 
 
 def _other(path: Path) -> str:
-    """Return the section of a run on another torch, `results-VERSION.csv.xz`.
-
-    "pycomm-python" there is the backend in Python (PYCOMM_BACKEND=python).
-    """
+    """Return the section of a run on another torch, `results-VERSION.csv.xz`."""
     rows = read(path)
     version = path.name.removeprefix("results-").removesuffix(".csv.xz")
     parts = [f"## On torch {version}", "", OTHER, _table(rows)]
     bugs = worse(rows)
     parts.append(_list("Gloo passes, pycomm does not", bugs).replace("## ", "### ", 1))
-    lacks = worse(rows, than="pycomm", backend="pycomm-python")
-    title = "The binary passes, the backend in Python does not"
-    parts.append(_list(title, lacks).replace("## ", "### ", 1))
     failed = [r for r in rows if r.backend == "pycomm" and r.status in ("fail", "timeout")]
     passed = {r.key for r in bugs}
     neither = [row for row in failed if row.key not in passed]

@@ -36,7 +36,7 @@ def program(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("processor", ["max", "cortex-a53"])
-def test_checksums_of_the_crc_instructions_are_those_of_the_table(program, processor):
+def test_crc_instructions_give_the_tables_checksums(program, processor):
     done = subprocess.run(
         [QEMU, "-cpu", processor, program, "checksums"], stdout=subprocess.PIPE, text=True
     )
@@ -44,7 +44,7 @@ def test_checksums_of_the_crc_instructions_are_those_of_the_table(program, proce
     assert done.stdout.split() == ["streams", "instruction", "table"]
 
 
-def test_reductions_have_the_same_bits_whatever_the_thread_is_set_to(program):
+def test_reductions_ignore_the_threads_settings(program):
     """Any values, with NaNs, Infs and denormals, at sizes with and without a rest."""
     jobs, want = [], []
     for dtype in CANONICAL:

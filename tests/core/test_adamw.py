@@ -124,7 +124,7 @@ def test_a_values_bits_depend_on_nothing_but_the_value():
     assert bits([x], [state]) == bits(whole[0], whole[2])
 
 
-def test_threads_and_flushed_denormal_numbers_change_no_bits():
+def test_threads_and_flushing_change_no_bits():
     found, threads = [], torch.get_num_threads()
     for count, flush in ((1, False), (3, False), (3, True)):
         parameters, gradients, states = given([5, (3 << 18) + 11])

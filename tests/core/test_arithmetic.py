@@ -213,7 +213,7 @@ def test_kernels_of_devices_on_the_processor(kind, algo):
     assert all(other == first for other in others)
 
 
-def test_traps_that_a_debugger_of_nans_has_set_do_not_end_a_reduction():
+def test_floating_point_traps_end_no_reduction():
     """Inf - Inf is an invalid operation; with feenableexcept it is a SIGFPE elsewhere."""
     libm, invalid = ctypes.CDLL("libm.so.6"), 1
     inputs = [np.full(9, value, np.float32) for value in (np.inf, -np.inf)]

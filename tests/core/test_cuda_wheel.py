@@ -60,7 +60,7 @@ def test_one_that_does_not_fit_is_left_with_a_warning(wheel, change):
 
 
 @pytest.mark.parametrize(("driver", "why"), [(12080, "CUDA 12.8"), (13000, ""), (None, "")])
-def test_its_cuda_runtime_needs_a_driver_of_its_version_or_none(wheel, monkeypatch, driver, why):
+def test_cuda_runtime_checks_the_driver(wheel, monkeypatch, driver, why):
     monkeypatch.setattr(_cuda_wheel, "driver_version", lambda: driver)
     said = _cuda_wheel.why_not(wheel)
     assert why in said

@@ -236,7 +236,7 @@ def test_rounding_is_torch_s(values, dtype):
 
 
 @pytest.mark.parametrize("dtype", SMALL_FLOATS)
-def test_halves_and_what_lies_beyond_the_largest_round_as_in_torch(dtype):
+def test_halves_and_overflows_round_as_in_torch(dtype):
     """Values that random ones do not meet: those just between two numbers of the small type."""
     kind = TORCH[dtype]
     small = torch.finfo(kind).bits == 8

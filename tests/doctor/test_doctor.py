@@ -48,8 +48,6 @@ WELL = {
             "prebuilt_for": [],
             "kind": "installed",
             "binary": "_c10d.so",
-            "no_python": "torch 2.13.0 does not let Python make one",
-            "wish": "auto",
         }
     ),
     "driver": ProbeOutcome(error="libcuda.so.1: cannot open", missing=True),
@@ -77,7 +75,7 @@ def level_of(findings, name: str) -> str:
 # ------------------------------------------------------------------------------- the whole
 
 
-def test_without_torch_all_else_is_examined_and_ranks_are_tried(tmp_path):
+def test_without_torch_all_else_is_examined(tmp_path):
     hidden = tmp_path / "torch.py"
     hidden.write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
     # A clock that goes faster ends the timing early, since what it says is not judged here.
@@ -293,7 +291,7 @@ def test_what_is_installed_is_judged(changed, name, level):
 # ------------------------------------------------------------------------------- variables
 
 
-def test_without_the_core_its_variables_are_not_called_unknown(monkeypatch):
+def test_without_the_core_no_variable_is_unknown(monkeypatch):
     monkeypatch.setattr(variables, "core", dict)
     found = list(variables.judge({"PYCOMM_SOCKETS": "4", "PYCOMM_RUN": ""}, {}))
     assert level_of(found, "PYCOMM_SOCKETS") == "note"

@@ -30,7 +30,7 @@ def test_without_room_for_shared_memory_ranks_talk_by_tcp():
         assert total == 3
 
 
-def test_without_room_shared_memory_alone_is_an_error_that_says_what_to_do():
+def test_without_room_for_shared_memory_alone():
     with pytest.raises(AssertionError, match=r'does not reach rank .; use transport "auto"'):
         run_processes(2, lambda c: c.barrier(), prepare=without_room, transport="shm")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -125,5 +126,21 @@ def own_group_in_a_child(c):
     return True
 
 
-def test_a_child_may_have_a_group_of_its_own_and_its_parents_stays_closed():
+def test_a_child_may_have_a_group_of_its_own():
     assert all(run_processes(2, own_group_in_a_child))
+
+
+def test_a_child_drops_its_copy_of_a_queue():
+    queue, done = _C.Queue(), threading.Event()
+    queue.submit(done.set)
+    assert done.wait(10)
+    held = [queue]
+    del queue
+
+    def drop():
+        held.clear()
+        gc.collect()
+        return 0
+
+    assert in_child(drop) == 0
+    held[0].submit(done.set)

@@ -70,7 +70,7 @@ def is_alive(process: int) -> bool:
         return False
 
 
-def test_of_two_that_die_the_first_is_named_by_who_waits_for_the_second():
+def test_of_two_deaths_the_first_is_named():
     """The second rank may have left because of the first."""
 
     def job(c):

@@ -170,7 +170,7 @@ def test_connections_that_differ_are_found_when_ranks_meet(option, values, words
             assert word in str(error)
 
 
-def test_a_rank_that_speaks_another_version_is_found_when_ranks_meet():
+def test_another_version_is_found_at_the_rendezvous():
     store = Store.local()
     store.set("default/here/1", b"wire=999 size=2")
     with pytest.raises(WireMismatch, match='rank 1 has "wire=999 size=2"'):

@@ -57,9 +57,7 @@ def die() -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_a_rank_that_dies_after_it_has_come_is_named_while_another_is_still_awaited(
-    tmp_path, transport
-):
+def test_a_death_during_the_rendezvous_is_named(tmp_path, transport):
     def job(store, rank):
         if rank == 0:
             time.sleep(0.5)  # it joins late and still gets the error
@@ -177,7 +175,7 @@ def test_a_rank_that_cannot_join_tells_the_others_why():
     assert errors[1] in errors[0]
 
 
-def test_a_rank_that_gives_up_and_ends_at_once_is_told_by_its_reason(tmp_path):
+def test_a_rank_that_gives_up_tells_its_reason(tmp_path):
     """Its process may be gone before the others have looked for a reason again."""
 
     def job(store, rank):
@@ -205,7 +203,7 @@ def test_the_parent_must_have_these_ranks():
 
 
 @pytest.mark.parametrize("lives", [True, False])
-def test_a_process_that_was_never_seen_here_may_run_on_a_clone_of_this_machine(lives):
+def test_an_unseen_process_may_run_on_a_clone(lives):
     """Clones have the same host id. The test plays rank 1; rank 2 never joins."""
     store, outcome = Store.local(), []
 
@@ -274,7 +272,7 @@ def test_machines_have_the_names_that_they_are_given(tmp_path, names):
         assert ("shm" in said, "tcp" in said) == (names[0] == names[1], names[0] != names[1])
 
 
-def test_a_store_that_fails_as_well_does_not_hide_what_has_happened(tmp_path):
+def test_a_failing_store_hides_no_error(tmp_path):
     """A rank that gives up reads the reason in the store; an error of the store says less."""
     options = {"transport": "tcp", "interface": "none0"}
     with pytest.raises(Timeout):

@@ -119,7 +119,7 @@ def test_ranks_of_several_nodes():
         assert verdict(error).endswith(": rank 3 has other bytes than ranks 0-2")
 
 
-def test_an_operation_in_between_without_a_common_result_hides_nothing():
+def test_operations_in_between_hide_nothing():
     def job(c):
         c.broadcast(memory(bad=c.rank == 1))
         c.reduce_scatter(np.ones(2), np.ones(1))

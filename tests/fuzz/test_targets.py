@@ -31,7 +31,7 @@ def test_every_short_name_is_a_target():
     assert missing == []
 
 
-def test_the_corpus_has_a_whole_payload_of_every_target_codec():
+def test_the_corpus_has_payloads_of_every_codec():
     inputs = read_corpus()["decoders"]
     for number, spec in specs().items():
         codec = _C.Codec(spec)

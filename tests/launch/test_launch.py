@@ -64,7 +64,7 @@ def test_a_task_of_mpirun_is_a_rank():
         assert found["MASTER_ADDR"] == "127.0.0.1"
 
 
-def test_ranks_of_a_step_agree_on_the_port_and_other_steps_take_another():
+def test_each_slurm_step_has_a_port_of_its_own():
     others = {**SRUN, "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
     assert variables(others)["MASTER_PORT"] == variables(SRUN)["MASTER_PORT"]
     steps = {variables({**SRUN, "SLURM_STEP_ID": str(n)})["MASTER_PORT"] for n in range(20)}
@@ -72,7 +72,7 @@ def test_ranks_of_a_step_agree_on_the_port_and_other_steps_take_another():
 
 
 @pytest.mark.parametrize("ports", ["29600-29603", "29600"])
-def test_the_store_listens_on_one_of_the_ports_that_a_firewall_lets_through(ports):
+def test_the_store_listens_on_an_allowed_port(ports):
     low, _, high = ports.partition("-")
     for job in range(20):
         given = {**SRUN, "SLURM_JOB_ID": str(job), "PYCOMM_PORTS": ports}
@@ -96,7 +96,7 @@ def test_single_variables_that_the_user_has_set_stay():
     assert found == {"RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
 
 
-def test_a_variable_that_contradicts_the_launcher_is_an_error():
+def test_a_contradicting_variable_is_an_error():
     with pytest.raises(pycomm.Error, match="WORLD_SIZE=2 is set, and Slurm says 4"):
         variables({**SRUN, "WORLD_SIZE": "2"})
     with pytest.raises(pycomm.Error, match="RANK=0 is set, and Open MPI says 1"):
@@ -109,7 +109,7 @@ def test_a_batch_script_and_a_plain_process_are_no_ranks():
     assert variables({"HOME": "/root"}) == {}
 
 
-def test_mpirun_in_a_slurm_job_counts_more_than_its_daemons():
+def test_mpirun_counts_more_than_slurms_daemons():
     # mpirun has started one daemon on each of three nodes, as a step without its own node.
     daemon = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "7"}
     ranks = {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "12"}
@@ -119,7 +119,7 @@ def test_mpirun_in_a_slurm_job_counts_more_than_its_daemons():
     assert found["MASTER_ADDR"] == "node01"
 
 
-def test_mpirun_on_several_hosts_needs_the_address_of_rank_0():
+def test_mpirun_on_several_hosts_needs_an_address():
     several = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}
     with pytest.raises(pycomm.Error, match="-x MASTER_ADDR=host"):
         variables(several)

@@ -23,18 +23,26 @@ class Stale(ValueError):
 class Mutant:
     """A change to one function, and the tests that should notice it.
 
-    `function` is the name with its classes: `Queue::post` in C++, `Bucket.pack` in Python. `old`
-    occurs once in that function (or in one of its overloads).
+    `place` is the file and the function, with its classes: `csrc/queue.cpp::Queue::post` in C++,
+    `pycomm/bucket.py::Bucket.pack` in Python. `old` occurs once in that function (or in one of its
+    overloads).
     """
 
     name: str
-    kind: Kind
-    file: str
-    function: str
+    place: str
     old: str
     new: str
     tests: str
     """Arguments for pytest, from the folder tests on, separated by blanks."""
+    kind: Kind = "bound"
+
+    @property
+    def file(self) -> str:
+        return self.place.partition("::")[0]
+
+    @property
+    def function(self) -> str:
+        return self.place.partition("::")[2]
 
     @property
     def arguments(self) -> tuple[str, ...]:

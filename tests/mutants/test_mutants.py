@@ -76,7 +76,7 @@ def test_functions_of_python_are_found_by_its_grammar():
 
 
 def made(function: str, old: str) -> Mutant:
-    return Mutant("name", "bound", "ring.cpp", function, old, "", "mutants/test_mutants.py")
+    return Mutant("name", f"ring.cpp::{function}", old, "", "mutants/test_mutants.py")
 
 
 def test_what_is_not_in_the_function_just_once_is_stale():

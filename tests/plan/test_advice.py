@@ -123,7 +123,7 @@ def test_a_module_by_its_file(tmp_path, capsys):
 PLAN = ["25M", "--compute", "1s", "--ranks", "4"]
 
 
-def test_gpus_without_peer_access_are_held_back_by_the_bus_that_they_share():
+def test_gpus_without_peers_share_the_bus():
     # EgoVerse, issue 667: 1.2 G values on 8 A40 in one host took 6.4 s a step, 3.6 s in bf16; a
     # step of one GPU alone takes 1.4 s. The bound of 10 % is what is unknown of that host.
     gpu = PROCESSORS["gpu"]
@@ -145,7 +145,7 @@ def predicted(capsys, *words):
     return {prediction["codec"]: prediction["step"] for prediction in found}
 
 
-def test_a_preset_and_a_number_of_the_same_rate_are_the_same_link(capsys):
+def test_a_preset_equals_its_rate(capsys):
     box = ["1.2B", "--ranks", "8", "--ranks-per-node", "8", "--compute", "1.4s"]
     for processor in ("gpu", "core"):
         words = [*box, "--processor", processor, "--intra"]
@@ -153,7 +153,7 @@ def test_a_preset_and_a_number_of_the_same_rate_are_the_same_link(capsys):
         assert predicted(capsys, *words, "bus:22GB/s") == predicted(capsys, *words, "pcie4-bus")
 
 
-def test_the_rate_of_a_gpus_link_counts_above_what_a_core_moves(capsys):
+def test_a_gpus_link_counts_above_a_cores_rate(capsys):
     words = ["1.2B", "--ranks", "16", "--compute", "10ms", "--processor", "gpu", "--link"]
     slow, fast, faster = (predicted(capsys, *words, rate)["none"] for rate in RATES)
     assert slow / fast == pytest.approx(4, rel=0.05)

@@ -62,7 +62,7 @@ def test_ranks_without_a_core_pay_more_for_a_byte_and_wait(probed):
     assert found.cluster(8, 8).inter == alone  # they share a node's link
 
 
-def test_far_more_ranks_than_were_probed_take_no_less_than_nothing(probed):
+def test_predictions_beyond_the_probe_are_not_negative(probed):
     found = replace(ClusterProbe.read(probed[0]), cores=2)
     fewer = (
         Crowd(4, 2e-9, 2e-4, 1.4, 1.3),

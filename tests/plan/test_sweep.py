@@ -50,7 +50,7 @@ def test_ranks_fill_nodes():
     assert all(count % 8 == 0 for count in rank_counts(8, 10_000))
 
 
-def test_chart_has_each_codec_once_and_marks_advice_and_crossovers(swept):
+def test_chart_marks_codecs_advice_and_crossovers(swept):
     left, right = draw.of_sweep(swept).panels
     advised, *lines = left.series
     names = [name for line in lines for name in line.label.split(", ")]
@@ -60,7 +60,6 @@ def test_chart_has_each_codec_once_and_marks_advice_and_crossovers(swept):
     best = [swept.by_rate.steps[codec][i] for i, codec in enumerate(swept.by_rate.best)]
     assert (advised.label, list(advised.y)) == ("advised", best)
     assert left.guides[0].x[0] == pytest.approx(8 * min(swept.crossovers.values()))
-    assert all(len(line.hover) == len(line.x) == len(line.y) for line in left.series)
 
 
 def test_ten_thousand_ranks_in_ten_seconds():
@@ -79,23 +78,25 @@ def test_writes_tables_json_and_pictures(tmp_path, capsys):
     found = json.loads(record.read_text())
     assert len(found["rate"]["steps"]["int4"]) == len(found["rate"]["at"])
     text = page.read_text()
-    assert "Plotly.newPlot" in text
-    assert "<script src=" not in text  # plotly itself is in the page
+    assert text.count('src="data:image/svg+xml') == text.count("src=") == 1
+    assert "<td>below" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("word", "library"), [("--html", "plotly"), ("--png", "matplotlib")])
-def test_says_what_is_missing(word, library, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("word", ["--html", "--png"])
+def test_says_what_is_missing(word, tmp_path, capsys, monkeypatch):
     load = builtins.__import__
 
     def without(name, *rest):
-        if name.split(".")[0] == library:
-            raise ImportError(f"No module named {library!r}")
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError(f"No module named {name!r}")
         return load(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(SystemExit) as ended:
         main([*WORDS, word, str(tmp_path / "out")])
     assert ended.value.code == 1
-    assert library in (said := capsys.readouterr().err)
+    said = capsys.readouterr().err
+    assert "matplotlib" in said
     assert "pycomm[bench]" in said
+    assert said.count("\n") == 1

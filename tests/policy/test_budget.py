@@ -43,7 +43,7 @@ def test_it_beats_the_same_bits_for_all():
     assert distortion(ENERGIES, CHOICES, best) < 0.05 * distortion(ENERGIES, CHOICES, uniform)
 
 
-def test_no_other_allocation_is_better_where_all_sizes_are_equal():
+def test_the_allocation_is_optimal_for_equal_sizes():
     energies, numels, budget = [9.0, 1.0, 0.3, 40.0], [100] * 4, 4.25
     best = distortion(energies, CHOICES, allocate(energies, numels, CHOICES, budget))
     for places in itertools.product(range(len(CHOICES)), repeat=4):
@@ -106,7 +106,7 @@ def test_energies_are_measured_whatever_the_shape(rows, columns, place):
         assert found[0] != found[1]
 
 
-def test_what_a_budget_chooses_from_owes_nothing_and_errs_less_than_integers():
+def test_budget_candidates_owe_nothing_and_err_less():
     chosen = select_codecs(Policy(budget=5.15))
     assert isinstance(chosen, Allotted)
     assert all(c.unbiased for c in chosen._codecs)

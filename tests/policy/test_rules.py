@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import doctest
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
+from pycomm import monitor
 from pycomm.codecs import codec
-from pycomm.policy import PROTECT, Moment, Parameter, Policy, Rule
+from pycomm.policy import PROTECT, Moment, Parameter, Policy, Rule, rules
+from pycomm.straggler import show
 
 WEIGHT = Parameter("layer.weight", (64, 64), torch.float32)
 BIAS = Parameter("layer.bias", (4096,), torch.float32)
@@ -91,7 +97,7 @@ def test_a_schedule_holds_in_whatever_order_it_is_written(unit):
         ((("100", "int8"),), "'100' for int8"),
     ],
 )
-def test_a_schedule_that_says_two_things_or_none_is_refused(schedule, text):
+def test_an_ambiguous_schedule_is_refused(schedule, text):
     for name in ("schedule", "epochs"):
         with pytest.raises(ValueError, match=text):
             Policy("int4", **{name: schedule})
@@ -158,3 +164,36 @@ def test_what_makes_no_sense_is_refused(text, says):
 def test_the_protection_is_a_rule_as_others_are():
     assert Policy().rules == PROTECT
     assert not Policy("int8", ()).decide(BIAS).exact
+
+
+# ---------------------------------------------------------------------------------- documentation
+# The examples of docs/policy.md and of docstrings do what they say.
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "policy.md"
+
+
+@pytest.mark.parametrize("module", [rules, monitor], ids=lambda m: m.__name__)
+def test_docstrings(module):
+    assert doctest.testmod(module).failed == 0
+
+
+def test_examples(monkeypatch):
+    # Other tests may have left models and groups in this process.
+    monkeypatch.setattr(monitor, "_watched", {})
+    monkeypatch.setattr(show, "groups", list)
+    result = doctest.testfile(str(PAGE), module_relative=False)
+    assert result.attempted >= 8
+    assert result.failed == 0
+
+
+def test_the_codecs_of_the_page_on_migrating_exist():
+    text = (PAGE.parent / "migrating.md").read_text()
+    text, _, earlier = text.partition("## From earlier versions of pycomm")
+    # Of its rows, "was | now", the first cell names codecs that are gone.
+    text += "\n".join(f"| {row.split(' | ', 1)[1]}" for row in earlier.splitlines() if " | " in row)
+    named = r'(?:codec=|codec\(|model, |weights=)"([^"]+)"|\| `"([^"`]+)"`'
+    found = {a or b for a, b in re.findall(named, text)}
+    assert len(found) > 12
+    for name in sorted(found - {"auto"}):
+        rules.Policy.of(name)

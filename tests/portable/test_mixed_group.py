@@ -70,7 +70,7 @@ def with_older(rank: Path) -> list[list[str]]:
     return [[str(rank)], [x86, "-cpu", "Haswell", str(rank)], [x86, "-cpu", "Nehalem", str(rank)]]
 
 
-def test_ranks_with_and_without_vector_instructions_have_equal_bits(rank, tmp_path):
+def test_ranks_of_any_simd_level_have_equal_bits(rank, tmp_path):
     alike = tmp_path / "alike"
     alike.mkdir()
     expected = lines_of([[str(rank)]] * 3, alike)

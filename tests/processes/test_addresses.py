@@ -106,7 +106,7 @@ def test_a_dual_stack_interface_is_used_by_ipv4(tmp_path):
     assert all("eth0 (10.77.0." in line for line in lines)
 
 
-def test_ranks_with_different_families_get_an_error_at_once(tmp_path):
+def test_different_address_families_are_an_error(tmp_path):
     """Rank 1 connects to rank 0, and has no address of its family."""
     with lab_or_skip(netlab.Netlab, 2) as lab:
         ranks = {"0": {"PYCOMM_INTERFACE": add_v6(lab, 0)}, "1": {"PYCOMM_INTERFACE": "eth0"}}
@@ -139,7 +139,7 @@ with socket.create_server(here) as server:
 """
 
 
-def test_a_rank_behind_a_mapped_port_is_reached_by_what_it_advertises(tmp_path):
+def test_a_mapped_port_is_reached_as_advertised(tmp_path):
     """Node 2 is the NAT of node 0, to which node 1 has no route."""
     with lab_or_skip(netlab.Netlab, 3) as lab:
         lab._shell(2, ["ip route add prohibit 10.77.0.1/32"])
@@ -160,7 +160,7 @@ def test_a_rank_behind_a_mapped_port_is_reached_by_what_it_advertises(tmp_path):
     assert all(line.startswith("rank ") or "tcp to " in line for line in lines), lines
 
 
-def test_ranks_behind_firewalls_connect_on_the_ports_that_are_open(tmp_path):
+def test_ranks_behind_firewalls_use_open_ports(tmp_path):
     with lab_or_skip(WanLab, 2, "200mbit") as lab:
         assert isinstance(lab, WanLab)
         for node in range(2):

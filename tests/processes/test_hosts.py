@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
+from itertools import cycle, product
 
-from tests.processes.labs import near_hosts
+import pytest
+
+from pycomm.bench import netlab
+from pycomm.bench.lab.shape import Shape
+from pycomm.straggler.compare import compare
+from pycomm.straggler.stats import RankStats
+from tests.extent import FULL, each_value, part
+from tests.faults.injection.case import NETWORK, draw
+from tests.faults.injection.judge import breaches
+from tests.faults.injection.play import lab_of, play
+from tests.processes.labs import far_hosts, near_hosts, printed_by
 
 JOB = [sys.executable, "-m", "tests.processes.hosts_job"]
 
@@ -62,7 +76,7 @@ def test_interface_that_is_not_there_lists_those_that_are():
         assert "eth0 (10.77.0." in errors
 
 
-def test_name_of_the_master_that_means_loopback_does_no_harm():
+def test_a_master_name_for_loopback_does_no_harm():
     # As where /etc/hosts maps the host's own name to 127.0.1.1.
     command = ["env", "MASTER_ADDR=127.0.1.1", *JOB]
     assert all("by eth0 (10.77.0." in text for text in good(run("unlimited", 1, command)))
@@ -95,3 +109,274 @@ def test_two_interfaces_of_different_rates_add_up():
         # One link has 120. Of the sum, headers take 4 %, the last frames of the slow link some
         # more, and bursts give a little; the rest is for a machine that is busy with other tests.
         assert 130 < float(rate) < 200
+
+
+# ------------------------------------------------------------------------------ failures for good
+# A rank whose network fails for good is named by the others at the deadline, however it fails.
+
+
+@pytest.fixture(scope="module")
+def lab():
+    try:
+        return lab_of(4)
+    except netlab.LabUnavailable as error:
+        pytest.skip(f"no network namespaces: {error}")
+
+
+PHASES = ("split", "steady")
+
+
+@pytest.mark.parametrize(
+    ("fault", "phase"), product(NETWORK, PHASES) if FULL else zip(NETWORK, cycle(PHASES))
+)
+def test_a_cut_off_rank_is_named_and_leaves_nothing(lab, fault, phase):
+    case = draw(7, 0, transports=["tcp"], faults=[fault], phases=[phase])
+    played = play(case, lab)
+    assert breaches(played) == [], f"{case}\n{played.stacks}"
+
+
+# --------------------------------------------------------------------------- failures for a while
+# A network between two hosts that fails for a while: collectives wait, and go on.
+
+
+GOING_ON = """
+import os, sys, time
+import numpy as np
+from pycomm.communicator import Communicator, Store
+
+rank = int(os.environ["RANK"])
+with Communicator(Store.file(sys.argv[1]), rank, 2, transport="tcp", timeout=20) as c:
+    c.barrier()
+    print("begin", flush=True)
+    end, longest, going = time.monotonic() + 3.5, 0.0, 2.0
+    while going == 2:
+        x = np.full(100_000, rank + 1, np.float32)
+        start = time.monotonic()
+        c.all_reduce(x)
+        assert (x == 3).all()
+        vote = np.array([float(time.monotonic() < end)])
+        c.all_reduce(vote)
+        longest = max(longest, time.monotonic() - start)  # either may be what the flap meets
+        going = vote[0]
+    print(longest, flush=True)
+"""
+DOWN = 1.0
+
+
+def test_collectives_survive_flaps_and_killed_connections(tmp_path):
+    with near_hosts(2, "1gbit") as lab:
+        command = [sys.executable, "-c", GOING_ON, str(tmp_path / "store")]
+        ranks = lab.start(command, stdout=subprocess.PIPE)
+        assert ranks[1].stdout.readline() == b"begin\n"
+
+        def on_node_1(*words: str) -> int:
+            return subprocess.run([*lab.wrap(1), *words], capture_output=True).returncode
+
+        if on_node_1("ip", "link", "set", "eth0", "down") != 0:
+            pytest.skip("this user may not take the interface of a namespace down")
+        time.sleep(DOWN)
+        assert on_node_1("ip", "link", "set", "eth0", "up") == 0
+        time.sleep(0.5)
+        on_node_1("ss", "-K", "state", "established")  # a reset, where the kernel can
+        assert [rank.wait(30) for rank in ranks] == [0, 0]
+        assert float(ranks[1].stdout.read()) >= DOWN / 2, "the flap was not felt"
+
+
+# ------------------------------------------------------------------------------------------ nodes
+# Collectives on real nodes: network namespaces, joined by links that count their bytes.
+
+
+NUMEL = 2_000_000
+
+# Every rank reduces and gathers; rank 0 prints how it is connected.
+ONE_CALL = f"""
+import os, sys
+import numpy as np
+from pycomm.communicator import Communicator, Store
+rank, size, folder, op = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), *sys.argv[1:]
+with Communicator(Store.file(folder), rank, size, interface="eth0", timeout=30) as c:
+    if op == "all_reduce":
+        x = np.full({NUMEL}, rank + 1, np.float32)
+        c.all_reduce(x)
+        assert (x == size * (size + 1) / 2).all()
+    elif op == "reduce_scatter":
+        out = np.empty({NUMEL} // size, np.float32)
+        c.reduce_scatter(np.full({NUMEL}, rank + 1, np.float32), out)
+        assert (out == size * (size + 1) / 2).all()
+    else:
+        out = np.empty({NUMEL}, np.float32)
+        c.all_gather(np.full({NUMEL} // size, rank, np.float32), out)
+        assert (out.reshape(size, -1) == np.arange(size)[:, None]).all()
+    if rank == 0:
+        print(c.describe())
+"""
+
+
+def start(lab: netlab.Lab, local: list[int], folder: str, op: str) -> list[subprocess.Popen[bytes]]:
+    """One process per rank, `local[k]` of them on node k."""
+    ranks = []
+    nodes = [node for node, count in enumerate(local) for _ in range(count)]
+    for rank, node in enumerate(nodes):
+        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(len(nodes))}
+        command = [*lab.wrap(node), sys.executable, "-c", ONE_CALL, folder, op]
+        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE))
+    return ranks
+
+
+@each_value
+@pytest.mark.parametrize("local", [[2, 2], [1, 3]], ids=["2+2", "1+3"])
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_each_byte_crosses_a_link_once(tmp_path, local, op):
+    lab = near_hosts(2, "1gbit")
+    with lab:
+        before = [lab.sent_bytes(node) or 0 for node in range(2)]
+        ranks = start(lab, local, str(tmp_path), op)
+        try:
+            said = [rank.communicate(timeout=60)[0].decode() for rank in ranks]
+            assert [rank.returncode for rank in ranks] == [0] * len(ranks)
+        finally:
+            for rank in ranks:
+                rank.kill()
+        sent = [(lab.sent_bytes(node) or 0) - before[node] for node in range(2)]
+    assert ("shm" in said[0]) == (local[0] > 1)
+    assert "tcp" in said[0]
+    size, n = 4 * NUMEL, sum(local)
+    want = {
+        "all_reduce": [size, size],
+        "reduce_scatter": [size * (n - count) // n for count in local],
+        "all_gather": [size * count // n for count in local],
+    }[op]
+    for bytes_sent, expected in zip(sent, want, strict=True):
+        # Headers and acknowledgements take 5 %; the rest is what TCP sends again.
+        assert expected <= bytes_sent < 1.2 * expected
+
+
+# ------------------------------------------------------------------------------------------ sites
+# Hosts near each other, and far from others, are found by the round trips of their connections.
+
+
+SUMS = """
+import torch, torch.distributed as dist
+from pycomm import backend
+
+dist.init_process_group("pycomm")
+rank = dist.get_rank()
+for numel in (5, 100_003):
+    x = torch.arange(float(numel)) + rank
+    dist.all_reduce(x)
+    assert torch.equal(x, 4 * torch.arange(float(numel)) + 6), numel
+group = backend.find(dist.group.WORLD)
+print(group.levels, group.describe(), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+CASES = [
+    ("0-2 delay=100us\n1-3 delay=100us", [0, 1, 0, 1], "; 2 sites: 0,2 | 1,3"),
+    ("0-2 delay=2ms", [], " ms\n"),  # between near and far, so there are no sites
+]
+
+
+@pytest.mark.parametrize(("matrix", "levels", "told"), part(CASES, 2))
+def test_sites_are_found_by_round_trips(tmp_path, matrix, levels, told):
+    lab = far_hosts(4, "unlimited", shape=Shape(delay=0.03), matrix_text=matrix)
+    text = printed_by(lab, SUMS, tmp_path)
+    lines = [line for line in text.splitlines(keepends=True) if line.startswith(str(levels))]
+    assert len(lines) == 4, text
+    assert all("round trips up to 6" in line and told in line for line in lines), text
+
+
+# ------------------------------------------------------------------------------------- slow links
+# The host whose link is slow is named by what the kernels of all hosts count.
+
+
+STEPS_ON_LINKS = [sys.executable, "-m", "tests.processes.slow_link_job"]
+
+
+def test_the_rank_with_the_slow_link_is_named():
+    lab = near_hosts(3, "400mbit", node_rates={1: "60mbit"})
+    with lab, tempfile.TemporaryDirectory() as folder:
+        ranks = lab.start([*STEPS_ON_LINKS, folder], stdout=subprocess.PIPE)
+        texts = [rank.communicate(timeout=60)[0] for rank in ranks]
+    health = compare([RankStats.from_json(json.loads(text)) for text in texts])
+    assert health is not None
+    assert health.finding is not None
+    assert (health.finding.rank, health.finding.cause) == (1, "link")
+
+
+# --------------------------------------------------------------------------------- measured rates
+# What ranks have sent says how fast their links are, and owners' shares of exact sums follow.
+
+
+# The ranks tell each other what they have measured after 8 and after 32 collectives. In each sum, a
+# fast rank sends for one or two windows of its meter before it waits for the slow one.
+MEASURED_SUMS = """
+import numpy as np, torch.distributed as dist
+from pycomm.bench.links.torch_store import TorchStore
+from pycomm.communicator import Communicator, Piece, Store
+
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+requests = TorchStore(dist.distributed_c10d._get_default_store())
+group = Communicator(Store.of(requests), rank, ranks, transport="tcp", timeout=120)
+
+def values(seed):
+    return np.random.default_rng(seed).standard_normal(5 << 16).astype(np.float32)
+
+def check(x, turn):
+    expected = values(turn)
+    for r in range(1, ranks):
+        expected = expected + values(1000 * r + turn)
+    assert x.tobytes() == expected.tobytes(), turn
+
+def buffers(call, size):
+    sent = group.wire_bytes()
+    call()
+    return f"{(group.wire_bytes() - sent) / size:.2f}"
+
+x = values(1000 * rank)
+group.all_reduce(x)
+check(x, 0)
+before = group.describe()
+for calls in range(2, 34):
+    if calls < 6 or 9 < calls < 14:  # a busy machine needs more of them
+        group.all_reduce(values(1000 * rank))
+    else:
+        group.barrier()
+    if "exact shares" in group.describe():
+        break
+x = values(1000 * rank + 2)
+exact = buffers(lambda: group.all_reduce(x), x.nbytes)
+check(x, 2)
+piece = Piece(x.size, "quant:bits=8")
+coded = buffers(lambda: group.all_reduce_coded(x, [piece]), x.size)
+print(rank, "measured" in before, exact, coded, group.core.shares, group.describe(), flush=True)
+dist.barrier()
+group.close()
+"""
+
+
+def test_a_slow_sender_owns_little_of_exact_sums(tmp_path):
+    """It sends less than 4/3 of a buffer, and all sums keep their bits; coded shares stay equal."""
+    rates = {0: "5mbit/15mbit", 1: "15mbit", 2: "15mbit"}
+    lab = far_hosts(3, "unlimited", shape=Shape(delay=0.01), node_rates=rates)
+    text = printed_by(lab, MEASURED_SUMS, tmp_path)
+    lines = sorted(line for line in text.splitlines() if "round trips" in line)
+    assert len(lines) == 3, text
+    # The same on all ranks.
+    assert len({line.partition("round trips")[2] for line in lines}) == 1, text
+    shares = re.search(r", exact shares (\S+) (\S+) (\S+)$", lines[0])
+    assert shares, text
+    # None at all, unless a busy machine kept the other two from sending at their rates.
+    slow, *others = map(float, shares.groups())
+    assert slow < 0.2, text
+    assert slow <= min(others), text
+    for rank, line in enumerate(lines):
+        assert line.startswith(f"{rank} False "), text
+        assert " [] 3 ranks: " in line, text
+        exact, coded = map(float, line.split()[2:4])
+        share = float(shares.group(rank + 1))
+        # What others own goes to them, and what this rank owns to both; frames have headers.
+        assert 1 + share - 0.01 < exact < 1.1 * (1 + share), text
+        assert 1.33 <= coded < 1.5, text  # and int8 has scales

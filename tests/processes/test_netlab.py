@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -167,20 +166,6 @@ def test_bytes_are_told_and_a_missing_command_too():
     assert "sent bytes   received bytes" in done.stderr
 
 
-def test_mpirun_starts_its_ranks_on_the_nodes():
-    near_hosts(2).close()
-    if not shutil.which("mpirun"):
-        pytest.skip("no mpirun (apt-get install openmpi-bin)")
-    names = ("OMPI_COMM_WORLD_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
-    script = f"echo {' '.join(f'${name}' for name in names)} $(readlink /proc/self/ns/net)"
-    command = [*NETLAB, "--mpi", "--", "sh", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    said = sorted(line.split() for line in done.stdout.splitlines())
-    assert [words[:-1] for words in said] == [["0", "0", "2", "0", "0"], ["1", "1", "2", "0", "1"]]
-    assert len({space for *_, space in said} | {os.readlink("/proc/self/ns/net")}) == 3
-
-
 @each_value
 @pytest.mark.parametrize(
     ("sent", "who", "status"),
@@ -237,7 +222,7 @@ time.sleep(60)
 """
 
 
-def test_a_command_beside_the_ranks_ends_with_its_process_too():
+def test_a_command_beside_the_ranks_ends_too():
     mark = f"{os.getpid()}.kept"
     code = KEPT.format(mark=mark)
     started = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)

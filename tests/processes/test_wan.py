@@ -131,7 +131,7 @@ def test_packets_are_lost_as_often_as_asked(loss, matrix_text, least, most):
         assert least <= send(lab, 1000) <= most
 
 
-def test_a_cut_node_gets_and_sends_nothing_until_it_is_mended():
+def test_a_cut_node_is_silent_until_mended():
     with far_hosts(2, "unlimited") as lab:
         assert send(lab, 100) == 0
         lab.cut(0)
@@ -243,7 +243,7 @@ if child:
 
 
 @pytest.mark.parametrize("local", [1, 2])
-def test_far_hosts_need_one_round_where_owners_keep_nothing(tmp_path, local):
+def test_far_hosts_without_feedback_use_one_round(tmp_path, local):
     """With the bits of two rounds."""
     with (
         far_hosts(2, shape=Shape(delay=0.03)) as lab,

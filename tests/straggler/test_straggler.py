@@ -130,7 +130,7 @@ def test_ranks_choose_the_same_operations():
     assert set(one) & set(other) >= set(one) - {max(one)} or set(other) < set(one)
 
 
-def test_only_operations_in_which_all_wait_for_all_are_compared():
+def test_only_synchronizing_operations_are_compared():
     assert rank_stats(trace_of([(1000, 0, 0, 1000)] * 9, op="broadcast")).operations == {}
 
 
@@ -224,7 +224,7 @@ def test_a_slow_link_is_named(rates):
     assert "the link of rank 2 (node2) carries 7 MB/s" in found.text
 
 
-def test_links_that_are_alike_or_do_not_matter_are_not_spoken_of():
+def test_links_that_are_alike_are_not_named():
     alike = [(0, 24 * MB, 22 * MB), (20 * MB, 0, 18 * MB), (21 * MB, 19 * MB, 0)]
     assert finding(*WAITING, rates=alike) is None
     slow = [(0, 24 * MB, 7 * MB), (24 * MB, 0, 7 * MB), (7 * MB, 7 * MB, 0)]
@@ -234,7 +234,7 @@ def test_links_that_are_alike_or_do_not_matter_are_not_spoken_of():
 # ---------------------------------------------------------------- exchange between ranks
 
 
-def test_ranks_put_down_what_they_know_and_the_first_says_who_is_last():
+def test_rank_0_names_the_last_rank():
     keys, said = {}, []
 
     def job(c):

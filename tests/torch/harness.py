@@ -29,6 +29,12 @@ def equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+def all_equal(results: list[Any]) -> None:
+    """Check that all ranks have returned the same."""
+    for rank, result in enumerate(results):
+        assert equal(result, results[0]), f"rank {rank} has {result} and rank 0 {results[0]}"
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether the bytes are the same: also those of NaNs, and the sign of zeros."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]

@@ -5,8 +5,10 @@ Each test sends the ranks a function, which runs on every rank in a new process 
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
+import inspect
 import logging
 import os
 import subprocess
@@ -177,3 +179,60 @@ class Pool:
                 process.wait(2)
             process.kill()
             process.wait(10)
+
+
+OfRank = Callable[..., Any]
+
+
+def on_ranks(
+    ranks: int = 2, then: Callable[[list[Any]], None] | None = None, **options: Any
+) -> Callable[[OfRank], OfRank]:
+    """Make a test of a function that runs on every rank of the pool, with ``(rank, ranks, ...)``.
+
+    It stands above the marks of the function. What these call "ranks" and "backend" are options of
+    the run, and the function's further parameters come from them, too.
+
+    Args:
+        ranks: how many there are, unless a mark says so.
+        then: is called with the results of all ranks.
+        options: of `Pool.run`. With ``backend=None`` the function's third parameter is the store.
+    """
+
+    def decorate(function: OfRank) -> OfRank:
+        marks = getattr(function, "pytestmark", [])
+        marked = {
+            argument
+            for mark in marks
+            if mark.name == "parametrize"
+            for argument in _names(mark.args[0])
+            if argument in ("ranks", "backend")
+        }
+        given = 3 if options.get("backend", "") is None else 2
+        further = list(inspect.signature(function).parameters)[given:]
+
+        def test(pool: Pool, **values: Any) -> None:
+            args = [values[name] for name in further]
+            chosen = {"ranks": ranks, **options, **{name: values[name] for name in marked}}
+            results = pool.run(functools.partial(_of_test, *names), *args, **chosen)
+            if then:
+                then(results)
+
+        names = function.__module__, function.__name__
+        functools.update_wrapper(test, function)
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        fixtures = ["pool", *dict.fromkeys([*further, *sorted(marked)])]
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(fixture, keyword) for fixture in fixtures]
+        )
+        return test
+
+    return decorate
+
+
+def _names(names: str | Collection[str]) -> Collection[str]:
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+
+
+def _of_test(module: str, name: str, *args: Any) -> Any:
+    """Run a test's function on a rank: it is not sent by its name, which is the test's."""
+    return getattr(importlib.import_module(module), name).__wrapped__(*args)

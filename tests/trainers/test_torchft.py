@@ -66,7 +66,7 @@ def test_a_replica_is_killed_and_comes_back(lab: Lab, codec: str, transport: str
 
 
 @pytest.mark.timeout(600)
-def test_replicas_that_are_killed_at_random_and_replaced_end_equal(lab: Lab) -> None:
+def test_replicas_killed_at_random_end_equal(lab: Lab) -> None:
     """Any replica but the first, at any moment of a step; `make soak` has two hundred kills."""
     outcome = kill_and_replace(lab, kills=4, seed=4)
     assert len(outcome.waits) == 4

@@ -22,7 +22,7 @@ pytest.importorskip("torchft")
 import pycomm
 from pycomm.torchft import DistributedDataParallel, ProcessGroupPycomm
 from tests.torch.harness import batch, network
-from tests.torch.pool import Pool
+from tests.torch.pool import Pool, on_ranks
 
 STOCHASTIC = "quant:bits=4,block=64,rounding=stochastic"
 
@@ -158,7 +158,9 @@ def test_a_replica_that_heals_sends_zeros_and_owes_nothing(pool, codec):
         assert one[0].isfinite().all()
 
 
-def divides(rank: int, size: int, store: Any, participants: int) -> None:
+@on_ranks(3, backend=None)
+@pytest.mark.parametrize("participants", [1, 2, 3])
+def test_the_average_is_over_the_participants(rank, size, store, participants):
     """Exact gradients: the average is over the participants, whoever is in the group."""
     manager = Manager(rank, store)
     net = torch.nn.Linear(100, 3, bias=False)
@@ -170,11 +172,6 @@ def divides(rank: int, size: int, store: Any, participants: int) -> None:
     expected = sum(r + 1 for r in range(participants)) / participants
     # Weights of 3/2 and 3 are exact, and so is their sum; the division rounds once.
     assert net.weight.grad.eq(torch.tensor(expected)).all()
-
-
-@pytest.mark.parametrize("participants", [1, 2, 3])
-def test_the_average_is_over_the_participants(pool, participants):
-    pool.run(divides, participants, ranks=3, backend=None)
 
 
 # ------------------------------------------------------------------ what is left behind
@@ -250,7 +247,8 @@ def test_a_step_that_is_not_committed_leaves_no_trace(pool, codec, feedback, how
 # ------------------------------------------------------------------ what does not fit
 
 
-def other_codec(rank: int, size: int, store: Any) -> None:
+@on_ranks(3, backend=None)
+def test_a_replica_with_another_codec_raises(rank, size, store):
     """A replica with another codec comes: it raises, and the others skip the step."""
     manager = Manager(rank, store)
     model = DistributedDataParallel(manager, network(), codec="int8" if rank == 2 else "int4")
@@ -271,10 +269,6 @@ def other_codec(rank: int, size: int, store: Any) -> None:
     backward(model, rank, 1)
     assert manager.error is None
     assert model.state.step == 2
-
-
-def test_a_replica_that_comes_with_another_codec_raises_and_the_others_go_on(pool):
-    pool.run(other_codec, ranks=3, backend=None)
 
 
 def test_another_process_group_is_refused():

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.torch.harness import all_equal
+
 pytest.importorskip("torchft")
 
 from torchft import diloco_regression_test
 from torchft._test import diloco_trainer
 
 from pycomm.torchft import DiLoCo, HandOverTransport, ProcessGroupPycomm
-from tests.torch.pool import Pool
+from tests.torch.pool import Pool, on_ranks
 from tests.trainers.test_torchft_compressed import Manager
 
 LIMIT = timedelta(seconds=20)
@@ -151,7 +153,7 @@ def thrown(rank: int, size: int, store: Any, codec: str, fails: bool) -> tuple[A
 
 
 @pytest.mark.parametrize("codec", ["int4", "topk:0.1", "powersgd:2"])
-def test_an_outer_step_that_is_not_committed_leaves_no_trace(pool, codec):
+def test_an_uncommitted_outer_step_leaves_no_trace(pool, codec):
     with_it = pool.run(thrown, codec, True, ranks=2, backend=None)
     without = pool.run(thrown, codec, False, ranks=2, backend=None)
     for (values, owed), (wanted, wants) in zip(with_it, without, strict=True):
@@ -163,7 +165,8 @@ def test_an_outer_step_that_is_not_committed_leaves_no_trace(pool, codec):
 # ------------------------------------------------------------------ who heals, and who counts
 
 
-def heals(rank: int, size: int, store: Any) -> torch.Tensor:
+@on_ranks(3, backend=None, then=all_equal)
+def test_a_healing_replica_owes_nothing(rank, size, store):
     """The third replica comes with the others' parameters, and the others keep what they owe."""
     manager = Led(rank, store)
     trainer = Trainer(manager, "int4")
@@ -196,12 +199,8 @@ def heals(rank: int, size: int, store: Any) -> torch.Tensor:
     return trainer.everything()
 
 
-def test_a_replica_that_heals_owes_nothing_and_the_others_keep_what_they_owe(pool):
-    first, *others = pool.run(heals, ranks=3, backend=None)
-    assert all(torch.equal(first, other) for other in others)
-
-
-def divides(rank: int, size: int, store: Any) -> torch.Tensor:
+@on_ranks(3, backend=None, then=all_equal)
+def test_the_average_is_over_the_participants(rank, size, store):
     """Exactly: of three replicas two take part, and the third's movement is seen by nobody."""
     manager = Led(rank, store)
     trainer = Trainer(manager, "fp32")
@@ -221,20 +220,12 @@ def divides(rank: int, size: int, store: Any) -> torch.Tensor:
     return trainer.everything()
 
 
-def test_the_average_is_over_the_participants(pool):
-    first, *others = pool.run(divides, ranks=3, backend=None)
-    assert all(torch.equal(first, other) for other in others)
-
-
-def refuses(rank: int, size: int, store: Any) -> None:
+@on_ranks(1, backend=None)
+def test_arguments_that_the_codec_replaces_are_refused(rank, size, store):
     manager = Led(rank, store)
     for name in ("should_quantize", "use_bucketization"):
         with pytest.raises(ValueError, match=f"{name}: a fragment is one bucket"):
             Trainer(manager, "int4", **{name: True})
-
-
-def test_arguments_that_the_codec_replaces_are_refused(pool):
-    pool.run(refuses, ranks=1, backend=None)
 
 
 # ------------------------------------------------------------------ torchft's own numbers

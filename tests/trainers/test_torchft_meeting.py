@@ -62,7 +62,7 @@ def replicas(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replicas]:
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
-def test_a_former_member_that_is_gone_is_told_before_anyone_would_lose_patience(
+def test_a_dead_former_member_is_told_early(
     replicas: Replicas, monkeypatch: pytest.MonkeyPatch, gone: int
 ) -> None:
     monkeypatch.setattr(meeting, "UNKNOWN_MEMBER_TIMEOUT", 60.0)
@@ -76,9 +76,7 @@ def test_a_former_member_that_is_gone_is_told_before_anyone_would_lose_patience(
     assert replicas.configure(3, [0, 1], 2) == ["formed"] * 2
 
 
-def test_one_that_takes_the_place_of_a_member_that_is_gone_is_waited_for(
-    replicas: Replicas, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replacement_is_awaited(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "UNKNOWN_MEMBER_TIMEOUT", 60.0)
     assert replicas.configure(1, [0, 1, 2], 3) == ["formed"] * 3
     replicas.groups[2].shutdown()
@@ -87,7 +85,7 @@ def test_one_that_takes_the_place_of_a_member_that_is_gone_is_waited_for(
     assert replicas.configure(3, [0, 1, 2], 3, delay=1.5) == ["formed"] * 3
 
 
-def test_a_late_former_member_is_waited_for_once_the_gone_one_is_replaced(
+def test_a_late_former_member_is_awaited(
     replicas: Replicas,
 ) -> None:
     assert replicas.configure(1, [0, 1, 2], 3) == ["formed"] * 3
@@ -96,7 +94,7 @@ def test_a_late_former_member_is_waited_for_once_the_gone_one_is_replaced(
     assert replicas.configure(2, [0, 2, 1], 3, delay=1.5) == ["formed"] * 3
 
 
-def test_one_that_nobody_knows_is_waited_for_longer_each_time(
+def test_an_unknown_member_is_awaited_longer(
     replicas: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meeting, "UNKNOWN_MEMBER_TIMEOUT", 0.5)

@@ -85,3 +85,32 @@ class CompressedLocalSGD(local_sgd_integ_test.LocalSGDIntegTest):
     def _compressed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in (local_sgd_integ_test, diloco_trainer):
             monkeypatch.setattr(module, "DiLoCo", partial(DiLoCo, codec=INT4))
+
+
+# ------------------------------------------------------------------------------------ collectives
+# All of them, also those that torchft's tests skip for Gloo.
+
+COLLECTIVES = sorted(process_group_test._ALL_COLLECTIVES)
+
+
+class Replicas(process_group_test.MultiPgBaseTest):
+    """Three replicas, threads of one process as torchft makes them."""
+
+    WORLD_SIZE = 3
+    __test__ = False
+
+    @classmethod
+    def _create_pg(cls, backend: str) -> ProcessGroupPycomm:
+        return ProcessGroupPycomm(timeout=timedelta(seconds=10))
+
+
+@pytest.fixture(scope="module")
+def groups() -> Any:
+    Replicas.setUpClass()
+    yield Replicas("_run_parallel")
+    Replicas.tearDownClass()
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_collective_of_torchft(groups: Replicas, collective: str) -> None:
+    groups._run_parallel(collective)

@@ -17,7 +17,7 @@ from torchft.checkpointing import transport_test
 
 import pycomm
 from pycomm.torchft import HandOverTransport, ProcessGroupPycomm
-from tests.torch.pool import Pool
+from tests.torch.pool import Pool, on_ranks
 
 LIMIT = timedelta(seconds=20)
 CHUNK = 4096
@@ -103,7 +103,9 @@ def test_new_replicas_get_the_same_bits(pool, transport, codec):
     assert sent[1] > 2 * CHUNK, "the first one does"
 
 
-def fails(rank: int, size: int, store: Any, what: str) -> None:
+@on_ranks(3, backend=None)
+@pytest.mark.parametrize("what", ["lambda", "memory", "step", "chunk"])
+def test_what_fails_is_told_and_holds_nobody_up(rank, size, store, what):
     group = grouped(rank, size, store)
     group.barrier().wait()  # all have formed it before one ends
     made: HandOverTransport[Any] = HandOverTransport(
@@ -143,11 +145,6 @@ def fails(rank: int, size: int, store: Any, what: str) -> None:
     assert time.monotonic() - start < 15, "long before the group's timeout of 20 s"
     made.shutdown()
     group.shutdown()
-
-
-@pytest.mark.parametrize("what", ["lambda", "memory", "step", "chunk"])
-def test_what_fails_is_told_and_holds_nobody_up(pool, what):
-    pool.run(fails, what, ranks=3, backend=None)
 
 
 def test_torchfts_own_test_of_transports():

@@ -195,7 +195,7 @@ def test_a_codec_compresses_the_gradients(trainer, variant, tmp_path):
     [(trainer, *one) for trainer in TRAINERS for one in trainer.warns],
     ids=name,
 )
-def test_what_is_not_compressed_is_told_with_the_line_to_write(trainer, variant, why, tmp_path):
+def test_uncompressed_trainers_get_a_hint(trainer, variant, why, tmp_path):
     skip_without(trainer)
     output = output_of(trainer, "gloo", tmp_path, "--codec int4", variant.split())
     warnings = re.findall("--codec compresses nothing here: (.*)", output)
@@ -216,7 +216,7 @@ def test_what_is_not_compressed_is_told_with_the_line_to_write(trainer, variant,
         ("megatron", "--distributed-optimizer --overlap"),
     ],
 )
-def test_the_exact_codec_in_place_of_their_reductions_changes_no_loss(package, variant, tmp_path):
+def test_the_exact_codec_changes_no_loss(package, variant, tmp_path):
     """Both divide by two ranks, which is exact before the sum and after it."""
     trainer = next(t for t in TRAINERS if t.package == package)
     skip_without(trainer)
@@ -227,7 +227,7 @@ def test_the_exact_codec_in_place_of_their_reductions_changes_no_loss(package, v
 
 
 @pytest.mark.timeout(600)
-def test_torchtitan_has_the_same_losses_with_the_exact_codec(tmp_path):
+def test_torchtitans_losses_stay_with_the_exact_codec(tmp_path):
     trainer = next(t for t in TRAINERS if t.package == "torchtitan")
     skip_without(trainer)
     plain, group = train(trainer, "pycomm", tmp_path, [])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import pickle
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -120,14 +122,36 @@ def threads(
 
 
 def processes(
-    size: int, body: Body, folder: Any, *, kind: str, options: Any = None, errors: bool = False
+    size: int,
+    body: Body,
+    *,
+    kind: str = "shm",
+    options: Any = None,
+    errors: bool = False,
+    prepare: Callable[[int], None] = lambda rank: None,
 ) -> list[Any]:
-    """Run `body` as `threads` does, on forked processes with a file store; dead ranks give None."""
+    """Run `body` as `threads` does, on forked processes with a file store; dead ranks give None.
+
+    ``prepare(rank)`` runs in the process before the rendezvous.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = _processes(size, body, folder, kind, options, prepare)
+    return outcomes if errors else good(outcomes)
+
+
+RUNNERS = {"local": partial(threads, kind="local"), "shm": processes}
+"""How ranks run that share memory: as threads, or as processes."""
+
+
+def _processes(
+    size: int, body: Body, folder: str, kind: str, options: Any, prepare: Callable[[int], None]
+) -> list[Any]:
     context = multiprocessing.get_context("fork")
     group = f"group {next(SERIAL)}"
 
     def target(rank: int, pipe: Any) -> None:
-        store = _C.Store.file(str(folder))
+        prepare(rank)
+        store = _C.Store.file(folder)
         outcome = run_rank(kind, store, group, rank, size, body, options or {})
         pipe.send_bytes(pickle.dumps(outcome))
 
@@ -145,4 +169,4 @@ def processes(
         except EOFError:
             outcomes.append(None)
         process.join()
-    return outcomes if errors else good(outcomes)
+    return outcomes

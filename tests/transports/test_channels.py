@@ -18,16 +18,17 @@ from tests.transports.ranks import (
 )
 
 MIB = 1 << 20
-SIZES = [0, 1, 3, 111, 112, 2047, 2048, 2049, 65_537, MIB + 3]
+# Around the sizes of a frame, of a small message and of a ring of shared memory (256 KiB).
+SIZES = [0, 1, 3, 79, 111, 112, 2047, 2048, 2049, 65_537, 262_144, 262_145, MIB + 3]
 
 
 @pytest.fixture(params=["local", "shm", "tcp"])
-def run(request, tmp_path):
+def run(request):
     """Run a body on ranks: threads, or processes where the transport needs them."""
 
     def run_on(size, body, **more):
         if request.param == "shm":
-            return processes(size, body, tmp_path, kind="shm", **more)
+            return processes(size, body, **more)
         return threads(size, body, kind=request.param, **more)
 
     return run_on

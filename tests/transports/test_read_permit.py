@@ -143,7 +143,7 @@ def test_ranks_name_their_launcher_while_they_have_a_group(yama):
         assert after == 0
 
 
-def test_where_nothing_forbids_reading_or_naming_does_not_help_nobody_is_named(yama):
+def test_nobody_is_named_where_it_does_not_help(yama):
     for scope in (0, 2):
         for during, _, still, after in yama(RANKS, scope=scope):
             assert (during, still, after) == (False, False, None)

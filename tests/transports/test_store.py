@@ -231,7 +231,7 @@ def test_a_link_or_a_pipe_is_no_value(tmp_path):
             store.get(key, 0)
 
 
-def test_a_folder_that_is_exchanged_later_is_not_looked_into(tmp_path):
+def test_a_folder_exchanged_later_is_not_read(tmp_path):
     folder = tmp_path / "store"
     store = _C.Store.file(str(folder))
     store.set("key", "ours")

@@ -92,7 +92,7 @@ def close_all(c):
     return True
 
 
-def test_who_closes_all_descriptors_goes_on_and_its_new_files_stay_open():
+def test_a_rank_goes_on_without_descriptors():
     assert all(run_processes(2, close_all))
 
 
@@ -118,7 +118,7 @@ def die_behind_other_files(c):
     return lost(c)
 
 
-def test_a_death_is_seen_when_descriptors_are_those_of_other_files():
+def test_a_death_is_seen_behind_other_files():
     assert "its process is gone" in run_processes(2, die_behind_other_files)[0]
 
 
@@ -254,7 +254,7 @@ wait
 """
 
 
-def test_numbers_in_the_proc_of_another_namespace_prove_no_death(tmp_path):
+def test_another_namespaces_proc_proves_no_death(tmp_path):
     """Both ranks are in one PID namespace, but one has the /proc of the namespace around it."""
     unshare = ["unshare", "--pid", "--fork", "--mount", "sh", "-ec"]
     if not shutil.which("unshare") or subprocess.run([*unshare, "true"]).returncode != 0:

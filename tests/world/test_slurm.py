@@ -63,7 +63,7 @@ def weights(text: str) -> str:
 
 
 @pytest.mark.timeout(900)
-def test_a_drained_and_requeued_job_ends_with_the_bits_of_one_that_ran_through(cluster, tmp_path):
+def test_a_requeued_job_ends_with_the_same_bits(cluster, tmp_path):
     calm_output = tmp_path / "calm"
     calm = finish(cluster, submit(cluster, "srun.sbatch", calm_output), calm_output)
     # Two ranks on each of two hosts: rank 0 has one peer in shared memory, two behind TCP.

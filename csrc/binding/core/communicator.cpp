@@ -184,8 +184,6 @@ void bind_communicator(py::module_& m) {
       .def("trace", [](const Self& c) { return trace_records(c.trace()); })
       .def("note_issued", &Self::note_issued, py::arg("tag"))
       .def("resume", &Self::resume, py::arg("issued"))
-      .def("describe_ranks", &Self::describe_ranks, py::call_guard<Release>())
-      .def("end_requests", &Self::end_requests, py::call_guard<Release>())
       .def("compare", &Self::compare, py::arg("what"), py::arg("digest"), py::call_guard<Release>())
       .def_property_readonly("compares", &Self::compares)
       .def("wire_bytes", &Self::wire_bytes)

@@ -1,5 +1,4 @@
-// Python store: an object of Python as a Store, such as pycomm/backend/python/store.py makes of one
-// of torch's.
+// Python store: an object of Python as a Store.
 #pragma once
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -1,5 +1,4 @@
 // Queue for Python: runs callables in the order of submission, as collectives/queue.h says.
-// pycomm/backend/python/engine.py runs the operations of a process group on it.
 #include "collectives/queue.h"
 
 #include <functional>
@@ -47,13 +46,6 @@ class Operation {
   std::shared_ptr<py::object> op_;
 };
 
-std::function<bool()> asking(const py::object& done) {
-  return [&done] {
-    const GilAcquired gil;
-    return done().cast<bool>();
-  };
-}
-
 }  // namespace
 
 void bind_queue(py::module_& m) {
@@ -76,31 +68,7 @@ void bind_queue(py::module_& m) {
               op();
             });
           },
-          py::arg("op"))
-      .def("drain",
-           [](Queue& queue) {
-             const GilReleased release;
-             if (!queue.inside()) queue.run([] {});
-           })
-      .def("inside", &Queue::inside)
-      .def_static("inside_any", &Queue::inside_any)
-      .def("idle", &Queue::idle)
-      .def(
-          "run_until",
-          [](Queue& queue, const py::object& done, double seconds) {
-            const Deadline deadline = Deadline::after(milliseconds(seconds));
-            const GilReleased release;
-            return queue.run_until(asking(done), deadline);
-          },
-          py::arg("done"), py::arg("seconds"))
-      .def(
-          "wait_from_another",
-          [](Queue& queue, const py::object& done, double seconds) {
-            const Deadline deadline = Deadline::after(milliseconds(seconds));
-            const GilReleased release;
-            queue.wait_from_another(asking(done), deadline);
-          },
-          py::arg("done"), py::arg("seconds"));
+          py::arg("op"));
 }
 
 }  // namespace pycomm

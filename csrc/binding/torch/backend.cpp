@@ -638,23 +638,15 @@ void code_among_peers(const CodedCall& coded_call, PeerRoute& route, const at::T
 
 }  // namespace
 
-bool Backend::compresses(const std::string& op, const at::Tensor& tensor,
-                         const std::shared_ptr<const Layout>& layout) {
-  if (tensor.is_cpu()) return true;
+std::string Backend::why_no_peers(c10::Device device) {
   const auto engine = this->engine();
-  if (!layout->is_on(tensor.device()) || !engine->peers(tensor.device())) return false;
-  const auto route = engine->peers(tensor.device(), PeerRoute::Kind::coded);
-  const auto dtype = find_dtype(tensor.scalar_type());
-  if (!route || !dtype) return false;
-  const std::vector<Piece> pieces = layout->pieces(std::vector<Sides>(layout->size()));
-  const bool scatters = op == "reduce_scatter";
-  CodedArgs args;
-  args.pieces = {pieces.data(), pieces.size()};
-  args.data = {nullptr, layout->numel() * (scatters ? static_cast<size_t>(size_) : 1), *dtype};
-  return route->can_code(scatters             ? Op::reduce_scatter
-                         : op == "all_gather" ? Op::all_gather
-                                              : Op::all_reduce,
-                         args);
+  const std::string why = engine->why_no_peers(device, PeerRoute::Kind::exact);
+  return why.empty() ? engine->why_no_peers(device, PeerRoute::Kind::coded) : why;
+}
+
+size_t Backend::most_payload_bytes(c10::Device device) {
+  const auto route = engine()->peers(device, PeerRoute::Kind::coded);
+  return route ? route->most_payload_bytes() : 0;
 }
 
 intrusive_ptr<Work> Backend::compressed(const Call& call, Op op, const at::Tensor& output,

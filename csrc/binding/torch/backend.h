@@ -66,6 +66,8 @@ class Backend final : public c10d::Backend {
   /// those that do not.
   void compare(const std::string& what, uint32_t digest) { engine()->compare(what, digest); }
   bool compares_digests() { return engine()->comm().compares(); }
+  /// Throws the error of operations on device tensors, for which only streams may have waited.
+  void check() { engine()->check(); }
   uint64_t wire_bytes() { return engine()->comm().wire_bytes(); }
   uint64_t sent_bytes() { return engine()->comm().sent_bytes(); }
 
@@ -111,11 +113,11 @@ class Backend final : public c10d::Backend {
   // rounded once. The future holds the output; Work::finite tells, once complete, if no value of it
   // is Inf or NaN on any rank. Callers must hold the GIL.
 
-  /// True if they take tensors of this one's device and dtype: of the CPU, and of accelerators that
-  /// reach each other's memory, for all_reduce, reduce_scatter or all_gather. All ranks ask
-  /// together, and get one answer.
-  bool compresses(const std::string& op, const at::Tensor& tensor,
-                  const std::shared_ptr<const Layout>& layout);
+  /// Returns why kernels on this device cannot run them, or "" if they can: they reach the memory
+  /// of the peers' devices. The first time all ranks ask together.
+  std::string why_no_peers(c10::Device device);
+  /// Returns the most bytes of the payload of what a codec cannot cut, where kernels can run them.
+  size_t most_payload_bytes(c10::Device device);
   intrusive_ptr<Work> compressed_all_reduce(const at::Tensor& tensor,
                                             std::shared_ptr<const Layout> layout,
                                             const CodedStep& step);

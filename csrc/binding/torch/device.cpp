@@ -19,11 +19,11 @@ StreamHolds& stream_holds() {
   return holds;
 }
 
+}  // namespace
+
 at::Tensor pinned(at::IntArrayRef sizes, at::ScalarType dtype) {
   return at::empty(sizes, at::TensorOptions(dtype).pinned_memory(true));
 }
-
-}  // namespace
 
 StreamHold stream_hold(c10::DeviceType type) {
   auto& holds = stream_holds();
@@ -72,13 +72,12 @@ DeviceLane::DeviceLane(c10::Device device)
       guard_(device.type()),
       fetch_(guard_.getStreamFromGlobalPool(device)),
       deliver_(guard_.getStreamFromGlobalPool(device)),
-      word_(pinned({1}, at::kInt)),
+      gate_(std::make_shared<DeliveryGate>(device)),
       hold_(stream_hold(device.type())) {
-  open(0);
   const c10::StreamGuard on(deliver_);
   // A hold that is open already shows if this device supports any.
   void* stream = native_handle(deliver_, 0);
-  if (hold_ && !(stream && hold_(stream, word(), 0))) hold_ = nullptr;
+  if (hold_ && !(stream && hold_(stream, gate_->word(), 0))) hold_ = nullptr;
 }
 
 DeviceLane::~DeviceLane() {
@@ -87,7 +86,7 @@ DeviceLane::~DeviceLane() {
   } catch (...) {  // a failed device is treated as one that is not done
   }
   // The stream will still read the word, and nothing waits for it: the memory is left to it.
-  new at::Tensor(word_);
+  new std::shared_ptr<DeliveryGate>(gate_);
 }
 
 void DeviceLane::keep(const Tensors& tensors, c10::Stream stream) const {
@@ -127,7 +126,7 @@ std::shared_ptr<c10::Event> DeviceLane::fetch(const std::vector<Mirror>& reads) 
 
 uint32_t DeviceLane::hold() {
   const c10::StreamGuard on(deliver_);
-  if (!hold_(native_handle(deliver_, 0), word(), ++holds_))
+  if (!hold_(native_handle(deliver_, 0), gate_->word(), ++holds_))
     throw Error("the stream of " + device_.str() +
                 " accepts no more work; look for an earlier error of the device");
   return holds_;

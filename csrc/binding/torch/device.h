@@ -10,34 +10,21 @@
 // The hold (core/stream_hold.h) lets all of this be queued when the operation is issued, so that
 // wait() blocks streams only. On devices without one, the group's thread queues the copies back,
 // and wait() blocks its caller until then.
+//
+// Where only streams wait, a failed operation must leave no values that look like a result: see
+// DeliveryGate.
 #pragma once
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 
 #include <functional>
-#include <thread>
 
 #include "binding/torch/arguments.h"
+#include "binding/torch/backoff.h"
+#include "binding/torch/delivery_gate.h"
 #include "core/stream_hold.h"
 
 namespace pycomm::torch_binding {
-
-/// The backoff of polling waits: frequent polls at first, since most waits are short, and then
-/// other threads may run.
-class Backoff {
- public:
-  void wait() {
-    if (++looks_ <= kEager) {
-      std::this_thread::yield();
-    } else {
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
-  }
-
- private:
-  static constexpr int kEager = 200;
-  int looks_ = 0;
-};
 
 class Backend;    // torch/backend.h
 class PeerRoute;  // torch/peers.h
@@ -81,6 +68,9 @@ bool is_capturing(c10::Device device);
 StreamHold stream_hold(c10::DeviceType type);
 /// Sets it for devices other than CUDA's; their extension calls this.
 void set_stream_hold(c10::DeviceType type, StreamHold hold);
+
+/// Returns contiguous memory of the host that devices copy to and from without a wait.
+at::Tensor pinned(at::IntArrayRef sizes, at::ScalarType dtype);
 
 /// A tensor of a device, and the pinned memory of its size on the host.
 struct Mirror {
@@ -169,21 +159,19 @@ class DeviceLane {
   void begin_delivery();
   /// Queues copies to the host, and an event after them.
   std::shared_ptr<c10::Event> fetch(const std::vector<Mirror>& reads);
-  /// Makes the deliver stream wait for open() of the number that this returns.
+  /// Makes the deliver stream wait until the gate has reached the number that this returns.
   uint32_t hold();
-  /// Lets all work up to this hold run. Any thread, in the order of the holds.
-  void open(uint32_t number) { __atomic_store_n(word(), number, __ATOMIC_RELEASE); }
+  /// Returns what ends the holds of this lane. It may outlive the lane.
+  const std::shared_ptr<DeliveryGate>& gate() const { return gate_; }
   /// Queues copies from the host on the deliver stream.
   void deliver(const std::vector<Mirror>& writes);
   c10::Stream deliver_stream() const { return deliver_; }
 
  private:
-  uint32_t* word() const { return static_cast<uint32_t*>(word_.mutable_data_ptr()); }
-
   const c10::Device device_;
   const c10::impl::VirtualGuardImpl guard_;
   const c10::Stream fetch_, deliver_;
-  at::Tensor word_;  ///< the number of the last hold that was opened
+  const std::shared_ptr<DeliveryGate> gate_;
   uint32_t holds_ = 0;
   StreamHold hold_;
 };

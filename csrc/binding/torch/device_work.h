@@ -63,7 +63,16 @@ class DeviceWork final : public Work {
 
   intrusive_ptr<Future> getFuture() override { return delivery_.future(); }
   bool isCompleted() override {
-    return Work::isCompleted() && (delivery_.is_done() || !Work::isSuccess());
+    return is_lost_ || (Work::isCompleted() && (delivery_.is_done() || !Work::isSuccess()));
+  }
+  std::exception_ptr exception() const override {
+    return is_lost_ ? as_python(lost_) : Work::exception();
+  }
+  /// Sets the error of an operation for which streams wait, before they go on: whoever then has
+  /// what they have left finds it. By the thread that runs the operation, once.
+  void set_lost(std::exception_ptr error) {
+    lost_ = std::move(error);
+    is_lost_ = true;
   }
 
   /// Sets a function that throws if work on the device has failed.
@@ -92,7 +101,8 @@ class DeviceWork final : public Work {
     if (limited || !held_) {
       Work::wait(timeout);
     } else if (const auto error = exception()) {
-      std::rethrow_exception(error);
+      delivery_.block_current_stream();  // whoever reads the results all the same finds none
+      leave_with(error);
     }
     delivery_.block_current_stream();
     for (Backoff backoff; blocks && !delivery_.is_done(); backoff.wait())
@@ -106,6 +116,8 @@ class DeviceWork final : public Work {
 
  private:
   const bool held_, blocking_wait_;
+  std::exception_ptr lost_;
+  std::atomic<bool> is_lost_{false};
   std::function<void()> check_;
   at::Tensor found_inf_;
   Delivery delivery_;

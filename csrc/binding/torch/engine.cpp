@@ -1,18 +1,16 @@
 // Runs the operations of the "pycomm" process group: torch/engine.h. A part of _c10d.
 #include "binding/torch/engine.h"
 
-#include <limits>
-
 namespace pycomm::torch_binding {
 
 std::string Engine::describe() {
   std::string text = comm_.describe();
   const std::lock_guard<std::mutex> lock(routes_mutex_);
-  for (const auto& [key, route] : peers_) {
+  for (const auto& [key, found] : peers_) {
     const auto [type, index, kind] = key;
     text += "; on " + c10::Device(type, index).str();
     if (kind == PeerRoute::Kind::coded) text += " with codecs";
-    text += " " + (route ? route->describe() : "by way of the host");
+    text += " " + (found.route ? found.route->describe() : "by way of the host: " + found.why);
   }
   return text;
 }
@@ -20,8 +18,8 @@ std::string Engine::describe() {
 void Engine::set_timeout(Milliseconds timeout) {
   comm_.set_timeout(timeout);
   const std::lock_guard<std::mutex> lock(routes_mutex_);
-  for (const auto& [key, route] : peers_)
-    if (route) route->set_timeout(timeout);
+  for (const auto& [key, found] : peers_)
+    if (found.route) found.route->set_timeout(timeout);
 }
 
 void Engine::warn_of_hook(const std::string& what) noexcept {
@@ -34,11 +32,15 @@ void Engine::warn_of_hook(const std::string& what) noexcept {
 
 namespace {
 
-/// Overwrites the results, so that no caller takes what a failed operation has left for one.
-void fill_with_nan(const std::vector<Mirror>& writes) {
-  for (const auto& [device, host] : writes)
-    if (host.is_floating_point() || host.is_complex())
-      host.fill_(std::numeric_limits<double>::quiet_NaN());
+/// Returns what the parts from `first` on deliver, for the case that it is no result.
+FailedDelivery failed_delivery(const std::vector<DevicePart>& parts, size_t first,
+                               const std::vector<std::shared_ptr<c10::Event>>& fetched) {
+  FailedDelivery failed;
+  for (size_t i = first; i < parts.size(); i++) {
+    if (i < fetched.size()) failed.fetched.push_back(fetched[i]);
+    for (const auto& [device, host] : parts[i].writes) failed.results.push_back(host);
+  }
+  return failed;
 }
 
 void add_memory(const std::vector<Mirror>& mirrors, std::vector<const void*>& memory) {
@@ -66,7 +68,8 @@ void Engine::await(const c10::Event& event, const Call& call, c10::Device device
   const c10::DeviceGuard on(device);
   Backoff backoff;
   while (!event.query()) {
-    if (aborted_) return;  // the communicator throws the reason
+    // The operation must not run on what was not fetched.
+    if (const auto error = aborted_ ? comm_.over() : nullptr) std::rethrow_exception(error);
     if (deadline.expired()) {
       const std::string why = "did not reach its " + std::string(call.name) +
                               ": the work that was queued before it on " + device.str() +
@@ -109,9 +112,9 @@ void Engine::follow_deliveries(const std::vector<const void*>& reads, DeviceLane
 
 intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10::Device device,
                                          const std::vector<DevicePart>& parts) {
+  check_lost();
   const WithoutGil without_gil;  // another thread may need it before it lets the lock go
   std::unique_lock<std::mutex> lock(device_mutex_);  // streams have the order of the queue
-  if (lost_) std::rethrow_exception(lost_);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (is_capturing(device))
     throw Error(
@@ -136,27 +139,39 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
   std::vector<std::shared_ptr<c10::Event>> fetched;
   std::vector<uint32_t> holds;
   for (const DevicePart& part : parts) fetched.push_back(lane.fetch(part.reads));
+  const auto gate = lane.gate();
   if (held) {
-    for (const DevicePart& part : parts) {
-      holds.push_back(lane.hold());
-      lane.deliver(part.writes);
+    try {
+      for (const DevicePart& part : parts) {
+        holds.push_back(lane.hold());
+        lane.deliver(part.writes);
+      }
+      delivered->record(lane.deliver_stream());
+      work->promise();
+    } catch (...) {
+      // What is queued behind the holds will run, and is no result. They end in their turn.
+      if (!holds.empty())
+        queue_.submit([gate, last = holds.back(), failed = failed_delivery(parts, 0, fetched)] {
+          gate->fail(last, failed);
+        });
+      leave_with(std::current_exception());
     }
-    delivered->record(lane.deliver_stream());
-    work->promise();
   }
-  auto run = [=, engine = this, &lane](Communicator& comm) {
+  auto run = [=, engine = this, raw = work.get(), &lane](Communicator& comm) {
     size_t done = 0;
     try {
       for (; done < parts.size(); done++) {
         engine->await(*fetched[done], call, lane.device());
         parts[done].op(comm);
-        held ? lane.open(holds[done]) : lane.deliver(parts[done].writes);
+        held ? gate->open(holds[done]) : lane.deliver(parts[done].writes);
       }
     } catch (...) {
       if (held) {
-        for (size_t i = done; i < parts.size(); i++) fill_with_nan(parts[i].writes);
-        engine->set_lost(as_python(std::current_exception()));
-        lane.open(holds.back());
+        // Whoever has the GIL may wait for the stream: the hold ends before the error is
+        // translated.
+        engine->set_lost(std::current_exception());
+        raw->set_lost(std::current_exception());
+        gate->fail(holds.back(), failed_delivery(parts, done, fetched));
       }
       throw;
     }
@@ -170,6 +185,26 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
 
 // ------------------------------------------------------------------ routes among devices
 
+void Engine::check_lost() {
+  std::exception_ptr lost;
+  {
+    const std::lock_guard<std::mutex> lock(lost_mutex_);
+    lost = lost_;
+  }
+  if (lost) leave_with(lost);
+}
+
+void Engine::check() {
+  check_lost();
+  std::vector<std::shared_ptr<PeerRoute>> routes;
+  {
+    const std::lock_guard<std::mutex> lock(routes_mutex_);
+    for (const auto& [key, found] : peers_)
+      if (found.route) routes.push_back(found.route);
+  }
+  for (const auto& route : routes) with_python_errors([&] { route->check(); });
+}
+
 void Engine::interrupt_check() {
   check_signals();
   if (const std::exception_ptr error = comm_.over()) std::rethrow_exception(error);
@@ -181,9 +216,10 @@ void Engine::interrupt_check() {
   }
 }
 
-std::shared_ptr<PeerRoute> Engine::open_peers(c10::Device device, PeerRoute::Kind kind) {
+Engine::RouteOrReason Engine::open_peers(c10::Device device, PeerRoute::Kind kind) {
   constexpr size_t kWord = 96;
-  if (device_options_.path != "auto" || comm_.size() == 1) return nullptr;
+  if (device_options_.path != "auto") return {nullptr, "device_path=" + device_options_.path};
+  if (comm_.size() == 1) return {nullptr, "the group has one rank"};
   const auto exchange = [&](std::string word) {
     word.resize(kWord);
     std::string words(kWord * comm_.size(), 0);
@@ -192,21 +228,26 @@ std::shared_ptr<PeerRoute> Engine::open_peers(c10::Device device, PeerRoute::Kin
       if (words.compare(r * kWord, kWord, word) != 0) return std::string();
     return word.substr(0, word.find('\0'));
   };
-  if (exchange(peer_host(device)).empty()) return nullptr;
-  std::shared_ptr<PeerRoute> route;
+  const std::string host = peer_host(device);
+  if (exchange(host).empty())
+    return {nullptr, host.empty() ? "this pycomm has no kernels for " + device.str()
+                                  : "the devices of some ranks are of another host or type"};
+  RouteOrReason opened{nullptr, "the memory of another rank's device is not reached"};
   try {
     const std::string name = kind == PeerRoute::Kind::exact ? "/peers" : "/coded";
     TraceOwner owner = comm_.trace().owner();
     owner.group += name + " on " + c10::Device(device).str();
-    route = std::make_shared<PeerRoute>(
+    opened.route = std::make_shared<PeerRoute>(
         store_, comm_.rank(), comm_.size(), group_ + name, device, kind, comm_.timeout(),
         Trace::make(std::move(owner), trace_size_), [this] { interrupt_check(); }, secret_);
-  } catch (const Error&) {  // the host is one, but its ranks share no memory
+  } catch (const Error& error) {  // the host is one, but its ranks share no memory
+    opened.why = error.what();
   }
-  return exchange(route ? "open" : "").empty() ? nullptr : route;
+  if (exchange(opened.route ? "open" : "").empty()) return {nullptr, opened.why};
+  return {opened.route, ""};
 }
 
-std::shared_ptr<PeerRoute> Engine::peers(c10::Device device, PeerRoute::Kind kind) {
+Engine::RouteOrReason Engine::peers_or_reason(c10::Device device, PeerRoute::Kind kind) {
   return with_python_errors([&] {
     const WithoutGil without_gil;
     const std::lock_guard<std::mutex> opening(opening_mutex_);
@@ -220,17 +261,16 @@ std::shared_ptr<PeerRoute> Engine::peers(c10::Device device, PeerRoute::Kind kin
                   ": the first collective of its kind on " + device.str() +
                   " cannot be captured, since it sets up memory that the ranks share; run one "
                   "before the capture");
-    const auto route = open_peers(device, kind);
+    RouteOrReason found = open_peers(device, kind);
     const std::lock_guard<std::mutex> lock(routes_mutex_);
-    peers_[key] = route;
-    return route;
+    return peers_[key] = std::move(found);
   });
 }
 
 void Engine::abort_peers(const std::string& reason) noexcept {
   const std::lock_guard<std::mutex> lock(routes_mutex_);
-  for (const auto& [key, route] : peers_)
-    if (route) route->abort(reason);
+  for (const auto& [key, found] : peers_)
+    if (found.route) found.route->abort(reason);
 }
 
 intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs,

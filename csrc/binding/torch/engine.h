@@ -136,7 +136,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
                                    const std::vector<DevicePart>& parts);
   /// Returns the route among devices, or null. The first time all ranks ask together.
   std::shared_ptr<PeerRoute> peers(c10::Device device,
-                                   PeerRoute::Kind kind = PeerRoute::Kind::exact);
+                                   PeerRoute::Kind kind = PeerRoute::Kind::exact) {
+    return peers_or_reason(device, kind).route;
+  }
+  /// Returns why there is no route; "" if there is one. The first time all ranks ask together.
+  std::string why_no_peers(c10::Device device, PeerRoute::Kind kind) {
+    return peers_or_reason(device, kind).why;
+  }
   /// Queues op(route), which uses these tensors.
   intrusive_ptr<DeviceWork> submit(const Call& call, Tensors outputs,
                                    const std::shared_ptr<PeerRoute>& route, const Tensors& used,
@@ -217,11 +223,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void finish_within(Milliseconds limit, const std::string& why);
   void abort(const std::string& why) noexcept {
     call_abort_hooks();
-    aborted_ = true;
     const std::string reason = "rank " + std::to_string(comm_.rank()) + " " + why;
     comm_.abort(reason);
+    aborted_ = true;  // after the reason is known
     abort_peers(reason);
   }
+  /// Throws the error of operations on device tensors, for which only streams may have waited.
+  void check();
 
  private:
   static Deadline deadline_of(Milliseconds timeout) {
@@ -277,12 +285,19 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Waits for the work that was queued on a device, as long as the operation may take.
   void await(const c10::Event& event, const Call& call, c10::Device device);
   void abort_peers(const std::string& reason) noexcept;
-  std::shared_ptr<PeerRoute> open_peers(c10::Device device, PeerRoute::Kind kind);
+  /// A route, or why there is none.
+  struct RouteOrReason {
+    std::shared_ptr<PeerRoute> route;
+    std::string why;
+  };
+  RouteOrReason peers_or_reason(c10::Device device, PeerRoute::Kind kind);
+  RouteOrReason open_peers(c10::Device device, PeerRoute::Kind kind);
   /// Throws if a wait at a rendezvous among devices is in vain.
   void interrupt_check();
-  void set_lost(std::exception_ptr error) {
-    const std::lock_guard<std::mutex> lock(device_mutex_);
-    if (!lost_) lost_ = std::move(error);
+  void check_lost();
+  void set_lost(const std::exception_ptr& error) {
+    const std::lock_guard<std::mutex> lock(lost_mutex_);
+    if (!lost_) lost_ = error;
   }
 
   std::mutex children_mutex_;
@@ -308,12 +323,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   };
   std::vector<Pending> pending_;  ///< deliveries that may not be done
   std::optional<c10::Device> used_device_;
+  std::mutex lost_mutex_;
   std::exception_ptr lost_;   ///< error of an operation for which only streams waited
   std::mutex opening_mutex_;  ///< held while a route is opened
   std::mutex routes_mutex_;
-  std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, PeerRoute::Kind>,
-           std::shared_ptr<PeerRoute>>
-      peers_;
+  std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, PeerRoute::Kind>, RouteOrReason> peers_;
   std::atomic<uint64_t> seq_{0}, peer_seq_{0};
   std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
   std::atomic<bool> timed_{false};

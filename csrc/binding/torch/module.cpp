@@ -167,6 +167,7 @@ void bind(py::module_& m) {
       .def_property_readonly("levels", &Backend::levels)
       .def_property_readonly("shares", &Backend::shares)
       .def("describe", &Backend::describe)
+      .def("check", &Backend::check)
       .def("trace", &Backend::trace)
       .def_property_readonly("wire_bytes", &Backend::wire_bytes)
       .def_property_readonly("sent_bytes", &Backend::sent_bytes)
@@ -197,7 +198,8 @@ void bind(py::module_& m) {
           },
           py::arg("size"), py::kw_only(), py::arg("dtype"), py::arg("device"),
           py::call_guard<GilReleased>())
-      .def("compresses", &Backend::compresses, py::arg("op"), py::arg("tensor"), py::arg("layout"))
+      .def("why_no_peers", &Backend::why_no_peers, py::arg("device"))
+      .def("most_payload_bytes", &Backend::most_payload_bytes, py::arg("device"))
       .def(
           "compressed_all_reduce",
           [](Backend& b, const at::Tensor& tensor, std::shared_ptr<const Layout> layout,

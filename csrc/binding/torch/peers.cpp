@@ -116,15 +116,6 @@ void PeerRoute::look() {
   }
 }
 
-bool PeerRoute::can_code(Op op, const CodedArgs& args) const {
-  try {
-    group_.coded_scratch_bytes(op, args);
-    return true;
-  } catch (const Error&) {
-    return false;
-  }
-}
-
 void PeerRoute::code(Op op, const CodedArgs& args,
                      const std::function<void(DeviceGroup&, Stream)>& call) {
   const size_t bytes = group_.coded_scratch_bytes(op, args);

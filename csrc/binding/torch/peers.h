@@ -70,8 +70,8 @@ class PeerRoute {
     group_.scatter(in, out, numel, dtype, root, stream());
   }
 
-  /// True if this route can run such an operation with these codecs.
-  bool can_code(Op op, const CodedArgs& args) const;
+  /// Returns the most bytes of the payload of what a codec cannot cut.
+  size_t most_payload_bytes() const { return group_.most_payload_bytes(); }
   /// Calls op(group, stream) with the scratch memory of an operation with codecs.
   void code(Op op, const CodedArgs& args, const std::function<void(DeviceGroup&, Stream)>& call);
 

@@ -1,16 +1,21 @@
-// Feedback on the CPU: stored values are widened to float32, encoded once, and stored again.
+// Feedback: stored values are widened to float32, encoded once, and stored again. On a GPU kernels
+// do that (codecs/feedback.cu), in scratch memory of the stream.
 #include "codecs/base/feedback.h"
 
 #include <cstring>
 
+#include "codecs/base/launch.h"
 #include "codecs/base/loops.h"
+#include "codecs/base/stored.h"
 #include "core/error.h"
 
 namespace pycomm::feedback {
 namespace {
 
-constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds half to even
-constexpr float kTop = 127.0f;
+using codecs::stored::code_of;
+using codecs::stored::kTop;
+using codecs::stored::scale_of;
+using codecs::stored::value_of;
 
 // ------------------------------------------------------------------------- stored forms
 
@@ -28,28 +33,24 @@ PYCOMM_SIMD void load_int8(const uint8_t* __restrict in, size_t n, float* __rest
     std::memcpy(&scale, in, sizeof scale);
     const auto* codes = reinterpret_cast<const int8_t*>(in + sizeof scale);
     const size_t count = n - lo < kBlock ? n - lo : kBlock;
-    for (size_t i = 0; i < count; i++) out[lo + i] = static_cast<float>(codes[i]) * scale;
+    for (size_t i = 0; i < count; i++) out[lo + i] = value_of(codes[i], scale);
   }
 }
 
-// A block that is too large for a float32 scale is dropped: it would make every later step
-// overflow.
 PYCOMM_SIMD void store_int8(const float* __restrict in, size_t n, uint8_t* __restrict out) {
   for (size_t lo = 0; lo < n; lo += kBlock, out += kBlockBytes) {
     const size_t count = n - lo < kBlock ? n - lo : kBlock;
     const float amax = codecs::max_magnitude(in + lo, count);
     const bool used = codecs::used(amax);
-    const float scale = used ? amax / kTop : 0.0f;
-    const float inv = used ? kTop / amax : 0.0f;
+    const float scale = scale_of(amax);
+    const float inv = codecs::inv_scale(amax, kTop);
     std::memcpy(out, &scale, sizeof scale);
     auto* codes = reinterpret_cast<int8_t*>(out + sizeof scale);
     if (!used) {
       std::memset(codes, 0, kBlock);
       continue;
     }
-    for (size_t i = 0; i < count; i++) {
-      codes[i] = static_cast<int8_t>(static_cast<int>((in[lo + i] * inv + kRound) - kRound));
-    }
+    for (size_t i = 0; i < count; i++) codes[i] = code_of(in[lo + i], inv);
     std::memset(codes + count, 0, kBlock - count);
   }
 }
@@ -115,7 +116,48 @@ bool is_plain(const Feedback& feedback) {
   return feedback.kind == Kind::residual && feedback.storage == Storage::float32;
 }
 
+// -------------------------------------------------------------------------------- a GPU
+
+using codecs::stored::LoadParams;
+using codecs::stored::StoreParams;
+
+const char* form_of(Storage storage) {
+  return storage == Storage::float32 ? "stored::Float32" : "stored::BFloat16";
+}
+
+template <typename Params>
+void launch(const char* name, Storage storage, const Params& params, Stream stream) {
+  const std::string kernel = "stored::" + std::string(name);
+  codecs::launch("feedback",
+                 storage == Storage::int8
+                     ? kernel + "_blocks"
+                     : codecs::kernel_name(kernel + "_kernel", std::string(form_of(storage))),
+                 params, params.numel, codecs::stored::kRows * cuda::kRow, stream);
+}
+
+void encode_cuda(const Codec& codec, const Feedback& feedback, EncodeArgs args) {
+  const size_t bytes = scratch_bytes(feedback, args.in.size);
+  Stream& stream = args.stream;
+  auto* const residual = reinterpret_cast<float*>(stream.scratch.data);
+  stream.scratch = stream.scratch.sub(bytes, stream.scratch.size - bytes);
+  const uint32_t decays = feedback.kind == Kind::decay;
+  launch("load", feedback.storage,
+         LoadParams{feedback.error.old, residual, args.in.size, feedback.decay, decays}, stream);
+  args.residual = args.new_residual = residual;
+  codec.encode(args);
+  launch("store", feedback.storage, StoreParams{residual, feedback.error.fresh, args.in.size},
+         stream);
+}
+
 }  // namespace
+
+bool has_kernels(Kind kind) { return kind != Kind::momentum; }
+
+size_t scratch_bytes(const Feedback& feedback, size_t numel) {
+  constexpr size_t kAlign = 256;
+  if (!feedback || is_plain(feedback)) return 0;
+  return (numel * sizeof(float) + kAlign - 1) / kAlign * kAlign;
+}
 
 size_t stored_bytes(Storage storage, size_t numel) {
   switch (storage) {
@@ -178,6 +220,11 @@ void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args, Scrat
     args.residual = reinterpret_cast<const float*>(feedback.error.old);
     args.new_residual = reinterpret_cast<float*>(feedback.error.fresh);
     return codec.encode(args);
+  }
+  if (args.stream.device == Device::cuda) {
+    if (!has_kernels(feedback.kind))
+      throw Error("feedback: momentum has no kernels on a GPU; exchange payloads instead");
+    return encode_cuda(codec, feedback, args);
   }
   const size_t n = args.in.size;
   const Past past(feedback, args.in, scratch);

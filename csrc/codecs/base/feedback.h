@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "codecs/base/codec.h"
+#include "codecs/base/stored.h"
 
 namespace pycomm::feedback {
 
@@ -21,8 +22,8 @@ enum class Storage : uint8_t {
   bfloat16,
   int8,  ///< blocks of kBlock values: a float32 scale, then the codes
 };
-constexpr size_t kBlock = 32;
-constexpr size_t kBlockBytes = sizeof(float) + kBlock;
+using codecs::stored::kBlock;
+using codecs::stored::kBlockBytes;
 
 /// Returns the bytes of `numel` values, or the place of value `numel` if that is a multiple of
 /// kBlock.
@@ -72,6 +73,12 @@ class Scratch {
   };
   std::array<Place, kPlaces> places_;
 };
+
+/// True if kernels on a GPU encode with feedback of this kind, whatever its storage.
+PYCOMM_API bool has_kernels(Kind kind);
+/// Returns the bytes of the stream's scratch memory that encode() takes on a GPU, before what the
+/// codec needs.
+PYCOMM_API size_t scratch_bytes(const Feedback& feedback, size_t numel);
 
 /// Encodes with `feedback` for exactly the values of args.in; `args` has no residuals.
 PYCOMM_API void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args,

@@ -138,6 +138,14 @@ PYCOMM_KERNEL void copy(const Machine& m, uint8_t* to, const uint8_t* from, size
   for (size_t i = done + m.thread(); i < bytes; i += m.threads()) to[i] = from[i];
 }
 
+/// Overwrites the result of a failed operation, so that nobody takes for one what was there before:
+/// these bytes are NaN in every floating type, and no payload of a codec.
+template <typename Machine>
+PYCOMM_KERNEL void spoil(const Machine& m, uint8_t* result, size_t bytes) {
+  PYCOMM_NO_UNROLL
+  for (size_t i = m.thread(); i < bytes; i += m.threads()) result[i] = 0xFF;
+}
+
 /// Begin and end of share `index` of `count` in a run, cut at multiples of 16 bytes.
 struct Share {
   size_t begin, end;

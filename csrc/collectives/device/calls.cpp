@@ -25,6 +25,11 @@ void start(const MoveCall& call, int blocks, Stream stream) {
   each_block(blocks, [&](const Cpu& m) { move(m, call); });
 }
 
+void start(const SpoilCall& call, int blocks, Stream stream) {
+  if (stream.device == Device::cuda) return gpu::spoil(call, blocks, stream);
+  each_block(blocks, [&](const Cpu& m) { spoil_if_broken(m, call); });
+}
+
 void start(const ReduceCall& call, DType dtype, int blocks, Stream stream) {
   const bool cuda = stream.device == Device::cuda;
   const auto run = [&](auto kernel) {

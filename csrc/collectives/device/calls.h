@@ -35,6 +35,14 @@ struct MoveCall {
   Runs out;  ///< what is taken from each rank; 0 bytes: nothing
 };
 
+/// Call that overwrites a result if an operation has failed before it on the stream.
+struct SpoilCall {
+  const Progress* progress;
+  uint8_t* result;
+  uint64_t bytes;
+  float* found_inf;  ///< becomes nonzero then; may be null
+};
+
 enum class ReduceAlgo : uint8_t {
   one_shot,  ///< every rank reads all data, and has the result
   two_shot,  ///< the owner of a chunk reads it from all, and every rank reads the results
@@ -55,6 +63,7 @@ struct ReduceCall {
 };
 
 void start(const MoveCall& call, int blocks, Stream stream);
+void start(const SpoilCall& call, int blocks, Stream stream);
 /// Starts a reduction. The type and op are those that lower() returns (core/reduce.h).
 void start(const ReduceCall& call, DType dtype, int blocks, Stream stream);
 /// Loads all kernels onto the current GPU. This must happen before any runs: loading one may wait
@@ -65,6 +74,7 @@ void load_kernels();
 // without CUDA they throw (device/calls_no_cuda.cpp).
 namespace gpu {
 void move(const MoveCall& call, int blocks, Stream stream);
+void spoil(const SpoilCall& call, int blocks, Stream stream);
 void reduce_bits(const ReduceCall& call, int blocks, Stream stream);
 void reduce_float(const ReduceCall& call, DType dtype, int blocks, Stream stream);
 void reduce_small_float(const ReduceCall& call, DType dtype, int blocks, Stream stream);

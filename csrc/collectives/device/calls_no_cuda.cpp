@@ -12,6 +12,7 @@ namespace {
 }  // namespace
 
 void move(const MoveCall&, int, Stream) { fail(); }
+void spoil(const SpoilCall&, int, Stream) { fail(); }
 void reduce_bits(const ReduceCall&, int, Stream) { fail(); }
 void reduce_float(const ReduceCall&, DType, int, Stream) { fail(); }
 void reduce_small_float(const ReduceCall&, DType, int, Stream) { fail(); }

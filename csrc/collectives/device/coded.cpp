@@ -15,8 +15,9 @@
 // written while it is read: the next stage writes the former after the second barrier and the rest
 // after its first.
 //
-// Kernels that are queued after a barrier that fails run all the same. Since no rank writes into
-// the memory of others, they spoil only results of a group that has failed.
+// Kernels that are queued after a barrier that fails run all the same, on what is there. Since no
+// rank writes into the memory of others, they spoil only results of a group that has failed; the
+// last kernel of an operation then overwrites them.
 #include <algorithm>
 
 #include "collectives/coded/coder.h"
@@ -97,6 +98,7 @@ class DeviceGroup::Impl::Coded {
         view.finish_sum(shown.runs(shown.at(0, s)), total);
       }
     }
+    finish(row_numel(args_));
   }
 
   void reduce_scatter() {
@@ -114,6 +116,7 @@ class DeviceGroup::Impl::Coded {
       arrive_wait();
     }
     if (found_inf_) combine_found_inf();
+    finish(row_numel(args_));
   }
 
   void all_gather() {
@@ -130,26 +133,22 @@ class DeviceGroup::Impl::Coded {
         take(layout, 0, s, own(r), row);
       }
     }
+    finish(row_numel(args_) * static_cast<size_t>(n_));
   }
 
   /// Throws Error if an operation is not possible.
   static Cuts checked(const Impl& group, Op op, const CodedArgs& args, size_t rows) {
     coded::check(name(op), args, rows);
-    if (group.index() >= 0) check_feedback(group, op, args);
+    check_feedback(group, op, args);
     return Cuts(group, op, args);
   }
 
  private:
-  // Codecs with other feedback keep their working data in memory of the host.
   static void check_feedback(const Impl& group, Op op, const CodedArgs& args) {
     for (const Piece& piece : args.pieces) {
       for (const feedback::Feedback* one : {&piece.worker, &piece.owner}) {
-        const bool plain = one->kind == feedback::Kind::residual &&
-                           one->storage == feedback::Storage::float32 && !one->momentum;
-        if (*one && !plain) {
-          group.fail(op,
-                     "on a GPU takes feedback of kind residual in float32 only; choose it, or use "
-                     "the CPU");
+        if (*one && !feedback::has_kernels(one->kind)) {
+          group.fail(op, "takes no feedback of the kind momentum; choose residual or decay");
         }
       }
     }
@@ -181,6 +180,10 @@ class DeviceGroup::Impl::Coded {
   uint8_t* own(int rank) const { return place(rank, n_ + 1); }
 
   void arrive_wait() { group_.arrive_wait(call_, stream_); }
+  /// Leaves no values in this many results if a barrier has failed.
+  void finish(size_t numel) {
+    group_.spoil_if_broken(out_.data, numel * size_of(out_.dtype), found_inf_, stream_);
+  }
 
   /// Tells all ranks what each owner knows.
   void combine_found_inf() {

@@ -15,7 +15,7 @@ class DeviceGroup::Impl::Cuts {
       : group_(group),
         op_(op),
         args_(args),
-        place_bytes_(group.coded_bytes() / (group.size() + 2) / kAlign * kAlign),
+        place_bytes_(group.place_bytes()),
         owned_(layout(op == Op::all_reduce ? pick(args, false) : std::vector<coded::PieceRun>(),
                       group.size())),
         shown_(layout(op == Op::all_reduce ? pick(args, true) : coded::values_of(args.pieces), 1)) {
@@ -30,7 +30,7 @@ class DeviceGroup::Impl::Cuts {
   /// Bytes of the place of a payload in the memory that a rank shares.
   size_t place_bytes() const { return place_bytes_; }
   /// Bytes of the scratch memory of a GPU's stream: float32 of values of 16 bits, then what codecs
-  /// need.
+  /// and their feedback need.
   size_t float32_bytes() const { return aligned(float32_numel_ * sizeof(float)); }
   size_t scratch_bytes() const { return float32_bytes() + codec_bytes_; }
 
@@ -63,8 +63,10 @@ class DeviceGroup::Impl::Cuts {
         size_t numel = 0;
         for (const coded::PieceRun& run : layout.runs(layout.at(r, s))) {
           numel += run.numel;
-          const Codec& codec = *args_.pieces[run.piece].codec;
-          codec_bytes_ = std::max(codec_bytes_, codec.scratch_bytes(run.numel));
+          const Piece& piece = args_.pieces[run.piece];
+          const size_t residual = std::max(feedback::scratch_bytes(piece.worker, run.numel),
+                                           feedback::scratch_bytes(piece.owner, run.numel));
+          codec_bytes_ = std::max(codec_bytes_, residual + piece.codec->scratch_bytes(run.numel));
         }
         if (args_.data.dtype != DType::float32) float32_numel_ = std::max(float32_numel_, numel);
       }

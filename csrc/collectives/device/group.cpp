@@ -97,6 +97,7 @@ int DeviceGroup::size() const { return impl_->size(); }
 int DeviceGroup::index() const { return impl_->index(); }
 std::string DeviceGroup::describe() const { return impl_->describe(); }
 void DeviceGroup::set_timeout(Milliseconds timeout) { impl_->set_timeout(timeout); }
+size_t DeviceGroup::most_payload_bytes() const { return impl_->place_bytes(); }
 void DeviceGroup::check() const { impl_->check(); }
 void DeviceGroup::abort(const Notice& notice) noexcept { impl_->abort(notice); }
 

@@ -83,11 +83,13 @@ class PYCOMM_API DeviceGroup {
   /// Work queued after it starts when all ranks have reached it.
   void barrier(Stream stream);
 
-  // Collectives with codecs; dtypes and pieces as those of Communicator. On a GPU feedback is of
-  // kind residual, stored as float32 in its memory. `found_inf`, in memory of our GPU, becomes 1 if
-  // a value of the result is Inf or NaN on any rank, else stays as it was; null: it is not
-  // computed.
+  // Collectives with codecs; dtypes and pieces as those of Communicator. Feedback is of a kind that
+  // has_kernels() (codecs/base/feedback.h), in memory of our GPU. `found_inf`, in memory of our
+  // GPU, becomes 1 if a value of the result is Inf or NaN on any rank, else stays as it was; null:
+  // it is not computed.
 
+  /// Returns the most bytes of the payload of what a codec cannot cut.
+  size_t most_payload_bytes() const;
   /// Returns how much scratch memory the stream of such an operation must provide. Throws Error if
   /// the operation is not possible: because of its feedback, or since a tensor that cannot be cut
   /// does not fit in coded_bytes. The answer is the same on all ranks.

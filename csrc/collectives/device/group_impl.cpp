@@ -139,6 +139,14 @@ void DeviceGroup::Impl::arrive_wait(const DeviceCall& call, Stream stream) {
   move(nothing, 1, stream);
 }
 
+void DeviceGroup::Impl::spoil_if_broken(void* result, size_t bytes, float* found_inf,
+                                        Stream stream) {
+  const device::Guard guard(index_);
+  const device::SpoilCall call{workspace_.pointers().progress, static_cast<uint8_t*>(result), bytes,
+                               found_inf};
+  device::start(call, blocks_for(bytes), stream);
+}
+
 void DeviceGroup::Impl::reduce(ReduceCall call, const OpTag& tag, double factor, Stream stream) {
   const Lowered lowered = lower(tag.dtype, tag.redop);
   call.op = lowered.op;

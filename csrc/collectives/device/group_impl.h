@@ -36,12 +36,20 @@ class DeviceGroup::Impl {
   void all_reduce(void* data, const OpTag& tag, device::ReduceAlgo algo, double factor,
                   Stream stream);
   device::ReduceAlgo choose(size_t bytes) const;
+  /// Overwrites a result, and sets the flag, if an operation before has failed when the stream gets
+  /// there.
+  void spoil_if_broken(void* result, size_t bytes, float* found_inf, Stream stream);
   /// Queues a barrier of all ranks on the stream, with nothing to move.
   void arrive_wait(const device::DeviceCall& call, Stream stream);
 
   /// Memory that rank r shares in operations with codecs: it is after its slots.
   uint8_t* coded(int r) const { return workspace_.pointers().data[r] + exact_bytes(); }
   size_t coded_bytes() const { return options_.coded_bytes; }
+  /// Bytes of the place of a payload there: each rank has one for each owner, and two more.
+  size_t place_bytes() const {
+    constexpr size_t kAlign = 256;
+    return coded_bytes() / static_cast<size_t>(size_ + 2) / kAlign * kAlign;
+  }
   /// Scratch for feedback on the CPU. One is enough, since one call is made at a time.
   feedback::Scratch& scratch() { return scratch_; }
 

@@ -10,10 +10,19 @@ __global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant
   device::move(Gpu{}, args);
 }
 
+__global__ void __launch_bounds__(kThreads, 1)
+    spoil_kernel(const __grid_constant__ SpoilCall args) {
+  spoil_if_broken(Gpu{}, args);
+}
+
 }  // namespace
 
 void move(const MoveCall& call, int blocks, Stream stream) {
   launch(move_kernel, call, blocks, stream);
+}
+
+void spoil(const SpoilCall& call, int blocks, Stream stream) {
+  launch(spoil_kernel, call, blocks, stream);
 }
 
 void reduce_bits(const ReduceCall& call, int blocks, Stream stream) {
@@ -22,6 +31,7 @@ void reduce_bits(const ReduceCall& call, int blocks, Stream stream) {
 
 void load_move() {
   load(move_kernel);
+  load(spoil_kernel);
   Load{}(BitsKernel{});
 }
 

@@ -9,8 +9,9 @@ namespace pycomm::device {
 /// differ.
 constexpr size_t kSlotHead = 64;
 
+/// Returns false if a rank did not arrive.
 template <typename Machine>
-PYCOMM_KERNEL void move(const Machine& m, const MoveCall& args) {
+PYCOMM_KERNEL bool move_all(const Machine& m, const MoveCall& args) {
   const int n = args.call.peers.ranks, self = args.call.peers.rank;
   const int b = m.block(), blocks = m.blocks();
   // A slot has a place for each run, all of one size.
@@ -25,7 +26,7 @@ PYCOMM_KERNEL void move(const Machine& m, const MoveCall& args) {
   uint64_t rounds = (longest + room - 1) / room;
 
   DeviceBarrier<Machine> rendezvous(m, args.call);
-  if (!rendezvous.start()) return;
+  if (!rendezvous.start()) return false;
   // There is at least one round: ranks without data learn of the others' there.
   for (uint64_t round = 0; round == 0 || round < rounds; round++) {
     uint8_t* const shown = rendezvous.writes(self);
@@ -34,7 +35,7 @@ PYCOMM_KERNEL void move(const Machine& m, const MoveCall& args) {
       const Share part = part_of(share(args.in.bytes[r], blocks, b), round * room, room);
       copy(m, shown + place(r), args.in.data[r] + part.begin, part.size());
     }
-    if (!rendezvous.arrive_wait()) return;
+    if (!rendezvous.arrive_wait()) return false;
     for (int i = 0; i < n; i++) {
       const int r = (self + i) % n;  // starts with another rank on each
       const uint8_t* const theirs = rendezvous.reads(r);
@@ -47,6 +48,25 @@ PYCOMM_KERNEL void move(const Machine& m, const MoveCall& args) {
     }
   }
   rendezvous.end();
+  return true;
+}
+
+template <typename Machine>
+PYCOMM_KERNEL void move(const Machine& m, const MoveCall& args) {
+  if (move_all(m, args)) return;
+  for (int r = 0; r < args.call.peers.ranks; r++) {
+    const Share part = share(args.out.bytes[r], m.blocks(), m.block());
+    spoil(m, args.out.data[r] + part.begin, part.size());
+  }
+}
+
+/// Overwrites the result of an operation of several kernels if a barrier has failed.
+template <typename Machine>
+PYCOMM_KERNEL void spoil_if_broken(const Machine& m, const SpoilCall& args) {
+  if (m.load_relaxed(&args.progress->broken) == 0) return;
+  const Share part = share(args.bytes, m.blocks(), m.block());
+  spoil(m, args.result + part.begin, part.size());
+  if (args.found_inf && m.thread() == 0) *args.found_inf = 1.0f;
 }
 
 }  // namespace pycomm::device

@@ -17,9 +17,11 @@ class DeviceReduction {
         self_(args.call.peers.rank) {}
 
   PYCOMM_KERNEL void run() {
-    if (!barrier_.start()) return;
-    const bool done = args_.algo == ReduceAlgo::ring ? ring() : direct();
-    if (done) barrier_.end();
+    if (barrier_.start() && (args_.algo == ReduceAlgo::ring ? ring() : direct())) {
+      return barrier_.end();
+    }
+    const Share part = ours(args_.algo == ReduceAlgo::scatter ? self_ : 0);
+    if (wanted()) spoil(m_, args_.out + part.begin, part.size());
   }
 
  private:
@@ -47,6 +49,8 @@ class DeviceReduction {
     }
     copy(m_, to, from, bytes);
   }
+  /// True if this rank gets the result.
+  PYCOMM_KERNEL bool wanted() const { return args_.root < 0 || args_.root == self_; }
   PYCOMM_KERNEL Share ours(int run) const {
     return share(args_.in.bytes[run], m_.blocks(), m_.block());
   }
@@ -57,7 +61,6 @@ class DeviceReduction {
   PYCOMM_KERNEL bool direct() {
     const bool scatter = args_.algo == ReduceAlgo::scatter;
     const bool two_shot = args_.algo == ReduceAlgo::two_shot;
-    const bool wanted = args_.root < 0 || args_.root == self_;
     const int runs = scatter ? n_ : 1, own_run = scatter ? self_ : 0;
     const size_t room = args_.call.slot_bytes / runs / 16 * 16;
     size_t longest = 0;
@@ -74,14 +77,14 @@ class DeviceReduction {
       const Share chunk = two_shot ? share(part.size(), n_, self_) : Share{0, part.size()};
       const size_t offset = own_run * room + chunk.begin;
       uint8_t* const to = two_shot ? barrier_.writes(self_) + chunk.begin : args_.out + part.begin;
-      if (two_shot || wanted) {
+      if (two_shot || wanted()) {
         fold([&](int j) { return barrier_.reads(j) + offset; }, n_, 1.0, false, true, to,
              chunk.size());
       }
       if (!two_shot) continue;
 
       if (!barrier_.arrive_wait()) return false;
-      for (int i = 0; wanted && i < n_; i++) {
+      for (int i = 0; wanted() && i < n_; i++) {
         const int r = (self_ + i) % n_;  // starts with another rank on each
         const Share result = share(part.size(), n_, r);
         copy(m_, args_.out + part.begin + result.begin, barrier_.reads(r) + result.begin,

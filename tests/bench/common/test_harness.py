@@ -161,7 +161,7 @@ def test_quiet_reports_keep_rows(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_rows_name_the_variables_that_were_set_but_no_secret(monkeypatch):
+def test_rows_name_set_variables_but_no_secret(monkeypatch):
     monkeypatch.setenv("PYCOMM_SECRET", "told to nobody")
     monkeypatch.setenv("PYCOMM_CHECKSUM", "header")
     command = Origin.here("python -m pycomm.bench codecs").command

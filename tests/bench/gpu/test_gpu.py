@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import re
@@ -10,17 +9,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
 import pycomm
+from pycomm.bench.common import tables
 from pycomm.bench.gpu import __main__ as gpu
 from pycomm.bench.gpu import checks as gpu_checks
 from pycomm.bench.gpu import collectives as gpu_collectives
-from pycomm.bench.gpu import results as gpu_results
 from pycomm.bench.gpu import tasks as gpu_tasks
-from pycomm.bench.gpu import workers as gpu_workers
+from pycomm.bench.gpu.tasks import GpuRow
 from pycomm.bench.gpu.timing import bytes_moved, sets_needed
 from pycomm.codecs import CODECS
 from pycomm.codecs.implementations import Unavailable
@@ -98,109 +98,92 @@ def test_no_report_and_no_tests_are_not_good(tmp_path):
     assert gpu_checks.Counts(passed=767).good
 
 
-def row(task: gpu_tasks.Task, op: str) -> gpu.GpuRow:
-    return gpu.GpuRow(task.kind, "", task.what, op, task.numel, 8, 2.0, 4.0, 8.0, 0.5, "graph")
-
-
-def in_this_process(tasks, deadline):
-    for found in (found for task in tasks for found in gpu_tasks.perform(task)):
-        yield {"problem": found} if isinstance(found, str) else {"row": vars(found)}
+def row(kind: str, numel: int, spec: str, op: str) -> GpuRow:
+    return GpuRow(kind, "", spec, op, numel, 8, 2.0, 4.0, 8.0, 0.5, "graph")
 
 
 @pytest.fixture
 def pretend_gpu(monkeypatch):
     """A GPU whose kernels take no time, for the way through main()."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(gpu, "this_machine", lambda command: MACHINE)
     monkeypatch.setattr(gpu_checks, "run", lambda suites, end: {s.name: PASSED for s in suites})
     monkeypatch.setattr(gpu_checks, "sanitizers", lambda: ([], "there is none"))
-    monkeypatch.setattr(gpu_tasks, "implementation", lambda *names: None)
     monkeypatch.setattr(gpu_tasks, "time_kernel", row)
-    monkeypatch.setattr(gpu_tasks, "time_conversion", lambda task, *dtypes: row(task, "convert"))
-    torch_topk = gpu_tasks.Task("torch", gpu_tasks.TOPK, 1)
-    monkeypatch.setattr(gpu_tasks, "time_topk", lambda numel: row(torch_topk, "topk"))
-    monkeypatch.setattr(gpu_workers, "perform", in_this_process)
-    monkeypatch.setattr(gpu_workers, "collectives", lambda deadline: iter([]))
+    monkeypatch.setattr(gpu_tasks, "time_conversion", lambda *what: row(*what[:2], "", "convert"))
+    monkeypatch.setattr(gpu_tasks, "time_topk", lambda numel: row("torch", numel, "", "topk"))
+    ranks = lambda case: row("ranks", case.numel, case.codec, case.op)  # noqa: E731
+    monkeypatch.setattr(gpu_tasks, "time_ranks", ranks)
+    monkeypatch.setattr(gpu.subprocess, "Popen", InThisProcess)
     return monkeypatch
 
 
-def test_ranks_of_the_processor_take_the_way_of_those_of_a_gpu(capsys):
-    assert gpu_collectives.main(["--device=cpu", "--ranks", "2", "--numel", "1000"]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    ways = [(line["codec"], line["algo"]) for line in lines if line["dtype"] == "float32"]
-    assert ways == [("", "one_shot"), ("", "two_shot"), ("int8", ""), ("int4", "")]
-    assert len(lines) == 2 * len(ways)
-    assert all(line["gbps"] > 0 for line in lines)
+class InThisProcess:
+    """Stands for the process of a kind's timings."""
+
+    def __init__(self, command, env, start_new_session) -> None:
+        self.status = gpu_tasks.main(**json.loads(command[-1]))
+
+    def wait(self, limit) -> int:
+        return self.status
+
+
+def test_ranks_of_the_processor_take_the_way_of_those_of_a_gpu():
+    for case in gpu_collectives.cases():
+        if case.ranks == 2:
+            here = dataclasses.replace(case, numel=1000, device="cpu")
+            assert gpu_collectives.measure(here) > 0
 
 
 def test_traffic_is_what_ranks_read_and_write():
+    def traffic(codec, algo, dtype=torch.float32):
+        return gpu_collectives.GpuCase(4, codec, algo, dtype, 1024).traffic
+
     b = 4 * 1024
-    assert gpu_collectives.traffic(4, 1024, "", "one_shot") == 4 * (b + b + 4 * b + b)
-    assert gpu_collectives.traffic(4, 1024, "", "two_shot") == 4 * (2 * b + b + b // 4 + 2 * b)
+    assert traffic("", "one_shot") == 4 * (b + b + 4 * b + b)
+    assert traffic("", "two_shot") == 4 * (2 * b + b + b // 4 + 2 * b)
     k = pycomm.codec("int8").encoded_bytes(1024)
-    assert gpu_collectives.traffic(4, 1024, "int8", "") == 4 * (b + k + k + k // 4 + k + b)
-    small = gpu_collectives.traffic(4, 1024, "int8", "", torch.bfloat16)
-    assert small == 4 * (b // 2 + k + k + k // 4 + k + b // 2)
+    assert traffic("int8", "") == 4 * (b + k + k + k // 4 + k + b)
+    assert traffic("int8", "", torch.bfloat16) == 4 * (b // 2 + k + k + k // 4 + k + b // 2)
 
 
-def test_what_ranks_say_becomes_rows(monkeypatch):
-    line = gpu_collectives.MeasuredLine(4, "int8", "", "float32", 1024, 4096, 2.0, 6.0)
-    said = [{"copy_gbps": 8.0}, dataclasses.asdict(line), {"problem": "4 ranks, int4: late"}]
-    monkeypatch.setattr(gpu_workers, "COLLECTIVES", speaker(*said))
-    found, problem = gpu_workers.collectives()
-    row = gpu.GpuRow(**found["row"])
-    assert (row.kind, row.codec, row.op, row.share) == (
-        "ranks",
-        "int8",
-        "all_reduce of 4 coded float32",
-        0.75,
-    )
-    assert problem == {"problem": "4 ranks, int4: late"}
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        ("sys.exit(0)", []),
+        ("sys.exit(3)", ["native: a call broke the GPU's context, see above"]),
+        ("os._exit(9)", ["native: its process ended with status 9, see above"]),
+        ("time.sleep(60)", ["native: out of time, its later rows are missing"]),
+    ],
+)
+def test_a_process_that_fails_or_hangs_is_told(monkeypatch, tmp_path, does, says):
+    monkeypatch.setattr(gpu, "TASKS", [sys.executable, "-c", f"import os, sys, time\n{does}"])
+    run = gpu.GpuRun(tmp_path, MACHINE, minutes=1 / 60)
+    run.time("native", [4])
+    assert run.problems == says
 
 
-def speaker(*messages: dict, then: str = "") -> list[str]:
-    """A process that says these and does something more."""
-    says = "".join(f"print({json.dumps(message)!r}, flush=True)\n" for message in messages)
-    return [sys.executable, "-c", f"import os, sys, time\n{says}{then}"]
+def test_a_call_that_breaks_the_context_ends_its_process(pretend_gpu, tmp_path):
+    def breaks(kind, numel, spec, op):
+        pretend_gpu.setattr(gpu_tasks, "is_broken", lambda: True)
+        raise RuntimeError("illegal address")
 
-
-TWO = [gpu_tasks.Task("native", "int8", 4), gpu_tasks.Task("native", "int4", 4)]
-
-
-def test_a_process_that_crashes_is_told_and_another_goes_on(monkeypatch):
-    crash = "tasks = sys.stdin.read()\nos._exit(3 if 'int8' in tasks else 0)"
-    said = [{"task": 0}, {"row": {"codec": "first of what is left"}}]
-    monkeypatch.setattr(gpu_workers, "TASKS", speaker(*said, then=crash))
-    assert list(gpu_workers.perform(TWO)) == [
-        said[1],
-        {"problem": "native int8 of 4: its process ended with status 3"},
-        said[1],
-    ]
-
-
-def test_a_process_that_hangs_is_ended(monkeypatch):
-    monkeypatch.setattr(gpu_workers, "SILENCE", 0.5)
-    monkeypatch.setattr(gpu_workers, "TASKS", speaker({"task": 1}, then="time.sleep(60)"))
-    assert list(gpu_workers.perform(TWO)) == [
-        {"problem": "native int4 of 4: no word for 0 s"},
-    ]
-
-
-def test_what_does_not_fit_in_the_time_is_counted(monkeypatch):
-    monkeypatch.setattr(gpu_workers, "TASKS", speaker({"task": 1}, then="time.sleep(60)"))
-    assert list(gpu_workers.perform(TWO, time.monotonic() + 1)) == [
-        {"problem": "1 timings are left out: the time for all is over"},
-    ]
+    pretend_gpu.setattr(gpu_tasks, "time_kernel", breaks)
+    job = {"kind": "native", "numels": [4], "contract": "", "machine": MACHINE}
+    assert gpu_tasks.main(**job, folder=str(tmp_path)) == gpu_tasks.BROKEN
+    rows = tables.read(tmp_path / "gpu-device.csv")
+    assert len(rows) == len(gpu_tasks.CONVERSIONS)  # those that were timed before it
 
 
 def test_every_kernel_gets_a_row_with_machine_and_contract(pretend_gpu, tmp_path):
     assert gpu.main(["--results", str(tmp_path)]) == 0
-    with (tmp_path / "gpu-device.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = tables.read(tmp_path / "gpu-device.csv")
     kinds = Counter(row["kind"] for row in rows)
     kernels = len(gpu_tasks.SPECS) * len(gpu_tasks.OPS) + len(gpu_tasks.CONVERSIONS)
     for kind in ("native", "nvrtc", "triton"):
         assert kinds[kind] == len(gpu.NUMELS) * kernels
+    assert kinds["ranks"] == len(list(gpu_collectives.cases()))
     assert kinds["reference"] == kernels
     assert kinds["torch"] == len(gpu.NUMELS)
     assert kinds["check"] >= len(gpu.KINDS)
@@ -217,30 +200,29 @@ def test_a_failing_contract_fails_the_run(pretend_gpu, tmp_path, capsys):
 
 
 def test_a_failing_kernel_does_not_lose_the_others(pretend_gpu, tmp_path, capsys):
-    def fails(task, op):
-        if (task.what, op) == ("int8", "decode"):
-            raise RuntimeError("illegal address")
-        return row(task, op)
+    def fails(kind, numel, spec, op):
+        if (spec, op) == ("int8", "decode"):
+            raise RuntimeError("no such kernel")
+        return row(kind, numel, spec, op)
 
     pretend_gpu.setattr(gpu_tasks, "time_kernel", fails)
     assert gpu.main(["--results", str(tmp_path), "--kinds", "native", "--numel", "64"]) == 1
-    assert "native int8 decode: illegal address" in capsys.readouterr().err
-    with (tmp_path / "gpu-device.csv").open() as file:
-        timed = [row for row in csv.DictReader(file) if row["kind"] == "native"]
+    assert "native int8 decode of 64: no such kernel" in capsys.readouterr().err
+    timed = [r for r in tables.read(tmp_path / "gpu-device.csv") if r["kind"] == "native"]
     kernels = len(gpu_tasks.SPECS) * len(gpu_tasks.OPS) + len(gpu_tasks.CONVERSIONS)
     assert len(timed) == kernels - 1
 
 
 def test_a_kind_that_lacks_a_codec_is_told_once_and_times_the_others(pretend_gpu, tmp_path, capsys):
-    def lacks(name, kind, device):
-        if name == "sign":
+    def lacks(kind, numel, spec, op):
+        if spec == "sign":
             raise Unavailable("no kernels")
+        return row(kind, numel, spec, op)
 
-    pretend_gpu.setattr(gpu_tasks, "implementation", lacks)
+    pretend_gpu.setattr(gpu_tasks, "time_kernel", lacks)
     assert gpu.main(["--results", str(tmp_path), "--kinds", "native"]) == 1
     assert capsys.readouterr().err.count("native has no sign: no kernels") == 1
-    with (tmp_path / "gpu-device.csv").open() as file:
-        native = [row for row in csv.DictReader(file) if row["kind"] == "native"]
+    native = [r for r in tables.read(tmp_path / "gpu-device.csv") if r["kind"] == "native"]
     codecs = {row["codec"] for row in native if row["op"] in gpu_tasks.OPS}
     assert codecs == set(gpu_tasks.SPECS) - {"sign"}
 
@@ -269,7 +251,7 @@ def test_sanitizers_run_where_they_are_installed_and_see_the_gpu(tmp_path, monke
     assert bool(reason) == bool(says)
 
 
-def test_a_suite_that_takes_too_long_is_ended_with_what_it_started(tmp_path, few_plugins):
+def test_a_slow_suite_is_ended_with_its_processes(tmp_path, few_plugins):
     test, alive = tmp_path / "test_slow.py", tmp_path / "alive"
     child = f"import time; time.sleep(3); open({str(alive)!r}, 'w')"
     test.write_text(
@@ -311,4 +293,5 @@ def test_without_a_gpu_it_says_so(capsys):
 
 
 def test_file_is_named_after_the_device():
-    assert gpu_results.slug("NVIDIA GeForce RTX 4090") == "nvidia-geforce-rtx-4090"
+    machine = {"device": "NVIDIA GeForce RTX 4090"}
+    assert gpu_tasks.table(Path("x"), machine) == Path("x/gpu-nvidia-geforce-rtx-4090.csv")

@@ -81,7 +81,7 @@ def test_unknown_names_are_refused_before_a_lab_is_made(words, hint, capsys):
     assert hint in capsys.readouterr().err
 
 
-def test_the_bound_of_unequal_links_is_that_of_the_slowest_or_of_all_together():
+def test_the_bound_of_unequal_links():
     byte = 8e-6 / 100  # at 100 Mbit/s
     assert bound(["100mbit"] * 4) == pytest.approx(1.5 * byte)
     assert bound(["20mbit", "100mbit", "100mbit", "100mbit"]) == pytest.approx(5 * byte)

@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -227,7 +226,7 @@ def test_backends_take_turns_and_are_compared(played):
     assert rows[2]["time_p50"] == pytest.approx(rows[1]["time_p50"] / rows[0]["time_p50"])
 
 
-class Fake(measure.BackendCalls):
+class Fake(backends.BackendCalls):
     """Does what a test says."""
 
     name = "pycomm"
@@ -258,7 +257,7 @@ def case_of(op: str, size: int = 4096):
     return make_case(OPERATIONS[op], size, dtype="float32", redop="sum", rank=0, ranks=1)
 
 
-def test_a_backend_without_checksums_runs_beside_the_one_with_them(played):
+def test_a_backend_runs_without_checksums(played):
     rows = played.rows("two ranks", "unchecked")
     assert {row["backend"] for row in rows} == {"pycomm", "pycomm-unchecked"}
     assert " pycomm-unchecked " in played.printed("two ranks")
@@ -300,35 +299,6 @@ def test_a_codec_may_lose_what_it_loses_and_no_more(loss, wrong):
     alone().verify(case_of("all_reduce"), variant)
     assert variant.wrong == wrong
     assert variant.err == pytest.approx(loss, rel=1e-3)  # y is float32
-
-
-@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter"])
-def test_results_on_a_gpu_are_brought_back(monkeypatch, tmp_path, op):
-    torch = pytest.importorskip("torch")
-    from pycomm.bench.ops import torch_backends
-
-    class Stream:
-        waits = 0
-
-        def synchronize(self) -> None:
-            self.waits += 1
-
-    stream = Stream()
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    gloo = torch_backends.make("gloo", tmp_path, 0, 1)
-    try:
-        nccl = torch_backends.Nccl("nccl", gloo.group)
-        nccl.device = torch.device("cpu")  # other memory than the host's arrays, as a GPU has
-        variant = measure.Variant(nccl, "none", "none", run=lambda: None)
-        alone().verify(case_of(op), variant)
-        assert (variant.wrong, stream.waits) == (0, 1)
-        monkeypatch.setattr(nccl, "fetch", lambda x, y: None)
-        monkeypatch.setattr(nccl, "load", lambda x, y: None)
-        alone().verify(case_of("all_gather"), variant)
-        assert variant.wrong > 0  # so the copies were what made it right
-    finally:
-        gloo.close()
 
 
 @pytest.mark.parametrize(("turn", "order"), [(1, "aabb" * 3), (2, "aaabbb" + "aabb")])
@@ -420,18 +390,9 @@ def test_a_package_that_is_missing_is_named(tmp_path, module):
 
 
 def test_what_a_machine_lacks_is_named(monkeypatch):
-    torch = pytest.importorskip("torch")
-    if torch.cuda.device_count() == 0:
-        assert "needs a GPU" in backends.missing(["pycomm", "nccl"], 2)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    assert "2 ranks, 1 GPU" in backends.missing(["nccl"], 2)
-    assert backends.missing(["nccl"], 1) == ""
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert "no mpirun" in backends.missing(["mpi"], 2)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "needs torch" in backends.missing(["gloo"], 2)
-    assert backends.missing(["pycomm", "pycomm:ring"], 2) == ""
+    assert "needs torch" in backends.missing(["gloo"])
+    assert backends.missing(["pycomm", "pycomm:ring"]) == ""
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
@@ -439,12 +400,3 @@ def test_bus_factors(op):
     # Bytes over the busiest link of the best algorithm, over `size`: see docs/bench.md.
     factors = {"all_reduce": 1.5, "broadcast": 1.0, "reduce": 1.0, "sendrecv": 1.0}
     assert OPERATIONS[op].bus_factor(4) == factors.get(op, 0.75)
-
-
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no MPI library here")
-@pytest.mark.parametrize("op", sorted(OPERATIONS))
-def test_mpi_takes_turns_with_the_core(tmp_path, op):
-    pytest.importorskip("mpi4py")
-    rows = rows_of(tmp_path, op, "-b", "3000", "-e", "3000", "-p", "2", "--backend", "pycomm,mpi")
-    timed = [row for row in rows if row["kind"] == "time"]
-    assert [(row["backend"], row["wrong"]) for row in timed] == [("pycomm", 0), ("mpi", 0)]

@@ -21,7 +21,7 @@ from pycomm.bench.training.results import (
     steps_to_loss,
     totals,
 )
-from pycomm.bench.training.time_to_loss import describe, parse
+from pycomm.bench.training.time_to_loss import describe
 from pycomm.bench.training.train import Config, Transformer
 from tests.torch.interpreter import launch
 
@@ -68,17 +68,6 @@ def test_an_estimate_takes_the_steps_of_another_model():
     assert found.seconds_to_loss is None
 
 
-def test_a_sweep_gives_each_method_each_rate():
-    given = ["--only", "losses", "--methods", "exact SGD", "--rate-factors", "0.1,2"]
-    found = [(method.label, method.rate) for method in parse(given).methods]
-    assert found == [(f"{EXACT_SGD.label}, rate x {factor}", factor) for factor in (0.1, 2)]
-    for wrong in (["--rate-factors", "0"], ["--rate-factors", "a"]):
-        with pytest.raises(SystemExit):
-            parse(["--only", "losses", *wrong])
-    with pytest.raises(SystemExit):
-        parse(["--rate-factors", "1"])
-
-
 def test_losses_are_compared_on_the_same_text():
     """One taken on less text is held against the curve, which both have on equally much."""
     rows = [
@@ -96,23 +85,6 @@ def test_methods_of_sgd_are_compared_with_exact_sgd():
     for method in METHODS:
         wanted = EXACT_SGD if method.sgd else EXACT
         assert exact_of(method.label) == wanted.label
-        assert exact_of(f"{method.label}, rate x 25") == wanted.label
-
-
-def test_late_means_are_those_of_the_step_before(tmp_path):
-    # Gloo's group may wait for ever here: it ends with the interpreter's lock held, while its
-    # thread needs the lock to release the hook's callback.
-    dist.init_process_group("pycomm", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = Method("", "pycomm", hook="late").wrap(torch.nn.Linear(3, 1, bias=False))
-        seen = []
-        for x in (1.0, 2.0, 3.0):
-            model.zero_grad()
-            model(torch.full((1, 3), x)).sum().backward()
-            seen.append(model.module.weight.grad[0, 0].item())
-    finally:
-        dist.destroy_process_group()
-    assert seen == [1.0, 1.0, 2.0]
 
 
 def test_local_methods_average_by_rounds(tmp_path):
@@ -145,20 +117,20 @@ def test_rows_survive_the_file(tmp_path):
 
 # The program with a model that takes few of the processor's seconds.
 SMALL = """
-import sys
+import json, sys
 from dataclasses import replace
 from pycomm.bench.training import time_to_loss as program
 
 program.MODELS["demo"] = replace(program.MODELS["demo"], width=32, context=8, batch=2)
-sys.exit(program.main(sys.argv[1:]))
+program.time_on_this_rank(**json.loads(sys.argv[1]))
 """
 
 
 def test_ranks_take_turns_with_every_method(tmp_path):
     log = tmp_path / "log"
     chosen = {"model": "demo", "rounds": 1, "methods": [FP16.label, INT4.label], "log": str(log)}
-    chosen |= {"turn_seconds": 0.1, "compute": 0.0}
-    words = ("-c", SMALL, "--rank", json.dumps(chosen))
+    chosen |= {"turn_seconds": 0.1, "compute": 0.0, "folder": ""}
+    words = ("-c", SMALL, json.dumps(chosen))
     launch(*words, folder=tmp_path, GLOO_SOCKET_IFNAME="lo")
     samples = [json.loads(line) for line in log.read_text().splitlines()]
     assert [sample["method"] for sample in samples] == [FP16.label, INT4.label]

@@ -26,7 +26,7 @@ def test_held_out_files_are_not_trained_on():
     assert sum(probe in train for probe in probes) <= len(probes) // 10
 
 
-def test_ranks_share_the_data_and_every_run_sees_it_in_the_same_order():
+def test_every_run_sees_the_data_in_one_order():
     text = torch.arange(100_000, dtype=torch.int32)
     first, again = (list(islice(batches(text, CONFIG, 0, 2), 5)) for _ in range(2))
     other = list(islice(batches(text, CONFIG, 1, 2), 5))
@@ -35,7 +35,7 @@ def test_ranks_share_the_data_and_every_run_sees_it_in_the_same_order():
     assert first[0].shape == (CONFIG.batch, CONFIG.context + 1)
 
 
-def test_model_has_one_to_three_million_parameters_and_starts_at_chance():
+def test_the_model_starts_at_chance():
     torch.manual_seed(0)
     model = Transformer(CONFIG)
     assert 1e6 < sum(p.numel() for p in model.parameters()) < 3e6

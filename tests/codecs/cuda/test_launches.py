@@ -61,7 +61,7 @@ def formats() -> list[str]:
     return [spec for spec in FORMATS if valid(spec)]
 
 
-def test_every_launched_kernel_is_in_a_table_and_every_one_in_a_table_is_launched():
+def test_tables_list_exactly_the_launched_kernels():
     assert sorted(kernels(formats())) == sorted(listed(all_kernels()))
 
 

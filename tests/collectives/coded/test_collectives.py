@@ -1,4 +1,7 @@
-"""all_reduce_coded against a model of the two-shot in plain torch, byte for byte."""
+"""all_reduce_coded against a model in plain torch, byte for byte.
+
+Owners decode, add and encode again; payloads of topk are gathered by all ranks instead.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,19 @@ CODECS = [
     "fp8",
     "fp16",
     "fp32",
+    "eden:bits=2",
+    "lossless",
+    "topk:density=0.05",
+    "topk:density=0.1,values=int8,indices=int12",
 ]
 # Sizes of a model's parameters: incomplete blocks, parts smaller than a block, and zero.
 TENSORS = {7: 1000, 3: 1, 9: 4099, 4: 0, 1: 128, 2: 20011}
 SEED, STEP = 0x1234567890ABCDEF, 11
+OWNED = dict(zip(TENSORS, CODECS, strict=False))
+# Gathered pieces lie among owned ones, at the ends and in the middle.
+WHOLE, CHUNKED = CODECS[-2:]
+GATHERED = dict(zip(TENSORS, [WHOLE, "fp32", "int4", CHUNKED, "int8", CHUNKED], strict=True))
+both = pytest.mark.parametrize("codecs", [OWNED, GATHERED], ids=["owned", "gathered"])
 
 
 def gradient(rank: int, tensor: int, step: int = 0) -> np.ndarray:
@@ -74,8 +86,11 @@ def model(ranks: int, tensor: int, codec: str, average: bool = True, feedback: b
     code = pycomm.codec(codec)
     numel = TENSORS[tensor]
 
+    gathered = codec.startswith("topk")
+
     def through(p: torch.Tensor, hop: int) -> torch.Tensor:
-        key = RandomKey(_C.hop_seed(SEED, hop), STEP, tensor)
+        among = (hop, ranks) if gathered else ()
+        key = RandomKey(_C.hop_seed(SEED, hop), STEP, tensor, *among)
         return code.reference_decode(code.reference_encode(p, key, 0), numel)
 
     total, residuals = None, []
@@ -88,8 +103,11 @@ def model(ranks: int, tensor: int, codec: str, average: bool = True, feedback: b
         total = sent if total is None else total + sent
     if average:
         total = total / ranks
+    owed = torch.from_numpy(gradient(0, tensor, 200) / 50)
+    if gathered:
+        return total.numpy(), [e.numpy() for e in residuals], owed.numpy()
     if feedback:
-        total = total + torch.from_numpy(gradient(0, tensor, 200) / 50)
+        total = total + owed
     result = through(total, -1)
     return result.numpy(), [e.numpy() for e in residuals], (total - result).numpy()
 
@@ -132,30 +150,32 @@ def test_bytes_of_the_model(codec, ranks):
 
 
 @each_value
+@pytest.mark.parametrize(
+    "codecs", [dict.fromkeys(TENSORS, CODECS[2]), GATHERED], ids=["owned", "gathered"]
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("segment_bytes", [0, 4, 700, 5000])
-def test_result_does_not_depend_on_transport_or_segments(way, segment_bytes):
-    codecs = dict.fromkeys(TENSORS, CODECS[2])
+def test_result_is_independent_of_way_and_segments(way, segment_bytes, codecs):
     job = reduce_once(list(TENSORS), codecs)
     check(run(3, job, **WAYS[way], segment_bytes=segment_bytes), codecs)
 
 
 @pytest.mark.parametrize("order", [[2, 9, 7, 1, 4, 3], [3, 4, 2, 7, 9, 1], [2], [4, 3]])
-def test_result_does_not_depend_on_the_layout_of_the_bucket(order):
+def test_result_is_independent_of_the_layout(order):
     codecs = dict.fromkeys(order, CODECS[2])
     check(run(4, reduce_once(order, codecs), **WAYS["window"]), codecs)
 
 
+@both
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("feedback", [True, False])
-def test_pieces_of_one_bucket_have_codecs_of_their_own(average, feedback):
-    codecs = dict(zip(TENSORS, CODECS, strict=True))
+def test_pieces_of_one_bucket_have_codecs_of_their_own(average, feedback, codecs):
     job = reduce_once(list(TENSORS), codecs, average=average, feedback=feedback)
     check(run(3, job, **WAYS["tcp"]), codecs, average, feedback)
 
 
-def test_between_processes():
-    codecs = dict(zip(TENSORS, CODECS, strict=True))
+@both
+def test_between_processes(codecs):
     check(run_processes(3, reduce_once(list(TENSORS), codecs)), codecs)
     check(run_processes(2, reduce_once(list(TENSORS), codecs), transport="tcp"), codecs)
 
@@ -203,27 +223,25 @@ def test_nothing_is_lost_over_the_steps(codec):
 
 @each_value
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("codec", ["int8", "int4", "fp8", "fp32"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "fp8", "fp32", WHOLE])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_non_finite_values_reach_every_rank(bad, codec, ranks):
     numel, place = 5000, 1234
 
     def job(c):
-        x = np.ones(numel, np.float32)
+        x, owed = np.ones(numel, np.float32), np.full(numel, 0.25, np.float32)
         if c.rank == ranks - 1:
             x[place] = bad
-        finite = c.all_reduce_coded(x, codec_of(codec))
-        again = c.all_reduce_coded(np.ones(numel, np.float32), codec_of(codec))
-        return finite, again, bits(x), not np.isfinite(x[place])
+        finite = c.all_reduce_coded(x, [Piece(numel, pycomm.codec(codec), residual=owed)])
+        again = c.all_reduce_coded(np.ones(numel, np.float32), pycomm.codec(codec))
+        return (finite, again, bits(x), not np.isfinite(x[place])), owed[place]
 
     outcomes = run(ranks, job)
-    assert all(outcome == outcomes[0] for outcome in outcomes)
-    finite, again, _, seen = outcomes[0]
+    assert all(outcome == outcomes[0][0] for outcome, _ in outcomes)
+    finite, again, _, seen = outcomes[0][0]
     assert (finite, again, seen) == (False, True, True)
-
-
-def codec_of(name):
-    return pycomm.codec(name)
+    if codec not in ("fp16", "fp32"):
+        assert outcomes[-1][1] == 0.25, "what could not be sent is owed as before"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -11,13 +11,12 @@ import torch
 import pycomm
 from pycomm import _C
 from pycomm.codecs import RandomKey
-from tests.collectives.coded.test_collectives import CODECS, SEED, STEP, TENSORS, Bucket, gradient
-from tests.collectives.test_hierarchical import NODES, options
+from tests.collectives.coded.test_collectives import OWNED, SEED, STEP, TENSORS, Bucket, gradient
+from tests.collectives.test_hierarchical import NODES, SITES, options, sited
 from tests.collectives.ways import bits
 from tests.ranks import attempt, run, run_processes
 
 LEVELS = [name for name in NODES if name not in ("flat", "one")]
-MIXED = dict(zip(TENSORS, CODECS, strict=True))
 
 
 def members(nodes):
@@ -86,24 +85,13 @@ def sum_of(values):
 @pytest.mark.parametrize("segment_bytes", [0, 700])
 def test_bytes_of_the_model(name, segment_bytes):
     nodes = NODES[name]
-    outcomes = run(len(nodes), job(MIXED), **options(name, segment_bytes=segment_bytes))
-    check(outcomes, nodes, MIXED)
+    outcomes = run(len(nodes), job(OWNED), **options(name, segment_bytes=segment_bytes))
+    check(outcomes, nodes, OWNED)
 
 
 def test_between_processes():
     more = options("2+2") | {"transport": "shm"}
-    check(run_processes(4, job(MIXED), **more), NODES["2+2"], MIXED)
-
-
-@pytest.mark.parametrize("name", LEVELS)
-def test_exact_pieces_are_a_plain_all_reduce(name):
-    def exact(c):
-        x, y = gradient(c.rank, 2), gradient(c.rank, 2)
-        c.all_reduce_coded(x, "cast:dtype=float32")
-        c.all_reduce(y, "avg")
-        return bits(x) == bits(y)
-
-    assert all(run(len(NODES[name]), exact, **options(name)))
+    check(run_processes(4, job(OWNED), **more), NODES["2+2"], OWNED)
 
 
 def test_each_byte_of_a_payload_goes_over_a_link_once():
@@ -139,18 +127,6 @@ def test_non_finite_values_reach_every_rank(bad, name):
     assert outcomes[0][3] is False
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_codecs_that_differ_are_an_error_on_every_rank(rank):
-    def differ(c):
-        codec = "int8" if c.rank == rank else "int4"
-        c.all_reduce_coded(np.ones(1000, np.float32), pycomm.codec(codec))
-
-    for error in attempt(4, differ, **options("2+2")):
-        assert isinstance(error, pycomm.WireMismatch)
-        assert "bits=4" in str(error)
-        assert "bits=8" in str(error)
-
-
 @pytest.mark.parametrize("lost", [1, 2])
 def test_a_rank_that_does_not_come_is_named(lost):
     """Its own node may wait for it, or another one."""
@@ -166,15 +142,9 @@ def test_a_rank_that_does_not_come_is_named(lost):
         assert f"rank {lost}" in str(error)
 
 
-def test_an_abort_ends_it_on_every_rank():
-    def abort(c):
-        if c.rank == 3:
-            c.abort("the test wants it")
-        c.all_reduce_coded(np.ones(5000, np.float32), pycomm.codec("int8"))
-
-    for error in attempt(4, abort, **options("2+2")):
-        assert isinstance(error, pycomm.Error)
-        assert "the test wants it" in str(error)
+@pytest.mark.parametrize("name", ["2+2", "mixed", "3+1", "2+1+2", "hosts of two ranks"])
+def test_a_site_codes_its_sum_as_a_rank_would(name):
+    check(run(len(SITES[name][0]), job(OWNED), **sited(name)), SITES[name][0], OWNED)
 
 
 def test_levels_say_who_shares_a_node():

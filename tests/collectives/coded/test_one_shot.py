@@ -121,12 +121,12 @@ def faster(ranks: int, values: int, round_trip: float, rate: float, known: bool 
 
 @pytest.mark.parametrize("values", [1, 1000, 1 << 20, 1 << 24, 1 << 26])
 @pytest.mark.parametrize("round_trip", [0.001, 0.03, 0.2])
-def test_two_ranks_on_a_slow_link_need_one_shot_at_any_size(values, round_trip):
+def test_two_ranks_on_a_slow_link_use_one_shot(values, round_trip):
     """Both send as many bytes; the link hides the work."""
     assert faster(2, values, round_trip, 200) == "one"
 
 
-def test_more_ranks_need_one_shot_while_the_round_trip_is_longer_than_the_bytes():
+def test_short_messages_of_many_ranks_use_one_shot():
     assert faster(4, 2000, 0.2, 100) == "one"
     assert faster(4, 1 << 24, 0.2, 100) == "two"
     assert faster(8, 1 << 24, 0.03, 1000) == "two"

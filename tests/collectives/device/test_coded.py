@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
+import time
+
 import numpy as np
 import pytest
 
@@ -9,6 +13,7 @@ import pycomm
 from pycomm import _C
 from tests import ranks as channels
 from tests.collectives.device import jobs
+from tests.collectives.device.jobs import SPECS, Bucket
 from tests.collectives.device.ranks import Rank, run
 from tests.extent import each_value
 
@@ -67,7 +72,7 @@ def test_small_floats_of_several_nodes(dtype):
 
 
 @pytest.mark.parametrize(("dtype", "overflows"), [("float16", True), ("bfloat16", False)])
-def test_what_only_the_cast_makes_infinite_is_found_on_all_ranks(dtype, overflows):
+def test_overflow_in_the_cast_is_found_on_all_ranks(dtype, overflows):
     """With 40000 on two ranks the sum is no float16."""
 
     def job(c):
@@ -107,3 +112,47 @@ def test_other_codecs_are_a_mismatch():
             jobs.coded(c, ["int8" if c.rank == 0 else "int4"])
 
     run(2, job)
+
+
+# ---------------------------------------------------------------------------------------- failure
+# After a failed synchronization, queued operations write into no peer's memory.
+
+
+# Each rank's layout in the memory file: a page, flags, and shared data (device/peer_pointers.h).
+CONTROL, FLAGS = 4096, 64 * 16 * 8
+
+
+def shown(size: int) -> list[bytes]:
+    """Return each rank's shared data, of the only group of this process."""
+    with open("/proc/self/maps") as maps:
+        line = next(line for line in maps if "memfd:pycomm-device" in line)
+    begin, end = (int(word, 16) for word in re.match(r"(\w+)-(\w+)", line).groups())
+    each = (end - begin) // size
+    starts = [begin + r * each + CONTROL + FLAGS for r in range(size)]
+    return [ctypes.string_at(start, each - CONTROL - FLAGS) for start in starts]
+
+
+@each_value
+@pytest.mark.parametrize("op", ["all_reduce_coded", "reduce_scatter_coded", "all_gather_coded"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_failed_call_leaves_the_peers_memory(op, spec):
+    def job(c):
+        bucket = Bucket(c, [spec], c.size if op == "reduce_scatter_coded" else 1)
+        out = c.put(np.zeros(bucket.data.shape[1] * c.size, np.float32))
+        targets = [] if op == "all_reduce_coded" else [out.address]
+        c.call("barrier")
+        before = shown(c.size)
+        c.call("barrier")
+        if c.rank == 1:  # it synchronizes no further
+            time.sleep(0.8)
+            after = shown(c.size)
+            with pytest.raises(pycomm.Timeout):  # reported by rank 0
+                c.group.check()
+            return before[1] == after[1]
+        c.group.set_timeout(0.2)
+        c.call(op, bucket.data.address, *targets, bucket.pieces, seed=1, step=2)
+        with pytest.raises(pycomm.Timeout):
+            c.group.check()
+        return True
+
+    assert run(2, job) == [True, True]

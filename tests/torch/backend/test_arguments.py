@@ -19,6 +19,7 @@ from torch._C import _distributed_c10d as c10d
 import pycomm
 from pycomm import backend
 from pycomm._build import load_c10d
+from tests.torch.pool import on_ranks
 
 CPU = torch.device("cpu")
 
@@ -29,7 +30,8 @@ def works(size: int) -> None:
     assert x.tolist() == [size] * 5
 
 
-def check_negative_splits(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_negative_split_sizes_are_refused(rank, size):
     around_in, around_out = torch.full((6, 1000), 5.0 + rank), torch.zeros(6, 1000)
     given, out = around_in[2:4], around_out[2:4]
     huge = 2**62
@@ -44,10 +46,6 @@ def check_negative_splits(rank: int, size: int) -> None:
         dist.all_to_all_single(out, given, [huge] * 4 + [2], [huge] * 4 + [2])
     assert not around_out.any()
     works(size)
-
-
-def test_negative_split_sizes_are_refused_and_nothing_is_written(pool):
-    pool.run(check_negative_splits)
 
 
 def list_calls(rank: int) -> dict[str, Callable[[], Any]]:
@@ -74,7 +72,8 @@ def list_calls(rank: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def check_lists(rank: int, size: int) -> None:
+@on_ranks(2, timeout=30)
+def test_a_list_that_is_wrong_for_one_rank_raises_on_all(rank, size):
     for name, call in list_calls(rank).items():
         with pytest.raises(pycomm.Error, match=r"has a part of \d elements for rank") as caught:
             call()
@@ -88,11 +87,8 @@ def check_lists(rank: int, size: int) -> None:
     works(size)
 
 
-def test_a_list_that_is_wrong_for_one_rank_raises_on_all(pool):
-    pool.run(check_lists, timeout=30)
-
-
-def check_equal_lists(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_list_wrong_on_every_rank_raises(rank, size):
     zeros = [torch.zeros(3) for _ in range(size)]
     for asynchronous in (False, True):
         with pytest.raises(pycomm.Error, match=r"all_gather: part . of the output list has 3"):
@@ -102,10 +98,6 @@ def check_equal_lists(rank: int, size: int) -> None:
         with pytest.raises(pycomm.Error, match="all_to_all: the part for this rank itself has 2"):
             dist.all_to_all(zeros, [torch.ones(2)] * 2, async_op=asynchronous)
     works(size)
-
-
-def test_a_list_that_is_wrong_on_every_rank_raises_at_the_call(pool):
-    pool.run(check_equal_lists)
 
 
 def uneven_calls(rank: int, size: int) -> dict[str, Callable[[], Any]]:
@@ -138,14 +130,15 @@ def check_uneven(rank: int, size: int, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["all_to_all_single", "all_to_all", "gather", "scatter"])
-def test_a_part_that_only_one_rank_sees_to_be_wrong_ends_the_wait_of_all(pool, name):
+def test_a_part_wrong_for_one_rank_fails_on_all(pool, name):
     own, *others = pool.run(check_uneven, name, ranks=3, timeout=60, deadline=180)
     assert own.startswith(f"rank 0: {name}: ")
     for text in others:
         assert f"rank 0 refused its {name}, whose part for itself has " in text
 
 
-def check_overlaps(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_outputs_that_share_memory_are_refused_at_the_call(rank, size):
     native: Any = backend.find()
     x, buffer = torch.ones(4), torch.zeros(12)
     lists = {
@@ -181,10 +174,6 @@ def check_overlaps(rank: int, size: int) -> None:
     works(size)
 
 
-def test_outputs_that_share_memory_are_refused_at_the_call(pool):
-    pool.run(check_overlaps)
-
-
 def with_root(options: type, root: int, tensor: int = 0) -> Any:
     made = options()
     made.rootRank = root
@@ -193,7 +182,8 @@ def with_root(options: type, root: int, tensor: int = 0) -> Any:
     return made
 
 
-def check_roots_peers_and_tags(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_invalid_roots_peers_and_tags_are_refused(rank, size):
     x = torch.ones(3)
     group = dist.group.WORLD
     native: Any = backend.find()
@@ -228,10 +218,6 @@ def check_roots_peers_and_tags(rank: int, size: int) -> None:
     with pytest.raises(pycomm.Error, match="the tag is -3"):
         group.recv_anysource([x], -3)
     works(size)
-
-
-def test_roots_peers_and_tags_that_do_not_exist_are_refused_at_the_call(pool):
-    pool.run(check_roots_peers_and_tags)
 
 
 def bad_tensors() -> dict[str, tuple[torch.Tensor, str]]:
@@ -288,7 +274,8 @@ def all_calls(x: torch.Tensor, rank: int, size: int) -> dict[str, Callable[[], A
     }
 
 
-def check_bad_tensors(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_tensors_without_values_are_refused(rank, size):
     for kind, (x, words) in bad_tensors().items():
         for name, call in all_calls(x, rank, size).items():
             if kind == "sparse" and name == "all_reduce":
@@ -298,17 +285,14 @@ def check_bad_tensors(rank: int, size: int) -> None:
     works(size)
 
 
-def test_no_operation_takes_tensors_without_values_of_their_own(pool):
-    pool.run(check_bad_tensors)
-
-
 WRITTEN = {
     "all_reduce", "all_reduce_coalesced", "broadcast", "scatter", "all_gather",
     "all_gather_coalesced", "reduce_scatter", "all_to_all", "recv", "recvAnySource",
 }  # fmt: skip
 
 
-def check_shared_places(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_overlapping_outputs_are_refused(rank, size):
     x = torch.ones(1).expand(4)
     for name, call in all_calls(x, rank, size).items():
         if name in WRITTEN or (rank == 0 and name in {"reduce", "gather"}):
@@ -324,11 +308,8 @@ def check_shared_places(rank: int, size: int) -> None:
     works(size)
 
 
-def test_results_are_not_written_where_values_share_a_place(pool):
-    pool.run(check_shared_places)
-
-
-def check_lists_of_other_lengths(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_lists_that_do_not_fit_are_refused(rank, size):
     native: Any = backend.find()
     x = torch.ones(2)
     calls = [
@@ -366,11 +347,8 @@ def check_lists_of_other_lengths(rank: int, size: int) -> None:
     works(size)
 
 
-def test_lists_of_other_lengths_or_dtypes_are_refused_at_the_call(pool):
-    pool.run(check_lists_of_other_lengths)
-
-
-def check_layouts(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_layouts_that_no_memory_holds_are_refused(rank, size):
     layout = load_c10d().Layout()
     for offset, numel in ((0, 2**62), (2**63, 5), (2**61, 2**61), (2**64 - 4, 8)):
         with pytest.raises(pycomm.Error, match="no memory holds"):
@@ -386,11 +364,8 @@ def check_layouts(rank: int, size: int) -> None:
     works(size)
 
 
-def test_layouts_that_no_memory_holds_are_refused(pool):
-    pool.run(check_layouts)
-
-
-def check_monitored_barrier(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_monitored_barrier_says_where_to_look(rank, size):
     if rank == 0:
         return
     with pytest.raises(pycomm.Timeout) as caught:
@@ -400,7 +375,3 @@ def check_monitored_barrier(rank: int, size: int) -> None:
         "send/recv from rank 0. Please check rank 0 logs for faulty rank. Original exception: "
         "rank 0 did not come"
     ) in str(caught.value)
-
-
-def test_a_monitored_barrier_says_where_to_look(pool):
-    pool.run(check_monitored_barrier)

@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 
 from tests.arithmetic import KINDS, arithmetic
+from tests.torch.pool import on_ranks
 
 TINY = 1 << 20  # the bits of a denormal float32
 
 
-def check_sums(rank: int, size: int, kind: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums(rank, size, kind):
     """One rank waits at once, on its own thread; the other a moment later, on the queue's."""
     dist.all_reduce(torch.ones(10), async_op=True).wait()
     for numel in (10, 1000, 200_000):
@@ -30,12 +33,8 @@ def check_sums(rank: int, size: int, kind: str) -> None:
             assert set(y.tolist()) == {2.0 + 4 * 2.0**-24}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sums(pool, kind):
-    pool.run(check_sums, kind)
-
-
-def check_endless(rank: int, size: int, store: dist.Store) -> None:
+@on_ranks(2, backend=None)
+def test_the_longest_timeout_waits(rank, size, store):
     """timedelta.max means no timeout, for groups and for waits."""
     dist.init_process_group(
         "pycomm", store=store, rank=rank, world_size=size, timeout=timedelta.max
@@ -54,11 +53,8 @@ def check_endless(rank: int, size: int, store: dist.Store) -> None:
         dist.destroy_process_group()
 
 
-def test_the_longest_timeout_waits(pool):
-    pool.run(check_endless, backend=None)
-
-
-def check_refused(rank: int, size: int, store: dist.Store) -> None:
+@on_ranks(2, backend=None)
+def test_a_group_without_time_is_refused(rank, size, store):
     def use(seconds: int) -> None:
         timeout = timedelta(seconds=seconds)
         dist.init_process_group("pycomm", store=store, rank=rank, world_size=size, timeout=timeout)
@@ -69,7 +65,3 @@ def check_refused(rank: int, size: int, store: dist.Store) -> None:
             use(seconds)
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def test_a_group_without_time_is_refused(pool):
-    pool.run(check_refused, backend=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -15,19 +16,21 @@ import torch
 
 from pycomm import _build
 from pycomm.errors import Error
+from tests.torch.interpreter import ROOT, run
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """Return the folder of an installed package with sources; _c10d is not loaded yet."""
-    (tmp_path / "csrc/binding/torch").mkdir(parents=True)
-    (tmp_path / "csrc/binding/torch/backend.cpp").write_text("source")
-    (tmp_path / "csrc/binding/module.map").write_text("exports")
-    (tmp_path / "CMakeLists.txt").write_text("flags")
-    monkeypatch.setattr(_build, "PACKAGE", tmp_path)
+    folder = tmp_path / "pycomm"
+    (folder / "csrc/binding/torch").mkdir(parents=True)
+    (folder / "csrc/binding/torch/backend.cpp").write_text("source")
+    (folder / "csrc/binding/module.map").write_text("exports")
+    (folder / "CMakeLists.txt").write_text("flags")
+    monkeypatch.setattr(_build, "PACKAGE", folder)
     monkeypatch.delitem(sys.modules, "pycomm._c10d", raising=False)
     monkeypatch.setattr(_build, "import_c10d", lambda binary: binary)
-    return tmp_path
+    return folder
 
 
 def _c10d_file() -> str:
@@ -96,7 +99,7 @@ def test_changed_sources_are_compiled_again(package, compiled, file):
 
 def test_folder_that_cannot_be_written_falls_back_to_the_cache(package, compiled, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(package / "cache"))
-    (package / "_built").write_text("a file, so that no folder can be made here")
+    (package.parent / "pycomm-built").write_text("a file, so that no folder can be made here")
     found = _build.load_c10d()
     assert package / "cache/pycomm" in found.parents
 
@@ -121,7 +124,7 @@ def prebuilt(package):
 
 
 @pytest.mark.parametrize("version", ["2.14.0", "2.14.9+cu130", "2.14.0a0+git1234"])
-def test_every_build_of_a_minor_version_takes_the_prebuilt_binary(
+def test_every_build_takes_its_minors_prebuilt_binary(
     package, prebuilt, compiled, monkeypatch, version
 ):
     prebuilt("2.1", "2.13", "2.14")
@@ -153,7 +156,7 @@ def test_a_delivered_binary_that_does_not_load_is_replaced(
     monkeypatch.setattr(torch, "__version__", "2.14.0")
 
     def load(binary: Path) -> Path:
-        if "_built" not in binary.parts:
+        if "pycomm-built" not in binary.parts:
             raise ImportError("undefined symbol: x")
         return binary
 
@@ -192,7 +195,7 @@ def test_half_a_binary_in_the_cache_is_compiled_again(package, compiled, monkeyp
     assert len(compiled) == 2
 
 
-def test_processes_of_two_torches_compile_one_after_the_other(package, monkeypatch):
+def test_two_torches_compile_in_turn(package, monkeypatch):
     running, most = [], []
 
     def compile_into(folder: Path) -> None:
@@ -218,7 +221,7 @@ def test_processes_of_two_torches_compile_one_after_the_other(package, monkeypat
 def test_what_others_can_write_is_not_loaded(package, compiled, monkeypatch, part):
     """Whoever can write into the cache could run code in every rank."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(package / "cache"))
-    (package / "_built").write_text("a file, so that no folder can be made here")
+    (package.parent / "pycomm-built").write_text("a file, so that no folder can be made here")
     planted = _build.load_c10d()
     compiled.clear()
     parts = {"home": planted.parents[1], "folder": planted.parent, "binary": planted}
@@ -231,17 +234,15 @@ def test_what_others_can_write_is_not_loaded(package, compiled, monkeypatch, par
     assert _build.load_c10d() == planted
 
 
-def test_a_torch_that_is_too_old_is_refused_before_anything_is_compiled(
-    package, compiled, monkeypatch
-):
+def test_a_torch_too_old_is_refused(package, compiled, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.10.1")
     with pytest.raises(Error, match=r"torch 2\.10\.1 is too old for pycomm: install torch 2\.11"):
         _build.load_c10d()
     assert compiled == []
 
 
-def test_no_place_that_can_be_written_is_an_error_with_a_remedy(package, compiled, monkeypatch):
-    (package / "_built").write_text("a file, so that no folder can be made here")
+def test_no_writable_folder_is_an_error(package, compiled, monkeypatch):
+    (package.parent / "pycomm-built").write_text("a file, so that no folder can be made here")
     (package / "cache").write_text("another")
     monkeypatch.setenv("XDG_CACHE_HOME", str(package / "cache"))
     with pytest.raises(Error, match="set XDG_CACHE_HOME"):
@@ -261,7 +262,7 @@ def test_missing_tool_is_named_with_a_remedy(package, monkeypatch):
 
 
 def test_no_rank_sees_a_binary_that_is_still_being_written(package, monkeypatch):
-    folder, seen = package / "_built", []
+    folder, seen = package.parent / "pycomm-built", []
     folder.mkdir()
 
     def run(command: list[str]) -> None:
@@ -279,3 +280,22 @@ def test_no_rank_sees_a_binary_that_is_still_being_written(package, monkeypatch)
     _build._compile(folder)
     assert seen == [False]
     assert (folder / _build.BINARY).read_text() == "the binary"
+
+
+FUTURE = """
+import torch
+torch.__version__ = "2.99.0"
+import torch.distributed as dist, pycomm.backend
+dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1)
+"""
+
+
+def test_unknown_torch_without_a_compiler_is_an_error_with_all_reasons(tmp_path):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYCOMM_")}
+    env |= {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = run("-c", FUTURE, env=env, cwd=tmp_path)
+    assert done.returncode != 0
+    for text in ("there is no _c10d for torch 2.99.0: found one for torch ", "there is no ", "c++"):
+        assert text in done.stderr
+    for folder in (ROOT / "pycomm/_built").glob("_c10d-torch2.99.0-*"):
+        folder.rmdir()  # nothing was compiled

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
+from tests.torch.pool import on_ranks
 
 
 def works(size: int) -> None:
@@ -23,7 +24,8 @@ def works(size: int) -> None:
 # ------------------------------------------------------------------ raising
 
 
-def check_hook_raises(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_hook_that_raises_hurts_no_operation(rank, size):
     group: Any = dist.group.WORLD
     calls = []
 
@@ -46,11 +48,8 @@ def check_hook_raises(rank: int, size: int) -> None:
     assert len(calls) == 4
 
 
-def test_a_hook_that_raises_hurts_no_operation(pool):
-    pool.run(check_hook_raises)
-
-
-def check_unwaited_send(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_hook_hears_of_a_send_that_nobody_waits_for(rank, size):
     group: Any = dist.group.WORLD
     seen: list[Any] = []
     heard = threading.Event()
@@ -68,11 +67,8 @@ def check_unwaited_send(rank: int, size: int) -> None:
     assert len(seen) == 1
 
 
-def test_a_hook_hears_of_a_send_that_nobody_waits_for(pool):
-    pool.run(check_unwaited_send)
-
-
-def check_callbacks_raise(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_what_a_callback_raises_stays_in_its_future(rank, size):
     def fail(_):
         raise KeyError("a mistake in this callback")
 
@@ -95,14 +91,12 @@ def check_callbacks_raise(rank: int, size: int) -> None:
     works(size)
 
 
-def test_what_a_callback_raises_stays_in_its_future(pool):
-    pool.run(check_callbacks_raise)
-
-
 # ------------------------------------------------------------------ waiting
 
 
-def check_waits_for_the_next(rank: int, size: int, depth: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("depth", [2, 6])
+def test_a_callback_may_wait_for_operations_behind_its_own(rank, size, depth):
     tensors = [torch.full((1000,), float(i)) for i in range(depth)]
     order: list[int] = []
 
@@ -133,12 +127,8 @@ def check_waits_for_the_next(rank: int, size: int, depth: int) -> None:
     works(size)
 
 
-@pytest.mark.parametrize("depth", [2, 6])
-def test_a_callback_may_wait_for_operations_behind_its_own(pool, depth):
-    pool.run(check_waits_for_the_next, depth)
-
-
-def check_comes_next(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_what_a_callback_issues_comes_before_what_is_queued(rank, size):
     """On rank 1 the next operation is queued when the callback runs, on rank 0 it is not."""
     gate, issued = threading.Event(), threading.Event()
     a, b, c = (torch.ones(numel) for numel in (1_000_000, 3, 5))
@@ -162,11 +152,8 @@ def check_comes_next(rank: int, size: int) -> None:
     assert all(x.eq(size).all() for x in (a, b, c))
 
 
-def test_what_a_callback_issues_comes_before_what_is_queued(pool):
-    pool.run(check_comes_next)
-
-
-def check_waits_with_a_caller_between(rank: int, size: int) -> None:
+@on_ranks(2, timeout=30)
+def test_another_thread_calls_while_a_callback_waits(rank, size):
     """A synchronous call of another thread runs between the two."""
     gate = threading.Event()
     order: list[str] = []
@@ -197,11 +184,8 @@ def check_waits_with_a_caller_between(rank: int, size: int) -> None:
     works(size)
 
 
-def test_a_caller_on_another_thread_has_its_turn_while_a_callback_waits(pool):
-    pool.run(check_waits_with_a_caller_between, timeout=30)
-
-
-def check_groups_wait_for_each_other(rank: int, size: int) -> None:
+@on_ranks(2, timeout=30)
+def test_callbacks_of_two_groups_may_wait_for_each_other(rank, size):
     """Each group's callback waits for an operation that the other has queued behind its own."""
     groups = [dist.new_group(backend="pycomm") for _ in range(2)]
     inside = [threading.Event(), threading.Event()]
@@ -233,11 +217,8 @@ def check_groups_wait_for_each_other(rank: int, size: int) -> None:
     works(size)
 
 
-def test_callbacks_of_two_groups_may_wait_for_each_other(pool):
-    pool.run(check_groups_wait_for_each_other, timeout=30)
-
-
-def check_waits_for_itself(rank: int, size: int) -> None:
+@on_ranks(2, timeout=30)
+def test_a_callback_may_wait_for_its_own_operation(rank, size):
     peer = 1 - rank
     for make in (
         lambda: dist.all_reduce(torch.ones(3), async_op=True),
@@ -256,11 +237,8 @@ def check_waits_for_itself(rank: int, size: int) -> None:
     works(size)
 
 
-def test_a_callback_may_wait_for_its_own_operation(pool):
-    pool.run(check_waits_for_itself, timeout=30)
-
-
-def check_short_wait_in_a_callback(rank: int, size: int) -> None:
+@on_ranks(2, timeout=30)
+def test_a_short_wait_in_a_callback(rank, size):
     """A wait with a timeout ends in time if a peer keeps the operation from running."""
     other = dist.new_group(backend="gloo")
     first = dist.all_reduce(torch.ones(2_000_000), async_op=True)
@@ -290,11 +268,8 @@ def check_short_wait_in_a_callback(rank: int, size: int) -> None:
     works(size)
 
 
-def test_a_short_wait_in_a_callback(pool):
-    pool.run(check_short_wait_in_a_callback, timeout=30)
-
-
-def check_waits_for_a_message(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_callback_waits_for_another_threads_message(rank, size):
     """Two threads wait for a receive. The one that comes second finds it done but not complete,
     since the first is still copying to every other place of the tensor."""
     numel = 2_000_000
@@ -316,7 +291,3 @@ def check_waits_for_a_message(rank: int, size: int) -> None:
         arrived.wait()
         assert torch.all(x == i)
     works(size)
-
-
-def test_a_callback_waits_for_a_message_that_another_thread_completes(pool):
-    pool.run(check_waits_for_a_message)

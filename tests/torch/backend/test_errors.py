@@ -21,9 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import backend
+from tests.torch.pool import on_ranks
 
 
-def check_bad_arguments(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_bad_arguments_name_rank_operation_and_cause(rank, size):
     here = f"rank {rank}: "
     with pytest.raises(pycomm.Error, match=here + "all_reduce: .*band.*float32"):
         dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND)
@@ -47,11 +49,10 @@ def check_bad_arguments(rank: int, size: int) -> None:
     assert torch.equal(x, torch.full((3,), float(size)))
 
 
-def test_bad_arguments_name_rank_operation_and_cause(pool):
-    pool.run(check_bad_arguments)
-
-
-def check_mismatch(rank: int, size: int, kind: str, asynchronous: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kind", ["size", "dtype", "op"])
+def test_different_calls_are_named_on_both_ranks(rank, size, kind, asynchronous):
     def call() -> Any:
         if kind == "size":
             return dist.all_reduce(torch.ones(10 + rank), async_op=asynchronous)
@@ -78,13 +79,8 @@ def check_mismatch(rank: int, size: int, kind: str, asynchronous: bool) -> None:
         dist.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("kind", ["size", "dtype", "op"])
-def test_different_calls_are_named_on_both_ranks(pool, kind, asynchronous):
-    pool.run(check_mismatch, kind, asynchronous)
-
-
-def check_layout_mismatch(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_different_codecs_are_an_error_on_the_wire_too(rank, size):
     model = DistributedDataParallel(nn.Linear(64, 64))
     with patch("pycomm.policy.plan.agree_on_options"):  # skips the comparison
         state = pycomm.HookState(["int8", "int4"][rank], model)
@@ -92,10 +88,6 @@ def check_layout_mismatch(rank: int, size: int) -> None:
     model.register_comm_hook(state, pycomm.compress_hook)
     with pytest.raises(pycomm.WireMismatch, match="bits=4"):
         model(torch.ones(1, 64)).sum().backward()
-
-
-def test_different_codecs_are_an_error_on_the_wire_too(pool):
-    pool.run(check_layout_mismatch)
 
 
 def check_late(rank: int, size: int) -> float:
@@ -133,7 +125,8 @@ def test_rank_that_never_comes_is_named(pool):
     pool.stop()  # torch numbers its groups, and rank 0 has counted the failed one
 
 
-def check_abort(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_abort_ends_waits_on_all_ranks(rank, size):
     if rank == 0:
         work = dist.all_reduce(torch.ones(10), async_op=True)
         time.sleep(0.3)
@@ -153,11 +146,8 @@ def check_abort(rank: int, size: int) -> None:
         call()
 
 
-def test_abort_ends_waits_on_all_ranks(pool):
-    pool.run(check_abort)
-
-
-def check_error_behind_a_callback(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_an_error_that_passes_a_callback_keeps_its_class(rank, size):
     # Gradients of float64 are averaged by the group's all_reduce, and checked in a callback.
     model = DistributedDataParallel(nn.Linear(4, 4, dtype=torch.float64))
     state = pycomm.compress(model)
@@ -169,10 +159,6 @@ def check_error_behind_a_callback(rank: int, size: int) -> None:
         return
     with pytest.raises(pycomm.Error, match="rank 1 aborted"):
         model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
-
-
-def test_an_error_that_passes_a_callback_keeps_its_class(pool):
-    pool.run(check_error_behind_a_callback)
 
 
 def check_death(rank: int, size: int) -> None:
@@ -190,7 +176,8 @@ def test_dead_rank_is_named_by_backward(pool):
     assert time.monotonic() - start < 20
 
 
-def check_death_in_split(rank: int, size: int) -> None:
+@on_ranks(2, dies={1})
+def test_rank_that_dies_while_a_group_is_made_is_named(rank, size):
     dist.barrier()
     if rank == 1:
         os._exit(7)
@@ -201,11 +188,8 @@ def check_death_in_split(rank: int, size: int) -> None:
     assert time.monotonic() - start < 3
 
 
-def test_rank_that_dies_while_a_group_is_made_is_named(pool):
-    pool.run(check_death_in_split, dies={1})
-
-
-def check_raise_in_a_hook(rank: int, size: int) -> None:
+@on_ranks(2, timeout=20)
+def test_a_raise_in_a_hook_reaches_the_others(rank, size):
     model = DistributedDataParallel(nn.Linear(8, 8))
 
     def hook(group, bucket):  # torch would check annotations
@@ -224,11 +208,8 @@ def check_raise_in_a_hook(rank: int, size: int) -> None:
         model(torch.ones(1, 8)).sum().backward()
 
 
-def test_exception_in_a_hook_of_one_rank_reaches_the_others_when_it_leaves(pool):
-    pool.run(check_raise_in_a_hook, timeout=20)
-
-
-def check_abort_in_shutdown(rank: int, size: int) -> None:
+@on_ranks(2, timeout=20)
+def test_abort_ends_a_shutdown_that_waits(rank, size):
     native = backend.find()
     assert native is not None
     if rank == 1:
@@ -244,10 +225,6 @@ def check_abort_in_shutdown(rank: int, size: int) -> None:
     with pytest.raises(pycomm.Error, match="abort"):
         work.wait()
     native.abort()  # a second abort does nothing
-
-
-def test_abort_ends_a_shutdown_that_waits(pool):
-    pool.run(check_abort_in_shutdown, timeout=20)
 
 
 def check_interrupt(rank: int, size: int, store: dist.Store) -> None:
@@ -270,7 +247,8 @@ def test_a_signal_ends_init_on_all_ranks(pool):
     pool.stop()  # torch numbers its groups, and these have failed
 
 
-def check_options(rank: int, size: int, store: dist.Store) -> None:
+@on_ranks(2, backend=None)
+def test_options_reach_the_communicator(rank, size, store):
     with pytest.raises(TypeError, match=r"pg_options .* must be pycomm\.Options"):
         dist.init_process_group(
             "pycomm", store=store, rank=rank, world_size=size, pg_options=timedelta(1)
@@ -289,10 +267,6 @@ def check_options(rank: int, size: int, store: dist.Store) -> None:
     dist.destroy_process_group()
 
 
-def test_options_reach_the_communicator(pool):
-    pool.run(check_options, backend=None)
-
-
 class Held:
     """Something in the frame of a call that fails."""
 
@@ -307,17 +281,14 @@ def fail_and_hold(rank: int, how: str, held: list[Any]) -> None:
         work.get_future().wait()
 
 
-def check_nothing_is_kept(rank: int, size: int, how: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["work", "future"])
+def test_an_error_keeps_no_frame_that_it_has_passed_through(rank, size, how):
     held: list[Any] = []
     with pytest.raises(pycomm.WireMismatch):
         fail_and_hold(rank, how, held)
     gc.collect()
     assert held[0]() is None
-
-
-@pytest.mark.parametrize("how", ["work", "future"])
-def test_an_error_keeps_no_frame_that_it_has_passed_through(pool, how):
-    pool.run(check_nothing_is_kept, how)
 
 
 def test_errors_are_copied_with_what_they_name():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -15,7 +16,8 @@ import torch.distributed as dist
 
 import pycomm
 from tests.torch.backend.far_store import FarStore, client
-from tests.torch.interpreter import Interpreter
+from tests.torch.interpreter import Interpreter, run
+from tests.torch.pool import on_ranks
 
 ROOT = Path(__file__).parents[3]
 
@@ -131,12 +133,13 @@ def check_monitored(rank: int, size: int, _, port: int) -> None:
     dist.destroy_process_group()
 
 
-def test_monitored_barrier_names_none_but_the_missing_when_its_time_is_over(pool, far):
+def test_monitored_barrier_names_the_missing_alone(pool, far):
     """The time that is left is then shorter than a round trip."""
     pool.run(check_monitored, far.port, ranks=4, backend=None)
 
 
-def check_gone(rank: int, size: int, _) -> None:
+@on_ranks(1, backend=None)
+def test_a_store_that_is_gone_is_told_in_one_sentence(rank, size, store):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = client(server.port)
     servers = [server]
@@ -147,5 +150,74 @@ def check_gone(rank: int, size: int, _) -> None:
     assert "\n" not in str(caught.value)  # torch's stack says nothing to a user
 
 
-def test_a_store_that_is_gone_is_told_in_one_sentence(pool):
-    pool.run(check_gone, ranks=1, backend=None)
+# -------------------------------------------------------------------------------- few descriptors
+# A rank that has hardly a descriptor left: its group is made, or all learn at once why not.
+
+
+RANKS = """
+import contextlib, json, os, resource, signal, sys, time
+import torch, torch.distributed as dist
+from datetime import timedelta
+import pycomm._build, pycomm.backend, pycomm.straggler.monitor
+pycomm._build.load_c10d()
+options = {"timeout": timedelta(seconds=100)}
+
+def keep(free):
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, highest + 20))
+    taken = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.open("/dev/null", os.O_RDONLY))
+    for fd in taken[len(taken) - free:]:
+        os.close(fd)
+
+def outcome(rank, port, free):
+    signal.alarm(90)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, **options)
+    store.set(f"here {rank}", "")
+    store.get(f"here {1 - rank}")
+    if free is not None:
+        keep(free)
+    start = time.monotonic()
+    try:
+        dist.init_process_group("pycomm", store=store, rank=rank, world_size=2, **options)
+        x = torch.ones(4)
+        dist.all_reduce(x)
+        said = f"sum {x[0].item()}"
+    except pycomm.Error as error:
+        said = str(error).splitlines()[0]
+    return time.monotonic() - start, said
+
+for poor in range(2):
+    for free in range(1, 5):
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        pipes = [os.pipe(), os.pipe()]
+        for rank in range(2):
+            if os.fork() == 0:
+                said = outcome(rank, server.port, free if rank == poor else None)
+                os.write(pipes[rank][1], json.dumps(said).encode())
+                os._exit(0)
+        said = []
+        for reader, writer in pipes:
+            os.close(writer)
+            said.append(json.loads(os.read(reader, 1 << 16) or "null"))
+        print(json.dumps([poor, free, said]), flush=True)
+"""
+SOON = 20.0
+"""Seconds; the group's own deadline is 100."""
+
+
+def test_a_group_is_made_or_all_learn_why_not():
+    """With 3 left, rank 0 could make shared memory, but not accept who fetches it."""
+    ended = run("-c", RANKS, timeout=200)
+    cases = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert len(cases) == 8, ended.stderr
+    for poor, free, said in cases:
+        assert all(one and one[0] < SOON for one in said), (poor, free, said)
+        texts = [text for _, text in said]
+        fine = texts == ["sum 2.0"] * 2
+        # Who has said why leaves at once, and may be seen to be gone before its words are read.
+        assert fine or "Too many open files" in texts[poor], (poor, free, said)
+        gone = f"rank {poor} died" in texts[1 - poor]
+        assert fine or gone or "Too many open files" in texts[1 - poor], (poor, free, said)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from tests.torch.pool import on_ranks
 
 Tensors = list[torch.Tensor]
 Form = Callable[[dist.ProcessGroup, int, int], Tensors]
@@ -132,7 +133,9 @@ FORMS: list[Form] = [
 ]
 
 
-def check_forms(rank: int, size: int) -> None:
+@on_ranks()
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_form_of_gloo_gives_the_same(rank, size):
     gloo = dist.new_group(backend="gloo")
     for form in FORMS:
         ours, theirs = form(dist.group.WORLD, rank, size), form(gloo, rank, size)
@@ -142,15 +145,12 @@ def check_forms(rank: int, size: int) -> None:
             assert torch.equal(got, want), f"{form.__name__}, tensor {i}: {got} is not {want}"
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_form_of_gloo_gives_the_same(pool, ranks):
-    pool.run(check_forms, ranks=ranks)
-
-
 # ------------------------------------------------------------------ forms that Gloo lacks
 
 
-def check_uneven_rooted(rank: int, size: int) -> None:
+@on_ranks()
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_uneven_gather_and_scatter(rank, size):
     for root in range(size):
         parts = [torch.zeros(r, 2) for r in range(size)] if rank == root else None
         dist.gather(integers(rank, rank, 2), parts, dst=root)
@@ -162,12 +162,8 @@ def check_uneven_rooted(rank: int, size: int) -> None:
         assert torch.equal(out, integers(rank, rank, 2))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_uneven_gather_and_scatter(pool, ranks):
-    pool.run(check_uneven_rooted, ranks=ranks)
-
-
-def check_sparse_shapes(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_sparse_all_reduce_of_other_shapes(rank, size):
     # The tensor has two sparse dimensions, no dense one, and integers.
     x = torch.sparse_coo_tensor(torch.tensor([[rank, 4], [0, 4]]), torch.tensor([1, 2]), (5, 5))
     work = dist.all_reduce(x, async_op=True)
@@ -180,11 +176,8 @@ def check_sparse_shapes(rank: int, size: int) -> None:
     dist.barrier()  # all ranks found the error alike: the group is still usable
 
 
-def test_sparse_all_reduce_of_other_shapes(pool):
-    pool.run(check_sparse_shapes)
-
-
-def check_sparse_gradients(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_ddp_trains_a_sparse_embedding_as_with_gloo(rank, size):
     gloo = dist.new_group(backend="gloo")
     results = []
     for group in (dist.group.WORLD, gloo):
@@ -203,11 +196,9 @@ def check_sparse_gradients(rank: int, size: int) -> None:
         assert torch.equal(got, want)
 
 
-def test_ddp_trains_a_sparse_embedding_as_with_gloo(pool):
-    pool.run(check_sparse_gradients)
-
-
-def check_batches(rank: int, size: int) -> None:
+@on_ranks()
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_batches_of_sends_and_receives_are_one_work(rank, size):
     big = 1 << 18  # more than channels hold
     for order in (1, -1):
         received = [torch.zeros(big) for _ in range(size)]
@@ -237,12 +228,9 @@ def check_batches(rank: int, size: int) -> None:
     assert torch.equal(second, integers(left + 1, 3))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_batches_of_sends_and_receives_are_one_work(pool, ranks):
-    pool.run(check_batches, ranks=ranks)
-
-
-def check_coalescing(rank: int, size: int) -> None:
+@on_ranks()
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_coalescing_block_is_one_work(rank, size):
     """One block has collectives, sends and receives, posted in a different order on each rank."""
     left, right = (rank - 1) % size, (rank + 1) % size
     x, y, z = integers(rank, 1000), integers(rank, 10), torch.zeros(1 << 16)
@@ -270,8 +258,3 @@ def check_coalescing(rank: int, size: int) -> None:
     with dist._coalescing_manager(device=CPU, async_ops=True) as block:
         pass
     assert block.works == []
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_coalescing_block_is_one_work(pool, ranks):
-    pool.run(check_coalescing, ranks=ranks)

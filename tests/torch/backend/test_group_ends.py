@@ -4,9 +4,11 @@ finished work is not kept alive."""
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,16 @@ import torch.distributed as dist
 import pycomm
 from tests.extent import each_value
 from tests.torch.interpreter import Interpreter
+from tests.torch.pool import on_ranks
 
 # ------------------------------------------------------------------ threads that wait
 
 
-def check_destroy_while_waiting(rank: int, size: int, transport: str, kind: str) -> None:
+@on_ranks(2)
+@each_value
+@pytest.mark.parametrize("kind", ["recv", "any", "send", "future"])
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_waiting_threads_hear_of_a_destroyed_group(rank, size, transport, kind):
     for i in range(6):
         options = pycomm.Options(transport=transport)
         group = dist.new_group(backend="pycomm", pg_options=options)
@@ -54,13 +61,6 @@ def check_destroy_while_waiting(rank: int, size: int, transport: str, kind: str)
         assert len(said) == 3
         assert all(isinstance(error, RuntimeError) for error in said), said
     dist.barrier()
-
-
-@each_value
-@pytest.mark.parametrize("kind", ["recv", "any", "send", "future"])
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_threads_that_wait_in_a_group_that_is_destroyed_get_an_error(pool, transport, kind):
-    pool.run(check_destroy_while_waiting, transport, kind)
 
 
 AT_EXIT = """
@@ -145,7 +145,9 @@ def gone(reference: weakref.ref[Any]) -> bool:
     return False
 
 
-def check_messages_are_not_kept(rank: int, size: int, numel: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("numel", [5, 300_000])
+def test_messages_are_not_kept(rank, size, numel):
     peer = 1 - rank
     for form in ("waited", "dropped", "with gaps", "asked", "future"):
         whole = torch.ones(2 * numel)
@@ -165,12 +167,8 @@ def check_messages_are_not_kept(rank: int, size: int, numel: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("numel", [5, 300_000])
-def test_nobody_keeps_a_message_that_has_been_sent_or_received(pool, numel):
-    pool.run(check_messages_are_not_kept, numel)
-
-
-def check_collectives_are_not_kept(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_tensors_of_collectives_are_not_kept(rank, size):
     n = 5000
     calls = {
         "all_reduce": lambda x, y: dist.all_reduce(x, async_op=True),
@@ -207,11 +205,8 @@ def check_collectives_are_not_kept(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def test_nobody_keeps_the_tensors_of_a_collective_that_is_done(pool):
-    pool.run(check_collectives_are_not_kept)
-
-
-def check_allocated_outlives(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_tensors_works_and_futures_outlive_their_group(rank, size):
     group = dist.new_group(backend="pycomm")
     native: Any = group._get_backend(torch.device("cpu"))
     x = native.allocate_tensor(1000, dtype=torch.float32, device=torch.device("cpu"))
@@ -230,5 +225,69 @@ def check_allocated_outlives(rank: int, size: int) -> None:
     assert x.tolist() == [8.0] * 1000
 
 
-def test_tensors_works_and_futures_outlive_their_group(pool):
-    pool.run(check_allocated_outlives)
+# -------------------------------------------------------------------------------- forked children
+# A forked child of a rank (a data loader's worker) and its parent's process group.
+#
+# Every operation raises in the child, and reaches neither the group nor the store.
+
+
+CALLS: dict[str, Callable[[torch.Tensor, int], Any]] = {
+    "all_reduce": lambda x, rank: dist.all_reduce(x),
+    "an asynchronous all_reduce": lambda x, rank: dist.all_reduce(x, async_op=True),
+    "all_gather": lambda x, rank: dist.all_gather_into_tensor(torch.empty(2 * x.numel()), x),
+    "reduce_scatter": lambda x, rank: dist.reduce_scatter_tensor(torch.empty(x.numel() // 2), x),
+    "all_to_all": lambda x, rank: dist.all_to_all_single(torch.empty_like(x), x),
+    "broadcast": lambda x, rank: dist.broadcast(x, 0),
+    "barrier": lambda x, rank: dist.barrier(),
+    "send": lambda x, rank: dist.send(x, 1 - rank),
+    "irecv": lambda x, rank: dist.irecv(x, 1 - rank),
+}
+
+
+def in_child(call: Callable[[], Any]) -> str:
+    """Return the outcome of a call in a forked child: "" if it raised our error, else a text."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            call()
+        except pycomm.Error as error:
+            code = 0 if "forked child" in str(error) else 2
+        except BaseException:
+            code = 3
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return ["", "no error", "another of ours", "another"][code] if 0 <= code < 4 else str(code)
+
+
+def check_children(rank: int, size: int) -> None:
+    x = torch.full((1000,), 1000.0)
+    under_way = dist.irecv(torch.empty(10), 1 - rank, tag=3)
+    done = dist.all_reduce(torch.ones(10), async_op=True)
+    done.wait()
+    wrong = {what: in_child(lambda call=call: call(x, rank)) for what, call in CALLS.items()}
+    wrong["wait for a receive"] = in_child(under_way.wait)
+    assert not any(wrong.values()), wrong
+
+    def end_everything() -> None:
+        dist.destroy_process_group()
+        gc.collect()
+        raise pycomm.Error("a forked child that has come to its end")
+
+    assert in_child(end_everything) == ""
+    x = torch.full((1000,), float(rank + 1))
+    dist.all_reduce(x)
+    assert set(x.tolist()) == {3.0}
+    dist.send(torch.ones(10), 1 - rank, tag=3)
+    under_way.wait()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_forked_child_cannot_use_the_group_of_its_parent(pool, monkeypatch, transport):
+    monkeypatch.setenv("PYCOMM_TRANSPORT", transport)
+    pool.stop()  # its ranks have the earlier environment
+    try:
+        pool.run(check_children)
+    finally:
+        pool.stop()

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from tests.torch.interpreter import Interpreter
+from tests.torch.pool import on_ranks
 
 
 def at_once(*jobs: Any) -> None:
@@ -37,7 +38,8 @@ def at_once(*jobs: Any) -> None:
         raise raised[0]
 
 
-def check_collectives_at_once(rank: int, size: int) -> None:
+@on_ranks(2, timeout=60)
+def test_threads_share_a_group_for_equal_collectives(rank, size):
     # The values are equal, whichever threads of the ranks are matched.
     def synchronous():
         for i in range(60):
@@ -59,11 +61,8 @@ def check_collectives_at_once(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def test_threads_share_a_group_for_equal_collectives(pool):
-    pool.run(check_collectives_at_once, timeout=60)
-
-
-def check_messages_at_once(rank: int, size: int) -> None:
+@on_ranks(2, timeout=60)
+def test_threads_send_messages_beside_collectives(rank, size):
     peer = 1 - rank
 
     def ping(tag, numel):
@@ -89,11 +88,8 @@ def check_messages_at_once(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def test_threads_share_a_group_for_messages_beside_collectives(pool):
-    pool.run(check_messages_at_once, timeout=60)
-
-
-def check_groups_at_once(rank: int, size: int) -> None:
+@on_ranks(2, timeout=60)
+def test_threads_have_groups_of_their_own(rank, size):
     groups = [dist.new_group(backend="pycomm") for _ in range(4)]
 
     def user(number, group):
@@ -110,14 +106,12 @@ def check_groups_at_once(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def test_threads_have_groups_of_their_own(pool):
-    pool.run(check_groups_at_once, timeout=60)
-
-
 # ------------------------------------------------------------------ during an operation
 
 
-def check_destroy_in_backward(rank: int, size: int, where: str) -> None:
+@on_ranks(2, timeout=30)
+@pytest.mark.parametrize("where", ["hook", "thread"])
+def test_a_group_is_destroyed_during_backward(rank, size, where):
     group = dist.new_group(backend="pycomm")
     model = DistributedDataParallel(
         nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))),
@@ -145,11 +139,6 @@ def check_destroy_in_backward(rank: int, size: int, where: str) -> None:
     elif rank > 0:
         dist.destroy_process_group(group)
     dist.barrier()
-
-
-@pytest.mark.parametrize("where", ["hook", "thread"])
-def test_a_group_that_is_destroyed_in_the_middle_of_backward(pool, where):
-    pool.run(check_destroy_in_backward, where, timeout=30)
 
 
 GOES = """
@@ -191,7 +180,8 @@ def test_a_rank_that_leaves_with_operations_under_way(tmp_path: Path, how: str) 
     assert time.monotonic() - start < 110
 
 
-def check_group_is_gone_for_other_threads(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_group_that_is_gone_says_so(rank, size):
     """Every thread that uses a destroyed group gets an error at once."""
     group = dist.new_group(backend="pycomm")
     native: Any = group._get_backend(torch.device("cpu"))
@@ -212,7 +202,3 @@ def check_group_is_gone_for_other_threads(rank: int, size: int) -> None:
 
     use()
     at_once(use, use)
-
-
-def test_a_group_that_is_gone_says_so(pool):
-    pool.run(check_group_is_gone_for_other_threads)

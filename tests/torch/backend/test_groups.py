@@ -20,6 +20,7 @@ import pycomm
 from pycomm import backend
 from pycomm._build import load_c10d
 from tests.torch.interpreter import Interpreter, run
+from tests.torch.pool import on_ranks
 
 CPU = torch.device("cpu")
 ErrorType = torch._C._distributed_c10d.ErrorType
@@ -38,7 +39,8 @@ def check_sum(group: dist.ProcessGroup | None, size: int) -> None:
 # ------------------------------------------------------------------ monitored barrier
 
 
-def check_monitored_barrier(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_monitored_barrier_names_the_first_rank_that_is_missing(rank, size):
     group = dist.group.WORLD
     for wait_all_ranks in (False, True):
         group.monitored_barrier(seconds(20), wait_all_ranks)
@@ -55,11 +57,8 @@ def check_monitored_barrier(rank: int, size: int) -> None:
     dist.barrier()  # the group is still usable
 
 
-def test_monitored_barrier_names_the_first_rank_that_is_missing(pool):
-    pool.run(check_monitored_barrier, ranks=4)
-
-
-def check_all_missing(rank: int, size: int) -> None:
+@on_ranks(3)
+def test_monitored_barrier_names_all_ranks_that_are_missing(rank, size):
     if rank == 0:
         with pytest.raises(pycomm.Timeout, match="Ranks 1, 2 failed to pass monitoredBarrier"):
             dist.group.WORLD.monitored_barrier(seconds(0.2), wait_all_ranks=True)
@@ -68,14 +67,11 @@ def check_all_missing(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def test_monitored_barrier_names_all_ranks_that_are_missing(pool):
-    pool.run(check_all_missing, ranks=3)
-
-
 # ------------------------------------------------------------------ timeouts
 
 
-def check_set_timeout(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_set_timeout_holds_for_later_operations(rank, size):
     group = dist.group.WORLD
     group.set_timeout(seconds(0.5))
     assert backend.find().options._timeout == seconds(0.5)
@@ -89,11 +85,8 @@ def check_set_timeout(rank: int, size: int) -> None:
         time.sleep(1)
 
 
-def test_set_timeout_holds_for_later_operations(pool):
-    pool.run(check_set_timeout)
-
-
-def check_short_wait(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_timed_out_wait_names_the_operation(rank, size):
     if rank == 1:
         dist.recv(torch.empty(1), 0)
     work = dist.all_reduce(torch.ones(3), async_op=True)
@@ -106,10 +99,6 @@ def check_short_wait(rank: int, size: int) -> None:
         dist.send(torch.ones(1), 1)
     work.wait()  # a short wait has done no harm
     check_sum(None, size)
-
-
-def test_wait_that_times_out_names_rank_and_operation_and_hurts_nothing(pool):
-    pool.run(check_short_wait)
 
 
 TIMEOUTS = """
@@ -138,7 +127,8 @@ def test_the_first_timeout_that_is_named_wins(monkeypatch, variable, want):
 # ------------------------------------------------------------------ hooks, timing, state
 
 
-def check_slow_hook(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_pending_works_include_hooks(rank, size):
     group = dist.group.WORLD
     seen: list[Any] = []
 
@@ -159,11 +149,8 @@ def check_slow_hook(rank: int, size: int) -> None:
     assert len(seen) == 3, seen
 
 
-def test_pending_works_include_the_hooks_of_sends_and_receives(pool):
-    pool.run(check_slow_hook)
-
-
-def check_dropped_receives(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_pending_works_include_receives_that_were_dropped(rank, size):
     group = dist.group.WORLD
     grid = torch.zeros(3, 40)
     for column in range(40):
@@ -177,11 +164,8 @@ def check_dropped_receives(rank: int, size: int) -> None:
         assert grid.tolist() == [[1.0 + column for column in range(40)]] * 3
 
 
-def test_pending_works_include_receives_that_were_dropped(pool):
-    pool.run(check_dropped_receives)
-
-
-def check_hook(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_completion_hook_sees_every_operation(rank, size):
     group = dist.group.WORLD
     work = group.allreduce([torch.ones(1)])
     work.wait()
@@ -207,11 +191,8 @@ def check_hook(rank: int, size: int) -> None:
         assert info.time_finished - info.time_started >= datetime.timedelta(0)
 
 
-def test_completion_hook_sees_every_operation(pool):
-    pool.run(check_hook)
-
-
-def check_work(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_work_tells_all_about_itself(rank, size):
     dist.group.WORLD._enable_collectives_timing()
     x = torch.ones(3)
     for asynchronous in (False, True):
@@ -230,11 +211,8 @@ def check_work(rank: int, size: int) -> None:
     assert backend.find()._get_sequence_number_for_group() == 2
 
 
-def test_work_tells_all_about_itself(pool):
-    pool.run(check_work)
-
-
-def check_failed_work(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_failed_work_says_how(rank, size):
     x = torch.ones(3 + rank)
     work = dist.all_reduce(x, async_op=True)
     result = work.get_future_result()
@@ -247,10 +225,6 @@ def check_failed_work(rank: int, size: int) -> None:
     assert backend.find().get_error() == ErrorType.COMM_ERROR
 
 
-def test_failed_work_says_how(pool):
-    pool.run(check_failed_work)
-
-
 # ------------------------------------------------------------------ groups made from groups
 
 
@@ -258,7 +232,8 @@ def shared_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("/memfd:pycomm")
 
 
-def check_split(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_split_group(rank, size):
     before = shared_mappings()
     native = backend.find()
     assert native.supports_splitting
@@ -279,11 +254,8 @@ def check_split(rank: int, size: int) -> None:
     native.eager_connect_single_device(torch.device("cpu:0"))
 
 
-def test_split_group(pool):
-    pool.run(check_split, ranks=4)
-
-
-def check_split_timeouts(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_split_group_has_its_parents_timeout(rank, size):
     world = dist.new_group(backend="pycomm", timeout=seconds(77))
     # Torch's default, half an hour, names none.
     for timeout, want in ((seconds(1800), 77), (seconds(5), 5)):
@@ -294,10 +266,6 @@ def check_split_timeouts(rank: int, size: int) -> None:
         half.shutdown()
 
 
-def test_a_split_group_has_its_parents_timeout_unless_it_names_one(pool):
-    pool.run(check_split_timeouts)
-
-
 def sockets() -> int:
     found = 0
     for file in Path("/proc/self/fd").iterdir():
@@ -306,7 +274,8 @@ def sockets() -> int:
     return found
 
 
-def check_store_goes(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_what_a_group_holds_goes_with_it(rank, size):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = [server.port]
     dist.broadcast_object_list(port)  # both use rank 0's port, which it closes at any time
@@ -322,11 +291,8 @@ def check_store_goes(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def test_what_a_group_holds_goes_with_it(pool):
-    pool.run(check_store_goes)
-
-
-def check_merge(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_merge_remote_group(rank, size):
     """Two groups of one rank each are merged into one of two."""
     parts = [dist.new_group([r]) for r in range(size)]
     store = dist.PrefixStore("merged", dist.group.WORLD.get_group_store())
@@ -337,11 +303,9 @@ def check_merge(rank: int, size: int) -> None:
     assert torch.equal(x, torch.full((3,), float(size)))
 
 
-def test_merge_remote_group(pool):
-    pool.run(check_merge)
-
-
-def check_shrink(rank: int, size: int, how: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("how", ["healthy", "abort", "after an error"])
+def test_shrink_group(rank, size, how):
     if rank == 1:
         if how == "after an error":
             dist.group.WORLD.abort()
@@ -361,12 +325,8 @@ def check_shrink(rank: int, size: int, how: str) -> None:
     check_sum(None, 2)  # it is the default group now
 
 
-@pytest.mark.parametrize("how", ["healthy", "abort", "after an error"])
-def test_shrink_group(pool, how):
-    pool.run(check_shrink, how, ranks=3)
-
-
-def check_shrink_subgroup(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_shrink_a_subgroup(rank, size):
     part = dist.new_group([1, 2, 3])
     if rank in (0, 2):
         time.sleep(0.5)
@@ -379,14 +339,11 @@ def check_shrink_subgroup(rank: int, size: int) -> None:
     assert x.tolist() == [2.0] * 3
 
 
-def test_shrink_a_subgroup(pool):
-    pool.run(check_shrink_subgroup, ranks=4)
-
-
 # ------------------------------------------------------------------ shutdown
 
 
-def check_ends(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_abort_and_shutdown_from_several_threads(rank, size):
     group = dist.group.WORLD
     work = dist.all_reduce(torch.ones(10), async_op=True) if rank == 0 else None
     start = time.monotonic()
@@ -408,11 +365,8 @@ def check_ends(rank: int, size: int) -> None:
         time.sleep(1)
 
 
-def test_abort_and_shutdown_from_several_threads(pool):
-    pool.run(check_ends)
-
-
-def check_end_inside(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_shutdown_inside_a_callback(rank, size):
     """The last operation's callback ends the group on the group's own thread."""
     group = dist.new_group()
     done = dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future()
@@ -422,11 +376,8 @@ def check_end_inside(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def test_shutdown_inside_a_callback(pool):
-    pool.run(check_end_inside)
-
-
-def check_late_wait(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_receive_that_outlives_its_group_is_an_error(rank, size):
     group = dist.new_group()
     if rank == 0:
         request = dist.irecv(torch.empty(3), 1, group=group)
@@ -434,10 +385,6 @@ def check_late_wait(rank: int, size: int) -> None:
         with pytest.raises(pycomm.Error, match=r"rank 0: recv .* closed"):
             request.wait()
     dist.barrier()
-
-
-def test_receive_that_outlives_its_group_is_an_error(pool):
-    pool.run(check_late_wait)
 
 
 # ------------------------------------------------------------------------ encryption

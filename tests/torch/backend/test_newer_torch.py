@@ -13,6 +13,7 @@ from torch._C import _distributed_c10d
 
 from pycomm.errors import Error, WireMismatch
 from tests.torch.interpreter import run
+from tests.torch.pool import on_ranks
 
 TORCH = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
 since_2_14 = pytest.mark.skipif(TORCH < (2, 14), reason="torch older than 2.14")
@@ -46,7 +47,9 @@ def test_torch_has_nothing_to_warn_of(installed, name):
         assert "Warning" not in done.stderr
 
 
-def _fails(rank, ranks):
+@on_ranks(2)
+@since_2_14
+def test_abort_hooks_are_called_when_a_group_fails(rank, ranks):
     called = []
     group = dist.group.WORLD
     group.register_abort_hook(1, lambda: called.append("one"))
@@ -59,12 +62,9 @@ def _fails(rank, ranks):
     assert set(called) == {"one"}
 
 
+@on_ranks(2)
 @since_2_14
-def test_abort_hooks_are_called_when_a_group_fails(pool):
-    pool.run(_fails)
-
-
-def _aborts(rank, ranks):
+def test_abort_hooks_are_called_before_an_abort(rank, ranks):
     called = []
     dist.group.WORLD.register_abort_hook(1, lambda: called.append(rank))
     dist.barrier()
@@ -74,11 +74,6 @@ def _aborts(rank, ranks):
     with pytest.raises(Error, match="rank 0 called abort"):
         dist.all_reduce(torch.ones(1))
     assert set(called) == {rank}
-
-
-@since_2_14
-def test_abort_hooks_are_called_before_an_abort(pool):
-    pool.run(_aborts)
 
 
 # A group gets hooks before it has members (torch 2.15 attaches its own) and keeps them when they
@@ -133,27 +128,3 @@ def test_the_flight_recorder_tells_what_has_completed(pool):
         assert before[:2] == [reduced, reduced]
         assert [state for name, state in before[2:]] == ["scheduled"]
         assert {state for _, state in after} == {"completed"}
-
-
-RECONFIGURABLE = """
-import torch.distributed as dist
-import pycomm
-import pycomm.backend
-dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1)
-assert not dist._supports_reconfigure()
-dist.destroy_process_group()
-asked = pycomm.Options(enable_reconfigure=True)
-for options in ({"enable_reconfigure": True}, {"pg_options": asked}):
-    try:
-        dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1, **options)
-    except pycomm.Error as error:
-        assert "needs pycomm's compiled backend" in str(error), error
-    else:
-        raise AssertionError("no error")
-"""
-
-
-@since_2_14
-def test_the_backend_in_python_refuses_members_that_change():
-    done = run("-c", RECONFIGURABLE, env={**os.environ, "PYCOMM_BACKEND": "python"})
-    assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from pycomm import backend
 from tests.extent import each_value
+from tests.torch.pool import on_ranks
 
 FLOATS = [
     torch.float32,
@@ -99,7 +100,11 @@ def ops_for(dtype: torch.dtype) -> list[dist.ReduceOp]:
     return [op.SUM, op.AVG, op.PRODUCT, op.MIN, op.MAX]
 
 
-def check_all_reduce(rank: int, size: int, dtype: torch.dtype) -> None:
+@on_ranks()
+@each_value
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_reduce(rank, size, dtype):
     for shape in SHAPES:
         inputs = [values(r, shape, dtype) for r in range(size)]
         for op in ops_for(dtype):
@@ -108,14 +113,11 @@ def check_all_reduce(rank: int, size: int, dtype: torch.dtype) -> None:
             same(x, reduced(op, inputs))
 
 
+@on_ranks()
 @each_value
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_reduce(pool, dtype, ranks):
-    pool.run(check_all_reduce, dtype, ranks=ranks)
-
-
-def check_moves(rank: int, size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e8m0fnu], ids=str)
+def test_broadcast_gather_scatter_all_gather(rank, size, dtype):
     for shape in SHAPES:
         theirs = [values(r, shape, dtype) for r in range(size)]
         mine = theirs[rank]
@@ -140,14 +142,9 @@ def check_moves(rank: int, size: int, dtype: torch.dtype) -> None:
             same(got, want)
 
 
-@each_value
+@on_ranks()
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e8m0fnu], ids=str)
-def test_broadcast_gather_scatter_all_gather(pool, dtype, ranks):
-    pool.run(check_moves, dtype, ranks=ranks)
-
-
-def check_single(rank: int, size: int) -> None:
+def test_all_gather_reduce_scatter_all_to_all_of_one_tensor(rank, size):
     for n in (1, 5, 4099, 0):
         theirs = [values(r, (n, 2)) for r in range(size)]
         out = torch.empty(size * n, 2)
@@ -170,12 +167,9 @@ def check_single(rank: int, size: int) -> None:
         same(out, torch.cat([w.reshape(size, n, 2)[rank] for w in whole]))
 
 
+@on_ranks()
 @pytest.mark.parametrize("ranks", RANKS)
-def test_all_gather_reduce_scatter_all_to_all_of_one_tensor(pool, ranks):
-    pool.run(check_single, ranks=ranks)
-
-
-def check_uneven(rank: int, size: int) -> None:
+def test_uneven_lists(rank, size):
     # rank r sends r + s + 1 rows to rank s
     def rows(source: int, target: int) -> torch.Tensor:
         return values(source * size + target, (source + target + 1, 3))
@@ -202,12 +196,9 @@ def check_uneven(rank: int, size: int) -> None:
     same(out, sum(i[rank] for i in inputs))
 
 
+@on_ranks()
 @pytest.mark.parametrize("ranks", RANKS)
-def test_uneven_lists(pool, ranks):
-    pool.run(check_uneven, ranks=ranks)
-
-
-def check_reduce(rank: int, size: int) -> None:
+def test_reduce_leaves_other_ranks_alone(rank, size):
     for root in range(size):
         inputs = [values(r, (1000,)) for r in range(size)]
         x = inputs[rank].clone()
@@ -215,12 +206,9 @@ def check_reduce(rank: int, size: int) -> None:
         same(x, sum(inputs) if rank == root else inputs[rank])
 
 
+@on_ranks()
 @pytest.mark.parametrize("ranks", RANKS)
-def test_reduce_leaves_other_ranks_alone(pool, ranks):
-    pool.run(check_reduce, ranks=ranks)
-
-
-def check_coalesced(rank: int, size: int) -> None:
+def test_coalesced(rank, size):
     shapes = [(3,), (2, 2), (0,), (100,)]
     xs = [values(rank, s) for s in shapes]
     with dist._coalescing_manager():
@@ -244,12 +232,8 @@ def check_coalesced(rank: int, size: int) -> None:
     same(out[0], sum(values(r, (size * 4,)) for r in range(size))[rank * 4 : rank * 4 + 4])
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_coalesced(pool, ranks):
-    pool.run(check_coalesced, ranks=ranks)
-
-
-def check_strides(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_tensors_that_are_not_contiguous(rank, size):
     def strided(r: int) -> torch.Tensor:
         return values(r, (6, 10)).t()[::2]
 
@@ -276,11 +260,8 @@ def check_strides(rank: int, size: int) -> None:
     same(weight.detach(), sum(values(r, (2, 3, 4, 4)) for r in range(size)))
 
 
-def test_tensors_that_are_not_contiguous(pool):
-    pool.run(check_strides)
-
-
-def check_async(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_async_operations_run_and_complete_in_order(rank, size):
     order: list[int] = []
     tensors = [values(rank, (1 + 1000 * (i % 3),)) for i in range(30)]
     futures = []
@@ -318,11 +299,9 @@ def check_async(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def test_async_operations_run_and_complete_in_order(pool):
-    pool.run(check_async)
-
-
-def check_point_to_point(rank: int, size: int) -> None:
+@on_ranks()
+@pytest.mark.parametrize("ranks", RANKS)
+def test_point_to_point(rank, size):
     right, left = (rank + 1) % size, (rank - 1) % size
     for shape in SHAPES:
         got = torch.empty(shape)
@@ -372,12 +351,8 @@ def check_point_to_point(rank: int, size: int) -> None:
     same(strided.t(), values(left, (6, 4)).t().reshape(6, 4))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_point_to_point(pool, ranks):
-    pool.run(check_point_to_point, ranks=ranks)
-
-
-def check_objects_and_groups(rank: int, size: int) -> None:
+@on_ranks(3)
+def test_objects_and_new_group(rank, size):
     everything: list[object] = [None] * size
     dist.all_gather_object(everything, {"rank": rank, "text": "x" * rank})
     assert everything == [{"rank": r, "text": "x" * r} for r in range(size)]
@@ -397,11 +372,8 @@ def check_objects_and_groups(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def test_objects_and_new_group(pool):
-    pool.run(check_objects_and_groups, ranks=3)
-
-
-def check_group(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_group_tells_about_itself_and_shuts_down_twice(rank, size):
     group = dist.group.WORLD
     assert dist.get_backend() == "pycomm"
     native = backend.find()
@@ -421,11 +393,8 @@ def check_group(rank: int, size: int) -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def test_group_tells_about_itself_and_shuts_down_twice(pool):
-    pool.run(check_group)
-
-
-def check_again(rank: int, size: int, store: dist.Store) -> None:
+@on_ranks(2, backend=None)
+def test_groups_one_after_another_in_the_same_store(rank, size, store):
     for round in range(12):  # a value of an earlier one is met by chance
         dist.init_process_group("pycomm", store=store, rank=rank, world_size=size)
         x = torch.tensor([float(round)])
@@ -434,11 +403,8 @@ def check_again(rank: int, size: int, store: dist.Store) -> None:
         dist.destroy_process_group()
 
 
-def test_groups_one_after_another_in_the_same_store(pool):
-    pool.run(check_again, backend=None)
-
-
-def check_detail(rank: int, size: int, store: dist.Store) -> None:
+@on_ranks(2, backend=None)
+def test_detailed_debugging_of_torch(rank, size, store):
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         dist.init_process_group("pycomm", store=store, rank=rank, world_size=size)
@@ -449,7 +415,3 @@ def check_detail(rank: int, size: int, store: dist.Store) -> None:
         dist.destroy_process_group()
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)
-
-
-def test_detailed_debugging_of_torch(pool):
-    pool.run(check_detail, backend=None)

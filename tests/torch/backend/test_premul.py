@@ -10,11 +10,16 @@ from pycomm.policy import Policy
 from tests.extent import each_value
 from tests.torch.backend.test_ops import RANKS, same, values, wide
 from tests.torch.fsdp.test_compress import chosen, gradients, reduced
+from tests.torch.pool import on_ranks
 
 CPU = torch.device("cpu")
 
 
-def check(rank: int, size: int, dtype: torch.dtype) -> None:
+@on_ranks()
+@each_value
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_each_rank_has_a_factor_of_its_own(rank, size, dtype):
     """Every reducing operation accepts factors that are numbers or tensors."""
     factors = [1.0, 3.0, 0.5][:size]
     for factor in (factors[rank], torch.tensor([factors[rank]]), torch.tensor(factors[rank])):
@@ -57,14 +62,8 @@ def check(rank: int, size: int, dtype: torch.dtype) -> None:
             same(x, inputs[rank])
 
 
-@each_value
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
-def test_each_rank_has_a_factor_of_its_own(pool, dtype, ranks):
-    pool.run(check, dtype, ranks=ranks)
-
-
-def check_divided(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_gradients_with_codecs_have_factors_of_their_own(rank, size):
     """FSDP2 divides gradients by PREMUL_SUM, including those that go through a codec."""
     model, state = chosen(size, Policy("fp32", ()), "fsdp")
     factors = [8.0, 5.0]  # for the number of ranks torch uses AVG
@@ -73,7 +72,3 @@ def check_divided(rank: int, size: int) -> None:
     assert state.step == 1  # the gradients have gone through the codec
     want = sum(gradients(r, 0)["big"] / factors[r] for r in range(size))
     torch.testing.assert_close(got, want)  # sums of two float32, with codecs in another order
-
-
-def test_gradients_with_codecs_have_factors_of_their_own(pool):
-    pool.run(check_divided)

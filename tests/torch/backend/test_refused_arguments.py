@@ -17,6 +17,7 @@ import pycomm
 from pycomm.local_sgd import Quorum, Streamed
 from pycomm.policy import Guard, Policy, Rule, Trial
 from tests.torch import interpreter
+from tests.torch.pool import on_ranks
 
 
 def wrapped() -> DistributedDataParallel:
@@ -98,7 +99,8 @@ def refusal(act: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def check_refused(rank: int, size: int) -> None:
+@on_ranks(1, timeout=60, deadline=180)
+def test_every_public_function_names_what_it_refuses(rank, size):
     state = pycomm.compress(wrapped(), "int4")
     of_state: list[Callable[[], Any]] = [
         lambda: state.follow(optimizer=3),
@@ -122,17 +124,10 @@ def check_refused(rank: int, size: int) -> None:
     assert state.decisions["weight"].reason
 
 
-def test_every_public_function_names_what_it_refuses(pool):
-    pool.run(check_refused, ranks=1, timeout=60, deadline=180)
-
-
-def check_numpy(rank: int, size: int) -> None:
+@on_ranks(1, timeout=60, deadline=180)
+def test_numbers_of_numpy_are_numbers(rank, size):
     for number, act in enumerate(NUMPY):
         assert type(act()) in (int, float), number
-
-
-def test_numbers_of_numpy_are_numbers(pool):
-    pool.run(check_numpy, ranks=1, timeout=60, deadline=180)
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -171,10 +166,10 @@ def test_programs_say_in_one_line_what_is_wrong(command, environment, says):
     assert "Traceback" not in done.stderr
 
 
-def test_a_wrong_variable_of_the_core_is_no_defect_of_the_binary():
+def test_a_wrong_variable_is_no_broken_binary():
     """It would be compiled again, for minutes, and then not load either."""
     env = {**os.environ, "PYTHONPATH": str(interpreter.ROOT), "PYCOMM_LINK": "0"}
-    code = "from pycomm.backend.choice import load; load()"
+    code = "from pycomm._build import load_c10d; load_c10d()"
     done = interpreter.run("-c", code, env=env, timeout=110)
     assert "compiling" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith(

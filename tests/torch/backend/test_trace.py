@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch.distributed as dist
 
 import pycomm.trace
 from pycomm import backend
+from pycomm.straggler import monitor
+from tests.torch.pool import on_ranks
 
 
 def entries() -> list[dict[str, Any]]:
@@ -19,7 +22,8 @@ def entries() -> list[dict[str, Any]]:
     return recording["entries"]
 
 
-def check_states(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_queued_operations_states_are_traced(rank, size):
     dist.barrier()
     if rank == 1:
         time.sleep(0.5)
@@ -48,11 +52,8 @@ def check_states(rank: int, size: int) -> None:
         assert found[2]["time_discovered_started_ns"] - found[2]["time_created_ns"] > 10**8
 
 
-def test_a_queued_operation_is_scheduled_then_started_then_completed(pool):
-    pool.run(check_states)
-
-
-def check_texts(rank: int, size: int) -> None:
+@on_ranks(2, timeout=1)
+def test_a_timeout_is_told_alike_everywhere(rank, size):
     dist.barrier()
     if rank == 1:
         time.sleep(1.5)
@@ -78,5 +79,34 @@ def check_texts(rank: int, size: int) -> None:
     assert [work.get_future_result().wait() for work in works] == [1, 1]  # WorkResult.TIMEOUT
 
 
-def test_a_timeout_is_told_alike_by_waits_futures_and_later_calls(pool):
-    pool.run(check_texts, timeout=1)
+# ----------------------------------------------------------------------------------------- health
+# The straggler monitor is on by default: rank 0's standard error names a slow rank.
+
+
+def slow_steps(rank: int, ranks: int, store: dist.Store) -> list[str]:
+    lines: list[str] = []
+    monitor._monitor = monitor.StragglerMonitor(1.0, lines.append)
+    limit = timedelta(seconds=30)  # so that a call that hangs tells its name
+    dist.init_process_group("pycomm", store=store, rank=rank, world_size=ranks, timeout=limit)
+    try:
+        goes_on = torch.ones(1)
+        end = time.monotonic() + 20
+        while goes_on.item():
+            time.sleep(0.02 if rank == 1 else 0.002)
+            work = dist.all_reduce(torch.ones(1000), async_op=True)
+            goes_on.fill_(0.0 if lines or time.monotonic() > end else 1.0)
+            work.wait()
+            dist.all_reduce(goes_on, op=dist.ReduceOp.MIN)
+    finally:
+        dist.destroy_process_group()
+        monitor._monitor.close()
+        monitor._monitor = None
+    return lines
+
+
+def test_a_slow_rank_is_named_unasked(pool):
+    first, other = pool.run(slow_steps, backend=None)
+    assert other == []
+    (line,) = first
+    assert line.startswith("pycomm: rank 1 (")
+    assert "it computes for" in line

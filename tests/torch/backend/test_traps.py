@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import backend
+from tests.torch.pool import on_ranks
 
 CPU = torch.device("cpu")
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -36,17 +37,15 @@ def test_t1_devices_are_registered_by_their_names():
         assert letter not in dist.Backend.default_device_backend_map
 
 
-def check_one_backend(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_t2_one_backend_serves_both_devices(rank, size):
+    """Torch has one slot for all backends that it does not know."""
     group = dist.group.WORLD
     assert group._get_backend(CPU) is group._get_backend(torch.device("cuda"))
 
 
-def test_t2_one_backend_serves_both_devices(pool):
-    """Torch has one slot for all backends that it does not know."""
-    pool.run(check_one_backend)
-
-
-def check_default_backend(rank: int, size: int, store: dist.Store) -> None:
+@on_ranks(2, backend=None)
+def test_t3_bare_and_qualified_names_work(rank, size, store):
     for name, device in (("pycomm", CPU), ("cpu:pycomm", CPU)):
         dist.init_process_group(name, store=store, rank=rank, world_size=size)
         group = dist.group.WORLD
@@ -60,11 +59,9 @@ def check_default_backend(rank: int, size: int, store: dist.Store) -> None:
         dist.destroy_process_group()
 
 
-def test_t3_bare_and_qualified_names_work(pool):
-    pool.run(check_default_backend, backend=None)
-
-
-def check_split_contract(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_t4_what_a_bound_device_asks_for(rank, size):
+    """This covers all that split_group uses; test_groups.py tests the split itself."""
     native = backend.find()
     assert native.supports_splitting
     assert copy.deepcopy(native.options)._timeout == native.options._timeout
@@ -72,12 +69,8 @@ def check_split_contract(rank: int, size: int) -> None:
     native.perform_nocolor_split(CPU)
 
 
-def test_t4_what_a_bound_device_asks_for(pool):
-    """This covers all that split_group uses; test_groups.py tests the split itself."""
-    pool.run(check_split_contract)
-
-
-def check_mesh(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_t5_device_meshes_work_on_the_cpu(rank, size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     x = torch.tensor([float(rank)])
     dist.all_reduce(x, group=mesh.get_group("a"))
@@ -92,11 +85,8 @@ def check_mesh(rank: int, size: int) -> None:
     assert x.item() == (rank // 2) * 4 + 1
 
 
-def test_t5_device_meshes_work_on_the_cpu(pool):
-    pool.run(check_mesh, ranks=4)
-
-
-def check_fsdp(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_t6_fsdp2_averages_and_scales(rank, size):
     """Gradients are averaged (AVG), or divided by a factor while being reduced (PREMUL_SUM)."""
     for factor in (None, 4.0):
         for dtype in (torch.float32, torch.bfloat16):
@@ -111,23 +101,16 @@ def check_fsdp(rank: int, size: int) -> None:
             assert torch.equal(got, torch.full_like(got, want))
 
 
-def test_t6_fsdp2_averages_and_scales(pool):
-    pool.run(check_fsdp)
-
-
-def check_redistribute(rank: int, size: int) -> None:
+@on_ranks()
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_t7_dtensor_from_one_shard_to_another(rank, size):
+    """Torch gathers and cuts here for every CPU group, whatever the backend supports."""
     mesh = init_device_mesh("cpu", (size,))
     whole = integers(0, 6, 10)
     x = distribute_tensor(whole, mesh, [Shard(0)])
     y = x.redistribute(mesh, [Shard(1)])
     assert torch.equal(y.to_local(), whole.chunk(size, 1)[rank])
     assert torch.equal(y.redistribute(mesh, [Replicate()]).to_local(), whole)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_t7_dtensor_from_one_shard_to_another(pool, ranks):
-    """Torch gathers and cuts here for every CPU group, whatever the backend supports."""
-    pool.run(check_redistribute, ranks=ranks)
 
 
 # T8: Accelerate on the CPU insists on "gloo", and the Trainer's command line has a list of names.
@@ -153,7 +136,8 @@ def test_t11_the_backend_is_not_a_python_class():
     assert load_c10d().Backend.__mro__[1] is torch._C._distributed_c10d.Backend
 
 
-def check_detail(rank: int, size: int, store: dist.Store) -> None:
+@on_ranks(2, backend=None)
+def test_t12_detailed_debugging_allows_compression(rank, size, store):
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         dist.init_process_group("pycomm", store=store, rank=rank, world_size=size)
@@ -180,10 +164,6 @@ def check_detail(rank: int, size: int, store: dist.Store) -> None:
         dist.set_debug_level(dist.DebugLevel.OFF)
 
 
-def test_t12_detailed_debugging_wraps_us_and_compression_works(pool):
-    pool.run(check_detail, backend=None)
-
-
 def shared(t: torch.Tensor) -> bool:
     """Return whether a tensor lies in memory that is mapped as shared."""
     with open("/proc/self/maps") as maps:
@@ -195,7 +175,9 @@ def shared(t: torch.Tensor) -> bool:
     return False
 
 
-def check_allocation(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_t13_fsdp2_takes_its_buffers_from_us(rank, size):
+    """This excludes set_custom_all_gather, by torch's own rule."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
     buffers = []
@@ -233,12 +215,8 @@ def check_allocation(rank: int, size: int) -> None:
         assert torch.equal(got, want)
 
 
-def test_t13_fsdp2_takes_its_buffers_from_us(pool):
-    """This excludes set_custom_all_gather, by torch's own rule."""
-    pool.run(check_allocation)
-
-
-def check_allocated(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_t13_tensors_in_shared_memory(rank, size):
     native = backend.find()
     assert native.supports_tensor_alloc(CPU)
     assert not native.supports_tensor_alloc(torch.device("cuda:0"))
@@ -252,11 +230,9 @@ def check_allocated(rank: int, size: int) -> None:
     assert x[999] == 3  # the memory outlives the group
 
 
-def test_t13_tensors_in_shared_memory(pool):
-    pool.run(check_allocated)
-
-
-def check_ddp_buckets(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_t13_ddp_takes_its_buckets_from_us(rank, size):
+    """The all-reduce of a bucket then copies nothing."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(512, 512), gradient_as_bucket_view=True)
     for _ in range(3):  # DDP rebuilds its buckets after the first step
@@ -265,12 +241,8 @@ def check_ddp_buckets(rank: int, size: int) -> None:
         assert all(shared(p.grad) for p in model.parameters())
 
 
-def test_t13_ddp_takes_its_buckets_from_us(pool):
-    """The all-reduce of a bucket then copies nothing."""
-    pool.run(check_ddp_buckets)
-
-
-def check_odd_tensors(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_t14_odd_tensors(rank, size):
     other = 1 - rank
     x = torch.empty(3)
     if rank == 0:
@@ -293,7 +265,3 @@ def check_odd_tensors(rank: int, size: int) -> None:
     lists = [torch.zeros(1), torch.zeros(5)]
     dist.all_gather(lists, integers(rank, [1, 5][rank]))  # uneven
     assert torch.equal(lists[1], integers(1, 5))
-
-
-def test_t14_odd_tensors(pool):
-    pool.run(check_odd_tensors)

@@ -22,6 +22,7 @@ from pycomm import backend, elastic
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Decision, Parameter
 from pycomm.reduction.bucket import Bucket, BucketPiece
+from pycomm.reduction.paths import native_backend
 from tests.torch.harness import inputs, perceptron
 
 
@@ -338,7 +339,7 @@ def check_compressed_collectives(
                 given[rows_in - 1, 7] = float("inf")
             x = given.to(dtype).to(device)
             out = x.view(-1) if op == "all_reduce" else x.new_zeros(rows_out * bucket.numel)
-            assert bucket.taken_by(dist.group.WORLD, op, out) is native
+            assert native_backend(bucket, dist.group.WORLD, op, out) is native
             options = {"seed": 5, "step": step}
             call = getattr(native, f"compressed_{op}")
             tensors = (out,) if op == "all_reduce" else (out, x.view(-1))
@@ -365,7 +366,7 @@ def check_capture(rank: int, ranks: int, device: str) -> None:
         dist.all_reduce(x, async_op=True).wait()
         native.compressed_all_reduce(y, bucket.native, bucket.sides, seed=5, step=0).wait()
 
-    assert bucket.taken_by(dist.group.WORLD, "all_reduce", y) is native
+    assert native_backend(bucket, dist.group.WORLD, "all_reduce", y) is native
     calls(want_x, want_y)
     with capture(device):
         calls(x, y)

@@ -420,7 +420,12 @@ void begin_capture() {
 }
 void end_capture() { capture().end(); }
 
+/// Number of holds until they are refused; below 0: never.
+std::atomic<int64_t> holds_left{-1};
+void refuse_holds_after(int64_t count) { holds_left = count; }
 bool hold(void* stream, const uint32_t* word, uint32_t value) {
+  if (holds_left == 0) return false;
+  if (holds_left > 0) holds_left--;
   static_cast<Worker*>(stream)->queue([word, value] {
     while (static_cast<int32_t>(__atomic_load_n(word, __ATOMIC_ACQUIRE) - value) < 0)
       std::this_thread::sleep_for(50us);
@@ -430,6 +435,14 @@ bool hold(void* stream, const uint32_t* word, uint32_t value) {
 int64_t hold_address() { return reinterpret_cast<int64_t>(&hold); }
 
 }  // namespace
+
+/// Waits for the current stream, by a thread that may have the GIL. Returns 0 if that takes longer.
+extern "C" int fake_device_synchronize(int milliseconds) {
+  const auto mark = worker(current_stream(current_device)).mark();
+  for (int waited = 0; waited < milliseconds && !mark->is_set(); waited++)
+    std::this_thread::sleep_for(1ms);
+  return mark->is_set();
+}
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &device_memory)
@@ -455,6 +468,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 TORCH_LIBRARY(fakegpu, m) {
   m.def("busy(int milliseconds) -> ()", &busy);
   m.def("hold_address() -> int", &hold_address);
+  m.def("refuse_holds_after(int count) -> ()", &refuse_holds_after);
   m.def("begin_capture() -> ()", &begin_capture);
   m.def("end_capture() -> ()", &end_capture);
 }

@@ -128,7 +128,7 @@ def test_fsdp_trains_on_the_mean_of_the_gradients(pool, path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compressed_collectives_among_peers_have_the_bits_of_the_cpu(pool, dtype):
+def test_compressed_collectives_have_the_cpus_bits(pool, dtype):
     want = run(pool, "auto", check_compressed_collectives, device="cpu", dtype=dtype)
     got = run(pool, "auto", check_compressed_collectives, device="cuda", dtype=dtype)
     for mine, theirs in zip(got, want, strict=True):

@@ -22,6 +22,7 @@ from pycomm.errors import Error, Timeout
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Decision, Parameter
 from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.paths import native_backend
 from tests.torch.device import fake_device
 from tests.torch.device.checks import (
     check_capture,
@@ -147,7 +148,7 @@ def check_abort(rank: int, ranks: int) -> None:
         dist.all_reduce(x, async_op=True)
 
 
-def test_what_failed_behind_a_stream_is_nan_and_raises_at_the_next_operation(fakes):
+def test_a_failure_behind_a_stream_is_nan(fakes):
     run(fakes, check_abort)
 
 
@@ -231,7 +232,7 @@ def test_compressed_gradients_have_the_same_bits_as_on_the_cpu(fakes, way):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compressed_collectives_among_peers_have_the_bits_of_the_cpu(fakes, dtype):
+def test_compressed_collectives_have_the_cpus_bits(fakes, dtype):
     want = run_on(fakes, check_compressed_collectives, "peers", "cpu", dtype=dtype)
     assert equal(run_on(fakes, check_compressed_collectives, "peers", dtype=dtype), want)
 
@@ -268,12 +269,12 @@ def check_refused(rank: int, ranks: int) -> None:
     with pytest.raises(Error, match="its residuals are elsewhere"):
         native.compressed_all_reduce(x, on_cpu.native, on_cpu.sides, seed=1, step=1)
     bucket = Bucket([decision], [0], None, there)
-    assert bucket.taken_by(dist.group.WORLD, "all_reduce", x) is None
+    assert native_backend(bucket, dist.group.WORLD, "all_reduce", x) is None
     with pytest.raises(Error, match="needs ranks that reach each other's memory"):
         native.compressed_all_reduce(x, bucket.native, bucket.sides, seed=1, step=1)
 
 
-def test_compressed_collectives_are_refused_where_there_are_no_peers(fakes):
+def test_compressed_collectives_need_peers(fakes):
     run(fakes, check_refused)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm import elastic
+from tests.torch.pool import OfRank, on_ranks
 
 LIMIT = timedelta(seconds=20)
 
@@ -49,6 +51,19 @@ def run(rank: int, size: int, store: Any, function: Callable[..., Any], *args: A
         return function(rank, size, store, *args)
     finally:
         dist.destroy_process_group()
+
+
+def on_members(ranks: int = 2, **options: Any) -> Callable[[OfRank], OfRank]:
+    """Make a test of a function as `on_ranks` does; `run` ends the group that it forms."""
+
+    def decorate(function: OfRank) -> OfRank:
+        @functools.wraps(function)
+        def ended(rank: int, size: int, store: Any, *args: Any) -> Any:
+            return run(rank, size, store, function, *args)
+
+        return on_ranks(ranks, backend=None, **options)(ended)
+
+    return decorate
 
 
 def check_sum() -> None:

@@ -23,6 +23,7 @@ from pycomm.elastic.transfer import Member as Place
 from pycomm.elastic.transfer import order
 from tests.extent import each_value
 from tests.torch.elastic.member import Member, check_sum, run
+from tests.torch.pool import on_ranks
 
 SMALL = 4096  # bytes of a chunk: the models here take many
 
@@ -410,7 +411,10 @@ def test_a_lost_member_is_told_and_the_others_are_as_before(pool, who, backend):
     pool.run(lost, who, backend, ranks=3, backend=backend, dies={who})
 
 
-def given_up(rank: int, size: int, who: int) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_gives_up_tells_those_after_it(rank, size, who):
     """A rank of the chain 0, 1, 2 fails near the end, and lives: those after it change nothing."""
     torch.manual_seed(rank)
     model = nn.Linear(100, 100)
@@ -439,13 +443,9 @@ def given_up(rank: int, size: int, who: int) -> None:
     assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
 
 
+@on_ranks(3)
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_gives_up_tells_those_after_it(pool, who, backend):
-    pool.run(given_up, who, ranks=3, backend=backend)
-
-
-def fails_early(rank: int, size: int, backend: str) -> None:
+def test_a_new_member_that_fails_holds_nobody_up(rank, size, backend):
     """A new member fails while most is still to come: the others end, and the group goes on."""
     torch.manual_seed(rank)
     model = nn.Linear(300, 300)
@@ -476,8 +476,3 @@ def fails_early(rank: int, size: int, backend: str) -> None:
     wanted = model.weight.detach().clone()
     dist.broadcast(wanted, 0)
     assert torch.equal(wanted, model.weight)
-
-
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_a_new_member_that_fails_holds_nobody_up(pool, backend):
-    pool.run(fails_early, backend, ranks=3, backend=backend)

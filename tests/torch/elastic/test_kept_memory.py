@@ -9,14 +9,13 @@ import os
 import signal
 import time
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import pycomm
-from tests.torch.elastic.member import Member, check_sum, run
+from tests.torch.elastic.member import Member, check_sum, on_members
 
 NUMEL = 300_007
 SOON = timedelta(seconds=0.5)
@@ -56,7 +55,8 @@ def in_place(member: Member, tensor: torch.Tensor) -> bool:
     return bool(member.backend.sent_bytes == before)
 
 
-def kept(rank: int, size: int, store: Any) -> None:
+@on_members(3)
+def test_shared_memory_is_kept_for_the_next_group(rank, size, store):
     member = Member(rank, size, store)
     handles = member.handles("all")
     member.form(1, handles)
@@ -80,11 +80,8 @@ def kept(rank: int, size: int, store: Any) -> None:
     member.meet("done")
 
 
-def test_a_tensor_in_shared_memory_is_in_place_for_the_next_group(pool):
-    pool.run(run, kept, ranks=3, backend=None)
-
-
-def joined(rank: int, size: int, store: Any) -> None:
+@on_members(3)
+def test_with_a_new_member_the_memory_is_new(rank, size, store):
     member = Member(rank, size, store)
     handles = member.handles("all")
     if rank < 2:
@@ -101,11 +98,8 @@ def joined(rank: int, size: int, store: Any) -> None:
     check_sum()
 
 
-def test_with_a_new_member_the_memory_is_new(pool):
-    pool.run(run, joined, ranks=3, backend=None)
-
-
-def given_up(rank: int, size: int, store: Any) -> None:
+@on_members(3)
+def test_memory_that_was_taken_back_is_not_kept(rank, size, store):
     """A rank does not come to an operation, in which the others let it write to their memory."""
     member = Member(rank, size, store)
     handles = member.handles("all")
@@ -123,10 +117,6 @@ def given_up(rank: int, size: int, store: Any) -> None:
     member.meet("done")
 
 
-def test_memory_that_was_taken_back_is_not_kept(pool):
-    pool.run(run, given_up, ranks=3, backend=None)
-
-
 def until_lost(tensor: torch.Tensor) -> None:
     try:
         while True:
@@ -135,7 +125,8 @@ def until_lost(tensor: torch.Tensor) -> None:
         return
 
 
-def woken(rank: int, size: int, store: Any) -> None:
+@on_members(3)
+def test_a_late_rank_writes_nothing_in_the_next_group(rank, size, store):
     """A rank is stopped somewhere in an operation, and wakes up when the others have gone on."""
     member = Member(rank, size, store)
     store.set(f"process {rank}", str(os.getpid()))
@@ -161,7 +152,3 @@ def woken(rank: int, size: int, store: Any) -> None:
             check_in(ours, 20)
             check_in(shared(member), 5)
         member.meet(f"done {turn}")
-
-
-def test_a_stopped_rank_that_wakes_up_late_writes_nothing_in_the_next_group(pool):
-    pool.run(run, woken, ranks=3, backend=None)

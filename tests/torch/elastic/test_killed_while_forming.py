@@ -9,6 +9,9 @@ import sys
 import pytest
 
 from tests.extent import part
+from tests.faults.injection.case import ELASTIC, draw
+from tests.faults.injection.judge import breaches
+from tests.faults.injection.play import play
 from tests.preload import library
 from tests.torch.elastic.killed_while_forming import KERNEL
 from tests.torch.interpreter import ROOT
@@ -20,7 +23,7 @@ CASES = ("shm", 1), ("tcp", 2), ("tcp", 0)
 
 
 @pytest.mark.timeout(600)
-def test_one_that_is_killed_at_any_call_is_named_and_the_others_go_on(tmp_path):
+def test_a_member_killed_at_any_call_is_named(tmp_path):
     """At a timeout they would raise `Timeout`; the deadline is twenty seconds."""
     command = ["-m", "tests.torch.elastic.killed_while_forming"]
     for transport, killed in CASES:
@@ -34,3 +37,18 @@ def test_one_that_is_killed_at_any_call_is_named_and_the_others_go_on(tmp_path):
         text=True,
     )
     assert ended.returncode == 0, ended.stderr
+
+
+# ---------------------------------------------------------------------------------- random faults
+# A sample of the random faults while members change; `make soak` plays more of them.
+
+
+FAULTS = ("kill", "stop", "kill2")
+
+
+@pytest.mark.parametrize(("phase", "fault"), list(zip(ELASTIC, FAULTS, strict=True)))
+def test_a_fault_while_members_change_is_told(phase, fault):
+    case = draw(7, 2, transports=["shm", "tcp"], faults=[fault], phases=[phase])
+    assert case.phase == phase
+    played = play(case)
+    assert breaches(played) == [], f"{case}\n{played.stacks}"

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from tests.torch.elastic.member import Member, run
+from tests.torch.elastic.member import Member, on_members
 from tests.torch.harness import network, train_step
 
 
@@ -63,9 +63,21 @@ def train(model: Any, optimizer: Any, steps: int, first: int = 0) -> None:
         train_step(model, optimizer, dist.get_rank(), number)
 
 
-def leave_and_return(
-    rank: int, size: int, store: Any, codec: str, feedback: str, transport: str
-) -> None:
+@on_members(3)
+@pytest.mark.parametrize(
+    ("codec", "feedback", "transport"),
+    [
+        ("int4", "residual", "auto"),
+        ("int4", "residual", "tcp"),
+        ("topk:0.05", "momentum:0.5", "auto"),
+        ("sign", "residual", "auto"),
+        ("powersgd:2", "residual", "auto"),
+        ("int4 6:eden:bits=2", "residual", "auto"),  # who stays pays, who is new has nothing to pay
+    ],
+)
+def test_members_keep_residuals_and_new_ones_have_none(
+    rank, size, store, codec, feedback, transport
+):
     """Three train; the second leaves, the others go on with the same model; it comes back."""
     member = Member(rank, size, store, transport=transport)
     handles = member.handles("all")
@@ -96,22 +108,8 @@ def leave_and_return(
     check_equal(model, fresh)
 
 
-@pytest.mark.parametrize(
-    ("codec", "feedback", "transport"),
-    [
-        ("int4", "residual", "auto"),
-        ("int4", "residual", "tcp"),
-        ("topk:0.05", "momentum:0.5", "auto"),
-        ("sign", "residual", "auto"),
-        ("powersgd:2", "residual", "auto"),
-        ("int4 6:eden:bits=2", "residual", "auto"),  # who stays pays, who is new has nothing to pay
-    ],
-)
-def test_who_stays_keeps_what_it_owes_and_who_is_new_owes_nothing(pool, codec, feedback, transport):
-    pool.run(run, leave_and_return, codec, feedback, transport, ranks=3, backend=None)
-
-
-def killed_and_replaced(rank: int, size: int, store: Any) -> None:
+@on_members(4, dies={1})
+def test_a_killed_member_is_replaced(rank, size, store):
     """One of three is killed in the middle of a backward; two go on, and another process joins."""
     member = Member(rank, size, store)
     handles = member.handles("all")
@@ -148,11 +146,8 @@ def killed_and_replaced(rank: int, size: int, store: Any) -> None:
     check_equal(model, fresh)
 
 
-def test_a_killed_member_is_replaced_while_the_others_keep_what_they_owe(pool):
-    pool.run(run, killed_and_replaced, ranks=4, backend=None, dies={1})
-
-
-def join_without_wrapping(rank: int, size: int, store: Any) -> None:
+@on_members(3)
+def test_a_model_with_fixed_buckets_joins_as_it_is(rank, size, store):
     """A model with fixed buckets joins as it is, and its first backward takes over the others."""
     member = Member(rank, size, store)
     handles = member.handles("all")
@@ -169,11 +164,54 @@ def join_without_wrapping(rank: int, size: int, store: Any) -> None:
     check_equal(model, state)
 
 
-def test_a_model_with_fixed_buckets_joins_as_it_is(pool):
-    pool.run(run, join_without_wrapping, ranks=3, backend=None)
+@on_members(3)
+@pytest.mark.parametrize("ends", [False, True], ids=["set_policy", "remove"])
+def test_a_group_that_a_member_has_joined_becomes_exact(rank, size, store, ends):
+    """Only who stays has residuals to pay, and makes its buckets anew when they are paid."""
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    joins = rank == 2
+    member.form(1, handles[2:] if joins else handles[:2])
+    model, state, optimizer = wrap(network(), "int4", "residual", find_unused_parameters=True)
+    if not joins:
+        train(model, optimizer, 3)
+    member.form(2, handles)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    if ends:
+        state.remove()
+    else:
+        state.set_policy("fp32")
+    train(model, optimizer, 4, first=3)
+    assert state.removed == ends
+    assert not state.residual_norms()
+    check_equal(model, state)
 
 
-def with_a_policy(rank: int, size: int, store: Any, codec: str) -> None:
+@on_members(3)
+def test_a_member_joins_while_compression_ends(rank, size, store):
+    """A member joins between the two steps in which compression ends."""
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    joins = rank == 2
+    member.form(1, handles[2:] if joins else handles[:2])
+    model, state, optimizer = wrap(network(), "int4", "residual", find_unused_parameters=True)
+    if not joins:
+        train(model, optimizer, 3)
+    state.remove()
+    if not joins:
+        train(model, optimizer, 1, first=3)
+    member.form(2, handles)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    train(model, optimizer, 4, first=4)
+    assert state.removed
+    check_equal(model, state)
+
+
+@on_members(3)
+@pytest.mark.parametrize("codec", ["int4 warmup=4", "auto", "budget=3", "error=0.2"])
+def test_policies_go_on_alike_on_old_and_new_members(rank, size, store, codec):
     """A schedule, a choice by measurements and a guard go on alike on all, new ones included."""
     member = Member(rank, size, store)
     handles = member.handles("all")
@@ -194,15 +232,20 @@ def with_a_policy(rank: int, size: int, store: Any, codec: str) -> None:
     check_equal(model, state)
 
 
-@pytest.mark.parametrize("codec", ["int4 warmup=4", "auto", "budget=3", "error=0.2"])
-def test_policies_go_on_alike_on_old_and_new_members(pool, codec):
-    pool.run(run, with_a_policy, codec, ranks=3, backend=None)
-
-
 # ------------------------------------------------------------------ what does not fit
 
 
-def unlike(rank: int, size: int, store: Any, what: str, text: str) -> None:
+@on_members(3)
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("codec", "do not compress alike.*bits=8"),
+        ("model", "do not compress alike"),
+        ("sizes", "has other parameters in a bucket"),
+        ("buckets", "do not have the same buckets"),
+    ],
+)
+def test_a_new_member_that_does_not_fit_is_named_on_all(rank, size, store, what, text):
     """What a new member brings differs: all are told before a value is averaged."""
     member = Member(rank, size, store)
     handles = member.handles("all")
@@ -238,20 +281,8 @@ def unlike(rank: int, size: int, store: Any, what: str, text: str) -> None:
     check_equal(model, fresh)
 
 
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("codec", "do not compress alike.*bits=8"),
-        ("model", "do not compress alike"),
-        ("sizes", "has other parameters in a bucket"),
-        ("buckets", "do not have the same buckets"),
-    ],
-)
-def test_a_new_member_that_does_not_fit_is_named_on_all(pool, what, text):
-    pool.run(run, unlike, what, text, ranks=3, backend=None)
-
-
-def weighted(rank: int, size: int, store: Any) -> None:
+@on_members(2)
+def test_a_state_that_cannot_follow_says_what_to_do(rank, size, store):
     member = Member(rank, size, store)
     handles = member.handles("all")
     member.form(1, handles)
@@ -264,7 +295,3 @@ def weighted(rank: int, size: int, store: Any) -> None:
     again = pycomm.LocalSGD(model.module, every=1, codec="int4")
     again.state.adopt_state(outer.state)
     again.step()
-
-
-def test_a_state_that_cannot_follow_says_what_to_do(pool):
-    pool.run(run, weighted, backend=None)

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import elastic
-from tests.torch.elastic.member import LIMIT, Member, check_sum, run
+from tests.torch.elastic.member import LIMIT, Member, check_sum, on_members, run
 
 
 def until_lost() -> None:
@@ -25,7 +24,10 @@ def until_lost() -> None:
         dist.barrier()
 
 
-def basic(rank: int, size: int, store: Any, transport: str) -> None:
+@on_members()
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_are_those_of_the_list(rank, size, store, transport):
     member = Member(rank, size, store, transport=transport)
     with pytest.raises(pycomm.Error, match="call reconfigure"):
         dist.barrier()
@@ -47,7 +49,9 @@ def basic(rank: int, size: int, store: Any, transport: str) -> None:
     check_sum()
 
 
-def shrink(rank: int, size: int, store: Any, excluded: int) -> None:
+@on_members(3)
+@pytest.mark.parametrize("excluded", [0, 1, 2])
+def test_any_rank_may_be_left_out(rank, size, store, excluded):
     member = Member(rank, size, store)
     handles = member.handles("all")
     member.form(1, handles)
@@ -92,7 +96,9 @@ def merge(rank: int, size: int, store: Any) -> None:
     check_sum()
 
 
-def after_abort(rank: int, size: int, store: Any, transport: str) -> None:
+@on_members(3)
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_group_that_was_aborted_is_formed_anew(rank, size, store, transport):
     member = Member(rank, size, store, transport=transport)
     handles = member.handles("all")
     member.form(1, handles)
@@ -120,7 +126,9 @@ def in_the_middle(rank: int, size: int, store: Any) -> None:
     check_sum()
 
 
-def replaced(rank: int, size: int, store: Any, transport: str) -> str:
+@on_members(4, dies={1})
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_killed_process_is_replaced(rank, size, store, transport):
     """A process is killed, and another comes in its place."""
     member = Member(rank, size, store, transport=transport)
     handles = member.handles("all")
@@ -142,30 +150,9 @@ def replaced(rank: int, size: int, store: Any, transport: str) -> str:
     return f"{took:.3f} s"
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_are_those_of_the_list(pool, ranks, transport):
-    pool.run(run, basic, transport, ranks=ranks, backend=None)
-
-
-@pytest.mark.parametrize("excluded", [0, 1, 2])
-def test_any_rank_may_be_left_out(pool, excluded):
-    pool.run(run, shrink, excluded, ranks=3, backend=None)
-
-
 @pytest.mark.parametrize("function", [down_and_up, late, merge, in_the_middle])
 def test_members_come_and_go(pool, function):
     pool.run(run, function, ranks=4, backend=None)
-
-
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_a_group_that_was_aborted_is_formed_anew(pool, transport):
-    pool.run(run, after_abort, transport, ranks=3, backend=None)
-
-
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_a_killed_process_is_replaced(pool, transport):
-    pool.run(run, replaced, transport, ranks=4, backend=None, dies={1})
 
 
 # ------------------------------------------------------------------ wrong arguments
@@ -249,15 +236,7 @@ def numbers(member: Member, handles: list[str]) -> None:
         elastic.reconfigure(7, handles[0])
 
 
-def wrong(rank: int, size: int, store: Any, act: Callable[[Member, list[str]], None]) -> None:
-    member = Member(rank, size, store)
-    handles = member.handles("all")
-    member.form(1, handles)
-    check_sum()
-    act(member, handles)
-    go_on(member, 8, handles)
-
-
+@on_members(3)
 @pytest.mark.parametrize(
     "act",
     [
@@ -274,11 +253,17 @@ def wrong(rank: int, size: int, store: Any, act: Callable[[Member, list[str]], N
         numbers,
     ],
 )
-def test_a_mistake_is_named_on_all_ranks_and_the_group_goes_on(pool, act):
-    pool.run(run, wrong, act, ranks=3, backend=None)
+def test_a_mistake_is_named_on_all_ranks(rank, size, store, act):
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    member.form(1, handles)
+    check_sum()
+    act(member, handles)
+    go_on(member, 8, handles)
 
 
-def dead_handle(rank: int, size: int, store: Any) -> None:
+@on_members(3, dies={2})
+def test_a_dead_handle_is_named_early(rank, size, store):
     member = Member(rank, size, store)
     handles = member.handles("all")
     if rank == 2:
@@ -290,11 +275,8 @@ def dead_handle(rank: int, size: int, store: Any) -> None:
     check_sum()
 
 
-def test_a_handle_whose_process_is_gone_is_named_long_before_the_deadline(pool):
-    pool.run(run, dead_handle, ranks=3, backend=None, dies={2})
-
-
-def absent(rank: int, size: int, store: Any) -> None:
+@on_members(3)
+def test_a_member_that_does_not_come_is_named(rank, size, store):
     member = Member(rank, size, store)
     handles = member.handles("all")
     if rank != 1:
@@ -305,11 +287,9 @@ def absent(rank: int, size: int, store: Any) -> None:
     check_sum()
 
 
-def test_a_member_that_does_not_come_is_named(pool):
-    pool.run(run, absent, ranks=3, backend=None)
-
-
-def stopped_while_it_lends_the_store(rank: int, size: int, store: Any) -> None:
+@on_members(4)
+def test_a_stopped_first_member_is_named(rank, size, store):
+    """The others meet at its endpoint, and wait for its answers no longer than for a member."""
     member = Member(rank, size, store)
     handles = member.handles("all")
     store.set(f"process {rank}", str(os.getpid()))
@@ -330,12 +310,8 @@ def stopped_while_it_lends_the_store(rank: int, size: int, store: Any) -> None:
     check_sum()
 
 
-def test_a_first_member_that_stops_is_named_and_the_group_is_formed_when_it_goes_on(pool):
-    """The others meet at its endpoint, and wait for its answers no longer than for a member."""
-    pool.run(run, stopped_while_it_lends_the_store, ranks=4, backend=None)
-
-
-def wrapped_anew(rank: int, size: int, store: Any) -> None:
+@on_members(2)
+def test_a_compressed_model_is_wrapped_anew_after_a_change(rank, size, store):
     member = Member(rank, size, store)
     handles = member.handles("all")
     net = torch.nn.Linear(300, 300, bias=False)
@@ -354,7 +330,3 @@ def wrapped_anew(rank: int, size: int, store: Any) -> None:
         everywhere = mine.clone()
         dist.all_reduce(everywhere, dist.ReduceOp.MAX)
         assert torch.equal(everywhere, mine)
-
-
-def test_a_compressed_model_is_wrapped_anew_after_a_change(pool):
-    pool.run(run, wrapped_anew, backend=None)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import re
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from tests.torch.harness import network, train_step
+from tests.torch.harness import batch, network, train_step
 from tests.torch.torchrun import launch
 
 KILLED, END = 3, 8
@@ -80,7 +83,7 @@ def train(rank: int, size: int, codec: str, feedback: str, victims: set[int]) ->
 
 
 @pytest.mark.parametrize("victims", [{1}, {1, 2}])
-def test_those_that_are_left_train_on_and_owe_what_they_owed(pool, victims):
+def test_survivors_train_on_with_their_residuals(pool, victims):
     feedback = "residual:storage=bf16"
     ends = pool.run(train, "int4", feedback, victims, ranks=2 + len(victims), dies=victims)
     assert all(torch.equal(a, b) for a, b in zip(ends[0], ends[-1], strict=True))
@@ -111,7 +114,7 @@ def go_on_without_two(rank: int, size: int, store: Any) -> list[float]:
     return numbers.tolist()
 
 
-def test_of_two_that_die_at_once_both_are_told_to_who_shrinks_the_group(pool):
+def test_two_deaths_at_once_are_both_named(pool):
     sums = pool.run(go_on_without_two, ranks=4, backend=None, dies={1, 2})
     assert sums == [[5.0], None, None, [5.0]]
 
@@ -152,10 +155,66 @@ dist.destroy_process_group()
 """
 
 
-def test_torchrun_restarts_all_and_they_go_on_from_a_checkpoint(tmp_path):
+def test_torchrun_restarts_from_a_checkpoint(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     text = launch("--max-restarts", "1", "--monitor-interval", "0.1", "train.py", folder=tmp_path)
     # Lines are not compared, since the output of two ranks may share a line.
     ends = sorted(re.findall(r"rank (\d) after (\d) restarts: step (\d+), (-?\d+\.\d{12})", text))
     assert [end[:3] for end in ends] == [("0", "1", "6"), ("1", "1", "6")], text
     assert ends[0][3] == ends[1][3]
+
+
+# ------------------------------------------------------------------------------------ checkpoints
+# A rank is killed during training: the run resumes from its checkpoint, with the same bits.
+
+
+SAVED, DIES, LAST = 4, 6, 10
+
+
+def begin(path: str, first: int, spec: str, feedback: str) -> tuple[Any, Any, Any]:
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.02)
+    state = pycomm.compress(model, spec, feedback=feedback)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if first > 0:
+        model(batch(0, 0)[0]).sum().backward()  # creates the optimizer's state to load into
+        optimizer.step()
+        saved = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.load(saved, checkpoint_id=Path(path))
+        model.module.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        state.load_checkpoint(Path(path))
+    return model, state, optimizer
+
+
+def train_and_save(
+    rank: int, size: int, path: str, first: int, spec: str, feedback: str, dies: bool = False
+) -> list[torch.Tensor]:
+    """Return the final parameters; a checkpoint is saved on the way."""
+    model, state, optimizer = begin(path, first, spec, feedback)
+    for step in range(first, LAST):
+        if dies and step == DIES and rank == 1:
+            # The rank dies during backward, while some buckets are being reduced.
+            model.module[3].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        if dies and step == DIES:
+            with pytest.raises(pycomm.PeerLost, match="rank 1"):
+                loss.backward()
+            return []
+        loss.backward()
+        optimizer.step()
+        if step + 1 == SAVED:
+            saved = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+            dcp.save({**saved, "pycomm": state.state_dict()}, checkpoint_id=Path(path))
+    return [p.detach() for p in model.parameters()]
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(pool, tmp_path):
+    how = ("int4:rounding=stochastic", "momentum:0.9,storage=int8")
+    calm = pool.run(train_and_save, str(tmp_path / "calm"), 0, *how)
+    cut = str(tmp_path / "cut")
+    assert pool.run(train_and_save, cut, 0, *how, True, dies={1}) == [[], None]
+    again = pool.run(train_and_save, cut, SAVED, *how)
+    for before, after in zip(calm, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

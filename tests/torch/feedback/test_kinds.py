@@ -209,7 +209,7 @@ def test_other_owners_change_nothing_of_what_is_owed():
 
 @pytest.mark.parametrize("rule", ["residual", "decay:0.9", "momentum:0.9"])
 @pytest.mark.parametrize(("rows", "owner"), [(3, True), (1, False), (1, True)])
-def test_another_layout_reads_the_residual_of_the_last_step(rule, rows, owner):
+def test_another_layout_reads_the_last_residual(rule, rows, owner):
     """Also that of a reduce-scatter, which has no owner residual."""
     residual = feedback.Residual(rule_of(rule), 10, CPU, rows=rows, owner=owner)
     for step, layout in enumerate("AAABABB", 1):
@@ -288,7 +288,7 @@ def test_wrong_texts_are_told(text, match):
         ("fp32", False),
     ],
 )
-def test_only_codecs_that_come_closer_every_time_keep_errors(spec, needs):
+def test_only_contracting_codecs_keep_errors(spec, needs):
     codec = pycomm.codec(spec)
     assert rule_of("residual").keeps_errors(codec) is needs
     assert rule_of("decay").keeps_errors(codec) is needs

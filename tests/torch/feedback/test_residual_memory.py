@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.feedback import Feedback
 from tests.extent import FULL, each_value
+from tests.torch.pool import on_ranks
 from tests.torch.reduction.test_saved_state import PATIENT, Told
 
 WIDTH = 256  # a weight has 65536 values, the minimum for bf16 residuals
@@ -87,7 +88,7 @@ def check_nothing(rank: int, size: int, spec: str) -> None:
     assert not any("feedback:" in text for text in (*told.texts, state.summary()))
 
 
-def test_only_large_parameters_of_plain_kinds_are_kept_in_bf16():
+def test_only_large_parameters_use_bf16_storage():
     kept = {
         (kind, numel): Feedback(kind).kept(numel).storage
         for kind in ("residual", "decay", "momentum")
@@ -133,7 +134,9 @@ def test_training_is_as_good_with_residuals_in_bf16(pool, spec):
     assert narrow < 1.03 * wide
 
 
-def check_checkpoints(rank: int, size: int, before: str, after: str) -> None:
+@on_ranks(2, **PATIENT)
+@pytest.mark.parametrize(("before", "after"), [("float32", "auto"), ("auto", "int8")])
+def test_checkpoints_of_another_storage_are_read(rank, size, before, after):
     states = []
     for storage in (before, after):
         model = DistributedDataParallel(network())
@@ -151,11 +154,6 @@ def check_checkpoints(rank: int, size: int, before: str, after: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize(("before", "after"), [("float32", "auto"), ("auto", "int8")])
-def test_checkpoints_of_another_storage_are_read(pool, before, after):
-    pool.run(check_checkpoints, before, after, **PATIENT)
-
-
 class Given(nn.Module):
     """A model whose gradient is its input."""
 
@@ -167,7 +165,8 @@ class Given(nn.Module):
         return (self.weight * gradient).sum()
 
 
-def check_stays(rank: int, size: int) -> None:
+@on_ranks(2, **PATIENT)
+def test_codecs_of_few_values_lose_nothing_by_storage(rank, size):
     """Steady gradients under a codec of few values: none of what is owed is rounded away."""
     module = Given()
     model = DistributedDataParallel(module)
@@ -190,7 +189,3 @@ def check_stays(rank: int, size: int) -> None:
     lost = 402 * gradient.double() - got - owes.view(WIDTH, WIDTH).double() / size
     # float32 round-off of sums of 400; two steps of int4 in bf16. bf16 throughout loses a quarter.
     assert lost.norm() < 1e-4 * 402 * gradient.norm()
-
-
-def test_codecs_of_few_values_lose_nothing_by_storage(pool):
-    pool.run(check_stays, **PATIENT)

@@ -17,6 +17,7 @@ from pycomm.feedback import Residuals
 from pycomm.reduction.rates import Rates
 from tests.torch.harness import SHAPES, Chosen, batch, gradients, network, reduced
 from tests.torch.hooks.test_ddp_compress import same_state
+from tests.torch.pool import on_ranks
 
 CODED = ("big", "small")
 RULES = [
@@ -92,13 +93,13 @@ def debts(rank: int, size: int, codec: str) -> tuple[list[bool], list[bool]]:
     return found, expected
 
 
-def test_an_unbiased_codec_pays_what_is_owed_and_owes_nothing(pool):
+def test_an_unbiased_codec_pays_and_owes_nothing(pool):
     """Ranks may drop what is paid in different steps: the backend expects it from all of them."""
     paid = pool.run(debts, "int4 3:eden:bits=2")
     assert paid == [([True, True] + [False] * 3, [True] * 5)] * 2
 
 
-def test_without_feedback_the_backend_expects_no_residual_until_a_state_is_loaded(pool):
+def test_without_feedback_no_residual_is_expected(pool):
     """What is loaded may be the residual of few ranks."""
     assert pool.run(debts, "eden:bits=2") == [([False] * 5, [False] * 4 + [True])] * 2
 
@@ -135,15 +136,12 @@ def check_overflow(rank: int, size: int, feedback: str, when: int) -> None:
     assert calm_state.overflows == 0
 
 
-def check_overflows(rank: int, size: int, feedback: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("feedback", RULES)
+def test_an_overflow_leaves_no_trace(rank, size, feedback):
     # In step 1 DDP rebuilds its buckets, so other ranks own the values from there on.
     for when in (0, 1, 3):
         check_overflow(rank, size, feedback, when)
-
-
-@pytest.mark.parametrize("feedback", RULES)
-def test_an_overflow_leaves_no_trace(pool, feedback):
-    pool.run(check_overflows, feedback)
 
 
 def check_scaler(rank: int, size: int, where: int) -> None:
@@ -214,7 +212,8 @@ def test_units_of_residuals_are_saved():
     assert residual.current("worker").tolist() == [0, 2, 4, 6]
 
 
-def check_wide_overflow(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_overflows_of_float64_gradients_are_counted(rank, size):
     model = DistributedDataParallel(Chosen().double())
     state = pycomm.compress(model, "int8")
     for step, bad in enumerate([False, True, False]):
@@ -227,23 +226,18 @@ def check_wide_overflow(rank: int, size: int) -> None:
     assert state.overflows == 1
 
 
-def test_an_overflow_of_gradients_that_no_codec_takes_is_counted(pool):
-    pool.run(check_wide_overflow)
-
-
-def check_scalers(rank: int, size: int) -> None:
+@on_ranks(3)
+def test_a_loss_scaler_skips_on_all_ranks(rank, size):
     for where in range(size):
         check_scaler(rank, size, where)
-
-
-def test_a_loss_scaler_skips_on_all_ranks(pool):
-    pool.run(check_scalers, ranks=3)
 
 
 # ------------------------------------------------------------- events of training runs
 
 
-def check_unused(rank: int, size: int, feedback: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("feedback", ["residual", "decay:0.8,storage=int8"])
+def test_an_unused_parameter_keeps_what_it_owes(rank, size, feedback):
     model, state = chosen("int4", feedback, **CALM)
     for step in range(3):
         reduced(model, gradients(rank, step))
@@ -260,12 +254,9 @@ def check_unused(rank: int, size: int, feedback: str) -> None:
     assert state.residual_ages() == {"big": 0, "small": 0}
 
 
-@pytest.mark.parametrize("feedback", ["residual", "decay:0.8,storage=int8"])
-def test_an_unused_parameter_keeps_what_it_owes(pool, feedback):
-    pool.run(check_unused, feedback)
-
-
-def check_frozen(rank: int, size: int, feedback: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("feedback", ["residual", "momentum", "decay:0.8,storage=int8"])
+def test_a_frozen_parameter_keeps_its_residual(rank, size, feedback):
     model, state = chosen("int4", feedback, **CALM)
     total = torch.zeros(SHAPES["small"]).view(-1)
     for step in range(8):
@@ -285,12 +276,8 @@ def check_frozen(rank: int, size: int, feedback: str) -> None:
         torch.testing.assert_close(total + owed(state)["small"], want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("feedback", ["residual", "momentum", "decay:0.8,storage=int8"])
-def test_a_parameter_that_is_frozen_for_a_while_keeps_what_it_owes(pool, feedback):
-    pool.run(check_frozen, feedback)
-
-
-def check_rescaled(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_new_learning_rate_rescales_what_is_owed(rank, size):
     model, state = chosen("int4", "residual", **CALM)
     rates = [{"params": [model.module.big], "lr": 0.4}, {"params": [model.module.small]}]
     optimizer = torch.optim.SGD(rates, lr=0.1)
@@ -309,11 +296,18 @@ def check_rescaled(rank: int, size: int) -> None:
         torch.testing.assert_close(got, factor * debt, rtol=0, atol=1e-5)
 
 
-def test_a_new_learning_rate_rescales_what_is_owed(pool):
-    pool.run(check_rescaled)
-
-
-def check_forms(rank: int, size: int, options: dict[str, Any], compiled: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("options", "compiled"),
+    [
+        ({}, False),
+        ({"gradient_as_bucket_view": True}, False),
+        ({"static_graph": True}, False),
+        ({"bucket_cap_mb": 25}, True),  # torch.compile's own cuts need a first bucket of 1 MiB
+    ],
+    ids=["plain", "bucket view", "static graph", "compiled"],
+)
+def test_accumulated_steps_lose_nothing(rank, size, options, compiled):
     model, state = chosen("int4", "residual", **options)
     run = torch.compile(model, backend="eager") if compiled else model
     total = {name: torch.zeros(SHAPES[name]).view(-1) for name in SHAPES}
@@ -333,21 +327,8 @@ def check_forms(rank: int, size: int, options: dict[str, Any], compiled: bool) -
         torch.testing.assert_close(total[name] + debts[name], want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "compiled"),
-    [
-        ({}, False),
-        ({"gradient_as_bucket_view": True}, False),
-        ({"static_graph": True}, False),
-        ({"bucket_cap_mb": 25}, True),  # torch.compile's own cuts need a first bucket of 1 MiB
-    ],
-    ids=["plain", "bucket view", "static graph", "compiled"],
-)
-def test_accumulated_steps_lose_nothing(pool, options, compiled):
-    pool.run(check_forms, options, compiled)
-
-
-def check_dgc(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_dgc_is_topk_with_its_warm_up_and_momentum(rank, size):
     model = DistributedDataParallel(Chosen())
     state = pycomm.compress(model, "dgc:0.01,values=int8")
     assert state.residuals is not None
@@ -363,11 +344,8 @@ def check_dgc(rank: int, size: int) -> None:
     assert own.residuals.rule.clip == 1
 
 
-def test_dgc_is_topk_with_its_warm_up_and_momentum(pool):
-    pool.run(check_dgc)
-
-
-def check_clipped(rank: int, size: int) -> None:
+@on_ranks(3)
+def test_clipping_is_bounded_by_the_ranks(rank, size):
     """All that has arrived or is owed is the mean of gradients of norm clip / sqrt(ranks)."""
     model, state = chosen("topk:0.5", "momentum:0.5,clip=1,storage=float32")
     arrived = reduced(model, gradients(rank, 0))
@@ -381,10 +359,6 @@ def check_clipped(rank: int, size: int) -> None:
         want = sum(g / g.norm() for g in clipped) / size**1.5
         # Round-off of a few float32 operations on values below 0.1.
         torch.testing.assert_close(arrived[name].view(-1) + still, want, rtol=0, atol=1e-6)
-
-
-def test_clipped_gradients_are_bounded_by_the_number_of_ranks(pool):
-    pool.run(check_clipped, ranks=3)
 
 
 # ------------------------------------------------------- checkpoints, other world sizes

@@ -19,6 +19,8 @@ import pycomm
 from pycomm.reduction.taken import _holds
 from tests.extent import each_value
 from tests.torch.feedback.test_thrown_gradients import owed, own
+from tests.torch.harness import all_equal
+from tests.torch.pool import on_ranks
 
 SIDE = 64
 
@@ -55,7 +57,11 @@ class Experts(nn.Module):
         return total
 
 
-def check_zeros(rank: int, size: int, kind: str, used: int) -> None:
+@on_ranks(2)
+@each_value
+@pytest.mark.parametrize("used", [1, 3])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_gradients_of_zeros_say_nothing_about_others(rank, size, kind, used):
     """Gradients add up over two backwards; most of them are zero."""
     module = Experts()
     model: Any = DistributedDataParallel(module) if kind == "ddp" else fully_shard(module)
@@ -79,14 +85,11 @@ def check_zeros(rank: int, size: int, kind: str, used: int) -> None:
         torch.testing.assert_close(got[i] + still, all_ranks(want[i]), rtol=0, atol=1e-4)
 
 
+@on_ranks(2, then=all_equal)
 @each_value
-@pytest.mark.parametrize("used", [1, 3])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_gradients_of_zeros_say_nothing_about_others(pool, kind, used):
-    pool.run(check_zeros, kind, used)
-
-
-def check_join(rank: int, size: int, feedback: str, unused: bool) -> torch.Tensor:
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("feedback", ["residual", "decay"])
+def test_join_stands_in_for_a_rank_without_data(rank, size, feedback, unused):
     """Where a rank has no more data, nobody steps: the others take what it helps to reduce."""
     torch.manual_seed(0)
     module = nn.Linear(SIDE, SIDE, bias=False)
@@ -110,15 +113,8 @@ def check_join(rank: int, size: int, feedback: str, unused: bool) -> torch.Tenso
     return module.weight.detach()
 
 
-@each_value
-@pytest.mark.parametrize("unused", [False, True])
-@pytest.mark.parametrize("feedback", ["residual", "decay"])
-def test_join_stands_in_for_a_rank_without_data(pool, feedback, unused):
-    mine, theirs = pool.run(check_join, feedback, unused)
-    assert torch.equal(mine, theirs)
-
-
-def check_replaced(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_parameters_that_loading_replaces(rank, size):
     """FSDP2 takes what `load_state_dict(assign=True)` has put in its parameters' places."""
 
     def train(replaces: bool) -> list[torch.Tensor]:
@@ -140,10 +136,6 @@ def check_replaced(rank: int, size: int) -> None:
         return found
 
     assert all(map(torch.equal, train(True), train(False)))
-
-
-def test_parameters_that_loading_replaces(pool):
-    pool.run(check_replaced)
 
 
 def test_one_value_that_is_not_zero_is_found():

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from tests.extent import each_value, pairs
 from tests.torch.harness import SHAPES, Chosen, equal, gradients
+from tests.torch.pool import on_ranks
 
 STEPS = 12  # twice the period of what the loops below do
 WRAPPERS = {
@@ -73,7 +74,9 @@ def same_owed(a: Any, b: Any) -> bool:
     )
 
 
-def check_tutorials(rank: int, size: int, kind: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_the_order_of_the_gan_tutorial(rank, size, kind):
     for none in (True, False):
         check_tutorial(rank, size, kind, none, {})
 
@@ -106,11 +109,6 @@ def check_tutorial(rank: int, size: int, kind: str, none: bool, how: dict[str, A
     assert all(worker > 0 for worker, _ in state.residual_norms().values())
 
 
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_the_order_of_the_gan_tutorial(pool, kind):
-    pool.run(check_tutorials, kind)
-
-
 @pytest.mark.parametrize(
     ("kind", "how"), [("ddp", "fused"), ("ddp", "foreach"), ("fsdp2", "foreach")]
 )
@@ -118,13 +116,10 @@ def test_optimizers_that_leave_version_counters_alone(pool, kind, how):
     pool.run(check_tutorial, kind, True, {how: True})
 
 
-def check_gloo(rank: int, size: int) -> None:
+@on_ranks(2, backend="gloo")
+def test_the_order_of_the_gan_tutorial_on_gloo(rank, size):
     for kind in ("ddp", "fsdp2"):
         check_tutorial(rank, size, kind, True, {})
-
-
-def test_the_order_of_the_gan_tutorial_on_gloo(pool):
-    pool.run(check_gloo, backend="gloo")
 
 
 def sgd(model: nn.Module) -> Callable[[], None]:
@@ -139,7 +134,13 @@ def by_hand(model: nn.Module) -> Callable[[], None]:
     return step
 
 
-def check_nothing_is_lost(rank: int, size: int, kind: str, update: Any, synced: bool) -> None:
+@on_ranks(2)
+@each_value
+@pytest.mark.parametrize(
+    ("kind", "update", "synced"),
+    pairs(["ddp", "ddp with views", "fsdp2"], [sgd, by_hand], [False, True]),
+)
+def test_gradients_that_add_up_are_not_thrown_away(rank, size, kind, update, synced):
     """Gradients of two backwards add up and are then used: sent and residual values all count."""
     model, state = wrapped(kind)
     update = update(model)
@@ -178,15 +179,6 @@ def check_nothing_is_lost(rank: int, size: int, kind: str, update: Any, synced: 
     for mine, right in zip(got, want, strict=True):
         # The tolerance is the round-off of dozens of float32 additions of values around 1.
         torch.testing.assert_close(mine, right, rtol=0, atol=1e-4)
-
-
-@each_value
-@pytest.mark.parametrize(
-    ("kind", "update", "synced"),
-    pairs(["ddp", "ddp with views", "fsdp2"], [sgd, by_hand], [False, True]),
-)
-def test_gradients_that_add_up_are_not_thrown_away(pool, kind, update, synced):
-    pool.run(check_nothing_is_lost, kind, update, synced)
 
 
 def check_discard(rank: int, size: int, kind: str, feedback: str, spec: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +18,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import pycomm
 from pycomm import backend
+from pycomm.errors import Error
+from pycomm.hooks import fsdp_seams
 from pycomm.policy import Policy
 from tests.extent import FULL
 from tests.torch import harness
 from tests.torch.harness import Chosen, batch, equal, network, reduced, train, values, whole
+from tests.torch.pool import on_ranks
 
 
 def mesh_of(size: int, shape: str) -> DeviceMesh:
@@ -59,24 +64,18 @@ def trained(
     return values(model), losses
 
 
-def check_exact(rank: int, size: int, shape: str) -> None:
+CASES = [("pycomm", 2), ("pycomm", 3), ("gloo", 2)]
+SHAPED = [
+    *(("fsdp", *case) for case in CASES),
+    *((shape, b, n) for shape, n in (("hsdp", 4), ("replicate", 2)) for b in ("pycomm", "gloo")),
+]
+
+
+@on_ranks()
+@pytest.mark.parametrize(("shape", "backend", "ranks"), SHAPED)
+def test_exact_gradients_are_those_without_a_codec(rank, size, shape):
     (a, _), (b, _) = (trained(rank, size, spec, shape) for spec in (None, "fp32"))
     assert equal(a, b)
-
-
-CASES = [("pycomm", 2), ("pycomm", 3), ("gloo", 2)]
-
-
-@pytest.mark.parametrize(("backend_name", "ranks"), CASES)
-def test_exact_gradients_are_those_of_fsdp2(pool, backend_name, ranks):
-    pool.run(check_exact, "fsdp", backend=backend_name, ranks=ranks)
-
-
-@pytest.mark.parametrize("shape", ["hsdp", "replicate"])
-@pytest.mark.parametrize("backend_name", ["pycomm", "gloo"])
-def test_exact_gradients_are_those_of_replicas(pool, backend_name, shape):
-    ranks = 4 if shape == "hsdp" else 2
-    pool.run(check_exact, shape, backend=backend_name, ranks=ranks)
 
 
 def coded_twice(rank: int, size: int, shape: str) -> list[torch.Tensor]:
@@ -116,7 +115,8 @@ def test_compressed_training_reaches_the_exact_loss(pool, shape, ranks, coded):
         assert loss == pytest.approx(exact, rel=0.2 if "powersgd" in spec else 0.02), spec
 
 
-def check_wire(rank: int, size: int, store: dist.Store) -> None:
+@on_ranks(2, backend=None)
+def test_gradients_cost_what_the_codec_says(rank, size, store):
     """The bytes sent are those that the codec states, and hardly more."""
     options = pycomm.Options(transport="tcp", interface="lo")
     dist.init_process_group("pycomm", store=store, rank=rank, world_size=size, pg_options=options)
@@ -138,10 +138,6 @@ def check_wire(rank: int, size: int, store: dist.Store) -> None:
         dist.destroy_process_group()
 
 
-def test_gradients_cost_what_the_codec_says(pool):
-    pool.run(check_wire, backend=None)
-
-
 KINDS = ["decay:0.9", "residual:storage=int8", "momentum"]
 
 
@@ -160,7 +156,7 @@ def fed(rank: int, size: int) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-def test_kinds_of_feedback_have_the_same_bits_on_all_backends(pool):
+def test_feedback_has_the_same_bits_on_all_backends(pool):
     (a, b), (other, _) = (pool.run(fed, backend=name) for name in ("pycomm", "gloo"))
     for kind in KINDS:
         assert equal(a[kind], b[kind]), kind
@@ -188,7 +184,9 @@ def average(size: int, step: int) -> dict[str, torch.Tensor]:
     return {name: sum(g[name] for g in everybody) / size for name in SHAPES}
 
 
-def check_nothing_is_lost(rank: int, size: int) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("backend", "ranks"), CASES)
+def test_feedback_loses_nothing(rank, size):
     model, state = chosen(size)
     steps, got = 6, {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(steps):
@@ -207,23 +205,19 @@ def check_nothing_is_lost(rank: int, size: int) -> None:
         torch.testing.assert_close(got[name] + owed, want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("backend_name", "ranks"), CASES)
-def test_feedback_loses_nothing(pool, backend_name, ranks):
-    pool.run(check_nothing_is_lost, backend=backend_name, ranks=ranks)
-
-
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     (mine,) = (key for key in a if key.startswith("rank"))
     (_, a), (_, b) = a[mine], b[mine]
     return a.keys() == b.keys() and all(torch.equal(a[n]["worker"], b[n]["worker"]) for n in a)
 
 
-def check_overflows(rank: int, size: int, shape: str) -> None:
-    for where in ("big", "bias"):
-        check_overflow(rank, size, shape, where)
-
-
-def check_overflow(rank: int, size: int, shape: str, where: str) -> None:
+@on_ranks()
+@pytest.mark.parametrize(
+    ("shape", "ranks", "backend"),
+    [("fsdp", 2, "pycomm"), ("hsdp", 4, "pycomm"), ("fsdp", 2, "gloo")],
+)
+@pytest.mark.parametrize("where", ["big", "bias"])
+def test_overflow_leaves_no_trace_at_any_shard(rank, size, shape, where):
     (model, state), (calm, _) = chosen(size, shape=shape), chosen(size, shape=shape)
     for step in range(3):
         reduced(model, gradients(rank, step))
@@ -239,15 +233,9 @@ def check_overflow(rank: int, size: int, shape: str, where: str) -> None:
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-@pytest.mark.parametrize(
-    ("shape", "ranks", "backend_name"),
-    [("fsdp", 2, "pycomm"), ("hsdp", 4, "pycomm"), ("fsdp", 2, "gloo")],
-)
-def test_overflow_leaves_no_trace_at_any_shard(pool, shape, ranks, backend_name):
-    pool.run(check_overflows, shape, ranks=ranks, backend=backend_name)
-
-
-def check_accumulation(rank: int, size: int, shape: str) -> None:
+@on_ranks()
+@BOTH
+def test_accumulation(rank, size, shape):
     model, state = chosen(size, Policy("fp32", ()), shape)
 
     def accumulated(*steps: int) -> torch.Tensor:
@@ -275,12 +263,8 @@ def check_accumulation(rank: int, size: int, shape: str) -> None:
     assert state.step == (5 if shape == "fsdp" else 4)
 
 
-@BOTH
-def test_accumulation(pool, shape, ranks):
-    pool.run(check_accumulation, shape, ranks=ranks)
-
-
-def check_unused(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_unused_and_frozen_parameters(rank, size):
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -310,11 +294,9 @@ def check_unused(rank: int, size: int) -> None:
     assert torch.equal(got["big"], average(size, 2)["big"])
 
 
-def test_unused_and_frozen_parameters(pool):
-    pool.run(check_unused)
-
-
-def check_divided(rank: int, size: int, shape: str) -> None:
+@on_ranks()
+@BOTH
+def test_divide_factors(rank, size, shape):
     for force in (False, True):
         model, _ = chosen(size, Policy("fp32", ()), shape)
         model.set_force_sum_reduction_for_comms(force)
@@ -323,11 +305,6 @@ def check_divided(rank: int, size: int, shape: str) -> None:
         model.set_gradient_divide_factor(8.0)
         got = reduced(model, gradients(rank, 0))["big"]
         torch.testing.assert_close(got, want * size / 8)
-
-
-@BOTH
-def test_divide_factors(pool, shape, ranks):
-    pool.run(check_divided, shape, ranks=ranks)
 
 
 def in_mixed_precision(rank: int, size: int, options: dict[str, Any]) -> list[torch.Tensor]:
@@ -347,7 +324,9 @@ def test_mixed_precision(pool, dtypes):
     assert equal(a, b)
 
 
-def check_continue(rank: int, size: int, shape: str) -> None:
+@on_ranks()
+@BOTH
+def test_saved_state_continues_to_the_bit(rank, size, shape):
     model, state = chosen(size, "int4:rounding=stochastic", shape)
     for step in range(3):
         reduced(model, gradients(rank, step))
@@ -358,11 +337,6 @@ def check_continue(rank: int, size: int, shape: str) -> None:
     for step, want in enumerate(later, start=3):
         got = reduced(fresh, gradients(rank, step))
         assert all(torch.equal(got[name], want[name]) for name in want)
-
-
-@BOTH
-def test_saved_state_continues_to_the_bit(pool, shape, ranks):
-    pool.run(check_continue, shape, ranks=ranks)
 
 
 def check_gathering(rank: int, size: int) -> None:
@@ -394,7 +368,9 @@ def test_weights_are_gathered_alike_on_all_ranks(pool):
     pool.run(check_gathering, ranks=2, backend="gloo")
 
 
-def check_hooks_and_breaks(rank: int, size: int, shape: str) -> None:
+@on_ranks()
+@BOTH
+def test_post_accumulate_hooks_and_broken_backwards(rank, size, shape):
     """An optimizer in backward finds whole gradients; an interrupted backward leaves no trace."""
     (model, state), (calm, _) = chosen(size, shape=shape), chosen(size, shape=shape)
     seen: dict[str, torch.Tensor] = {}
@@ -422,6 +398,160 @@ def check_hooks_and_breaks(rank: int, size: int, shape: str) -> None:
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-@BOTH
-def test_post_accumulate_hooks_and_broken_backwards(pool, shape, ranks):
-    pool.run(check_hooks_and_breaks, shape, ranks=ranks)
+# --------------------------------------------------------------------------------------- refusals
+# What `pycomm.compress` refuses of models in fully_shard, on all ranks alike.
+
+
+@on_ranks(2)
+def test_refusals(rank, size):
+    model, _ = chosen(size)
+    with pytest.raises(pycomm.Error, match="is compressed already"):
+        pycomm.compress(model, "int8")
+    fresh = fully_shard(Odd(), mesh=init_device_mesh("cpu", (size,)))
+    with pytest.raises(ValueError, match="averages whole matrices"):
+        pycomm.compress(fresh, "powersgd:4")
+    with pytest.raises(pycomm.WireMismatch, match=r"rank 0 has .codec=.*bits=8.*bits=4"):
+        pycomm.compress(fresh, ["int8", "int4"][rank])
+    holder = nn.Module()
+    holder.module = nn.parallel.DistributedDataParallel(network())
+    with pytest.raises(TypeError, match=r"pass what is in it, its \.module"):
+        pycomm.compress(holder)
+    with pytest.raises(ValueError, match="weights= is for fully_shard"):
+        pycomm.compress(holder.module, weights="bf16")
+
+
+def check_other_weights(rank: int, size: int, shape: str, given: list[str | None]) -> list[str]:
+    """Return the error of each rank, before the parameters have been sent."""
+    model = sharded(size, shape)
+    with pytest.raises(pycomm.WireMismatch) as told:
+        pycomm.compress(model, "int8", weights=given[rank])
+    assert not any("CompressedAllGather" in repr(vars(unit)) for unit in model.modules())
+    return [str(told.value)]
+
+
+@on_ranks(4)
+def test_other_codecs_of_shards_are_told_on_all_ranks(rank, size):
+    model = sharded(size, "hsdp")
+    given = ["int8", "int4", "int8", "int4"]  # replicas agree, shards do not
+    with pytest.raises(pycomm.WireMismatch, match=r"rank 0 has .gradients: .*rank 1 has"):
+        pycomm.compress(model, given[rank])
+
+
+EXACT = "rank {} has .weights: exactly"
+
+
+@pytest.mark.parametrize(
+    ("shape", "given", "differs"),
+    [
+        ("fsdp", ["int8", None], EXACT.format(1)),
+        ("fsdp", ["bf16", "int4"], r"rank 0 has .weights: .*bfloat16.*rank 1 has .weights: "),
+        ("hsdp", ["int8", None, "int8", None], EXACT.format(1)),  # replicas agree, shards do not
+        ("hsdp", ["int8", "int8", "int8", None], EXACT.format(3)),
+    ],
+)
+def test_other_weights_are_told_on_all_ranks(pool, shape, given, differs):
+    told = pool.run(check_other_weights, shape, given, ranks=len(given))
+    assert all(re.search(differs, text) for (text,) in told), told
+
+
+# ---------------------------------------------------------------------------------- other layouts
+# Residuals of a reduce-scatter where the layout of its bucket changes between steps.
+
+
+SHAPE = (64, 48)
+
+
+class Model(nn.Module):
+    """A model whose gradient is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(SHAPE))
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return (self.weight * gradient).sum()
+
+
+def gradient(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("codec", ["int2", "int2 3:int3 5:int2", "int2 3:topk:0.1 6:int2"])
+def test_codecs_that_take_turns_lose_nothing(rank, size, codec):
+    """What was averaged in all steps, and what ranks still owe, is the sum of the gradients."""
+    model = Model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    state = pycomm.compress(model, codec, feedback="residual:storage=float32")
+    wanted, found = torch.zeros(SHAPE), torch.zeros(SHAPE)
+    for step in range(8):
+        model(gradient(rank, step)).backward()
+        wanted += sum(gradient(r, step) for r in range(size)) / size
+        found += model.weight.grad.full_tensor()
+        model.zero_grad()
+    state.settle()
+    owed = state.residuals["weight"].current("worker")  # a row for each rank that owns a part
+    dist.all_reduce(owed)
+    assert float((wanted - found).abs().max()) > 0.5
+    # Round-off of eight sums.
+    torch.testing.assert_close(found + owed.view(SHAPE) / size, wanted, rtol=0, atol=1e-5)
+
+
+# ------------------------------------------------------------------------ other versions of torch
+# The parts of FSDP2 that compression reads, as torches of other versions have them.
+
+
+class Wrapped(nn.Linear):
+    """A module as fully_shard leaves it, with the parts that a test gives it."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2, bias=False)
+        info = SimpleNamespace(module=self, param_name="weight")
+        self.parameter = SimpleNamespace(_module_info=info, sharded_param=self.weight)
+        names = (*fsdp_seams._OF_GROUP, *fsdp_seams._SEAMS)
+        self.group = SimpleNamespace(**dict.fromkeys(names), **{})
+        self.group.fsdp_params = [self.parameter]
+        self.state = SimpleNamespace(_fsdp_param_groups=[self.group])
+
+    def _get_fsdp_state(self) -> SimpleNamespace:
+        return self.state
+
+
+@pytest.fixture
+def wrapped(monkeypatch):
+    monkeypatch.setattr(fsdp_seams, "FSDPModule", Wrapped)
+    return Wrapped()
+
+
+def test_the_one_group_of_torch_2_11_is_found(wrapped):
+    wrapped.state = SimpleNamespace(_fsdp_param_group=wrapped.group)
+    (unit,) = fsdp_seams.units(wrapped)
+    assert list(unit.parameters) == ["weight"]
+    wrapped.state = SimpleNamespace(_fsdp_param_group=None)  # a module without parameters
+    assert list(fsdp_seams.units(wrapped)) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("state", "_fsdp_param_groups"),
+        ("group", "mesh_info"),
+        ("group", "gradient_divide_factor"),
+        ("parameter", "sharded_param"),
+    ],
+)
+def test_a_torch_with_other_parts_is_an_error(wrapped, part, name):
+    delattr(getattr(wrapped, part), name)
+    missing = rf"{torch.__version__.split('+')[0]}.*has no {name.removesuffix('s')}"
+    with pytest.raises(Error, match=missing):
+        list(fsdp_seams.units(wrapped))
+
+
+def test_unknown_futures_are_awaited_at_once(wrapped):
+    """In backward there must be no AttributeError."""
+    (unit,) = fsdp_seams.units(wrapped)
+    assert not unit.only_views(torch.zeros(4))
+    wrapped.group._orig_dtype = torch.float32
+    assert unit.only_views(torch.zeros(4))
+    wrapped.parameter.sharded_grad_dtype = torch.bfloat16  # torch 2.15: of each parameter
+    assert not unit.only_views(torch.zeros(4))

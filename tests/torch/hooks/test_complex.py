@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.policy import Policy
 from tests.extent import each_value
+from tests.torch.harness import all_equal
+from tests.torch.pool import on_ranks
 
 BACKENDS = ["pycomm", "gloo"]
 
@@ -85,14 +87,10 @@ def test_ddp_has_the_bits_of_plain_ddp(pool, plain, backend):
         assert not torch.equal(a[1], want[1])
 
 
-def with_each_policy(rank: int, size: int) -> list[torch.Tensor]:
+@on_ranks(2, backend="gloo", then=all_equal)
+def test_no_policy_compresses_complex_numbers(rank, size):
     specs = (Policy("powersgd:2", ()), "budget=5", "auto", "int4 warmup=2")
     return [p for spec in specs for p in ddp(rank, size, spec, torch.complex64, 25)]
-
-
-def test_no_policy_compresses_complex_numbers(pool):
-    a, b = pool.run(with_each_policy, backend="gloo")
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 class Turn(nn.Module):
@@ -142,7 +140,9 @@ def test_fsdp2_has_the_bits_of_plain_fsdp2(pool, backend, shape):
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def check_sizes(rank: int, size: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bucket_of_another_size_is_refused(rank, size):
     """The sizes of a bucket and of its parameters are compared before anything is sent."""
     state = pycomm.HookState("int8")
     state.add("weight", torch.zeros(64, 64))
@@ -150,8 +150,3 @@ def check_sizes(rank: int, size: int) -> None:
     with pytest.raises(pycomm.Error, match=rf"rank {rank}: a bucket has 8192 values, .* have 4096"):
         state.reduce(torch.zeros(8192), ["weight"])
     assert dist.is_initialized()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_bucket_of_another_size_is_refused(pool, backend):
-    pool.run(check_sizes, backend=backend)

@@ -14,6 +14,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.torch.harness import WIDTH, inputs, perceptron, same_as_gloo
+from tests.torch.hooks.test_complex import Waves, data
+from tests.torch.pool import on_ranks
 
 
 class Branching(nn.Module):
@@ -145,29 +147,11 @@ def test_object_collectives(pool):
     same_as_gloo(pool, objects)
 
 
-class Waves(nn.Module):
-    """Complex and real parameters, more than one bucket of each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        shape = (WIDTH, WIDTH)
-        self.phases = nn.ParameterList(torch.randn(shape, dtype=torch.complex64) for _ in range(3))
-        self.fine = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
-        self.real = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.real(x).to(torch.complex64)
-        for phase in self.phases:
-            x = torch.exp(1j * torch.angle(x @ phase))
-        return (x * self.fine).real
-
-
 def train_complex(rank: int, size: int, options: dict[str, Any]) -> list[torch.Tensor]:
     model = DistributedDataParallel(Waves(), bucket_cap_mb=0.002, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):  # after the first step torch rebuilds the buckets
-        model(inputs(rank, step)).square().mean().backward()
+        model(data(rank, step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()]
@@ -179,7 +163,8 @@ def test_complex_parameters(pool, options):
     assert all(map(torch.equal, a, b))
 
 
-def check_allocates_complex(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_complex_tensors_are_allocated_as_such(rank, size):
     """For callers other than DDP the memory has the requested dtype."""
     native: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
     x = native.allocate_tensor(6, dtype=torch.complex64, device=torch.device("cpu"))
@@ -188,7 +173,3 @@ def check_allocates_complex(rank: int, size: int) -> None:
     x.fill_(1 + 2j)
     dist.all_reduce(x)
     assert x.tolist() == [size * (1 + 2j)] * 6
-
-
-def test_complex_tensors_are_allocated_as_such(pool):
-    pool.run(check_allocates_complex)

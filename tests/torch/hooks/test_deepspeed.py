@@ -19,6 +19,7 @@ from pycomm.errors import Error
 from tests.extent import each_value
 from tests.torch.harness import equal
 from tests.torch.hooks.given_gradients import SHAPES, Net, by_torch, drawn
+from tests.torch.pool import on_ranks
 
 STAGES = (0, 2)
 
@@ -152,7 +153,11 @@ def exact(engine: DeepSpeedEngine) -> int:
     return engine.exact + getattr(engine.optimizer, "exact", 0)
 
 
-def as_ddp(rank, ranks, codec, stage):
+@on_ranks(2)
+@each_value
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_all_reduces_have_the_bits_of_ddp(rank, ranks, codec, stage):
     engine = DeepSpeedEngine(stage)
     # A bucket is cut among the owners, and what is coded together depends on where.
     engine.alone = codec != "fp32"
@@ -163,14 +168,9 @@ def as_ddp(rank, ranks, codec, stage):
     assert equal(wanted[0], mean(0, ranks)) == (codec == "fp32")
 
 
-@each_value
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("codec", ["fp32", "int4"])
-def test_all_reduces_have_the_bits_of_torchs_ddp_step_by_step(pool, codec, stage):
-    pool.run(as_ddp, codec, stage)
-
-
-def scatters(rank, ranks):
+@on_ranks()
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_zero_3_gets_its_shards_of_the_mean(rank, ranks):
     engine = DeepSpeedEngine(3)
     pycomm.compress(engine, "fp32")
     assert engine.optimizer.reduce_scatter
@@ -197,12 +197,9 @@ def scatters(rank, ranks):
     assert exact(engine) == 0
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_zero_3_gets_its_shards_of_the_mean_and_keeps_residuals(pool, ranks):
-    pool.run(scatters, ranks=ranks)
-
-
-def scales(rank, ranks, stage):
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_residuals_follow_the_loss_scale(rank, ranks, stage):
     plain, scaled = DeepSpeedEngine(stage), DeepSpeedEngine(stage)
     for engine in (plain, scaled):
         pycomm.compress(engine, "int4")
@@ -214,22 +211,14 @@ def scales(rank, ranks, stage):
         assert equal(found, [scale * part for part in wanted])
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_residuals_follow_the_loss_scale(pool, stage):
-    pool.run(scales, stage)
-
-
-def sums(rank, ranks):
+@on_ranks(2)
+def test_without_gradient_average_gradients_are_summed(rank, ranks):
     for stage in STAGES:
         engine = DeepSpeedEngine(stage)
         (engine.optimizer if stage else engine).gradient_average = False
         pycomm.compress(engine, "fp32")
         wanted = [ranks * part for part in mean(0, ranks)]
         assert equal(engine.backward(drawn(rank, 0)), wanted)
-
-
-def test_without_gradient_average_gradients_are_summed(pool):
-    pool.run(sums)
 
 
 def heard(act):
@@ -275,7 +264,8 @@ def test_what_travels_exactly_is_told_once(pool):
     pool.run(exactly)
 
 
-def refusals(rank, ranks):
+@on_ranks(2)
+def test_unsupported_engines_are_refused(rank, ranks):
     def refused(stage, what, **attributes):
         engine = DeepSpeedEngine(stage)
         for name, value in attributes.items():
@@ -314,11 +304,8 @@ def refusals(rank, ranks):
         pycomm.compress(engine, "int8")
 
 
-def test_what_cannot_be_compressed_is_refused_with_what_to_do(pool):
-    pool.run(refusals)
-
-
-def leaves(rank, ranks):
+@on_ranks(2)
+def test_remove_sends_residuals_and_restores_deepspeed(rank, ranks):
     for stage in STAGES:
         engine = DeepSpeedEngine(stage)
         state = pycomm.compress(engine, "int4")
@@ -341,7 +328,3 @@ def leaves(rank, ranks):
         replaced = ("buffered_allreduce_fallback", "gradient_reduction_w_predivide")
         assert not set(replaced) & {*vars(engine), *vars(engine.optimizer)}
         assert pycomm.state_of(engine) is None
-
-
-def test_after_remove_the_residuals_have_come_and_deepspeeds_methods_are_back(pool):
-    pool.run(leaves)

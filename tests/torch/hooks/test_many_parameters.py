@@ -14,6 +14,7 @@ from pycomm.codecs.base import Codec
 from pycomm.policy import PROTECT, Policy, Rule
 from pycomm.reduction import batched
 from tests.extent import each_pair
+from tests.torch.pool import on_ranks
 from tests.torch.reduction.test_saved_state import PATIENT
 
 LAYERS = 20
@@ -36,7 +37,12 @@ RULES = {
 }
 
 
-def check_bits(rank: int, size: int, spec: str, dtype: torch.dtype, bad: bool) -> None:
+@on_ranks(3, backend="gloo", **PATIENT)
+@each_pair
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", list(RULES))
+def test_any_backend_has_the_same_bits(rank, size, spec, dtype, bad):
     groups = {"gloo": None, "pycomm": dist.new_group(backend="pycomm")}
     states, models = [], []
     for name, group in groups.items():
@@ -56,14 +62,6 @@ def check_bits(rank: int, size: int, spec: str, dtype: torch.dtype, bad: bool) -
             assert torch.equal(p.grad.view(torch.uint8), q.grad.view(torch.uint8))
     assert states[0].residual_norms() == states[1].residual_norms()
     assert states[0].overflows == states[1].overflows == bad
-
-
-@each_pair
-@pytest.mark.parametrize("bad", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spec", list(RULES))
-def test_any_backend_has_the_same_bits(pool, spec, dtype, bad):
-    pool.run(check_bits, spec, dtype, bad, ranks=3, backend="gloo", **PATIENT)
 
 
 def check_calls(rank: int, size: int, in_cpp: bool) -> None:

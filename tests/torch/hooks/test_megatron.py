@@ -18,6 +18,7 @@ import pycomm
 from pycomm.errors import Error
 from tests.torch.harness import equal
 from tests.torch.hooks.given_gradients import SHAPES, Net, by_torch, drawn
+from tests.torch.pool import on_ranks
 
 
 class BucketGroup:
@@ -88,7 +89,10 @@ def bucket(weights: list[nn.Parameter], padding: int, factor: float) -> SimpleNa
     return SimpleNamespace(params_list=weights, grad_data=data, gradient_scaling_factor=factor)
 
 
-def as_ddp(rank, ranks, codec, padding):
+@on_ranks(2)
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_buckets_have_the_bits_of_ddp(rank, ranks, codec, padding):
     # A bucket is cut among the owners, and what is coded together depends on where.
     model = DistributedDataParallel(padding, alone=codec != "fp32")
     pycomm.compress(model, codec)
@@ -103,13 +107,8 @@ def as_ddp(rank, ranks, codec, padding):
         assert torch.equal(flat[-padding:], torch.full((padding,), 9.0))
 
 
-@pytest.mark.parametrize("padding", [0, 5])
-@pytest.mark.parametrize("codec", ["fp32", "int4"])
-def test_buckets_have_the_bits_of_torchs_ddp_step_by_step(pool, codec, padding):
-    pool.run(as_ddp, codec, padding)
-
-
-def scaled(rank, ranks):
+@on_ranks(2)
+def test_sums_and_averages_follow_megatrons_config(rank, ranks):
     for factor, averages, wanted in ((0.5, False, 0.5), (1.0, False, 1.0), (1.0, True, 0.5)):
         model = DistributedDataParallel(factor=factor, average_in_collective=averages)
         pycomm.compress(model, "fp32")
@@ -118,11 +117,8 @@ def scaled(rank, ranks):
         assert equal(found, [wanted * each for each in total])
 
 
-def test_sums_and_averages_are_those_that_megatron_is_configured_for(pool):
-    pool.run(scaled)
-
-
-def checks(rank, ranks):
+@on_ranks(2)
+def test_megatrons_call_order_is_followed(rank, ranks):
     model = DistributedDataParallel(check_for_nan_in_grad=True)
     pycomm.compress(model, "int4")
     model.backward(drawn(rank, 0))
@@ -156,11 +152,8 @@ def checks(rank, ranks):
         group.finish_grad_sync()
 
 
-def test_the_order_of_megatrons_calls_is_followed_or_refused(pool):
-    pool.run(checks)
-
-
-def refusals(rank, ranks):
+@on_ranks(2)
+def test_unsupported_models_are_refused(rank, ranks):
     with pytest.raises(ValueError, match="num_distributed_optimizer_instances=2"):
         pycomm.compress(DistributedDataParallel(num_distributed_optimizer_instances=2), "int4")
     with pytest.raises(ValueError, match="weights= is for fully_shard"):
@@ -176,11 +169,8 @@ def refusals(rank, ranks):
         pycomm.compress(model, "int4")
 
 
-def test_what_cannot_be_compressed_is_refused_with_the_reason(pool):
-    pool.run(refusals)
-
-
-def experts(rank, ranks):
+@on_ranks(2)
+def test_experts_that_travel_exactly_are_named_once(rank, ranks):
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -199,11 +189,8 @@ def experts(rank, ranks):
     assert all("1 parameters of experts, from weights.2 on" in text for text in found)
 
 
-def test_experts_that_travel_exactly_are_named_once(pool):
-    pool.run(experts)
-
-
-def leaves(rank, ranks):
+@on_ranks(2)
+def test_remove_sends_residuals_and_restores_megatron(rank, ranks):
     model = DistributedDataParallel()
     state = pycomm.compress(model, "int4")
     assert pycomm.state_of(model) is state
@@ -223,7 +210,3 @@ def leaves(rank, ranks):
     assert not any("start_grad_sync" in vars(group) for group in model.bucket_groups)
     assert all(group.exact for group in model.bucket_groups)
     assert pycomm.state_of(model) is None
-
-
-def test_after_remove_the_residuals_have_come_and_megatrons_methods_are_back(pool):
-    pool.run(leaves)

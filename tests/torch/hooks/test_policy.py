@@ -17,6 +17,7 @@ from pycomm.codecs import codec
 from pycomm.policy import Guard, Parameter, Plan, Policy, Rule, Trial
 from tests.extent import part
 from tests.torch.harness import SHAPES, Chosen, gradients, reduced
+from tests.torch.pool import on_ranks
 
 CPU = torch.device("cpu")
 
@@ -45,7 +46,9 @@ def exact_mean(size: int, step: int, scale: float = 1.0) -> dict[str, torch.Tens
 # ------------------------------------------------------------------------- schedules
 
 
-def check_schedule_loses_nothing(rank: int, size: int) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("backend", "ranks"), [("pycomm", 3), ("gloo", 2)])
+def test_a_schedule_loses_nothing(rank, size):
     """After int4, then int8, then exact steps, earlier codecs' residuals have all been applied."""
     model, state = compressed(Policy("int4", schedule=((3, "int8"), (5, "fp32"))))
     got = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
@@ -63,12 +66,8 @@ def check_schedule_loses_nothing(rank: int, size: int) -> None:
     assert "from step 5" in state.summary()
 
 
-@pytest.mark.parametrize(("backend", "ranks"), [("pycomm", 3), ("gloo", 2)])
-def test_a_schedule_loses_nothing(pool, backend, ranks):
-    pool.run(check_schedule_loses_nothing, backend=backend, ranks=ranks)
-
-
-def check_epochs(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_epochs_and_a_rank_that_counts_otherwise(rank, size):
     model, state = compressed(Policy("int4", epochs=((1, "int8"),)))
     reduced(model, gradients(rank, 0))
     state.set_epoch(1)
@@ -83,11 +82,9 @@ def check_epochs(rank: int, size: int) -> None:
         reduced(model, gradients(rank, 1))
 
 
-def test_epochs_and_a_rank_that_counts_otherwise(pool):
-    pool.run(check_epochs)
-
-
-def check_link(rank: int, size: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_ranks_of_one_host_are_intra(rank, size):
     policy = Policy("int4", (Rule(codec="fp32", link="intra", reason="memory is fast"),))
     plan = Plan(policy, dist.group.WORLD)
     plan.add(Parameter("w", (64, 64), torch.float32))
@@ -95,21 +92,13 @@ def check_link(rank: int, size: int) -> None:
     assert plan.decisions["w"].exact
 
 
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_ranks_of_one_host_are_intra(pool, backend):
-    pool.run(check_link, backend=backend)
-
-
-def check_tcp_link(rank: int, size: int, store: Any) -> None:
+@on_ranks(2, backend=None)
+def test_ranks_that_meet_over_tcp_are_inter(rank, size, store):
     options = pycomm.Options(transport="tcp")
     dist.init_process_group("pycomm", store=store, rank=rank, world_size=size, pg_options=options)
     plan = Plan(Policy("int4", (Rule(codec="fp32", link="inter"),)), dist.group.WORLD)
     assert plan.add(Parameter("w", (64, 64), torch.float32)).exact
     dist.destroy_process_group()
-
-
-def test_ranks_that_meet_over_tcp_are_inter(pool):
-    pool.run(check_tcp_link, backend=None)
 
 
 # ---------------------------------------------------------------------------- auto
@@ -125,7 +114,16 @@ class Clock:
         return self.now
 
 
-def check_auto(rank: int, size: int, seconds: dict[str, float], best: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [
+        ({"fp32": 2.0, "int8": 0.6, "int4": 0.4}, "int4"),
+        ({"fp32": 0.50, "int8": 0.51, "int4": 0.51}, "fp32"),
+        ({"fp32": 0.50, "int8": 0.40, "int4": 0.40}, "int8"),
+    ],
+)
+def test_auto_decides_alike_on_ranks_with_different_clocks(rank, size, seconds, best):
     clock = Clock()
     policy = Policy("auto", candidates=("fp32", "int8", "int4"))
     plan = Plan(policy, dist.group.WORLD, clock=clock)
@@ -147,19 +145,8 @@ def check_auto(rank: int, size: int, seconds: dict[str, float], best: str) -> No
     assert "auto, by time of a step" in same_everywhere(plan.summary())
 
 
-@pytest.mark.parametrize(
-    ("seconds", "best"),
-    [
-        ({"fp32": 2.0, "int8": 0.6, "int4": 0.4}, "int4"),
-        ({"fp32": 0.50, "int8": 0.51, "int4": 0.51}, "fp32"),
-        ({"fp32": 0.50, "int8": 0.40, "int4": 0.40}, "int8"),
-    ],
-)
-def test_auto_decides_alike_on_ranks_with_different_clocks(pool, seconds, best):
-    pool.run(check_auto, seconds, best, ranks=3)
-
-
-def check_auto_trains(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_auto_trains(rank, size):
     policy = Policy("auto", candidates=("fp32", "int8"), trial=Trial(first=1, steps=1))
     model, state = compressed(policy)
     got = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
@@ -175,14 +162,12 @@ def check_auto_trains(rank: int, size: int) -> None:
         torch.testing.assert_close(got[name], want, rtol=0, atol=0.1)
 
 
-def test_auto_trains(pool):
-    pool.run(check_auto_trains)
-
-
 # ------------------------------------------------------------------ budgets and bounds
 
 
-def check_budget(rank: int, size: int) -> None:
+@on_ranks()
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_budget_goes_where_any_rank_has_energy(rank, size):
     policy = Policy(budget=6.0, candidates=("int4", "int8"))
     model, state = compressed(policy)
     assert state.decisions["big"].codec == codec("int4")
@@ -200,12 +185,8 @@ def check_budget(rank: int, size: int) -> None:
     assert 8 * sum(d.encoded_bytes for d in bought) <= 6.0 * values
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_budget_goes_where_any_rank_has_energy(pool, ranks):
-    pool.run(check_budget, ranks=ranks)
-
-
-def check_bound(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_bound_is_held(rank, size):
     guard = Guard(every=1, share=1.0)
     policy = Policy(error=0.3, candidates=("int4", "int8", "fp32"), rules=(), guard=guard)
     model, state = compressed(policy)
@@ -225,10 +206,6 @@ def check_bound(rank: int, size: int) -> None:
     assert state.decisions["small"].codec == codec("int4")
 
 
-def test_a_bound_is_held(pool):
-    pool.run(check_bound)
-
-
 # ---------------------------------------------------------------------------- guard
 
 
@@ -241,7 +218,9 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def check_guard(rank: int, size: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_a_bad_codec_is_noticed_warned_about_and_left(rank, size):
     """fp16 has no values below 6e-8, so smaller gradients are lost."""
     lines = Lines()
     logger = logging.getLogger("pycomm")
@@ -264,12 +243,9 @@ def check_guard(rank: int, size: int) -> None:
     assert all("float16 is off by" in line for line in lines.lines)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_a_bad_codec_is_noticed_warned_about_and_left(pool, backend):
-    pool.run(check_guard, backend=backend)
-
-
-def check_good_codecs(rank: int, size: int) -> None:
+def test_good_codecs_pass(rank, size):
     for spec in ("int8", "int4", "bf16"):
         model, state = compressed(Policy(spec, guard=Guard(every=1, share=1.0)))
         for step in range(6):
@@ -285,12 +261,10 @@ def check_good_codecs(rank: int, size: int) -> None:
         assert not state.plan.events
 
 
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_good_codecs_pass(pool, backend):
-    pool.run(check_good_codecs, backend=backend)
-
-
-def check_coarse_codecs(rank: int, size: int, spec: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("spec", ["topk:0.01", "powersgd:2", "int2"])
+def test_coarse_codecs_raise_no_alarm_even_for_noise(rank, size, spec):
+    """Gradients have no structure at all, so residuals accumulate."""
     model, state = compressed(Policy(spec, guard=Guard(every=1, share=1.0)))
     state.plan._checks._clock = lambda: 0.0  # otherwise a slow machine skips checks
     for step in range(50):
@@ -300,13 +274,15 @@ def check_coarse_codecs(rank: int, size: int, spec: str) -> None:
     assert not state.plan.events, state.summary()
 
 
-@pytest.mark.parametrize("spec", ["topk:0.01", "powersgd:2", "int2"])
-def test_coarse_codecs_raise_no_alarm_even_for_noise(pool, spec):
-    """Gradients have no structure at all, so residuals accumulate."""
-    pool.run(check_coarse_codecs, spec)
+UNBIASED = ["eden:bits=1", "eden:bits=2,size=128", "eden:bits=0.5"]
 
 
-def check_unbiased_codecs(rank: int, size: int, spec: str) -> None:
+@on_ranks()
+@pytest.mark.parametrize(
+    ("spec", "ranks"),
+    [(spec, ranks) for place, spec in enumerate(UNBIASED) for ranks in part([2, 3], 2, place)],
+)
+def test_unbiased_codecs_are_judged_by_two_codings(rank, size, spec):
     """The error of two encodings in an all-reduce exceeds that of one: 1.2 with EDEN of one bit."""
     model, state = compressed(Policy(spec, guard=Guard(every=1, share=1.0)))
     state.plan._checks._clock = lambda: 0.0  # otherwise a slow machine skips checks
@@ -321,17 +297,6 @@ def check_unbiased_codecs(rank: int, size: int, spec: str) -> None:
     assert 0.5 < sum(spreads) / len(spreads) < 2
 
 
-UNBIASED = ["eden:bits=1", "eden:bits=2,size=128", "eden:bits=0.5"]
-
-
-@pytest.mark.parametrize(
-    ("spec", "ranks"),
-    [(spec, ranks) for place, spec in enumerate(UNBIASED) for ranks in part([2, 3], 2, place)],
-)
-def test_unbiased_codecs_are_measured_by_what_two_codings_do(pool, spec, ranks):
-    pool.run(check_unbiased_codecs, spec, ranks=ranks)
-
-
 class SlowClock(Clock):
     """A clock of which every reading takes a hundredth of a second."""
 
@@ -340,7 +305,8 @@ class SlowClock(Clock):
         return self.now
 
 
-def check_expensive_guard(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_checks_that_cost_too_much_become_rarer(rank, size):
     model, state = compressed(Policy("int8", guard=Guard(every=2)))
     state.plan._clock = state.plan._checks._clock = clock = SlowClock()
     rarer = []
@@ -355,11 +321,16 @@ def check_expensive_guard(rank: int, size: int) -> None:
     assert 8 <= rarer[-1] <= 32
 
 
-def test_checks_that_cost_too_much_become_rarer(pool):
-    pool.run(check_expensive_guard)
-
-
-def check_sharded(rank: int, size: int, scale: float, becomes: str) -> None:
+@on_ranks()
+@pytest.mark.parametrize(
+    ("backend", "ranks", "scale", "becomes"),
+    [
+        (*on, *scaled)
+        for place, scaled in enumerate([(1.0, "fp16"), (1e-9, "fp32")])
+        for on in part([("pycomm", 3), ("gloo", 2)], 2, place)
+    ],
+)
+def test_shards_are_checked_by_those_who_own_them(rank, size, scale, becomes):
     model = fully_shard(Chosen(), mesh=init_device_mesh("cpu", (size,)))
     state = pycomm.compress(model, Policy("fp16", guard=Guard(every=2, share=1.0)))
     measured = []
@@ -380,19 +351,8 @@ def check_sharded(rank: int, size: int, scale: float, becomes: str) -> None:
         assert all(0 < q.coding < 1e-3 for q in state.plan.qualities.values())
 
 
-@pytest.mark.parametrize(
-    ("backend", "ranks", "scale", "becomes"),
-    [
-        (*on, *scaled)
-        for place, scaled in enumerate([(1.0, "fp16"), (1e-9, "fp32")])
-        for on in part([("pycomm", 3), ("gloo", 2)], 2, place)
-    ],
-)
-def test_shards_are_checked_by_those_who_own_them(pool, backend, ranks, scale, becomes):
-    pool.run(check_sharded, scale, becomes, backend=backend, ranks=ranks)
-
-
-def check_overflow(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_steps_that_overflow_are_not_judged(rank, size):
     model, state = compressed(Policy("int8", guard=Guard(every=1, share=1.0)))
     for step in range(6):
         given = gradients(rank, step)
@@ -404,11 +364,8 @@ def check_overflow(rank: int, size: int) -> None:
     assert state.plan.overflows == 5  # the last one is counted when the next step begins
 
 
-def test_steps_that_overflow_are_not_judged(pool):
-    pool.run(check_overflow)
-
-
-def check_saved(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_escalations_are_part_of_the_checkpoint(rank, size):
     guard = Guard(every=1, share=1.0)
     model, state = compressed(Policy("fp16", guard=guard))
     for step in range(6):
@@ -418,7 +375,3 @@ def check_saved(rank: int, size: int) -> None:
     fresh.load_state_dict(state.state_dict())
     fresh.begin_step()
     assert specs(fresh.plan) == specs(state.plan)
-
-
-def test_escalations_are_part_of_the_checkpoint(pool):
-    pool.run(check_saved)

@@ -75,7 +75,7 @@ def ddp(
         ("fp32", 2, "tcp"),
     ],
 )
-def test_a_bit_that_flips_in_a_parameter_is_found_in_the_next_step(pool, codec, ranks, transport):
+def test_a_flipped_bit_is_found_in_the_next_step(pool, codec, ranks, transport):
     options = {"transport": transport}
     answers = pool.run(ddp, codec, ranks - 1, options, ranks=ranks, backend=None)
     assert len(set(answers)) == 1
@@ -147,7 +147,7 @@ def results(rank: int, size: int, store: Any) -> str:
         dist.destroy_process_group()
 
 
-def test_a_result_that_differs_is_found_by_the_next_operation(pool):
+def test_a_different_result_is_found_next(pool):
     answers = pool.run(results, ranks=3, backend=None)
     assert len(set(answers)) == 1
     assert re.match(

@@ -23,6 +23,7 @@ from pycomm.policy import PROTECT, Policy, Rule
 from pycomm.reduction.detached import DetachedState
 from tests.extent import each_value
 from tests.torch.harness import batch, equal, network, values
+from tests.torch.pool import on_ranks
 
 BACKENDS = ["pycomm", "gloo"]
 
@@ -206,7 +207,8 @@ def refusals(size: int) -> list[tuple[str, Any]]:
     ]
 
 
-def check_later(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_all_codecs_of_a_policy_are_checked_at_once(rank, size):
     mesh = init_device_mesh("cpu", (size,))
     for why, spec in refusals(size):
         with pytest.raises(ValueError, match=why):
@@ -225,10 +227,6 @@ def check_later(rank: int, size: int) -> None:
     assert state.step == 40
 
 
-def test_codecs_that_a_policy_may_come_to_are_checked_at_once(pool):
-    pool.run(check_later)
-
-
 # ------------------------------------------------------------- reports about FSDP2's units
 
 
@@ -243,7 +241,8 @@ class Unused(nn.Module):
         return self.b(self.a(x)) if self.both else self.a(x)
 
 
-def check_told(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_unit_that_travels_exactly_is_told_of(rank, size):
     logging.getLogger("pycomm").setLevel(logging.ERROR)
     model = fully_shard(Unused(), mesh=init_device_mesh("cpu", (size,)))
     state = pycomm.compress(model, "int8")
@@ -263,11 +262,8 @@ def check_told(rank: int, size: int) -> None:
     assert "no codec takes float64" in pycomm.compress(wide, "int8").summary()
 
 
-def test_a_unit_that_travels_exactly_is_told_of(pool):
-    pool.run(check_told)
-
-
-def check_python_reducer(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_the_python_reducer_is_refused_before_training(rank, size):
     import torch._dynamo
 
     mode = torch._dynamo.config.optimize_ddp
@@ -279,5 +275,99 @@ def check_python_reducer(rank: int, size: int) -> None:
         torch._dynamo.config.optimize_ddp = mode
 
 
-def test_the_python_reducer_is_refused_before_training(pool):
-    pool.run(check_python_reducer)
+# ------------------------------------------------------------------------------ frozen parameters
+# Parameters that get no gradients cost nothing: no budget, no memory, no checks.
+
+
+SIDE = 128
+
+
+def layers(trained: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(SIDE, SIDE, bias=False) for _ in range(4)])
+    for i, layer in enumerate(model):
+        layer.weight.requires_grad_(i == trained)
+    return model
+
+
+def few_steps(model: nn.Module, rank: int, count: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(count):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        model(torch.randn(8, SIDE, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["ddp", "ignored", "fsdp2"])
+def test_frozen_parameters_take_no_bits(rank, size, kind):
+    model: Any = layers(trained=3)
+    if kind == "ignored":
+        for layer in model:
+            layer.weight.requires_grad_(True)
+        names = [f"{i}.weight" for i in range(3)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    model = fully_shard(model) if kind == "fsdp2" else DistributedDataParallel(model)
+    integers = tuple(f"int{bits}" for bits in range(2, 9))  # which have residuals
+    state = pycomm.compress(model, pycomm.Policy(budget=4.3, candidates=integers))
+    few_steps(model, rank, 4)
+    report = state.plan.report()
+    assert report.plain_bytes == 4 * SIDE**2
+    assert report.payload_bytes <= 4.3 * SIDE**2 / 8
+    rows = size if kind == "fsdp2" else 1
+    worker = 2 * 4 * SIDE**2
+    assert state.residual_bytes == worker + (worker // size if rows == 1 else 0)
+    if kind == "fsdp2":  # unfrozen at any time
+        model[1].weight.requires_grad_(True)
+        few_steps(model, rank, 2)
+        assert state.decisions.keys() == {"1.weight", "3.weight"}
+        assert state.residual_norms()["1.weight"][0] > 0
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.ignored, self.first, self.second = (
+            nn.Linear(SIDE, SIDE, bias=False) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        return self.first(x) if step % 2 else self.second(x)
+
+
+@on_ranks(2)
+def test_unused_parameters_beside_ignored_ones(rank, size):
+    """What an unused parameter owes stays owed, also where DDP ignores others."""
+    model = Halves()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["ignored.weight"])
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    state = pycomm.compress(wrapped, "int4")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = {}
+    for step in range(6):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        wrapped(torch.randn(8, SIDE, generator=generator), step).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        unused = "second.weight" if step % 2 else "first.weight"
+        norms = state.residual_norms()
+        if unused in before:
+            assert norms[unused] == before[unused]
+            assert norms[unused][0] > 0
+        before = norms
+
+
+@on_ranks(2)
+def test_frozen_between_wrapping_and_compressing(rank, size):
+    """Frozen behind DDP's back, before compression: its buckets hold it all the same."""
+    model = layers(trained=3)
+    model[2].weight.requires_grad_(True)
+    wrapped = DistributedDataParallel(model)
+    model[2].weight.requires_grad_(False)
+    state = pycomm.compress(wrapped, "int8")
+    model[2].weight.requires_grad_(True)
+    few_steps(wrapped, rank, 3)
+    assert state.decisions.keys() == {"2.weight", "3.weight"}
+    assert state.residual_norms()["2.weight"][0] > 0

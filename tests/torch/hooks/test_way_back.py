@@ -13,10 +13,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm import monitor
 from pycomm.policy import Policy
 from tests.extent import each_value
 from tests.torch.harness import SHAPES, Chosen, gradients, reduced
 from tests.torch.interpreter import launch
+from tests.torch.pool import on_ranks
 from tests.torch.reduction.test_saved_state import network, train
 
 CODED = ("big", "small")
@@ -86,7 +88,8 @@ def check_kind(rank: int, size: int, feedback: str) -> None:
         torch.testing.assert_close(got[name], mean(size, 5, name), rtol=0, atol=1e-6)
 
 
-def check_overflow(rank: int, size: int) -> None:
+@on_ranks(2, **PATIENT)
+def test_a_step_that_overflows_pays_nothing(rank, size):
     """A step that is not finite applies no residuals, so the next one does."""
     model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.02)
     state = pycomm.compress(model, "int4")
@@ -105,15 +108,13 @@ def check_overflow(rank: int, size: int) -> None:
     assert state.removed
 
 
-def test_a_step_that_overflows_pays_nothing(pool):
-    pool.run(check_overflow, **PATIENT)
-
-
 def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()])
 
 
-def check_fsdp(rank: int, size: int, shape: str) -> None:
+@on_ranks(**PATIENT)
+@pytest.mark.parametrize(("shape", "ranks"), [("shards", 2), ("hsdp", 4)])
+def test_fsdp_communicates_as_before(rank, size, shape):
     mesh = {"shards": None, "hsdp": (2, size // 2)}[shape]
     names = ("replicate", "shard")
     options = {} if mesh is None else {"mesh": init_device_mesh("cpu", mesh, mesh_dim_names=names)}
@@ -138,12 +139,8 @@ def check_fsdp(rank: int, size: int, shape: str) -> None:
     assert pycomm.state_of(models[1]) is again
 
 
-@pytest.mark.parametrize(("shape", "ranks"), [("shards", 2), ("hsdp", 4)])
-def test_fsdp_communicates_as_before(pool, shape, ranks):
-    pool.run(check_fsdp, shape, ranks=ranks, **PATIENT)
-
-
-def check_again(rank: int, size: int) -> None:
+@on_ranks(2, **PATIENT)
+def test_a_model_is_compressed_again(rank, size):
     model = DistributedDataParallel(network())
     state = pycomm.compress(model, "int4")
     assert pycomm.state_of(model) is state
@@ -180,11 +177,9 @@ def check_again(rank: int, size: int) -> None:
     assert state.decisions["0.weight"].exact
 
 
-def test_a_model_is_compressed_again_and_wrong_policies_change_nothing(pool):
-    pool.run(check_again, **PATIENT)
-
-
-def check_block(rank: int, size: int, wrapper: str) -> None:
+@on_ranks(2, **PATIENT)
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_compression_ends_with_its_block(rank, size, wrapper):
     wrap = {"ddp": DistributedDataParallel, "fsdp": fully_shard}[wrapper]
     models = [wrap(network()) for _ in range(2)]
     with pycomm.compress(models[1], "int4") as state:
@@ -212,11 +207,6 @@ def check_block(rank: int, size: int, wrapper: str) -> None:
     assert again.residual_norms()
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-def test_compression_ends_with_its_block(pool, wrapper):
-    pool.run(check_block, wrapper, **PATIENT)
-
-
 SCRIPT = """
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -242,7 +232,8 @@ def test_scripts_under_run_find_their_states(tmp_path):
     assert "TEXT model 0: step 1" in output
 
 
-def check_shards_leave_together(rank: int, size: int) -> None:
+@on_ranks(4, **PATIENT)
+def test_shards_leave_together(rank, size):
     """Replicas of one shard may owe nothing, as where "auto" chose another codec for them."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(Chosen(), mesh=mesh)
@@ -261,11 +252,8 @@ def check_shards_leave_together(rank: int, size: int) -> None:
         torch.testing.assert_close(got, mean(size, 7, name), rtol=0, atol=1e-6)
 
 
-def test_shards_leave_together(pool):
-    pool.run(check_shards_leave_together, ranks=4, **PATIENT)
-
-
-def check_number(rank: int, size: int) -> None:
+@on_ranks(2, **PATIENT)
+def test_a_model_keeps_its_number_in_the_monitor(rank, size):
     model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.02)
     gc.collect()  # what other tests have left
     others = pycomm.monitor.snapshot().keys()
@@ -285,5 +273,49 @@ def check_number(rank: int, size: int) -> None:
     assert len(pycomm.monitor.snapshot()) == len(others) + 1
 
 
-def test_a_model_keeps_its_number_in_the_monitor(pool):
-    pool.run(check_number, **PATIENT)
+# --------------------------------------------------------------------------------- dropped models
+# A model that is dropped leaves the monitor at once, not when the garbage collector runs.
+
+
+@on_ranks(2)
+def test_a_state_that_is_dropped_leaves_the_monitor(rank, size):
+    gc.collect()
+    gc.disable()
+    try:
+        before = set(monitor.snapshot())
+        for codec in ("int4", "auto", "powersgd:2"):
+            state = pycomm.CompressionState(codec)
+            assert len(set(monitor.snapshot()) - before) == 1
+            state.set_policy("int8")
+            assert len(set(monitor.snapshot()) - before) == 1
+            del state
+            assert set(monitor.snapshot()) == before, codec
+    finally:
+        gc.enable()
+
+
+@on_ranks(2)
+def test_a_model_that_is_dropped_leaves_the_monitor(rank, size):
+    DistributedDataParallel(nn.Linear(2, 2))  # torch keeps the first one of a process alive
+    gc.collect()
+    gc.disable()
+    try:
+        before = set(monitor.snapshot())
+        model = DistributedDataParallel(nn.Linear(64, 64))
+        state = pycomm.compress(model, codec="int4")
+        model(torch.ones(2, 64)).sum().backward()
+        assert state.step == 1
+        assert len(set(monitor.snapshot()) - before) == 1
+        del model, state
+        assert set(monitor.snapshot()) == before
+    finally:
+        gc.enable()
+
+
+@on_ranks(1)
+def test_a_state_still_refuses_what_it_cannot_use(rank, size):
+    state = pycomm.CompressionState("int4", feedback="momentum")
+    with pytest.raises(
+        ValueError, match="powersgd has feedback of the kind residual, not momentum"
+    ):
+        state.set_policy("powersgd:2")

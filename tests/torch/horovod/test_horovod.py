@@ -15,6 +15,7 @@ import pycomm
 import pycomm.horovod as hvd
 from pycomm.horovod import calls
 from tests.torch.harness import equal
+from tests.torch.pool import on_ranks
 
 # ------------------------------------------------------------------------------ collectives
 
@@ -228,7 +229,7 @@ def test_the_optimizer_averages_gradients_before_its_step(pool, passes, clip, op
 
 
 @pytest.mark.parametrize("codec", ["int4", "fp16"])
-def test_compressed_gradients_are_near_the_exact_ones_and_equal_on_all_ranks(pool, codec):
+def test_compressed_gradients_are_near_and_equal(pool, codec):
     exact = reference(2)
     options = {"compression": hvd.Compression.fp16} if codec == "fp16" else {"codec": codec}
     first, second = pool.run(train, options)
@@ -277,7 +278,8 @@ def test_parameters_and_optimizer_become_those_of_the_root(pool):
         assert equal(list(state["state"][key].values()), list(entry.values()))
 
 
-def mistakes(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_mistakes_are_told_and_the_group_stays_usable(rank, size):
     hvd.init()
     model = nn.Linear(4, 4)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -315,10 +317,6 @@ def mistakes(rank: int, size: int) -> None:
     with pytest.warns(UserWarning, match="called without optimizer.skip_synchronize"):
         optimizer.step()
     dist.barrier()
-
-
-def test_mistakes_are_told_and_the_group_stays_usable(pool):
-    pool.run(mistakes)
 
 
 def test_what_it_does_not_have_says_what_to_write():
@@ -382,14 +380,15 @@ def changes_in_ddp(rank: int, size: int, what: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("what", ["thaw", "freeze", "add"])
-def test_parameters_that_change_between_two_steps_are_followed(pool, what):
+def test_changing_parameters_are_followed(pool, what):
     wanted = pool.run(changes_in_ddp, what)
     assert equal(wanted[0], wanted[1])
     for got in pool.run(changes, what):
         assert equal(got, wanted[0])
 
 
-def trains_other_parameters(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_different_trained_parameters_are_told(rank, size):
     hvd.init()
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -402,10 +401,6 @@ def trains_other_parameters(rank: int, size: int) -> None:
     assert equal(before, list(model.parameters()))
 
 
-def test_ranks_that_train_other_parameters_are_told_before_anything_is_updated(pool):
-    pool.run(trains_other_parameters)
-
-
 CHANGES = {
     "scaled by GradScaler": None,
     "clipped": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
@@ -414,7 +409,9 @@ CHANGES = {
 }
 
 
-def changes_gradients_that_travel(rank: int, size: int, what: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_gradient_that_changes_while_it_travels_is_an_error(rank, size, what):
     hvd.init()
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
@@ -428,11 +425,6 @@ def changes_gradients_that_travel(rank: int, size: int, what: str) -> None:
     with pytest.raises(pycomm.Error, match=r"while it travelled: call optimizer\.synchronize"):
         scaler.step(optimizer) if what == "scaled by GradScaler" else optimizer.step()
     assert equal(before, list(model.parameters()))
-
-
-@pytest.mark.parametrize("what", CHANGES)
-def test_a_gradient_that_changes_while_it_travels_is_an_error(pool, what):
-    pool.run(changes_gradients_that_travel, what)
 
 
 def scaled(rank: int, size: int) -> list[torch.Tensor]:
@@ -469,20 +461,18 @@ MISMATCHES = {
 }
 
 
-def mismatched(rank: int, size: int, what: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_different_calls_leave_the_group_usable(rank, size, what):
     hvd.init()
     with pytest.raises(pycomm.WireMismatch, match=r"rank 0 calls .* and rank 1 calls"):
         MISMATCHES[what](rank)
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]  # it can be used on
 
 
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-@pytest.mark.parametrize("what", MISMATCHES)
-def test_calls_that_differ_are_an_error_that_leaves_the_group_usable(pool, what, backend):
-    pool.run(mismatched, what, backend=backend)
-
-
-def other_order(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_asynchronous_calls_are_matched_by_name(rank, size):
     hvd.init()
     names = ["loss", "accuracy"] if rank else ["accuracy", "loss"]
     handles = [hvd.allreduce_async(torch.ones(1), name=name) for name in names]
@@ -491,10 +481,6 @@ def other_order(rank: int, size: int) -> None:
         hvd.allreduce_async(torch.ones(1), name="large")
     with pytest.raises(pycomm.WireMismatch, match="called 'accuracy'"):
         hvd.synchronize(handles[0])
-
-
-def test_asynchronous_calls_are_matched_by_name(pool):
-    pool.run(other_order)
 
 
 def many_names(rank: int, size: int) -> int:

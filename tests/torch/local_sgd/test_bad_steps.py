@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.local_sgd import Blocking, Quorum, Streamed
 from tests.torch.harness import batch, network
 from tests.torch.local_sgd.test_local_sgd import values
+from tests.torch.pool import on_ranks
 
 FORMS = {
     "blocking": {"exchange": Blocking()},
@@ -41,7 +47,9 @@ def equal_on_all_ranks(model: nn.Module) -> bool:
     return torch.equal(mine, first)
 
 
-def check_nan(rank: int, size: int, options: dict[str, Any]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+def test_one_gradient_of_nan_costs_one_round(rank, size, options):
     """Rank 1 has one gradient of NaN; with AdamW that once cost all rounds that followed."""
     lines = Lines()
     logging.getLogger("pycomm").addHandler(lines)
@@ -69,11 +77,6 @@ def check_nan(rank: int, size: int, options: dict[str, Any]) -> None:
     for state in optimizer.state.values():
         assert all(value.isfinite().all() for value in state.values())
         assert state["step"] > 0
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_one_gradient_of_nan_costs_one_round(pool, form):
-    pool.run(check_nan, FORMS[form])
 
 
 def check_scaler(rank: int, size: int, options: dict[str, Any], overflows: tuple[int, ...]) -> None:
@@ -111,7 +114,9 @@ def test_ranks_that_skip_steps_finish_with_the_others(pool, form, overflows):
     pool.run(check_scaler, FORMS[form], overflows)
 
 
-def check_uneven(rank: int, size: int, options: dict[str, Any]) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+def test_ranks_of_different_numbers_of_steps_end_equal(rank, size, options):
     model = network()
     local = pycomm.LocalSGD(model, every=4, codec="fp32", **options)
     for _ in range((0, 3, 14)[rank]):
@@ -124,6 +129,69 @@ def check_uneven(rank: int, size: int, options: dict[str, Any]) -> None:
     assert equal_on_all_ranks(model)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_ranks_of_different_numbers_of_steps_end_equal(pool, form):
-    pool.run(check_uneven, FORMS[form], ranks=3)
+# -------------------------------------------------------------------------------------- what ends
+# What LocalSGD and weighted averages make, threads, descriptors and memory, ends with them.
+
+
+LIVES = 20
+ENDING: dict[str, dict[str, Any]] = {
+    "stream": {"exchange": Streamed(overlap=2)},
+    "stream on a thread": {"exchange": Streamed(overlap=2), "weighted": True},
+    "quorum": {"exchange": Quorum(1, grace=0.0)},
+}
+
+
+def held() -> tuple[int, int, int]:
+    """Return the number of threads and descriptors, and GiB of address space."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    gib = pages * os.sysconf("SC_PAGE_SIZE") >> 30
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), gib
+
+
+def local_life(options: dict[str, Any], finishes: bool) -> None:
+    model = nn.Linear(64, 64)
+    local = pycomm.LocalSGD(model, every=2, codec="int4", **options)
+    for _ in range(4):
+        model(torch.randn(2, 64)).sum().backward()
+        local.step(*(3,) if local.weighted else ())
+    if finishes:
+        local.finish()
+
+
+def weighted_life(_: dict[str, Any], __: bool) -> None:
+    model = DistributedDataParallel(nn.Linear(64, 64))
+    state = pycomm.compress(model, "int4", weighted=True)
+    for _ in range(2):
+        state.set_weight(3)
+        model(torch.randn(2, 64)).sum().backward()
+
+
+def check_lives(rank: int, size: int, life: Any, options: dict[str, Any], finishes: bool) -> None:
+    life(options, finishes)
+    before = held()
+    for _ in range(LIVES):
+        life(options, finishes)
+    # What was not finished ends when its thread notices; other ranks may be behind, too.
+    until = time.monotonic() + 20.0
+    while (after := held()) > before and time.monotonic() < until:
+        time.sleep(0.05)
+    assert all(now <= then + 1 for now, then in zip(after, before, strict=True)), (before, after)
+    total = torch.ones(1)
+    dist.all_reduce(total)  # the ranks' own group is as it was
+    assert total.item() == size
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+@pytest.mark.parametrize("form", ENDING)
+def test_local_sgd_leaves_nothing_behind(pool, form, finishes):
+    pool.run(check_lives, local_life, ENDING[form], finishes)
+
+
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_weighted_compression_leaves_nothing_behind(pool, backend):
+    pool.run(check_lives, weighted_life, {}, True, backend=backend)
+
+
+def test_on_other_backends_a_stream_leaves_nothing_behind(pool):
+    pool.run(check_lives, local_life, ENDING["stream"], True, backend="gloo")

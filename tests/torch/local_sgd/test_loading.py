@@ -13,8 +13,10 @@ from torch import nn
 
 import pycomm
 from pycomm.local_sgd import Blocking, Quorum, Streamed
+from tests.extent import each_value
 from tests.torch.harness import batch, equal, network, train_step, values
 from tests.torch.local_sgd.test_local_sgd import PLAIN
+from tests.torch.pool import on_ranks
 
 FORMS = {
     "blocking": {"exchange": Blocking()},
@@ -73,7 +75,11 @@ class Run:
                 return
 
 
-def check_points(rank: int, size: int, options: dict[str, Any]) -> None:
+@on_ranks(2)
+@each_value
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_a_state_may_be_loaded_at_any_point_of_a_step(rank, size, options):
     run = Run(rank, options)
     run.train(range(SAVED))
     saved = run.saved()
@@ -93,12 +99,22 @@ def check_points(rank: int, size: int, options: dict[str, Any]) -> None:
         assert other.local.rounds == rounds, point
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_state_may_be_loaded_at_any_point_of_a_step(pool, form):
-    pool.run(check_points, FORMS[form])
+@on_ranks(2)
+def test_states_of_other_options_are_refused(rank, size):
+    saved = pycomm.LocalSGD(network(), every=4, exchange=Streamed(2, overlap=2)).state_dict()
+    with pytest.raises(ValueError, match="has 2 fragments, not 1"):
+        pycomm.LocalSGD(network(), every=4).load_state_dict(saved)
+    with pytest.raises(ValueError, match="with momentum or without"):
+        pycomm.LocalSGD(
+            network(), every=4, exchange=Streamed(2, overlap=2), momentum=0.0
+        ).load_state_dict(saved)
+    with pytest.raises(ValueError, match="has version 2, not 1: load it with the pycomm that"):
+        pycomm.LocalSGD(network(), every=4).load_state_dict({**saved, "version": 2})
 
 
-def check_model_first(rank: int, size: int, options: dict[str, Any]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+def test_the_model_may_be_loaded_before_local_sgd_is_made(rank, size, options):
     """The model is loaded before LocalSGD is made, which copies the first rank's."""
     run = Run(rank, options)
     run.train(range(SAVED - 1))
@@ -115,12 +131,8 @@ def check_model_first(rank: int, size: int, options: dict[str, Any]) -> None:
     assert equal(values(other.model), values(run.model))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_model_may_be_loaded_before_local_sgd_is_made(pool, form):
-    pool.run(check_model_first, FORMS[form])
-
-
-def check_quorum_goes_back(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_quorum_goes_back_to_a_checkpoint(rank, size):
     """Ranks load at different rounds; of outcomes that came before, none is applied after."""
     model = nn.Linear(32, 32, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -153,11 +165,8 @@ def check_quorum_goes_back(rank: int, size: int) -> None:
         optimizer.param_groups[0]["lr"] = 0.1
 
 
-def test_a_quorum_goes_back_to_a_checkpoint(pool):
-    pool.run(check_quorum_goes_back)
-
-
-def check_load_in_flight(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_load_waits_for_what_is_in_flight(rank, size):
     """A load waits for the thread that exchanges, and drops its result."""
     model = network()
     options = {"exchange": Streamed(overlap=2), "weighted": True}
@@ -174,7 +183,3 @@ def check_load_in_flight(rank: int, size: int) -> None:
         assert equal(values(model), start)
         assert (local.state.step, local.rounds) == (0, 0)
         assert not any(sum(norms) for norms in local.state.residual_norms().values())
-
-
-def test_a_load_waits_for_what_is_in_flight(pool):
-    pool.run(check_load_in_flight)

@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import pycomm
-from pycomm.local_sgd import Streamed
-from tests.extent import each_value
 from tests.torch.harness import batch, equal, network, train_step, values
+from tests.torch.pool import on_ranks
 
 PLAIN = {"codec": "fp32", "lr": 1.0, "momentum": 0.0}
 
@@ -38,7 +37,9 @@ def train(
     return values(model), losses, alike
 
 
-def check_plain(rank: int, size: int) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_without_momentum_it_averages_parameters(rank, size):
     options = {"every": 4, **PLAIN}
     got, _, alike = train(rank, size, 8, options)
     assert alike
@@ -53,26 +54,6 @@ def check_plain(rank: int, size: int) -> None:
     # start - mean(start - end) rounds twice where mean(end) rounds once.
     for a, b in zip(got, values(model), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_without_momentum_it_averages_parameters(pool, backend):
-    pool.run(check_plain, backend=backend, ranks=3)
-
-
-def check_synchronous(rank: int, size: int) -> None:
-    got, _, _ = train(rank, size, 10, {"every": 1, **PLAIN})
-    model = nn.parallel.DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(10):
-        train_step(model, optimizer, rank, step)
-    # Averaging steps or gradients differs only by rounding, which ten steps enlarge.
-    for a, b in zip(got, values(model), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-
-
-def test_a_round_of_one_step_is_synchronous_sgd(pool):
-    pool.run(check_synchronous)
 
 
 CONVERGES = [
@@ -110,7 +91,8 @@ def test_int4_with_feedback_ends_near_exact(pool):
     assert not equal(plain, fed)
 
 
-def check_context(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_context_manager_counts_steps(rank, size):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pycomm.LocalSGD(model, every=4, codec="int8", optimizer=optimizer) as local:
@@ -124,46 +106,8 @@ def check_context(rank: int, size: int) -> None:
         pycomm.LocalSGD(model, every=4).__enter__()
 
 
-def test_as_a_context_manager_it_counts_the_optimizers_steps(pool):
-    pool.run(check_context)
-
-
-def check_resume(rank: int, size: int, options: dict[str, Any]) -> None:
-    def fresh() -> Any:
-        model = network()
-        return (
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            pycomm.LocalSGD(model, every=3, codec="int4", **options),
-        )
-
-    model, optimizer, local = fresh()
-    for step in range(7):
-        train_step(model, optimizer, rank, step)
-        local.step()
-    saved, weights = local.state_dict(), [v.clone() for v in model.state_dict().values()]
-    other, other_optimizer, resumed = fresh()
-    other.load_state_dict(dict(zip(model.state_dict(), weights, strict=True)))
-    resumed.load_state_dict(saved)
-    for m, o, loc in ((model, optimizer, local), (other, other_optimizer, resumed)):
-        for step in range(7, 14):
-            train_step(m, o, rank, step)
-            loc.step()
-        loc.finish()
-    assert equal(values(model), values(other))
-    assert local.rounds == resumed.rounds == 5
-    with pytest.raises(ValueError, match="with momentum or without"):
-        pycomm.LocalSGD(network(), every=3, momentum=0.0).load_state_dict(saved)
-
-
-@each_value
-@pytest.mark.parametrize("options", [{}, {"exchange": Streamed(overlap=3)}], ids=str)
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_saved_state_continues_to_the_bit(pool, backend, options):
-    pool.run(check_resume, options, backend=backend)
-
-
-def check_nan(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_round_that_is_not_finite_leaves_no_trace(rank, size):
     model = network()
     local = pycomm.LocalSGD(model, every=1, codec="int8")
     with torch.no_grad():
@@ -181,11 +125,8 @@ def check_nan(rank: int, size: int) -> None:
     assert all(torch.equal(after[n]["worker"], owed[n]["worker"]) for n in owed)
 
 
-def test_a_round_that_is_not_finite_leaves_no_trace(pool):
-    pool.run(check_nan)
-
-
-def check_start(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_ranks_start_from_the_first_ranks_parameters(rank, size):
     torch.manual_seed(rank)
     model = nn.Linear(8, 8)
     pycomm.LocalSGD(model, every=4)
@@ -194,10 +135,6 @@ def check_start(rank: int, size: int) -> None:
     assert torch.equal(mine, model.weight)
     with pytest.raises(ValueError, match="every=0"):
         pycomm.LocalSGD(model, every=0)
-
-
-def test_ranks_start_from_the_first_ranks_parameters(pool):
-    pool.run(check_start)
 
 
 def check_shards(rank: int, size: int) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.local_sgd import Streamed
 from tests.extent import each_value
+from tests.torch.pool import on_ranks
 
 PLAIN = {"codec": "fp32", "lr": 1.0, "momentum": 0.0}
 BACKENDS = ["pycomm", "gloo"]
@@ -62,7 +63,7 @@ def test_small_outer_updates_of_16_bit_parameters_add_up(pool, dtype):
     assert got == pytest.approx([want] * 64, rel=20 * 2**-24)
 
 
-def test_small_outer_updates_add_up_with_momentum_and_overlap(pool):
+def test_small_updates_add_up_with_momentum(pool):
     """Updates below the precision of the model's dtype accumulate in the outer optimizer."""
     stream = Streamed(overlap=1, mixing=0.0)  # drops the first of two steps, but in the first round
     options = {"every": 2, "lr": 0.5, "momentum": 0.5, "exchange": stream}
@@ -74,7 +75,10 @@ def test_small_outer_updates_add_up_with_momentum_and_overlap(pool):
     assert got == pytest.approx([start] * 64, rel=1e-5)
 
 
-def check_wide(rank: int, size: int, spec: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("spec", ["fp32", "int8"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wide_and_complex_parameters_are_averaged_exactly(rank, size, spec):
     """64-bit and complex numbers are moved to their exact average."""
     generator = torch.Generator().manual_seed(rank)
     dtypes = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -102,12 +106,6 @@ def check_wide(rank: int, size: int, spec: str) -> None:
     lines = local.state.summary()
     assert "complex numbers travel exactly" in lines
     assert "no codec takes float64" in lines
-
-
-@pytest.mark.parametrize("spec", ["fp32", "int8"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_wide_and_complex_parameters_are_averaged_exactly(pool, backend, spec):
-    pool.run(check_wide, spec, backend=backend)
 
 
 # --------------------------------------------------------------------------- models
@@ -142,7 +140,9 @@ def train(
     return optimizer
 
 
-def check_start(rank: int, size: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_start_with_equal_buffers(rank, size):
     model = Net(rank)
     model.register_buffer("turns", torch.tensor([rank, 7]), persistent=False)
     model.register_buffer("phase", torch.full((3,), complex(rank, 1)))
@@ -152,12 +152,19 @@ def check_start(rank: int, size: int) -> None:
     assert model.phase[0].item() == complex(0, 1)
 
 
+@on_ranks(2)
+@each_value
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"exchange": Streamed(overlap=4), "momentum": 0.5},
+        {"exchange": Streamed(2, overlap=1)},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_start_with_equal_frozen_parameters_and_buffers(pool, backend):
-    pool.run(check_start, backend=backend)
-
-
-def check_unfrozen(rank: int, size: int, options: dict[str, Any]) -> None:
+def test_unfrozen_parameters_take_part(rank, size, options):
     model = Net(rank)
     local = pycomm.LocalSGD(model, every=4, codec="int8", **options)
     train(model, local, rank, range(8))
@@ -196,22 +203,9 @@ def check_unfrozen(rank: int, size: int, options: dict[str, Any]) -> None:
     assert alike(*model.parameters())
 
 
-@each_value
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"exchange": Streamed(overlap=4), "momentum": 0.5},
-        {"exchange": Streamed(2, overlap=1)},
-    ],
-    ids=str,
-)
+@on_ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_unfrozen_parameters_take_part_and_frozen_ones_keep_still(pool, backend, options):
-    pool.run(check_unfrozen, options, backend=backend)
-
-
-def check_surgery(rank: int, size: int) -> None:
+def test_parameters_may_be_added_and_replaced(rank, size):
     model = Net(rank)
     local = pycomm.LocalSGD(model, every=2, codec="int4")
     train(model, local, rank, range(4))
@@ -243,12 +237,8 @@ def check_surgery(rank: int, size: int) -> None:
         pycomm.LocalSGD(nn.Linear(4, 4), every=2).load_state_dict(saved)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_parameters_may_be_added_and_replaced(pool, backend):
-    pool.run(check_surgery, backend=backend)
-
-
-def check_refusals(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_wrapper_over_the_same_ranks_is_refused(rank, size):
     with pytest.raises(pycomm.Error, match=r"DistributedDataParallel over ranks \[0, 1\]"):
         pycomm.LocalSGD(DistributedDataParallel(Net(rank)), every=4)
     inside = nn.Sequential(nn.Linear(4, 4), DistributedDataParallel(nn.Linear(4, 4)))
@@ -260,7 +250,3 @@ def check_refusals(rank: int, size: int) -> None:
         pycomm.LocalSGD(sharded, every=4)
     alone = dist.new_group([rank], use_local_synchronization=True)
     pycomm.LocalSGD(DistributedDataParallel(nn.Linear(4, 4), process_group=alone), every=4)
-
-
-def test_a_wrapper_over_the_same_ranks_is_refused(pool):
-    pool.run(check_refusals)

@@ -15,6 +15,7 @@ from pycomm.local_sgd import Quorum
 from pycomm.local_sgd.progress import Progress, Round
 from tests.torch.harness import equal
 from tests.torch.local_sgd.test_local_sgd import PLAIN, train
+from tests.torch.pool import on_ranks
 
 BACKENDS = ["pycomm", "gloo"]
 
@@ -53,7 +54,7 @@ def test_the_grace_begins_with_the_quorum():
     assert not rule.is_wanted(ranks("ott", 0.0))
 
 
-def test_with_all_ranks_it_is_blocking_local_sgd_to_the_bit(pool):
+def test_a_full_quorum_has_the_bits_of_blocking(pool):
     options = {"every": 4, "codec": "int8"}
     (a, _, _), _ = pool.run(train, 8, options)
     (b, _, _), (c, _, _) = pool.run(train, 8, {**options, "exchange": Quorum(2)})
@@ -125,24 +126,6 @@ def test_steps_during_an_exchange_are_not_lost(pool):
     assert a[0] == pytest.approx(12.0, abs=1e-4)
 
 
-def check_nan(rank: int, size: int) -> None:
-    model = nn.Linear(40, 60, bias=False)
-    local = pycomm.LocalSGD(model, every=2, exchange=Quorum(2), codec="int8")
-    start = model.weight.detach().clone()
-    for step in range(4):
-        with torch.no_grad():
-            model.weight += float("nan") if rank == 0 and step < 2 else 0.5
-        local.step()
-    local.finish()
-    assert (local.rounds, local.skipped) == (2, 1)
-    assert not torch.equal(model.weight, start)
-    assert model.weight.isfinite().all()
-
-
-def test_a_round_that_is_not_finite_is_skipped_by_all(pool):
-    pool.run(check_nan)
-
-
 def check_finish_twice(rank: int, size: int) -> float:
     model = nn.Linear(40, 60, bias=False)
     nn.init.zeros_(model.weight)
@@ -207,7 +190,8 @@ def test_rounds_wait_for_a_rank_that_loads_late(pool):
     assert one == other > 0
 
 
-def check_death(rank: int, size: int) -> None:
+@on_ranks(3, dies=[1])
+def test_a_rank_that_dies_is_named(rank, size):
     model = nn.Linear(40, 60, bias=False)
     local = pycomm.LocalSGD(model, every=2, exchange=Quorum(2, grace=0.0), **PLAIN)
 
@@ -224,11 +208,8 @@ def check_death(rank: int, size: int) -> None:
         go_on()
 
 
-def test_a_rank_that_dies_is_named(pool):
-    pool.run(check_death, ranks=3, dies=[1])
-
-
-def check_change(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_parameters_that_change_are_refused(rank, size):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False))
     local = pycomm.LocalSGD(model, every=2, exchange=Quorum(2), **PLAIN)
     model[1].requires_grad_(True)
@@ -239,7 +220,3 @@ def check_change(rank: int, size: int) -> None:
     store = dist.group.WORLD.get_group_store()
     store.set(f"refused/{rank}", "")
     store.wait([f"refused/{r}" for r in range(size)])
-
-
-def test_parameters_that_change_are_refused(pool):
-    pool.run(check_change)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,8 +10,9 @@ from torch import nn
 import pycomm
 from pycomm.local_sgd import Blocking, Quorum, Streamed
 from pycomm.local_sgd.fragments import split
-from tests.torch.harness import equal, network, train_step, values
+from tests.torch.harness import all_equal, equal, network, train_step, values
 from tests.torch.local_sgd.test_local_sgd import PLAIN, train
+from tests.torch.pool import on_ranks
 
 BACKENDS = ["pycomm", "gloo"]
 
@@ -32,7 +31,7 @@ def parameters(*sizes: int) -> dict[str, nn.Parameter]:
         ((3, 3, 2, 4), 4, [["p0"], ["p1"], ["p2"], ["p3"]]),
     ],
 )
-def test_fragments_have_about_equal_sizes_and_one_parameter_at_least(sizes, fragments, want):
+def test_fragments_have_about_equal_sizes(sizes, fragments, want):
     parts = split(parameters(*sizes), fragments, 10)
     assert [list(part) for part, _ in parts] == want
     ends = [end for _, end in parts]
@@ -73,7 +72,9 @@ def streaming(
     return values(model)
 
 
-def check_paper(rank: int, size: int, overlap: int, mixing: float) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize(("overlap", "mixing"), [(0, 0.5), (2, 0.5), (1, 0.0)])
+def test_fragments_travel_as_in_streaming_diloco(rank, size, overlap, mixing):
     options = {"fragments": 3, "overlap": overlap, "mixing": mixing}
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -91,11 +92,6 @@ def check_paper(rank: int, size: int, overlap: int, mixing: float) -> None:
         first = value.clone()
         dist.broadcast(first, 0)
         assert torch.equal(first, value)
-
-
-@pytest.mark.parametrize(("overlap", "mixing"), [(0, 0.5), (2, 0.5), (1, 0.0)])
-def test_fragments_travel_as_in_streaming_diloco(pool, overlap, mixing):
-    pool.run(check_paper, overlap, mixing, ranks=3)
 
 
 STREAM = {"every": 4, "codec": "int8", "exchange": Streamed(2, overlap=1)}
@@ -117,61 +113,13 @@ def test_streams_converge_and_ranks_are_equal_in_the_end(pool, options):
     assert sum(losses[-8:] + more[-8:]) / 16 < 1.3  # as in test_local_sgd.py
 
 
-def check_resume(rank: int, size: int) -> None:
-    """The state is saved while a fragment is under way."""
-
-    def fresh() -> Any:
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return model, optimizer, pycomm.LocalSGD(model, **STREAM | {"exchange": Streamed(2, 2)})
-
-    model, optimizer, local = fresh()
-    for step in range(7):
-        train_step(model, optimizer, rank, step)
-        local.step()
-    saved, weights = local.state_dict(), [v.clone() for v in model.state_dict().values()]
-    assert saved["pending"] is not None
-    other, other_optimizer, resumed = fresh()
-    other.load_state_dict(dict(zip(model.state_dict(), weights, strict=True)))
-    resumed.load_state_dict(saved)
-    for m, o, loc in ((model, optimizer, local), (other, other_optimizer, resumed)):
-        for step in range(7, 13):
-            train_step(m, o, rank, step)
-            loc.step()
-        loc.finish()
-    assert equal(values(model), values(other))
-    assert local.rounds == resumed.rounds
-    with pytest.raises(ValueError, match="has 2 fragments, not 1"):
-        pycomm.LocalSGD(network(), every=4).load_state_dict(saved)
-    with pytest.raises(ValueError, match="has version 2, not 1: load it with the pycomm that"):
-        resumed.load_state_dict({**saved, "version": 2})
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_saved_state_continues_with_a_fragment_under_way(pool, backend):
-    pool.run(check_resume, backend=backend)
-
-
-def check_nan(rank: int, size: int) -> None:
-    model = nn.Linear(40, 60, bias=False)
-    local = pycomm.LocalSGD(model, every=2, exchange=Streamed(overlap=1), codec="int8")
-    start = model.weight.detach().clone()
-    with torch.no_grad():
-        model.weight += float("nan") if rank == 0 else 1.0
-    for _ in range(3):
-        local.step()
-    assert local.skipped == 1
-    assert torch.equal(model.weight, start)
-
-
-def test_a_fragment_that_is_not_finite_goes_back_to_its_start(pool):
-    pool.run(check_nan)
-
-
 # ---------------------------------------------------------------- weights and senders
 
 
-def check_weights(rank: int, size: int, options: dict[str, Any]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{}, {"exchange": Streamed(overlap=1, mixing=0.0)}], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_movements_are_weighted_by_their_tokens(rank, size, options):
     """A round's movement counts by the tokens of all its steps."""
     model = nn.Linear(40, 60, bias=False)
     nn.init.zeros_(model.weight)
@@ -190,12 +138,6 @@ def check_weights(rank: int, size: int, options: dict[str, Any]) -> None:
         local.step(-1)
     with pytest.raises(ValueError, match="weighted=True in LocalSGD"):
         pycomm.LocalSGD(nn.Linear(4, 4), every=2).step(3)
-
-
-@pytest.mark.parametrize("options", [{}, {"exchange": Streamed(overlap=1, mixing=0.0)}], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_movements_are_weighted_by_their_tokens(pool, backend, options):
-    pool.run(check_weights, options, backend=backend)
 
 
 def check_senders(rank: int, size: int, average: str) -> list[float]:
@@ -230,7 +172,9 @@ def test_values_are_averaged_over_the_ranks_that_sent_them(pool, backend):
     assert a[:4] == [9.0, 1.0, 1.0, 0.0]
 
 
-def check_muon(rank: int, size: int) -> list[torch.Tensor]:
+@on_ranks(2, then=all_equal)
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+def test_muon_is_an_inner_optimizer(rank, size):
     """MuLoCo: Muon inside, and what travels is coded with feedback."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(80, 96, bias=False), nn.ReLU(), nn.Linear(96, 80, bias=False))
@@ -253,16 +197,11 @@ def check_muon(rank: int, size: int) -> list[torch.Tensor]:
     return values(model)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
-def test_muon_is_an_inner_optimizer(pool):
-    a, b = pool.run(check_muon)
-    assert equal(a, b)
-
-
 # ---------------------------------------------------------------- summary and misuse
 
 
-def check_summary(rank: int, size: int) -> None:
+@on_ranks(3)
+def test_the_summary_tells_bytes_in_all_and_at_once(rank, size):
     model = nn.Sequential(*[nn.Linear(1000, 100, bias=False) for _ in range(4)])
     stream = Streamed(4, overlap=2)
     local = pycomm.LocalSGD(model, every=8, codec="fp32", exchange=stream, weighted=True)
@@ -272,10 +211,6 @@ def check_summary(rank: int, size: int) -> None:
     assert f"sends {4 * 400_000 * 4 / 3 / 1e6:.3g} MB in a round" in line
     assert f"{4 * 400_000 * 4 / 3 / 8 / 1e3:.3g} kB for each step" in line
     assert f"at most {400_000 * 4 / 3 / 1e6:.3g} MB at once" in line
-
-
-def test_the_summary_tells_bytes_in_all_and_at_once(pool):
-    pool.run(check_summary, ranks=3)
 
 
 @pytest.mark.parametrize(
@@ -289,12 +224,14 @@ def test_the_summary_tells_bytes_in_all_and_at_once(pool):
         lambda: Quorum(1, overlap=-1),
     ],
 )
-def test_options_out_of_range_are_refused_where_they_are_made(make):
+def test_options_out_of_range_are_refused(make):
     with pytest.raises(ValueError, match=r"(fragments|overlap|mixing|ranks|grace)=\S+"):
         make()
 
 
-def check_refusals(rank: int, size: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bad_options_are_refused_before_anything_is_sent(rank, size):
     for options, why in [
         ({"exchange": Streamed(9)}, "use 1 to every=8"),
         ({"exchange": Streamed(3)}, "has 2 parameters"),
@@ -309,8 +246,3 @@ def check_refusals(rank: int, size: int) -> None:
     for name, theirs in [("every", 8 + rank), ("weighted", rank == 1), *differ]:
         with pytest.raises(pycomm.WireMismatch, match=f"LocalSGD: {name}="):
             pycomm.LocalSGD(nn.Linear(4, 4), **{"every": 8, name: theirs})
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_bad_options_are_refused_before_anything_is_sent(pool, backend):
-    pool.run(check_refusals, backend=backend)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.errors import Error
-from tests.torch.harness import SHAPES, Chosen, equal, gradients, near, values, whole
-from tests.torch.optim.plain_agreement import SIZES, PlainAdamW
+from pycomm.reduction.momentum import agreement
+from tests.extent import each_value
+from tests.torch.harness import SHAPES, Chosen, equal, gradients, values
+from tests.torch.optim.plain_agreement import SIZES
+from tests.torch.pool import on_ranks
 
 EDEN = "eden:bits=1,scale=mmse"
 # Without rebuilt buckets after the first step, so that a reference can follow the layout.
@@ -37,59 +38,12 @@ def train(model: nn.Module, optimizer: Any, rank: int, steps: range, unit: float
         optimizer.step()
 
 
-def alike(a: pycomm.CodedAdamW, b: pycomm.CodedAdamW) -> bool:
-    """Whether momentum, second moments, residuals and what was sent have the same bits."""
-    for one, other in zip(a.state.values(), b.state.values(), strict=True):
-        if not equal(*({k: whole(v) for k, v in state.items()} for state in (one, other))):
-            return False
-    states = [optimizer.compression.state_dict() for optimizer in (a, b)]
-    for kind in ("rank", "own"):
-        sent = [state.get(f"{kind}{dist.get_rank()}", (0, {}))[1] for state in states]
-        if not equal(*({name: entry["worker"] for name, entry in kept.items()} for kept in sent)):
-            return False
-    return True
-
-
 # ---------------------------------------------------------------- the formula
 
 
-def against_the_formula(rank: int, size: int, codec: str) -> None:
-    model, optimizer = make(codec, refresh=1)
-    plain = {
-        n: PlainAdamW(getattr(model.module, n).detach(), size, codec) for n in ("big", "small")
-    }
-    for step in range(6):
-        train(model, optimizer, rank, range(step, step + 1))
-        for name, reference in plain.items():
-            reference.step([gradients(r, step)[name] for r in range(size)])
-            here = getattr(model.module, name)
-            # Round-off of float32 in another order, times the steps. A sign that round-off turns
-            # would be an error of a thousand times that.
-            torch.testing.assert_close(here, reference.x, rtol=1e-4, atol=2e-6)
-            torch.testing.assert_close(here.grad, reference.m, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("codec", ["sign", "topk:0.02"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_step_is_that_of_the_formula(pool, codec, ranks):
-    pool.run(against_the_formula, codec, ranks=ranks)
-
-
-def exactly(rank: int, size: int) -> None:
-    model, optimizer = make("fp32")
-    plain = DistributedDataParallel(Chosen(), **CALM)
-    plain.load_state_dict(model.state_dict())
-    torchs = torch.optim.AdamW(plain.parameters(), **SIZES)
-    for m, o in ((model, optimizer), (plain, torchs)):
-        train(m, o, rank, range(4))
-    assert near(values(model), values(plain))
-
-
-def test_exact_parameters_move_as_with_adamw(pool):
-    pool.run(exactly)
-
-
-def keeps_a_graph(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_graph_of_before_a_step_is_refused(rank, size):
+    """Its backward would take the parameters of after the step for those of before."""
     for codec in ("sign", "fp32"):
         model, optimizer = make(codec)
         big = model.module.big
@@ -97,11 +51,6 @@ def keeps_a_graph(rank: int, size: int) -> None:
         train(model, optimizer, rank, range(2))
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             kept.backward()
-
-
-def test_a_graph_of_before_a_step_is_refused(pool):
-    """Its backward would take the parameters of after the step for those of before."""
-    pool.run(keeps_a_graph)
 
 
 # ---------------------------------------------------------------- the same bits everywhere
@@ -134,23 +83,6 @@ def test_ranks_have_the_same_bits(pool, codec, ranks):
         assert equal(results[0][0], results[1][0])
 
 
-def in_16_bits(rank: int, size: int) -> list[torch.Tensor]:
-    model = DistributedDataParallel(Chosen().to(torch.bfloat16), **CALM)
-    optimizer = pycomm.CodedAdamW(model.parameters(), model=model, **SIZES)
-    for step in range(3):
-        optimizer.zero_grad()
-        model({n: g.to(torch.bfloat16) for n, g in gradients(rank, step).items()}).backward()
-        optimizer.step()
-    assert float(model.module.big.abs().max()) > SIZES["lr"]
-    return values(model)
-
-
-def test_parameters_of_16_bits(pool):
-    first, second = pool.run(in_16_bits)
-    assert equal(first, second)
-    assert all(p.dtype == torch.bfloat16 and p.isfinite().all() for p in first)
-
-
 def in_python(rank: int, size: int, codec: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Code by C++ a bucket at a time, then through the tensor interface."""
     from pycomm.reduction.batched import Batched
@@ -177,7 +109,7 @@ def forms(rank: int, size: int) -> tuple[list[bool], list[torch.Tensor]]:
     return [single.gathers for single in singles], values(model)
 
 
-def test_many_ranks_get_answers_from_owners_and_few_get_all_payloads(pool):
+def test_few_ranks_gather_payloads_and_many_ask_owners(pool):
     """Two payloads of 3.5 bits are less than one and an answer of 4.25; four are not."""
     for ranks, gathers in ((2, True), (4, False)):
         results = pool.run(forms, ranks=ranks, backend="gloo")
@@ -189,109 +121,8 @@ def test_many_ranks_get_answers_from_owners_and_few_get_all_payloads(pool):
 # ---------------------------------------------------------------- training loops
 
 
-def accumulates(rank: int, size: int) -> None:
-    (a, one), (b, two) = make(), make()
-    for step in range(3):
-        first, second = gradients(rank, step), gradients(rank, step + 100)
-        for optimizer in (one, two):
-            optimizer.zero_grad()
-        a({name: first[name] + second[name] for name in first}).backward()
-        with b.no_sync():
-            b(first).backward()
-        b(second).backward()
-        for optimizer in (one, two):
-            optimizer.step()
-    assert equal(values(a), values(b))
-    assert alike(one, two)
-
-
-def test_gradients_accumulate_under_no_sync(pool):
-    pool.run(accumulates)
-
-
-def two_backwards(rank: int, size: int) -> None:
-    """The momentum of two reductions: b m + (1 - b) (g1 + g2), with what coding has left."""
-    model, optimizer = make("topk:1.0")
-    for step in range(2):
-        optimizer.zero_grad()
-        before = {n: optimizer.state[getattr(model.module, n)] for n in ("big", "small")}
-        momentum = {n: s["exp_avg"].clone() for n, s in before.items() if s}
-        for part in range(2):
-            model(gradients(rank, 10 * step + part)).backward()
-        for name, moment in optimizer.compression.moments.items():
-            total = sum(gradients(r, 10 * step + p)[name] for r in range(size) for p in range(2))
-            b = moment.beta
-            want = (1 - b) * total / size + b * momentum.get(name, torch.zeros_like(total))
-            # Round-off of a dozen operations on values of about 1.
-            torch.testing.assert_close(moment.parameter.grad, want, rtol=1e-4, atol=1e-5)
-        optimizer.step()
-
-
-def test_two_backwards_before_a_step_add_up(pool):
-    pool.run(two_backwards)
-
-
-def thrown_away(rank: int, size: int, to_none: bool) -> None:
-    (a, one), (b, two) = make(), make()
-    for step in range(4):
-        train(a, one, rank, range(step, step + 1))
-        two.zero_grad(set_to_none=to_none)
-        b(gradients(rank, step + 50)).backward()
-        train(b, two, rank, range(step, step + 1))
-    assert equal(values(a), values(b))
-    one.compression.settle()
-    assert alike(one, two)
-
-
-@pytest.mark.parametrize("to_none", [True, False])
-def test_gradients_that_are_thrown_away_leave_nothing(pool, to_none):
-    pool.run(thrown_away, to_none)
-
-
-def overflows(rank: int, size: int, manual: bool) -> None:
-    (a, one) = make()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
-    (b, two) = make(scaler=scaler)
-    for step in range(5):
-        if step != 2:
-            train(a, one, rank, range(step, step + 1))
-        two.zero_grad()
-        given = gradients(rank, step)
-        if step == 2 and rank == size - 1:
-            given["big"][3, 4] = float("inf")
-        scaler.scale(b(given)).backward()
-        if manual:
-            scaler.unscale_(two)
-        scaler.step(two)
-        scaler.update()
-    assert scaler.get_scale() == 512
-    assert two.compression.overflows == 1
-    # The loss scale is a power of two, so it changes no bit.
-    assert equal(values(a), values(b))
-    assert alike(one, two)
-
-
-@pytest.mark.parametrize("manual", [False, True])
-def test_a_step_that_overflows_leaves_no_trace(pool, manual):
-    pool.run(overflows, manual)
-
-
-def without_scaler(rank: int, size: int) -> str:
-    model, optimizer = make()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(model(gradients(rank, 0))).backward()
-    try:
-        scaler.step(optimizer)
-    except Error as error:
-        return str(error)
-    return ""
-
-
-def test_an_unknown_scaler_is_an_error(pool):
-    assert all("scaler=" in text for text in pool.run(without_scaler))
-
-
-def groups(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_groups_schedules_and_clipping(rank, size):
     model = DistributedDataParallel(Chosen(), **CALM)
     with torch.no_grad():
         model.module.big.fill_(1.0)
@@ -315,89 +146,11 @@ def groups(rank: int, size: int) -> None:
     assert sum(float(m.square().sum()) for m in coded) <= 1.001e-6
 
 
-def test_groups_schedules_and_clipping(pool):
-    pool.run(groups)
-
-
 # ---------------------------------------------------------------- state
 
 
-def resumes(rank: int, size: int) -> None:
-    (a, one) = make()
-    train(a, one, rank, range(3))
-    # A copy: torch's load_state_dict shares the tensors of a state in memory.
-    saved = deepcopy((one.state_dict(), one.compression.state_dict(), a.state_dict()))
-    (b, two) = make()
-    two.load_state_dict(saved[0])
-    two.compression.load_state_dict(saved[1])
-    b.load_state_dict(saved[2])
-    for model, optimizer in ((a, one), (b, two)):
-        train(model, optimizer, rank, range(3, 6))
-    assert equal(values(a), values(b))
-    assert alike(one, two)
-
-
-def test_a_checkpoint_goes_on_with_the_same_bits(pool):
-    pool.run(resumes)
-
-
-def saved(rank: int, size: int) -> Any:
-    model, optimizer = make()
-    train(model, optimizer, rank, range(3))
-    return optimizer.state_dict(), optimizer.compression.state_dict()
-
-
-def resharded(rank: int, size: int, states: list[Any]) -> dict[str, torch.Tensor]:
-    model, optimizer = make()
-    optimizer.load_state_dict(states[0][0])
-    optimizer.compression.load_state_dict(*(state for _, state in states))
-    residuals = optimizer.compression.residuals
-    assert residuals is not None
-    owed = {}
-    for name in ("big", "small"):
-        numel = torch.Size(SHAPES[name]).numel()
-        added = residuals.added(name, 0, numel)
-        owed[name] = torch.zeros(numel) if added is None else added  # a rank may have none
-        dist.all_reduce(owed[name])
-    train(model, optimizer, rank, range(1))
-    return owed
-
-
-def test_residuals_are_resharded_for_other_ranks(pool):
-    states = pool.run(saved, ranks=2)
-    before = {
-        name: sum(state[f"rank{r}"][1][name]["worker"] for r, (_, state) in enumerate(states)) / 2
-        for name in ("big", "small")
-    }
-    for owed in pool.run(resharded, states, ranks=3):
-        for name, value in owed.items():
-            # One rounding of each addition.
-            torch.testing.assert_close(value, before[name], rtol=1e-5, atol=1e-6)
-
-
-def adopts(rank: int, size: int) -> list[torch.Tensor]:
-    model, optimizer = make()
-    train(model, optimizer, rank, range(3))
-    group = dist.new_group([0, 2], use_local_synchronization=True) if rank != 1 else None
-    if group is None:
-        return []
-    smaller = DistributedDataParallel(model.module, process_group=group, **CALM)
-    adopted = pycomm.CodedAdamW(smaller.parameters(), model=smaller, **SIZES)
-    momentum = optimizer.state[model.module.big]["exp_avg"].clone()
-    adopted.adopt_state(optimizer)
-    assert torch.equal(adopted.state[model.module.big]["exp_avg"], momentum)
-    assert adopted.compression.residual_norms()["big"][0] > 0
-    train(smaller, adopted, rank, range(3, 5))
-    return values(smaller)
-
-
-def test_remaining_ranks_adopt_the_state(pool):
-    first, lost, other = pool.run(adopts, ranks=3)
-    assert lost == []
-    assert equal(first, other)
-
-
-def converts(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_states_convert_to_those_of_adamw_and_back(rank, size):
     model = DistributedDataParallel(Chosen(), **CALM)
     torchs = torch.optim.AdamW(model.parameters(), **SIZES)
     train(model, torchs, rank, range(3))
@@ -424,12 +177,106 @@ def converts(rank: int, size: int) -> None:
     train(plain, fresh, rank, range(6, 8))
 
 
-def test_states_convert_to_those_of_adamw_and_back(pool):
-    pool.run(converts)
+# --------------------------------------------------------------------------- what ranks have sent
+# What each rank has sent of the momentum, from which it goes on.
 
 
-def test_saved_state_can_be_written_to_a_file(pool, tmp_path: Path):
-    optimizer, compression = pool.run(saved, ranks=1)[0]
-    torch.save((optimizer, compression), tmp_path / "state")
-    loaded = torch.load(tmp_path / "state", weights_only=False)
-    assert loaded[0]["state"].keys() == optimizer["state"].keys()
+@on_ranks(3)
+def test_momentum_is_the_mean_of_what_ranks_have_sent(rank, size):
+    """The mean of what ranks have sent is the momentum, also where the bucket is another one, as
+    after the first step of DDP and after a checkpoint."""
+    for codec in ("sign", "topk:0.02", "int4"):
+        model, optimizer = make(codec, feedback="residual:storage=float32")
+        for step in range(4):
+            for name in ("big", "small") if step in (1, 2) else ():
+                optimizer.compression.residuals[name].layouts = ["another", "another"]
+            train(model, optimizer, rank, range(step, step + 1))
+            own = optimizer.compression.own
+            for name in ("big", "small"):
+                mean = own[name].current("worker")
+                dist.all_reduce(mean)
+                momentum = optimizer.state[getattr(model.module, name)]["exp_avg"].reshape(-1)
+                if codec != "int4":  # whose owner codes the mean once more
+                    # Round-off of sums and of the residual that is taken out again.
+                    torch.testing.assert_close(mean / size, momentum, rtol=1e-4, atol=1e-6)
+                assert float((mean / size - momentum).norm() / momentum.norm()) < 0.3
+
+
+@on_ranks(2)
+def test_without_sent_values_ranks_use_the_momentum(rank, size):
+    """After a state without what was sent, such as that of torch's AdamW, ranks go on from m."""
+    (a, one), (b, two) = make("topk:1.0"), make("topk:1.0")
+    train(a, one, rank, range(3))
+    b.load_state_dict(a.state_dict())
+    two.load_state_dict(deepcopy(one.state_dict()))
+    before = two.state[b.module.big]["exp_avg"].clone()
+    moment = two.compression.moments["big"]
+    b({name: torch.zeros(shape) for name, shape in SHAPES.items()}).backward()
+    # Round-off of a division and a multiplication.
+    torch.testing.assert_close(b.module.big.grad, moment.beta * before, rtol=1e-5, atol=1e-7)
+    two.zero_grad()
+    b({name: torch.zeros(shape) for name, shape in SHAPES.items()}).backward()
+    torch.testing.assert_close(b.module.big.grad, moment.beta * before, rtol=1e-5, atol=1e-7)
+
+
+# -------------------------------------------------------------------------------------- agreement
+# The share of the ranks' squares that belongs to their mean.
+
+
+def measured(ranks: int, noise: float, steps: int, rows: int = 200, columns: int = 48) -> float:
+    """Return the share over some steps of gradients with a common part of square 1."""
+    generator = torch.Generator().manual_seed(ranks)
+    of_mean = own = 0.0
+    for step in range(steps):
+        common = torch.randn(rows, columns, generator=generator)
+        found = []
+        for _ in range(ranks):
+            gradient = common + noise * torch.randn(rows, columns, generator=generator)
+            one = torch.zeros(agreement.ROWS)
+            agreement.add_projections(gradient, 0, rows, step, one)
+            found.append(one)
+        of_mean += float((sum(found) / ranks).square().sum())
+        own += float(sum(one.square().sum() for one in found)) / ranks
+    return agreement.share(of_mean, own, ranks)
+
+
+@each_value
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("noise", [0.0, 1.0, 10.0])
+def test_agreement_is_the_share_of_the_mean(ranks, noise):
+    wanted = (1 + noise**2 / ranks) / (1 + noise**2)
+    found = measured(ranks, noise, steps=60)
+    if noise == 0:
+        assert found == 1  # equal gradients have equal projections
+    else:  # 60 steps of 50 rows or more: the standard deviation of a mean of squares is 0.026
+        assert found == pytest.approx(wanted, rel=0.12)
+
+
+def test_shards_have_the_projections_of_the_whole():
+    whole, parts = torch.zeros(agreement.ROWS), torch.zeros(agreement.ROWS)
+    gradient = torch.randint(-9, 10, (150, 30)).float()
+    for step in range(4):
+        agreement.add_projections(gradient, 0, 150, step, whole)
+        for begin in range(0, 150, 52):
+            rows = gradient[begin : begin + 52]
+            agreement.add_projections(rows, begin, 150, step, parts)
+    assert torch.equal(whole, parts)
+    assert int(whole.count_nonzero()) >= 48
+
+
+def test_every_row_has_its_turn():
+    seen = torch.zeros(200)
+    for step in range(4):  # 200 rows, 64 at most at once
+        for row in range(200):
+            gradient = torch.zeros(200, 8)
+            gradient[row] = torch.arange(1.0, 9.0)
+            found = torch.zeros(agreement.ROWS)
+            agreement.add_projections(gradient, 0, 200, step, found)
+            seen[row] += float(found.abs().sum() > 0)
+    assert bool((seen == 1).all())
+
+
+def test_bounds():
+    assert agreement.share(0.0, 0.0, 4) == 1  # nothing was measured yet
+    assert agreement.share(1e-9, 1.0, 4) == 0.25
+    assert agreement.share(2.0, 1.0, 4) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -12,12 +11,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.errors import WireMismatch
 from pycomm.policy.quality import nominal_error
 from tests.extent import each_value
-from tests.torch.harness import SHAPES, Chosen, equal, gradients, values
+from tests.torch.harness import Chosen, all_equal, gradients, values
 from tests.torch.interpreter import ROOT, Interpreter
 from tests.torch.optim.test_coded_adamw import train
+from tests.torch.pool import on_ranks
 
 SIZES = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}
 STORED = "residual:storage=float32"  # as the formula has it
@@ -59,7 +58,11 @@ class Plain:
             self.v = 0.75 * self.v + 0.25 * left / coded
 
 
-def by_the_formula(rank: int, size: int, codec: str) -> list[torch.Tensor]:
+@on_ranks(then=all_equal)
+@each_value
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("codec", ["topk:0.02", "sign"])  # gathered: nobody codes the mean
+def test_a_step_is_that_of_the_formula(rank, size, codec):
     model, optimizer = make(pycomm.Policy(codec, rules=(), guard=None))
     plain = {n: Plain(p.detach(), codec, size) for n, p in model.module.named_parameters()}
     for step in range(20):  # past the second measurement
@@ -71,15 +74,9 @@ def by_the_formula(rank: int, size: int, codec: str) -> list[torch.Tensor]:
     return values(model)
 
 
-@each_value
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("codec", ["topk:0.02", "sign"])  # gathered: nobody codes the mean
-def test_a_step_is_that_of_the_formula(pool, codec, ranks):
-    found = pool.run(by_the_formula, codec, ranks=ranks)
-    assert all(equal(one, found[0]) for one in found)
-
-
-def other_layouts(rank: int, size: int, codec: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("codec", ["int4", "sign"])
+def test_what_was_sent_in_another_layout(rank, size, codec):
     """What a rank has sent is what it had to send without what is left, also if the bucket is
     another one, for which the residual of the owner comes to that of the worker."""
     policy = pycomm.Policy(codec, rules=(), guard=None)
@@ -104,12 +101,10 @@ def other_layouts(rank: int, size: int, codec: str) -> None:
             torch.testing.assert_close(sent.reshape(-1), given[name] - left, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("codec", ["int4", "sign"])
-def test_what_was_sent_in_another_layout(pool, codec):
-    pool.run(other_layouts, codec)
-
-
-def as_torch(rank: int, size: int, codec: Any) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("codec", "ranks"), [("fp32", 3), ("sign", 1), ("sign", 2)])
+def test_what_is_not_coded_moves_as_with_torch(rank, size, codec):
+    """Of `sign` with two ranks that is the bias, which the policy leaves exact."""
     (a, one), b = make(codec), start()
     two = torch.optim.SGD(b.parameters(), **SIZES)
     for step in range(6):
@@ -125,13 +120,8 @@ def as_torch(rank: int, size: int, codec: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(("codec", "ranks"), [("fp32", 3), ("sign", 1), ("sign", 2)])
-def test_what_is_not_coded_moves_as_with_torch(pool, codec, ranks):
-    """Of `sign` with two ranks that is the bias, which the policy leaves exact."""
-    pool.run(as_torch, codec, ranks=ranks)
-
-
-def taken_over(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_torchs_sgd_is_replaced_during_training(rank, size):
     a, b = start(), start()
     old = torch.optim.SGD(a.parameters(), **SIZES)
     train(a, old, rank, range(3))
@@ -142,62 +132,6 @@ def taken_over(rank: int, size: int) -> None:
     train(b, same, rank, range(6))
     train(a, new, rank, range(3, 6))
     torch.testing.assert_close(values(a), values(b), rtol=1e-5, atol=1e-6)
-
-
-def test_torchs_sgd_is_taken_over_in_the_middle_of_training(pool):
-    pool.run(taken_over)
-
-
-def overflows(rank: int, size: int) -> None:
-    (a, one), (b, two) = make("sign"), make("sign")
-    for model, optimizer in ((a, one), (b, two)):
-        train(model, optimizer, rank, range(2))
-    bad = gradients(rank, 7)
-    if rank == 1:
-        bad["big"][3, 4] = float("inf")
-    one.zero_grad()
-    a(bad).backward()
-    one.step()
-    assert one.compression.overflows == 1
-    for model, optimizer in ((a, one), (b, two)):
-        train(model, optimizer, rank, range(2, 5))
-    assert equal(values(a), values(b))
-
-
-def test_a_step_that_overflows_on_one_rank_leaves_no_trace(pool):
-    pool.run(overflows)
-
-
-def goes_on(rank: int, size: int) -> None:
-    (a, one), (b, two) = make("topk:0.05"), make("topk:0.05")
-    train(a, one, rank, range(4))
-    b.load_state_dict(a.state_dict())
-    two.load_state_dict(deepcopy(one.state_dict()))
-    two.compression.load_state_dict(deepcopy(one.compression.state_dict()))
-    for model, optimizer in ((a, one), (b, two)):
-        train(model, optimizer, rank, range(4, 8))
-    assert equal(values(a), values(b))
-
-
-def test_a_checkpoint_goes_on_with_the_same_bits(pool):
-    pool.run(goes_on)
-
-
-def adopts(rank: int, size: int) -> None:
-    (a, one), (b, two) = make("sign"), make("sign")
-    train(a, one, rank, range(3))
-    b.load_state_dict(a.state_dict())
-    two.adopt_state(one)
-    buffer = one.state[a.module.big]["momentum_buffer"].clone()
-    assert torch.equal(two.state[b.module.big]["momentum_buffer"], buffer)
-    assert one.compression.own.keys() == dict(b.module.named_parameters()).keys()
-    assert two.compression.own == {}
-    train(b, two, rank, range(3, 6))
-    assert two.compression.own.keys() == one.compression.own.keys()
-
-
-def test_after_lost_ranks_the_rest_go_on_from_the_momentum(pool):
-    pool.run(adopts)
 
 
 def learns(rank: int, size: int, codec: str) -> tuple[float, float]:
@@ -228,79 +162,6 @@ def test_one_bit_learns_what_exact_momentum_learns(pool, codec):
         assert coded < 1e-3 * untrained
 
 
-def refused(rank: int, size: int) -> dict[str, str]:
-    model = start()
-
-    def text(make_one: Any) -> str:
-        try:
-            make_one()
-        except (ValueError, TypeError) as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    def sgd(**more: Any) -> torch.optim.SGD:
-        return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **more})
-
-    def coded(**more: Any) -> pycomm.CodedSGD:
-        return pycomm.CodedSGD(model.parameters(), model=model, **more)
-
-    return {
-        "momentum": text(lambda: coded(momentum=1.0)),
-        "text": text(lambda: coded(momentum="much")),
-        "lr": text(lambda: coded(lr=-1.0)),
-        "unbiased": text(lambda: coded(codec="eden:bits=1")),
-        "nesterov": text(lambda: pycomm.code_optimizer(sgd(nesterov=True), model)),
-        "dampening": text(lambda: pycomm.code_optimizer(sgd(dampening=0.5), model)),
-        "none": text(lambda: pycomm.code_optimizer(sgd(momentum=0.0), model)),
-        "bare": text(lambda: pycomm.CodedSGD(model.parameters(), model=model.module)),
-    }
-
-
-def test_bad_options_are_refused(pool):
-    words = {
-        "momentum": "ValueError: CodedSGD: momentum=1.0 must be from 0 to below 1",
-        "text": "TypeError: momentum",
-        "lr": "ValueError: CodedSGD: lr=-1.0",
-        "unbiased": "scale=mmse",
-        "nesterov": "CodedSGD has no nesterov",
-        "dampening": "CodedSGD has no dampening",
-        "none": "no momentum that could travel",
-        "bare": "TypeError: CodedSGD takes a model wrapped",
-    }
-    for found in pool.run(refused):
-        for what, text in words.items():
-            assert text in found[what], (what, found[what])
-
-
-def differ(rank: int, size: int) -> str:
-    model = start()
-    try:
-        pycomm.CodedSGD(model.parameters(), momentum=0.9 - 0.1 * rank, model=model)
-    except WireMismatch as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_of_different_momentum_get_an_error_each(pool):
-    assert all("rank" in text for text in pool.run(differ))
-
-
-def unused(rank: int, size: int) -> list[torch.Tensor]:
-    model = DistributedDataParallel(Chosen(), find_unused_parameters=True)
-    optimizer = pycomm.CodedSGD(model.parameters(), model=model, codec="sign", **SIZES)
-    for step in range(6):
-        names = list(SHAPES) if step % 2 else ["small", "bias"]
-        optimizer.zero_grad()
-        model(gradients(rank, step, names)).backward()
-        optimizer.step()
-    return values(model)
-
-
-def test_parameters_may_be_unused_in_some_steps(pool):
-    first, second = pool.run(unused)
-    assert equal(first, second)
-
-
 ON_NODES = """
 import sys, torch, torch.distributed as dist
 from tests.torch.optim.test_coded_sgd import make, train, values
@@ -316,7 +177,7 @@ dist.destroy_process_group()
 """
 
 
-def test_where_nodes_code_sums_ranks_go_on_from_the_momentum(tmp_path):
+def test_nodes_that_code_sums_keep_the_momentum(tmp_path):
     """Two nodes of two ranks: none has sent anything of its own."""
     ranks = [
         Interpreter(

@@ -15,6 +15,7 @@ import pycomm
 from pycomm.errors import Error
 from tests.torch.hooks.test_ddp_compress import equal
 from tests.torch.optim.test_owned_parameters import batch, net, train, values
+from tests.torch.pool import on_ranks
 
 OLD = {
     "adamw": lambda params: torch.optim.AdamW(params, 1.0),
@@ -23,7 +24,9 @@ OLD = {
 every = pytest.mark.parametrize("which", OLD)
 
 
-def scheduled(rank: int, size: int, which: str) -> None:
+@on_ranks(2)
+@every
+def test_a_scheduler_that_was_made_before_sets_the_rates(rank, size, which):
     model = DistributedDataParallel(net())
     old = OLD[which](model.parameters())
     scheduler = lr_scheduler.LambdaLR(old, lambda step: 0.1**step)
@@ -43,12 +46,9 @@ def scheduled(rank: int, size: int, which: str) -> None:
     assert old.param_groups is new.param_groups
 
 
+@on_ranks(2)
 @every
-def test_a_scheduler_that_was_made_before_sets_the_rates(pool, which):
-    pool.run(scheduled, which)
-
-
-def cycles(rank: int, size: int, which: str) -> None:
+def test_schedulers_of_before_and_after_do_the_same(rank, size, which):
     """Schedulers of momentum find the setting, and all ends where new ones bring it."""
     found = []
     for before in (True, False):
@@ -62,11 +62,6 @@ def cycles(rank: int, size: int, which: str) -> None:
             scheduler.step()
         found.append(values(model))
     assert equal(*found)
-
-
-@every
-def test_schedulers_of_before_and_after_do_the_same(pool, which):
-    pool.run(cycles, which)
 
 
 def used_on(rank: int, size: int, which: str) -> list[str]:
@@ -106,7 +101,9 @@ def test_the_old_optimizer_raises_and_says_what_helps(pool, which):
         assert "replaced before" in again
 
 
-def goes_back(rank: int, size: int, which: str) -> None:
+@on_ranks(2)
+@every
+def test_the_way_back_takes_its_own_options(rank, size, which):
     """Settings that torch's optimizer has left in the groups are not those of another one."""
     model = DistributedDataParallel(net())
     old = OLD[which](model.parameters())
@@ -119,8 +116,3 @@ def goes_back(rank: int, size: int, which: str) -> None:
         pycomm.code_optimizer(refused, model)
     except ValueError:
         refused.step()  # it stays what it was
-
-
-@every
-def test_the_way_back_takes_its_own_options(pool, which):
-    pool.run(goes_back, which)

@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.errors import Error
 from tests.extent import pairs
-from tests.torch.harness import equal
+from tests.torch.harness import all_equal, equal
 from tests.torch.optim.test_owned_parameters import batch, net
+from tests.torch.pool import on_ranks
 
 # The squares between two exchanges are not a part of a state: refresh=1 has none. Without rebuilt
 # buckets after the first step a loaded state has the layout of the saved one.
@@ -113,7 +114,13 @@ def load(model: Any, optimizer: Any, saved: Any, order: Any, by: str) -> None:
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
 
-def goes_on(rank: int, size: int, which: str, part: int) -> None:
+PARTS = 3  # tests, since a case takes a second
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("which", [*OPTIMIZERS, "sharded"])
+def test_training_goes_on_wherever_a_state_is_loaded(rank, size, which, part):
     model, optimizer = fresh(which)
     train(model, optimizer, rank, range(4))
     saved: Any = {
@@ -134,17 +141,12 @@ def goes_on(rank: int, size: int, which: str, part: int) -> None:
         assert equal(values(again), values(model)), (point.__name__, order, by)
 
 
-PARTS = 3  # tests, since a case takes a second
 CASES = pairs(list(POINTS), list(ORDERS), list(BY))
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@on_ranks(2)
 @pytest.mark.parametrize("which", [*OPTIMIZERS, "sharded"])
-def test_training_goes_on_wherever_a_state_is_loaded(pool, which, part):
-    pool.run(goes_on, which, part)
-
-
-def keeps_dtypes(rank: int, size: int, which: str) -> None:
+def test_states_of_a_16_bit_model_keep_their_dtypes(rank, size, which):
     model, optimizer = fresh(which, torch.bfloat16)
     train(model, optimizer, rank, range(4))
     saved = copy.deepcopy(
@@ -164,12 +166,8 @@ def keeps_dtypes(rank: int, size: int, which: str) -> None:
     assert equal(values(model), values(again))
 
 
-@pytest.mark.parametrize("which", [*OPTIMIZERS, "sharded"])
-def test_states_of_a_16_bit_model_keep_their_dtypes(pool, which):
-    pool.run(keeps_dtypes, which)
-
-
-def by_a_hook(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_hooks_of_a_load_are_heeded(rank, size):
     """A hook of the user's may change what is loaded."""
     model, optimizer = fresh("adamw", torch.bfloat16)
     train(model, optimizer, rank, range(2))
@@ -185,11 +183,9 @@ def by_a_hook(rank: int, size: int) -> None:
     assert torch.equal(optimizer.state[model.module[0].weight]["row"], 2 * before)
 
 
-def test_hooks_of_a_load_are_heeded(pool):
-    pool.run(by_a_hook)
-
-
-def keeps_groups(rank: int, size: int, which: str) -> None:
+@on_ranks(2)
+@every
+def test_the_groups_stay_the_same_objects(rank, size, which):
     model, optimizer = fresh(which)
     held = optimizer.param_groups
     saved = copy.deepcopy(optimizer.state_dict())
@@ -198,11 +194,6 @@ def keeps_groups(rank: int, size: int, which: str) -> None:
     assert optimizer.param_groups is held
     assert held[0]["lr"] == 0.25
     assert held[0]["params"][0] is next(model.parameters())
-
-
-@every
-def test_the_groups_stay_the_same_objects(pool, which):
-    pool.run(keeps_groups, which)
 
 
 def steps_too_early(rank: int, size: int) -> str:
@@ -219,11 +210,13 @@ def steps_too_early(rank: int, size: int) -> str:
     return ""
 
 
-def test_a_step_by_the_momentum_of_before_a_load_is_refused(pool):
+def test_a_step_by_momentum_before_a_load_is_refused(pool):
     assert all("a state was loaded after the last backward" in t for t in pool.run(steps_too_early))
 
 
-def begins_at_rate_zero(rank: int, size: int, which: str) -> list[torch.Tensor]:
+@on_ranks(2, then=all_equal)
+@every
+def test_a_rate_that_begins_at_zero(rank, size, which):
     """A learning rate that begins at zero is no template for a checkpoint, even if a rank's
     gradients are zero."""
     model, optimizer = fresh(which)
@@ -235,9 +228,3 @@ def begins_at_rate_zero(rank: int, size: int, which: str) -> list[torch.Tensor]:
     optimizer.param_groups[0]["lr"] = 1e-2
     train(model, optimizer, rank, range(1, 4))
     return values(model)
-
-
-@every
-def test_a_rate_that_begins_at_zero(pool, which):
-    first, second = pool.run(begins_at_rate_zero, which)
-    assert equal(first, second)

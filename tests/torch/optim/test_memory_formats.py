@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from tests.torch.harness import equal, near
+from tests.torch.harness import all_equal, equal, near
+from tests.torch.pool import on_ranks
 
 SHAPES = {"filters": (64, 8, 3, 3), "turned": (96, 40), "bias": (7,)}
 
@@ -90,7 +91,7 @@ def alike(rank: int, size: int, name: str, options: dict[str, Any]) -> list[torc
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_ends_where_it_does_with_contiguous_ones(pool, name):
+def test_memory_formats_change_no_result(pool, name):
     found = pool.run(alike, name, {})
     assert equal(*found)
 
@@ -101,7 +102,8 @@ def test_backwards_that_add_up_and_gradients_in_buckets(pool, options):
     assert equal(*found)
 
 
-def moves_on(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_checkpoints_move_between_formats(rank, size):
     """A checkpoint of a channels_last model is that of a contiguous one, and the reverse."""
     for strided in (True, False):
         _, one, model = train(rank, "AdamW, sign", strided=strided)
@@ -117,11 +119,9 @@ def moves_on(rank: int, size: int) -> None:
         assert other.module.filters.is_contiguous() == strided
 
 
-def test_checkpoints_move_between_formats(pool):
-    pool.run(moves_on)
-
-
-def averages(rank: int, size: int, codec: str) -> list[torch.Tensor]:
+@on_ranks(2, then=all_equal)
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_compressed_gradients_are_those_of_contiguous_ones(rank, size, codec):
     """What is coded in the order of memory has other blocks, and the same sums."""
     models = [DistributedDataParallel(Model(strided=strided)) for strided in (True, False)]
     for model in models:
@@ -131,8 +131,3 @@ def averages(rank: int, size: int, codec: str) -> list[torch.Tensor]:
     for one, other in zip(strided, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0 if codec == "fp32" else 0.02)
     return strided
-
-
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
-def test_compressed_gradients_are_those_of_contiguous_ones(pool, codec):
-    assert equal(*pool.run(averages, codec))

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.errors import Error
-from tests.torch.harness import equal
+from tests.torch.harness import all_equal, equal
+from tests.torch.pool import on_ranks
 
 Make = Callable[..., Any]
 OPTIMIZERS: dict[str, Make] = {
@@ -48,15 +49,13 @@ def train(model: nn.Module, optimizers: Any, rank: int, steps: range) -> None:
             optimizer.step()
 
 
-def assert_alike(pool: Any, check: Callable[..., Any], *args: Any) -> None:
-    first, *others = pool.run(check, *args)
-    assert all(equal(first, other) for other in others)
-
-
 # ---------------------------------------------------------------- other optimizers' parameters
 
 
-def of_two_optimizers(rank: int, size: int, which: str, bucket_mb: float) -> list[torch.Tensor]:
+@on_ranks(2, then=all_equal)
+@every
+@pytest.mark.parametrize("bucket_mb", [25.0, 1e-6])  # one bucket for all, and one for each
+def test_parameters_of_another_optimizer_are_averaged(rank, size, which, bucket_mb):
     model = DistributedDataParallel(net(), bucket_cap_mb=bucket_mb)
     parts = list(model.parameters())
     coded = OPTIMIZERS[which]([p for p in parts if p.ndim > 1], model)
@@ -67,13 +66,8 @@ def of_two_optimizers(rank: int, size: int, which: str, bucket_mb: float) -> lis
     return values(model)
 
 
-@every
-@pytest.mark.parametrize("bucket_mb", [25.0, 1e-6])  # one bucket for all, and one for each
-def test_parameters_of_another_optimizer_are_averaged(pool, which, bucket_mb):
-    assert_alike(pool, of_two_optimizers, which, bucket_mb)
-
-
-def as_torch(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_others_gradients_are_those_of_ddp(rank, size):
     """What CodedSGD does not have gets the gradients of DDP without a hook, to the bit."""
     gradients = []
     for coded in (True, False):
@@ -85,11 +79,8 @@ def as_torch(rank: int, size: int) -> None:
     assert equal(*gradients)
 
 
-def test_others_gradients_are_those_of_ddp(pool):
-    pool.run(as_torch)
-
-
-def beside_a_sparse_one(rank: int, size: int) -> list[torch.Tensor]:
+@on_ranks(2, then=all_equal)
+def test_another_optimizers_sparse_gradients_are_averaged(rank, size):
     torch.manual_seed(0)
     words, line = nn.Embedding(9, 40, sparse=True), nn.Linear(40, 40)
     model = DistributedDataParallel(nn.Sequential(words, line))
@@ -101,10 +92,6 @@ def beside_a_sparse_one(rank: int, size: int) -> list[torch.Tensor]:
         coded.step()
         other.step()
     return values(model)
-
-
-def test_sparse_gradients_of_another_optimizer_are_averaged(pool):
-    assert_alike(pool, beside_a_sparse_one)
 
 
 def scaled(rank: int, size: int, which: str) -> tuple[list[torch.Tensor], float]:
@@ -130,7 +117,7 @@ def scaled(rank: int, size: int, which: str) -> tuple[list[torch.Tensor], float]
 
 
 @every
-def test_an_overflow_reaches_all_ranks_beside_another_optimizer(pool, which):
+def test_an_overflow_beside_another_optimizer(pool, which):
     (first, one), (second, two) = pool.run(scaled, which)
     assert one == two == 512
     assert equal(first, second)
@@ -139,7 +126,10 @@ def test_an_overflow_reaches_all_ranks_beside_another_optimizer(pool, which):
 # ---------------------------------------------------------------- groups that come later
 
 
-def adds(rank: int, size: int, which: str, when: str) -> list[torch.Tensor]:
+@on_ranks(2, then=all_equal)
+@every
+@pytest.mark.parametrize("when", ["after a step", "after a backward"])
+def test_a_group_that_is_added_later_travels_coded(rank, size, which, when):
     model = DistributedDataParallel(net())
     parts = list(model.parameters())
     optimizer = OPTIMIZERS[which](parts[2:], model)
@@ -166,13 +156,8 @@ def adds(rank: int, size: int, which: str, when: str) -> list[torch.Tensor]:
     return values(model)
 
 
-@every
-@pytest.mark.parametrize("when", ["after a step", "after a backward"])
-def test_a_group_that_is_added_later_travels_coded(pool, which, when):
-    assert_alike(pool, adds, which, when)
-
-
-def adds_to_shards(rank: int, size: int) -> list[torch.Tensor]:
+@on_ranks(2, then=all_equal)
+def test_a_later_group_of_shards_travels_coded(rank, size):
     model: Any = fully_shard(net())
     parts = list(model.parameters())
     optimizer = OPTIMIZERS["adamw"](parts[2:], model)
@@ -184,10 +169,6 @@ def adds_to_shards(rank: int, size: int) -> list[torch.Tensor]:
     assert not torch.equal(before, parts[0].full_tensor())
     assert "row" in optimizer.state[parts[0]]
     return [p.full_tensor().detach() for p in parts]
-
-
-def test_a_group_of_shards_that_is_added_later_travels_coded(pool):
-    assert_alike(pool, adds_to_shards)
 
 
 def adds_wrongly(rank: int, size: int, which: str) -> list[str]:
@@ -219,7 +200,10 @@ def test_a_group_that_does_not_fit_is_refused(pool, which):
 # ---------------------------------------------------------------- freeze and thaw
 
 
-def freezes(rank: int, size: int, which: str, to_none: bool) -> list[torch.Tensor]:
+@on_ranks(2, then=all_equal)
+@every
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_layer_is_frozen_and_thawed(rank, size, which, to_none):
     model = DistributedDataParallel(net(), find_unused_parameters=True)
     optimizer = OPTIMIZERS[which](model.parameters(), model)
     for step in range(9):
@@ -235,13 +219,9 @@ def freezes(rank: int, size: int, which: str, to_none: bool) -> list[torch.Tenso
     return values(model)
 
 
+@on_ranks(2, then=all_equal)
 @every
-@pytest.mark.parametrize("to_none", [True, False])
-def test_a_layer_is_frozen_and_thawed(pool, which, to_none):
-    assert_alike(pool, freezes, which, to_none)
-
-
-def frozen_while_made(rank: int, size: int, which: str) -> list[torch.Tensor]:
+def test_a_layer_frozen_at_construction(rank, size, which):
     """Frozen when the optimizer is made, and not when the model is wrapped."""
     model = DistributedDataParallel(net(), find_unused_parameters=True)
     model.module[0].requires_grad_(False)
@@ -252,11 +232,6 @@ def frozen_while_made(rank: int, size: int, which: str) -> list[torch.Tensor]:
     train(model, [optimizer], rank, range(2, 5))
     assert not torch.equal(before[0], model.module[0].weight)
     return values(model)
-
-
-@every
-def test_a_layer_that_was_frozen_while_the_optimizer_was_made(pool, which):
-    assert_alike(pool, frozen_while_made, which)
 
 
 def frozen_while_wrapped(rank: int, size: int, which: str) -> Any:
@@ -275,7 +250,7 @@ def frozen_while_wrapped(rank: int, size: int, which: str) -> Any:
 
 
 @every
-def test_a_layer_that_was_frozen_while_the_model_was_wrapped(pool, which):
+def test_a_layer_frozen_at_wrapping(pool, which):
     first, second = pool.run(frozen_while_wrapped, which)
     if which == "sgd":  # whose step averages what it has
         assert equal(first, second)
@@ -304,7 +279,8 @@ def test_sgd_refuses_what_ranks_have_for_themselves(pool):
 # ---------------------------------------------------------------- copies
 
 
-def copies(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_models_with_every_hook_are_copied_and_saved(rank, size):
     attached: dict[str, Callable[[DistributedDataParallel], Any]] = {
         "compress": lambda model: pycomm.compress(model, "int4"),
         **{
@@ -326,7 +302,3 @@ def copies(rank: int, size: int) -> None:
             copied(batch(rank, 0)).square().mean().backward()
             attach(copied)  # a copy has no hook, and takes one
         train(model, [optimizer], rank, range(2, 4))
-
-
-def test_models_with_every_hook_are_copied_and_saved(pool):
-    pool.run(copies)

@@ -18,16 +18,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.errors import Error
 from pycomm.feedback import storage
 from tests.torch.fsdp.test_compress import SHAPES, gradients, whole
-from tests.torch.harness import Chosen, equal, near, values
+from tests.torch.harness import Chosen, all_equal, equal, near, values
 from tests.torch.optim.plain_agreement import SIZES, PlainAdamW
-from tests.torch.optim.test_coded_adamw import alike
+from tests.torch.optim.test_loops import assert_alike
+from tests.torch.pool import on_ranks
 
 UNIT = 0.01  # so that no parameter is 0
 EXACTLY = "residual:storage=float32"
@@ -72,31 +71,25 @@ def integers(rank: int, number: int, shapes: Any = EVEN) -> dict[str, torch.Tens
 # ---------------------------------------------------------------- the formula
 
 
-def against_the_formula(rank: int, size: int, codec: str) -> list[torch.Tensor]:
-    model, optimizer = make(size, codec, refresh=1)
-    plain = {
-        n: PlainAdamW(whole(getattr(model, n)).detach(), size, codec, size)
-        for n in ("big", "small")
-    }
+@on_ranks(then=all_equal)
+@pytest.mark.parametrize(("shape", "ranks"), [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3)])
+@pytest.mark.parametrize("codec", ["sign", "topk:0.02"])
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_a_step_is_that_of_the_formula(rank, size, shape, codec):
+    model, optimizer = make(size, codec, shape, refresh=1)
+    named = dict(getattr(model, "module", model).named_parameters())
+    shards = size if shape == "fsdp" else 1
+    plain = {n: PlainAdamW(whole(named[n]).detach(), size, codec, shards) for n in ("big", "small")}
     for number in range(6):
         step(model, optimizer, gradients(rank, number))
         for name, reference in plain.items():
             reference.step([gradients(r, number)[name] for r in range(size)])
+            here = named[name]
             # Round-off of float32 in another order, times the steps. A sign that round-off turns
             # would be an error of a thousand times that.
-            torch.testing.assert_close(
-                whole(getattr(model, name)), reference.x, rtol=1e-4, atol=2e-6
-            )
+            torch.testing.assert_close(whole(here), reference.x, rtol=1e-4, atol=2e-6)
+            torch.testing.assert_close(whole(here.grad), reference.m, rtol=1e-4, atol=1e-5)
     return values(model)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_step_is_that_of_the_formula(pool, ranks):
-    for codec in ("sign", "topk:0.02"):
-        native = pool.run(against_the_formula, codec, ranks=ranks)
-        assert all(equal(result, native[0]) for result in native)
-        if ranks == 2:  # the sum of more numbers depends on the order in which a backend adds them
-            assert equal(native[0], pool.run(against_the_formula, codec, backend="gloo")[0])
 
 
 # ---------------------------------------------------------------- that of DDP
@@ -120,12 +113,13 @@ def test_replicas_have_the_bits_of_ddp(pool):
     pool.run(beside_ddp, "replicate", "sign", False)
 
 
-def test_shards_have_the_bits_of_ddp_if_ranks_have_the_same_gradients(pool):
+def test_shards_of_equal_gradients_have_the_bits_of_ddp(pool):
     """Of a codec that sends values as they are: else what was sent is known to round-off."""
     pool.run(beside_ddp, "fsdp", SENT_AS_IT_IS, True)
 
 
-def replicas_of_shards(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_replicas_of_shards_have_the_bits_of_ddp(rank, size):
     """Two replicas with one gradient each are DDP on two ranks."""
     model, optimizer = make(size, "sign", "hsdp", EVEN, refresh=2)
     group = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
@@ -141,108 +135,17 @@ def replicas_of_shards(rank: int, size: int) -> None:
     assert equal(values(model), values(plain))
 
 
-def test_replicas_of_shards_have_the_bits_of_ddp(pool):
-    pool.run(replicas_of_shards, ranks=4)
-
-
-# ---------------------------------------------------------------- training loops
-
-
-def accumulates(rank: int, size: int, shape: str) -> None:
-    (a, one), (b, two) = make(size, shape=shape), make(size, shape=shape)
-    for number in range(3):
-        first, second = integers(rank, number, SHAPES), integers(rank, number + 50, SHAPES)
-        step(a, one, {name: first[name] + second[name] for name in first})
-        two.zero_grad()
-        b.set_requires_gradient_sync(False)
-        b(first).backward()
-        b.set_requires_gradient_sync(True)
-        b(second).backward()
-        two.step()
-    assert equal(values(a), values(b))
-    assert alike(one, two)
-
-
-def two_backwards(rank: int, size: int, shape: str) -> None:
-    """The momentum of two reductions: b m + (1 - b) (g1 + g2), since nothing is left over."""
-    model, optimizer = make(size, "topk:1.0", shape)
-    betas: dict[str, float] = {}
-    for number in range(3):
-        before = {
-            n: whole(optimizer.state[getattr(model, n)]["exp_avg"]).clone() if number else 0.0
-            for n in ("big", "small")
-        }
-        step(model, optimizer, *(gradients(rank, 10 * number + part) for part in range(2)))
-        for name, moment in optimizer.compression.moments.items():
-            given = [gradients(r, 10 * number + p)[name] for r in range(size) for p in range(2)]
-            b = betas.get(name, 0.0)
-            want = (1 - b) * sum(given) / size + b * before[name]
-            # Round-off of a dozen operations on values of about 1.
-            got = whole(getattr(model, name).grad)
-            if number:
-                torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
-            betas[name] = moment.beta
-
-
-def thrown_away(rank: int, size: int, shape: str, to_none: bool) -> None:
-    (a, one), (b, two) = make(size, shape=shape), make(size, shape=shape)
-    for number in range(4):
-        step(a, one, gradients(rank, number))
-        two.zero_grad(set_to_none=to_none)
-        b(gradients(rank, number + 50)).backward()
-        two.zero_grad(set_to_none=to_none)
-        b(gradients(rank, number)).backward()
-        two.step()
-    assert equal(values(a), values(b))
-    one.compression.settle()
-    assert alike(one, two)
-
-
-def overflows(rank: int, size: int, shape: str) -> None:
-    a, one = make(size, shape=shape)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
-    b, two = make(size, shape=shape, scaler=scaler)
-    for number in range(5):
-        if number != 2:
-            step(a, one, gradients(rank, number))
-        two.zero_grad()
-        given = gradients(rank, number)
-        if number == 2 and rank == size - 1:
-            given["big"][3, 4] = float("inf")
-        scaler.scale(b(given)).backward()
-        scaler.step(two)
-        scaler.update()
-    assert scaler.get_scale() == 512
-    assert two.compression.overflows == 1
-    # The loss scale is a power of two, so it changes no bit.
-    assert equal(values(a), values(b))
-    assert alike(one, two)
-
-
-@pytest.mark.parametrize(("shape", "ranks"), [("fsdp", 2), ("hsdp", 4)])
-class TestLoops:
-    def test_gradients_accumulate_without_synchronization(self, pool, shape, ranks):
-        pool.run(accumulates, shape, ranks=ranks)
-
-    def test_two_backwards_before_a_step_add_up(self, pool, shape, ranks):
-        pool.run(two_backwards, shape, ranks=ranks)
-
-    def test_gradients_that_are_thrown_away_leave_nothing(self, pool, shape, ranks):
-        for to_none in (True, False):
-            pool.run(thrown_away, shape, to_none, ranks=ranks)
-
-    def test_a_step_that_overflows_leaves_no_trace(self, pool, shape, ranks):
-        pool.run(overflows, shape, ranks=ranks)
-
-
-def exactly(rank: int, size: int) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("shape", ["ddp", "fsdp"])
+def test_exact_parameters_move_as_with_adamw(rank, size, shape):
     """A codec that is exact, clipped by norm, with two groups: torch's AdamW."""
-    a, b = wrapped("fsdp", size), wrapped("fsdp", size)
+    a, b = wrapped(shape, size), wrapped(shape, size)
     results = []
     for model, kind in ((a, pycomm.CodedAdamW), (b, torch.optim.AdamW)):
         coded = kind is pycomm.CodedAdamW
         options = {"model": model, "codec": "fp32"} if coded else {}
-        groups = [{"params": [model.big]}, {"params": [model.small, model.bias], "lr": 0.1}]
+        big, *others = model.parameters()
+        groups = [{"params": [big]}, {"params": others, "lr": 0.1}]
         optimizer = kind(groups, **SIZES, **options)
         for number in range(3):
             optimizer.zero_grad()
@@ -251,10 +154,6 @@ def exactly(rank: int, size: int) -> None:
             optimizer.step()
         results.append(values(model))
     assert near(*results)
-
-
-def test_exact_parameters_move_as_with_adamw(pool):
-    pool.run(exactly, ranks=3)
 
 
 # ---------------------------------------------------------------- state
@@ -277,7 +176,7 @@ def saves(rank: int, size: int, path: str) -> tuple[dict[str, Any], list[torch.T
         for one, other in ((model, optimizer), (again, loaded)):
             step(one, other, gradients(rank, number))
     assert equal(values(model), values(again))
-    assert alike(optimizer, loaded)
+    assert_alike(optimizer, loaded)
     return before, []
 
 
@@ -316,7 +215,7 @@ def loads(rank: int, size: int, path: str) -> dict[str, Any]:
     return found
 
 
-def test_a_checkpoint_goes_on_with_the_same_bits_and_on_other_ranks(pool, tmp_path):
+def test_a_checkpoint_goes_on_with_the_same_bits(pool, tmp_path):
     before = pool.run(saves, str(tmp_path), ranks=2)[0][0]
     for name in ("big", "small"):  # the ranks' mean of what they have sent is the momentum
         torch.testing.assert_close(before[f"{name}.sent"], before[f"{name}.momentum"])
@@ -363,51 +262,6 @@ def in_16_bits(rank: int, size: int) -> list[int]:
     return [storage.count("bf16", 256 * 256, 2), sent.numel() * sent.element_size()]
 
 
-def test_what_was_sent_of_large_parameters_is_kept_in_16_bits(pool):
+def test_sent_values_of_large_parameters_use_16_bits(pool):
     for want, got in pool.run(in_16_bits):
         assert want == got
-
-
-# ---------------------------------------------------------------- what is refused
-
-
-def refused(rank: int, size: int) -> dict[str, str]:
-    def text(act: Any) -> str:
-        try:
-            act()
-        except (Error, TypeError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    def make_one(model: nn.Module) -> str:
-        return text(lambda: pycomm.CodedAdamW(model.parameters(), model=model))
-
-    columns = fully_shard(nn.Linear(64, 64), shard_placement_fn=lambda p: Shard(p.ndim - 1))
-    divided = wrapped("fsdp", size)
-    divided.set_gradient_divide_factor(3.0)
-    partly, optimizer = make(size)
-    step(partly, optimizer, gradients(rank, 0))
-    later, _ = make(size)
-    later.set_gradient_divide_factor(3.0)
-    twice = wrapped("fsdp", size)
-    pycomm.compress(twice, "int8")
-    return {
-        "columns": make_one(columns),
-        "divided": make_one(divided),
-        "twice": make_one(twice),
-        "partly": text(lambda: partly(gradients(rank, 1, ["big"])).backward()),
-        "later": text(lambda: later(gradients(rank, 1)).backward()),
-    }
-
-
-def test_what_cannot_work_is_refused(pool):
-    words = {
-        "columns": "ValueError: CodedAdamW: weight is sharded by dimension 1",
-        "divided": "Error: torch sums the gradients",
-        "twice": "Error: this model, or a part of it, is compressed already",
-        "partly": "set_reduce_scatter_unused_params(True)",
-        "later": "torch sums the gradients",
-    }
-    for found in pool.run(refused):
-        for what, text in words.items():
-            assert text in found[what], (what, found[what])

@@ -77,7 +77,7 @@ def with_a_jump_in_shards(rank: int, size: int) -> float:
     return float(sum(moved[10:]).square().mean().sqrt())
 
 
-def test_a_jump_of_the_gradients_of_shards_moves_values_little(pool):
+def test_a_jump_in_shards_moves_values_little(pool):
     assert max(pool.run(with_a_jump_in_shards, ranks=3)) < 6
 
 
@@ -111,7 +111,7 @@ def of_all_ranks(rank: int, size: int, which: str, refresh: int) -> list[list[to
 
 @pytest.mark.parametrize("refresh", [1, 4])
 @pytest.mark.parametrize("which", ["adamw", "sharded", "sgd"])
-def test_squares_that_overflow_on_one_rank_leave_ranks_alike(pool, which, refresh):
+def test_overflowing_squares_leave_ranks_alike(pool, which, refresh):
     first, second = pool.run(of_all_ranks, which, refresh)
     for one, other in zip(first, second, strict=True):
         assert equal(one, other)

@@ -21,6 +21,7 @@ from pycomm.policy import Decision, Parameter
 from pycomm.reduction import two_shot
 from pycomm.reduction.bucket import Bucket
 from tests.collectives.coded.test_contract import KINDS, OFFSETS, SIZES, describe, gradient, model
+from tests.torch.pool import on_ranks
 
 SEED, STEP = 77, 5
 
@@ -83,7 +84,9 @@ def bucket_of(kind: dict[str, Any], ranks: int, rows: int = 1) -> Bucket:
     return Bucket(decisions, range(len(SIZES)), residuals, torch.device("cpu"), rows=rows)
 
 
-def reduce(rank: int, ranks: int, kind: dict[str, Any]) -> None:
+@on_ranks(3, backend="gloo")
+@pytest.mark.parametrize("kind", KINDS, ids=describe)
+def test_values_of_the_model(rank, ranks, kind):
     group = dist.group.WORLD
     gradients = [gradient(r)[0] for r in range(ranks)]
     values = torch.from_numpy(gradients[rank].copy())
@@ -109,8 +112,3 @@ def reduce(rank: int, ranks: int, kind: dict[str, Any]) -> None:
         for r, g in enumerate(gradients):
             alone, _, _ = model(kind, [g[part]], 1, None)
             assert np.array_equal(gathered[r, part].numpy(), alone)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=describe)
-def test_values_of_the_model(pool, kind):
-    pool.run(reduce, kind, backend="gloo", ranks=3)

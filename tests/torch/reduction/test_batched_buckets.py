@@ -23,6 +23,7 @@ from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.coding import Coder, Run, whole
 from pycomm.reduction.payloads import Payloads
 from tests.extent import pairs
+from tests.torch.pool import on_ranks
 from tests.torch.reduction.test_saved_state import PATIENT
 
 SIZES = [0, 1000, 1, 4099, 0, 77, 20011, 300, 3, 129]
@@ -100,14 +101,14 @@ def sent_bytes() -> Iterator[list[bytes]]:
     sent: list[bytes] = []
     to_all, gathered = dist.all_to_all_single, payloads._gather
 
-    def all_to_all(out: torch.Tensor, given: torch.Tensor, *args: Any, **options: Any) -> None:
+    def all_to_all(out: torch.Tensor, given: torch.Tensor, *args: Any, **options: Any) -> Any:
         sent.append(given.contiguous().view(torch.uint8).numpy().tobytes())
-        to_all(out, given, *args, **options)
+        return to_all(out, given, *args, **options)
 
-    def gather(out: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup) -> None:
-        gathered(out, given, group)
+    def gather(out: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup) -> Any:
         # Behind shorter payloads there is memory that means nothing.
         sent.append(given.contiguous().view(torch.uint8).numpy().tobytes()[:4])
+        return gathered(out, given, group)
 
     dist.all_to_all_single, payloads._gather = all_to_all, gather
     try:
@@ -224,7 +225,9 @@ def test_payloads_that_end_too_early():
             batched.add_up(values, 0, Payloads(memory, places))
 
 
-def announce(rank: int, ranks: int, size: int) -> None:
+@on_ranks(2, backend="gloo")
+@pytest.mark.parametrize("size", [-4, 6, 2**40])
+def test_announced_sizes_that_cannot_be(rank, ranks, size):
     side = Side("variable", None, "all_reduce", batched=True)
     if rank == 1:
         ours = torch.full((ranks,), size)
@@ -232,11 +235,6 @@ def announce(rank: int, ranks: int, size: int) -> None:
         return
     with pytest.raises(WireMismatch, match=f"rank 1 is to send {size} bytes"):
         side.run(torch.ones(1, side.bucket.numel), 0)
-
-
-@pytest.mark.parametrize("size", [-4, 6, 2**40])
-def test_announced_sizes_that_cannot_be(pool, size):
-    pool.run(announce, size, ranks=2, backend="gloo")
 
 
 def test_runs_that_cannot_be_cut_so():

@@ -16,6 +16,7 @@ from pycomm.reduction import two_shot
 from pycomm.reduction.bucket import Bucket
 from tests.extent import each_pair, each_value
 from tests.torch.harness import same_bits
+from tests.torch.pool import on_ranks
 
 STOCHASTIC = "quant:bits=4,block=64,rounding=stochastic"
 SIZES = [1000, 1, 4099, 0, 20011, 300]
@@ -149,7 +150,8 @@ def test_small_floats_are_rounded_once(pool, dtype, name):
     pool.run(small_floats, dtype, name, backend=name)
 
 
-def half_precision(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_16_bit_floats_and_wrong_arguments(rank, ranks):
     side = Side("exact", ranks, rows=ranks)
     native, numel = backend.find(), side.bucket.numel
     x = torch.full((ranks, numel), float(rank + 1), dtype=torch.bfloat16)
@@ -176,10 +178,6 @@ def half_precision(rank: int, ranks: int) -> None:
         native.compressed_reduce_scatter(out, x, one_row, side.bucket.sides, **side.step(0))
 
 
-def test_16_bit_floats_and_wrong_arguments(pool):
-    pool.run(half_precision)
-
-
 def overflow(rank: int, ranks: int, backend_name: str) -> tuple[bool, bool]:
     side = Side("recode", ranks, rows=ranks)
     numel = side.bucket.numel
@@ -198,5 +196,5 @@ def overflow(rank: int, ranks: int, backend_name: str) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("name", ["pycomm", "gloo"])
-def test_every_rank_knows_of_an_overflow_in_a_row_of_another(pool, name):
+def test_every_rank_knows_of_an_overflow(pool, name):
     assert pool.run(overflow, name, backend=name) == [(False, True), (False, False)]

@@ -14,6 +14,8 @@ from pycomm.policy import Parameter, Policy
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.powersgd import Exchange, Factor, Memory
 from tests.extent import each_value
+from tests.torch.harness import all_equal
+from tests.torch.pool import on_ranks
 
 SHAPES = [{"a": (64, 96), "bias": (50,), "b": (30, 8, 10)}, {"c": (128, 40), "small": (4, 4)}]
 
@@ -94,7 +96,9 @@ def mean(step: int, size: int, **options: Any) -> list[torch.Tensor]:
     return [sum(parts) / size for parts in zip(*everybody, strict=True)]
 
 
-def check_exact(rank: int, size: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_a_mean_of_that_rank_is_exact(rank, size):
     model = Model("powersgd:rank=3", dist.group.WORLD)
     got, finite = model.average(gradients(rank, 0, rank_of_mean=3))
     assert finite
@@ -103,12 +107,8 @@ def check_exact(rank: int, size: int) -> None:
         torch.testing.assert_close(g, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_a_mean_of_that_rank_is_exact(pool, backend):
-    pool.run(check_exact, backend=backend)
-
-
-def check_turns(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_alternate_turns_reach_the_mean(rank, size):
     """A constant mean is exact once both factors have been updated from it."""
     model = Model("powersgd:rank=3,alternate=1", dist.group.WORLD)
     got = [torch.zeros_like(g) for g in gradients(rank, 0)]
@@ -122,11 +122,11 @@ def check_turns(rank: int, size: int) -> None:
         assert o.norm() < 1e-4 * want.norm()  # rounding of four steps
 
 
-def test_alternate_turns_reach_the_mean(pool):
-    pool.run(check_turns)
-
-
-def check_nothing_is_lost(rank: int, size: int, spec: str) -> list[torch.Tensor]:
+@on_ranks(then=all_equal)
+@each_value
+@pytest.mark.parametrize("spec", ["powersgd:2", "powersgd:2,alternate=1", "powersgd:2,restart=1"])
+@pytest.mark.parametrize(("backend", "ranks"), [("pycomm", 2), ("gloo", 2), ("gloo", 3)])
+def test_feedback_loses_nothing_and_ranks_agree(rank, size, spec):
     model = Model(spec, dist.group.WORLD)
     steps = 6
     got = [torch.zeros_like(g) for g in gradients(rank, 0)]
@@ -143,16 +143,11 @@ def check_nothing_is_lost(rank: int, size: int, spec: str) -> list[torch.Tensor]
     return got
 
 
+@on_ranks(2)
 @each_value
-@pytest.mark.parametrize("spec", ["powersgd:2", "powersgd:2,alternate=1", "powersgd:2,restart=1"])
-@pytest.mark.parametrize(("backend", "ranks"), [("pycomm", 2), ("gloo", 2), ("gloo", 3)])
-def test_feedback_loses_nothing_and_ranks_agree(pool, spec, backend, ranks):
-    first, *others = pool.run(check_nothing_is_lost, spec, backend=backend, ranks=ranks)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-
-
-def check_overflow(rank: int, size: int, spec: str, bad: float) -> None:
+@pytest.mark.parametrize("spec", ["powersgd:2", "powersgd:2,alternate=1"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_overflow_reaches_all_ranks_and_leaves_no_trace(rank, size, spec, bad):
     model, calm = (Model(spec, dist.group.WORLD) for _ in range(2))
     for step in range(3):
         model.average(gradients(rank, step))
@@ -171,13 +166,6 @@ def check_overflow(rank: int, size: int, spec: str, bad: float) -> None:
     )
     got, want = model.average(gradients(rank, 4)), calm.average(gradients(rank, 4))
     assert all(torch.equal(a, b) for a, b in zip(got[0], want[0], strict=True))
-
-
-@each_value
-@pytest.mark.parametrize("spec", ["powersgd:2", "powersgd:2,alternate=1"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_overflow_reaches_all_ranks_and_leaves_no_trace(pool, spec, bad):
-    pool.run(check_overflow, spec, bad)
 
 
 def check_warm_start(rank: int, size: int) -> tuple[float, float]:
@@ -202,7 +190,10 @@ def test_power_iteration_goes_on_from_step_to_step(pool):
         assert warm < 0.98 * cold
 
 
-def check_extremes(rank: int, size: int, scale: float) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_factors_keep_their_scale(rank, size, scale):
+    """The scale of Q is that of the gradients; times them it would leave the range of float32."""
     model = Model("powersgd:rank=3", dist.group.WORLD)
     want = [scale * values for values in mean(0, size, rank_of_mean=3)]
     for _ in range(3):
@@ -213,13 +204,8 @@ def check_extremes(rank: int, size: int, scale: float) -> None:
             torch.testing.assert_close(g / scale, w / scale, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("scale", [1e-25, 1e25])
-def test_factors_keep_their_scale(pool, scale):
-    """The scale of Q is that of the gradients; times them it would leave the range of float32."""
-    pool.run(check_extremes, scale)
-
-
-def check_exact_again(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_an_exact_piece_sends_its_residual_once(rank, size):
     residuals, memory = Residuals(Feedback(storage="float32"), size), Memory()
     decision = Policy("fp32").decide(Parameter("a", (4,), torch.float32))
     residual = residuals.get("a", 4, torch.device("cpu"))
@@ -234,10 +220,6 @@ def check_exact_again(rank: int, size: int) -> None:
         exchange.finish()
         residuals.commit(["a"])
         assert values.tolist() == [want] * 4
-
-
-def test_an_exact_piece_sends_its_residual_once(pool):
-    pool.run(check_exact_again)
 
 
 def test_saved_factors_continue():

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.policy import PROTECT, Policy, Rule
+from tests.torch.pool import on_ranks
 
 WEIGHTS = {"0.weight", "2.weight"}
 # For ranks that import torch on a busy machine.
@@ -127,7 +128,8 @@ def test_the_factors_of_powersgd_are_kept_too(pool, tmp_path: Path):
     pool.run(check_powersgd, str(tmp_path / "saved"), **PATIENT)
 
 
-def check_emptied(rank: int, size: int) -> None:
+@on_ranks(2, **PATIENT)
+def test_a_state_whose_residuals_were_left_out_is_refused(rank, size):
     model, state = build("ddp")
     train(model, rank)
     saved = state.state_dict()
@@ -141,10 +143,6 @@ def check_emptied(rank: int, size: int) -> None:
     assert other.step == 0  # nothing of them was taken over
     other.load_state_dict(saved)
     assert same(state, other)
-
-
-def test_a_state_whose_residuals_were_left_out_is_refused(pool):
-    pool.run(check_emptied, **PATIENT)
 
 
 # ------------------------------------------------------------------------ names
@@ -166,12 +164,13 @@ def check_wrapped_names(rank: int, size: int, before: str, after: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["compiled", "checkpointed", "module"])
-def test_residuals_find_their_parameters_in_another_wrapping(pool, kind):
+def test_residuals_are_loaded_into_another_wrapping(pool, kind):
     pool.run(check_wrapped_names, "plain", kind, **PATIENT)
     pool.run(check_wrapped_names, kind, "plain", **PATIENT)
 
 
-def check_rules(rank: int, size: int) -> None:
+@on_ranks(2, **PATIENT)
+def test_rules_match_names_in_any_wrapping(rank, size):
     for kind in ("plain", "compiled", "checkpointed"):
         for pattern in ("2.weight", "module.2.weight", "_orig_mod.2.weight"):
             rules = (Rule(codec="int8", name=pattern, reason="head"), *PROTECT)
@@ -193,10 +192,6 @@ def check_rules(rank: int, size: int) -> None:
     assert all("2.weight" in text for text in warned)
 
 
-def test_rules_match_names_in_any_wrapping_and_say_when_they_match_none(pool):
-    pool.run(check_rules, **PATIENT)
-
-
 class Renamed(nn.Module):
     def __init__(self, width: int = 96) -> None:
         super().__init__()
@@ -207,7 +202,9 @@ class Renamed(nn.Module):
         return self.get_submodule("2")(self.first(x))
 
 
-def check_other_model(rank: int, size: int, kind: str) -> None:
+@on_ranks(2, **PATIENT)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_loading_tells_of_other_names_and_sizes(rank, size, kind):
     model, state = build(kind)
     train(model, rank)
 
@@ -230,15 +227,11 @@ def check_other_model(rank: int, size: int, kind: str) -> None:
     train(resized, rank)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_loading_tells_of_names_that_are_gone_and_refuses_other_sizes(pool, kind):
-    pool.run(check_other_model, kind, **PATIENT)
-
-
 # ------------------------------------------------------------------------ tracked objects
 
 
-def check_follow(rank: int, size: int) -> None:
+@on_ranks(2, **PATIENT)
+def test_optimizer_and_scaler_are_followed(rank, size):
     model, state = build("ddp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -251,7 +244,3 @@ def check_follow(rank: int, size: int) -> None:
     scaler.update(8.0)
     state.begin_step()  # both are checked here
     assert state.residual_norms()["0.weight"][0] == pytest.approx(before * 4, rel=1e-5)
-
-
-def test_an_optimizer_and_a_scaler_are_followed_though_told_one_by_one(pool):
-    pool.run(check_follow, **PATIENT)

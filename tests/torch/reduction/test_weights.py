@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.reduction.weights import factors
 from tests.extent import each_value
+from tests.torch.pool import on_ranks
 
 BACKENDS = ["pycomm", "gloo"]
 
@@ -59,7 +60,10 @@ def test_factors_add_up_to_the_number_of_ranks(weights, want):
 # ---------------------------------------------------------------- averages
 
 
-def check_average(rank: int, size: int, codec: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_average_is_weighted_exactly(rank, size, codec):
     model = DistributedDataParallel(net())
     state = pycomm.compress(model, codec, weighted=True)
     # Powers of two, so that each of these averages is exact, also in a block of equal values.
@@ -70,13 +74,11 @@ def check_average(rank: int, size: int, codec: str) -> None:
         assert torch.equal(got, torch.full_like(got, want))
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+@on_ranks(3)
+@each_value
+@pytest.mark.parametrize("codec", ["int4", "topk:0.05"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_average_is_weighted_exactly(pool, backend, codec):
-    pool.run(check_average, codec, backend=backend, ranks=3)
-
-
-def check_residuals(rank: int, size: int, codec: str) -> None:
+def test_residuals_are_in_units_of_the_average(rank, size, codec):
     """What was received and what is still owed is the sum of all weighted averages."""
     model = DistributedDataParallel(net(), gradient_as_bucket_view=True)
     state = pycomm.compress(model, codec, weighted=True)
@@ -103,14 +105,9 @@ def check_residuals(rank: int, size: int, codec: str) -> None:
     assert (got - want).abs().max() > 1e-3  # the residual is not nothing
 
 
-@each_value
-@pytest.mark.parametrize("codec", ["int4", "topk:0.05"])
+@on_ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_residuals_are_in_units_of_the_average(pool, backend, codec):
-    pool.run(check_residuals, codec, backend=backend, ranks=3)
-
-
-def check_fsdp(rank: int, size: int) -> None:
+def test_shards_of_fsdp2_are_weighted(rank, size):
     model = fully_shard(net(), mesh=init_device_mesh("cpu", (size,)))
     state = pycomm.compress(model, "fp32", weighted=True)
     for weights in ([1.0, 3.0], [0.0, 2.0]):
@@ -122,26 +119,20 @@ def check_fsdp(rank: int, size: int) -> None:
         state.remove()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_shards_of_fsdp2_are_weighted(pool, backend):
-    pool.run(check_fsdp, backend=backend)
-
-
-def check_hsdp(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_hsdp_is_refused(rank, size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     model = fully_shard(net(), mesh=mesh)
     with pytest.raises(ValueError, match="HSDP averages inside a replica"):
         pycomm.compress(model, "int8", weighted=True)
 
 
-def test_hsdp_is_refused(pool):
-    pool.run(check_hsdp, ranks=4)
-
-
 # ---------------------------------------------------------------- zero and overflow
 
 
-def check_zero(rank: int, size: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_of_weight_zero_adds_nothing(rank, size):
     """A rank without data adds nothing, whatever its gradient is; all without: nothing moves."""
     model = DistributedDataParallel(net())
     state = pycomm.compress(model, "int8", weighted=True)
@@ -153,12 +144,9 @@ def check_zero(rank: int, size: int) -> None:
     assert state.overflows == 0
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_of_weight_zero_adds_nothing(pool, backend):
-    pool.run(check_zero, backend=backend)
-
-
-def check_overflow(rank: int, size: int) -> None:
+def test_an_overflow_leaves_no_trace(rank, size):
     model = DistributedDataParallel(net())
     state = pycomm.compress(model, "int4", weighted=True)
     state.set_weight(rank + 1)
@@ -175,15 +163,12 @@ def check_overflow(rank: int, size: int) -> None:
     assert backward(model, 1.0).isfinite().all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_overflow_leaves_no_trace(pool, backend):
-    pool.run(check_overflow, backend=backend)
-
-
 # ---------------------------------------------------------------- disagreement and misuse
 
 
-def check_one_sided(rank: int, size: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_different_weights_are_told_before_sending(rank, size):
     model = DistributedDataParallel(net())
     with pytest.raises(pycomm.WireMismatch, match=r"rank 0 has .*weighted=False"):
         pycomm.compress(model, "int8", weighted=rank == 1)
@@ -193,12 +178,9 @@ def check_one_sided(rank: int, size: int) -> None:
     assert backward(model, rank + 1.0)[0, 0] == (size + 1) / 2
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_that_disagree_on_weights_are_told_before_anything_is_sent(pool, backend):
-    pool.run(check_one_sided, backend=backend)
-
-
-def check_forgotten(rank: int, size: int) -> None:
+def test_a_weight_that_one_rank_forgot_is_an_error_on_all(rank, size):
     model = DistributedDataParallel(net())
     state = pycomm.compress(model, "int8", weighted=True)
     for bad in (-1, float("nan"), float("inf")):
@@ -214,12 +196,8 @@ def check_forgotten(rank: int, size: int) -> None:
         pass
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_weight_that_one_rank_forgot_is_an_error_on_all(pool, backend):
-    pool.run(check_forgotten, backend=backend)
-
-
-def check_accumulation(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_accumulated_gradients_have_one_weight(rank, size):
     model = DistributedDataParallel(net())
     state = pycomm.compress(model, "fp32", weighted=True)
     state.set_weight([1, 3][rank])
@@ -230,11 +208,9 @@ def check_accumulation(rank: int, size: int) -> None:
     assert torch.equal(parameter.grad, torch.full_like(parameter.grad, 2 * 3 / 4))
 
 
-def test_accumulated_gradients_have_one_weight(pool):
-    pool.run(check_accumulation)
-
-
-def check_uneven(rank: int, size: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_with_join_a_rank_without_data_weighs_nothing(rank, size):
     """A rank that has no more batches weighs nothing, and need not say so."""
     model = DistributedDataParallel(net())
     state = pycomm.compress(model, "fp32", weighted=True)
@@ -246,8 +222,3 @@ def check_uneven(rank: int, size: int) -> None:
     assert seen[0] == (2 * 1 + 6 * 2) / 8
     if rank == 1:
         assert seen[1] == 2.0
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_with_join_a_rank_without_data_weighs_nothing(pool, backend):
-    pool.run(check_uneven, backend=backend)

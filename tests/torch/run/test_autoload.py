@@ -93,7 +93,7 @@ def test_pyproject_names_the_entry_points():
         assert f'[project.entry-points."{group}"]\npycomm = "pycomm._autoload:register"' in text
 
 
-def test_import_pycomm_is_light_and_knows_the_version_of_pyproject():
+def test_import_is_light_and_knows_the_version():
     code = "import sys, pycomm; light = len(dir(pycomm)) > 5 and 'torch' not in sys.modules"
     light, version = run(f"{code}; print(light, pycomm.__version__)").split()
     assert light == "True"
@@ -106,7 +106,7 @@ def test_import_order_does_not_matter():
     assert run(f"import pycomm.backend; {names}").endswith("pycomm")
 
 
-def test_compress_is_a_function_whichever_way_it_is_imported():
+def test_compress_is_imported_as_a_function():
     ways = (
         "import pycomm; f = pycomm.compress",
         "from pycomm import compress as f",
@@ -143,7 +143,7 @@ print(*(w.message for w in caught if 'pycomm' in str(w.message)))
 """
 
 
-def test_import_torch_runs_by_environment_and_survives_a_wrong_variable(installed):
+def test_import_torch_survives_a_wrong_variable(installed):
     """Here torch is imported, so that not all of it is there yet when the variables are read."""
     code = CAUGHT.replace("MORE", "pass") + TAKEOVER.replace(
         "dist.destroy",

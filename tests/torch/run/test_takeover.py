@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import pycomm
 from pycomm import takeover
 from pycomm.backend import find
+from tests.torch.pool import on_ranks
 
 
 @contextmanager
@@ -45,7 +46,8 @@ def looks(group: dist.ProcessGroup | None = None) -> tuple[Any, ...]:
     )
 
 
-def check_gloo(rank: int, size: int, store: dist.Store) -> None:
+@on_ranks(2, backend=None)
+def test_gloo(rank, size, store):
     def start(name: str) -> None:
         keys = dist.PrefixStore(name, store)  # torch counts its groups from 0 again
         dist.init_process_group("gloo", store=keys, rank=rank, world_size=size)
@@ -82,11 +84,8 @@ def check_gloo(rank: int, size: int, store: dist.Store) -> None:
         dist.destroy_process_group()
 
 
-def test_gloo(pool):
-    pool.run(check_gloo, backend=None)
-
-
-def check_other_names(rank: int, size: int, store: dist.Store) -> None:
+@on_ranks(2, backend=None)
+def test_other_names(rank, size, store):
     with taken("gloo", "nccl"):
         for asked in ("nccl", None, "cpu:gloo,cuda:nccl", "cpu:gloo", "pycomm"):
             dist.init_process_group(asked, store=store, rank=rank, world_size=size)
@@ -105,11 +104,8 @@ def check_other_names(rank: int, size: int, store: dist.Store) -> None:
         dist.destroy_process_group()
 
 
-def test_other_names(pool):
-    pool.run(check_other_names, backend=None)
-
-
-def check_options(rank: int, size: int, store: dist.Store) -> None:
+@on_ranks(2, backend=None)
+def test_only_pycomms_options_count(rank, size, store):
     with taken("gloo"):
         options = dist.ProcessGroupGloo._Options()
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, pg_options=options)
@@ -120,11 +116,8 @@ def check_options(rank: int, size: int, store: dist.Store) -> None:
         dist.destroy_process_group()
 
 
-def test_options_of_ours_count_and_those_of_others_are_left_out(pool):
-    pool.run(check_options, backend=None)
-
-
-def check_detail(rank: int, size: int, store: dist.Store) -> None:
+@on_ranks(2, backend=None)
+def test_detailed_debugging_checks_over_the_real_gloo(rank, size, store):
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         with taken("gloo"):
@@ -136,11 +129,8 @@ def check_detail(rank: int, size: int, store: dist.Store) -> None:
         dist.set_debug_level(dist.DebugLevel.OFF)
 
 
-def test_detailed_debugging_checks_over_the_real_gloo(pool):
-    pool.run(check_detail, backend=None)
-
-
-def check_mesh(rank: int, size: int, store: dist.Store) -> None:
+@on_ranks(4, backend=None)
+def test_device_mesh(rank, size, store):
     with taken("gloo"):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         mesh = init_device_mesh(
@@ -152,10 +142,6 @@ def check_mesh(rank: int, size: int, store: dist.Store) -> None:
             assert find(group) is not None
             assert works(group)
         dist.destroy_process_group()
-
-
-def test_device_mesh(pool):
-    pool.run(check_mesh, ranks=4, backend=None)
 
 
 @pytest.mark.parametrize("name", ["mpi", "fake", "undefined", "pycomm", "cpu:gloo", ""])

@@ -29,7 +29,7 @@ def exchange(me) -> None:
     me.exchange({1 - me.rank: b"hello"}, tag())
 
 
-def test_ranks_listen_within_the_range_and_skip_ports_that_are_taken(ports):
+def test_ranks_listen_on_free_ports_of_the_range(ports):
     first, last = ports
     store = _C.Store.local()
     group = []

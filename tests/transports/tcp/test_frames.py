@@ -125,7 +125,7 @@ def test_checksum_in_the_next_header_is_taken(rank_0, our_hash):
     assert rank_0.expect(3000) == pattern(1000, 1) + pattern(2000, 2)
 
 
-def test_a_message_waits_for_the_checksum_of_its_last_frame(rank_0, our_hash):
+def test_a_message_waits_for_its_last_checksum(rank_0, our_hash):
     """The checksum comes in a header that only acknowledges."""
     data = checksum_in_next(None, b"", our_hash, message=0)
     rank_0.connections[0, 0].sendall(data[:-1])
@@ -271,7 +271,7 @@ def test_torn_frame_is_a_lost_peer(rank_0, our_hash, cut):
 
 
 @pytest.mark.parametrize("cut", [1, 127])
-def test_a_frame_torn_on_one_of_two_connections_is_a_lost_peer(cut):
+def test_a_frame_torn_on_one_connection_is_a_lost_peer(cut):
     """The other connection is whole, and the rank has left: it will not connect again."""
     rank = RankZero(sockets=2)
     connections = rank.come()
@@ -285,7 +285,7 @@ def test_a_frame_torn_on_one_of_two_connections_is_a_lost_peer(cut):
         rank.leave()
 
 
-def test_what_a_rank_that_has_left_cannot_send_any_more_is_not_waited_for():
+def test_bytes_of_a_rank_that_left_are_not_awaited():
     """One of its two connections is cut; the other has already begun the next message."""
     rank = RankZero(sockets=2)
     connections = rank.come()

@@ -57,7 +57,7 @@ def test_a_single_window_with_losses_changes_nothing(windows):
 
 @pytest.mark.parametrize("loss", [0.01, 0.02, 0.024, 0.025, 0.026, 0.03, 0.04, 0.1])
 @pytest.mark.parametrize("wanted", [0.1, 0.5])
-def test_a_path_that_loses_packets_by_itself_is_not_slowed_down(windows, loss, wanted):
+def test_a_lossy_path_is_not_slowed_down(windows, loss, wanted):
     """Near the limit of what counts as too much, some windows lose more than that, some less."""
     wanted *= RATE
     seen = offered(windows((RATE, wanted, loss, 2000)))

@@ -242,7 +242,7 @@ def test_a_lane_that_nobody_drives_goes_on_after_a_cut():
     wires.run(sender, receiver)
 
 
-def test_what_was_cut_off_is_repeated_by_a_rank_that_communicates_no_more():
+def test_an_idle_rank_repeats_what_was_cut_off():
     wires = Wires()
     arrived = threading.Event()
 
@@ -280,7 +280,7 @@ class LostWelcome:
         return b""
 
 
-def test_what_was_said_on_a_connection_that_stood_for_one_end_alone_is_repeated():
+def test_a_half_open_connection_loses_nothing():
     wires, tap, arrived = Wires(), LostWelcome(), threading.Event()
 
     def accepts(me):
@@ -345,7 +345,7 @@ def fill(me):
 
 
 @pytest.mark.parametrize("tls", ["off", "on"])
-def test_an_abort_reaches_a_rank_that_read_nothing_for_a_while(tls):
+def test_an_abort_reaches_a_rank_that_reads_late(tls):
     wires, heard, both = Wires(), threading.Event(), threading.Barrier(2)
 
     def aborts(me):
@@ -369,7 +369,7 @@ def test_an_abort_reaches_a_rank_that_read_nothing_for_a_while(tls):
 
 
 @pytest.mark.parametrize("tls", ["off", "on"])
-def test_a_close_reaches_a_rank_that_read_nothing_for_a_while(tls):
+def test_a_close_reaches_a_rank_that_reads_late(tls):
     wires, both = Wires(), threading.Barrier(2)
 
     def leaves(me):
@@ -390,7 +390,7 @@ def test_a_close_reaches_a_rank_that_read_nothing_for_a_while(tls):
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
-def test_who_leaves_waits_until_its_last_bytes_have_arrived(leaver):
+def test_a_leaving_rank_waits_for_its_last_bytes(leaver):
     """Data that are cut off earlier are sent again; after the close nothing is."""
     wires, size = Wires(), 200_000  # more than a connection buffers while nobody reads
     both = threading.Barrier(2)
@@ -412,7 +412,7 @@ def test_who_leaves_waits_until_its_last_bytes_have_arrived(leaver):
     wires.run(*((leaves, stays) if leaver == 0 else (stays, leaves)))
 
 
-def test_a_cut_that_outlasts_the_deadline_is_a_timeout_that_says_where():
+def test_a_cut_beyond_the_deadline_is_a_timeout():
     both = threading.Barrier(2)
 
     def job(c, network):
@@ -433,7 +433,7 @@ def test_a_cut_that_outlasts_the_deadline_is_a_timeout_that_says_where():
         assert f"rank {1 - rank} does not answer" in text
 
 
-def test_connections_that_do_not_last_are_not_made_ever_faster():
+def test_short_connections_are_made_with_pauses():
     def job(c, network):
         x = np.ones(100_000, np.float32)
         c.all_reduce(x)

@@ -1,0 +1,24 @@
+// The backoff of polling waits. A part of _c10d.
+#pragma once
+#include <chrono>
+#include <thread>
+
+namespace pycomm::torch_binding {
+
+/// Frequent polls at first, since most waits are short, and then other threads may run.
+class Backoff {
+ public:
+  void wait() {
+    if (++looks_ <= kEager) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+
+ private:
+  static constexpr int kEager = 200;
+  int looks_ = 0;
+};
+
+}  // namespace pycomm::torch_binding

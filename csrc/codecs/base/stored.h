@@ -1,0 +1,56 @@
+// Stored forms of residuals (docs/feedback.md): what decides a bit, and the arguments of the
+// kernels that load and store them. Compiled by gcc, nvcc and NVRTC.
+#pragma once
+#include "codecs/base/block.h"
+#include "core/floats.h"
+
+namespace pycomm::codecs::stored {
+
+/// Values of a block of the form int8, which is a float32 scale, then the codes.
+constexpr uint32_t kBlock = 32;
+constexpr size_t kBlockBytes = sizeof(float) + kBlock;
+constexpr float kTop = 127.0f;
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds half to even
+
+/// The code of a value of a block, whose largest code per value is `inv`.
+PYCOMM_HD int8_t code_of(float x, float inv) {
+  return static_cast<int8_t>(static_cast<int>((x * inv + kRound) - kRound));
+}
+PYCOMM_HD float value_of(int8_t code, float scale) { return static_cast<float>(code) * scale; }
+
+/// The scale of a block. One that is too large for a float32 scale is dropped: it would make every
+/// later step overflow.
+PYCOMM_HD float scale_of(float amax) { return used(amax) ? amax / kTop : 0.0f; }
+
+// The forms of single values.
+
+struct Float32 {
+  using Code = float;
+  PYCOMM_HD static float decode(Code code) { return code; }
+  PYCOMM_HD static Code encode(float x) { return x; }
+};
+struct BFloat16 {
+  using Code = uint16_t;
+  PYCOMM_HD static float decode(Code code) { return pycomm::BFloat16::decode(code); }
+  PYCOMM_HD static Code encode(float x) {
+    return static_cast<Code>(pycomm::BFloat16::encode_saturating(x));
+  }
+};
+
+constexpr int kRows = 4;  ///< of a warp's tile
+
+struct LoadParams {
+  const uint8_t* stored;
+  float* out;
+  uint64_t numel;
+  float decay;  ///< the values are multiplied by this if `decays`
+  uint32_t decays;
+};
+
+struct StoreParams {
+  const float* in;
+  uint8_t* stored;
+  uint64_t numel;
+};
+
+}  // namespace pycomm::codecs::stored

@@ -1,0 +1,298 @@
+"""Charts in one style, drawn by matplotlib: pictures (PNG, SVG), and pages that need no network.
+
+`pip install 'pycomm[bench]'` installs matplotlib; only drawing needs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+# Okabe and Ito's colours, which are distinct for colour-blind readers, too, without their yellow,
+# which is too pale for a line. More series than colours also differ in dashes.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#8c6d31")
+BASE, INK, FAINT, GRID = "#6e6e6e", "#222222", "#555555", "#e6e6e6"
+MARKERS = "os^Dv<>pPX*h"
+DIGEST = "Chart"  # the text in a PNG that says which chart it shows
+WIDE, HIGH, LETTER, ROW = 640.0, 310.0, 7.2, 26.0
+"""Points: of the axes of one panel, of a bold letter, and from one row of names to the next."""
+STYLE = {
+    "font.size": 11,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "grid.color": GRID,
+    "xtick.labelsize": 9.5,
+    "ytick.labelsize": 9.5,
+    "legend.fontsize": 10,
+    "legend.frameon": False,
+    "legend.labelspacing": 0.7,
+    "svg.hashsalt": "pycomm",  # else the names inside an SVG differ from run to run
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line or set of points."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    kind: Literal["line", "points"] = "line"
+    base: bool = False
+    """True for the baseline of the comparison: grey, wide and behind the others."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    label: str
+    log: bool = False
+    ticks: Sequence[tuple[float, str]] = ()
+    """Positions and labels of ticks; empty: matplotlib's choice."""
+    limits: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes."""
+
+    x: Axis
+    y: Axis
+    series: Sequence[Series]
+    title: str = ""
+    guides: Sequence[Series] = ()
+    """Thin grey reference lines; their labels appear in the legend once."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One panel, or two side by side, under one title."""
+
+    title: str
+    subtitle: str
+    panels: Sequence[Panel]
+    labels: Literal["legend", "ends"] = "legend"
+    """Place of the names; "ends": at the lines' ends, for a few lines in one panel."""
+
+    def digest(self) -> str:
+        """Return a hash of the contents: equal for equal charts, on every machine."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def looks(self) -> dict[str, dict[str, Any]]:
+        """Return colour, dashes and marker of each label: the same in all panels."""
+        series = [line for panel in self.panels for line in panel.series]
+        order = dict.fromkeys(line.label for line in series if not line.base)
+        found = {
+            label: {
+                "color": COLOURS[i % len(COLOURS)],
+                "linestyle": "--" if i // len(COLOURS) % 2 else "-",
+                "marker": MARKERS[i % len(MARKERS)],
+            }
+            for i, label in enumerate(order)
+        }
+        plain = {"color": BASE, "linestyle": "-", "marker": MARKERS[0]}
+        return found | {line.label: plain for line in series if line.base}
+
+
+@dataclass(frozen=True)
+class Section:
+    """One chart of a page, with its notes, command and table."""
+
+    chart: Chart
+    notes: Sequence[str] = ()
+    """Sentences below the chart."""
+    command: str = ""
+    """The command that produces its data."""
+    table: Sequence[Sequence[str]] = ()
+    """Rows of cells, the head first."""
+
+
+def ticks(low: float, high: float, spell: Callable[[float], str]) -> list[tuple[float, str]]:
+    """Return a log axis's ticks: powers of ten, and on a short axis 2 and 5 times these."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if high / low < 100 else (1,)
+    places = [step * 10.0**power for power in powers for step in steps]
+    return [(place, spell(place)) for place in places if 0.8 * low <= place <= 1.25 * high]
+
+
+# --------------------------------------------------------------------- pictures
+
+
+def save(chart: Chart, to: Path | BinaryIO, kind: str = "png") -> None:
+    """Draw a chart as PNG or SVG. Equal charts make equal files.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        told = {DIGEST: chart.digest(), "Software": None} if kind == "png" else {"Date": None}
+        figure_of(chart).savefig(to, format=kind, metadata=told)
+
+
+def figure_of(chart: Chart) -> Any:
+    """Return the chart as a figure of matplotlib, in its present style."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    figure = Figure((9.6 if len(chart.panels) == 1 else 12.6, 5.4), 120)
+    layout = ConstrainedLayoutEngine(rect=(0.005, 0.01, 0.99, 0.86), wspace=0.05)
+    figure.set_layout_engine(layout)
+    drawn = figure.subplots(1, len(chart.panels), squeeze=False)[0]
+    for axes, panel in zip(drawn, chart.panels, strict=True):
+        _draw(axes, chart, panel)
+    figure.text(0.012, 0.975, chart.title, fontsize=14, fontweight="bold", va="top")
+    figure.text(0.012, 0.915, chart.subtitle, fontsize=10, color=FAINT, va="top")
+    if chart.labels == "ends":
+        _name_ends(drawn[0], chart)
+        return figure
+    named: dict[str, Any] = {}
+    for axes in drawn:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            named.setdefault(label, handle)
+    figure.legend(named.values(), named.keys(), loc="outside right center")
+    return figure
+
+
+def picture_digest(path: Path) -> str:
+    """Return the digest of the chart in a PNG of `save`; empty for other pictures."""
+    from PIL import Image  # matplotlib brings it
+
+    with Image.open(path) as image:
+        return str(image.info.get(DIGEST, ""))
+
+
+def _draw(axes: Any, chart: Chart, panel: Panel) -> None:
+    for guide in panel.guides:
+        axes.plot(guide.x, guide.y, ":", color=FAINT, linewidth=1.3, label=guide.label)
+    for line in panel.series:
+        look = chart.looks()[line.label]
+        if line.kind == "points":
+            look |= {"linestyle": "none", "markersize": 7, "alpha": 0.85}
+        elif line.base:  # often lies below another line, and shows at both sides of it
+            look |= {"linewidth": 6.0, "alpha": 0.5, "zorder": 1.9}
+        else:
+            look |= {"linewidth": 2.2, "markersize": 5}
+        if line.kind == "line" and len(line.x) > 16:
+            look["marker"] = None
+        axes.plot(line.x, line.y, label=line.label, **look)
+    axes.set_title(panel.title)
+    for name, axis in (("x", panel.x), ("y", panel.y)):
+        axes.set(**{f"{name}label": axis.label})
+        if axis.log:
+            axes.set(**{f"{name}scale": "log"})
+        if axis.ticks:
+            places, labels = zip(*axis.ticks, strict=True)
+            axes.set(**{f"{name}ticks": places, f"{name}ticklabels": labels})
+            getattr(axes, f"{name}axis").minorticks_off()
+        if axis.limits is not None:
+            axes.set(**{f"{name}lim": axis.limits})
+
+
+def _name_ends(axes: Any, chart: Chart) -> None:
+    """Write names and final values below the lines' ends, in as many rows as keep them apart."""
+    series = sorted(chart.panels[0].series, key=lambda line: line.x[-1])
+    low, high = axes.get_ylim()
+    most, rows = axes.get_xlim()[1], [0.0]  # the right end of each row's last name, in points
+    for line in series:
+        text, end = f"{line.label}: {line.x[-1]:.0f} s", (line.x[-1], line.y[-1])
+        place, half = WIDE * end[0] / most, LETTER * len(text) / 2
+        row = next((i for i, taken in enumerate(rows) if taken < place - half), len(rows))
+        rows[row:] = [place + half + LETTER, *rows[row + 1 :]]
+        colour = chart.looks()[line.label]["color"]
+        axes.plot(*end, "o", color=colour, markersize=7)
+        axes.annotate(
+            text,
+            end,
+            xytext=(0.0, -36.0 - ROW * row),
+            textcoords="offset points",
+            color=colour,
+            fontweight="bold",
+            fontsize=10,
+            ha="center",
+            zorder=100 - row,  # a name hides the connecting lines of those below it
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkB": 4},
+        )
+    lowest = min(line.y[-1] for line in series)
+    room = (30.0 + ROW * len(rows)) / HIGH
+    axes.set_ylim(min(low, (lowest - room * high) / (1 - room)), high)
+
+
+# ------------------------------------------------------------------------ pages
+
+
+def save_page(title: str, intro: str, sections: Sequence[Section], path: Path) -> None:
+    """Write a page that contains its pictures, with the values of each point below them.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    links = [f'<a href="#s{i}">{escape(s.chart.title)}</a>' for i, s in enumerate(sections)]
+    contents = f"<nav>{' '.join(links)}</nav>" if len(sections) > 1 else ""
+    body = "\n".join(line for i, one in enumerate(sections) for line in _section(i, one))
+    head = f"<!doctype html>\n<html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
+    lines = (head, _CSS, f"<h1>{escape(title)}</h1><p>{escape(intro)}</p>", contents, body)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _section(index: int, section: Section) -> Iterator[str]:
+    chart, picture = section.chart, io.BytesIO()
+    save(chart, picture, "svg")
+    data = b64encode(picture.getvalue()).decode()
+    yield f"<section id=s{index}><h2>{escape(chart.title)}</h2>"
+    yield f'<img alt="{escape(chart.title)}" src="data:image/svg+xml;base64,{data}">'
+    yield from (f"<p>{escape(note)}</p>" for note in section.notes)
+    if section.table:
+        yield _table(section.table)
+    values = [
+        (panel.title, line.label, f"{x:.4g}", f"{y:.4g}")
+        for panel in chart.panels
+        for line in panel.series
+        for x, y in zip(line.x, line.y, strict=True)
+    ]
+    first = chart.panels[0]
+    head = ("panel", "line", first.x.label, first.y.label)
+    yield f"<details><summary>values</summary>{_table([head, *values])}</details>"
+    if section.command:
+        yield f"<pre>{escape(section.command)}</pre>"
+    yield "</section>"
+
+
+def _table(rows: Iterable[Sequence[str]]) -> str:
+    head, *others = ([escape(cell) for cell in row] for row in rows)
+    lines = ["<table><tr><th>" + "<th>".join(head)]
+    return "\n".join([*lines, *("<tr><td>" + "<td>".join(row) for row in others), "</table>"])
+
+
+_CSS = """<link rel=icon href="data:,"><meta name=viewport content="width=device-width"><style>
+  body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1180px; margin: 2em auto;
+         padding: 0 1em }
+  h1 { font-size: 1.6em; margin: 0 }
+  h2 { font-size: 1.2em; margin: 2.2em 0 0 }
+  p, summary { color: #555; margin: .3em 0 .6em }
+  nav { display: flex; flex-wrap: wrap; gap: .3em 1.4em; margin: 1em 0 }
+  a { color: #0072b2 }
+  img { width: 100% }
+  pre { background: #f5f5f5; padding: .6em .9em; overflow-x: auto; font-size: .82em }
+  table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums;
+          margin: .8em 0 }
+  th, td { padding: .35em .8em; border-bottom: 1px solid #ddd; text-align: right }
+  th:first-child, td:first-child { text-align: left }
+</style>"""

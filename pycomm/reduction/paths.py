@@ -1,0 +1,261 @@
+"""Paths of compressed collectives: which code reduces a bucket, and why not a faster one.
+
+A path is chosen once for a bucket and an operation, by asking: what a path takes stands in the
+table `PATHS`, and what a group offers is answered by its backend. Ranks agree on the choice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+
+from pycomm import backend
+from pycomm.codecs import CODECS, SCHEMES, convert
+from pycomm.codecs.implementations import Native
+from pycomm.policy.exchange import gather
+from pycomm.policy.rules import CODED
+from pycomm.reduction.bucket import Bucket
+
+if TYPE_CHECKING:
+    from pycomm._c10d import Backend
+
+logger = logging.getLogger("pycomm")
+
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
+KINDS = ("residual", "decay", "momentum")
+STORAGES = ("float32", "bf16", "int8")
+
+
+def _core(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> str:
+    if backend.find_native(group, device):
+        return ""
+    if backend.find(group, device) is None:
+        return f"the group's backend for {device.type} is not pycomm"
+    return "some of the group's ranks have their tensors on other devices"
+
+
+def _peers(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> str:
+    native = backend.find_native(group, device)
+    if native is None:
+        return _core(bucket, group, device)
+    if why := native.why_no_peers(device):
+        return why
+    most = native.most_payload_bytes(device)
+    for piece in bucket.pieces:
+        payload = piece.codec.encoded_bytes(piece.numel)
+        if piece.codec.granule == 0 and payload > most:
+            return (
+                f"{piece.name} has a payload of {payload} bytes that cannot be cut, and at most "
+                f"{most} fit in the memory that ranks share"
+            )
+    return ""
+
+
+def _batched(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> str:
+    ways = {piece.codec.name: piece.codec.implementation("cpu") for piece in bucket.pieces}
+    other = [name for name, way in ways.items() if not isinstance(way, Native)]
+    if other:
+        return f"{', '.join(other)} is coded by another implementation"
+    if convert.select("cpu") is not convert.native:
+        return "results are converted by another implementation"
+    return ""
+
+
+def _anywhere(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Path:
+    """A path, and what it takes."""
+
+    name: str
+    about: str
+    on: Literal["cpu", "gpu", "any"]
+    """Where the values are; "gpu": on any device but the CPU."""
+    in_core: bool
+    """The backend runs the operation, by `Backend.compressed_all_reduce` and the like."""
+    needs: Callable[[Bucket, dist.ProcessGroup, torch.device], str]
+    """What else it needs: returns what is missing, or "". Collective, as `choose` is."""
+    operations: tuple[str, ...] = OPERATIONS
+    codecs: tuple[str, ...] = tuple(CODECS)
+    kinds: tuple[str, ...] = KINDS
+    storages: tuple[str, ...] = STORAGES
+    dtypes: tuple[torch.dtype, ...] = CODED
+    senders: bool = False
+    """It can average a value over the ranks that have sent it."""
+
+    def refusal(self, bucket: Bucket, op: str, dtype: torch.dtype, senders: bool) -> str:
+        """Return which column of the table excludes a bucket; "" if none does."""
+        rules = [piece.residual.rule for piece in bucket.with_residual if piece.residual]
+        asked: tuple[tuple[str, Iterable[object], Iterable[object]], ...] = (
+            ("operation", (op,), self.operations),
+            ("codec", (piece.codec.name for piece in bucket.pieces), self.codecs),
+            ("feedback", (rule.kind for rule in rules), self.kinds),
+            ("storage", (rule.storage for rule in rules), self.storages),
+            ("dtype", (dtype,), self.dtypes),
+        )
+        for column, wanted, taken in asked:
+            for one in wanted:
+                if one not in taken:
+                    return f"it takes no {column} {one}"
+        if senders and not self.senders:
+            return "it averages over all ranks, not over those that have sent"
+        return ""
+
+
+CORE = Path("core", "coded and exchanged by segments in C++", "cpu", in_core=True, needs=_core)
+PEERS = Path(
+    "peers",
+    "coded by kernels that read the memory of the peers' GPUs",
+    "gpu",
+    in_core=True,
+    needs=_peers,
+    kinds=("residual", "decay"),
+)
+BATCHED = Path(
+    "batched",
+    "coded in C++, payloads by the group's all-to-all and all-gather",
+    "cpu",
+    in_core=False,
+    needs=_batched,
+)
+PAYLOADS = Path(
+    "payloads",
+    "coded one run at a time, payloads by the group's all-to-all and all-gather",
+    "any",
+    in_core=False,
+    needs=_anywhere,
+    senders=True,
+)
+PATHS = (CORE, PEERS, BATCHED, PAYLOADS)
+"""The capability table, from the fastest path on."""
+
+SINGLE = Path(
+    "single",
+    "coded once, payloads by the group's all-gather or all-to-all",
+    "any",
+    in_core=False,
+    needs=_anywhere,
+    operations=("all_reduce",),
+)
+"""Of the coded optimizers, which choose it themselves."""
+FACTORS = Path(
+    "factors",
+    "the codec's own collectives",
+    "any",
+    in_core=False,
+    needs=_anywhere,
+    operations=("all_reduce",),
+    codecs=tuple(SCHEMES),
+    kinds=("residual",),
+)
+"""Of the codecs with factors."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The path of a bucket in an operation."""
+
+    path: Path
+    why: str = ""
+    """Why it is not a faster one; "" if there is none."""
+
+    def native(self, group: dist.ProcessGroup, device: torch.device) -> Backend | None:
+        """Return the backend that runs the operation; None: the payloads are exchanged."""
+        return backend.find_native(group, device) if self.path.in_core else None
+
+    def __str__(self) -> str:
+        return f"{self.path.name} ({self.path.about})" + (f"; not {self.why}" if self.why else "")
+
+
+def choose(
+    bucket: Bucket,
+    group: dist.ProcessGroup,
+    op: str,
+    tensor: torch.Tensor,
+    *,
+    senders: bool = False,
+) -> Choice:
+    """Return the first path of the table that takes a bucket; all ranks call it together.
+
+    Args:
+        bucket: the bucket, with its residuals.
+        group: the group that reduces or gathers.
+        op: "all_reduce", "reduce_scatter" or "all_gather".
+        tensor: the values; always of one dtype and device.
+        senders: values are averaged over the ranks that have sent them.
+    """
+    where = "cpu" if tensor.is_cpu else "gpu"
+    refused: list[str] = []
+    for path in PATHS:
+        if path.on not in (where, "any"):
+            continue
+        refusal = path.refusal(bucket, op, tensor.dtype, senders)
+        refusal = refusal or path.needs(bucket, group, tensor.device)
+        if not refusal:
+            return Choice(path, "; ".join(refused))
+        refused.append(f"{path.name}: {refusal}")
+    raise AssertionError("the last path takes every bucket: " + "; ".join(refused))
+
+
+def native_backend(
+    bucket: Bucket,
+    group: dist.ProcessGroup,
+    op: str,
+    tensor: torch.Tensor,
+    *,
+    senders: bool = False,
+) -> Backend | None:
+    """Return the backend that runs an operation in C++; None: hooks exchange the payloads.
+
+    The first call for a bucket and an operation chooses: all ranks make it together, with the
+    arguments of `choose`.
+    """
+    chosen = bucket.agreed.paths
+    choice: Choice | None = chosen.get((op, senders))
+    if choice is None:
+        choice = agreed(choose(bucket, group, op, tensor, senders=senders), group, tensor.device)
+        chosen[op, senders] = choice
+        report(bucket, op, choice, group)
+    return choice.native(group, tensor.device)
+
+
+def agreed(mine: Choice, group: dist.ProcessGroup, device: torch.device) -> Choice:
+    """Return the slowest path that a rank has chosen; collective where a device's kernels reduce.
+
+    Residuals differ between ranks after a member has joined, and with them what a path takes.
+    """
+    if device.type == "cpu" or backend.find_native(group, device) is None:
+        return mine
+    last = max(int(place) for (place,) in gather([PATHS.index(mine.path)], group, device))
+    if PATHS[last] is mine.path:
+        return mine
+    return Choice(PATHS[last], f"{mine.path.name}: a residual of another rank rules it out")
+
+
+def report(bucket: Bucket, op: str, choice: Choice, group: dist.ProcessGroup) -> None:
+    """Log the path of a bucket, on one rank."""
+    if group.rank() == 0:
+        first = bucket.pieces[0].name if bucket.pieces else "none"
+        logger.info(
+            "%s of the bucket of %s, %d parameters of %d values: %s",
+            *(op, first, len(bucket.pieces), bucket.numel, choice),
+        )
+
+
+def summary(buckets: Iterable[Bucket]) -> str:
+    """Return the paths of buckets, a line for each path and reason."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for bucket in buckets:
+        for (op, _), choice in bucket.agreed.paths.items():
+            found.setdefault((op, str(choice)), []).append(bucket.numel)
+    return "\n".join(
+        f"path of {op}, {len(sizes)} bucket{'s' * (len(sizes) > 1)} of {sum(sizes)} values: {text}"
+        for (op, text), sizes in found.items()
+    )

@@ -1,0 +1,513 @@
+"""After a failure the result of an operation on device tensors is NaN, or an error: no old bytes.
+
+Where only streams wait for an operation, its caller goes on, and reads whatever the operation has
+left. The faults here are those that tests/faults injects into operations of host tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from pycomm.errors import Error
+from pycomm.feedback import Feedback, Residuals
+from pycomm.policy import Decision, Parameter
+from pycomm.policy.exchange import gather
+from pycomm.reduction import two_shot
+from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.paths import native_backend
+from tests.torch.device import fake_device
+from tests.torch.pool import Pool
+
+FAKE = "fakegpu"
+GROUP = "cpu:pycomm,fakegpu:pycomm"
+LATE = 1200  # milliseconds that a stream is busy, longer than the limit of an operation
+LIMIT = 0.4
+
+# ------------------------------------------------------------------ the operations
+
+
+def ours(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return what a rank brings, which no result may be; written when the stream is there."""
+    return torch.empty(count, device=FAKE, dtype=dtype).fill_(3)
+
+
+def all_reduce(group: Any) -> tuple[dist.Work, torch.Tensor]:
+    x = ours(1000)
+    return dist.all_reduce(x, group=group, async_op=True), x
+
+
+def all_reduce_of_many(group: Any) -> tuple[dist.Work, torch.Tensor]:
+    """In parts, each with a hold of its own."""
+    x = ours((3 << 20) + 5)
+    return dist.all_reduce(x, group=group, async_op=True), x
+
+
+def all_reduce_of_columns(group: Any) -> tuple[dist.Work, torch.Tensor]:
+    x = ours(1000).view(10, 100).t()
+    return dist.all_reduce(x, group=group, async_op=True), x
+
+
+def all_reduce_of_bytes(group: Any) -> tuple[dist.Work, torch.Tensor]:
+    x = ours(1000, torch.uint8)
+    return dist.all_reduce(x, group=group, async_op=True), x
+
+
+def all_reduce_of_bfloat16(group: Any) -> tuple[dist.Work, torch.Tensor]:
+    x = ours(1001, torch.bfloat16)
+    return dist.all_reduce(x, group=group, async_op=True), x
+
+
+def reduce_scatter(group: Any) -> tuple[dist.Work, torch.Tensor]:
+    x = ours(500)
+    return dist.reduce_scatter_tensor(x, ours(1000), group=group, async_op=True), x
+
+
+def all_gather(group: Any) -> tuple[dist.Work, torch.Tensor]:
+    x = ours(1000)
+    return dist.all_gather_into_tensor(x, ours(500), group=group, async_op=True), x
+
+
+def all_to_all(group: Any) -> tuple[dist.Work, torch.Tensor]:
+    x = ours(1000)
+    return dist.all_to_all_single(x, ours(1000), group=group, async_op=True), x
+
+
+def broadcast_of_0(group: Any) -> tuple[dist.Work, torch.Tensor]:
+    x = ours(1000)
+    return dist.broadcast(x, 0, group=group, async_op=True), x
+
+
+def broadcast_of_1(group: Any) -> tuple[dist.Work, torch.Tensor]:
+    x = ours(1000)
+    return dist.broadcast(x, 1, group=group, async_op=True), x
+
+
+OPERATIONS = {
+    f.__name__: f
+    for f in (
+        all_reduce,
+        all_reduce_of_many,
+        all_reduce_of_columns,
+        all_reduce_of_bytes,
+        all_reduce_of_bfloat16,
+        reduce_scatter,
+        all_gather,
+        all_to_all,
+        broadcast_of_0,
+        broadcast_of_1,
+    )
+}
+
+
+def is_spoiled(x: torch.Tensor) -> bool:
+    """Return whether no value can be taken for a result."""
+    x = x.cpu()
+    return bool(x.isnan().all() if x.is_floating_point() else x.eq(torch.full_like(x, 255)).all())
+
+
+def check_failed(name: str, work: dist.Work, x: torch.Tensor, way: str) -> None:
+    """Check what the caller of a failed operation has."""
+    if name == f"broadcast_of_{dist.get_rank()}":  # its tensor is no result
+        return
+    if way == "held":
+        with contextlib.suppress(Error):  # it orders streams only, unless the error is known
+            work.wait()
+    else:
+        with pytest.raises(Error):
+            work.wait()
+    if way != "late":  # there nothing is delivered: wait() has raised before anybody reads
+        assert is_spoiled(x), f"{name} has left {x.cpu().flatten()[:5]}"
+    with pytest.raises(Error):
+        work.wait()
+    assert work.is_completed()
+
+
+# ------------------------------------------------------------------ the ranks
+
+
+def on_device(
+    rank: int, ranks: int, store: dist.Store, way: str, check: Callable[..., Any], *args: Any
+) -> Any:
+    fake_device.load(way)
+    dist.init_process_group(
+        GROUP, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
+    )
+    try:
+        return check(rank, way, *args)
+    finally:
+        torch.accelerator.synchronize()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run(fakes: Pool, way: str, check: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    return fakes.run(on_device, way, check, *args, backend=None, **more)
+
+
+def groups(
+    limit: float, transport: str = "auto", names: Iterable[str] = tuple(OPERATIONS)
+) -> dict[str, Any]:
+    """Return a group for each operation, which has made it once."""
+    made = {}
+    for name in names:
+        operation = OPERATIONS[name]
+        options = pycomm.Options(transport=transport)
+        group = dist.new_group(backend=GROUP, timeout=timedelta(seconds=limit), pg_options=options)
+        work, x = operation(group)
+        work.wait()
+        assert not is_spoiled(x)
+        made[name] = group
+    dist.barrier()
+    return made
+
+
+def abort(group: Any) -> None:
+    group._get_backend(torch.device(FAKE)).abort()
+
+
+WAYS = pytest.mark.parametrize("way", ["held", "late", "peers"])
+
+# ------------------------------------------------------------------ faults
+
+
+def check_abort_by_a_peer(rank: int, way: str) -> None:
+    made = groups(20)
+    if rank == 1:
+        for group in made.values():
+            time.sleep(0.1)
+            abort(group)
+        return
+    for name, group in made.items():
+        try:
+            work, x = OPERATIONS[name](group)
+        except Error:  # it was aborted before
+            continue
+        check_failed(name, work, x, way)
+
+
+@WAYS
+def test_an_operation_that_a_peer_aborts_leaves_no_result(fakes, way):
+    run(fakes, way, check_abort_by_a_peer)
+
+
+def check_death(rank: int, way: str) -> None:
+    few = ("all_reduce", "reduce_scatter", "all_to_all", "broadcast_of_1")
+    made = groups(LIMIT, names=few) if way == "peers" else groups(20)  # they wait for the limit
+    if rank == 1:
+        dist.barrier()
+        os._exit(0)
+    begun = {}
+    dist.barrier()
+    for name, group in made.items():
+        begun[name] = OPERATIONS[name](group)
+    for name, (work, x) in begun.items():
+        check_failed(name, work, x, way)
+
+
+@pytest.mark.parametrize("way", ["held", "peers"])
+def test_an_operation_whose_peer_dies_leaves_no_result(fakes, way):
+    run(fakes, way, check_death, dies={1})
+
+
+def check_late_stream(rank: int, way: str) -> None:
+    made = groups(LIMIT)
+    if rank == 1:
+        torch.ops.fakegpu.busy(LATE)
+    begun = {name: OPERATIONS[name](group) for name, group in made.items()}
+    for name, (work, x) in begun.items():
+        check_failed(name, work, x, way)
+
+
+@pytest.mark.parametrize("way", ["held", "late"])
+def test_an_operation_whose_stream_is_late_leaves_no_result(fakes, way):
+    """Its input is copied to the host after its deadline, where its results lie."""
+    run(fakes, way, check_late_stream)
+
+
+def check_abort_by_another_thread(rank: int, way: str) -> None:
+    made = groups(20)
+
+    def abort_all() -> None:
+        time.sleep(0.1)
+        for group in made.values():
+            abort(group)
+
+    torch.ops.fakegpu.busy(LATE // 2)
+    thread = threading.Thread(target=abort_all)
+    thread.start()
+    begun = {name: OPERATIONS[name](group) for name, group in made.items()}
+    for name, (work, x) in begun.items():
+        check_failed(name, work, x, way)
+    thread.join()
+
+
+@pytest.mark.parametrize("way", ["held", "late"])
+def test_an_operation_that_another_thread_aborts_leaves_no_result(fakes, way):
+    run(fakes, way, check_abort_by_another_thread)
+
+
+def close_sockets() -> None:
+    """End this rank's TCP connections, and listen for no others: they cannot be resumed."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as twin:
+                    if twin.family in (socket.AF_INET, socket.AF_INET6):
+                        with contextlib.suppress(OSError):  # one that listens
+                            twin.shutdown(socket.SHUT_RDWR)
+                        os.dup2(nothing, int(name))
+    os.close(nothing)
+
+
+def check_lost_connection(rank: int, way: str) -> None:
+    made = groups(LIMIT, "tcp")
+    if rank == 1:
+        close_sockets()
+    dist.barrier()  # in shared memory
+    begun = {name: OPERATIONS[name](group) for name, group in made.items()} if rank == 0 else {}
+    for name, (work, x) in begun.items():
+        check_failed(name, work, x, way)
+    dist.barrier()
+
+
+def test_an_operation_whose_connection_is_lost_leaves_no_result(fakes):
+    run(fakes, "held", check_lost_connection)
+
+
+def check_queued_after_a_failure(rank: int, way: str) -> None:
+    """All that was queued behind a failed operation fails, in order, each behind its own copy."""
+    group = dist.new_group(backend=GROUP, timeout=timedelta(seconds=LIMIT))
+    dist.all_reduce(ours(10), group=group)
+    begun = []
+    for i in range(4):
+        if rank == 1 and i == 1:
+            torch.ops.fakegpu.busy(LATE)
+        begun.append(OPERATIONS["all_gather" if i % 2 else "all_reduce_of_many"](group))
+    for i, (work, x) in enumerate(begun):
+        with contextlib.suppress(Error):
+            work.wait()
+        assert is_spoiled(x) if i > 0 else x.cpu().equal(2 * ours(x.numel()).cpu())
+    with pytest.raises(Error):
+        dist.all_reduce(ours(10), group=group)
+
+
+def test_what_was_queued_behind_a_failed_operation_leaves_no_result(fakes):
+    run(fakes, "held", check_queued_after_a_failure)
+
+
+def check_held_gil(rank: int, way: str) -> None:
+    group = dist.new_group(backend=GROUP, timeout=timedelta(seconds=LIMIT))
+    work, x = all_reduce(group)
+    work.wait()
+    library = ctypes.PyDLL(str(fake_device.built()))  # whose functions are called with the GIL
+    if rank == 0:
+        work, x = all_reduce(group)
+        work.wait()
+        begun = time.monotonic()
+        assert library.fake_device_synchronize(5000) == 1, "the stream waits for the GIL"
+        assert time.monotonic() - begun < 4
+        assert is_spoiled(x)
+
+
+def test_a_hold_ends_while_another_thread_has_the_gil(fakes):
+    run(fakes, "held", check_held_gil)
+
+
+def check_refused_hold(rank: int, way: str) -> None:
+    group = dist.new_group(backend=GROUP, timeout=timedelta(seconds=20))
+    work, _ = all_reduce(group)
+    work.wait()
+    if rank == 0:
+        x = ours((3 << 20) + 5)
+        torch.ops.fakegpu.refuse_holds_after(2)
+        try:
+            with pytest.raises(Error, match="accepts no more work"):
+                dist.all_reduce(x, group=group, async_op=True)
+        finally:
+            torch.ops.fakegpu.refuse_holds_after(-1)
+        torch.accelerator.synchronize()  # the streams go on
+        parts = x.cpu()
+        part = (4 << 20) // 4
+        assert is_spoiled(parts[: 2 * part])
+        assert parts[2 * part :].eq(3).all()
+
+
+def test_an_operation_that_is_queued_in_part_is_rolled_back(fakes):
+    run(fakes, "held", check_refused_hold)
+
+
+# ------------------------------------------------------------------ what the hooks make of it
+
+
+@contextlib.contextmanager
+def no_second_shot(rank: int, how: str) -> Iterator[None]:
+    """Let rank 1 end between the two shots of a compressed operation by way of the host."""
+    first = two_shot.gather_payloads
+
+    def end(*args: Any, **more: Any) -> Any:
+        torch.accelerator.synchronize()
+        if how == "dies":
+            time.sleep(0.1)  # the other rank has the first shot
+            os._exit(0)
+        abort(dist.group.WORLD)
+        return first(*args, **more)
+
+    with patch.object(two_shot, "gather_payloads", end if rank == 1 else first):
+        yield
+
+
+def check_ddp_between_shots(rank: int, way: str, how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64).to(FAKE)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    state = pycomm.compress(ddp, "int8")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.25, foreach=False)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        ddp(torch.ones(3, 64, device=FAKE) * (rank + 1)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    state.settle()
+    with no_second_shot(rank, how), contextlib.suppress(Error):
+        step()
+        assert all(p.grad.cpu().isnan().all() for p in model.parameters())
+        assert all(p.detach().cpu().isnan().all() for p in model.parameters())
+    if rank == 0:
+        with pytest.raises(Error):  # the reason, and not an overflow
+            state.settle()
+    with pytest.raises(Error):
+        step()
+
+
+@pytest.mark.parametrize("how", ["dies", "aborts"])
+def test_a_step_of_ddp_whose_peer_ends_between_the_shots_is_nan(fakes, how):
+    run(fakes, "held", check_ddp_between_shots, how, dies={1} if how == "dies" else ())
+
+
+def check_local_sgd_between_shots(rank: int, way: str, how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64).to(FAKE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, foreach=False)
+
+    def train(local: Any) -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(3, 64, device=FAKE) * (rank + 1)).square().mean().backward()
+            optimizer.step()
+            local.step()
+
+    local = pycomm.LocalSGD(model, every=2, codec="int8")
+    train(local)
+    with no_second_shot(rank, how), pytest.raises(Error):
+        train(local)
+
+
+@pytest.mark.parametrize("how", ["dies", "aborts"])
+def test_a_round_of_local_sgd_whose_peer_ends_between_the_shots_is_an_error(fakes, how):
+    """It is not skipped, as one whose average is not finite."""
+    run(fakes, "held", check_local_sgd_between_shots, how, dies={1} if how == "dies" else ())
+
+
+def check_variable(rank: int, way: str) -> None:
+    """Bytes of ones are values of lossless: only the error tells."""
+    codec = pycomm.codec("lossless")
+    decision = Decision(Parameter("p", (4000,), torch.float32), codec, "test")
+    bucket = Bucket([decision], [0], None, torch.device(FAKE))
+    x = ours(4000)
+    assert two_shot.all_reduce(x, bucket, dist.group.WORLD, seed=1, step=1)
+    assert x.cpu().equal(ours(4000).cpu())
+    calls = []
+
+    def fail_last(*args: Any, **more: Any) -> Any:
+        calls.append(args)
+        if rank == 1 and len(calls) == 2:  # the sizes have gone
+            torch.accelerator.synchronize()
+            abort(dist.group.WORLD)
+        return exchange(*args, **more)
+
+    exchange = dist.all_to_all_single
+    with patch.object(dist, "all_to_all_single", fail_last), pytest.raises(Error, match="abort"):
+        two_shot.all_reduce(x, bucket, dist.group.WORLD, seed=1, step=2)
+
+
+def test_payloads_of_variable_size_that_did_not_come_are_an_error(fakes):
+    run(fakes, "held", check_variable)
+
+
+CODED: dict[str, tuple[int, int, int]] = {  # rows of the residual, and of the tensors
+    "all_reduce": (1, 1, 0),
+    "reduce_scatter": (2, 1, 2),
+    "all_gather": (1, 2, 1),
+}
+
+
+def check_coded_among_peers(rank: int, way: str) -> None:
+    decision = Decision(Parameter("p", (5000,), torch.float32), pycomm.codec("int8"), "test")
+    made = {op: dist.new_group(backend=GROUP, timeout=timedelta(seconds=20)) for op in CODED}
+
+    def call(op: str, step: int) -> tuple[Any, torch.Tensor]:
+        rows, *sizes = CODED[op]
+        tensors = [ours(n * 5000) for n in sizes if n]
+        bucket = Bucket([decision], [0], Residuals(Feedback(), 2), torch.device(FAKE), rows=rows)
+        native: Any = native_backend(bucket, made[op], op, tensors[0])
+        run = getattr(native, f"compressed_{op}")
+        return run(*tensors, bucket.native, bucket.sides, seed=1, step=step), tensors[0]
+
+    for op in CODED:
+        work, result = call(op, 1)
+        work.wait()
+        assert work.finite
+        assert not is_spoiled(result)
+    dist.barrier()
+    failed = 0
+    for op, group in made.items():
+        if rank == 1:
+            time.sleep(0.4)  # the other rank waits in the operation
+            abort(group)
+            continue
+        try:
+            work, result = call(op, 2)
+        except Error:  # it was aborted before
+            continue
+        with pytest.raises(Error, match="abort"):
+            work.wait()
+        assert not work.finite
+        assert is_spoiled(result)
+        failed += 1
+    assert rank == 1 or failed
+
+
+def test_a_compressed_operation_among_peers_that_fails_leaves_no_result(fakes):
+    run(fakes, "peers", check_coded_among_peers)
+
+
+def check_answers(rank: int, way: str) -> None:
+    """What a rank decides by is no answer, either, if it did not come."""
+    assert gather([1.0 + rank], dist.group.WORLD, torch.device(FAKE)) == [[1.0], [2.0]]
+    if rank == 1:
+        abort(dist.group.WORLD)
+        return
+    with pytest.raises(Error, match="abort"):
+        gather([1.0], dist.group.WORLD, torch.device(FAKE))
+
+
+def test_numbers_that_ranks_decide_by_are_an_error_if_they_did_not_come(fakes):
+    run(fakes, "held", check_answers)

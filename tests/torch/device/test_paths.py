@@ -1,0 +1,272 @@
+"""Which path reduces a bucket of device tensors, by name, with default options.
+
+A path that is not taken is slower by an order, and its results are the same: so only its name
+tells. Results are compared with those of the CPU, with `==`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from pycomm import backend
+from pycomm.codecs import CODECS
+from pycomm.feedback import Feedback, Residuals
+from pycomm.feedback.rule import LARGE
+from pycomm.policy import Decision, Parameter
+from pycomm.reduction import paths
+from pycomm.reduction.bucket import Bucket
+from tests.torch.device import fake_device
+from tests.torch.device.checks import generator, kept
+from tests.torch.harness import Chosen, equal, gradients, reduced
+from tests.torch.pool import Pool
+
+FAKE = "fakegpu"
+GROUP = "cpu:pycomm,fakegpu:pycomm"
+# On both sides of the size from which a residual is kept in bf16.
+SHAPES = {"large": (LARGE,), "small": (LARGE - 1,), "bias": (50,)}
+
+
+def on_device(
+    rank: int,
+    ranks: int,
+    store: dist.Store,
+    way: str,
+    group: str,
+    check: Callable[..., Any],
+    *args: Any,
+) -> Any:
+    fake_device.load(way)
+    dist.init_process_group(
+        group, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
+    )
+    try:
+        return check(rank, ranks, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def run(
+    fakes: Pool, way: str, check: Callable[..., Any], *args: Any, group: str = GROUP, ranks: int = 2
+) -> Any:
+    return fakes.run(on_device, way, group, check, *args, backend=None, ranks=ranks)
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+# ------------------------------------------------------------------ default options
+
+
+def check_ddp(rank: int, ranks: int, device: str, codec: str) -> Any:
+    log, logger = Lines(), logging.getLogger("pycomm")
+    logger.addHandler(log)
+    logger.setLevel(logging.INFO)
+    try:
+        model = nn.parallel.DistributedDataParallel(Chosen(SHAPES).to(device))
+        state = pycomm.compress(model, codec)
+        results = []
+        for step in range(3):
+            given = gradients(rank, step, shapes=SHAPES)
+            result = reduced(model, {name: g.to(device) for name, g in given.items()})
+            results.append({name: g.cpu() for name, g in result.items()})
+        state.settle()
+    finally:
+        logger.removeHandler(log)
+    residuals = {
+        name: (str(residual.worker[0].dtype), residual.load_worker(0).cpu())
+        for name in SHAPES
+        if state.residuals is not None and name in state.residuals
+        for residual in [state.residuals[name]]
+        if residual.worker is not None
+    }
+    lines = [line for line in log.lines if line.startswith("all_reduce of the bucket")]
+    chosen = [line for line in state.summary().splitlines() if line.startswith("path of")]
+    return results, residuals, lines, chosen
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "sign", "topk:0.01", "bf16"])
+def test_default_options_take_kernels_among_peers(fakes, codec):
+    want = run(fakes, "peers", check_ddp, "cpu", codec)
+    got = run(fakes, "peers", check_ddp, FAKE, codec)
+    for (results, residuals, lines, chosen), (also, kept_there, *_) in zip(got, want, strict=True):
+        assert equal(results, also)
+        assert equal(residuals, kept_there)
+        bf16 = "torch.float32" if codec.startswith("topk") else "torch.bfloat16"
+        if residuals:
+            assert residuals["large"][0] == bf16
+            assert residuals["small"][0] == "torch.float32"
+        assert chosen
+        assert all("values: peers (coded by kernels" in line for line in chosen)
+        assert all("values: peers" in line for line in lines)
+    assert got[0][2]  # the first rank has told it,
+    assert len(set(got[0][2])) == len(got[0][2])  # once for each bucket
+    assert not got[1][2]
+    assert all("values: core (" in line for line in want[0][3])
+
+
+def test_default_options_by_way_of_the_host_say_why(fakes):
+    *_, chosen = run(fakes, "held", check_ddp, FAKE, "int8")[0]
+    assert chosen
+    for line in chosen:
+        assert "values: payloads (coded one run at a time" in line
+        assert line.endswith("; not peers: this pycomm has no kernels for fakegpu:0")
+
+
+def test_another_backend_is_the_reason(fakes):
+    for group in ("cpu:gloo,fakegpu:pycomm", "gloo"):
+        *_, chosen = run(fakes, "held", check_ddp, "cpu", "int8", group=group)[0]
+        assert chosen
+        for line in chosen:
+            assert "values: batched (coded in C++" in line
+            assert line.endswith("; not core: the group's backend for cpu is not pycomm")
+
+
+# ------------------------------------------------------------------ bits
+
+SPECS = [
+    *("int8", "int7", "int6:rounding=stochastic", "int5", "int4", "int3", "int2"),
+    *("sign", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"),
+    *("mxfp8", "mxfp6", "mxfp4", "nvfp4", "eden2", "topk:0.05", "lossless:bfloat16"),
+]
+RULES = [
+    Feedback(),
+    Feedback(storage="bf16"),
+    Feedback(storage="int8"),
+    Feedback("decay", storage="bf16"),
+    Feedback("decay", storage="float32"),
+]
+ROWS = {"all_reduce": (1, 1), "reduce_scatter": (0, 1), "all_gather": (1, 0)}  # 0: one per rank
+
+
+def check_bits(rank: int, ranks: int, device: str, rule: Feedback, dtype: torch.dtype) -> Any:
+    """Return results and residuals of three steps of each operation, at odd sizes and offsets."""
+    native, there = backend.find(device=torch.device(device)), torch.device(device)
+    seen = []
+    for op, rows in ROWS.items():
+        rows_in, rows_out = (n or ranks for n in rows)
+        sizes = [LARGE + 1 if spec == "int8" else 333 + 7 * i for i, spec in enumerate(SPECS)]
+        decisions = [
+            Decision(Parameter(f"p{i}", (n,), torch.float32), pycomm.codec(spec), "test")
+            for i, (spec, n) in enumerate(zip(SPECS, sizes, strict=True))
+        ]
+        residuals = Residuals(rule, ranks) if op != "all_gather" else None
+        bucket = Bucket(decisions, range(len(SPECS)), residuals, there, rows=rows_in)
+        for step in range(3):
+            given = torch.randn(rows_in, bucket.numel, generator=generator(rank, step))
+            x = given.to(dtype).to(device)
+            out = x.view(-1) if op == "all_reduce" else x.new_zeros(rows_out * bucket.numel)
+            assert paths.native_backend(bucket, dist.group.WORLD, op, out) is native
+            path = paths.CORE if device == "cpu" else paths.PEERS
+            assert bucket.agreed.paths[op, False].path is path
+            call = getattr(native, f"compressed_{op}")
+            tensors = (out,) if op == "all_reduce" else (out, x.view(-1))
+            work = call(*tensors, bucket.native, bucket.sides, seed=5, step=step)
+            work.wait()
+            assert work.finite
+            if residuals is not None:
+                residuals.commit(bucket.with_residual)
+            seen.append(out.cpu())
+        seen += [p.residual.current(role).cpu() for p in bucket.pieces for role, _ in kept(p)]
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rule", "dtype"),
+    [
+        *((2, rule, torch.float32) for rule in RULES),
+        (2, RULES[0], torch.bfloat16),
+        (3, RULES[0], torch.float32),
+        (4, RULES[2], torch.float16),
+    ],
+)
+def test_kernels_among_peers_give_the_bits_of_the_cpu(fakes, ranks, rule, dtype):
+    want = run(fakes, "peers", check_bits, "cpu", rule, dtype, ranks=ranks)
+    got = run(fakes, "peers", check_bits, FAKE, rule, dtype, ranks=ranks)
+    assert equal(got, want)
+
+
+# ------------------------------------------------------------------ the table
+
+
+def bucket_of(spec: str, rule: Feedback | None, device: str) -> Bucket:
+    decision = Decision(Parameter("p", (64,), torch.float32), pycomm.codec(spec), "test")
+    residuals = Residuals(rule, dist.get_world_size()) if rule else None
+    return Bucket([decision], [0], residuals, torch.device(device))
+
+
+def check_table(rank: int, ranks: int) -> None:
+    group, x = dist.group.WORLD, torch.ones(64, device=FAKE)
+    for kind in paths.KINDS:
+        for storage in paths.STORAGES:
+            bucket = bucket_of("int8", Feedback(kind, storage=storage), FAKE)
+            chosen = paths.choose(bucket, group, "all_reduce", x)
+            if kind == "momentum":
+                assert chosen.path is paths.PAYLOADS
+                assert chosen.why == "peers: it takes no feedback momentum"
+            else:
+                assert chosen == paths.Choice(paths.PEERS)
+    assert (
+        paths.choose(bucket_of("topk:0.1", None, FAKE), group, "all_reduce", x, senders=True).why
+        == "peers: it averages over all ranks, not over those that have sent"
+    )
+    whole = Parameter("whole", (1 << 22,), torch.float32)  # takes 24 MiB, which cannot be cut
+    large = Decision(whole, pycomm.codec("topk:0.75,indices=int32"), "test")
+    chosen = paths.choose(
+        Bucket([large], [0], None, torch.device(FAKE)),
+        group,
+        "all_reduce",
+        torch.empty(1 << 22, device=FAKE),
+    )
+    assert chosen.path is paths.PAYLOADS
+    assert chosen.why.startswith("peers: whole has a payload of 25165824 bytes that cannot be cut")
+    # The operation refuses what the table does.
+    bucket = bucket_of("int8", Feedback("momentum"), FAKE)
+    native: Any = backend.find(device=torch.device(FAKE))
+    with pytest.raises(pycomm.Error, match="takes no feedback of the kind momentum"):
+        native.compressed_all_reduce(x, bucket.native, bucket.sides, seed=1, step=1)
+
+
+def test_the_table_says_what_kernels_among_peers_take(fakes):
+    run(fakes, "peers", check_table)
+
+
+def check_one_rank(rank: int, ranks: int) -> None:
+    x = torch.ones(64, device=FAKE)
+    chosen = paths.choose(bucket_of("int8", None, FAKE), dist.group.WORLD, "all_reduce", x)
+    assert chosen == paths.Choice(paths.PAYLOADS, "peers: the group has one rank")
+
+
+def test_a_group_of_one_rank_has_no_peers(fakes):
+    run(fakes, "peers", check_one_rank, ranks=1)
+
+
+def test_the_documentation_has_the_table():
+    lines = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text().splitlines()
+    for path in paths.PATHS:
+        (row,) = (line for line in lines if line.startswith(f"| `{path.name}` |"))
+        _, _, on, about, operations, codecs, kinds, storages, *_ = map(str.strip, row.split("|"))
+        assert on == {"cpu": "CPU", "gpu": "GPU", "any": "CPU, GPU"}[path.on]
+        assert about == path.about
+        for cell, taken, known in (
+            (operations, path.operations, paths.OPERATIONS),
+            (codecs, path.codecs, tuple(CODECS)),
+            (kinds, path.kinds, paths.KINDS),
+            (storages, path.storages, paths.STORAGES),
+        ):
+            assert cell == ("all" if taken == known else ", ".join(taken))

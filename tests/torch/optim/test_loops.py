@@ -1,0 +1,352 @@
+"""Coded optimizers in training loops, on any wrapper: overflows, accumulation, lost ranks."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm.errors import Error
+from tests.extent import FULL
+from tests.torch.harness import SHAPES, Chosen, all_equal, equal, gradients, values, whole
+from tests.torch.pool import on_ranks
+
+# Without rebuilt buckets after the first step, so that two models have the same layout.
+CALM = {"find_unused_parameters": True}
+RATES = {"adamw": 1e-2, "sgd": 2.0**-7}
+# Model and optimizer, and how many ranks; of two replicas of two shards each, four.
+LOOPS = [("adamw", 2), ("sgd", 2), ("adamw on shards", 2), ("adamw on replicas of shards", 4)]
+loops = pytest.mark.parametrize(("which", "ranks"), LOOPS)
+in_ddp = pytest.mark.parametrize("which", RATES)
+
+
+def wrapped(which: str, net: nn.Module) -> nn.Module:
+    size = dist.get_world_size()
+    if which.endswith("replicas of shards"):
+        names = ("replicate", "shard")
+        return fully_shard(net, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=names))
+    if which.endswith("shards"):
+        return fully_shard(net, mesh=init_device_mesh("cpu", (size,)))
+    return DistributedDataParallel(net, bucket_cap_mb=0.005, **CALM)
+
+
+def coded(which: str, model: nn.Module, **options: Any) -> Any:
+    make = pycomm.CodedSGD if which == "sgd" else pycomm.CodedAdamW
+    rate = RATES[which.split()[0]]
+    return make(model.parameters(), rate, weight_decay=0.125, model=model, **options)
+
+
+def make(which: str, **options: Any) -> tuple[nn.Module, Any]:
+    model = wrapped(which, Chosen(unit=0.01))
+    return model, coded(which, model, **options)
+
+
+def step(model: nn.Module, optimizer: Any, *given: dict[str, torch.Tensor]) -> None:
+    optimizer.zero_grad()
+    for one in given:
+        model(one).backward()
+    optimizer.step()
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
+    for number in steps:
+        step(model, optimizer, gradients(rank, number))
+
+
+def without_reduction(model: Any, given: dict[str, torch.Tensor]) -> None:
+    """Do a backward whose gradients are reduced with those of the next."""
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            model(given).backward()
+        return
+    model.set_requires_gradient_sync(False)
+    model(given).backward()
+    model.set_requires_gradient_sync(True)
+
+
+def integers(rank: int, number: int) -> dict[str, torch.Tensor]:
+    """Gradients whose squares add up to the same in any order."""
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return {n: torch.randint(-9, 10, s, generator=generator).float() for n, s in SHAPES.items()}
+
+
+def kept(optimizer: Any) -> dict[str, Any]:
+    """Return all that an optimizer keeps on this rank, by name."""
+    found = {
+        f"{i}.{key}": whole(value)
+        for i, state in enumerate(optimizer.state.values())
+        for key, value in state.items()
+    }
+    state = optimizer.compression.state_dict()
+    for kind in ("rank", "own"):
+        for name, entry in state.get(f"{kind}{dist.get_rank()}", (0, {}))[1].items():
+            tensors = entry if isinstance(entry, dict) else {"own": entry}
+            found |= {f"{name}.{k}": t for k, t in tensors.items() if isinstance(t, torch.Tensor)}
+    return found
+
+
+def assert_alike(one: Any, two: Any) -> None:
+    a, b = kept(one), kept(two)
+    assert a.keys() == b.keys()
+    assert [name for name in a if not equal(a[name], b[name])] == []
+
+
+# ---------------------------------------------------------------- the same bits everywhere
+
+
+def trained(rank: int, size: int, which: str) -> list[torch.Tensor]:
+    model, optimizer = make(which)
+    train(model, optimizer, rank, range(5))
+    assert len(optimizer.state) == len(SHAPES)
+    return values(model)
+
+
+@in_ddp
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_have_the_same_bits_on_any_backend(pool, which, ranks):
+    # The sum of more than two numbers depends on the order in which a backend adds them.
+    backends = ["pycomm", "gloo"] if ranks == 2 or FULL else ["pycomm"]
+    native, *others = (pool.run(trained, which, ranks=ranks, backend=b) for b in backends)
+    for results in (native, *others):
+        all_equal(results)
+    if ranks == 2:
+        assert equal(native[0], others[0][0])
+
+
+@on_ranks(2, then=all_equal)
+@in_ddp
+def test_parameters_of_16_bits_are_trained(rank, size, which):
+    model = wrapped(which, Chosen().to(torch.bfloat16))
+    optimizer = coded(which, model)
+    for number in range(4):
+        step(model, optimizer, {n: g.bfloat16() for n, g in gradients(rank, number).items()})
+    assert all(p.dtype == torch.bfloat16 and p.isfinite().all() for p in model.parameters())
+    assert float(model.module.big.abs().max()) > RATES[which]
+    return values(model)
+
+
+# ---------------------------------------------------------------- which gradients count
+
+
+@on_ranks()
+@loops
+def test_gradients_add_up_until_a_step_uses_them(rank, size, which):
+    (a, one), (b, two) = make(which), make(which)
+    for number in range(4):
+        first, second = integers(rank, number), integers(rank, number + 50)
+        step(a, one, {name: first[name] + second[name] for name in first})
+        two.zero_grad()
+        if number % 2 or which != "sgd":  # of AdamW a second reduction changes the momentum
+            without_reduction(b, first)
+        else:
+            b(first).backward()
+        b(second).backward()
+        two.step()
+    assert equal(values(a), values(b))
+    assert_alike(one, two)
+
+
+@on_ranks()
+@pytest.mark.parametrize(("which", "ranks"), [loop for loop in LOOPS if loop[0] != "sgd"])
+def test_two_backwards_before_a_step_add_up(rank, size, which):
+    """The momentum of two reductions: b m + (1 - b) (g1 + g2), since nothing is left over."""
+    model, optimizer = make(which, codec="topk:1.0", feedback="residual:storage=float32")
+    named = dict(getattr(model, "module", model).named_parameters())
+    betas: dict[str, float] = {}
+    for number in range(3):
+        before = {
+            n: whole(optimizer.state[named[n]]["exp_avg"]).clone() if number else 0.0
+            for n in ("big", "small")
+        }
+        step(model, optimizer, *(gradients(rank, 10 * number + part) for part in range(2)))
+        for name, moment in optimizer.compression.moments.items():
+            given = [gradients(r, 10 * number + p)[name] for r in range(size) for p in range(2)]
+            b = betas.get(name, 0.0)
+            want = (1 - b) * sum(given) / size + b * before[name]
+            if number:
+                # Round-off of a dozen operations on values of about 1.
+                torch.testing.assert_close(whole(named[name].grad), want, rtol=1e-4, atol=2e-5)
+            betas[name] = moment.beta
+
+
+@on_ranks()
+@loops
+@pytest.mark.parametrize("to_none", [True, False])
+def test_discarded_gradients_leave_nothing(rank, size, which, to_none):
+    (a, one), (b, two) = make(which), make(which)
+    for number in range(4):
+        step(a, one, gradients(rank, number))
+        two.zero_grad(set_to_none=to_none)
+        b(gradients(rank, number + 50)).backward()
+        two.zero_grad(set_to_none=to_none)
+        b(gradients(rank, number)).backward()
+        two.step()
+    assert equal(values(a), values(b))
+    one.compression.settle()
+    assert_alike(one, two)
+
+
+# Without a scaler torch's AdamW takes what is not finite of an exact parameter, and so does ours.
+OVERFLOWS = [(*loop, True, "big") for loop in LOOPS] + [("sgd", 2, False, "bias")]
+
+
+@on_ranks()
+@pytest.mark.parametrize(("which", "ranks", "scaled", "where"), OVERFLOWS)
+@pytest.mark.parametrize("what", [float("inf"), float("nan")])
+def test_a_step_that_overflows_leaves_no_trace(rank, size, which, scaled, where, what):
+    (a, one) = make(which)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    (b, two) = make(which, scaler=scaler if scaled else None)
+    for number in range(7):
+        bad = number in (1, 5)
+        if not bad:
+            step(a, one, gradients(rank, number))
+        two.zero_grad()
+        given = gradients(rank, number)
+        if bad and rank == size - 1:
+            given["big" if number == 1 else where].view(-1)[7] = what
+        loss = b(given)
+        if scaled:
+            scaler.scale(loss).backward()
+            if number == 5 and isinstance(b, DistributedDataParallel):
+                scaler.unscale_(two)
+            scaler.step(two)
+            scaler.update()
+        else:
+            loss.backward()
+            two.step()
+    assert scaler.get_scale() == (256 if scaled else 1024)
+    # The loss scale is a power of two, so it changes no bit.
+    assert equal(values(a), values(b))
+    assert_alike(one, two)
+
+
+@on_ranks(2)
+@in_ddp
+def test_an_unknown_scaler_is_an_error(rank, size, which):
+    model, optimizer = make(which)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(gradients(rank, 0))).backward()
+    with pytest.raises(Error, match="scaler="):
+        scaler.step(optimizer)
+
+
+@on_ranks(2, then=all_equal)
+def test_parameters_that_get_no_gradient(rank, size):
+    """A parameter that no rank uses at first, and one that only one rank uses."""
+    model, optimizer = make("sgd")
+    before = dict(zip(SHAPES, values(model), strict=True))
+    for number in range(6):
+        given = gradients(rank, number)
+        if number < 3:
+            del given["small"]
+        if rank == 1:
+            del given["big"]
+        step(model, optimizer, given)
+        now = dict(zip(SHAPES, values(model), strict=True))
+        assert torch.equal(now["small"], before["small"]) == (number < 3)
+        assert not torch.equal(now["big"], before["big"])
+    # One that joins late moves as far as learning rates allow, not by a second moment of zero.
+    assert float((now["small"] - before["small"]).abs().max()) < 0.2
+    return values(model)
+
+
+@on_ranks(2, timeout=60)
+def test_join_is_refused(rank, size):
+    model, optimizer = make("sgd")
+    # The other rank hears that this one has left.
+    match = "left the group" if rank else "equally many batches"
+    with pytest.raises(Error, match=match), Join([model]):
+        train(model, optimizer, rank, range(1 + rank))
+
+
+# ---------------------------------------------------------------- other ranks
+
+
+def adopts(rank: int, size: int, which: str) -> list[torch.Tensor]:
+    model, optimizer = make(which)
+    train(model, optimizer, rank, range(4))
+    momentum = "momentum_buffer" if which == "sgd" else "exp_avg"
+    before = {p: optimizer.state[p][momentum].clone() for p in model.parameters()}
+    group = dist.new_group([0, 2], use_local_synchronization=True) if rank != 1 else None
+    if group is None:
+        return []
+    smaller = DistributedDataParallel(model.module, process_group=group, **CALM)
+    adopted = coded(which, smaller)
+    adopted.adopt_state(optimizer)
+    assert len(before) == len(SHAPES)
+    for parameter, kept_one in before.items():
+        assert torch.equal(adopted.state[parameter][momentum], kept_one)
+    assert adopted.compression.residual_norms()["big"][0] > 0
+    if which == "sgd":  # goes on from the momentum: what each has sent is the former group's
+        assert adopted.compression.own == {}
+    train(smaller, adopted, rank, range(4, 6))
+    if which == "sgd":
+        assert adopted.compression.own.keys() == optimizer.compression.own.keys()
+    return values(smaller)
+
+
+@in_ddp
+def test_remaining_ranks_adopt_the_state(pool, which):
+    first, lost, other = pool.run(adopts, which, ranks=3)
+    assert lost == []
+    assert equal(first, other)
+
+
+@on_ranks(2)
+def test_other_members_of_the_same_group_are_refused(rank, size):
+    model, optimizer = make("sgd")
+    train(model, optimizer, rank, range(1))
+    optimizer.compression._formed = lambda: 1  # as after pycomm.elastic.reconfigure
+    with pytest.raises(Error, match="adopt_state"):
+        train(model, optimizer, rank, range(1, 2))
+
+
+def saves(rank: int, size: int, which: str) -> Any:
+    model, optimizer = make(which)
+    train(model, optimizer, rank, range(3))
+    return optimizer.state_dict(), optimizer.compression.state_dict()
+
+
+def loads(rank: int, size: int, which: str, states: list[Any]) -> Any:
+    """Return what a rank has of states of fewer ranks, and where training goes on to."""
+    model, optimizer = make(which)
+    optimizer.load_state_dict(deepcopy(states[0][0]))  # the ranks' processes share its tensors
+    optimizer.compression.load_state_dict(*(state for _, state in states))
+    loaded, owed = kept(optimizer), {}
+    for name in ("big", "small"):
+        added = optimizer.compression.residuals.added(name, 0, SHAPES_OF[name])
+        owed[name] = (
+            torch.zeros(SHAPES_OF[name]) if added is None else added
+        )  # a rank may have none
+        dist.all_reduce(owed[name])
+    train(model, optimizer, rank, range(3, 5))
+    return owed, loaded, values(model)
+
+
+SHAPES_OF = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
+
+
+@in_ddp
+def test_a_checkpoint_goes_on_with_more_ranks(pool, which):
+    """They owe what the former ranks owed, and go on from the mean of what these have sent."""
+    states = pool.run(saves, which, ranks=2)
+    found = pool.run(loads, which, states, ranks=3)
+    all_equal([trained_on for _, _, trained_on in found])
+    for owed, loaded, _ in found:
+        for name, value in owed.items():
+            before = [state[f"rank{r}"][1][name]["worker"] for r, (_, state) in enumerate(states)]
+            # One rounding of each addition.
+            torch.testing.assert_close(value, sum(before) / 2, rtol=1e-5, atol=1e-6)
+        for name in SHAPES if which == "sgd" else ():
+            both = [state[f"own{r}"][1][name] for r, (_, state) in enumerate(states)]
+            torch.testing.assert_close(loaded[f"{name}.own"], sum(both) / 2, rtol=1e-6, atol=1e-7)
