@@ -152,7 +152,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         (["pycomm.bench", "training", "--turn-seconds", "-3"], {}, "want seconds above 0"),
         (["pycomm.bench", "training", "--turn-seconds", "nan"], {}, "want seconds above 0"),
         (
-            ["pycomm.bench", "training", "--only", "totals", "--csv", "/etc/passwd"],
+            ["pycomm.bench", "training", "--only", "losses", "--csv", "/etc/passwd"],
             {},
             "--csv /etc/passwd holds no rows of this benchmark",
         ),

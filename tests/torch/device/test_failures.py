@@ -28,7 +28,7 @@ from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Decision, Parameter
 from pycomm.policy.exchange import gather
 from pycomm.reduction import two_shot
-from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.bucket import Agreed, Bucket
 from pycomm.reduction.paths import native_backend
 from tests.torch.device import fake_device
 from tests.torch.pool import Pool
@@ -462,11 +462,13 @@ CODED: dict[str, tuple[int, int, int]] = {  # rows of the residual, and of the t
 def check_coded_among_peers(rank: int, way: str) -> None:
     decision = Decision(Parameter("p", (5000,), torch.float32), pycomm.codec("int8"), "test")
     made = {op: dist.new_group(backend=GROUP, timeout=timedelta(seconds=20)) for op in CODED}
+    agreed = {op: Agreed() for op in CODED}  # the first call asks the ranks for the path
 
     def call(op: str, step: int) -> tuple[Any, torch.Tensor]:
         rows, *sizes = CODED[op]
         tensors = [ours(n * 5000) for n in sizes if n]
-        bucket = Bucket([decision], [0], Residuals(Feedback(), 2), torch.device(FAKE), rows=rows)
+        residuals, device = Residuals(Feedback(), 2), torch.device(FAKE)
+        bucket = Bucket([decision], [0], residuals, device, rows=rows, agreed=agreed[op])
         native: Any = native_backend(bucket, made[op], op, tensors[0])
         run = getattr(native, f"compressed_{op}")
         return run(*tensors, bucket.native, bucket.sides, seed=1, step=step), tensors[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from tests.torch.pool import on_ranks
 from tests.torch.reduction.test_saved_state import PATIENT
 
 LAYERS = 20
-SUITS = batched._suits
+BATCHED = batched.BATCHED
 
 
 def network(dtype: torch.dtype) -> nn.Sequential:
@@ -66,7 +68,7 @@ def test_any_backend_has_the_same_bits(rank, size, spec, dtype, bad):
 
 def check_calls(rank: int, size: int, in_cpp: bool) -> None:
     if not in_cpp:
-        batched._suits = lambda _: False
+        batched.BATCHED = replace(BATCHED, needs=lambda *_: "not here")
     model = DistributedDataParallel(network(torch.float32))
     pycomm.compress(model, Policy("int8", guard=None))
     exact, lossy = 0, 0
@@ -85,7 +87,7 @@ def check_calls(rank: int, size: int, in_cpp: bool) -> None:
             model(torch.ones(2, 48)).sum().backward()
     finally:
         Codec.encode = encode
-        batched._suits = SUITS
+        batched.BATCHED = BATCHED
     if in_cpp:
         assert exact == lossy == 0
         return
