@@ -311,7 +311,9 @@ def test_words_of_single_ranks_carry_a_proof_too(name):
     store.set(f"default/{name}", b"yes")
     start = group(store)
     if name == "given up":
-        assert all(f'"{name}" of group "default"' in str(outcome) for outcome in start), start
+        # Ranks that meet before they look for it have no need of it; nobody believes it.
+        named = f'"{name}" of group "default"'
+        assert all(outcome is True or named in str(outcome) for outcome in start), start
     assert store.values.get("default/met/0", b"sealed:").startswith(b"sealed:")
 
 

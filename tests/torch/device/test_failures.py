@@ -393,7 +393,8 @@ def check_ddp_between_shots(rank: int, way: str, how: str) -> None:
     if rank == 0:
         with pytest.raises(Error):  # the reason, and not an overflow
             state.settle()
-    with pytest.raises(Error):
+    # Of torch, too: its reducer goes on with no backward that has raised.
+    with pytest.raises(RuntimeError):
         step()
 
 
