@@ -31,7 +31,7 @@ class SingleCodedState(CompressionState):
         dense = [p for p in bucket.pieces if p.codec.combine != "gather"]
         if single.gathers and not any(is_coarse(p.codec) for p in dense):
             return super()._reduce_coded(tensor, bucket)  # payloads are gathered there, too
-        bucket.agreed.paths["all_reduce", False] = paths.Choice(paths.SINGLE)
+        bucket.agreed.paths["all_reduce", False] = paths.ChosenPath(paths.SINGLE)
         self._use(bucket.pieces, bucket, tensor)
         values = tensor.contiguous()
         finite = single.average(values, bucket, seed=self.seed, step=self.step)

@@ -43,7 +43,7 @@ class Agreed:
     compared: bool = False
     """The members have compared its parameters."""
     paths: dict[tuple[str, bool], Any] = field(default_factory=dict)
-    """By operation, and whether senders are averaged: the `Choice` of a path that was made."""
+    """By operation, and whether senders are averaged: the `ChosenPath` that was made."""
 
 
 class Bucket:

@@ -159,7 +159,7 @@ FACTORS = Path(
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenPath:
     """The path of a bucket in an operation."""
 
     path: Path
@@ -181,7 +181,7 @@ def choose(
     tensor: torch.Tensor,
     *,
     senders: bool = False,
-) -> Choice:
+) -> ChosenPath:
     """Return the first path of the table that takes a bucket; all ranks call it together.
 
     Args:
@@ -199,7 +199,7 @@ def choose(
         refusal = path.refusal(bucket, op, tensor.dtype, senders)
         refusal = refusal or path.needs(bucket, group, tensor.device)
         if not refusal:
-            return Choice(path, "; ".join(refused))
+            return ChosenPath(path, "; ".join(refused))
         refused.append(f"{path.name}: {refusal}")
     raise AssertionError("the last path takes every bucket: " + "; ".join(refused))
 
@@ -218,7 +218,7 @@ def native_backend(
     arguments of `choose`.
     """
     chosen = bucket.agreed.paths
-    choice: Choice | None = chosen.get((op, senders))
+    choice: ChosenPath | None = chosen.get((op, senders))
     if choice is None:
         choice = agreed(choose(bucket, group, op, tensor, senders=senders), group, tensor.device)
         chosen[op, senders] = choice
@@ -226,7 +226,7 @@ def native_backend(
     return choice.native(group, tensor.device)
 
 
-def agreed(mine: Choice, group: dist.ProcessGroup, device: torch.device) -> Choice:
+def agreed(mine: ChosenPath, group: dist.ProcessGroup, device: torch.device) -> ChosenPath:
     """Return the slowest path that a rank has chosen; collective where a device's kernels reduce.
 
     Residuals differ between ranks after a member has joined, and with them what a path takes.
@@ -236,10 +236,10 @@ def agreed(mine: Choice, group: dist.ProcessGroup, device: torch.device) -> Choi
     last = max(int(place) for (place,) in gather([PATHS.index(mine.path)], group, device))
     if PATHS[last] is mine.path:
         return mine
-    return Choice(PATHS[last], f"{mine.path.name}: a residual of another rank rules it out")
+    return ChosenPath(PATHS[last], f"{mine.path.name}: a residual of another rank rules it out")
 
 
-def report(bucket: Bucket, op: str, choice: Choice, group: dist.ProcessGroup) -> None:
+def report(bucket: Bucket, op: str, choice: ChosenPath, group: dist.ProcessGroup) -> None:
     """Log the path of a bucket, on one rank."""
     if group.rank() == 0:
         first = bucket.pieces[0].name if bucket.pieces else "none"

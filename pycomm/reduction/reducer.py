@@ -178,7 +178,7 @@ class BucketReducer:
         self, tensor: torch.Tensor, bucket: Bucket
     ) -> torch.futures.Future[torch.Tensor]:
         """Reduce a bucket with PowerSGD pieces, which completes at the end of the step."""
-        bucket.agreed.paths.setdefault(("all_reduce", False), paths.Choice(paths.FACTORS))
+        bucket.agreed.paths.setdefault(("all_reduce", False), paths.ChosenPath(paths.FACTORS))
         taken = [piece for piece in bucket.pieces if powersgd.takes(piece)]
         others = [piece for piece in bucket.pieces if not powersgd.takes(piece)]
         self._use(taken, bucket, tensor)

@@ -220,7 +220,7 @@ def check_table(rank: int, ranks: int) -> None:
                 assert chosen.path is paths.PAYLOADS
                 assert chosen.why == "peers: it takes no feedback momentum"
             else:
-                assert chosen == paths.Choice(paths.PEERS)
+                assert chosen == paths.ChosenPath(paths.PEERS)
     assert (
         paths.choose(bucket_of("topk:0.1", None, FAKE), group, "all_reduce", x, senders=True).why
         == "peers: it averages over all ranks, not over those that have sent"
@@ -249,7 +249,7 @@ def test_the_table_says_what_kernels_among_peers_take(fakes):
 def check_one_rank(rank: int, ranks: int) -> None:
     x = torch.ones(64, device=FAKE)
     chosen = paths.choose(bucket_of("int8", None, FAKE), dist.group.WORLD, "all_reduce", x)
-    assert chosen == paths.Choice(paths.PAYLOADS, "peers: the group has one rank")
+    assert chosen == paths.ChosenPath(paths.PAYLOADS, "peers: the group has one rank")
 
 
 def test_a_group_of_one_rank_has_no_peers(fakes):
