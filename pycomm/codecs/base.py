@@ -225,7 +225,8 @@ class Codec(ABC):
         used = int(code[:4].view(torch.int32).item()) & 0xFFFFFFFF if code.numel() >= 4 else 0
         if used < 4 or used % 4 or used > code.numel():
             raise ValueError(
-                f"{self.spec()}: a payload of {code.numel()} bytes says that it uses {used}"
+                f"{self.spec()}: a payload's header says that it has {used} bytes, and multiples "
+                f"of 4 up to {code.numel()} are possible"
             )
         return used
 

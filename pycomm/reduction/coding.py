@@ -230,7 +230,7 @@ class Coder:
                     row=row,
                     key=key,
                 )
-            at += _used(payload) if codec.variable else run.bytes
+            at += codec.used_bytes(payload)
         return out[:at]
 
     def decode(
@@ -251,14 +251,13 @@ class Coder:
             codec, part = run.piece.codec, payload[at : at + run.bytes]
             used = run.bytes
             if codec.variable:
-                used = _used(part) if part.numel() >= 4 else 0
-                if not 0 < used <= part.numel() or used % 4:
+                try:
+                    used = codec.used_bytes(part)
+                except ValueError as error:
                     raise WireMismatch(
-                        f"rank {self.rank}: a payload of {codec.spec()} for {run.end - run.begin} "
-                        f"values whose header says that it has {used} bytes, but at most "
-                        f"{part.numel()} in a multiple of 4 are possible; install the same pycomm "
-                        "on all hosts"
-                    )
+                        f"rank {self.rank}: a payload for {run.end - run.begin} values cannot be "
+                        f"read: {error}; install the same pycomm on all hosts"
+                    ) from None
                 padded = payload.new_zeros(run.bytes)
                 padded[:used] = part[:used]
                 part = padded
@@ -305,7 +304,3 @@ def finish(
     """Divide the decoded values and write them to the bucket; set the flag on Inf and NaN."""
     for run, part in zip(runs, parts, strict=True):
         convert(part, run.of(values), divisor=divisor, found_inf=found_inf)
-
-
-def _used(payload: torch.Tensor) -> int:
-    return int(payload[:4].view(torch.int32)) & 0xFFFFFFFF

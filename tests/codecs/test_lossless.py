@@ -32,7 +32,7 @@ def test_used_bytes_are_those_that_a_reader_needs():
     assert same(lossless.decode(cut, 5000), NORMAL[:5000])
     assert int4.used_bytes(int4.encode(NORMAL[:5000])) == int4.encoded_bytes(5000)
     payload[:4] = 255
-    with pytest.raises(ValueError, match="says that it uses 4294967295"):
+    with pytest.raises(ValueError, match="says that it has 4294967295 bytes"):
         lossless.used_bytes(payload)
 
 

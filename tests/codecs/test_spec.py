@@ -62,6 +62,16 @@ def test_every_alias_is_a_codec():
         assert pycomm.codec(alias) == pycomm.codec(text)
 
 
+# What Python and C++ say alike.
+WRONG_ALIKE = [
+    ("lossless:dtype=float16", r"dtype=float16: use one of float32, bfloat16"),
+    ("topk:density=0", r"density=0.0: use more than 0 and at most 1"),
+    ("topk:density=1.5", r"density=1.5: use more than 0"),
+    ("topk:density=nan", r"density=nan: use more than 0"),
+    ("topk:density=much", r"is not a number"),
+    ("topk:values=int4", r"values=int4"),
+    ("topk:indices=int8", r"indices=int8"),
+]
 WRONG = [
     (
         "int9",
@@ -69,13 +79,7 @@ WRONG = [
     ),
     ("INT4", r"unknown codec 'INT4': did you mean 'int4'\?"),
     ("", r"unknown codec '': the codecs are"),
-    ("lossless:float16", r"dtype=float16: use one of float32, bfloat16"),
-    ("topk:density=0", r"density=0.0: use more than 0 and at most 1"),
-    ("topk:density=1.5", r"density=1.5: use more than 0"),
-    ("topk:density=nan", r"density=nan: use more than 0"),
-    ("topk:density=much", r"is not a number"),
-    ("topk:values=int4", r"values=int4"),
-    ("topk:indices=int8", r"indices=int8"),
+    *WRONG_ALIKE,
     (
         "quant:bit=4",
         r"unknown option 'bit'; quant has the options bits, block, rounding, range, scale",
@@ -114,13 +118,7 @@ NATIVE_WRONG = [
         "quant:bit=4",
         r'quant: unknown option "bit"; it has the options bits, block, rounding, range, scale',
     ),
-    ("lossless:dtype=float16", r"dtype=float16: use one of float32, bfloat16"),
-    ("topk:density=0", r"density=0.0: use more than 0 and at most 1"),
-    ("topk:density=1.5", r"density=1.5: use more than 0"),
-    ("topk:density=nan", r"density=nan: use more than 0"),
-    ("topk:density=much", r"is not a number"),
-    ("topk:values=int4", r"values=int4"),
-    ("topk:indices=int8", r"indices=int8"),
+    *WRONG_ALIKE,
     ("quant:bits=9", r"quant: bits=9: use 2 to 8"),
     ("quant:range=full", r"range=full: use one of symmetric, minmax"),
     ("quant:bits=4x", r"bits=4x is not an integer"),
