@@ -35,10 +35,11 @@ struct Coder {
 
 /// Encodes to the types without blocks. Codes are padded with zeros to a multiple of four bytes.
 template <typename Type, bool kFeedback>
-__global__ void __launch_bounds__(cuda::kThreads) encode_plain(const EncodeParams args) {
+__global__ void __launch_bounds__(cuda::kThreads) encode_plain(const Batch<EncodeParams> batch) {
+  const EncodeParams args = tensor_of_block(batch);
   using Code = typename Type::Code;
   auto* codes = reinterpret_cast<Code*>(args.codes);
-  const cuda::Tile<kSmall> tile(args.numel, args.in, args.residual, args.new_residual, codes);
+  const cuda::Tile<kSmall> tile(block_of(args), args.numel, args.in, args.residual, args.new_residual, codes);
   if (tile.empty()) return;
 
   cuda::Vector<float> p[kSmall], residual[kSmall];
@@ -61,10 +62,11 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_plain(const EncodeParam
 }
 
 template <typename Type, bool kAdd>
-__global__ void __launch_bounds__(cuda::kThreads) decode_plain(const DecodeParams args) {
+__global__ void __launch_bounds__(cuda::kThreads) decode_plain(const Batch<DecodeParams> batch) {
+  const DecodeParams args = tensor_of_block(batch);
   using Code = typename Type::Code;
   const auto* codes = reinterpret_cast<const Code*>(args.codes);
-  const cuda::Tile<kSmall> tile(args.numel, args.out, codes);
+  const cuda::Tile<kSmall> tile(block_of(args), args.numel, args.out, codes);
   if (tile.empty()) return;
 
   cuda::Vector<Code> code[kSmall];

@@ -1,18 +1,19 @@
 // Conversion of gradients on the GPU (convert.h): a warp takes a tile of rows, reads them once and
 // writes them once. Compiled by nvcc and NVRTC.
 #include "codecs/base/kernels_cuda.h"
+#include "codecs/base/warp_cuda.h"
 #include "codecs/convert.h"
-#include "core/cuda_vector.h"
 
 // ---------------------------------------------------------------- kernels
 
 namespace pycomm::codecs::convert {
 
 template <typename From, typename To>
-__global__ void __launch_bounds__(cuda::kThreads) convert_kernel(const Params args) {
+__global__ void __launch_bounds__(cuda::kThreads) convert_kernel(const Batch<Params> batch) {
+  const Params args = tensor_of_block(batch);
   const auto* in = static_cast<const typename From::Code*>(args.in);
   auto* out = static_cast<typename To::Code*>(args.out);
-  const cuda::Tile<kRows> tile(args.numel, in, out);
+  const cuda::Tile<kRows> tile(block_of(args), args.numel, in, out);
   if (tile.empty()) return;
 
   cuda::Vector<typename From::Code> code[kRows];

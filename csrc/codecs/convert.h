@@ -4,6 +4,7 @@
 // reports overflow. Everything that determines the bits is here and in cast.h, compiled by gcc,
 // nvcc and NVRTC.
 #pragma once
+#include "codecs/base/batch.h"
 #include "codecs/cast.h"
 
 namespace pycomm {
@@ -35,6 +36,7 @@ constexpr int kRows = 4;  ///< of a warp's tile
 
 /// Arguments of the kernel.
 struct Params {
+  Blocks blocks;
   const void* in;
   void* out;
   uint64_t numel;

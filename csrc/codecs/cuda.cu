@@ -25,19 +25,20 @@ Kernels::Kernels(std::initializer_list<Kernel> kernels) {
 
 bool cuda_built() { return true; }
 
-void start(const char* codec, const Launch& launch, const Stream& stream) {
+void start(const Launch& launch, const Stream& stream) {
   const auto found = table().find(launch.kernel);
-  if (found == table().end() || found->second.params != launch.params.size()) {
-    throw Error(std::string(codec) + ": no .cu file lists the kernel " + launch.kernel + " with " +
-                std::to_string(launch.params.size()) + " bytes of arguments");
+  std::vector<uint8_t> batch = launch.argument();
+  if (found == table().end() || found->second.params != batch.size()) {
+    throw Error(launch.codec + ": no .cu file lists the kernel " + launch.kernel + " with " +
+                std::to_string(batch.size()) + " bytes of arguments");
   }
-  void* arguments[] = {const_cast<uint8_t*>(launch.params.data())};
+  void* arguments[] = {batch.data()};
   const cudaError_t code =
       cudaLaunchKernel(found->second.function, dim3(launch.blocks), dim3(cuda::kThreads), arguments,
                        0, static_cast<cudaStream_t>(stream.handle));
   if (code != cudaSuccess) {
     cudaGetLastError();  // clears the error for the next launch
-    throw Error(std::string(codec) + " in " + launch.kernel + ": " + cudaGetErrorString(code));
+    throw Error(launch.codec + " in " + launch.kernel + ": " + cudaGetErrorString(code));
   }
 }
 

@@ -117,9 +117,10 @@ constexpr int kDecodeBlocks = 2;
 
 template <int kBits, bool kHalf>
 __global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<kHalf>)
-    encode_kernel(const EncodeParams args) {
+    encode_kernel(const Batch<EncodeParams> batch) {
+  const EncodeParams args = tensor_of_block(batch);
   const uint32_t size = 1u << args.rotation_bits;
-  const Tile tile(args.numel, args.in, args.residual, args.new_residual);
+  const Tile tile(block_of(args), args.numel, args.in, args.residual, args.new_residual);
   if (tile.empty() && size <= kTile) return;
   const RotationHeader header = write_header(args);
   const RotationSigns signs(header, first_of(tile));
@@ -224,9 +225,10 @@ __global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<kHalf>)
 
 template <int kBits, bool kHalf>
 __global__ void __launch_bounds__(cuda::kThreads, kDecodeBlocks)
-    decode_kernel(const DecodeParams args) {
+    decode_kernel(const Batch<DecodeParams> batch) {
+  const DecodeParams args = tensor_of_block(batch);
   const uint32_t size = 1u << args.rotation_bits, half = size / 2;
-  const Tile tile(args.numel, args.out);
+  const Tile tile(block_of(args), args.numel, args.out);
   if (tile.empty() && size <= kTile) return;
   const RotationHeader header = read_header(args);
   const RotationSigns signs(header, first_of(tile));

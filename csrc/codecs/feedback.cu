@@ -2,7 +2,7 @@
 // take float32. The forms are those of base/stored.h. Compiled by nvcc and NVRTC.
 #include "codecs/base/kernels_cuda.h"
 #include "codecs/base/stored.h"
-#include "core/cuda_vector.h"
+#include "codecs/base/warp_cuda.h"
 
 // ---------------------------------------------------------------- kernels
 
@@ -14,9 +14,10 @@ __device__ __forceinline__ void decay(const LoadParams& args, cuda::Vector<float
 }
 
 template <typename Form>
-__global__ void __launch_bounds__(cuda::kThreads) load_kernel(const LoadParams args) {
+__global__ void __launch_bounds__(cuda::kThreads) load_kernel(const Batch<LoadParams> batch) {
+  const LoadParams args = tensor_of_block(batch);
   const auto* in = reinterpret_cast<const typename Form::Code*>(args.stored);
-  const cuda::Tile<kRows> tile(args.numel, in, args.out);
+  const cuda::Tile<kRows> tile(block_of(args), args.numel, in, args.out);
   if (tile.empty()) return;
   cuda::Vector<typename Form::Code> code[kRows];
   tile.load(in, code);
@@ -30,9 +31,10 @@ __global__ void __launch_bounds__(cuda::kThreads) load_kernel(const LoadParams a
 }
 
 template <typename Form>
-__global__ void __launch_bounds__(cuda::kThreads) store_kernel(const StoreParams args) {
+__global__ void __launch_bounds__(cuda::kThreads) store_kernel(const Batch<StoreParams> batch) {
+  const StoreParams args = tensor_of_block(batch);
   auto* out = reinterpret_cast<typename Form::Code*>(args.stored);
-  const cuda::Tile<kRows> tile(args.numel, args.in, out);
+  const cuda::Tile<kRows> tile(block_of(args), args.numel, args.in, out);
   if (tile.empty()) return;
   cuda::Vector<float> value[kRows];
   tile.load(args.in, value);
@@ -53,8 +55,9 @@ union Codes {
   int8_t code[cuda::kVector];
 };
 
-__global__ void __launch_bounds__(cuda::kThreads) load_blocks(const LoadParams args) {
-  const cuda::Tile<kRows> tile(args.numel, args.out);
+__global__ void __launch_bounds__(cuda::kThreads) load_blocks(const Batch<LoadParams> batch) {
+  const LoadParams args = tensor_of_block(batch);
+  const cuda::Tile<kRows> tile(block_of(args), args.numel, args.out);
   if (tile.empty()) return;
   cuda::Vector<float> value[kRows];
 #pragma unroll
@@ -73,8 +76,9 @@ __global__ void __launch_bounds__(cuda::kThreads) load_blocks(const LoadParams a
   tile.store(args.out, args.numel, value);
 }
 
-__global__ void __launch_bounds__(cuda::kThreads) store_blocks(const StoreParams args) {
-  const cuda::Tile<kRows> tile(args.numel, args.in);
+__global__ void __launch_bounds__(cuda::kThreads) store_blocks(const Batch<StoreParams> batch) {
+  const StoreParams args = tensor_of_block(batch);
+  const cuda::Tile<kRows> tile(block_of(args), args.numel, args.in);
   if (tile.empty()) return;
   cuda::Vector<float> value[kRows];
   tile.load(args.in, value);  // beyond the end zeros, as the rest of a block is stored

@@ -53,9 +53,10 @@ __device__ __forceinline__ void write_head(const uint32_t* exponent, size_t n, u
 }
 
 template <bool kFeedback>
-__global__ void __launch_bounds__(cuda::kThreads) head_kernel(const LosslessParams args) {
+__global__ void __launch_bounds__(cuda::kThreads) head_kernel(const Batch<LosslessParams> batch) {
+  const LosslessParams args = tensor_of_block(batch);
   const Places to(args);
-  const cuda::Tile<kRows> tile(args.numel, args.in, args.residual, args.new_residual, to.low);
+  const cuda::Tile<kRows> tile(block_of(args), args.numel, args.in, args.residual, args.new_residual, to.low);
   if (tile.empty()) return;
 
   cuda::Vector<float> p[kRows], kept[kRows];
@@ -92,22 +93,24 @@ __global__ void __launch_bounds__(cuda::kThreads) head_kernel(const LosslessPara
 
 #pragma unroll
   for (int b = 0; b < kBlocks; b++) {
-    const size_t block = warp_of_grid() * kBlocks + b;
+    const size_t block = warp_of(args) * kBlocks + b;
     if (block >= to.blocks) return;
     write_head(exponent + b * kBlockRows, to.size(block), to.heads + block * kHead);
   }
 }
 
 /// Sums the stream sizes of the blocks of each span.
-__global__ void __launch_bounds__(cuda::kThreads) sum_kernel(const LosslessParams args) {
+__global__ void __launch_bounds__(cuda::kThreads) sum_kernel(const Batch<LosslessParams> batch) {
+  const LosslessParams args = tensor_of_block(batch);
   const Places in(args);
-  const size_t span = warp_of_grid();
+  const size_t span = warp_of(args);
   const uint32_t sum = sum_of_warp(in.taken(span * kSpan + lane_of_warp()));
   if (span * kSpan < in.blocks && lane_of_warp() == 0) in.spans[span] = plus({0, 0}, sum);
 }
 
 /// Computes the stream sizes before each span, and the total. One block of threads.
-__global__ void __launch_bounds__(cuda::kThreads) scan_kernel(const LosslessParams args) {
+__global__ void __launch_bounds__(cuda::kThreads) scan_kernel(const Batch<LosslessParams> batch) {
+  const LosslessParams args = tensor_of_block(batch);
   const Places in(args);
   const uint2 total = scan_in_place(in.spans, num_blocks(in.blocks, kSpan));
   if (threadIdx.x == 0) *in.total = total;
@@ -148,14 +151,15 @@ __device__ __forceinline__ void clear(uint8_t* payload, size_t begin, size_t end
   for (size_t i = begin + lane_of_warp(); i < end; i += cuda::kLanes) payload[i] = 0;
 }
 
-__global__ void __launch_bounds__(cuda::kThreads) pack_kernel(const LosslessParams args) {
+__global__ void __launch_bounds__(cuda::kThreads) pack_kernel(const Batch<LosslessParams> batch) {
+  const LosslessParams args = tensor_of_block(batch);
   const Places to(args);
   const uint2 total = *to.total;
   const size_t codes_end = to.at.stream + size_t{4} * total.x;
   const size_t used = padded(codes_end + total.y);
-  const size_t first = warp_of_grid() * kBlocks * kBlock;
+  const size_t first = warp_of(args) * kBlocks * kBlock;
   if (first < args.numel) {
-    const Pair pair(to);
+    const Pair pair(to, warp_of(args));
 #pragma unroll
     for (int b = 0; b < kBlocks; b++) {
       if (pair.block[b] >= to.blocks) break;
@@ -171,17 +175,17 @@ __global__ void __launch_bounds__(cuda::kThreads) pack_kernel(const LosslessPara
   }
   // Unused memory is cleared by all threads together, paddings and the header by the first warp.
   auto* words = reinterpret_cast<uint32_t*>(to.payload);
-  const size_t threads = size_t{gridDim.x} * cuda::kThreads;
-  for (size_t i = used / 4 + blockIdx.x * cuda::kThreads + threadIdx.x; i < to.at.bytes / 4;
+  const size_t threads = size_t{args.blocks.count} * cuda::kThreads;
+  for (size_t i = used / 4 + size_t{block_of(args)} * cuda::kThreads + threadIdx.x; i < to.at.bytes / 4;
        i += threads) {
     words[i] = 0;
   }
-  if (warp_of_grid() != 0) return;
+  if (warp_of(args) != 0) return;
   clear(to.payload, to.at.high + args.numel, to.at.low);
   clear(to.payload, to.at.low + (to.low ? 2 * args.numel : 0), to.at.heads);
   clear(to.payload, to.at.heads + kHead * to.blocks, to.at.stream);
   clear(to.payload, codes_end, used - total.y);
-  if (lane_of_warp() < 4) words[lane_of_warp()] = leads_grid() ? static_cast<uint32_t>(used) : 0;
+  if (lane_of_warp() < 4) words[lane_of_warp()] = leads(args) ? static_cast<uint32_t>(used) : 0;
 }
 
 // --------------------------------------------------------------- decoding
@@ -231,9 +235,10 @@ __device__ __forceinline__ void read_block(const Ends& stream, const uint8_t* he
 }
 
 template <bool kAdd>
-__global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const LosslessParams args) {
+__global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const Batch<LosslessParams> batch) {
+  const LosslessParams args = tensor_of_block(batch);
   const Places in(args);
-  const cuda::Tile<kRows> tile(args.numel, args.out, in.low);
+  const cuda::Tile<kRows> tile(block_of(args), args.numel, args.out, in.low);
   if (tile.empty()) return;
 
   uint32_t high[kRows];
@@ -247,7 +252,7 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const LosslessPa
   if (in.low) tile.load(static_cast<const uint16_t*>(in.low), low);
   if (kAdd) tile.load(static_cast<const float*>(args.out), value);
 
-  const Pair pair(in);
+  const Pair pair(in, warp_of(args));
   const size_t end = in.at.end(*reinterpret_cast<const uint32_t*>(in.payload));
   const Ends stream{in.stream, in.payload + end, end - in.at.stream};
 #pragma unroll

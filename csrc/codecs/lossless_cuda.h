@@ -62,9 +62,9 @@ struct Pair {
   size_t block[kBlocks];
   uint2 before[kBlocks];
 
-  __device__ explicit Pair(const Places& in) {
+  __device__ Pair(const Places& in, size_t warp) {
     static_assert(kSpan == cuda::kLanes && kBlocks == 2);
-    block[0] = warp_of_grid() * kBlocks;
+    block[0] = warp * kBlocks;
     block[1] = block[0] + 1;
     const uint32_t place = block[0] % kSpan;
     const uint32_t mine = in.taken(block[0] - place + lane_of_warp());

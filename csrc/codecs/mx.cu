@@ -32,10 +32,11 @@ __device__ __forceinline__ BlockScale nv_block_scale(uint32_t amax, float super_
 
 /// Encodes values. args.options is 1 if scales are rounded up. A tile of nvfp4 is a super-block.
 template <typename Small, bool kNv, bool kFeedback>
-__global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodeParams args) {
+__global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const Batch<EncodeParams> batch) {
+  const EncodeParams args = tensor_of_block(batch);
   constexpr int kRows = kNv ? kLarge : kSmall;
   constexpr uint32_t kSize = kNv ? kNvBlock : kBlock;
-  const cuda::Tile<kRows> tile(args.numel, args.in, args.residual, args.new_residual);
+  const cuda::Tile<kRows> tile(block_of(args), args.numel, args.in, args.residual, args.new_residual);
   if (tile.empty()) return;
   const size_t scales_at = kNv ? num_blocks(args.numel, kSuperBlock) * 4 : 0;
   auto* scale_codes = reinterpret_cast<uint8_t*>(args.scales) + scales_at;
@@ -94,9 +95,10 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodePara
 }
 
 template <typename Small, bool kNv, bool kAdd>
-__global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const DecodeParams args) {
+__global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const Batch<DecodeParams> batch) {
+  const DecodeParams args = tensor_of_block(batch);
   constexpr uint32_t kSize = kNv ? kNvBlock : kBlock;
-  const cuda::Tile<kSmall> tile(args.numel, args.out);
+  const cuda::Tile<kSmall> tile(block_of(args), args.numel, args.out);
   if (tile.empty()) return;
   const size_t scales_at = kNv ? num_blocks(args.numel, kSuperBlock) * 4 : 0;
   const auto* scale_codes = reinterpret_cast<const uint8_t*>(args.scales) + scales_at;

@@ -12,7 +12,7 @@ namespace {
 }  // namespace
 
 bool cuda_built() { return false; }
-void start(const char*, const Launch&, const Stream&) { fail(); }
+void start(const Launch&, const Stream&) { fail(); }
 void load_kernels(std::string_view) { fail(); }
 
 }  // namespace pycomm::codecs

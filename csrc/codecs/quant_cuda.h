@@ -113,8 +113,9 @@ constexpr int kEncodeBlocks = kRows > kSmall&& kFeedback ? 1 : 2;
 
 template <int kRows, bool kRandom, bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<kRows, kFeedback>)
-    encode_wide(const EncodeParams args) {
-  const cuda::Tile<kRows> tile(args.numel, args.in, args.residual, args.new_residual);
+    encode_wide(const Batch<EncodeParams> batch) {
+  const EncodeParams args = tensor_of_block(batch);
+  const cuda::Tile<kRows> tile(block_of(args), args.numel, args.in, args.residual, args.new_residual);
   if (tile.empty()) return;
   const Format f = format_of(args.options);
   const uint32_t block = 1u << args.block_bits;
@@ -160,8 +161,9 @@ __global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<kRows, kFeedback
 }
 
 template <bool kAdd>
-__global__ void __launch_bounds__(cuda::kThreads) decode_wide(const DecodeParams args) {
-  const cuda::Tile<kSmall> tile(args.numel, args.out);
+__global__ void __launch_bounds__(cuda::kThreads) decode_wide(const Batch<DecodeParams> batch) {
+  const DecodeParams args = tensor_of_block(batch);
+  const cuda::Tile<kSmall> tile(block_of(args), args.numel, args.out);
   if (tile.empty()) return;
   const Format f = format_of(args.options);
 

@@ -44,10 +44,11 @@ __device__ __forceinline__ float sum_magnitudes(const cuda::Vector<float> (&p)[k
 }
 
 template <int kBlock, bool kFeedback>
-__global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodeParams args) {
+__global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const Batch<EncodeParams> batch) {
+  const EncodeParams args = tensor_of_block(batch);
   constexpr int kRows = tile_rows(kBlock);
   constexpr int kBlockRows = kBlock > cuda::kRow ? kBlock / cuda::kRow : 1;
-  const cuda::Tile<kRows> tile(args.numel, args.in, args.residual, args.new_residual);
+  const cuda::Tile<kRows> tile(block_of(args), args.numel, args.in, args.residual, args.new_residual);
   if (tile.empty()) return;
 
   cuda::Vector<float> p[kRows];
@@ -82,8 +83,9 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodePara
 }
 
 template <bool kAdd>
-__global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const DecodeParams args) {
-  const cuda::Tile<kSmall> tile(args.numel, args.out);
+__global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const Batch<DecodeParams> batch) {
+  const DecodeParams args = tensor_of_block(batch);
+  const cuda::Tile<kSmall> tile(block_of(args), args.numel, args.out);
   if (tile.empty()) return;
 
   uint32_t bits[kSmall];

@@ -32,10 +32,11 @@ class Tile {
  public:
   static constexpr int kValues = kRows * kRow;
 
-  /// `pointers` are all arrays that load() and store() will be given; a null is aligned.
+  /// `block` is the number of this block of threads among those of the array. `pointers` are all
+  /// arrays that load() and store() will be given; a null is aligned.
   template <typename... T>
-  __device__ explicit Tile(size_t size, const T*... pointers) : size_(size) {
-    const size_t begin = (size_t{blockIdx.x} * kWarps + threadIdx.x / kLanes) * kValues;
+  __device__ Tile(uint32_t block, size_t size, const T*... pointers) : size_(size) {
+    const size_t begin = (size_t{block} * kWarps + threadIdx.x / kLanes) * kValues;
     first_ = begin + threadIdx.x % kLanes * kVector;
     empty_ = begin >= size;
     whole_ = begin + kValues <= size && (reinterpret_cast<size_t>(pointers) | ...) % 16 == 0;

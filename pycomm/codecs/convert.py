@@ -156,7 +156,7 @@ def _factor(factor: Factor) -> tuple[int, float]:
 
 def cuda_launches(c: Conversion) -> list[Launch]:
     """Return the launches of a conversion on cuda."""
-    return recorded("convert", lambda: _call(c, 0))
+    return recorded(lambda: _call(c, 0))
 
 
 def _nvrtc(c: Conversion) -> None:

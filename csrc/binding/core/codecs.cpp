@@ -103,16 +103,17 @@ void convert_addresses(uintptr_t in, DType from, uintptr_t out, DType to, size_t
   convert(args);
 }
 
-/// Calls `call`, and returns the launches of its kernels on cuda, which are not started: name,
-/// blocks of threads, and the bytes of the argument.
+/// Calls `call`, and returns the launches of its kernels on cuda, which are not started: codec,
+/// name, blocks of threads, and the bytes of the argument.
 py::list launches(const py::function& call) {
   const codecs::Recording recording;
   call();
   py::list list;
   for (const codecs::Launch& launch : recording.launches) {
-    const auto* params = reinterpret_cast<const char*>(launch.params.data());
-    list.append(
-        py::make_tuple(launch.kernel, launch.blocks, py::bytes(params, launch.params.size())));
+    const std::vector<uint8_t> batch = launch.argument();
+    const auto* bytes = reinterpret_cast<const char*>(batch.data());
+    list.append(py::make_tuple(launch.codec, launch.kernel, launch.blocks,
+                               py::bytes(bytes, batch.size())));
   }
   return list;
 }

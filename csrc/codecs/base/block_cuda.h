@@ -4,7 +4,7 @@
 #pragma once
 #include "codecs/base/block.h"
 #include "codecs/base/params.h"
-#include "core/cuda_vector.h"
+#include "codecs/base/warp_cuda.h"
 #include "core/types.h"
 
 namespace pycomm::codecs {
@@ -66,8 +66,9 @@ __device__ __forceinline__ void max_of_rows(const cuda::Vector<float> (&p)[kRows
 // ---------------------------------------------------------------- kernels
 
 template <typename Coder, int kRows, bool kFeedback>
-__global__ void __launch_bounds__(cuda::kThreads) encode_blocks(const EncodeParams args) {
-  const cuda::Tile<kRows> tile(args.numel, args.in, args.residual, args.new_residual);
+__global__ void __launch_bounds__(cuda::kThreads) encode_blocks(const Batch<EncodeParams> batch) {
+  const EncodeParams args = tensor_of_block(batch);
+  const cuda::Tile<kRows> tile(block_of(args), args.numel, args.in, args.residual, args.new_residual);
   if (tile.empty()) return;
   const uint32_t block = 1u << args.block_bits;
 
@@ -105,8 +106,9 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_blocks(const EncodePara
 }
 
 template <typename Coder, bool kAdd>
-__global__ void __launch_bounds__(cuda::kThreads) decode_blocks(const DecodeParams args) {
-  const cuda::Tile<kSmall> tile(args.numel, args.out);
+__global__ void __launch_bounds__(cuda::kThreads) decode_blocks(const Batch<DecodeParams> batch) {
+  const DecodeParams args = tensor_of_block(batch);
+  const cuda::Tile<kSmall> tile(block_of(args), args.numel, args.out);
   if (tile.empty()) return;
 
   typename Coder::Codes codes[kSmall];

@@ -142,10 +142,10 @@ void encode_cuda(const Codec& codec, const Feedback& feedback, EncodeArgs args) 
   stream.scratch = stream.scratch.sub(bytes, stream.scratch.size - bytes);
   const uint32_t decays = feedback.kind == Kind::decay;
   launch("load", feedback.storage,
-         LoadParams{feedback.error.old, residual, args.in.size, feedback.decay, decays}, stream);
+         LoadParams{{}, feedback.error.old, residual, args.in.size, feedback.decay, decays}, stream);
   args.residual = args.new_residual = residual;
   codec.encode(args);
-  launch("store", feedback.storage, StoreParams{residual, feedback.error.fresh, args.in.size},
+  launch("store", feedback.storage, StoreParams{{}, residual, feedback.error.fresh, args.in.size},
          stream);
 }
 

@@ -2,9 +2,12 @@
 // over how many values, whoever compiles the kernel. In a build with nvcc it is found by its name
 // in the table of the codec's .cu (kernels_cuda.h) and started; with NVRTC, Python records the
 // launches (Recording), compiles the kernels by the same names and starts them; tests do the same
-// with g++.
+// with g++. Launches of the same kernel for several tensors become one (Batching).
 #pragma once
+#include <cstddef>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "codecs/base/codec.h"
@@ -12,11 +15,39 @@
 
 namespace pycomm::codecs {
 
-/// One launch: `blocks` blocks of cuda::kThreads threads. The struct is the kernel's only argument.
-struct Launch {
+/// One launch: `blocks` blocks of cuda::kThreads threads. Its only argument is a Batch.
+struct PYCOMM_API Launch {
+  std::string codec;   ///< name of the .cu file that lists the kernel
   std::string kernel;  ///< C++ name as seen from pycomm::codecs, with its template arguments
-  unsigned blocks;
-  std::vector<uint8_t> params;
+  unsigned blocks = 0;
+  size_t bytes = 0;              ///< of the arguments for one tensor
+  std::vector<uint8_t> tensors;  ///< the arguments for each
+
+  size_t count() const { return tensors.size() / bytes; }
+  /// Adds the tensors of a launch of the same kernel. Returns false if there is no room.
+  bool add(const Launch& other);
+  /// Returns the bytes of the Batch.
+  std::vector<uint8_t> argument() const;
+};
+
+/// While it lives, the launches of its thread are held back, until start() starts them with as few
+/// launches as possible: those of one row one after the other, in any order with those of other
+/// rows.
+class PYCOMM_API Batching {
+ public:
+  Batching();
+  ~Batching();
+  Batching(const Batching&) = delete;
+
+  /// Begins a row.
+  void row() { rows_.emplace_back(); }
+  void start(const Stream& stream);
+  /// Adds a launch to the row.
+  void hold(Launch launch) { rows_.back().push_back(std::move(launch)); }
+
+ private:
+  std::vector<std::vector<Launch>> rows_;
+  Batching* const outer_;
 };
 
 /// While it lives, the launches of its thread are listed, in order, and not started.
@@ -46,10 +77,10 @@ std::string kernel_name(const std::string& name, const First& first, const Rest&
 
 /// Starts a kernel that a .cu file lists; codecs/cuda.cu and no_cuda.cpp define it. Throws Error
 /// with the driver's words, or if no file does.
-void start(const char* codec, const Launch& launch, const Stream& stream);
+void start(const Launch& launch, const Stream& stream);
 
-/// Records or starts a launch; launch() calls it. Errors name the codec.
-void run(const char* codec, Launch launch, const Stream& stream);
+/// Holds back, records or starts a launch; launch() calls it.
+void run(Launch launch, const Stream& stream);
 
 /// Runs a kernel over `numel` values, of which a warp takes `tile`, on the stream of the caller,
 /// whose device is current. Throws Error if the kernel cannot be started.
@@ -57,10 +88,14 @@ template <typename Params>
 void launch(const char* codec, std::string kernel, const Params& params, size_t numel, size_t tile,
             const Stream& stream) {
   if (numel == 0) return;
+  static_assert(offsetof(Params, blocks) == 0 && batch_room(sizeof(Params)) > 0);
+  static_assert(std::is_trivially_copyable_v<Params> && sizeof(Params) % sizeof(uint64_t) == 0);
   const size_t per_block = size_t{cuda::kWarps} * tile;
   const auto blocks = static_cast<unsigned>((numel + per_block - 1) / per_block);
-  const auto* bytes = reinterpret_cast<const uint8_t*>(&params);
-  run(codec, {std::move(kernel), blocks, {bytes, bytes + sizeof params}}, stream);
+  Params own = params;
+  own.blocks = {0, blocks};
+  const auto* bytes = reinterpret_cast<const uint8_t*>(&own);
+  run({codec, std::move(kernel), blocks, sizeof own, {bytes, bytes + sizeof own}}, stream);
 }
 
 /// Returns the arguments of an encode of a codec with several kernels, with its own fields 0.

@@ -1,6 +1,7 @@
 // Arguments of the CUDA kernels, one struct for each kernel, and the sizes of a warp's tile. The
 // .cpp of a codec fills them in. Compiled by gcc, nvcc and NVRTC.
 #pragma once
+#include "codecs/base/batch.h"
 #include "codecs/base/block.h"
 #include "core/cuda_shape.h"
 #include "core/types.h"
@@ -9,6 +10,7 @@ namespace pycomm::codecs {
 
 /// Arguments of every encode kernel of the codecs with one kernel.
 struct EncodeParams {
+  Blocks blocks;
   const float* in;
   const float* residual;
   float* new_residual;
@@ -29,6 +31,7 @@ struct EncodeParams {
 
 /// Arguments of every decode kernel of the codecs with one kernel.
 struct DecodeParams {
+  Blocks blocks;
   const float* scales;
   const uint8_t* codes;
   float* out;
@@ -42,6 +45,7 @@ struct DecodeParams {
 
 /// Arguments that all kernels of a codec with several share; its own struct adds to them.
 struct StagedParams {
+  Blocks blocks;
   const float* in;
   const float* residual;
   float* new_residual;

@@ -1,6 +1,7 @@
 // Stored forms of residuals (docs/feedback.md): what decides a bit, and the arguments of the
 // kernels that load and store them. Compiled by gcc, nvcc and NVRTC.
 #pragma once
+#include "codecs/base/batch.h"
 #include "codecs/base/block.h"
 #include "core/floats.h"
 
@@ -40,6 +41,7 @@ struct BFloat16 {
 constexpr int kRows = 4;  ///< of a warp's tile
 
 struct LoadParams {
+  Blocks blocks;
   const uint8_t* stored;
   float* out;
   uint64_t numel;
@@ -48,6 +50,7 @@ struct LoadParams {
 };
 
 struct StoreParams {
+  Blocks blocks;
   const float* in;
   uint8_t* stored;
   uint64_t numel;

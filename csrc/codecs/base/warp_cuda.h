@@ -1,6 +1,7 @@
 // Positions of threads, and sums over the lanes of a warp and over all threads of a block. Compiled
 // by nvcc and NVRTC.
 #pragma once
+#include "codecs/base/batch.h"
 #include "core/cuda_vector.h"
 #include "core/types.h"
 
@@ -10,10 +11,30 @@ constexpr uint32_t kAll = ~0u;  ///< all lanes of a warp
 
 __device__ __forceinline__ uint32_t lane_of_warp() { return threadIdx.x % cuda::kLanes; }
 __device__ __forceinline__ uint32_t warp_of_block() { return threadIdx.x / cuda::kLanes; }
-__device__ __forceinline__ size_t warp_of_grid() {
-  return size_t{blockIdx.x} * cuda::kWarps + warp_of_block();
+
+/// Returns the arguments for the tensor on which this block of threads works.
+template <typename Params>
+__device__ __forceinline__ Params tensor_of_block(const Batch<Params>& batch) {
+  uint64_t found = 0, end = batch.count;
+  while (end - found > 1) {
+    const uint64_t middle = (found + end) / 2;
+    (batch.tensors[middle].blocks.first <= blockIdx.x ? found : end) = middle;
+  }
+  return batch.tensors[found];
 }
-__device__ __forceinline__ bool leads_grid() { return blockIdx.x == 0 && threadIdx.x == 0; }
+// Positions among the blocks, warps and threads that work on a tensor.
+template <typename Params>
+__device__ __forceinline__ uint32_t block_of(const Params& args) {
+  return blockIdx.x - args.blocks.first;
+}
+template <typename Params>
+__device__ __forceinline__ size_t warp_of(const Params& args) {
+  return size_t{block_of(args)} * cuda::kWarps + warp_of_block();
+}
+template <typename Params>
+__device__ __forceinline__ bool leads(const Params& args) {
+  return block_of(args) == 0 && threadIdx.x == 0;
+}
 
 __device__ __forceinline__ uint32_t lanes_below() { return (1u << lane_of_warp()) - 1; }
 

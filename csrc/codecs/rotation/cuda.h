@@ -265,7 +265,7 @@ __device__ __forceinline__ void encode_rotated(const Tile& tile, const EncodePar
 /// Returns the header of an encoder, which the first thread of all writes to the payload.
 __device__ __forceinline__ RotationHeader write_header(const EncodeParams& args) {
   const RotationHeader header{args.key, args.group / (kSignsPerWord / 4)};
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
+  if (leads(args)) {
     args.header[0] = static_cast<uint32_t>(header.key);
     args.header[1] = static_cast<uint32_t>(header.key >> 32);
     args.header[2] = static_cast<uint32_t>(header.word);

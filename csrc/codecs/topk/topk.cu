@@ -16,17 +16,18 @@ struct Chunk {
   uint8_t* payload;
 
   __device__ explicit Chunk(const TopkParams& args)
-      : first(blockIdx.x * args.length),
+      : first(size_t{block_of(args)} * args.length),
         record(args.numel - first < args.length ? record_of(args, args.numel - first, args.last_k)
                                                 : record_of(args, args.length, args.k)),
-        payload(args.payload + blockIdx.x * record_of(args, args.length, args.k).bytes) {}
+        payload(args.payload + block_of(args) * record_of(args, args.length, args.k).bytes) {}
 };
 
 /// Candidates that a warp keeps: there is room for all of its share.
 constexpr uint32_t kChunkSlot = kChunk / cuda::kWarps;
 
 template <bool kFeedback>
-__global__ void __launch_bounds__(cuda::kThreads) encode_chunks(const TopkParams args) {
+__global__ void __launch_bounds__(cuda::kThreads) encode_chunks(const Batch<TopkParams> batch) {
+  const TopkParams args = tensor_of_block(batch);
   __shared__ uint32_t bins[kBins];
   __shared__ uint32_t slots[cuda::kWarps * kChunkSlot];
   __shared__ uint2 around[cuda::kWarps];
@@ -47,8 +48,8 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_chunks(const TopkParams
   const bool is_void = any_beyond(bins, void_bits(record.values));
   __syncthreads();
   Chosen chosen = Scratch(args, true).chosen;
-  chosen.p += blockIdx.x * Layout::rounded(args.k);
-  chosen.index += blockIdx.x * Layout::rounded(args.k);
+  chosen.p += block_of(args) * Layout::rounded(args.k);
+  chosen.index += block_of(args) * Layout::rounded(args.k);
   if (is_void) {
     for (size_t i = threadIdx.x; kFeedback && i < record.n; i += cuda::kThreads) {
       new_residual[i] = residual[i];
@@ -82,7 +83,8 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_chunks(const TopkParams
 }
 
 template <bool kAdd>
-__global__ void __launch_bounds__(cuda::kThreads) decode_chunks(const TopkParams args) {
+__global__ void __launch_bounds__(cuda::kThreads) decode_chunks(const Batch<TopkParams> batch) {
+  const TopkParams args = tensor_of_block(batch);
   const Chunk chunk(args);
   const Record& record = chunk.record;
   const uint8_t* from = chunk.payload;

@@ -24,10 +24,10 @@ class Launch:
     source: str  # "quant": csrc/codecs/quant.cu
     kernel: str  # C++ name of the kernel as seen from NAMESPACE, with its template arguments
     blocks: int
-    params: bytes  # content of the struct
+    params: bytes  # content of the struct, the Batch of csrc/codecs/base/batch.h
 
 
-def recorded(source: str, call: Callable[[], object]) -> list[Launch]:
+def recorded(call: Callable[[], object]) -> list[Launch]:
     """Return the launches of ``call``, in order; none of them is started.
 
     Raises:
@@ -35,14 +35,13 @@ def recorded(source: str, call: Callable[[], object]) -> list[Launch]:
     """
     from pycomm import _C
 
-    return [Launch(source, *launch) for launch in _C.launches(call)]
+    return [Launch(*launch) for launch in _C.launches(call)]
 
 
 def encode_launches(codec: Codec, args: EncodeArgs, scratch: torch.Tensor) -> list[Launch]:
     """Return the launches that do ``Codec.encode``."""
     addresses, at = args.addresses(), scratch.data_ptr()
-    call = lambda: codec.native.encode(**addresses, stream=0, scratch=at)  # noqa: E731
-    return recorded(codec.name, call)
+    return recorded(lambda: codec.native.encode(**addresses, stream=0, scratch=at))
 
 
 def decode_launches(
@@ -51,10 +50,9 @@ def decode_launches(
     """Return the launches that do ``Codec.decode`` or ``Codec.decode_add``."""
     decode = codec.native.decode_add if add else codec.native.decode
     return recorded(
-        codec.name,
         lambda: decode(
             payload.data_ptr(), out.data_ptr(), out.numel(), stream=0, scratch=scratch.data_ptr()
-        ),
+        )
     )
 
 

@@ -84,7 +84,7 @@ def test_recording_starts_nothing_and_ends_with_the_call():
         raise ValueError("from the call")
 
     with pytest.raises(ValueError, match="from the call"):
-        recorded("sign", fails)
+        recorded(fails)
     assert codec.encode(x, payload).any()
 
 

@@ -1,0 +1,27 @@
+// Batch: the argument of every kernel of the codecs: what one launch does, for one tensor or for
+// several. Compiled by gcc, nvcc and NVRTC.
+#pragma once
+#include "core/types.h"
+
+namespace pycomm::codecs {
+
+/// First member of the arguments for a tensor: the blocks of threads that work on it.
+struct Blocks {
+  uint32_t first;  ///< among the blocks of the launch
+  uint32_t count;
+};
+
+/// The most bytes of a kernel's argument on every GPU.
+constexpr size_t kArgumentBytes = 4096;
+
+/// Returns for how many tensors arguments of `bytes` each fit into one launch.
+constexpr size_t batch_room(size_t bytes) { return (kArgumentBytes - sizeof(uint64_t)) / bytes; }
+
+/// Arguments for `count` tensors, in the order of their blocks.
+template <typename Params>
+struct Batch {
+  uint64_t count;
+  Params tensors[batch_room(sizeof(Params))];
+};
+
+}  // namespace pycomm::codecs
