@@ -352,7 +352,11 @@ class CodedBucket:
         seed: int,
         step: int,
         average: _bool = True,
+        stream: int | None = None,
+        scratch: tuple[int, int] = ...,
+        found_inf: int = 0,
     ) -> None: ...
+    def scratch_bytes(self, dtype: DType) -> int: ...
     def contribute(
         self, values: CodedValues, first: int, last: int, out: int, capacity: int
     ) -> list[int]: ...

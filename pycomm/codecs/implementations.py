@@ -153,6 +153,25 @@ def native_codec(spec: str) -> _C.Codec:
     return _C.Codec(spec)
 
 
+Launcher = Callable[[list[Any], torch.device], None]
+"""Starts launches (`pycomm.codecs.cuda.launches`) on torch's current stream of a device."""
+
+
+def is_launched(way: Implementation) -> bool:
+    """Return whether an implementation runs the kernels that C++ describes."""
+    return isinstance(way, Native) or hasattr(way, "launch")
+
+
+def launcher(codec: Any, device: str) -> Launcher | None:
+    """Return what starts the kernels of a codec on a device; None: C++ does."""
+    return getattr(codec.implementation(device), "launch", None)
+
+
+def current_stream(device: torch.device) -> int:
+    """Return the address of torch's current stream of a cuda device."""
+    return torch.cuda.current_stream(device).cuda_stream
+
+
 def _no_nvrtc() -> Implementation:
     raise ImportError("the codecs are not registered yet: import pycomm.codecs first")
 
@@ -184,8 +203,8 @@ def implementation(name: str, kind: str, device: str) -> Implementation:
             raise Unavailable("triton on cpu runs in its interpreter only: set TRITON_INTERPRET=1")
         return Triton(import_module(f"pycomm.triton_kernels.{name}"))
     if kind == "nvrtc":
-        if device != "cuda":
-            raise Unavailable(f"nvrtc compiles for cuda, not for {device}")
+        if device == "cpu":
+            raise Unavailable("nvrtc compiles for GPUs, not for the CPU")
         _check_cuda_source(name)
         return nvrtc()
     raise ValueError(f"unknown implementation {kind!r}: use native, nvrtc, triton or reference")

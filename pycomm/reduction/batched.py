@@ -1,9 +1,10 @@
-"""Batched coding of CPU buckets in C++, for process groups whose payloads Python moves.
+"""Batched coding of buckets in C++, for process groups whose payloads Python moves.
 
-Each step of an operation is one call into C++. `pycomm.reduction.coding` does the same one run at a
-time, on any device and with any implementation of the codecs. A model has hundreds of parameters,
-and in Python each costs a dozen calls, whatever its size. Payloads, their order and all results are
-the same, so ranks may use either path.
+Each step of an operation is one call into C++, on the CPU or on torch's current stream of a device,
+where the same kernel of all parameters is one launch. `pycomm.reduction.coding` does the same one
+run at a time, on any device and with any implementation of the codecs. A model has hundreds of
+parameters, and in Python each costs a dozen calls, whatever its size. Payloads, their order and all
+results are the same, so ranks may use either path.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 from pycomm.arrays import core_dtype
+from pycomm.codecs.cuda.launches import recorded
+from pycomm.codecs.implementations import Launcher, current_stream, launcher
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.coding import Run, is_variable
-from pycomm.reduction.paths import BATCHED
+from pycomm.reduction.paths import BATCHED, KERNELS
 from pycomm.reduction.payloads import Payloads, all_gather, all_to_all
 
 Chunks = Sequence[Sequence[Run]]
@@ -33,9 +36,12 @@ class Batched:
         bucket: a bucket whose codecs run in C++; see `find`.
         chunks: the runs of each message, in the order of its payloads.
         group: the ranks.
+        device: the device of the values.
     """
 
-    def __init__(self, bucket: Bucket, chunks: Chunks, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, bucket: Bucket, chunks: Chunks, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
         from pycomm import _C
 
         # The bucket is not stored here, since it holds this object: its memory would stay until the
@@ -60,6 +66,12 @@ class Batched:
         """The largest number of bytes of each chunk's payloads."""
         self._variable = [is_variable(runs) for runs in chunks]
         self._room = self._native.room_behind
+        self._device = device
+        codecs = [piece.codec for piece in bucket.pieces] if device.type != "cpu" else []
+        # Where the core does not start the kernels itself: the function that does.
+        self._launch: Launcher | None = launcher(codecs[0], device.type) if codecs else None
+        self._scratch: torch.Tensor | None = None
+        self._found_inf: torch.Tensor | None = None
 
     @staticmethod
     def find(
@@ -78,28 +90,48 @@ class Batched:
             deal: function that returns the chunks.
             tensors: the tensors that the operation reads and writes.
         """
-        if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
+        device = tensors[0].device
+        if not all(tensor.device == device and tensor.is_contiguous() for tensor in tensors):
             return None
         key = op, group.rank(), group.size()
         if key not in bucket.batched:
-            suits = not BATCHED.needs(bucket, group, tensors[0].device)
-            bucket.batched[key] = Batched(bucket, deal(), group) if suits else None
+            path = BATCHED if device.type == "cpu" else KERNELS
+            refusal = path.refusal(bucket, "all_reduce", tensors[0].dtype, senders=False)
+            suits = not (refusal or path.needs(bucket, group, device))
+            bucket.batched[key] = Batched(bucket, deal(), group, device) if suits else None
         found: Batched | None = bucket.batched[key]
         if found is not None:
             found._group = group
         return found
 
     def begin(
-        self, sides: list[tuple[int, int]], *, seed: int, step: int, average: bool = True
+        self,
+        sides: list[tuple[int, int]],
+        dtype: torch.dtype,
+        *,
+        seed: int,
+        step: int,
+        average: bool = True,
     ) -> None:
-        """Begin an operation.
+        """Begin an operation, on a device on torch's current stream.
 
         Args:
             sides: sides of the residuals; see `Bucket.sides`.
+            dtype: dtype of the values.
             seed: equal on all ranks.
             step: number of the step, equal on all ranks.
             average: divide results by the number of ranks.
         """
+        where: dict[str, Any] = {}
+        if self._device.type != "cpu":
+            room = self._native.scratch_bytes(core_dtype(dtype))
+            self._scratch = torch.empty(room, dtype=torch.uint8, device=self._device)
+            self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)
+            where = {
+                "stream": 0 if self._launch else current_stream(self._device),
+                "scratch": (self._scratch.data_ptr(), room),
+                "found_inf": self._found_inf.data_ptr(),
+            }
         self._native.begin(
             sides,
             rank=self._rank,
@@ -107,7 +139,28 @@ class Batched:
             seed=seed,
             step=step,
             average=average,
+            **where,
         )
+
+    def verdict(self, finite: bool) -> torch.Tensor:
+        """End an operation; return whether the result is finite, as a bool tensor of one value.
+
+        Args:
+            finite: what `add_up` and `land` have returned, which is not known for a device.
+        """
+        found_inf, self._found_inf, self._scratch = self._found_inf, None, None
+        if found_inf is None:
+            return torch.tensor(finite, dtype=torch.bool, device="cpu")
+        return found_inf[0] == 0
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call into C++, and start the kernels if C++ does not."""
+        if self._launch is None:
+            return function(*args)
+        results: list[Any] = []
+        launches = recorded(lambda: results.append(function(*args)))
+        self._launch(launches, self._device)
+        return results[0]
 
     def scatter(self, values: torch.Tensor, rows: int = 1) -> Payloads:
         """Encode contributions for their owners; return all contributions to our own values.
@@ -142,15 +195,19 @@ class Batched:
     def own(self, values: torch.Tensor, came: Payloads) -> Payloads:
         """Average the contributions to our chunk and encode the result; return all results."""
         most = self.most[: self._ranks]
-        out = torch.empty(max(most), dtype=torch.uint8, device="cpu")
-        size = self._native.own(
-            self._at(values), self._rank, self._received(came), out.data_ptr(), out.numel()
+        out = torch.empty(max(most), dtype=torch.uint8, device=self._device)
+        at, received = self._at(values), self._received(came)
+        size = self._call(
+            self._native.own, at, self._rank, received, out.data_ptr(), out.numel()
         )
         return self._gather(out, size, most, any(self._variable[: self._ranks]))
 
     def add_up(self, values: torch.Tensor, chunk: int, came: Payloads) -> bool:
         """Reduce the contributions to a chunk; return whether the result is finite."""
-        return self._native.add_up(self._at(values), chunk, self._received(came))
+        finite: bool = self._call(
+            self._native.add_up, self._at(values), chunk, self._received(came)
+        )
+        return finite
 
     def land(self, values: torch.Tensor, came: Payloads, rows: int = 1) -> bool:
         """Decode the received payloads; return whether the values are finite.
@@ -161,14 +218,18 @@ class Batched:
             rows: number of rows of the values.
         """
         chunks = len(came.places) // rows
-        return self._native.land(self._at(values, rows), 0, chunks, self._received(came))
+        at, received = self._at(values, rows), self._received(came)
+        finite: bool = self._call(self._native.land, at, 0, chunks, received)
+        return finite
 
     def _contribute(
         self, values: torch.Tensor, first: int, last: int, rows: int = 1
     ) -> tuple[torch.Tensor, list[int]]:
         room = rows * sum(self.most[first:last])
-        out = torch.empty(room, dtype=torch.uint8, device="cpu")
-        sizes = self._native.contribute(self._at(values, rows), first, last, out.data_ptr(), room)
+        out = torch.empty(room, dtype=torch.uint8, device=self._device)
+        sizes = self._call(
+            self._native.contribute, self._at(values, rows), first, last, out.data_ptr(), room
+        )
         return out[: sum(sizes)], sizes
 
     def _gather(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pycomm import backend
 from pycomm.codecs import CODECS, SCHEMES, convert
-from pycomm.codecs.implementations import Native
+from pycomm.codecs.implementations import Native, is_launched
 from pycomm.policy.exchange import gather
 from pycomm.policy.rules import CODED
 from pycomm.reduction.bucket import Bucket
@@ -63,6 +63,15 @@ def _batched(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> 
         return f"{', '.join(other)} is coded by another implementation"
     if convert.select("cpu") is not convert.native:
         return "results are converted by another implementation"
+    return ""
+
+
+def _kernels(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> str:
+    codecs = {piece.codec.name: piece.codec for piece in bucket.pieces}
+    ways = {name: codec.implementation(device.type) for name, codec in codecs.items()}
+    other = [name for name, way in ways.items() if not is_launched(way)]
+    if other:
+        return f"{', '.join(other)} on {device.type} is coded by another implementation"
     return ""
 
 
@@ -125,6 +134,17 @@ BATCHED = Path(
     in_core=False,
     needs=_batched,
 )
+KERNELS = Path(
+    "kernels",
+    "coded by kernels on a stream beside backward, payloads by the group's all-to-all and "
+    "all-gather",
+    "gpu",
+    in_core=False,
+    needs=_kernels,
+    codecs=tuple(name for name in CODECS if name != "lossless"),
+    kinds=("residual", "decay"),
+)
+"""Not of payloads whose size varies, which the host would have to read before they are sent."""
 PAYLOADS = Path(
     "payloads",
     "coded one run at a time, payloads by the group's all-to-all and all-gather",
@@ -133,7 +153,7 @@ PAYLOADS = Path(
     needs=_anywhere,
     senders=True,
 )
-PATHS = (CORE, PEERS, BATCHED, PAYLOADS)
+PATHS = (CORE, PEERS, KERNELS, BATCHED, PAYLOADS)
 """The capability table, from the fastest path on."""
 
 SINGLE = Path(

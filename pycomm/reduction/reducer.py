@@ -23,6 +23,7 @@ from pycomm.feedback.rule import EXACT
 from pycomm.policy import CODED, Decision, Parameter, Plan, Policy, usual_feedback
 from pycomm.reduction import members, paths, powersgd, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
+from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.weights import weigh
 
 
@@ -74,6 +75,7 @@ class BucketReducer:
         self._buckets: dict[tuple[str, ...], Bucket] = {}
         self._agreed: dict[tuple[str, ...], Agreed] = {}  # about buckets; equal on all ranks
         self._exchanges = powersgd.Exchanges(process_group)
+        self._side: SideStream | None = None  # of the device, where hooks exchange payloads
         self._formed_with = self._formed()
         self._finite: list[Callable[[], bool]] = []  # checks of the current step, one per bucket
         self._touched: dict[str, BucketPiece] = {}  # the current step's pieces with a residual
@@ -226,16 +228,33 @@ class BucketReducer:
             last = finish if tensor.is_cpu else lambda results: finish(results[0])
             coded = load_c10d().then(work, last)
             return coded
-        values = tensor.contiguous()
-        finite = two_shot.all_reduce(
-            values, bucket, self.process_group, seed=self.seed, step=self.step, senders=senders
-        )
-        self._finite.append(lambda: bool(finite))
-        if values is not tensor:
-            tensor.copy_(values)
-        if probe is not None:
-            probe.finish(tensor)
-        return completed(tensor)
+        finite: list[torch.Tensor] = []
+
+        def exchange() -> None:
+            values = tensor.contiguous()
+            finite.append(
+                two_shot.all_reduce(
+                    values,
+                    bucket,
+                    self.process_group,
+                    seed=self.seed,
+                    step=self.step,
+                    senders=senders,
+                )
+            )
+            if values is not tensor:
+                tensor.copy_(values)
+            if probe is not None:
+                probe.finish(tensor)
+
+        if tensor.is_cpu:
+            exchange()
+            self._finite.append(lambda: bool(finite[0]))
+            return completed(tensor)
+        side = self._side = self._side or SideStream(tensor.device)
+        future = side.run(tensor, exchange)
+        self._finite.append(lambda: side.read(finite[0]))
+        return future
 
     def scatter(
         self,

@@ -105,10 +105,8 @@ class SingleCoding:
         ranks, shown = self._ranks, whole(bucket.pieces)
         batched = Batched.find("gathered", bucket, self._group, lambda: [shown], values)
         if batched is not None:
-            batched.begin(bucket.sides, seed=seed, step=step)
-            return torch.tensor(
-                batched.add_up(values, 0, batched.show(values, 0)), dtype=torch.bool, device="cpu"
-            )
+            batched.begin(bucket.sides, values.dtype, seed=seed, step=step)
+            return batched.verdict(batched.add_up(values, 0, batched.show(values, 0)))
         coder = Coder(self._rank, ranks, seed=seed, step=step)
         ours = coder.encode(shown, widened(shown, values), values.device, worker=True)
         most, variable = [total_bytes(shown)] * ranks, is_variable(shown)
@@ -119,8 +117,8 @@ class SingleCoding:
         dealt, ranks, own = self._chunks, self._ranks, self._chunks[self._rank]
         batched = Batched.find("dealt", bucket, self._group, lambda: dealt, values)
         if batched is not None:
-            batched.begin(bucket.sides, seed=seed, step=step)
-            batched.add_up(values, self._rank, batched.scatter(values))
+            batched.begin(bucket.sides, values.dtype, seed=seed, step=step)
+            batched.verdict(batched.add_up(values, self._rank, batched.scatter(values)))
         else:
             coder = Coder(self._rank, ranks, seed=seed, step=step)
             sent = [
@@ -144,12 +142,8 @@ class SingleCoding:
         answers = self._answers
         batched = Batched.find("answers", answers, self._group, lambda: dealt, values)
         if batched is not None:
-            batched.begin(answers.sides, seed=seed, step=step, average=False)
-            return torch.tensor(
-                batched.land(values, batched.show_own(values, self._rank)),
-                dtype=torch.bool,
-                device="cpu",
-            )
+            batched.begin(answers.sides, values.dtype, seed=seed, step=step, average=False)
+            return batched.verdict(batched.land(values, batched.show_own(values, self._rank)))
         coder = Coder(self._rank, self._ranks, seed=seed, step=step)
         own, most = dealt[self._rank], [total_bytes(runs) for runs in dealt]
         ours = coder.encode(own, widened(own, values), values.device, worker=True)

@@ -2,9 +2,8 @@
 
 The algorithm, cuts and numbers are those of csrc/collectives/coded/coded.h, on top of
 torch.distributed; results are equal bit for bit. It works with any backend that moves bytes, on any
-device, but nothing overlaps: the "pycomm" backend does all of this off the caller's thread. Values
-on the CPU are encoded and decoded in C++, a bucket in one call (`pycomm.reduction.batched`); those
-on other devices, and codecs of other implementations, go through the codecs' tensor interface.
+device. Values are encoded and decoded in C++, a bucket in one call, on the CPU or by kernels
+(`pycomm.reduction.batched`); codecs of other implementations go through their tensor interface.
 """
 
 from __future__ import annotations
@@ -71,13 +70,13 @@ def all_reduce(
     if senders is None or not bucket.gathered:
         batched = Batched.find("all_reduce", bucket, group, deal, values)
     if batched is not None:
-        batched.begin(bucket.sides, seed=seed, step=step)
+        batched.begin(bucket.sides, values.dtype, seed=seed, step=step)
         finite = True
         if bucket.dense:
             finite = batched.land(values, batched.own(values, batched.scatter(values)))
         if bucket.gathered:
             finite &= batched.add_up(values, ranks, batched.show(values, ranks))
-        return torch.tensor(finite, dtype=torch.bool, device="cpu")
+        return batched.verdict(finite)
     coder = Coder(rank, ranks, seed=seed, step=step)
     found_inf = _flag(values)
 
@@ -191,11 +190,9 @@ def reduce_scatter(
 
     batched = Batched.find("reduce_scatter", bucket, group, deal, input, output)
     if batched is not None:
-        batched.begin(bucket.sides, seed=seed, step=step, average=average)
-        came = batched.scatter(input, ranks)
-        return _all_finite(
-            torch.tensor([batched.add_up(output, 0, came)], dtype=torch.bool, device="cpu"), group
-        )
+        batched.begin(bucket.sides, output.dtype, seed=seed, step=step, average=average)
+        finite = batched.add_up(output, 0, batched.scatter(input, ranks))
+        return _all_finite(batched.verdict(finite).view(1), group)
     rows = list(input.view(ranks, -1))
     coder = Coder(rank, ranks, seed=seed, step=step)
     runs = whole(bucket.pieces)
@@ -248,10 +245,8 @@ def all_gather(
 
     batched = Batched.find("all_gather", bucket, group, deal, input, output)
     if batched is not None:
-        batched.begin(bucket.sides, seed=seed, step=step, average=False)
-        return torch.tensor(
-            batched.land(output, batched.show(input, 0), ranks), dtype=torch.bool, device="cpu"
-        )
+        batched.begin(bucket.sides, output.dtype, seed=seed, step=step, average=False)
+        return batched.verdict(batched.land(output, batched.show(input, 0), ranks))
     coder = Coder(rank, ranks, seed=seed, step=step)
     runs = whole(bucket.pieces)
     ours = coder.encode(runs, widened(runs, input), input.device, worker=True)

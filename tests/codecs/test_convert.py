@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 import shutil
 import subprocess
-from functools import cache
 from itertools import product
 
 import pytest
@@ -15,7 +13,7 @@ import torch
 import pycomm
 from pycomm.codecs import convert as module
 from pycomm.codecs.convert import Conversion
-from pycomm.codecs.cuda.sources import OPTIONS, include_folder, source, source_file
+from pycomm.codecs.cuda.sources import OPTIONS, include_folder, source
 from pycomm.codecs.implementations import Unavailable
 from tests.codecs.cuda import emulated as emulated_cuda
 from tests.codecs.cuda import nvrtc_library
@@ -44,13 +42,7 @@ def runner(kind: str, device: str) -> module.Run:
 
 
 def emulated(conversion: Conversion) -> None:
-    emulated_cuda.run(module.cuda_launches(conversion), kernels())
-
-
-@cache
-def kernels() -> ctypes.CDLL:
-    """Return the CUDA kernels compiled by g++."""
-    return emulated_cuda.compiled([source_file("convert")])
+    emulated_cuda.run(module.cuda_launches(conversion), emulated_cuda.all_kernels())
 
 
 def values(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -5,11 +5,9 @@ The kernels are compiled by g++ (tests/codecs/cuda/emulated.py), and by NVRTC an
 
 from __future__ import annotations
 
-import ctypes
 import re
 import shutil
 import subprocess
-from functools import cache
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ import torch
 import pycomm
 from pycomm import _C
 from pycomm.codecs.cuda.launches import recorded
-from pycomm.codecs.cuda.sources import OPTIONS, include_folder, source, source_file
+from pycomm.codecs.cuda.sources import OPTIONS, include_folder, source
 from pycomm.feedback import storage
 from tests.codecs.cuda import emulated, nvrtc_library
 from tests.codecs.cuda.ptx import ARCHS, inexact
@@ -34,11 +32,6 @@ KERNELS = [
     "stored::load_blocks",
     "stored::store_blocks",
 ]
-
-
-@cache
-def kernels() -> ctypes.CDLL:
-    return emulated.compiled([source_file("feedback")])
 
 
 def values(numel: int, seed: int) -> torch.Tensor:
@@ -84,9 +77,7 @@ def encode(
     launches = recorded(call)
     assert launches[0].kernel.startswith("stored::load")
     assert launches[-1].kernel.startswith("stored::store")
-    for launch in launches:
-        own = launch.kernel.startswith("stored::")
-        emulated.run([launch], kernels() if own else emulated.all_kernels())
+    emulated.run(launches, emulated.all_kernels())
     return out, fresh
 
 

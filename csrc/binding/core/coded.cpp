@@ -1,8 +1,9 @@
-// Coded buckets whose payloads Python moves: pycomm.hooks.batched owns all memory, and only
+// Coded buckets whose payloads Python moves: pycomm.reduction.batched owns all memory, and only
 // addresses come here.
 #include <pybind11/stl.h>
 
 #include <array>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -23,6 +24,8 @@ using Addresses = std::array<uintptr_t, 2>;
 using Sides = std::pair<size_t, size_t>;
 /// Offset and bytes of the payloads of one rank or chunk, among all.
 using Place = std::pair<size_t, size_t>;
+
+constexpr size_t kScratchBytes = size_t{64} << 20;
 
 /// Values at an address: this many rows of the bucket.
 struct CodedValues {
@@ -67,8 +70,9 @@ class CodedBucket {
     piece.worker.storage = piece.owner.storage = storage;
     piece.worker.decay = static_cast<float>(decay);
     piece.worker.nesterov = nesterov;
-    pieces_.push_back(piece);
     memories_.push_back({worker, owner, momentum});
+    set_memory(piece, memories_.back(), 0, 0);
+    pieces_.push_back(piece);
     codecs_.push_back(codec);
     numel_ += numel;
   }
@@ -96,9 +100,11 @@ class CodedBucket {
   size_t room_behind() const { return room_behind_; }
 
   /// Begins an operation of `ranks` that encode the same values; there is one pair of sides for
-  /// each piece.
+  /// each piece. On a GPU, `stream` with its `scratch` memory (address, bytes) runs it, and
+  /// `found_inf` is the address of a float (coded/shots.h).
   void begin(const std::vector<Sides>& sides, int rank, int ranks, uint64_t seed, uint32_t step,
-             bool average) {
+             bool average, std::optional<uintptr_t> stream, const Place& scratch,
+             uintptr_t found_inf) {
     if (sides.size() != pieces_.size()) {
       throw Error("sides are given for " + std::to_string(sides.size()) +
                   " pieces, but the bucket has " + std::to_string(pieces_.size()));
@@ -113,13 +119,7 @@ class CodedBucket {
         throw Error("sides must be 0 or 1, got " + std::to_string(old) + " and " +
                     std::to_string(fresh));
       }
-      const auto memory = [&, old = old, fresh = fresh](const Addresses& at) {
-        return feedback::Memory{bytes(at[old]), bytes(at[fresh])};
-      };
-      const auto& [worker, owner, momentum] = memories_[i];
-      pieces_[i].worker.error = memory(worker);
-      pieces_[i].worker.momentum = memory(momentum);
-      pieces_[i].owner.error = memory(owner);
+      set_memory(pieces_[i], memories_[i], old, fresh);
     }
     rank_ = rank;
     ranks_ = ranks;
@@ -127,6 +127,26 @@ class CodedBucket {
     args_.seed = seed;
     args_.step = step;
     args_.average = average;
+    stream_ = {};
+    if (stream) {
+      stream_ = {Device::cuda, reinterpret_cast<void*>(*stream), {bytes(scratch.first),
+                                                                   scratch.second}};
+    }
+    found_inf_ = reinterpret_cast<float*>(found_inf);
+  }
+
+  /// Returns the bytes of a GPU's scratch memory for values of a dtype: for all runs, so that they
+  /// share their launches, but no more than kScratchBytes if the largest run needs less.
+  size_t scratch_bytes(DType dtype) const {
+    size_t largest = 0, all = 0;
+    for (const auto& chunk : chunks_) {
+      for (const coded::PieceRun& run : chunk) {
+        const size_t one = coded::Shots::scratch_bytes(pieces_[run.piece], run.numel, dtype);
+        largest = std::max(largest, one);
+        all += one;
+      }
+    }
+    return std::max(largest, std::min(all, kScratchBytes));
   }
 
   /// Encodes chunks [first, last) of each row, one after the other. Returns the bytes of each.
@@ -184,6 +204,17 @@ class CodedBucket {
   }
 
  private:
+  static void set_memory(Piece& piece, const std::array<Addresses, 3>& memory, size_t old,
+                         size_t fresh) {
+    const auto of = [&](const Addresses& at) {
+      return feedback::Memory{bytes(at[old]), bytes(at[fresh])};
+    };
+    const auto& [worker, owner, momentum] = memory;
+    piece.worker.error = of(worker);
+    piece.worker.momentum = of(momentum);
+    piece.owner.error = of(owner);
+  }
+
   Span<const Piece> pieces() const { return {pieces_.data(), pieces_.size()}; }
   Span<const coded::PieceRun> chunk(size_t c) const {
     return {chunks_[c].data(), chunks_[c].size()};
@@ -240,8 +271,9 @@ class CodedBucket {
     const CodedArgs& args = at(values);
     const GilReleased release;
     const DefaultArithmetic arithmetic;
-    coded::Shots shots(args, values.rows, rank_, ranks_);
+    coded::Shots shots(args, values.rows, rank_, ranks_, stream_, found_inf_);
     f(shots);
+    shots.start();
     return shots.finite();
   }
 
@@ -254,6 +286,8 @@ class CodedBucket {
   size_t numel_ = 0, room_behind_ = 0;
   CodedArgs args_;
   int rank_ = 0, ranks_ = 0;
+  Stream stream_;
+  float* found_inf_ = nullptr;
 };
 
 }  // namespace
@@ -276,7 +310,9 @@ void bind_coded(py::module_& m) {
       .def_property_readonly("most", &CodedBucket::most)
       .def_property_readonly("room_behind", &CodedBucket::room_behind)
       .def("begin", &CodedBucket::begin, py::arg("sides"), py::kw_only(), py::arg("rank"),
-           py::arg("ranks"), py::arg("seed"), py::arg("step"), py::arg("average") = true)
+           py::arg("ranks"), py::arg("seed"), py::arg("step"), py::arg("average") = true,
+           py::arg("stream") = py::none(), py::arg("scratch") = Place{}, py::arg("found_inf") = 0)
+      .def("scratch_bytes", &CodedBucket::scratch_bytes, py::arg("dtype"))
       .def("contribute", &CodedBucket::contribute, py::arg("values"), py::arg("first"),
            py::arg("last"), py::arg("out"), py::arg("capacity"))
       .def("own", &CodedBucket::own, py::arg("values"), py::arg("chunk"), py::arg("received"),

@@ -1,5 +1,7 @@
 #include "collectives/coded/shots.h"
 
+#include <algorithm>
+
 #include "collectives/coded/coded.h"
 #include "collectives/coded/float32_view.h"
 #include "core/error.h"
@@ -10,15 +12,22 @@ namespace {
 /// Values that are processed at once, so that their sum stays in the cache.
 constexpr size_t kTogether = 1 << 14;
 
-/// Calls do_part(runs) for one group of runs after the other; a run is never cut.
-template <typename F>
-void in_parts(Span<const PieceRun> runs, const F& do_part) {
-  for (size_t begin = 0, end = 0; begin < runs.size; begin = end) {
-    size_t numel = 0;
-    do {
-      numel += runs[end++].numel;
-    } while (end < runs.size && numel + runs[end].numel <= kTogether);
-    do_part(runs.sub(begin, end - begin));
+size_t aligned(size_t bytes) {
+  constexpr size_t kAlign = 256;
+  return (bytes + kAlign - 1) / kAlign * kAlign;
+}
+
+/// Returns the bytes of the float32 of a run, if its values have another dtype.
+size_t float32_bytes(size_t numel, DType dtype) {
+  return dtype == DType::float32 ? 0 : aligned(numel * sizeof(float));
+}
+
+/// Sums the contributions of all ranks in their order, and advances to what follows them.
+void add_payloads(Span<const PieceRun> part, const Coder& coder,
+                  std::vector<Span<const uint8_t>>& left, Floats sum) {
+  for (size_t r = 0; r < left.size(); r++) {
+    const size_t used = coder.decode(part, left[r], sum, r > 0, static_cast<int>(r));
+    left[r] = left[r].sub(used, left[r].size - used);
   }
 }
 
@@ -47,61 +56,106 @@ void check_runs(Span<const Piece> pieces, Span<const PieceRun> runs) {
   }
 }
 
-Shots::Shots(const CodedArgs& args, size_t rows, int rank, int ranks)
+Shots::Shots(const CodedArgs& args, size_t rows, int rank, int ranks, Stream stream,
+             float* found_inf)
     : args_(args),
       row_numel_(args.data.size / rows),
+      rank_(rank),
       ranks_(ranks),
-      coder_(args, rank, ranks, scratch_) {
+      stream_(stream),
+      found_inf_at_(on_gpu() ? found_inf : &found_inf_) {
   check("coded bucket", args, rows);
+  if (on_gpu()) batching_.emplace();
+}
+
+size_t Shots::scratch_bytes(const Piece& piece, size_t numel, DType dtype) {
+  const size_t residual = std::max(feedback::scratch_bytes(piece.worker, numel),
+                                   feedback::scratch_bytes(piece.owner, numel));
+  return float32_bytes(numel, dtype) + aligned(residual + piece.codec->scratch_bytes(numel));
+}
+
+void Shots::start() {
+  if (batching_) batching_->start(stream_);
+  scratch_used_ = 0;
+}
+
+template <typename F>
+void Shots::in_parts(Span<const PieceRun> runs, size_t row, float* found_inf, const F& do_part) {
+  const void* const values = this->row(row);
+  if (!on_gpu()) {
+    const Coder coder(args_, rank_, ranks_, scratch_);
+    const Float32View view(args_, values, ranks_, scratch_, found_inf);
+    for (size_t begin = 0, end = 0; begin < runs.size; begin = end) {
+      size_t numel = 0;
+      do {
+        numel += runs[end++].numel;
+      } while (end < runs.size && numel + runs[end].numel <= kTogether);
+      do_part(runs.sub(begin, end - begin), coder, view);
+    }
+    return;
+  }
+  for (size_t i = 0; i < runs.size; i++) {
+    const size_t numel = runs[i].numel, floats = float32_bytes(numel, args_.data.dtype);
+    const size_t bytes = scratch_bytes(args_.pieces[runs[i].piece], numel, args_.data.dtype);
+    if (bytes > stream_.scratch.size) {
+      throw Error("a run of " + std::to_string(numel) + " values needs " + std::to_string(bytes) +
+                  " bytes of scratch memory, but the stream has " +
+                  std::to_string(stream_.scratch.size) + "; ask scratch_bytes()");
+    }
+    if (bytes > stream_.scratch.size - scratch_used_) start();
+    uint8_t* const own = stream_.scratch.data + scratch_used_;
+    scratch_used_ += bytes;
+    Stream stream = stream_;
+    stream.scratch = {own + floats, bytes - floats};
+    batching_->row();
+    const Coder coder(args_, rank_, ranks_, scratch_, stream, Packing::fixed);
+    float* const room = floats > 0 ? reinterpret_cast<float*>(own) : nullptr;
+    do_part(runs.sub(i, 1), coder,
+            Float32View(args_, values, ranks_, scratch_, found_inf, stream, room));
+  }
 }
 
 size_t Shots::contribute(Span<const PieceRun> runs, size_t row, uint8_t* out) {
-  const Float32View from(args_, this->row(row), ranks_, scratch_, nullptr);
   size_t bytes = 0;
-  in_parts(runs, [&](Span<const PieceRun> part) {
-    bytes += coder_.encode(Hop::worker, part, from.read(part), out + bytes, row);
-  });
+  in_parts(runs, row, nullptr,
+           [&](Span<const PieceRun> part, const Coder& coder, const Float32View& from) {
+             bytes += coder.encode(Hop::worker, part, from.read(part), out + bytes, row);
+           });
   return bytes;
 }
 
 size_t Shots::own(Span<const PieceRun> runs, const std::vector<Span<const uint8_t>>& payloads,
                   uint8_t* out) {
-  const Float32View to(args_, row(0), ranks_, scratch_, nullptr);
   std::vector<Span<const uint8_t>> left = payloads;
   size_t bytes = 0;
-  in_parts(runs, [&](Span<const PieceRun> part) {
-    const Floats sum = to.room(part);
-    for (size_t r = 0; r < left.size(); r++) {
-      const size_t used = coder_.decode(part, left[r], sum, r > 0, static_cast<int>(r));
-      left[r] = left[r].sub(used, left[r].size - used);
-    }
-    to.average(part, sum);
-    bytes += coder_.encode(Hop::owner, part, sum, out + bytes);
-  });
+  in_parts(runs, 0, nullptr,
+           [&](Span<const PieceRun> part, const Coder& coder, const Float32View& to) {
+             const Floats sum = to.room(part);
+             add_payloads(part, coder, left, sum);
+             to.average(part, sum);
+             bytes += coder.encode(Hop::owner, part, sum, out + bytes);
+           });
   return bytes;
 }
 
 void Shots::add_up(Span<const PieceRun> runs, const std::vector<Span<const uint8_t>>& payloads) {
-  const Float32View to(args_, row(0), ranks_, scratch_, &found_inf_);
   std::vector<Span<const uint8_t>> left = payloads;
-  in_parts(runs, [&](Span<const PieceRun> part) {
-    const Floats sum = to.room(part);
-    for (size_t r = 0; r < left.size(); r++) {
-      const size_t used = coder_.decode(part, left[r], sum, r > 0, static_cast<int>(r));
-      left[r] = left[r].sub(used, left[r].size - used);
-    }
-    to.finish_sum(part, sum);
-  });
+  in_parts(runs, 0, found_inf_at_,
+           [&](Span<const PieceRun> part, const Coder& coder, const Float32View& to) {
+             const Floats sum = to.room(part);
+             add_payloads(part, coder, left, sum);
+             to.finish_sum(part, sum);
+           });
 }
 
 void Shots::land(Span<const PieceRun> runs, size_t row, Span<const uint8_t> payload, int sender) {
-  const Float32View to(args_, this->row(row), ranks_, scratch_, &found_inf_);
-  in_parts(runs, [&](Span<const PieceRun> part) {
-    const Floats values = to.room(part);
-    const size_t used = coder_.decode(part, payload, values, false, sender);
-    payload = payload.sub(used, payload.size - used);
-    to.finish_result(part, values);
-  });
+  in_parts(runs, row, found_inf_at_,
+           [&](Span<const PieceRun> part, const Coder& coder, const Float32View& to) {
+             const Floats values = to.room(part);
+             const size_t used = coder.decode(part, payload, values, false, sender);
+             payload = payload.sub(used, payload.size - used);
+             to.finish_result(part, values);
+           });
 }
 
 }  // namespace pycomm::coded

@@ -86,15 +86,16 @@ def run(launches: list[Launch], compiled: ctypes.CDLL) -> None:
 
 @cache
 def all_kernels() -> ctypes.CDLL:
-    """Return the kernels of all codecs, which are compiled once for all workers of pytest-xdist."""
+    """Return the kernels of all .cu files, compiled once for all workers of pytest-xdist."""
+    files = [source_file(name) for name in (*CODECS, "convert", "feedback")]
     if (run := os.environ.get("PYTEST_XDIST_TESTRUNUID")) is None:
-        return compiled([source_file(name) for name in CODECS])
+        return compiled(files)
     shared = Path(tempfile.gettempdir(), f"pycomm-kernels-{os.getuid()}-{run}")
     shared.mkdir(exist_ok=True, mode=0o700)
     atexit.register(shutil.rmtree, shared, ignore_errors=True)  # a loaded library stays mapped
     with (shared / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return compiled([source_file(name) for name in CODECS], keep=shared / "kernels.so")
+        return compiled(files, keep=shared / "kernels.so")
 
 
 def compiled(

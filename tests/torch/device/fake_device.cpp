@@ -413,6 +413,19 @@ void busy(int64_t milliseconds) {
   });
 }
 
+/// Queues a kernel that g++ has compiled: `run` is the function of tests/codecs/cuda/emulated.h.
+void launch(int64_t run, const std::string& kernel, int64_t blocks, const at::Tensor& argument) {
+  using Run = int (*)(const char*, unsigned, const void*, size_t);
+  const std::lock_guard<std::mutex> call(driver());
+  worker(current_stream(current_device)).queue([=, argument = argument.clone()] {
+    static std::mutex one_at_a_time;  // the emulated threads are global variables
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    const int wrong = reinterpret_cast<Run>(run)(kernel.c_str(), static_cast<unsigned>(blocks),
+                                                 argument.data_ptr(), argument.numel());
+    if (wrong != 0) std::abort();
+  });
+}
+
 /// Waits for all queued work first, as torch does for CUDA.
 void begin_capture() {
   Guard().synchronizeDevice(current_device);
@@ -467,6 +480,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 }
 TORCH_LIBRARY(fakegpu, m) {
   m.def("busy(int milliseconds) -> ()", &busy);
+  m.def("launch(int run, str kernel, int blocks, Tensor argument) -> ()", &launch);
   m.def("hold_address() -> int", &hold_address);
   m.def("refuse_holds_after(int count) -> ()", &refuse_holds_after);
   m.def("begin_capture() -> ()", &begin_capture);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import types
@@ -10,10 +11,37 @@ from pathlib import Path
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
+from pycomm.codecs import implementations
+from pycomm.codecs.args import EncodeArgs
+from pycomm.codecs.base import Codec
+from pycomm.codecs.cuda.launches import Launch, decode_launches, encode_launches, make_scratch
+from tests.codecs.cuda import emulated
 from tests.compiling import GENERATED, compile_cpp
 
 NAME = "fakegpu"
 SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+class Kernels:
+    """The codecs' CUDA kernels on the device, as `pycomm.codecs.cuda.nvrtc` launches them."""
+
+    def launch(self, launches: list[Launch], device: torch.device) -> None:
+        run = ctypes.cast(emulated.all_kernels().run, ctypes.c_void_p).value
+        for each in launches:
+            argument = torch.frombuffer(bytearray(each.params), dtype=torch.uint8)
+            torch.ops.fakegpu.launch(run, each.kernel, each.blocks, argument)
+
+    def encode(self, codec: Codec, args: EncodeArgs) -> None:
+        scratch = make_scratch(codec, args.x)
+        self.launch(encode_launches(codec, args, scratch), args.x.device)
+
+    def decode(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+        scratch = make_scratch(codec, out)
+        self.launch(decode_launches(codec, payload, out, scratch, add=False), out.device)
+
+    def decode_add(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+        scratch = make_scratch(codec, out)
+        self.launch(decode_launches(codec, payload, out, scratch, add=True), out.device)
 
 
 def built() -> Path:
@@ -41,7 +69,8 @@ def load(way: str) -> None:
 
     Args:
         way: the data path of collectives. "held": through the host, with streams that pycomm can
-            hold; "late": through the host, without; "peers": kernels work on the peers' memory.
+            hold; "late": through the host, without; "peers": kernels work on the peers' memory;
+            "kernels": as "held", with the codecs' CUDA kernels, which g++ has compiled.
     """
     from pycomm import _build
 
@@ -62,5 +91,10 @@ def load(way: str) -> None:
         torch._register_device_module(NAME, module)
         torch.utils.generate_methods_for_privateuse1_backend()
     c10d = _build.load_c10d()
-    c10d.set_stream_hold(NAME, torch.ops.fakegpu.hold_address() if way == "held" else 0)
+    held = way in ("held", "kernels")
+    c10d.set_stream_hold(NAME, torch.ops.fakegpu.hold_address() if held else 0)
+    implementations.ORDER[NAME] = ("nvrtc",) if way == "kernels" else ("reference",)
+    implementations._select.cache_clear()
+    if way == "kernels":
+        implementations.nvrtc = Kernels
     c10d.set_host_addressable(NAME, way == "peers")
