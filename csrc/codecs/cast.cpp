@@ -132,7 +132,7 @@ void encode_cuda(const Format& format, const EncodeArgs& args) {
   const std::string type = type_name(format.kind);
   const size_t offset = codes_offset(format, args.in.size);
   if (format.block) return launch_encode("cast", coder_name(type), format.block, offset, args);
-  launch("cast", kernel_name("cast::encode_plain", type, args.residual != nullptr),
+  launch("cast", kernel_name("cast::encode_plain", type, args.has_residual()),
          encode_params(1, offset, args), args.in.size, kSmall * cuda::kRow, args.stream);
 }
 
@@ -158,6 +158,8 @@ class Cast final : public Codec {
   }
   Combine combine() const override { return Combine::recode; }
   int wire_version() const override { return kWireVersion; }
+  bool fuses_residual() const override { return true; }
+  bool fuses_sum() const override { return true; }
   size_t granule() const override {
     return format_.block == 0 ? 4 / code_bytes(format_.kind) : format_.block;
   }

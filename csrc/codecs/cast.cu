@@ -39,12 +39,20 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_plain(const Batch<Encod
   const EncodeParams args = tensor_of_block(batch);
   using Code = typename Type::Code;
   auto* codes = reinterpret_cast<Code*>(args.codes);
-  const cuda::Tile<kSmall> tile(block_of(args), args.numel, args.in, args.residual, args.new_residual, codes);
+  const cuda::Tile<kSmall> tile = tile_of<kSmall>(args, codes);
   if (tile.empty()) return;
 
   cuda::Vector<float> p[kSmall], residual[kSmall];
-  tile.load(args.in, p);
-  if (kFeedback) tile.load(args.residual, residual);
+  // The values of an exact payload of any rank may be aligned to four bytes alone.
+  load_input(tile, args, p, [&](const uint8_t* payload, size_t i) {
+    const auto* from = reinterpret_cast<const Code*>(payload) + i;
+    cuda::Vector<float> value{};
+    for (int k = 0; k < cuda::kVector && i + k < args.numel; k++)
+      value.v[k] = Type::decode(from[k]);
+    return value;
+  });
+  for (int row = 0; kFeedback && row < kSmall; row++)
+    residual[row] = load_residual(tile, args, row);
   cuda::Vector<Code> code[kSmall];
 #pragma unroll
   for (int row = 0; row < kSmall; row++) {
@@ -58,7 +66,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_plain(const Batch<Encod
     }
   }
   tile.store(codes, padded(args.numel * sizeof(Code)) / sizeof(Code), code);
-  if (kFeedback) tile.store(args.new_residual, args.numel, residual);
+  if (kFeedback) store_residual(tile, args, residual);
 }
 
 template <typename Type, bool kAdd>

@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<kHalf>)
     encode_kernel(const Batch<EncodeParams> batch) {
   const EncodeParams args = tensor_of_block(batch);
   const uint32_t size = 1u << args.rotation_bits;
-  const Tile tile(block_of(args), args.numel, args.in, args.residual, args.new_residual);
+  const Tile tile = tile_of<kTileRows>(args);
   if (tile.empty() && size <= kTile) return;
   const RotationHeader header = write_header(args);
   const RotationSigns signs(header, first_of(tile));

@@ -1,8 +1,7 @@
 // Loading and storing of residuals on a GPU (base/feedback.h): around the kernels of a codec, which
 // take float32. The forms are those of base/stored.h. Compiled by nvcc and NVRTC.
 #include "codecs/base/kernels_cuda.h"
-#include "codecs/base/stored.h"
-#include "codecs/base/warp_cuda.h"
+#include "codecs/base/residual_cuda.h"
 
 // ---------------------------------------------------------------- kernels
 
@@ -46,15 +45,6 @@ __global__ void __launch_bounds__(cuda::kThreads) store_kernel(const Batch<Store
   tile.store(out, args.numel, code);
 }
 
-/// Lanes that have the values of one block.
-constexpr int kLanesOfBlock = kBlock / cuda::kVector;
-
-/// Four codes, as they are stored.
-union Codes {
-  uint32_t word;
-  int8_t code[cuda::kVector];
-};
-
 __global__ void __launch_bounds__(cuda::kThreads) load_blocks(const Batch<LoadParams> batch) {
   const LoadParams args = tensor_of_block(batch);
   const cuda::Tile<kRows> tile(block_of(args), args.numel, args.out);
@@ -62,15 +52,7 @@ __global__ void __launch_bounds__(cuda::kThreads) load_blocks(const Batch<LoadPa
   cuda::Vector<float> value[kRows];
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
-    const size_t i = tile.index(row);
-    Codes codes{0};
-    float scale = 0.0f;
-    if (i < args.numel) {
-      const uint8_t* const block = args.stored + i / kBlock * kBlockBytes;
-      scale = *reinterpret_cast<const float*>(block);
-      codes.word = *reinterpret_cast<const uint32_t*>(block + sizeof(float) + i % kBlock);
-    }
-    for (int k = 0; k < cuda::kVector; k++) value[row].v[k] = value_of(codes.code[k], scale);
+    value[row] = load_int8(args.stored, tile.index(row), args.numel);
     decay(args, value[row]);
   }
   tile.store(args.out, args.numel, value);
@@ -84,22 +66,7 @@ __global__ void __launch_bounds__(cuda::kThreads) store_blocks(const Batch<Store
   tile.load(args.in, value);  // beyond the end zeros, as the rest of a block is stored
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
-    uint32_t top = 0;
-    for (int k = 0; k < cuda::kVector; k++) top = max(top, magnitude_bits(value[row].v[k]));
-#pragma unroll
-    for (int lane = 1; lane < kLanesOfBlock; lane *= 2) {
-      top = max(top, __shfl_xor_sync(~0u, top, lane));
-    }
-    const float amax = bits_float(top), inv = inv_scale(amax, kTop);
-    Codes codes{0};
-    if (used(amax)) {
-      for (int k = 0; k < cuda::kVector; k++) codes.code[k] = code_of(value[row].v[k], inv);
-    }
-    const size_t i = tile.index(row);
-    if (i / kBlock * kBlock >= args.numel) continue;
-    uint8_t* const block = args.stored + i / kBlock * kBlockBytes;
-    if (i % kBlock == 0) *reinterpret_cast<float*>(block) = scale_of(amax);
-    *reinterpret_cast<uint32_t*>(block + sizeof(float) + i % kBlock) = codes.word;
+    store_int8(args.stored, tile.index(row), args.numel, value[row]);
   }
 }
 

@@ -125,13 +125,13 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
   for (size_t lo = 0; lo < args.in.size; lo += kTile) {
     const size_t n = count(args.in.size, lo, kTile);
     const float* p = args.in.data + lo;
-    if (args.residual != nullptr) {
+    if (args.has_residual()) {
       for (size_t i = 0; i < n; i++) sum[i] = p[i] + args.residual[lo + i];
       p = sum;
     }
     scale_tile<T>(f.ceil, p, n, scale_codes + lo / T::kBlock, supers + lo / kTile, scales);
     uint8_t* codes = kBits == 8 ? out + lo : unpacked;
-    if (args.residual != nullptr) {
+    if (args.has_residual()) {
       encode_tile<T, true>(args, scales, p, lo, n, codes);
     } else {
       encode_tile<T, false>(args, scales, p, lo, n, codes);
@@ -219,7 +219,7 @@ void encode_cuda(const Format& format, const EncodeArgs& args) {
   EncodeParams params =
       encode_params(block(format.kind), codes_offset(format.kind, args.in.size), args);
   params.options = format.ceil ? 1 : 0;
-  const bool feedback = args.residual != nullptr;
+  const bool feedback = args.has_residual();
   launch("mx", kernel_name("mx::encode_kernel", element, nv, feedback), params, args.in.size,
          (nv ? kLarge : kSmall) * cuda::kRow, args.stream);
 }
@@ -245,6 +245,8 @@ class Mx final : public Codec {
   }
   Combine combine() const override { return Combine::recode; }
   int wire_version() const override { return kWireVersion; }
+  bool fuses_residual() const override { return true; }
+  bool fuses_sum() const override { return true; }
   size_t granule() const override { return format_.kind == Kind::nvfp4 ? kSuperBlock : kBlock; }
   size_t encoded_bytes(size_t numel) const override {
     return mx::encoded_bytes(format_.kind, numel);

@@ -30,19 +30,42 @@ __device__ __forceinline__ BlockScale nv_block_scale(uint32_t amax, float super_
   return {first.code, unit, unit > 0.0f ? 1.0f / unit : 0.0f};
 }
 
+/// Returns the unit of the codes of value i, from the scales at the start of a payload.
+template <bool kNv>
+__device__ __forceinline__ float unit_of(const float* scales, size_t i, size_t numel) {
+  const size_t at = kNv ? num_blocks(numel, kSuperBlock) * sizeof(float) : 0;
+  const uint32_t code =
+      reinterpret_cast<const uint8_t*>(scales)[at + i / (kNv ? kNvBlock : kBlock)];
+  return kNv ? Float8E4M3::decode(code) * scales[i / kSuperBlock] : decode_scale(code);
+}
+
+/// Decodes four codes.
+template <typename Small>
+__device__ __forceinline__ cuda::Vector<float> decode_row(uint32_t chunk, float unit) {
+  cuda::Vector<float> value;
+  for (int k = 0; k < cuda::kVector; k++) {
+    const uint32_t code = (chunk >> (k * Small::kBits)) & ((1u << Small::kBits) - 1);
+    value.v[k] = Small::decode(code) * unit;
+  }
+  return value;
+}
+
 /// Encodes values. args.options is 1 if scales are rounded up. A tile of nvfp4 is a super-block.
 template <typename Small, bool kNv, bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const Batch<EncodeParams> batch) {
   const EncodeParams args = tensor_of_block(batch);
   constexpr int kRows = kNv ? kLarge : kSmall;
   constexpr uint32_t kSize = kNv ? kNvBlock : kBlock;
-  const cuda::Tile<kRows> tile(block_of(args), args.numel, args.in, args.residual, args.new_residual);
+  const cuda::Tile<kRows> tile = tile_of<kRows>(args);
   if (tile.empty()) return;
   const size_t scales_at = kNv ? num_blocks(args.numel, kSuperBlock) * 4 : 0;
   auto* scale_codes = reinterpret_cast<uint8_t*>(args.scales) + scales_at;
 
   cuda::Vector<float> p[kRows];
-  load_values<kFeedback>(tile, args, p);
+  load_values<kFeedback>(tile, args, p, [&](const uint8_t* payload, size_t i) {
+    return decode_row<Small>(load_codes(payload + codes_offset(args), i, args.numel, Small::kBits),
+                             unit_of<kNv>(reinterpret_cast<const float*>(payload), i, args.numel));
+  });
 
   uint32_t top[kRows];
   max_of_rows(p, top);
@@ -85,23 +108,20 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const Batch<Enco
     if (kFeedback) {
       const bool lost = !(scale.unit < kHuge);  // the block travels as NaN
       cuda::Vector<float> kept{};
-      if (lost) kept = tile.load(args.residual, row);
+      if (lost) kept = load_residual(tile, args, row);
       for (int k = 0; k < cuda::kVector; k++) {
         p[row].v[k] = lost ? kept.v[k] : p[row].v[k] - value.v[k];
       }
     }
   }
-  if (kFeedback) tile.store(args.new_residual, args.numel, p);
+  if (kFeedback) store_residual(tile, args, p);
 }
 
 template <typename Small, bool kNv, bool kAdd>
 __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const Batch<DecodeParams> batch) {
   const DecodeParams args = tensor_of_block(batch);
-  constexpr uint32_t kSize = kNv ? kNvBlock : kBlock;
   const cuda::Tile<kSmall> tile(block_of(args), args.numel, args.out);
   if (tile.empty()) return;
-  const size_t scales_at = kNv ? num_blocks(args.numel, kSuperBlock) * 4 : 0;
-  const auto* scale_codes = reinterpret_cast<const uint8_t*>(args.scales) + scales_at;
 
   uint32_t chunk[kSmall];
   float unit[kSmall];
@@ -112,19 +132,16 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const Batch<Deco
     unit[row] = 0.0f;
     if (i < args.numel) {
       chunk[row] = load_codes(args.codes, i, args.numel, Small::kBits);
-      const uint32_t code = scale_codes[i / kSize];
-      unit[row] =
-          kNv ? Float8E4M3::decode(code) * args.scales[i / kSuperBlock] : decode_scale(code);
+      unit[row] = unit_of<kNv>(args.scales, i, args.numel);
     }
   }
   cuda::Vector<float> out[kSmall];
   if (kAdd) tile.load(args.out, out);
 #pragma unroll
   for (int row = 0; row < kSmall; row++) {
+    const cuda::Vector<float> value = decode_row<Small>(chunk[row], unit[row]);
     for (int k = 0; k < cuda::kVector; k++) {
-      const uint32_t code = (chunk[row] >> (k * Small::kBits)) & ((1u << Small::kBits) - 1);
-      const float value = Small::decode(code) * unit[row];
-      out[row].v[k] = kAdd ? out[row].v[k] + value : value;
+      out[row].v[k] = kAdd ? out[row].v[k] + value.v[k] : value.v[k];
     }
   }
   tile.store(args.out, args.numel, out);

@@ -160,7 +160,7 @@ void encode_cuda(const Format& format, const EncodeArgs& args) {
   params.shift = rank_shift(format.rounding, args.key.rank, args.key.ranks);
   params.options = options_of(format);
   const int rows = rows_of(format.block);
-  launch("quant", kernel_name("quant::encode_wide", rows, random, args.residual != nullptr), params,
+  launch("quant", kernel_name("quant::encode_wide", rows, random, args.has_residual()), params,
          args.in.size, rows * cuda::kRow, args.stream);
 }
 
@@ -190,6 +190,8 @@ class Quant final : public Codec {
   }
   Combine combine() const override { return Combine::recode; }
   int wire_version() const override { return kWireVersion; }
+  bool fuses_residual() const override { return true; }
+  bool fuses_sum() const override { return true; }
   size_t granule() const override { return format_.block; }
   size_t encoded_bytes(size_t numel) const override { return quant::encoded_bytes(format_, numel); }
   bool shared_seed() const override { return format_.rounding == Rounding::correlated; }

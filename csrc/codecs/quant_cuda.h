@@ -115,20 +115,17 @@ template <int kRows, bool kRandom, bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<kRows, kFeedback>)
     encode_wide(const Batch<EncodeParams> batch) {
   const EncodeParams args = tensor_of_block(batch);
-  const cuda::Tile<kRows> tile(block_of(args), args.numel, args.in, args.residual, args.new_residual);
+  const cuda::Tile<kRows> tile = tile_of<kRows>(args);
   if (tile.empty()) return;
   const Format f = format_of(args.options);
   const uint32_t block = 1u << args.block_bits;
 
   cuda::Vector<float> p[kRows];
-  tile.load(args.in, p);
-  if (kFeedback) {
-#pragma unroll
-    for (int row = 0; row < kRows; row++) {
-      const cuda::Vector<float> residual = tile.load(args.residual, row);
-      for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + residual.v[k];
-    }
-  }
+  load_values<kFeedback>(tile, args, p, [&](const uint8_t* payload, size_t i) {
+    const auto* scales = reinterpret_cast<const float*>(payload);
+    return decode_row(f, load_scale(f, scales, i >> args.block_bits),
+                      load_codes(payload + codes_offset(args), i, args.numel, f.bits));
+  });
 
   uint32_t high[kRows], low[kRows];
 #pragma unroll
@@ -151,13 +148,13 @@ __global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<kRows, kFeedback
 
     if (kFeedback) {
       cuda::Vector<float> kept{};
-      if (!(s.unit < kHuge)) kept = tile.load(args.residual, row);  // the block travels as NaN
+      if (!(s.unit < kHuge)) kept = load_residual(tile, args, row);  // the block travels as NaN
       for (int k = 0; k < cuda::kVector; k++) {
         p[row].v[k] = residual_of(p[row].v[k], encoded.value.v[k], kept.v[k]);
       }
     }
   }
-  if (kFeedback) tile.store(args.new_residual, args.numel, p);
+  if (kFeedback) store_residual(tile, args, p);
 }
 
 template <bool kAdd>

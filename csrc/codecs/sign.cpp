@@ -102,7 +102,7 @@ PYCOMM_SIMD void decode_all(uint32_t block, Span<const uint8_t> payload, Span<fl
 
 void encode_cuda(uint32_t block, const EncodeArgs& args) {
   const int size = static_cast<int>(block);
-  launch("sign", kernel_name("sign::encode_kernel", size, args.residual != nullptr),
+  launch("sign", kernel_name("sign::encode_kernel", size, args.has_residual()),
          encode_params(block, codes_offset(block, args.in.size), args), args.in.size,
          tile_rows(size) * cuda::kRow, args.stream);
 }
@@ -122,6 +122,8 @@ class Sign final : public Codec {
   std::string spec() const override { return "sign:block=" + std::to_string(block_); }
   Combine combine() const override { return Combine::recode; }
   int wire_version() const override { return kWireVersion; }
+  bool fuses_residual() const override { return true; }
+  bool fuses_sum() const override { return true; }
   size_t granule() const override { return block_; }
   size_t encoded_bytes(size_t numel) const override { return sign::encoded_bytes(block_, numel); }
 

@@ -43,16 +43,26 @@ __device__ __forceinline__ float sum_magnitudes(const cuda::Vector<float> (&p)[k
   return (lane.v[0] + lane.v[2]) + (lane.v[1] + lane.v[3]);
 }
 
+/// Decodes four bits.
+__device__ __forceinline__ cuda::Vector<float> decode_row(uint32_t bits, float scale) {
+  cuda::Vector<float> value;
+  for (int k = 0; k < cuda::kVector; k++) value.v[k] = dequantize(bits >> k, scale);
+  return value;
+}
+
 template <int kBlock, bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const Batch<EncodeParams> batch) {
   const EncodeParams args = tensor_of_block(batch);
   constexpr int kRows = tile_rows(kBlock);
   constexpr int kBlockRows = kBlock > cuda::kRow ? kBlock / cuda::kRow : 1;
-  const cuda::Tile<kRows> tile(block_of(args), args.numel, args.in, args.residual, args.new_residual);
+  const cuda::Tile<kRows> tile = tile_of<kRows>(args);
   if (tile.empty()) return;
 
   cuda::Vector<float> p[kRows];
-  load_values<kFeedback>(tile, args, p);
+  load_values<kFeedback>(tile, args, p, [&](const uint8_t* payload, size_t i) {
+    const auto* words = reinterpret_cast<const uint32_t*>(payload + codes_offset(args));
+    return decode_row(words[i / 32] >> i % 32, reinterpret_cast<const float*>(payload)[i / kBlock]);
+  });
 
   float mean = 0.0f;
 #pragma unroll
@@ -73,13 +83,13 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const Batch<Enco
     store_bits(args.codes, i, args.numel, chunk);
     if (kFeedback) {
       cuda::Vector<float> kept{};
-      if (!(mean < kHuge)) kept = tile.load(args.residual, row);  // the block travels as NaN
+      if (!(mean < kHuge)) kept = load_residual(tile, args, row);  // the block travels as NaN
       for (int k = 0; k < cuda::kVector; k++) {
         p[row].v[k] = residual_of(p[row].v[k], dequantize(chunk >> k, mean), kept.v[k]);
       }
     }
   }
-  if (kFeedback) tile.store(args.new_residual, args.numel, p);
+  if (kFeedback) store_residual(tile, args, p);
 }
 
 template <bool kAdd>
@@ -101,9 +111,9 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const Batch<Deco
   if (kAdd) tile.load(args.out, value);
 #pragma unroll
   for (int row = 0; row < kSmall; row++) {
+    const cuda::Vector<float> decoded = decode_row(bits[row], s[row]);
     for (int k = 0; k < cuda::kVector; k++) {
-      const float decoded = dequantize(bits[row] >> k, s[row]);
-      value[row].v[k] = kAdd ? value[row].v[k] + decoded : decoded;
+      value[row].v[k] = kAdd ? value[row].v[k] + decoded.v[k] : decoded.v[k];
     }
   }
   tile.store(args.out, args.numel, value);

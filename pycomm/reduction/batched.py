@@ -197,9 +197,7 @@ class Batched:
         most = self.most[: self._ranks]
         out = torch.empty(max(most), dtype=torch.uint8, device=self._device)
         at, received = self._at(values), self._received(came)
-        size = self._call(
-            self._native.own, at, self._rank, received, out.data_ptr(), out.numel()
-        )
+        size = self._call(self._native.own, at, self._rank, received, out.data_ptr(), out.numel())
         return self._gather(out, size, most, any(self._variable[: self._ranks]))
 
     def add_up(self, values: torch.Tensor, chunk: int, came: Payloads) -> bool:

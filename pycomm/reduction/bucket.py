@@ -154,7 +154,14 @@ class Bucket:
                 self._native.add(p.offset, p.numel, p.codec.spec(), p.tensor, **options)
         return self._native
 
+    @cached_property
+    def _residuals(self) -> list[Residual | None]:
+        return [piece.residual for piece in self.pieces]
+
     @property
     def sides(self) -> list[tuple[int, int]]:
         """For each piece's residual, the side that is read now and the side that is written."""
-        return [p.residual.sides if p.residual else (0, 0) for p in self.pieces]
+        return [
+            (0, 0) if r is None else (1 - r.side if r.in_place else r.side, 1 - r.side)
+            for r in self._residuals
+        ]  # as `Residual.sides`, without a call for each parameter

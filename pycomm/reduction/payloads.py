@@ -60,9 +60,8 @@ def all_to_all(
         incoming = _checked(answer(sent, theirs), incoming)
     total = sum(incoming)
     memory = payloads.new_empty(total + room)
-    work = dist.all_to_all_single(
-        memory[:total], payloads, incoming, list(sizes), group=group, async_op=True
-    )
+    # The group's own method: the function of torch.distributed has checks that cost six calls.
+    work = group.alltoall_base(memory[:total], payloads, incoming, list(sizes))
     _wait(work, memory, variable)
     begins = accumulate(incoming, initial=0)
     return Payloads(memory, list(zip(begins, incoming, strict=False)))
@@ -126,9 +125,7 @@ def _wait(work: dist.Work, memory: torch.Tensor, variable: bool) -> None:
 
 
 def _gather(result: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    # torch 2.13 renamed it, and warns about the old name.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work = gather(result, tensor, group=group, async_op=True)
+    work: dist.Work = group._allgather_base(result, tensor)
     return work
 
 

@@ -307,10 +307,12 @@ class BucketReducer:
         """Prepare the residuals of these pieces, which take part in this step."""
         ranks, gradient = self.process_group.size(), None
         for piece in bucket.with_residual if pieces is bucket.pieces else pieces:
-            if piece.residual is not None:
+            residual = piece.residual
+            if residual is not None:
                 if bucket.levels:
                     gradient = tensor[piece.offset : piece.offset + piece.numel]
-                piece.residual.use(bucket.layout, ranks, gradient)
+                if residual.in_place or residual.layouts != [bucket.layout, bucket.layout]:
+                    residual.use(bucket.layout, ranks, gradient)
                 self._touched[piece.name] = piece
         self._paying |= bucket.paying
 

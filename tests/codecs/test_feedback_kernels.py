@@ -75,8 +75,11 @@ def encode(
         call()
         return out, fresh
     launches = recorded(call)
-    assert launches[0].kernel.startswith("stored::load")
-    assert launches[-1].kernel.startswith("stored::store")
+    if codec.name in ("topk", "lossless"):
+        assert launches[0].kernel.startswith("stored::load")
+        assert launches[-1].kernel.startswith("stored::store")
+    else:
+        assert len(launches) == 1
     emulated.run(launches, emulated.all_kernels())
     return out, fresh
 

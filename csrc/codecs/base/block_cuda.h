@@ -4,6 +4,7 @@
 #pragma once
 #include "codecs/base/block.h"
 #include "codecs/base/params.h"
+#include "codecs/base/residual_cuda.h"
 #include "codecs/base/warp_cuda.h"
 #include "core/types.h"
 
@@ -39,17 +40,22 @@ __device__ void max_of_blocks(uint32_t (&top)[kRows], uint32_t block) {
   }
 }
 
-/// Loads the values of a tile, and adds their residuals if there is feedback.
-template <bool kFeedback, int kRows>
+/// Loads the input of a tile (load_input), and adds the residuals if there is feedback.
+template <bool kFeedback, int kRows, typename Decode>
 __device__ __forceinline__ void load_values(const cuda::Tile<kRows>& tile, const EncodeParams& args,
-                                            cuda::Vector<float> (&p)[kRows]) {
-  tile.load(args.in, p);
+                                            cuda::Vector<float> (&p)[kRows], const Decode& decode) {
+  load_input(tile, args, p, decode);
   if (!kFeedback) return;
-  cuda::Vector<float> residual[kRows];
-  tile.load(args.residual, residual);
+#pragma unroll
   for (int row = 0; row < kRows; row++) {
-    for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + residual[row].v[k];
+    const cuda::Vector<float> residual = load_residual(tile, args, row);
+    for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + residual.v[k];
   }
+}
+
+/// Returns where the codes begin in a payload of the same size as the one that is written.
+__device__ __forceinline__ size_t codes_offset(const EncodeParams& args) {
+  return args.codes - reinterpret_cast<const uint8_t*>(args.scales);
 }
 
 /// Computes the largest magnitude of each lane's values of a row.
@@ -68,12 +74,17 @@ __device__ __forceinline__ void max_of_rows(const cuda::Vector<float> (&p)[kRows
 template <typename Coder, int kRows, bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads) encode_blocks(const Batch<EncodeParams> batch) {
   const EncodeParams args = tensor_of_block(batch);
-  const cuda::Tile<kRows> tile(block_of(args), args.numel, args.in, args.residual, args.new_residual);
+  const cuda::Tile<kRows> tile = tile_of<kRows>(args);
   if (tile.empty()) return;
   const uint32_t block = 1u << args.block_bits;
 
   cuda::Vector<float> p[kRows];
-  load_values<kFeedback>(tile, args, p);
+  load_values<kFeedback>(tile, args, p, [&](const uint8_t* payload, size_t i) {
+    const auto* codes =
+        reinterpret_cast<const typename Coder::Codes*>(payload + codes_offset(args));
+    return Coder::decode(codes[i / 4],
+                         reinterpret_cast<const float*>(payload)[i >> args.block_bits]);
+  });
 
   uint32_t top[kRows];
   max_of_rows(p, top);
@@ -96,13 +107,13 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_blocks(const Batch<Enco
 
     if (kFeedback) {
       cuda::Vector<float> kept{};
-      if (!(amax < kHuge)) kept = tile.load(args.residual, row);  // the block travels as NaN
+      if (!(amax < kHuge)) kept = load_residual(tile, args, row);  // the block travels as NaN
       for (int k = 0; k < cuda::kVector; k++) {
         p[row].v[k] = residual_of(p[row].v[k], encoded.value.v[k] * s, kept.v[k]);
       }
     }
   }
-  if (kFeedback) tile.store(args.new_residual, args.numel, p);
+  if (kFeedback) store_residual(tile, args, p);
 }
 
 template <typename Coder, bool kAdd>

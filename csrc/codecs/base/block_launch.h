@@ -10,8 +10,15 @@ namespace pycomm::codecs {
 inline EncodeParams encode_params(uint32_t block, size_t offset, const EncodeArgs& args) {
   EncodeParams params{};
   params.in = args.in.data;
-  params.residual = args.residual;
-  params.new_residual = args.new_residual;
+  params.payloads = args.sum.payloads;
+  params.stride = args.sum.stride;
+  params.ranks = args.sum.ranks;
+  params.divisor = args.sum.divisor;
+  const bool stored = args.stored.old != nullptr;
+  params.residual = stored ? args.stored.old : reinterpret_cast<const uint8_t*>(args.residual);
+  params.new_residual = stored ? args.stored.fresh : reinterpret_cast<uint8_t*>(args.new_residual);
+  params.form = args.stored.form;
+  params.decay = args.stored.decay;
   params.scales = reinterpret_cast<float*>(args.out.data);
   params.codes = args.out.data + offset;
   params.numel = args.in.size;
@@ -41,7 +48,7 @@ inline int rows_of(uint32_t block) { return block <= kSmall * cuda::kRow ? kSmal
 inline void launch_encode(const char* codec, const std::string& coder, uint32_t block,
                           size_t offset, const EncodeArgs& args) {
   const int rows = rows_of(block);
-  launch(codec, kernel_name("encode_blocks", coder, rows, args.residual != nullptr),
+  launch(codec, kernel_name("encode_blocks", coder, rows, args.has_residual()),
          encode_params(block, offset, args), args.in.size, rows * cuda::kRow, args.stream);
 }
 

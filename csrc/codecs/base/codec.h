@@ -27,6 +27,22 @@ struct RandomKey {
   uint32_t ranks = 1;
 };
 
+/// Contributions of ranks to the same values: a payload of the same codec every `stride` bytes.
+struct Contributions {
+  const uint8_t* payloads = nullptr;
+  size_t stride = 0;
+  uint32_t ranks = 0;
+  float divisor = 1.0f;  ///< of their sum, in rank order
+};
+
+/// Residuals in the stored form of a feedback (base/stored.h), which are multiplied by `decay`.
+struct StoredResidual {
+  const uint8_t* old = nullptr;
+  uint8_t* fresh = nullptr;
+  uint32_t form = 0;
+  float decay = 1.0f;
+};
+
 struct EncodeArgs {
   Span<const float> in;
   Span<uint8_t> out;                ///< exactly encoded_bytes(in.size)
@@ -35,6 +51,11 @@ struct EncodeArgs {
   RandomKey key;
   uint64_t index = 0;  ///< place of in[0] in its tensor; a multiple of granule()
   Stream stream;
+  // On cuda, for codecs that take them:
+  Contributions sum;      ///< if it has ranks, they are the input, and `in` has only a size
+  StoredResidual stored;  ///< in place of `residual` and `new_residual`, if it has memory
+
+  bool has_residual() const { return residual != nullptr || stored.old != nullptr; }
 };
 
 /// Stateless and thread-safe codec. Error feedback and step counters live in the caller.
@@ -69,6 +90,11 @@ class PYCOMM_API Codec {
     (void)numel;
     return 0;
   }
+
+  /// True if the kernel that encodes on cuda reads and writes stored residuals.
+  virtual bool fuses_residual() const { return false; }
+  /// True if it also sums contributions.
+  virtual bool fuses_sum() const { return false; }
 
   /// Encodes in one pass. With a residual: p = in + residual, out = code(p), new_residual = p -
   /// decode(out). A block that holds Inf or NaN travels as NaN and leaves its residual as it was.

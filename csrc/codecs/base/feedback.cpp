@@ -1,5 +1,6 @@
-// Feedback: stored values are widened to float32, encoded once, and stored again. On a GPU kernels
-// do that (codecs/feedback.cu), in scratch memory of the stream.
+// Feedback: stored values are widened to float32, encoded once, and stored again. On a GPU the
+// codec's own kernel does that, or kernels before and after it (codecs/feedback.cu), in scratch
+// memory of the stream.
 #include "codecs/base/feedback.h"
 
 #include <cstring>
@@ -135,14 +136,24 @@ void launch(const char* name, Storage storage, const Params& params, Stream stre
                  params, params.numel, codecs::stored::kRows * cuda::kRow, stream);
 }
 
+static_assert(static_cast<uint32_t>(Storage::float32) == codecs::stored::kFloat32 &&
+              static_cast<uint32_t>(Storage::bfloat16) == codecs::stored::kBFloat16 &&
+              static_cast<uint32_t>(Storage::int8) == codecs::stored::kInt8);
+
 void encode_cuda(const Codec& codec, const Feedback& feedback, EncodeArgs args) {
-  const size_t bytes = scratch_bytes(feedback, args.in.size);
+  const bool decays = feedback.kind == Kind::decay;
+  if (codec.fuses_residual()) {
+    args.stored = {feedback.error.old, feedback.error.fresh,
+                   static_cast<uint32_t>(feedback.storage), decays ? feedback.decay : 1.0f};
+    return codec.encode(args);
+  }
+  const size_t bytes = scratch_bytes(codec, feedback, args.in.size);
   Stream& stream = args.stream;
   auto* const residual = reinterpret_cast<float*>(stream.scratch.data);
   stream.scratch = stream.scratch.sub(bytes, stream.scratch.size - bytes);
-  const uint32_t decays = feedback.kind == Kind::decay;
   launch("load", feedback.storage,
-         LoadParams{{}, feedback.error.old, residual, args.in.size, feedback.decay, decays}, stream);
+         LoadParams{{}, feedback.error.old, residual, args.in.size, feedback.decay, decays},
+         stream);
   args.residual = args.new_residual = residual;
   codec.encode(args);
   launch("store", feedback.storage, StoreParams{{}, residual, feedback.error.fresh, args.in.size},
@@ -153,9 +164,9 @@ void encode_cuda(const Codec& codec, const Feedback& feedback, EncodeArgs args) 
 
 bool has_kernels(Kind kind) { return kind != Kind::momentum; }
 
-size_t scratch_bytes(const Feedback& feedback, size_t numel) {
+size_t scratch_bytes(const Codec& codec, const Feedback& feedback, size_t numel) {
   constexpr size_t kAlign = 256;
-  if (!feedback || is_plain(feedback)) return 0;
+  if (!feedback || is_plain(feedback) || codec.fuses_residual()) return 0;
   return (numel * sizeof(float) + kAlign - 1) / kAlign * kAlign;
 }
 

@@ -78,7 +78,7 @@ class Scratch {
 PYCOMM_API bool has_kernels(Kind kind);
 /// Returns the bytes of the stream's scratch memory that encode() takes on a GPU, before what the
 /// codec needs.
-PYCOMM_API size_t scratch_bytes(const Feedback& feedback, size_t numel);
+PYCOMM_API size_t scratch_bytes(const Codec& codec, const Feedback& feedback, size_t numel);
 
 /// Encodes with `feedback` for exactly the values of args.in; `args` has no residuals.
 PYCOMM_API void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args,

@@ -12,10 +12,13 @@ namespace pycomm::codecs {
 struct EncodeParams {
   Blocks blocks;
   const float* in;
-  const float* residual;
-  float* new_residual;
+  const uint8_t* residual;  ///< in its stored form
+  uint8_t* new_residual;
   float* scales;
   uint8_t* codes;
+  const uint8_t*
+      payloads;  ///< of `ranks` contributions, whose average is the input in place of `in`
+  uint64_t stride;
   uint64_t numel;
   uint64_t seed;
   uint64_t group;  ///< place of in[0] in its tensor / 4: the counter of its random words
@@ -24,6 +27,10 @@ struct EncodeParams {
   uint32_t block_bits;     ///< a block has 1 << block_bits values
   uint32_t shift;          ///< added to every random word
   uint32_t options;        ///< of the codec
+  uint32_t ranks;          ///< 0: the input is `in`
+  float divisor;           ///< of the sum of contributions
+  uint32_t form;           ///< of the residuals (stored.h)
+  float decay;             ///< of the residuals that are read
   uint32_t* header;        ///< eden: start of a payload
   uint64_t key;            ///< eden: seed of the signs
   uint32_t rotation_bits;  ///< eden: a rotation has 1 << rotation_bits values

@@ -7,6 +7,9 @@
 
 namespace pycomm::codecs::stored {
 
+/// The forms. Numbers as those of feedback::Storage.
+constexpr uint32_t kFloat32 = 0, kBFloat16 = 1, kInt8 = 2;
+
 /// Values of a block of the form int8, which is a float32 scale, then the codes.
 constexpr uint32_t kBlock = 32;
 constexpr size_t kBlockBytes = sizeof(float) + kBlock;

@@ -244,7 +244,7 @@ __device__ __forceinline__ void encode_rotated(const Tile& tile, const EncodePar
   if (args.residual != nullptr) {
 #pragma unroll
     for (int row = 0; row < kTileRows; row++) {
-      const cuda::Vector<float> residual = tile.load(args.residual, row);
+      const cuda::Vector<float> residual = load_residual(tile, args, row);
       for (int k = 0; k < cuda::kVector; k++) y[row].v[k] = y[row].v[k] + residual.v[k];
     }
   }
@@ -254,12 +254,12 @@ __device__ __forceinline__ void encode_rotated(const Tile& tile, const EncodePar
 #pragma unroll
   for (int row = 0; row < kTileRows; row++) {
     const cuda::Vector<float> x = tile.load(args.in, row);
-    const cuda::Vector<float> residual = tile.load(args.residual, row);
+    const cuda::Vector<float> residual = load_residual(tile, args, row);
     for (int k = 0; k < cuda::kVector; k++) {
       y[row].v[k] = residual_of(x.v[k] + residual.v[k], y[row].v[k], residual.v[k]);
     }
   }
-  tile.store(args.new_residual, args.numel, y);
+  store_residual(tile, args, y);
 }
 
 /// Returns the header of an encoder, which the first thread of all writes to the payload.

@@ -41,8 +41,8 @@ RandomKey Coder::key(Hop hop, const Piece& piece, size_t row) const {
   return key;
 }
 
-size_t Coder::encode(Hop hop, Span<const PieceRun> runs, Floats values, uint8_t* out,
-                     size_t row) const {
+size_t Coder::encode(Hop hop, Span<const PieceRun> runs, Floats values, uint8_t* out, size_t row,
+                     const Contributions& sum) const {
   const Timed timed(timing_);
   uint8_t* const begin = out;
   float* packed = values.data;
@@ -54,6 +54,7 @@ size_t Coder::encode(Hop hop, Span<const PieceRun> runs, Floats values, uint8_t*
     args.key = key(hop, piece, row);
     args.index = run.offset;
     args.stream = stream_;
+    args.sum = sum;
     out += encode_piece(piece, hop, {row, run.offset}, args, packing_, scratch_);
   }
   return static_cast<size_t>(out - begin);

@@ -58,9 +58,10 @@ class Coder {
         packing_(packing),
         timing_(timing) {}
 
-  /// Returns the bytes of all payloads.
-  size_t encode(Hop hop, Span<const PieceRun> runs, Floats values, uint8_t* out,
-                size_t row = 0) const;
+  /// Returns the bytes of all payloads. The input of a run can be contributions in place of values,
+  /// for codecs that take them.
+  size_t encode(Hop hop, Span<const PieceRun> runs, Floats values, uint8_t* out, size_t row = 0,
+                const Contributions& sum = {}) const;
   /// Decodes, overwriting or adding. Returns the bytes of the payloads, after which others may
   /// follow. Throws WireMismatch if they are not what `sender` may send.
   size_t decode(Span<const PieceRun> runs, Span<const uint8_t> payload, Floats values, bool add,

@@ -22,6 +22,27 @@ size_t float32_bytes(size_t numel, DType dtype) {
   return dtype == DType::float32 ? 0 : aligned(numel * sizeof(float));
 }
 
+/// Returns what a kernel needs to sum the contributions of all ranks to a run of `bytes`, and
+/// advances to what follows them.
+Contributions take(std::vector<Span<const uint8_t>>& left, size_t bytes, float divisor) {
+  Contributions sum;
+  sum.payloads = left[0].data;
+  sum.stride = left.size() > 1 ? left[1].data - left[0].data : 0;
+  sum.ranks = static_cast<uint32_t>(left.size());
+  sum.divisor = divisor;
+  for (Span<const uint8_t>& payload : left) payload = payload.sub(bytes, payload.size - bytes);
+  return sum;
+}
+
+/// True if payloads begin at equal distances, and each has at least `bytes`.
+bool are_even(const std::vector<Span<const uint8_t>>& payloads, size_t bytes) {
+  for (size_t r = 0; r < payloads.size(); r++) {
+    const size_t stride = payloads.size() > 1 ? payloads[1].data - payloads[0].data : 0;
+    if (payloads[r].data != payloads[0].data + r * stride || payloads[r].size < bytes) return false;
+  }
+  return !payloads.empty();
+}
+
 /// Sums the contributions of all ranks in their order, and advances to what follows them.
 void add_payloads(Span<const PieceRun> part, const Coder& coder,
                   std::vector<Span<const uint8_t>>& left, Floats sum) {
@@ -69,8 +90,8 @@ Shots::Shots(const CodedArgs& args, size_t rows, int rank, int ranks, Stream str
 }
 
 size_t Shots::scratch_bytes(const Piece& piece, size_t numel, DType dtype) {
-  const size_t residual = std::max(feedback::scratch_bytes(piece.worker, numel),
-                                   feedback::scratch_bytes(piece.owner, numel));
+  const size_t residual = std::max(feedback::scratch_bytes(*piece.codec, piece.worker, numel),
+                                   feedback::scratch_bytes(*piece.codec, piece.owner, numel));
   return float32_bytes(numel, dtype) + aligned(residual + piece.codec->scratch_bytes(numel));
 }
 
@@ -131,6 +152,14 @@ size_t Shots::own(Span<const PieceRun> runs, const std::vector<Span<const uint8_
   in_parts(runs, 0, nullptr,
            [&](Span<const PieceRun> part, const Coder& coder, const Float32View& to) {
              const Floats sum = to.room(part);
+             const Codec& codec = *args_.pieces[part[0].piece].codec;
+             const size_t most = codec.encoded_bytes(part[0].numel);
+             if (on_gpu() && codec.fuses_sum() && are_even(left, most)) {
+               const float divisor = args_.average ? static_cast<float>(ranks_) : 1.0f;
+               const Contributions all = take(left, most, divisor);
+               bytes += coder.encode(Hop::owner, part, sum, out + bytes, 0, all);
+               return;
+             }
              add_payloads(part, coder, left, sum);
              to.average(part, sum);
              bytes += coder.encode(Hop::owner, part, sum, out + bytes);

@@ -64,8 +64,9 @@ class DeviceGroup::Impl::Cuts {
         for (const coded::PieceRun& run : layout.runs(layout.at(r, s))) {
           numel += run.numel;
           const Piece& piece = args_.pieces[run.piece];
-          const size_t residual = std::max(feedback::scratch_bytes(piece.worker, run.numel),
-                                           feedback::scratch_bytes(piece.owner, run.numel));
+          const size_t residual =
+              std::max(feedback::scratch_bytes(*piece.codec, piece.worker, run.numel),
+                       feedback::scratch_bytes(*piece.codec, piece.owner, run.numel));
           codec_bytes_ = std::max(codec_bytes_, residual + piece.codec->scratch_bytes(run.numel));
         }
         if (args_.data.dtype != DType::float32) float32_numel_ = std::max(float32_numel_, numel);

@@ -23,7 +23,7 @@ from pycomm.codecs import CODECS
 from pycomm.feedback import Feedback, Residuals
 from pycomm.feedback.rule import LARGE
 from pycomm.policy import Decision, Parameter
-from pycomm.reduction import paths
+from pycomm.reduction import paths, two_shot
 from pycomm.reduction.bucket import Bucket
 from tests.torch.device import fake_device
 from tests.torch.device.checks import generator, kept
@@ -120,12 +120,75 @@ def test_default_options_take_kernels_among_peers(fakes, codec):
     assert all("values: core (" in line for line in want[0][3])
 
 
+MATRICES = {"large": (LARGE // 256, 256), "small": (255, 257), "bias": (50,)}
+
+
+def check_matrices(rank: int, ranks: int, device: str, codec: str) -> Any:
+    """Return what `check_ddp` does for matrices, which default options code, and the launches."""
+    launched: list[str] = []
+    launch = fake_device.Kernels.launch
+
+    def counted(self: Any, launches: Any, device: torch.device) -> None:
+        launched.extend(each.kernel for each in launches)
+        launch(self, launches, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake_device.Kernels, "launch", counted)
+        patch.setitem(globals(), "SHAPES", MATRICES)
+        results = check_ddp(rank, ranks, device, codec)
+    return *results, launched
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "sign", "eden2", "nvfp4", "topk:0.01", "bf16"])
+def test_default_options_take_kernels_on_any_carrier(fakes, codec):
+    want = run(fakes, "kernels", check_matrices, "cpu", codec)
+    got = run(fakes, "kernels", check_matrices, FAKE, codec)
+    for (results, residuals, _, chosen, launched), (also, kept_there, *_) in zip(
+        got, want, strict=True
+    ):
+        assert equal(results, also)
+        assert equal(residuals, kept_there)
+        assert chosen
+        for line in chosen:
+            assert "values: kernels (coded by kernels on a stream beside backward" in line
+            assert line.endswith("; not peers: this pycomm has no kernels for fakegpu:0")
+        assert launched
+
+
+def check_launches(rank: int, ranks: int, codec: str) -> int:
+    """Return the launches for a bucket of four matrices and eight biases."""
+    launched: list[str] = []
+    launch = fake_device.Kernels.launch
+
+    def counted(self: Any, launches: Any, device: torch.device) -> None:
+        launched.extend(each.kernel for each in launches)
+        launch(self, launches, device)
+
+    shapes = {f"w{i}": (256, 256 + i) for i in range(4)} | {f"b{i}": (50 + i,) for i in range(8)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake_device.Kernels, "launch", counted)
+        model = nn.parallel.DistributedDataParallel(Chosen(shapes).to(FAKE))
+        state = pycomm.compress(model, codec)
+        for step in range(3):
+            launched.clear()
+            given = gradients(rank, step, shapes=shapes)
+            reduced(model, {name: g.to(FAKE) for name, g in given.items()})
+        state.settle()
+    return len(launched)
+
+
+@pytest.mark.parametrize(("codec", "most"), [("int4", 7), ("sign", 7), ("eden2", 10)])
+def test_a_launch_takes_all_parameters_of_a_bucket(fakes, codec, most):
+    assert max(run(fakes, "kernels", check_launches, codec)) == most
+
+
 def test_default_options_by_way_of_the_host_say_why(fakes):
     *_, chosen = run(fakes, "held", check_ddp, FAKE, "int8")[0]
     assert chosen
     for line in chosen:
         assert "values: payloads (coded one run at a time" in line
-        assert line.endswith("; not peers: this pycomm has no kernels for fakegpu:0")
+        assert "; not peers: this pycomm has no kernels for fakegpu:0" in line
+        assert line.endswith("; kernels: cast on fakegpu is coded by another implementation")
 
 
 def test_another_backend_is_the_reason(fakes):
@@ -186,15 +249,56 @@ def check_bits(rank: int, ranks: int, device: str, rule: Feedback, dtype: torch.
     return seen
 
 
-@pytest.mark.parametrize(
-    ("ranks", "rule", "dtype"),
-    [
-        *((2, rule, torch.float32) for rule in RULES),
-        (2, RULES[0], torch.bfloat16),
-        (3, RULES[0], torch.float32),
-        (4, RULES[2], torch.float16),
-    ],
-)
+CASES = [
+    *((2, rule, torch.float32) for rule in RULES),
+    (2, RULES[0], torch.bfloat16),
+    (3, RULES[0], torch.float32),
+    (4, RULES[2], torch.float16),
+]
+
+
+def check_exchanged_bits(
+    rank: int, ranks: int, device: str, rule: Feedback, dtype: torch.dtype
+) -> Any:
+    """Return what `check_bits` does, of hooks that exchange payloads."""
+    there = torch.device(device)
+    seen = []
+    for op, rows in ROWS.items():
+        rows_in, rows_out = (n or ranks for n in rows)
+        specs = [spec for spec in SPECS if not spec.startswith("lossless")]
+        sizes = [LARGE + 1 if spec == "int8" else 333 + 7 * i for i, spec in enumerate(specs)]
+        decisions = [
+            Decision(Parameter(f"p{i}", (n,), torch.float32), pycomm.codec(spec), "test")
+            for i, (spec, n) in enumerate(zip(specs, sizes, strict=True))
+        ]
+        residuals = Residuals(rule, ranks) if op != "all_gather" else None
+        bucket = Bucket(decisions, range(len(specs)), residuals, there, rows=rows_in)
+        path = paths.BATCHED if device == "cpu" else paths.KERNELS
+        assert not path.refusal(bucket, op, dtype, senders=False)
+        for step in range(3):
+            given = torch.randn(rows_in, bucket.numel, generator=generator(rank, step))
+            x = given.to(dtype).to(device)
+            out = x.view(-1) if op == "all_reduce" else x.new_zeros(rows_out * bucket.numel)
+            call = getattr(two_shot, op)
+            tensors = (out,) if op == "all_reduce" else (out, x.view(-1))
+            assert call(*tensors, bucket, dist.group.WORLD, seed=5, step=step)
+            (batched,) = bucket.batched.values()
+            assert batched is not None
+            if residuals is not None:
+                residuals.commit(bucket.with_residual)
+            seen.append(out.cpu())
+        seen += [p.residual.current(role).cpu() for p in bucket.pieces for role, _ in kept(p)]
+    return seen
+
+
+@pytest.mark.parametrize(("ranks", "rule", "dtype"), CASES)
+def test_kernels_on_any_carrier_give_the_bits_of_the_cpu(fakes, ranks, rule, dtype):
+    want = run(fakes, "kernels", check_exchanged_bits, "cpu", rule, dtype, ranks=ranks)
+    got = run(fakes, "kernels", check_exchanged_bits, FAKE, rule, dtype, ranks=ranks)
+    assert equal(got, want)
+
+
+@pytest.mark.parametrize(("ranks", "rule", "dtype"), CASES)
 def test_kernels_among_peers_give_the_bits_of_the_cpu(fakes, ranks, rule, dtype):
     want = run(fakes, "peers", check_bits, "cpu", rule, dtype, ranks=ranks)
     got = run(fakes, "peers", check_bits, FAKE, rule, dtype, ranks=ranks)
@@ -218,12 +322,13 @@ def check_table(rank: int, ranks: int) -> None:
             chosen = paths.choose(bucket, group, "all_reduce", x)
             if kind == "momentum":
                 assert chosen.path is paths.PAYLOADS
-                assert chosen.why == "peers: it takes no feedback momentum"
+                assert chosen.why.startswith("peers: it takes no feedback momentum; kernels: ")
             else:
                 assert chosen == paths.ChosenPath(paths.PEERS)
     assert (
         paths.choose(bucket_of("topk:0.1", None, FAKE), group, "all_reduce", x, senders=True).why
-        == "peers: it averages over all ranks, not over those that have sent"
+        == "peers: it averages over all ranks, not over those that have sent; "
+        "kernels: it averages over all ranks, not over those that have sent"
     )
     whole = Parameter("whole", (1 << 22,), torch.float32)  # takes 24 MiB, which cannot be cut
     large = Decision(whole, pycomm.codec("topk:0.75,indices=int32"), "test")
@@ -249,7 +354,8 @@ def test_the_table_says_what_kernels_among_peers_take(fakes):
 def check_one_rank(rank: int, ranks: int) -> None:
     x = torch.ones(64, device=FAKE)
     chosen = paths.choose(bucket_of("int8", None, FAKE), dist.group.WORLD, "all_reduce", x)
-    assert chosen == paths.ChosenPath(paths.PAYLOADS, "peers: the group has one rank")
+    assert chosen.path is paths.PAYLOADS
+    assert chosen.why.startswith("peers: the group has one rank; kernels: ")
 
 
 def test_a_group_of_one_rank_has_no_peers(fakes):
