@@ -56,7 +56,8 @@ template <bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads) head_kernel(const Batch<LosslessParams> batch) {
   const LosslessParams args = tensor_of_block(batch);
   const Places to(args);
-  const cuda::Tile<kRows> tile(block_of(args), args.numel, args.in, args.residual, args.new_residual, to.low);
+  const cuda::Tile<kRows> tile(block_of(args), args.numel, args.in, args.residual,
+                               args.new_residual, to.low);
   if (tile.empty()) return;
 
   cuda::Vector<float> p[kRows], kept[kRows];
@@ -176,8 +177,8 @@ __global__ void __launch_bounds__(cuda::kThreads) pack_kernel(const Batch<Lossle
   // Unused memory is cleared by all threads together, paddings and the header by the first warp.
   auto* words = reinterpret_cast<uint32_t*>(to.payload);
   const size_t threads = size_t{args.blocks.count} * cuda::kThreads;
-  for (size_t i = used / 4 + size_t{block_of(args)} * cuda::kThreads + threadIdx.x; i < to.at.bytes / 4;
-       i += threads) {
+  for (size_t i = used / 4 + size_t{block_of(args)} * cuda::kThreads + threadIdx.x;
+       i < to.at.bytes / 4; i += threads) {
     words[i] = 0;
   }
   if (warp_of(args) != 0) return;

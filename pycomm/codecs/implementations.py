@@ -204,7 +204,7 @@ def implementation(name: str, kind: str, device: str) -> Implementation:
         return Triton(import_module(f"pycomm.triton_kernels.{name}"))
     if kind == "nvrtc":
         if device == "cpu":
-            raise Unavailable("nvrtc compiles for GPUs, not for the CPU")
+            raise Unavailable(f"nvrtc compiles for cuda, not for {device}")
         _check_cuda_source(name)
         return nvrtc()
     raise ValueError(f"unknown implementation {kind!r}: use native, nvrtc, triton or reference")

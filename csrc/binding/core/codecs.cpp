@@ -112,8 +112,8 @@ py::list launches(const py::function& call) {
   for (const codecs::Launch& launch : recording.launches) {
     const std::vector<uint8_t> batch = launch.argument();
     const auto* bytes = reinterpret_cast<const char*>(batch.data());
-    list.append(py::make_tuple(launch.codec, launch.kernel, launch.blocks,
-                               py::bytes(bytes, batch.size())));
+    list.append(
+        py::make_tuple(launch.codec, launch.kernel, launch.blocks, py::bytes(bytes, batch.size())));
   }
   return list;
 }

@@ -129,8 +129,8 @@ class CodedBucket {
     args_.average = average;
     stream_ = {};
     if (stream) {
-      stream_ = {Device::cuda, reinterpret_cast<void*>(*stream), {bytes(scratch.first),
-                                                                   scratch.second}};
+      stream_ = {
+          Device::cuda, reinterpret_cast<void*>(*stream), {bytes(scratch.first), scratch.second}};
     }
     found_inf_ = reinterpret_cast<float*>(found_inf);
   }

@@ -192,8 +192,8 @@ def lossless_bucket() -> Bucket:
 def test_sizes_in_payloads_that_cannot_be_true(word, second):
     bucket = lossless_bucket()
     runs = whole(bucket.pieces)
-    batched = Batched(bucket, [runs], Alone())
-    batched.begin(bucket.sides, seed=1, step=1)
+    batched = Batched(bucket, [runs], Alone(), torch.device("cpu"))
+    batched.begin(bucket.sides, torch.float32, seed=1, step=1)
     values = torch.randn(200)
     payload, (size,) = batched._contribute(values, 0, 1)
     memory = torch.zeros(size + max(batched.most), dtype=torch.uint8)
@@ -211,8 +211,8 @@ def test_sizes_in_payloads_that_cannot_be_true(word, second):
 
 def test_payloads_that_end_too_early():
     bucket = lossless_bucket()
-    batched = Batched(bucket, [whole(bucket.pieces)], Alone())
-    batched.begin(bucket.sides, seed=1, step=1)
+    batched = Batched(bucket, [whole(bucket.pieces)], Alone(), torch.device("cpu"))
+    batched.begin(bucket.sides, torch.float32, seed=1, step=1)
     values = torch.randn(200)
     payload, (size,) = batched._contribute(values, 0, 1)
     memory = torch.zeros(size + max(batched.most), dtype=torch.uint8)
@@ -241,7 +241,7 @@ def test_runs_that_cannot_be_cut_so():
     decided = Decision(Parameter("p", (1000,), torch.float32), pycomm.codec("int4:block=64"), "")
     bucket = Bucket([decided], [0], None, torch.device("cpu"))
     (piece,) = bucket.pieces
-    Batched(bucket, [[Run(piece, 64, 128), Run(piece, 960, 1000)]], Alone())
+    Batched(bucket, [[Run(piece, 64, 128), Run(piece, 960, 1000)]], Alone(), torch.device("cpu"))
     for begin, end in [(32, 64), (64, 100), (64, 1001), (1024, 1100), (1, 1000)]:
         with pytest.raises(Error, match="cannot be cut"):
-            Batched(bucket, [[Run(piece, begin, end)]], Alone())
+            Batched(bucket, [[Run(piece, begin, end)]], Alone(), torch.device("cpu"))

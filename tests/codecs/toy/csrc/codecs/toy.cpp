@@ -10,8 +10,8 @@ namespace pycomm::codecs::toy {
 namespace {
 
 void encode_cuda(const EncodeArgs& args) {
-  launch("toy", kernel_name("toy::encode_kernel", args.residual != nullptr),
-         encode_params(1, 0, args), args.in.size, kSmall * cuda::kRow, args.stream);
+  launch("toy", kernel_name("toy::encode_kernel", args.has_residual()), encode_params(1, 0, args),
+         args.in.size, kSmall * cuda::kRow, args.stream);
 }
 
 void decode_cuda(Span<const uint8_t> payload, Span<float> out, bool add, const Stream& stream) {
@@ -24,6 +24,7 @@ class Toy final : public Codec {
   std::string_view name() const override { return "toy"; }
   std::string spec() const override { return "toy"; }
   Combine combine() const override { return Combine::recode; }
+  bool fuses_residual() const override { return true; }
   int wire_version() const override { return 1; }
   size_t granule() const override { return 2; }
   size_t encoded_bytes(size_t numel) const override { return toy::encoded_bytes(numel); }

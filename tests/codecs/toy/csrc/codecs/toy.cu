@@ -6,15 +6,17 @@
 namespace pycomm::codecs::toy {
 
 template <bool kFeedback>
-__global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodeParams args) {
-  const cuda::Tile<kSmall> tile(args.numel, args.in, args.residual, args.new_residual);
+__global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const Batch<EncodeParams> batch) {
+  const EncodeParams args = tensor_of_block(batch);
+  const cuda::Tile<kSmall> tile = tile_of<kSmall>(args);
   if (tile.empty()) return;
   cuda::Vector<float> p[kSmall], kept[kSmall];
-  load_values<kFeedback>(tile, args, p);
-  if (kFeedback) tile.load(args.residual, kept);
+  tile.load(args.in, p);
   cuda::Vector<uint16_t> code[kSmall];
   for (int row = 0; row < kSmall; row++) {
+    if (kFeedback) kept[row] = load_residual(tile, args, row);
     for (int k = 0; k < cuda::kVector; k++) {
+      if (kFeedback) p[row].v[k] = p[row].v[k] + kept[row].v[k];
       const bool there = tile.index(row) + k < args.numel;
       code[row].v[k] = there ? encode(p[row].v[k]) : uint16_t{0};
       if (kFeedback) {
@@ -24,13 +26,14 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const EncodePara
   }
   // Codes are padded with zeros to a multiple of four bytes.
   tile.store(reinterpret_cast<uint16_t*>(args.codes), (args.numel + 1) / 2 * 2, code);
-  if (kFeedback) tile.store(args.new_residual, args.numel, p);
+  if (kFeedback) store_residual(tile, args, p);
 }
 
 template <bool kAdd>
-__global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const DecodeParams args) {
+__global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const Batch<DecodeParams> batch) {
+  const DecodeParams args = tensor_of_block(batch);
   const auto* codes = reinterpret_cast<const uint16_t*>(args.codes);
-  const cuda::Tile<kSmall> tile(args.numel, codes, args.out);
+  const cuda::Tile<kSmall> tile(block_of(args), args.numel, codes, args.out);
   if (tile.empty()) return;
   cuda::Vector<uint16_t> code[kSmall];
   cuda::Vector<float> value[kSmall];
