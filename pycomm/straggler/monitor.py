@@ -138,8 +138,8 @@ class StragglerMonitor:
             return
         all_stats: dict[GroupKey, list[RankStats]] = {}
         for root in roots:
-            for key, known in self._put_down_by_all(root, number):
-                all_stats.setdefault(key, []).append(known)
+            for key, one in self._put_down_by_all(root, number):
+                all_stats.setdefault(key, []).append(one)
         self.found = {}
         for key, known in all_stats.items():
             try:

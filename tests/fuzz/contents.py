@@ -1,4 +1,4 @@
-"""Fuzz target in Python: what a member that lies sends in hand_over. It is read, or refused with one
+"""Fuzz target in Python: what a member that lies sends in hand_over is read, or refused with one
 type of error, and reading it makes no object of a class that could act.
 
     python -m tests.fuzz.contents CORPUS... --seconds 600 --seed 1

@@ -279,10 +279,13 @@ def test_a_store_that_is_gone_ends_the_comparing():
 
 
 JUNK = ["junk", "[]", '{"number": 1}', '{"number": 1, "groups": [{"group": 1, "ranks": []}]}']
-STATS = '{"rank": %s, "host": 1, "operations": [[1, %s, 1, 1, 1]], "links": []}'
 WRONG_TYPES = [
-    '{"number": 1, "groups": [{"group": "g", "ranks": [0, 1], "rank_stats": %s}]}' % stats
-    for stats in (STATS % ("[]", 1), STATS % (0, '"x"'), "7")
+    json.dumps({"number": 1, "groups": [{"group": "g", "ranks": [0, 1], "rank_stats": stats}]})
+    for stats in (
+        {"rank": [], "host": "", "operations": [[1, 1, 1, 1, 1]], "links": []},
+        {"rank": 0, "host": "", "operations": [[1, "x", 1, 1, 1]], "links": []},
+        7,
+    )
 ]
 
 
