@@ -295,13 +295,12 @@ std::vector<std::string> all_gather_values(const Rendezvous& rendezvous, const s
     if (!missing.empty()) throw not_complete(rendezvous, topic, missing);
     values = in_order(known, ranks);
   }
-  for (size_t i = 0; i < ranks.size(); i++) {
+  for (size_t i = 0; i < ranks.size() && !rendezvous.key.empty(); i++) {
     // One of an earlier group would have a right proof, and its nonce would let others pass.
     if (ranks[i] != rendezvous.rank || (*values)[i] == ours) continue;
     throw Error(what_of(rendezvous, topic, rendezvous.rank) +
-                " is not what it has published: two processes have this rank, or somebody else "
-                "writes to the store; give each process a RANK of its own, and let nobody else "
-                "reach the store");
+                " is not what it has published: somebody else writes to the store; let nobody else "
+                "reach it");
   }
   if (whole) {
     take_announcements(rendezvous, *values);

@@ -160,15 +160,15 @@ class State:
     def _check(self, saved: object) -> None:
         """Check that a commit of this could be read."""
         written = io.BytesIO()
-        try:
-            torch.save(saved, written)
-            torch.load(io.BytesIO(written.getvalue()), weights_only=True)
-        except Exception as error:
+        torch.save(saved, written)
+        written.seek(0)
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(written)
+        if unknown:
             raise Error(
-                f"rank {rank()}: a commit could not be read again: {error}. Keep numbers, texts, "
-                "containers and tensors in the state, or name classes in "
+                f"rank {rank()}: a commit with {', '.join(unknown)} could not be read again: keep "
+                "numbers, texts, containers and tensors in the state, or name the classes in "
                 "torch.serialization.add_safe_globals"
-            ) from error
+            )
 
     def _begin(self, name: str) -> None:
         """Put the newest commit of the nodes back; collective.
