@@ -484,9 +484,6 @@ def test_a_new_member_that_fails_holds_nobody_up(rank, size, backend):
 # ------------------------------------------------------------------ sharded models (FSDP2)
 
 
-SMALL = 4096
-
-
 def sharded(rank: int, size: int) -> None:
     """Two replicas of two parts each: each rank gets its part from the one that has the same."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))

@@ -43,7 +43,7 @@ class OnThePath:
         self.replies = replies
         self._true = endpoint_of(handle)
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = "127.0.0.1:%d" % self._listener.getsockname()[1]
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -116,7 +116,7 @@ def test_who_refuses_until_the_deadline_is_named(rank, size, store):
     member = Member(rank, size, store)
     handles, _ = through_the_path(member, [[reply(CHALLENGE), reply(WRONG_SECRET)]] * 1000)
     if rank == 1:
-        with pytest.raises(pycomm.Error, match="is not the one of the handle .*refused our secret"):
+        with pytest.raises(pycomm.Error, match=r"not the one of the handle .*refused our secret"):
             elastic.reconfigure(1, handles, timeout=timedelta(seconds=1))
     member.meet("refused")
 
@@ -180,7 +180,6 @@ def join(rank: int, size: int, uuid: int = 2) -> bytes:
         join(2, 2),
         join(0, 0),
         join(-(2**31), -(2**31)),
-        join(0, 2)[:-1] + message(0),  # cut short
         message(4, struct.pack("<I", 3), b"key"),  # a question of one that has joined nothing
         join(0, 2) + message(4, struct.pack("<I", 2**32 - 1), b"key"),
         join(0, 2) + message(99),
@@ -194,8 +193,6 @@ def test_a_member_that_lies_is_thrown_out(rank, size, store, said):
     liar = Stranger(handle)
     assert liar.verdict() == WELCOME
     liar.socket.sendall(said)
-    if said == join(0, 2)[:-1] + message(0):
-        liar.socket.sendall(bytes(8))
     assert liar.is_thrown_out()
     asks = Stranger(handle)
     assert asks.verdict() == WELCOME
