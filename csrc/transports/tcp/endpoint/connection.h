@@ -26,9 +26,9 @@ class Unproven : public Error {
 class EndpointConnection {
  public:
   /// Connects and proves the secret: the handle's own, or else that of the key `given`, which all
-  /// ranks have. Whoever refuses it or hangs up has proven nothing, and may be somebody on the path:
-  /// it is asked again until the deadline. `interrupt` is called while it waits, and may throw.
-  /// Throws Refused, Unproven, Timeout, and Error if there is no way to the address.
+  /// ranks have. Whoever refuses it or hangs up has proven nothing, and may be somebody on the
+  /// path: it is asked again until the deadline. `interrupt` is called while it waits, and may
+  /// throw. Throws Refused, Unproven, Timeout, and Error if there is no way to the address.
   EndpointConnection(const Handle& to, const std::string& given, const Deadline& deadline,
                      std::function<void()> interrupt);
 
