@@ -38,6 +38,7 @@ from torch import nn
 from torch.utils.data import Sampler
 
 from pycomm.elastic.contents import keep_dtypes
+from pycomm.env import agent_folder
 from pycomm.errors import Error
 from pycomm.folders import distrust
 from pycomm.horovod.basics import local_rank, places, rank, size
@@ -176,7 +177,7 @@ class State:
         Args:
             name: of what is run.
         """
-        folder, number, problem = _folder(), 0, ""
+        folder, number, problem = agent_folder(), 0, ""
         if folder is not None:
             digest = hashlib.sha256(name.encode()).hexdigest()[:12]
             self._file = folder / f"pycomm-commit-{digest}.pt"
@@ -391,11 +392,3 @@ class ElasticSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return len(self.indices)
-
-
-def _folder() -> Path | None:
-    """Return the folder of this node's agent of torchrun, which outlives the processes."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    # FOLDER/attempt_N/RANK/error.json
-    folder = Path(file).parents[2] if file.count("/") > 3 else None
-    return folder if folder is not None and folder.is_dir() else None

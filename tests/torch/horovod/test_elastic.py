@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import pycomm.horovod as hvd
+from pycomm.env import agent_folder
 from pycomm.errors import Error
 from tests.torch.pool import on_ranks
 from tests.torch.torchrun import agent, end, free_port, launch
@@ -230,9 +231,9 @@ def test_samples_are_divided_and_none_is_taken_twice(rank, size):
 
 def test_without_torchrun_nothing_is_written(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    assert hvd.elastic._folder() is None
+    assert agent_folder() is None
     for file in ("/dev/null", str(tmp_path / "a" / "attempt_0" / "0" / "error.json")):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", file)
-        assert hvd.elastic._folder() is None
+        assert agent_folder() is None
     os.mkdir(tmp_path / "a")
-    assert hvd.elastic._folder() == tmp_path / "a"
+    assert agent_folder() == tmp_path / "a"
