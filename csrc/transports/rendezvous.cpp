@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <system_error>
 #include <thread>
 
 #include "core/sha256.h"
@@ -169,9 +170,8 @@ std::optional<std::vector<std::string>> in_order(std::map<int, std::string> valu
   return result;
 }
 
-/// Returns the value as it is in the store.
-std::string publish(const Rendezvous& rendezvous, const std::string& topic,
-                    const std::vector<int>& ranks, const std::string& value) {
+void publish(const Rendezvous& rendezvous, const std::string& topic, const std::vector<int>& ranks,
+             const std::string& value) {
   Store& store = *rendezvous.store;
   const bool appends = store.appends();
   const std::string text =
@@ -180,7 +180,6 @@ std::string publish(const Rendezvous& rendezvous, const std::string& topic,
     store.set(own_key(rendezvous, topic, rendezvous.rank), text);
   if (appends)
     store.append(joint_key(rendezvous, topic, ranks), joint_entry(rendezvous.rank, text));
-  return text;
 }
 
 /// Returns all values, sealed, if they are there now.
@@ -246,20 +245,24 @@ void note_session(const Rendezvous& rendezvous) {
 /// Strips from each value what was announced with it, and keeps the announcements of the topics
 /// that all ranks have announced.
 void take_announcements(const Rendezvous& rendezvous, std::vector<std::string>& values) {
-  std::map<std::string, std::vector<std::string>> received;
-  for (std::string& value : values) {
+  std::map<std::string, std::map<size_t, std::string>> received;  // by topic and rank
+  for (size_t rank = 0; rank < values.size(); rank++) {
+    std::string& value = values[rank];
     const size_t end = std::min(value.find(kNext), value.size());
     for (size_t begin = end; begin < value.size();) {
       const size_t next = std::min(value.find(kNext, begin + 1), value.size());
       const std::string item = value.substr(begin + 1, next - begin - 1);
       const size_t is = std::min(item.find(kIs), item.size());
-      received[item.substr(0, is)].push_back(unescaped(item.substr(std::min(is + 1, item.size()))));
+      received[item.substr(0, is)][rank] = unescaped(item.substr(std::min(is + 1, item.size())));
       begin = next;
     }
     value = unescaped(value.substr(0, end));
   }
   for (auto& [topic, texts] : received) {
-    if (texts.size() == values.size()) rendezvous.exchange->received[topic] = std::move(texts);
+    if (texts.size() != values.size()) continue;
+    std::vector<std::string>& all = rendezvous.exchange->received[topic];
+    all.clear();
+    for (auto& [rank, text] : texts) all.push_back(std::move(text));
   }
 }
 
@@ -276,17 +279,11 @@ std::vector<std::string> all_gather_values(const Rendezvous& rendezvous, const s
   }
   const bool whole = static_cast<int>(ranks.size()) == rendezvous.size;
   if (whole) begin_session(rendezvous, topic);
-  const std::string ours =
-      publish(rendezvous, topic, ranks, whole ? with_announcements(rendezvous, value) : value);
+  const std::string ours = whole ? with_announcements(rendezvous, value) : value;
+  publish(rendezvous, topic, ranks, ours);
   auto values = poll_until(rendezvous, [&] { return collect_all(rendezvous, topic, ranks); });
   if (values) {
     for (size_t i = 0; i < ranks.size(); i++) {
-      // One of an earlier group would have a right proof, and its nonce would let others pass.
-      if (ranks[i] == rendezvous.rank && !rendezvous.key.empty() && (*values)[i] != ours) {
-        throw Error(what_of(rendezvous, topic, rendezvous.rank) +
-                    " is not what it has published: somebody else writes to the store; let nobody "
-                    "else reach it");
-      }
       (*values)[i] = opened(rendezvous, topic, ranks[i], (*values)[i]);
     }
   } else {
@@ -297,6 +294,13 @@ std::vector<std::string> all_gather_values(const Rendezvous& rendezvous, const s
     }
     if (!missing.empty()) throw not_complete(rendezvous, topic, missing);
     values = in_order(known, ranks);
+  }
+  for (size_t i = 0; i < ranks.size() && !rendezvous.key.empty(); i++) {
+    // One of an earlier group would have a right proof, and its nonce would let others pass.
+    if (ranks[i] != rendezvous.rank || (*values)[i] == ours) continue;
+    throw Error(what_of(rendezvous, topic, rendezvous.rank) +
+                " is not what it has published: somebody else writes to the store; let nobody else "
+                "reach it");
   }
   if (whole) {
     take_announcements(rendezvous, *values);
@@ -348,19 +352,32 @@ void throw_if_absent(const Rendezvous& rendezvous, const std::vector<std::string
   }
 }
 
-void forget(const Rendezvous& rendezvous, const std::vector<std::string>& topics) try {
-  Store& store = *rendezvous.store;
-  if (store.count(rendezvous.group + "/connected") != rendezvous.size) return;
+void forget(const Rendezvous& rendezvous, const std::vector<std::string>& topics) {
   const std::vector<int> ranks = all_ranks(rendezvous);
   const bool large = ranks.size() > kReadByAll;
+  const bool appends = rendezvous.store->appends();
+  std::vector<std::string> keys;
   for (const std::string& topic : topics) {
     const std::string joint = joint_key(rendezvous, topic, ranks);
-    if (store.appends()) store.erase(joint);
-    if (large) store.erase(joint + kComplete);
-    if (store.appends() && !large) continue;
-    for (const int rank : ranks) store.erase(own_key(rendezvous, topic, rank));
+    if (appends) keys.push_back(joint);
+    if (large) keys.push_back(joint + kComplete);
+    if (appends && !large) continue;
+    for (const int rank : ranks) keys.push_back(own_key(rendezvous, topic, rank));
   }
-} catch (const Error&) {  // the group stands; a store that is gone holds nothing, either
+  const auto erase = [store = rendezvous.store, counter = rendezvous.group + "/connected",
+                      size = rendezvous.size, keys = std::move(keys)] {
+    try {
+      if (store->count(counter) != size) return;
+      for (const std::string& key : keys) store->erase(key);
+    } catch (const std::exception&) {  // a store that is gone holds nothing, either
+    }
+  };
+  if (rendezvous.store->round_trip().count() == 0) return erase();
+  try {
+    std::thread(erase).detach();  // it ends with the answer
+  } catch (const std::system_error&) {
+    erase();
+  }
 }
 
 void set_word(const Rendezvous& rendezvous, const std::string& name, const std::string& word) {

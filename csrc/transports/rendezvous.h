@@ -44,8 +44,9 @@ std::string plain_value(const std::string& value);
 /// themselves be waiting for those.
 void throw_if_absent(const Rendezvous& rendezvous, const std::vector<std::string>& topics);
 
-/// Takes the values of these topics out of the store once all ranks have called this. One request,
-/// if the store can count.
+/// Takes the values of these topics out of the store once all ranks have called this, if the store
+/// can count: the last rank does it. Where the store is remote, its answer is waited for by a
+/// thread of its own, so the caller is not delayed.
 void forget(const Rendezvous& rendezvous, const std::vector<std::string>& topics);
 
 /// Words are values that a single rank publishes at its own time, under "<group>/<name>".

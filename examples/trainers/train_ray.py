@@ -4,6 +4,7 @@ python examples/trainers/train_ray.py
 """
 
 import argparse
+import os
 import secrets
 import tempfile
 from pathlib import Path
@@ -43,10 +44,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default="pycomm")
     backend = parser.parse_args().backend
-    # Each job has a secret of its own, by which its ranks know each other.
-    environment = {"env_vars": {"PYCOMM_SECRET": secrets.token_urlsafe(32)}}
-    ray.init(num_cpus=2, include_dashboard=False, runtime_env=environment)
     with tempfile.TemporaryDirectory() as folder:
+        # Each job has a secret of its own, by which its ranks know each other. Workers read it from
+        # a file: Ray's dashboard, its state API and its logs show a job's environment to anybody.
+        file = Path(folder, "secret")
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as secret:
+            secret.write(secrets.token_urlsafe(32))
+        environment = {"env_vars": {"PYCOMM_SECRET_FILE": str(file)}}
+        ray.init(num_cpus=2, include_dashboard=False, runtime_env=environment)
         trainer = TorchTrainer(
             train,
             train_loop_config={"report": f"{folder}/report"},
@@ -56,7 +61,7 @@ def main() -> None:
         )
         trainer.fit()
         print(Path(folder, "report").read_text())  # of rank 0, which ran on this machine
-    ray.shutdown()
+        ray.shutdown()
 
 
 if __name__ == "__main__":

@@ -104,11 +104,23 @@ def main() -> None:
     parser.add_argument("--storage", type=Path, default=Path("runs").resolve())
     options = parser.parse_args()
     options.storage.mkdir(parents=True, exist_ok=True)
-    # Each job has a secret of its own, by which its ranks know each other. Who can read it in Ray
-    # can run code in the job anyway.
-    environment = {"env_vars": {"PYCOMM_SECRET": secrets.token_urlsafe(32)}}
+    # Each job has a secret of its own, by which its ranks know each other. Workers read it from a
+    # file beside the checkpoints, which only this user can read: Ray's dashboard, its state API and
+    # its logs show a job's environment to anybody who reaches them.
+    descriptor, file = tempfile.mkstemp(prefix="secret-", dir=options.storage)
+    with open(descriptor, "w") as secret:
+        secret.write(secrets.token_urlsafe(32))
+    environment = {"env_vars": {"PYCOMM_SECRET_FILE": file}}
     here = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": options.workers[1]}
-    ray.init(**here, runtime_env=environment)
+    try:
+        ray.init(**here, runtime_env=environment)
+        fit(options)
+    finally:
+        os.unlink(file)
+
+
+def fit(options: argparse.Namespace) -> None:
+    """Train on the cluster, until the last step or the last of the allowed failures."""
     trainer = TorchTrainer(
         train,
         train_loop_config={

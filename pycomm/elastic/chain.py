@@ -114,22 +114,24 @@ class Receiver:
             self._expected -= 1
             self._post_header()
 
-    def receive(self, rooms: Iterable[int | None]) -> Iterator[Message]:
+    def receive(self, rooms: Iterable[tuple[int, int] | None]) -> Iterator[Message]:
         """Yield the messages: one for each room, its bytes at the begin of a buffer of that size.
 
         Args:
-            rooms: sizes of the buffers, in bytes; None: of any size.
+            rooms: sizes of the buffers, and of the messages that are not coded, in bytes; None: of
+                any size.
 
         Raises:
             Error: a message does not fit, or the sender has lost its own sender.
         """
         for room in rooms:
             size, kind = self._header()
-            if kind not in (_CODED, _PLAIN) or size < 0 or (room is not None and size > room):
+            fits = room is None or (size == room[1] if kind == _PLAIN else size <= room[0])
+            if kind not in (_CODED, _PLAIN) or size < 0 or not fits:
                 raise Error(f"rank {self._peer} announces {size} bytes (kind {kind}) for {room}")
             if self._to is not None:
                 self._to.announce(size, kind == _CODED)
-            self._post(size, size if room is None else room, kind == _CODED)
+            self._post(size, size if room is None else room[0], kind == _CODED)
             if len(self._coming) == _AHEAD:
                 yield self._next()
         while self._coming:
@@ -161,7 +163,8 @@ class Receiver:
                     self._post(size, size, False)
 
     def _post(self, size: int, room: int, coded: bool) -> None:
-        buffer = torch.empty(room, dtype=torch.uint8, device=self._device)
+        # Zeros, since a coded message may claim to have more bytes than it has.
+        buffer = torch.zeros(room, dtype=torch.uint8, device=self._device)
         work = self._group.recv([buffer[:size]], self._peer, self._tag + 1)
         self._coming.append((work, buffer, size, coded))
 

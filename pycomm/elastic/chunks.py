@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pycomm.codecs import Lossless
+from pycomm.errors import Error
 
 # Values travel as the integers that their bits are: no arithmetic of floats can change them.
 _INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
@@ -95,9 +96,14 @@ class Chunks:
             chunk: the chunk.
             received: uint8 [chunk.room], which begins with what `encode` returned.
             coded: the same.
+
+        Raises:
+            Error: no sender codes such a chunk.
         """
         if coded:
-            codec = _CODECS[chunk.dtype]
+            codec = _CODECS.get(chunk.dtype)
+            if codec is None or not self._coded:
+                raise Error(f"another member has coded {chunk.dtype}, which none does")
             payload = received[: codec.encoded_bytes(chunk.numel)]
             values = codec.decode(payload, chunk.numel).view(torch.int32)
             if chunk.dtype == torch.int16:

@@ -16,10 +16,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from pycomm.elastic import parts
+from pycomm.errors import Error
 from pycomm.policy.names import bare
 
 Form = tuple[str, tuple[int, ...], str]
 """Dtype, shape and type of device of a tensor."""
+
+
+class StateError(Error, pickle.UnpicklingError):
+    """What another member has sent is no state, or has objects that are not read from members."""
 
 
 class Contents:
@@ -104,6 +109,13 @@ class Contents:
             for tensor, (_, _, kind) in zip(rest, forms, strict=True)
         ]
         found = read(pickled, rest, parts.meshes(self._sharded))
+        match found:
+            case {"optimizer": dict() | None, "extra": dict() as extra} if (
+                extra.keys() >= self._extra.keys()
+            ):
+                pass
+            case _:
+                raise StateError("what another member has sent is no state of a model")
         # The optimizer comes first, since its hooks may raise; then nothing has been changed.
         if self._optimizer is not None:
             self._optimizer.load_state_dict(found["optimizer"])
@@ -163,18 +175,18 @@ def read(
         meshes: of this rank's sharded tensors.
 
     Raises:
-        UnpicklingError: it has objects of other classes, or tensors on another mesh, or it is no
+        StateError: it has objects of other classes, or tensors on another mesh, or it is no
             pickle that a member writes.
     """
     try:
         for operation, _, _ in pickletools.genops(pickled):
             if operation.name in _UNUSED:
-                raise pickle.UnpicklingError(f"no member writes {operation.name}")
+                raise StateError(f"no member writes {operation.name}")
         return _Unpickler(io.BytesIO(pickled), tensors, meshes or {}).load()
-    except pickle.UnpicklingError:
+    except StateError:
         raise
     except Exception as error:
-        raise pickle.UnpicklingError(
+        raise StateError(
             f"what another member has sent is no state: {type(error).__name__}: {error}"
         ) from error
 
@@ -187,12 +199,12 @@ def read_forms(pickled: bytes) -> tuple[bytes, list[Form]]:
     """Read a preface: the pickle of a state, and the forms of the tensors that it refers to.
 
     Raises:
-        UnpicklingError: it has something else.
+        StateError: it has something else.
     """
     match read(pickled, []):
         case bytes() as state, list() as forms if all(map(_is_form, forms)):
             return state, forms
-    raise pickle.UnpicklingError("what another member has sent says nothing of its tensors")
+    raise StateError("what another member has sent says nothing of its tensors")
 
 
 def _is_form(given: object) -> bool:
@@ -255,7 +267,7 @@ class _Unpickler(pickle.Unpickler):
         try:
             return parts.assemble(self._tensors[number], form, self._meshes)
         except KeyError:
-            raise pickle.UnpicklingError(
+            raise StateError(
                 f"a tensor is sharded over a mesh with the dimensions {form[0]}, and no tensor of "
                 "this rank's own state is"
             ) from None
@@ -267,7 +279,7 @@ class _Unpickler(pickle.Unpickler):
             made, path = known if isinstance(known, tuple) else (known, "")
             if f"{module}.{name}" == (path or f"{made.__module__}.{made.__qualname__}"):
                 return made
-        raise pickle.UnpicklingError(
+        raise StateError(
             f"unpickling {module}.{name} is not allowed: keep numbers, texts, containers or "
             "tensors in its place, or give it to torch.serialization.add_safe_globals on all ranks"
         )

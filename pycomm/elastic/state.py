@@ -79,7 +79,7 @@ def _receive(
     chunks = Chunks([*staged, *rest], *how)
     receiver.expect(len(chunks.all))
     decoding: Future[None] | None = None
-    messages = receiver.receive([chunk.room for chunk in chunks.all])
+    messages = receiver.receive([(chunk.room, chunk.nbytes) for chunk in chunks.all])
     for chunk, (received, coded) in zip(chunks.all, messages, strict=True):
         if decoding is not None:
             decoding.result()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch.nn import SyncBatchNorm
 
 from pycomm.errors import Error as HorovodInternalError
+from pycomm.horovod import elastic
 from pycomm.horovod.basics import (
     ccl_built,
     cross_rank,
@@ -127,6 +128,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -161,7 +163,6 @@ __all__ = [
 
 # What Horovod has besides, and what to write instead.
 _ELSEWHERE = {
-    "elastic": "torchrun --nnodes MIN:MAX, and a checkpoint; docs/clusters.md",
     "join": "torch.distributed.algorithms.Join([model]), with DistributedDataParallel",
     "start_timeline": "PYCOMM_TRACE=folder, or pycomm.trace.dump(folder)",
     "stop_timeline": "PYCOMM_TRACE=folder, or pycomm.trace.dump(folder)",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import sys
 import threading
 import time
@@ -31,6 +32,8 @@ _GRACE = 2.0
 _GRACE_SHARE = 0.25
 # A finding that persists is printed again after 1, 2, 4 ... comparisons, and at least this often.
 _SELDOM = 60
+# What reading values raises that no rank has written.
+_NO_STATISTICS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class StragglerMonitor:
         self._console = Console(say)
         self._groups: list[MonitoredGroup] = []
         self._before: dict[GroupKey, dict[int, LinkStats]] = {}
+        self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._ends = threading.Event()
@@ -134,11 +138,17 @@ class StragglerMonitor:
             return
         all_stats: dict[GroupKey, list[RankStats]] = {}
         for root in roots:
-            for entry in self._put_down_by_all(root, number):
-                known = RankStats.from_json(entry["rank_stats"])
-                all_stats.setdefault((entry["group"], tuple(entry["ranks"])), []).append(known)
-        compared = {key: compare(known) for key, known in all_stats.items()}
-        self.found = {key: health for key, health in compared.items() if health is not None}
+            for key, one in self._put_down_by_all(root, number):
+                all_stats.setdefault(key, []).append(one)
+        self.found = {}
+        for key, known in all_stats.items():
+            try:
+                health = compare(known)
+            except _NO_STATISTICS:
+                self._warn_of(key[0], "what the store has of its ranks is no statistics")
+                continue
+            if health is not None:
+                self.found[key] = health
         worst = sorted(self.found.values(), key=lambda health: -health.seconds)
         self._console.report([h.finding for h in worst if h.finding is not None])
 
@@ -181,21 +191,46 @@ class StragglerMonitor:
                 roots.append(group)
         return roots
 
-    def _put_down_by_all(self, root: MonitoredGroup, number: int) -> Iterator[dict[str, Any]]:
+    def _put_down_by_all(
+        self, root: MonitoredGroup, number: int
+    ) -> Iterator[tuple[GroupKey, RankStats]]:
         with self._while_it_lives(root):
             for rank in range(len(root.ranks)):
                 text = root.look(_key(rank))
-                told: dict[str, Any] = json.loads(text) if text else {}
-                if told.get("number") == number:
-                    yield from told["groups"]
+                try:
+                    yield from _read(text or "{}", number)
+                except _NO_STATISTICS:
+                    self._warn_of(root.name, f"what the store has of rank {rank} is no statistics")
 
     @contextmanager
     def _while_it_lives(self, group: MonitoredGroup) -> Iterator[None]:
         try:
             yield
-        except RuntimeError:  # the store's server is gone, so the job is ending
+        except RuntimeError as error:
+            if "of the secret" in str(error):
+                self._warn_of(group.name, str(error))
+            # Otherwise the store's server is gone, so the job is ending.
             with self._lock:
                 self._groups = [g for g in self._groups if g is not group]
+
+    def _warn_of(self, group: str, problem: str) -> None:
+        """Warn, once for a group."""
+        if group not in self._warned:
+            self._warned.add(group)
+            logging.getLogger(__name__).warning(
+                "slow ranks of the group %r cannot be told: %s", group, problem
+            )
+
+
+def _read(text: str, number: int) -> list[tuple[GroupKey, RankStats]]:
+    """Return what a rank has published for comparison ``number``, by group."""
+    told: dict[str, Any] = json.loads(text)
+    if told.get("number") != number:
+        return []
+    return [
+        ((entry["group"], tuple(entry["ranks"])), RankStats.from_json(entry["rank_stats"]))
+        for entry in told["groups"]
+    ]
 
 
 def _key(rank: int) -> str:

@@ -3,11 +3,13 @@
     python -m tests.fuzz --minutes 10 --seed 1
     python -m tests.fuzz --add                 new inputs for corpus.tar.xz
 
-With clang the targets are libFuzzer's, with gcc standalone.cpp mutates the corpus. A finding ends
-its target: the input is kept, and running the target on that file alone shows it again.
+With clang the targets are libFuzzer's, with gcc standalone.cpp mutates the corpus; contents.py
+mutates its own. A finding ends its target: the input is kept, and running the target on that file
+alone shows it again.
 
 With gcc, --add adds the valid inputs that the targets make (`seeds`), as for a new codec; with
 clang those of libFuzzer's earlier runs that reach code which no input of the archive reaches.
+--add FILE... adds these inputs of findings to the one target that --target names.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.fuzz.corpus import read_corpus, unpack_corpus, write_corpus
@@ -26,10 +29,11 @@ CLANG = shutil.which("clang++") is not None
 BUILD = ROOT / "build" / ("fuzz-clang" if CLANG else "fuzz-gcc")
 CORPUS = BUILD / "corpus"  # the archive, unpacked
 FOUND = BUILD / "found"  # what libFuzzer adds
-TARGETS = ("decoders", "frames", "handshake", "messages")
+TARGETS = ("contents", "decoders", "frames", "handshake", "messages", "rendezvous")
+IN_PYTHON = ("contents",)
 
 
-def build() -> None:
+def build(targets: Sequence[str]) -> None:
     """Compile the targets."""
     options = ["-DPYCOMM_FUZZ=ON", "-DPYCOMM_SANITIZE=address,undefined"]
     options += ["-DPYCOMM_TORCH=OFF", "-DPYCOMM_CUDA=OFF", f"-DPython_EXECUTABLE={sys.executable}"]
@@ -37,26 +41,35 @@ def build() -> None:
         options.append("-DCMAKE_CXX_COMPILER=clang++")
     configure = ["cmake", "-S", str(ROOT), "-B", str(BUILD), "-G", "Ninja", *options]
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
-    subprocess.run(["cmake", "--build", str(BUILD), "--target", "fuzz"], check=True)
+    programs = [f"fuzz_{target}" for target in targets if target not in IN_PYTHON]
+    subprocess.run(["cmake", "--build", str(BUILD), "--target", *programs], check=True)
 
 
 def command(target: str, seconds: float, seed: int) -> list[str]:
     corpus = str(CORPUS / target)
-    program = str(BUILD / f"fuzz_{target}")
-    if not CLANG:
-        return [program, corpus, "--seconds", str(seconds), "--seed", str(seed)]
+    if not CLANG or target in IN_PYTHON:
+        return [*program(target), corpus, "--seconds", str(seconds), "--seed", str(seed)]
     found = FOUND / target
     found.mkdir(parents=True, exist_ok=True)
     limits = [f"-max_total_time={int(seconds)}", f"-seed={seed}", "-print_final_stats=1"]
-    return [program, str(found), corpus, *limits]
+    return [*program(target), str(found), corpus, *limits]
 
 
-def add() -> None:
+def program(target: str) -> list[str]:
+    if target in IN_PYTHON:
+        return [sys.executable, "-m", f"tests.fuzz.{target}"]
+    return [str(BUILD / f"fuzz_{target}")]
+
+
+def add(targets: Sequence[str], found: Sequence[str]) -> None:
     """Write the archive with new inputs."""
     inputs = read_corpus()
-    for target in TARGETS:
-        program, folder = str(BUILD / f"fuzz_{target}"), CORPUS / target
-        if CLANG:
+    for target in targets:
+        folder = CORPUS / target
+        if found:
+            inputs.setdefault(target, set()).update(Path(file).read_bytes() for file in found)
+            continue
+        if CLANG and target not in IN_PYTHON:
             folder.mkdir(exist_ok=True)
             (FOUND / target).mkdir(parents=True, exist_ok=True)
             arguments = ["-merge=1", str(folder), str(FOUND / target)]
@@ -64,7 +77,7 @@ def add() -> None:
             folder = BUILD / "seeds" / target
             shutil.rmtree(folder, ignore_errors=True)
             arguments = ["--write", str(folder)]
-        subprocess.run([program, *arguments], check=True)
+        subprocess.run([*program(target), *arguments], check=True, cwd=ROOT)
         known = inputs.setdefault(target, set())
         new = {path.read_bytes() for path in folder.iterdir()} - known
         known |= new
@@ -78,18 +91,28 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=10, help="for all targets together (10)")
     parser.add_argument("--seed", type=int, default=1, help="of the mutations (1)")
-    parser.add_argument("--add", action="store_true", help="add inputs to the archive, and end")
+    parser.add_argument("--target", choices=TARGETS, help="this one alone")
+    parser.add_argument(
+        "--add", nargs="*", metavar="FILE", help="add inputs to the archive, and end"
+    )
     options = parser.parse_args()
-    build()
+    targets = [options.target] if options.target else list(TARGETS)
+    if options.add and not options.target:
+        parser.error("--add FILE needs --target")
+    if set(targets) - set(IN_PYTHON):
+        build(targets)
     shutil.rmtree(CORPUS, ignore_errors=True)
     unpack_corpus(CORPUS)
-    if options.add:
-        add()
+    if options.add is not None:
+        add(targets, options.add)
         return 0
-    environment = dict(os.environ) | {"UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}
+    environment = dict(os.environ) | {
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+        "PYTHONPATH": str(ROOT),
+    }
     failed = 0
-    for target in TARGETS:
-        seconds = options.minutes * 60 / len(TARGETS)
+    for target in targets:
+        seconds = options.minutes * 60 / len(targets)
         print(f"{target}:", flush=True)
         run = subprocess.run(command(target, seconds, options.seed), cwd=BUILD, env=environment)
         failed += run.returncode != 0

@@ -10,6 +10,7 @@ import pytest
 
 from pycomm import monitor
 from pycomm.env import Env, env
+from pycomm.errors import Error
 from pycomm.straggler import monitor as straggler_monitor
 from pycomm.straggler.compare import SlowRank, compare
 from pycomm.straggler.monitor import Console, MonitoredGroup, StragglerMonitor
@@ -275,6 +276,49 @@ def test_a_store_that_is_gone_ends_the_comparing():
         ours.close()
 
     run(2, job)
+
+
+JUNK = ["junk", "[]", '{"number": 1}', '{"number": 1, "groups": [{"group": 1, "ranks": []}]}']
+WRONG_TYPES = [
+    json.dumps({"number": 1, "groups": [{"group": "g", "ranks": [0, 1], "rank_stats": stats}]})
+    for stats in (
+        {"rank": [], "host": "", "operations": [[1, 1, 1, 1, 1]], "links": []},
+        {"rank": 0, "host": "", "operations": [[1, "x", 1, 1, 1]], "links": []},
+        7,
+    )
+]
+
+
+@pytest.mark.parametrize("text", JUNK + WRONG_TYPES)
+def test_a_value_of_a_stranger_is_warned_of_once(text, caplog):
+    """Otherwise it would end the thread, and say nothing."""
+
+    def look(key):
+        return text if key.endswith("1") else None
+
+    ours = StragglerMonitor(86400, lambda line: None)
+    group = MonitoredGroup("default", 0, (0, 1), lambda key, value: None, look)
+    ours._groups.append(group)
+    for _ in range(3):
+        ours.read(1)
+    warned = [r.getMessage() for r in caplog.records if "cannot be told" in r.getMessage()]
+    assert len(warned) == 1
+    assert ours.found == {}
+
+
+def test_a_value_without_proof_is_warned_of_once(caplog):
+    sentence = "what the store has as pycomm/straggler/1 has a wrong proof of the secret"
+
+    def look(key):
+        raise Error(sentence)
+
+    ours = StragglerMonitor(86400, lambda line: None)
+    for _ in range(3):
+        ours._groups.append(MonitoredGroup("default", 0, (0, 1), lambda *_: None, look))
+        ours.read(1)
+    (warned,) = [r.getMessage() for r in caplog.records]
+    assert sentence in warned
+    assert "'default'" in warned
 
 
 def test_the_thread_ends_with_the_last_group():

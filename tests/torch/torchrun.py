@@ -1,8 +1,13 @@
-"""A launcher that runs scripts under torchrun, as users do."""
+"""Launchers that run scripts under torchrun, as users do."""
 
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 from tests.extent import FULL
@@ -31,3 +36,46 @@ def launch(
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
+
+
+def agent(folder: Path, port: int, ranks: int) -> subprocess.Popen[bytes]:
+    """Start one of up to four agents of torchrun, each with ranks of its own, on train.py.
+
+    They meet at a port, whenever they come. Their output goes to the file `output`.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:4"]
+    command += ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-id", "joins"]
+    command += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "last_call_timeout=1"]
+    command += ["--max-restarts", "5", "--monitor-interval", "0.2", "train.py"]
+    with (folder / "output").open("ab") as output:
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                # Else agents of one machine wait for each other after a change of members.
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            },
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End an agent, which ends its ranks."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.torch.torchrun import agent, end, free_port
+
 LIMIT = 240  # seconds; a process takes a minute to start on a busy machine
 
 SCRIPT = """
@@ -68,45 +63,6 @@ text = hashlib.sha256(model.module.weight.detach().numpy().tobytes()).hexdigest(
 print(f"rank {rank} of {ranks} ends at step {state.step}: {text}", flush=True)
 dist.destroy_process_group()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return int(found.getsockname()[1])
-
-
-def agent(folder: Path, port: int, ranks: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:4"]
-    command += ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-id", "joins"]
-    command += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "last_call_timeout=1"]
-    command += ["--max-restarts", "5", "--monitor-interval", "0.2", "train.py"]
-    with (folder / "output").open("ab") as output:
-        return subprocess.Popen(
-            command,
-            cwd=folder,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "OMP_NUM_THREADS": "1",
-                # Else agents of one machine wait for each other after a change of members.
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            },
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End an agent, which ends its ranks."""
-    if process.poll() is None:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(10)
 
 
 @pytest.mark.timeout(900)

@@ -4,7 +4,11 @@ attack is an error that names the rank and the topic."""
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import struct
+import subprocess
+import sys
 import threading
 import time
 
@@ -12,7 +16,7 @@ import pytest
 
 from pycomm import _C
 from pycomm.communicator import Communicator
-from pycomm.errors import Error
+from pycomm.errors import Error, PeerLost
 from tests.ranks import on_threads
 from tests.transports.wire_peer import sealed
 
@@ -305,6 +309,73 @@ def test_a_rank_that_is_told_other_nonces_joins_nobody():
         assert "wrong proof" in str(outcome)
 
 
+NOTICE_HEAD = struct.Struct("<BBHiiI")  # kind, 0, ranks, from, rank, bytes of text
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        b"",
+        b"no notice",
+        NOTICE_HEAD.pack(3, 0, 1, 1, 2**31 - 1, 4) + struct.pack("<i", -(2**31)) + b"gone",
+        NOTICE_HEAD.pack(3, 0, 128, -1, -1, 2**32 - 1),
+        NOTICE_HEAD.pack(255, 0, 0, 0, 0, 0),
+        NOTICE_HEAD.pack(0, 0, 0, 1, 0, 3) + b"\xff\x00\xfe",
+    ],
+)
+def test_a_lying_reason_ends_a_set_up_with_an_error(reason):
+    """A rank that knows the secret gives up, and says why in bytes that no rank writes."""
+    store = OpenStore(True)
+    store.values["default/given up"] = sealed("given up", reason, KEY, "default")
+
+    def alone(rank: int):
+        try:
+            options = dict(transport="tcp", timeout=3.0, secret=SECRET, tls="off")
+            with Communicator(_C.Store.of(store), 0, 2, **options):
+                return True
+        except Error as error:
+            return error
+
+    (outcome,) = on_threads([0], alone, 30)
+    assert isinstance(outcome, Error)
+    assert "has left the rendezvous" in str(outcome) or isinstance(outcome, PeerLost)
+    assert "Traceback" not in str(outcome)
+
+
+def test_announcements_of_one_rank_are_not_those_of_another():
+    """A rank that announces a topic twice does not speak for one that does not."""
+
+    def tamper(key: str, value: bytes) -> bytes:
+        if "/here/all from" not in key:
+            return value
+        head, mark, rest = value.partition(b":")[2].partition(b"\x1elink\x1f")
+        assert mark
+        link, _, more = rest.partition(b"\x1e")
+        twice = mark + b"junk" + mark + link if rank_of(key, value) == 1 else b""
+        return entry(rank_of(key, value), head + twice + b"\x1e" + more)
+
+    for outcome in group(OpenStore(True, tamper), secret=""):  # rank 0 says nothing now
+        assert "rank 0 says" in str(outcome)
+        assert "junk" not in str(outcome)
+
+
+@pytest.mark.parametrize("transport", ["shm", "auto"])
+def test_memory_that_a_stranger_says_is_kept_is_refused(transport):
+    """No rank has memory of a former group, and he says that both have."""
+
+    def tamper(key: str, value: bytes) -> bytes:
+        if "/here/all from" not in key:
+            return value
+        rank = rank_of(key, value)
+        kept = b"shm/heaps\x1f1 %d" % rank
+        text = value.partition(b":")[2]
+        assert b"shm/heaps\x1fnone" in text
+        return entry(rank, text.replace(b"shm/heaps\x1fnone", kept))
+
+    for outcome in group(OpenStore(True, tamper), secret="", transport=transport):
+        assert "keeps no memory of a former group" in str(outcome)
+
+
 @pytest.mark.parametrize("name", ["given up", "met/1", "asked/0"])
 def test_words_of_single_ranks_carry_a_proof_too(name):
     store = OpenStore(True)
@@ -353,6 +424,84 @@ def test_no_secret_is_left_in_the_store(appends):
     left = b" ".join(store.values.values())
     assert not [secret for secret in said if secret in left]
     assert "default/met/0" in store.values  # the store itself is still there
+
+
+def test_addresses_leave_the_store_on_nobody_s_time():
+    """The store's answer, which may be far away, is not waited for."""
+    answers = threading.Event()
+
+    class FarStore(CountingStore):
+        round_trip = 1e-6
+
+        def add(self, key: str, amount: int) -> int:
+            answers.wait(SECONDS)
+            return super().add(key, amount)
+
+    store = FarStore(appends=True)
+    assert group(store, secret="") == [True, True]
+    assert store.counts == {}
+    assert "default/here/all from 0" in store.values
+    answers.set()
+    end = time.monotonic() + SECONDS
+    while "default/tcp-card/all from 0" in store.values:
+        assert time.monotonic() < end, store.values.keys()
+        time.sleep(0.01)
+    assert store.counts == {"default/connected": 2}
+
+
+SQUATTER = """
+import os, socket, sys
+os.setgid(65534)
+os.setuid(65534)
+listener = socket.socket(socket.AF_UNIX)
+listener.bind("\\0" + sys.argv[1])
+listener.listen()
+print("listens", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user needs root")
+@pytest.mark.parametrize("owner", ["the same user", "another user"])
+def test_a_socket_of_another_user_proves_no_host(owner):
+    """He could otherwise end each set-up of ranks that do run on two hosts."""
+    name = f"pycomm-host-{os.urandom(8).hex()}"
+    source = SQUATTER if owner == "another user" else SQUATTER.replace("65534", "0")
+    with subprocess.Popen(
+        [sys.executable, "-c", source, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as squatter:
+        assert squatter.stdout is not None
+        assert squatter.stdout.readline() == b"listens\n"
+
+        class OfRank0(OpenStore):
+            """What rank 0 sees: rank 1 on another host, with a proof that the squatter has."""
+
+            def find(self, key: str) -> bytes | None:
+                value = store.find(key)
+                if key != "default/here/all from 0" or value is None:
+                    return value
+                entries = joint_entries(value)
+                for topic in (b"shm/host", b"tcp-host") if 1 in entries else ():
+                    head, mark, rest = entries[1].partition(topic + b"\x1f")
+                    entries[1] = head + mark + b"another-host" + rest[12:]
+                    entries[1] = re.sub(rb"pycomm-host-[0-9a-f]+", name.encode(), entries[1])
+                return b"".join(entry(rank, text) for rank, text in entries.items())
+
+        store = OpenStore(True)
+        seen = OfRank0(True)
+        seen.set, seen.append = store.set, store.append  # type: ignore[method-assign]
+
+        def run(rank: int):
+            try:
+                options = dict(transport="auto", timeout=3.0)
+                with Communicator(_C.Store.of((seen, store)[rank]), rank, 2, **options):
+                    return True
+            except Error as error:
+                return error
+
+        first, _ = on_threads(range(2), run, 30)
+    told = "run on one host, since its socket answers here" in str(first)
+    assert told == (owner == "the same user")
 
 
 @pytest.mark.parametrize("topics", [(b"shm/host", b"tcp-host"), (b"shm/host",)])

@@ -19,7 +19,7 @@ def documents(file: str) -> list[dict[str, Any]]:
 
 
 def pods(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield each template of a pod in a JobSet or a PyTorchJob."""
+    """Yield each template of a pod; of a TrainJob, what it patches in the runtime's."""
     spec = manifest["spec"]
     if manifest["kind"] == "JobSet":
         for job in spec["replicatedJobs"]:
@@ -27,6 +27,10 @@ def pods(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
     elif manifest["kind"] == "PyTorchJob":
         for replica in spec["pytorchReplicaSpecs"].values():
             yield replica["template"]
+    elif manifest["kind"] == "TrainJob":
+        for patch in spec["runtimePatches"]:
+            for job in patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]:
+                yield job["template"]["spec"]["template"]
 
 
 def containers(file: str) -> list[dict[str, Any]]:

@@ -58,6 +58,28 @@ def test_the_pods_of_custom_resources_are_valid(validate):
         validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "j"}, "spec": spec})
 
 
+@pytest.mark.parametrize("file", JOBS)
+def test_no_container_has_more_rights_than_it_needs(file):
+    (manifest,) = documents(file)
+    specs = [pod["spec"] for pod in pods(manifest)]
+    assert specs
+    for spec in specs:
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+def test_no_example_puts_its_secret_where_ray_shows_it():
+    """Its dashboard shows a job's environment and the arguments of its training."""
+    for example in (ROOT / "examples" / "trainers").glob("*ray*.py"):
+        assert '"PYCOMM_SECRET"' not in example.read_text(), example
+        assert '"PYCOMM_SECRET_FILE"' in example.read_text(), example
+
+
 def test_the_check_finds_a_wrong_pod(validate):
     (manifest,) = documents("jobset.yaml")
     pod = next(pods(manifest))

@@ -12,21 +12,30 @@
 
 namespace pycomm {
 
+/// Returns a text of Python. An error may quote what another rank, or a stranger, has written,
+/// which need not be UTF-8.
+inline pybind11::str python_text(const std::string& text) {
+  PyObject* const decoded =
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "backslashreplace");
+  if (decoded == nullptr) throw pybind11::error_already_set();
+  return pybind11::reinterpret_steal<pybind11::str>(decoded);
+}
+
 /// Sets a Python exception of the given class of pycomm.errors.
-inline void set_error(const char* name, const std::string& text) {
+inline void set_error(const char* name, const pybind11::str& text) {
   const auto type = pybind11::module_::import("pycomm.errors").attr(name);
-  pybind11::set_error(type, text.c_str());
+  pybind11::set_error(type, text);
 }
 
 /// Returns the text of an error that ends a group. If PYCOMM_TRACE asks for it, the group's recent
 /// operations are written and the text says where.
-inline std::string with_trace(const Error& error) {
-  if (env().trace.empty()) return error.what();
+inline pybind11::str with_trace(const Error& error) {
+  const pybind11::str text = python_text(error.what());
+  if (env().trace.empty()) return text;
   try {
-    const auto trace = pybind11::module_::import("pycomm.trace");
-    return trace.attr("note_failure")(error.what()).cast<std::string>();
+    return pybind11::module_::import("pycomm.trace").attr("note_failure")(text);
   } catch (const pybind11::error_already_set&) {
-    return error.what();
+    return text;
   }
 }
 
@@ -49,7 +58,7 @@ inline void translate_errors(std::exception_ptr thrown) {
   } catch (const WireMismatch& error) {
     set_error("WireMismatch", with_trace(error));
   } catch (const Error& error) {
-    set_error("Error", error.what());
+    set_error("Error", python_text(error.what()));
   }
 }
 

@@ -120,6 +120,11 @@ Kept kept_heaps(const Rendezvous& rendezvous, const std::vector<int>& candidates
   const std::vector<std::string> values = all_gather_values(
       rendezvous, kHeaps, candidates, KeptHeaps::value(rendezvous.kept_heaps.get()));
   if (KeptHeaps::numbers(values).empty()) return {};
+  if (!rendezvous.kept_heaps) {
+    throw Error("shm: rank " + std::to_string(rendezvous.rank) +
+                " keeps no memory of a former group, and the store says that it does: somebody "
+                "else writes to the store; set PYCOMM_SECRET, and let nobody else reach the store");
+  }
   return {rendezvous.kept_heaps, rendezvous.kept_heaps->own};
 }
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import pytest
 import pycomm
 from pycomm import _C
 from pycomm.errors import Error, Timeout
+from tests.preload import library
 from tests.transports import proxy
 from tests.transports.ranks import threads
 from tests.transports.tcp.test_reconnect import exact, good, storm
@@ -145,3 +149,59 @@ def test_a_missing_openssl_is_an_error():
     assert _C.tls_version().startswith("OpenSSL 3")
     with pytest.raises(Error, match=r"needs OpenSSL 3.*/nowhere/.*apt install libssl3"):
         _C.tls_version("/nowhere/libssl.so.3")
+
+
+# What dlopen() answers on a host without OpenSSL.
+WITHOUT_OPENSSL = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <string.h>
+void* dlopen(const char* name, int flags) {
+  void* (*real)(const char*, int) = (void* (*)(const char*, int))dlsym(RTLD_NEXT, "dlopen");
+  return real(name != 0 && strstr(name, "libssl.so") != 0 ? "/nowhere/libssl.so.3" : name, flags);
+}
+"""
+TWO_GROUPS = """
+import logging, sys, threading
+logging.basicConfig(format="WARNED %(message)s", stream=sys.stdout)
+from pycomm import _C
+from pycomm.communicator import Communicator
+from pycomm.errors import Error
+
+def run(store, rank, tls):
+    try:
+        options = dict(transport="tcp", timeout=20.0, secret="sixteen bytes, at least", tls=tls)
+        with Communicator(store, rank, 2, **options) as c:
+            c.barrier()
+            print(f"STANDS {tls} {'TLS' in c.describe()}", flush=True)
+    except Error as error:
+        print(f"REFUSED {tls} {error}", flush=True)
+
+for tls in ("auto", "auto", "on"):
+    store = _C.Store.local()
+    ranks = [threading.Thread(target=run, args=(store, r, tls)) for r in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+"""
+
+
+def test_without_openssl_auto_warns_once_and_on_refuses(tmp_path):
+    """With a secret, what travels is authenticated while groups begin, and no longer secret."""
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_GROUPS],
+        env={**os.environ, "LD_PRELOAD": library(WITHOUT_OPENSSL, tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert lines.count("STANDS auto False") == 4, done.stdout
+    warned = [line for line in lines if line.startswith("WARNED")]
+    assert len(warned) == 1, done.stdout
+    assert "without OpenSSL 3 nothing is encrypted" in warned[0]
+    refused = [line for line in lines if line.startswith("REFUSED")]
+    assert len(refused) == 2, done.stdout
+    assert all("encryption needs OpenSSL 3" in line for line in refused)

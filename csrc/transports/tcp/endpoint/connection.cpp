@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <thread>
 
 #include "transports/seal.h"
 #include "transports/tcp/connect/greeting.h"
@@ -16,12 +17,28 @@ namespace {
 constexpr Milliseconds kInterruptCheck(50);
 // Time that a process has to answer before nothing is known of it.
 constexpr Milliseconds kSign(1000);
+// Pauses before one who has proven nothing is asked again.
+constexpr Milliseconds kFirstPause(10), kLastPause(kInterruptCheck);
 
 }  // namespace
 
 EndpointConnection::EndpointConnection(const Handle& to, const std::string& given,
                                        const Deadline& deadline, std::function<void()> interrupt)
     : where_(to.where()), interrupt_(std::move(interrupt)) {
+  const std::string& secret = to.secret.empty() ? given : to.secret;
+  for (Milliseconds pause = kFirstPause;; pause = std::min(2 * pause, kLastPause)) {
+    const std::string problem = greet(call(to, deadline), to, secret, deadline);
+    if (problem.empty()) return;
+    if (deadline.left() <= pause) {
+      throw Unproven("the process at " + where_ + " is not the one of the handle (" + problem +
+                     "); exchange the handles anew");
+    }
+    std::this_thread::sleep_for(pause);
+    if (interrupt_) interrupt_();
+  }
+}
+
+Fd EndpointConnection::call(const Handle& to, const Deadline& deadline) {
   std::string problem;
   for (const Address& address : to.addresses) {
     const auto start = Deadline::Clock::now();
@@ -35,8 +52,7 @@ EndpointConnection::EndpointConnection(const Handle& to, const std::string& give
     if (error == 0) {
       round_trip_ =
           std::chrono::duration_cast<std::chrono::microseconds>(Deadline::Clock::now() - start);
-      greet(std::move(fd), to, to.secret.empty() ? given : to.secret, deadline);
-      return;
+      return fd;
     }
     problem = error_text(error);
     if (error == ECONNREFUSED) continue;
@@ -45,8 +61,8 @@ EndpointConnection::EndpointConnection(const Handle& to, const std::string& give
   throw Refused("nobody listens at " + where_ + " (" + problem + ")");
 }
 
-void EndpointConnection::greet(Fd fd, const Handle& to, const std::string& secret,
-                               const Deadline& deadline) {
+std::string EndpointConnection::greet(Fd fd, const Handle& to, const std::string& secret,
+                                      const Deadline& deadline) {
   Hello hello;  // as from rank 1 of 2 to rank 0, on its control connection
   hello.size = 2;
   hello.rank = 1;
@@ -62,13 +78,11 @@ void EndpointConnection::greet(Fd fd, const Handle& to, const std::string& secre
         continue;
       case Greeting::Progress::done:
         socket_ = greeting.sock(std::move(fd));
-        return;
+        return "";
       case Greeting::Progress::refused:
-        throw Error("the process at " + where_ + " is not the one of the handle (" +
-                    greeting.problem() + "); exchange the handles anew");
+        return greeting.problem();
       case Greeting::Progress::closed:
-        throw Refused("the process at " + where_ + " closed the connection" +
-                      (error != 0 ? " (" + error_text(error) + ")" : ""));
+        return "it closed the connection" + (error != 0 ? ": " + error_text(error) : "");
     }
   }
 }

@@ -17,11 +17,18 @@ class Refused : public Error {
   using Error::Error;
 };
 
+/// Who answers at the address has not proven that it is the process of the handle.
+class Unproven : public Error {
+ public:
+  using Error::Error;
+};
+
 class EndpointConnection {
  public:
   /// Connects and proves the secret: the handle's own, or else that of the key `given`, which all
-  /// ranks have. `interrupt` is called while it waits, and may throw. Throws Refused, Timeout, and
-  /// Error if another process answers there.
+  /// ranks have. Whoever refuses it or hangs up has proven nothing, and may be somebody on the
+  /// path: it is asked again until the deadline. `interrupt` is called while it waits, and may
+  /// throw. Throws Refused, Unproven, Timeout, and Error if there is no way to the address.
   EndpointConnection(const Handle& to, const std::string& given, const Deadline& deadline,
                      std::function<void()> interrupt);
 
@@ -33,7 +40,9 @@ class EndpointConnection {
 
  private:
   void wait(int fd, short events, const Deadline& deadline) const;
-  void greet(Fd fd, const Handle& to, const std::string& secret, const Deadline& deadline);
+  Fd call(const Handle& to, const Deadline& deadline);
+  /// Returns why there is no connection; "": there is one.
+  std::string greet(Fd fd, const Handle& to, const std::string& secret, const Deadline& deadline);
 
   const std::string where_;
   const std::function<void()> interrupt_;

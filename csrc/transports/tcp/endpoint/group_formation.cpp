@@ -283,6 +283,9 @@ void GroupFormation::ask(int rank, bool lost) {
                              "; its process has ended, leave its handle out of the list");
   } catch (const Timeout&) {  // it is slow, or stopped: the deadline decides
     return;
+  } catch (const Unproven& stranger) {
+    if (!deadline_.expired()) return;
+    throw Error(who + " has not proven who it is: " + stranger.what());
   }
   if (state == FormationState::unknown || here()) return;
   if (lost && state == FormationState::formed) return;
