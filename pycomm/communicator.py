@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pycomm import _C, launch
+from pycomm import _C, launch, log
 from pycomm.arrays import check_own, check_part, core_dtype, count, pair, parts, reduce_op, span
 from pycomm.errors import Error
 from pycomm.pieces import Piece, built, floats
@@ -86,7 +86,11 @@ class Communicator:
                 raise TypeError(f"Communicator has no option {name!r}")
             if value is not None:
                 setattr(made, name, value)
-        self._core: _C.Communicator | None = _C.Communicator(store, rank, size, made)
+        core = _C.Communicator(store, rank, size, made)
+        self._core: _C.Communicator | None = core
+        if size > 1:
+            chosen = ("group", *core.transports)
+            log.begin(rank, core.describe(), chosen, lambda name: getattr(made, name))
 
     @classmethod
     def from_env(cls, store_folder: str, **options: Any) -> Communicator:

@@ -51,6 +51,7 @@ PYTHON_LAYERS = (
         "errors",
         "env",
         "folders",
+        "log",
     }
     | {"_C", "_c10d"},
 )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-from pycomm import _register
+from pycomm import _register, log
 from pycomm._build import load_c10d
 from pycomm.backend.timeouts import let_torch_set_timeouts
 from pycomm.env import env, let_groups_allocate_buckets
@@ -60,6 +60,12 @@ def create(given: Any, options: Options | None) -> Backend:
         given.group_id,
         parent if isinstance(parent, c10d.Backend) else None,
     )
+    if given.group_size > 1 and not options.enable_reconfigure:  # else it has no members yet
+        how = made.describe()
+        if torch.cuda.is_available():
+            how += f"; tensors of GPUs: device_path={options.device_path}"
+        chosen = ("group", *made.transports)
+        log.begin(given.group_rank, how, chosen, lambda name: getattr(options, name))
     return made
 
 

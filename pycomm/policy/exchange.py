@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,16 +14,6 @@ import torch.distributed as dist
 
 from pycomm import backend
 from pycomm.policy.rules import Link
-
-logger = logging.getLogger("pycomm")
-
-
-def tell(text: str) -> None:
-    """Log a line at level INFO; print it to standard error if logging is not configured."""
-    if logger.hasHandlers():
-        logger.info("%s", text)
-    else:
-        print(f"pycomm: {text}", file=sys.stderr, flush=True)
 
 
 def gather(

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.core import GaugeMetricFamily
 
 from pycomm import monitor
-from pycomm.policy.exchange import tell
+from pycomm.log import tell
 
 
 class Model:
