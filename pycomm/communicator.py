@@ -39,7 +39,7 @@ class Communicator:
         parent_ranks: the ranks' numbers in ``parent``; empty: the same as here.
         segment_bytes: for tests: size of the pieces in which channels pipeline.
         nodes, sites: for tests: the node and the site of each rank; TCP connects the nodes.
-        options: the options of the table in docs/index.md by name, such as ``transport="tcp"``;
+        options: the options of the table in docs/api/backend.md by name, such as ``transport="tcp"``;
             ``transport="local"`` is for ranks that are threads. Those that are not given, or None,
             come from the environment.
 

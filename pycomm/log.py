@@ -117,7 +117,7 @@ def begin(
         told = {n: v for n, v in values.items() if v not in (_C.env()[n], _default(n))}
         for name, value in told.items():
             if ours[name].acts not in chosen:
-                _warn_of(f"the option {name}={value!r}", ours[name].acts, how)
+                _warn_of(f"the option {name}={value!r}", ours[name].acts, chosen, how)
 
 
 def ignore(chosen: Collection[str], among: Collection[str], how: str) -> None:
@@ -133,10 +133,12 @@ def ignore(chosen: Collection[str], among: Collection[str], how: str) -> None:
         acts = rows[name].acts if value and name in rows else ""
         unchanged = value == str(_default(rows[name].option)) if acts else True
         if acts in among and acts not in chosen and not unchanged:
-            _warn_of(f"{name}={value}", acts, how)
+            _warn_of(f"{name}={value}", acts, chosen, how)
 
 
-def _warn_of(setting: str, acts: str, how: str) -> None:
+def _warn_of(setting: str, acts: str, chosen: Collection[str], how: str) -> None:
+    if acts in ("tcp", "shm") and "group" not in chosen:
+        acts = "group"
     warn_once(f"{setting} has no effect here ({how}): it is for {ABOUT[acts]}")
 
 

@@ -235,6 +235,23 @@ def readers_of_the_environment(root: Path) -> list[str]:
     return wrong
 
 
+def printers(root: Path) -> list[str]:
+    """Return sources that write for people beside the logger (pycomm/log.py), but for commands."""
+    wrong = [
+        f"{f.name}: {call}"
+        for f in cxx(root)
+        if f.name != "warning.cpp"
+        for call in re.findall(r"\b(fprintf|printf|perror|std::cerr|TORCH_WARN)\b", f.read_text())
+    ]
+    for file, name in python_files(root):
+        if name[0] != "pycomm" or name[1] in ("bench", "doctor", "plan", "run", "log", "__main__"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if ast.unparse(node) in ("print", "sys.stderr", "sys.stdout"):
+                wrong.append(f"{file.relative_to(root)}: {ast.unparse(node)}")
+    return wrong
+
+
 def unfinished(root: Path, tracked: Iterable[Path]) -> list[str]:
     word = re.compile(r"\b" + "TO" + r"DO\b|\bFIX" + r"ME\b")
     return [str(f.relative_to(root)) for f in tracked if word.search(f.read_text())]
@@ -263,6 +280,7 @@ RULES = (
     torch_users,
     imports_that_point_up,
     readers_of_the_environment,
+    printers,
 )
 
 
@@ -320,6 +338,8 @@ VIOLATIONS = {
         readers_of_the_environment,
         {"pycomm/hooks/ddp.py": 'import os\nx = os.environ["X"]\n'},
     ),
+    "warns-by-torch": (printers, {"csrc/binding/torch/work.h": 'TORCH_WARN("x");\n'}),
+    "prints": (printers, {"pycomm/policy/plan.py": "import sys\nx = sys.stderr\n"}),
     "folders-in-a-circle": (
         folders_in_circles,
         {

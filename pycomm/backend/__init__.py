@@ -32,9 +32,11 @@ def create(given: Any, options: Options | None) -> Backend:
 
     Raises:
         TypeError: options of another type.
+        ValueError: PYCOMM_LOG is no level.
         PeerLost: a rank died after it had joined, or is known to the default group as lost.
         Timeout: some ranks did not join; the text names them.
     """
+    log.set_level()
     c10d = load_c10d()
     parent = find()
     if options is None:
