@@ -39,9 +39,9 @@ class Communicator:
         parent_ranks: the ranks' numbers in ``parent``; empty: the same as here.
         segment_bytes: for tests: size of the pieces in which channels pipeline.
         nodes, sites: for tests: the node and the site of each rank; TCP connects the nodes.
-        options: the options of the table in docs/api/backend.md by name, such as ``transport="tcp"``;
-            ``transport="local"`` is for ranks that are threads. Those that are not given, or None,
-            come from the environment.
+        options: the options of the table in docs/api/backend.md by name, such as
+            ``transport="tcp"``; ``transport="local"`` is for ranks that are threads. Those that are
+            not given, or None, come from the environment.
 
     Raises:
         TypeError: there is no option of that name, or its value has another type.
@@ -449,7 +449,7 @@ class Communicator:
         """Post a send of ``data`` to rank ``dst``.
 
         Returns:
-            A request: ``data`` must not change until its ``wait(timeout)`` returns.
+            A request; ``data`` must not change until its ``wait(timeout)`` returns.
         """
         address, numel, dtype = span(data, False)
         request = self.core.send(address, numel * _C.size_of(dtype), dst, tag)
@@ -462,7 +462,7 @@ class Communicator:
         Sends and receives match by rank and tag, in order of posting. Both must have the same size.
 
         Returns:
-            A request: ``data`` is valid after its ``wait(timeout)`` returns; ``source()`` returns
+            A request; ``data`` is valid after its ``wait(timeout)`` returns; ``source()`` returns
             the sender.
         """
         address, numel, dtype = span(data, True)
