@@ -40,8 +40,10 @@ def wanted(version: str) -> str:
 
 def reason_of(done: subprocess.CompletedProcess[str]) -> str:
     """Return why pip has failed, in one line."""
-    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-    lines = errors or done.stderr.strip().splitlines() or [f"pip exited with {done.returncode}"]
+    said = done.stderr.splitlines()
+    # The last one of a conflict names no package.
+    errors = [s for s in said if s.startswith("ERROR: ") and "ResolutionImpossible" not in s]
+    lines = errors or said or [f"pip exited with {done.returncode}"]
     return lines[-1].removeprefix("ERROR: ")[:200]
 
 

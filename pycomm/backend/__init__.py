@@ -62,13 +62,20 @@ def create(given: Any, options: Options | None) -> Backend:
         given.group_id,
         parent if isinstance(parent, c10d.Backend) else None,
     )
-    if given.group_size > 1 and not options.enable_reconfigure:  # else it has no members yet
-        how = made.describe()
-        if torch.cuda.is_available():
-            how += f"; tensors of GPUs: device_path={options.device_path}"
-        chosen = ("group", *made.transports)
-        log.begin(given.group_rank, how, chosen, lambda name: getattr(options, name))
+    if not options.enable_reconfigure:  # else it has no members yet
+        begin(made)
     return made
+
+
+def begin(group: Backend) -> None:
+    """Say at the start of a group of several ranks what it runs on, and what it ignores."""
+    if group.size() == 1:
+        return
+    options, how = group.options, group.describe()
+    if torch.cuda.is_available():
+        how += f"; tensors of GPUs: device_path={options.device_path}"
+    chosen = ("group", *group.transports)
+    log.begin(group.rank(), how, chosen, lambda name: getattr(options, name))
 
 
 _register.register(create)
