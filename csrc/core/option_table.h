@@ -8,7 +8,8 @@
 // variable alone. `check` is a function of core/env.cpp that parses the variable. `ranks` is `same`
 // if all ranks must have the same value, else `any`. `acts` is what heeds the option: each `group`,
 // or one whose ranks talk by `tcp` or `shm`; pycomm/log.py names options that a group ignores. An
-// empty text stands for the default's value; `page` is where docs say more. A file that includes this defines one macro or both.
+// empty text stands for the default's value; `page` is where docs say more. A file that includes
+// this defines one macro or both.
 
 #ifndef GROUP_OPTION
 #define GROUP_OPTION(...)
@@ -35,8 +36,8 @@ GROUP_OPTION(std::string, rate, "", "PYCOMM_RATE", link_rate, any, tcp,
              "what the link of this host carries: `100mbit`, or `20mbit/50mbit` (sent and "
              "received); ranks with a slower link own less of a reduction",
              "`PYCOMM_LINK`, if it is set, else no limit", "networks.md");
-GROUP_OPTION(int, sockets, 0, "PYCOMM_SOCKETS", whole(1, 16), same, tcp, "TCP sockets per peer, 1 to 16",
-             "2; 4 from a round trip of 10 ms on", "");
+GROUP_OPTION(int, sockets, 0, "PYCOMM_SOCKETS", whole(1, 16), same, tcp,
+             "TCP sockets per peer, 1 to 16", "2; 4 from a round trip of 10 ms on", "");
 GROUP_OPTION(std::string, congestion, "auto", "PYCOMM_CONGESTION", text, any, tcp,
              "TCP's congestion control of what this rank sends, by the kernel's name (`cubic`), or "
              "`auto`: bbr for peers at a round trip of 1 ms or more, if the kernel allows it, reno "
