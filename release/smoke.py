@@ -178,7 +178,7 @@ def soon(status: int, text: str) -> bool:
 
 def reasons(status: int, text: str) -> bool:
     """Return whether the error says for which torches there is a binary, and what is missing."""
-    told = ("the wheel has it for torch 2.11", "there is no cmake")
+    told = ("the wheel has it for torch 2.", "there is no cmake")
     return status != 0 and all(part in text for part in told)
 
 

@@ -19,6 +19,8 @@ from tests.options import rows
 from tests.ranks import run
 from tests.torch.torchrun import launch
 
+pytestmark = pytest.mark.timeout(300)  # ranks of two or three jobs start in a test
+
 SCRIPT = """
 import sys, torch, torch.distributed as dist, pycomm
 dist.init_process_group(sys.argv[1], **({"pg_options": OPTIONS} if OPTIONS else {}))
