@@ -100,7 +100,7 @@ def environment(version: str, wheel: Path, interpreter: str = sys.executable) ->
         shutil.rmtree(folder, ignore_errors=True)
         virtualenv = [sys.executable, "-m", "virtualenv", "--quiet", "--python", interpreter]
         subprocess.run([*virtualenv, folder], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--no-cache-dir", "numpy"]
+        pip = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--no-cache-dir"]
         # "===": "==" would take 2.13.0+cpu for 2.13.0
         exact = version.count(".") == 2
         command = [*pip, wanted(version).replace("==", "===") if exact else wanted(version)]

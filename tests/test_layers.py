@@ -252,6 +252,17 @@ def printers(root: Path) -> list[str]:
     return wrong
 
 
+def users_of_numpy(root: Path) -> list[str]:
+    """Return modules of the package that need numpy, which torch does not bring."""
+    return [
+        str(file.relative_to(root))
+        for file, name in python_files(root)
+        if name[1] not in ("bench", "triton_kernels")
+        and name[-1] != "nvrtc"  # CuPy brings it
+        and re.search(r"\.numpy\(\)|from_numpy|^import numpy", file.read_text(), re.MULTILINE)
+    ]
+
+
 def unfinished(root: Path, tracked: Iterable[Path]) -> list[str]:
     word = re.compile(r"\b" + "TO" + r"DO\b|\bFIX" + r"ME\b")
     return [str(f.relative_to(root)) for f in tracked if word.search(f.read_text())]
@@ -281,6 +292,7 @@ RULES = (
     imports_that_point_up,
     readers_of_the_environment,
     printers,
+    users_of_numpy,
 )
 
 
@@ -339,6 +351,7 @@ VIOLATIONS = {
         {"pycomm/hooks/ddp.py": 'import os\nx = os.environ["X"]\n'},
     ),
     "warns-by-torch": (printers, {"csrc/binding/torch/work.h": 'TORCH_WARN("x");\n'}),
+    "needs-numpy": (users_of_numpy, {"pycomm/policy/plan.py": "x = tensor.numpy()\n"}),
     "prints": (printers, {"pycomm/policy/plan.py": "import sys\nx = sys.stderr\n"}),
     "folders-in-a-circle": (
         folders_in_circles,
