@@ -16,11 +16,9 @@
 #                     SkyPilot and Ray clusters: their schemas, and their commands in network namespaces; Ray Train
 #                     with nodes that come and go
 #   make gpu          build, check and time the kernels, on a machine with a GPU; needs no network
-#   make wheel        build a wheel in dist/ that compiles nothing where it is installed: for this Python, and
-#                     for each minor version of torch from 2.11 to 2.15, of which it fetches the headers
-#   make cuda-wheel   build the wheel pycomm-cuda13, with the CUDA kernels for all GPUs: needs nvcc of CUDA 13, and takes
-#                     half an hour on two cores
-#   make torches      try that wheel on torch 2.11 to 2.15, where nothing can be compiled: 5 GB for each torch
+#   make release      build in dist/ the source distribution, and wheels that compile nothing where they are installed: for
+#                     Python 3.10 to 3.13, as far as they are here, and torch 2.11 to 2.15; try each where nothing can be
+#                     compiled: 5 GB for each torch (ONLY="--python 3.11 --torch 2.13.0+cpu": some of them)
 #   make docs         build the documentation, in site/
 #   make asan, tsan   run the tests of the core under a sanitizer
 SHELL := /bin/bash
@@ -45,7 +43,7 @@ export PYCOMM_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 # Two recipes at once: _C compiles while pip fetches torch, and the rest while it fetches the tools.
 MAKEFLAGS += --jobs=2
 unexport MAKEFLAGS
-.PHONY: build binaries demo test lint house soak mutants bench conformance portable trainers world gpu wheel cuda-wheel torches docs asan tsan clean
+.PHONY: build binaries demo test lint house soak mutants bench conformance portable trainers world gpu release docs asan tsan clean
 
 build: binaries $(VENV)/run.stamp
 
@@ -99,19 +97,9 @@ world: build $(TRAINERS)/stamp
 	  --constraint $(TRAINERS)/torch.txt "pycomm[world]"
 	$(IN_VENV) $(TRAINERS)/bin/python -m pytest --quiet tests/world
 
-wheel: $(VENV)/dev.stamp
+release: $(VENV)/dev.stamp
 	@$(PIP) $(RELEASE_TOOLS)
-	$(PY) -m release
-	$(PY) -m build --sdist --no-isolation
-	$(PY) -m twine check --strict dist/*
-
-cuda-wheel: $(VENV)/dev.stamp
-	@$(PIP) $(RELEASE_TOOLS)
-	$(PY) -m release cuda13
-	$(PY) -m twine check --strict dist/*
-
-torches: wheel
-	$(PY) -m release.smoke
+	TOOLS="$(BUILD_TOOLS) $(RELEASE_TOOLS)" $(PY) -m release $(ONLY)
 
 docs: $(VENV)/dev.stamp
 	@PYCOMM_BUILD=OFF $(PIP) --no-build-isolation --editable ".[docs]"

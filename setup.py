@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 OLDEST_SETUPTOOLS = 77  # the first that reads the licence in pyproject.toml
+ERROR_LINES = 20
 PIP = (
     "`pip install .` brings what the build needs; before `pip install --no-build-isolation .` run "
     'pip install "setuptools>=77" pybind11 cmake ninja'
@@ -99,10 +101,23 @@ class CMakeBuild(build_ext):
         command = [str(self.find("cmake")), *map(str, arguments)]
         if self.verbose >= 1:
             subprocess.run(command, check=True)
-        else:
-            with progress() as line:
-                output = line if "--build" in arguments else subprocess.DEVNULL
-                subprocess.run(command, check=True, stdout=output)
+            return
+        said = []
+        with (
+            progress() as line,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as running,
+        ):
+            assert running.stdout is not None
+            for raw in running.stdout:
+                said.append(raw.decode(errors="replace").rstrip())
+                if "--build" in arguments:
+                    line.write(f"\r\033[K{said[-1][: shutil.get_terminal_size().columns - 1]}")
+                    line.flush()
+            if "--build" in arguments:
+                line.write("\r\033[K")
+        if running.returncode != 0:
+            print(*first_errors(said), sep="\n", file=sys.stderr)
+            stop(f"{' '.join(command[:3])} failed", "`python setup.py -v build_ext` shows all")
 
     def get_outputs(self) -> list[str]:
         return []
@@ -111,8 +126,15 @@ class CMakeBuild(build_ext):
         return {}
 
 
+def first_errors(said: list[str]) -> list[str]:
+    """Return what a compiler, a linker or CMake says of its first errors, or the last lines."""
+    about = re.compile(r"(error|undefined reference)\b.*:|: undefined |^CMake Error", re.IGNORECASE)
+    first = next((i for i, line in enumerate(said) if about.search(line)), -ERROR_LINES)
+    return said[first:][:ERROR_LINES]
+
+
 def progress() -> TextIO:
-    """Return where ninja shows its line of progress: the terminal, even if pip takes the output."""
+    """Return where a line shows the progress: the terminal, even if pip takes the output."""
     try:
         return open("/dev/tty", "w")
     except OSError:

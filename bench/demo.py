@@ -3,22 +3,26 @@
     python -m pycomm.bench.demo
 
 Two ranks with one torch thread each, on a link of 200 Mbit/s (netlab.py), run the same training
-(training/train.py) once per row, with the same weights, data and steps. The results are printed as
-a table and drawn as a picture of the loss against wall time.
+(training/train.py) once per row, with the same weights, data and steps. The rows take turns, ten
+steps each. The results are printed as a table and drawn as a picture of the loss against wall time.
+A speed-up that means nothing is held back.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shlex
+import statistics
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from pycomm.bench import netlab
 from pycomm.bench.common import tables
@@ -32,6 +36,11 @@ from pycomm.bench.training.train import Config, Transformer
 from pycomm.charts import Section, save, save_page
 from pycomm.plan import show
 from pycomm.plan.units import format_rate, parse_rate
+
+BUSY = 0.2
+"""Share of waiting for a processor from which the machine counts as busy."""
+FEWEST = 4
+"""Turns that a spread takes."""
 
 
 @dataclass
@@ -64,28 +73,10 @@ def runs(with_gloo: bool) -> list[DemoRun]:
     return rows if with_gloo else rows[1:]
 
 
-def train(
-    run: DemoRun, lab: netlab.Lab, arguments: list[str], progress: Progress, bar: TaskID
-) -> None:
-    """Run one training on the lab's nodes, and advance its bar as rank 0 reports steps.
-
-    Raises:
-        Failed: a rank failed.
-    """
-    with tempfile.NamedTemporaryFile("r") as log:
-        command = [sys.executable, "-m", "pycomm.bench.training.train", "--backend", run.backend]
-        command += ["--log", log.name, *arguments, *(["--codec", run.codec] if run.codec else [])]
-
-        def watch() -> None:
-            read(run, log.readlines(), progress, bar)
-
-        jobs.run(lab, command, watch=watch)
-        watch()
-
-
-def read(run: DemoRun, lines: list[str], progress: Progress, bar: TaskID) -> None:
+def read(done: list[DemoRun], lines: list[str], progress: Progress, bars: list[TaskID]) -> None:
     """Read rank 0's new output."""
     for row in map(json.loads, lines):
+        run, bar = done[row["turn"]], bars[row["turn"]]
         if "step_seconds" in row:
             run.result = row
         if "step" in row:
@@ -97,13 +88,45 @@ def read(run: DemoRun, lines: list[str], progress: Progress, bar: TaskID) -> Non
                 run.held_out.append(row["held_out"])
 
 
+def waited(done: list[DemoRun]) -> float:
+    """Return for which share of its time on processors rank 0 waited for one."""
+    return statistics.fmean(float(run.result["waited"]) for run in done)
+
+
+def quartiles(run: DemoRun, first: DemoRun) -> tuple[float, float]:
+    """Return the first and third quartile of a run's speed-up in the turns after the first."""
+    turns = [[b - a for a, b in pairwise(one.seconds[1:])] for one in (first, run)]
+    gains = [theirs / ours for theirs, ours in zip(*turns, strict=True)]
+    if len(gains) < FEWEST:
+        return 0.0, math.inf
+    low, _, high = statistics.quantiles(gains, n=4)
+    return low, high
+
+
+def means_nothing(run: DemoRun, done: list[DemoRun]) -> str:
+    """Return why the speed-up of a run means nothing; "" if it means something."""
+    if run is done[0]:
+        return ""
+    if waited(done) > BUSY:
+        return "the machine was busy with other work; run the demo again when it is idle"
+    low, high = quartiles(run, done[0])
+    if high == math.inf:
+        return f"the run was too short; take at least {10 * (FEWEST + 2)} steps"
+    if low <= 1 <= high:
+        return f"turns differ by more than it: half of them were {low:.2f} to {high:.2f} x"
+    return ""
+
+
 def rows(done: list[DemoRun]) -> list[tuple[str, ...]]:
     """Return the table as text, header first."""
-    steps = [run.step_seconds for run in done]
-    return [HEAD, *(
-        demo_cells(run.label, step, steps[0], run.result["wire_bytes"], run.loss)
-        for run, step in zip(done, steps, strict=True)
-    )]  # fmt: skip
+    first = done[0].step_seconds
+    made: list[tuple[str, ...]] = [HEAD]
+    for run in done:
+        base = None if means_nothing(run, done) else first
+        made.append(
+            demo_cells(run.label, run.step_seconds, base, run.result["wire_bytes"], run.loss)
+        )
+    return made
 
 
 def verdict(done: list[DemoRun]) -> list[str]:
@@ -111,10 +134,14 @@ def verdict(done: list[DemoRun]) -> list[str]:
     exact = [run for run in done if not run.codec]
     best, first = done[-1], done[0]
     change = (best.loss / exact[0].loss - 1) * 100
-    lines = [
-        f"{best.label}: {first.step_seconds / best.step_seconds:.1f} times faster per step than "
-        f"{first.label}; its held-out loss is {change:+.2f} % of float32's."
-    ]
+    lines = [f"Rank 0 waited for a processor for {waited(done):.0%} of the time that it could run."]
+    why = {run.label: means_nothing(run, done) for run in done}
+    for reason in dict.fromkeys(filter(None, why.values())):
+        names = ", ".join(label for label, given in why.items() if given == reason)
+        lines.append(f"The speed-up of {names} is held back: {reason}.")
+    gain = first.step_seconds / best.step_seconds
+    faster = "" if why[best.label] else f"{gain:.1f} times faster per step than {first.label}; "
+    lines.append(f"{best.label}: {faster}its held-out loss is {change:+.2f} % of float32's.")
     if len(exact) > 1:
         same = all(run.held_out == exact[0].held_out for run in exact)
         lines.append(
@@ -163,24 +190,28 @@ def draw(done: list[DemoRun], table: Path, folder: Path) -> list[Path]:
 
 
 def train_all(done: list[DemoRun], lab: netlab.Lab, steps: int, console: Console) -> None:
-    """Train every row in turn, each with a bar that shows its loss and its speed."""
+    """Train all rows in turns, each with a bar that shows its loss and its speed.
+
+    Raises:
+        Failed: a rank failed.
+    """
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.completed}/{task.total} steps"),
-        TimeElapsedColumn(),
         TextColumn("{task.fields[words]}", markup=False),
     )
-    with Progress(*columns, console=console) as progress:
-        bars = [
-            progress.add_task(f"{run.label:<24}", total=steps, start=False, words="")
-            for run in done
-        ]
-        for run, bar in zip(done, bars, strict=True):
-            progress.start_task(bar)
-            progress.update(bar, words="starting")
-            train(run, lab, ["--steps", str(steps)], progress, bar)
-            progress.stop_task(bar)
+    with Progress(*columns, console=console) as progress, tempfile.NamedTemporaryFile("r") as log:
+        bars = [progress.add_task(f"{run.label:<24}", total=steps, words="") for run in done]
+        turns = [f"{run.backend}:{run.codec or ''}" for run in done]
+        command = [sys.executable, "-m", "pycomm.bench.training.train", "--log", log.name]
+        command += ["--steps", str(steps), "--turns", *turns]
+
+        def watch() -> None:
+            read(done, log.readlines(), progress, bars)
+
+        jobs.run(lab, command, watch=watch)
+        watch()
 
 
 def main() -> int:

@@ -406,8 +406,9 @@ class Request:
 
 class Communicator:
     timeout: float
-    rank: int  # to be read only, like the next four
+    rank: int  # to be read only, like the next five
     size: int
+    transports: list[str]
     levels: list[int]
     shares: list[int]
     compares: _bool

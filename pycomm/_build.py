@@ -32,6 +32,7 @@ from types import ModuleType
 from pycomm.env import cache_home
 from pycomm.errors import Error
 from pycomm.folders import distrust
+from pycomm.log import logger, tell
 
 PACKAGE = Path(__file__).parent
 BINARY = "_c10d" + importlib.machinery.EXTENSION_SUFFIXES[0]
@@ -234,14 +235,16 @@ def _locked(home: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            _say("another process compiles; waiting for it")
+            logger.warning("another process compiles; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield  # closing the file unlocks
 
 
 def _compile_aloud(folder: Path, version: str, reason: str) -> None:
     """Compile, and say so before and after; the caller holds the lock."""
-    _say(f"compiling _c10d for torch {version} ({reason}); once, takes half a minute to three")
+    logger.warning(
+        "compiling _c10d for torch %s (%s); once, takes half a minute to three", version, reason
+    )
     start = time.monotonic()
     try:
         _compile(folder)
@@ -249,7 +252,7 @@ def _compile_aloud(folder: Path, version: str, reason: str) -> None:
         raise Error(
             f"there is no _c10d for torch {version}: {reason}, and it cannot be compiled: {error}"
         ) from None
-    _say(f"built {folder / BINARY} in {time.monotonic() - start:.0f} s")
+    tell(f"built {folder / BINARY} in {time.monotonic() - start:.0f} s")
 
 
 def _load_or_repair(folder: Path, version: str) -> ModuleType:
@@ -356,7 +359,3 @@ def import_c10d(binary: Path) -> ModuleType:
     sys.modules["pycomm._c10d"] = module
     vars(sys.modules["pycomm"])["_c10d"] = module  # as an import statement does
     return module
-
-
-def _say(text: str) -> None:
-    print(f"pycomm: {text}", file=sys.stderr, flush=True)

@@ -22,8 +22,8 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7
 BASE, INK, FAINT, GRID = "#6e6e6e", "#222222", "#555555", "#e6e6e6"
 MARKERS = "os^Dv<>pPX*h"
 DIGEST = "Chart"  # the text in a PNG that says which chart it shows
-WIDE, HIGH, LETTER, ROW = 640.0, 310.0, 7.2, 26.0
-"""Points: of the axes of one panel, of a bold letter, and from one row of names to the next."""
+ROW, GAP = 26.0, 8.0
+"""Points: from one row of names to the next, and between names."""
 STYLE = {
     "font.size": 11,
     "text.color": INK,
@@ -206,33 +206,51 @@ def _draw(axes: Any, chart: Chart, panel: Panel) -> None:
 
 
 def _name_ends(axes: Any, chart: Chart) -> None:
-    """Write names and final values below the lines' ends, in as many rows as keep them apart."""
+    """Write names and final values below all lines, in as many rows as keep them apart."""
+    from matplotlib.text import Text
+
+    figure = axes.figure
     series = sorted(chart.panels[0].series, key=lambda line: line.x[-1])
-    low, high = axes.get_ylim()
-    most, rows = axes.get_xlim()[1], [0.0]  # the right end of each row's last name, in points
+    names = []
     for line in series:
-        text, end = f"{line.label}: {line.x[-1]:.0f} s", (line.x[-1], line.y[-1])
-        place, half = WIDE * end[0] / most, LETTER * len(text) / 2
-        row = next((i for i, taken in enumerate(rows) if taken < place - half), len(rows))
-        rows[row:] = [place + half + LETTER, *rows[row + 1 :]]
         colour = chart.looks()[line.label]["color"]
-        axes.plot(*end, "o", color=colour, markersize=7)
-        axes.annotate(
-            text,
-            end,
-            xytext=(0.0, -36.0 - ROW * row),
-            textcoords="offset points",
-            color=colour,
-            fontweight="bold",
-            fontsize=10,
-            ha="center",
-            zorder=100 - row,  # a name hides the connecting lines of those below it
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkB": 4},
+        axes.plot(line.x[-1], line.y[-1], "o", color=colour, markersize=7)
+        names.append(
+            axes.annotate(
+                f"{line.label}: {line.x[-1]:.0f} s",
+                (line.x[-1], line.y[-1]),
+                xytext=(0.0, 0.0),
+                textcoords="axes points",
+                color=colour,
+                fontweight="bold",
+                fontsize=10,
+                ha="center",
+                va="bottom",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+                arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkB": 4},
+            )
         )
-    lowest = min(line.y[-1] for line in series)
-    room = (30.0 + ROW * len(rows)) / HIGH
-    axes.set_ylim(min(low, (lowest - room * high) / (1 - room)), high)
+    figure.draw_without_rendering()  # the layout, and with it all sizes, in pixels
+    point = figure.dpi / 72
+    area = axes.get_window_extent()
+    width, high = area.width / point, area.height / point
+    rows = [0.0]  # the right end of each row's last name, in points
+    places = []
+    for line, name in zip(series, names, strict=True):
+        # Of the text alone: an annotation's own extent includes the connecting line.
+        half = Text.get_window_extent(name).width / point / 2 + GAP / 2
+        end = (axes.transData.transform((line.x[-1], 0))[0] - area.x0) / point
+        place = max(half, min(end, width - half))
+        row = next((i for i, taken in enumerate(rows) if taken <= place - half), len(rows))
+        rows[row:] = [place + half, *rows[row + 1 :]]
+        places.append((place, row))
+    for name, (place, row) in zip(names, places, strict=True):
+        name.set_position((place, GAP + ROW * (len(rows) - 1 - row)))
+        name.set_zorder(100 - row)  # a name hides the connecting lines of those below it
+    low, top = axes.get_ylim()
+    lowest = min(min(line.y) for line in series)
+    room = (2 * GAP + ROW * len(rows)) / high
+    axes.set_ylim(min(low, (lowest - room * top) / (1 - room)), top)
 
 
 # ------------------------------------------------------------------------ pages

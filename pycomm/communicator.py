@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pycomm import _C, launch
+from pycomm import _C, launch, log
 from pycomm.arrays import check_own, check_part, core_dtype, count, pair, parts, reduce_op, span
 from pycomm.errors import Error
 from pycomm.pieces import Piece, built, floats
@@ -39,9 +39,9 @@ class Communicator:
         parent_ranks: the ranks' numbers in ``parent``; empty: the same as here.
         segment_bytes: for tests: size of the pieces in which channels pipeline.
         nodes, sites: for tests: the node and the site of each rank; TCP connects the nodes.
-        options: the options of the table in docs/index.md by name, such as ``transport="tcp"``;
-            ``transport="local"`` is for ranks that are threads. Those that are not given, or None,
-            come from the environment.
+        options: the options of the table in docs/api/backend.md by name, such as
+            ``transport="tcp"``; ``transport="local"`` is for ranks that are threads. Those that are
+            not given, or None, come from the environment.
 
     Raises:
         TypeError: there is no option of that name, or its value has another type.
@@ -86,7 +86,11 @@ class Communicator:
                 raise TypeError(f"Communicator has no option {name!r}")
             if value is not None:
                 setattr(made, name, value)
-        self._core: _C.Communicator | None = _C.Communicator(store, rank, size, made)
+        core = _C.Communicator(store, rank, size, made)
+        self._core: _C.Communicator | None = core
+        if size > 1:
+            chosen = ("group", *core.transports)
+            log.begin(rank, core.describe(), chosen, lambda name: getattr(made, name))
 
     @classmethod
     def from_env(cls, store_folder: str, **options: Any) -> Communicator:
@@ -445,7 +449,7 @@ class Communicator:
         """Post a send of ``data`` to rank ``dst``.
 
         Returns:
-            A request: ``data`` must not change until its ``wait(timeout)`` returns.
+            A request; ``data`` must not change until its ``wait(timeout)`` returns.
         """
         address, numel, dtype = span(data, False)
         request = self.core.send(address, numel * _C.size_of(dtype), dst, tag)
@@ -458,7 +462,7 @@ class Communicator:
         Sends and receives match by rank and tag, in order of posting. Both must have the same size.
 
         Returns:
-            A request: ``data`` is valid after its ``wait(timeout)`` returns; ``source()`` returns
+            A request; ``data`` is valid after its ``wait(timeout)`` returns; ``source()`` returns
             the sender.
         """
         address, numel, dtype = span(data, True)

@@ -62,9 +62,9 @@ def compress(
             before every backward (`CompressionState.set_weight`); equal on all ranks. Not for HSDP.
 
     Returns:
-        The state: `summary()`, `residual_norms()`, and `state_dict()` for checkpoints. As a context
-        manager it calls `remove()` at the end of its block, on all ranks alike; not after an
-        exception, since other ranks may be elsewhere.
+        The state, with `summary()`, `residual_norms()`, and `state_dict()` for checkpoints. As a
+        context manager it calls `remove()` at the end of its block, on all ranks alike; not after
+        an exception, since other ranks may be elsewhere.
 
     Raises:
         TypeError: no wrapper of the model reduces gradients through hooks, or an argument has

@@ -5,10 +5,12 @@ csrc/core/option_table.h has those of the core.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
+import logging
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -32,6 +34,8 @@ class Variable:
     """The name as an option of a group."""
     page: str = ""
     """Where docs say more."""
+    acts: str = ""
+    """What heeds it, a key of `log.ABOUT`; "": everything does."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +79,28 @@ def _health(text: str) -> float | None:
     raise ValueError(f"PYCOMM_HEALTH={text!r} is invalid: expected on, off, or 1 to 86400 seconds")
 
 
+LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
+LEVELS["off"] = logging.CRITICAL + 1
+
+
+def _level(text: str) -> int | None:
+    if not text or text in LEVELS:
+        return LEVELS.get(text)
+    raise ValueError(f"PYCOMM_LOG={text!r} is invalid: expected one of {', '.join(LEVELS)}")
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 _ROWS = (
+    Variable(
+        "PYCOMM_LOG",
+        "level of pycomm's messages, unless the program sets that of the logger `pycomm`: `debug`, "
+        "`info` (all ranks say at the start how they talk), `warning`, `error`, `off`",
+        "`info`, at the start of rank 0 alone",
+        _level,
+    ),
     Variable(
         "PYCOMM_HEALTH",
         "whether the straggler monitor compares ranks: `on` (once a minute), `off`, or seconds "
@@ -87,11 +108,14 @@ _ROWS = (
         "`on`",
         _health,
         page="monitor.md",
+        acts="group",
     ),
     Variable(
         "PYCOMM_IMPL",
-        "codec implementation, which must then work: `native`, `nvrtc`, `triton`, `reference`",
+        "codec implementation, which must then work: `native`, `nvrtc`, `triton`, `reference`; "
+        "where the core codes, it is `native`",
         "the first that is available",
+        acts="codecs",
     ),
     Variable(
         "PYCOMM_TAKEOVER",
@@ -122,6 +146,12 @@ def _read(name: str) -> Any:
 def at_import() -> AtImport:
     """Return the settings that change torch's behaviour. Not cached: scripts set variables, too."""
     return AtImport(takeover=_read("PYCOMM_TAKEOVER"), run=_read("PYCOMM_RUN"))
+
+
+def log_level() -> int | None:
+    """Return the level of PYCOMM_LOG; None: it is not set. Not cached: scripts set it, too."""
+    level: int | None = _read("PYCOMM_LOG")
+    return level
 
 
 def run_options(text: str) -> list[str]:
@@ -171,6 +201,34 @@ def set_missing(variables: Mapping[str, str]) -> None:
 PREFIX = "PYCOMM_"
 # Variables whose values are neither shown nor sent.
 SECRETS = ("PYCOMM_SECRET",)
+
+
+# Variables that setup.py reads, and the beginning of those that tests read.
+BUILD = (
+    "PYCOMM_BUILD",
+    "PYCOMM_CUDA",
+    "PYCOMM_CUDA_ARCH",
+    "PYCOMM_SANITIZE",
+    "PYCOMM_TORCH",
+    "PYCOMM_TORCHES",
+)
+OF_TESTS = "PYCOMM_TEST_"
+
+
+def guess(name: str, known: Collection[str]) -> str:
+    """Return advice on a variable that nothing reads."""
+    near = difflib.get_close_matches(name, [*known, *BUILD], 1)
+    return f"did you mean {near[0]}? Else unset it" if near else "unset it"
+
+
+def misspelt(known: Collection[str]) -> dict[str, str]:
+    """Return advice on each variable that starts with pycomm's prefix and that nothing reads.
+
+    Args:
+        known: the names of the tables.
+    """
+    unknown = sorted({name for name in os.environ if name.startswith(PREFIX)} - {*known, *BUILD})
+    return {name: guess(name, known) for name in unknown if not name.startswith(OF_TESTS)}
 
 
 def given(*others: str) -> dict[str, str]:

@@ -162,7 +162,7 @@ def launch_env() -> dict[str, str]:
     port of PYCOMM_PORTS if that is set, else one from 15000 to 24999.
 
     Returns:
-        The variables that it has set: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK
+        The variables that it has set of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK
         (the node's number, by Slurm only), MASTER_ADDR and MASTER_PORT, without those that were
         set before.
 

@@ -250,7 +250,7 @@ def serve(port: int, address: str = "127.0.0.1") -> Any:
         address: address to listen on; "0.0.0.0" for all interfaces.
 
     Returns:
-        The server: ``server_port`` is its port, ``shutdown()`` ends it.
+        The server; ``server_port`` is its port, ``shutdown()`` ends it.
 
     Raises:
         ImportError: prometheus-client is not installed.

@@ -47,9 +47,8 @@ from pycomm.errors import Error
 from pycomm.hooks import unreached
 from pycomm.hooks.construction import after_construction
 from pycomm.launch import launch_env
+from pycomm.log import logger
 from pycomm.policy import PROTECT, Policy, Rule, usual_feedback
-
-logger = logging.getLogger("pycomm")
 
 AS_ASKED = "script"  # value of --backend that leaves the choice to the script
 
@@ -176,12 +175,8 @@ def apply(options: Sequence[str]) -> None:
             "leave one of them out"
         )
 
-    if given.verbose and not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("pycomm: %(message)s"))
-        logger.addHandler(handler)
+    if given.verbose:
         logger.setLevel(logging.INFO)
-        logger.propagate = False
     for name, value in launch_env().items():
         logger.info("run: %s=%s, from the launcher's variables", name, value)
     _register.register(create)

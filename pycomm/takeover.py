@@ -14,7 +14,6 @@ everything inside `released()`.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,8 +25,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from pycomm.errors import Error
-
-logger = logging.getLogger("pycomm")
+from pycomm.log import logger
 
 Make = Callable[..., tuple[Any, Any]]
 

@@ -1,17 +1,15 @@
-"""Tries the wheel in dist/ on every minor version of torch, where nothing can be compiled.
+"""Tries a wheel on versions of torch, where nothing can be compiled.
 
-    python -m release.smoke [--remove] [2.11 2.13.0+cpu ...]
-
-`make torches` runs it. Each torch gets a virtual environment in build/smoke, by default PyPI's
-build (CUDA, several gigabytes), which stays for the next run, or goes with `--remove`; what passed
-with the same wheel is not run again. The checks run on a PATH that has no compiler, cmake, ninja or
-nvcc. Those whose names begin with "unknown" run while that torch calls itself 2.99.0, and those
-that begin with "kernels" with the wheel pycomm-cuda13, if it is in dist/.
+`make release` runs it. Each Python and torch get a virtual environment in build/smoke: PyPI's build
+(CUDA, several gigabytes), unless a version says "+cpu"; it stays for the next run, and what passed
+with the same wheel is not run again. A torch that cannot be installed is left out, and named. The
+checks run on a PATH that has no compiler, cmake, ninja or nvcc. Those whose names begin with
+"unknown" run while that torch calls itself 2.99.0, and those that begin with "kernels" with the
+wheel pycomm-cuda13, if it is in dist/.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -25,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from release.torches import MINORS
+from release.torches import reason_of, wanted
 
 ROOT = Path(__file__).parent.parent
 HOME = ROOT / "build/smoke"
@@ -81,27 +79,46 @@ dist.destroy_process_group()
 """
 
 
-def environment(version: str, wheel: Path) -> Path:
+class LeftOut(Exception):
+    """A torch cannot be installed; the text says why."""
+
+
+def environment(version: str, wheel: Path, interpreter: str = sys.executable) -> Path:
     """Return the interpreter of a virtual environment with that torch and the wheel.
 
     Args:
         version: a minor version, or an exact one such as "2.13.0" (PyPI's) or "2.13.0+cpu".
         wheel: pycomm's.
+        interpreter: the Python of the wheel.
+
+    Raises:
+        LeftOut: pip does not install that torch.
     """
-    folder = HOME / version
+    folder = home(version, wheel)
     python = folder / "bin/python"
     if not (folder / "complete").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "virtualenv", "--quiet", folder], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--no-cache-dir", "numpy"]
-        exact = version.count(".") == 2  # "===": "==" would take 2.13.0+cpu for 2.13.0
-        command = [*pip, f"torch==={version}" if exact else f"torch=={version}.*"]
-        if subprocess.run(command, check="+" not in version).returncode != 0:
-            subprocess.run([*command, "--extra-index-url", CPU_INDEX], check=True)
+        virtualenv = [sys.executable, "-m", "virtualenv", "--quiet", "--python", interpreter]
+        subprocess.run([*virtualenv, folder], check=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--no-cache-dir"]
+        # "===": "==" would take 2.13.0+cpu for 2.13.0
+        exact = version.count(".") == 2
+        command = [*pip, wanted(version).replace("==", "===") if exact else wanted(version)]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        if done.returncode and "+" in version:
+            command += ["--extra-index-url", CPU_INDEX]
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise LeftOut(reason_of(done))
         (folder / "complete").touch()
     pip = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--force-reinstall"]
     subprocess.run([*pip, wheel], check=True)
     return python
+
+
+def home(version: str, wheel: Path) -> Path:
+    """Return the folder of a torch for a wheel's Python."""
+    return HOME / f"{wheel.name.split('-')[2]}-{version}"
 
 
 @contextmanager
@@ -161,7 +178,7 @@ def soon(status: int, text: str) -> bool:
 
 def reasons(status: int, text: str) -> bool:
     """Return whether the error says for which torches there is a binary, and what is missing."""
-    told = ("the wheel has it for torch 2.11", "there is no cmake")
+    told = ("the wheel has it for torch 2.", "there is no cmake")
     return status != 0 and all(part in text for part in told)
 
 
@@ -213,13 +230,19 @@ def run(check: Check, log: Path) -> bool:
     return check.passed(status, log.read_text())
 
 
-def try_on(version: str, wheel: Path) -> list[str]:
-    """Run what has not passed yet on one torch; print a line for each; return what failed."""
+def try_on(version: str, wheel: Path, interpreter: str) -> list[str]:
+    """Run what has not passed yet on one torch; print a line for each; return what failed.
+
+    Raises:
+        LeftOut: pip does not install that torch.
+    """
+    HOME.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    python = environment(version, wheel)
+    python = environment(version, wheel, interpreter)
+    version = home(version, wheel).name
     (file,) = python.parent.parent.glob("lib/python*/site-packages/torch/version.py")
     installed = re.search(r"^__version__ = '(.*)'", file.read_text(), re.MULTILINE)
-    print(f"torch {version} is {installed[1] if installed else 'unknown'}", flush=True)
+    print(f"{version} is {installed[1] if installed else 'unknown'}", flush=True)
     failed = []
     for name, check in checks(python).items():
         stamp, log = (HOME / f"{version}.{name}.{end}" for end in ("passed", "log"))
@@ -233,29 +256,5 @@ def try_on(version: str, wheel: Path) -> list[str]:
                 failed.append(f"{version} {name}")
         took = "".join(f" ({s} s)" for s in re.findall(r"after (\d+\.\d+) s", log.read_text()))
         verdict = "FAILED" if f"{version} {name}" in failed else "passed"
-        print(f"torch {version} {name}: {verdict}{took}", flush=True)
+        print(f"{version} {name}: {verdict}{took}", flush=True)
     return failed
-
-
-def main() -> None:
-    """Try the wheel on each torch; exit with 1 if anything failed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--remove", action="store_true", help="remove each environment afterwards")
-    parser.add_argument("torch", nargs="*", default=list(MINORS), help="2.14, 2.13.0+cpu, ...")
-    options = parser.parse_args()
-    HOME.mkdir(parents=True, exist_ok=True)
-    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    wheels = sorted((ROOT / "dist").glob(f"pycomm-*-{tag}-{tag}-*.whl"))
-    if not wheels:
-        raise SystemExit("release: there is no wheel for this Python in dist/: make wheel")
-    failed = []
-    for version in options.torch:
-        failed += try_on(version, wheels[-1])
-        if options.remove:
-            shutil.rmtree(HOME / version)
-    if failed:
-        raise SystemExit(f"release: failed, see {HOME}/*.log: {', '.join(failed)}")
-
-
-if __name__ == "__main__":
-    main()

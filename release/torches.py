@@ -4,7 +4,7 @@
 
 downloads the newest release of every minor version for this Python, and unpacks from it what the
 compiler and the linker need, as FOLDER/2.13/torch. What is there already is not fetched again. A
-minor version that has no wheel for this Python is left out, and named. `--fresh` removes the
+minor version that cannot be fetched is left out, and named. `--fresh` removes the
 folder first: headers are those of one Python, and cibuildwheel builds for several in one checkout.
 """
 
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 MINORS = ("2.11", "2.12", "2.13", "2.14", "2.15")
@@ -32,41 +33,55 @@ def unpack(wheel: Path, folder: Path) -> None:
     partial.rename(folder)
 
 
-def fetch(minor: str, folder: Path) -> bool:
-    """Fetch one minor version; return whether there is one for this Python."""
+def wanted(version: str) -> str:
+    """Return pip's text for a minor version, or an exact one: "2.13", "2.13.0", "2.13.0+cpu"."""
+    return f"torch=={version}" + ("" if version.count(".") > 1 else ".*")
+
+
+def reason_of(done: subprocess.CompletedProcess[str]) -> str:
+    """Return why pip has failed, in one line."""
+    said = done.stderr.splitlines()
+    # The last one of a conflict names no package.
+    errors = [s for s in said if s.startswith("ERROR: ") and "ResolutionImpossible" not in s]
+    lines = errors or said or [f"pip exited with {done.returncode}"]
+    return lines[-1].removeprefix("ERROR: ")[:200]
+
+
+def fetch(version: str, folder: Path) -> str:
+    """Fetch one version for this Python; return "", or why there is none."""
     if (folder / "torch").exists():
-        return True
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-    ]
+        return ""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    pip += ["--only-binary", ":all:"]
     with tempfile.TemporaryDirectory(dir=folder.parent) as downloads:
-        command = [*pip, "--dest", downloads, f"torch=={minor}.*"]
+        command = [*pip, "--dest", downloads, wanted(version)]
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
         wheels = list(Path(downloads).glob("torch-*.whl"))
-        if done.returncode == 0 and wheels:
-            unpack(wheels[0], folder)
-            return True
-        if "No matching distribution" in done.stderr:
-            return False
-        raise SystemExit(f"release: torch {minor} could not be fetched:\n{done.stderr}")
+        if done.returncode or not wheels:
+            return reason_of(done)
+        unpack(wheels[0], folder)
+        return ""
 
 
-def fetch_all(folder: Path) -> list[str]:
-    """Fetch all of them; return the minor versions that are there."""
+def fetch_all(folder: Path, versions: Sequence[str] = MINORS) -> list[str]:
+    """Fetch all of them; return the versions that are there. The others are named and left out."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = [minor for minor in MINORS if fetch(minor, folder / minor)]
-    for minor in sorted(set(MINORS) - set(found)):
-        print(f"release: no torch {minor} for {sys.implementation.cache_tag}: no _c10d for it")
+    found = []
+    for version in versions:
+        why = fetch(version, folder / minor_of(version))
+        if why:
+            tag = sys.implementation.cache_tag
+            print(f"release: torch {version} for {tag} is left out, and no _c10d built: {why}")
+        else:
+            found.append(version)
     if not found:
-        raise SystemExit(f"release: no torch of {', '.join(MINORS)} for this Python")
+        raise SystemExit(f"release: no torch of {', '.join(versions)} for this Python")
     return found
+
+
+def minor_of(version: str) -> str:
+    """Return the minor version of one: a _c10d serves all of its releases and builds."""
+    return ".".join(version.split(".")[:2])
 
 
 if __name__ == "__main__":

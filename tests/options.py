@@ -1,4 +1,4 @@
-"""What is written from the table of options: a table of docs/index.md, and lines of pycomm/_C.pyi.
+"""What is written from the table of options: one of docs/api/backend.md, lines of pycomm/_C.pyi.
 
 python -m tests.options
 """
@@ -21,12 +21,12 @@ def rows() -> list[Variable]:
 
 
 def table(variables: Iterable[Variable]) -> str:
-    """Return the table of docs/index.md."""
+    """Return the table of docs/api/backend.md."""
     lines = ["", "| variable | option | meaning | default |", "| --- | --- | --- | --- |"]
     for row in variables:
         option = f"`{row.option}`" if row.option else ""
         same = "; equal on all ranks" if row.same else ""
-        more = f" ([more]({row.page}))" if row.page else ""
+        more = f" ([more](../{row.page}))" if row.page else ""
         cells = f"`{row.name}`", option, row.meaning + same + more, row.default
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", ""])
@@ -42,7 +42,7 @@ def fields(variables: Iterable[Variable]) -> str:
 def written() -> dict[Path, str]:
     """Return the texts of the two files as they should be."""
     texts = {}
-    for file, make in (("docs/index.md", table), ("pycomm/_C.pyi", fields)):
+    for file, make in (("docs/api/backend.md", table), ("pycomm/_C.pyi", fields)):
         text = (ROOT / file).read_text()
         before, mark, rest = text.partition("`python -m tests.options` writes")
         line, _, old = rest.partition("\n")

@@ -51,6 +51,7 @@ PYTHON_LAYERS = (
         "errors",
         "env",
         "folders",
+        "log",
     }
     | {"_C", "_c10d"},
 )
@@ -234,6 +235,34 @@ def readers_of_the_environment(root: Path) -> list[str]:
     return wrong
 
 
+def printers(root: Path) -> list[str]:
+    """Return sources that write for people beside the logger (pycomm/log.py), but for commands."""
+    wrong = [
+        f"{f.name}: {call}"
+        for f in cxx(root)
+        if f.name != "warning.cpp"
+        for call in re.findall(r"\b(fprintf|printf|perror|std::cerr|TORCH_WARN)\b", f.read_text())
+    ]
+    for file, name in python_files(root):
+        if name[0] != "pycomm" or name[1] in ("bench", "doctor", "plan", "run", "log", "__main__"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if ast.unparse(node) in ("print", "sys.stderr", "sys.stdout"):
+                wrong.append(f"{file.relative_to(root)}: {ast.unparse(node)}")
+    return wrong
+
+
+def users_of_numpy(root: Path) -> list[str]:
+    """Return modules of the package that need numpy, which torch does not bring."""
+    return [
+        str(file.relative_to(root))
+        for file, name in python_files(root)
+        if name[1] not in ("bench", "triton_kernels")
+        and name[-1] != "nvrtc"  # CuPy brings it
+        and re.search(r"\.numpy\(\)|from_numpy|^import numpy", file.read_text(), re.MULTILINE)
+    ]
+
+
 def unfinished(root: Path, tracked: Iterable[Path]) -> list[str]:
     word = re.compile(r"\b" + "TO" + r"DO\b|\bFIX" + r"ME\b")
     return [str(f.relative_to(root)) for f in tracked if word.search(f.read_text())]
@@ -262,6 +291,8 @@ RULES = (
     torch_users,
     imports_that_point_up,
     readers_of_the_environment,
+    printers,
+    users_of_numpy,
 )
 
 
@@ -319,6 +350,9 @@ VIOLATIONS = {
         readers_of_the_environment,
         {"pycomm/hooks/ddp.py": 'import os\nx = os.environ["X"]\n'},
     ),
+    "warns-by-torch": (printers, {"csrc/binding/torch/work.h": 'TORCH_WARN("x");\n'}),
+    "needs-numpy": (users_of_numpy, {"pycomm/policy/plan.py": "x = tensor.numpy()\n"}),
+    "prints": (printers, {"pycomm/policy/plan.py": "import sys\nx = sys.stderr\n"}),
     "folders-in-a-circle": (
         folders_in_circles,
         {

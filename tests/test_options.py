@@ -15,7 +15,7 @@ from tests.options import ROOT, rows, table, written
 
 TABLE = "csrc/core/option_table.h"
 DEFAULTS = {row.option: getattr(_C.GroupOptions(), row.option) for row in rows() if row.option}
-TOY = 'GROUP_OPTION(int, toy, 3, "PYCOMM_TOY", whole(1, 9), same, "a toy, `1` to `9`", "", "");\n'
+TOY = 'GROUP_OPTION(int, toy, 3, "PYCOMM_TOY", whole(1, 9), same, tcp, "a toy, 1 to 9", "", "");\n'
 PROGRAM = """
 #include <cstdio>
 #include "core/env.h"
@@ -24,7 +24,8 @@ int main() {
   try {
     std::printf("%d %d\\n", pycomm::GroupOptions().toy, pycomm::env().toy);
     for (const auto& row : pycomm::option_rows())
-      if (row.name == std::string("toy")) std::printf("%s %d\\n", row.meaning, row.same);
+      if (row.name == std::string("toy"))
+        std::printf("%s %d %s\\n", row.meaning, row.same, row.acts);
   } catch (const pycomm::Error& error) {
     std::puts(error.what());
   }
@@ -32,7 +33,7 @@ int main() {
 """
 
 
-@pytest.mark.parametrize("file", ["docs/index.md", "pycomm/_C.pyi"])
+@pytest.mark.parametrize("file", ["docs/api/backend.md", "pycomm/_C.pyi"])
 def test_written_lines_are_those_of_the_table(file):
     """`python -m tests.options` writes them."""
     assert (ROOT / file).read_text() == written()[ROOT / file]
@@ -78,7 +79,7 @@ def test_one_row_makes_an_option(tmp_path):
         done = subprocess.run([program], env=clean | variables, capture_output=True, text=True)
         return done.stdout.splitlines()
 
-    assert run() == ["3 3", "a toy, `1` to `9` 1"]
+    assert run() == ["3 3", "a toy, 1 to 9 1 tcp"]
     assert run(PYCOMM_TOY="4")[0] == "3 4"
     expected = "expected a whole number from 1 to 9"
     assert run(PYCOMM_TOY="x") == [f"PYCOMM_TOY=x is invalid: {expected}"]

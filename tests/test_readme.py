@@ -1,15 +1,20 @@
-"""README's script has the output that stands below it, and its tables say what the code does."""
+"""README and docs/start.md: scripts have the output that stands below them, tables are true."""
 
 from __future__ import annotations
 
+import inspect
+import pydoc
 import re
 import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
 
+import pytest
+
 import pycomm
 from tests.torch.interpreter import ROOT, run
+from tests.torch.torchrun import launch
 
 README = (ROOT / "README.md").read_text()
 
@@ -37,6 +42,45 @@ def test_the_table_of_codecs_has_their_bytes():
         for spec, bytes_per_value in {specs[0]: ends[0], specs[-1]: ends[-1]}.items():
             sent = pycomm.codec(spec).encoded_bytes(1 << 20) / (1 << 20)
             assert abs(sent - bytes_per_value) < 0.001, spec
+
+
+@pytest.mark.timeout(300)
+def test_commands_of_the_start_page_say_what_it_shows(tmp_path: Path):
+    page = (ROOT / "docs/start.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    blocks = re.findall(r"^```\n(\$ .*?)^```", page, re.DOTALL | re.MULTILINE)
+    shown = [part.splitlines() for block in blocks for part in block.split("$ ")[1:]]
+    assert len(shown) == 5
+    for command, *lines in shown:
+        variables = dict(word.split("=") for word in command.split() if word.startswith("PYCOMM_"))
+        program, *words = command.split()[len(variables) :]
+        assert program == "torchrun"
+        assert words[:2] == ["--nproc-per-node", "2"]
+        printed = launch(*words[2:], folder=tmp_path, **variables)
+        said = [timeless(line) for line in printed.splitlines()]
+        assert [line for line in lines if timeless(line) not in ("...", *said)] == []
+
+
+def timeless(line: str) -> str:
+    """Return a line without what differs between machines."""
+    return re.sub(r"(in )\d+\.\d( s$)|(torch )\S+(;)", r"\1\3\2\4", line)
+
+
+def test_returns_are_one_paragraph():
+    """In Google's style, what precedes a colon there is a type."""
+    pages = "".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
+    found = 0
+    for name in re.findall(r"^::: (\S+)", pages, re.MULTILINE):
+        if name.startswith("pycomm.torchft"):  # which may be absent
+            continue
+        thing: object = pydoc.locate(name)
+        parts = [thing, *(v for k, v in inspect.getmembers(thing) if not k.startswith("_"))]
+        for doc in filter(None, map(inspect.getdoc, parts)):
+            for line in re.findall(r"^ *Returns:\n +(.*)", doc, re.MULTILINE):
+                found += 1
+                assert not re.match(r"[^`;.]*: ", line), (name, line)
+    assert found > 15
 
 
 def test_every_link_leads_to_a_file():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import subprocess
 import sys
+import zipfile
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -14,7 +16,8 @@ import setuptools
 import yaml
 from setuptools.config.pyprojecttoml import read_configuration
 
-from release import torches
+from release import __main__ as release
+from release import smoke, torches
 
 ROOT = Path(__file__).parent.parent
 CONFIGURATION = read_configuration(ROOT / "pyproject.toml", expand=False)
@@ -69,6 +72,8 @@ def test_the_version_is_in_one_place():
         and re.search(rf"version\W+{re.escape(version)}\b", (ROOT / path).read_text())
     ]
     assert elsewhere == []
+    heads = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert heads[0] == version
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
@@ -122,6 +127,57 @@ def test_releases_match_the_documented_versions():
     assert CONFIGURATION["project"]["requires-python"] == f">=3.{pythons[0]}"
     assert ", ".join(torches.MINORS) in page
     assert set(built["archs"]) == {"x86_64", "aarch64"}
+    assert [f"3.{python}" for python in pythons[:-1]] == list(release.PYTHONS)
+
+
+class Pip:
+    """Takes the place of `subprocess.run`: it has torch 2.13 alone."""
+
+    def __call__(self, command, **_):
+        if any(str(word).startswith("torch==2.13") for word in command):
+            with zipfile.ZipFile(
+                Path(command[command.index("--dest") + 1], "torch-2.13.whl"), "w"
+            ) as file:
+                file.writestr("torch/version.py", "")
+            return subprocess.CompletedProcess(command, 0, "", "")
+        said = "noise\nERROR: No matching distribution found for torch\nnoise\n"
+        failed = any("torch=" in str(word) for word in command)
+        return subprocess.CompletedProcess(command, int(failed), "", said)
+
+
+def test_a_torch_that_cannot_be_fetched_is_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "run", Pip())
+    assert torches.fetch_all(tmp_path, ("2.99", "2.13.0+cpu")) == ["2.13.0+cpu"]
+    assert (tmp_path / "2.13/torch/version.py").exists()
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said.startswith("release: torch 2.99 for cp")
+    assert said.endswith(": No matching distribution found for torch")
+    with pytest.raises(SystemExit, match=r"no torch of 2\.99 for this Python"):
+        torches.fetch_all(tmp_path, ("2.99",))
+
+
+def test_a_torch_that_cannot_be_installed_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(smoke, "HOME", tmp_path)
+    monkeypatch.setattr(subprocess, "run", Pip())
+    wheel = tmp_path / "pycomm-0-cp311-cp311-linux.whl"
+    wheel.touch()
+    for version in ("2.99", "2.99.0+cpu"):
+        with pytest.raises(smoke.LeftOut, match="No matching distribution"):
+            smoke.try_on(version, wheel, sys.executable)
+
+
+def test_a_release_takes_interpreters_that_run(tmp_path, monkeypatch):
+    here = "{}.{}".format(*sys.version_info)
+    other = tmp_path / "versions/3.98.1/bin/python"
+    for file, code in ((other, "0"), (tmp_path / "bin/python3.99", "1")):
+        file.parent.mkdir(parents=True)
+        file.write_text(f"#!/bin/sh\nexit {code}\n")
+        file.chmod(0o755)
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{Path(sys.executable).parent}")
+    assert release.interpreter("3.98") == str(other)
+    assert release.interpreter("3.99") == ""  # as pyenv's stand-in for one that is not installed
+    assert release.interpreter(here)
 
 
 @pytest.mark.parametrize(
@@ -141,4 +197,33 @@ def test_setup_names_a_missing_tool_in_one_line(lacks, says):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     assert says in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+NINJA = """[1/9] Building CXX object a.o
+FAILED: b.o
+c++ -O3 -Werror=all -c b.cpp
+In file included from b.cpp:1:
+b.h:7:3: error: 'x' was not declared in this scope
+    7 |   x;
+      |   ^
+ninja: build stopped: subcommand failed.
+"""
+
+
+def test_setup_shows_the_first_errors_of_a_compiler(tmp_path):
+    for name, text in (
+        ("cmake", f"case $1 in --build) cat <<'END'\n{NINJA}END\nexit 1;; esac"),
+        ("ninja", ""),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYCOMM_BUILD": "BINDING"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    first, *_, last = done.stderr.splitlines()
+    assert first == "b.h:7:3: error: 'x' was not declared in this scope"
+    assert "cmake --build" in last
+    assert "failed" in last
     assert "Traceback" not in done.stderr

@@ -24,11 +24,15 @@ DEMO_HEAD = ("run", "step", "wire per step", "held-out loss", "speed-up")
 
 
 def demo_cells(
-    run: str, seconds: float, first: float, wire_bytes: float, loss: float
+    run: str, seconds: float, first: float | None, wire_bytes: float, loss: float
 ) -> tuple[str, ...]:
-    """Return the row of a run of the demo; `first` is the step of the one it is compared with."""
+    """Return the row of a run of the demo.
+
+    `first` is the step of the one it is compared with; None: the speed-up means nothing.
+    """
+    gain = "held back" if first is None else f"{first / seconds:.2f} x"
     sent = f"{wire_bytes / 1e6:.2f} MB"
-    return run, f"{seconds * 1e3:.0f} ms", sent, f"{loss:.4f}", f"{first / seconds:.2f} x"
+    return run, f"{seconds * 1e3:.0f} ms", sent, f"{loss:.4f}", gain
 
 
 def exact_of(label: str) -> str:

@@ -1,10 +1,12 @@
 """Data-parallel training of a small language model, written as a user of DDP would.
 
     torchrun --nproc-per-node 2 -m pycomm.bench.training.train --backend pycomm --codec int4
+    torchrun --nproc-per-node 2 -m pycomm.bench.training.train --turns gloo pycomm pycomm:int4
 
 A byte-level transformer learns Python from the standard library's own sources. All runs share
 weights, data and their order, and differ only in the backend and the codec, so two exact runs have
-equal losses. Rank 0 writes one JSON object per step to `--log`.
+equal losses. Rank 0 writes one JSON object per step to `--log`. With `--turns` several runs take
+turns in one job, ten steps each, so that what else the machine does meets all of them alike.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -119,28 +123,43 @@ def loss_of(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, text: torch.Tensor, config: Config, count: int) -> float:
+def evaluate(
+    model: nn.Module,
+    text: torch.Tensor,
+    config: Config,
+    count: int,
+    group: dist.ProcessGroup | None = None,
+) -> float:
     """Return the loss on `count` windows spread over the text; each rank takes its share."""
     starts = torch.linspace(0, text.numel() - config.context - 1, count).long()
     share = starts[dist.get_rank() :: dist.get_world_size()]
     losses = [loss_of(model, windows(text, part, config.context)) for part in share.split(16)]
     mean = torch.stack(losses).mean()
-    dist.all_reduce(mean)
+    dist.all_reduce(mean, group=group)
     return float(mean) / dist.get_world_size()
 
 
 # ------------------------------------------------------------------ training
 
 
-def wire_bytes() -> int:
-    """Return the bytes this rank has sent: by its interface's counter, else by pycomm's."""
+def wire_bytes(group: dist.ProcessGroup | None = None) -> int:
+    """Return the bytes this rank has sent: by its interface's counter, else by the group's."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     if interface != "lo":
         return interface_bytes(interface)
     from pycomm.backend import find
 
-    backend = find()
+    backend = find(group)
     return backend.wire_bytes if backend else 0
+
+
+def processor_ns() -> tuple[int, int]:
+    """Return for how long this thread has run, and waited for a processor, in ns; 0: not known."""
+    try:
+        ran, waited, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
+    except (OSError, ValueError):
+        return 0, 0
+    return ran, waited
 
 
 def schedule(step: int, config: Config) -> float:
@@ -151,12 +170,20 @@ def schedule(step: int, config: Config) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * done)
 
 
-def train(config: Config, method: Method) -> Iterator[dict[str, float]]:
-    """Train; yield a record of each step, and at the end the result."""
+def train(
+    config: Config, method: Method, group: dist.ProcessGroup | None = None
+) -> Iterator[dict[str, float]]:
+    """Train; yield a record of each step, and at the end the result.
+
+    Args:
+        config: the settings.
+        method: how gradients are averaged.
+        group: all ranks, with the method's backend; None: the default group.
+    """
     torch.manual_seed(config.seed)
-    model = method.wrap(Transformer(config))
+    model = method.wrap(Transformer(config), group)
     betas = config.beta1, 0.95
-    optimizer, finish = method.optimizer(model, config.learning_rate, betas)
+    optimizer, finish = method.optimizer(model, config.learning_rate, betas, group)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
     text, held_out = CORPORA[config.corpus]()
     data = batches(text, config, dist.get_rank(), dist.get_world_size())
@@ -164,29 +191,47 @@ def train(config: Config, method: Method) -> Iterator[dict[str, float]]:
 
     seconds: list[float] = []
     sent: list[int] = []
+    ran = waited = 0
     for step in range(1, config.steps + config.extra + 1):
-        start, sent_before = time.perf_counter(), wire_bytes()
+        start, sent_before, before = time.perf_counter(), wire_bytes(group), processor_ns()
         loss = loss_of(model, next(data))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
         seconds.append(time.perf_counter() - start)
-        sent.append(wire_bytes() - sent_before)
+        sent.append(wire_bytes(group) - sent_before)
+        after = processor_ns()
+        ran, waited = ran + after[0] - before[0], waited + after[1] - before[1]
         row = {"step": step, "seconds": sum(seconds), "loss": loss.item()}
         if step % config.evaluate_every == 0 or step == 1:
-            row["held_out"] = evaluate(bare, held_out, config, WINDOWS)
+            row["held_out"] = evaluate(bare, held_out, config, WINDOWS, group)
         if step == config.steps:
             finish()
             row["mean_wire_bytes"] = sum(sent) / len(sent)  # codecs may change on the way
-            row["final"] = evaluate(bare, held_out, config, FINAL_WINDOWS)
+            row["final"] = evaluate(bare, held_out, config, FINAL_WINDOWS, group)
         yield row
     settled = len(seconds) // 10  # the first steps allocate, and DDP rebuilds its buckets
     yield {
         "step_seconds": statistics.median(seconds[settled:]),
         "wire_bytes": statistics.median(sent[settled:]),
-        "held_out": evaluate(bare, held_out, config, FINAL_WINDOWS),
+        "held_out": evaluate(bare, held_out, config, FINAL_WINDOWS, group),
+        "waited": waited / (ran + waited or 1),
     }
+
+
+def take_turns(config: Config, methods: Sequence[Method]) -> Iterator[dict[str, float]]:
+    """Train with several methods, `evaluate_every` steps at a time; records name the `turn`."""
+    groups = [dist.new_group(backend=method.backend) for method in methods]
+    running = [train(config, *one) for one in zip(methods, groups, strict=True)]
+    order = [*range(len(methods))]
+    while order:
+        for turn in list(order):
+            rows = [*islice(running[turn], config.evaluate_every)]
+            yield from ({"turn": turn, **row} for row in rows)
+            if len(rows) < config.evaluate_every:
+                order.remove(turn)
+        order = [*order[1:], *order[:1]]  # another one begins
 
 
 def alone(steps: int) -> list[torch.Tensor]:
@@ -213,20 +258,24 @@ def main() -> int:
     parser.add_argument("--backend", default="pycomm")
     parser.add_argument("--codec", default="", help="compress gradients: int8, int4, ...")
     parser.add_argument("--method", help="instead: the label of one of methods.py")
+    parser.add_argument("--turns", nargs="+", metavar="BACKEND[:CODEC]", help="instead: several")
     parser.add_argument("--log", default="/dev/stdout", help="JSON lines of rank 0 go here")
     for name, default in asdict(Config()).items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(default), default=default)
     args = vars(parser.parse_args())
-    backend, codec, label, log = (args.pop(n) for n in ("backend", "codec", "method", "log"))
+    names = ("backend", "codec", "method", "log", "turns")
+    backend, codec, label, log, turns = (args.pop(name) for name in names)
     method = Method("", backend, codec)
     if label:
         method = next(m for m in METHODS if m.label == label)
 
     torch.set_num_threads(1)
     dist.init_process_group(method.backend)
+    several = [Method("", name, spec) for name, _, spec in (t.partition(":") for t in turns or ())]
+    config = Config(**args)
     with open(log if dist.get_rank() == 0 else os.devnull, "a") as file:
-        for row in train(Config(**args), method):
+        for row in take_turns(config, several) if several else train(config, method):
             print(json.dumps(row), file=file, flush=True)
     # DDP is part of a reference cycle that holds the group. Gloo's threads live as long as the
     # group, and one that releases a tensor at interpreter exit aborts the process (pytorch#190489).

@@ -57,6 +57,7 @@ void Communicator::set_timeout(Milliseconds timeout) { impl_->set_timeout(timeou
 std::vector<int> Communicator::levels() const { return impl_->levels(); }
 std::vector<uint32_t> Communicator::shares() const { return impl_->shares(); }
 std::string Communicator::describe() const { return impl_->mesh().describe(); }
+std::vector<std::string> Communicator::transports() const { return impl_->mesh().transports(); }
 uint64_t Communicator::wire_bytes() const { return impl_->mesh().wire_bytes(); }
 uint64_t Communicator::sent_bytes() const { return impl_->mesh().sent_bytes(); }
 bool Communicator::compares() const { return impl_->compares(); }

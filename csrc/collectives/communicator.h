@@ -45,6 +45,8 @@ class PYCOMM_API Communicator final : public ParentGroup {
   std::vector<uint32_t> shares() const;
   /// Human-readable summary, such as "2 ranks: shm to 1".
   std::string describe() const;
+  /// Names of its transports: "shm", "tcp", both, "local", or none in a group of one rank.
+  std::vector<std::string> transports() const;
   /// Bytes that this rank has handed to TCP, and to any transport, since the start.
   uint64_t wire_bytes() const;
   uint64_t sent_bytes() const;

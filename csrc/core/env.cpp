@@ -152,10 +152,11 @@ const Env& env() {
 std::vector<OptionRow> option_rows() {
   enum Ranks { any, same };
   std::vector<OptionRow> rows;
-#define GROUP_OPTION(type, name, value, variable, check, ranks, meaning, default_text, page) \
-  rows.push_back({true, #name, variable, ranks == same, meaning, default_text, page})
-#define PROCESS_OPTION(type, name, value, variable, check, ranks, meaning, default_text, page) \
-  rows.push_back({false, #name, variable, ranks == same, meaning, default_text, page})
+#define GROUP_OPTION(type, name, value, variable, check, ranks, acts, meaning, default_text, page) \
+  rows.push_back({true, #name, variable, ranks == same, #acts, meaning, default_text, page})
+#define PROCESS_OPTION(type, name, value, variable, check, ranks, acts, meaning, default_text, \
+                       page)                                                                   \
+  rows.push_back({false, #name, variable, ranks == same, #acts, meaning, default_text, page})
 #include "core/option_table.h"
   return rows;
 }

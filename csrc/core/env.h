@@ -39,7 +39,8 @@ struct OptionRow {
   bool of_group;
   const char* name;
   const char* variable;
-  bool same;  ///< on all ranks
+  bool same;         ///< on all ranks
+  const char* acts;  ///< what heeds it: each "group", or one whose ranks talk by "tcp" or "shm"
   const char* meaning;
   const char* default_text;
   const char* page;

@@ -1,13 +1,15 @@
 // The table of options. From it come the fields of GroupOptions and Env (core/env.h), what is read
 // from the environment (core/env.cpp), the properties of the bindings, and `_C.OPTIONS`, from which
-// come the doctor's texts, the table in docs/index.md and the stub pycomm/_C.pyi.
+// come the doctor's texts, the table in docs/api/backend.md and the stub pycomm/_C.pyi.
 //
-//   OPTION(type, name, default, variable, check, ranks, meaning, text of the default, page)
+//   OPTION(type, name, default, variable, check, ranks, acts, meaning, text of the default, page)
 //
 // GROUP_OPTION: an argument of each group, whose default is the variable. PROCESS_OPTION: a
 // variable alone. `check` is a function of core/env.cpp that parses the variable. `ranks` is `same`
-// if all ranks must have the same value, else `any`. An empty text stands for the default's value;
-// `page` is where docs say more. A file that includes this defines one macro or both.
+// if all ranks must have the same value, else `any`. `acts` is what heeds the option: each `group`,
+// or one whose ranks talk by `tcp` or `shm`; pycomm/log.py names options that a group ignores. An
+// empty text stands for the default's value; `page` is where docs say more. A file that includes
+// this defines one macro or both.
 
 #ifndef GROUP_OPTION
 #define GROUP_OPTION(...)
@@ -17,82 +19,82 @@
 #endif
 
 GROUP_OPTION(std::string, transport, "auto", "PYCOMM_TRANSPORT", words({"auto", "shm", "tcp"}),
-             same,
+             same, group,
              "how ranks communicate: `shm` (shared memory), `tcp`, or `auto`: shared memory where "
              "the probe finds it, else TCP",
              "", "");
 GROUP_OPTION(std::string, algo, "auto", "PYCOMM_ALGO",
-             words({std::begin(kAlgoNames), std::end(kAlgoNames)}), same,
+             words({std::begin(kAlgoNames), std::end(kAlgoNames)}), same, group,
              "`auto`, or the algorithm of the collectives that have it. All but `auto` and "
              "`hierarchical` go over channels even where memory is shared",
              "", "algorithms.md");
-GROUP_OPTION(double, link_bytes_per_second, 0, "PYCOMM_LINK", rate, any,
+GROUP_OPTION(double, link_bytes_per_second, 0, "PYCOMM_LINK", rate, any, tcp,
              "rate to which each rank paces what it sends by TCP, such as `200mbit`: emulates a "
              "slow link without root",
              "no limit", "");
-GROUP_OPTION(std::string, rate, "", "PYCOMM_RATE", link_rate, any,
+GROUP_OPTION(std::string, rate, "", "PYCOMM_RATE", link_rate, any, tcp,
              "what the link of this host carries: `100mbit`, or `20mbit/50mbit` (sent and "
              "received); ranks with a slower link own less of a reduction",
              "`PYCOMM_LINK`, if it is set, else no limit", "networks.md");
-GROUP_OPTION(int, sockets, 0, "PYCOMM_SOCKETS", whole(1, 16), same, "TCP sockets per peer, 1 to 16",
-             "2; 4 from a round trip of 10 ms on", "");
-GROUP_OPTION(std::string, congestion, "auto", "PYCOMM_CONGESTION", text, any,
+GROUP_OPTION(int, sockets, 0, "PYCOMM_SOCKETS", whole(1, 16), same, tcp,
+             "TCP sockets per peer, 1 to 16", "2; 4 from a round trip of 10 ms on", "");
+GROUP_OPTION(std::string, congestion, "auto", "PYCOMM_CONGESTION", text, any, tcp,
              "TCP's congestion control of what this rank sends, by the kernel's name (`cubic`), or "
              "`auto`: bbr for peers at a round trip of 1 ms or more, if the kernel allows it, reno "
              "inside a host, else the system's",
              "", "networks.md#throughput");
-GROUP_OPTION(std::string, interface, "", "PYCOMM_INTERFACE", text, any,
+GROUP_OPTION(std::string, interface, "", "PYCOMM_INTERFACE", text, any, tcp,
              "interfaces or addresses for TCP, all of which are used: `eth0`, `10.0.0.5`, "
              "`eth0,eth1`, `eth*`, `^docker*,lo`",
              "`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`, else loopback on one host, else the "
              "route to the store",
              "");
-GROUP_OPTION(std::string, ports, "", "PYCOMM_PORTS", port_range, any,
+GROUP_OPTION(std::string, ports, "", "PYCOMM_PORTS", port_range, any, tcp,
              "ports on which ranks listen for each other, for firewalls: `29600-29700`; each group "
              "takes one per rank and interface",
              "any", "networks.md#addresses-and-ports");
-GROUP_OPTION(std::string, advertise, "", "PYCOMM_ADVERTISE", text, any,
+GROUP_OPTION(std::string, advertise, "", "PYCOMM_ADVERTISE", text, any, tcp,
              "address by which ranks of other hosts reach this one, where that is not the "
              "interface's own (NAT, containers): `203.0.113.7`, or with the port that is mapped to "
              "the only one of `PYCOMM_PORTS`; one for each interface, joined by commas",
              "the interface's", "networks.md#addresses-and-ports");
-GROUP_OPTION(std::string, secret, "", "PYCOMM_SECRET", text, same,
+GROUP_OPTION(std::string, secret, "", "PYCOMM_SECRET", text, same, group,
              "secret of the handshake between ranks", "random, shared by the store", "");
 GROUP_OPTION(
-    std::string, tls, "auto", "PYCOMM_TLS", words({"auto", "on", "off"}), same,
+    std::string, tls, "auto", "PYCOMM_TLS", words({"auto", "on", "off"}), same, tcp,
     "`on`: every TCP connection is encrypted by TLS 1.3 (OpenSSL 3); `auto`: where a secret "
     "is given and OpenSSL 3 is installed",
     "", "reliability.md#encryption");
 GROUP_OPTION(std::string, checksum, "auto", "PYCOMM_CHECKSUM", words({"auto", "payload", "header"}),
-             any,
+             any, tcp,
              "checksum of TCP frames: `payload` (CRC-32C of header and payload), `header`, or "
              "`auto`: payloads too, unless all ranks are on one host or TLS authenticates them",
              "", "");
-GROUP_OPTION(std::string, check, "none", "PYCOMM_CHECK", words({"none", "results"}), same,
+GROUP_OPTION(std::string, check, "none", "PYCOMM_CHECK", words({"none", "results"}), same, group,
              "`results`: digests of results and parameters travel with the next operation, and a "
              "difference is an error",
              "", "reliability.md#divergence-detection");
-GROUP_OPTION(int, trace_size, 2048, "PYCOMM_TRACE_SIZE", whole(0, 1000000), any,
+GROUP_OPTION(int, trace_size, 2048, "PYCOMM_TRACE_SIZE", whole(0, 1000000), any, group,
              "operations that each group remembers, 0 to 1000000", "", "trace.md");
 
-PROCESS_OPTION(std::string, secret_file, "", "PYCOMM_SECRET_FILE", text, any,
+PROCESS_OPTION(std::string, secret_file, "", "PYCOMM_SECRET_FILE", text, any, group,
                "file that holds the secret, which only its user can write and not everybody can "
                "read, in place of `PYCOMM_SECRET`",
                "none", "reliability.md#authentication");
-PROCESS_OPTION(std::string, trace, "", "PYCOMM_TRACE", text, any,
+PROCESS_OPTION(std::string, trace, "", "PYCOMM_TRACE", text, any, group,
                "folder into which every rank writes its recent operations when a group fails",
                "not written", "trace.md");
-PROCESS_OPTION(Milliseconds, timeout, Milliseconds(300000), "PYCOMM_TIMEOUT", seconds, same,
+PROCESS_OPTION(Milliseconds, timeout, Milliseconds(300000), "PYCOMM_TIMEOUT", seconds, same, group,
                "seconds that one operation may take, unless `timeout=` is given",
                "300; torch's 1800 in its process groups", "");
-PROCESS_OPTION(std::string, host_id, "", "PYCOMM_HOST_ID", text, any,
+PROCESS_OPTION(std::string, host_id, "", "PYCOMM_HOST_ID", text, any, group,
                "a name for this machine that no other has, where clones of one snapshot have the "
                "same hostname; equal for all its ranks",
                "the hostname", "");
-PROCESS_OPTION(int, spin, -1, "PYCOMM_SPIN", whole(-1, 1000000000), any,
+PROCESS_OPTION(int, spin, -1, "PYCOMM_SPIN", whole(-1, 1000000000), any, shm,
                "how often a wait on shared memory polls before it yields",
                "from the number of cores", "");
-PROCESS_OPTION(std::string, master_addr, "", "MASTER_ADDR", text, any,
+PROCESS_OPTION(std::string, master_addr, "", "MASTER_ADDR", text, any, group,
                "torchrun's: the host of its store, whose route names the interface for TCP", "none",
                "");
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-from pycomm import _register
+from pycomm import _register, log
 from pycomm._build import load_c10d
 from pycomm.backend.timeouts import let_torch_set_timeouts
 from pycomm.env import env, let_groups_allocate_buckets
@@ -32,9 +32,11 @@ def create(given: Any, options: Options | None) -> Backend:
 
     Raises:
         TypeError: options of another type.
+        ValueError: PYCOMM_LOG is no level.
         PeerLost: a rank died after it had joined, or is known to the default group as lost.
         Timeout: some ranks did not join; the text names them.
     """
+    log.set_level()
     c10d = load_c10d()
     parent = find()
     if options is None:
@@ -60,7 +62,20 @@ def create(given: Any, options: Options | None) -> Backend:
         given.group_id,
         parent if isinstance(parent, c10d.Backend) else None,
     )
+    if not options.enable_reconfigure:  # else it has no members yet
+        begin(made)
     return made
+
+
+def begin(group: Backend) -> None:
+    """Say at the start of a group of several ranks what it runs on, and what it ignores."""
+    if group.size() == 1:
+        return
+    options, how = group.options, group.describe()
+    if torch.cuda.is_available():
+        how += f"; tensors of GPUs: device_path={options.device_path}"
+    chosen = ("group", *group.transports)
+    log.begin(group.rank(), how, chosen, lambda name: getattr(options, name))
 
 
 _register.register(create)

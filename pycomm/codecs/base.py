@@ -132,7 +132,7 @@ class Codec(ABC):
             index: index of ``x[0]`` in its tensor, a multiple of ``granule``.
 
         Returns:
-            The payload: ``out``.
+            The payload in ``out``.
 
         Raises:
             TypeError: a wrong dtype.
@@ -174,7 +174,7 @@ class Codec(ABC):
             out: number of values, or a float32 tensor that is overwritten.
 
         Returns:
-            float32: ``out``, or a new tensor of one dimension.
+            ``out``, or a new tensor of one dimension, in float32.
 
         Raises:
             TypeError: a wrong dtype.

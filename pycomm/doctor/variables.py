@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import subprocess
@@ -13,10 +12,9 @@ from pathlib import Path
 
 from pycomm.doctor.finding import Finding
 from pycomm.doctor.probe import AT_IMPORT
-from pycomm.env import PREFIX, VARIABLES, Variable, with_only
+from pycomm.env import BUILD, PREFIX, VARIABLES, Variable, guess, with_only
 
 TOPIC = "environment"
-BUILD = ("PYCOMM_CUDA", "PYCOMM_CUDA_ARCH", "PYCOMM_TORCH", "PYCOMM_SANITIZE")
 # Other projects' variables: the core takes its interface from them if PYCOMM_INTERFACE is not set.
 OTHERS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR")
 # Variables meant for experiments, and their cost if they are left set.
@@ -79,9 +77,7 @@ def judge(
         elif not core():
             yield _finding("note", name, f"{value}: the core, which may read it, does not load")
         else:
-            near = difflib.get_close_matches(name, [*known, *BUILD], 1)
-            guess = f"did you mean {near[0]}? Else unset it" if near else "unset it"
-            yield _finding("warning", name, "nothing of pycomm reads it", guess)
+            yield _finding("warning", name, "nothing of pycomm reads it", guess(name, known))
     if not any(name.startswith(PREFIX) for name in given):
         yield _finding("ok", f"{PREFIX}*", "none is set: everything is as we chose it")
 

@@ -77,6 +77,7 @@ def reconfigure(
 
 def fit(group: dist.ProcessGroup, ours: Backend) -> None:
     """Let torch's records of a group follow its backend, after its members have changed."""
+    backend.begin(ours)
     ours.set_shape_of(group)
     if group in c10d._world.pg_group_ranks:
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(ours.size())}

@@ -11,6 +11,7 @@ import torch
 from pycomm.elastic.chain import Message, Receiver, Sender, send_ahead
 from pycomm.elastic.chunks import Chunks
 from pycomm.elastic.contents import Form, empty, read_forms
+from pycomm.policy.exchange import bytes_of
 
 How = tuple[int, bool]
 """Size of a chunk in bytes, and whether floats are coded."""
@@ -73,7 +74,7 @@ def _receive(
 ) -> tuple[list[torch.Tensor], Packed]:
     receiver.expect(2)  # the preface, and the end
     ((preface, _),) = receiver.receive([None])
-    pickled, forms = read_forms(preface.numpy().tobytes())
+    pickled, forms = read_forms(bytes_of(preface))
     staged = [empty(form) for form in known]
     rest = [empty(form) for form in forms]
     chunks = Chunks([*staged, *rest], *how)

@@ -69,7 +69,7 @@ def hand_over(
             on all ranks. Three of them have to pass a link within the group's timeout.
 
     Returns:
-        The rank that has sent its state; None: no member was new.
+        The rank that has sent its state; None if no member was new.
 
     Raises:
         TypeError, ValueError: bad arguments.

@@ -13,7 +13,6 @@ A backward is a step: ZeRO 2 and 3 reduce in each, also while gradients accumula
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,10 +26,9 @@ from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Cut
 from pycomm.hooks.replaced import ReplacedState, is_a, state_in
+from pycomm.log import logger
 from pycomm.policy import CODED, Decision, Policy
 from pycomm.policy.names import clean
-
-logger = logging.getLogger("pycomm")
 
 _states: weakref.WeakSet[DeepSpeedState] = weakref.WeakSet()
 

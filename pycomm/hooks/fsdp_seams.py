@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
@@ -18,10 +17,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo
 
 from pycomm.errors import Error
+from pycomm.log import logger
 from pycomm.policy import CODED, Plan
 from pycomm.policy.names import clean
-
-logger = logging.getLogger("pycomm")
 
 # torch 2.13 renamed them, and warns about the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

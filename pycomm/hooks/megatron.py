@@ -9,7 +9,6 @@ and ends in the middle of parameters, so the owner of a value is not the rank th
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +18,9 @@ from torch import nn
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.hooks.replaced import ReplacedState, is_a, state_in
+from pycomm.log import logger
 from pycomm.policy import Policy
 from pycomm.policy.names import clean
-
-logger = logging.getLogger("pycomm")
 
 
 def is_megatron(model: nn.Module) -> bool:

@@ -8,7 +8,6 @@ found among the callers.
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -20,8 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pycomm import monitor
 from pycomm.hooks import deepspeed
-
-logger = logging.getLogger("pycomm")
+from pycomm.log import logger
 
 _STEPS = 3  # optimizer steps, after which a script with several ranks has wrapped its model
 

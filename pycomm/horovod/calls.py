@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pycomm.errors import WireMismatch
 from pycomm.horovod.process_sets import ProcessSet, group_of
-from pycomm.policy.exchange import answer, device_of
+from pycomm.policy.exchange import answer, bytes_of, device_of
 
 TEXT = 200  # bytes of a call's text that travel, for the error
 
@@ -40,7 +40,7 @@ class Call:
         if self.size > 1:
             written = text.encode()
             head = hashlib.blake2b(written, digest_size=16).digest()
-            own = bytearray(head + written[:TEXT].ljust(TEXT) + self._numbers.numpy().tobytes())
+            own = bytearray(head + written[:TEXT].ljust(TEXT) + bytes_of(self._numbers))
             sent = torch.frombuffer(own, dtype=torch.uint8).to(device_of(self.group))
             self._rows = [torch.empty_like(sent) for _ in range(self.size)]
             self._work = dist.all_gather(self._rows, sent, group=self.group, async_op=True)
@@ -57,7 +57,7 @@ class Call:
         """
         if self.size == 1:
             return [self._numbers.tolist()]
-        rows = [answer(self._work, row).numpy().tobytes() for row in self._rows]
+        rows = [bytes_of(answer(self._work, row)) for row in self._rows]
         for rank, row in enumerate(rows):
             if row[:16] != rows[0][:16]:
                 texts = [r[16 : 16 + TEXT].decode(errors="replace").strip() for r in (rows[0], row)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -13,12 +12,11 @@ from torch.distributed.tensor import DTensor
 from pycomm.local_sgd.fragments import Fragment, split
 from pycomm.local_sgd.inner import InnerOptimizers
 from pycomm.local_sgd.outer import OuterParameters, Values, broadcast
+from pycomm.log import logger
 from pycomm.policy.exchange import start_gather
 from pycomm.policy.names import clean, few
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.weights import factors
-
-logger = logging.getLogger("pycomm")
 
 
 @dataclass(frozen=True)

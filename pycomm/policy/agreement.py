@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+import pycomm
+from pycomm import backend, log
 from pycomm.errors import WireMismatch
-from pycomm.policy.exchange import answer, gather_json
+from pycomm.policy.exchange import answer, device_of, gather_json
 from pycomm.policy.rules import Decision
 
 
@@ -32,21 +34,33 @@ def summary(decisions: Iterable[Decision]) -> str:
 def agree_on_options(options: Sequence[str], *groups: dist.ProcessGroup) -> None:
     """Check that all ranks of a group, or of a mesh, were given the same options; collective.
 
+    They must also run the same version of pycomm.
+
     Args:
         options: a line for each option, in the same order on all ranks.
         groups: the group; for a mesh the groups along its dimensions, the last one first.
 
     Raises:
-        WireMismatch: options differ; raised on all ranks, with the ranks and the first difference.
+        WireMismatch: options or versions differ; raised on all ranks, with the ranks and the first
+            difference.
     """
-    everybody = [list(options)]
+    everybody = [[f"pycomm {pycomm.__version__}", *options]]
     for group in groups:
         if group.size() == 1:
             continue
         # Compare only after the last gather: a rank that raises earlier would leave others waiting.
         everybody = [theirs for part in gather_json(everybody, group) for theirs in part]
+    for rank, theirs in enumerate(everybody):
+        if theirs[0] != everybody[0][0]:
+            raise WireMismatch(
+                f"rank 0 runs {everybody[0][0]}, rank {rank} runs {theirs[0]}; install the same "
+                "version on all hosts"
+            )
     if any(theirs != everybody[0] for theirs in everybody):
         raise WireMismatch(_difference(everybody))
+    for group in groups:
+        if group.size() > 1 and backend.find(group, device_of(group)) is None:
+            log.begin(group.rank(), f"{group.size()} ranks, by {dist.get_backend(group)}", ())
 
 
 def agree(decisions: Sequence[Decision], group: dist.ProcessGroup, device: torch.device) -> None:

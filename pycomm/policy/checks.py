@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from pycomm.codecs import Codec
-from pycomm.policy.exchange import gather, logger, tell
+from pycomm.log import logger, tell
+from pycomm.policy.exchange import gather
 from pycomm.policy.guard import Guard
 from pycomm.policy.quality import finer, nominal_error, reduced_error
 from pycomm.policy.rules import Decision

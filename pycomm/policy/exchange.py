@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
-import logging
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,16 +15,6 @@ import torch.distributed as dist
 
 from pycomm import backend
 from pycomm.policy.rules import Link
-
-logger = logging.getLogger("pycomm")
-
-
-def tell(text: str) -> None:
-    """Log a line at level INFO; print it to standard error if logging is not configured."""
-    if logger.hasHandlers():
-        logger.info("%s", text)
-    else:
-        print(f"pycomm: {text}", file=sys.stderr, flush=True)
 
 
 def gather(
@@ -39,6 +28,12 @@ def gather(
         device: a device whose tensors the group moves.
     """
     return start_gather(numbers, group, device)()
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor on the CPU, without numpy, which torch does not bring."""
+    flat = tensor.contiguous()
+    return ctypes.string_at(flat.data_ptr(), flat.nbytes)
 
 
 def answer(work: dist.Work, result: torch.Tensor) -> torch.Tensor:
@@ -99,9 +94,7 @@ def gather_json(
     written = json.dumps(value).encode()
     sizes = [int(row[0]) for row in gather([len(written)], group, device)]
     own = torch.frombuffer(bytearray(written.ljust(max(sizes), b" ")), dtype=torch.uint8)
-    return [
-        json.loads(row.numpy().tobytes()) for row in _start_gather_of_bytes(own, group, device)()
-    ]
+    return [json.loads(bytes_of(row)) for row in _start_gather_of_bytes(own, group, device)()]
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

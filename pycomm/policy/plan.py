@@ -21,11 +21,12 @@ import torch.distributed as dist
 from pycomm import monitor
 from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
+from pycomm.log import logger, tell
 from pycomm.policy.agreement import agree, agree_on_options, summary
 from pycomm.policy.auto import TRYING
 from pycomm.policy.checks import Checks
 from pycomm.policy.codec_selection import select_codecs
-from pycomm.policy.exchange import find_link, gather, logger, tell
+from pycomm.policy.exchange import find_link, gather
 from pycomm.policy.names import few
 from pycomm.policy.quality import finer, nominal_error
 from pycomm.policy.rules import EXACT, Decision, Moment, Parameter, Policy

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm.errors import WireMismatch
-from pycomm.policy.exchange import gather
+from pycomm.policy.exchange import bytes_of, gather
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def broadcast_object(thing: Any, root: int, group: dist.ProcessGroup, device: to
     group.broadcast(content, root).wait()
     if group.rank() == root:
         return thing
-    return torch.load(io.BytesIO(content.cpu().numpy().tobytes()), weights_only=True)
+    return torch.load(io.BytesIO(bytes_of(content.cpu())), weights_only=True)
 
 
 def compare_bucket(names: Sequence[str], group: dist.ProcessGroup, device: torch.device) -> None:

@@ -6,7 +6,6 @@ table `PATHS`, and what a group offers is answered by its backend. Ranks agree o
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -17,14 +16,14 @@ import torch.distributed as dist
 from pycomm import backend
 from pycomm.codecs import CODECS, SCHEMES, convert
 from pycomm.codecs.implementations import Native, is_launched
+from pycomm.env import env
+from pycomm.log import ignore, logger
 from pycomm.policy.exchange import gather
 from pycomm.policy.rules import CODED
 from pycomm.reduction.bucket import Bucket
 
 if TYPE_CHECKING:
     from pycomm._c10d import Backend
-
-logger = logging.getLogger("pycomm")
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 KINDS = ("residual", "decay", "momentum")
@@ -260,8 +259,10 @@ def agreed(mine: ChosenPath, group: dist.ProcessGroup, device: torch.device) -> 
 
 
 def report(bucket: Bucket, op: str, choice: ChosenPath, group: dist.ProcessGroup) -> None:
-    """Log the path of a bucket, on one rank."""
+    """Log the path of a bucket, on one rank, and whether PYCOMM_IMPL plays no part in it."""
     if group.rank() == 0:
+        if choice.path.in_core and env().impl != "native":
+            ignore((), ("codecs",), str(choice))
         first = bucket.pieces[0].name if bucket.pieces else "none"
         logger.info(
             "%s of the bucket of %s, %d parameters of %d values: %s",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from pycomm.log import logger
 from pycomm.policy.names import few, matching
-
-logger = logging.getLogger("pycomm")
 
 Entries = Mapping[str, Mapping[str, Any]]
 """Residuals by parameter name, as `Residuals.state_dict` returns them."""

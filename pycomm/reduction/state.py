@@ -7,7 +7,6 @@ can be taken back.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
@@ -20,8 +19,9 @@ from pycomm.arguments import number, typed, whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Cut, Feedback, reshard, sources
+from pycomm.log import logger, tell
 from pycomm.policy import EXACT, Policy
-from pycomm.policy.exchange import gather, tell
+from pycomm.policy.exchange import gather
 from pycomm.policy.names import matching, renamed
 from pycomm.reduction import cost, members, paths
 from pycomm.reduction.checkpoint import load_saved
@@ -31,8 +31,6 @@ from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.saved import check_sizes, known, residuals_of
 from pycomm.reduction.taken import DiscardedGradients
 from pycomm.reduction.weights import Weights
-
-logger = logging.getLogger("pycomm")
 
 STATE_VERSION = 1
 

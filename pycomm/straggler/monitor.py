@@ -2,7 +2,7 @@
 
 Every process has one such thread, from its first group of the backend "pycomm" to its last. At
 each full period it publishes the statistics of all groups; a moment later rank 0 reads what every
-rank has published, and prints a line if there is a finding. No rank waits for another: a rank that
+rank has published, and logs a line if there is a finding. No rank waits for another: a rank that
 has published nothing is left out of the comparison.
 """
 
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +19,7 @@ from typing import Any
 
 from pycomm import _C
 from pycomm.env import env
+from pycomm.log import logger
 from pycomm.straggler.compare import Health, SlowRank, compare
 from pycomm.straggler.stats import LinkStats, RankStats, Trace, links, rank_stats
 
@@ -79,7 +78,7 @@ class Console:
             return
         self._quiet = 0
         self._times += 1
-        self._say(f"pycomm: {findings[0].text}")
+        self._say(findings[0].text)
 
 
 class StragglerMonitor:
@@ -217,7 +216,7 @@ class StragglerMonitor:
         """Warn, once for a group."""
         if group not in self._warned:
             self._warned.add(group)
-            logging.getLogger(__name__).warning(
+            logger.warning(
                 "slow ranks of the group %r cannot be told: %s", group, problem
             )
 
@@ -248,10 +247,6 @@ def _traces_among(root: MonitoredGroup) -> list[tuple[Trace, list[Trace]]]:
     ]
 
 
-def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 _monitor: StragglerMonitor | None = None
 
 
@@ -265,7 +260,7 @@ def join(trace: Trace, put: Callable[[str, str], None], look: Callable[[str], st
     if period is None or len(ranks) < 2:
         return
     if _monitor is None:
-        _monitor = StragglerMonitor(period, _print)
+        _monitor = StragglerMonitor(period, logger.warning)
         atexit.register(_monitor.close)
     _monitor.join(MonitoredGroup(trace["group"], trace["rank"], tuple(ranks), put, look))
 

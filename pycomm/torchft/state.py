@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from torchft.process_group import ProcessGroupWrapper
 from pycomm.arguments import typed
 from pycomm.codecs import Codec
 from pycomm.errors import WireMismatch
+from pycomm.log import logger
 from pycomm.policy import Policy
 from pycomm.reduction.reducer import completed
 from pycomm.reduction.state import CompressionState
@@ -21,9 +21,6 @@ from pycomm.torchft.group import ProcessGroupPycomm
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
     from torchft.manager import Manager
-
-
-logger = logging.getLogger("pycomm")
 
 
 class ManagedState(CompressionState):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,7 @@ from pycomm.elastic.chain import PAIRS, Receiver, Sender
 from pycomm.elastic.contents import Pickler, form, read
 from pycomm.elastic.transfer import CODECS
 from pycomm.errors import Error
+from pycomm.log import logger
 from pycomm.torchft.group import ProcessGroupPycomm
 
 _NOTES = 0x7063FFFF  # tag of what the sender tells each receiver first
@@ -107,7 +107,7 @@ class HandOverTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[mis
             return
         error = sending.exception()
         if error is not None:
-            logging.getLogger(__name__).warning("the state was not handed over: %s", error)
+            logger.warning("the state was not handed over: %s", error)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Receive a state.

@@ -12,7 +12,9 @@ pytest.importorskip("matplotlib", reason="the demo's picture: pip install pycomm
 from pycomm.bench import demo
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin
+from pycomm.bench.demo import DemoRun
 from pycomm.bench.netlab import Paced
+from pycomm.charts import STYLE, Axis, Chart, Panel, Series, figure_of
 
 
 class Bar:
@@ -22,46 +24,68 @@ class Bar:
         self.last = what
 
 
-def run(label: str, codec: str | None, step: float, loss: float) -> demo.DemoRun:
-    made = demo.DemoRun(label, "gloo", codec)
-    lines = [
-        {"step": 1, "seconds": step, "loss": 5.0, "held_out": 5.0},
-        {"step": 2, "seconds": 2 * step, "loss": loss},
-        {"step": 3, "seconds": 3 * step, "loss": loss, "held_out": loss},
-        {"step_seconds": step, "wire_bytes": 1.5e6, "held_out": loss},
-    ]
-    demo.read(made, [json.dumps(line) for line in lines], Bar(), None)
-    return made
+TURNS = 8
 
 
-def three_runs() -> list[demo.DemoRun]:
-    return [
-        run("Gloo, float32", None, 0.3, 2.0),
-        run("pycomm, float32", None, 0.3, 2.0),
-        run("pycomm, int4", "int4", 0.1, 2.01),
+def three_runs(gains: tuple[float, ...] = (3.0,) * TURNS, waited: float = 0.01) -> list[DemoRun]:
+    done = [
+        DemoRun("Gloo, float32", "gloo"),
+        DemoRun("pycomm, float32", "pycomm"),
+        DemoRun("pycomm, int4", "pycomm", "int4"),
     ]
+    for turn, (run, loss) in enumerate(zip(done, (2.0, 2.0, 2.01), strict=True)):
+        step = 0.1 if run.codec else 0.3
+        lines, seconds = [{"step": 1, "seconds": step, "loss": 5.0, "held_out": 5.0}], step
+        for i, gain in enumerate((3.0, *gains)):
+            seconds += 10 * (0.3 / gain if run.codec else 0.3 * (1 + i % 2 / 100))
+            lines.append({"step": 10 * (i + 1), "seconds": seconds, "loss": loss, "held_out": loss})
+        end = {"step_seconds": step, "wire_bytes": 1.5e6, "held_out": loss, "waited": waited}
+        text = [json.dumps({"turn": turn, **line}) for line in (*lines, end)]
+        demo.read(done, text, Bar(), [None] * len(done))
+    return done
 
 
 def test_log_becomes_a_curve_and_a_result():
-    made = run("x", None, 0.25, 2.5)
-    assert made.seconds == [0.25, 0.75]
-    assert made.held_out == [5.0, 2.5]
-    assert (made.step_seconds, made.loss) == (0.25, 2.5)
+    gloo, exact, coded = three_runs()
+    assert gloo.seconds[:2] == pytest.approx([0.3, 3.3])
+    assert coded.seconds[:2] == pytest.approx([0.1, 1.1])
+    assert exact.held_out == [5.0] + [2.0] * (TURNS + 1)
+    assert (coded.step_seconds, coded.loss) == (0.1, 2.01)
 
 
 def test_speed_up_is_against_the_first_row():
     text = demo.rows(three_runs())
     assert text[0] == demo.HEAD
+    assert text[1][-1] == "1.00 x"
     assert text[3] == ("pycomm, int4", "100 ms", "1.50 MB", "2.0100", "3.00 x")
+
+
+@pytest.mark.parametrize(
+    ("gains", "waited", "why"),
+    [
+        ((0.5, 3.0) * 4, 0.02, "turns differ by more than it: half of them were 0.5"),
+        ((3.0,) * TURNS, 0.40, "busy with other work"),
+        ((3.0,) * 2, 0.01, "too short"),
+    ],
+)
+def test_a_speed_up_that_means_nothing_is_held_back(gains, waited, why):
+    done = three_runs(gains, waited)
+    assert demo.rows(done)[3][-1] == "held back"
+    said = demo.verdict(done)
+    assert f"waited for a processor for {waited:.0%} of the time" in said[0]
+    assert any("int4 is held back" in line and why in line for line in said)
+    assert not any("times faster" in line for line in said)
 
 
 def test_verdict_tells_equal_exact_runs_from_others():
     done = three_runs()
-    assert "3.0 times faster" in demo.verdict(done)[0]
-    assert "+0.50 %" in demo.verdict(done)[0]
-    assert "equal losses" in demo.verdict(done)[1]
+    text = " ".join(demo.verdict(done))
+    assert "3.0 times faster" in text
+    assert "+0.50 %" in text
+    assert "pycomm, float32 is held back: turns differ" in text
+    assert "equal losses" in text
     done[1].held_out[-1] += 1e-7
-    assert "should be equal" in demo.verdict(done)[1]
+    assert "should be equal" in demo.verdict(done)[-1]
 
 
 def test_pictures_show_the_table_and_need_no_network(tmp_path):
@@ -69,9 +93,8 @@ def test_pictures_show_the_table_and_need_no_network(tmp_path):
     made = demo.records(done, Paced(2, "200mbit"), demo.Config(), Origin.here("demo"))
     tables.append(table, made)
     row = tables.read(table)[2]
-    assert (row["run"], row["rate"], row["curve"]) == (
-        "pycomm, int4", "200mbit", "0.1000:5.000000 0.3000:2.010000",
-    )  # fmt: skip
+    assert (row["run"], row["rate"]) == ("pycomm, int4", "200mbit")
+    assert row["curve"].startswith("0.1000:5.000000 1.1000:2.010000 ")
     assert row["command"] == "demo"
     _, png, page = demo.draw(done, table, tmp_path)
     assert png.read_bytes().startswith(b"\x89PNG")
@@ -79,3 +102,36 @@ def test_pictures_show_the_table_and_need_no_network(tmp_path):
     assert "pycomm, int4" in text
     assert "3.00 x" in text
     assert 'src="http' not in text
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [(60, 2.04), (58, 2.04), (22, 2.04), (15, 2.05)],  # of README's picture
+        [(60, 2.0), (60, 2.0), (60, 2.0), (60, 2.0)],
+        [(60, 2.6), (60, 2.0), (55, 2.3), (50, 2.0)],  # a row apart, at the offset of their ends
+        [(1, 2.0), (2, 2.0), (59, 2.0), (60, 2.0)],  # at the edges
+        [(60, 2.0)],
+    ],
+)
+def test_labels_do_not_overlap(ends):
+    import matplotlib
+    from matplotlib.text import Text
+
+    names = "Gloo, float32", "pycomm, float32", "pycomm, int8 + feedback", "pycomm, int4 + feedback"
+    lines = [Series(name, (0.1, x), (5.0, y)) for name, (x, y) in zip(names, ends, strict=False)]
+    x = Axis("seconds", limits=(0, 1.08 * max(end for end, _ in ends)))
+    panel = Panel(x, Axis("loss", limits=(1.9, 5)), lines)
+    with matplotlib.rc_context(STYLE):
+        figure = figure_of(Chart("Loss", "of a model", [panel], labels="ends"))
+        figure.draw_without_rendering()
+    (axes,) = figure.axes
+    # Of the texts alone: an annotation's own extent includes its connecting line.
+    boxes = [Text.get_window_extent(text) for text in (*axes.texts, *figure.texts)]
+    assert len(boxes) == len(ends) + 2
+    for i, one in enumerate(boxes):
+        assert figure.bbox.x0 <= one.x0
+        assert one.x1 <= figure.bbox.x1
+        assert not any(one.overlaps(other) for other in boxes[:i])
+    lowest = axes.transData.transform([(x, y) for x, y in ends])[:, 1].min()
+    assert max(box.y1 for box in boxes[: len(ends)]) < lowest

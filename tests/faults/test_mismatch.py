@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
+import pycomm
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, WireMismatch
 from tests.collectives.ways import WAYS
@@ -170,10 +172,22 @@ def test_connections_that_differ_are_found_when_ranks_meet(option, values, words
             assert word in str(error)
 
 
-def test_another_version_is_found_at_the_rendezvous():
+@pytest.mark.parametrize(
+    ("theirs", "named"),
+    [
+        (b"pycomm=9.9.9 wire=8 size=2 transport=local", r"9\.9\.9 \(wire 8\)"),
+        (b"pycomm=VERSION wire=999 size=2", r"VERSION \(wire 999\)"),
+        (b"wire=7 size=2", "wire=7"),
+        (b"nonsense", "nonsense"),
+    ],
+)
+def test_ranks_of_another_version_are_refused(theirs, named):
     store = Store.local()
-    store.set("default/here/1", b"wire=999 size=2")
-    with pytest.raises(WireMismatch, match='rank 1 has "wire=999 size=2"'):
+    version = pycomm.__version__
+    store.set("default/here/1", theirs.replace(b"VERSION", version.encode()))
+    named = named.replace("VERSION", re.escape(version))
+    ours = rf"rank 0 runs pycomm {re.escape(version)} \(wire \d+\)"
+    with pytest.raises(WireMismatch, match=rf"^{ours}, rank 1 runs {named}; install the same ve"):
         Communicator(store, 0, 2, transport="local", timeout=5)
 
 

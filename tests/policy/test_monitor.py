@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import sys
 from types import ModuleType, SimpleNamespace
 from urllib.request import urlopen
@@ -13,7 +12,6 @@ import pytest
 from prometheus_client.core import GaugeMetricFamily
 
 from pycomm import monitor
-from pycomm.policy.exchange import tell
 
 
 class Model:
@@ -99,25 +97,6 @@ def test_prometheus_reads_it(model):
     assert f'pycomm_error{{model="{there}"' not in page  # not measured is not 0
     label = f'codec="int4",model="{here}",reason="because of \\"x\\""'
     assert f"pycomm_codec_values{{{label}}} 800.0" in lines
-
-
-# ----------------------------------------------------------------------------------------- people
-# They see decisions once, whether or not their program has set up logging.
-
-
-def test_without_logging_it_goes_to_standard_error(monkeypatch, capsys):
-    monkeypatch.setattr(logging.getLogger("pycomm"), "hasHandlers", lambda: False)
-    tell("int8 for all")
-    captured = capsys.readouterr()
-    assert captured.err == "pycomm: int8 for all\n"
-    assert captured.out == ""
-
-
-def test_with_logging_it_is_information(caplog, capsys):
-    with caplog.at_level(logging.INFO, logger="pycomm"):
-        tell("int8 for 100 % of all")
-    assert caplog.record_tuples == [("pycomm", logging.INFO, "int8 for 100 % of all")]
-    assert capsys.readouterr().err == ""
 
 
 # -------------------------------------------------------------------------------------------- Ray

@@ -260,7 +260,7 @@ def test_rank_0_names_the_last_rank():
     ((group, health),) = first.items()
     assert group == ("together", (0, 1, 2))
     assert health.finding.cause == "compute"
-    assert said == [f"pycomm: {health.finding.text}"]
+    assert said == [health.finding.text]
     assert len(keys) == 3
 
 
@@ -343,10 +343,10 @@ def test_what_goes_on_is_said_ever_more_seldom():
             spoken.append(number)
     assert spoken == [0, 1, 3, 7, 15, 31, 63, 123, 183]
     console.report([other])
-    assert said[-1] == "pycomm: B"
+    assert said[-1] == "B"
     for _ in range(61):
         console.report([])
-    assert said[-1] == "pycomm: B"
+    assert said[-1] == "B"
     console.report([other])  # it is reported again after an hour without it
     assert len(said) == len(spoken) + 2
 

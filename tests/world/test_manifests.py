@@ -195,6 +195,6 @@ def test_pods_have_no_rights_that_training_does_not_need(file):
 def test_what_the_image_copies_exists():
     lines = (KUBERNETES / "Dockerfile").read_text().splitlines()
     sources = [line.split()[1] for line in lines if line.startswith("COPY")]
-    wheel = "dist/pycomm-0.1.0-cp311-cp311-manylinux_2_28_x86_64.whl"  # as `make wheel` names it
+    wheel = "dist/pycomm-0.1.0-cp311-cp311-manylinux_2_28_x86_64.whl"  # as `make release` names it
     for source in sources:
         assert (ROOT / source).exists() or fnmatch.fnmatch(wheel, source), source

@@ -164,6 +164,7 @@ void bind_communicator(py::module_& m) {
           "timeout", [](const Self& c) { return c.timeout().count() / 1e3; },
           [](Self& c, double seconds) { c.set_timeout(milliseconds(seconds)); })
       .def("describe", &Self::describe)
+      .def_property_readonly("transports", &Self::transports)
       .def_property_readonly("levels", &Self::levels)
       .def_property_readonly("shares", &Self::shares)
       .def(

@@ -104,6 +104,7 @@ py::tuple option_table() {
     out["default"] =
         *row.default_text ? py::str(row.default_text) : py::str("`{}`").format(defaults[row.name]);
     out["same"] = row.same;
+    out["acts"] = row.acts;
     out["page"] = row.page;
     table.append(out);
   }
@@ -156,7 +157,7 @@ void bind_core(py::module_& m) {
       py::arg("secret"), py::arg("salt"));
   set_warning_output([](const std::string& text) {
     const GilAcquired gil;
-    py::module_::import("logging").attr("getLogger")("pycomm").attr("warning")("%s", text);
+    py::module_::import("pycomm.log").attr("logger").attr("warning")("%s", text);
   });
 
   m.def("parse_rate", &parse_rate, py::arg("text"));

@@ -61,6 +61,7 @@ class Backend final : public c10d::Backend {
   std::vector<int> levels() { return engine()->comm().levels(); }
   std::vector<uint32_t> shares() { return engine()->comm().shares(); }
   std::string describe() { return engine()->describe(); }
+  std::vector<std::string> transports() { return engine()->comm().transports(); }
   py::dict trace() { return trace_records(engine()->comm().trace()); }
   /// Requires that all ranks hold the same digest of this; the next operation on the host finds
   /// those that do not.

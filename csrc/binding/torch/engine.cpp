@@ -24,8 +24,10 @@ void Engine::set_timeout(Milliseconds timeout) {
 
 void Engine::warn_of_hook(const std::string& what) noexcept {
   if (hook_failed_.exchange(true)) return;  // a hook that always fails would fill the log
-  TORCH_WARN("rank ", comm_.rank(), ": a completion hook has raised; the operation that it was ",
-             "called for has come through: ", what, " (later errors of hooks are not shown)");
+  warn_once("rank " + std::to_string(comm_.rank()) +
+            ": a completion hook has raised; the operation that it was called for has come "
+            "through: " +
+            what + " (later errors of hooks are not shown)");
 }
 
 // ------------------------------------------------------------------ devices, by way of the host

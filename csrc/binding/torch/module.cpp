@@ -167,6 +167,7 @@ void bind(py::module_& m) {
       .def_property_readonly("levels", &Backend::levels)
       .def_property_readonly("shares", &Backend::shares)
       .def("describe", &Backend::describe)
+      .def_property_readonly("transports", &Backend::transports)
       .def("check", &Backend::check)
       .def("trace", &Backend::trace)
       .def_property_readonly("wire_bytes", &Backend::wire_bytes)

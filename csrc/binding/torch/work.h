@@ -11,6 +11,7 @@
 #include "binding/torch/hooks.h"
 #include "collectives/communicator.h"
 #include "core/fork_guard.h"
+#include "core/warning.h"
 
 namespace pycomm::torch_binding {
 
@@ -88,7 +89,7 @@ class Work : public c10d::Work {
     try {
       error ? fail(error) : complete();
     } catch (const std::exception& e) {
-      TORCH_WARN(describe(), ": a callback of its future has failed: ", e.what());
+      warn_once(describe() + ": a callback of its future has failed: " + e.what());
     }
   }
 

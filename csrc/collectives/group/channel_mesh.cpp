@@ -57,6 +57,12 @@ std::string ChannelMesh::describe() const {
   return text;
 }
 
+std::vector<std::string> ChannelMesh::transports() const {
+  std::vector<std::string> names;
+  for (const auto& transport : transports_) names.emplace_back(transport->name());
+  return names;
+}
+
 void ChannelMesh::use_sites(const std::vector<int>& first) {
   const Topology sites(first);
   if (sites.ranks() == size_ && sites.nodes() > 1 && sites.nodes() < topology_.nodes()) {

@@ -35,12 +35,27 @@ std::string encryption_text(const CommunicatorOptions& options) {
   return options.tls == "auto" && !options.secret.empty() ? "off (no OpenSSL 3)" : "off";
 }
 
+// What a rank runs: with it the text begins that must be equal on all ranks.
+std::string build_text() {
+  return "pycomm=" PYCOMM_VERSION " wire=" + std::to_string(tcp::kWireVersion);
+}
+
+// Returns "0.1.0 (wire 8)" of a text that begins as build_text(); else what it begins with.
+std::string build_of(const std::string& text) {
+  const std::string build = text.substr(0, text.find(" size="));
+  const std::string before = "pycomm=", between = " wire=";
+  const size_t at = build.find(between);
+  if (build.compare(0, before.size(), before) != 0 || at == std::string::npos) return build;
+  return build.substr(before.size(), at - before.size()) + " (wire " +
+         build.substr(at + between.size()) + ")";
+}
+
 // Returns everything that must be equal on all ranks before a byte can travel.
 std::string compatibility_text(const Rendezvous& rendezvous, const CommunicatorOptions& options) {
-  std::string text =
-      "wire=" + std::to_string(tcp::kWireVersion) + " size=" + std::to_string(rendezvous.size) +
-      " transport=" + options.transport + " algo=" + options.algo + " check=" + options.check +
-      " segment_bytes=" + std::to_string(options.segment_bytes);
+  std::string text = build_text() + " size=" + std::to_string(rendezvous.size) +
+                     " transport=" + options.transport + " algo=" + options.algo +
+                     " check=" + options.check +
+                     " segment_bytes=" + std::to_string(options.segment_bytes);
   if (options.transport == "tcp" || options.transport == "auto") {
     text += " sockets=" + (options.sockets == 0 ? "auto" : std::to_string(options.sockets)) +
             " tls=" + encryption_text(options);
@@ -112,6 +127,12 @@ void bootstrap(const Rendezvous& rendezvous, const CommunicatorOptions& options,
   for (int r = 0; r < rendezvous.size; r++) {
     const std::string theirs = membership.add(r, values[static_cast<size_t>(r)]);
     if (theirs == ours) continue;
+    if (build_of(theirs) != build_of(ours)) {
+      throw WireMismatch("rank " + std::to_string(rendezvous.rank) + " runs pycomm " +
+                         build_of(ours) + ", rank " + std::to_string(r) + " runs " +
+                         build_of(theirs).substr(0, 40) +
+                         "; install the same version on all hosts");
+    }
     throw WireMismatch("rank " + std::to_string(rendezvous.rank) + " has the options \"" + ours +
                        "\", rank " + std::to_string(r) + " has \"" + theirs +
                        "\"; start all ranks with the same options");

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import groupby, islice
 
 import torch
 
+from pycomm.bench.training import train as training
 from pycomm.bench.training.corpora import standard_library
+from pycomm.bench.training.methods import Method
 from pycomm.bench.training.train import (
     Config,
     Transformer,
     batches,
     loss_of,
     schedule,
+    take_turns,
 )
 
 CONFIG = Config()
@@ -56,3 +59,23 @@ def test_learning_rate_rises_then_falls_to_a_tenth():
 def test_a_run_may_end_with_its_warm_up():
     config = Config(steps=20, warmup=20)
     assert [schedule(step, config) for step in (0, 19, 20)] == [0.05, 1, 1]
+
+
+def test_runs_take_turns(monkeypatch):
+    """Ten steps each; another run begins each round, and no record is lost."""
+
+    def train(config, method, group):
+        assert group == f"group of {method.backend}"
+        yield from ({"step": step} for step in range(1, config.steps + 1))
+        yield {"step_seconds": 1.0}
+
+    monkeypatch.setattr(training, "train", train)
+    monkeypatch.setattr(training.dist, "new_group", lambda backend: f"group of {backend}")
+    methods = [Method("", "gloo"), Method("", "pycomm"), Method("", "pycomm", "int8")]
+    rows = [*take_turns(Config(steps=30), methods)]
+    turns = [(turn, len([*some])) for turn, some in groupby(row["turn"] for row in rows)]
+    assert turns == [(0, 10), (1, 10), (2, 10), (1, 10), (2, 10), (0, 10), (2, 10), (0, 10),
+                     (1, 10), (0, 1), (1, 1), (2, 1)]  # fmt: skip
+    for turn in range(3):
+        own = [row.get("step") for row in rows if row["turn"] == turn]
+        assert own == [*range(1, 31), None]

@@ -1,0 +1,205 @@
+"""What ranks say at the start of a job, and how a program silences them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pycomm
+from pycomm import _C, log
+from pycomm.communicator import Communicator
+from pycomm.errors import WireMismatch
+from pycomm.log import ABOUT, logger, tell
+from pycomm.policy import agreement
+from tests.options import rows
+from tests.ranks import run
+from tests.torch.torchrun import launch
+
+pytestmark = pytest.mark.timeout(300)  # ranks of two or three jobs start in a test
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist, pycomm
+dist.init_process_group(sys.argv[1], **({"pg_options": OPTIONS} if OPTIONS else {}))
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+pycomm.compress(model, "int8")
+model(torch.ones(2, 64)).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Let this process be at its start, with no logging configured but pytest's, and no PYCOMM_."""
+    for name in [name for name in os.environ if name.startswith("PYCOMM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(log, "_begun", False)
+    monkeypatch.setattr(log, "_warned", set())
+    yield
+    logger.setLevel(logging.NOTSET)
+
+
+def leave_alone(monkeypatch) -> None:
+    """Take away the handlers that pytest sets before each call: logging is not configured."""
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "handlers", [log._standard_error])
+
+
+def launched(folder: Path, backend: str = "pycomm", options: str = "None", **env: str) -> list[str]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT.replace("OPTIONS", options))
+    said = launch(str(script), backend, folder=folder, **env).splitlines()
+    return [line.removeprefix("pycomm: ") for line in said if line.startswith("pycomm: ")]
+
+
+# ------------------------------------------------------------------------------- one way of all
+
+
+def test_messages_go_to_standard_error_alone(monkeypatch, capsys):
+    leave_alone(monkeypatch)
+    tell("int8 for 100 % of all")
+    logger.warning("slow")
+    captured = capsys.readouterr()
+    assert captured.err == "pycomm: int8 for 100 % of all\npycomm: slow\n"
+    assert captured.out == ""
+
+
+def test_a_program_with_handlers_gets_all_messages(caplog, capsys):
+    with caplog.at_level(logging.INFO, logger="pycomm"):
+        tell("int8 for 100 % of all")
+    assert caplog.record_tuples == [("pycomm", logging.INFO, "int8 for 100 % of all")]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("way", ["level", "disable", "filter", "variable"])
+def test_a_program_silences_all_messages(way, capsys, monkeypatch):
+    leave_alone(monkeypatch)
+    if way == "level":
+        logger.setLevel(logging.CRITICAL)
+    elif way == "disable":
+        monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
+    elif way == "filter":
+        monkeypatch.setattr(logger, "filters", [lambda record: False])
+    else:
+        monkeypatch.setenv("PYCOMM_LOG", "off")
+    monkeypatch.setenv("PYCOMM_SOKETS", "3")
+    log.begin(0, "2 ranks: shm with 1", ("group", "shm"))
+    logger.error("worse")
+    assert capsys.readouterr().err == ""
+
+
+def test_warnings_of_the_core_take_the_same_way(monkeypatch, capsys):
+    leave_alone(monkeypatch)
+    short = {"secret": "short", "tls": "off", "transport": "tcp"}
+    run(2, lambda c: None, **short)
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if line.startswith("pycomm: the secret has 5 ")]
+
+
+# -------------------------------------------------------------------------------- at the start
+
+
+def test_rank_0_says_at_the_start_what_it_runs_on(tmp_path):
+    version = f"version {pycomm.__version__}, torch "
+    (first, *others) = launched(tmp_path, PYCOMM_TRANSPORT="tcp", PYCOMM_SOCKETS="3")
+    assert first.startswith(version)
+    assert "rank 0 of 2 ranks: tcp to 1 by lo (127.0.0.1), 3 sockets" in first
+    assert not [line for line in others if not line.startswith(("policy: ", "feedback: "))]
+    every = launched(tmp_path, PYCOMM_LOG="info")
+    said = sorted(line.partition("; ")[2] for line in every if line.startswith(version))
+    assert said == ["rank 0 of 2 ranks: shm with 1", "rank 1 of 2 ranks: shm with 0"]
+    assert launched(tmp_path, PYCOMM_LOG="warning") == []
+
+
+def test_a_level_that_is_none_is_refused(monkeypatch):
+    monkeypatch.setenv("PYCOMM_LOG", "loud")
+    with pytest.raises(ValueError, match="PYCOMM_LOG='loud' is invalid: expected one of debug, "):
+        log.begin(0, "", ())
+
+
+def test_a_misspelt_variable_is_named_once(monkeypatch, caplog):
+    for name in ("PYCOMM_SOKETS", "PYCOMM_TEST_X", "PYCOMM_CUDA", "PYCOMM_SOCKETS"):
+        monkeypatch.setenv(name, "3")
+    chosen = "group", "tcp", "shm"
+    log.begin(0, "", chosen)
+    log.begin(0, "", chosen)
+    (said,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert said == ("nothing reads PYCOMM_SOKETS: did you mean PYCOMM_SOCKETS? Else unset it")
+
+
+# --------------------------------------------------------------------- options that are ignored
+
+OTHER = {"link_bytes_per_second": 1e9, "sockets": 3, "rate": "1gbit", "ports": "29600-29700"}
+
+
+@pytest.mark.parametrize("chosen", ["shm", "tcp"])
+def test_each_option_that_a_group_ignores_is_named(chosen, monkeypatch, caplog):
+    table = [row for row in rows() if row.name.startswith("PYCOMM_") and row.acts in ("tcp", "shm")]
+    assert len(table) > 8
+    for row in table:
+        monkeypatch.setenv(row.name, "5")
+    log.begin(0, "2 ranks", ("group", chosen))
+    said = {
+        r.getMessage().partition("=")[0] for r in caplog.records if "no effect" in r.getMessage()
+    }
+    assert said == {row.name for row in table if row.acts != chosen}
+
+
+def test_what_has_its_default_is_not_named(monkeypatch, caplog):
+    monkeypatch.setenv("PYCOMM_CONGESTION", "auto")
+    monkeypatch.setenv("PYCOMM_SOCKETS", "")
+    log.begin(0, "2 ranks", ("group", "shm"))
+    assert "no effect" not in caplog.text
+
+
+def test_every_row_says_what_heeds_it():
+    assert {row.acts for row in rows()} <= {*ABOUT, ""}
+    assert all(row.acts in ("group", "tcp", "shm") for row in rows() if row.option)
+
+
+def test_an_argument_that_a_group_ignores_is_named(caplog):
+    options = {"transport": "shm", "trace_size": 9}
+    given = options | OTHER if hasattr(_C.GroupOptions(), "ports") else options
+    run(2, lambda c: c.all_reduce(np.ones(3, np.float32)), **given)
+    said = [r.getMessage() for r in caplog.records if "no effect" in r.getMessage()]
+    assert {line.split("=")[0] for line in said} == {f"the option {name}" for name in OTHER}
+    caplog.clear()
+    run(2, lambda c: None, **(options | {"transport": "tcp", "sockets": 3}))
+    assert "no effect" not in caplog.text
+
+
+def test_another_backend_ignores_what_is_pycomm_s(tmp_path):
+    said = launched(tmp_path, "gloo", PYCOMM_LINK="200mbit", PYCOMM_IMPL="reference")
+    assert "rank 0 of 2 ranks, by gloo" in said[0]
+    assert said[1] == (
+        "PYCOMM_LINK=200mbit has no effect here (2 ranks, by gloo): it is for groups of the "
+        "backend pycomm"
+    )
+    assert not [line for line in said[2:] if "no effect" in line]
+
+
+def test_a_codec_in_the_core_ignores_pycomm_impl(tmp_path):
+    said = [line for line in launched(tmp_path, PYCOMM_IMPL="reference") if "no effect" in line]
+    assert len(said) == 1
+    assert said[0].startswith("PYCOMM_IMPL=reference has no effect here (core (coded and ")
+    assert not [line for line in launched(tmp_path, PYCOMM_IMPL="native") if "effect" in line]
+
+
+# ------------------------------------------------------------------------------------- versions
+
+
+def test_ranks_of_other_versions_do_not_compress(monkeypatch):
+    group = type("Group", (), {"size": lambda self: 2, "rank": lambda self: 0})()
+
+    def gathered(mine, _):
+        ((version, *options),) = mine
+        assert version == f"pycomm {pycomm.__version__}"
+        return [mine, [["pycomm 9.9.9", *options]]]
+
+    monkeypatch.setattr(agreement, "gather_json", gathered)
+    with pytest.raises(WireMismatch, match=r"rank 1 runs pycomm 9\.9\.9; install the same version"):
+        agreement.agree_on_options(["codec int8"], group)
+    assert Communicator(None, 0, 1).size == 1
