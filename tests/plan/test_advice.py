@@ -44,6 +44,19 @@ def test_no_codec_above_the_error_asked_for():
     assert given.codec == "int8"
 
 
+@pytest.mark.parametrize("processor", ["core", "gpu"])
+def test_alike_errors_do_not_choose_mxfp4(processor):
+    cluster = replace(SLOW, processor=PROCESSORS[processor])
+    assert advice(of_count(25_000_000, 0.12), cluster, error=0.1).codec == "int4"
+
+
+def test_coded_momentum_is_named_where_it_is_faster():
+    given = advice(of_count(25_000_000, 0.12), SLOW)
+    assert any("pycomm.code_optimizer(optimizer, model, 'sign')" in why for why in given.why)
+    hidden = advice(of_count(25_000_000, 0.6), Cluster(ranks=8, inter=Link.of("2gbit")))
+    assert not any("code_optimizer" in why for why in hidden.why)
+
+
 def test_the_finest_codec_that_is_as_fast():
     hidden = of_count(25_000_000, 0.6)  # all of int8 hides behind backward
     assert advice(hidden, Cluster(ranks=8, inter=Link.of("2gbit"))).codec == "int8"

@@ -70,6 +70,26 @@ def test_text_is_for_people(model):
     assert "step 5: something has changed" in text
 
 
+def test_numbers_are_a_line_for_a_board(model):
+    numbers = model.shown.numbers()
+    assert numbers["pycomm/ratio"] == 8.0
+    assert numbers["pycomm/error"] == 0.1
+    assert all(type(number) is float for number in numbers.values())
+    unmeasured = Model().shown.numbers("a/")
+    assert "a/error" not in unmeasured  # not measured is not 0
+    assert unmeasured["a/step"] == 7.0
+
+
+def test_a_total_says_what_gradients_took():
+    total = monitor.Total()
+    assert total.text() == ""
+    total.add(250_000, 1_000_000, 0.0)
+    total.add(250_000, 1_000_000, 1.5)
+    assert total.text() == (
+        "2 steps in 1.5 s: gradients of 2.00 MB were coded in 0.50 MB, 1.50 MB less"
+    )
+
+
 def test_json_holds_it_all(model):
     found = next(m for m in json.loads(monitor.json())["models"] if m["model"] == number_of(model))
     assert found["ratio"] == 8.0
