@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
+
+from pycomm import _C
 
 
 def typed(what: str, value: Any, *types: type | None) -> None:
@@ -24,6 +27,12 @@ def typed(what: str, value: Any, *types: type | None) -> None:
         return
     names = " or ".join("None" if kind is None else kind.__name__ for kind in types)
     raise TypeError(f"{what}={value!r} is of type {type(value).__name__}: want {names}")
+
+
+def guess(word: str, known: Iterable[str]) -> str:
+    """Return a question for an error, "did you mean 'int4'? ", or "" if no known word is alike."""
+    near = _C.closest(word, list(known))
+    return f"did you mean {near!r}? " if near else ""
 
 
 def whole(what: str, value: Any, least: float = 0, most: float = math.inf) -> int:

@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pycomm.arguments import guess
 from pycomm.bench import netlab
 from pycomm.bench.common import arguments, tables
 from pycomm.bench.common.harness import Origin, Row, record, write_json
@@ -263,7 +264,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--methods {options.methods!r} is no pattern: {error}")
     if not options.methods:
         labels = "; ".join(method.label for method in METHODS)
-        parser.error(f"--methods fits none of these: {labels}")
+        meant = guess(options.methods, [method.label for method in METHODS])
+        parser.error(f"--methods {options.methods!r} fits none of these: {meant}{labels}")
     return options
 
 

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 from pycomm import _C
-from pycomm.arguments import typed
+from pycomm.arguments import guess, typed
 from pycomm.codecs import implementations
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.base import Codec
@@ -185,9 +185,9 @@ def codec(text: str | Codec) -> Codec:
     cls = CODECS.get(name) or SCHEMES.get(name) or _registered.get(name)
     if cls is None:
         known = sorted([*CODECS, *SCHEMES, *ALIASES, *_registered])
-        near = _C.closest(name, known)
-        guess = f"did you mean {near!r}? The" if near else "the"
-        raise ValueError(f"unknown codec {name!r}: {guess} codecs are {', '.join(known)}")
+        meant = guess(name, known)
+        the = f"{meant}The" if meant else "the"
+        raise ValueError(f"unknown codec {name!r}: {the} codecs are {', '.join(known)}")
     return cls(**_options(name, cls, given))
 
 
@@ -203,7 +203,8 @@ def _options(name: str, cls: type[Codec], given: list[str]) -> dict[str, Any]:
                 raise ValueError(f"{name}: write {item!r} as option=value; {listed}")
             option, value = known[0], item
         if option not in known:
-            raise ValueError(f"{name}: unknown option {option!r}; {listed}")
+            meant = guess(option, known)
+            raise ValueError(f"{name}: unknown option {option!r}; {meant}{listed}")
         if option in options:
             raise ValueError(f"{name}: {option} is given twice: leave one out")
         options[option] = _convert(name, option, value, hints[option])

@@ -85,7 +85,8 @@ def advise(
     if momentum is not None and momentum.step < (1 - WORTH) * chosen.step:
         why.append(
             f"with torch's AdamW or SGD, pycomm.code_optimizer(optimizer, model, {MOMENTUM!r}) "
-            f"sends the momentum in place of the gradients: a step of about {format_time(momentum.step)}"
+            "sends the momentum in place of the gradients: a step of about "
+            f"{format_time(momentum.step)}"
         )
     if best[0].error > error:
         why.append(

@@ -25,6 +25,7 @@ from pycomm.plan import (
 )
 from pycomm.plan.__main__ import main
 from pycomm.plan.advice import break_even
+from pycomm.plan.codecs import find
 
 SLOW = Cluster(ranks=8, inter=Link.of("1gbit"))
 
@@ -48,6 +49,13 @@ def test_no_codec_above_the_error_asked_for():
 def test_alike_errors_do_not_choose_mxfp4(processor):
     cluster = replace(SLOW, processor=PROCESSORS[processor])
     assert advice(of_count(25_000_000, 0.12), cluster, error=0.1).codec == "int4"
+
+
+def test_a_misspelt_codec_is_told_its_name():
+    for word, meant in (("INT4", "int4"), ("mxpf4", "mxfp4"), ("nnoe", "none")):
+        with pytest.raises(ValueError, match=f"did you mean '{meant}'"):
+            find(word)
+    assert find("none") == find("fp32") == CODINGS["none"]
 
 
 def test_coded_momentum_is_named_where_it_is_faster():

@@ -382,6 +382,7 @@ def test_a_rank_that_fails_ends_all(tmp_path):
         (["training", "--models", "dmeo"], "did you mean demo?"),
         (["training", "--rates", "fast"], "cannot read the rate 'fast'"),
         (["training", "--methods", "zip"], "fits none of these: Gloo, fp32;"),
+        (["training", "--methods", "pycomm int4"], "did you mean 'pycomm, int4'? Gloo, fp32;"),
     ],
 )
 def test_typos_get_one_line_that_lists_what_is_possible(capsys, words, hint):
