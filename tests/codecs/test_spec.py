@@ -83,7 +83,7 @@ WRONG = [
     *WRONG_ALIKE,
     (
         "quant:bit=4",
-        r"unknown option 'bit'; quant has the options bits, block, rounding, range, scale",
+        r"unknown option 'bit'; did you mean 'bits'\? quant has the options bits, block, rounding",
     ),
     ("quant:bits=9", r"bits=9: use 2 to 8"),
     ("int8:range=full", r"range=full: use symmetric or minmax"),

@@ -278,6 +278,7 @@ def workers_of_tensorflow(folder: Path, codec: str) -> list[str]:
                     "PYTHONPATH": str(ROOT),
                     "TF_CONFIG": json.dumps(config),
                     "TF_NUM_INTRAOP_THREADS": "1",
+                    "PYCOMM_TRANSPORT": "tcp",  # whose bytes are counted
                 },
                 cwd=folder,
                 stdout=subprocess.PIPE,

@@ -287,7 +287,7 @@ def test_ranks_that_lack_a_codec_refuse_it_together(rank, size):
     for give in (
         lambda: pycomm.compress(other, name),
         lambda: state.set_policy(name),
-        lambda: pycomm.CodedSGD(other.parameters(), other, 0.1, codec=name),
+        lambda: pycomm.CodedSGD(other.parameters(), model=other, lr=0.1, codec=name),
     ):
         with pytest.raises(pycomm.WireMismatch, match=rf"rank 1 has .*unknown codec '{name}'"):
             give()
