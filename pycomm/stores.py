@@ -83,10 +83,10 @@ def _text(ip: str, port: int) -> str:
 
 
 def _of_torchrun(host: str, port: int, prefix: str, timeout: float) -> _C.Store:
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
-    return _C.Store.of(TorchStore(dist.PrefixStore(prefix, store)))
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+    return _C.Store.of(TorchStore(PrefixStore(prefix, store)))
 
 
 class TorchStore:
