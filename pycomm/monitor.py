@@ -126,13 +126,25 @@ def _in_units(count: int) -> str:
 
 
 def tell_at_exit(total: Total, tell: Callable[[str], None]) -> None:
-    """Let a function say at the end of this process what a model's gradients took."""
+    """Let a function say at the end of this process what the gradients of all models took."""
+    if not _totals:
+        atexit.register(_tell_totals, tell)
+    _totals.append(total)
 
-    def say() -> None:
-        if text := total.text():
-            tell(text)
 
-    atexit.register(say)
+def _tell_totals(tell: Callable[[str], None]) -> None:
+    used = [total for total in _totals if total.steps]
+    if not used:
+        return
+    together = Total(seconds=max(total.seconds for total in used))
+    for total in used:
+        together.steps += total.steps
+        together.payload_bytes += total.payload_bytes
+        together.plain_bytes += total.plain_bytes
+    tell(together.text() if len(used) == 1 else f"{len(used)} models, {together.text()}")
+
+
+_totals: list[Total] = []
 
 
 class Watched(Protocol):

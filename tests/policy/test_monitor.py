@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 from urllib.request import urlopen
@@ -88,6 +89,21 @@ def test_a_total_says_what_gradients_took():
     assert total.text() == (
         "2 steps in 1.5 s: gradients of 2.00 MB were coded in 0.50 MB, 1.50 MB less"
     )
+
+
+def test_the_end_of_a_process_tells_totals_once():
+    code = """
+from pycomm import monitor
+from pycomm.policy.exchange import tell
+for steps in (0, 2, 1):
+    total = monitor.Total()
+    for _ in range(steps):
+        total.add(250_000, 1_000_000, 0.5)
+    monitor.tell_at_exit(total, tell)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    line = "2 models, 3 steps in 1.0 s: gradients of 3.00 MB were coded in 0.75 MB, 2.25 MB less"
+    assert done.stderr == f"pycomm: {line}\n"
 
 
 def test_json_holds_it_all(model):
