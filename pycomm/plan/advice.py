@@ -16,7 +16,8 @@ WORTH = 0.05
 CLOSE = 1.05
 """Of codecs whose steps are within this factor, the most accurate one is chosen."""
 ALIKE = 1.25
-"""Errors within this factor do not tell which of two codecs trains better; the faster is taken."""
+"""Errors within this factor do not tell which of two codecs trains better: the first of the table is
+taken, where int4 stands before mxfp4, whose measured losses are worse."""
 MOMENTUM = "sign"
 """Codec of the momentum, by default; gradients of a step train worse through it."""
 ERROR = 0.3
@@ -71,7 +72,8 @@ def advise(
     fastest = min(allowed, key=lambda p: p.step)
     close = [p for p in allowed if p.step <= CLOSE * fastest.step]
     least = min(p.error for p in close)
-    chosen = min((p for p in close if p.error <= ALIKE * least), key=lambda p: p.step)
+    table = [*codecs.KNOWN, *(p.codec for p in close)]  # the latter: densities of top-k
+    chosen = min((p for p in close if p.error <= ALIKE * least), key=lambda p: table.index(p.codec))
     if chosen.step > (1 - WORTH) * exact.step:
         reasons = (*_why_not(model, cluster, exact, fastest), *_limits(cluster))
         return Advice("none", exact.algorithm, 1.0, reasons)

@@ -161,6 +161,7 @@ def test_newest_rows_and_the_widest_run():
 
 
 RUN = {"time": "2026-01-01", "command": "a", "commit": "b", "device": "d", "cores": 2, "load": 1}
+RUN |= {"kernel": "6.1", "torch": "2.13"}
 
 
 def measured(ranks: int, size: int, backend: str = "pycomm", **more: object) -> dict[str, object]:

@@ -175,7 +175,7 @@ def test_both_languages_read_the_same_texts(text):
         ("topk:0.001", "topk:density=0.001"),
         ("topk", "topk:density=0.01"),
         ("lossless", "lossless"),
-        ("eden:bits=3", "eden:bits=3.0"),
+        ("eden:bits=3", "eden:bits=3"),
         ("powersgd:4", "powersgd:rank=4"),
     ],
 )
