@@ -73,7 +73,8 @@ def advise(
     close = [p for p in allowed if p.step <= CLOSE * fastest.step]
     least = min(p.error for p in close)
     table = [*codecs.KNOWN, *(p.codec for p in close)]  # the latter: densities of top-k
-    chosen = min((p for p in close if p.error <= ALIKE * least), key=lambda p: table.index(p.codec))
+    alike = (p for p in close if p.error <= ALIKE * least)
+    chosen = min(alike, key=lambda p: table.index(p.codec))
     if chosen.step > (1 - WORTH) * exact.step:
         reasons = (*_why_not(model, cluster, exact, fastest), *_limits(cluster))
         return Advice("none", exact.algorithm, 1.0, reasons)
