@@ -16,8 +16,8 @@ WORTH = 0.05
 CLOSE = 1.05
 """Of codecs whose steps are within this factor, the most accurate one is chosen."""
 ALIKE = 1.25
-"""Errors within this factor do not tell which of two codecs trains better: the first of the table is
-taken, where int4 stands before mxfp4, whose measured losses are worse."""
+"""Errors within this factor do not tell which of two codecs trains better: the table's first is
+taken, and there int4 stands before mxfp4, whose measured losses are worse."""
 MOMENTUM = "sign"
 """Codec of the momentum, by default; gradients of a step train worse through it."""
 ERROR = 0.3
