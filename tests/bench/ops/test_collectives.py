@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -310,8 +311,9 @@ def test_wrong_results_are_counted():
         y[:] = case.expected()
         y[3:5] += 1
 
-    variant = measure.Variant(Fake(broken), "none", "none", run=lambda: None)
-    alone().verify(case_of("all_reduce"), variant)
+    case = case_of("all_reduce")
+    variant = measure.Variant(Fake(broken), "none", "none", case, run=lambda: None)
+    alone().verify(variant)
     assert variant.wrong == 2
 
 
@@ -320,8 +322,9 @@ def test_a_codec_may_lose_what_it_loses_and_no_more(loss, wrong):
     def lossy(case, x, y) -> None:
         y *= 1 + loss
 
-    variant = measure.Variant(Fake(lossy), "int8", arguments.core_spec("int8"), run=lambda: None)
-    alone().verify(case_of("all_reduce"), variant)
+    case, spec = case_of("all_reduce"), arguments.core_spec("int8")
+    variant = measure.Variant(Fake(lossy), "int8", spec, case, run=lambda: None)
+    alone().verify(variant)
     assert variant.wrong == wrong
     assert variant.err == pytest.approx(loss, rel=1e-3)  # y is float32
 
@@ -330,7 +333,9 @@ def test_a_codec_may_lose_what_it_loses_and_no_more(loss, wrong):
 def test_backends_have_their_turns_iteration_by_iteration(turn, order):
     calls = []
     variants = [
-        measure.Variant(Fake(None), "none", "none", run=lambda name=name: calls.append(name))
+        measure.Variant(
+            Fake(None), "none", "none", case_of("all_reduce"), partial(calls.append, name)
+        )
         for name in "ab"
     ]
     member = alone()
