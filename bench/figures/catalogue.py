@@ -44,7 +44,7 @@ class Figure:
     """the rows are those of the newest command among those that have most lines"""
     note: str = ""
     computed: str = ""
-    """the command that computes a figure without a table"""
+    """the command that computes a figure without a table, or has written a table of one's own"""
 
     @property
     def command(self) -> str:
@@ -140,7 +140,8 @@ def _fitted(figure: Figure, table: Path, rows: Sequence[Row]) -> Figure | None:
         left = kept
         if not left:
             return None
-    return replace(figure, table=table.name, where=where)
+    command = max(left, key=lambda row: row["time"])["command"]
+    return replace(figure, table=table.name, where=where, computed=command)
 
 
 def widest_run(rows: Sequence[Row], column: str) -> list[Row]:

@@ -181,7 +181,7 @@ def test_a_table_of_ones_own_is_drawn_beside_it(tmp_path, monkeypatch, capsys):
     assert "all_gather of float32 by 5 ranks" in figure.of(tmp_path).subtitle
     report = importlib.import_module("pycomm.bench.figures.report")
     assert report.main(["--results", "mine.csv", "--html", "page.html"]) == 0
-    assert "all_gather of float32 by 5 ranks" in Path("page.html").read_text()
+    assert "From mine.csv, newest rows of 2026-01-01" in Path("page.html").read_text()
 
 
 def test_every_table_of_the_project_can_be_drawn_alone(tmp_path):
