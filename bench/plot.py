@@ -1,7 +1,8 @@
-"""Figures of README and docs, drawn from bench/results.
+"""Figures of a table of your own, or those of README and docs from bench/results.
 
-    python -m pycomm.bench.plot            all of them, into docs/img
-    python -m pycomm.bench.plot loss       only this one
+    python -m pycomm.bench.plot mine.csv   what a command wrote with --csv mine.csv: mine-NAME.png
+    python -m pycomm.bench.plot --docs     the figures of README and docs, into docs/img
+    python -m pycomm.bench.plot loss       only this one of them
     python -m pycomm.bench.plot --check    says what is out of date, or mixes rows that differ in
                                            more than what is shown; exit status 1 if anything is
 
@@ -16,9 +17,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pycomm.bench.common.arguments import Parser
+from pycomm.bench.common.arguments import Parser, unknown
 from pycomm.bench.common.tables import RESULTS
-from pycomm.bench.figures.catalogue import FIGURES, Figure
+from pycomm.bench.figures.catalogue import FIGURES, Figure, fitting
 from pycomm.charts import picture_digest, save
 
 ROOT = Path(__file__).parent.parent
@@ -74,26 +75,44 @@ def faults(root: Path, figures: Sequence[Figure] = FIGURES) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="python -m pycomm.bench.plot", description=__doc__)
     names = [figure.name for figure in FIGURES]
-    parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"of {', '.join(names)}")
+    what = f"a CSV file, or a figure of docs: {', '.join(names)}"
+    parser.add_argument("figures", nargs="*", metavar="FILE", help=what)
+    parser.add_argument("--docs", action="store_true", help="draw all figures of docs")
     parser.add_argument("--check", action="store_true", help="draw nothing, say what is wrong")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the tables")
-    parser.add_argument("--out", type=Path, default=ROOT / IMAGES, help="folder for the pictures")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of docs' tables")
+    parser.add_argument("--out", type=Path, help="folder for the pictures (a file's own, docs/img)")
     options = parser.parse_args(argv)
-    unknown = [name for name in options.figures if name not in names]
-    if unknown:
-        parser.error(f"no figure is called {unknown[0]!r}: want some of {', '.join(names)}")
     if options.check:
         wrong = faults(ROOT)
         for sentence in wrong:
             print(sentence)
         return 1 if wrong else 0
-    options.out.mkdir(parents=True, exist_ok=True)
-    for figure in FIGURES:
-        if not options.figures or figure.name in options.figures:
-            path = options.out / f"{figure.name}.png"
-            save(figure.of(options.results), path)
-            print(path)
+    files = [name for name in options.figures if name.endswith(".csv") or Path(name).is_file()]
+    chosen = names if options.docs else [name for name in options.figures if name not in files]
+    for name in chosen:
+        if name not in names:
+            parser.error(unknown("figure or file", name, names))
+    if not files and not chosen:
+        parser.error("name a CSV file that a command wrote with --csv, or write --docs")
+    try:
+        for name in files:
+            table = Path(name)
+            for figure in fitting(table):
+                folder = options.out or table.parent
+                _draw(figure, table.parent, folder / f"{table.stem}-{figure.name}.png")
+        for figure in FIGURES:
+            if figure.name in chosen:
+                folder = options.out or ROOT / IMAGES
+                _draw(figure, options.results, folder / f"{figure.name}.png")
+    except (ValueError, KeyError) as error:
+        parser.error(str(error))
     return 0
+
+
+def _draw(figure: Figure, results: Path, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save(figure.of(results), path)
+    print(path)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
@@ -24,6 +25,16 @@ def typed(what: str, value: Any, *types: type | None) -> None:
         return
     names = " or ".join("None" if kind is None else kind.__name__ for kind in types)
     raise TypeError(f"{what}={value!r} is of type {type(value).__name__}: want {names}")
+
+
+def guess(word: str, known: Iterable[str]) -> str:
+    """Return a question for an error, "did you mean 'int4'? ", or "" if no known word is alike."""
+    try:
+        from pycomm import _C
+    except ImportError:  # the planner runs without the core
+        return ""
+    near = _C.closest(word, list(known))
+    return f"did you mean {near!r}? " if near else ""
 
 
 def whole(what: str, value: Any, least: float = 0, most: float = math.inf) -> int:

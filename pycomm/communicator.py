@@ -1,9 +1,11 @@
 """Collectives on arrays, without torch: a thin layer over csrc/collectives/communicator.h.
 
-An array is a torch tensor on the CPU, a numpy array, or any object with a buffer; it must be
-contiguous. The ranks of one call must agree on operation, size and dtype; if they do not, every
-rank gets a :class:`pycomm.WireMismatch` that names both. An error in the middle of an operation
-ends the group: every later call raises that first error again.
+An array is a torch tensor on the CPU, a numpy array, or any object with a buffer or DLPack; it must
+be contiguous. Results go into arrays whose values may change: those of TensorFlow and JAX are for
+input alone, and ``numpy.array(x)`` is a copy for results. The ranks of one call must agree on
+operation, size and dtype; if they do not, every rank gets a :class:`pycomm.WireMismatch` that names
+both. An error in the middle of an operation ends the group: every later call raises that first
+error again.
 """
 
 from __future__ import annotations
@@ -11,15 +13,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pycomm import _C, launch, log
-from pycomm.arrays import check_own, check_part, core_dtype, count, pair, parts, reduce_op, span
+from pycomm import _C, launch, log, stores
+from pycomm.arrays import (
+    check_own,
+    check_part,
+    core_dtype,
+    count,
+    joined,
+    pair,
+    parts,
+    reduce_op,
+    span,
+)
 from pycomm.errors import Error
-from pycomm.pieces import Piece, built, floats
+from pycomm.pieces import Piece, built, floats, listed
 
 __all__ = ["Communicator", "Piece", "Request", "Store"]
 
 Request = _C.Request
 Store = _C.Store
+
+
+def _options(timeout: float | None, options: dict[str, Any]) -> _C.CommunicatorOptions:
+    """Return options of a group as the core takes them; those that are None keep their default."""
+    made = _C.CommunicatorOptions()
+    if timeout is not None:
+        made.timeout = timeout
+    for name, value in options.items():
+        if name.startswith("_") or not hasattr(_C.GroupOptions, name):
+            raise TypeError(f"Communicator has no option {name!r}")
+        if value is not None:
+            setattr(made, name, value)
+    return made
 
 
 class Communicator:
@@ -73,19 +98,12 @@ class Communicator:
         sites: Sequence[int] = (),
         **options: Any,
     ) -> None:
-        made = _C.CommunicatorOptions()
+        made = _options(timeout, options)
         made.group = group
         made.segment_bytes = segment_bytes
         made.nodes, made.sites = list(nodes), list(sites)
-        if timeout is not None:
-            made.timeout = timeout
         if parent:
             made.parent, made.parent_ranks = parent.core, list(parent_ranks or range(size))
-        for name, value in options.items():
-            if name.startswith("_") or not hasattr(_C.GroupOptions, name):
-                raise TypeError(f"Communicator has no option {name!r}")
-            if value is not None:
-                setattr(made, name, value)
         core = _C.Communicator(store, rank, size, made)
         self._core: _C.Communicator | None = core
         if size > 1:
@@ -93,18 +111,40 @@ class Communicator:
             log.begin(rank, core.describe(), chosen, lambda name: getattr(made, name))
 
     @classmethod
-    def from_env(cls, store_folder: str, **options: Any) -> Communicator:
+    def from_env(cls, store_folder: str | None = None, **options: Any) -> Communicator:
         """Join the group that ``RANK`` and ``WORLD_SIZE`` describe, or `srun` or `mpirun`.
 
+        Without a folder rank 0 listens at ``MASTER_ADDR`` and ``MASTER_PORT`` until its process
+        ends, and the others wait for it; under torchrun, whose agent listens there, torch is
+        loaded.
+
         Args:
-            store_folder: a folder that all ranks share and that no earlier run has used.
+            store_folder: a folder that all ranks share and that no earlier run has used; None: no
+                folder.
             options: as for the constructor.
 
         Raises:
-            Error: no launcher has set its variables.
+            Error: no launcher has set its variables, or rank 0 cannot be reached there.
+            Timeout: rank 0 did not listen in time.
         """
         rank, size = launch.rank_and_size()
-        return cls(Store.file(store_folder), rank, size, **options)
+        store: Store | None = None
+        if store_folder is not None:
+            store = Store.file(store_folder)
+        elif size > 1:
+            others = (
+                "group",
+                "parent",
+                "parent_ranks",
+                "segment_bytes",
+                "nodes",
+                "sites",
+                "timeout",
+            )
+            shared = {name: value for name, value in options.items() if name not in others}
+            made = _options(options.get("timeout"), shared)
+            store = stores.at_master(rank, size, made)
+        return cls(store, rank, size, **options)
 
     @property
     def core(self) -> _C.Communicator:
@@ -203,20 +243,23 @@ class Communicator:
         """Replace ``data`` by its reduction over all ranks.
 
         Args:
-            data: any shape and dtype, in place.
+            data: any shape and dtype, in place; or a list of arrays of one dtype, which are reduced
+                as one, by a copy.
             op: sum, avg, premul_sum (``data`` times ``factor``), prod, min, max, band, bor or
                 bxor.
             factor: factor of this rank's own data, for premul_sum; ranks may have different ones.
             timeout: seconds.
         """
-        address, numel, dtype = span(data, True)
-        self.core.all_reduce(address, numel, dtype, reduce_op(op), factor, timeout)
+        how, core = reduce_op(op), self.core
+        with joined("all_reduce", data) as (address, numel, dtype):
+            core.all_reduce(address, numel, dtype, how, factor, timeout)
 
     def all_reduce_coded(
         self,
         data: Any,
         codec: Any,
         *,
+        residual: Any = None,
         average: bool = True,
         seed: int = 0,
         step: int = 0,
@@ -230,8 +273,13 @@ class Communicator:
         Without residuals of owners, far ranks may all do what the owner does, with the same bits.
 
         Args:
-            data: float32, any shape, in place.
-            codec: one codec for all, or :class:`Piece` s that cover ``data``.
+            data: float32, any shape, in place; or a list of such arrays, which travel together, by
+                a copy, each coded by itself.
+            codec: one codec for all, by its name ("int4", "topk:density=0.01"), or :class:`Piece` s
+                that cover ``data``.
+            residual: error feedback with one codec for all: float32, as many values as ``data``,
+                zeros at first. What this rank's payload loses is kept there and added to the next
+                one. For a list: a list of arrays, or one array for all.
             average: divide the sum by the number of ranks.
             seed: seed of stochastic rounding, equal on all ranks.
             step: training step, equal on all ranks; also names random numbers.
@@ -240,13 +288,20 @@ class Communicator:
         Returns:
             True if every value of the result is finite; the same on all ranks.
         """
-        address, numel = floats("all_reduce_coded", data, True)
-        pieces = built(codec, numel)
-        if pieces.numel != numel:
-            raise Error(f"the pieces cover {pieces.numel} of {numel} elements: they must cover all")
-        return self.core.all_reduce_coded(
-            address, pieces, average=average, seed=seed, step=step, timeout=timeout
-        )
+        core = self.core
+        with joined("all_reduce_coded", data) as (address, numel, dtype):
+            if dtype != _C.DType.float32:
+                raise Error(f"all_reduce_coded takes float32, not {dtype.name}: convert it first")
+            if residual is not None or isinstance(data, list | tuple):
+                codec = listed(data, numel, codec, residual)
+            pieces = built(codec, numel)
+            if pieces.numel != numel:
+                raise Error(
+                    f"the pieces cover {pieces.numel} of {numel} elements: they must cover all"
+                )
+            return core.all_reduce_coded(
+                address, pieces, average=average, seed=seed, step=step, timeout=timeout
+            )
 
     def reduce_scatter_coded(
         self,

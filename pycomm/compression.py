@@ -193,6 +193,11 @@ def check_takes_hook(model: DistributedDataParallel) -> None:
             "DDP has the reducer of torch.compile, which traces hooks: set torch._dynamo.config."
             'optimize_ddp = "ddp_optimizer" before DistributedDataParallel is made'
         )
+    if hooks and isinstance(hooks[0][1], CompressionState):
+        raise Error(
+            "this model is compressed already: change its codec by set_policy() of that state, "
+            "which pycomm.compress returned, and pycomm.state_of(model) does"
+        )
     if hooks:
         raise Error(
             f"the model has the communication hook {hooks[0][0].__qualname__} already, and DDP "

@@ -8,15 +8,17 @@ Example:
     >>> print(monitor.text())  # doctest: +SKIP
     model 0: step 4200, 0.212 s a step, 13.4 MB of 100.0 MB (7.5 times less), 0 overflows
       checks of 42 parameters, every 16 steps: error up to 0.09, cosine at least 0.996
-      quant:bits=4,block=128,rounding=nearest (default): 40 parameters, 25000000 values
+      int4 (default): 40 parameters, 25000000 values
+    >>> wandb.log(monitor.snapshot()[0].numbers())  # doctest: +SKIP
     >>> monitor.serve(9400)  # doctest: +SKIP
 """
 
 from __future__ import annotations
 
+import atexit
 import json as json_format
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
@@ -48,7 +50,7 @@ class MonitorReport:
     payload_bytes: int
     """Payload of all gradients of one step, encoded once."""
     plain_bytes: int
-    """The same gradients in float32."""
+    """The same gradients as they are: 4 bytes for each value of float32, 2 for one of bfloat16."""
     overflows: int
     """Steps whose result was not finite."""
     checked: int
@@ -76,6 +78,73 @@ class MonitorReport:
     def ratio(self) -> float:
         """Plain bytes for each byte of payload."""
         return self.plain_bytes / self.payload_bytes if self.payload_bytes else 1.0
+
+    def numbers(self, prefix: str = "pycomm/") -> dict[str, float]:
+        """Return what was measured so far, by name, as `wandb.log` and TensorBoard take it.
+
+        Args:
+            prefix: what the names begin with; another one for each model, if there are several.
+
+        Example:
+            >>> wandb.log(pycomm.monitor.snapshot()[0].numbers(), step=step)  # doctest: +SKIP
+            >>> for name, number in report.numbers().items():  # doctest: +SKIP
+            ...     writer.add_scalar(name, number, step)
+        """
+        found = {name: getattr(self, name) for name in _GAUGES}
+        return {prefix + name: float(value) for name, value in found.items() if value is not None}
+
+
+@dataclass
+class Total:
+    """What the gradients of one model took, over all steps of this process."""
+
+    steps: int = 0
+    payload_bytes: int = 0
+    plain_bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, payload_bytes: int, plain_bytes: int, seconds: float) -> None:
+        """Add a step. The seconds are those since the one before, 0 for the first."""
+        self.steps += 1
+        self.payload_bytes += payload_bytes
+        self.plain_bytes += plain_bytes
+        self.seconds += seconds
+
+    def text(self) -> str:
+        """Return a line for people; "" before the first step."""
+        if not self.steps:
+            return ""
+        size, plain = _in_units(self.payload_bytes), _in_units(self.plain_bytes)
+        return (
+            f"{self.steps} steps in {self.seconds:.1f} s: gradients of {plain} were coded in "
+            f"{size}, {_in_units(self.plain_bytes - self.payload_bytes)} less"
+        )
+
+
+def _in_units(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if abs(count) >= 1e9 else f"{count / 1e6:.2f} MB"
+
+
+def tell_at_exit(total: Total, tell: Callable[[str], None]) -> None:
+    """Let a function say at the end of this process what the gradients of all models took."""
+    if not _totals:
+        atexit.register(_tell_totals, tell)
+    _totals.append(total)
+
+
+def _tell_totals(tell: Callable[[str], None]) -> None:
+    used = [total for total in _totals if total.steps]
+    if not used:
+        return
+    together = Total(seconds=max(total.seconds for total in used))
+    for total in used:
+        together.steps += total.steps
+        together.payload_bytes += total.payload_bytes
+        together.plain_bytes += total.plain_bytes
+    tell(together.text() if len(used) == 1 else f"{len(used)} models, {together.text()}")
+
+
+_totals: list[Total] = []
 
 
 class Watched(Protocol):
@@ -168,7 +237,7 @@ _GAUGES = {
     "step": "Number of the step",
     "step_seconds": "Median time of a step",
     "payload_bytes": "Bytes of a step's gradients, encoded once",
-    "ratio": "float32 bytes for each byte of payload",
+    "ratio": "Bytes of the gradients as they are for each byte of payload",
     "overflows": "Steps whose result was not finite",
     "error": "Largest relative L2 error of a sampled averaged gradient",
     "cosine": "Smallest cosine between a sampled averaged gradient and the exact one",

@@ -40,7 +40,7 @@ PYTHON_LAYERS = (
     {"policy", "feedback", "monitor", "trace"},
     {"codecs", "communicator", "backend"},
     {"triton_kernels"},
-    {"arrays", "launch", "pieces", "straggler", "takeover"},
+    {"arrays", "launch", "pieces", "stores", "straggler", "takeover"},
     {
         "_build",
         "_cuda_wheel",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn
 
@@ -25,8 +24,8 @@ class Parser(argparse.ArgumentParser):
 def unknown(what: str, word: str, known: Iterable[str]) -> str:
     """Return a one-line error: the unknown word, the nearest known one, and all known ones."""
     names = list(known)
-    near = difflib.get_close_matches(word, names, 1)
-    guess = f", did you mean {near[0]}?" if near else "."
+    near = _C.closest(word, names)
+    guess = f", did you mean {near}?" if near else "."
     return f"there is no {what} {word!r}{guess} Use one of {', '.join(names)}"
 
 
@@ -119,14 +118,6 @@ def codecs(text: str) -> list[str]:
     return _once(found, text)
 
 
-def real_codecs(text: str) -> list[str]:
-    """Parse codecs as `codecs` does, but refuse "none"."""
-    found = codecs(text)
-    if "none" in found:
-        raise argparse.ArgumentTypeError("'none' is no codec that could be timed; leave it out")
-    return found
-
-
 def core_spec(text: str) -> str:
     """Return a codec's text in the core's form, "none" for none. Short names are accepted.
 
@@ -137,28 +128,8 @@ def core_spec(text: str) -> str:
         return text
     try:
         return _C.Codec(text).spec
-    except RuntimeError:  # not valid in the core's form, so try the user's form
-        pass
-    try:
-        return _C.Codec(_parsed(text)).spec
-    except (RuntimeError, ValueError, TypeError) as error:
+    except RuntimeError as error:
         raise argparse.ArgumentTypeError(str(error).splitlines()[0]) from None
-
-
-def _parsed(text: str) -> str:
-    name = text.partition(":")[0]
-    try:
-        from pycomm.codecs import ALIASES, CODECS
-        from pycomm.codecs import codec as parse
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        words = ", ".join(["none", *_C.codec_names()])
-        raise ValueError(f"without torch, {text!r} is not known: use one of {words}") from None
-    known = list(dict.fromkeys(("none", *ALIASES, *CODECS)))
-    if name not in known:
-        raise ValueError(unknown("codec", name, known))
-    return parse(text).spec()
 
 
 def _once(words: list[str], text: str) -> list[str]:

@@ -130,6 +130,8 @@ class Row:
     type: str
     redop: str = ""
     codec: str = "none"
+    place: str = ""
+    """of a collective's result: "in" memory of its input, or "out" of it"""
     vs: str = ""
     iterations: int = 0
     time_p50: float | None = None

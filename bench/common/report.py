@@ -80,7 +80,7 @@ def ratios(rows: Sequence[Row], baseline: str) -> list[Row]:
     """
 
     def case(row: Row, redop: str) -> tuple[object, ...]:
-        return row.op, row.size, row.type, redop
+        return row.op, row.size, row.type, redop, row.place
 
     exact = [r for r in rows if r.kind == "time" and r.backend == baseline and r.codec == "none"]
     base = {case(r, r.redop): r for r in exact}

@@ -93,12 +93,17 @@ def bandwidth(rows: Sequence[Row]) -> Chart:
 
     return Chart(
         "All-reduce inside a machine",
-        f"all_reduce of float32 by 2 ranks on {rows[0]['device']}, all backends in turns",
+        f"{rows[0]['op']} of {rows[0]['type']}{_through(rows[0]['codec'])} by {rows[0]['ranks']} "
+        f"ranks on {rows[0]['device']}, all backends in turns",
         [
             panel("time_p50", 1e-6, "time of a call", format_time, "Latency: lower is better"),
             panel("effbw", 1e9, "size / time", _bandwidth, "Bandwidth: higher is better"),
         ],
     )
+
+
+def _through(codec: str) -> str:
+    return "" if codec == "none" else f" through {codec}"
 
 
 def steps(rows: Sequence[Row]) -> Chart:
@@ -108,7 +113,8 @@ def steps(rows: Sequence[Row]) -> Chart:
     x = Axis("link", True, [(place, format_rate(place)) for place in places])
     return Chart(
         "Training step by link",
-        f"Transformer of {int(rows[0]['parameters']) / 1e6:.1f} million parameters, DDP on 2 ranks "
+        f"Transformer of {int(rows[0]['parameters']) / 1e6:.1f} million parameters, DDP on "
+        f"{rows[0]['ranks']} ranks "
         "with one core each, links between network namespaces",
         [Panel(x, log_axis("step", lines, format_time), lines)],
     )
@@ -151,7 +157,7 @@ def losses(rows: Sequence[Row]) -> Chart:
     return Chart(
         "Loss against steps",
         f"Held-out loss of the demo's model ({int(rows[0]['parameters']) / 1e6:.1f} million "
-        "parameters, 2 ranks, AdamW), mean of the seeds",
+        f"parameters, {rows[0]['ranks']} ranks, AdamW), mean of the seeds",
         [Panel(Axis("step"), Axis("held-out loss, nats per byte", limits=limits), lines)],
     )
 

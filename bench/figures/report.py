@@ -1,6 +1,7 @@
 """`python -m pycomm.bench report`: all figures as one page, from bench/results.
 
     python -m pycomm.bench report --html report.html
+    python -m pycomm.bench report --results mine.csv             of a table of your own
     python -m pycomm.bench report --measure --only demo,links    repeat measurements first
     python -m pycomm.bench report --tables                       write the tables of docs
 
@@ -25,11 +26,11 @@ from pathlib import Path
 
 from pycomm.bench.common import tables
 from pycomm.bench.common.arguments import Parser
-from pycomm.bench.figures.catalogue import FIGURES, Figure
+from pycomm.bench.figures.catalogue import FIGURES, Figure, fitting
 from pycomm.bench.figures.claims import commands
 from pycomm.charts import Section, save_page
 
-INTRO = "What pycomm's benchmarks have measured, from the tables in bench/results."
+INTRO = "What pycomm's benchmarks have measured."
 LIMIT = 1500.0  # seconds per command
 JUDGED = "plan"
 """Its exit status is 1 where a promise is broken; its rows count."""
@@ -52,7 +53,14 @@ def section(figure: Figure, results: Path) -> Section:
 
 
 def draw(results: Path, html: Path) -> int:
-    """Write the page; return the exit status."""
+    """Write the page, of a folder's tables or of one table; return the exit status."""
+    if results.is_file():
+        figures = fitting(results)
+        save_page(
+            f"pycomm: {results.name}", INTRO, [section(f, results.parent) for f in figures], html
+        )
+        print(html)
+        return 0
     missing = [f for f in FIGURES if f.table and not (results / f.table).exists()]
     for figure in missing:
         print(f"no {results / figure.table}: {figure.command}", file=sys.stderr)
@@ -121,7 +129,8 @@ def measure(chosen: Sequence[tuple[str, str]], results: Path, log: Path, dry: bo
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="python -m pycomm.bench report", description=__doc__)
     add = parser.add_argument
-    add("--results", type=Path, default=tables.RESULTS, help="folder of the tables")
+    what = "folder of the tables, or one table of your own"
+    add("--results", type=Path, default=tables.RESULTS, help=what)
     add("--html", type=Path, default=Path("report.html"), help="the page (report.html)")
     add("--measure", action="store_true", help="only: repeat the measurements")
     add("--only", default="", help="of --measure: beginnings of tables' names, comma-separated")
@@ -140,4 +149,7 @@ def main(argv: Sequence[str]) -> int:
         if not chosen:
             parser.error(f"no table begins with {options.only!r}")
         return 0 if measure(chosen, options.results, options.log, options.list) else 1
-    return draw(options.results, options.html)
+    try:
+        return draw(options.results, options.html)
+    except (ValueError, KeyError) as error:
+        parser.error(str(error))

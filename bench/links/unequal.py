@@ -70,9 +70,9 @@ def rank_main(rates: list[str], size: int, repeats: int, codec: str, log: str, f
     import torch.distributed as dist
 
     from pycomm import _C
-    from pycomm.bench.links.torch_store import TorchStore
     from pycomm.bench.links.turns import slowest
     from pycomm.communicator import Communicator, Piece, Store
+    from pycomm.stores import TorchStore
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -163,7 +163,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = arguments.Parser(prog="python -m pycomm.bench codecs", description=__doc__)
     arguments.add_sizes(parser, "1M", "64M", 64)
     what = f"of {', '.join(ALIASES)} and so on, with options (all)"
-    kind = arguments.real_codecs
+    kind = arguments.codecs
     parser.add_argument("--codec", type=kind, metavar="CODEC,...", help=what)
     parser.add_argument("--errors", action="store_true", help="instead: bits, errors; no times")
     arguments.add_files(parser)

@@ -45,6 +45,7 @@ def columns(options: argparse.Namespace) -> tuple[tuple[str, int, str], ...]:
         ("redop", 5, ""),
         ("backend", max(map(len, ["backend", *options.backend])), ""),
         ("codec", max(map(len, ["codec", *options.codec])), ""),
+        ("place", 5, ""),
         ("time_p50", 10, ".2f"),
         ("time_p99", 10, ".2f"),
         ("algbw", 7, ".3f"),
@@ -56,6 +57,17 @@ def columns(options: argparse.Namespace) -> tuple[tuple[str, int, str], ...]:
         ("wire_bytes", 9, ".0f"),
         ("cpu_seconds", 8, ".2e"),
     )
+
+
+def print_averages(report: Report) -> None:
+    """Print the mean of the bus bandwidths of each backend, codec and place, as nccl-tests do."""
+    rates: dict[str, list[float]] = {}
+    for row in report.rows:
+        if row.busbw is not None:
+            name = " ".join((row.backend, row.codec, f"{row.place}-place"))
+            rates.setdefault(name.replace("out-", "out-of-"), []).append(row.busbw)
+    for name, found in rates.items():
+        report.note(f"# Avg bus bandwidth of {name}: {sum(found) / len(found):.3f} GB/s")
 
 
 def print_ratios(report: Report, baseline: str) -> None:
@@ -87,6 +99,7 @@ def rank_main(
     where = f"{origin.device}, {origin.cores} cores, commit {origin.commit or 'unknown'}"
     report.header(f"{options.op}, {ranks} ranks on {where}", *connections)
     right = member.run(report)
+    print_averages(report)
     if len(options.backend) > 1:
         print_ratios(report, options.baseline)
     if rank == 0:
@@ -143,7 +156,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     what = f"{', '.join(REDUCTIONS)}, or all (sum)"
     kind = some("reduction", REDUCTIONS)
     add("-o", "--op", dest="redops", type=kind, default="sum", metavar="REDOP", help=what)
-    add("-p", "--ranks", type=count, default=2, metavar="N", help="ranks to start (2)")
+    what = "ranks to start (2); -g as in nccl-tests, where each GPU has one"
+    add("-p", "--ranks", "-g", "--ngpus", type=count, default=2, metavar="N", help=what)
+    what = "in, out or both: memory of the result of reduce_scatter and all_gather (out)"
+    kind = arguments.some_of("place", ("out", "in"))
+    add("--place", type=kind, default="out", metavar="PLACE,...", help=what)
     what = f"of {', '.join(backends.NAMES)}; they take turns (pycomm)"
     kind = arguments.some_of("backend", backends.NAMES)
     add("--backend", type=kind, default="pycomm", metavar="NAME,...", help=what)

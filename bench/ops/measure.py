@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ class Variant:
     backend: backends.BackendCalls
     codec: str
     spec: str
+    case: Case
     run: Run
     buffers: tuple[Array, Array] | None = None
     """the memory of `run`, kept alive here since the core takes raw addresses"""
@@ -117,13 +118,13 @@ class Rank:
             return []
         for variant in variants:
             for _ in range(self.options.check):
-                self.verify(case, variant)
-        self.make_time_buffers(case, variants)
+                self.verify(variant)
+        self.make_time_buffers(variants)
         slowest = max(self.warm_up(variant) for variant in variants)
         count = self.options.iterations
         count = count or calls_within(SECONDS, slowest, FEWEST, MOST)
         self.time_in_turns(variants, count)
-        return [self.row(case, variant) for variant in variants]
+        return [self.row(variant) for variant in variants]
 
     def variants(self, case: Case, report: Report) -> list[Variant]:
         found = []
@@ -133,12 +134,23 @@ class Rank:
                 report.note(f"# {harness.format_size(case.size)}: {refused}")
                 continue
             for codec in self.options.codec:
-                if codec == "none" or (backend.has_codecs and case.dtype in coded.ROUNDING):
-                    found.append(Variant(backend, codec, self.specs[codec], run=lambda: None))
+                if codec != "none" and not (backend.has_codecs and case.dtype in coded.ROUNDING):
+                    continue
+                for place in self.places(case):
+                    one = replace(case, place=place)
+                    found.append(Variant(backend, codec, self.specs[codec], one, lambda: None))
         return found
 
-    def verify(self, case: Case, variant: Variant) -> None:
+    def places(self, case: Case) -> list[str]:
+        """Return where results go, one or both of "out" and "in", as `--place` and the operation
+        say."""
+        if case.op.in_part:
+            return list(self.options.place)
+        return ["in" if case.op.in_place else "out"]
+
+    def verify(self, variant: Variant) -> None:
         """Run once on values with a known result. Adds to `wrong`; with a codec, sets `err`."""
+        case = variant.case
         x, y = variant.backend.buffers(case)
         run = variant.backend.prepare(case, x, y, variant.spec)
         exact = variant.codec == "none"
@@ -165,9 +177,10 @@ class Rank:
             same = bool(low == high)
         return 0 if same and variant.err <= most else case.count
 
-    def make_time_buffers(self, case: Case, variants: Sequence[Variant]) -> None:
+    def make_time_buffers(self, variants: Sequence[Variant]) -> None:
         """Allocate buffers: zeros for exact sums, which would overflow, gradients for averages."""
         for variant in variants:
+            case = variant.case
             x, y = variant.backend.buffers(case)
             variant.run = variant.backend.prepare(case, x, y, variant.spec)
             if variant.codec != "none":
@@ -207,7 +220,8 @@ class Rank:
             variant.samples = [1e6 * sample for sample in self.agree(walls[v], "max")]
             variant.cpu_seconds = float(self.agree([cpus[v]], "sum")[0]) / calls
 
-    def row(self, case: Case, variant: Variant) -> Row:
+    def row(self, variant: Variant) -> Row:
+        case = variant.case
         p50 = quantile(variant.samples, 0.5)
         rate = case.size / p50 / 1e3
         exact = variant.codec == "none"
@@ -223,6 +237,7 @@ class Rank:
             type=case.dtype,
             redop="avg" if averages else case.redop,
             codec=variant.codec,
+            place=case.place,
             iterations=len(variant.samples),
             time_p50=p50,
             time_p99=quantile(variant.samples, 0.99),

@@ -109,6 +109,7 @@ _LIST = (
     Operation(
         name="reduce_scatter",
         bus_factor=_shares,
+        in_part=True,
         parts=lambda ranks: (ranks, 1),
         expected=lambda case, inputs: case.part(case.reduced(inputs), case.rank),
         core=lambda c, case, x, y: partial(
@@ -123,6 +124,7 @@ _LIST = (
     Operation(
         name="all_gather",
         bus_factor=_shares,
+        in_part=True,
         parts=lambda ranks: (1, ranks),
         expected=_all,
         core=lambda c, case, x, y: partial(

@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pycomm.arguments import guess
 from pycomm.bench import netlab
 from pycomm.bench.common import arguments, tables
 from pycomm.bench.common.harness import Origin, Row, record, write_json
@@ -257,13 +258,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--ranks 0 starts nothing: want at least 1")
     if options.ranks != [RANKS] and options.only != "losses":
         parser.error("--ranks is for trainings, --only losses: steps on links are those of 2 ranks")
+    pattern = options.methods
     try:
-        options.methods = [m for m in METHODS if re.search(options.methods, m.label)]
+        options.methods = [m for m in METHODS if re.search(pattern, m.label)]
     except re.error as error:
-        parser.error(f"--methods {options.methods!r} is no pattern: {error}")
+        parser.error(f"--methods {pattern!r} is no pattern: {error}")
     if not options.methods:
         labels = "; ".join(method.label for method in METHODS)
-        parser.error(f"--methods fits none of these: {labels}")
+        meant = guess(pattern, [method.label for method in METHODS])
+        parser.error(f"--methods {pattern!r} fits none of these: {meant}{labels}")
     return options
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
-from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
-from pycomm.arguments import typed
+from pycomm import _C
+from pycomm.arguments import guess, typed
 from pycomm.codecs import implementations
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.base import Codec
@@ -38,6 +39,8 @@ __all__ = [
     "TopK",
     "Unavailable",
     "codec",
+    "register",
+    "short_text",
 ]
 
 
@@ -67,31 +70,91 @@ SCHEMES: dict[str, type[Codec]] = {
     "powersgd": PowerSGD,
 }
 
-# Short names, which may be followed by more options: "int4:block=64".
-ALIASES: dict[str, str] = {
-    "int8": "quant:bits=8",
-    "int7": "quant:bits=7",
-    "int6": "quant:bits=6",
-    "int5": "quant:bits=5",
-    "int4": "quant:bits=4",
-    "int3": "quant:bits=3",
-    "int2": "quant:bits=2",
-    "none": "cast:dtype=float32",
-    "fp32": "cast:dtype=float32",
-    "fp16": "cast:dtype=float16",
-    "bf16": "cast:dtype=bfloat16",
-    "fp8": "cast:dtype=float8_e4m3",
-    "fp8_e4m3": "cast:dtype=float8_e4m3",
-    "fp8_e5m2": "cast:dtype=float8_e5m2",
-    "mxfp8": "mx:format=fp8_e4m3",
-    "mxfp8_e5m2": "mx:format=fp8_e5m2",
-    "mxfp6": "mx:format=fp6_e2m3",
-    "mxfp6_e3m2": "mx:format=fp6_e3m2",
-    "mxfp4": "mx:format=fp4_e2m1",
-    "nvfp4": "mx:format=nvfp4",
-    "drive": "eden:bits=1",
-    "eden2": "eden:bits=2",
-}
+# Short names, which may be followed by more options: "int4:block=64". The table is the core's.
+ALIASES: dict[str, str] = _C.codec_aliases()
+
+_registered: dict[str, type[Codec]] = {}
+_Class = TypeVar("_Class", bound=type[Codec])
+
+
+def register(cls: _Class) -> _Class:
+    """Make a codec of your own known by its name, to hooks, policies and `codec`; a decorator.
+
+    Its reference runs, in plain torch, on every device and with every process group; payloads
+    travel by the group's all-to-all and all-gather. Register it on all ranks before `compress`, and
+    before a checkpoint that names it is loaded.
+
+    Args:
+        cls: a frozen dataclass below `Codec`, with `name`, `combine` ("recode" or "gather"),
+            `wire_version` and what is abstract there.
+
+    Returns:
+        The class.
+
+    Raises:
+        TypeError: it is no such class.
+        ValueError: its name is taken, or is none that a codec's text can begin with.
+
+    Example:
+        >>> import pycomm
+        >>> @pycomm.codecs.register  # doctest: +SKIP
+        ... @dataclass(frozen=True)
+        ... class Half(pycomm.codecs.Codec): ...
+        >>> pycomm.compress(model, "half")  # doctest: +SKIP
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Codec)):
+        raise TypeError(f"register takes a class below pycomm.codecs.Codec, not {cls!r}")
+    if missing := sorted(cls.__abstractmethods__):
+        raise TypeError(f"{cls.__name__} does not define {', '.join(missing)}")
+    parameters = cls.__dict__.get("__dataclass_params__")
+    if parameters is None or not parameters.frozen:
+        raise TypeError(f"{cls.__name__} is no frozen dataclass: write @dataclass(frozen=True)")
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise ValueError(f"{cls.__name__}.name is {name!r}: want small letters, digits and _")
+    if getattr(cls, "combine", None) not in ("recode", "gather"):
+        raise ValueError(f'{cls.__name__}.combine must be "recode" or "gather"')
+    if not isinstance(getattr(cls, "wire_version", None), int):
+        raise TypeError(f"{cls.__name__}.wire_version must be a whole number")
+    other = CODECS.get(name) or SCHEMES.get(name) or _registered.get(name)
+    again = other is not None and (other.__module__, other.__qualname__) == (
+        cls.__module__,
+        cls.__qualname__,  # as where a notebook's cell runs twice
+    )
+    if name in ("auto", *ALIASES) or (other is not None and not again):
+        raise ValueError(f"there is a codec {name!r} already: give {cls.__name__} another name")
+    _registered[name] = cls
+    short_text.cache_clear()
+    return cls
+
+
+@cache
+def short_text(of: Codec) -> str:
+    """Return the shortest text by which `codec` returns an equal codec: "int4:block=64"."""
+    cls = type(of)
+    aliases = [name for name, text in ALIASES.items() if text.partition(":")[0] == cls.name]
+    best: tuple[int, str] | None = None
+    for name in (*aliases, cls.name):
+        given = ALIASES.get(name, "").partition(":")[2].partition("=")[0]
+        try:
+            usual = codec(name)
+        except (TypeError, ValueError):  # an option has no default
+            continue
+        options = {
+            field.name: getattr(of, field.name)
+            for field in fields(of)
+            if getattr(of, field.name) != getattr(usual, field.name)
+        }
+        if given in options or any(value in (0, "") for value in options.values()):
+            continue
+        if best is None or len(options) < best[0]:
+            first = fields(of)[0].name if name == cls.name and fields(of) else ""
+            shown = options
+            if isinstance(getattr(of, first, None), (int, float)):  # how much it keeps
+                shown = {first: getattr(of, first), **options}
+            listed = ",".join(f"{option}={value}" for option, value in shown.items())
+            best = len(options), f"{name}:{listed}" if listed else name
+    return best[1] if best else of.spec()
 
 
 def codec(text: str | Codec) -> Codec:
@@ -119,12 +182,12 @@ def codec(text: str | Codec) -> Codec:
     if name in ALIASES:
         name, _, first = ALIASES[name].partition(":")
         given.insert(0, first)
-    cls = CODECS.get(name) or SCHEMES.get(name)
+    cls = CODECS.get(name) or SCHEMES.get(name) or _registered.get(name)
     if cls is None:
-        known = sorted([*CODECS, *SCHEMES, *ALIASES])
-        near = get_close_matches(name.lower(), known, 1)
-        guess = f"did you mean {near[0]!r}? The" if near else "the"
-        raise ValueError(f"unknown codec {name!r}: {guess} codecs are {', '.join(known)}")
+        known = sorted([*CODECS, *SCHEMES, *ALIASES, *_registered])
+        meant = guess(name, known)
+        the = f"{meant}The" if meant else "the"
+        raise ValueError(f"unknown codec {name!r}: {the} codecs are {', '.join(known)}")
     return cls(**_options(name, cls, given))
 
 
@@ -140,7 +203,8 @@ def _options(name: str, cls: type[Codec], given: list[str]) -> dict[str, Any]:
                 raise ValueError(f"{name}: write {item!r} as option=value; {listed}")
             option, value = known[0], item
         if option not in known:
-            raise ValueError(f"{name}: unknown option {option!r}; {listed}")
+            meant = guess(option, known)
+            raise ValueError(f"{name}: unknown option {option!r}; {meant}{listed}")
         if option in options:
             raise ValueError(f"{name}: {option} is given twice: leave one out")
         options[option] = _convert(name, option, value, hints[option])

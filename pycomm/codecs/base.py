@@ -132,7 +132,8 @@ class Codec(ABC):
             index: index of ``x[0]`` in its tensor, a multiple of ``granule``.
 
         Returns:
-            The payload in ``out``.
+            The payload in ``out``. Of one of a codec that is `variable`, such as "lossless", only
+            the first `used_bytes` have to be sent.
 
         Raises:
             TypeError: a wrong dtype.

@@ -193,6 +193,8 @@ def implementation(name: str, kind: str, device: str) -> Implementation:
     if kind == "native":
         from pycomm import _C
 
+        if name not in _C.codec_names():
+            raise Unavailable(f"{name} is not among the codecs in C++")
         if device == "cuda":
             if not _C.cuda_built():
                 raise Unavailable("native codecs on cuda: this pycomm was built without CUDA")

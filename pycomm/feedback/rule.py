@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from pycomm.arguments import number, put, typed
+from pycomm.arguments import guess, number, put, typed
 from pycomm.codecs import Cast, Codec
 
 Kind = Literal["residual", "decay", "momentum"]
@@ -51,12 +51,16 @@ class Feedback:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
+            kinds = get_args(Kind)
+            meant = guess(str(self.kind), kinds)
             raise ValueError(
-                f"unknown feedback {self.kind!r}: use one of {', '.join(get_args(Kind))}"
+                f"unknown feedback {self.kind!r}: {meant}use one of {', '.join(kinds)}"
             )
         if self.storage not in get_args(StorageName):
+            names = get_args(StorageName)
             raise ValueError(
-                f"feedback: storage={self.storage!r}: use one of {', '.join(get_args(StorageName))}"
+                f"feedback: storage={self.storage!r}: {guess(str(self.storage), names)}use one of "
+                f"{', '.join(names)}"
             )
         for name in ("decay", "clip"):
             put(self, **{name: number(f"feedback: {name}", getattr(self, name))})
@@ -129,7 +133,8 @@ _TYPES: dict[str, Callable[[str], Any]] = {
 
 def _value(option: str, text: str) -> Any:
     if option not in _TYPES:
-        raise ValueError(f"feedback: unknown option {option!r}; it has {', '.join(_TYPES)}")
+        meant = guess(option, _TYPES)
+        raise ValueError(f"feedback: unknown option {option!r}; {meant}it has {', '.join(_TYPES)}")
     try:
         return _TYPES[option](text)
     except (ValueError, KeyError):

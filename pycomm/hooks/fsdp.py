@@ -34,7 +34,7 @@ from pycomm.hooks.fsdp_seams import (
     leave_replicas_to_the_hook,
     units,
 )
-from pycomm.policy import Decision, Parameter, Policy, agree_on_options, summary
+from pycomm.policy import Decision, Parameter, Policy, agree_on_options, refused_together, summary
 from pycomm.policy import agree as agree_on
 from pycomm.policy.exchange import gather
 from pycomm.reduction import paths, two_shot
@@ -109,12 +109,13 @@ class FSDPState(CompressionState):
         self.weights: dict[str, Decision] = {}
         """The codec of each parameter's weights, by name; none: exactly."""
         self._weight_buckets: dict[tuple[str, ...], Bucket] = {}
-        policy = None if weights is None else Policy.of(weights)
+        groups = [g for g in (self._shard_group, self.process_group) if g is not None]
+        with refused_together(*dict.fromkeys(groups)):
+            policy = None if weights is None else Policy.of(weights)
         terms = [f"weights: {term}" for term in (policy.terms() if policy else ["exactly"])]
         # Weights are gathered among shards, and replicas must compute with the same ones. The
         # terms of the gradients were compared only among the replicas of each shard so far.
         terms += [f"gradients: {term}" for term in self.plan.terms]
-        groups = [g for g in (self._shard_group, self.process_group) if g is not None]
         agree_on_options(terms, *dict.fromkeys(groups))
         if policy is not None:
             for name, tensor in self._tensor_of.items():

@@ -20,7 +20,7 @@ from pycomm.hooks.ddp_momentum import MomentumState
 from pycomm.hooks.fsdp_momentum import ShardedMomentumState, check_averages
 from pycomm.optim.loading import has_gradient, is_filling, load
 from pycomm.optim.settings import GroupChecks, policy_of, prepare, rule_of, settings_only
-from pycomm.policy import Policy, agree_on_options
+from pycomm.policy import Policy, agree_on_options, refused_together
 from pycomm.policy.exchange import device_of
 from pycomm.reduction import members
 from pycomm.reduction.momentum.moment import FLOAT32_STATES, local
@@ -100,17 +100,17 @@ class CodedAdamW(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
-        policy = policy_of(_NAME, codec)
-        rule = rule_of(_NAME, feedback)
         self._groups: dict[int, dict[str, Any]] = {}
         self._scaler = scaler
         given: dict[str, Any] = {"find": self._find, "unit": self._unit, "refresh": refresh}
-        given |= {"feedback": rule, "seed": seed}
         module, groups = model, []
         if _is_ddp(model):
             module, groups = model.module, [model.process_group]
         else:
             groups = check_averages(model)
+        with refused_together(*groups):
+            policy, rule = policy_of(_NAME, codec), rule_of(_NAME, feedback)
+        given |= {"feedback": rule, "seed": seed}
         self._checks = GroupChecks(_NAME, module, defaults)
         self._checks.check(self.param_groups)
         self._ranks = groups

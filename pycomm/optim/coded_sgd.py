@@ -21,7 +21,7 @@ from pycomm.feedback.rule import EXACT
 from pycomm.hooks.sent_momentum import SentMomentumState, sent_momentum_hook
 from pycomm.optim.loading import has_gradient, is_filling, load
 from pycomm.optim.settings import GroupChecks, policy_of, prepare, rule_of, settings_only
-from pycomm.policy import Policy, agree_on_options
+from pycomm.policy import Policy, agree_on_options, refused_together
 from pycomm.policy.exchange import device_of
 from pycomm.policy.names import clean
 from pycomm.policy.quality import nominal_error
@@ -114,12 +114,13 @@ class CodedSGD(torch.optim.Optimizer):
     ) -> None:
         typed("model", model, nn.Module)
         typed("scaler", scaler, torch.amp.GradScaler, None)
-        policy, rule = policy_of(_NAME, codec), rule_of(_NAME, feedback)
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
         model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(_refusal(model))
+        with refused_together(model.process_group):
+            policy, rule = policy_of(_NAME, codec), rule_of(_NAME, feedback)
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
         self._scaler = scaler
         self._codecs: dict[str, Codec] = {}  # of the steps before, by parameter
         self._checks = GroupChecks(_NAME, model.module, defaults)

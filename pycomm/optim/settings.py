@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pycomm.arguments import number
-from pycomm.codecs import Codec
+from pycomm.codecs import Codec, short_text
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.policy import Policy
@@ -120,7 +120,7 @@ def policy_of(who: str, codec: str | Codec | Policy) -> Policy:
         if one.unbiased:
             remedy = "scale=mmse" if one.name == "eden" else "another codec"
             raise ValueError(
-                f"{who}: {one.spec()} is unbiased, so its errors would pile up in the "
+                f"{who}: {short_text(one)} is unbiased, so its errors would pile up in the "
                 f"momentum: use {remedy}, whose errors feedback returns"
             )
     # The guard compares results with mean gradients, and here they are momentum.

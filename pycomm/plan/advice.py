@@ -15,6 +15,11 @@ WORTH = 0.05
 """Least share by which a codec must shorten the step: less is below a plan's accuracy."""
 CLOSE = 1.05
 """Of codecs whose steps are within this factor, the most accurate one is chosen."""
+ALIKE = 1.25
+"""Errors within this factor do not tell which of two codecs trains better: the table's first is
+taken, and there int4 stands before mxfp4, whose measured losses are worse."""
+MOMENTUM = "sign"
+"""Codec of the momentum, by default; gradients of a step train worse through it."""
 ERROR = 0.3
 """Relative squared error above which a codec is not advised by default: EDEN's 2 bits pass."""
 
@@ -65,7 +70,11 @@ def advise(
     exact = next(p for p in best if p.codec == "none")
     allowed = [p for p in best if p.error <= error]
     fastest = min(allowed, key=lambda p: p.step)
-    chosen = min((p for p in allowed if p.step <= CLOSE * fastest.step), key=lambda p: p.error)
+    close = [p for p in allowed if p.step <= CLOSE * fastest.step]
+    least = min(p.error for p in close)
+    table = [*codecs.KNOWN, *(p.codec for p in close)]  # the latter: densities of top-k
+    alike = (p for p in close if p.error <= ALIKE * least)
+    chosen = min(alike, key=lambda p: table.index(p.codec))
     if chosen.step > (1 - WORTH) * exact.step:
         reasons = (*_why_not(model, cluster, exact, fastest), *_limits(cluster))
         return Advice("none", exact.algorithm, 1.0, reasons)
@@ -75,6 +84,13 @@ def advise(
         f"{format_time(exact.step)}, {speedup:.2f} times as fast; the gradient's relative squared "
         f"error is {chosen.error:.2g} before feedback"
     ]
+    momentum = next((p for p in best if p.codec == MOMENTUM), None)
+    if momentum is not None and momentum.step < (1 - WORTH) * chosen.step:
+        why.append(
+            f"with torch's AdamW or SGD, pycomm.code_optimizer(optimizer, model, {MOMENTUM!r}) "
+            "sends the momentum in place of the gradients: a step of about "
+            f"{format_time(momentum.step)}"
+        )
     if best[0].error > error:
         why.append(
             f"{best[0].codec} is faster still ({format_time(best[0].step)}) and was passed over: "

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal
 
+from pycomm.arguments import guess
 from pycomm.plan.cluster import CodecRates, Processor
 
 Core = tuple[float, float, float, float]
@@ -201,7 +202,7 @@ _MORE = (
 )
 KNOWN: Mapping[str, Coding] = {coding.name: coding for coding in (*_ALL, *_MORE)}
 _SHORT = {"eden2": "eden:bits=2", "eden1": "eden:bits=1", "drive": "eden:bits=1"}
-_SHORT |= {"topk": "topk:0.01", "powersgd": "powersgd:4"}
+_SHORT |= {"topk": "topk:0.01", "powersgd": "powersgd:4", "fp32": "none"}
 
 
 def find(text: str) -> Coding:
@@ -216,8 +217,9 @@ def find(text: str) -> Coding:
     if found is None and family == "topk":
         found = _topk(option)
     if found is None:
+        meant = guess(text, [*KNOWN, *_SHORT])
         names = ", ".join([*KNOWN, "topk:D"])
-        raise ValueError(f"nothing is known of the codec {text!r}: use {names}")
+        raise ValueError(f"nothing is known of the codec {text!r}: {meant}use {names}")
     return found
 
 

@@ -7,7 +7,7 @@ ranks.
 
 from __future__ import annotations
 
-from pycomm.policy.agreement import agree, agree_on_options, summary
+from pycomm.policy.agreement import agree, agree_on_options, refused_together, summary
 from pycomm.policy.auto import Trial
 from pycomm.policy.guard import Guard
 from pycomm.policy.plan import Plan
@@ -39,6 +39,7 @@ __all__ = [
     "Trial",
     "agree",
     "agree_on_options",
+    "refused_together",
     "summary",
     "usual_feedback",
 ]

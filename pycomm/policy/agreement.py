@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 import pycomm
 from pycomm import backend, log
+from pycomm.codecs import short_text
 from pycomm.errors import WireMismatch
 from pycomm.policy.exchange import answer, device_of, gather_json
 from pycomm.policy.rules import Decision
@@ -19,14 +21,14 @@ def summary(decisions: Iterable[Decision]) -> str:
     """Return one line per codec and reason: the number of parameters, values and bytes."""
     groups: dict[tuple[str, str], list[Decision]] = {}
     for decision in decisions:
-        groups.setdefault((decision.codec.spec(), decision.reason), []).append(decision)
+        groups.setdefault((short_text(decision.codec), decision.reason), []).append(decision)
     lines = []
-    for (spec, reason), members in groups.items():
+    for (codec, reason), members in groups.items():
         numel = sum(d.parameter.numel for d in members)
         size = sum(d.encoded_bytes for d in members)
         few = ", ".join(d.parameter.name for d in members[:3]) + (", ..." * (len(members) > 3))
         lines.append(
-            f"{spec} ({reason}): {len(members)} parameters, {numel} values in {size} bytes: {few}"
+            f"{codec} ({reason}): {len(members)} parameters, {numel} values in {size} bytes: {few}"
         )
     return "\n".join(lines)
 
@@ -61,6 +63,23 @@ def agree_on_options(options: Sequence[str], *groups: dist.ProcessGroup) -> None
     for group in groups:
         if group.size() > 1 and backend.find(group, device_of(group)) is None:
             log.begin(group.rank(), f"{group.size()} ranks, by {dist.get_backend(group)}", ())
+
+
+@contextmanager
+def refused_together(*groups: dist.ProcessGroup) -> Iterator[None]:
+    """Let all ranks raise if the arguments of one are refused; a block up to `agree_on_options`.
+
+    Args:
+        groups: as for `agree_on_options`, which the block calls on ranks without an error.
+
+    Raises:
+        WireMismatch: other ranks have no such error, or another one; raised on all ranks.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        agree_on_options([str(error)], *groups)
+        raise
 
 
 def agree(decisions: Sequence[Decision], group: dist.ProcessGroup, device: torch.device) -> None:

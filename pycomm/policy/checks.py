@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from pycomm.codecs import Codec
+from pycomm.codecs import Codec, short_text
 from pycomm.log import logger, tell
 from pycomm.policy.exchange import gather
 from pycomm.policy.guard import Guard
@@ -105,14 +105,14 @@ class Checks:
             self._suspects.add(name)
             return ""
         self._suspects.discard(name)
-        spec = codec.spec()
+        spec = short_text(codec)
         what = (
             f"{name}: {spec} is off by {quality.coding:.2f} of what it should carry (at most "
             f"{limit:.2f}), the average's error is {quality.error:.2f}, cosine {quality.cosine:.2f}"
         )
         better = finer(codec) if self.guard.escalate else None
         if better is not None:
-            what += f"; uses {better.spec()} from now on"
+            what += f"; uses {short_text(better)} from now on"
         if self._group.rank() == 0:
             if spec not in self._warned:
                 logger.warning("guard, step %d: %s", quality.step, what)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pycomm.codecs import ALIASES, CODECS, SCHEMES, Codec
+from pycomm.codecs import ALIASES, CODECS, SCHEMES, Codec, short_text
 from pycomm.codecs import codec as parse_codec
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.philox import random_words, sampled_places
@@ -119,7 +119,7 @@ class Fastest(CodecSelection):
                 c for c in found if reduced_error(c) <= bound * (UNBIASED if c.unbiased else 1)
             ]
             found = [c for c in found if not refusal(c)]
-        self._codecs = {codec.spec(): codec for codec in found}
+        self._codecs = {short_text(codec): codec for codec in found}
         self._trial = policy.trial
         self._auto: Auto | None = None
         self._saved: Mapping[str, Any] | None = None
@@ -136,8 +136,8 @@ class Fastest(CodecSelection):
 
     def step(self, seconds: float, exchange: Exchange, sizes: Callable[[Codec], int]) -> bool:
         if self._auto is None:
-            by_size = {sizes(codec): spec for spec, codec in self._codecs.items()}
-            candidates = [Candidate(spec, size) for size, spec in by_size.items()]
+            by_size = {sizes(codec): text for text, codec in self._codecs.items()}
+            candidates = [Candidate(text, size) for size, text in by_size.items()]
             other = Candidate(OTHER, sizes(parse_codec("sign")))
             self._auto = Auto(candidates, self._trial, other)
             if self._saved is not None:

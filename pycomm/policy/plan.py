@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from statistics import median
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import monitor
-from pycomm.codecs import Codec
+from pycomm.codecs import Codec, short_text
 from pycomm.codecs import codec as parse_codec
 from pycomm.log import logger, tell
 from pycomm.policy.agreement import agree, agree_on_options, summary
@@ -29,7 +29,7 @@ from pycomm.policy.codec_selection import select_codecs
 from pycomm.policy.exchange import find_link, gather
 from pycomm.policy.names import few
 from pycomm.policy.quality import finer, nominal_error
-from pycomm.policy.rules import EXACT, Decision, Moment, Parameter, Policy
+from pycomm.policy.rules import CODED, EXACT, Decision, Moment, Parameter, Policy
 from pycomm.policy.samples import BucketProbe, Quality, ResidualOf, SampledPiece
 
 
@@ -93,8 +93,13 @@ class Plan:
         self._agreed: set[str] = set()
         self._since: dict[str, int] = {}  # first step of a parameter's codec
         self._told: dict[str, Codec] = {}  # the codec that was last logged for each parameter
+        self._bytes = (0, 0)  # of a step's gradients: encoded once, and as they are
+        self._total = monitor.Total()
         if shown:
             monitor.watch(self)
+            alone = not dist.is_initialized() or dist.get_rank() == 0
+            if group.size() > 1 and group.rank() == 0 and alone:
+                monitor.tell_at_exit(self._total, tell)
 
     # ------------------------------------------------------------------ for the hook
 
@@ -119,7 +124,7 @@ class Plan:
                 logger.warning(
                     "policy: the rule %s=%s matches no parameter; names are %s",
                     rule.name,
-                    parse_codec(rule.codec).spec(),
+                    short_text(parse_codec(rule.codec)),
                     few([*close, *(name for name in self.decisions if name not in close)]),
                 )
 
@@ -141,6 +146,8 @@ class Plan:
             if self.group.rank() == 0:
                 for line in summary(new).splitlines():
                     tell(f"policy: {line}")
+        if new:
+            self._bytes = _bytes(self.decisions.values())
         self._agreed.update(self.decisions)
         self._told.update({name: d.codec for name, d in self.decisions.items()})
 
@@ -176,6 +183,7 @@ class Plan:
         changes |= stage != self._stage
         self._stage = stage
         changed = self._change(device) if changes else set()
+        self._total.add(*self._bytes, seconds or 0.0)
         if self._checks:
             self._checks.begin(step, list(self.decisions.values()))
         return changed
@@ -239,6 +247,7 @@ class Plan:
             shown=False,
         )
         plan.step, plan.overflows = self.step, self.overflows
+        plan._total = self._total
         plan._moment = Moment(self.step + 1, self._moment.epoch, plan._moment.link)
         plan._stage = policy.stage(plan._moment)
         plan.events.extend(self.events)
@@ -294,13 +303,14 @@ class Plan:
         groups: dict[tuple[str, str], list[Decision]] = {}
         decisions = self._shown()
         for decision in decisions:
-            groups.setdefault((decision.codec.spec(), decision.reason), []).append(decision)
+            groups.setdefault((short_text(decision.codec), decision.reason), []).append(decision)
         found = list(self.qualities.values())
+        payload, plain = _bytes(decisions)
         return monitor.MonitorReport(
             step=self.step,
             step_seconds=self.step_seconds,
-            payload_bytes=sum(d.encoded_bytes for d in decisions),
-            plain_bytes=sum(4 * d.parameter.numel for d in decisions),
+            payload_bytes=payload,
+            plain_bytes=plain,
             overflows=self.overflows,
             checked=len(found),
             error=max((q.error for q in found), default=None),
@@ -316,7 +326,7 @@ class Plan:
                     reason=reason,
                     parameters=len(members),
                     values=sum(d.parameter.numel for d in members),
-                    payload_bytes=sum(d.encoded_bytes for d in members),
+                    payload_bytes=_bytes(members)[0],
                 )
                 for (spec, reason), members in groups.items()
             ),
@@ -363,7 +373,7 @@ class Plan:
             what = self._checks.warning(name, codec, quality)
             better = finer(codec) if what and self._checks.guard.escalate else None
             if better is not None:
-                reason = f"guard: {codec.spec()} was off by {quality.coding:.2f}"
+                reason = f"guard: {short_text(codec)} was off by {quality.coding:.2f}"
                 self._escalated[name] = (better, reason)
                 changes = True
             elif what:
@@ -376,6 +386,7 @@ class Plan:
         new = [d for name, d in fresh.items() if str(d) != str(self.decisions[name])]
         changed = {n for n, d in fresh.items() if d.codec != self.decisions[n].codec}
         self.decisions.update(fresh)
+        self._bytes = _bytes(fresh.values())
         self._since.update(dict.fromkeys(changed, self.step))
         if not new:
             return changed
@@ -394,3 +405,14 @@ class Plan:
         """Return the bytes of a step's payloads if all parameters without a rule had this codec."""
         parameters = (d.parameter for d in self.decisions.values())
         return sum(self.policy.decide(p, self._moment, codec).encoded_bytes for p in parameters)
+
+
+def _bytes(decisions: Iterable[Decision]) -> tuple[int, int]:
+    """Return the bytes of some parameters' gradients, encoded once and as they are."""
+    coded = plain = 0
+    for decision in decisions:
+        parameter = decision.parameter
+        own = parameter.numel * parameter.dtype.itemsize
+        coded += decision.encoded_bytes if parameter.dtype in CODED else own
+        plain += own
+    return coded, plain

@@ -6,7 +6,7 @@ table `PATHS`, and what a group offers is answered by its backend. Ranks agree o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -91,7 +91,8 @@ class Path:
     needs: Callable[[Bucket, dist.ProcessGroup, torch.device], str]
     """What else it needs: returns what is missing, or "". Collective, as `choose` is."""
     operations: tuple[str, ...] = OPERATIONS
-    codecs: tuple[str, ...] = tuple(CODECS)
+    codecs: tuple[str, ...] | None = tuple(CODECS)
+    """Names of codecs; None: those that users have registered, too."""
     kinds: tuple[str, ...] = KINDS
     storages: tuple[str, ...] = STORAGES
     dtypes: tuple[torch.dtype, ...] = CODED
@@ -101,7 +102,7 @@ class Path:
     def refusal(self, bucket: Bucket, op: str, dtype: torch.dtype, senders: bool) -> str:
         """Return which column of the table excludes a bucket; "" if none does."""
         rules = [piece.residual.rule for piece in bucket.with_residual if piece.residual]
-        asked: tuple[tuple[str, Iterable[object], Iterable[object]], ...] = (
+        asked: tuple[tuple[str, Iterable[object], Collection[object] | None], ...] = (
             ("operation", (op,), self.operations),
             ("codec", (piece.codec.name for piece in bucket.pieces), self.codecs),
             ("feedback", (rule.kind for rule in rules), self.kinds),
@@ -110,7 +111,7 @@ class Path:
         )
         for column, wanted, taken in asked:
             for one in wanted:
-                if one not in taken:
+                if taken is not None and one not in taken:
                     return f"it takes no {column} {one}"
         if senders and not self.senders:
             return "it averages over all ranks, not over those that have sent"
@@ -150,6 +151,7 @@ PAYLOADS = Path(
     "any",
     in_core=False,
     needs=_anywhere,
+    codecs=None,
     senders=True,
 )
 PATHS = (CORE, PEERS, KERNELS, BATCHED, PAYLOADS)
@@ -162,6 +164,7 @@ SINGLE = Path(
     in_core=False,
     needs=_anywhere,
     operations=("all_reduce",),
+    codecs=None,
 )
 """Of the coded optimizers, which choose it themselves."""
 FACTORS = Path(

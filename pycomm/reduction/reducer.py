@@ -20,7 +20,15 @@ from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback, Residuals
 from pycomm.feedback.rule import EXACT
-from pycomm.policy import CODED, Decision, Parameter, Plan, Policy, usual_feedback
+from pycomm.policy import (
+    CODED,
+    Decision,
+    Parameter,
+    Plan,
+    Policy,
+    refused_together,
+    usual_feedback,
+)
 from pycomm.reduction import members, paths, powersgd, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
 from pycomm.reduction.side_stream import SideStream
@@ -42,20 +50,21 @@ class BucketReducer:
         seed: int,
         weighted: bool = False,
     ) -> None:
-        seed = whole("seed", seed, 0, 2**64 - 1)
         process_group = process_group or dist.group.WORLD
         if process_group is None:
             raise Error("there is no process group: call init_process_group first")
         self.process_group: dist.ProcessGroup = process_group
-        if isinstance(codec, str) and feedback is True:
-            feedback = usual_feedback(codec) or True
-        rule = Feedback.of(feedback)
-        self._kind = rule.kind if rule else None
-        typed("weighted", weighted, bool)
-        options = (f"feedback={rule}", f"seed={seed}", f"weighted={weighted}")
-        # Weak: a plan that kept this state alive would keep a dropped model in the monitor.
-        refusal = _weakly(self._refusal)
-        self.plan = Plan(Policy.of(codec), process_group, options=options, refusal=refusal)
+        with refused_together(process_group):
+            seed = whole("seed", seed, 0, 2**64 - 1)
+            if isinstance(codec, str) and feedback is True:
+                feedback = usual_feedback(codec) or True
+            rule = Feedback.of(feedback)
+            self._kind = rule.kind if rule else None
+            typed("weighted", weighted, bool)
+            options = (f"feedback={rule}", f"seed={seed}", f"weighted={weighted}")
+            # Weak: a plan that kept this state alive would keep a dropped model in the monitor.
+            refusal = _weakly(self._refusal)
+            self.plan = Plan(Policy.of(codec), process_group, options=options, refusal=refusal)
         self.residuals = Residuals(rule, process_group.size()) if rule else None
         self.seed = seed
         self.step = 0

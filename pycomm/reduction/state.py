@@ -20,7 +20,7 @@ from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Cut, Feedback, reshard, sources
 from pycomm.log import logger, tell
-from pycomm.policy import EXACT, Policy
+from pycomm.policy import EXACT, Policy, refused_together
 from pycomm.policy.exchange import gather
 from pycomm.policy.names import matching, renamed
 from pycomm.reduction import cost, members, paths
@@ -195,7 +195,8 @@ class CompressionState(BucketReducer):
         if self.removed:
             raise Error("compression was taken off this model: call pycomm.compress(model, ...)")
         self.settle()
-        self.plan = self.plan.followed_by(Policy.of(codec), self._device)
+        with refused_together(self.process_group):
+            self.plan = self.plan.followed_by(Policy.of(codec), self._device)
         self._forget_buckets()
         self._leaving = False
 

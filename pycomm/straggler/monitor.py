@@ -216,9 +216,7 @@ class StragglerMonitor:
         """Warn, once for a group."""
         if group not in self._warned:
             self._warned.add(group)
-            logger.warning(
-                "slow ranks of the group %r cannot be told: %s", group, problem
-            )
+            logger.warning("slow ranks of the group %r cannot be told: %s", group, problem)
 
 
 def _read(text: str, number: int) -> list[tuple[GroupKey, RankStats]]:

@@ -20,6 +20,7 @@ from pycomm.codecs import (
     Quant,
     RandomKey,
     Unavailable,
+    short_text,
 )
 from pycomm.codecs.implementations import implementation, select
 from pycomm.env import env
@@ -82,7 +83,7 @@ WRONG = [
     *WRONG_ALIKE,
     (
         "quant:bit=4",
-        r"unknown option 'bit'; quant has the options bits, block, rounding, range, scale",
+        r"unknown option 'bit'; did you mean 'bits'\? quant has the options bits, block, rounding",
     ),
     ("quant:bits=9", r"bits=9: use 2 to 8"),
     ("int8:range=full", r"range=full: use symmetric or minmax"),
@@ -113,7 +114,12 @@ def test_wrong_texts_are_explained(text, says):
 
 
 NATIVE_WRONG = [
-    ("int8", r'unknown codec "int8": use one of cast, .*quant'),
+    ("int9", r'unknown codec "int9": did you mean "int[0-9]"\? The codecs are bf16, cast, .*quant'),
+    ("INT4", r'unknown codec "INT4": did you mean "int4"\?'),
+    ("", r'unknown codec "": the codecs are bf16'),
+    ("int4:bits=8", r"quant: bits is given twice"),
+    ("quant:4,bits=8", r"quant: bits is given twice"),
+    ("sign:block=64,8", r'write "8" as option=value'),
     (
         "quant:bit=4",
         r'quant: unknown option "bit"; it has the options bits, block, rounding, range, scale',
@@ -123,7 +129,7 @@ NATIVE_WRONG = [
     ("quant:range=full", r"range=full: use one of symmetric, minmax"),
     ("quant:bits=4x", r"bits=4x is not an integer"),
     ("quant:bits=", r"bits= is not an integer"),
-    ("quant:4", r'write "4" as option=value'),
+    ("int8:64", r'write "64" as option=value'),
     ("quant:bits=4,bits=4", r"bits is given twice"),
     ("quant:block=100", r"block=100: use a power of two from 32 to 2048"),
     ("quant:block=-32", r"block=-32"),
@@ -142,10 +148,59 @@ def test_wrong_texts_are_explained_by_the_core(text, says):
         _C.Codec(text)
 
 
-def test_both_languages_have_the_same_codecs_and_defaults():
+@pytest.mark.parametrize(
+    "text",
+    [
+        *CODECS,
+        *ALIASES,
+        *("quant:4", "cast:bfloat16", "topk:0.001,values=int8", "lossless:bfloat16", "mx:nvfp4"),
+        *("int4:block=64,rounding=stochastic", "int8:", "drive:scale=mmse", "eden:bits=1.5"),
+    ],
+)
+def test_both_languages_read_the_same_texts(text):
     assert _C.codec_names() == list(CODECS)
-    for name in CODECS:
-        assert _C.Codec(name).spec == pycomm.codec(name).spec()
+    assert _C.Codec(text).spec == pycomm.codec(text).spec()
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        ("quant:bits=4", "int4"),
+        ("quant:bits=4,block=128,rounding=nearest", "int4"),
+        ("int4:block=64", "int4:block=64"),
+        ("none", "fp32"),
+        ("cast:bfloat16", "bf16"),
+        ("fp8_e4m3", "fp8"),
+        ("mx:nvfp4", "nvfp4"),
+        ("topk:0.001", "topk:density=0.001"),
+        ("topk", "topk:density=0.01"),
+        ("lossless", "lossless"),
+        ("eden:bits=3", "eden:bits=3"),
+        ("powersgd:4", "powersgd:rank=4"),
+    ],
+)
+def test_short_texts_are_read_back(text, short):
+    codec = pycomm.codec(text)
+    assert short_text(codec) == short
+    assert pycomm.codec(short) == codec
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("INT4", "int4"),
+        ("itn4", "int4"),
+        ("topK", "topk"),
+        ("qaunt", "quant"),
+        ("losless", "lossless"),
+        ("zebra", ""),
+        ("", ""),
+        ("x" * 1000, ""),
+    ],
+)
+def test_the_closest_name_is_found(word, meant):
+    assert _C.closest(word, ["quant", "int4", "int8", "topk", "lossless"]) == meant
+    assert _C.closest(word, []) == ""
 
 
 X = torch.zeros(300)
@@ -221,10 +276,12 @@ def test_named_implementation_is_taken_or_raises(impl):
 
 def test_codec_without_kernels_uses_the_next_implementation(monkeypatch):
     monkeypatch.setattr(_C, "cuda_built", lambda: True)
-    for kind in ("native", "nvrtc"):
-        with pytest.raises(Unavailable, match="imaginary has no CUDA kernels"):
-            implementation("imaginary", kind, "cuda")
+    with pytest.raises(Unavailable, match="imaginary is not among the codecs in C"):
+        implementation("imaginary", "native", "cuda")
+    with pytest.raises(Unavailable, match="imaginary has no CUDA kernels"):
+        implementation("imaginary", "nvrtc", "cuda")
     assert type(select("imaginary", "cuda")).__name__ == "Reference"
+    assert type(select("imaginary", "cpu")).__name__ == "Reference"
 
 
 def test_any_shape_encodes_as_its_values_in_order():

@@ -6,6 +6,9 @@ import array as arrays
 import ctypes
 import gc
 import math
+import os
+import socket
+import subprocess
 import sys
 import threading
 
@@ -88,7 +91,7 @@ def test_tensors_that_cannot_be_used_are_refused():
             c.all_reduce(torch.ones(3, dtype=torch.complex32))
         read_only = np.ones(3)
         read_only.flags.writeable = False
-        with pytest.raises(Error, match="read-only"):
+        with pytest.raises(Error, match="cannot change; pass a copy"):
             c.all_reduce(read_only)
 
 
@@ -128,6 +131,192 @@ def test_from_env_joins_the_group_of_torchrun(tmp_path, monkeypatch):
     finally:
         monkeypatch.undo()
         env.cache_clear()
+
+
+JOIN = """
+import os, sys
+import numpy as np
+from pycomm import Communicator
+
+for number in (1, 2):  # the second group meets at the same address
+    with Communicator.from_env(timeout=float(sys.argv[1])) as group:
+        x = np.full(3, group.rank + number, np.float32)
+        group.all_reduce(x)
+        print(group.size, x.tolist(), "torch" in sys.modules)
+"""
+
+
+def joined_at(port, size, timeout=20, **variables):
+    """The output and exit status of ranks that meet at a port of this host."""
+    started = []
+    for rank in range(size):
+        names = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        names |= {name: value[rank] for name, value in variables.items()}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", JOIN, str(timeout)],
+                env=os.environ | {name: str(value) for name, value in names.items() if value != ""},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        outputs = [one.communicate(timeout=60)[0] for one in started]
+    finally:
+        for one in started:
+            one.kill()
+    return outputs, [one.returncode for one in started]
+
+
+@pytest.fixture
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+@pytest.mark.parametrize("secrets", [("", "", ""), ("a secret of 24 characters",) * 3])
+def test_from_env_needs_no_folder_at_a_master_port(port, secrets):
+    outputs, statuses = joined_at(port, 3, PYCOMM_SECRET=secrets)
+    assert statuses == [0, 0, 0], outputs
+    assert set(outputs) == {"3 [6.0, 6.0, 6.0] False\n3 [9.0, 9.0, 9.0] False\n"}
+
+
+def test_from_env_says_why_ranks_do_not_meet(port):
+    outputs, _ = joined_at(port, 2, 3, PYCOMM_SECRET=("one secret", "another one"))
+    assert "or with other PYCOMM_SECRET or PYCOMM_TLS" in outputs[1]
+    outputs, _ = joined_at(port, 2, 3, WORLD_SIZE=(2, 3))
+    assert "name different" in "".join(outputs) or "missing" in "".join(outputs), outputs
+    with socket.create_server(("127.0.0.1", port)):
+        outputs, _ = joined_at(port, 1, 3, RANK=(0,), WORLD_SIZE=(2,))
+        assert f"rank 0 cannot listen at 127.0.0.1:{port}" in outputs[0]
+    outputs, _ = joined_at(port, 1, 2, RANK=(1,), WORLD_SIZE=(2,))
+    assert "rank 0 did not listen at MASTER_ADDR and MASTER_PORT within 2000 ms" in outputs[0]
+    outputs, _ = joined_at(port, 1, 2, WORLD_SIZE=(2,), MASTER_ADDR=("",))
+    assert "set them to a host and a port, or pass a folder" in outputs[0]
+    outputs, _ = joined_at(port, 1, 2, WORLD_SIZE=(2,), MASTER_ADDR=("no.such.host.invalid",))
+    assert "MASTER_ADDR=no.such.host.invalid has no address" in outputs[0]
+
+
+# -------------------------------------------------- lists, residuals, and arrays that cannot change
+
+
+@pytest.mark.parametrize("codec", ["int4", "int8:block=64", "topk:0.1", "none"])
+@pytest.mark.parametrize("flat", [False, True], ids=["residuals", "one-residual"])
+def test_lists_are_coded_with_residuals(codec, flat):
+    sizes = (300, 7, 4096)
+
+    def job(c):
+        rng = np.random.default_rng(c.rank)
+        residual = np.zeros(sum(sizes), np.float32)
+        apart = np.split(residual, np.cumsum(sizes)[:-1])
+        alone = [np.zeros(size, np.float32) for size in sizes]
+        sums = [np.zeros(size) for size in sizes]
+        for step in range(3):
+            given = [rng.standard_normal(size).astype(np.float32) for size in sizes]
+            arrays, pieces = [g.copy() for g in given], [g.copy() for g in given]
+            assert c.all_reduce_coded(
+                arrays, codec, residual=residual if flat else apart, step=step, seed=5
+            )
+            # The same as pieces of one array, each with its own residual.
+            joined = np.concatenate(pieces)
+            c.all_reduce_coded(
+                joined,
+                [Piece(len(g), codec, i, alone[i]) for i, g in enumerate(given)],
+                step=step,
+                seed=5,
+            )
+            assert np.array_equal(np.concatenate(arrays), joined)
+            for total, g in zip(sums, given, strict=True):
+                total += g
+        assert np.array_equal(residual, np.concatenate(alone))
+        assert (residual != 0).any() == (codec != "none")
+        return True
+
+    assert all(run(2, job))
+
+
+def test_a_residual_is_fed_back():
+    def job(c):
+        x = np.linspace(-1, 1, 512, dtype=np.float32)
+        residual, total = np.zeros_like(x), np.zeros(512)
+        for step in range(64):
+            y = x.copy()
+            c.all_reduce_coded(y, "int2", residual=residual, step=step)
+            total += y
+        return np.abs(total / 64 - x).max(), residual
+
+    (off, residual), _ = run(2, job)
+    assert np.abs(residual).max() > 0
+    assert off < 0.35  # the owners keep no residual here: their rounding stays
+
+
+def test_lists_are_reduced_as_one():
+    def job(c):
+        arrays = [np.full(3, c.rank + 1.0), torch.ones(5, dtype=torch.float64)]
+        c.all_reduce(arrays, "avg")
+        single = [np.full(2, c.rank, np.int32)]
+        c.all_reduce(single)
+        c.all_reduce([])
+        return [arrays[0].tolist(), arrays[1].tolist(), single[0].tolist()]
+
+    assert run(2, job) == [[[1.5] * 3, [1.0] * 5, [1, 1]]] * 2
+
+
+@pytest.mark.parametrize(
+    ("data", "codec", "residual", "says"),
+    [
+        ([np.ones(3, np.float32), np.ones(3)], "int8", None, "arrays of float32, float64"),
+        (np.ones(3), "int8", None, "takes float32, not float64"),
+        (np.ones(3, np.float32), "int9", None, 'unknown codec "int9": did you mean'),
+        (np.ones(3, np.float32), "int8", np.ones(4, np.float32), "4 float32, its piece needs 3"),
+        ([np.ones(3, np.float32)] * 2, "int8", [np.ones(3, np.float32)], "2 arrays have 1 resid"),
+        ([np.ones(3, np.float32)] * 2, "int8", np.ones(5, np.float32), "5 float32, .* needs 6"),
+        (np.ones(3, np.float32), [Piece(3, "int8")], np.ones(3, np.float32), "their own residuals"),
+        ([np.ones(3, np.float32)], [Piece(3, "int8")], None, "their own residuals"),
+    ],
+)
+def test_wrong_lists_and_residuals_are_refused(data, codec, residual, says):
+    with Communicator(None, 0, 1) as c, pytest.raises(Error, match=says):
+        c.all_reduce_coded(data, codec, residual=residual)
+
+
+class Exported:
+    """An array that has DLPack alone, as bfloat16 of TensorFlow and JAX has."""
+
+    def __init__(self, array, version):
+        self._array, self._version = array, version
+        self.dtype = array.dtype
+
+    def __dlpack__(self, **given):
+        if self._version == 0 and given:
+            raise TypeError("__dlpack__() takes no keyword arguments")
+        return self._array.__dlpack__(**(given if self._version else {}))
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_arrays_with_dlpack_are_read_in_place(version):
+    def job(c):
+        x = torch.arange(6, dtype=torch.bfloat16)
+        out = torch.empty(12, dtype=torch.bfloat16)
+        c.all_gather(Exported(x, version), out)
+        with pytest.raises(Error, match="not contiguous"):
+            c.all_gather(Exported(x.view(2, 3).t(), version), out)
+        return out.tolist()
+
+    assert run(2, job) == [[*range(6), *range(6)]] * 2
+
+
+def test_dlpack_that_cannot_be_written_is_refused():
+    with Communicator(None, 0, 1) as c:
+        with pytest.raises(Error, match=r"cannot change; pass a copy, numpy.array"):
+            c.all_reduce(Exported(torch.ones(3), 0))  # it does not say whether it may change
+        array = np.ones(3, np.float32)
+        c.all_reduce(Exported(array, 1), "premul_sum", factor=3)
+        assert array.tolist() == [3.0] * 3
+        array.flags.writeable = False
+        with pytest.raises(Error, match="cannot change"):
+            c.all_reduce(Exported(array, 1))
 
 
 def test_a_group_says_how_it_talks_and_counts_its_bytes():

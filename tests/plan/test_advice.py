@@ -25,6 +25,7 @@ from pycomm.plan import (
 )
 from pycomm.plan.__main__ import main
 from pycomm.plan.advice import break_even
+from pycomm.plan.codecs import find
 
 SLOW = Cluster(ranks=8, inter=Link.of("1gbit"))
 
@@ -42,6 +43,26 @@ def test_a_slow_link_gets_a_codec():
 def test_no_codec_above_the_error_asked_for():
     given = advice(of_count(25_000_000, 0.12), SLOW, error=1e-3)
     assert given.codec == "int8"
+
+
+@pytest.mark.parametrize("processor", ["core", "gpu"])
+def test_alike_errors_do_not_choose_mxfp4(processor):
+    cluster = replace(SLOW, processor=PROCESSORS[processor])
+    assert advice(of_count(25_000_000, 0.12), cluster, error=0.1).codec == "int4"
+
+
+def test_a_misspelt_codec_is_told_its_name():
+    for word, meant in (("INT4", "int4"), ("mxpf4", "mxfp4"), ("nnoe", "none")):
+        with pytest.raises(ValueError, match=f"did you mean '{meant}'"):
+            find(word)
+    assert find("none") == find("fp32") == CODINGS["none"]
+
+
+def test_coded_momentum_is_named_where_it_is_faster():
+    given = advice(of_count(25_000_000, 0.12), SLOW)
+    assert any("pycomm.code_optimizer(optimizer, model, 'sign')" in why for why in given.why)
+    hidden = advice(of_count(25_000_000, 0.6), Cluster(ranks=8, inter=Link.of("2gbit")))
+    assert not any("code_optimizer" in why for why in hidden.why)
 
 
 def test_the_finest_codec_that_is_as_fast():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 from urllib.request import urlopen
@@ -66,6 +67,41 @@ def test_text_is_for_people(model):
     assert "12 of 2000 values saturated" in text
     assert 'int4 (because of "x"): 2 parameters, 800 values' in text
     assert "step 5: something has changed" in text
+
+
+def test_numbers_are_a_line_for_a_board(model):
+    numbers = model.shown.numbers()
+    assert numbers["pycomm/ratio"] == 8.0
+    assert numbers["pycomm/error"] == 0.1
+    assert all(type(number) is float for number in numbers.values())
+    unmeasured = Model().shown.numbers("a/")
+    assert "a/error" not in unmeasured  # not measured is not 0
+    assert unmeasured["a/step"] == 7.0
+
+
+def test_a_total_says_what_gradients_took():
+    total = monitor.Total()
+    assert total.text() == ""
+    total.add(250_000, 1_000_000, 0.0)
+    total.add(250_000, 1_000_000, 1.5)
+    assert total.text() == (
+        "2 steps in 1.5 s: gradients of 2.00 MB were coded in 0.50 MB, 1.50 MB less"
+    )
+
+
+def test_the_end_of_a_process_tells_totals_once():
+    code = """
+from pycomm import monitor
+from pycomm.log import tell
+for steps in (0, 2, 1):
+    total = monitor.Total()
+    for _ in range(steps):
+        total.add(250_000, 1_000_000, 0.5)
+    monitor.tell_at_exit(total, tell)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    line = "2 models, 3 steps in 1.0 s: gradients of 3.00 MB were coded in 0.75 MB, 2.25 MB less"
+    assert done.stderr == f"pycomm: {line}\n"
 
 
 def test_json_holds_it_all(model):

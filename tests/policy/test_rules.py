@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pycomm import monitor
-from pycomm.codecs import codec
+from pycomm.codecs import codec, short_text
 from pycomm.policy import PROTECT, Moment, Parameter, Policy, Rule, rules
 from pycomm.straggler import show
 
@@ -101,6 +101,14 @@ def test_an_ambiguous_schedule_is_refused(schedule, text):
     for name in ("schedule", "epochs"):
         with pytest.raises(ValueError, match=text):
             Policy("int4", **{name: schedule})
+
+
+@pytest.mark.parametrize("given", ["none", Policy("int8", (Rule(codec="none"),)), "none 9:int8"])
+def test_none_is_a_codec_wherever_one_is_named(given):
+    decision = Policy.of(given).decide(WEIGHT)
+    assert decision.exact
+    assert decision.encoded_bytes == 4 * WEIGHT.numel
+    assert short_text(decision.codec) == "fp32"
 
 
 def test_dgc_lets_the_density_fall_by_epochs():

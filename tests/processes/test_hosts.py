@@ -313,7 +313,7 @@ def test_the_rank_with_the_slow_link_is_named():
 # fast rank sends for one or two windows of its meter before it waits for the slow one.
 MEASURED_SUMS = """
 import numpy as np, torch.distributed as dist
-from pycomm.bench.links.torch_store import TorchStore
+from pycomm.stores import TorchStore
 from pycomm.communicator import Communicator, Piece, Store
 
 dist.init_process_group("gloo")

@@ -8,12 +8,43 @@ those that reduce over more use small integers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from pycomm.codecs import Codec, RandomKey, register
 from tests.torch.pool import Pool
+
+# ------------------------------------------------------------------ a codec of somebody else
+
+
+@register
+@dataclass(frozen=True)
+class Multiples(Codec):
+    """Multiples of a unit, as float16. C++ does not know it."""
+
+    name: ClassVar[str] = "multiples"
+    combine: ClassVar = "recode"
+    wire_version: ClassVar[int] = 1
+    unit: float = 0.125
+
+    @property
+    def granule(self) -> int:
+        return 1
+
+    def encoded_bytes(self, numel: int) -> int:
+        return 4 * -(-numel // 2)
+
+    def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
+        padded = torch.zeros(self.encoded_bytes(p.numel()) // 2, dtype=torch.float16)
+        padded[: p.numel()] = (p / self.unit).round() * self.unit
+        return padded.view(torch.uint8)
+
+    def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        return payload.view(torch.float16)[:numel].float()
+
 
 # ------------------------------------------------------------------ comparison
 

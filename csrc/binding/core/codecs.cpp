@@ -8,6 +8,7 @@
 #include "codecs/base/codec.h"
 #include "codecs/base/feedback.h"
 #include "codecs/base/launch.h"
+#include "codecs/base/options.h"
 #include "codecs/convert.h"
 #include "codecs/cuda.h"
 #include "core/arithmetic.h"
@@ -126,6 +127,15 @@ const char* combine(const Codec& codec) {
 
 void bind_codecs(py::module_& m) {
   m.def("codec_names", &codec_names);
+  m.def("codec_aliases", [] {
+    py::dict texts;
+    for (const CodecAlias& alias : codec_aliases()) {
+      texts[py::str(std::string(alias.name))] =
+          std::string(alias.codec) + ":" + std::string(alias.option);
+    }
+    return texts;
+  });
+  m.def("closest", &codecs::closest, py::arg("word"), py::arg("names"));
   m.def("cuda_built", &codecs::cuda_built);
   m.def("launches", &launches, py::arg("call"));
   m.attr("CUDA_THREADS") = cuda::kThreads;

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "binding/core/arguments.h"
+#include "binding/core/errors.h"
 #include "binding/core/gil.h"
 #include "binding/core/module.h"
 #include "binding/core/python_store.h"
@@ -12,6 +13,7 @@
 #include "core/env.h"
 #include "transports/rendezvous.h"
 #include "transports/seal.h"
+#include "transports/tcp/endpoint/group_formation.h"
 #include "transports/tcp/net/interface.h"
 #include "transports/tcp/tls/library.h"
 #include "transports/transport.h"
@@ -144,6 +146,12 @@ void run_shared(const OwnedTransport& owned, const OpTag& tag, uintptr_t in, uin
   }
 }
 
+tcp::Address address_of(const std::string& text) {
+  tcp::Address address;
+  if (tcp::Address::parse(text, address)) return address;
+  throw Error("\"" + text + "\" is no IP address with a port");
+}
+
 void bind_stores(py::module_& m) {
   py::class_<Store, std::shared_ptr<Store>>(m, "Store")
       .def_static(
@@ -186,7 +194,28 @@ void bind_stores(py::module_& m) {
           },
           py::arg("group"), py::arg("topic"), py::arg("rank"), py::arg("size"), py::arg("word"),
           py::arg("timeout"), py::arg("secret") = "",
-          "The words of all ranks, each of which calls this.");
+          "The words of all ranks, each of which calls this.")
+      .def_static(
+          "find",
+          [](const std::vector<std::string>& addresses, int64_t number, int rank, int size,
+             const GroupOptions& options, double timeout) {
+            std::vector<tcp::Address> parsed;
+            for (const std::string& address : addresses) parsed.push_back(address_of(address));
+            const GilReleased release;
+            return tcp::find_store(parsed, number, rank, size, TcpOptions(options),
+                                   milliseconds(timeout), &check_signals);
+          },
+          py::arg("addresses"), py::arg("number"), py::arg("rank"), py::arg("size"),
+          py::arg("options"), py::arg("timeout"),
+          "The store that rank 0 lends at an address, for which this waits.");
+
+  py::class_<tcp::Endpoint>(m, "StoreEndpoint")
+      .def(py::init([](const std::string& address, const GroupOptions& options) {
+             return std::make_unique<tcp::Endpoint>(address_of(address), TcpOptions(options));
+           }),
+           py::arg("address"), py::arg("options"), "Listens at an address until it is collected.")
+      .def("lend", &tcp::lend_store, py::arg("number"), py::arg("size"),
+           "The store of this number, which other ranks find; the endpoint must outlive it.");
 }
 
 }  // namespace

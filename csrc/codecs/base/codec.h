@@ -106,9 +106,15 @@ class PYCOMM_API Codec {
   virtual void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const = 0;
 };
 
-/// Makes a codec from a spec such as "quant:bits=4,block=128"; omitted options have their default.
-/// Throws Error with the list of known names.
+/// A short name of a codec with one option, which more options may follow: "int4:block=64".
+struct CodecAlias {
+  std::string_view name, codec, option;
+};
+
+/// Makes a codec from a spec such as "quant:bits=4,block=128" or "int4"; omitted options have their
+/// default. Throws Error with the list of known names.
 PYCOMM_API std::unique_ptr<Codec> make_codec(std::string_view spec);
 PYCOMM_API std::vector<std::string> codec_names();
+PYCOMM_API std::vector<CodecAlias> codec_aliases();
 
 }  // namespace pycomm

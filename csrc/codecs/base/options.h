@@ -7,11 +7,13 @@
 #include <utility>
 #include <vector>
 
+#include "core/types.h"
+
 namespace pycomm::codecs {
 
-/// Parsed options of a spec. A codec requests each option that it has, then calls `finish`, which
-/// knows by then which options exist. All throw Error that names the codec, the option and what is
-/// allowed.
+/// Parsed options of a spec. The first may be given by its value alone. A codec requests each
+/// option that it has, then calls `finish`, which knows by then which options exist. All throw
+/// Error that names the codec, the option and what is allowed.
 class Options {
  public:
   Options(std::string_view codec, std::string_view text);
@@ -34,6 +36,14 @@ class Options {
   std::vector<std::pair<std::string, std::string>> given_;
   std::vector<std::string> asked_;
 };
+
+/// Returns the texts with ", " between them.
+std::string join(const std::vector<std::string>& texts);
+
+/// Returns the name that somebody who wrote `word` may have meant, whatever its case; "" if none is
+/// alike. The first of those with the fewest edits: characters that are inserted, left out, other
+/// or swapped with the next.
+PYCOMM_API std::string closest(std::string_view word, const std::vector<std::string>& names);
 
 /// Returns the shortest text of this number, as Python writes it: "0.01", "1e-05", "1.0".
 std::string number_text(double number);

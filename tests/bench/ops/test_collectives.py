@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,11 @@ SETS: dict[str, tuple[int, dict[str, str], dict[str, str]]] = {
             "all types": "all_reduce -b 64 -e 64 -d all -o all -w 1",
             "unchecked": "all_reduce -b 4K -e 4K --backend pycomm,pycomm-unchecked",
             "gloo": "all_reduce -b 1K -e 1K --backend pycomm,gloo",
+            **{
+                f"places of {op}": f"{op} -b 64K -e 64K -c 2 --place in,out -g 2 "
+                "--backend pycomm,pycomm-torch --codec none,int8"
+                for op in ("reduce_scatter", "all_gather")
+            },
             "torch": "reduce_scatter -b 4K -e 4K --backend pycomm-torch,gloo "
             "--codec none,quant:bits=4",
         },
@@ -208,6 +214,26 @@ def test_the_backend_of_torch_has_codecs_too(played):
     assert all(row["wrong"] == 0 for row in rows)
 
 
+@pytest.mark.parametrize("op", ["reduce_scatter", "all_gather"])
+def test_results_go_in_and_out_of_place(played, op):
+    rows = played.rows("two ranks", f"places of {op}")
+    rows = [row for row in rows if row["kind"] == "time"]
+    places = {(row["backend"], row["codec"], row["place"]) for row in rows}
+    assert len(places) == len(rows) == 8
+    assert all(row["wrong"] == 0 for row in rows)
+    assert {row["place"] for row in played.rows("two ranks", "gloo")[:2]} == {"in"}
+
+
+def test_average_bus_bandwidths_are_printed(played):
+    (row,) = played.rows("two ranks", "codecs of all_gather")[:1]
+    line = f"# Avg bus bandwidth of pycomm none out-of-place: {row['busbw']:.3f} GB/s"
+    assert line in played.printed("two ranks").splitlines()
+    sizes = played.rows("three ranks", "all_reduce")
+    mean = sum(row["busbw"] for row in sizes) / len(sizes)
+    line = f"# Avg bus bandwidth of pycomm none in-place: {mean:.3f} GB/s"
+    assert line in played.printed("three ranks").splitlines()
+
+
 def test_all_types_and_reductions(played):
     rows = played.rows("two ranks", "all types")
     cases = {(row["type"], row["redop"]) for row in rows}
@@ -285,8 +311,9 @@ def test_wrong_results_are_counted():
         y[:] = case.expected()
         y[3:5] += 1
 
-    variant = measure.Variant(Fake(broken), "none", "none", run=lambda: None)
-    alone().verify(case_of("all_reduce"), variant)
+    case = case_of("all_reduce")
+    variant = measure.Variant(Fake(broken), "none", "none", case, run=lambda: None)
+    alone().verify(variant)
     assert variant.wrong == 2
 
 
@@ -295,8 +322,9 @@ def test_a_codec_may_lose_what_it_loses_and_no_more(loss, wrong):
     def lossy(case, x, y) -> None:
         y *= 1 + loss
 
-    variant = measure.Variant(Fake(lossy), "int8", arguments.core_spec("int8"), run=lambda: None)
-    alone().verify(case_of("all_reduce"), variant)
+    case, spec = case_of("all_reduce"), arguments.core_spec("int8")
+    variant = measure.Variant(Fake(lossy), "int8", spec, case, run=lambda: None)
+    alone().verify(variant)
     assert variant.wrong == wrong
     assert variant.err == pytest.approx(loss, rel=1e-3)  # y is float32
 
@@ -305,7 +333,9 @@ def test_a_codec_may_lose_what_it_loses_and_no_more(loss, wrong):
 def test_backends_have_their_turns_iteration_by_iteration(turn, order):
     calls = []
     variants = [
-        measure.Variant(Fake(None), "none", "none", run=lambda name=name: calls.append(name))
+        measure.Variant(
+            Fake(None), "none", "none", case_of("all_reduce"), partial(calls.append, name)
+        )
         for name in "ab"
     ]
     member = alone()
@@ -348,15 +378,16 @@ def test_a_rank_that_fails_ends_all(tmp_path):
         (["all_reduce", "--backend", "gloo,gloo"], "names something twice"),
         (["all_reduce", "-d", "flaot"], "did you mean float? Use one of float32, float64"),
         (["all_reduce", "-o", "summ"], "did you mean sum? Use one of sum, avg"),
-        (["all_reduce", "--codec", "int9"], "did you mean int8? Use one of none, int8, int7"),
-        (["all_reduce", "--codec", "topk:0.01,valus=int8"], "unknown option 'valus'"),
+        (["all_reduce", "--codec", "INT4"], 'did you mean "int4"? The codecs are bf16, cast,'),
+        (["all_reduce", "--codec", "topk:0.01,valus=int8"], 'unknown option "valus"'),
+        (["all_gather", "--place", "it"], "did you mean in? Use one of out, in"),
         (["broadcast", "--codec", "int8"], "--codec is for all_reduce, reduce_scatter, all_gather"),
         (["all_reduce", "--codec", "int8", "-d", "int"], "--codec is for float32, float16"),
         (["all_reduce", "--codec", "int8", "--backend", "gloo"], "is for backends of pycomm"),
-        (["codecs", "--codec", "none"], "'none' is no codec"),
         (["training", "--models", "dmeo"], "did you mean demo?"),
         (["training", "--rates", "fast"], "cannot read the rate 'fast'"),
         (["training", "--methods", "zip"], "fits none of these: Gloo, fp32;"),
+        (["training", "--methods", "pycomm int4"], "did you mean 'pycomm, int4'? Gloo, fp32;"),
     ],
 )
 def test_typos_get_one_line_that_lists_what_is_possible(capsys, words, hint):

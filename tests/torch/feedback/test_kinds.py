@@ -262,7 +262,10 @@ def test_text_and_rule_say_the_same(text):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("residue", "unknown feedback 'residue': use one of residual, decay, momentum"),
+        (
+            "residue",
+            "unknown feedback 'residue': did you mean 'residual'. use one of residual, decay",
+        ),
         ("decay:half=1", "unknown option 'half'; it has decay"),
         ("decay:decay=much", "decay='much' is not a value"),
         ("decay:1.5", "use 0 or more, and less than 1"),

@@ -49,7 +49,8 @@ def check_world(
     return began, lost, owed(state, size)
 
 
-@pytest.mark.parametrize("spec", ["int4", "sign"])  # sign also has errors in the padding
+# sign also has errors in the padding; the third is a codec of tests/torch/harness.py
+@pytest.mark.parametrize("spec", ["int4", "sign", "multiples"])
 def test_other_numbers_of_shards_owe_the_same(pool, tmp_path, spec):
     before: dict[str, torch.Tensor] = {}
     for i, ranks in enumerate((3, 2, 4)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from contextlib import nullcontext
 from typing import Any
@@ -17,6 +18,7 @@ from tests.extent import each_value
 from tests.torch.harness import (
     SHAPES,
     Chosen,
+    Multiples,
     equal,
     gradients,
     network,
@@ -98,8 +100,9 @@ def chosen(spec: Any = "int4", **options: Any) -> tuple[DistributedDataParallel,
 @each_value
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_feedback_loses_nothing_over_new_buckets(rank, size):
-    model, state = chosen()
+@pytest.mark.parametrize("spec", ["int4", "multiples"])  # the second is of tests/torch/harness.py
+def test_feedback_loses_nothing_over_new_buckets(rank, size, spec):
+    model, state = chosen(spec)
     steps, names = 6, ["small", "bias", "big"]
     got = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(steps):
@@ -162,12 +165,13 @@ def test_overflow_reaches_all_ranks_and_leaves_no_trace(rank, size):
     for bad in (float("inf"), float("nan")):
         for where in SHAPES:
             check_overflow(rank, size, "int4", bad, where)
+            check_overflow(rank, size, "multiples", bad, where)
     check_overflow(rank, size, "powersgd:2", float("inf"), "big")
 
 
 @on_ranks(2)
 @each_value
-@pytest.mark.parametrize("spec", [STOCHASTIC, "powersgd:2"])
+@pytest.mark.parametrize("spec", [STOCHASTIC, "powersgd:2", "multiples:unit=0.5"])
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
 def test_saved_state_continues_to_the_bit(rank, size, spec):
     # The buckets are not rebuilt after the first step, so that owners are equal in both models.
@@ -252,6 +256,71 @@ def test_policy_picks_codecs_by_parameter(rank, size):
     assert "norms and biases stay exact" in state.summary()
 
 
+# ------------------------------------------------------------------ a registered codec
+
+
+@on_ranks(2)
+def test_a_registered_codec_goes_its_path_to_the_bit(rank, size):
+    model, state = chosen("multiples:unit=0.25")
+    got = reduced(model, gradients(rank, 0))["big"]
+    codec = pycomm.codec("multiples:unit=0.25")
+    sent = [
+        codec.decode(codec.encode(gradients(r, 0)["big"].view(-1)), got.numel()) for r in (0, 1)
+    ]
+    mean = sum(sent) / size
+    assert torch.equal(got.view(-1), codec.decode(codec.encode(mean), got.numel()))
+    told = state.summary()
+    assert "multiples:unit=0.25 (default): 2 parameters" in told
+    assert "payloads (coded one run at a time" in told
+    assert "core: it takes no codec multiples" in told
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_ranks_that_lack_a_codec_refuse_it_together(rank, size):
+    model = DistributedDataParallel(Chosen())
+    state = pycomm.compress(model, "int8")
+    name = f"rare_{dist.get_backend()}"
+    if rank == 0:
+        pycomm.codecs.register(variant(name))
+    other = DistributedDataParallel(Chosen())
+    for give in (
+        lambda: pycomm.compress(other, name),
+        lambda: state.set_policy(name),
+        lambda: pycomm.CodedSGD(other.parameters(), model=other, lr=0.1, codec=name),
+    ):
+        with pytest.raises(pycomm.WireMismatch, match=rf"rank 1 has .*unknown codec '{name}'"):
+            give()
+    pycomm.codecs._registered.pop(name, None)  # these processes run other tests
+    reduced(model, gradients(rank, 0))  # the group and the state go on
+
+
+def variant(name: str, **given: Any) -> Any:
+    return dataclasses.make_dataclass(
+        "Variant", [], bases=(Multiples,), frozen=True, namespace={"name": name} | given
+    )
+
+
+def test_classes_that_are_no_codecs_are_refused():
+    class Plain(Multiples):
+        pass
+
+    wrong = [
+        (int, TypeError, "class below"),
+        (pycomm.codecs.Codec, TypeError, "does not define encoded_bytes, granule"),
+        (Plain, TypeError, "frozen dataclass"),
+        *((variant(name), ValueError, "already") for name in ("int8", "quant", "powersgd", "auto")),
+        (variant("multiples"), ValueError, "already"),
+        (variant("No"), ValueError, "small letters"),
+        (variant("e", combine="sum"), ValueError, "recode"),
+        (variant("e", wire_version="1"), TypeError, "whole number"),
+    ]
+    for cls, error, says in wrong:
+        with pytest.raises(error, match=says):
+            pycomm.codecs.register(cls)
+    assert pycomm.codecs.register(Multiples) is Multiples  # again, as a notebook does
+
+
 # ----------------------------------------------------------------------------- errors
 
 
@@ -263,7 +332,7 @@ def test_refusals(rank, size):
     with pytest.raises(ValueError, match=r"unknown codec 'int9': did you mean 'int[0-9]'.*int8"):
         pycomm.compress(model, "int9")
     pycomm.compress(model, "int8")
-    with pytest.raises(pycomm.Error, match="has the communication hook compress_hook already"):
+    with pytest.raises(pycomm.Error, match="compressed already: change its codec by set_policy"):
         pycomm.compress(model, "int8")
 
 

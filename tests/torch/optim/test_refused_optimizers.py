@@ -83,7 +83,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: made(ADAMW, ddp(), feedback="decay"), "kind residual"),
     (lambda: made(ADAMW, nn.Linear(4, 4)), "TypeError: CodedAdamW takes a model wrapped"),
     (lambda: foreign(ADAMW), "does not belong"),
-    (lambda: made(ADAMW, compressed(ddp())), "Error: the model has the communication hook"),
+    (lambda: made(ADAMW, compressed(ddp())), "Error: this model is compressed already"),
     (lambda: made(ADAMW, columns()), "ValueError: CodedAdamW: weight is sharded by dimension 1"),
     (lambda: made(ADAMW, divided()), "Error: torch sums the gradients"),
     (
@@ -103,7 +103,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: made(SGD, Chosen()), "TypeError: CodedSGD takes a model wrapped"),
     (lambda: made(SGD, partly_sharded()), "CodedAdamW"),
     (lambda: foreign(SGD), "does not belong"),
-    (lambda: made(SGD, compressed(ddp())), "communication hook"),
+    (lambda: made(SGD, compressed(ddp())), "compressed already"),
     (
         lambda: replaced(torch.optim.RMSprop),
         "TypeError: code_optimizer takes torch.optim.AdamW or SGD, not RMSprop",

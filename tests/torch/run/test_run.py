@@ -52,7 +52,7 @@ def test_codec_compresses_what_the_script_builds(tmp_path):
     options = ["--codec", "int4", "--rule", "bias=int8", "--verbose"]
     output = launch("-m", "pycomm.run", *options, "-m", "script", "hook", folder=tmp_path)
     assert "gloo True ['compress_hook'] ['hook'] __main__" in output
-    assert "quant:bits=4" in output
+    assert "policy: int4 (" in output
     assert "--rule bias" in output
     assert "the script's hook fp16_compress_hook is left out" in output
     assert "0.weight, 1.weight" in output  # within the last wrapped module
@@ -80,7 +80,7 @@ if dist.get_rank() == 0:
 def test_codec_compresses_what_is_compiled_in_shards(tmp_path):
     (tmp_path / "script.py").write_text(COMPILED)
     output = launch("-m", "pycomm.run", "--codec", "int4", "-m", "script", folder=tmp_path)
-    assert "steps 3 ['quant:bits=4" in output
+    assert "steps 3 ['int4'" in output
 
 
 def python(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -431,7 +431,7 @@ def test_ddp_example(tmp_path):
     output = torchrun.launch(str(ROOT / "examples/ddp.py"), folder=tmp_path, fresh=True)
     losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step")]
     assert losses[-1] < losses[0]
-    assert "quant:bits=4" in output
+    assert "policy: int4 (" in output
     assert "norms and biases stay exact" in output
 
 
@@ -440,8 +440,8 @@ def test_other_examples_of_training(tmp_path, name):
     output = launch(str(ROOT / f"examples/{name}.py"), folder=tmp_path)
     losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step")]
     assert losses[-1] < losses[0]
-    assert "quant:bits=4" in output
-    assert ("ranks met 6 times" if name == "local_sgd" else "weights: cast:") in output
+    assert "policy: int4 (" in output
+    assert ("ranks met 6 times" if name == "local_sgd" else "weights: bf16 (") in output
 
 
 def test_backend_example(tmp_path):

@@ -69,6 +69,19 @@ Endpoint::Endpoint(const std::string& group, const TcpOptions& options) {
     Address::parse(list.substr(begin, end - begin), handle_.addresses.back());
     begin = end + 1;
   }
+  start();
+}
+
+Endpoint::Endpoint(const Address& at, const TcpOptions& options)
+    : handle_(known_handle({at}, options)) {
+  secret_ = options.secret.empty() ? handle_.secret : key_of_secret(options.secret);
+  if (options.encrypts) openssl::library();  // throws what to install
+  openssl::warn_of_weakness(options);
+  listeners_.push_back(listen_on(at, {at.port(), at.port()}));
+  start();
+}
+
+void Endpoint::start() {
   wake_ = Fd(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
   if (!wake_) throw Error("endpoint: " + error_text(errno));
   thread_ = std::make_unique<std::thread>([this] { run(); });

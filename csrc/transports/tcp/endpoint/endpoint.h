@@ -28,6 +28,8 @@ class PYCOMM_API Endpoint {
  public:
   /// Listens, on the interfaces and ports that the options name. Throws Error if it cannot.
   Endpoint(const std::string& group, const TcpOptions& options);
+  /// Listens at an address and port of this host that others know beforehand: see lend_store().
+  Endpoint(const Address& at, const TcpOptions& options);
   ~Endpoint();
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
@@ -44,6 +46,7 @@ class PYCOMM_API Endpoint {
  private:
   struct Caller;
 
+  void start();
   void run();
   void accept_all(const Fd& listener);
   void serve(Caller& caller);

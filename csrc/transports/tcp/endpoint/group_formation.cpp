@@ -39,7 +39,7 @@ std::string silence(const Timeout& late) {
 }  // namespace
 
 /// The store of the member that lends it.
-class GroupFormation::LentStore final : public Store {
+class LentStore final : public Store {
  public:
   explicit LentStore(std::shared_ptr<GroupStore> store) : store_(std::move(store)) {}
   void set(const std::string& key, const std::string& value) override { store_->set(key, value); }
@@ -65,7 +65,7 @@ class GroupFormation::LentStore final : public Store {
 ///
 /// Answers come in the order of the questions. So after one that did not come in time, none can be
 /// told from another, and the store is not used again.
-class GroupFormation::RemoteStore final : public Store {
+class RemoteStore final : public Store {
  public:
   RemoteStore(EndpointConnection connection, const GroupRequest& request, const Deadline& deadline)
       : connection_(std::move(connection)), deadline_(deadline) {
@@ -164,6 +164,46 @@ class GroupFormation::RemoteStore final : public Store {
   const Deadline deadline_;
   std::atomic<int64_t> round_trip_{0};
 };
+
+std::shared_ptr<Store> lend_store(Endpoint& endpoint, int64_t number, int size) {
+  return std::make_shared<LentStore>(
+      endpoint.lend({number, 0, size, hash_of({std::to_string(size)})}));
+}
+
+std::shared_ptr<Store> find_store(const std::vector<Address>& addresses, int64_t number, int rank,
+                                  int size, const TcpOptions& options, Milliseconds timeout,
+                                  std::function<void()> interrupt) {
+  const Deadline deadline = Deadline::after(timeout);
+  const Handle there = known_handle(addresses, options);
+  for (;;) {
+    std::string problem;
+    try {
+      auto store = std::make_shared<RemoteStore>(
+          EndpointConnection(there, key_of_secret(options.secret), deadline, interrupt),
+          GroupRequest{number, rank, size, hash_of({std::to_string(size)})}, deadline);
+      store->formed();  // the group's own connections tell who is lost
+      return store;
+    } catch (const Refused& early) {  // rank 0 may start last
+      problem = early.what();
+    } catch (const Timeout& late) {
+      throw Timeout("rank " + std::to_string(rank) +
+                        ": rank 0 does not listen at MASTER_ADDR and " +
+                        "MASTER_PORT: " + late.what(),
+                    {0});
+    } catch (const Error& other) {
+      throw Error("rank " + std::to_string(rank) + ": rank 0 of pycomm does not listen at " +
+                  "MASTER_ADDR and MASTER_PORT, or with other PYCOMM_SECRET or PYCOMM_TLS: " +
+                  other.what());
+    }
+    if (deadline.expired()) {
+      throw Timeout("rank " + std::to_string(rank) + ": rank 0 did not listen at MASTER_ADDR and " +
+                        "MASTER_PORT within " + std::to_string(timeout.count()) + " ms: " + problem,
+                    {0});
+    }
+    if (interrupt) interrupt();
+    std::this_thread::sleep_for(kRetry);
+  }
+}
 
 GroupFormation::GroupFormation(Endpoint& endpoint, int64_t uuid,
                                const std::vector<std::string>& handles, const std::string& secret,

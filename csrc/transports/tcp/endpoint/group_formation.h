@@ -13,6 +13,18 @@
 
 namespace pycomm::tcp {
 
+class LentStore;
+class RemoteStore;
+
+/// Returns the store of ranks that know of each other only where rank 0 can be reached; rank 0
+/// calls the first, with an endpoint for this address, the others the second, which waits for it.
+/// The ranks of one store give it the same number. `interrupt` is called meanwhile. The second
+/// throws Timeout, and Error if something else answers there.
+PYCOMM_API std::shared_ptr<Store> lend_store(Endpoint& endpoint, int64_t number, int size);
+PYCOMM_API std::shared_ptr<Store> find_store(const std::vector<Address>& addresses, int64_t number,
+                                             int rank, int size, const TcpOptions& options,
+                                             Milliseconds timeout, std::function<void()> interrupt);
+
 class PYCOMM_API GroupFormation {
  public:
   /// Checks the handles: ours is among them, once, and all are of groups of this name, with our
@@ -36,9 +48,6 @@ class PYCOMM_API GroupFormation {
   void end(const std::string& failure = "");
 
  private:
-  class LentStore;
-  class RemoteStore;
-
   void ask(int rank, bool lost);
   MemberStatus member_status();
   std::string name_of(int rank) const;

@@ -29,6 +29,16 @@ std::string proof_of_secret(const std::string& key, const std::string& id) {
   return digits(hmac_sha256(key, "pycomm handle " + id));
 }
 
+Handle known_handle(const std::vector<Address>& addresses, const TcpOptions& options) {
+  Handle handle;
+  handle.id = "store";
+  handle.tls = options.encrypts;
+  // As any store, it is open to whoever reaches it, unless a secret was given.
+  if (options.secret.empty()) handle.secret = "pycomm store";
+  handle.addresses = addresses;
+  return handle;
+}
+
 std::string Handle::text() const {
   std::string text = std::string(kVersion) + " " + group + " " + id + (tls ? " tls " : " plain ") +
                      or_none(tag) + " " + or_none(secret) + " ";

@@ -12,6 +12,7 @@
 
 #include "core/types.h"
 #include "transports/tcp/net/socket.h"
+#include "transports/transport.h"
 
 namespace pycomm::tcp {
 
@@ -29,6 +30,9 @@ struct PYCOMM_API Handle {
   /// Returns "10.0.0.5:4711", for errors.
   std::string where() const { return addresses.front().text(); }
 };
+
+/// Returns the handle of a process that others know by its addresses and the secret alone.
+PYCOMM_API Handle known_handle(const std::vector<Address>& addresses, const TcpOptions& options);
 
 /// Return 16 hexadecimal digits: a hash of a group's name, and a proof of the key of a secret
 /// (transports/seal.h) for the handle with this ID.

@@ -1,0 +1,131 @@
+"""Stores for ranks that share no folder: rank 0 lends one at MASTER_ADDR and MASTER_PORT.
+
+The agent of torchrun listens there itself: under it, its store is taken, by torch.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+from pycomm import _C, env, launch
+from pycomm.errors import Error
+
+# This process's stores at an address, counted: the ranks' stores of one number are one. Rank 0
+# listens until its process ends, since others may still read what it has written.
+_numbers: Counter[tuple[str, int]] = Counter()
+_endpoints: dict[tuple[str, int], _C.StoreEndpoint] = {}
+
+
+def at_master(rank: int, size: int, options: _C.CommunicatorOptions) -> _C.Store:
+    """Return a new store of these ranks, each of which calls this equally often.
+
+    Args:
+        rank: this rank; rank 0 listens, the others wait for it.
+        size: number of ranks.
+        options: options of the group, of which the secret, tls and the timeout count.
+
+    Raises:
+        Error: MASTER_ADDR and MASTER_PORT are not set and no launcher has told them, the name has
+            no address, rank 0 cannot listen there, or something else answers.
+        Timeout: rank 0 did not listen in time.
+    """
+    given = env.everything()
+    told = {**launch.variables(given), **given}
+    if not (told.get("MASTER_ADDR") and told.get("MASTER_PORT", "").isdecimal()):
+        raise Error(
+            f"rank {rank}: MASTER_ADDR and MASTER_PORT do not say where rank 0 listens: set them "
+            "to a host and a port, or pass a folder that all ranks share"
+        )
+    host, port = told["MASTER_ADDR"], int(told["MASTER_PORT"])
+    number = _numbers[host, port]
+    _numbers[host, port] += 1
+    if told.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        attempt = told.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return _of_torchrun(host, port, f"pycomm/{attempt}/{number}", options.timeout)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise Error(f"rank {rank}: MASTER_ADDR={host} has no address: {error}") from None
+    addresses = list(dict.fromkeys(_text(str(address[0]), port) for *_, address in found))
+    if rank != 0:
+        return _C.Store.find(addresses, number, rank, size, options, options.timeout)
+    if (host, port) not in _endpoints:
+        everywhere = _text("::" if found[0][0] == socket.AF_INET6 else "0.0.0.0", port)
+        try:
+            own = _text(
+                "127.0.0.1" if host == "localhost" else str(ipaddress.ip_address(host)), port
+            )
+        except ValueError:  # a name, which this host may know by another address than the others do
+            own = everywhere
+        _endpoints[host, port] = _listen(own, everywhere, options)
+    return _endpoints[host, port].lend(number, size)
+
+
+def _listen(own: str, everywhere: str, options: _C.CommunicatorOptions) -> _C.StoreEndpoint:
+    try:
+        return _C.StoreEndpoint(own, options)
+    except Error as error:
+        if own != everywhere and "assign requested address" in str(error):
+            return _listen(everywhere, everywhere, options)  # the address is one of a router
+        raise Error(
+            f"rank 0 cannot listen at {own}, of MASTER_ADDR and MASTER_PORT: end what listens "
+            f"there, or set another port ({error})"
+        ) from None
+
+
+def _text(ip: str, port: int) -> str:
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+
+
+def _of_torchrun(host: str, port: int, prefix: str, timeout: float) -> _C.Store:
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+    return _C.Store.of(TorchStore(PrefixStore(prefix, store)))
+
+
+class TorchStore:
+    """What `Store.of` takes, of one of torch's TCPStores.
+
+    Args:
+        store: the store; its time to an answer says how far away it is.
+    """
+
+    appends = True
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        start = time.perf_counter()
+        store.add("pycomm: begun", 1)
+        self.round_trip = time.perf_counter() - start
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a key."""
+        self.store.set(key, value)
+
+    def append(self, key: str, value: bytes) -> None:
+        """Append to the value of a key."""
+        self.store.append(key, value)
+
+    def find(self, key: str) -> bytes | None:
+        """Return the value of a key if it is there now."""
+        return self.store.get(key) if self.store.check([key]) else None
+
+    def find_all(self, keys: list[str]) -> list[bytes] | None:
+        """Return the values of the keys if all of them are there now."""
+        found: list[bytes] | None = self.store.multi_get(keys) if self.store.check(keys) else None
+        return found
+
+    def get(self, key: str, seconds: float) -> bytes | None:
+        """Wait for a key and return its value; None: it was not set in time."""
+        try:
+            self.store.wait([key], timedelta(seconds=max(seconds, 0.001)))
+        except RuntimeError:
+            return self.find(key)
+        value: bytes = self.store.get(key)
+        return value
