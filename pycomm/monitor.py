@@ -48,7 +48,7 @@ class MonitorReport:
     payload_bytes: int
     """Payload of all gradients of one step, encoded once."""
     plain_bytes: int
-    """The same gradients in float32."""
+    """The same gradients in float32, or in float64 if they are."""
     overflows: int
     """Steps whose result was not finite."""
     checked: int

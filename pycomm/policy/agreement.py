@@ -17,7 +17,7 @@ def summary(decisions: Iterable[Decision]) -> str:
     """Return one line per codec and reason: the number of parameters, values and bytes."""
     groups: dict[tuple[str, str], list[Decision]] = {}
     for decision in decisions:
-        groups.setdefault((decision.codec.spec(), decision.reason), []).append(decision)
+        groups.setdefault((decision.form, decision.reason), []).append(decision)
     lines = []
     for (spec, reason), members in groups.items():
         numel = sum(d.parameter.numel for d in members)

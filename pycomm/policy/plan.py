@@ -293,13 +293,13 @@ class Plan:
         groups: dict[tuple[str, str], list[Decision]] = {}
         decisions = self._shown()
         for decision in decisions:
-            groups.setdefault((decision.codec.spec(), decision.reason), []).append(decision)
+            groups.setdefault((decision.form, decision.reason), []).append(decision)
         found = list(self.qualities.values())
         return monitor.MonitorReport(
             step=self.step,
             step_seconds=self.step_seconds,
             payload_bytes=sum(d.encoded_bytes for d in decisions),
-            plain_bytes=sum(4 * d.parameter.numel for d in decisions),
+            plain_bytes=sum(max(4, d.parameter.value_bytes) * d.parameter.numel for d in decisions),
             overflows=self.overflows,
             checked=len(found),
             error=max((q.error for q in found), default=None),
