@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.errors import Error
+from pycomm.errors import Error, PeerLost
 from tests.extent import FULL
 from tests.torch.harness import SHAPES, Chosen, all_equal, equal, gradients, values, whole
 from tests.torch.pool import on_ranks
@@ -300,6 +300,31 @@ def test_remaining_ranks_adopt_the_state(pool, which):
     first, lost, other = pool.run(adopts, which, ranks=3)
     assert lost == []
     assert equal(first, other)
+
+
+class OfLostRank:
+    """An operation with a lost rank; a second wait says less."""
+
+    def __init__(self) -> None:
+        self.errors: list[Exception] = [RuntimeError("failed"), PeerLost("rank 7 died", 7, [7])]
+
+    def wait(self) -> None:
+        raise self.errors.pop()
+
+
+@on_ranks()
+@pytest.mark.parametrize(("which", "ranks"), [loop for loop in LOOPS if loop[0] != "sgd"])
+def test_the_backward_after_a_loss_raises_the_first_error(rank, size, which):
+    model, optimizer = make(which)
+    train(model, optimizer, rank, range(2))
+    optimizer.zero_grad()
+    model(gradients(rank, 2)).backward()
+    optimizer.compression._sent.wait()
+    optimizer.compression._sent = OfLostRank()
+    with pytest.raises(PeerLost, match="rank 7 died"):
+        optimizer.step()
+    with pytest.raises(PeerLost, match="rank 7 died"):
+        model(gradients(rank, 3)).backward()
 
 
 @on_ranks(2)
