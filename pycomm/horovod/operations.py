@@ -178,6 +178,7 @@ def _allreduce_(
     waits: bool,
 ) -> Handle:
     flat = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+    factors = float(factors[0]), float(factors[1])  # whatever kind of number ranks give
 
     def launch(call: Call, _: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
         sent = [_summand(tensor, op, factors, call.size) for tensor in flat]
@@ -398,7 +399,7 @@ def _reducescatter(
     *,
     waits: bool,
 ) -> Handle:
-    chosen = _op(op)
+    chosen, factors = _op(op), (float(factors[0]), float(factors[1]))
     if tensor.dim() == 0:
         raise ValueError("reducescatter cuts the first dimension, and a scalar has none")
 
@@ -508,7 +509,8 @@ def grouped_reducescatter(
 
 
 def _allgather(tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> Handle:
-    own = torch.atleast_1d(tensor.detach()).contiguous()
+    own = tensor.detach().contiguous()
+    own = own if own.dim() else own.view(1)
 
     def launch(call: Call, numbers: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
         parts = [own.new_empty((length[0], *own.shape[1:])) for length in numbers]

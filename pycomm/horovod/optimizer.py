@@ -56,7 +56,7 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_sparse:
         return sum_of_bits(tensor._values()) * 3 + sum_of_bits(tensor._indices())
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
+        tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.resolve_neg().contiguous().view(-1)
     bits = flat.view(_BITS[flat.element_size()])
     block = BLOCK if flat.is_cpu else 16 * BLOCK
