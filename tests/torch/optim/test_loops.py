@@ -87,7 +87,7 @@ def kept(optimizer: Any) -> dict[str, Any]:
         for key, value in state.items()
     }
     state = optimizer.compression.state_dict()
-    for kind in ("rank", "own"):
+    for kind in ("rank", "own", "sent"):
         for name, entry in state.get(f"{kind}{dist.get_rank()}", (0, {}))[1].items():
             tensors = entry if isinstance(entry, dict) else {"own": entry}
             found |= {f"{name}.{k}": t for k, t in tensors.items() if isinstance(t, torch.Tensor)}
@@ -373,5 +373,5 @@ def test_a_checkpoint_goes_on_with_more_ranks(pool, which):
             # One rounding of each addition.
             torch.testing.assert_close(value, sum(before) / 2, rtol=1e-5, atol=1e-6)
         for name in SHAPES if which == "sgd" else ():
-            both = [state[f"own{r}"][1][name] for r, (_, state) in enumerate(states)]
+            both = [state[f"sent{r}"][1][name] for r, (_, state) in enumerate(states)]
             torch.testing.assert_close(loaded[f"{name}.own"], sum(both) / 2, rtol=1e-6, atol=1e-7)
