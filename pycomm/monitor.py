@@ -50,7 +50,7 @@ class MonitorReport:
     payload_bytes: int
     """Payload of all gradients of one step, encoded once."""
     plain_bytes: int
-    """The same gradients as they are: 4 bytes for each value of float32, 2 for one of bfloat16."""
+    """The same gradients as they are: 4 bytes for each value of float32, 2 of bfloat16, 8 of float64."""
     overflows: int
     """Steps whose result was not finite."""
     checked: int

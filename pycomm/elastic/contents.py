@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
+import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -76,15 +77,25 @@ class Contents:
         """
         known = parts.meshes(self._sharded)
         written, pickler = io.BytesIO(), None
+
+        def write(what: Any, to: io.BytesIO) -> Pickler:
+            made = Pickler(to)
+            made.dump(what)
+            read(to.getvalue(), made.tensors, known)  # what the others will not read is told now
+            return made
+
+        state: Any = None
         try:
             optimizer = None if self._optimizer is None else self._optimizer.state_dict()
             extra = {name: module.get_extra_state() for name, module in self._extra.items()}
-            pickler = Pickler(written)
-            pickler.dump({"optimizer": optimizer, "extra": extra})
-            # What the others will not read is told now.
-            read(written.getvalue(), pickler.tensors, known)
+            state = plain_numbers({"optimizer": optimizer, "extra": extra})
+            pickler = write(state, written)
         except Exception as error:
-            self.problem = f"its state cannot be pickled: {type(error).__name__}: {error}"
+            entry = unreadable(state, lambda what: write(what, io.BytesIO()))
+            self.problem = (
+                f"its state cannot be pickled: {entry + ': ' if entry else ''}"
+                f"{type(error).__name__}: {error}"
+            )
         tensors = pickler.tensors if pickler else []
         for tensor in tensors:
             self._check("a tensor of the optimizer's state", tensor)
@@ -160,6 +171,42 @@ class Contents:
             )
         elif any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
             self.problem = f"{what} is expanded, so it cannot be written: make it a clone()"
+
+
+def plain_numbers(thing: Any) -> Any:
+    """Return a state with numbers of numpy as Python's, which all ranks can read."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(thing, numpy.generic):
+        return thing.item()
+    if type(thing) in (dict, OrderedDict):
+        return type(thing)(
+            (plain_numbers(key), plain_numbers(value)) for key, value in thing.items()
+        )
+    if type(thing) in (list, tuple, set, frozenset):
+        return type(thing)(plain_numbers(value) for value in thing)
+    return thing
+
+
+def unreadable(state: Any, check: Callable[[Any], Any], name: str = "") -> str:
+    """Return the name and the class of the first entry that no other rank would read; "": none.
+
+    Args:
+        state: containers, numbers, texts and tensors, or what was given in their place.
+        check: function that raises if what it is given cannot be read.
+        name: of this part of the state.
+    """
+    try:
+        check(state)
+    except Exception:
+        pairs: Iterator[tuple[Any, Any]] = iter(())
+        if isinstance(state, dict):
+            pairs = iter(state.items())
+        elif isinstance(state, (list, tuple)):
+            pairs = iter(enumerate(state))
+        parts = (unreadable(part, check, f"{name}[{key!r}]") for key, part in pairs)
+        kind = type(state)
+        return next(filter(None, parts), f"{name} {kind.__module__}.{kind.__qualname__}".strip())
+    return ""
 
 
 def read(

@@ -13,7 +13,8 @@ nothing of its own, and goes on from m, as it does where it has no o.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
-from pycomm.errors import Error
+from pycomm.errors import Error, PeerLost
 from pycomm.feedback import Residual, Residuals
 from pycomm.feedback.rule import EXACT
 from pycomm.hooks.single_coded import SingleCodedState
@@ -70,6 +71,7 @@ class Momenta(SingleCodedState):
         )
         self._sums: torch.Tensor | None = None
         self._sum_places: SumPlaces | None = None
+        self._lost: PeerLost | None = None  # the first error of a group that has lost ranks
         self._pending = False  # a reduction that no optimizer step has used
         self._stale = False  # a state was loaded since the last backward
         self._added = False  # the optimizer has got parameters since the last step began
@@ -182,7 +184,8 @@ class Momenta(SingleCodedState):
             self.own.commit(self._touched_moments, self.step)
         received, numbers = None, []
         if self._sent is not None:
-            self._sent.wait()
+            with self._noting_loss():
+                self._sent.wait()
             assert self._sums is not None
             means = self._sums.div_(self.process_group.size())
             places = self._sum_places_in(means)
@@ -224,6 +227,8 @@ class Momenta(SingleCodedState):
 
     def begin_step(self, *, weigh: bool = True, absent: bool = False) -> None:
         """See `CompressionState`: a step also begins after gradients that were thrown away."""
+        if self._lost is not None:  # a later wait for the same operations raises less
+            raise self._lost
         kept = self._kept() if self._pending else set()
         if self._pending:
             self._thrown.update(self.moments.keys() - kept)
@@ -239,6 +244,15 @@ class Momenta(SingleCodedState):
         self._scale = self._unit()
         for name, moment in self.moments.items():
             moment.begin(again=name in kept)
+
+    @contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        """Keep the first error that tells of lost ranks, for the next backward to raise."""
+        try:
+            yield
+        except PeerLost as error:
+            self._lost = self._lost or error
+            raise
 
     def _kept(self) -> set[str]:
         """Return the parameters with a momentum that no step has used, and that is kept."""
@@ -300,7 +314,8 @@ class Momenta(SingleCodedState):
         future = super().reduce(tensor, names)
 
         def restore(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            result = done.value()
+            with self._noting_loss():
+                result = done.value()
             if alone:
                 for (moment, _, piece), copy, before in zip(
                     parts, copies, residuals_before, strict=True

@@ -38,7 +38,8 @@ class SentMomentumState(SingleCodedState):
     def __init__(self, *codec: Any, scaled: bool, **options: Any) -> None:
         super().__init__(*codec, **options)
         self.own: dict[str, torch.Tensor] = {}
-        """What this rank has sent, by parameter name: float32 [shape]."""
+        """What this rank has sent, by parameter name: float32 [shape], in the unit of torch's
+        momentum buffer."""
         self.owned: set[int] = set()
         """Ids of the optimizer's parameters."""
         self._scaled = scaled
@@ -132,7 +133,7 @@ class SentMomentumState(SingleCodedState):
     def state_dict(self) -> dict[str, Any]:
         """See `CompressionState`; also has what this rank has sent."""
         own = {name: value.clone() for name, value in self.own.items()}
-        return {**super().state_dict(), f"own{dist.get_rank()}": (self.step, own)}
+        return {**super().state_dict(), f"sent{dist.get_rank()}": (self.step, own)}
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
         """See `CompressionState`. On another number of ranks each takes the mean of the tensors."""
@@ -153,8 +154,8 @@ class SentMomentumState(SingleCodedState):
 
     def _needed_besides(self, before: int) -> list[str]:
         if before == self.process_group.size():
-            return [f"own{dist.get_rank()}"]
-        return [f"own{rank}" for rank in range(before)]
+            return [f"sent{dist.get_rank()}"]
+        return [f"sent{rank}" for rank in range(before)]
 
 
 def sent_momentum_hook(

@@ -67,8 +67,8 @@ def broadcast_optimizer_state(
         process_set: the ranks.
 
     Raises:
-        UnpicklingError: the state has objects of classes that are no numbers, texts, containers or
-            tensors, and that `torch.serialization.add_safe_globals` does not name.
+        Error: the state has objects of classes that are no numbers, texts, containers or tensors,
+            and that `torch.serialization.add_safe_globals` does not name; on all ranks.
     """
     root = rank() == root_rank
     group = group_of(process_set)

@@ -110,13 +110,58 @@ def _scale(tensor: torch.Tensor, factor: float) -> None:
         tensor.copy_((tensor.double() * factor).to(tensor.dtype))
 
 
-def _finish_reduction(tensor: torch.Tensor, op: Op, ranks: int, factor: float) -> None:
-    whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-    if op is Op.Average and whole:  # a quotient in float64 would lose digits beyond 2^53
-        tensor.div_(ranks, rounding_mode="trunc")
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+
+
+def _summand(
+    tensor: torch.Tensor, op: Op, factors: tuple[float, float], ranks: int
+) -> torch.Tensor:
+    """Return what a rank contributes to a reduction of its values.
+
+    Averages of integers are exact: the ranks add up quotients by their number, and remainders, in
+    int64, where no sum is larger than the values themselves. Sums that are scaled are made in
+    int64, too.
+
+    Args:
+        tensor: the values, which are scaled in place unless they are integers that are averaged.
+        op: the reduction.
+        factors: before and after it.
+        ranks: their number.
+
+    Returns:
+        The same shape, or for averages of integers [*shape, 2].
+    """
+    averages = op is Op.Average
+    if _is_whole(tensor) and (averages or (op is Op.Sum and factors != (1.0, 1.0))):
+        tensor = tensor.to(torch.int64, copy=True)
+    _scale(tensor, factors[0])
+    if not averages or not _is_whole(tensor):
+        return tensor
+    quotient = tensor.div(ranks, rounding_mode="floor")
+    return torch.stack([quotient, tensor - quotient * ranks], -1)
+
+
+def _finished(
+    values: torch.Tensor, like: torch.dtype, op: Op, ranks: int, factor: float
+) -> torch.Tensor:
+    """Return the result of a reduction, which may be `values`.
+
+    Args:
+        values: the ranks' sum of what `_summand` returned, or another reduction.
+        like: dtype of the result.
+        op: the reduction.
+        ranks: their number.
+        factor: of the result.
+    """
+    if op is Op.Average and _is_whole(values):
+        quotients, rests = values.unbind(-1)
+        values = quotients + rests.div(ranks, rounding_mode="floor")
+        values += (values < 0) & (rests % ranks != 0)  # towards zero
     elif op is Op.Average:
         factor /= ranks
-    _scale(tensor, factor)
+    _scale(values, factor)
+    return values.to(like)
 
 
 def _reduction(op: Op) -> Any:
@@ -133,18 +178,18 @@ def _allreduce_(
     waits: bool,
 ) -> Handle:
     flat = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+    factors = float(factors[0]), float(factors[1])  # whatever kind of number ranks give
 
     def launch(call: Call, _: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
-        for tensor in flat:
-            _scale(tensor, factors[0])
+        sent = [_summand(tensor, op, factors, call.size) for tensor in flat]
         reduction = _reduction(op)
-        works = [dist.all_reduce(t, reduction, group=call.group, async_op=True) for t in flat]
+        works = [dist.all_reduce(t, reduction, group=call.group, async_op=True) for t in sent]
 
         def finish() -> list[torch.Tensor]:
-            for tensor, values in zip(tensors, flat, strict=True):
-                _finish_reduction(values, op, call.size, factors[1])
-                if values is not tensor:
-                    tensor.copy_(values)
+            for tensor, values in zip(tensors, sent, strict=True):
+                result = _finished(values, tensor.dtype, op, call.size, factors[1])
+                if result is not tensor:
+                    tensor.copy_(result)
             return list(tensors)
 
         return works, finish
@@ -334,10 +379,13 @@ def sparse_allreduce_async(
     values = allgather_async(own.values(), name and f"{name}.v", process_set)
 
     def result() -> torch.Tensor:
-        where, what = indices.wait().t(), values.wait()
-        summed = torch.sparse_coo_tensor(where, what, tensor.shape).coalesce()
-        _finish_reduction(summed.values(), chosen, len(process_set.ranks), 1.0)
-        return summed
+        ranks = len(process_set.ranks)
+        where, what = indices.wait().t(), _summand(values.wait(), chosen, (1.0, 1.0), ranks)
+        size = (*tensor.shape, *what.shape[own.values().dim() :])
+        summed = torch.sparse_coo_tensor(where, what, size).coalesce()
+        results = _finished(summed.values(), tensor.dtype, chosen, ranks, 1.0)
+        places = summed.indices()
+        return torch.sparse_coo_tensor(places, results, tensor.shape, is_coalesced=True)
 
     return result
 
@@ -351,13 +399,13 @@ def _reducescatter(
     *,
     waits: bool,
 ) -> Handle:
-    chosen = _op(op)
+    chosen, factors = _op(op), (float(factors[0]), float(factors[1]))
     if tensor.dim() == 0:
         raise ValueError("reducescatter cuts the first dimension, and a scalar has none")
 
     def launch(call: Call, _: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
         own = tensor.detach().clone(memory_format=torch.contiguous_format)
-        _scale(own, factors[0])
+        own = _summand(own, chosen, factors, call.size)
         rows, more = divmod(own.shape[0], call.size)
         if more == 0:
             out = own.new_empty((rows, *own.shape[1:]))
@@ -372,8 +420,7 @@ def _reducescatter(
 
         def finish() -> torch.Tensor:
             result = out.clone() if more else out
-            _finish_reduction(result, chosen, call.size, factors[1])
-            return result
+            return _finished(result, tensor.dtype, chosen, call.size, factors[1])
 
         return [work], finish
 
@@ -462,18 +509,15 @@ def grouped_reducescatter(
 
 
 def _allgather(tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> Handle:
-    if tensor.dim() == 0:
-        raise ValueError(
-            "allgather joins tensors along their first dimension, and a scalar has none"
-        )
     own = tensor.detach().contiguous()
+    own = own if own.dim() else own.view(1)
 
     def launch(call: Call, numbers: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
         parts = [own.new_empty((length[0], *own.shape[1:])) for length in numbers]
         work = dist.all_gather(parts, own, group=call.group, async_op=True)
         return [work], lambda: torch.cat(parts)
 
-    text = f"allgather of {_named(tensor, rows=True)}"
+    text = f"allgather of {_named(own, rows=True)}"
     return _start(process_set, name, text, launch, waits=False, numbers=[own.shape[0]])
 
 
@@ -485,12 +529,11 @@ def allgather_async(
     The lengths travel first, and this call waits for them.
 
     Args:
-        tensor: of one dimension at least; the others are equal on all ranks.
+        tensor: the dimensions after the first are equal on all ranks; a scalar is one row.
         name: the same on all ranks, or None.
         process_set: the ranks.
 
     Raises:
-        ValueError: the tensor has no dimension.
         WireMismatch: another rank makes another call; the group can be used on.
     """
     return _allgather(tensor, name, process_set)
@@ -504,7 +547,7 @@ def allgather(
     Gradients flow back averaged over the ranks, as Horovod's do.
 
     Args:
-        tensor: of one dimension at least; the first may differ between ranks, the others not.
+        tensor: the first dimension may differ between ranks, the others not; a scalar is one row.
         name: the same on all ranks, or None.
         process_set: the ranks.
     """
@@ -515,12 +558,14 @@ def allgather(
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> Any:
-        ctx.length, ctx.process_set = tensor.shape[0] if tensor.dim() else 0, process_set
+        ctx.shape, ctx.process_set = tensor.shape, process_set
         return _allgather(tensor, name, process_set).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _own_rows(gradients[0], ctx.length, ctx.process_set), None, None
+        length = ctx.shape[0] if ctx.shape else 1
+        own = _own_rows(gradients[0], length, ctx.process_set)
+        return own.view(ctx.shape), None, None
 
 
 def _own_rows(gradient: torch.Tensor, length: int, process_set: ProcessSet) -> torch.Tensor:

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,7 +35,44 @@ from pycomm.reduction.state import CompressionState
 
 BUCKET_BYTES = 25 << 20  # DDP's default; Horovod's cycle fuses up to 128 MB
 FIRST_BYTES = 1 << 20  # small, so that the first exchange starts early
-NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
+BLOCK = 1 << 16  # values that are summed up together: they stay in a processor's cache
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number that is another one after values of a tensor were changed.
+
+    It is the sum of the values' bits as integers, each times an odd number of its place, modulo
+    2^64: a change of one value always shows, and one of several values but for a chance of 2^-32 at
+    most. Nothing is copied, and the processor does not wait for a device.
+
+    Args:
+        tensor: of any dtype and layout; of a sparse one places count, too.
+
+    Returns:
+        int64 without dimensions.
+    """
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        return sum_of_bits(tensor._values()) * 3 + sum_of_bits(tensor._indices())
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    flat = tensor.resolve_neg().contiguous().view(-1)
+    bits = flat.view(_BITS[flat.element_size()])
+    block = BLOCK if flat.is_cpu else 16 * BLOCK
+    weights, total = _odd_numbers(block, flat.device), flat.new_zeros((), dtype=torch.int64)
+    for part in torch.split(bits, block):
+        total.mul_(_ODD).add_(weights[: part.numel()].mul(part).sum())
+    return total
+
+
+_ODD = 0x5851F42D4C957F2D  # Knuth's MMIX multiplier
+
+
+@lru_cache(maxsize=8)
+def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
+    numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _ODD
+    return ((numbers ^ (numbers >> 29)) * _ODD) | 1
 
 
 class GradientBucket:
@@ -49,46 +87,43 @@ class GradientBucket:
         self.flat = flat
         self.missing = len(parameters)
         self.late = True  # its parameters had no hooks when this step's backward began
-        self.sent: list[tuple[torch.Tensor | None, int]] = []  # gradients and their versions
+        # Gradients, their versions, and sums of their bits: GradScaler's kernel and what goes
+        # through `.data` write values without counting the version up.
+        self.sent: list[tuple[torch.Tensor | None, int, torch.Tensor | None]] = []
         self.future: torch.futures.Future[torch.Tensor] | None = None
-        self._sample = NOTHING
 
     def fill(self) -> None:
         """Copy the gradients."""
         self.sent = []
         for parameter, view in zip(self.parameters, self.views, strict=True):
             gradient = parameter.grad if parameter.requires_grad else None
-            self.sent.append((gradient, 0 if gradient is None else gradient._version))
             if gradient is None:
+                self.sent.append((None, 0, None))
                 view.zero_()  # frozen, or no backward on this rank has used it
             else:
+                self.sent.append((gradient, gradient._version, sum_of_bits(gradient)))
                 view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-        self._sample = self._samples()
-
-    def _samples(self) -> torch.Tensor:
-        """Return some values of some gradients.
-
-        GradScaler's kernel writes gradients without counting their version up.
-        """
-        dense = [g for g, _ in self.sent if g is not None and g.numel() and not g.is_sparse][:8]
-        few = [g.detach().reshape(-1)[:: max(1, g.numel() // 8)] for g in dense]
-        return (
-            torch.cat(few).nan_to_num()
-            if few
-            else torch.empty(0, dtype=torch.float32, device="cpu")
-        )
 
     def changed(self) -> str:
         """Return the name of a gradient that was changed since `fill`, or ""."""
-        for parameter, name, (gradient, version) in zip(
+        names: list[str] = []
+        sums: list[torch.Tensor] = []
+        now: list[torch.Tensor] = []
+        for parameter, name, (gradient, version, bits) in zip(
             self.parameters, self.names, self.sent, strict=True
         ):
-            if parameter.requires_grad and (
-                parameter.grad is not gradient
-                or (gradient is not None and gradient._version != version)
-            ):
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is not gradient:
                 return name
-        return "" if torch.equal(self._sample, self._samples()) else self.names[0]
+            if gradient is not None and bits is not None:
+                if gradient._version != version:
+                    return name
+                names.append(name)
+                sums.append(bits)
+                now.append(sum_of_bits(gradient))
+        differ = (torch.stack(sums) != torch.stack(now)).tolist() if names else []
+        return next((name for name, one in zip(names, differ, strict=True) if one), "")
 
     def empty(self) -> None:
         """Write the results to the gradients of those parameters that are trained."""
@@ -295,6 +330,18 @@ class _Distributed(torch.optim.Optimizer):
         if self._reducer is None:
             raise Error("this rank is not in the optimizer's process set, and compresses nothing")
         return self._reducer.state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse a copy.
+
+        Raises:
+            Error: always.
+        """
+        raise Error(
+            f"a DistributedOptimizer, of {type(self).__name__}, cannot be copied or pickled, since "
+            "it averages the gradients of its own parameters: keep its state_dict(), or copy model "
+            "and optimizer before, and give the copy to DistributedOptimizer"
+        )
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes add up to one step."""

@@ -250,6 +250,17 @@ class LocalSGD:
         if kind is None:
             self.finish()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse a copy.
+
+        Raises:
+            Error: always.
+        """
+        raise Error(
+            "a LocalSGD cannot be copied or pickled, since it averages the parameters of its own "
+            "model: keep its state_dict(), or copy the model and make a new LocalSGD"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state to checkpoint beside model and optimizer. Each rank saves its own.
 

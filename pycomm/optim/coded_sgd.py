@@ -20,7 +20,14 @@ from pycomm.feedback import Feedback, Residual
 from pycomm.feedback.rule import EXACT
 from pycomm.hooks.sent_momentum import SentMomentumState, sent_momentum_hook
 from pycomm.optim.loading import has_gradient, is_filling, load
-from pycomm.optim.settings import GroupChecks, policy_of, prepare, rule_of, settings_only
+from pycomm.optim.settings import (
+    GroupChecks,
+    policy_of,
+    prepare,
+    refuse_copy,
+    rule_of,
+    settings_only,
+)
 from pycomm.policy import Policy, agree_on_options, refused_together
 from pycomm.policy.exchange import device_of
 from pycomm.policy.names import clean
@@ -56,14 +63,15 @@ class CodedSGD(torch.optim.Optimizer):
     so there is one. With g a rank's gradient, o what it has sent of the momentum, and e its
     residual, a step is
 
-        p = b o + (1 - b) (g + wd x) + e;  q = C(p);  e <- p - q;  o <- q
-        x <- x - lr mean(q) / (1 - momentum)
+        p = b o + (1 - b) / (1 - momentum) (g + wd x) + e;  q = C(p);  e <- p - q;  o <- q
+        x <- x - lr mean(q)
 
     where b is smaller than `momentum`: the codec's delay is a part of its horizon, as for
-    `pycomm.CodedAdamW`. mean(q) / (1 - momentum) is torch's momentum buffer, in the state under the
-    same name. Where nothing is coded, as for norms and biases by the default policy, a step is that
-    of `torch.optim.SGD` to rounding. Source: Tang et al. 2021, "1-bit Adam", arXiv 2102.02888,
-    algorithm 1, without its denominators.
+    `pycomm.CodedAdamW`. mean(q) is torch's momentum buffer, in the state under the same name, and
+    o and e are in its unit, so that a schedule may change `momentum` as with torch. Where nothing
+    is coded, as for norms and biases by the default policy, a step is that of `torch.optim.SGD` to
+    rounding. Source: Tang et al. 2021, "1-bit Adam", arXiv 2102.02888, algorithm 1, without its
+    denominators.
 
     Collective: every rank makes one, after the model is wrapped and before the first backward. DDP
     averages no gradients any more: after a backward each rank has those of its own data, and
@@ -155,9 +163,7 @@ class CodedSGD(torch.optim.Optimizer):
             ValueError: a setting is out of range, or a parameter does not belong to the model.
             WireMismatch: ranks add groups with different settings or parameters; on all ranks.
         """
-        momentum = param_group.get("momentum", self.defaults["momentum"])
-        if not 0 <= number("momentum", momentum) < 1:
-            raise ValueError(f"CodedSGD: momentum={momentum} must be from 0 to below 1")
+        _momentum_of({**self.defaults, **param_group})
         super().add_param_group(param_group)
         if hasattr(self, "compression"):  # else the constructor treats all groups at once
             added = self.param_groups[-1:]
@@ -210,6 +216,14 @@ class CodedSGD(torch.optim.Optimizer):
             if buffer is not None:
                 self.state[parameter] = {"momentum_buffer": buffer.clone()}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse a copy.
+
+        Raises:
+            Error: always.
+        """
+        refuse_copy(self, "to_sgd")
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, on any number of ranks."""
         load(self, state_dict, ("coding_error",))
@@ -242,7 +256,10 @@ class CodedSGD(torch.optim.Optimizer):
 
         Raises:
             Error: a GradScaler scaled the gradients, and the optimizer was made without it.
+            ValueError: a group's momentum was changed to one that is not from 0 to below 1.
         """
+        for group in self.param_groups:
+            _momentum_of(group)
         ready, loss = prepare(self, self._scaler, closure)
         if not ready:
             return loss
@@ -270,15 +287,18 @@ class CodedSGD(torch.optim.Optimizer):
         alone = not state.codes_sums(momenta, parts[0].parameter.device)
         errors = []
         for part in parts:
+            keeps = _momentum_of(part.group) > 0  # else the buffer waits, as torch's does
             if alone:
-                own[part.name], error = self._sent(part.name, momenta[part.name])
+                sent, error = self._sent(part.name, momenta[part.name])
                 errors.append(error)
-            else:
+                if keeps:
+                    own[part.name] = sent
+            elif keeps:
                 own.pop(part.name, None)
-            buffer = self.state[part.parameter]["momentum_buffer"]
             mean = means[part.name].view_as(part.parameter)
-            buffer.copy_(mean.div_(1 - float(part.group["momentum"])))
-            part.parameter.add_(buffer, alpha=-float(part.group["lr"]))
+            if keeps:
+                mean = self.state[part.parameter]["momentum_buffer"].copy_(mean)
+            part.parameter.add_(mean, alpha=-float(part.group["lr"]))
         if errors and self.process_group.size() > 1:
             self._measure(parts, errors)
 
@@ -320,16 +340,16 @@ class CodedSGD(torch.optim.Optimizer):
         return state
 
     def _momentum(self, part: Part, own: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return b o + (1 - b) (g + wd x), float32 [shape]."""
-        state, momentum = self._start(part), float(part.group["momentum"])
+        """Return b o + (1 - b) / (1 - momentum) (g + wd x), float32 [shape]."""
+        state, momentum = self._start(part), _momentum_of(part.group)
         before = own.get(part.name)
         if before is None:  # it goes on from what all have agreed on
-            before = state["momentum_buffer"].float() * (1 - momentum)
+            before = state["momentum_buffer"].float()
         gradient = part.gradient
         if part.group["weight_decay"]:
             gradient = gradient.add(part.parameter, alpha=float(part.group["weight_decay"]))
         beta = shortened(momentum, float(state["coding_error"]))
-        return before * beta + gradient * (1 - beta)
+        return (before * beta).add_(gradient, alpha=(1 - beta) / (1 - momentum))
 
     def _residual(self, name: str) -> Residual | None:
         residuals = self.compression.residuals
@@ -361,6 +381,13 @@ class CodedSGD(torch.optim.Optimizer):
             if left > 0 and math.isfinite(coded):
                 error = self.state[part.parameter]["coding_error"]
                 error.mul_(0.75).add_(0.25 * min(1.0, left / coded))
+
+
+def _momentum_of(group: Mapping[str, Any]) -> float:
+    momentum = number("momentum", group["momentum"])
+    if not 0 <= momentum < 1:
+        raise ValueError(f"CodedSGD: momentum={momentum} must be from 0 to below 1")
+    return momentum
 
 
 def _float32(parameter: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,23 @@ from torch import nn
 
 from pycomm.arguments import number
 from pycomm.codecs import Codec, short_text
+from pycomm.elastic.contents import plain_numbers
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.policy import Policy
 from pycomm.policy.names import clean
+
+
+def refuse_copy(optimizer: torch.optim.Optimizer, method: str) -> NoReturn:
+    """Refuse to copy or to pickle an optimizer, whose exchange belongs to one model.
+
+    Raises:
+        Error: always; `method` returns an optimizer of torch that can be copied.
+    """
+    raise Error(
+        f"{type(optimizer).__name__} cannot be copied or pickled, since it exchanges the "
+        f"momentum of one wrapped model: keep its state_dict(), or copy what its {method}() returns"
+    )
 
 
 def check_settings(who: str, settings: dict[str, Any]) -> None:
@@ -60,7 +73,7 @@ class GroupChecks:
         }
 
     def check(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Check settings and parameters of groups.
+        """Check settings and parameters of groups; numbers of numpy become Python's.
 
         Raises:
             TypeError: a setting is no number.
@@ -69,6 +82,7 @@ class GroupChecks:
         """
         for group in groups:
             check_settings(self._who, group)
+            group.update({key: plain_numbers(group[key]) for key in self._settings})
             for parameter in group["params"]:
                 if id(parameter) not in self.names:
                     raise ValueError(

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm import backend, log
-from pycomm.codecs import short_text
 from pycomm.errors import WireMismatch
 from pycomm.policy.exchange import answer, device_of, gather_json
 from pycomm.policy.rules import Decision
@@ -21,7 +20,7 @@ def summary(decisions: Iterable[Decision]) -> str:
     """Return one line per codec and reason: the number of parameters, values and bytes."""
     groups: dict[tuple[str, str], list[Decision]] = {}
     for decision in decisions:
-        groups.setdefault((short_text(decision.codec), decision.reason), []).append(decision)
+        groups.setdefault((decision.form, decision.reason), []).append(decision)
     lines = []
     for (codec, reason), members in groups.items():
         numel = sum(d.parameter.numel for d in members)

@@ -29,7 +29,7 @@ from pycomm.policy.codec_selection import select_codecs
 from pycomm.policy.exchange import find_link, gather
 from pycomm.policy.names import few
 from pycomm.policy.quality import finer, nominal_error
-from pycomm.policy.rules import CODED, EXACT, Decision, Moment, Parameter, Policy
+from pycomm.policy.rules import EXACT, Decision, Moment, Parameter, Policy
 from pycomm.policy.samples import BucketProbe, Quality, ResidualOf, SampledPiece
 
 
@@ -303,7 +303,7 @@ class Plan:
         groups: dict[tuple[str, str], list[Decision]] = {}
         decisions = self._shown()
         for decision in decisions:
-            groups.setdefault((short_text(decision.codec), decision.reason), []).append(decision)
+            groups.setdefault((decision.form, decision.reason), []).append(decision)
         found = list(self.qualities.values())
         payload, plain = _bytes(decisions)
         return monitor.MonitorReport(
@@ -411,8 +411,6 @@ def _bytes(decisions: Iterable[Decision]) -> tuple[int, int]:
     """Return the bytes of some parameters' gradients, encoded once and as they are."""
     coded = plain = 0
     for decision in decisions:
-        parameter = decision.parameter
-        own = parameter.numel * parameter.dtype.itemsize
-        coded += decision.encoded_bytes if parameter.dtype in CODED else own
-        plain += own
+        coded += decision.encoded_bytes
+        plain += decision.parameter.numel * decision.parameter.value_bytes
     return coded, plain

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from pycomm.arguments import number, put, typed, whole
-from pycomm.codecs import Cast, Codec
+from pycomm.codecs import Cast, Codec, short_text
 from pycomm.codecs import codec as parse_codec
 from pycomm.policy.auto import Trial
 from pycomm.policy.guard import Guard
@@ -47,6 +47,11 @@ class Parameter:
     def numel(self) -> int:
         """Number of values."""
         return torch.Size(self.shape).numel()
+
+    @property
+    def value_bytes(self) -> int:
+        """Size of a value as it is kept."""
+        return self.dtype.itemsize // (2 if self.dtype.is_complex else 1)
 
 
 @dataclass(frozen=True)
@@ -131,13 +136,27 @@ class Decision:
         return self.codec == Cast("float32")
 
     @property
+    def uncoded(self) -> bool:
+        """Whether values travel in their own dtype, which no codec takes: float64."""
+        return self.exact and self.parameter.dtype not in (*CODED, torch.complex64)
+
+    @property
+    def form(self) -> str:
+        """Name of what travels: the codec's text, or the dtype of values that none takes."""
+        if self.uncoded:
+            return str(self.parameter.dtype).removeprefix("torch.")
+        return short_text(self.codec)
+
+    @property
     def encoded_bytes(self) -> int:
         """Size of the parameter's payload."""
+        if self.uncoded:
+            return self.parameter.numel * self.parameter.value_bytes
         return self.codec.encoded_bytes(self.parameter.numel)
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.parameter.shape)) or "scalar"
-        return f"{self.parameter.name} ({shape}): {self.codec.spec()}, {self.reason}"
+        return f"{self.parameter.name} ({shape}): {self.form}, {self.reason}"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pycomm.errors import WireMismatch
+from pycomm.elastic.contents import plain_numbers, unreadable
+from pycomm.errors import Error, WireMismatch
 from pycomm.policy.exchange import bytes_of, gather
 
 
@@ -80,26 +82,62 @@ def broadcast_object(thing: Any, root: int, group: dist.ProcessGroup, device: to
 
     Args:
         thing: of tensors and plain Python types, since no other is read; used on the rank `root`
-            only.
+            only. Numbers of numpy become Python's.
         root: rank in the group.
         group: the ranks.
         device: a device whose tensors the group moves.
+
+    Raises:
+        Error: the object has an entry of another type, which the text names; on all ranks, before
+            the object is sent.
     """
     if group.size() == 1:
         return thing
-    written = io.BytesIO()
+    written, problem = b"\0", ""
     if group.rank() == root:
-        torch.save(thing, written)
-    content = torch.frombuffer(bytearray(written.getvalue() or b"\0"), dtype=torch.uint8)
-    size = torch.tensor([content.numel()], dtype=torch.int64, device="cpu").to(device)
-    group.broadcast(size, root).wait()
+        thing = plain_numbers(thing)
+        problem = unreadable(_without_values(thing), _write_and_read)
+        written = problem.encode() if problem else _write(thing)
+    content = torch.frombuffer(bytearray(written), dtype=torch.uint8)
+    head = torch.tensor([content.numel(), bool(problem)], dtype=torch.int64, device="cpu")
+    head = head.to(device)
+    group.broadcast(head, root).wait()
+    size, refused = head.tolist()
     if group.rank() != root:
-        content = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        content = torch.empty(size, dtype=torch.uint8, device="cpu")
     content = content.to(device)
     group.broadcast(content, root).wait()
-    if group.rank() == root:
+    if group.rank() == root and not refused:
         return thing
-    return torch.load(io.BytesIO(bytes_of(content.cpu())), weights_only=True)
+    received = bytes_of(content.cpu())
+    if refused:
+        raise Error(
+            f"rank {group.rank()}: rank {root} cannot send its state, in which other ranks read "
+            f"tensors, numbers, texts and containers only: {received.decode()}. Put one of these "
+            "in its place, or give its class to torch.serialization.add_safe_globals on all ranks"
+        )
+    return torch.load(io.BytesIO(received), weights_only=True)
+
+
+def _write(thing: Any) -> bytes:
+    written = io.BytesIO()
+    torch.save(thing, written)
+    return written.getvalue()
+
+
+def _write_and_read(thing: Any) -> None:
+    torch.load(io.BytesIO(_write(thing)), weights_only=True)
+
+
+def _without_values(thing: Any) -> Any:
+    """Return a state with empty tensors in the place of its tensors."""
+    if type(thing) in (dict, OrderedDict):
+        return type(thing)((key, _without_values(value)) for key, value in thing.items())
+    if type(thing) in (list, tuple):
+        return type(thing)(_without_values(value) for value in thing)
+    if type(thing) in (torch.Tensor, torch.nn.Parameter):
+        return torch.empty(0, dtype=torch.float32, device="cpu")
+    return thing
 
 
 def compare_bucket(names: Sequence[str], group: dist.ProcessGroup, device: torch.device) -> None:

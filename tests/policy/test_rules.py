@@ -30,6 +30,22 @@ def test_norms_biases_and_small_ones_stay_exact():
 
 
 @pytest.mark.parametrize(
+    ("dtype", "name", "size"),
+    [
+        (torch.float64, "float64", 8),
+        (torch.complex128, "complex128", 8),  # each of two reals
+        (torch.complex64, "cast:dtype=float32", 4),
+        (torch.float32, "cast:dtype=float32", 4),
+        (torch.bfloat16, "cast:dtype=float32", 4),
+    ],
+)
+def test_the_form_of_exact_values_is_what_travels(dtype, name, size):
+    found = Policy("fp32").decide(Parameter("layer.weight", (64, 64, 2), dtype))
+    assert (found.form, found.encoded_bytes) == (name, size * 64 * 64 * 2)
+    assert f": {name}, " in str(found)
+
+
+@pytest.mark.parametrize(
     "condition",
     [
         {"name": "*.weight"},

@@ -134,6 +134,7 @@ class CodedMoment:
         self._fresh = self._zeros()  # sums of this step
         self._since = self._zeros()  # sums of the steps since the last exchange
         self._steps = 0  # steps in `_since`
+        self._decay = 1.0  # of second moments in these steps and this one
         self._scale: tuple[torch.Tensor, torch.Tensor] | None = None
         self._room: tuple[torch.Tensor, torch.Tensor] | None = None  # for the following
         self._reciprocals: tuple[float, torch.Tensor, torch.Tensor] | None = None
@@ -164,7 +165,7 @@ class CodedMoment:
         self._scale = self._reciprocals = self.base = None
         self.looked = self.again = False
         self._since.zero_()
-        self._steps = 0
+        self._steps, self._decay = 0, 1.0
 
     def squares_of(self, state: dict[str, Any]) -> torch.Tensor:
         """Return the sums of a full second moment of torch's AdamW: of the own rows, and zeros."""
@@ -420,10 +421,9 @@ class CodedMoment:
         if not used:
             return False
         self.start()
+        self._decay *= float(self.settings["betas"][1])  # a schedule may change it
         if sums is not None:
-            steps = self._steps + 1
-            decay = float(self.settings["betas"][1]) ** steps
-            state = self.state
+            decay, state = self._decay, self.state
             left, coded, own, of_mean = numbers
             energies = (
                 _decayed(state["mean_energy"], decay, of_mean),
@@ -435,7 +435,7 @@ class CodedMoment:
             if left > 0 and coded > 0:
                 _decayed(state["coding_error"], 0.75, min(1.0, left / coded))
             self._since.zero_()
-            self._steps = 0
+            self._steps, self._decay = 0, 1.0
             self._scale = self._reciprocals = None
             return False
         return True

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import pycomm
+import pycomm.horovod as hvd
 from pycomm.policy import PROTECT, Policy, Rule
 from pycomm.reduction.detached import DetachedState
 from tests.extent import each_value
@@ -194,6 +195,42 @@ def check_auto_copy(rank: int, size: int) -> None:
     copy.deepcopy(model)
 
 
+def in_ddp(make: Any) -> Any:
+    model = DistributedDataParallel(network())
+    return make(model, model.parameters())
+
+
+def in_file(thing: Any) -> None:
+    torch.save(thing, io.BytesIO())
+
+
+BOUND = {
+    "CodedAdamW": lambda: in_ddp(lambda model, p: pycomm.CodedAdamW(p, model=model)),
+    "CodedSGD": lambda: in_ddp(lambda model, p: pycomm.CodedSGD(p, model=model)),
+    "LocalSGD": lambda: pycomm.LocalSGD(network(), every=2),
+    "DistributedOptimizer": lambda: hvd.DistributedOptimizer(
+        torch.optim.SGD(network().parameters(), lr=0.1)
+    ),
+}
+SETTINGS = (
+    pycomm.codec("int4"),
+    pycomm.Policy("int4", guard=pycomm.policy.Guard(every=3)),
+    pycomm.feedback.Feedback.of("decay:0.9"),
+)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", BOUND)
+def test_what_belongs_to_one_model_refuses_a_copy(rank, size, what):
+    hvd.init()
+    made = BOUND[what]()
+    for copying in (copy.deepcopy, copy.copy, pickle.dumps, in_file):
+        with pytest.raises(pycomm.Error, match=r"cannot be copied or pickled.*state_dict\(\)"):
+            copying(made)
+    for one in SETTINGS:
+        assert copy.deepcopy(one) == pickle.loads(pickle.dumps(one)) == one
+
+
 # ------------------------------------------------------------------ codecs added later
 
 
@@ -259,7 +296,8 @@ def test_a_unit_that_travels_exactly_is_told_of(rank, size):
     assert "no gradients" not in state.summary()
 
     wide = fully_shard(nn.Linear(64, 64).double(), mesh=init_device_mesh("cpu", (size,)))
-    assert "no codec takes float64" in pycomm.compress(wide, "int8").summary()
+    state = pycomm.compress(wide, "int8")
+    assert "float64 (no codec takes float64): 2 parameters, 4160 values in 33280" in state.summary()
 
 
 @on_ranks(2)

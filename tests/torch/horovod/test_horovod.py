@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -279,6 +280,25 @@ def test_parameters_and_optimizer_become_those_of_the_root(pool):
 
 
 @on_ranks(2)
+def test_a_state_travels_that_other_ranks_can_read(rank, size):
+    hvd.init()
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    group = optimizer.param_groups[0]
+    if rank == 0:
+        group |= {"lr": np.float64(0.05), "momentum": np.float32(0.5), "nesterov": np.True_}
+    hvd.broadcast_optimizer_state(optimizer)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"], group["nesterov"]) == (0.05, 0.5, True)
+    if rank == 0:
+        group["betas"] = [0.9, np.ones(2)]
+    with pytest.raises(pycomm.Error, match=r"\['param_groups'\]\[0\]\['betas'\]\[1\] numpy"):
+        hvd.broadcast_optimizer_state(optimizer)
+    assert group["lr"] == 0.05
+    dist.barrier()
+
+
+@on_ranks(2)
 def test_mistakes_are_told_and_the_group_stays_usable(rank, size):
     hvd.init()
     model = nn.Linear(4, 4)
@@ -300,7 +320,7 @@ def test_mistakes_are_told_and_the_group_stays_usable(rank, size):
     with pytest.raises(ValueError, match="op= and average="):
         hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum)
     with pytest.raises(ValueError, match="a scalar has none"):
-        hvd.allgather(torch.tensor(1.0))
+        hvd.alltoall(torch.tensor(1.0))
     with pytest.raises(TypeError, match="found a int"):
         hvd.broadcast_parameters([1])
     optimizer = hvd.DistributedOptimizer(plain)
@@ -401,25 +421,66 @@ def test_different_trained_parameters_are_told(rank, size):
     assert equal(before, list(model.parameters()))
 
 
+class Table(nn.Module):
+    """An embedding, most of whose gradient is zero, and its bias."""
+
+    def __init__(self, dtype: torch.dtype, sparse: bool) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(40_000, 3, dtype=dtype, sparse=sparse)  # more than one block
+        self.bias = nn.Parameter(torch.zeros(3, dtype=dtype))
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        table = self.rows.weight  # torch looks no complex numbers up with gradients
+        rows = table[numbers] if table.is_complex() else self.rows(numbers)
+        return (rows + self.bias).abs().square().mean()
+
+
+def one_value(model: Table) -> None:
+    """Change the least significant bit of one value, and no version."""
+    gradient = model.rows.weight.grad.data
+    values = gradient._values() if gradient.is_sparse else gradient[33_333]
+    values = torch.view_as_real(values) if values.is_complex() else values
+    values.view(-1)[:1].view(torch.uint8)[0] ^= 1
+
+
+def swapped(model: Table) -> None:
+    gradient = model.rows.weight.grad.data
+    gradient = gradient._values() if gradient.is_sparse else gradient
+    gradient.copy_(gradient.flip(0))
+
+
 CHANGES = {
     "scaled by GradScaler": None,
     "clipped": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
     "zeroed": lambda model: model.zero_grad(set_to_none=False),
     "removed": lambda model: model.zero_grad(),
+    "one value": one_value,
+    "swapped": swapped,
+    "scaled unseen": lambda model: [p.grad.data.mul_(2.0**-9) for p in model.parameters()],
+}
+FORMS = {
+    "float32": (torch.float32, False),
+    "sparse": (torch.float32, True),
+    "bfloat16": (torch.bfloat16, False),
+    "complex64": (torch.complex64, False),
 }
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", CHANGES)
-def test_a_gradient_that_changes_while_it_travels_is_an_error(rank, size, what):
+@pytest.mark.parametrize(
+    ("what", "form"),
+    [(what, "float32") for what in CHANGES]
+    + [(what, form) for what in ("one value", "swapped") for form in list(FORMS)[1:]],
+)
+def test_a_gradient_that_changes_while_it_travels_is_an_error(rank, size, what, form):
     hvd.init()
     torch.manual_seed(0)
-    model = nn.Linear(64, 64)
+    model = Table(*FORMS[form])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     before = [p.detach().clone() for p in model.parameters()]
-    scaler.scale(model(torch.ones(2, 64)).square().mean()).backward()
+    scaler.scale(model(torch.tensor([7, 33_333]))).backward()
     if what != "scaled by GradScaler":
         CHANGES[what](model)
     with pytest.raises(pycomm.Error, match=r"while it travelled: call optimizer\.synchronize"):
@@ -494,6 +555,41 @@ def test_operations_that_have_ended_are_not_kept(pool):
     assert max(pool.run(many_names)) <= 1
 
 
+EXTREMES = {
+    torch.uint8: [250, 255, 0],
+    torch.int8: [127, -128, -1],
+    torch.int16: [30_000, -32_768, 7],
+    torch.int32: [2**31 - 1, -(2**31), -5],
+    torch.int64: [2**63 - 1, -(2**63), -(2**62) - 3],
+}
+WAYS = {
+    "all-reduce": lambda x: hvd.allreduce(x),
+    "in place": lambda x: hvd.allreduce_(x),
+    "asynchronous": lambda x: hvd.synchronize(hvd.allreduce_async(x)),
+    "divided before": lambda x: hvd.allreduce(x, prescale_factor=2.0, postscale_factor=0.5),
+    "a quarter of the sum": lambda x: hvd.allreduce(x, op=hvd.Sum, postscale_factor=0.25),
+    "sparse": lambda x: hvd.sparse_allreduce_async(x.to_sparse())().to_dense(),
+    "reduce-scatter": lambda x: hvd.allgather(hvd.reducescatter(x)),
+}
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("way", WAYS)
+def test_averages_of_integers_are_exact(rank, size, way):
+    hvd.init()
+    for dtype, values in EXTREMES.items():
+        if dtype is torch.int64 and way in ("divided before", "a quarter of the sum"):
+            continue  # factors are float64
+        for shift in range(3):  # other values meet
+            rows = [values[r * shift % 3 :] + values[: r * shift % 3] for r in range(size)]
+            got = WAYS[way](torch.tensor(rows[rank], dtype=dtype))
+            sums = [sum(column) for column in zip(*rows, strict=True)]
+            parts = 4 if way == "a quarter of the sum" else size
+            exact = [abs(total) // parts * (1 if total > 0 else -1) for total in sums]
+            assert got.dtype == dtype
+            assert got.tolist() == exact
+
+
 # ----------------------------------------------------------------------------- more collectives
 
 
@@ -510,6 +606,7 @@ def more(rank: int, size: int) -> dict[str, Any]:
         "scattered": hvd.reducescatter(table, op=hvd.Sum),
         "grouped": hvd.grouped_reducescatter([table, table], op=hvd.Average),
         "gathered": hvd.grouped_allgather([table[: rank + 1], table]),
+        "scalars": hvd.allgather(torch.tensor(float(rank))),
         "sets": (own.size(), own.rank(), own.included(), (even if rank % 2 else odd).rank()),
         "summed": hvd.allreduce(torch.tensor([rank]), op=hvd.Sum, process_set=own),
         "sparse": hvd.sparse_allreduce_async(torch.eye(3).to_sparse() * (rank + 1))().to_dense(),
@@ -529,6 +626,7 @@ def test_other_collectives_and_process_sets(pool):
         assert torch.equal(out["scattered"], torch.full((mine, 2), 6.0))
         assert all(torch.equal(part, torch.full((mine, 2), 2.0)) for part in out["grouped"])
         assert out["gathered"][0][:, 0].tolist() == [1.0, 2.0, 2.0, 3.0, 3.0, 3.0]
+        assert out["scalars"].tolist() == [0.0, 1.0, 2.0]
         assert out["sets"] == ((1, 0, True, None) if rank == 1 else (2, rank // 2, True, None))
         assert out["summed"].tolist() == [1 if rank == 1 else 2]
         assert torch.equal(out["sparse"], torch.eye(3) * 2)

@@ -150,6 +150,20 @@ def test_groups_schedules_and_clipping(rank, size):
 
 
 @on_ranks(2)
+def test_second_moments_decay_by_the_betas_of_each_step(rank, size):
+    model, optimizer = make("sign", refresh=4)
+    left = 1.0
+    for step in range(9):  # exchanges in the first steps, and in the last one that of four
+        beta = (0.99, 0.5, 0.999)[step % 3]
+        optimizer.param_groups[0]["betas"] = (0.9, beta)
+        train(model, optimizer, rank, range(step, step + 1))
+        left *= beta
+    moments = optimizer.compression.moments.values()
+    weights = [float(moment.state["moment_weight"]) for moment in moments]
+    assert weights == pytest.approx([1 - left] * len(weights), rel=1e-5)
+
+
+@on_ranks(2)
 def test_states_convert_to_those_of_adamw_and_back(rank, size):
     model = DistributedDataParallel(Chosen(), **CALM)
     torchs = torch.optim.AdamW(model.parameters(), **SIZES)

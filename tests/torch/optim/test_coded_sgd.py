@@ -33,19 +33,22 @@ def make(codec: Any, **options: Any) -> tuple[DistributedDataParallel, pycomm.Co
 
 
 class Plain:
-    """The formula of `CodedSGD` for one parameter on all ranks."""
+    """The formula of `CodedSGD` for one parameter on all ranks, with o and e times 1 - momentum."""
 
     def __init__(self, x: torch.Tensor, codec: str, ranks: int) -> None:
         self.x, self.codec, self.ranks = x.clone(), pycomm.codec(codec), ranks
         self.o = [torch.zeros_like(x) for _ in range(ranks)]
         self.e = [torch.zeros_like(x) for _ in range(ranks)]
-        self.v, self.t = nominal_error(self.codec) ** 2, 0
+        self.v, self.t, self.mu = nominal_error(self.codec) ** 2, 0, SIZES["momentum"]
 
     def code(self, p: torch.Tensor) -> torch.Tensor:
         return self.codec.decode(self.codec.encode(p.reshape(-1)), p.numel()).view_as(p)
 
-    def step(self, gs: list[torch.Tensor]) -> None:
-        mu, left, coded = SIZES["momentum"], 0.0, 0.0
+    def step(self, gs: list[torch.Tensor], mu: float) -> None:
+        left, coded = 0.0, 0.0
+        for one in (*self.o, *self.e):
+            one *= (1 - mu) / (1 - self.mu)
+        self.mu = mu
         b = max(0.0, math.floor(1024 * (mu - self.v) / (1 - self.v)) / 1024)
         for r, g in enumerate(gs):
             p = b * self.o[r] + (1 - b) * (g + SIZES["weight_decay"] * self.x) + self.e[r]
@@ -62,13 +65,16 @@ class Plain:
 @each_value
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("codec", ["topk:0.02", "sign"])  # gathered: nobody codes the mean
-def test_a_step_is_that_of_the_formula(rank, size, codec):
+@pytest.mark.parametrize("momenta", [[SIZES["momentum"]], [0.9, 0.5, 0.99]])
+def test_a_step_is_that_of_the_formula(rank, size, codec, momenta):
     model, optimizer = make(pycomm.Policy(codec, rules=(), guard=None))
     plain = {n: Plain(p.detach(), codec, size) for n, p in model.module.named_parameters()}
     for step in range(20):  # past the second measurement
+        mu = momenta[step // 6 % len(momenta)]  # as a schedule changes it
+        optimizer.param_groups[0]["momentum"] = mu
         train(model, optimizer, rank, range(step, step + 1))
         for name, one in plain.items():
-            one.step([gradients(r, step)[name] for r in range(size)])
+            one.step([gradients(r, step)[name] for r in range(size)], mu)
     for name, parameter in model.module.named_parameters():
         torch.testing.assert_close(parameter.detach(), plain[name].x, rtol=1e-4, atol=2e-5)
     return values(model)
@@ -118,6 +124,26 @@ def test_what_is_not_coded_moves_as_with_torch(rank, size, codec):
     torch.testing.assert_close(
         buffer, two.state[b.module.bias]["momentum_buffer"], rtol=1e-5, atol=1e-6
     )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("codec", ["fp32", "sign"])
+def test_a_schedule_moves_exact_values_as_with_torch(rank, size, codec):
+    (a, one), b = make(codec), start()
+    two = torch.optim.SGD(b.parameters(), **SIZES)
+    settings = [(0.01, 0.9, 0.1), (0.0, 0.5, 0.1), (0.02, 0.0, 0.0), (0.01, 0.95, 0.5)]
+    for step in range(12):
+        for optimizer in (one, two):
+            named = zip(("lr", "momentum", "weight_decay"), settings[step % 4], strict=True)
+            optimizer.param_groups[0].update(named)
+        train(a, one, rank, range(step, step + 1))
+        train(b, two, rank, range(step, step + 1))
+        if codec == "fp32":
+            torch.testing.assert_close(values(a), values(b), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(a.module.bias, b.module.bias, rtol=1e-5, atol=1e-6)
+    one.param_groups[0]["momentum"] = 1.0
+    with pytest.raises(ValueError, match=r"momentum=1\.0 must be from 0 to below 1"):
+        one.step()
 
 
 @on_ranks(2)

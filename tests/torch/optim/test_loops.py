@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.errors import Error
+from pycomm.errors import Error, PeerLost
 from tests.extent import FULL
 from tests.torch.harness import SHAPES, Chosen, all_equal, equal, gradients, values, whole
 from tests.torch.pool import on_ranks
@@ -87,7 +87,7 @@ def kept(optimizer: Any) -> dict[str, Any]:
         for key, value in state.items()
     }
     state = optimizer.compression.state_dict()
-    for kind in ("rank", "own"):
+    for kind in ("rank", "own", "sent"):
         for name, entry in state.get(f"{kind}{dist.get_rank()}", (0, {}))[1].items():
             tensors = entry if isinstance(entry, dict) else {"own": entry}
             found |= {f"{name}.{k}": t for k, t in tensors.items() if isinstance(t, torch.Tensor)}
@@ -302,6 +302,31 @@ def test_remaining_ranks_adopt_the_state(pool, which):
     assert equal(first, other)
 
 
+class OfLostRank:
+    """An operation with a lost rank; a second wait says less."""
+
+    def __init__(self) -> None:
+        self.errors: list[Exception] = [RuntimeError("failed"), PeerLost("rank 7 died", 7, [7])]
+
+    def wait(self) -> None:
+        raise self.errors.pop()
+
+
+@on_ranks()
+@pytest.mark.parametrize(("which", "ranks"), [loop for loop in LOOPS if loop[0] != "sgd"])
+def test_the_backward_after_a_loss_raises_the_first_error(rank, size, which):
+    model, optimizer = make(which)
+    train(model, optimizer, rank, range(2))
+    optimizer.zero_grad()
+    model(gradients(rank, 2)).backward()
+    optimizer.compression._sent.wait()
+    optimizer.compression._sent = OfLostRank()
+    with pytest.raises(PeerLost, match="rank 7 died"):
+        optimizer.step()
+    with pytest.raises(PeerLost, match="rank 7 died"):
+        model(gradients(rank, 3)).backward()
+
+
 @on_ranks(2)
 def test_other_members_of_the_same_group_are_refused(rank, size):
     model, optimizer = make("sgd")
@@ -348,5 +373,5 @@ def test_a_checkpoint_goes_on_with_more_ranks(pool, which):
             # One rounding of each addition.
             torch.testing.assert_close(value, sum(before) / 2, rtol=1e-5, atol=1e-6)
         for name in SHAPES if which == "sgd" else ():
-            both = [state[f"own{r}"][1][name] for r, (_, state) in enumerate(states)]
+            both = [state[f"sent{r}"][1][name] for r, (_, state) in enumerate(states)]
             torch.testing.assert_close(loaded[f"{name}.own"], sum(both) / 2, rtol=1e-6, atol=1e-7)
