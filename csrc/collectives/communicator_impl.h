@@ -16,6 +16,7 @@
 #include "core/arithmetic.h"
 #include "core/error.h"
 #include "core/fork_guard.h"
+#include "core/interrupt.h"
 
 namespace pycomm {
 
@@ -64,7 +65,7 @@ class Communicator::Impl {
   template <typename Body>
   void run(OpTag& tag, Milliseconds timeout, const Body& body, const ReplicatedResult& alike = {}) {
     check_process(name(tag.op));
-    std::lock_guard<std::mutex> one(one_at_a_time_);
+    const auto turn = take_turn(tag.op);
     tag.seq = ++seq_;
     if (failure_.happened()) failure_.rethrow_in(tag, rank());
     result_checksums_.stamp(tag);
@@ -75,6 +76,10 @@ class Communicator::Impl {
     const DefaultArithmetic arithmetic;
     try {
       body(Deadline::on_demand(timeout.count() > 0 ? timeout : this->timeout()));
+    } catch (const Interrupted&) {
+      trace_->end(recording_, false);
+      over(Lane::collective);
+      throw;
     } catch (...) {
       trace_->end(recording_, false);
       over(Lane::collective);
@@ -142,7 +147,7 @@ class Communicator::Impl {
 
   void compare(const std::string& what, uint32_t digest) {
     check_process("compare");
-    std::lock_guard<std::mutex> one(one_at_a_time_);
+    const auto turn = take_turn(Op::none);
     result_checksums_.compare(what, digest);
   }
   bool compares() const { return result_checksums_.on(); }
@@ -201,6 +206,22 @@ class Communicator::Impl {
   }
 
  private:
+  using Turn = std::unique_lock<std::timed_mutex>;
+  /// Waits for the end of another thread's call.
+  Turn take_turn(Op op) {
+    Turn turn(one_at_a_time_, std::try_to_lock);
+    while (!turn.owns_lock() && !turn.try_lock_for(Milliseconds(100))) {
+      try {
+        check_interrupt();
+      } catch (const Interrupted& e) {
+        abort("its " + std::string(name(op)) +
+              " was interrupted while another thread ran a collective: " + e.what());
+        throw;
+      }
+    }
+    return turn;
+  }
+
   const ForkGuard fork_{};
   const CommunicatorOptions options_;
   const Algo algo_;
@@ -209,7 +230,7 @@ class Communicator::Impl {
   Failure failure_;
   ChannelMesh mesh_;
   Scratch scratch_;
-  std::mutex one_at_a_time_;
+  std::timed_mutex one_at_a_time_;
   uint64_t seq_ = 0;
   const std::shared_ptr<Trace> trace_;
   // Numbers in the trace: of the running collective, and of the one that runs next if it is known.

@@ -141,6 +141,25 @@ def find_native(
     return None if found is None or _is_mixed(found) else found
 
 
+def wait(future: torch.futures.Future[Any], group: dist.ProcessGroup | None) -> Any:
+    """Wait for a future of a group's operations, and return its value.
+
+    torch's own ``future.wait()`` lets no signal in. Here Ctrl+C, or what else the handler of a
+    signal raises, ends the wait, and the group of pycomm with it.
+    """
+    found = None if future.done() else find(group)
+    if found is not None:
+        found.wait(future)
+    return future.wait()
+
+
+def wait_after_backward(future: torch.futures.Future[Any], group: dist.ProcessGroup) -> None:
+    """Let signals end the wait for a future that DDP waits for when this backward is over."""
+    found = None if future.done() else find(group)
+    if found is not None:
+        found.wait_after_backward(future)
+
+
 def _is_mixed(backend: Backend) -> bool:
     """Return whether some ranks of a group may have tensors on the CPU, and others on devices."""
     return getattr(backend.options, "device_path", "auto") == "mixed"

@@ -221,7 +221,7 @@ class GradientReducer:
         factor = self.predivide * (self._call.size if self.op is Op.Sum else 1)
         for bucket in self._buckets:
             assert bucket.future is not None
-            bucket.future.wait()
+            self.state.wait(bucket.future)
             bucket.future = None
         changed = next(filter(None, (bucket.changed() for bucket in self._buckets)), "")
         self.reset()

@@ -40,7 +40,6 @@ CommunicatorOptions Backend::communicator_options() const {
   CommunicatorOptions communicator = options_->communicator;
   communicator.timeout = unwrapped(options_->timeout);
   communicator.description = options_->group_desc;
-  communicator.interrupt = &check_signals;
   if (options_->device.path == "mixed") communicator.agreed = "device_path=mixed";
   return communicator;
 }
@@ -235,11 +234,13 @@ WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
   const bool cuts = options_->device.path != "mixed";  // other ranks' tensors may be on the CPU
   if (cuts && staging.on_device() && !staging.peers() && tensor.nbytes() >= 2 * kDevicePartBytes)
     return all_reduce_in_parts(call, tensors[0], tensor, dtype, reduction);
-  return issue(call, tensors, staging, [=, dtype = dtype, reduction = reduction](auto& comm) {
+  auto work = issue(call, tensors, staging, [=, dtype = dtype, reduction = reduction](auto& comm) {
     const Flat data(tensor);
     comm.all_reduce(data.out(), data.numel(), dtype, reduction.op, reduction.factor, call.timeout);
     data.finish();
   });
+  if (call.async && buckets_->has(given)) wait_after_backward(work->getFuture());
+  return work;
 }
 
 WorkPtr Backend::all_reduce_in_parts(const Call& call, const at::Tensor& tensor,
@@ -1013,10 +1014,7 @@ void Backend::form(tcp::GroupFormation& formation, int64_t uuid,
   communicator.group = group_ + "/members " + std::to_string(uuid);
   communicator.timeout = limit;
   if (former) communicator.kept_heaps = former->comm().kept_heaps();
-  communicator.interrupt = [&] {
-    check_signals();
-    formation.check_missing();
-  };
+  communicator.interrupt = [&] { formation.check_missing(); };
   std::optional<FormerGroup> parent;
   communicator.parent_ranks = places(handles, handles_);
   if (former && !communicator.parent_ranks.empty()) {
@@ -1117,7 +1115,7 @@ class Allocator final : public c10::Allocator {
 
 }  // namespace
 
-at::Tensor Backend::allocate(int64_t size, const at::TensorOptions& options) {
+at::Tensor Backend::allocate(int64_t size, const at::TensorOptions& options, bool for_bucket) {
   if (!options.device().is_cpu())
     raise(arguments_.here() +
           "allocate_tensor: it allocates CPU tensors only; ask torch for others");
@@ -1127,7 +1125,10 @@ at::Tensor Backend::allocate(int64_t size, const at::TensorOptions& options) {
           " values");
   const size_t bytes = static_cast<size_t>(size) * itemsize;
   auto memory = memory_of(*engine(), std::max<size_t>(bytes, 1));
-  return at::from_blob(memory.get(), {size}, [memory](void*) {}, options);
+  if (!for_bucket) return at::from_blob(memory.get(), {size}, [memory](void*) {}, options);
+  buckets_->add(memory.get());
+  const auto forget = [memory, buckets = buckets_](void*) { buckets->remove(memory.get()); };
+  return at::from_blob(memory.get(), {size}, forget, options);
 }
 
 namespace {
@@ -1159,7 +1160,7 @@ bool reducer_wants_reals(Backend& backend) {
 }  // namespace
 
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
-  const at::Tensor tensor = allocate(size, options);
+  const at::Tensor tensor = allocate(size, options, true);
   if (!tensor.is_complex() || !reducer_wants_reals(*this)) return tensor;
   return at::view_as_real(tensor).reshape({-1});
 }
@@ -1190,6 +1191,37 @@ void Backend::abort() {
   if (const auto engine = open_->engine()) engine->abort("called abort()");
 }
 
-void Backend::shutdown() { open_->shutdown(); }
+void Backend::shutdown() {
+  if (const auto interrupted = open_->shutdown()) leave_with(interrupted);
+}
+
+namespace {
+
+/// Lets Python's main thread raise it soon. For destructors, which cannot throw.
+void raise_later(const Interrupted& interrupted) {
+  try {
+    std::rethrow_exception(interrupted.cause);
+  } catch (py::error_already_set& raised) {
+    const GilAcquired gil;
+    auto* const exception = py::object(raised.value()).release().ptr();
+    const auto raise = [](void* held) {
+      auto* const exception = static_cast<PyObject*>(held);
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception)), exception);
+      Py_DECREF(exception);
+      return -1;
+    };
+    if (Py_AddPendingCall(raise, exception) != 0) Py_DECREF(exception);  // 32 others are pending
+  }
+}
+
+}  // namespace
+
+Backend::~Backend() {
+  try {
+    if (const auto interrupted = open_->shutdown()) std::rethrow_exception(interrupted);
+  } catch (const Interrupted& interrupted) {
+    raise_later(interrupted);
+  }
+}
 
 }  // namespace pycomm::torch_binding

@@ -3,12 +3,16 @@
 #include <chrono>
 #include <thread>
 
+#include "core/interrupt.h"
+
 namespace pycomm::torch_binding {
 
-/// Frequent polls at first, since most waits are short, and then other threads may run.
+/// Frequent polls at first, since most waits are short, and then other threads may run. Throws
+/// Interrupted.
 class Backoff {
  public:
   void wait() {
+    interrupts_.check();
     if (++looks_ <= kEager) {
       std::this_thread::yield();
     } else {
@@ -18,6 +22,7 @@ class Backoff {
 
  private:
   static constexpr int kEager = 200;
+  InterruptPoll interrupts_;
   int looks_ = 0;
 };
 

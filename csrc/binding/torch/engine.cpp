@@ -427,8 +427,18 @@ void Engine::settle_all() {
     for (const auto& report : reports) report.wait();
 }
 
-void Engine::finish() {
-  drain();
+std::exception_ptr Engine::finish() {
+  std::exception_ptr interrupted;
+  const auto run_out = [&](Queue& queue) {
+    for (;;) {
+      try {
+        return ending_if_interrupted([&] { queue.run([] {}); });
+      } catch (const Interrupted&) {  // what is queued ends soon, since the group is aborted
+        interrupted = std::current_exception();
+      }
+    }
+  };
+  run_out(queue_);
   bool unanswered;
   {
     const std::lock_guard<std::mutex> lock(posted_mutex_);
@@ -443,9 +453,10 @@ void Engine::finish() {
   // Their works hold this engine and Python tensors: the last of them must be destroyed before the
   // caller lets the interpreter end, for a thread that then asks for the GIL is ended in the middle
   // of C++.
-  leaving_.run([] {});
-  peer_waiter_.run([] {});
-  disposal_.run([] {});
+  run_out(leaving_);
+  run_out(peer_waiter_);
+  run_out(disposal_);
+  return interrupted;
 }
 
 void Engine::finish_within(Milliseconds limit, const std::string& why) {

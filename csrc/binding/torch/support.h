@@ -92,8 +92,15 @@ class InterpreterEnd {
   }
 };
 
-/// Throws an error to a caller in torch or Python.
+/// Throws an error to a caller in torch or Python. An interrupted wait throws what the handler of
+/// the signal has raised, as it is.
 [[noreturn]] inline void leave_with(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Interrupted& interrupted) {
+    std::rethrow_exception(interrupted.cause);
+  } catch (...) {
+  }
   InterpreterEnd::stay_if_begun();  // a Python exception needs the interpreter, too
   const std::exception_ptr python = as_python(error);
   InterpreterEnd::stay_if_begun();
