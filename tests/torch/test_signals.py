@@ -153,6 +153,7 @@ def play(rank: int, number: int, store: dist.Store, wait: Wait) -> None:
     else:
         store.wait(["signalled"], timedelta(seconds=30))
         with pytest.raises(RuntimeError) as caught:
+            wait()  # what rank 0 has sent before may suffice
             wait()
         raised = RAISED[signal.Signals(number)].__name__
         assert raised in str(caught.value), caught.value
@@ -333,13 +334,14 @@ def coded_sgd(rank: int) -> Wait:
 def local_steps(rank: int, **options: Any) -> Wait:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    local = pycomm.LocalSGD(net, optimizer, every=1, **options)
+    weight = {"weight": 1.0} if options.get("weighted") else {}
+    local = pycomm.LocalSGD(net, every=1, **options)
 
     def train() -> None:
         for _ in range(3):  # more than an exchange may take
             backward(net)
             optimizer.step()
-            local.step()
+            local.step(**weight)
 
     return train
 

@@ -268,7 +268,7 @@ WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
                                      const c10d::AllreduceCoalescedOptions& opts) {
   const Call call("pycomm:all_reduce_coalesced", OpType::ALLREDUCE_COALESCED, opts);
   if (tensors.empty()) arguments_.fail(call, "needs at least one tensor");
-  arguments_.check_written(call, tensors);
+  arguments_.check_written(call, tensors, tensors);
   for (const at::Tensor& t : tensors) arguments_.same_dtype(call, t, tensors[0]);
   const auto [dtype, reduction] = arguments_.reducible(call, tensors[0], opts.reduceOp);
   Staging staging(*this, call);
@@ -319,10 +319,10 @@ WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inp
     all.insert(all.end(), of_rank.begin(), of_rank.end());
   }
   std::vector<size_t> compared;
+  arguments_.check_written(call, all);
   for (size_t i = 0; i < inputs.size(); i++) {
     arguments_.check(call, inputs[i]);
     arguments_.one_per_rank(call, {parts[i]}, inputs[i]);
-    arguments_.check_written(call, parts[i]);
     if (arguments_.must_compare(call, parts[i], inputs[i], "output")) compared.push_back(i);
   }
   Staging staging(*this, call);
@@ -445,7 +445,7 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
 
 WorkPtr Backend::all_gather_each(const Call& call, const Tensors& outputs, const Tensors& inputs) {
   arguments_.pair_up(call, outputs, inputs);
-  arguments_.check_written(call, outputs);
+  arguments_.check_written(call, outputs, inputs);
   Staging staging(*this, call);
   const Tensors from = staging.in(inputs), to = staging.out(outputs);
   return issue(call, outputs, staging, [=](auto& comm) {
@@ -461,7 +461,7 @@ WorkPtr Backend::all_gather_each(const Call& call, const Tensors& outputs, const
 WorkPtr Backend::reduce_scatter_each(const Call& call, const Tensors& outputs,
                                      const Tensors& inputs, const c10d::ReduceOp& op) {
   arguments_.pair_up(call, inputs, outputs);
-  arguments_.check_written(call, outputs);
+  arguments_.check_written(call, outputs, inputs);
   std::vector<std::pair<DType, Reduction>> how;
   for (const at::Tensor& t : outputs) how.push_back(arguments_.reducible(call, t, op));
   Staging staging(*this, call);
@@ -867,19 +867,26 @@ intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& ranks_t
 // ------------------------------------------------------------------ waiting for all ranks
 
 void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  const auto engine = this->engine();
+  with_python_errors([&] {
+    engine->ending_if_interrupted([&] { wait_for_all(*engine, opts, wait_all_ranks); });
+  });
+}
+
+void Backend::wait_for_all(const Engine& engine, const c10d::BarrierOptions& opts,
+                           bool wait_all_ranks) {
   // The barrier uses the store, not our own channels: it is for finding out why a group is stuck.
   const auto limit = unwrapped(opts.timeout < Milliseconds(0) ? options_->timeout : opts.timeout);
   const std::string in_time = " in " + std::to_string(limit.count()) + " ms";
-  const auto engine = this->engine();
   const std::string key =
-      engine->group() + "/monitored barrier " + std::to_string(++monitored_barriers_);
+      engine.group() + "/monitored barrier " + std::to_string(++monitored_barriers_);
   const auto arrival_key = [&](int rank) { return key + "/" + std::to_string(rank); };
   const auto verdict = key + "/verdict";
   const std::string good = "all ranks arrived";
   const WithoutGil without_gil;
   const std::shared_ptr<Store> shared = open_->store();
   if (!shared) raise_not_open();
-  SealedStore store(shared, Seal(key_of_secret(options_->communicator.secret), engine->group()));
+  SealedStore store(shared, Seal(key_of_secret(options_->communicator.secret), engine.group()));
 
   if (rank_ > 0) {
     store.set(arrival_key(rank_), "here");
@@ -906,6 +913,9 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
       store.get(arrival_key(r), deadline);
     } catch (const Timeout&) {
       missing += (count++ ? ", " : "") + std::to_string(r);
+    } catch (const Interrupted& e) {
+      store.set(verdict, std::string("rank 0 was interrupted: ") + e.what());
+      throw;
     }
   }
   std::string text = good;

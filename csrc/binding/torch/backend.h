@@ -154,7 +154,9 @@ class Backend final : public c10d::Backend {
                                             const CodedStep& step);
 
   /// Waits for a future of this group's operations; see Engine::wait_after_backward().
-  void wait(Future& future) { engine()->wait(future); }
+  void wait(Future& future) {
+    if (const auto engine = open_->engine()) engine->wait(future);
+  }
   void wait_after_backward(const intrusive_ptr<Future>& future) {
     if (const auto engine = open_->engine()) engine->wait_after_backward(future);
   }
@@ -293,6 +295,7 @@ class Backend final : public c10d::Backend {
   void check_not_ended() const {
     if (!endpoint_ || open_->ended()) static_cast<void>(engine());
   }
+  void wait_for_all(const Engine& engine, const c10d::BarrierOptions& opts, bool wait_all_ranks);
   void open_endpoint();
   void form(tcp::GroupFormation& formation, int64_t uuid, const std::vector<std::string>& handles,
             CommunicatorOptions communicator, Milliseconds limit,

@@ -68,6 +68,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// `notes`: the trace shows the operation from now on, not only from when it runs.
   template <typename W = Work, typename... More>
   intrusive_ptr<W> make_work(bool notes, const Call& call, Tensors outputs, More... more) {
+    comm_.note_caller();
     const uint64_t noted = notes ? comm_.note_issued(issued_tag(call, outputs, comm_.size())) : 0;
     auto work = c10::make_intrusive<W>(comm_.rank(), call, ++seq_, std::move(outputs), more...);
     work->set_noted(noted);

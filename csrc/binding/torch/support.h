@@ -121,6 +121,27 @@ auto with_python_errors(F&& f) {
   }
 }
 
+// ------------------------------------------------------------------ waits
+
+/// The backoff of polling waits. Frequent polls at first, since most waits are short, and then other threads may run. Throws
+/// Interrupted.
+class Backoff {
+ public:
+  void wait() {
+    interrupts_.check();
+    if (++looks_ <= kEager) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+
+ private:
+  static constexpr int kEager = 200;
+  InterruptPoll interrupts_;
+  int looks_ = 0;
+};
+
 // ----------------------------------------------------------------- tensors
 
 inline std::optional<DType> find_dtype(at::ScalarType type) {
