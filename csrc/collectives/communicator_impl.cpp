@@ -108,7 +108,9 @@ void Communicator::Impl::end_with(const std::exception_ptr& thrown, Lane lane,
                                   const ResultChecksums* result_checksums) {
   try {
     const std::exception_ptr error =
-        mesh_.aborted() ? thrown : with_rank_states(thrown, mesh_, lane, result_checksums, callers_.advice(rank()));
+        mesh_.aborted()
+            ? thrown
+            : with_rank_states(thrown, mesh_, lane, result_checksums, callers_.advice(rank()));
     // What another rank has reported meanwhile is the cause.
     const std::exception_ptr cause = mesh_.aborted();
     failure_.set(cause ? cause : error);

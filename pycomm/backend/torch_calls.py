@@ -1,4 +1,4 @@
-"""Calls of torch that ask whether a group's backend is Gloo or NCCL, and that pycomm answers, too."""
+"""Calls of torch that ask whether a backend is Gloo or NCCL, and that pycomm answers, too."""
 
 from __future__ import annotations
 

@@ -19,7 +19,14 @@ from pycomm.feedback import Feedback
 from pycomm.hooks.ddp_momentum import MomentumState
 from pycomm.hooks.fsdp_momentum import ShardedMomentumState, check_averages
 from pycomm.optim.loading import has_gradient, is_filling, load
-from pycomm.optim.settings import GroupChecks, policy_of, prepare, rule_of, settings_only
+from pycomm.optim.settings import (
+    GroupChecks,
+    policy_of,
+    prepare,
+    refuse_copy,
+    rule_of,
+    settings_only,
+)
 from pycomm.policy import Policy, agree_on_options
 from pycomm.policy.exchange import device_of
 from pycomm.reduction import members
@@ -187,6 +194,14 @@ class CodedAdamW(torch.optim.Optimizer):
             if exact:
                 self._step_exact(group, exact)
         return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse a copy.
+
+        Raises:
+            Error: always.
+        """
+        refuse_copy(self, "to_adamw")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, on any number of ranks, or torch's AdamW.

@@ -20,7 +20,14 @@ from pycomm.feedback import Feedback, Residual
 from pycomm.feedback.rule import EXACT
 from pycomm.hooks.sent_momentum import SentMomentumState, sent_momentum_hook
 from pycomm.optim.loading import has_gradient, is_filling, load
-from pycomm.optim.settings import GroupChecks, policy_of, prepare, rule_of, settings_only
+from pycomm.optim.settings import (
+    GroupChecks,
+    policy_of,
+    prepare,
+    refuse_copy,
+    rule_of,
+    settings_only,
+)
 from pycomm.policy import Policy, agree_on_options
 from pycomm.policy.exchange import device_of
 from pycomm.policy.names import clean
@@ -208,6 +215,14 @@ class CodedSGD(torch.optim.Optimizer):
             buffer = state.get("momentum_buffer")
             if buffer is not None:
                 self.state[parameter] = {"momentum_buffer": buffer.clone()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse a copy.
+
+        Raises:
+            Error: always.
+        """
+        refuse_copy(self, "to_sgd")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, on any number of ranks."""

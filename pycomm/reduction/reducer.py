@@ -195,7 +195,9 @@ class BucketReducer:
             coded = self._reduce_coded(torch.cat(places), self._bucket(names, tensor.device))
 
         def put_back() -> None:
-            parts = torch.split(self.wait(coded), [piece.numel for piece in others]) if others else ()
+            parts = (
+                torch.split(self.wait(coded), [piece.numel for piece in others]) if others else ()
+            )
             for place, part in zip(places, parts, strict=True):
                 place.copy_(part)
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,6 +143,12 @@ def check_core(rank: int, size: int, store: dist.Store, place: int, number: int,
     play(rank, number, store, CORE[place](rank, to))
 
 
+def twice(wait: Wait) -> None:
+    """What rank 0 has sent before may suffice for the first call."""
+    wait()
+    wait()
+
+
 def play(rank: int, number: int, store: dist.Store, wait: Wait) -> None:
     if rank == 0:
         with signalled(number):
@@ -153,8 +157,7 @@ def play(rank: int, number: int, store: dist.Store, wait: Wait) -> None:
     else:
         store.wait(["signalled"], timedelta(seconds=30))
         with pytest.raises(RuntimeError) as caught:
-            wait()  # what rank 0 has sent before may suffice
-            wait()
+            twice(wait)
         raised = RAISED[signal.Signals(number)].__name__
         assert raised in str(caught.value), caught.value
 
@@ -395,3 +398,36 @@ def check_torch(rank: int, size: int, kind: str, number: int) -> None:
 @pytest.mark.parametrize("kind", [each.__name__ for each in (*TORCH, *TRAINING)])
 def test_a_signal_ends_a_wait(pool, kind, number):
     pool.run(check_torch, kind, number, timeout=LONG)
+
+
+# ------------------------------------------------------------------ processes that end by it
+
+AT_EXIT = """
+import os, signal, sys, threading, time, torch, torch.distributed as dist
+rank, number, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+signal.signal(signal.SIGINT, signal.default_int_handler)
+dist.init_process_group("pycomm", init_method="file://" + store, rank=rank, world_size=2)
+dist.barrier()
+if rank == 0:
+    threading.Timer(0.4, os.kill, (os.getpid(), number)).start()
+    work = dist.all_reduce(torch.ones(1 << 20), async_op=True)
+else:
+    time.sleep(2)
+dist.all_reduce(torch.ones(5))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_without_a_handler_ends_the_process(tmp_path, number):
+    ranks = [
+        Interpreter("-c", AT_EXIT, str(r), str(int(number)), str(tmp_path / "store"), autoload=True)
+        for r in range(2)
+    ]
+    texts = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert all(rank.returncode != 0 for rank in ranks)
+    assert not any("terminate" in text or "Fatal" in text for text in texts), texts
+    if number == signal.SIGINT:
+        assert "KeyboardInterrupt" in texts[0]
+        assert "rank 0 was aborted" in texts[1] or "rank 0 was interrupted" in texts[1]
+    else:
+        assert "PeerLost" in texts[1]

@@ -868,9 +868,8 @@ intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& ranks_t
 
 void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   const auto engine = this->engine();
-  with_python_errors([&] {
-    engine->ending_if_interrupted([&] { wait_for_all(*engine, opts, wait_all_ranks); });
-  });
+  with_python_errors(
+      [&] { engine->ending_if_interrupted([&] { wait_for_all(*engine, opts, wait_all_ranks); }); });
 }
 
 void Backend::wait_for_all(const Engine& engine, const c10d::BarrierOptions& opts,
@@ -1137,8 +1136,13 @@ at::Tensor Backend::allocate(int64_t size, const at::TensorOptions& options, boo
   auto memory = memory_of(*engine(), std::max<size_t>(bytes, 1));
   if (!for_bucket) return at::from_blob(memory.get(), {size}, [memory](void*) {}, options);
   buckets_->add(memory.get());
-  const auto forget = [memory, buckets = buckets_](void*) { buckets->remove(memory.get()); };
-  return at::from_blob(memory.get(), {size}, forget, options);
+  // A hook of DDP may make its bucket larger, as torch's batched_powerSGD_hook does.
+  return at::for_blob(memory.get(), {size})
+      .deleter([memory, buckets = buckets_](void*) { buckets->remove(memory.get()); })
+      .options(options)
+      .resizeable_storage()
+      .allocator(c10::GetCPUAllocator())
+      .make_tensor();
 }
 
 namespace {

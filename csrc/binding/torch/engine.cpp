@@ -156,7 +156,8 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
     } catch (...) {
       // What is queued behind the holds will run, and is no result. They end in their turn.
       if (!holds.empty())
-        queue_.submit([gate, last = holds.back(), failed = failed_delivery(parts, 0, fetched, comm_.timeout())] {
+        queue_.submit([gate, last = holds.back(),
+                       failed = failed_delivery(parts, 0, fetched, comm_.timeout())] {
           gate->fail(last, failed);
         });
       leave_with(std::current_exception());

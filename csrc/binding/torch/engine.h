@@ -1,12 +1,13 @@
 // Engine: runs the operations of the "pycomm" process group, synchronous ones on the caller's
 // thread, asynchronous ones in order on the group's own. A part of _c10d.
 #pragma once
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
 #include <atomic>
 #include <future>
 #include <map>
 #include <mutex>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include "binding/torch/device_work.h"
 #include "binding/torch/hooks.h"
@@ -233,11 +234,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// In a backward on Python's main thread, this lets the same wait happen here, just before.
   void wait_after_backward(const intrusive_ptr<Future>& future) {
     if (!handles_signals() || torch::autograd::get_current_graph_task_id() < 0) return;
-    torch::autograd::Engine::get_default_engine().queue_callback(
-        [future, weak = weak_from_this()] {
-          const auto engine = weak.lock();
-          if (engine && !future->completed()) engine->wait(*future);
-        });
+    torch::autograd::Engine::get_default_engine().queue_callback([future, weak = weak_from_this()] {
+      const auto engine = weak.lock();
+      if (engine && !future->completed()) engine->wait(*future);
+    });
   }
   /// Waits until every collective that was issued has ended.
   void drain() {

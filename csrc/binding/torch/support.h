@@ -123,8 +123,8 @@ auto with_python_errors(F&& f) {
 
 // ------------------------------------------------------------------ waits
 
-/// The backoff of polling waits. Frequent polls at first, since most waits are short, and then other threads may run. Throws
-/// Interrupted.
+/// The backoff of polling waits. Frequent polls at first, since most waits are short, and then
+/// other threads may run. Throws Interrupted.
 class Backoff {
  public:
   void wait() {
