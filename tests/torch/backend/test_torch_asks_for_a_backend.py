@@ -2,8 +2,8 @@
 
 Found by a search of torch/distributed for ProcessGroupGloo, ProcessGroupNCCL, Backend.GLOO,
 Backend.NCCL, get_backend() and name(). Each works on a group of pycomm, or is refused in a
-sentence; `PLACES` says which. Other files test four more: get_backend_config (test_groups.py), the flight
-recorder (test_newer_torch.py), shrink_group and merge_remote_group (test_groups.py).
+sentence; `PLACES` says which. Other files test three more: the flight recorder (test_newer_torch.py),
+shrink_group and merge_remote_group (test_groups.py).
 """
 
 from __future__ import annotations
