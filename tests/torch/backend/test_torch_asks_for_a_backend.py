@@ -2,7 +2,7 @@
 
 Found by a search of torch/distributed for ProcessGroupGloo, ProcessGroupNCCL, Backend.GLOO,
 Backend.NCCL, get_backend() and name(). Each works on a group of pycomm, or is refused in a
-sentence; `PLACES` says which. Other files test three more: the flight recorder (test_newer_torch.py),
+sentence; `PLACES` says which. Other files test more: the flight recorder (test_newer_torch.py),
 shrink_group and merge_remote_group (test_groups.py).
 """
 
