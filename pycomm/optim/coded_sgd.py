@@ -63,14 +63,15 @@ class CodedSGD(torch.optim.Optimizer):
     so there is one. With g a rank's gradient, o what it has sent of the momentum, and e its
     residual, a step is
 
-        p = b o + (1 - b) (g + wd x) + e;  q = C(p);  e <- p - q;  o <- q
-        x <- x - lr mean(q) / (1 - momentum)
+        p = b o + (1 - b) / (1 - momentum) (g + wd x) + e;  q = C(p);  e <- p - q;  o <- q
+        x <- x - lr mean(q)
 
     where b is smaller than `momentum`: the codec's delay is a part of its horizon, as for
-    `pycomm.CodedAdamW`. mean(q) / (1 - momentum) is torch's momentum buffer, in the state under the
-    same name. Where nothing is coded, as for norms and biases by the default policy, a step is that
-    of `torch.optim.SGD` to rounding. Source: Tang et al. 2021, "1-bit Adam", arXiv 2102.02888,
-    algorithm 1, without its denominators.
+    `pycomm.CodedAdamW`. mean(q) is torch's momentum buffer, in the state under the same name, and
+    o and e are in its unit, so that a schedule may change `momentum` as with torch. Where nothing
+    is coded, as for norms and biases by the default policy, a step is that of `torch.optim.SGD` to
+    rounding. Source: Tang et al. 2021, "1-bit Adam", arXiv 2102.02888, algorithm 1, without its
+    denominators.
 
     Collective: every rank makes one, after the model is wrapped and before the first backward. DDP
     averages no gradients any more: after a backward each rank has those of its own data, and
@@ -290,8 +291,7 @@ class CodedSGD(torch.optim.Optimizer):
             else:
                 own.pop(part.name, None)
             buffer = self.state[part.parameter]["momentum_buffer"]
-            mean = means[part.name].view_as(part.parameter)
-            buffer.copy_(mean.div_(1 - float(part.group["momentum"])))
+            buffer.copy_(means[part.name].view_as(part.parameter))
             part.parameter.add_(buffer, alpha=-float(part.group["lr"]))
         if errors and self.process_group.size() > 1:
             self._measure(parts, errors)
@@ -334,16 +334,16 @@ class CodedSGD(torch.optim.Optimizer):
         return state
 
     def _momentum(self, part: Part, own: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return b o + (1 - b) (g + wd x), float32 [shape]."""
+        """Return b o + (1 - b) / (1 - momentum) (g + wd x), float32 [shape]."""
         state, momentum = self._start(part), float(part.group["momentum"])
         before = own.get(part.name)
         if before is None:  # it goes on from what all have agreed on
-            before = state["momentum_buffer"].float() * (1 - momentum)
+            before = state["momentum_buffer"].float()
         gradient = part.gradient
         if part.group["weight_decay"]:
             gradient = gradient.add(part.parameter, alpha=float(part.group["weight_decay"]))
         beta = shortened(momentum, float(state["coding_error"]))
-        return before * beta + gradient * (1 - beta)
+        return (before * beta).add_(gradient, alpha=(1 - beta) / (1 - momentum))
 
     def _residual(self, name: str) -> Residual | None:
         residuals = self.compression.residuals

@@ -159,7 +159,9 @@ def play(rank: int, number: int, store: dist.Store, wait: Wait) -> None:
         with pytest.raises(RuntimeError) as caught:
             twice(wait)
         raised = RAISED[signal.Signals(number)].__name__
-        assert raised in str(caught.value), caught.value
+        # A group that a thread has to itself is aborted by the thread that waits for it.
+        text = str(caught.value)
+        assert raised in text or "rank 0 called abort()" in text, text
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -229,7 +231,7 @@ def pending_works(rank: int) -> Wait:
     def wait() -> None:
         work = dist.irecv(torch.ones(10), 1 - rank)
         assert work is not None
-        backend.find()._wait_for_pending_works()  # type: ignore[union-attr]
+        dist.group.WORLD._wait_for_pending_works()  # type: ignore[union-attr]
         work.wait()  # the other rank's
 
     return wait

@@ -1,6 +1,7 @@
 // The "pycomm" process group: torch/backend.h. A part of _c10d.
 #include "binding/torch/backend.h"
 
+#include <c10/core/CPUAllocator.h>
 #include <torch/csrc/jit/python/python_ivalue.h>
 
 #include "core/arithmetic.h"
