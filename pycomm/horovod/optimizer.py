@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,6 +102,13 @@ class GradientBucket:
                 parameter.grad.copy_(view)
 
 
+def _call(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any) -> None:
+    """Call a method, unless its object is gone."""
+    alive = method()
+    if alive is not None:
+        alive(argument)
+
+
 class GradientReducer:
     """The exchange of one optimizer's gradients.
 
@@ -155,7 +163,9 @@ class GradientReducer:
             named.append((name, parameter))
             self.state.add(name, parameter)
             self._count[parameter] = 0
-            parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+            # Weak: the garbage collector does not see what torch keeps for a parameter in C++.
+            hook = partial(_call, weakref.WeakMethod(self._arrived))
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         for group in _split(named[::-1]):
             bucket = GradientBucket([p for _, p in group], [name for name, _ in group])
             self._buckets.append(bucket)

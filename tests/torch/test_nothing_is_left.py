@@ -1,4 +1,4 @@
-"""What pycomm makes, it closes: each public object is made, used and dropped twenty times.
+"""What pycomm makes, it closes: each public object is made, used and dropped, again and again.
 
 Threads, descriptors and mappings of shared memory must be as many as before, and the heap as large,
 up to less than what one forgotten model of each round would take.
@@ -26,9 +26,10 @@ import pycomm.horovod as hvd
 from pycomm import backend, monitor, trace
 from pycomm.communicator import Communicator, Store
 from pycomm.local_sgd import Quorum, Streamed
+from tests.extent import FULL
 from tests.soak.held import COUNTS, held_at_rest
 
-ROUNDS = 20
+ROUNDS = 20 if FULL else 6
 WIDTH = 160  # a model has 100 KiB, and so has its gradient, its residual, its bucket
 LEAST = 50  # KiB of each round that count as a leak
 Use = Callable[[int, int, int], None]
@@ -49,10 +50,14 @@ def ddp() -> DistributedDataParallel:
     return DistributedDataParallel(model())
 
 
+def backward(net: nn.Module) -> None:
+    net(torch.ones(2, WIDTH)).square().mean().backward()
+
+
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, then: Callable[[], object]) -> None:
     for _ in range(2):
         optimizer.zero_grad()
-        net(torch.ones(2, WIDTH)).square().mean().backward()
+        backward(net)
         optimizer.step()
         then()
 
@@ -131,7 +136,11 @@ def compressed(codec: str = "int4", **options: Any) -> Use:
     def use(rank: int, size: int, number: int) -> None:
         net = ddp()
         state = pycomm.compress(net, codec, **options)
-        train(net, sgd(net), lambda: None)
+        if options.get("weighted"):
+            state.set_weight(rank + 1.0)
+            backward(net)
+        else:
+            train(net, sgd(net), lambda: None)
         assert state.summary()
 
     return use

@@ -210,9 +210,9 @@ def ddp_hooks(rank: int, size: int) -> None:
     """Hooks of torch, of which one makes its bucket larger."""
     hooks = {
         "fp16": (None, default_hooks.fp16_compress_hook),
-        "powerSGD": (powerSGD_hook.PowerSGDState(None, 1, 1), powerSGD_hook.powerSGD_hook),
+        "powerSGD": (powerSGD_hook.PowerSGDState(None, 1, 2), powerSGD_hook.powerSGD_hook),
         "batched": (
-            powerSGD_hook.PowerSGDState(None, 1, 1),
+            powerSGD_hook.PowerSGDState(None, 1, 2),
             powerSGD_hook.batched_powerSGD_hook,
         ),
     }
@@ -280,8 +280,8 @@ def test_torch_asks_for_a_backend(pool, place):
 @on_ranks(2)
 def test_one_tensor_twice_gets_its_sum_twice(rank, size):
     """As on Gloo, wherever the tensor gets the same result each time that it is in the list."""
-    native: Any = backend.find()
-    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+    world: Any = dist.group.WORLD
+    for group in (world, dist.new_group(backend="gloo")):
         x, y = torch.full((3,), rank + 1.0), torch.full((2,), rank + 1.0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the function is deprecated
@@ -292,12 +292,12 @@ def test_one_tensor_twice_gets_its_sum_twice(rank, size):
         dist.all_reduce(x)
     assert x.tolist() == [6.0] * 3
     shard, other, whole = torch.full((2,), rank + 1.0), torch.zeros(2), torch.zeros(4)
-    native.allgather_into_tensor_coalesced([whole, whole], [shard, shard]).wait()
+    world.allgather_into_tensor_coalesced([whole, whole], [shard, shard]).wait()
     assert whole.tolist() == [1.0, 1.0, 2.0, 2.0]
-    native.reduce_scatter_tensor_coalesced([shard, shard], [whole, whole]).wait()
+    world.reduce_scatter_tensor_coalesced([shard, shard], [whole, whole]).wait()
     assert shard.tolist() == [2.0 + 2.0 * rank] * 2
     with pytest.raises(pycomm.Error, match="two results would have one place"):
-        native.allgather_into_tensor_coalesced([whole, whole], [shard, other])
+        world.allgather_into_tensor_coalesced([whole, whole], [shard, other])
     with pytest.raises(pycomm.Error, match="two results would have one place"):
-        native.allgather_coalesced([[whole[:2], whole[:2]]] * 2, [shard, other])
+        backend.find().allgather_coalesced([[whole[:2], whole[:2]]] * 2, [shard, other])
     sums()
