@@ -171,7 +171,11 @@ def _is_mixed(backend: Backend) -> bool:
 
 
 def _make_alone(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, options: Mapping[str, Any]
+    store: _distributed_c10d.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    options: Mapping[str, Any],
 ) -> Backend:
     """Make the backend of a group that torch keeps no record of."""
     c10d = load_c10d()

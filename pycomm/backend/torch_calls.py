@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 Find = Callable[..., Any]
@@ -92,7 +93,7 @@ def let_torch_make_groups(make: Callable[..., Any]) -> None:
         return
 
     def factory(
-        store: dist.Store,
+        store: _distributed_c10d.Store,
         rank: int,
         world_size: int,
         timeout: timedelta,
