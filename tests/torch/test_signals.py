@@ -412,9 +412,9 @@ dist.init_process_group("pycomm", init_method="file://" + store, rank=rank, worl
 dist.barrier()
 if rank == 0:
     threading.Timer(0.4, os.kill, (os.getpid(), number)).start()
-    work = dist.all_reduce(torch.ones(1 << 20), async_op=True)
 else:
     time.sleep(2)
+work = dist.all_reduce(torch.ones(1 << 20), async_op=True)
 dist.all_reduce(torch.ones(5))
 """
 
