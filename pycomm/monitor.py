@@ -50,7 +50,7 @@ class MonitorReport:
     payload_bytes: int
     """Payload of all gradients of one step, encoded once."""
     plain_bytes: int
-    """The same gradients as they are: 4 bytes for each value of float32, 2 of bfloat16, 8 of float64."""
+    """The same gradients as they are: for float32 4 bytes a value, bfloat16 2, float64 8."""
     overflows: int
     """Steps whose result was not finite."""
     checked: int

@@ -64,6 +64,7 @@ bool Communicator::compares() const { return impl_->compares(); }
 void Communicator::compare(const std::string& what, uint32_t digest) {
   impl_->compare(what, digest);
 }
+void Communicator::note_caller() { impl_->note_caller(); }
 uint64_t Communicator::note_issued(const OpTag& tag) { return impl_->note_issued(tag); }
 void Communicator::resume(uint64_t issued) { impl_->resume(issued); }
 const Trace& Communicator::trace() const { return impl_->trace(); }

@@ -148,6 +148,8 @@ class PYCOMM_API Communicator final : public ParentGroup {
   /// Notes an operation in the trace when it is issued, for callers that queue operations. Any
   /// thread. Returns the number of the record.
   uint64_t note_issued(const OpTag& tag);
+  /// Notes that the calling thread issues a collective, which another one may run.
+  void note_caller();
   /// Links the next collective to the record `issued`; 0: the next collective has no record. Called
   /// by the thread that then makes the call.
   void resume(uint64_t issued);

@@ -81,7 +81,15 @@ Communicator::Impl::Impl(std::shared_ptr<Store> store, int rank, int size,
 }
 
 void Communicator::Impl::over(Lane lane) {
-  const std::exception_ptr thrown = from_notice(std::current_exception());
+  std::exception_ptr thrown;
+  try {
+    throw;
+  } catch (const Interrupted& e) {  // its cause is for the caller alone
+    thrown = std::make_exception_ptr(Error("rank " + std::to_string(rank()) + " was interrupted" +
+                                           doing(mesh_.rank_state().load()) + ": " + e.what()));
+  } catch (...) {
+    thrown = from_notice(std::current_exception());
+  }
   // Another thread may be using them.
   const ResultChecksums* result_checksums = lane == Lane::collective ? &result_checksums_ : nullptr;
   if (failure_.happened()) {
@@ -100,7 +108,9 @@ void Communicator::Impl::end_with(const std::exception_ptr& thrown, Lane lane,
                                   const ResultChecksums* result_checksums) {
   try {
     const std::exception_ptr error =
-        mesh_.aborted() ? thrown : with_rank_states(thrown, mesh_, lane, result_checksums);
+        mesh_.aborted()
+            ? thrown
+            : with_rank_states(thrown, mesh_, lane, result_checksums, callers_.advice(rank()));
     // What another rank has reported meanwhile is the cause.
     const std::exception_ptr cause = mesh_.aborted();
     failure_.set(cause ? cause : error);

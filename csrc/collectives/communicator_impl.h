@@ -4,6 +4,7 @@
 #include <atomic>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "collectives/algorithms/context.h"
@@ -13,9 +14,11 @@
 #include "collectives/communicator.h"
 #include "collectives/group/result_checksums.h"
 #include "collectives/point_to_point/point_to_point.h"
+#include "collectives/queue.h"
 #include "core/arithmetic.h"
 #include "core/error.h"
 #include "core/fork_guard.h"
+#include "core/interrupt.h"
 
 namespace pycomm {
 
@@ -64,7 +67,8 @@ class Communicator::Impl {
   template <typename Body>
   void run(OpTag& tag, Milliseconds timeout, const Body& body, const ReplicatedResult& alike = {}) {
     check_process(name(tag.op));
-    std::lock_guard<std::mutex> one(one_at_a_time_);
+    callers_.note();
+    const auto turn = take_turn(tag.op);
     tag.seq = ++seq_;
     if (failure_.happened()) failure_.rethrow_in(tag, rank());
     result_checksums_.stamp(tag);
@@ -75,6 +79,10 @@ class Communicator::Impl {
     const DefaultArithmetic arithmetic;
     try {
       body(Deadline::on_demand(timeout.count() > 0 ? timeout : this->timeout()));
+    } catch (const Interrupted&) {
+      trace_->end(recording_, false);
+      over(Lane::collective);
+      throw;
     } catch (...) {
       trace_->end(recording_, false);
       over(Lane::collective);
@@ -83,6 +91,9 @@ class Communicator::Impl {
     trace_->end(recording_, tag, timing_);
     result_checksums_.keep(tag, alike);
   }
+
+  /// Records that the calling thread issues a collective, perhaps for another one to run.
+  void note_caller() { callers_.note(); }
 
   /// Records in the trace what this rank sends and receives in an all_to_all; called in a body.
   void note_parts(size_t sent, size_t received) { trace_->set_parts(recording_, sent, received); }
@@ -142,7 +153,7 @@ class Communicator::Impl {
 
   void compare(const std::string& what, uint32_t digest) {
     check_process("compare");
-    std::lock_guard<std::mutex> one(one_at_a_time_);
+    const auto turn = take_turn(Op::none);
     result_checksums_.compare(what, digest);
   }
   bool compares() const { return result_checksums_.on(); }
@@ -201,6 +212,47 @@ class Communicator::Impl {
   }
 
  private:
+  /// The threads that call collectives. Those of two threads have no order that ranks share.
+  class Callers {
+   public:
+    void note() {
+      if (Queue::inside_any()) return;  // a group's own thread keeps the order of its callers
+      const uint64_t call = calls_.fetch_add(1, std::memory_order_relaxed) + 1;
+      const std::thread::id here = std::this_thread::get_id();
+      const std::thread::id last = last_.exchange(here, std::memory_order_relaxed);
+      if (last != here && last != std::thread::id()) changed_ = call;
+    }
+    /// Returns a part of a sentence if several threads have called lately, or "".
+    std::string advice(int rank) const {
+      constexpr uint64_t kLately = 100;
+      if (changed_ == 0 || calls_ - changed_ > kLately) return "";
+      return "; rank " + std::to_string(rank) +
+             " calls this group from several threads, whose calls have no order that ranks share: "
+             "give each thread a group of its own (dist.new_group(); dcp.async_save takes it as "
+             "process_group)";
+    }
+
+   private:
+    std::atomic<uint64_t> calls_{0}, changed_{0};
+    std::atomic<std::thread::id> last_{};
+  };
+
+  using Turn = std::unique_lock<std::timed_mutex>;
+  /// Waits for the end of another thread's call.
+  Turn take_turn(Op op) {
+    Turn turn(one_at_a_time_, std::try_to_lock);
+    while (!turn.owns_lock() && !turn.try_lock_for(Milliseconds(100))) {
+      try {
+        check_interrupt();
+      } catch (const Interrupted& e) {
+        abort("its " + std::string(name(op)) +
+              " was interrupted while another thread ran a collective: " + e.what());
+        throw;
+      }
+    }
+    return turn;
+  }
+
   const ForkGuard fork_{};
   const CommunicatorOptions options_;
   const Algo algo_;
@@ -209,8 +261,9 @@ class Communicator::Impl {
   Failure failure_;
   ChannelMesh mesh_;
   Scratch scratch_;
-  std::mutex one_at_a_time_;
+  std::timed_mutex one_at_a_time_;
   uint64_t seq_ = 0;
+  Callers callers_;
   const std::shared_ptr<Trace> trace_;
   // Numbers in the trace: of the running collective, and of the one that runs next if it is known.
   uint64_t recording_ = 0, issued_ = 0;

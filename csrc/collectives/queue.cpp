@@ -8,10 +8,12 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <utility>
 
 #include "core/fork_guard.h"
+#include "core/interrupt.h"
 
 namespace pycomm {
 
@@ -57,7 +59,19 @@ class Queue::Impl : public std::enable_shared_from_this<Impl> {
     const uint64_t number = next_.fetch_add(1);
     if (serving_.load() == number) return;
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return serving_.load() == number; });
+    const auto is_ours = [&] { return serving_.load() == number; };
+    try {
+      InterruptPoll::wait(changed_, lock, Deadline::after(kForever), is_ours);
+    } catch (...) {
+      lock.lock();
+      if (!is_ours()) {
+        given_up_.insert(number);
+        throw;
+      }
+      lock.unlock();
+      end_turn();
+      throw;
+    }
   }
 
   void end_turn() {
@@ -66,6 +80,7 @@ class Queue::Impl : public std::enable_shared_from_this<Impl> {
     serving_.store(following);
     if (next_.load() == following) return;
     mutex_.lock();  // a thread that has looked in vain sleeps by now
+    while (given_up_.erase(serving_.load()) > 0) ++serving_;
     mutex_.unlock();
     changed_.notify_all();
   }
@@ -133,6 +148,7 @@ class Queue::Impl : public std::enable_shared_from_this<Impl> {
   std::atomic<std::thread::id> server_{};
   std::atomic<uint64_t> next_{0};     // number of the next operation
   std::atomic<uint64_t> serving_{0};  // number of the one whose turn it is
+  std::set<uint64_t> given_up_;       // numbers whose callers were interrupted while they waited
   uint64_t running_ = 0;              // number of the last one that the thread has begun
   bool closing_ = false;
 };

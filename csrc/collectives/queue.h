@@ -21,7 +21,7 @@ class PYCOMM_API Queue {
   /// Runs `op` on the thread after everything before it. `op` must not throw.
   void submit(std::function<void()> op);
   /// Runs `op` on the calling thread after everything queued before it, and returns when it is
-  /// done; exceptions pass through.
+  /// done; exceptions pass through. Throws Interrupted if the wait before it is.
   template <typename F>
   void run(F&& op) {
     const Turn turn(*this);

@@ -16,6 +16,7 @@
 #include <thread>
 
 #include "core/error.h"
+#include "core/interrupt.h"
 #include "transports/fd_passing.h"
 
 namespace pycomm {
@@ -41,11 +42,8 @@ class LocalStore final : public Store {
   std::string get(const std::string& key, Deadline deadline) override {
     std::unique_lock<std::mutex> lock(mutex_);
     auto found = values_.find(key);
-    while (found == values_.end()) {
-      if (deadline.expired()) throw_timeout(key, deadline);
-      changed_.wait_for(lock, std::min(deadline.left(), Milliseconds(1000)) + Milliseconds(1));
-      found = values_.find(key);
-    }
+    const auto there = [&] { return (found = values_.find(key)) != values_.end(); };
+    if (!InterruptPoll::wait(changed_, lock, deadline, there)) throw_timeout(key, deadline);
     return found->second;
   }
 
@@ -172,7 +170,7 @@ class FileStore final : public Store {
   std::string get(const std::string& key, Deadline deadline) override {
     const std::string path = relative_path(key);
     auto pause = std::chrono::microseconds(50);
-    for (;;) {
+    for (InterruptPoll interrupts;; interrupts.check()) {
       const bool last = deadline.expired();
       if (const auto value = read(path)) return *value;
       if (last) throw_timeout(key, deadline);

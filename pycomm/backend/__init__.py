@@ -6,6 +6,7 @@ Its work is done by `_c10d`, which is compiled against torch (csrc/binding/torch
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,11 @@ from torch.distributed.constants import default_pg_timeout
 
 from pycomm import _register, log
 from pycomm._build import load_c10d
-from pycomm.backend.timeouts import let_torch_set_timeouts
+from pycomm.backend.torch_calls import (
+    let_torch_make_groups,
+    let_torch_monitor_barriers,
+    let_torch_set_timeouts,
+)
 from pycomm.env import env, let_groups_allocate_buckets
 
 if TYPE_CHECKING:
@@ -156,9 +161,46 @@ def find_native(
     return None if found is None or _is_mixed(found) else found
 
 
+def wait(future: torch.futures.Future[Any], group: dist.ProcessGroup | None) -> Any:
+    """Wait for a future of a group's operations, and return its value.
+
+    torch's own ``future.wait()`` lets no signal in. Here Ctrl+C, or what else the handler of a
+    signal raises, ends the wait, and the group of pycomm with it.
+    """
+    found = None if future.done() else find(group)
+    if found is not None:
+        found.wait(future)
+    return future.wait()
+
+
+def wait_after_backward(future: torch.futures.Future[Any], group: dist.ProcessGroup) -> None:
+    """Let signals end the wait for a future that DDP waits for when this backward is over."""
+    found = None if future.done() else find(group)
+    if found is not None:
+        found.wait_after_backward(future)
+
+
 def _is_mixed(backend: Backend) -> bool:
     """Return whether some ranks of a group may have tensors on the CPU, and others on devices."""
     return getattr(backend.options, "device_path", "auto") == "mixed"
 
 
+def _make_alone(
+    store: _distributed_c10d.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    options: Mapping[str, Any],
+) -> Backend:
+    """Make the backend of a group that torch keeps no record of."""
+    c10d = load_c10d()
+    chosen = c10d.Options(**options)
+    chosen._timeout = timeout
+    let_groups_allocate_buckets()
+    made: Backend = c10d.Backend(store, rank, size, chosen, "dist2")
+    return made
+
+
 let_torch_set_timeouts(find)
+let_torch_monitor_barriers(find)
+let_torch_make_groups(_make_alone)

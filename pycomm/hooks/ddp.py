@@ -128,7 +128,7 @@ class HookState(CompressionState):
         def numel(name: str) -> int:
             return self.decisions[name].parameter.numel
 
-        return SavedBuckets(self._loaded_order, numel, self._reduce_named)
+        return SavedBuckets(self._loaded_order, numel, self._reduce_named, self.wait)
 
     def _common(self) -> dict[str, Any]:
         """See `CompressionState`. Residuals of owners belong to the buckets of the last step."""
@@ -249,4 +249,6 @@ def compress_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[
     """
     while state.successor is not None:
         state = state.successor
-    return state.reduce_bucket(bucket)
+    future = state.reduce_bucket(bucket)
+    backend.wait_after_backward(future, state.process_group)
+    return future

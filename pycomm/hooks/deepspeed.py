@@ -126,7 +126,7 @@ class DeepSpeedState(ReplacedState):
 
     def _average(self, tensor: torch.Tensor, names: Sequence[str], factor: float) -> None:
         """Average the gradients of these parameters in place, and multiply them by a factor."""
-        self.reduce(tensor, names).wait()
+        self.wait(self.reduce(tensor, names))
         if factor != 1.0:
             tensor.mul_(factor)
 

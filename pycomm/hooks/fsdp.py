@@ -309,10 +309,10 @@ class FSDPState(CompressionState):
         self.enter(names)
         future = self.reduce(tensor, names)
         if later:
-            self._waits.append(future.wait)
+            self._waits.append(partial(self.wait, future))
         else:
             self._exchanges.finish()
-            future.wait()
+            self.wait(future)
 
     def _cuts(self) -> dict[str, Cut]:
         if not self._scatters:

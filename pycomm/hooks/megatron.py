@@ -117,7 +117,7 @@ class _Bucket:
         future = state.reduce(flat, self.names)
 
         def complete() -> None:
-            future.wait()
+            state.wait(future)
             if padded:  # the distributed optimizer aligns parameters
                 for view, part in zip(
                     views, torch.split(flat, [view.numel() for view in views]), strict=True

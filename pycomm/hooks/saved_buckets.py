@@ -26,6 +26,7 @@ class SavedBuckets:
         saved: names of each bucket's parameters, in the order of reduction.
         numel: function that returns the number of values of a parameter.
         reduce: function that averages a bucket in place.
+        wait: function that waits for a future of `reduce`.
     """
 
     def __init__(
@@ -33,9 +34,10 @@ class SavedBuckets:
         saved: Sequence[Names],
         numel: Callable[[str], int],
         reduce: Callable[[torch.Tensor, Names], Future],
+        wait: Callable[[Future], object],
     ) -> None:
         self._saved = list(saved)
-        self._numel, self._reduce = numel, reduce
+        self._numel, self._reduce, self._wait = numel, reduce, wait
         self._held: list[tuple[torch.Tensor, Names, Future]] = []
         self._started: list[tuple[torch.Tensor, Sequence[torch.Tensor], Future]] = []
 
@@ -64,7 +66,7 @@ class SavedBuckets:
             Error: a reduction failed. The backward raises it, and waits for no bucket.
         """
         for bucket, places, reduction in self._started:
-            reduction.wait()
+            self._wait(reduction)
             if places[0].data_ptr() != bucket.data_ptr():
                 values = torch.split(bucket, [place.numel() for place in places])
                 for place, value in zip(places, values, strict=True):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
+from pycomm import backend
 from pycomm.errors import Error
 from pycomm.feedback import storage
 from pycomm.hooks.ddp import average
@@ -162,4 +163,6 @@ def sent_momentum_hook(
     state: SentMomentumState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Leave each rank its own gradients of the optimizer's parameters; a hook of DDP."""
-    return state.reduce_bucket(bucket)
+    future = state.reduce_bucket(bucket)
+    backend.wait_after_backward(future, state.process_group)
+    return future

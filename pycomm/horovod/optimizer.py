@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -136,6 +136,13 @@ class GradientBucket:
                 parameter.grad.copy_(view)
 
 
+def _call(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any) -> None:
+    """Call a method, unless its object is gone."""
+    alive = method()
+    if alive is not None:
+        alive(argument)
+
+
 class GradientReducer:
     """The exchange of one optimizer's gradients.
 
@@ -190,7 +197,9 @@ class GradientReducer:
             named.append((name, parameter))
             self.state.add(name, parameter)
             self._count[parameter] = 0
-            parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+            # Weak: the garbage collector does not see what torch keeps for a parameter in C++.
+            hook = partial(_call, weakref.WeakMethod(self._arrived))
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         for group in _split(named[::-1]):
             bucket = GradientBucket([p for _, p in group], [name for name, _ in group])
             self._buckets.append(bucket)
@@ -256,7 +265,7 @@ class GradientReducer:
         factor = self.predivide * (self._call.size if self.op is Op.Sum else 1)
         for bucket in self._buckets:
             assert bucket.future is not None
-            bucket.future.wait()
+            self.state.wait(bucket.future)
             bucket.future = None
         changed = next(filter(None, (bucket.changed() for bucket in self._buckets)), "")
         self.reset()

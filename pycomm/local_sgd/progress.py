@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -162,8 +163,11 @@ class ProgressThread:
             Error: an exchange has failed, such as by the death of a rank, which the text names.
         """
         with self._changed:
-            while wait and not self._outcomes and self._error is None:
-                self._changed.wait()
+            if wait:
+                there = partial(
+                    self._changed.wait_for, lambda: self._outcomes or self._error is not None
+                )
+                own_group.wait(there, self._group)
             if self._outcomes:
                 return self._outcomes.popleft()
             if self._error is not None:
@@ -187,7 +191,7 @@ class ProgressThread:
     def join(self) -> None:
         """Wait for the thread, which ends after the last outcome."""
         if self._thread is not None:
-            self._thread.join()
+            own_group.wait(self._thread.join, self._group)
             self._thread = None
 
     def close(self) -> None:

@@ -122,7 +122,7 @@ class SharedModel:
         self.state.begin_step()
         futures = {width: self.state.reduce(gradient[width], names[width]) for width in gradient}
         self.state.end_step()
-        return lambda: {width: future.wait() for width, future in futures.items()}
+        return lambda: {width: self.state.wait(future) for width, future in futures.items()}
 
     def move(self, part: Fragment, average: Average) -> bool:
         """Move a fragment's start by an average; return whether it is finite.

@@ -208,7 +208,8 @@ class Stream:
 
         if self._thread is None:
             return exchange()
-        return self._thread.submit(lambda: exchange()()).result
+        result = self._thread.submit(lambda: exchange()()).result
+        return lambda: own_group.wait(result, self._own)
 
     def _renews(self, part: Fragment) -> bool:
         """Whether parameters have changed, and the fragment is the last, which new ones join."""

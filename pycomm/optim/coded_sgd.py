@@ -314,7 +314,7 @@ class CodedSGD(torch.optim.Optimizer):
         state, overflows = self.compression, self.compression.overflows
         flat = torch.cat([value.reshape(-1) for value in momenta.values()])
         state.begin_step()
-        flat = state.reduce(flat, list(momenta)).wait()
+        flat = state.wait(state.reduce(flat, list(momenta)))
         state.end_step()
         state.settle()
         if state.overflows > overflows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -18,6 +18,11 @@ from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.policy import Policy
 from pycomm.policy.names import clean
+
+
+def plain(setting: Any) -> Any:
+    """Return a setting; the number of a tensor with one value, which torch takes as a rate."""
+    return setting.item() if isinstance(setting, torch.Tensor) and setting.numel() == 1 else setting
 
 
 def refuse_copy(optimizer: torch.optim.Optimizer, method: str) -> NoReturn:
@@ -40,7 +45,7 @@ def check_settings(who: str, settings: dict[str, Any]) -> None:
         ValueError: one is out of its range.
     """
     names = [name for name in ("lr", "eps", "weight_decay") if name in settings]
-    numbers = {name: number(name, settings[name]) for name in names}
+    numbers = {name: number(name, plain(settings[name])) for name in names}
     betas = settings.get("betas", (0.0, 0.0))
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"{who}: betas={betas!r}: give two numbers")
@@ -97,10 +102,11 @@ class GroupChecks:
                         "another optimizer"
                     )
 
-    def terms(self, groups: Iterable[dict[str, Any]]) -> list[str]:
+    def terms(self, groups: Sequence[dict[str, Any]]) -> list[str]:
         """Return the settings of groups and their parameters, which are equal on all ranks."""
+        settings = [{key: plain(group[key]) for key in self._settings} for group in groups]
         return [
-            f"group {i} of {self._who}: { ({key: group[key] for key in self._settings}) } of "
+            f"group {i} of {self._who}: {settings[i]} of "
             + ",".join(self.names[id(p)] for p in group["params"])
             for i, group in enumerate(groups)
         ]

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
+
+from pycomm import backend
+
+T = TypeVar("T")
 
 
 def make(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -12,6 +19,23 @@ def make(group: dist.ProcessGroup) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
     return made
+
+
+def wait(result: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Return what a thread that has the group to itself returns, by the function that waits for it.
+
+    A signal whose handler raises something like KeyboardInterrupt ends the wait, and aborts the
+    group: the thread would wait for other ranks, and the process for the thread.
+    """
+    try:
+        return result()
+    except Exception:
+        raise
+    except BaseException:
+        ours = backend.find(group)
+        if ours is not None:
+            ours.abort()
+        raise
 
 
 def close(group: dist.ProcessGroup) -> None:

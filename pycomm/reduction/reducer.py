@@ -176,6 +176,11 @@ class BucketReducer:
             return self._reduce_factors(tensor, bucket)
         return self._reduce_coded(tensor, bucket)
 
+    def wait(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        """Wait for a future of `reduce`, so that a signal can end the wait; see `backend.wait`."""
+        value: torch.Tensor = backend.wait(future, self.process_group)
+        return value
+
     def check_operations(self) -> None:
         """Raise the error of an operation on device tensors for which only streams have waited.
 
@@ -201,7 +206,9 @@ class BucketReducer:
             coded = self._reduce_coded(torch.cat(places), self._bucket(names, tensor.device))
 
         def put_back() -> None:
-            parts = torch.split(coded.wait(), [piece.numel for piece in others]) if others else ()
+            parts = (
+                torch.split(self.wait(coded), [piece.numel for piece in others]) if others else ()
+            )
             for place, part in zip(places, parts, strict=True):
                 place.copy_(part)
 

@@ -29,7 +29,6 @@ using Request = Communicator::Request;
 /// is released for both.
 std::shared_ptr<Communicator> make_communicator(std::shared_ptr<Store> store, int rank, int size,
                                                 CommunicatorOptions options) {
-  options.interrupt = &check_signals;
   const Release release;
   return {new Communicator(std::move(store), rank, size, options), [](Communicator* communicator) {
             std::optional<Release> release;

@@ -155,6 +155,7 @@ void bind_core(py::module_& m) {
       "scrypt",
       [](std::string_view secret, std::string_view salt) { return to_bytes(scrypt(secret, salt)); },
       py::arg("secret"), py::arg("salt"));
+  set_interrupt_check(&check_signals);
   set_warning_output([](const std::string& text) {
     const GilAcquired gil;
     py::module_::import("pycomm.log").attr("logger").attr("warning")("%s", text);

@@ -2,13 +2,17 @@
 // that `except pycomm.PeerLost` catches both.
 #pragma once
 #include <pybind11/pybind11.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <exception>
 #include <string>
+#include <utility>
 
 #include "binding/core/gil.h"
 #include "core/env.h"
 #include "core/error.h"
+#include "core/interrupt.h"
 
 namespace pycomm {
 
@@ -39,17 +43,31 @@ inline pybind11::str with_trace(const Error& error) {
   }
 }
 
-/// Runs the handlers of signals that have arrived, and throws their exceptions. For waits without
-/// the GIL.
+/// True on the thread on which Python runs the handlers of signals.
+inline bool handles_signals() { return ::syscall(SYS_gettid) == ::getpid(); }
+
+/// The interrupt check of waits (core/interrupt.h). Runs the handlers of signals that have arrived,
+/// and throws what they raise. Python runs them on its main thread only, so other threads do not
+/// ask for the GIL.
 inline void check_signals() {
+  if (!handles_signals() || !Py_IsInitialized()) return;
   const GilAcquired gil;
-  if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+  if (PyErr_CheckSignals() == 0) return;
+  pybind11::error_already_set raised;
+  std::string what = pybind11::str(raised.type().attr("__name__"));
+  throw Interrupted(std::make_exception_ptr(std::move(raised)), std::move(what));
 }
 
 /// Translator for pybind11::register_exception_translator and its local form.
 inline void translate_errors(std::exception_ptr thrown) {
   try {
     if (thrown) std::rethrow_exception(thrown);
+  } catch (const Interrupted& interrupted) {
+    try {
+      std::rethrow_exception(interrupted.cause);
+    } catch (pybind11::error_already_set& raised) {
+      raised.restore();
+    }
   } catch (const PeerLost& error) {
     const auto type = pybind11::module_::import("pycomm.errors").attr("PeerLost");
     pybind11::set_error(type, type(with_trace(error), error.rank, error.ranks));

@@ -5,6 +5,7 @@
 #include <ATen/MemoryOverlap.h>
 
 #include <algorithm>
+#include <map>
 
 #include "binding/torch/call.h"
 #include "collectives/communicator.h"
@@ -54,7 +55,22 @@ struct Arguments {
     if (tensors.size() > 1 && any_overlap(tensors))
       fail(call,
            "cannot write to a list of tensors that share memory with each other, as one tensor "
-           "that is in the list twice does; pass tensors of their own, or call .clone()");
+           "that is in the list twice does: two results would have one place; pass tensors of "
+           "their own, or call .clone()");
+  }
+  /// Does the same where one tensor may be in the list several times, if it gets the same result
+  /// each time: what it gets is made from `from`, which has as many tensors.
+  void check_written(const Call& call, const Tensors& tensors, const Tensors& from) const {
+    std::map<const void*, size_t> first;
+    Tensors distinct;
+    for (size_t i = 0; i < tensors.size(); i++) {
+      check_written(call, tensors[i]);
+      const auto [known, is_new] = first.emplace(memory_of(tensors[i]), i);
+      const size_t j = known->second;
+      if (is_new || !is_same(tensors[i], tensors[j]) || !is_same(from[i], from[j]))
+        distinct.push_back(tensors[i]);
+    }
+    check_written(call, distinct);
   }
 
   const at::Tensor& only(const Call& call, const Tensors& tensors) const {
@@ -197,6 +213,14 @@ struct Arguments {
   }
 
  private:
+  static const void* memory_of(const at::Tensor& t) {
+    return t.numel() == 0 ? nullptr : t.const_data_ptr();
+  }
+  /// True if both are one tensor, perhaps under two names.
+  static bool is_same(const at::Tensor& a, const at::Tensor& b) {
+    return memory_of(a) == memory_of(b) && a.scalar_type() == b.scalar_type() &&
+           a.sizes() == b.sizes() && a.strides() == b.strides();
+  }
   /// True if the first value of a tensor lies in another one. Tensors with gaps, such as columns of
   /// a matrix, may interleave; of those only equal beginnings count.
   static bool any_overlap(const Tensors& tensors) {

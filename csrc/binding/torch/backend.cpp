@@ -1,6 +1,7 @@
 // The "pycomm" process group: torch/backend.h. A part of _c10d.
 #include "binding/torch/backend.h"
 
+#include <c10/core/CPUAllocator.h>
 #include <torch/csrc/jit/python/python_ivalue.h>
 
 #include "core/arithmetic.h"
@@ -40,7 +41,6 @@ CommunicatorOptions Backend::communicator_options() const {
   CommunicatorOptions communicator = options_->communicator;
   communicator.timeout = unwrapped(options_->timeout);
   communicator.description = options_->group_desc;
-  communicator.interrupt = &check_signals;
   if (options_->device.path == "mixed") communicator.agreed = "device_path=mixed";
   return communicator;
 }
@@ -235,11 +235,13 @@ WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
   const bool cuts = options_->device.path != "mixed";  // other ranks' tensors may be on the CPU
   if (cuts && staging.on_device() && !staging.peers() && tensor.nbytes() >= 2 * kDevicePartBytes)
     return all_reduce_in_parts(call, tensors[0], tensor, dtype, reduction);
-  return issue(call, tensors, staging, [=, dtype = dtype, reduction = reduction](auto& comm) {
+  auto work = issue(call, tensors, staging, [=, dtype = dtype, reduction = reduction](auto& comm) {
     const Flat data(tensor);
     comm.all_reduce(data.out(), data.numel(), dtype, reduction.op, reduction.factor, call.timeout);
     data.finish();
   });
+  if (call.async && buckets_->has(given)) wait_after_backward(work->getFuture());
+  return work;
 }
 
 WorkPtr Backend::all_reduce_in_parts(const Call& call, const at::Tensor& tensor,
@@ -267,7 +269,7 @@ WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
                                      const c10d::AllreduceCoalescedOptions& opts) {
   const Call call("pycomm:all_reduce_coalesced", OpType::ALLREDUCE_COALESCED, opts);
   if (tensors.empty()) arguments_.fail(call, "needs at least one tensor");
-  arguments_.check_written(call, tensors);
+  arguments_.check_written(call, tensors, tensors);
   for (const at::Tensor& t : tensors) arguments_.same_dtype(call, t, tensors[0]);
   const auto [dtype, reduction] = arguments_.reducible(call, tensors[0], opts.reduceOp);
   Staging staging(*this, call);
@@ -318,10 +320,10 @@ WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inp
     all.insert(all.end(), of_rank.begin(), of_rank.end());
   }
   std::vector<size_t> compared;
+  arguments_.check_written(call, all);
   for (size_t i = 0; i < inputs.size(); i++) {
     arguments_.check(call, inputs[i]);
     arguments_.one_per_rank(call, {parts[i]}, inputs[i]);
-    arguments_.check_written(call, parts[i]);
     if (arguments_.must_compare(call, parts[i], inputs[i], "output")) compared.push_back(i);
   }
   Staging staging(*this, call);
@@ -444,7 +446,7 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
 
 WorkPtr Backend::all_gather_each(const Call& call, const Tensors& outputs, const Tensors& inputs) {
   arguments_.pair_up(call, outputs, inputs);
-  arguments_.check_written(call, outputs);
+  arguments_.check_written(call, outputs, inputs);
   Staging staging(*this, call);
   const Tensors from = staging.in(inputs), to = staging.out(outputs);
   return issue(call, outputs, staging, [=](auto& comm) {
@@ -460,7 +462,7 @@ WorkPtr Backend::all_gather_each(const Call& call, const Tensors& outputs, const
 WorkPtr Backend::reduce_scatter_each(const Call& call, const Tensors& outputs,
                                      const Tensors& inputs, const c10d::ReduceOp& op) {
   arguments_.pair_up(call, inputs, outputs);
-  arguments_.check_written(call, outputs);
+  arguments_.check_written(call, outputs, inputs);
   std::vector<std::pair<DType, Reduction>> how;
   for (const at::Tensor& t : outputs) how.push_back(arguments_.reducible(call, t, op));
   Staging staging(*this, call);
@@ -866,19 +868,25 @@ intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& ranks_t
 // ------------------------------------------------------------------ waiting for all ranks
 
 void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  const auto engine = this->engine();
+  with_python_errors(
+      [&] { engine->ending_if_interrupted([&] { wait_for_all(*engine, opts, wait_all_ranks); }); });
+}
+
+void Backend::wait_for_all(const Engine& engine, const c10d::BarrierOptions& opts,
+                           bool wait_all_ranks) {
   // The barrier uses the store, not our own channels: it is for finding out why a group is stuck.
   const auto limit = unwrapped(opts.timeout < Milliseconds(0) ? options_->timeout : opts.timeout);
   const std::string in_time = " in " + std::to_string(limit.count()) + " ms";
-  const auto engine = this->engine();
   const std::string key =
-      engine->group() + "/monitored barrier " + std::to_string(++monitored_barriers_);
+      engine.group() + "/monitored barrier " + std::to_string(++monitored_barriers_);
   const auto arrival_key = [&](int rank) { return key + "/" + std::to_string(rank); };
   const auto verdict = key + "/verdict";
   const std::string good = "all ranks arrived";
   const WithoutGil without_gil;
   const std::shared_ptr<Store> shared = open_->store();
   if (!shared) raise_not_open();
-  SealedStore store(shared, Seal(key_of_secret(options_->communicator.secret), engine->group()));
+  SealedStore store(shared, Seal(key_of_secret(options_->communicator.secret), engine.group()));
 
   if (rank_ > 0) {
     store.set(arrival_key(rank_), "here");
@@ -905,6 +913,9 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
       store.get(arrival_key(r), deadline);
     } catch (const Timeout&) {
       missing += (count++ ? ", " : "") + std::to_string(r);
+    } catch (const Interrupted& e) {
+      store.set(verdict, std::string("rank 0 was interrupted: ") + e.what());
+      throw;
     }
   }
   std::string text = good;
@@ -1013,10 +1024,7 @@ void Backend::form(tcp::GroupFormation& formation, int64_t uuid,
   communicator.group = group_ + "/members " + std::to_string(uuid);
   communicator.timeout = limit;
   if (former) communicator.kept_heaps = former->comm().kept_heaps();
-  communicator.interrupt = [&] {
-    check_signals();
-    formation.check_missing();
-  };
+  communicator.interrupt = [&] { formation.check_missing(); };
   std::optional<FormerGroup> parent;
   communicator.parent_ranks = places(handles, handles_);
   if (former && !communicator.parent_ranks.empty()) {
@@ -1117,7 +1125,7 @@ class Allocator final : public c10::Allocator {
 
 }  // namespace
 
-at::Tensor Backend::allocate(int64_t size, const at::TensorOptions& options) {
+at::Tensor Backend::allocate(int64_t size, const at::TensorOptions& options, bool for_bucket) {
   if (!options.device().is_cpu())
     raise(arguments_.here() +
           "allocate_tensor: it allocates CPU tensors only; ask torch for others");
@@ -1127,7 +1135,15 @@ at::Tensor Backend::allocate(int64_t size, const at::TensorOptions& options) {
           " values");
   const size_t bytes = static_cast<size_t>(size) * itemsize;
   auto memory = memory_of(*engine(), std::max<size_t>(bytes, 1));
-  return at::from_blob(memory.get(), {size}, [memory](void*) {}, options);
+  if (!for_bucket) return at::from_blob(memory.get(), {size}, [memory](void*) {}, options);
+  buckets_->add(memory.get());
+  // A hook of DDP may make its bucket larger, as torch's batched_powerSGD_hook does.
+  return at::for_blob(memory.get(), {size})
+      .deleter([memory, buckets = buckets_](void*) { buckets->remove(memory.get()); })
+      .options(options)
+      .resizeable_storage()
+      .allocator(c10::GetCPUAllocator())
+      .make_tensor();
 }
 
 namespace {
@@ -1159,7 +1175,7 @@ bool reducer_wants_reals(Backend& backend) {
 }  // namespace
 
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
-  const at::Tensor tensor = allocate(size, options);
+  const at::Tensor tensor = allocate(size, options, true);
   if (!tensor.is_complex() || !reducer_wants_reals(*this)) return tensor;
   return at::view_as_real(tensor).reshape({-1});
 }
@@ -1190,6 +1206,37 @@ void Backend::abort() {
   if (const auto engine = open_->engine()) engine->abort("called abort()");
 }
 
-void Backend::shutdown() { open_->shutdown(); }
+void Backend::shutdown() {
+  if (const auto interrupted = open_->shutdown()) leave_with(interrupted);
+}
+
+namespace {
+
+/// Lets Python's main thread raise it soon. For destructors, which cannot throw.
+void raise_later(const Interrupted& interrupted) {
+  try {
+    std::rethrow_exception(interrupted.cause);
+  } catch (py::error_already_set& raised) {
+    const GilAcquired gil;
+    auto* const exception = py::object(raised.value()).release().ptr();
+    const auto raise = [](void* held) {
+      auto* const exception = static_cast<PyObject*>(held);
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception)), exception);
+      Py_DECREF(exception);
+      return -1;
+    };
+    if (Py_AddPendingCall(raise, exception) != 0) Py_DECREF(exception);  // 32 others are pending
+  }
+}
+
+}  // namespace
+
+Backend::~Backend() {
+  try {
+    if (const auto interrupted = open_->shutdown()) std::rethrow_exception(interrupted);
+  } catch (const Interrupted& interrupted) {
+    raise_later(interrupted);
+  }
+}
 
 }  // namespace pycomm::torch_binding

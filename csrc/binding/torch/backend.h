@@ -1,6 +1,7 @@
 // Backend: the "pycomm" process group, one c10d::Backend for CPU and device tensors over a
 // Communicator. A part of _c10d.
 #pragma once
+#include <set>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "binding/core/trace_records.h"
@@ -36,12 +37,34 @@ struct Parent {
   std::vector<int> ranks;
 };
 
+/// The buckets that torch's reducer has allocated from a group. Any thread.
+class Buckets {
+ public:
+  void add(const void* memory) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    memory_.insert(memory);
+  }
+  void remove(const void* memory) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    memory_.erase(memory);
+  }
+  bool has(const at::Tensor& tensor) const {
+    if (!tensor.is_cpu() || !tensor.has_storage()) return false;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return memory_.count(tensor.storage().data()) > 0;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::set<const void*> memory_;
+};
+
 class Backend final : public c10d::Backend {
  public:
   /// `group` must be new in the store.
   Backend(const std::shared_ptr<TorchStore>& store, int rank, int size,
           intrusive_ptr<BackendOptions> options, const std::string& group, const Parent& parent);
-  ~Backend() override { shutdown(); }
+  ~Backend() override;
 
   /// Makes a group whose threads end before the interpreter does.
   static intrusive_ptr<Backend> make(const intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -131,6 +154,14 @@ class Backend final : public c10d::Backend {
                                             std::shared_ptr<const Layout> layout,
                                             const CodedStep& step);
 
+  /// Waits for a future of this group's operations; see Engine::wait_after_backward().
+  void wait(Future& future) {
+    if (const auto engine = open_->engine()) engine->wait(future);
+  }
+  void wait_after_backward(const intrusive_ptr<Future>& future) {
+    if (const auto engine = open_->engine()) engine->wait_after_backward(future);
+  }
+
   // Point-to-point operations. Between start and end, all are issued and none is waited for.
 
   WorkPtr send(Tensors& tensors, int dst, int tag) override;
@@ -196,11 +227,13 @@ class Backend final : public c10d::Backend {
   }
   void unregisterCompletionHook(int64_t id) override { hooks_->completion.remove(id); }
 #endif
-  void waitForPendingWorks() override { engine()->settle_all(); }
+  void waitForPendingWorks() override {
+    with_python_errors([this] { engine()->settle_all(); });
+  }
   void enableCollectivesTiming() override { engine()->time_operations(); }
 
   /// Allocates memory that peers on this host reach in place: collectives on it copy nothing.
-  at::Tensor allocate(int64_t size, const at::TensorOptions& options);
+  at::Tensor allocate(int64_t size, const at::TensorOptions& options, bool for_bucket = false);
   /// Does the same for torch's reducer, which calls this for the buckets of DDP. Returns real
   /// numbers for complex ones, twice as many, if the reducer wants that.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
@@ -263,6 +296,7 @@ class Backend final : public c10d::Backend {
   void check_not_ended() const {
     if (!endpoint_ || open_->ended()) static_cast<void>(engine());
   }
+  void wait_for_all(const Engine& engine, const c10d::BarrierOptions& opts, bool wait_all_ranks);
   void open_endpoint();
   void form(tcp::GroupFormation& formation, int64_t uuid, const std::vector<std::string>& handles,
             CommunicatorOptions communicator, Milliseconds limit,
@@ -281,6 +315,7 @@ class Backend final : public c10d::Backend {
   const std::string group_;  ///< its name in the store
   const intrusive_ptr<BackendOptions> options_;
   const std::shared_ptr<GroupHooks> hooks_ = std::make_shared<GroupHooks>();
+  const std::shared_ptr<Buckets> buckets_ = std::make_shared<Buckets>();
   std::shared_ptr<OpenGroup> open_;
   std::mutex forming_;                       ///< held while the group is formed anew
   std::unique_ptr<tcp::Endpoint> endpoint_;  ///< null in a group that cannot be reconfigured

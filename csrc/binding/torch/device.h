@@ -20,7 +20,6 @@
 #include <functional>
 
 #include "binding/torch/arguments.h"
-#include "binding/torch/backoff.h"
 #include "binding/torch/delivery_gate.h"
 #include "core/stream_hold.h"
 

@@ -58,7 +58,7 @@ class DeviceWork final : public Work {
   const std::shared_ptr<c10::Event>& delivered() const { return delivery_.done(); }
   /// True if the host's part is done, so that the delivery is queued if it ever will be.
   bool is_queued() { return held_ || Work::isCompleted(); }
-  void wait_until_queued() { ended()->wait(); }
+  void wait_until_queued() { wait_for(*ended()); }
   void promise() { delivery_.promise(result(), exception()); }
 
   intrusive_ptr<Future> getFuture() override { return delivery_.future(); }
@@ -105,11 +105,14 @@ class DeviceWork final : public Work {
       leave_with(error);
     }
     delivery_.block_current_stream();
-    for (Backoff backoff; blocks && !delivery_.is_done(); backoff.wait())
-      if (limited && deadline.expired())
-        raise<Timeout>(describe() + " timed out: its results were not on " +
-                       delivery_.device().str() + " within " + std::to_string(timeout.count()) +
-                       " ms");
+    ending_group_if_interrupted([&] {
+      for (Backoff backoff; blocks && !delivery_.is_done(); backoff.wait())
+        if (limited && deadline.expired())
+          raise<Timeout>(describe() + " timed out: its results were not on " +
+                         delivery_.device().str() + " within " + std::to_string(timeout.count()) +
+                         " ms");
+      return true;
+    });
     if (check_) with_python_errors(check_);
     return true;
   }
@@ -182,9 +185,8 @@ class LateSend final : public Communicator::Request {
     const Deadline deadline = Deadline::after(timeout);
     std::unique_lock<std::mutex> lock(mutex_);
     const auto known = [this] { return error_ || request_; };
-    if (timeout.count() <= 0) {
-      changed_.wait(lock, known);
-    } else if (!changed_.wait_for(lock, timeout, known)) {
+    const Deadline limit = timeout.count() > 0 ? deadline : Deadline::after(kForever);
+    if (!InterruptPoll::wait(changed_, lock, limit, known)) {
       throw Timeout("a send has not left its device after a wait of " +
                     std::to_string(timeout.count()) + " ms; it continues");
     }

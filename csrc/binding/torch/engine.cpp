@@ -34,10 +34,15 @@ void Engine::warn_of_hook(const std::string& what) noexcept {
 
 namespace {
 
+// A stream that has not reached an operation in this many times the group's timeout never will.
+constexpr int kLateTimeouts = 4;
+
 /// Returns what the parts from `first` on deliver, for the case that it is no result.
 FailedDelivery failed_delivery(const std::vector<DevicePart>& parts, size_t first,
-                               const std::vector<std::shared_ptr<c10::Event>>& fetched) {
+                               const std::vector<std::shared_ptr<c10::Event>>& fetched,
+                               Milliseconds timeout) {
   FailedDelivery failed;
+  failed.limit = kLateTimeouts * std::min(timeout, kForever / kLateTimeouts);
   for (size_t i = first; i < parts.size(); i++) {
     if (i < fetched.size()) failed.fetched.push_back(fetched[i]);
     for (const auto& [device, host] : parts[i].writes) failed.results.push_back(host);
@@ -153,7 +158,8 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
     } catch (...) {
       // What is queued behind the holds will run, and is no result. They end in their turn.
       if (!holds.empty())
-        queue_.submit([gate, last = holds.back(), failed = failed_delivery(parts, 0, fetched)] {
+        queue_.submit([gate, last = holds.back(),
+                       failed = failed_delivery(parts, 0, fetched, comm_.timeout())] {
           gate->fail(last, failed);
         });
       leave_with(std::current_exception());
@@ -173,7 +179,7 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
         // translated.
         engine->set_lost(std::current_exception());
         raw->set_lost(std::current_exception());
-        gate->fail(holds.back(), failed_delivery(parts, done, fetched));
+        gate->fail(holds.back(), failed_delivery(parts, done, fetched, comm.timeout()));
       }
       throw;
     }
@@ -429,8 +435,18 @@ void Engine::settle_all() {
     for (const auto& report : reports) report.wait();
 }
 
-void Engine::finish() {
-  drain();
+std::exception_ptr Engine::finish() {
+  std::exception_ptr interrupted;
+  const auto run_out = [&](Queue& queue) {
+    for (;;) {
+      try {
+        return ending_if_interrupted([&] { queue.run([] {}); });
+      } catch (const Interrupted&) {  // what is queued ends soon, since the group is aborted
+        interrupted = std::current_exception();
+      }
+    }
+  };
+  run_out(queue_);
   bool unanswered;
   {
     const std::lock_guard<std::mutex> lock(posted_mutex_);
@@ -445,9 +461,10 @@ void Engine::finish() {
   // Their works hold this engine and Python tensors: the last of them must be destroyed before the
   // caller lets the interpreter end, for a thread that then asks for the GIL is ended in the middle
   // of C++.
-  leaving_.run([] {});
-  peer_waiter_.run([] {});
-  disposal_.run([] {});
+  run_out(leaving_);
+  run_out(peer_waiter_);
+  run_out(disposal_);
+  return interrupted;
 }
 
 void Engine::finish_within(Milliseconds limit, const std::string& why) {

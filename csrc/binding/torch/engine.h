@@ -1,6 +1,9 @@
 // Engine: runs the operations of the "pycomm" process group, synchronous ones on the caller's
 // thread, asynchronous ones in order on the group's own. A part of _c10d.
 #pragma once
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
 #include <atomic>
 #include <future>
 #include <map>
@@ -11,6 +14,7 @@
 #include "binding/torch/peers.h"
 #include "binding/torch/store.h"
 #include "collectives/queue.h"
+#include "core/interrupt.h"
 
 namespace pycomm::torch_binding {
 
@@ -65,6 +69,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// `notes`: the trace shows the operation from now on, not only from when it runs.
   template <typename W = Work, typename... More>
   intrusive_ptr<W> make_work(bool notes, const Call& call, Tensors outputs, More... more) {
+    comm_.note_caller();
     const uint64_t noted = notes ? comm_.note_issued(issued_tag(call, outputs, comm_.size())) : 0;
     auto work = c10::make_intrusive<W>(comm_.rank(), call, ++seq_, std::move(outputs), more...);
     work->set_noted(noted);
@@ -76,7 +81,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   WorkPtr run(const Call& call, Tensors outputs, const F& op) {
     auto work = make_work(!queue_.idle(), call, std::move(outputs));
     with_python_errors([&] {
-      queue_.run([&] { perform(*work, op); });
+      ending_if_interrupted([&] { queue_.run([&] { perform(*work, op); }); });
       InterpreterEnd::stay_if_begun();
     });
     work->complete();
@@ -211,14 +216,38 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
   bool runs_here() const { return queue_.inside(); }
 
+  /// Runs a wait, and ends the group if a signal ends the wait.
+  template <typename F>
+  void ending_if_interrupted(const F& wait) {
+    try {
+      wait();
+    } catch (const Interrupted& interrupted) {
+      abort(std::string("was interrupted while it waited: ") + interrupted.what());
+      throw;
+    }
+  }
+  /// Waits for a future of this group's operations.
+  void wait(Future& future) {
+    with_python_errors([&] { ending_if_interrupted([&] { wait_for(future); }); });
+  }
+  /// DDP waits for the futures of its buckets at the end of a backward, where no signal is seen.
+  /// In a backward on Python's main thread, this lets the same wait happen here, just before.
+  void wait_after_backward(const intrusive_ptr<Future>& future) {
+    if (!handles_signals() || torch::autograd::get_current_graph_task_id() < 0) return;
+    torch::autograd::Engine::get_default_engine().queue_callback([future, weak = weak_from_this()] {
+      const auto engine = weak.lock();
+      if (engine && !future->completed()) engine->wait(*future);
+    });
+  }
   /// Waits until every collective that was issued has ended.
   void drain() {
-    if (!queue_.inside()) queue_.run([] {});
+    if (!queue_.inside()) ending_if_interrupted([&] { queue_.run([] {}); });
   }
   /// Waits for the collectives, and for every send and receive.
   void settle_all();
   /// Finishes the collectives. Sends and receives are given up: a peer may never answer them.
-  void finish();
+  /// Returns Interrupted if a signal came, after which the group was aborted, or null.
+  std::exception_ptr finish();
   /// Waits for the collectives, but at most so long: then their group is aborted with this reason.
   void finish_within(Milliseconds limit, const std::string& why);
   void abort(const std::string& why) noexcept {

@@ -103,6 +103,7 @@ void bind(py::module_& m) {
     }
   });
   py::register_local_exception_translator(translate_errors);
+  set_interrupt_check(&check_signals);
   py::module_::import("atexit").attr("register")(
       py::cpp_function([] { OpenGroups::all().shutdown(); }));
 
@@ -147,6 +148,7 @@ void bind(py::module_& m) {
   py::class_<Work, c10d::Work, intrusive_ptr<Work>>(m, "Work").def_property_readonly("finite",
                                                                                      &Work::finite);
 
+  using FutureOfPython = std::shared_ptr<torch::jit::PythonFutureWrapper>;
   m.def("then", &then, py::arg("work"), py::arg("callback"));
 
   py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")
@@ -175,6 +177,13 @@ void bind(py::module_& m) {
       .def("compare", &Backend::compare, py::arg("what"), py::arg("digest"),
            py::call_guard<GilReleased>())
       .def_property_readonly("compares", &Backend::compares_digests)
+      .def(
+          "wait", [](Backend& b, const FutureOfPython& future) { b.wait(*future->fut); },
+          py::arg("future"), py::call_guard<GilReleased>())
+      .def(
+          "wait_after_backward",
+          [](Backend& b, const FutureOfPython& future) { b.wait_after_backward(future->fut); },
+          py::arg("future"), py::call_guard<GilReleased>())
       .def("get_error", &Backend::getError)
       .def("handle", &Backend::handle)
       .def("is_gone", &Backend::is_gone, py::arg("handle"))

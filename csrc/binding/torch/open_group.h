@@ -72,12 +72,14 @@ class OpenGroup {
   bool in_child() const { return fork_.in_child(); }
   /// Throws Error in a forked child, which cannot use its parent's group.
   void check_process(const std::string& who) const { fork_.refuse(who, "an operation"); }
-  void shutdown() {
-    if (fork_.in_child()) return;
+  /// Returns Interrupted if a signal has cut the wait for the operations short, or null.
+  std::exception_ptr shutdown() {
+    std::exception_ptr interrupted;
+    if (fork_.in_child()) return interrupted;
     const WithoutGil without_gil;  // callbacks may need it
     const auto engine = this->engine();
     if (engine) {
-      engine->finish();  // callbacks may still issue operations
+      interrupted = engine->finish();  // callbacks may still issue operations
       last_error_ = engine->error();
     }
     {
@@ -87,6 +89,7 @@ class OpenGroup {
       store_.reset();
     }
     join();
+    return interrupted;
   }
 
  private:
@@ -140,9 +143,13 @@ class OpenGroups {
       const std::lock_guard<std::mutex> lock(mutex_);
       groups.swap(groups_);
     }
+    std::exception_ptr interrupted;
     for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
-      if (const auto open = group->lock()) open->shutdown();
+      const auto open = group->lock();
+      const auto one = open ? open->shutdown() : nullptr;
+      if (one) interrupted = one;
     }
+    if (interrupted) leave_with(interrupted);
   }
 
  private:

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "binding/torch/support.h"
+#include "core/interrupt.h"
 #include "transports/store.h"
 
 namespace pycomm::torch_binding {
@@ -25,9 +26,18 @@ class TorchStore final : public Store {
   void set(const std::string& key, const std::string& value) override {
     asking(key, [&] { store_->set(key, as_bytes(value)); });
   }
+  // Torch's own wait lets no signal in, and its FileStore ends one at the next whole second.
   std::string get(const std::string& key, Deadline deadline) override {
-    wait(key, deadline);
-    return asking(key, [&] { return as_text(store_->get(key)); });
+    auto pause = Milliseconds(1);
+    for (InterruptPoll interrupts;; interrupts.check()) {
+      const bool last = deadline.expired();
+      if (auto value = find(key)) return *value;
+      if (last)
+        throw Timeout("no rank set the key " + key + " in the store within " +
+                      std::to_string(deadline.limit().count()) + " ms");
+      std::this_thread::sleep_for(std::min(pause, deadline.left() + Milliseconds(1)));
+      pause = std::min(2 * pause, Milliseconds(50));
+    }
   }
   std::optional<std::string> find(const std::string& key) override {
     return asking(key, [&]() -> std::optional<std::string> {
@@ -112,28 +122,6 @@ class TorchStore final : public Store {
       throw_failed(key, e);
     }
   }
-  void wait(const std::string& key, Deadline deadline) {
-    const auto there = [&] { return asking(key, [&] { return store_->check({key}); }); };
-    if (there()) return;
-    if (!extended_) {  // c10d's FileStore ends a wait at the next whole second
-      for (auto pause = Milliseconds(1); !deadline.expired();
-           pause = std::min(2 * pause, Milliseconds(10))) {
-        std::this_thread::sleep_for(std::min(pause, deadline.left() + Milliseconds(1)));
-        if (there()) return;
-      }
-    } else if (!deadline.expired()) {
-      try {
-        // The remaining time is rounded down, and c10d reads a wait of 0 as "for ever".
-        return store_->wait({key}, deadline.left() + Milliseconds(1));
-      } catch (const std::exception& e) {
-        if (!deadline.expired()) throw_failed(key, e);
-      }
-      if (there()) return;  // the answer may have come after the wait ended
-    }
-    throw Timeout("no rank set the key " + key + " in the store within " +
-                  std::to_string(deadline.limit().count()) + " ms");
-  }
-
   const intrusive_ptr<c10d::Store> store_;
   const bool extended_;  ///< it has append() and multiGet()
   const bool is_tcp_;

@@ -92,8 +92,15 @@ class InterpreterEnd {
   }
 };
 
-/// Throws an error to a caller in torch or Python.
+/// Throws an error to a caller in torch or Python. An interrupted wait throws what the handler of
+/// the signal has raised, as it is.
 [[noreturn]] inline void leave_with(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Interrupted& interrupted) {
+    std::rethrow_exception(interrupted.cause);
+  } catch (...) {
+  }
   InterpreterEnd::stay_if_begun();  // a Python exception needs the interpreter, too
   const std::exception_ptr python = as_python(error);
   InterpreterEnd::stay_if_begun();
@@ -113,6 +120,27 @@ auto with_python_errors(F&& f) {
     leave_with(std::current_exception());
   }
 }
+
+// ------------------------------------------------------------------ waits
+
+/// The backoff of polling waits. Frequent polls at first, since most waits are short, and then
+/// other threads may run. Throws Interrupted.
+class Backoff {
+ public:
+  void wait() {
+    interrupts_.check();
+    if (++looks_ <= kEager) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+
+ private:
+  static constexpr int kEager = 200;
+  InterruptPoll interrupts_;
+  int looks_ = 0;
+};
 
 // ----------------------------------------------------------------- tensors
 

@@ -11,6 +11,13 @@ std::string Work::describe_ranks() const {
   return engine ? engine->comm().describe_ranks() : "";
 }
 
+void Work::end_group(const Interrupted& interrupted) {
+  if (const auto engine = engine_.lock())
+    engine->abort("was interrupted while it waited for " + std::string(name_) + " #" +
+                  std::to_string(seq_) + ": " + interrupted.what());
+  std::rethrow_exception(interrupted.cause);
+}
+
 void Work::run_what_is_queued(Milliseconds timeout) {
   if (!Queue::inside_any()) return;
   const auto engine = engine_.lock();
@@ -32,24 +39,32 @@ void Work::abort() {
 
 bool PeerWork::wait(Milliseconds timeout) {
   try {
-    request_->wait(timeout);
+    ending_group_if_interrupted([&] {
+      request_->wait(timeout);
+      return true;
+    });
   } catch (...) {
     if (const auto engine = engine_.lock()) engine->note(std::current_exception());
     leave_with(std::current_exception());
   }
   settle();
   // Another thread may be about to complete it: no queued operation has to run for that.
-  return wait_until_complete();
+  return ending_group_if_interrupted([this] { return wait_until_complete(); });
 }
 
 void PeerWork::settle() {
   if (settled_.exchange(true)) return;
   const auto engine = engine_.lock();
-  std::exception_ptr error;
+  std::exception_ptr error, interrupted;
   try {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     request_->wait();
     if (opType_ != OpType::SEND) finish();
+  } catch (const Interrupted& e) {
+    interrupted = std::current_exception();
+    error = std::make_exception_ptr(
+        Error(describe() + ": the wait for it was interrupted: " + e.what()));
+    if (engine) engine->note(error);
   } catch (...) {
     error = std::current_exception();
     if (engine) engine->note(error);
@@ -63,6 +78,7 @@ void PeerWork::settle() {
   }
   if (engine) engine->report(*this);
   if (reported_) reported_->set_value();
+  if (interrupted) std::rethrow_exception(interrupted);
 }
 
 intrusive_ptr<Future> PeerWork::ended() {

@@ -39,6 +39,23 @@ inline intrusive_ptr<Future> future_of_tensors(std::vector<c10::Device> devices 
                                      std::move(devices));
 }
 
+/// Waits until a future is complete, and throws Interrupted: torch's own wait lets no signal in.
+inline void wait_for(Future& future) {
+  struct Ended {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool is = false;
+  };
+  const auto ended = std::make_shared<Ended>();
+  future.addCallback([ended](Future&) {
+    const std::lock_guard<std::mutex> lock(ended->mutex);
+    ended->is = true;
+    ended->changed.notify_all();
+  });
+  std::unique_lock<std::mutex> lock(ended->mutex);
+  InterruptPoll::wait(ended->changed, lock, Deadline::after(kForever), [&] { return ended->is; });
+}
+
 /// One issued operation. Its future completes, and the future's callbacks run, in the order of
 /// issue.
 class Work : public c10d::Work {
@@ -126,7 +143,7 @@ class Work : public c10d::Work {
             " was issued by the parent of this forked child, and "
             "only the parent can wait for it");
     run_what_is_queued(timeout);
-    return wait_until_complete(timeout);
+    return ending_group_if_interrupted([&] { return wait_until_complete(timeout); });
   }
   // For CPU tensors the caller is the stream.
   void synchronize() override { wait(); }
@@ -178,13 +195,22 @@ class Work : public c10d::Work {
   std::string describe() const {
     return "rank " + std::to_string(rank_) + ": " + name_ + " #" + std::to_string(seq_);
   }
+  /// Runs a wait. If a signal ends it, the group ends as well: nobody waits for the operation any
+  /// more, whose buffers are its caller's.
+  template <typename F>
+  bool ending_group_if_interrupted(const F& wait) {
+    try {
+      return wait();
+    } catch (const Interrupted& interrupted) {
+      end_group(interrupted);
+    }
+  }
   /// Does the part of wait() that only waits, for the thread that completes the work.
   bool wait_until_complete(Milliseconds timeout = kNoTimeout) {
     std::unique_lock<std::mutex> lock(mutex_);
     const auto done = [this] { return completed_; };
-    if (timeout.count() <= 0) {
-      cv_.wait(lock, done);
-    } else if (!cv_.wait_for(lock, at_most_forever(timeout), done)) {
+    const Deadline deadline = Deadline::after(timeout.count() > 0 ? timeout : kForever);
+    if (!InterruptPoll::wait(cv_, lock, deadline, done)) {
       lock.unlock();
       raise<Timeout>(describe() + " timed out: it was not done after a wait of " +
                      std::to_string(timeout.count()) + " ms; it continues" + describe_ranks());
@@ -198,6 +224,7 @@ class Work : public c10d::Work {
   std::weak_ptr<Engine> engine_;  ///< of operations that may outlast their call
 
  private:
+  [[noreturn]] void end_group(const Interrupted& interrupted);
   /// Returns lines that say what all ranks are doing.
   std::string describe_ranks() const;
   // This is the first callback, so that callbacks that wait for this work find it done.
@@ -261,10 +288,11 @@ class PeerWork : public Work {
     reported_.emplace();
     return reported_->get_future().share();
   }
-  /// Settles the work, or waits for the thread that does. An error is the work's.
+  /// Settles the work, or waits for the thread that does. An error is the work's. Throws
+  /// Interrupted.
   void wait_until_settled() {
     settle();
-    Work::ended()->wait();
+    wait_for(*Work::ended());
   }
 
  protected:

@@ -28,6 +28,7 @@ void CollectiveContext::pause(int quiet) {
   mesh_.pause(Lane::collective, quiet, deadline_);
   if (!mesh_.should_check(quiet)) return;
   mesh_.check(Lane::collective);
+  interrupts_.check();
   if (!deadline_.expired()) return;
   throw Timeout("rank " + std::to_string(mesh_.rank()) + ": " + describe(tag_) +
                     " did not end within the timeout of " +

@@ -5,6 +5,7 @@
 
 #include "codecs/base/feedback.h"
 #include "collectives/group/channel_mesh.h"
+#include "core/interrupt.h"
 #include "core/trace.h"
 
 namespace pycomm {
@@ -160,6 +161,7 @@ class CollectiveContext {
   Shares shares_, coded_shares_;
   const std::vector<int>* members_ = nullptr;  ///< null: all
   Recording recording_;
+  InterruptPoll interrupts_;
   int source_ = -1;
 };
 

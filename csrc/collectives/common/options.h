@@ -55,7 +55,7 @@ struct CommunicatorOptions : GroupOptions {
   /// The heaps of a former group of these processes, which the ranks of a host keep if all of them
   /// had them (transports/shm/kept_heaps.h). Only used to create the group.
   std::shared_ptr<const KeptHeaps> kept_heaps;
-  /// Called regularly while this rank waits for the others; an exception from it ends the
+  /// Called regularly while this rank waits for the others to join; an exception from it ends the
   /// rendezvous.
   std::function<void()> interrupt;
   /// Bytes of the pieces in which channels pipeline, for tests, so that small inputs take many

@@ -82,7 +82,8 @@ std::string Failure::text() const {
 }
 
 std::exception_ptr with_rank_states(const std::exception_ptr& error, ChannelMesh& mesh, Lane lane,
-                                    const ResultChecksums* result_checksums) {
+                                    const ResultChecksums* result_checksums,
+                                    const std::string& order) {
   Report report;
   report.rank = mesh.rank();
   const auto text = [&](const std::string& what) {
@@ -97,7 +98,7 @@ std::exception_ptr with_rank_states(const std::exception_ptr& error, ChannelMesh
     return std::make_exception_ptr(Timeout(text(e.what()), e.waited_for));
   } catch (const WireMismatch& e) {
     report.mismatch = true;
-    const std::string calls = text(with_advice(e.what()));
+    const std::string calls = text(with_advice(e.what()) + order);
     std::string results;
     if (result_checksums && e.peer >= 0) {
       report.ranks[e.peer].rank_state.call = e.theirs;  // by now it may be in its next call

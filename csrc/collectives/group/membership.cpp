@@ -6,6 +6,7 @@
 
 #include "collectives/group/failure.h"
 #include "core/error.h"
+#include "core/interrupt.h"
 #include "transports/rendezvous.h"
 
 namespace pycomm {
@@ -73,6 +74,7 @@ void Membership::interrupt_check() {
   if (!next_look_.expired()) return;
   const auto start = Deadline::Clock::now();
   try {
+    check_interrupt();
     if (options_.interrupt) options_.interrupt();
     if (options_.parent && !parent_was_over_) {
       if (const std::exception_ptr error = options_.parent->over()) std::rethrow_exception(error);

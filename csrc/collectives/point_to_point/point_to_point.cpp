@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/interrupt.h"
+
 namespace pycomm {
 namespace {
 
@@ -581,6 +583,12 @@ void PointToPoint::wait(Request& request, Milliseconds limit) {
   try {
     drive(guard.lock(), request, limit);
     waiting_--;
+  } catch (const Interrupted&) {  // what its caller does with the buffer is not known
+    waiting_--;
+    mesh_.rank_state().wait_for(request.describing_tag());
+    if (!closed_) over_();
+    changed_.notify_all();
+    throw;
   } catch (...) {
     waiting_--;
     if (!closed_) end_in(request);
@@ -595,6 +603,7 @@ void PointToPoint::wait(Request& request, Milliseconds limit) {
 void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit) {
   const Deadline deadline = Deadline::after(limit);
   bool shown = false;
+  InterruptPoll interrupts;
   for (int quiet = 0; !request.finished; quiet++) {
     check_open(request);
     failure_.rethrow();
@@ -605,13 +614,24 @@ void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit)
     }
     if (sleeping_) {
       changed_.wait_for(lock, std::min(deadline.left(), Milliseconds(10)));
+      lock.unlock();
+      try {
+        interrupts.check();
+      } catch (...) {
+        lock.lock();
+        throw;
+      }
+      lock.lock();
     } else if (step()) {
       quiet = 0;
     } else if (!request.finished) {
       if (!shown) mesh_.rank_state().wait_for(request.describing_tag());
       shown = true;
       if (mesh_.should_check(quiet)) look_for_failures();
-      sleep_unlocked(lock, [&] { mesh_.pause(kLane, quiet, deadline); });
+      sleep_unlocked(lock, [&] {
+        interrupts.check();
+        mesh_.pause(kLane, quiet, deadline);
+      });
     }
   }
   if (request.error) std::rethrow_exception(request.error);

@@ -7,6 +7,7 @@
 #include <system_error>
 #include <thread>
 
+#include "core/interrupt.h"
 #include "transports/shm/cma.h"
 #include "transports/shm/failure_detector.h"
 
@@ -49,6 +50,7 @@ void Window::wait_long(int rank, uint32_t stage) {
   const uint64_t since = ticks();
   const auto ready = [&] { return arrived(rank, stage); };
   bool driven = false;
+  InterruptPoll interrupts;
   const auto check = [&] {
     driven = drive_ && drive_();
     compare_tags(stage);
@@ -58,6 +60,7 @@ void Window::wait_long(int rank, uint32_t stage) {
       detector_.throw_left(rank);
     }
     if (deadline_.expired()) throw_timeout(stage);
+    interrupts.check();
   };
   const auto sleep = [&](std::chrono::microseconds limit) {
     const auto done = [&] { return ready() || detector_.aborted() || detector_.left(rank); };

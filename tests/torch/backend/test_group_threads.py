@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +204,28 @@ def test_a_group_that_is_gone_says_so(rank, size):
 
     use()
     at_once(use, use)
+
+
+@on_ranks(2)
+def test_an_error_of_order_names_threads_as_its_cause(rank, size):
+    """As when dcp.async_save runs on the group that trains, or a hook of another thread."""
+
+    def in_thread(call: Callable[[], object]) -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(3), group=group)
+    in_thread(lambda: dist.all_reduce(torch.ones(3), group=group))
+    one = partial(dist.all_reduce, torch.ones(3), group=group)
+    other = partial(dist.broadcast, torch.ones(5), 0, group=group)
+    with pytest.raises(pycomm.WireMismatch, match=r"from several threads.* a group of its own"):
+        one() if rank == 0 else other()
+    dist.barrier()
+    group = dist.new_group()  # calls of one thread alone have another cause
+    one = partial(dist.all_reduce, torch.ones(3), group=group)
+    other = partial(dist.broadcast, torch.ones(5), 0, group=group)
+    with pytest.raises(pycomm.WireMismatch) as caught:
+        one() if rank == 0 else other()
+    assert "threads" not in str(caught.value)

@@ -148,7 +148,9 @@ def test_a_failure_of_a_saved_bucket_is_raised():
         future.set_exception(pycomm.Error("rank 0: gone"))
         return future
 
-    buckets = SavedBuckets([("a", "b")], {"a": 2, "b": 3}.__getitem__, reduce)
+    buckets = SavedBuckets(
+        [("a", "b")], {"a": 2, "b": 3}.__getitem__, reduce, lambda future: future.wait()
+    )
     assert not buckets.reduce(torch.ones(3), ("b",), last=False).done()
     buckets.reduce(torch.ones(2), ("a",), last=True)
     with pytest.raises(pycomm.Error, match="gone"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -116,3 +117,31 @@ def test_the_way_back_takes_its_own_options(rank, size, which):
         pycomm.code_optimizer(refused, model)
     except ValueError:
         refused.step()  # it stays what it was
+
+
+@on_ranks(2)
+@every
+def test_a_rate_that_is_a_tensor_acts_like_a_number(rank, size, which):
+    found = []
+    for rate in (0.01, torch.tensor(0.01)):
+        model = DistributedDataParallel(net())
+        optimizer: Any = OLD[which](model.parameters())
+        optimizer.param_groups[0]["lr"] = rate
+        new = pycomm.code_optimizer(optimizer, model, "sign")
+        train(model, [new], rank, range(2))
+        new.param_groups[0]["lr"] *= 0.5  # in place, as torch's schedulers do
+        train(model, [new], rank, range(2, 4))
+        found.append(values(model))
+    assert equal(*found)
+
+
+@on_ranks(2)
+@every
+def test_a_copy_of_a_coded_optimizer_is_refused(rank, size, which):
+    model = DistributedDataParallel(net())
+    new = pycomm.code_optimizer(OLD[which](model.parameters()), model, "sign")
+    for copying in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(Error, match="cannot be copied or pickled"):
+            copying(new)
+    train(model, [new], rank, range(2))
+    assert copy.deepcopy(new.to_adamw() if which == "adamw" else new.to_sgd()).state

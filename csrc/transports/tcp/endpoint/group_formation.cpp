@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "core/error.h"
+#include "core/interrupt.h"
 #include "transports/seal.h"
 #include "transports/tcp/endpoint/connection.h"
 
@@ -44,7 +45,7 @@ class LentStore final : public Store {
   explicit LentStore(std::shared_ptr<GroupStore> store) : store_(std::move(store)) {}
   void set(const std::string& key, const std::string& value) override { store_->set(key, value); }
   std::string get(const std::string& key, Deadline deadline) override {
-    for (;;) {
+    for (InterruptPoll interrupts;; interrupts.check()) {
       if (auto value = store_->find(key)) return *value;
       if (deadline.expired()) throw Timeout("store: nothing was published as \"" + key + "\"");
       std::this_thread::sleep_for(Milliseconds(1));

@@ -1,0 +1,256 @@
+"""What pycomm makes, it closes: each public object is made, used and dropped, again and again.
+
+Threads, descriptors and mappings of shared memory must be as many as before, and the heap as large,
+up to less than what one forgotten model of each round would take.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+import pycomm.horovod as hvd
+from pycomm import backend, monitor, trace
+from pycomm.communicator import Communicator, Store
+from pycomm.local_sgd import Quorum, Streamed
+from tests.extent import FULL
+from tests.soak.held import COUNTS, held_at_rest
+
+ROUNDS = 20 if FULL else 6
+WIDTH = 160  # a model has 100 KiB, and so has its gradient, its residual, its bucket
+LEAST = 50  # KiB of each round that count as a leak
+Use = Callable[[int, int, int], None]
+
+
+def until(done: Callable[[], bool], seconds: float = 15.0) -> None:
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def ddp() -> DistributedDataParallel:
+    return DistributedDataParallel(model())
+
+
+def backward(net: nn.Module) -> None:
+    net(torch.ones(2, WIDTH)).square().mean().backward()
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, then: Callable[[], object]) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(net)
+        optimizer.step()
+        then()
+
+
+def sgd(net: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
+
+
+# ------------------------------------------------------------------ groups
+
+
+def group_of(**options: Any) -> Use:
+    def use(rank: int, size: int, number: int) -> None:
+        group = dist.new_group(backend="pycomm", pg_options=pycomm.Options(**options))
+        dist.all_reduce(torch.ones(100_000), group=group)
+        dist.all_reduce(torch.ones(10), group=group, async_op=True).wait()
+        if rank == 0:
+            dist.send(torch.ones(10), 1, group=group)
+        else:
+            dist.recv(torch.ones(10), 0, group=group)
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+
+    return use
+
+
+def aborted_group(rank: int, size: int, number: int) -> None:
+    group = dist.new_group()
+    dist.barrier(group)
+    backend.find(group).abort()  # type: ignore[union-attr]
+    with pytest.raises(pycomm.Error):
+        dist.barrier(group)
+    dist.destroy_process_group(group)
+
+
+def communicator(**options: Any) -> Use:
+    def use(rank: int, size: int, number: int) -> None:
+        folder = [tempfile.mkdtemp() if rank == 0 else None]
+        dist.broadcast_object_list(folder)
+        group = Communicator(Store.file(folder[0]), rank, size, **options)  # not closed: dropped
+        values = array("f", [1.0] * 1000)
+        group.all_reduce(values)
+        group.recv(values, 1 - rank) if rank else group.send(values, 1 - rank).wait()
+        group.barrier()
+        dist.barrier()
+
+    return use
+
+
+def reconfigured(rank: int, size: int, number: int) -> None:
+    """An elastic group, whose members are set twice."""
+    store = dist.PrefixStore(f"elastic {number}", dist.distributed_c10d._get_default_store())
+    options = pycomm.Options(enable_reconfigure=True)
+    options.group_name = f"elastic {number}"
+    c10d = backend.load_c10d()
+    made = c10d.Backend(store, rank, size, options, f"elastic {number}")
+    handles: list[Any] = [None] * size
+    dist.all_gather_object(handles, made.handle())
+    for uuid in (1, 2):
+        made.form(uuid, handles, elastic_limit())
+        made.allreduce([torch.ones(3)]).wait()  # type: ignore[attr-defined]
+    dist.barrier()
+    made.shutdown()
+
+
+def elastic_limit() -> Any:
+    from datetime import timedelta
+
+    return timedelta(seconds=20)
+
+
+# ------------------------------------------------------------------ training
+
+
+def compressed(codec: str = "int4", **options: Any) -> Use:
+    def use(rank: int, size: int, number: int) -> None:
+        net = ddp()
+        state = pycomm.compress(net, codec, **options)
+        if options.get("weighted"):
+            state.set_weight(rank + 1.0)
+            backward(net)
+        else:
+            train(net, sgd(net), lambda: None)
+        assert state.summary()
+
+    return use
+
+
+def sharded(rank: int, size: int, number: int) -> None:
+    net = fully_shard(model())
+    pycomm.compress(net, "int4")
+    train(net, torch.optim.SGD(net.parameters(), 0.01), lambda: None)
+
+
+def coded(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Use:
+    def use(rank: int, size: int, number: int) -> None:
+        net = ddp()
+        train(net, pycomm.code_optimizer(make(net), net, "sign"), lambda: None)
+
+    return use
+
+
+def local_sgd(**options: Any) -> Use:
+    def use(rank: int, size: int, number: int) -> None:
+        net = model()
+        local = pycomm.LocalSGD(net, every=1, codec="int4", **options)
+        weight = {"weight": 1.0} if options.get("weighted") else {}
+        train(net, sgd(net), lambda: local.step(**weight))
+        local.finish()
+
+    return use
+
+
+def horovod(rank: int, size: int, number: int) -> None:
+    hvd.init()
+    net = model()
+    optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters())
+    train(net, optimizer, lambda: None)
+    hvd.allreduce(torch.ones(3), name="x")
+
+
+def observed(rank: int, size: int, number: int) -> None:
+    """The monitor, its server, and the trace."""
+    net = ddp()
+    pycomm.compress(net, "int4")
+    train(net, sgd(net), lambda: None)
+    assert monitor.text()
+    assert monitor.json()
+    server = monitor.serve(0)
+    server.shutdown()
+    server.server_close()
+    with tempfile.TemporaryDirectory() as folder:
+        assert all(path.exists() for path in trace.dump(Path(folder) / "trace.json"))
+
+
+def codecs(rank: int, size: int, number: int) -> None:
+    for name in ("bf16", "int8", "mxfp4", "sign", "eden:bits=2", "topk:0.01", "lossless"):
+        codec = pycomm.codec(name)
+        values = torch.ones(WIDTH * WIDTH)
+        assert codec.decode(codec.encode(values), values.numel()).numel() == values.numel()
+
+
+USES: dict[str, Use] = {
+    "a group": group_of(),
+    "a group by TCP": group_of(transport="tcp"),
+    "an aborted group": aborted_group,
+    "a communicator": communicator(),
+    "a communicator by TCP": communicator(transport="tcp"),
+    "an elastic group": reconfigured,
+    "compress": compressed(),
+    "compress without feedback": compressed(feedback=None),
+    "compress with decay": compressed("topk:0.1", feedback="decay:0.9"),
+    "compress with momentum": compressed("topk:0.1", feedback="momentum:0.9"),
+    "compress, weighted": compressed(weighted=True),
+    "PowerSGD": compressed("powersgd:2"),
+    "FSDP2": sharded,
+    "CodedAdamW": coded(lambda net: torch.optim.AdamW(net.parameters(), 1e-3)),
+    "CodedSGD": coded(sgd),
+    "LocalSGD": local_sgd(),
+    "LocalSGD, weighted": local_sgd(weighted=True),
+    "LocalSGD in streams": local_sgd(exchange=Streamed(overlap=1)),
+    "LocalSGD with a quorum": local_sgd(exchange=Quorum(2)),
+    "Horovod's optimizer": horovod,
+    "monitor and trace": observed,
+    "codecs": codecs,
+}
+
+
+def check(rank: int, size: int, name: str) -> None:
+    use = USES[name]
+
+    def rest(before: dict[str, int] | None = None) -> dict[str, int]:
+        """What is held, when threads that end have ended."""
+        gc.collect()
+        dist.barrier()
+        if before is not None:
+            until(lambda: all(held_at_rest()[count] <= before[count] for count in COUNTS))
+        return held_at_rest()
+
+    for number in range(3):  # what stays for ever comes once
+        use(rank, size, number)
+    time.sleep(0.2)
+    before = rest()
+    for number in range(3, 3 + ROUNDS):
+        use(rank, size, number)
+    after = rest(before)
+    grown = {
+        count: (before[count], after[count]) for count in COUNTS if after[count] > before[count]
+    }
+    assert not grown, grown
+    assert after["heap_kib"] - before["heap_kib"] < LEAST * ROUNDS, (before, after)
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_dropped_object_leaves_nothing(pool, name):
+    pool.run(check, name, deadline=120)
