@@ -48,12 +48,9 @@ void DeliveryGate::finish(const End& end) {
 void DeliveryGate::serve() {
   // Destroyed at last, when no stream waits any more: their destructors call the driver.
   std::vector<End> ended;
-  const auto is_due = [this] {
-    return is_fetched(waiting_.front()) || waiting_.front().deadline.expired();
-  };
   for (Backoff backoff;; backoff.wait()) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    while (!waiting_.empty() && is_due()) {
+    while (!waiting_.empty() && is_fetched(waiting_.front())) {
       finish(waiting_.front());
       ended.push_back(std::move(waiting_.front()));
       waiting_.pop_front();

@@ -22,15 +22,12 @@
 #include <mutex>
 #include <vector>
 
-#include "core/deadline.h"
-
 namespace pycomm::torch_binding {
 
 /// The results of a failed operation that a device waits for.
 struct FailedDelivery {
   std::vector<std::shared_ptr<c10::Event>> fetched;  ///< after each copy into the results
   std::vector<at::Tensor> results;                   ///< on the host
-  Milliseconds limit{0};  ///< the copies are awaited so long: a stream may never reach them
 };
 
 class DeliveryGate : public std::enable_shared_from_this<DeliveryGate> {
@@ -47,15 +44,13 @@ class DeliveryGate : public std::enable_shared_from_this<DeliveryGate> {
   void open(uint32_t number) { put({number, {}}); }
   /// There are no results: overwrites them when nothing else writes there any more, with bytes that
   /// are NaN in every floating type, and no payload of a codec. Does not wait: if the copies from
-  /// the device are not done, a thread does this later, at their limit in any case: a copy that
-  /// comes after it finds the results delivered.
+  /// the device are not done, a thread does this later.
   void fail(uint32_t number, FailedDelivery failed) { put({number, std::move(failed)}); }
 
  private:
   struct End {
     uint32_t number;
     FailedDelivery failed;
-    Deadline deadline = Deadline::after(failed.limit);
   };
   void put(End end);
   bool is_fetched(const End& end) const;

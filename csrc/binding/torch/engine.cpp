@@ -34,15 +34,10 @@ void Engine::warn_of_hook(const std::string& what) noexcept {
 
 namespace {
 
-// A stream that has not reached an operation in this many times the group's timeout never will.
-constexpr int kLateTimeouts = 4;
-
 /// Returns what the parts from `first` on deliver, for the case that it is no result.
 FailedDelivery failed_delivery(const std::vector<DevicePart>& parts, size_t first,
-                               const std::vector<std::shared_ptr<c10::Event>>& fetched,
-                               Milliseconds timeout) {
+                               const std::vector<std::shared_ptr<c10::Event>>& fetched) {
   FailedDelivery failed;
-  failed.limit = kLateTimeouts * std::min(timeout, kForever / kLateTimeouts);
   for (size_t i = first; i < parts.size(); i++) {
     if (i < fetched.size()) failed.fetched.push_back(fetched[i]);
     for (const auto& [device, host] : parts[i].writes) failed.results.push_back(host);
@@ -158,8 +153,7 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
     } catch (...) {
       // What is queued behind the holds will run, and is no result. They end in their turn.
       if (!holds.empty())
-        queue_.submit([gate, last = holds.back(),
-                       failed = failed_delivery(parts, 0, fetched, comm_.timeout())] {
+        queue_.submit([gate, last = holds.back(), failed = failed_delivery(parts, 0, fetched)] {
           gate->fail(last, failed);
         });
       leave_with(std::current_exception());
@@ -179,7 +173,7 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
         // translated.
         engine->set_lost(std::current_exception());
         raw->set_lost(std::current_exception());
-        gate->fail(holds.back(), failed_delivery(parts, done, fetched, comm.timeout()));
+        gate->fail(holds.back(), failed_delivery(parts, done, fetched));
       }
       throw;
     }

@@ -512,31 +512,3 @@ def check_answers(rank: int, way: str) -> None:
 
 def test_numbers_that_ranks_decide_by_are_an_error_if_they_did_not_come(fakes):
     run(fakes, "held", check_answers)
-
-
-def check_endless_stream(rank: int, way: str) -> None:
-    def threads() -> int:
-        return len(os.listdir("/proc/self/task"))
-
-    group = groups(LIMIT, names=["all_reduce"])["all_reduce"]
-    before = threads()
-    if rank == 1:
-        torch.ops.fakegpu.busy(6 * LATE)
-    work, _x = all_reduce(group)
-    assert isinstance(work, dist.Work)
-    if rank == 1:
-        until(lambda: threads() > before)
-        assert threads() > before
-        until(lambda: threads() <= before)
-        assert threads() <= before
-
-
-def until(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + 0.6 * 6 * LATE / 1000
-    while not done() and time.monotonic() < end:
-        time.sleep(0.05)
-
-
-def test_the_thread_of_a_stream_that_never_comes_ends(fakes):
-    """It gives up after some timeouts of the group, as does whoever waits for the results."""
-    run(fakes, "held", check_endless_stream)

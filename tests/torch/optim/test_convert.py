@@ -123,7 +123,7 @@ def test_the_way_back_takes_its_own_options(rank, size, which):
 @every
 def test_a_rate_that_is_a_tensor_acts_like_a_number(rank, size, which):
     found = []
-    for rate in (0.01, torch.tensor(0.01)):
+    for rate in (1 / 128, torch.tensor(1 / 128)):  # one number in both
         model = DistributedDataParallel(net())
         optimizer: Any = OLD[which](model.parameters())
         optimizer.param_groups[0]["lr"] = rate
