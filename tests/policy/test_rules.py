@@ -34,9 +34,9 @@ def test_norms_biases_and_small_ones_stay_exact():
     [
         (torch.float64, "float64", 8),
         (torch.complex128, "complex128", 8),  # each of two reals
-        (torch.complex64, "cast:dtype=float32", 4),
-        (torch.float32, "cast:dtype=float32", 4),
-        (torch.bfloat16, "cast:dtype=float32", 4),
+        (torch.complex64, "fp32", 4),
+        (torch.float32, "fp32", 4),
+        (torch.bfloat16, "fp32", 4),
     ],
 )
 def test_the_form_of_exact_values_is_what_travels(dtype, name, size):

@@ -6,12 +6,10 @@ nvcc's code. The implementation has the interface of those of pycomm.codecs.base
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import fcntl
 import hashlib
 import os
-import shutil
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -86,16 +84,16 @@ def run(launches: list[Launch], compiled: ctypes.CDLL) -> None:
 
 @cache
 def all_kernels() -> ctypes.CDLL:
-    """Return the kernels of all .cu files, compiled once for all workers of pytest-xdist."""
+    """Return the kernels of all .cu files, which are compiled once for the sources as they are."""
     files = [source_file(name) for name in (*CODECS, "convert", "feedback")]
-    if (run := os.environ.get("PYTEST_XDIST_TESTRUNUID")) is None:
-        return compiled(files)
-    shared = Path(tempfile.gettempdir(), f"pycomm-kernels-{os.getuid()}-{run}")
-    shared.mkdir(exist_ok=True, mode=0o700)
-    atexit.register(shutil.rmtree, shared, ignore_errors=True)  # a loaded library stays mapped
-    with (shared / "lock").open("w") as lock:
+    digest = hashlib.sha256()
+    for source in sorted(p for p in include_folder().rglob("*") if p.suffix in (".h", ".cu")):
+        digest.update(source.read_bytes())
+    digest.update(Path(__file__).with_name("emulated.h").read_bytes())
+    GENERATED.mkdir(parents=True, exist_ok=True)
+    with (GENERATED / "kernels.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return compiled(files, keep=shared / "kernels.so")
+        return compiled(files, keep=GENERATED / f"kernels-{digest.hexdigest()[:16]}.so")
 
 
 def compiled(
@@ -121,7 +119,9 @@ def compiled(
                 partial.write_text(text)
                 partial.replace(file)
             include = (f"-I{Path(__file__).parent}", f"-I{folder or include_folder()}")
-            compile_cpp(file, binary, *FLAGS, *include, link=["-shared"])
+            whole = binary.with_suffix(f".{os.getpid()}")
+            compile_cpp(file, whole, *FLAGS, *include, link=["-shared"])
+            whole.replace(binary)
         library = ctypes.CDLL(str(binary))
     library.listed.restype = ctypes.c_char_p
     return library

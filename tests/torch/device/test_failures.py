@@ -27,7 +27,7 @@ from pycomm.errors import Error
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Decision, Parameter
 from pycomm.policy.exchange import gather
-from pycomm.reduction import payloads, two_shot
+from pycomm.reduction import batched, payloads, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket
 from pycomm.reduction.paths import native_backend
 from tests.torch.device import fake_device
@@ -356,9 +356,10 @@ def test_an_operation_that_is_queued_in_part_is_rolled_back(fakes):
 
 
 @contextlib.contextmanager
-def no_second_shot(rank: int, how: str) -> Iterator[None]:
+def no_second_shot(rank: int, way: str, how: str) -> Iterator[None]:
     """Let rank 1 end between the two shots of a compressed operation by way of the host."""
-    first = two_shot.gather_payloads
+    where: Any = (batched, "all_gather") if way == "kernels" else (two_shot, "gather_payloads")
+    first = getattr(*where)
 
     def end(*args: Any, **more: Any) -> Any:
         torch.accelerator.synchronize()
@@ -368,7 +369,7 @@ def no_second_shot(rank: int, how: str) -> Iterator[None]:
         abort(dist.group.WORLD)
         return first(*args, **more)
 
-    with patch.object(two_shot, "gather_payloads", end if rank == 1 else first):
+    with patch.object(*where, end if rank == 1 else first):
         yield
 
 
@@ -386,7 +387,7 @@ def check_ddp_between_shots(rank: int, way: str, how: str) -> None:
 
     step()
     state.settle()
-    with no_second_shot(rank, how), contextlib.suppress(Error):
+    with no_second_shot(rank, way, how), contextlib.suppress(Error):
         step()
         assert all(p.grad.cpu().isnan().all() for p in model.parameters())
         assert all(p.detach().cpu().isnan().all() for p in model.parameters())
@@ -398,9 +399,10 @@ def check_ddp_between_shots(rank: int, way: str, how: str) -> None:
         step()
 
 
+@pytest.mark.parametrize("way", ["held", "kernels"])
 @pytest.mark.parametrize("how", ["dies", "aborts"])
-def test_a_step_of_ddp_whose_peer_ends_between_the_shots_is_nan(fakes, how):
-    run(fakes, "held", check_ddp_between_shots, how, dies={1} if how == "dies" else ())
+def test_a_step_of_ddp_whose_peer_ends_between_the_shots_is_nan(fakes, how, way):
+    run(fakes, way, check_ddp_between_shots, how, dies={1} if how == "dies" else ())
 
 
 def check_local_sgd_between_shots(rank: int, way: str, how: str) -> None:
@@ -417,14 +419,15 @@ def check_local_sgd_between_shots(rank: int, way: str, how: str) -> None:
 
     local = pycomm.LocalSGD(model, every=2, codec="int8")
     train(local)
-    with no_second_shot(rank, how), pytest.raises(Error):
+    with no_second_shot(rank, way, how), pytest.raises(Error):
         train(local)
 
 
+@pytest.mark.parametrize("way", ["held", "kernels"])
 @pytest.mark.parametrize("how", ["dies", "aborts"])
-def test_a_round_of_local_sgd_whose_peer_ends_between_the_shots_is_an_error(fakes, how):
+def test_a_round_of_local_sgd_whose_peer_ends_between_the_shots_is_an_error(fakes, how, way):
     """It is not skipped, as one whose average is not finite."""
-    run(fakes, "held", check_local_sgd_between_shots, how, dies={1} if how == "dies" else ())
+    run(fakes, way, check_local_sgd_between_shots, how, dies={1} if how == "dies" else ())
 
 
 def check_variable(rank: int, way: str) -> None:
