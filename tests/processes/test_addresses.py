@@ -64,7 +64,8 @@ def printed_by(
         printed.seek(0)
         text = printed.read()
     assert status == 0, text
-    return text.splitlines()
+    # Rank 0 has told the same on standard error, as it does when a group begins.
+    return [line for line in text.splitlines() if not line.startswith("pycomm: ")]
 
 
 def both(variables: dict[str, str]) -> dict[str, dict[str, str]]:
