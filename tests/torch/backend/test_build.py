@@ -80,11 +80,11 @@ def test_threads_that_ask_together_load_once(package, compiled, monkeypatch):
     assert len(loads) == 1
 
 
-def test_other_torch_is_named_and_compiled_for(package, compiled, capsys):
+def test_other_torch_is_named_and_compiled_for(package, compiled, caplog):
     (package / "_c10d.torch").write_text("1.0\n")
     _build.load_c10d()
     assert len(compiled) == 1
-    said = capsys.readouterr().err
+    said = caplog.text
     assert "torch 1.0" in said
     assert torch.__version__ in said
 
@@ -135,19 +135,19 @@ def test_every_build_takes_its_minors_prebuilt_binary(
 
 
 def test_a_torch_that_the_wheel_does_not_know_is_compiled_for(
-    package, prebuilt, compiled, monkeypatch, capsys
+    package, prebuilt, compiled, monkeypatch, caplog
 ):
     prebuilt("2.13", "2.9")
     monkeypatch.setattr(torch, "__version__", "2.16.0")
     found = _build.load_c10d()
     assert found.parent == compiled[0]
-    assert "the wheel has it for torch 2.9, 2.13" in capsys.readouterr().err
+    assert "the wheel has it for torch 2.9, 2.13" in caplog.text
     assert _build.find_c10d("2.16.0") == ("compiled", found)
 
 
 @pytest.mark.parametrize("kind", ["installed", "prebuilt"])
 def test_a_delivered_binary_that_does_not_load_is_replaced(
-    package, prebuilt, compiled, monkeypatch, capsys, kind
+    package, prebuilt, compiled, monkeypatch, caplog, kind
 ):
     if kind == "prebuilt":
         prebuilt("2.14")
@@ -162,7 +162,7 @@ def test_a_delivered_binary_that_does_not_load_is_replaced(
 
     monkeypatch.setattr(_build, "import_c10d", load)
     assert _build.load_c10d().parent == compiled[0]
-    assert f"the {kind} one does not load: undefined symbol: x" in capsys.readouterr().err
+    assert f"the {kind} one does not load: undefined symbol: x" in caplog.text
 
 
 @pytest.mark.parametrize("share", [0.5, 0.02, 0])

@@ -375,4 +375,4 @@ def test_the_documentation_has_the_table():
             (kinds, path.kinds, paths.KINDS),
             (storages, path.storages, paths.STORAGES),
         ):
-            assert cell == ("all" if taken == known else ", ".join(taken))
+            assert cell == ("all" if taken in (known, None) else ", ".join(taken))
