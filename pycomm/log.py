@@ -9,6 +9,7 @@ PYCOMM_LOG is the level for a program that sets none.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -23,9 +24,24 @@ class _StandardError(logging.Handler):
     """Writes records where no other handler gets them."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not _configured():
+        if not _configured() and _can_write():
             sys.stderr.write(f"pycomm: {self.format(record)}\n")
             sys.stderr.flush()
+
+
+def _can_write() -> bool:
+    """Return whether standard error is open: what cannot be written fails again at exit."""
+    if sys.stderr is None or getattr(sys.stderr, "closed", False):
+        return False
+    try:
+        number = sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):  # it is no file
+        return True
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
 
 
 _standard_error = _StandardError()

@@ -78,7 +78,7 @@ def test_epochs_and_a_rank_that_counts_otherwise(rank, size):
     model, state = compressed(Policy("int4", epochs=((1, "int8"), (2, "bf16"))))
     reduced(model, gradients(rank, 0))
     state.set_epoch(1 + rank)
-    with pytest.raises(RuntimeError, match=r"rank 0 has 'big .*bits=8.*rank 1 has .*bfloat16"):
+    with pytest.raises(RuntimeError, match=r"rank 0 has 'big .*int8.*rank 1 has .*bf16"):
         reduced(model, gradients(rank, 1))
 
 
