@@ -29,7 +29,7 @@ from pycomm.local_sgd import Quorum, Streamed
 from tests.extent import FULL
 from tests.soak.held import COUNTS, held_at_rest
 
-ROUNDS = 20 if FULL else 3
+ROUNDS = 20 if FULL else 6
 WIDTH = 160  # a model has 100 KiB, and so has its gradient, its residual, its bucket
 LEAST = 50  # KiB of each round that count as a leak
 Use = Callable[[int, int, int], None]
