@@ -155,8 +155,11 @@ class Batched:
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call into C++, and start the kernels if C++ does not."""
-        if self._launch is None:
+        if self._device.type == "cpu":
             return function(*args)
+        if self._launch is None:
+            with torch.cuda.device(self._device):
+                return function(*args)
         results: list[Any] = []
         launches = recorded(lambda: results.append(function(*args)))
         self._launch(launches, self._device)

@@ -71,6 +71,8 @@ def _kernels(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> 
     other = [name for name, way in ways.items() if not is_launched(way)]
     if other:
         return f"{', '.join(other)} on {device.type} is coded by another implementation"
+    if len({type(way) for way in ways.values()}) > 1:
+        return f"{', '.join(ways)} on {device.type} are coded by several implementations"
     return ""
 
 

@@ -86,6 +86,11 @@ struct DLPackHeader {  // of a capsule "dltensor_versioned"; one named "dltensor
 constexpr uint64_t kDLPackReadOnly = 1;
 constexpr int32_t kDLPackCpu = 1;
 
+/// An array refuses to describe itself.
+struct NoDLPack : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 /// Returns what buffer() does, of an array with DLPack and no buffer of its dtype: bfloat16 of
 /// TensorFlow and JAX. The memory is the array's own.
 py::tuple dlpack_buffer(const py::object& array, bool write) {
@@ -95,7 +100,7 @@ py::tuple dlpack_buffer(const py::object& array, bool write) {
     capsule = array.attr("__dlpack__")(py::arg("max_version") = py::make_tuple(1, 0),
                                        py::arg("copy") = false);
   } catch (py::error_already_set& error) {
-    if (!error.matches(PyExc_TypeError)) throw Error(what + error.what());
+    if (!error.matches(PyExc_TypeError)) throw NoDLPack(error.what());
     capsule = array.attr("__dlpack__")();  // older than DLPack 1
   }
   const auto* header = static_cast<const DLPackHeader*>(
@@ -136,9 +141,14 @@ py::tuple buffer(const py::object& array, bool write) {
   const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (write ? PyBUF_WRITABLE : 0);
   if (PyObject_GetBuffer(array.ptr(), &view, flags) != 0) {
     const py::error_already_set error;
-    if (py::hasattr(array, "__dlpack__")) return dlpack_buffer(array, write);
-    throw Error(std::string("cannot use this ") + Py_TYPE(array.ptr())->tp_name + ": " +
-                error.what());
+    const std::string what =
+        std::string("cannot use this ") + Py_TYPE(array.ptr())->tp_name + ": " + error.what();
+    if (!py::hasattr(array, "__dlpack__")) throw Error(what);
+    try {
+      return dlpack_buffer(array, write);
+    } catch (const NoDLPack& e) {
+      throw Error(what + "; " + e.what());
+    }
   }
   const size_t itemsize = static_cast<size_t>(std::max<Py_ssize_t>(1, view.itemsize));
   const py::tuple result = py::make_tuple(reinterpret_cast<uintptr_t>(view.buf),

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string_view>
 
 namespace pycomm::codecs {
 
@@ -38,38 +39,46 @@ Batching::~Batching() { batching = outer_; }
 
 void Batching::start(const Stream& stream) {
   batching = outer_;
-  std::vector<size_t> next(rows_.size());
-  // True if the row runs the kernel after its next launch.
-  const auto comes_later = [&](size_t r, const std::string& kernel) {
-    const auto& row = rows_[r];
-    const auto is = [&](const Launch& launch) { return launch.kernel == kernel; };
-    return next[r] < row.size() && !is(row[next[r]]) &&
-           std::any_of(row.begin() + next[r], row.end(), is);
-  };
+  for (auto& row : rows_) std::reverse(row.begin(), row.end());  // the next launch is the last one
   for (;;) {
-    // Of the kernels that can run now, the first for which no other row has to come further first.
-    const std::string* chosen = nullptr;
-    bool waits = true;
-    for (size_t r = 0; r < rows_.size() && waits; r++) {
-      if (next[r] == rows_[r].size()) continue;
-      const std::string& kernel = rows_[r][next[r]].kernel;
-      waits = false;
-      for (size_t other = 0; other < rows_.size() && !waits; other++) {
-        waits = comes_later(other, kernel);
-      }
-      if (!chosen || !waits) chosen = &kernel;
-    }
-    if (!chosen) break;
-    const std::string kernel = *chosen;
-    Launch all;
+    // By kernel: the rows whose next launch it is, and whether others run it later.
+    struct Ready {
+      std::string_view kernel;
+      std::vector<size_t> rows;
+      bool comes_later = false;
+    };
+    std::vector<Ready> ready;
+    const auto find = [&](std::string_view kernel) {
+      return std::find_if(ready.begin(), ready.end(),
+                          [&](const Ready& one) { return one.kernel == kernel; });
+    };
     for (size_t r = 0; r < rows_.size(); r++) {
-      if (next[r] == rows_[r].size() || rows_[r][next[r]].kernel != kernel) continue;
-      const Launch& launch = rows_[r][next[r]++];
+      if (rows_[r].empty()) continue;
+      const std::string_view kernel = rows_[r].back().kernel;
+      const auto known = find(kernel);
+      (known == ready.end() ? ready.emplace_back(Ready{kernel, {}}) : *known).rows.push_back(r);
+    }
+    if (ready.empty()) break;
+    for (const auto& row : rows_) {
+      for (const Launch& launch : row) {
+        if (&launch == &row.back() || launch.kernel == row.back().kernel) continue;
+        const auto known = find(launch.kernel);
+        if (known != ready.end()) known->comes_later = true;
+      }
+    }
+    // The first one that no row runs later, so that it need not run twice.
+    auto chosen =
+        std::find_if(ready.begin(), ready.end(), [](const Ready& one) { return !one.comes_later; });
+    if (chosen == ready.end()) chosen = ready.begin();
+    Launch all;
+    for (const size_t r : chosen->rows) {
+      Launch launch = std::move(rows_[r].back());
+      rows_[r].pop_back();
       if (all.bytes == 0) {
-        all = launch;
+        all = std::move(launch);
       } else if (!all.add(launch)) {
         run(std::move(all), stream);
-        all = launch;
+        all = std::move(launch);
       }
     }
     run(std::move(all), stream);

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm import backend
+from pycomm import _C, backend
 from pycomm.codecs import CODECS
 from pycomm.feedback import Feedback, Residuals
 from pycomm.feedback.rule import LARGE
@@ -217,36 +218,54 @@ RULES = [
 ROWS = {"all_reduce": (1, 1), "reduce_scatter": (0, 1), "all_gather": (1, 0)}  # 0: one per rank
 
 
-def check_bits(rank: int, ranks: int, device: str, rule: Feedback, dtype: torch.dtype) -> Any:
-    """Return results and residuals of three steps of each operation, at odd sizes and offsets."""
+def check_bits(
+    rank: int, ranks: int, device: str, rule: Feedback, dtype: torch.dtype, *, exchanged: bool
+) -> Any:
+    """Return results and residuals of three steps of each operation, at odd sizes and offsets.
+
+    Args:
+        exchanged: the payloads go by the group's collectives; else the backend runs the operation.
+    """
     native, there = backend.find(device=torch.device(device)), torch.device(device)
+    specs = [spec for spec in SPECS if not (exchanged and spec.startswith("lossless"))]
+    sizes = [LARGE + 1 if spec == "int8" else 333 + 7 * i for i, spec in enumerate(specs)]
     seen = []
     for op, rows in ROWS.items():
         rows_in, rows_out = (n or ranks for n in rows)
-        sizes = [LARGE + 1 if spec == "int8" else 333 + 7 * i for i, spec in enumerate(SPECS)]
         decisions = [
             Decision(Parameter(f"p{i}", (n,), torch.float32), pycomm.codec(spec), "test")
-            for i, (spec, n) in enumerate(zip(SPECS, sizes, strict=True))
+            for i, (spec, n) in enumerate(zip(specs, sizes, strict=True))
         ]
         residuals = Residuals(rule, ranks) if op != "all_gather" else None
-        bucket = Bucket(decisions, range(len(SPECS)), residuals, there, rows=rows_in)
+        bucket = Bucket(decisions, range(len(specs)), residuals, there, rows=rows_in)
         for step in range(3):
             given = torch.randn(rows_in, bucket.numel, generator=generator(rank, step))
             x = given.to(dtype).to(device)
             out = x.view(-1) if op == "all_reduce" else x.new_zeros(rows_out * bucket.numel)
-            assert paths.native_backend(bucket, dist.group.WORLD, op, out) is native
-            path = paths.CORE if device == "cpu" else paths.PEERS
-            assert bucket.agreed.paths[op, False].path is path
-            call = getattr(native, f"compressed_{op}")
             tensors = (out,) if op == "all_reduce" else (out, x.view(-1))
-            work = call(*tensors, bucket.native, bucket.sides, seed=5, step=step)
-            work.wait()
-            assert work.finite
+            if exchanged:
+                call = getattr(two_shot, op)
+                assert call(*tensors, bucket, dist.group.WORLD, seed=5, step=step)
+                assert None not in bucket.batched.values()
+            else:
+                assert paths.native_backend(bucket, dist.group.WORLD, op, out) is native
+                path = paths.CORE if device == "cpu" else paths.PEERS
+                assert bucket.agreed.paths[op, False].path is path
+                call = getattr(native, f"compressed_{op}")
+                work = call(*tensors, bucket.native, bucket.sides, seed=5, step=step)
+                work.wait()
+                assert work.finite
             if residuals is not None:
                 residuals.commit(bucket.with_residual)
             seen.append(out.cpu())
         seen += [p.residual.current(role).cpu() for p in bucket.pieces for role, _ in kept(p)]
     return seen
+
+
+def bits(fakes: Pool, way: str, rule: Feedback, dtype: torch.dtype, ranks: int) -> list[Any]:
+    """Return what `check_bits` does on the CPU and on the device."""
+    check = partial(check_bits, exchanged=way == "kernels")
+    return [run(fakes, way, check, where, rule, dtype, ranks=ranks) for where in ("cpu", FAKE)]
 
 
 CASES = [
@@ -257,52 +276,80 @@ CASES = [
 ]
 
 
-def check_exchanged_bits(
-    rank: int, ranks: int, device: str, rule: Feedback, dtype: torch.dtype
+@pytest.mark.parametrize("way", ["peers", "kernels"])
+@pytest.mark.parametrize(("ranks", "rule", "dtype"), CASES)
+def test_kernels_give_the_bits_of_the_cpu(fakes, way, ranks, rule, dtype):
+    want, got = bits(fakes, way, rule, dtype, ranks)
+    assert equal(got, want)
+
+
+# A launch takes the arguments of 26 encodes or of 63 decodes. Each of two ranks encodes what it
+# contributes, of all parameters, and the results of its half; it decodes all results.
+@pytest.mark.parametrize(
+    ("parameters", "encodes", "decodes"),
+    [(13, 1 + 1, 1), (14, 2 + 1, 1), (31, 3 + 2, 1), (32, 3 + 2, 2)],
+)
+def test_a_launch_takes_as_many_tensors_as_fit(fakes, parameters, encodes, decodes):
+    (got, kernels), *_ = run(fakes, "kernels", check_many, FAKE, parameters, None)
+    (want, _), *_ = run(fakes, "kernels", check_many, "cpu", parameters, None)
+    assert equal(got, want)
+    assert sum(name.startswith("encode_blocks") for name in kernels) == encodes
+    assert sum(name.startswith("decode_blocks") for name in kernels) == decodes
+
+
+def test_runs_share_the_scratch_memory_that_there_is(fakes):
+    """What does not fit beside the others is launched after them: with the same bits."""
+    (want, together), *_ = run(fakes, "kernels", check_many, FAKE, 5, None, "topk:0.1")
+    (got, apart), *_ = run(fakes, "kernels", check_many, FAKE, 5, 1, "topk:0.1")
+    assert equal(got, want)
+    assert len(apart) > len(together)
+
+
+def check_many(
+    rank: int,
+    ranks: int,
+    device: str,
+    parameters: int,
+    fits: int | None,
+    spec: str = "int8",
 ) -> Any:
-    """Return what `check_bits` does, of hooks that exchange payloads."""
-    there = torch.device(device)
-    seen = []
-    for op, rows in ROWS.items():
-        rows_in, rows_out = (n or ranks for n in rows)
-        specs = [spec for spec in SPECS if not spec.startswith("lossless")]
-        sizes = [LARGE + 1 if spec == "int8" else 333 + 7 * i for i, spec in enumerate(specs)]
-        decisions = [
-            Decision(Parameter(f"p{i}", (n,), torch.float32), pycomm.codec(spec), "test")
-            for i, (spec, n) in enumerate(zip(specs, sizes, strict=True))
-        ]
-        residuals = Residuals(rule, ranks) if op != "all_gather" else None
-        bucket = Bucket(decisions, range(len(specs)), residuals, there, rows=rows_in)
-        path = paths.BATCHED if device == "cpu" else paths.KERNELS
-        assert not path.refusal(bucket, op, dtype, senders=False)
-        for step in range(3):
-            given = torch.randn(rows_in, bucket.numel, generator=generator(rank, step))
-            x = given.to(dtype).to(device)
-            out = x.view(-1) if op == "all_reduce" else x.new_zeros(rows_out * bucket.numel)
-            call = getattr(two_shot, op)
-            tensors = (out,) if op == "all_reduce" else (out, x.view(-1))
-            assert call(*tensors, bucket, dist.group.WORLD, seed=5, step=step)
-            (batched,) = bucket.batched.values()
-            assert batched is not None
-            if residuals is not None:
-                residuals.commit(bucket.with_residual)
-            seen.append(out.cpu())
-        seen += [p.residual.current(role).cpu() for p in bucket.pieces for role, _ in kept(p)]
-    return seen
+    """Return the results of two steps of many parameters, and the kernels of the second.
 
+    Args:
+        fits: so many of the runs fit into the scratch memory; None: as usual.
+    """
+    launched: list[str] = []
+    launch = fake_device.Kernels.launch
 
-@pytest.mark.parametrize(("ranks", "rule", "dtype"), CASES)
-def test_kernels_on_any_carrier_give_the_bits_of_the_cpu(fakes, ranks, rule, dtype):
-    want = run(fakes, "kernels", check_exchanged_bits, "cpu", rule, dtype, ranks=ranks)
-    got = run(fakes, "kernels", check_exchanged_bits, FAKE, rule, dtype, ranks=ranks)
-    assert equal(got, want)
+    def counted(self: Any, launches: Any, device: torch.device) -> None:
+        launched.extend(each.kernel for each in launches)
+        launch(self, launches, device)
 
-
-@pytest.mark.parametrize(("ranks", "rule", "dtype"), CASES)
-def test_kernels_among_peers_give_the_bits_of_the_cpu(fakes, ranks, rule, dtype):
-    want = run(fakes, "peers", check_bits, "cpu", rule, dtype, ranks=ranks)
-    got = run(fakes, "peers", check_bits, FAKE, rule, dtype, ranks=ranks)
-    assert equal(got, want)
+    # Each rank owns whole parameters.
+    decisions = [
+        Decision(Parameter(f"p{i}", (256,), torch.float32), pycomm.codec(spec), "test")
+        for i in range(ranks * parameters)
+    ]
+    rule = Feedback(storage="bf16")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake_device.Kernels, "launch", counted)
+        if fits is not None:
+            all_of_them = _C.CodedBucket.scratch_bytes
+            patch.setattr(
+                _C.CodedBucket,
+                "scratch_bytes",
+                lambda self, dtype: fits * all_of_them(self, dtype) // (ranks * parameters),
+            )
+        bucket = Bucket(
+            decisions, range(len(decisions)), Residuals(rule, ranks), torch.device(device)
+        )
+        results = []
+        for step in range(2):
+            launched.clear()
+            x = torch.randn(bucket.numel, generator=generator(rank, step)).to(device)
+            assert two_shot.all_reduce(x, bucket, dist.group.WORLD, seed=5, step=step)
+            results.append(x.cpu())
+    return results, launched
 
 
 # ------------------------------------------------------------------ the table
