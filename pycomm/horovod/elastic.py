@@ -25,9 +25,9 @@ import functools
 import hashlib
 import io
 import itertools
-import logging
 import os
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,10 +43,10 @@ from pycomm.errors import Error
 from pycomm.folders import distrust
 from pycomm.horovod.basics import local_rank, places, rank, size
 from pycomm.horovod.functions import broadcast_optimizer_state, broadcast_parameters
+from pycomm.log import logger
 from pycomm.policy.exchange import device_of, gather_json
 from pycomm.reduction import members
 
-_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -83,7 +83,7 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
                 if state._file
                 else "nothing starts this job anew: start it with torchrun --max-restarts"
             )
-            _log.warning("rank %d ends (%s); %s", dist.get_rank(), type(error).__name__, then)
+            logger.warning("rank %d ends (%s); %s", dist.get_rank(), type(error).__name__, then)
             raise
         state._end()
         return result
@@ -91,7 +91,7 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
     return elastic
 
 
-class State:
+class State(ABC):
     """What ranks have in common and commit from time to time.
 
     A class of a script's own defines `save`, `restore` and `sync`; what `save` puts into
@@ -122,7 +122,7 @@ class State:
         for callback in self._callbacks:
             callback()
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # noqa: B027 - a class may leave it
         """Adapt to another number of ranks; for a class of a script's own."""
 
     def commit(self) -> None:
@@ -143,20 +143,20 @@ class State:
             part.replace(self._file)
         self.check_host_updates()
 
-    def check_host_updates(self) -> None:
+    def check_host_updates(self) -> None:  # noqa: B027 - Horovod's scripts call it
         """Do nothing: torchrun ends the processes when nodes come or go."""
 
+    @abstractmethod
     def save(self) -> None:
         """Copy the state into `saved`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore(self) -> None:
         """Put `saved` back."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sync(self) -> None:
         """Give all ranks the state of `root_rank`, and save it; collective."""
-        raise NotImplementedError
 
     def _check(self, saved: object) -> None:
         """Check that a commit of this could be read."""

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -295,45 +296,36 @@ def find_unused(rank: int) -> Wait:
     return lambda: backward(net)
 
 
-def compressed(rank: int) -> Wait:
+def compressed(rank: int, codec: str = "int4") -> Wait:
     net = ddp(rank)
-    pycomm.compress(net, "int4")
+    pycomm.compress(net, codec)
     backward(net)
     return lambda: backward(net)
 
 
 def compressed_by_factors(rank: int) -> Wait:
+    return compressed(rank, "powersgd:2")
+
+
+def coded(rank: int, make: Callable[..., torch.optim.Optimizer]) -> Wait:
     net = ddp(rank)
-    pycomm.compress(net, "powersgd:2")
-    backward(net)
-    return lambda: backward(net)
+    optimizer = pycomm.code_optimizer(make(net.parameters()), net, "int4")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        backward(net)
+        optimizer.step()
+
+    step()
+    return step
 
 
 def coded_adamw(rank: int) -> Wait:
-    net = ddp(rank)
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
-    optimizer = pycomm.code_optimizer(optimizer, net, "int4")
-
-    def step() -> None:
-        optimizer.zero_grad()
-        backward(net)
-        optimizer.step()
-
-    step()
-    return step
+    return coded(rank, torch.optim.AdamW)
 
 
 def coded_sgd(rank: int) -> Wait:
-    net = ddp(rank)
-    optimizer = pycomm.code_optimizer(torch.optim.SGD(net.parameters(), 0.1, 0.9), net, "int4")
-
-    def step() -> None:
-        optimizer.zero_grad()
-        backward(net)
-        optimizer.step()
-
-    step()
-    return step
+    return coded(rank, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
 
 
 def local_steps(rank: int, **options: Any) -> Wait:

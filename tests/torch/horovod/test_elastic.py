@@ -165,7 +165,8 @@ def test_an_error_ends_the_function_and_says_what_follows(rank, size):
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pycomm.horovod.elastic").addHandler(handler)
+    logger = logging.getLogger("pycomm")
+    logger.addHandler(handler)
 
     @hvd.elastic.run
     def train(state: Any, more: int) -> int:
@@ -175,8 +176,10 @@ def test_an_error_ends_the_function_and_says_what_follows(rank, size):
         return more
 
     assert train(state, 1) == 1
+    warned.clear()
     with pytest.raises(hvd.HorovodInternalError, match="a rank is gone"):
         train(state, more=2)
+    logger.removeHandler(handler)
     assert seen == [0, 0]
     assert warned == [
         f"rank {rank} ends (Error); nothing starts this job anew: start it with torchrun "
