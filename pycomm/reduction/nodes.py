@@ -116,7 +116,7 @@ class Nodes:
         rows = values.new_empty(ranks, most, dtype=torch.float32)
         _copy([rows[i, : place.numel()] for i, place in enumerate(places)], places)
         ours = rows.new_empty(most)
-        self._node._reduce_scatter_base(ours, rows.view(-1)).wait()
+        dist.reduce_scatter_tensor(ours, rows.view(-1), group=self._node)
         return ours
 
     def _gather_in_node(
