@@ -65,8 +65,7 @@ def faults(root: Path, figures: Sequence[Figure] = FIGURES) -> list[str]:
         elif not path.exists():
             wrong.append(f"{path.name} has not been drawn")
         elif picture_digest(path) != figure.of(root / "bench/results").digest():
-            source = figure.table or figure.command
-            wrong.append(f"{path.name} shows something else than {source}: draw it again")
+            wrong.append(f"{path.name} shows something else than {figure.table}: draw it again")
     made_names = {path.name for path in made}
     strangers = sorted(p.name for p in images.glob("*") if p.name not in made_names)
     return wrong + [f"{name} lies in {IMAGES}, and nothing makes it" for name in strangers]

@@ -13,8 +13,6 @@ from pycomm.bench.common.tables import Row
 from pycomm.bench.ops import errors
 from pycomm.bench.peers.results import REFERENCE, seconds_to_loss
 from pycomm.charts import Axis, Chart, Panel, Series, ticks
-from pycomm.plan import CODINGS, PROCESSORS, Cluster, Link, draw, of_count
-from pycomm.plan.sweep import Curves, sweep
 from pycomm.plan.units import format_bytes, format_rate, format_time, parse_rate, parse_time
 
 
@@ -214,25 +212,6 @@ def planner(rows: Sequence[Row]) -> Chart:
         "no codec, int8, int4 and top-k 1 %",
         panels,
     )
-
-
-def predictions() -> Chart:
-    """Plot the planner's sweep of one model over rates and over ranks; nothing is measured."""
-    cluster = Cluster(ranks=16, inter=Link.of("10gbe"), processor=PROCESSORS["gpu"])
-    found = sweep(of_count(350_000_000, 0.3), cluster, list(CODINGS.values()))
-    pays = {codec: rate and _digits(rate) for codec, rate in found.crossovers.items()}
-    curves = {name: _rounded(getattr(found, name)) for name in ("by_rate", "by_ranks")}
-    return draw.of_sweep(replace(found, crossovers=pays, **curves))
-
-
-def _rounded(curves: Curves) -> Curves:
-    steps = {codec: [_digits(step) for step in steps] for codec, steps in curves.steps.items()}
-    return replace(curves, at=[_digits(at) for at in curves.at], steps=steps)
-
-
-def _digits(value: float) -> float:
-    """Return six digits, which are the same on every machine."""
-    return float(f"{value:.6g}")
 
 
 def wan(rows: Sequence[Row]) -> Chart:

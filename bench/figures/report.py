@@ -42,13 +42,11 @@ JUDGED = "plan"
 def section(figure: Figure, results: Path) -> Section:
     """Return a figure with its command, commit and machine."""
     notes = [figure.note] if figure.note else []
-    if figure.table:
-        last = max(figure.rows(results), key=lambda row: row["time"])
-        notes.append(
-            f"From {figure.table}, newest rows of {last['time'][:10]}: commit {last['commit']}, "
-            f"{last['device']}, {last['cores']} cores, Linux {last['kernel']}, torch "
-            f"{last['torch']}."
-        )
+    last = max(figure.rows(results), key=lambda row: row["time"])
+    notes.append(
+        f"From {figure.table}, newest rows of {last['time'][:10]}: commit {last['commit']}, "
+        f"{last['device']}, {last['cores']} cores, Linux {last['kernel']}, torch {last['torch']}."
+    )
     return Section(figure.of(results), notes, figure.command)
 
 
@@ -61,11 +59,11 @@ def draw(results: Path, html: Path) -> int:
         )
         print(html)
         return 0
-    missing = [f for f in FIGURES if f.table and not (results / f.table).exists()]
+    missing = [f for f in FIGURES if not (results / f.table).exists()]
     for figure in missing:
         print(f"no {results / figure.table}: {figure.command}", file=sys.stderr)
     there = [figure for figure in FIGURES if figure not in missing]
-    if not any(figure.table for figure in there):
+    if not there:
         return 1
     save_page("pycomm: results", INTRO, [section(figure, results) for figure in there], html)
     print(html)
