@@ -20,7 +20,7 @@ from pathlib import Path
 from pycomm.bench.common.arguments import Parser, unknown
 from pycomm.bench.common.tables import RESULTS
 from pycomm.bench.figures.catalogue import FIGURES, Figure, fitting
-from pycomm.charts import picture_digest, save
+from pycomm.bench.figures.drawing import picture_digest, save
 
 ROOT = Path(__file__).parent.parent
 IMAGES = Path("docs/img")

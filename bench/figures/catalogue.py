@@ -16,7 +16,7 @@ from pycomm.bench.common.harness import MEASURED, Origin
 from pycomm.bench.common.tables import Row
 from pycomm.bench.figures import charts
 from pycomm.bench.figures.claims import CLAIMS
-from pycomm.charts import Chart
+from pycomm.bench.figures.drawing import Chart
 
 CHECKED = ("device", "cores")
 """Columns of a row's origin that figures must share, too."""

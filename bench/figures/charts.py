@@ -10,9 +10,9 @@ from typing import Any
 
 from pycomm.bench.common import harness, tables
 from pycomm.bench.common.tables import Row
+from pycomm.bench.figures.drawing import Axis, Chart, Panel, Series, ticks
 from pycomm.bench.ops import errors
 from pycomm.bench.peers.results import REFERENCE, seconds_to_loss
-from pycomm.charts import Axis, Chart, Panel, Series, ticks
 from pycomm.plan.units import format_bytes, format_rate, format_time, parse_rate, parse_time
 
 
