@@ -245,16 +245,6 @@ FIGURES = (
         "system's reno.",
     ),
     Figure(
-        "unequal",
-        "wan-unequal-cpu.csv",
-        charts.unequal,
-        line=("rates",),
-        point=("call", "bytes"),
-        measured=("ms", "bound_ms", "ratio"),
-        note="A link that is given as 20/50 sends 20 and receives 50 Mbit/s. The bound counts "
-        "payload alone; headers add some 7 %.",
-    ),
-    Figure(
         "peers",
         "peers-cpu.csv",
         charts.peers,

@@ -13,7 +13,7 @@ from pycomm.bench.common.tables import Row
 from pycomm.bench.figures.drawing import Axis, Chart, Panel, Series, ticks
 from pycomm.bench.ops import errors
 from pycomm.bench.peers.results import REFERENCE, seconds_to_loss
-from pycomm.plan.units import format_bytes, format_rate, format_time, parse_rate, parse_time
+from pycomm.plan.units import format_bytes, format_rate, format_time, parse_rate
 
 
 def lines_of(
@@ -245,40 +245,6 @@ def wan(rows: Sequence[Row]) -> Chart:
                 [row for row in rows if _trip(row) == middle],
             ),
         ],
-    )
-
-
-SHARES = {
-    "gloo": "Gloo",
-    "equal": "equal shares",
-    "measured": "measured",
-    "declared": "declared",
-    "equal, coded": "equal, int8",
-    "declared, coded": "declared, int8",
-}
-"""Calls of `links unequal`, by how owners' shares follow the links, and their labels."""
-
-
-def unequal(rows: Sequence[Row]) -> Chart:
-    """Plot the times of all-reduces over unequal links as multiples of the bound."""
-    names = {}
-    for rates in dict.fromkeys(row["rates"] for row in rows):
-        links = rates.replace("mbit", "").split(",")  # what each node sends and receives
-        counts = {link: links.count(link) for link in links}
-        words = [f"{count} x {link}" if count > 1 else link for link, count in counts.items()]
-        names[rates] = f"{', '.join(words)} Mbit/s"
-    calls = list(SHARES)
-    lines = lines_of(rows, "rates", lambda row: float(calls.index(row["call"])), "ratio", names)
-    points = [replace(line, kind="points") for line in lines]
-    size = _size(max(int(row["bytes"]) for row in rows))  # coded calls count their payloads
-    marks = [(float(i), label) for i, label in enumerate(SHARES.values())]
-    x = Axis("shares of the owners", ticks=marks, limits=(-0.5, len(marks) - 0.5))
-    y = Axis("time / bound", limits=(0, 1.1 * max(max(line.y) for line in lines)))
-    return Chart(
-        "All-reduces over unequal links",
-        f"{size} of float32, a link for each rank, a round trip of "
-        f"{format_time(parse_time(rows[0]['round_trip']))}; time / the least that links allow",
-        [Panel(x, y, points)],
     )
 
 
