@@ -113,10 +113,11 @@ class HookState(CompressionState):
             if self._joined and not self._settles and (model := self._looks_for_unused()):
                 model.register_forward_pre_hook(_settle_joined, prepend=True)
                 self._settles = True
-        for parameter in bucket.parameters():
+        parameters = bucket.parameters()
+        for parameter in parameters:
             if id(parameter) not in self._names:
                 self._enter(self._new_name(parameter), parameter)
-        names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
+        names = tuple(map(self._names.__getitem__, map(id, parameters)))
         if self._saved_buckets is not None:
             future = self._saved_buckets.reduce(bucket.buffer(), names, last=bucket.is_last())
         else:

@@ -121,6 +121,8 @@ class Bucket:
         self.layout = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.dealt: dict[int, Any] = {}
         """By number of owners: the `Dealt` values of an all-reduce, where Python assigns them."""
+        self.parts: list[Any] = []
+        """The runs of each rank of a node, where the bucket is reduced by nodes in Python."""
         self.batched: dict[tuple[str, int, int], Any] = {}
         """By operation, rank and number of ranks: the `Batched` that codes the bucket in C++ where
         Python moves its payloads."""

@@ -81,7 +81,7 @@ class Nodes:
         Returns:
             A bool tensor without dimensions, equal on all ranks: whether the result is finite.
         """
-        parts = chunks(whole(bucket.pieces), self._shards)
+        parts = bucket.parts = bucket.parts or chunks(whole(bucket.pieces), self._shards)
         places = [values[_begin(runs) : _end(runs)] for runs in parts]
         sums = values
         if values.dtype != torch.float32:

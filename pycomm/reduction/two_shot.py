@@ -60,8 +60,7 @@ def all_reduce(
     Raises:
         WireMismatch: a rank sends payloads of impossible sizes.
     """
-    runs = whole(bucket.pieces)
-    return average(values, bucket, runs, group, group.size(), seed=seed, step=step, senders=senders)
+    return average(values, bucket, None, group, group.size(), seed=seed, step=step, senders=senders)
 
 
 class Dealt:
@@ -87,7 +86,7 @@ class Dealt:
 def average(
     values: torch.Tensor,
     bucket: Bucket,
-    runs: Sequence[Run],
+    runs: Sequence[Run] | None,
     group: dist.ProcessGroup,
     divisor: int,
     *,
@@ -100,7 +99,7 @@ def average(
     Args:
         values: see `all_reduce`; only the values of the runs are read and written.
         bucket: see `all_reduce`.
-        runs: the part.
+        runs: the part; None: all values.
         group: see `all_reduce`.
         divisor: sums are divided by it; by the number of ranks, unless these are sums already.
         seed, step, senders: see `all_reduce`.
@@ -110,7 +109,7 @@ def average(
     """
     rank, ranks = group.rank(), group.size()
     if ranks not in bucket.dealt:
-        bucket.dealt[ranks] = Dealt(runs, ranks)
+        bucket.dealt[ranks] = Dealt(whole(bucket.pieces) if runs is None else runs, ranks)
     dealt: Dealt = bucket.dealt[ranks]
     owned, shown = dealt.owned, dealt.shown
     batched = None

@@ -1,0 +1,155 @@
+"""Compressed buckets of a device in a group that its caller uses meanwhile.
+
+Hooks call the group from the thread of backward, in the order of the buckets, on a stream of their
+own. Results are those of the CPU over Gloo, with `==`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from tests.torch.device.checks import slow
+from tests.torch.device.test_paths import FAKE, run
+from tests.torch.harness import Chosen, equal, gradients, reduced
+
+SHAPES = {"a": (256, 257), "b": (255, 257), "bias": (50,), "c": (300, 130)}
+STEPS = 4
+NODES = {2: None, 4: [0, 0, 1, 1]}
+
+
+class Counted(Chosen):
+    """Also has a buffer, which ranks change in forward and DDP broadcasts from rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__(SHAPES)
+        self.register_buffer("seen", torch.zeros(40_000))
+
+    def forward(self, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.seen += 1 + dist.get_rank()
+        return super().forward(gradients) + 0 * self.seen.sum()
+
+
+def wrapped(device: str, model: nn.Module | None = None, **options: Any) -> Any:
+    """Return a model in small buckets, and its state."""
+    nodes = NODES[dist.get_world_size(options.get("process_group"))]
+    model = (model or Chosen(SHAPES)).to(device)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.3, **options)
+    return ddp, pycomm.compress(ddp, "int4", nodes=nodes)
+
+
+def given(rank: int, step: int, device: str) -> dict[str, torch.Tensor]:
+    return {k: g.to(device) for k, g in gradients(rank, step, shapes=SHAPES).items()}
+
+
+def on_host(results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.cpu().clone() for name, value in results.items()}
+
+
+def check_operations_between_buckets(rank: int, ranks: int, device: str) -> Any:
+    """The caller's own all-reduces run between the buckets, until the step ends."""
+    model, state = wrapped(device)
+    sums: list[torch.Tensor] = []
+    works: list[dist.Work] = []
+
+    def reduce(grad: torch.Tensor) -> None:
+        sums.append((grad.flatten()[:1000] > 0).float())
+        works.append(dist.all_reduce(sums[-1], async_op=True))
+
+    for parameter in model.parameters():
+        parameter.register_hook(reduce)
+    found = []
+    for step in range(STEPS):
+        found.append(on_host(reduced(model, given(rank, step, device))))
+        for work in works:
+            work.wait()
+        found.append([one.cpu() for one in sums])
+        sums.clear()
+        works.clear()
+    return found, state.overflows
+
+
+def check_buffers(rank: int, ranks: int, device: str) -> Any:
+    """DDP broadcasts buffers in the next forward."""
+    model, state = wrapped(device, Counted())
+    found = []
+    for step in range(STEPS):
+        found.append(on_host(reduced(model, given(rank, step, device))))
+        found.append(model.module.seen[:3].cpu().clone())
+    return found, state.overflows
+
+
+def check_two_models(rank: int, ranks: int, device: str) -> Any:
+    """Two models in one process; the second backward begins before the first result is read."""
+    models = [wrapped(device)[0], wrapped(device)[0]]
+    found = []
+    for step in range(STEPS):
+        for i, model in enumerate(models):
+            model.zero_grad()
+            model(given(rank, 10 * step + i, device)).backward()
+        found += [on_host({n: p.grad for n, p in m.named_parameters()}) for m in models]
+    return found
+
+
+def check_half_of_the_world(rank: int, ranks: int, device: str) -> Any:
+    """Each half has a model of its own, and the world reduces between their steps."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model, state = wrapped(device, process_group=halves[rank // 2])
+    found = []
+    for step in range(STEPS):
+        found.append(on_host(reduced(model, given(rank, step, device))))
+        total = torch.full((3,), rank + 1.0, device=device)
+        dist.all_reduce(total)
+        found.append(total.cpu())
+    return found, state.overflows
+
+
+def check_static_graph(rank: int, ranks: int, device: str) -> Any:
+    model, state = wrapped(device, static_graph=True)
+    found = [on_host(reduced(model, given(rank, step, device))) for step in range(STEPS)]
+    return found, state.overflows
+
+
+def check_overflow_beside_a_late_stream(rank: int, ranks: int, device: str) -> Any:
+    """The last rank's gradients overflow while the first one's stream is late."""
+    model, state = wrapped(device)
+    found = []
+    for step in range(STEPS):
+        mine = given(rank, step, device)
+        if step == 1 and rank == ranks - 1:
+            mine["b"][0, 0] = torch.inf
+        if step == 1 and rank == 0 and device != "cpu":
+            mine["c"] += 0 * slow(rank, device)[0]
+        result = on_host(reduced(model, mine))
+        found.append({name: value.nan_to_num(0.5) for name, value in result.items()})
+    state.settle()
+    return found, state.overflows, state.residual_norms()
+
+
+CHECKS: list[tuple[Callable[..., Any], int]] = [
+    (check_operations_between_buckets, 2),
+    (check_operations_between_buckets, 4),
+    (check_buffers, 2),
+    (check_buffers, 4),
+    (check_two_models, 2),
+    (check_two_models, 4),
+    (check_half_of_the_world, 4),
+    (check_static_graph, 2),
+    (check_overflow_beside_a_late_stream, 2),
+    (check_overflow_beside_a_late_stream, 4),
+]
+
+
+@pytest.mark.parametrize(("check", "ranks"), CHECKS, ids=lambda it: getattr(it, "__name__", it))
+def test_results_are_those_of_the_host(fakes, check, ranks):
+    want = run(fakes, "kernels", check, "cpu", group="gloo", ranks=ranks)
+    got = run(fakes, "kernels", check, FAKE, ranks=ranks)
+    for rank in range(ranks):
+        assert equal(got[rank], want[rank]), f"rank {rank}"
