@@ -122,8 +122,6 @@ class Codec:
     def granule(self) -> int: ...
     @property
     def variable(self) -> bool: ...
-    @property
-    def shared_seed(self) -> bool: ...
     def encoded_bytes(self, numel: int) -> int: ...
     def scratch_bytes(self, numel: int) -> int: ...
     def encode(
@@ -137,8 +135,6 @@ class Codec:
         seed: int = 0,
         step: int = 0,
         tensor: int = 0,
-        rank: int = 0,
-        ranks: int = 1,
         index: int = 0,
         stream: int | None = None,
         scratch: int = 0,

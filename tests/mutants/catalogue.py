@@ -238,7 +238,7 @@ RESIDUALS = (
     Mutant(
         "quant-residual-of-another-value",
         "csrc/codecs/quant.cpp::Writer::write_block",
-        "p[i] - (kMinMax ? dequantize(code, s.unit, s.low) : dequantize(code, s.unit))",
+        "p[i] - dequantize(code, s.unit)",
         "p[i]",
         "codecs/test_quant.py",
     ),
