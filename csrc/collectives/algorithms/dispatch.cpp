@@ -2,7 +2,6 @@
 
 #include "collectives/algorithms/bruck.h"
 #include "collectives/algorithms/direct.h"
-#include "collectives/algorithms/halving_doubling.h"
 #include "collectives/algorithms/hierarchical.h"
 #include "collectives/algorithms/ring.h"
 #include "collectives/algorithms/tree.h"
@@ -11,10 +10,9 @@
 namespace pycomm::dispatch {
 namespace {
 
-Algo choose(CollectiveContext& context, Algo wanted, Op op, size_t bytes, bool order_free = false) {
+Algo choose(CollectiveContext& context, Algo wanted, Op op, size_t bytes) {
   if (context.size() == 1) return Algo::one_shot;
-  const Algo algo =
-      select({op, context.size(), bytes, order_free, context.medium(), context.speed()}, wanted);
+  const Algo algo = select({op, context.size(), bytes, context.medium(), context.speed()}, wanted);
   if (context.is_group()) context.note_algo(kAlgoNames[static_cast<size_t>(algo)]);
   return algo;
 }
@@ -30,14 +28,11 @@ bool by_levels(CollectiveContext& context, Algo wanted) {
 void all_reduce(CollectiveContext& context, Algo wanted, void* data, size_t numel,
                 const Fold& fold) {
   if (by_levels(context, wanted)) return hierarchical::all_reduce(context, data, numel, fold);
-  switch (choose(context, wanted, Op::all_reduce, numel * size_of(fold.dtype),
-                 is_order_free(fold.dtype, fold.op))) {
+  switch (choose(context, wanted, Op::all_reduce, numel * size_of(fold.dtype))) {
     case Algo::two_shot:
       return direct::two_shot_all_reduce(context, data, numel, fold);
     case Algo::bruck:
       return bruck::all_reduce(context, data, numel, fold);
-    case Algo::halving_doubling:
-      return halving_doubling::all_reduce(context, data, numel, fold);
     case Algo::ring:
       return ring::all_reduce(context, data, numel, fold);
     default:
@@ -48,11 +43,8 @@ void all_reduce(CollectiveContext& context, Algo wanted, void* data, size_t nume
 void reduce_scatter(CollectiveContext& context, Algo wanted, const ConstParts& in, void* out,
                     const Fold& fold) {
   if (by_levels(context, wanted)) return hierarchical::reduce_scatter(context, in, out, fold);
-  switch (choose(context, wanted, Op::reduce_scatter,
-                 in.total(context.size()) * size_of(fold.dtype),
-                 is_order_free(fold.dtype, fold.op))) {
-    case Algo::halving_doubling:
-      return halving_doubling::reduce_scatter(context, in, out, fold);
+  switch (
+      choose(context, wanted, Op::reduce_scatter, in.total(context.size()) * size_of(fold.dtype))) {
     case Algo::ring:
       return ring::reduce_scatter(context, in, out, fold);
     default:
@@ -63,8 +55,7 @@ void reduce_scatter(CollectiveContext& context, Algo wanted, const ConstParts& i
 void reduce(CollectiveContext& context, Algo wanted, const void* in, void* out, size_t numel,
             const Fold& fold, int root) {
   if (by_levels(context, wanted)) return hierarchical::reduce(context, in, out, numel, fold, root);
-  switch (choose(context, wanted, Op::reduce, numel * size_of(fold.dtype),
-                 is_order_free(fold.dtype, fold.op))) {
+  switch (choose(context, wanted, Op::reduce, numel * size_of(fold.dtype))) {
     case Algo::two_shot:
       return direct::two_shot_reduce(context, in, out, numel, fold, root);
     case Algo::tree:
@@ -81,8 +72,6 @@ void all_gather(CollectiveContext& context, Algo wanted, const void* in, const P
   switch (choose(context, wanted, Op::all_gather, bytes)) {
     case Algo::bruck:
       return bruck::all_gather(context, in, out);
-    case Algo::halving_doubling:
-      return halving_doubling::all_gather(context, in, out);
     case Algo::ring:
       return ring::all_gather(context, in, out);
     default:

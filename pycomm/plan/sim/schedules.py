@@ -47,7 +47,6 @@ class Schedule:
             "gather": self.one_shot,
             "two_shot": self.two_shot,
             "bruck": self.bruck,
-            "halving_doubling": self.halving_doubling,
             "ring": self.ring,
         }
         return ways[algorithm](everybody, size, start)
@@ -152,31 +151,6 @@ class Schedule:
             have += count
         seconds = (n + 1) * size.payload / self._memory
         return [self.net.work(m, seconds, [now[i]]) for i, m in enumerate(members)]
-
-    def halving_doubling(self, members: Sequence[int], size: Size, start: Tasks) -> Tasks:
-        """Pair ranks in a hypercube; ranks beyond it hand over their input and get the result."""
-        n = len(members)
-        corners = 1 << (n.bit_length() - 1)
-        whole, now = size.payload, list(start)
-        for extra in range(corners, n):
-            to = extra - corners
-            sent = self.net.send(members[extra], members[to], whole, [now[extra]])
-            now[to] = self.net.work(members[to], 2 * whole / self._memory, [sent, now[to]])
-        doublings = corners.bit_length() - 1
-        for k in range(2 * doublings):
-            halving = k < doublings
-            level = k if halving else 2 * doublings - 1 - k
-            part, distance = whole / 2 ** (level + 1), corners >> (level + 1)
-            before = list(now)
-            for i in range(corners):
-                peer = i ^ distance
-                came = self.net.send(members[peer], members[i], part, [before[peer]])
-                seconds = 2 * part / self._memory if halving else 0.0
-                now[i] = self.net.work(members[i], seconds, [came, before[i]])
-        for extra in range(corners, n):
-            to = extra - corners
-            now[extra] = self.net.send(members[to], members[extra], whole, [now[to]])
-        return now
 
     def ring(self, members: Sequence[int], size: Size, start: Tasks) -> Tasks:
         """Send chunks around twice, in segments: once to reduce them, once to distribute them."""
