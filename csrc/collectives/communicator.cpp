@@ -4,11 +4,9 @@
 #include <cstdio>
 #include <numeric>
 
-#include "collectives/algorithms/direct.h"
 #include "collectives/algorithms/dispatch.h"
 #include "collectives/common/contribution.h"
 #include "collectives/communicator_impl.h"
-#include "collectives/window/shared.h"
 #include "core/crc32c.h"
 #include "core/reduce.h"
 
@@ -104,24 +102,14 @@ void Communicator::all_reduce(void* data, size_t numel, DType dtype, ReduceOp op
   check_reducible(dtype, op);
   impl_->check_buffer(Op::all_reduce, data, numel, size_of(dtype));
   OpTag tag = make_tag(Op::all_reduce, numel, dtype, op);
-  const ReplicatedResult result = whole(data, numel, dtype);
   const Contribution ours(dtype, op, factor);
-  if (Window* window = impl_->window()) {
-    return impl_->run(
-        tag, timeout,
-        [&](const Deadline& deadline) {
-          ours.in_place(data, numel);
-          shared::all_reduce(*window, tag, data, deadline);
-        },
-        result);
-  }
-  impl_->exchange(
+  impl_->collective(
       tag, timeout,
-      [&](CollectiveContext& context) {
+      [&](const dispatch::Call& call) {
         ours.in_place(data, numel);
-        dispatch::all_reduce(context, impl_->algo(), data, numel, {dtype, op});
+        dispatch::all_reduce(call, data, numel, {dtype, op});
       },
-      result);
+      whole(data, numel, dtype));
 }
 
 bool Communicator::all_reduce_coded(const CodedArgs& args, Milliseconds timeout) {
@@ -163,13 +151,8 @@ void Communicator::reduce_scatter(const ConstParts& in, void* out, DType dtype, 
   impl_->check_buffer(Op::reduce_scatter, out, in.numel(rank()), size_of(dtype));
   OpTag tag = make_tag(Op::reduce_scatter, in, size(), dtype, op);
   Contribution ours(dtype, op, factor);
-  if (Window* window = impl_->window()) {
-    return impl_->run(tag, timeout, [&](const Deadline& deadline) {
-      shared::reduce_scatter(*window, tag, ours.of(in, size()), out, deadline);
-    });
-  }
-  impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
-    dispatch::reduce_scatter(context, impl_->algo(), ours.of(in, size()), out, {dtype, op});
+  impl_->collective(tag, timeout, [&](const dispatch::Call& call) {
+    dispatch::reduce_scatter(call, ours.of(in, size()), out, {dtype, op});
   });
 }
 
@@ -183,14 +166,8 @@ void Communicator::reduce(const void* in, void* out, size_t numel, DType dtype, 
   OpTag tag = make_tag(Op::reduce, numel, dtype, op, root);
   Contribution ours(dtype, op, factor);
   void* result = rank() == root ? out : nullptr;
-  if (Window* window = impl_->window()) {
-    return impl_->run(tag, timeout, [&](const Deadline& deadline) {
-      shared::reduce(*window, tag, ours.of(in, numel, result), out, deadline);
-    });
-  }
-  impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
-    dispatch::reduce(context, impl_->algo(), ours.of(in, numel, result), out, numel, {dtype, op},
-                     root);
+  impl_->collective(tag, timeout, [&](const dispatch::Call& call) {
+    dispatch::reduce(call, ours.of(in, numel, result), out, numel, {dtype, op}, root);
   });
 }
 
@@ -202,30 +179,17 @@ void Communicator::all_gather(const void* in, const Parts& out, DType dtype, Mil
   impl_->check_buffer(Op::all_gather, in, out.numel(rank()), size_of(dtype));
   OpTag tag = make_tag(Op::all_gather, out, size(), dtype);
   const Parts parts = out.of(size_of(dtype));
-  if (Window* window = impl_->window()) {
-    return impl_->run(
-        tag, timeout,
-        [&](const Deadline& deadline) { shared::all_gather(*window, tag, in, parts, deadline); },
-        {parts, size()});
-  }
-  impl_->exchange(
-      tag, timeout,
-      [&](CollectiveContext& context) { dispatch::all_gather(context, impl_->algo(), in, parts); },
-      {parts, size()});
+  impl_->collective(tag, timeout,
+                    [&](const dispatch::Call& call) { dispatch::all_gather(call, in, parts); },
+                    {parts, size()});
 }
 
 void Communicator::exchange_paths(const void* in, void* out, size_t bytes) {
   OpTag tag = make_tag(Op::all_gather, bytes, DType::uint8);
   std::snprintf(tag.label, sizeof tag.label, "%s", kPathsLabel);
   const Parts parts = Parts(out, bytes).of(1);
-  if (Window* window = impl_->window()) {
-    return impl_->run(tag, {}, [&](const Deadline& deadline) {
-      shared::all_gather(*window, tag, in, parts, deadline);
-    });
-  }
-  impl_->exchange(tag, {}, [&](CollectiveContext& context) {
-    dispatch::all_gather(context, impl_->algo(), in, parts);
-  });
+  impl_->collective(tag, {},
+                    [&](const dispatch::Call& call) { dispatch::all_gather(call, in, parts); });
 }
 
 void Communicator::all_to_all(const ConstParts& in, const Parts& out, DType dtype,
@@ -236,16 +200,10 @@ void Communicator::all_to_all(const ConstParts& in, const Parts& out, DType dtyp
   impl_->check_own(Op::all_to_all, in.numel(rank()), out.numel(rank()),
                    !in.even(size()) || !out.even(size()));
   OpTag tag = make_tag(Op::all_to_all, in.total(size()), dtype);
-  if (Window* window = impl_->window()) {
-    return impl_->run(tag, timeout, [&](const Deadline& deadline) {
-      impl_->note_parts(in.total(size()), out.total(size()));
-      shared::all_to_all(*window, tag, in, out, deadline);
-    });
-  }
   const size_t element = size_of(dtype);
-  impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
+  impl_->collective(tag, timeout, [&](const dispatch::Call& call) {
     impl_->note_parts(in.total(size()), out.total(size()));
-    direct::all_to_all(context, in.of(element), out.of(element));
+    dispatch::all_to_all(call, in.of(element), out.of(element));
   });
 }
 
@@ -255,19 +213,11 @@ void Communicator::broadcast(void* data, size_t numel, DType dtype, int root,
   impl_->check_rank(Op::broadcast, "root", root);
   impl_->check_buffer(Op::broadcast, data, numel, size_of(dtype));
   OpTag tag = make_tag(Op::broadcast, numel, dtype, ReduceOp::sum, root);
-  const ReplicatedResult result = whole(data, numel, dtype);
-  if (Window* window = impl_->window()) {
-    return impl_->run(
-        tag, timeout,
-        [&](const Deadline& deadline) { shared::broadcast(*window, tag, data, deadline); }, result);
-  }
   const size_t bytes = numel * size_of(dtype);
-  impl_->exchange(
+  impl_->collective(
       tag, timeout,
-      [&](CollectiveContext& context) {
-        dispatch::broadcast(context, impl_->algo(), data, bytes, root);
-      },
-      result);
+      [&](const dispatch::Call& call) { dispatch::broadcast(call, data, bytes, root); },
+      whole(data, numel, dtype));
 }
 
 void Communicator::gather(const void* in, size_t numel, const Parts& out, DType dtype, int root,
@@ -280,14 +230,9 @@ void Communicator::gather(const void* in, size_t numel, const Parts& out, DType 
     impl_->check_own(Op::gather, numel, out.numel(root), true);
   }
   OpTag tag = make_tag(Op::gather, numel, dtype, ReduceOp::sum, root);
-  if (Window* window = impl_->window()) {
-    return impl_->run(tag, timeout, [&](const Deadline& deadline) {
-      shared::gather(*window, tag, in, out, deadline);
-    });
-  }
   const size_t element = size_of(dtype);
-  impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
-    direct::gather(context, in, numel * element, out.of(element), root);
+  impl_->collective(tag, timeout, [&](const dispatch::Call& call) {
+    dispatch::gather(call, in, numel * element, out.of(element), root);
   });
 }
 
@@ -301,25 +246,15 @@ void Communicator::scatter(const ConstParts& in, void* out, size_t numel, DType 
     impl_->check_own(Op::scatter, in.numel(root), numel, true);
   }
   OpTag tag = make_tag(Op::scatter, numel, dtype, ReduceOp::sum, root);
-  if (Window* window = impl_->window()) {
-    return impl_->run(tag, timeout, [&](const Deadline& deadline) {
-      shared::scatter(*window, tag, in, out, deadline);
-    });
-  }
   const size_t element = size_of(dtype);
-  impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
-    direct::scatter(context, in.of(element), out, numel * element, root);
+  impl_->collective(tag, timeout, [&](const dispatch::Call& call) {
+    dispatch::scatter(call, in.of(element), out, numel * element, root);
   });
 }
 
 void Communicator::barrier(Milliseconds timeout) {
   OpTag tag = make_tag(Op::barrier, 0, DType::uint8);
-  if (Window* window = impl_->window()) {
-    return impl_->run(tag, timeout,
-                      [&](const Deadline& deadline) { shared::barrier(*window, tag, deadline); });
-  }
-  impl_->exchange(tag, timeout,
-                  [&](CollectiveContext& context) { dispatch::barrier(context, impl_->algo()); });
+  impl_->collective(tag, timeout, [](const dispatch::Call& call) { dispatch::barrier(call); });
 }
 
 void Communicator::compare_sizes(Op op, size_t own, const std::vector<size_t>& parts, DType dtype,
@@ -339,15 +274,8 @@ void Communicator::compare_sizes(Op op, size_t own, const std::vector<size_t>& p
   OpTag tag = make_tag(op, std::accumulate(parts.begin(), parts.end(), size_t{0}), dtype, redop);
   add_sizes(tag, "parts of ", parts);
   const Parts out = Parts(theirs.data(), sizeof mine / size_of(dtype)).of(size_of(dtype));
-  if (Window* window = impl_->window()) {
-    impl_->run(tag, timeout, [&](const Deadline& deadline) {
-      shared::all_gather(*window, tag, &mine, out, deadline);
-    });
-  } else {
-    impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
-      dispatch::all_gather(context, impl_->algo(), &mine, out);
-    });
-  }
+  impl_->collective(tag, timeout,
+                    [&](const dispatch::Call& call) { dispatch::all_gather(call, &mine, out); });
   for (int r = 0; r < size(); r++) {
     if (theirs[r].own == parts[r]) continue;
     impl_->fail(op, "has a part of " + std::to_string(parts[r]) + " elements for rank " +

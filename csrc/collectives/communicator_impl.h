@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/algorithms/context.h"
+#include "collectives/algorithms/dispatch.h"
 #include "collectives/algorithms/rails.h"
 #include "collectives/algorithms/round_trips.h"
 #include "collectives/coded/coded.h"
@@ -57,15 +57,9 @@ class Communicator::Impl {
   }
   Milliseconds timeout() const { return Milliseconds(timeout_.load()); }
   void set_timeout(Milliseconds timeout) { timeout_ = timeout.count(); }
-  /// Window over memory that all ranks share, or null if an algorithm over channels was asked for.
-  Window* window() const {
-    const bool over_channels = algo_ != Algo::automatic && algo_ != Algo::hierarchical;
-    return over_channels ? nullptr : mesh_.window();
-  }
-
   /// Runs one collective: body(deadline), with the call's number in the tag.
   template <typename Body>
-  void run(OpTag& tag, Milliseconds timeout, const Body& body, const ReplicatedResult& alike = {}) {
+  void run(OpTag& tag, Milliseconds timeout, const Body& body, const ReplicatedResult& alike) {
     check_process(name(tag.op));
     callers_.note();
     const auto turn = take_turn(tag.op);
@@ -105,6 +99,23 @@ class Communicator::Impl {
   uint64_t note_issued(const OpTag& tag) {
     check_process(name(tag.op));
     return trace_->schedule(tag);
+  }
+
+  /// Runs one collective: body(call), where the call goes over memory that all ranks share, unless
+  /// there is none or an algorithm over channels was asked for.
+  template <typename Body>
+  void collective(OpTag& tag, Milliseconds timeout, const Body& body,
+                  const ReplicatedResult& alike = {}) {
+    const bool over_channels = algo_ != Algo::automatic && algo_ != Algo::hierarchical;
+    Window* const window = over_channels ? nullptr : mesh_.window();
+    if (window == nullptr) {
+      return exchange(
+          tag, timeout, [&](CollectiveContext& context) { body(dispatch::Call(context, algo_)); },
+          alike);
+    }
+    run(
+        tag, timeout,
+        [&](const Deadline& deadline) { body(dispatch::Call(*window, tag, deadline)); }, alike);
   }
 
   /// Runs one collective over channels.
