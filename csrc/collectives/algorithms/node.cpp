@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "transports/shm/window.h"
+
 namespace pycomm {
 namespace {
 
