@@ -34,10 +34,6 @@ OpTag make_tag(Op op, const BasicParts<T>& parts, int ranks, DType dtype,
   return tag;
 }
 
-ReplicatedResult whole(void* data, size_t numel, DType dtype) {
-  return {Parts(data, numel).of(size_of(dtype)), 1};
-}
-
 }  // namespace
 
 Communicator::Communicator(std::shared_ptr<Store> store, int rank, int size,
@@ -58,10 +54,6 @@ std::string Communicator::describe() const { return impl_->mesh().describe(); }
 std::vector<std::string> Communicator::transports() const { return impl_->mesh().transports(); }
 uint64_t Communicator::wire_bytes() const { return impl_->mesh().wire_bytes(); }
 uint64_t Communicator::sent_bytes() const { return impl_->mesh().sent_bytes(); }
-bool Communicator::compares() const { return impl_->compares(); }
-void Communicator::compare(const std::string& what, uint32_t digest) {
-  impl_->compare(what, digest);
-}
 void Communicator::note_caller() { impl_->note_caller(); }
 uint64_t Communicator::note_issued(const OpTag& tag) { return impl_->note_issued(tag); }
 void Communicator::resume(uint64_t issued) { impl_->resume(issued); }
@@ -103,23 +95,18 @@ void Communicator::all_reduce(void* data, size_t numel, DType dtype, ReduceOp op
   impl_->check_buffer(Op::all_reduce, data, numel, size_of(dtype));
   OpTag tag = make_tag(Op::all_reduce, numel, dtype, op);
   const Contribution ours(dtype, op, factor);
-  impl_->collective(
-      tag, timeout,
-      [&](const dispatch::Call& call) {
-        ours.in_place(data, numel);
-        dispatch::all_reduce(call, data, numel, {dtype, op});
-      },
-      whole(data, numel, dtype));
+  impl_->collective(tag, timeout, [&](const dispatch::Call& call) {
+    ours.in_place(data, numel);
+    dispatch::all_reduce(call, data, numel, {dtype, op});
+  });
 }
 
 bool Communicator::all_reduce_coded(const CodedArgs& args, Milliseconds timeout) {
   impl_->check_buffer(Op::all_reduce, args.data.data, args.data.size, size_of(args.data.dtype));
   coded::check("all_reduce_coded", args, 1);
-  const ReplicatedResult result = whole(args.data.data, args.data.size, args.data.dtype);
-  return impl_->exchange_coded(
-      Op::all_reduce, args, timeout,
-      [&](CollectiveContext& context) { return coded::all_reduce(context, impl_->algo(), args); },
-      result);
+  return impl_->exchange_coded(Op::all_reduce, args, timeout, [&](CollectiveContext& context) {
+    return coded::all_reduce(context, impl_->algo(), args);
+  });
 }
 
 bool Communicator::reduce_scatter_coded(const CodedArgs& args, void* out, Milliseconds timeout) {
@@ -136,11 +123,9 @@ bool Communicator::all_gather_coded(const CodedArgs& args, void* out, Millisecon
   impl_->check_buffer(Op::all_gather, args.data.data, args.data.size, size_of(args.data.dtype));
   impl_->check_parts(Op::all_gather, Parts(out, args.data.size), size_of(args.data.dtype));
   coded::check("all_gather_coded", args, 1);
-  const Parts rows = Parts(out, args.data.size).of(size_of(args.data.dtype));
-  return impl_->exchange_coded(
-      Op::all_gather, args, timeout,
-      [&](CollectiveContext& context) { return coded::all_gather(context, args, out); },
-      {rows, size()});
+  return impl_->exchange_coded(Op::all_gather, args, timeout, [&](CollectiveContext& context) {
+    return coded::all_gather(context, args, out);
+  });
 }
 
 void Communicator::reduce_scatter(const ConstParts& in, void* out, DType dtype, ReduceOp op,
@@ -180,8 +165,7 @@ void Communicator::all_gather(const void* in, const Parts& out, DType dtype, Mil
   OpTag tag = make_tag(Op::all_gather, out, size(), dtype);
   const Parts parts = out.of(size_of(dtype));
   impl_->collective(tag, timeout,
-                    [&](const dispatch::Call& call) { dispatch::all_gather(call, in, parts); },
-                    {parts, size()});
+                    [&](const dispatch::Call& call) { dispatch::all_gather(call, in, parts); });
 }
 
 void Communicator::exchange_paths(const void* in, void* out, size_t bytes) {
@@ -214,10 +198,9 @@ void Communicator::broadcast(void* data, size_t numel, DType dtype, int root,
   impl_->check_buffer(Op::broadcast, data, numel, size_of(dtype));
   OpTag tag = make_tag(Op::broadcast, numel, dtype, ReduceOp::sum, root);
   const size_t bytes = numel * size_of(dtype);
-  impl_->collective(
-      tag, timeout,
-      [&](const dispatch::Call& call) { dispatch::broadcast(call, data, bytes, root); },
-      whole(data, numel, dtype));
+  impl_->collective(tag, timeout, [&](const dispatch::Call& call) {
+    dispatch::broadcast(call, data, bytes, root);
+  });
 }
 
 void Communicator::gather(const void* in, size_t numel, const Parts& out, DType dtype, int root,

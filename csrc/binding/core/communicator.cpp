@@ -13,7 +13,6 @@
 #include "binding/core/gil.h"
 #include "binding/core/module.h"
 #include "binding/core/trace_records.h"
-#include "collectives/group/result_checksums.h"
 #include "core/error.h"
 #include "transports/store.h"
 
@@ -195,13 +194,6 @@ void bind_communicator(py::module_& m) {
     }
     return groups;
   });
-  m.def(
-      "digest",
-      [](const PartList& parts) {
-        const Release release;
-        return digest(parts.output(), static_cast<int>(parts.output().listed()));
-      },
-      py::arg("parts"));
   m.def("buffer", &buffer, py::arg("array"), py::arg("write"));
   bind_options(m);
 
@@ -259,8 +251,6 @@ void bind_communicator(py::module_& m) {
       .def("trace", [](const Self& c) { return trace_records(c.trace()); })
       .def("note_issued", &Self::note_issued, py::arg("tag"))
       .def("resume", &Self::resume, py::arg("issued"))
-      .def("compare", &Self::compare, py::arg("what"), py::arg("digest"), py::call_guard<Release>())
-      .def_property_readonly("compares", &Self::compares)
       .def("wire_bytes", &Self::wire_bytes)
       .def("sent_bytes", &Self::sent_bytes)
       .def("all_reduce", of_core(&Self::all_reduce), py::arg("data"), py::arg("numel"),
