@@ -81,7 +81,6 @@ class GroupOptions:
     secret: str
     tls: str
     checksum: str
-    check: str
     trace_size: int
     # The end of what it writes.
     def __init__(self) -> None: ...
@@ -122,8 +121,6 @@ class Codec:
     def granule(self) -> int: ...
     @property
     def variable(self) -> bool: ...
-    @property
-    def shared_seed(self) -> bool: ...
     def encoded_bytes(self, numel: int) -> int: ...
     def scratch_bytes(self, numel: int) -> int: ...
     def encode(
@@ -137,8 +134,6 @@ class Codec:
         seed: int = 0,
         step: int = 0,
         tensor: int = 0,
-        rank: int = 0,
-        ranks: int = 1,
         index: int = 0,
         stream: int | None = None,
         scratch: int = 0,
@@ -311,7 +306,6 @@ def choose_interfaces(
 
 # -- communicator (core/communicator.cpp): times are in seconds, 0 is the group's timeout
 
-def digest(parts: Parts) -> int: ...
 def buffer(array: object, write: _bool) -> tuple[int, int, int, str]: ...
 
 ALGOS: tuple[str, ...]  # values of PYCOMM_ALGO: csrc/core/env.h
@@ -426,7 +420,6 @@ class Communicator:
     transports: list[str]
     levels: list[int]
     shares: list[int]
-    compares: _bool
     def __init__(
         self, store: Store | None, rank: int, size: int, options: CommunicatorOptions
     ) -> None: ...
@@ -436,7 +429,6 @@ class Communicator:
     def trace(self) -> dict[str, Any]: ...
     def note_issued(self, tag: OpTag) -> int: ...
     def resume(self, issued: int) -> None: ...
-    def compare(self, what: str, digest: int) -> None: ...
     def wire_bytes(self) -> int: ...
     def sent_bytes(self) -> int: ...
     def compare_sizes(

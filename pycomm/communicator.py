@@ -194,12 +194,6 @@ class Communicator:
         """Return one line that describes the group's connections."""
         return self.core.describe()
 
-    def compare(self, what: str, digest: int) -> None:
-        """Fail the next operation if ranks give different nonzero digests (``check="results"``).
-
-        ``what`` is for the error. All ranks call this between the same two operations."""
-        self.core.compare(what, digest)
-
     def trace(self) -> dict[str, Any]:
         """Return this rank's recent operations in raw form; :mod:`pycomm.trace` formats them."""
         return self.core.trace()

@@ -18,7 +18,6 @@ from pycomm.hooks.deepspeed import deepspeed_state, is_deepspeed
 from pycomm.hooks.fsdp import FSDPState, compressed_state
 from pycomm.hooks.megatron import MegatronState, is_megatron
 from pycomm.hooks.replaced import state_in
-from pycomm.hooks.replicas import watch_if_asked
 from pycomm.policy import Policy
 from pycomm.reduction.detached import DetachedState
 from pycomm.reduction.state import CompressionState
@@ -113,7 +112,6 @@ def compress(
             f"pycomm.compress takes a model wrapped in DistributedDataParallel or fully_shard, not "
             f"{type(model).__name__}: {_advice(model)}"
         )
-    watch_if_asked(model)
     return state
 
 

@@ -34,7 +34,6 @@ from pycomm.triton_kernels._rotation import (
     header_of,
     header_words,
     load_header,
-    random_bits,
     rotate,
     rotation_signs,
     shape,
@@ -60,50 +59,21 @@ def level_of(place, BITS: tl.constexpr):
 @triton.jit
 def quantize(u, inv, BITS: tl.constexpr):
     """Return codes (int32), a level's index with the sign on top, and the values they represent."""
-    if BITS == 0:
-        code = tl.zeros_like(float_bits(u))
-        value = tl.zeros_like(u)
-    else:
-        z = bits_float(magnitude_bits(u * inv))
-        place = tl.zeros_like(float_bits(u))
-        for i in tl.static_range((1 << BITS) // 2 - 1):
-            place += (z >= BORDERS[BITS][i]).to(tl.int32)
-        negative = (float_bits(u) >> 31) & 1
-        code = place | negative << (BITS - 1)
-        value = bits_float(float_bits(level_of(place, BITS)) | negative << 31)
+    z = bits_float(magnitude_bits(u * inv))
+    place = tl.zeros_like(float_bits(u))
+    for i in tl.static_range((1 << BITS) // 2 - 1):
+        place += (z >= BORDERS[BITS][i]).to(tl.int32)
+    negative = (float_bits(u) >> 31) & 1
+    code = place | negative << (BITS - 1)
+    value = bits_float(float_bits(level_of(place, BITS)) | negative << 31)
     return code, value
 
 
 @triton.jit
 def dequantize(code, BITS: tl.constexpr):
     """Return the values of the lowest BITS bits of codes (int32)."""
-    if BITS == 0:
-        value = code.to(tl.float32) * 0.0
-    else:
-        level = level_of(code & ((1 << (BITS - 1)) - 1), BITS)
-        value = bits_float(float_bits(level) | (code >> (BITS - 1) & 1) << 31)
-    return value
-
-
-@triton.jit
-def halves_of(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """Return the first and the second half of each row."""
-    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, SIZE // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def decoded(
-    code, scale, second, ROWS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr,
-    HALF: tl.constexpr,
-):  # fmt: skip
-    if HALF:
-        wide = dequantize(code >> BITS, BITS + 1) * scale
-        narrow = dequantize(code, BITS) * scale
-        pairs = tl.join(tl.where(second, narrow, wide), tl.where(second, wide, narrow))
-        value = tl.reshape(tl.permute(pairs, (0, 2, 1)), (ROWS, SIZE))
-    else:
-        value = dequantize(code, BITS) * scale
-    return value
+    level = level_of(code & ((1 << (BITS - 1)) - 1), BITS)
+    return bits_float(float_bits(level) | (code >> (BITS - 1) & 1) << 31)
 
 
 @triton.jit(do_not_specialize=["key_low", "key_high", "first_low", "first_high"])
@@ -111,7 +81,7 @@ def encode_kernel(
     x_ptr, residual_ptr, new_residual_ptr, payload_ptr, scale_ptr, code_ptr, numel, code_bytes,
     key_low, key_high, first_low, first_high,
     ROWS: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
-    BITS: tl.constexpr, HALF: tl.constexpr, MMSE: tl.constexpr, FEEDBACK: tl.constexpr,
+    BITS: tl.constexpr, MMSE: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
     store_header(payload_ptr, key_low, key_high, first_low, first_high)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -127,26 +97,11 @@ def encode_kernel(
     u = tl.where(used, y * bits_float((254 << 23) - exponent), 0.0)
     energy = tl.where(used, sums(u * u, ROWS, SIZE, STEPS), 1.0)
     inv = tl.math.sqrt_rn(tl.math.div_rn(SIZE * 1.0, energy))
-    second = signs
-    if HALF:
-        choice = random_bits(key_low, key_high, first_low, first_high, ROWS, SIZE, 1)
-        second, _ = halves_of(choice, ROWS, SIZE)
-        second = second == 1
-        a, b = halves_of(u, ROWS, SIZE)
-        wide, narrow = tl.where(second, b, a), tl.where(second, a, b)
-        code, value = quantize(wide, inv, BITS + 1)
-        low, low_value = quantize(narrow, inv, BITS)
-        code = low | code << BITS
-        along = value * wide + low_value * narrow
-        square = value * value + low_value * low_value
-    else:
-        code, value = quantize(u, inv, BITS)
-        along, square = value * u, value * value
-    UNITS: tl.constexpr = SIZE // 2 if HALF else SIZE
-    UNIT_STEPS: tl.constexpr = STEPS - 1 if HALF else STEPS
-    total = tl.where(used, sums(along, ROWS, UNITS, UNIT_STEPS), 1.0)
+    code, value = quantize(u, inv, BITS)
+    total = tl.where(used, sums(value * u, ROWS, SIZE, STEPS), 1.0)
     if MMSE:
-        ratio = tl.math.div_rn(total, tl.where(used, sums(square, ROWS, UNITS, UNIT_STEPS), 1.0))
+        square = sums(value * value, ROWS, SIZE, STEPS)
+        ratio = tl.math.div_rn(total, tl.where(used, square, 1.0))
     else:
         ratio = tl.math.div_rn(energy, total)
     nan = bits_float(tl.full(amax.shape, NAN_BITS, tl.int32))
@@ -155,10 +110,9 @@ def encode_kernel(
     code = tl.where(used, code, 0)
 
     tl.store(scale_ptr + row, scale, mask=row * SIZE < numel)
-    UNIT_BITS: tl.constexpr = 2 * BITS + 1 if HALF else BITS
-    store_codes(code_ptr, row, code, code_bytes, UNIT_BITS, UNITS, ROWS)
+    store_codes(code_ptr, row, code, code_bytes, BITS, SIZE, ROWS)
     if FEEDBACK:
-        y = decoded(code, scale, second, ROWS, SIZE, BITS, HALF)
+        y = dequantize(code, BITS) * scale
         left = error_after(p, unrotate(y, signs, ROWS, SIZE, STEPS), residual)
         tl.store(new_residual_ptr + offsets, left, mask=mask)
 
@@ -167,22 +121,15 @@ def encode_kernel(
 def decode_kernel(
     payload_ptr, scale_ptr, code_ptr, out_ptr, numel, code_bytes,
     ROWS: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
-    BITS: tl.constexpr, HALF: tl.constexpr, ADD: tl.constexpr,
+    BITS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     key_low, key_high, first_low, first_high = load_header(payload_ptr)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     offsets = row * SIZE + tl.arange(0, SIZE)[None, :]
     signs = rotation_signs(key_low, key_high, first_low, first_high, ROWS, SIZE)
-    second = signs
-    if HALF:
-        choice = random_bits(key_low, key_high, first_low, first_high, ROWS, SIZE, 1)
-        second, _ = halves_of(choice, ROWS, SIZE)
-        second = second == 1
     scale = tl.load(scale_ptr + row, mask=row * SIZE < numel, other=0.0)
-    UNIT_BITS: tl.constexpr = 2 * BITS + 1 if HALF else BITS
-    UNITS: tl.constexpr = SIZE // 2 if HALF else SIZE
-    code = load_codes(code_ptr, row, code_bytes, UNIT_BITS, UNITS, ROWS)
-    y = decoded(code, scale, second, ROWS, SIZE, BITS, HALF)
+    code = load_codes(code_ptr, row, code_bytes, BITS, SIZE, ROWS)
+    y = dequantize(code, BITS) * scale
     value = unrotate(y, signs, ROWS, SIZE, STEPS)
     add_or_not(out_ptr, offsets, offsets < numel, value, ADD)
 
@@ -210,8 +157,7 @@ def encode(codec: Any, args: Any) -> None:
         *header_words(codec, args),
         **shape(codec.size),
         num_warps=WARPS,
-        BITS=int(codec.bits),
-        HALF=codec.bits != int(codec.bits),
+        BITS=codec.bits,
         MMSE=codec.scale == "mmse",
         FEEDBACK=args.residual is not None,
     )
@@ -227,7 +173,6 @@ def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -
         *(header, scale, codes, out, numel, codes.numel()),
         **shape(codec.size),
         num_warps=WARPS,
-        BITS=int(codec.bits),
-        HALF=codec.bits != int(codec.bits),
+        BITS=codec.bits,
         ADD=add,
     )

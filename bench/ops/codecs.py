@@ -43,7 +43,6 @@ DEFAULT = [
     *ALIASES,
     "int8:rounding=stochastic",
     "int4:rounding=stochastic",
-    "int4:range=minmax,scale=bfloat16",
     "mxfp4:scale=ceil",
     "sign",
     "topk:0.01",

@@ -172,17 +172,14 @@ class Cast final : public Codec {
     const size_t numel = args.in.size;
     zero_padding(args.out, codes_offset(format_, numel) + numel * code_bytes(format_.kind));
   }
-  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
+  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream,
+              bool add) const override {
     check_decode(*this, payload, out);
-    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, false, stream);
-    with_type(format_.kind,
-              [&](auto type) { decode_all<decltype(type), false>(format_, payload, out); });
-  }
-  void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
-    check_decode(*this, payload, out);
-    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, true, stream);
-    with_type(format_.kind,
-              [&](auto type) { decode_all<decltype(type), true>(format_, payload, out); });
+    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, add, stream);
+    with_type(format_.kind, [&](auto type) {
+      using Type = decltype(type);
+      (add ? decode_all<Type, true> : decode_all<Type, false>)(format_, payload, out);
+    });
   }
 
  private:

@@ -2,7 +2,6 @@
 #include "codecs/eden.h"
 
 #include <cmath>
-#include <limits>
 
 #include "codecs/base/bits.h"
 #include "codecs/base/block_launch.h"
@@ -24,54 +23,10 @@ PYCOMM_INLINE float add_halves(float* terms, uint32_t n) {
   return terms[0];
 }
 
-/// Implements quantize() of many levels by a table, from which vectors gather: a cell of 1 / kCells
-/// has one border at most, so a magnitude is beyond those below its cell and, perhaps, one more.
+/// Writes the codes of a used rotation; returns its scale.
 template <int kBits>
-struct Search {
-  static constexpr int kCells = 64;
-  static constexpr int kLast = 5 * kCells - 1;  ///< beyond the last border
-
-  constexpr Search() {
-    const int count = num_levels(kBits) - 1;
-    for (int i = 0; i <= count; i++) levels[i] = level(kBits, i);
-    for (int i = 0; i < count; i++) borders[i] = border(kBits, i);
-    borders[count] = std::numeric_limits<float>::infinity();
-    int place = 0;
-    for (int cell = 0; cell <= kLast; cell++) {
-      while (borders[place] * kCells <= static_cast<float>(cell)) place++;
-      first[cell] = place;
-    }
-  }
-
-  int32_t first[kLast + 1] = {};
-  float borders[num_levels(kBits)] = {};
-  float levels[num_levels(kBits)] = {};
-};
-template <int kBits>
-constexpr Search<kBits> kSearch;
-
-template <int kBits>
-PYCOMM_INLINE Coded quantize_fast(float u, float inv) {
-  if constexpr (kBits < 5) {
-    return quantize<kBits>(u, inv);
-  } else {
-    const Search<kBits>& search = kSearch<kBits>;
-    const float magnitude = bits_float(magnitude_bits(u * inv));
-    const float scaled = magnitude * Search<kBits>::kCells;  // exact, and at most 64 * 64
-    const auto cell = static_cast<int32_t>(scaled);
-    int32_t place = search.first[cell < Search<kBits>::kLast ? cell : Search<kBits>::kLast];
-    place += magnitude >= search.borders[place] ? 1 : 0;
-    const uint32_t sign = float_bits(u) >> 31;
-    return {static_cast<uint32_t>(place) | sign << (kBits - 1),
-            bits_float(float_bits(search.levels[place]) | sign << 31)};
-  }
-}
-
-/// Writes the codes of a used rotation; returns its scale. kBits whole bits, and possibly half a
-/// bit.
-template <int kBits, bool kHalf>
-PYCOMM_INLINE float write_block(const Signs& choice, float* __restrict y, int size_bits, float amax,
-                                bool mmse, uint8_t* out) {
+PYCOMM_INLINE float write_block(float* __restrict y, int size_bits, float amax, bool mmse,
+                                uint8_t* out) {
   alignas(64) float terms[kMaxRotation];
   alignas(64) float squares[kMaxRotation];
   alignas(64) uint8_t codes[kMaxRotation];
@@ -83,36 +38,18 @@ PYCOMM_INLINE float write_block(const Signs& choice, float* __restrict y, int si
   }
   const float energy = add_halves(terms, size);
   const float inv = std::sqrt(static_cast<float>(size) / energy);
-  if constexpr (kHalf) {
-    const float* __restrict far = y + size / 2;
-    for (uint32_t lo = 0; lo < size / 2; lo += 16) {
-      const uint32_t word = choice[lo / kSignsPerWord] >> lo % kSignsPerWord;
-      for (uint32_t i = 0; i < 16; i++) {
-        const bool second = word >> i & 1;
-        const float a = y[lo + i], b = far[lo + i];
-        const float wide = second ? b : a, narrow = second ? a : b;
-        const Coded w = quantize<kBits + 1>(wide, inv), n = quantize<kBits>(narrow, inv);
-        codes[lo + i] = static_cast<uint8_t>(n.code | w.code << kBits);
-        terms[lo + i] = w.value * wide + n.value * narrow;
-        squares[lo + i] = w.value * w.value + n.value * n.value;
-      }
-    }
-  } else {
-    for (uint32_t i = 0; i < size; i++) {
-      const Coded coded = quantize_fast<kBits>(y[i], inv);
-      codes[i] = static_cast<uint8_t>(coded.code);
-      terms[i] = coded.value * y[i];
-      squares[i] = coded.value * coded.value;
-    }
+  for (uint32_t i = 0; i < size; i++) {
+    const Coded coded = quantize<kBits>(y[i], inv);
+    codes[i] = static_cast<uint8_t>(coded.code);
+    terms[i] = coded.value * y[i];
+    squares[i] = coded.value * coded.value;
   }
-  constexpr uint32_t kUnitBits = kHalf ? 2 * kBits + 1 : kBits;
-  const uint32_t units = kHalf ? size / 2 : size;
-  for (uint32_t lo = 0; lo < units; lo += kMaxBlock) {
-    const uint32_t n = units - lo < kMaxBlock ? units - lo : kMaxBlock;
-    pack(kUnitBits, codes + lo, n, out + lo * kUnitBits / 8);
+  for (uint32_t lo = 0; lo < size; lo += kMaxBlock) {
+    const uint32_t n = size - lo < kMaxBlock ? size - lo : kMaxBlock;
+    pack(kBits, codes + lo, n, out + lo * kBits / 8);
   }
-  const float along = add_halves(terms, units);
-  return (mmse ? along / add_halves(squares, units) : energy / along) * exponent;
+  const float along = add_halves(terms, size);
+  return (mmse ? along / add_halves(squares, size) : energy / along) * exponent;
 }
 
 /// Implements dequantize() by the code: vectors gather from a table.
@@ -132,42 +69,23 @@ struct Table {
 template <int kBits>
 constexpr Table<kBits> kTable;
 
-template <int kBits, bool kHalf>
-PYCOMM_INLINE void read_block(const Signs& choice, const uint8_t* in, float scale, int size_bits,
-                              float* __restrict y) {
+template <int kBits>
+PYCOMM_INLINE void read_block(const uint8_t* in, float scale, int size_bits, float* __restrict y) {
   alignas(64) uint8_t codes[kMaxRotation];
-  constexpr uint32_t kUnitBits = kHalf ? 2 * kBits + 1 : kBits;
   const uint32_t size = 1u << size_bits;
-  const uint32_t units = kHalf ? size / 2 : size;
-  const Table<kBits>& narrows = kTable<kBits>;
-  constexpr int kWide = kHalf ? kBits + 1 : 0;
-  const Table<kWide>& wides = kTable<kWide>;
-  for (uint32_t lo = 0; lo < units; lo += kMaxBlock) {
-    const uint32_t n = units - lo < kMaxBlock ? units - lo : kMaxBlock;
-    unpack(kUnitBits, in + lo * kUnitBits / 8, n, codes + lo);
+  const Table<kBits>& table = kTable<kBits>;
+  for (uint32_t lo = 0; lo < size; lo += kMaxBlock) {
+    const uint32_t n = size - lo < kMaxBlock ? size - lo : kMaxBlock;
+    unpack(kBits, in + lo * kBits / 8, n, codes + lo);
   }
-  if constexpr (kHalf) {
-    float* __restrict far = y + size / 2;
-    for (uint32_t lo = 0; lo < size / 2; lo += 16) {
-      const uint32_t word = choice[lo / kSignsPerWord] >> lo % kSignsPerWord;
-      for (uint32_t i = 0; i < 16; i++) {
-        const bool second = word >> i & 1;
-        const float wide = wides[codes[lo + i] >> kBits] * scale;
-        const float narrow = narrows[codes[lo + i]] * scale;
-        y[lo + i] = second ? narrow : wide;
-        far[lo + i] = second ? wide : narrow;
-      }
-    }
-  } else {
-    for (uint32_t i = 0; i < size; i++) {
-      // With two levels the choice is faster than the table.
-      const float value = kBits <= 2 ? dequantize<kBits>(codes[i]) : narrows[codes[i]];
-      y[i] = value * scale;
-    }
+  for (uint32_t i = 0; i < size; i++) {
+    // With two levels the choice is faster than the table.
+    const float value = kBits <= 2 ? dequantize<kBits>(codes[i]) : table[codes[i]];
+    y[i] = value * scale;
   }
 }
 
-template <int kBits, bool kHalf>
+template <int kBits>
 PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
   alignas(64) float y[kMaxRotation];
   const size_t size = size_t{1} << f.size_bits;
@@ -185,15 +103,13 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
     const float amax = max_magnitude(y, size);
     float scale = codecs::scale(amax, 1.0f);
     if (used(amax)) {
-      const Signs choice(header, lo, kHalf ? size : 0, kChoiceTensor);
-      scale = write_block<kBits, kHalf>(choice, y, f.size_bits, amax, f.mmse, codes);
+      scale = write_block<kBits>(y, f.size_bits, amax, f.mmse, codes);
     } else {
       std::memset(codes, 0, code_bytes(f));
     }
     *scales++ = scale;
     if (residual) {
-      const Signs choice(header, lo, kHalf ? size : 0, kChoiceTensor);
-      read_block<kBits, kHalf>(choice, codes, scale, f.size_bits, y);
+      read_block<kBits>(codes, scale, f.size_bits, y);
       const Sink sink{Then::store_residual, args.new_residual + lo, x, residual};
       unrotate_block(signs, y, n, f.size_bits, sink);
     }
@@ -201,7 +117,7 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
   zero_padding(args.out, static_cast<size_t>(codes - args.out.data));
 }
 
-template <int kBits, bool kHalf>
+template <int kBits>
 PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<float> out,
                             Then then) {
   alignas(64) float y[kMaxRotation];
@@ -212,18 +128,12 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
   const uint8_t* codes = payload.data + codes_offset(f, out.size);
   for (size_t lo = 0; lo < out.size; lo += size, codes += code_bytes(f)) {
     const size_t n = out.size - lo < size ? out.size - lo : size;
-    const Signs choice(header, lo, kHalf ? size : 0, kChoiceTensor);
-    read_block<kBits, kHalf>(choice, codes, *scales++, f.size_bits, y);
+    read_block<kBits>(codes, *scales++, f.size_bits, y);
     unrotate_block(RotationSigns(header, lo, size), y, n, f.size_bits, {then, out.data + lo});
   }
 }
 
 // ---------------------------------------------------- launches in CUDA (eden.cu)
-
-/// Returns a kernel, which is compiled for the whole bits, and with a half bit or not.
-std::string kernel_of(const char* name, const Format& format) {
-  return kernel_name(name, format.half_bits / 2, format.half_bits % 2 != 0);
-}
 
 void encode_cuda(const Format& format, const EncodeArgs& args) {
   EncodeParams params = encode_params(1, codes_offset(format, args.in.size), args);
@@ -232,7 +142,7 @@ void encode_cuda(const Format& format, const EncodeArgs& args) {
   params.key = rotation_key(args.key.seed, args.key.step, args.key.tensor);
   params.rotation_bits = format.size_bits;
   params.options = format.mmse ? kMmse : 0;
-  launch("eden", kernel_of("eden::encode_kernel", format), params, args.in.size, kTile,
+  launch("eden", kernel_name("eden::encode_kernel", format.bits), params, args.in.size, kTile,
          args.stream);
 }
 
@@ -243,7 +153,7 @@ void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> 
   params.scales = reinterpret_cast<const float*>(payload.data + kHeaderBytes);
   params.rotation_bits = format.size_bits;
   params.add = add;
-  launch("eden", kernel_of("eden::decode_kernel", format), params, out.size, kTile, stream);
+  launch("eden", kernel_name("eden::decode_kernel", format.bits), params, out.size, kTile, stream);
 }
 
 class Eden final : public Codec {
@@ -252,8 +162,8 @@ class Eden final : public Codec {
 
   std::string_view name() const override { return "eden"; }
   std::string spec() const override {
-    return "eden:bits=" + std::to_string(format_.half_bits / 2) +
-           (format_.half_bits % 2 ? ".5" : "") + ",size=" + std::to_string(1 << format_.size_bits) +
+    return "eden:bits=" + std::to_string(format_.bits) +
+           ",size=" + std::to_string(1 << format_.size_bits) +
            ",scale=" + (format_.mmse ? "mmse" : "unbiased");
   }
   Combine combine() const override { return Combine::recode; }
@@ -266,26 +176,18 @@ class Eden final : public Codec {
     check_encode(*this, args);
     if (args.in.size == 0) return;
     if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
-    with_bits(format_, [&](auto bits, auto half) { encode_all<bits, half>(format_, args); });
+    with_bits(format_, [&](auto bits) { encode_all<bits>(format_, args); });
   }
-  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
-    decode_then(Then::store, payload, out, stream);
-  }
-  void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
-    decode_then(Then::add, payload, out, stream);
+  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream,
+              bool add) const override {
+    check_decode(*this, payload, out);
+    if (out.size == 0) return;
+    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, add, stream);
+    const Then then = add ? Then::add : Then::store;
+    with_bits(format_, [&](auto bits) { decode_all<bits>(format_, payload, out, then); });
   }
 
  private:
-  void decode_then(Then then, Span<const uint8_t> payload, Span<float> out, Stream stream) const {
-    check_decode(*this, payload, out);
-    if (out.size == 0) return;
-    if (stream.device == Device::cuda) {
-      return decode_cuda(format_, payload, out, then == Then::add, stream);
-    }
-    with_bits(format_,
-              [&](auto bits, auto half) { decode_all<bits, half>(format_, payload, out, then); });
-  }
-
   Format format_;
 };
 
@@ -293,13 +195,10 @@ class Eden final : public Codec {
 
 std::unique_ptr<Codec> make(Options& options) {
   Format format;
-  const double bits = options.number("bits", 2);
-  // Rejects everything outside this range, also NaN.
-  if (!(bits >= 0.5 && bits <= 8) || std::floor(2 * bits) != 2 * bits ||
-      (bits > 4 && std::floor(bits) != bits)) {
-    options.fail("bits=" + number_text(bits) + ": use 0.5, 1, 1.5, ... 4, 5, 6, 7 or 8");
+  format.bits = options.integer("bits", 2);
+  if (format.bits < 1 || format.bits > 4) {
+    options.fail("bits=" + std::to_string(format.bits) + ": use 1, 2, 3 or 4");
   }
-  format.half_bits = static_cast<int>(2 * bits);
   const int size = options.integer("size", 1024);
   const bool power = size > 0 && (size & (size - 1)) == 0;
   if (!power || size < static_cast<int>(kMinRotation) || size > static_cast<int>(kMaxRotation)) {

@@ -245,19 +245,15 @@ class Lossless final : public Codec {
       (wide_ ? encode_all<true, false> : encode_all<false, false>)(args);
     }
   }
-  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
+  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream,
+              bool add) const override {
     check_decode(*this, payload, out);
     check_call(out.size, stream);
     if (out.size == 0) return;
-    if (stream.device == Device::cuda) return decode_cuda(wide_, payload, out, false, stream);
-    (wide_ ? decode_all<true, false> : decode_all<false, false>)(payload, out);
-  }
-  void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
-    check_decode(*this, payload, out);
-    check_call(out.size, stream);
-    if (out.size == 0) return;
-    if (stream.device == Device::cuda) return decode_cuda(wide_, payload, out, true, stream);
-    (wide_ ? decode_all<true, true> : decode_all<false, true>)(payload, out);
+    if (stream.device == Device::cuda) return decode_cuda(wide_, payload, out, add, stream);
+    const auto run = wide_ ? (add ? decode_all<true, true> : decode_all<true, false>)
+                           : (add ? decode_all<false, true> : decode_all<false, false>);
+    run(payload, out);
   }
 
  private:

@@ -261,17 +261,14 @@ class Mx final : public Codec {
     zero_padding(args.out.sub(0, codes), scales_offset(format_.kind, numel) + blocks);
     zero_padding(args.out, codes + (numel * bits(format_.kind) + 7) / 8);
   }
-  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
+  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream,
+              bool add) const override {
     check_decode(*this, payload, out);
-    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, false, stream);
-    with_type(format_.kind,
-              [&](auto type) { decode_all<decltype(type), false>(format_, payload, out); });
-  }
-  void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
-    check_decode(*this, payload, out);
-    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, true, stream);
-    with_type(format_.kind,
-              [&](auto type) { decode_all<decltype(type), true>(format_, payload, out); });
+    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, add, stream);
+    with_type(format_.kind, [&](auto type) {
+      using Type = decltype(type);
+      (add ? decode_all<Type, true> : decode_all<Type, false>)(format_, payload, out);
+    });
   }
 
  private:

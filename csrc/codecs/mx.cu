@@ -120,31 +120,13 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const Batch<Enco
 template <typename Small, bool kNv, bool kAdd>
 __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const Batch<DecodeParams> batch) {
   const DecodeParams args = tensor_of_block(batch);
-  const cuda::Tile<kSmall> tile(block_of(args), args.numel, args.out);
-  if (tile.empty()) return;
-
-  uint32_t chunk[kSmall];
-  float unit[kSmall];
-#pragma unroll
-  for (int row = 0; row < kSmall; row++) {
-    const size_t i = tile.index(row);
-    chunk[row] = 0;
-    unit[row] = 0.0f;
-    if (i < args.numel) {
-      chunk[row] = load_codes(args.codes, i, args.numel, Small::kBits);
-      unit[row] = unit_of<kNv>(args.scales, i, args.numel);
-    }
-  }
-  cuda::Vector<float> out[kSmall];
-  if (kAdd) tile.load(args.out, out);
-#pragma unroll
-  for (int row = 0; row < kSmall; row++) {
-    const cuda::Vector<float> value = decode_row<Small>(chunk[row], unit[row]);
-    for (int k = 0; k < cuda::kVector; k++) {
-      out[row].v[k] = kAdd ? out[row].v[k] + value.v[k] : value.v[k];
-    }
-  }
-  tile.store(args.out, args.numel, out);
+  decode_tile<kAdd, uint32_t>(
+      args,
+      [&](size_t i) {
+        return Scaled<uint32_t>{load_codes(args.codes, i, args.numel, Small::kBits),
+                                unit_of<kNv>(args.scales, i, args.numel)};
+      },
+      [](const Scaled<uint32_t>& row) { return decode_row<Small>(row.codes, row.scale); });
 }
 
 }  // namespace pycomm::codecs::mx

@@ -1,6 +1,5 @@
-// CUDA kernels of quant for every width, range and type of scale, which are arguments at run time;
-// 8 and 4 bits around zero with float32 scales have kernels of their own (quant.cu). Compiled by
-// nvcc and NVRTC.
+// CUDA kernels of quant for every width, which is an argument at run time; 8 and 4 bits have
+// kernels of their own (quant.cu). Compiled by nvcc and NVRTC.
 #pragma once
 #include "codecs/base/bits_cuda.h"
 #include "codecs/base/block_cuda.h"
@@ -8,71 +7,9 @@
 
 namespace pycomm::codecs::quant {
 
-__device__ __forceinline__ Format format_of(uint32_t options) {
-  Format f;
-  f.bits = static_cast<int>(options & 255);
-  f.minmax = (options & kMinMax) != 0;
-  f.bfloat16 = (options & kBFloat16) != 0;
-  return f;
-}
-
-/// Stores the scale of a block. `last`: it is the last one, after which the section may need
-/// padding.
-__device__ __forceinline__ void store_scale(const Format& f, float* scales, size_t block, bool last,
-                                            Scale s) {
-  if (f.bfloat16) {
-    auto* to = reinterpret_cast<uint16_t*>(scales) + block * (f.minmax ? 2 : 1);
-    to[0] = static_cast<uint16_t>(float_bits(s.unit) >> 16);
-    if (f.minmax) {
-      to[1] = static_cast<uint16_t>(float_bits(s.low) >> 16);
-    } else if (last && block % 2 == 0) {
-      to[1] = 0;
-    }
-  } else {
-    float* to = scales + block * (f.minmax ? 2 : 1);
-    to[0] = s.unit;
-    if (f.minmax) to[1] = s.low;
-  }
-}
-
-__device__ __forceinline__ Scale load_scale(const Format& f, const float* scales, size_t block) {
-  Scale s{};
-  if (f.bfloat16) {
-    const auto* from = reinterpret_cast<const uint16_t*>(scales) + block * (f.minmax ? 2 : 1);
-    s.unit = bits_float(uint32_t{from[0]} << 16);
-    if (f.minmax) s.low = bits_float(uint32_t{from[1]} << 16);
-  } else {
-    const float* from = scales + block * (f.minmax ? 2 : 1);
-    s.unit = from[0];
-    if (f.minmax) s.low = from[1];
-  }
-  return s;
-}
-
-/// Computes the largest value of a row, and the largest complement of a value, in the unsigned
-/// order of to_order(); 0 is below every value, so values beyond the end do not count.
-__device__ __forceinline__ void extremes(const cuda::Vector<float>& p, size_t i, size_t numel,
-                                         uint32_t& high, uint32_t& low) {
-  high = low = 0;
-  for (int k = 0; k < cuda::kVector; k++) {
-    if (i + k >= numel) continue;
-    const uint32_t order = static_cast<uint32_t>(to_order(p.v[k])) ^ 0x80000000u;
-    high = max(high, order);
-    low = max(low, ~order);
-  }
-}
-
-/// Returns the scale of a block with these extremes.
-__device__ __forceinline__ Scale scale_of(const Format& f, uint32_t high, uint32_t low) {
-  const float most = from_order(static_cast<int32_t>(high ^ 0x80000000u));
-  const float least = from_order(static_cast<int32_t>(~low ^ 0x80000000u));
-  const uint32_t amax = max(magnitude_bits(most), magnitude_bits(least));
-  return f.minmax ? minmax_scale(f, least, most) : symmetric_scale(f, bits_float(amax));
-}
-
 /// Encodes the four values from value i on: their codes, and what the codes represent.
 template <bool kRandom>
-__device__ __forceinline__ Encoded<uint32_t> encode_row(const Format& f, const Scale& s,
+__device__ __forceinline__ Encoded<uint32_t> encode_row(int bits, const Scale& s,
                                                         const cuda::Vector<float>& p,
                                                         const EncodeParams& args, size_t i,
                                                         size_t numel) {
@@ -82,24 +19,22 @@ __device__ __forceinline__ Encoded<uint32_t> encode_row(const Format& f, const S
   for (int k = 0; k < cuda::kVector; k++) {
     int q = 0;
     if (s.used && i + k < numel) {
-      const float v = (f.minmax ? p.v[k] - s.low : p.v[k]) * s.inv;
-      q = kRandom ? round_randomly(v, random.word[k] + args.shift, top(f)) : round_nearest(v);
+      const float v = p.v[k] * s.inv;
+      q = kRandom ? round_randomly(v, random.word[k], top(bits)) : round_nearest(v);
     }
-    out.value.v[k] = f.minmax ? dequantize(q, s.unit, s.low) : dequantize(q, s.unit);
-    out.codes |= (static_cast<uint32_t>(q) & ((1u << f.bits) - 1)) << (k * f.bits);
+    out.value.v[k] = dequantize(q, s.unit);
+    out.codes |= (static_cast<uint32_t>(q) & ((1u << bits) - 1)) << (k * bits);
   }
   return out;
 }
 
 /// Decodes the four values of a chunk of codes.
-__device__ __forceinline__ cuda::Vector<float> decode_row(const Format& f, const Scale& s,
-                                                          uint32_t chunk) {
-  const int sign = f.minmax ? 0 : 1 << (f.bits - 1);
+__device__ __forceinline__ cuda::Vector<float> decode_row(int bits, float unit, uint32_t chunk) {
+  const int sign = 1 << (bits - 1);
   cuda::Vector<float> value;
   for (int k = 0; k < cuda::kVector; k++) {
-    const uint32_t code = (chunk >> (k * f.bits)) & ((1u << f.bits) - 1);
-    const int q = static_cast<int>(code ^ sign) - sign;
-    value.v[k] = f.minmax ? dequantize(q, s.unit, s.low) : dequantize(q, s.unit);
+    const uint32_t code = (chunk >> (k * bits)) & ((1u << bits) - 1);
+    value.v[k] = dequantize(static_cast<int>(code ^ sign) - sign, unit);
   }
   return value;
 }
@@ -117,34 +52,27 @@ __global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<kRows, kFeedback
   const EncodeParams args = tensor_of_block(batch);
   const cuda::Tile<kRows> tile = tile_of<kRows>(args);
   if (tile.empty()) return;
-  const Format f = format_of(args.options);
+  const int bits = static_cast<int>(args.options);
   const uint32_t block = 1u << args.block_bits;
 
   cuda::Vector<float> p[kRows];
   load_values<kFeedback>(tile, args, p, [&](const uint8_t* payload, size_t i) {
-    const auto* scales = reinterpret_cast<const float*>(payload);
-    return decode_row(f, load_scale(f, scales, i >> args.block_bits),
-                      load_codes(payload + codes_offset(args), i, args.numel, f.bits));
+    return decode_row(bits, reinterpret_cast<const float*>(payload)[i >> args.block_bits],
+                      load_codes(payload + codes_offset(args), i, args.numel, bits));
   });
 
-  uint32_t high[kRows], low[kRows];
-#pragma unroll
-  for (int row = 0; row < kRows; row++) {
-    extremes(p[row], tile.index(row), args.numel, high[row], low[row]);
-  }
-  max_of_blocks(high, block);
-  max_of_blocks(low, block);
+  uint32_t amax[kRows];
+  max_of_rows(p, amax);
+  max_of_blocks(amax, block);
 
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
     const size_t i = tile.index(row);
-    const Scale s = scale_of(f, high[row], low[row]);
-    if (i % block == 0 && i < args.numel) {
-      store_scale(f, args.scales, i >> args.block_bits, args.numel - i <= block, s);
-    }
+    const Scale s = symmetric_scale(bits_float(amax[row]), static_cast<float>(top(bits)));
+    if (i % block == 0 && i < args.numel) args.scales[i >> args.block_bits] = s.unit;
 
-    const Encoded<uint32_t> encoded = encode_row<kRandom>(f, s, p[row], args, i, args.numel);
-    store_codes(args.codes, i, args.numel, f.bits, encoded.codes);
+    const Encoded<uint32_t> encoded = encode_row<kRandom>(bits, s, p[row], args, i, args.numel);
+    store_codes(args.codes, i, args.numel, bits, encoded.codes);
 
     if (kFeedback) {
       cuda::Vector<float> kept{};
@@ -160,29 +88,14 @@ __global__ void __launch_bounds__(cuda::kThreads, kEncodeBlocks<kRows, kFeedback
 template <bool kAdd>
 __global__ void __launch_bounds__(cuda::kThreads) decode_wide(const Batch<DecodeParams> batch) {
   const DecodeParams args = tensor_of_block(batch);
-  const cuda::Tile<kSmall> tile(block_of(args), args.numel, args.out);
-  if (tile.empty()) return;
-  const Format f = format_of(args.options);
-
-  uint32_t chunk[kSmall];
-  Scale s[kSmall];
-#pragma unroll
-  for (int row = 0; row < kSmall; row++) {
-    const size_t i = tile.index(row);
-    const bool there = i < args.numel;
-    chunk[row] = there ? load_codes(args.codes, i, args.numel, f.bits) : 0;
-    s[row] = there ? load_scale(f, args.scales, i >> args.block_bits) : Scale{};
-  }
-  cuda::Vector<float> out[kSmall];
-  if (kAdd) tile.load(args.out, out);
-#pragma unroll
-  for (int row = 0; row < kSmall; row++) {
-    const cuda::Vector<float> value = decode_row(f, s[row], chunk[row]);
-    for (int k = 0; k < cuda::kVector; k++) {
-      out[row].v[k] = kAdd ? out[row].v[k] + value.v[k] : value.v[k];
-    }
-  }
-  tile.store(args.out, args.numel, out);
+  const int bits = static_cast<int>(args.options);
+  decode_tile<kAdd, uint32_t>(
+      args,
+      [&](size_t i) {
+        return Scaled<uint32_t>{load_codes(args.codes, i, args.numel, bits),
+                                args.scales[i >> args.block_bits]};
+      },
+      [&](const Scaled<uint32_t>& row) { return decode_row(bits, row.scale, row.codes); });
 }
 
 }  // namespace pycomm::codecs::quant

@@ -132,15 +132,11 @@ class Sign final : public Codec {
     if (args.stream.device == Device::cuda) return encode_cuda(block_, args);
     (args.residual ? encode_all<true> : encode_all<false>)(block_, args);
   }
-  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
+  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream,
+              bool add) const override {
     check_decode(*this, payload, out);
-    if (stream.device == Device::cuda) return decode_cuda(block_, payload, out, false, stream);
-    decode_all<false>(block_, payload, out);
-  }
-  void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
-    check_decode(*this, payload, out);
-    if (stream.device == Device::cuda) return decode_cuda(block_, payload, out, true, stream);
-    decode_all<true>(block_, payload, out);
+    if (stream.device == Device::cuda) return decode_cuda(block_, payload, out, add, stream);
+    (add ? decode_all<true> : decode_all<false>)(block_, payload, out);
   }
 
  private:

@@ -95,28 +95,13 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const Batch<Enco
 template <bool kAdd>
 __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const Batch<DecodeParams> batch) {
   const DecodeParams args = tensor_of_block(batch);
-  const cuda::Tile<kSmall> tile(block_of(args), args.numel, args.out);
-  if (tile.empty()) return;
-
-  uint32_t bits[kSmall];
-  float s[kSmall];
-#pragma unroll
-  for (int row = 0; row < kSmall; row++) {
-    const size_t i = tile.index(row);
-    const bool there = i < args.numel;
-    bits[row] = there ? reinterpret_cast<const uint32_t*>(args.codes)[i / 32] >> i % 32 : 0;
-    s[row] = there ? args.scales[i >> args.block_bits] : 0.0f;
-  }
-  cuda::Vector<float> value[kSmall];
-  if (kAdd) tile.load(args.out, value);
-#pragma unroll
-  for (int row = 0; row < kSmall; row++) {
-    const cuda::Vector<float> decoded = decode_row(bits[row], s[row]);
-    for (int k = 0; k < cuda::kVector; k++) {
-      value[row].v[k] = kAdd ? value[row].v[k] + decoded.v[k] : decoded.v[k];
-    }
-  }
-  tile.store(args.out, args.numel, value);
+  decode_tile<kAdd, uint32_t>(
+      args,
+      [&](size_t i) {
+        return Scaled<uint32_t>{reinterpret_cast<const uint32_t*>(args.codes)[i / 32] >> i % 32,
+                                args.scales[i >> args.block_bits]};
+      },
+      [](const Scaled<uint32_t>& row) { return decode_row(row.codes, row.scale); });
 }
 
 }  // namespace pycomm::codecs::sign

@@ -4,11 +4,9 @@
 #include <cstdio>
 #include <numeric>
 
-#include "collectives/algorithms/direct.h"
 #include "collectives/algorithms/dispatch.h"
 #include "collectives/common/contribution.h"
 #include "collectives/communicator_impl.h"
-#include "collectives/window/shared.h"
 #include "core/crc32c.h"
 #include "core/reduce.h"
 
@@ -36,10 +34,6 @@ OpTag make_tag(Op op, const BasicParts<T>& parts, int ranks, DType dtype,
   return tag;
 }
 
-ReplicatedResult whole(void* data, size_t numel, DType dtype) {
-  return {Parts(data, numel).of(size_of(dtype)), 1};
-}
-
 }  // namespace
 
 Communicator::Communicator(std::shared_ptr<Store> store, int rank, int size,
@@ -60,10 +54,6 @@ std::string Communicator::describe() const { return impl_->mesh().describe(); }
 std::vector<std::string> Communicator::transports() const { return impl_->mesh().transports(); }
 uint64_t Communicator::wire_bytes() const { return impl_->mesh().wire_bytes(); }
 uint64_t Communicator::sent_bytes() const { return impl_->mesh().sent_bytes(); }
-bool Communicator::compares() const { return impl_->compares(); }
-void Communicator::compare(const std::string& what, uint32_t digest) {
-  impl_->compare(what, digest);
-}
 void Communicator::note_caller() { impl_->note_caller(); }
 uint64_t Communicator::note_issued(const OpTag& tag) { return impl_->note_issued(tag); }
 void Communicator::resume(uint64_t issued) { impl_->resume(issued); }
@@ -104,34 +94,19 @@ void Communicator::all_reduce(void* data, size_t numel, DType dtype, ReduceOp op
   check_reducible(dtype, op);
   impl_->check_buffer(Op::all_reduce, data, numel, size_of(dtype));
   OpTag tag = make_tag(Op::all_reduce, numel, dtype, op);
-  const ReplicatedResult result = whole(data, numel, dtype);
   const Contribution ours(dtype, op, factor);
-  if (Window* window = impl_->window()) {
-    return impl_->run(
-        tag, timeout,
-        [&](const Deadline& deadline) {
-          ours.in_place(data, numel);
-          shared::all_reduce(*window, tag, data, deadline);
-        },
-        result);
-  }
-  impl_->exchange(
-      tag, timeout,
-      [&](CollectiveContext& context) {
-        ours.in_place(data, numel);
-        dispatch::all_reduce(context, impl_->algo(), data, numel, {dtype, op});
-      },
-      result);
+  impl_->collective(tag, timeout, [&](const dispatch::Call& call) {
+    ours.in_place(data, numel);
+    dispatch::all_reduce(call, data, numel, {dtype, op});
+  });
 }
 
 bool Communicator::all_reduce_coded(const CodedArgs& args, Milliseconds timeout) {
   impl_->check_buffer(Op::all_reduce, args.data.data, args.data.size, size_of(args.data.dtype));
   coded::check("all_reduce_coded", args, 1);
-  const ReplicatedResult result = whole(args.data.data, args.data.size, args.data.dtype);
-  return impl_->exchange_coded(
-      Op::all_reduce, args, timeout,
-      [&](CollectiveContext& context) { return coded::all_reduce(context, impl_->algo(), args); },
-      result);
+  return impl_->exchange_coded(Op::all_reduce, args, timeout, [&](CollectiveContext& context) {
+    return coded::all_reduce(context, impl_->algo(), args);
+  });
 }
 
 bool Communicator::reduce_scatter_coded(const CodedArgs& args, void* out, Milliseconds timeout) {
@@ -148,11 +123,9 @@ bool Communicator::all_gather_coded(const CodedArgs& args, void* out, Millisecon
   impl_->check_buffer(Op::all_gather, args.data.data, args.data.size, size_of(args.data.dtype));
   impl_->check_parts(Op::all_gather, Parts(out, args.data.size), size_of(args.data.dtype));
   coded::check("all_gather_coded", args, 1);
-  const Parts rows = Parts(out, args.data.size).of(size_of(args.data.dtype));
-  return impl_->exchange_coded(
-      Op::all_gather, args, timeout,
-      [&](CollectiveContext& context) { return coded::all_gather(context, args, out); },
-      {rows, size()});
+  return impl_->exchange_coded(Op::all_gather, args, timeout, [&](CollectiveContext& context) {
+    return coded::all_gather(context, args, out);
+  });
 }
 
 void Communicator::reduce_scatter(const ConstParts& in, void* out, DType dtype, ReduceOp op,
@@ -163,13 +136,8 @@ void Communicator::reduce_scatter(const ConstParts& in, void* out, DType dtype, 
   impl_->check_buffer(Op::reduce_scatter, out, in.numel(rank()), size_of(dtype));
   OpTag tag = make_tag(Op::reduce_scatter, in, size(), dtype, op);
   Contribution ours(dtype, op, factor);
-  if (Window* window = impl_->window()) {
-    return impl_->run(tag, timeout, [&](const Deadline& deadline) {
-      shared::reduce_scatter(*window, tag, ours.of(in, size()), out, deadline);
-    });
-  }
-  impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
-    dispatch::reduce_scatter(context, impl_->algo(), ours.of(in, size()), out, {dtype, op});
+  impl_->collective(tag, timeout, [&](const dispatch::Call& call) {
+    dispatch::reduce_scatter(call, ours.of(in, size()), out, {dtype, op});
   });
 }
 
@@ -183,14 +151,8 @@ void Communicator::reduce(const void* in, void* out, size_t numel, DType dtype, 
   OpTag tag = make_tag(Op::reduce, numel, dtype, op, root);
   Contribution ours(dtype, op, factor);
   void* result = rank() == root ? out : nullptr;
-  if (Window* window = impl_->window()) {
-    return impl_->run(tag, timeout, [&](const Deadline& deadline) {
-      shared::reduce(*window, tag, ours.of(in, numel, result), out, deadline);
-    });
-  }
-  impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
-    dispatch::reduce(context, impl_->algo(), ours.of(in, numel, result), out, numel, {dtype, op},
-                     root);
+  impl_->collective(tag, timeout, [&](const dispatch::Call& call) {
+    dispatch::reduce(call, ours.of(in, numel, result), out, numel, {dtype, op}, root);
   });
 }
 
@@ -202,30 +164,16 @@ void Communicator::all_gather(const void* in, const Parts& out, DType dtype, Mil
   impl_->check_buffer(Op::all_gather, in, out.numel(rank()), size_of(dtype));
   OpTag tag = make_tag(Op::all_gather, out, size(), dtype);
   const Parts parts = out.of(size_of(dtype));
-  if (Window* window = impl_->window()) {
-    return impl_->run(
-        tag, timeout,
-        [&](const Deadline& deadline) { shared::all_gather(*window, tag, in, parts, deadline); },
-        {parts, size()});
-  }
-  impl_->exchange(
-      tag, timeout,
-      [&](CollectiveContext& context) { dispatch::all_gather(context, impl_->algo(), in, parts); },
-      {parts, size()});
+  impl_->collective(tag, timeout,
+                    [&](const dispatch::Call& call) { dispatch::all_gather(call, in, parts); });
 }
 
 void Communicator::exchange_paths(const void* in, void* out, size_t bytes) {
   OpTag tag = make_tag(Op::all_gather, bytes, DType::uint8);
   std::snprintf(tag.label, sizeof tag.label, "%s", kPathsLabel);
   const Parts parts = Parts(out, bytes).of(1);
-  if (Window* window = impl_->window()) {
-    return impl_->run(tag, {}, [&](const Deadline& deadline) {
-      shared::all_gather(*window, tag, in, parts, deadline);
-    });
-  }
-  impl_->exchange(tag, {}, [&](CollectiveContext& context) {
-    dispatch::all_gather(context, impl_->algo(), in, parts);
-  });
+  impl_->collective(tag, {},
+                    [&](const dispatch::Call& call) { dispatch::all_gather(call, in, parts); });
 }
 
 void Communicator::all_to_all(const ConstParts& in, const Parts& out, DType dtype,
@@ -236,16 +184,10 @@ void Communicator::all_to_all(const ConstParts& in, const Parts& out, DType dtyp
   impl_->check_own(Op::all_to_all, in.numel(rank()), out.numel(rank()),
                    !in.even(size()) || !out.even(size()));
   OpTag tag = make_tag(Op::all_to_all, in.total(size()), dtype);
-  if (Window* window = impl_->window()) {
-    return impl_->run(tag, timeout, [&](const Deadline& deadline) {
-      impl_->note_parts(in.total(size()), out.total(size()));
-      shared::all_to_all(*window, tag, in, out, deadline);
-    });
-  }
   const size_t element = size_of(dtype);
-  impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
+  impl_->collective(tag, timeout, [&](const dispatch::Call& call) {
     impl_->note_parts(in.total(size()), out.total(size()));
-    direct::all_to_all(context, in.of(element), out.of(element));
+    dispatch::all_to_all(call, in.of(element), out.of(element));
   });
 }
 
@@ -255,19 +197,10 @@ void Communicator::broadcast(void* data, size_t numel, DType dtype, int root,
   impl_->check_rank(Op::broadcast, "root", root);
   impl_->check_buffer(Op::broadcast, data, numel, size_of(dtype));
   OpTag tag = make_tag(Op::broadcast, numel, dtype, ReduceOp::sum, root);
-  const ReplicatedResult result = whole(data, numel, dtype);
-  if (Window* window = impl_->window()) {
-    return impl_->run(
-        tag, timeout,
-        [&](const Deadline& deadline) { shared::broadcast(*window, tag, data, deadline); }, result);
-  }
   const size_t bytes = numel * size_of(dtype);
-  impl_->exchange(
-      tag, timeout,
-      [&](CollectiveContext& context) {
-        dispatch::broadcast(context, impl_->algo(), data, bytes, root);
-      },
-      result);
+  impl_->collective(tag, timeout, [&](const dispatch::Call& call) {
+    dispatch::broadcast(call, data, bytes, root);
+  });
 }
 
 void Communicator::gather(const void* in, size_t numel, const Parts& out, DType dtype, int root,
@@ -280,14 +213,9 @@ void Communicator::gather(const void* in, size_t numel, const Parts& out, DType 
     impl_->check_own(Op::gather, numel, out.numel(root), true);
   }
   OpTag tag = make_tag(Op::gather, numel, dtype, ReduceOp::sum, root);
-  if (Window* window = impl_->window()) {
-    return impl_->run(tag, timeout, [&](const Deadline& deadline) {
-      shared::gather(*window, tag, in, out, deadline);
-    });
-  }
   const size_t element = size_of(dtype);
-  impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
-    direct::gather(context, in, numel * element, out.of(element), root);
+  impl_->collective(tag, timeout, [&](const dispatch::Call& call) {
+    dispatch::gather(call, in, numel * element, out.of(element), root);
   });
 }
 
@@ -301,25 +229,15 @@ void Communicator::scatter(const ConstParts& in, void* out, size_t numel, DType 
     impl_->check_own(Op::scatter, in.numel(root), numel, true);
   }
   OpTag tag = make_tag(Op::scatter, numel, dtype, ReduceOp::sum, root);
-  if (Window* window = impl_->window()) {
-    return impl_->run(tag, timeout, [&](const Deadline& deadline) {
-      shared::scatter(*window, tag, in, out, deadline);
-    });
-  }
   const size_t element = size_of(dtype);
-  impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
-    direct::scatter(context, in.of(element), out, numel * element, root);
+  impl_->collective(tag, timeout, [&](const dispatch::Call& call) {
+    dispatch::scatter(call, in.of(element), out, numel * element, root);
   });
 }
 
 void Communicator::barrier(Milliseconds timeout) {
   OpTag tag = make_tag(Op::barrier, 0, DType::uint8);
-  if (Window* window = impl_->window()) {
-    return impl_->run(tag, timeout,
-                      [&](const Deadline& deadline) { shared::barrier(*window, tag, deadline); });
-  }
-  impl_->exchange(tag, timeout,
-                  [&](CollectiveContext& context) { dispatch::barrier(context, impl_->algo()); });
+  impl_->collective(tag, timeout, [](const dispatch::Call& call) { dispatch::barrier(call); });
 }
 
 void Communicator::compare_sizes(Op op, size_t own, const std::vector<size_t>& parts, DType dtype,
@@ -339,15 +257,8 @@ void Communicator::compare_sizes(Op op, size_t own, const std::vector<size_t>& p
   OpTag tag = make_tag(op, std::accumulate(parts.begin(), parts.end(), size_t{0}), dtype, redop);
   add_sizes(tag, "parts of ", parts);
   const Parts out = Parts(theirs.data(), sizeof mine / size_of(dtype)).of(size_of(dtype));
-  if (Window* window = impl_->window()) {
-    impl_->run(tag, timeout, [&](const Deadline& deadline) {
-      shared::all_gather(*window, tag, &mine, out, deadline);
-    });
-  } else {
-    impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
-      dispatch::all_gather(context, impl_->algo(), &mine, out);
-    });
-  }
+  impl_->collective(tag, timeout,
+                    [&](const dispatch::Call& call) { dispatch::all_gather(call, &mine, out); });
   for (int r = 0; r < size(); r++) {
     if (theirs[r].own == parts[r]) continue;
     impl_->fail(op, "has a part of " + std::to_string(parts[r]) + " elements for rank " +

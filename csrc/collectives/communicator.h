@@ -123,13 +123,6 @@ class PYCOMM_API Communicator final : public ParentGroup {
   void compare_sizes(Op op, size_t own, const std::vector<size_t>& parts, DType dtype,
                      ReduceOp redop, Milliseconds timeout = {});
 
-  /// Compares digests. With the check "results", the next operation fails on all ranks if `digest`,
-  /// which is not 0, differs among them; the error calls it `what`. A later call replaces an
-  /// earlier one. All ranks call this between the same two operations.
-  void compare(const std::string& what, uint32_t digest);
-  /// True if the group makes that check.
-  bool compares() const;
-
   // Point to point. Messages are matched by (peer, tag) in order of posting, on a lane of its own.
 
   using Request = pycomm::Transfer;

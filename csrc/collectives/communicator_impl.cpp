@@ -72,7 +72,6 @@ Communicator::Impl::Impl(std::shared_ptr<Store> store, int rank, int size,
     : options_(without_heaps(options)),
       algo_(parse_algo(options_.algo)),
       timeout_(options_.timeout.count()),
-      result_checksums_(checks_results(options_.check)),
       mesh_(rendezvous(std::move(store), rank, size, options), options_, failure_),
       trace_(make_trace(rank, size, options_)),
       point_to_point_(std::make_shared<PointToPoint>(mesh_, failure_, *trace_,
@@ -90,27 +89,22 @@ void Communicator::Impl::over(Lane lane) {
   } catch (...) {
     thrown = from_notice(std::current_exception());
   }
-  // Another thread may be using them.
-  const ResultChecksums* result_checksums = lane == Lane::collective ? &result_checksums_ : nullptr;
   if (failure_.happened()) {
     // The thread that was first may not have told the others yet; all must be able to know before
     // our caller continues.
     mesh_.abort(to_notice(failure_.error(), rank()));
   } else {
-    end_with(thrown, lane, result_checksums);
+    end_with(thrown, lane);
   }
   if (lane != Lane::collective) return;
   const std::string problem = mesh_.take_back_heap();
   if (!problem.empty()) failure_.add(problem);
 }
 
-void Communicator::Impl::end_with(const std::exception_ptr& thrown, Lane lane,
-                                  const ResultChecksums* result_checksums) {
+void Communicator::Impl::end_with(const std::exception_ptr& thrown, Lane lane) {
   try {
     const std::exception_ptr error =
-        mesh_.aborted()
-            ? thrown
-            : with_rank_states(thrown, mesh_, lane, result_checksums, callers_.advice(rank()));
+        mesh_.aborted() ? thrown : with_rank_states(thrown, mesh_, lane, callers_.advice(rank()));
     // What another rank has reported meanwhile is the cause.
     const std::exception_ptr cause = mesh_.aborted();
     failure_.set(cause ? cause : error);

@@ -7,12 +7,11 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/algorithms/context.h"
+#include "collectives/algorithms/dispatch.h"
 #include "collectives/algorithms/rails.h"
 #include "collectives/algorithms/round_trips.h"
 #include "collectives/coded/coded.h"
 #include "collectives/communicator.h"
-#include "collectives/group/result_checksums.h"
 #include "collectives/point_to_point/point_to_point.h"
 #include "collectives/queue.h"
 #include "core/arithmetic.h"
@@ -57,21 +56,14 @@ class Communicator::Impl {
   }
   Milliseconds timeout() const { return Milliseconds(timeout_.load()); }
   void set_timeout(Milliseconds timeout) { timeout_ = timeout.count(); }
-  /// Window over memory that all ranks share, or null if an algorithm over channels was asked for.
-  Window* window() const {
-    const bool over_channels = algo_ != Algo::automatic && algo_ != Algo::hierarchical;
-    return over_channels ? nullptr : mesh_.window();
-  }
-
   /// Runs one collective: body(deadline), with the call's number in the tag.
   template <typename Body>
-  void run(OpTag& tag, Milliseconds timeout, const Body& body, const ReplicatedResult& alike = {}) {
+  void run(OpTag& tag, Milliseconds timeout, const Body& body) {
     check_process(name(tag.op));
     callers_.note();
     const auto turn = take_turn(tag.op);
     tag.seq = ++seq_;
     if (failure_.happened()) failure_.rethrow_in(tag, rank());
-    result_checksums_.stamp(tag);
     recording_ = trace_->start(tag, issued_);
     issued_ = 0;
     timing_ = {};
@@ -89,7 +81,6 @@ class Communicator::Impl {
       failure_.rethrow_in(tag, rank());
     }
     trace_->end(recording_, tag, timing_);
-    result_checksums_.keep(tag, alike);
   }
 
   /// Records that the calling thread issues a collective, perhaps for another one to run.
@@ -107,10 +98,23 @@ class Communicator::Impl {
     return trace_->schedule(tag);
   }
 
+  /// Runs one collective: body(call), where the call goes over memory that all ranks share, unless
+  /// there is none or an algorithm over channels was asked for.
+  template <typename Body>
+  void collective(OpTag& tag, Milliseconds timeout, const Body& body) {
+    const bool over_channels = algo_ != Algo::automatic && algo_ != Algo::hierarchical;
+    Window* const window = over_channels ? nullptr : mesh_.window();
+    if (window == nullptr) {
+      return exchange(tag, timeout,
+                      [&](CollectiveContext& context) { body(dispatch::Call(context, algo_)); });
+    }
+    run(tag, timeout,
+        [&](const Deadline& deadline) { body(dispatch::Call(*window, tag, deadline)); });
+  }
+
   /// Runs one collective over channels.
   template <typename Body>
-  void exchange(OpTag& tag, Milliseconds timeout, const Body& body,
-                const ReplicatedResult& alike = {}) {
+  void exchange(OpTag& tag, Milliseconds timeout, const Body& body) {
     const auto over_channels = [&](const Deadline& deadline) {
       CollectiveContext context(mesh_, scratch_, tag, deadline, options_.segment_bytes,
                                 {*trace_, recording_, timing_});
@@ -119,7 +123,7 @@ class Communicator::Impl {
       mesh_.rank_state().end(tag);
       mesh_.note_links(*trace_);
     };
-    run(tag, timeout, over_channels, alike);
+    run(tag, timeout, over_channels);
   }
 
   void learn_links(CollectiveContext& context) {
@@ -133,30 +137,21 @@ class Communicator::Impl {
 
   /// Runs body(context) of an operation with codecs and returns its result.
   template <typename Body>
-  bool exchange_coded(Op op, const CodedArgs& args, Milliseconds timeout, const Body& body,
-                      const ReplicatedResult& alike = {}) {
+  bool exchange_coded(Op op, const CodedArgs& args, Milliseconds timeout, const Body& body) {
     const ReduceOp redop = args.average ? ReduceOp::avg : ReduceOp::sum;
     OpTag tag = make_tag(op, args.data.size, args.data.dtype, redop);
     tag.codec = coded::signature(args);
     coded::label(args).copy(tag.label, sizeof tag.label - 1);
     bool result = false;
-    exchange(tag, timeout, [&](CollectiveContext& context) { result = body(context); }, alike);
+    exchange(tag, timeout, [&](CollectiveContext& context) { result = body(context); });
     return result;
   }
 
   /// Called with an error in flight that no rank can recover from: tells all ranks. Afterwards the
   /// group has a failure.
   void over(Lane lane);
-  void end_with(const std::exception_ptr& thrown, Lane lane,
-                const ResultChecksums* result_checksums);
+  void end_with(const std::exception_ptr& thrown, Lane lane);
   void abort(const std::string& reason) noexcept;
-
-  void compare(const std::string& what, uint32_t digest) {
-    check_process("compare");
-    const auto turn = take_turn(Op::none);
-    result_checksums_.compare(what, digest);
-  }
-  bool compares() const { return result_checksums_.on(); }
 
   /// Checks a buffer with elements of the given size: their number may come from anywhere, so their
   /// size in bytes may wrap.
@@ -257,7 +252,6 @@ class Communicator::Impl {
   const CommunicatorOptions options_;
   const Algo algo_;
   std::atomic<Milliseconds::rep> timeout_;
-  ResultChecksums result_checksums_;
   Failure failure_;
   ChannelMesh mesh_;
   Scratch scratch_;

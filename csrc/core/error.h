@@ -34,15 +34,10 @@ class PYCOMM_API PeerLost : public Error {
   std::vector<int> ranks;  ///< all that are known to be gone, `rank` among them, ascending
 };
 
-/// Two ranks made different calls: op, order, dtype, size, codec or version. Or they hold different
-/// bytes where all must be equal (PYCOMM_CHECK=results).
+/// Two ranks made different calls: op, order, dtype, size, codec or version.
 class PYCOMM_API WireMismatch : public Error {
  public:
   using Error::Error;
-  WireMismatch(const std::string& what, int peer, const OpTag& theirs)
-      : Error(what), peer(peer), theirs(theirs) {}
-  int peer = -1;  ///< the rank that has called `theirs`; -1: not known
-  OpTag theirs;
 };
 
 }  // namespace pycomm

@@ -85,11 +85,10 @@ std::string describe(const OpTag& tag) {
 
 std::string describe_fully(const OpTag& tag) {
   const bool collective = tag.op != Op::send && tag.op != Op::recv;
-  if (!collective || (!tag.codec && !tag.result && !tag.state)) return describe(tag);
-  char digests[48];
-  std::snprintf(digests, sizeof digests, " with digests %08x, %08x, %08x", tag.codec, tag.result,
-                tag.state);
-  return describe(tag) + digests;
+  if (!collective || tag.codec == 0) return describe(tag);
+  char digest[24];
+  std::snprintf(digest, sizeof digest, " with digest %08x", tag.codec);
+  return describe(tag) + digest;
 }
 
 }  // namespace pycomm

@@ -33,13 +33,8 @@ struct OpTag {
   DType dtype = DType::float32;
   ReduceOp redop = ReduceOp::sum;
   uint8_t reserved = 0;
-  int32_t root = -1;  ///< root rank of a rooted op, else -1
-  /// With PYCOMM_CHECK=results, checksums of data that all ranks hold alike when they call: the
-  /// result of an earlier op, and what callers name (collectives/group/result_checksums.h). 0:
-  /// none.
-  uint32_t result = 0;
-  uint32_t state = 0;
-  char label[28] = {};  ///< codec in words ("int4,block=128"), zero-terminated
+  int32_t root = -1;    ///< root rank of a rooted op, else -1
+  char label[36] = {};  ///< codec in words ("int4,block=128"), zero-terminated
 
   /// Hash that is equal on all ranks that make the same call; never 0.
   PYCOMM_API uint32_t hash() const;
@@ -73,8 +68,8 @@ PYCOMM_API size_t size_of(DType dtype);
 
 /// "all_reduce #12 (sum of 1000 float32, int4,block=128)", "recv of 80 bytes from rank 1 (tag 7)".
 PYCOMM_API std::string describe(const OpTag& tag);
-/// Describes it with the checksums of options, result and state, if it has any: for two tags that
-/// may differ in nothing else.
+/// Describes it with the digest of its codecs, if it has any: for two tags that may differ in nothing
+/// else.
 PYCOMM_API std::string describe_fully(const OpTag& tag);
 
 /// Tag of a send to a rank or a recv from it, -1 for any; it is for people and does not travel with

@@ -70,10 +70,6 @@ GROUP_OPTION(std::string, checksum, "auto", "PYCOMM_CHECKSUM", words({"auto", "p
              "checksum of TCP frames: `payload` (CRC-32C of header and payload), `header`, or "
              "`auto`: payloads too, unless all ranks are on one host or TLS authenticates them",
              "", "");
-GROUP_OPTION(std::string, check, "none", "PYCOMM_CHECK", words({"none", "results"}), same, group,
-             "`results`: digests of results and parameters travel with the next operation, and a "
-             "difference is an error",
-             "", "reliability.md#divergence-detection");
 GROUP_OPTION(int, trace_size, 2048, "PYCOMM_TRACE_SIZE", whole(0, 1000000), any, group,
              "operations that each group remembers, 0 to 1000000", "", "trace.md");
 

@@ -140,10 +140,6 @@ Lowered lower(DType dtype, ReduceOp op) {
   return {dtype, op, 1};
 }
 
-bool is_order_free(DType dtype, ReduceOp op) {
-  return is_integer(dtype) || dtype == DType::boolean || is_bitwise(op);
-}
-
 void reduce(const ReduceArgs& args) {
   check_reducible(args.dtype, args.op);
   const DefaultArithmetic arithmetic;

@@ -26,10 +26,6 @@ struct ReduceArgs {
 /// Throws Error if the op has no meaning for the dtype (band on floats, min on complex, ...).
 PYCOMM_API void check_reducible(DType dtype, ReduceOp op);
 
-/// True if every order of the inputs gives the same bits: integers, bools and bit ops. Not the
-/// minimum and maximum of floats, which may choose between 0 and -0.
-PYCOMM_API bool is_order_free(DType dtype, ReduceOp op);
-
 /// Reduction after lowering: bools and bit ops are bit ops on bytes, all complex ops
 /// but prod are ops on twice as many floats.
 struct Lowered {

@@ -18,7 +18,7 @@ inline WireMismatch mismatch(const MessageEnd& wanted, const MessageEnd& sent) {
     return "rank " + std::to_string(end.rank) + verb + std::to_string(end.bytes) + " bytes of " +
            describe_fully(end.tag);
   };
-  return {text(wanted, " expects ") + ", " + text(sent, " sends "), sent.rank, sent.tag};
+  return WireMismatch(text(wanted, " expects ") + ", " + text(sent, " sends "));
 }
 
 }  // namespace pycomm

@@ -15,16 +15,12 @@ class RandomKey:
     seed: int = 0  # 64 bits
     step: int = 0  # 32 bits
     tensor: int = 0  # 32 bits: number of the parameter
-    rank: int = 0  # the encoding rank, for rounding that is correlated across ranks
-    ranks: int = 1  # number of ranks that encode the same tensor
 
     def __post_init__(self) -> None:
         for name, bits in (("seed", 64), ("step", 32), ("tensor", 32)):
             value = getattr(self, name)
             if not 0 <= value < 1 << bits:
                 raise ValueError(f"RandomKey: {name}={value} does not fit in {bits} unsigned bits")
-        if not 0 <= self.rank < self.ranks < 1 << 32:
-            raise ValueError(f"RandomKey: rank={self.rank} must be below ranks={self.ranks}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +45,5 @@ class EncodeArgs:
             "seed": self.key.seed,
             "step": self.key.step,
             "tensor": self.key.tensor,
-            "rank": self.key.rank,
-            "ranks": self.key.ranks,
             "index": self.index,
         }

@@ -59,11 +59,6 @@ class Codec(ABC):
         return False
 
     @property
-    def shared_seed(self) -> bool:
-        """True if all ranks encode with the same seed, so that their errors cancel."""
-        return False
-
-    @property
     def unbiased(self) -> bool:
         """True if decoded values are right on average over all keys, and far off in each payload.
 

@@ -1,4 +1,4 @@
-"""eden: half a bit to 8 bits per value, 64 to 4 times smaller than float32, unbiased.
+"""eden: 1 to 4 bits per value, 31 to 8 times smaller than float32, unbiased.
 
 Wire format: docs/wire/eden.md. Vargaftik et al., "DRIVE: One-bit distributed mean estimation"
 (NeurIPS 2021) describes one bit; "EDEN: Communication-efficient and robust distributed mean
@@ -25,10 +25,8 @@ from pycomm.codecs.block import (
     unpack_bits,
 )
 from pycomm.codecs.philox import derived_seed
-from pycomm.codecs.rotation import HEADER, SIZES, header, random_bits, rotate, unrotate
+from pycomm.codecs.rotation import HEADER, SIZES, header, rotate, unrotate
 from pycomm.eden_levels import BORDERS, LEVELS
-
-WIDTHS = (0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8)
 
 
 @dataclass(frozen=True)
@@ -39,15 +37,13 @@ class Eden(Codec):
     combine: ClassVar[Combine] = "recode"
     wire_version: ClassVar[int] = 2
 
-    bits: float = 2
+    bits: int = 2
     size: int = 1024
     scale: Literal["unbiased", "mmse"] = "unbiased"
 
     def __post_init__(self) -> None:
-        if self.bits not in WIDTHS:
-            raise ValueError(f"eden: bits={self.bits}: use 0.5, 1, 1.5, ... 4, 5, 6, 7 or 8")
-        if float(self.bits).is_integer():
-            object.__setattr__(self, "bits", int(self.bits))
+        if self.bits not in (1, 2, 3, 4):
+            raise ValueError(f"eden: bits={self.bits}: use 1, 2, 3 or 4")
         if self.size not in SIZES:
             raise ValueError(f"eden: size={self.size}: use one of {', '.join(map(str, SIZES))}")
         if self.scale not in ("unbiased", "mmse"):
@@ -69,7 +65,7 @@ class Eden(Codec):
         rotations = -(-numel // self.size)
         if rotations == 0:
             return 0
-        return HEADER + 4 * rotations + padded(int(rotations * self.size * self.bits) // 8)
+        return HEADER + 4 * rotations + padded(rotations * self.size * self.bits // 8)
 
     def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
         if p.numel() == 0:
@@ -84,17 +80,8 @@ class Eden(Codec):
         u = torch.where(used[:, None], y * shrink[:, None], torch.zeros_like(y))
         energy = add_halves(u * u)
         inv = (torch.full_like(energy, self.size) / energy).sqrt()
-        wide, narrow = self._parts(u, head)
-        bits = int(self.bits)
-        if narrow is None:
-            code, value = _quantize(wide, inv, bits)
-            along, square = value * wide, value * value
-        else:
-            code, value = _quantize(wide, inv, bits + 1)
-            low, low_value = _quantize(narrow, inv, bits)
-            code = low | code << bits
-            along = value * wide + low_value * narrow
-            square = value * value + low_value * low_value
+        code, value = _quantize(u, inv, self.bits)
+        along, square = value * u, value * value
         if self.scale == "mmse":
             ratio = add_halves(along) / add_halves(square)
         else:
@@ -103,47 +90,21 @@ class Eden(Codec):
         unused = torch.where(amax <= TINY, torch.zeros_like(amax), nan)
         scale = torch.where(used, ratio * exponent.view(torch.float32), unused)
         code = torch.where(used[:, None], code, torch.zeros_like(code)).to(torch.uint8)
-        unit_bits = bits if narrow is None else 2 * bits + 1
-        return payload(head, scale, pack_bits(code.view(-1), unit_bits))
+        return payload(head, scale, pack_bits(code.view(-1), self.bits))
 
     def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
         if numel == 0:
             return torch.empty(0, device=payload.device, dtype=torch.float32)
         rotations, head = -(-numel // self.size), payload[:HEADER]
         scale = payload[HEADER : HEADER + 4 * rotations].view(torch.float32)[:, None]
-        data, bits = payload[HEADER + 4 * rotations :], int(self.bits)
-        if bits == self.bits:
-            code = unpack_bits(data, bits, rotations * self.size).view(rotations, -1)
-            y = _dequantize(code, bits) * scale
-        else:
-            code = unpack_bits(data, 2 * bits + 1, rotations * self.size // 2).view(rotations, -1)
-            wide, narrow = _dequantize(code >> bits, bits + 1), _dequantize(code, bits)
-            second = self._second(rotations, head)
-            wide, narrow = wide * scale, narrow * scale
-            first = torch.where(second, narrow, wide)
-            y = torch.cat((first, torch.where(second, wide, narrow)), dim=1)
+        data = payload[HEADER + 4 * rotations :]
+        code = unpack_bits(data, self.bits, rotations * self.size).view(rotations, -1)
+        y = _dequantize(code, self.bits) * scale
         return unrotate(y, head, numel)
-
-    def _second(self, rotations: int, head: torch.Tensor) -> torch.Tensor:
-        """Return whether the second value of a pair has the extra bit: bool [rotations, size/2]."""
-        bits = random_bits(head, rotations * self.size, stream=1).view(rotations, -1)
-        return bits[:, : self.size // 2] == 1
-
-    def _parts(
-        self, u: torch.Tensor, head: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the values with most bits, and, for half bits, those with one less, or None."""
-        if isinstance(self.bits, int):
-            return u, None
-        second = self._second(len(u), head)
-        a, b = u[:, : self.size // 2], u[:, self.size // 2 :]
-        return torch.where(second, b, a), torch.where(second, a, b)
 
 
 def _quantize(u: torch.Tensor, inv: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes (int32), a level's index with the sign on top, and the values they represent."""
-    if bits == 0:
-        return torch.zeros_like(u, dtype=torch.int32), torch.zeros_like(u)
     z = (u * inv[:, None]).abs()
     place = torch.zeros_like(u, dtype=torch.int32)
     for border in BORDERS[bits]:
@@ -155,8 +116,6 @@ def _quantize(u: torch.Tensor, inv: torch.Tensor, bits: int) -> tuple[torch.Tens
 
 def _dequantize(code: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the values of the lowest ``bits`` bits of codes (uint8)."""
-    if bits == 0:
-        return torch.zeros_like(code, dtype=torch.float32)
     place = code & ((1 << (bits - 1)) - 1)
     value = torch.tensor(LEVELS[bits], device=code.device, dtype=torch.float32)[place.long()]
     return torch.where(code >> (bits - 1) & 1 == 1, -value, value)

@@ -17,7 +17,7 @@ from pycomm.plan.codecs import NONE, Coding
 STAGE = 1 << 20
 """Bytes of a stage of the exact hierarchical all-reduce."""
 
-EXACT = ("one_shot", "two_shot", "bruck", "halving_doubling", "ring", "hierarchical")
+EXACT = ("one_shot", "two_shot", "bruck", "ring", "hierarchical")
 AUTO = ("one_shot", "two_shot", "bruck")
 """Algorithms that keep rank order; pycomm's `auto` chooses among them on nodes of one rank."""
 CODED = {
@@ -125,12 +125,6 @@ def steps(algorithm: str, n: int, payload: float) -> tuple[float, float, float, 
     if algorithm == "ring":
         moved = 2 * others / n * payload
         return 2 * others, 2 * others, moved, moved
-    if algorithm == "halving_doubling":
-        corners = 1 << (n.bit_length() - 1)
-        pairs = 1 if n > corners else 0
-        rounds = 2 * (math.log2(corners) + pairs)
-        moved = 2 * payload * ((corners - 1) / corners + pairs)
-        return rounds, rounds, moved, moved
     raise KeyError(algorithm)
 
 

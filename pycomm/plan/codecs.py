@@ -57,7 +57,7 @@ class Coding:
 
         Two codings with v each end at 2 v + v^2 for any number of ranks: the second one also codes
         the errors of the first. (A ring that coded again at each hop would end at v (n+1)/2 and
-        more, recursive halving at v (1 + log2(n)/2).)
+        more.)
         """
         return self.error * (2 + self.error) if self.codings == 2 else self.codings * self.error
 

@@ -23,12 +23,12 @@ from pycomm.feedback.rule import EXACT
 from pycomm.reduction.bucket import BucketPiece
 
 GRAIN = 32  # kGrain of coded/layout.h
-OWNER_HOP, SHARED_HOP = -1, -2
+OWNER_HOP = -1
 _MASK = (1 << 64) - 1
 
 
 def hop_seed(seed: int, rank: int) -> int:
-    """Return the seed of what `rank` sends, or of one of the hops above; as in coded.h."""
+    """Return the seed of what `rank` sends, or of OWNER_HOP; as in coded.h."""
     z = (seed + 0x9E3779B97F4A7C15 * (rank + 2)) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -262,14 +262,10 @@ class Coder:
             at += used
 
     def _key(self, piece: BucketPiece, worker: bool, row: int) -> RandomKey:
-        hop, rank, ranks = OWNER_HOP, 0, 1
-        if worker:
-            rank, ranks = self.rank, self.ranks
-            hop = SHARED_HOP if piece.codec.shared_seed else rank
-        seed = hop_seed(self.seed, hop)
+        seed = hop_seed(self.seed, self.rank if worker else OWNER_HOP)
         if row > 0:
             seed = hop_seed(seed, row)
-        return RandomKey(seed, self.step, piece.tensor, rank, ranks)
+        return RandomKey(seed, self.step, piece.tensor)
 
 
 # Float32 values of a bucket are encoded and decoded in place. The runs of a 16-bit bucket are

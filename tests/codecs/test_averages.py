@@ -25,22 +25,16 @@ EXACT = [
     "int8:rounding=stochastic",
     "int4:block=64,rounding=stochastic",
     "int2:rounding=stochastic",
-    "int3:rounding=stochastic,range=minmax",
-    "int6:block=32,range=minmax,rounding=stochastic,scale=bfloat16",
-    "int4:rounding=correlated",
+    "int3:rounding=stochastic",
+    "int6:block=32,rounding=stochastic",
 ]
 ROTATED = [
-    "eden:bits=0.5",
     "eden:bits=1",
     "eden:bits=1,size=128",
-    "eden:bits=1.5,size=256",
+    "eden:bits=3,size=256",
     "eden:bits=2",
     "eden:bits=2,size=128",
     "eden:bits=4,size=4096",
-    "eden:bits=5",
-    "eden:bits=6,size=128",
-    "eden:bits=7",
-    "eden:bits=8",
 ]
 BIAS = dict.fromkeys(EXACT, 1e-5) | dict.fromkeys(ROTATED, 0.01)
 
@@ -60,7 +54,7 @@ VALUES = values()
 
 
 def decoded(codec: Codec, x: torch.Tensor, step: int) -> torch.Tensor:
-    key = RandomKey(seed=77, step=step, tensor=3, rank=1, ranks=2)
+    key = RandomKey(seed=77, step=step, tensor=3)
     payload = codec.encode(x, key=key)
     return codec.decode(payload, x.numel()).double()
 
@@ -125,9 +119,7 @@ def test_what_stands_beside_a_large_value_arrives_whole(spec, ratio):
     assert chance < 0.12  # otherwise the test has no power
 
 
-@pytest.mark.parametrize(
-    "spec", ["eden:bits=1", "eden:bits=2,size=128", "eden:bits=4,size=32", "eden:bits=6"]
-)
+@pytest.mark.parametrize("spec", ["eden:bits=1", "eden:bits=2,size=128", "eden:bits=4,size=32"])
 def test_error_of_a_mean_falls_with_the_ranks(spec):
     # Student's t with 3 degrees of freedom: a few values dominate many of the rotations.
     g = torch.Generator().manual_seed(14)
@@ -146,11 +138,7 @@ def test_error_of_a_mean_falls_with_the_ranks(spec):
 # Near them the decoded result is never worse than zero.
 
 
-MORE = [
-    f"int{bits}:range=minmax{scale}"
-    for bits in (2, 4, 8)
-    for scale in ("", ",scale=bfloat16", ",rounding=stochastic")
-]
+MORE = [f"int{bits}:rounding=stochastic" for bits in (2, 4, 8)]
 N = 2048
 
 
@@ -183,7 +171,7 @@ def limit(codec: pycomm.codecs.base.Codec) -> float:
     if not codec.unbiased:
         return 1.0
     assert codec.name == "eden"
-    return 2.14 * 1.2  # of half a bit; a few rotations vary by chance
+    return 0.571 * 1.2  # of one bit; a few rotations vary by chance
 
 
 @pytest.mark.parametrize("spec", [*SPECS, *ROTATIONS, *MORE])
@@ -205,14 +193,3 @@ def check_that_it_is_not_worse_than_nothing(codec: Codec, case: str) -> None:
         return
     error = (got.double() - x.double()).square().sum()
     assert float(error) <= limit(codec) * float(x.double().square().sum()) * 1.0001
-
-
-@pytest.mark.parametrize("scale", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", EXTREMES)
-def test_a_block_without_levels_is_its_value_next_to_zero(case, scale):
-    codec = pycomm.codec(f"int4:range=minmax,scale={scale}")
-    x = EXTREMES[case]
-    rows = x.view(-1, codec.block)
-    flat = (rows.amax(dim=1) - rows.amin(dim=1)) <= 2.0**-100
-    got = codec.decode(codec.encode(x), N).view_as(rows)
-    assert bool(((got - rows).abs() <= rows.abs())[flat].all())

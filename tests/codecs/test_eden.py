@@ -13,10 +13,8 @@ from tests.codecs.harness import code_and_decode, relative_error
 from tests.extent import each_value
 
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
-# The paper's up to 4 bits, re-computed; above, what the best levels of N(0, 1) lose.
+# The paper's, re-computed.
 UNBIASED = {1: 0.5708, 2: 0.1331, 3: 0.03578, 4: 0.00959}
-UNBIASED |= {5: 0.002511, 6: 0.000645, 7: 0.0001635, 8: 0.0000412}
-EVERY_BITS = [0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8]
 
 
 # 4 %: a rotation of 1024 values is not quite normal, less so if many of them are zero.
@@ -41,24 +39,15 @@ def test_the_other_scale_has_the_least_error(bits):
     assert error == pytest.approx(UNBIASED[bits] / (1 + UNBIASED[bits]), rel=0.02)
 
 
-@pytest.mark.parametrize("bits", [0.5, 1.5, 2.5, 3.5])
-def test_half_a_bit_is_between(bits):
-    low, high = int(bits), int(bits) + 1
-    least = {b: v / (1 + v) for b, v in UNBIASED.items()} | {0: 1.0}
-    mean = (least[low] + least[high]) / 2  # half the values have each
-    error = relative_error(pycomm.codec(f"eden:bits={bits}"), NORMAL)
-    assert error == pytest.approx(mean / (1 - mean), rel=0.02)
-
-
-@pytest.mark.parametrize("bits", EVERY_BITS)
+@pytest.mark.parametrize("bits", UNBIASED)
 def test_size_is_known_before(bits):
     codec = pycomm.codec(f"eden:bits={bits},size=32")
-    assert codec.encoded_bytes(3200) == 16 + 400 + int(400 * bits)
+    assert codec.encoded_bytes(3200) == 16 + 400 + 400 * bits
     assert codec.encoded_bytes(3201) == codec.encoded_bytes(3232)
     assert codec.encode(NORMAL[:3201]).numel() == codec.encoded_bytes(3201)
 
 
-@pytest.mark.parametrize("bits", EVERY_BITS)
+@pytest.mark.parametrize("bits", UNBIASED)
 def test_sizes_of_squares_do_not_matter(bits):
     codec, x = pycomm.codec(f"eden:bits={bits}"), NORMAL[:2048]
     plain = code_and_decode(codec, x)
@@ -110,7 +99,7 @@ def test_signs_are_words_of_the_core():
 
 
 def test_key_and_index_change_the_signs():
-    codec, x = pycomm.codec("eden:bits=8"), SHORT[:1024]
+    codec, x = pycomm.codec("eden:bits=4"), SHORT[:1024]
     keys = [RandomKey(), RandomKey(seed=1), RandomKey(step=1), RandomKey(tensor=1)]
     payloads = [codec.encode(x, key=key)[16:] for key in keys] + [codec.encode(x, index=1024)[16:]]
     assert len({bytes(payload.tolist()) for payload in payloads}) == len(payloads)

@@ -18,7 +18,7 @@ from tests.codecs.harness import never_sent, relative_error, same
 from tests.extent import each_value
 
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
-BITS = [0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8]
+BITS = [1, 2, 3, 4]
 FORMS = [f"mx:format={form}" for form in ELEMENTS]
 VALUES = ["float32", "int8", "bins2"]
 
@@ -71,7 +71,6 @@ def block_of(codec: Codec, numel: int) -> int:
 OVERFLOWS = [
     *("fp8_e4m3", "fp8_e5m2", "sign", "sign:block=32", "sign:block=2048"),
     *("int8", "int8:block=32", "int4", "int4:block=32", "int7", "int3", "int2"),
-    *("int8:range=minmax", "int4:range=minmax,scale=bfloat16"),
     *FORMS,
     *(f"eden:bits={bits}" for bits in BITS),
     *(f"topk:0.01,values={v},indices={i}" for v in VALUES for i in ("int32", "int12")),

@@ -20,7 +20,7 @@ from tests.ranks import attempt, run, run_processes
 RANKS = [1, 2, 3, 4, 5, 7, 8]
 SIZES = [0, 1, 3, 17, 1000, 30011]
 # Algorithms to test by name; the other values of `algo` are sets of these.
-ALGOS = ["one_shot", "two_shot", "bruck", "halving_doubling", "ring", "tree"]
+ALGOS = ["one_shot", "two_shot", "bruck", "ring", "tree"]
 # Algorithms whose float sums are in rank order, by operation.
 RANK_ORDER = {
     "all_reduce": ["auto", "flat", "direct", "one_shot", "two_shot", "bruck", "tree"],
@@ -157,35 +157,6 @@ def test_ring_sums_have_the_same_bits_on_all_ranks(ranks):
         for results in run(ranks, float_sums, algo="ring", **options)
     )
     assert all(other == first for other in others)
-
-
-@everywhere
-def test_halving_doubling_has_one_order_at_every_size(ranks):
-    """A sum is the same balanced tree at every position, for every length of the buffer."""
-    sizes = [1, 17, 1000, 30011]
-
-    def job(c):
-        results = []
-        for numel in sizes:
-            x = floats(c.rank, sizes[-1])[:numel].copy()
-            c.all_reduce(x)
-            results.append(x)
-        whole = np.empty(sizes[-1], np.float32)
-        pieces = np.array_split(floats(c.rank, sizes[-1]), c.size)
-        for r, piece in enumerate(pieces):
-            begin = sum(len(p) for p in pieces[:r])
-            repeated = np.tile(piece, c.size)
-            out = np.empty(len(piece), np.float32)
-            c.reduce_scatter(repeated, out)
-            whole[begin : begin + len(piece)] = out
-        return [bits(x) for x in results], bits(whole), results[-1]
-
-    outcomes = run(ranks, job, transport="local", algo="halving_doubling")
-    outcomes += run(ranks, job, transport="local", algo="halving_doubling", **TINY)
-    for prefixes, scattered, longest in outcomes:
-        assert bits(longest) == bits(outcomes[0][2])
-        assert scattered == bits(longest)
-        assert prefixes == [bits(longest[:numel]) for numel in sizes]
 
 
 def small_values(rank, dtype, numel):

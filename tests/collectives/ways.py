@@ -24,9 +24,9 @@ WAYS = {
 }
 # The algorithms of each collective; the others choose `auto`.
 ALGOS_OF = {
-    "all_reduce": ["one_shot", "two_shot", "bruck", "halving_doubling", "ring"],
-    "reduce_scatter": ["one_shot", "halving_doubling", "ring"],
-    "all_gather": ["one_shot", "bruck", "halving_doubling", "ring"],
+    "all_reduce": ["one_shot", "two_shot", "bruck", "ring"],
+    "reduce_scatter": ["one_shot", "ring"],
+    "all_gather": ["one_shot", "bruck", "ring"],
     "broadcast": ["one_shot", "two_shot", "tree"],
     "reduce": ["one_shot", "two_shot", "tree"],
     "barrier": ["one_shot", "bruck"],

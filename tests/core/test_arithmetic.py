@@ -179,7 +179,7 @@ def all_results(c, set_on) -> list[bytes]:
     "way",
     [
         *WAYS.values(),
-        {"transport": "local", "algo": "halving_doubling"},
+        {"transport": "local", "algo": "ring"},
         {"transport": "local", "algo": "one_shot"},
         {"transport": "local", "nodes": [0, 0, 1], "sockets": 1},
     ],

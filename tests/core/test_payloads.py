@@ -15,7 +15,7 @@ from pycomm.errors import Error
 
 SPECS = [
     "cast:dtype=float8_e5m2",
-    "quant:bits=3,range=minmax,scale=bfloat16",
+    "quant:bits=3",
     "quant:bits=8,block=2048",
     "mx:format=fp6_e2m3",
     "mx:format=nvfp4",
@@ -23,9 +23,8 @@ SPECS = [
     "topk:density=0.05",
     "topk:density=0.05,values=int8,indices=int12",
     "topk:density=0.3,values=bins2,indices=int12",
-    "eden:bits=3.5,size=4096",
-    "eden:bits=0.5,size=64",
-    "eden:bits=7,size=64",
+    "eden:bits=3,size=4096",
+    "eden:bits=4,size=64",
     "lossless",
     "lossless:dtype=bfloat16",
 ]

@@ -100,8 +100,8 @@ def test_parts_that_differ_in_all_to_all():
 CODED = {
     "codec": ({"codec": "sign"}, "sign"),
     "codec's options": ({"codec": "quant:block=128"}, "block=128"),
-    "seed": ({"seed": 2}, "with digests"),
-    "step": ({"step": 2}, "with digests"),
+    "seed": ({"seed": 2}, "with digest"),
+    "step": ({"step": 2}, "with digest"),
     "average": ({"average": False}, "sum of 1000 float32"),
 }
 
@@ -146,7 +146,6 @@ def meet(*options: dict[str, Any]) -> list[Any]:
     [
         ("algo", ("direct", "ring"), ("algo=direct", "algo=ring")),
         ("transport", ("local", "tcp"), ("transport=local", "transport=tcp")),
-        ("check", ("none", "results"), ("check=none", "check=results")),
         ("segment_bytes", (0, 64), ("segment_bytes=0", "segment_bytes=64")),
         ("nodes", ((0, 0), (0, 1)), ("nodes=0,0", "nodes=0,1")),
     ],

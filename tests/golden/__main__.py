@@ -21,7 +21,7 @@ from pycomm.codecs.implementations import Reference
 from tests.codecs.cases import CASES, SPECS
 
 FOLDER = Path(__file__).parent
-KEY = RandomKey(seed=0x0123456789ABCDEF, step=7, tensor=0xFEDCBA98, rank=2, ranks=5)
+KEY = RandomKey(seed=0x0123456789ABCDEF, step=7, tensor=0xFEDCBA98)
 # Few, since they are stored once per codec text; the contract test has the rest.
 NAMES = [
     "normal-1",

@@ -69,9 +69,7 @@ def reduced(codec: Codec, inputs: list[torch.Tensor], step: int) -> torch.Tensor
     ranks = len(inputs)
     total = torch.zeros(NUMEL)
     for rank, x in enumerate(inputs):
-        seed = 5 if codec.shared_seed else 100 + rank
-        key = RandomKey(seed=seed, step=step, rank=rank, ranks=ranks)
-        codec.decode_add(codec.encode(x, key=key), total)
+        codec.decode_add(codec.encode(x, key=RandomKey(seed=100 + rank, step=step)), total)
     total /= ranks
     if codec.combine != "recode":
         return total

@@ -6,9 +6,11 @@
 #include <cmath>
 #include <iterator>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "binding/core/gil.h"
 #include "collectives/communicator.h"
 #include "core/deadline.h"
 #include "core/error.h"
@@ -64,6 +66,44 @@ class PartList {
   std::vector<Part> outputs_;
 };
 
+/// What Python passes for a parameter of the core: an address for a pointer, seconds for a time.
+template <typename T>
+struct Passed {
+  using Type = std::decay_t<T>;
+  static const Type& as(const Type& value) { return value; }
+};
+template <>
+struct Passed<void*> {
+  using Type = uintptr_t;
+  static void* as(uintptr_t address) { return pointer(address); }
+};
+template <>
+struct Passed<const void*> : Passed<void*> {};
+template <>
+struct Passed<Milliseconds> {
+  using Type = double;
+  static Milliseconds as(double seconds) { return milliseconds(seconds); }
+};
+template <>
+struct Passed<const ConstParts&> {
+  using Type = PartList;
+  static ConstParts as(const PartList& parts) { return parts.input(); }
+};
+template <>
+struct Passed<const Parts&> {
+  using Type = PartList;
+  static Parts as(const PartList& parts) { return parts.output(); }
+};
+
+/// Returns a function for Python that calls a method of the core, without the GIL.
+template <typename Self, typename... Args>
+auto of_core(void (Self::*method)(Args...)) {
+  return [method](Self& self, const typename Passed<Args>::Type&... args) {
+    const GilReleased release;
+    (self.*method)(Passed<Args>::as(args)...);
+  };
+}
+
 /// The pieces of a bucket, with the codecs kept alive. Built once, used in every step.
 class Pieces {
  public:
@@ -87,7 +127,8 @@ class Pieces {
   size_t numel() const { return numel_; }
   size_t size() const { return pieces_.size(); }
   /// Returns arguments for the values at an address: `rows` times the pieces, one after the other.
-  CodedArgs args(uintptr_t data, int rows, DType dtype = DType::float32) const {
+  CodedArgs args(uintptr_t data, int rows, DType dtype = DType::float32, bool average = false,
+                 uint64_t seed = 0, uint32_t step = 0) const {
     if (numel_ > kLargestBuffer / static_cast<size_t>(rows)) {
       throw Error("no memory holds " + std::to_string(rows) + " rows of " + std::to_string(numel_) +
                   " elements");
@@ -95,6 +136,9 @@ class Pieces {
     CodedArgs args;
     args.data = {pointer(data), numel_ * static_cast<size_t>(rows), dtype};
     args.pieces = {pieces_.data(), pieces_.size()};
+    args.average = average;
+    args.seed = seed;
+    args.step = step;
     args.owner_residuals = std::any_of(pieces_.begin(), pieces_.end(), [](const Piece& piece) {
       return static_cast<bool>(piece.owner.error);
     });

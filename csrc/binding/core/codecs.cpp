@@ -29,36 +29,29 @@ Stream to_stream(std::optional<uintptr_t> handle, const Codec& codec, size_t num
 }
 
 void encode(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintptr_t residual,
-            uintptr_t new_residual, uint64_t seed, uint32_t step, uint32_t tensor, uint32_t rank,
-            uint32_t ranks, uint64_t index, std::optional<uintptr_t> stream, uintptr_t scratch) {
+            uintptr_t new_residual, uint64_t seed, uint32_t step, uint32_t tensor, uint64_t index,
+            std::optional<uintptr_t> stream, uintptr_t scratch) {
   const DefaultArithmetic arithmetic;
   EncodeArgs args;
   args.in = {reinterpret_cast<const float*>(x), numel};
   args.out = {reinterpret_cast<uint8_t*>(out), codec.encoded_bytes(numel)};
   args.residual = reinterpret_cast<const float*>(residual);
   args.new_residual = reinterpret_cast<float*>(new_residual);
-  args.key = {seed, step, tensor, rank, ranks};
+  args.key = {seed, step, tensor};
   args.index = index;
   args.stream = to_stream(stream, codec, numel, scratch);
   GilReleased release;
   codec.encode(args);
 }
 
+template <bool kAdd>
 void decode(const Codec& codec, uintptr_t payload, uintptr_t out, size_t numel,
             std::optional<uintptr_t> stream, uintptr_t scratch) {
   const DefaultArithmetic arithmetic;
   GilReleased release;
   codec.decode({reinterpret_cast<const uint8_t*>(payload), codec.encoded_bytes(numel)},
-               {reinterpret_cast<float*>(out), numel}, to_stream(stream, codec, numel, scratch));
-}
-
-void decode_add(const Codec& codec, uintptr_t payload, uintptr_t out, size_t numel,
-                std::optional<uintptr_t> stream, uintptr_t scratch) {
-  const DefaultArithmetic arithmetic;
-  GilReleased release;
-  codec.decode_add({reinterpret_cast<const uint8_t*>(payload), codec.encoded_bytes(numel)},
-                   {reinterpret_cast<float*>(out), numel},
-                   to_stream(stream, codec, numel, scratch));
+               {reinterpret_cast<float*>(out), numel}, to_stream(stream, codec, numel, scratch),
+               kAdd);
 }
 
 feedback::Memory memory(std::pair<uintptr_t, uintptr_t> addresses) {
@@ -164,7 +157,6 @@ void bind_codecs(py::module_& m) {
       .def_property_readonly("wire_version", &Codec::wire_version)
       .def_property_readonly("granule", &Codec::granule)
       .def_property_readonly("variable", &Codec::variable)
-      .def_property_readonly("shared_seed", &Codec::shared_seed)
       .def(
           "encoded_bytes",
           [](const Codec& codec, size_t numel) {
@@ -175,15 +167,15 @@ void bind_codecs(py::module_& m) {
       .def("scratch_bytes", &Codec::scratch_bytes, py::arg("numel"))
       .def("encode", &encode, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
            py::arg("residual") = 0, py::arg("new_residual") = 0, py::arg("seed") = 0,
-           py::arg("step") = 0, py::arg("tensor") = 0, py::arg("rank") = 0, py::arg("ranks") = 1,
-           py::arg("index") = 0, py::arg("stream") = py::none(), py::arg("scratch") = 0)
+           py::arg("step") = 0, py::arg("tensor") = 0, py::arg("index") = 0,
+           py::arg("stream") = py::none(), py::arg("scratch") = 0)
       .def("encode_fed", &encode_fed, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
            py::arg("kind"), py::arg("storage"), py::arg("decay"), py::arg("nesterov"),
            py::arg("error"), py::arg("momentum"), py::arg("scratch"),
            py::arg("stream") = py::none(), py::arg("room") = std::pair<uintptr_t, size_t>())
-      .def("decode", &decode, py::arg("payload"), py::arg("out"), py::arg("numel"), py::kw_only(),
-           py::arg("stream") = py::none(), py::arg("scratch") = 0)
-      .def("decode_add", &decode_add, py::arg("payload"), py::arg("out"), py::arg("numel"),
+      .def("decode", &decode<false>, py::arg("payload"), py::arg("out"), py::arg("numel"),
+           py::kw_only(), py::arg("stream") = py::none(), py::arg("scratch") = 0)
+      .def("decode_add", &decode<true>, py::arg("payload"), py::arg("out"), py::arg("numel"),
            py::kw_only(), py::arg("stream") = py::none(), py::arg("scratch") = 0);
 }
 

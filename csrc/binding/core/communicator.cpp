@@ -13,7 +13,6 @@
 #include "binding/core/gil.h"
 #include "binding/core/module.h"
 #include "binding/core/trace_records.h"
-#include "collectives/group/result_checksums.h"
 #include "core/error.h"
 #include "transports/store.h"
 
@@ -195,13 +194,6 @@ void bind_communicator(py::module_& m) {
     }
     return groups;
   });
-  m.def(
-      "digest",
-      [](const PartList& parts) {
-        const Release release;
-        return digest(parts.output(), static_cast<int>(parts.output().listed()));
-      },
-      py::arg("parts"));
   m.def("buffer", &buffer, py::arg("array"), py::arg("write"));
   bind_options(m);
 
@@ -259,29 +251,17 @@ void bind_communicator(py::module_& m) {
       .def("trace", [](const Self& c) { return trace_records(c.trace()); })
       .def("note_issued", &Self::note_issued, py::arg("tag"))
       .def("resume", &Self::resume, py::arg("issued"))
-      .def("compare", &Self::compare, py::arg("what"), py::arg("digest"), py::call_guard<Release>())
-      .def_property_readonly("compares", &Self::compares)
       .def("wire_bytes", &Self::wire_bytes)
       .def("sent_bytes", &Self::sent_bytes)
-      .def(
-          "all_reduce",
-          [](Self& c, uintptr_t data, size_t numel, DType dtype, ReduceOp op, double factor,
-             double timeout) {
-            const Release release;
-            c.all_reduce(pointer(data), numel, dtype, op, factor, milliseconds(timeout));
-          },
-          py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
-          py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
+      .def("all_reduce", of_core(&Self::all_reduce), py::arg("data"), py::arg("numel"),
+           py::arg("dtype"), py::arg("op"), py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
       .def(
           "all_reduce_coded",
           [](Self& c, uintptr_t data, const Pieces& pieces, bool average, uint64_t seed,
              uint32_t step, DType dtype, double timeout) {
-            CodedArgs args = pieces.args(data, 1, dtype);
-            args.average = average;
-            args.seed = seed;
-            args.step = step;
             const Release release;
-            return c.all_reduce_coded(args, milliseconds(timeout));
+            return c.all_reduce_coded(pieces.args(data, 1, dtype, average, seed, step),
+                                      milliseconds(timeout));
           },
           py::arg("data"), py::arg("pieces"), py::kw_only(), py::arg("average") = true,
           py::arg("seed") = 0, py::arg("step") = 0, py::arg("dtype") = DType::float32,
@@ -290,12 +270,9 @@ void bind_communicator(py::module_& m) {
           "reduce_scatter_coded",
           [](Self& c, uintptr_t in, uintptr_t out, const Pieces& pieces, bool average,
              uint64_t seed, uint32_t step, DType dtype, double timeout) {
-            CodedArgs args = pieces.args(in, c.size(), dtype);
-            args.average = average;
-            args.seed = seed;
-            args.step = step;
             const Release release;
-            return c.reduce_scatter_coded(args, pointer(out), milliseconds(timeout));
+            return c.reduce_scatter_coded(pieces.args(in, c.size(), dtype, average, seed, step),
+                                          pointer(out), milliseconds(timeout));
           },
           py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(),
           py::arg("average") = true, py::arg("seed") = 0, py::arg("step") = 0,
@@ -304,94 +281,51 @@ void bind_communicator(py::module_& m) {
           "all_gather_coded",
           [](Self& c, uintptr_t in, uintptr_t out, const Pieces& pieces, uint64_t seed,
              uint32_t step, DType dtype, double timeout) {
-            CodedArgs args = pieces.args(in, 1, dtype);
-            args.seed = seed;
-            args.step = step;
             const Release release;
-            return c.all_gather_coded(args, pointer(out), milliseconds(timeout));
+            return c.all_gather_coded(pieces.args(in, 1, dtype, false, seed, step), pointer(out),
+                                      milliseconds(timeout));
           },
           py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(), py::arg("seed") = 0,
           py::arg("step") = 0, py::arg("dtype") = DType::float32, py::arg("timeout") = 0.0)
-      .def(
-          "reduce_scatter",
-          [](Self& c, uintptr_t in, uintptr_t out, size_t numel, DType dtype, ReduceOp op,
-             double factor, double timeout) {
-            const Release release;
-            c.reduce_scatter(pointer(in), pointer(out), numel, dtype, op, factor,
-                             milliseconds(timeout));
-          },
-          py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
-          py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
-      .def(
-          "reduce_scatter",
-          [](Self& c, const PartList& in, uintptr_t out, DType dtype, ReduceOp op, double factor,
-             double timeout) {
-            const Release release;
-            c.reduce_scatter(in.input(), pointer(out), dtype, op, factor, milliseconds(timeout));
-          },
-          py::arg("input"), py::arg("out"), py::arg("dtype"), py::arg("op"),
-          py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
-      .def(
-          "all_gather",
-          [](Self& c, uintptr_t in, uintptr_t out, size_t numel, DType dtype, double timeout) {
-            const Release release;
-            c.all_gather(pointer(in), pointer(out), numel, dtype, milliseconds(timeout));
-          },
-          py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"),
-          py::arg("timeout") = 0.0)
-      .def(
-          "all_gather",
-          [](Self& c, uintptr_t in, const PartList& out, DType dtype, double timeout) {
-            const Release release;
-            c.all_gather(pointer(in), out.output(), dtype, milliseconds(timeout));
-          },
-          py::arg("input"), py::arg("out"), py::arg("dtype"), py::arg("timeout") = 0.0)
-      .def(
-          "all_to_all",
-          [](Self& c, const PartList& in, const PartList& out, DType dtype, double timeout) {
-            const Release release;
-            c.all_to_all(in.input(), out.output(), dtype, milliseconds(timeout));
-          },
-          py::arg("input"), py::arg("out"), py::arg("dtype"), py::arg("timeout") = 0.0)
-      .def(
-          "broadcast",
-          [](Self& c, uintptr_t data, size_t numel, DType dtype, int root, double timeout) {
-            const Release release;
-            c.broadcast(pointer(data), numel, dtype, root, milliseconds(timeout));
-          },
-          py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("root"),
-          py::arg("timeout") = 0.0)
-      .def(
-          "reduce",
-          [](Self& c, uintptr_t in, uintptr_t out, size_t numel, DType dtype, ReduceOp op, int root,
-             double factor, double timeout) {
-            const Release release;
-            c.reduce(pointer(in), pointer(out), numel, dtype, op, root, factor,
-                     milliseconds(timeout));
-          },
-          py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
-          py::arg("root"), py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
-      .def(
-          "gather",
-          [](Self& c, uintptr_t in, size_t numel, const PartList& out, DType dtype, int root,
-             double timeout) {
-            const Release release;
-            c.gather(pointer(in), numel, out.output(), dtype, root, milliseconds(timeout));
-          },
-          py::arg("input"), py::arg("numel"), py::arg("out"), py::arg("dtype"), py::arg("root"),
-          py::arg("timeout") = 0.0)
-      .def(
-          "scatter",
-          [](Self& c, const PartList& in, uintptr_t out, size_t numel, DType dtype, int root,
-             double timeout) {
-            const Release release;
-            c.scatter(in.input(), pointer(out), numel, dtype, root, milliseconds(timeout));
-          },
-          py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("root"),
-          py::arg("timeout") = 0.0)
-      .def(
-          "barrier", [](Self& c, double timeout) { c.barrier(milliseconds(timeout)); },
-          py::arg("timeout") = 0.0, py::call_guard<Release>())
+      .def("reduce_scatter",
+           of_core(
+               py::overload_cast<const void*, void*, size_t, DType, ReduceOp, double, Milliseconds>(
+                   &Self::reduce_scatter)),
+           py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
+           py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
+      .def("reduce_scatter",
+           of_core(
+               py::overload_cast<const ConstParts&, void*, DType, ReduceOp, double, Milliseconds>(
+                   &Self::reduce_scatter)),
+           py::arg("input"), py::arg("out"), py::arg("dtype"), py::arg("op"),
+           py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
+      .def("all_gather",
+           of_core(py::overload_cast<const void*, void*, size_t, DType, Milliseconds>(
+               &Self::all_gather)),
+           py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"),
+           py::arg("timeout") = 0.0)
+      .def("all_gather",
+           of_core(py::overload_cast<const void*, const Parts&, DType, Milliseconds>(
+               &Self::all_gather)),
+           py::arg("input"), py::arg("out"), py::arg("dtype"), py::arg("timeout") = 0.0)
+      .def("all_to_all", of_core(&Self::all_to_all), py::arg("input"), py::arg("out"),
+           py::arg("dtype"), py::arg("timeout") = 0.0)
+      .def("broadcast", of_core(&Self::broadcast), py::arg("data"), py::arg("numel"),
+           py::arg("dtype"), py::arg("root"), py::arg("timeout") = 0.0)
+      .def("reduce", of_core(&Self::reduce), py::arg("input"), py::arg("out"), py::arg("numel"),
+           py::arg("dtype"), py::arg("op"), py::arg("root"), py::arg("factor") = 1.0,
+           py::arg("timeout") = 0.0)
+      .def("gather",
+           of_core(py::overload_cast<const void*, size_t, const Parts&, DType, int, Milliseconds>(
+               &Self::gather)),
+           py::arg("input"), py::arg("numel"), py::arg("out"), py::arg("dtype"), py::arg("root"),
+           py::arg("timeout") = 0.0)
+      .def("scatter",
+           of_core(py::overload_cast<const ConstParts&, void*, size_t, DType, int, Milliseconds>(
+               &Self::scatter)),
+           py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("root"),
+           py::arg("timeout") = 0.0)
+      .def("barrier", of_core(&Self::barrier), py::arg("timeout") = 0.0)
       .def(
           "compare_sizes",
           [](Self& c, const std::string& op, size_t own, const std::vector<size_t>& parts,

@@ -30,6 +30,18 @@ struct OwnedGroup {
   }
 };
 
+/// As Passed, and a number for a stream.
+template <typename T>
+struct PassedToGroup {
+  using Type = typename Passed<T>::Type;
+  static decltype(auto) as(const OwnedGroup&, const Type& value) { return Passed<T>::as(value); }
+};
+template <>
+struct PassedToGroup<Stream> {
+  using Type = uintptr_t;
+  static Stream as(const OwnedGroup& g, uintptr_t stream) { return g.stream(stream); }
+};
+
 std::unique_ptr<OwnedGroup> make_group(std::shared_ptr<Store> store, int rank, int size, int index,
                                        const std::string& group, double timeout,
                                        const std::string& memory, size_t staging_bytes,
@@ -43,13 +55,13 @@ std::unique_ptr<OwnedGroup> make_group(std::shared_ptr<Store> store, int rank, i
   return owned;
 }
 
-CodedArgs coded_args(const Pieces& pieces, uintptr_t data, int rows, bool average, uint64_t seed,
-                     uint32_t step, DType dtype) {
-  CodedArgs args = pieces.args(data, rows, dtype);
-  args.average = average;
-  args.seed = seed;
-  args.step = step;
-  return args;
+/// Returns a function for Python that calls a collective of a group.
+template <typename... Args>
+auto of_group(void (DeviceGroup::*method)(Args...)) {
+  return [method](const OwnedGroup& g, const typename PassedToGroup<Args>::Type&... args) {
+    const GilReleased release;
+    ((*g).*method)(PassedToGroup<Args>::as(g, args)...);
+  };
 }
 
 void bind_coded(py::class_<OwnedGroup>& group) {
@@ -62,7 +74,7 @@ void bind_coded(py::class_<OwnedGroup>& group) {
              uint32_t step, DType dtype, uintptr_t found_inf, uintptr_t stream,
              std::pair<uintptr_t, size_t> scratch) {
             GilReleased release;
-            (*g).all_reduce_coded(coded_args(pieces, data, 1, average, seed, step, dtype),
+            (*g).all_reduce_coded(pieces.args(data, 1, dtype, average, seed, step),
                                   g.stream(stream, scratch), floats(found_inf));
           },
           py::arg("data"), py::arg("pieces"), py::kw_only(), py::arg("average") = true,
@@ -74,9 +86,8 @@ void bind_coded(py::class_<OwnedGroup>& group) {
              bool average, uint64_t seed, uint32_t step, DType dtype, uintptr_t found_inf,
              uintptr_t stream, std::pair<uintptr_t, size_t> scratch) {
             GilReleased release;
-            (*g).reduce_scatter_coded(
-                coded_args(pieces, input, (*g).size(), average, seed, step, dtype), pointer(out),
-                g.stream(stream, scratch), floats(found_inf));
+            (*g).reduce_scatter_coded(pieces.args(input, (*g).size(), dtype, average, seed, step),
+                                      pointer(out), g.stream(stream, scratch), floats(found_inf));
           },
           py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(),
           py::arg("average") = true, py::arg("seed") = 0, py::arg("step") = 0,
@@ -88,8 +99,8 @@ void bind_coded(py::class_<OwnedGroup>& group) {
              uint64_t seed, uint32_t step, DType dtype, uintptr_t found_inf, uintptr_t stream,
              std::pair<uintptr_t, size_t> scratch) {
             GilReleased release;
-            (*g).all_gather_coded(coded_args(pieces, input, 1, false, seed, step, dtype),
-                                  pointer(out), g.stream(stream, scratch), floats(found_inf));
+            (*g).all_gather_coded(pieces.args(input, 1, dtype, false, seed, step), pointer(out),
+                                  g.stream(stream, scratch), floats(found_inf));
           },
           py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(), py::arg("seed") = 0,
           py::arg("step") = 0, py::arg("dtype") = DType::float32, py::arg("found_inf") = 0,
@@ -142,84 +153,27 @@ void bind_device(py::module_& m) {
              GilReleased release;
              g.group.reset();
            })
-      .def(
-          "all_reduce",
-          [](const OwnedGroup& g, uintptr_t data, size_t numel, DType dtype, ReduceOp op,
-             double factor, const std::string& algo, uintptr_t stream) {
-            GilReleased release;
-            (*g).all_reduce(pointer(data), numel, dtype, op, g.stream(stream), factor, algo);
-          },
-          py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"), py::kw_only(),
-          py::arg("factor") = 1.0, py::arg("algo") = "auto", py::arg("stream") = 0)
-      .def(
-          "reduce_scatter",
-          [](const OwnedGroup& g, const PartList& input, uintptr_t out, DType dtype, ReduceOp op,
-             double factor, uintptr_t stream) {
-            GilReleased release;
-            (*g).reduce_scatter(input.input(), pointer(out), dtype, op, g.stream(stream), factor);
-          },
-          py::arg("input"), py::arg("out"), py::arg("dtype"), py::arg("op"), py::kw_only(),
-          py::arg("factor") = 1.0, py::arg("stream") = 0)
-      .def(
-          "reduce",
-          [](const OwnedGroup& g, uintptr_t input, uintptr_t out, size_t numel, DType dtype,
-             ReduceOp op, int root, double factor, uintptr_t stream) {
-            GilReleased release;
-            (*g).reduce(pointer(input), pointer(out), numel, dtype, op, root, g.stream(stream),
-                        factor);
-          },
-          py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
-          py::arg("root"), py::kw_only(), py::arg("factor") = 1.0, py::arg("stream") = 0)
-      .def(
-          "all_gather",
-          [](const OwnedGroup& g, uintptr_t input, const PartList& out, DType dtype,
-             uintptr_t stream) {
-            GilReleased release;
-            (*g).all_gather(pointer(input), out.output(), dtype, g.stream(stream));
-          },
-          py::arg("input"), py::arg("out"), py::arg("dtype"), py::kw_only(), py::arg("stream") = 0)
-      .def(
-          "all_to_all",
-          [](const OwnedGroup& g, const PartList& input, const PartList& out, DType dtype,
-             uintptr_t stream) {
-            GilReleased release;
-            (*g).all_to_all(input.input(), out.output(), dtype, g.stream(stream));
-          },
-          py::arg("input"), py::arg("out"), py::arg("dtype"), py::kw_only(), py::arg("stream") = 0)
-      .def(
-          "broadcast",
-          [](const OwnedGroup& g, uintptr_t data, size_t numel, DType dtype, int root,
-             uintptr_t stream) {
-            GilReleased release;
-            (*g).broadcast(pointer(data), numel, dtype, root, g.stream(stream));
-          },
-          py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("root"), py::kw_only(),
-          py::arg("stream") = 0)
-      .def(
-          "gather",
-          [](const OwnedGroup& g, uintptr_t input, size_t numel, const PartList& out, DType dtype,
-             int root, uintptr_t stream) {
-            GilReleased release;
-            (*g).gather(pointer(input), numel, out.output(), dtype, root, g.stream(stream));
-          },
-          py::arg("input"), py::arg("numel"), py::arg("out"), py::arg("dtype"), py::arg("root"),
-          py::kw_only(), py::arg("stream") = 0)
-      .def(
-          "scatter",
-          [](const OwnedGroup& g, const PartList& input, uintptr_t out, size_t numel, DType dtype,
-             int root, uintptr_t stream) {
-            GilReleased release;
-            (*g).scatter(input.input(), pointer(out), numel, dtype, root, g.stream(stream));
-          },
-          py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("root"),
-          py::kw_only(), py::arg("stream") = 0)
-      .def(
-          "barrier",
-          [](const OwnedGroup& g, uintptr_t stream) {
-            GilReleased release;
-            (*g).barrier(g.stream(stream));
-          },
-          py::kw_only(), py::arg("stream") = 0);
+      .def("all_reduce", of_group(&DeviceGroup::all_reduce), py::arg("data"), py::arg("numel"),
+           py::arg("dtype"), py::arg("op"), py::kw_only(), py::arg("stream") = 0,
+           py::arg("factor") = 1.0, py::arg("algo") = "auto")
+      .def("reduce_scatter", of_group(&DeviceGroup::reduce_scatter), py::arg("input"),
+           py::arg("out"), py::arg("dtype"), py::arg("op"), py::kw_only(), py::arg("stream") = 0,
+           py::arg("factor") = 1.0)
+      .def("reduce", of_group(&DeviceGroup::reduce), py::arg("input"), py::arg("out"),
+           py::arg("numel"), py::arg("dtype"), py::arg("op"), py::arg("root"), py::kw_only(),
+           py::arg("stream") = 0, py::arg("factor") = 1.0)
+      .def("all_gather", of_group(&DeviceGroup::all_gather), py::arg("input"), py::arg("out"),
+           py::arg("dtype"), py::kw_only(), py::arg("stream") = 0)
+      .def("all_to_all", of_group(&DeviceGroup::all_to_all), py::arg("input"), py::arg("out"),
+           py::arg("dtype"), py::kw_only(), py::arg("stream") = 0)
+      .def("broadcast", of_group(&DeviceGroup::broadcast), py::arg("data"), py::arg("numel"),
+           py::arg("dtype"), py::arg("root"), py::kw_only(), py::arg("stream") = 0)
+      .def("gather", of_group(&DeviceGroup::gather), py::arg("input"), py::arg("numel"),
+           py::arg("out"), py::arg("dtype"), py::arg("root"), py::kw_only(), py::arg("stream") = 0)
+      .def("scatter", of_group(&DeviceGroup::scatter), py::arg("input"), py::arg("out"),
+           py::arg("numel"), py::arg("dtype"), py::arg("root"), py::kw_only(),
+           py::arg("stream") = 0)
+      .def("barrier", of_group(&DeviceGroup::barrier), py::kw_only(), py::arg("stream") = 0);
   bind_coded(group);
 }
 

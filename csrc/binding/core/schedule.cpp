@@ -12,7 +12,6 @@
 #include "collectives/coded/one_shot.h"
 #include "collectives/common/select.h"
 #include "core/env.h"
-#include "core/reduce.h"
 
 namespace py = pybind11;
 
@@ -56,7 +55,7 @@ std::vector<std::vector<std::vector<Triple>>> bucket_runs(const std::vector<Pair
 
 /// Returns the workload of a call with this tag, whose longest buffer has `bytes`, over TCP.
 Workload call(const OpTag& tag, int ranks, size_t bytes) {
-  return {tag.op, ranks, bytes, is_order_free(tag.dtype, tag.redop), Medium::tcp};
+  return {tag.op, ranks, bytes, Medium::tcp};
 }
 
 }  // namespace

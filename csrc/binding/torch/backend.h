@@ -86,10 +86,6 @@ class Backend final : public c10d::Backend {
   std::string describe() { return engine()->describe(); }
   std::vector<std::string> transports() { return engine()->comm().transports(); }
   py::dict trace() { return trace_records(engine()->comm().trace()); }
-  /// Requires that all ranks hold the same digest of this; the next operation on the host finds
-  /// those that do not.
-  void compare(const std::string& what, uint32_t digest) { engine()->compare(what, digest); }
-  bool compares_digests() { return engine()->comm().compares(); }
   /// Throws the error of operations on device tensors, for which only streams may have waited.
   void check() { engine()->check(); }
   uint64_t wire_bytes() { return engine()->comm().wire_bytes(); }

@@ -126,14 +126,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
     }
   }
 
-  /// Queues a comparison after all operations that were issued before, so that it comes between the
-  /// same two on all ranks.
-  void compare(const std::string& what, uint32_t digest) {
-    auto run = [self = shared_from_this(), what, digest] { self->comm_.compare(what, digest); };
-    if (queue_.inside() || queue_.idle()) return run();
-    queue_.submit(std::move(run));
-  }
-
   // Operations on device tensors.
 
   /// Queues the operation on the host's copies of device tensors, after the current stream.

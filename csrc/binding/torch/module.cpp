@@ -174,9 +174,6 @@ void bind(py::module_& m) {
       .def("trace", &Backend::trace)
       .def_property_readonly("wire_bytes", &Backend::wire_bytes)
       .def_property_readonly("sent_bytes", &Backend::sent_bytes)
-      .def("compare", &Backend::compare, py::arg("what"), py::arg("digest"),
-           py::call_guard<GilReleased>())
-      .def_property_readonly("compares", &Backend::compares_digests)
       .def(
           "wait", [](Backend& b, const FutureOfPython& future) { b.wait(*future->fut); },
           py::arg("future"), py::call_guard<GilReleased>())

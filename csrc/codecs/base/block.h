@@ -31,18 +31,17 @@ PYCOMM_HD float scale(float amax, float top) {
 }
 PYCOMM_HD float inv_scale(float amax, float top) { return used(amax) ? top / amax : 0.0f; }
 
-/// Meaning of a block's codes: code * unit + low. A value p has the code (p - low) * inv, rounded.
+/// Meaning of a block's codes: code * unit. A value p has the code p * inv, rounded.
 /// Codes of a block that is not used are zero; its residual is all of p if `unit` is 0, and it
 /// travels as NaN if not.
 struct Scale {
   float unit;
   float inv;
-  float low;
   bool used;
 };
 
 PYCOMM_HD Scale symmetric_scale(float amax, float top) {
-  return {scale(amax, top), inv_scale(amax, top), 0.0f, used(amax)};
+  return {scale(amax, top), inv_scale(amax, top), used(amax)};
 }
 
 /// A value in the range of a small float: its code, and the value that the code represents.

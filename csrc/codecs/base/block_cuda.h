@@ -69,6 +69,39 @@ __device__ __forceinline__ void max_of_rows(const cuda::Vector<float> (&p)[kRows
   }
 }
 
+/// Codes of four values with the scale of their block.
+template <typename Codes>
+struct Scaled {
+  Codes codes;
+  float scale;
+};
+
+/// Decodes a tile of a payload: load(i) returns the codes from value i on, Scaled, and decode()
+/// makes the four values of them. All is loaded before the first is decoded.
+template <bool kAdd, typename Codes, typename Load, typename Decode>
+__device__ __forceinline__ void decode_tile(const DecodeParams& args, const Load& load,
+                                            const Decode& decode) {
+  const cuda::Tile<kSmall> tile(block_of(args), args.numel, args.out);
+  if (tile.empty()) return;
+  Scaled<Codes> row_codes[kSmall];
+#pragma unroll
+  for (int row = 0; row < kSmall; row++) {
+    const size_t i = tile.index(row);
+    row_codes[row] = Scaled<Codes>{0, 0.0f};
+    if (i < args.numel) row_codes[row] = load(i);
+  }
+  cuda::Vector<float> out[kSmall];
+  if (kAdd) tile.load(args.out, out);
+#pragma unroll
+  for (int row = 0; row < kSmall; row++) {
+    const cuda::Vector<float> value = decode(row_codes[row]);
+    for (int k = 0; k < cuda::kVector; k++) {
+      out[row].v[k] = kAdd ? out[row].v[k] + value.v[k] : value.v[k];
+    }
+  }
+  tile.store(args.out, args.numel, out);
+}
+
 // ---------------------------------------------------------------- kernels
 
 template <typename Coder, int kRows, bool kFeedback>
@@ -118,29 +151,15 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_blocks(const Batch<Enco
 
 template <typename Coder, bool kAdd>
 __global__ void __launch_bounds__(cuda::kThreads) decode_blocks(const Batch<DecodeParams> batch) {
+  using Codes = typename Coder::Codes;
   const DecodeParams args = tensor_of_block(batch);
-  const cuda::Tile<kSmall> tile(block_of(args), args.numel, args.out);
-  if (tile.empty()) return;
-
-  typename Coder::Codes codes[kSmall];
-  float s[kSmall];
-#pragma unroll
-  for (int row = 0; row < kSmall; row++) {
-    const size_t i = tile.index(row);
-    const bool there = i < args.numel;
-    codes[row] = there ? reinterpret_cast<const typename Coder::Codes*>(args.codes)[i / 4] : 0;
-    s[row] = there ? args.scales[i >> args.block_bits] : 0.0f;
-  }
-  cuda::Vector<float> value[kSmall];
-  if (kAdd) tile.load(args.out, value);
-#pragma unroll
-  for (int row = 0; row < kSmall; row++) {
-    const cuda::Vector<float> decoded = Coder::decode(codes[row], s[row]);
-    for (int k = 0; k < cuda::kVector; k++) {
-      value[row].v[k] = kAdd ? value[row].v[k] + decoded.v[k] : decoded.v[k];
-    }
-  }
-  tile.store(args.out, args.numel, value);
+  decode_tile<kAdd, Codes>(
+      args,
+      [&](size_t i) {
+        return Scaled<Codes>{reinterpret_cast<const Codes*>(args.codes)[i / 4],
+                             args.scales[i >> args.block_bits]};
+      },
+      [](const Scaled<Codes>& row) { return Coder::decode(row.codes, row.scale); });
 }
 
 }  // namespace pycomm::codecs

@@ -19,10 +19,6 @@ void check_encode(const Codec& codec, const EncodeArgs& args) {
   if ((args.residual == nullptr) != (args.new_residual == nullptr) && args.in.size > 0) {
     throw Error(codec.spec() + ": one of residual and new_residual is null; give both or neither");
   }
-  if (args.key.rank >= args.key.ranks) {
-    throw Error(codec.spec() + ": rank " + std::to_string(args.key.rank) +
-                " is not in a group of " + std::to_string(args.key.ranks) + " ranks");
-  }
   if (codec.granule() == 0 && args.index != 0) {
     throw Error(codec.spec() + ": index " + std::to_string(args.index) +
                 ", but it takes whole tensors only");

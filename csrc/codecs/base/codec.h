@@ -11,20 +11,16 @@ namespace pycomm {
 
 /// The way in which the payloads of a codec are combined across ranks.
 enum class Combine : uint8_t {
-  recode,  ///< decode_add at the owner, divide, then encode again (cast, quant, mx, sign)
-  gather,  ///< payloads differ in place: all-gather, then decode_add each in rank order (top-k)
+  recode,  ///< added up at the owner, divide, then encode again (cast, quant, mx, sign)
+  gather,  ///< payloads differ in place: all-gather, then add each in rank order (top-k)
 };
 
 /// Key of every random number of one encode: a value's rounding depends on the key and on its index
-/// in its tensor, never on thread, bucket layout or number of ranks.
+/// in its tensor, never on thread, bucket layout or number of ranks. Each rank has its own seed.
 struct RandomKey {
   uint64_t seed = 0;
   uint32_t step = 0;
   uint32_t tensor = 0;
-  /// The rank that encodes, among how many that encode the same tensor: for rounding that is
-  /// correlated across ranks, where `seed` is the same on all of them.
-  uint32_t rank = 0;
-  uint32_t ranks = 1;
 };
 
 /// Contributions of ranks to the same values: a payload of the same codec every `stride` bytes.
@@ -80,9 +76,6 @@ class PYCOMM_API Codec {
   /// True if payloads begin with a uint32 that says how many of their bytes are used, a multiple of
   /// 4. Only those need to travel.
   virtual bool variable() const { return false; }
-  /// True if all ranks encode with the same seed: the combined meaning of their payloads depends on
-  /// it.
-  virtual bool shared_seed() const { return false; }
 
   /// Scratch memory that, on cuda, the stream of a call on this many values must provide; its
   /// contents are not kept between calls.
@@ -99,11 +92,11 @@ class PYCOMM_API Codec {
   /// Encodes in one pass. With a residual: p = in + residual, out = code(p), new_residual = p -
   /// decode(out). A block that holds Inf or NaN travels as NaN and leaves its residual as it was.
   virtual void encode(const EncodeArgs& args) const = 0;
-  /// Computes out = decode(payload). `payload.size` must be encoded_bytes(out.size); payload bytes
-  /// come from the network and may hold anything.
-  virtual void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const = 0;
-  /// Computes out = out + decode(payload), in float32.
-  virtual void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const = 0;
+  /// Computes out = decode(payload), or with `add` out = out + decode(payload), in float32.
+  /// `payload.size` must be encoded_bytes(out.size); payload bytes come from the network and may
+  /// hold anything.
+  virtual void decode(Span<const uint8_t> payload, Span<float> out, Stream stream,
+                      bool add = false) const = 0;
 };
 
 /// A short name of a codec with one option, which more options may follow: "int4:block=64".

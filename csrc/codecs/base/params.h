@@ -25,7 +25,6 @@ struct EncodeParams {
   uint32_t step;
   uint32_t tensor;
   uint32_t block_bits;     ///< a block has 1 << block_bits values
-  uint32_t shift;          ///< added to every random word
   uint32_t options;        ///< of the codec
   uint32_t ranks;          ///< 0: the input is `in`
   float divisor;           ///< of the sum of contributions

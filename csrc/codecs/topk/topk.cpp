@@ -114,11 +114,18 @@ class TopK final : public Codec {
       to += record.bytes;
     });
   }
-  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
-    decode_all<false>(payload, out, stream);
-  }
-  void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
-    decode_all<true>(payload, out, stream);
+  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream,
+              bool add) const override {
+    check_decode(*this, payload, out);
+    check_call(out.size, stream);
+    if (out.size == 0) return;
+    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, add, stream);
+    const auto decode_one = add ? decode_record<true> : decode_record<false>;
+    const uint8_t* from = payload.data;
+    for_each_record(out.size, [&](const Record& record, size_t first) {
+      decode_one(record, from, out.data + first);
+      from += record.bytes;
+    });
   }
 
  private:
@@ -148,19 +155,6 @@ class TopK final : public Codec {
       throw Error(spec() + ": " + std::to_string(numel) +
                   " values in one tensor; use indices=int12 beyond 2^32");
     }
-  }
-
-  template <bool kAdd>
-  void decode_all(Span<const uint8_t> payload, Span<float> out, Stream stream) const {
-    check_decode(*this, payload, out);
-    check_call(out.size, stream);
-    if (out.size == 0) return;
-    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, kAdd, stream);
-    const uint8_t* from = payload.data;
-    for_each_record(out.size, [&](const Record& record, size_t first) {
-      decode_record<kAdd>(record, from, out.data + first);
-      from += record.bytes;
-    });
   }
 
   Format format_;

@@ -2,19 +2,20 @@
 
 #include "collectives/algorithms/bruck.h"
 #include "collectives/algorithms/direct.h"
-#include "collectives/algorithms/halving_doubling.h"
 #include "collectives/algorithms/hierarchical.h"
 #include "collectives/algorithms/ring.h"
 #include "collectives/algorithms/tree.h"
+#include "collectives/window/shared.h"
 #include "core/env.h"
 
 namespace pycomm::dispatch {
 namespace {
 
-Algo choose(CollectiveContext& context, Algo wanted, Op op, size_t bytes, bool order_free = false) {
+Algo choose(const Call& call, Op op, size_t bytes) {
+  CollectiveContext& context = *call.context;
   if (context.size() == 1) return Algo::one_shot;
   const Algo algo =
-      select({op, context.size(), bytes, order_free, context.medium(), context.speed()}, wanted);
+      select({op, context.size(), bytes, context.medium(), context.speed()}, call.wanted);
   if (context.is_group()) context.note_algo(kAlgoNames[static_cast<size_t>(algo)]);
   return algo;
 }
@@ -27,17 +28,15 @@ bool by_levels(CollectiveContext& context, Algo wanted) {
   return levels;
 }
 
-void all_reduce(CollectiveContext& context, Algo wanted, void* data, size_t numel,
-                const Fold& fold) {
-  if (by_levels(context, wanted)) return hierarchical::all_reduce(context, data, numel, fold);
-  switch (choose(context, wanted, Op::all_reduce, numel * size_of(fold.dtype),
-                 is_order_free(fold.dtype, fold.op))) {
+void all_reduce(const Call& call, void* data, size_t numel, const Fold& fold) {
+  if (call.window) return shared::all_reduce(*call.window, call.tag, data, call.deadline);
+  CollectiveContext& context = *call.context;
+  if (by_levels(context, call.wanted)) return hierarchical::all_reduce(context, data, numel, fold);
+  switch (choose(call, Op::all_reduce, numel * size_of(fold.dtype))) {
     case Algo::two_shot:
       return direct::two_shot_all_reduce(context, data, numel, fold);
     case Algo::bruck:
       return bruck::all_reduce(context, data, numel, fold);
-    case Algo::halving_doubling:
-      return halving_doubling::all_reduce(context, data, numel, fold);
     case Algo::ring:
       return ring::all_reduce(context, data, numel, fold);
     default:
@@ -45,26 +44,24 @@ void all_reduce(CollectiveContext& context, Algo wanted, void* data, size_t nume
   }
 }
 
-void reduce_scatter(CollectiveContext& context, Algo wanted, const ConstParts& in, void* out,
-                    const Fold& fold) {
-  if (by_levels(context, wanted)) return hierarchical::reduce_scatter(context, in, out, fold);
-  switch (choose(context, wanted, Op::reduce_scatter,
-                 in.total(context.size()) * size_of(fold.dtype),
-                 is_order_free(fold.dtype, fold.op))) {
-    case Algo::halving_doubling:
-      return halving_doubling::reduce_scatter(context, in, out, fold);
-    case Algo::ring:
-      return ring::reduce_scatter(context, in, out, fold);
-    default:
-      return direct::reduce_scatter(context, in, out, fold);
+void reduce_scatter(const Call& call, const ConstParts& in, void* out, const Fold& fold) {
+  if (call.window) return shared::reduce_scatter(*call.window, call.tag, in, out, call.deadline);
+  CollectiveContext& context = *call.context;
+  if (by_levels(context, call.wanted)) return hierarchical::reduce_scatter(context, in, out, fold);
+  const size_t bytes = in.total(context.size()) * size_of(fold.dtype);
+  if (choose(call, Op::reduce_scatter, bytes) == Algo::ring) {
+    return ring::reduce_scatter(context, in, out, fold);
   }
+  direct::reduce_scatter(context, in, out, fold);
 }
 
-void reduce(CollectiveContext& context, Algo wanted, const void* in, void* out, size_t numel,
-            const Fold& fold, int root) {
-  if (by_levels(context, wanted)) return hierarchical::reduce(context, in, out, numel, fold, root);
-  switch (choose(context, wanted, Op::reduce, numel * size_of(fold.dtype),
-                 is_order_free(fold.dtype, fold.op))) {
+void reduce(const Call& call, const void* in, void* out, size_t numel, const Fold& fold, int root) {
+  if (call.window) return shared::reduce(*call.window, call.tag, in, out, call.deadline);
+  CollectiveContext& context = *call.context;
+  if (by_levels(context, call.wanted)) {
+    return hierarchical::reduce(context, in, out, numel, fold, root);
+  }
+  switch (choose(call, Op::reduce, numel * size_of(fold.dtype))) {
     case Algo::two_shot:
       return direct::two_shot_reduce(context, in, out, numel, fold, root);
     case Algo::tree:
@@ -74,15 +71,15 @@ void reduce(CollectiveContext& context, Algo wanted, const void* in, void* out, 
   }
 }
 
-void all_gather(CollectiveContext& context, Algo wanted, const void* in, const Parts& out) {
-  if (by_levels(context, wanted)) return hierarchical::all_gather(context, in, out);
+void all_gather(const Call& call, const void* in, const Parts& out) {
+  if (call.window) return shared::all_gather(*call.window, call.tag, in, out, call.deadline);
+  CollectiveContext& context = *call.context;
+  if (by_levels(context, call.wanted)) return hierarchical::all_gather(context, in, out);
   size_t bytes = 0;
   for (int r = 0; r < context.size(); r++) bytes += out.bytes(r);
-  switch (choose(context, wanted, Op::all_gather, bytes)) {
+  switch (choose(call, Op::all_gather, bytes)) {
     case Algo::bruck:
       return bruck::all_gather(context, in, out);
-    case Algo::halving_doubling:
-      return halving_doubling::all_gather(context, in, out);
     case Algo::ring:
       return ring::all_gather(context, in, out);
     default:
@@ -90,9 +87,16 @@ void all_gather(CollectiveContext& context, Algo wanted, const void* in, const P
   }
 }
 
-void broadcast(CollectiveContext& context, Algo wanted, void* data, size_t bytes, int root) {
-  if (by_levels(context, wanted)) return hierarchical::broadcast(context, data, bytes, root);
-  switch (choose(context, wanted, Op::broadcast, bytes)) {
+void all_to_all(const Call& call, const ConstParts& in, const Parts& out) {
+  if (call.window) return shared::all_to_all(*call.window, call.tag, in, out, call.deadline);
+  direct::all_to_all(*call.context, in, out);
+}
+
+void broadcast(const Call& call, void* data, size_t bytes, int root) {
+  if (call.window) return shared::broadcast(*call.window, call.tag, data, call.deadline);
+  CollectiveContext& context = *call.context;
+  if (by_levels(context, call.wanted)) return hierarchical::broadcast(context, data, bytes, root);
+  switch (choose(call, Op::broadcast, bytes)) {
     case Algo::two_shot:
       return direct::two_shot_broadcast(context, data, bytes, root);
     case Algo::tree:
@@ -102,9 +106,21 @@ void broadcast(CollectiveContext& context, Algo wanted, void* data, size_t bytes
   }
 }
 
-void barrier(CollectiveContext& context, Algo wanted) {
-  if (by_levels(context, wanted)) return hierarchical::barrier(context);
-  if (choose(context, wanted, Op::barrier, 0) == Algo::bruck) return bruck::barrier(context);
+void gather(const Call& call, const void* in, size_t bytes, const Parts& out, int root) {
+  if (call.window) return shared::gather(*call.window, call.tag, in, out, call.deadline);
+  direct::gather(*call.context, in, bytes, out, root);
+}
+
+void scatter(const Call& call, const ConstParts& in, void* out, size_t bytes, int root) {
+  if (call.window) return shared::scatter(*call.window, call.tag, in, out, call.deadline);
+  direct::scatter(*call.context, in, out, bytes, root);
+}
+
+void barrier(const Call& call) {
+  if (call.window) return shared::barrier(*call.window, call.tag, call.deadline);
+  CollectiveContext& context = *call.context;
+  if (by_levels(context, call.wanted)) return hierarchical::barrier(context);
+  if (choose(call, Op::barrier, 0) == Algo::bruck) return bruck::barrier(context);
   direct::barrier(context);
 }
 

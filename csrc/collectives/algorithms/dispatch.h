@@ -1,5 +1,5 @@
-// Dispatch of collectives over channels: picks the algorithm of a call and runs it. Buffers and
-// ranks have been checked.
+// Dispatch of collectives: picks the algorithm of a call and runs it. Buffers and ranks have been
+// checked.
 #pragma once
 #include "collectives/algorithms/context.h"
 #include "collectives/common/fold.h"
@@ -8,19 +8,34 @@
 
 namespace pycomm::dispatch {
 
-// `wanted` is the group's algorithm. Parts know the bytes of their elements.
+/// Where a call runs: in memory that all its ranks share, or over channels by the algorithm
+/// `wanted`.
+struct Call {
+  Call(Window& window, const OpTag& tag, const Deadline& deadline)
+      : window(&window), tag(tag), deadline(deadline) {}
+  Call(CollectiveContext& context, Algo wanted)
+      : context(&context), wanted(wanted), tag(context.tag()), deadline(context.deadline()) {}
+
+  Window* window = nullptr;
+  CollectiveContext* context = nullptr;  ///< if there is no window
+  Algo wanted = Algo::automatic;
+  const OpTag& tag;  ///< of a window: as shared.h wants it
+  Deadline deadline;
+};
 
 /// True if the group goes node by node; records that in the trace.
 bool by_levels(CollectiveContext& context, Algo wanted);
 
-void all_reduce(CollectiveContext& context, Algo wanted, void* data, size_t numel,
-                const Fold& fold);
-void reduce_scatter(CollectiveContext& context, Algo wanted, const ConstParts& in, void* out,
-                    const Fold& fold);
-void reduce(CollectiveContext& context, Algo wanted, const void* in, void* out, size_t numel,
-            const Fold& fold, int root);
-void all_gather(CollectiveContext& context, Algo wanted, const void* in, const Parts& out);
-void broadcast(CollectiveContext& context, Algo wanted, void* data, size_t bytes, int root);
-void barrier(CollectiveContext& context, Algo wanted);
+// Parts know the bytes of their elements.
+
+void all_reduce(const Call& call, void* data, size_t numel, const Fold& fold);
+void reduce_scatter(const Call& call, const ConstParts& in, void* out, const Fold& fold);
+void reduce(const Call& call, const void* in, void* out, size_t numel, const Fold& fold, int root);
+void all_gather(const Call& call, const void* in, const Parts& out);
+void all_to_all(const Call& call, const ConstParts& in, const Parts& out);
+void broadcast(const Call& call, void* data, size_t bytes, int root);
+void gather(const Call& call, const void* in, size_t bytes, const Parts& out, int root);
+void scatter(const Call& call, const ConstParts& in, void* out, size_t bytes, int root);
+void barrier(const Call& call);
 
 }  // namespace pycomm::dispatch

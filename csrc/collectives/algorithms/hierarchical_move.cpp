@@ -92,7 +92,7 @@ void broadcast(CollectiveContext& context, void* data, size_t bytes, int root) {
     const std::vector<int> members = rail(topology, 0, root);
     if (members[topology.node_of(me)] == me) {
       CollectiveContext between = context.among(members);
-      dispatch::broadcast(between, Algo::automatic, data, bytes, home);
+      dispatch::broadcast({between, Algo::automatic}, data, bytes, home);
     }
     node.broadcast(data, bytes, at_home ? topology.place_of(root) : 0);
     return node.end();
@@ -136,7 +136,7 @@ void barrier(CollectiveContext& context) {
   if (node.place() == 0) {
     const std::vector<int> first = rail(context.topology(), 0);
     CollectiveContext between = context.among(first);
-    dispatch::barrier(between, Algo::automatic);
+    dispatch::barrier({between, Algo::automatic});
   }
   node.barrier();
   node.end();

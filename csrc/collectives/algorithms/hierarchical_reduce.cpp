@@ -144,7 +144,8 @@ void all_reduce_by_sites(CollectiveContext& context, Node& node, void* data, siz
   if (node.place() < shards) {
     const std::vector<int> members = rail(context.topology(), node.place());
     CollectiveContext between = context.among(members);
-    dispatch::all_reduce(between, Algo::automatic, own.data, own.numel, fold.last(context.size()));
+    dispatch::all_reduce({between, Algo::automatic}, own.data, own.numel,
+                         fold.last(context.size()));
   }
   node.all_gather(own.data, Parts(parts).of(element));
 }
@@ -292,7 +293,7 @@ void all_reduce(CollectiveContext& context, void* data, size_t numel, const Fold
   if (node.place() == 0) {
     const std::vector<int> first = rail(context.topology(), 0);
     CollectiveContext between = context.among(first);
-    dispatch::all_reduce(between, Algo::automatic, data, numel, fold.last(context.size()));
+    dispatch::all_reduce({between, Algo::automatic}, data, numel, fold.last(context.size()));
   }
   node.broadcast(data, bytes, 0);
   node.end();
@@ -321,7 +322,7 @@ void reduce(CollectiveContext& context, const void* in, void* out, size_t numel,
     node.reduce_scatter(ConstParts(list).of(element), partial, fold.between());
     const Range own = shard(stage, shards, node.place(), element);
     if (on_rail) {
-      dispatch::reduce(between, Algo::direct, partial, result, own.size(),
+      dispatch::reduce({between, Algo::direct}, partial, result, own.size(),
                        fold.last(context.size()), home);
     }
     if (!at_home) continue;

@@ -4,9 +4,7 @@
 #pragma once
 #include <optional>
 
-#include "collectives/algorithms/context.h"
-#include "collectives/common/fold.h"
-#include "collectives/common/parts.h"
+#include "collectives/algorithms/dispatch.h"
 
 namespace pycomm {
 
@@ -29,6 +27,9 @@ class Node {
   void barrier();
 
  private:
+  bool alone() const { return !site_ && !window_; }
+  /// Where a step with this tag runs.
+  dispatch::Call call(const OpTag& tag);
   /// Tag of a step: the op, as a call would name it.
   static OpTag step(size_t numel, DType dtype, ReduceOp redop = ReduceOp::sum);
 

@@ -81,33 +81,14 @@ void broadcast(CollectiveContext& context, void* data, size_t bytes, int root) {
 void reduce(CollectiveContext& context, const void* in, void* out, size_t numel, const Fold& fold,
             int root) {
   const Place place(context, root);
-  const size_t element = size_of(fold.dtype), bytes = numel * element;
-  if (!is_order_free(fold.dtype, fold.op)) {
-    uint8_t* parts = context.scratch(place.subtree() * bytes);
-    copy(parts, in, bytes);
-    gather_up(context, place, parts, bytes);
-    if (!place.is_root()) return;
-    std::vector<const void*> inputs(context.size());
-    for (int i = 0; i < context.size(); i++)
-      inputs[(root + i) % context.size()] = parts + i * bytes;
-    return fold(inputs.data(), context.size(), out, numel);
-  }
-  // The root's partial results are its own; the others' lie after the slots.
-  const size_t slots_bytes = stream::slots_bytes(context, numel, element);
-  uint8_t* slots = context.scratch(slots_bytes + (place.is_root() ? 0 : bytes));
-  uint8_t* partial = place.is_root() ? static_cast<uint8_t*>(out) : slots + slots_bytes;
-  copy(partial, in, bytes);
-  place.up([&](int peer, int distance, int) {
-    const bool last = place.is_root() && distance * 2 >= context.size();
-    const Fold step = last ? fold.last(context.size()) : fold.between();
-    stream::visit(context, peer, {0, numel}, element, slots,
-                  [&](schedule::Range s, const uint8_t* theirs) {
-                    uint8_t* ours = partial + s.begin * element;
-                    join(step, ours, theirs, ours, s.size());
-                  });
-  });
-  if (!place.is_root()) stream::send(context, place.parent(), partial, {0, numel}, element);
-  context.wait_all();
+  const size_t bytes = numel * size_of(fold.dtype);
+  uint8_t* parts = context.scratch(place.subtree() * bytes);
+  copy(parts, in, bytes);
+  gather_up(context, place, parts, bytes);
+  if (!place.is_root()) return;
+  std::vector<const void*> inputs(context.size());
+  for (int i = 0; i < context.size(); i++) inputs[(root + i) % context.size()] = parts + i * bytes;
+  fold(inputs.data(), context.size(), out, numel);
 }
 
 }  // namespace pycomm::tree

@@ -2,9 +2,7 @@
 // the root, instead of n-1 (Thakur, Rabenseifner, Gropp 2005, section 4).
 //
 //   broadcast   the root's link carries ceil(log2 n) b
-//   reduce      where every order gives the same bits: joined on the way, ceil(log2 n) b at the
-//               root. Else contributions travel as they are and the root folds them in rank order:
-//               (n-1) b
+//   reduce      contributions travel as they are and the root folds them in rank order: (n-1) b
 //
 // gather and scatter have no tree: sizes may differ, and only the root knows them.
 #pragma once

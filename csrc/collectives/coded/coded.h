@@ -29,12 +29,11 @@ uint32_t signature(const CodedArgs& args);
 /// Name of the codec of most of the bucket.
 std::string label(const CodedArgs& args);
 
-/// Numbers of hops beside those of the ranks: what owners send back, which must not depend on which
-/// rank owns an element, and what all ranks send with one seed (Codec::shared_seed).
+/// Number of a hop beside those of the ranks: what owners send back, which must not depend on which
+/// rank owns an element.
 constexpr int kOwnerHop = -1;
-constexpr int kSharedHop = -2;
 
-/// Returns the seed of the random numbers in what `rank` sends, or of another hop. One step of
+/// Returns the seed of the random numbers in what `rank` sends, or of owners. One step of
 /// splitmix64 (Steele, Lea, Flood 2014).
 PYCOMM_API uint64_t hop_seed(uint64_t seed, int rank);
 

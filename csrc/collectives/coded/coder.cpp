@@ -30,13 +30,7 @@ RandomKey Coder::key(Hop hop, const Piece& piece, size_t row) const {
   RandomKey key;
   key.step = args_.step;
   key.tensor = piece.tensor;
-  if (hop == Hop::worker) {
-    key.seed = hop_seed(args_.seed, piece.codec->shared_seed() ? kSharedHop : rank_);
-    key.rank = static_cast<uint32_t>(rank_);
-    key.ranks = static_cast<uint32_t>(ranks_);
-  } else {
-    key.seed = hop_seed(args_.seed, kOwnerHop);
-  }
+  key.seed = hop_seed(args_.seed, hop == Hop::worker ? rank_ : kOwnerHop);
   if (row > 0) key.seed = hop_seed(key.seed, static_cast<int>(row));
   return key;
 }
@@ -81,11 +75,7 @@ size_t Coder::decode(Span<const PieceRun> runs, Span<const uint8_t> payload, Flo
     }
     // There is memory for the rest after the used bytes: payloads only move together.
     const Span<float> out(values.of(piece, run, packed), run.numel);
-    if (add) {
-      codec.decode_add({in, most}, out, stream_);
-    } else {
-      codec.decode({in, most}, out, stream_);
-    }
+    codec.decode({in, most}, out, stream_, add);
     in += bytes;
   }
   return static_cast<size_t>(in - payload.data);

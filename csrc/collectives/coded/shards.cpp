@@ -21,7 +21,7 @@ BucketLayout row_layout(const CollectiveContext& context, const CodedArgs& args)
 /// Combines what each owner knows, so that all ranks have the same answer.
 bool all_agree(CollectiveContext& context, bool finite) {
   uint8_t flag = finite;
-  dispatch::all_reduce(context, Algo::direct, &flag, 1, {DType::uint8, ReduceOp::min});
+  dispatch::all_reduce({context, Algo::direct}, &flag, 1, {DType::uint8, ReduceOp::min});
   return flag != 0;
 }
 

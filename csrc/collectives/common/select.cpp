@@ -30,93 +30,64 @@ constexpr Price kTcp{15e-6, 8e-6, 0.8e-9, 0.1e-9};
 // The terms of the table below: n ranks, b bytes, l = ceil(log2 n) rounds that double.
 struct Terms {
   double n, b, l;
-  double corners;  // largest power of two that is not above n
-  bool order_free;
 
-  explicit Terms(const Workload& call)
-      : n(call.ranks), b(static_cast<double>(call.bytes)), order_free(call.order_free) {
+  explicit Terms(const Workload& call) : n(call.ranks), b(static_cast<double>(call.bytes)) {
     for (l = 0; std::exp2(l) < n; l++) continue;
-    for (corners = 1; 2 * corners <= n; corners *= 2) continue;
   }
   double others() const { return n - 1; }
   double share() const { return b / n; }  // of one rank
-  /// Rounds of halving, and the cost of ranks beyond a power of two.
-  double halvings() const { return std::log2(corners); }
-  double halved() const { return b * (corners - 1) / corners; }
-  double pairs() const { return n > corners ? 1 : 0; }
 };
 
 struct Entry {
   Op op;
   Algo algo;
-  bool rank_order;
   Cost (*cost)(const Terms& t);
 };
 
+// Of the algorithms of a reduction all but ring sum in rank order, and ring is never the cheapest:
+// others send its bytes in fewer rounds.
 constexpr Entry kTable[] = {
-    {Op::all_reduce, Algo::one_shot, true,
+    {Op::all_reduce, Algo::one_shot,
      [](const Terms& t) -> Cost { return {1, t.others(), t.others() * t.b, t.n * t.b}; }},
-    {Op::all_reduce, Algo::two_shot, true,
+    {Op::all_reduce, Algo::two_shot,
      [](const Terms& t) -> Cost { return {2, 2 * t.others(), 2 * t.others() * t.share(), t.b}; }},
-    {Op::all_reduce, Algo::bruck, true,
+    {Op::all_reduce, Algo::bruck,
      [](const Terms& t) -> Cost { return {t.l, t.l, t.others() * t.b, (t.n + 1) * t.b}; }},
-    {Op::all_reduce, Algo::halving_doubling, false,
-     [](const Terms& t) -> Cost {
-       const double steps = 2 * (t.halvings() + t.pairs());
-       return {steps, steps, 2 * (t.halved() + t.pairs() * t.b),
-               2 * (t.halved() + t.pairs() * t.b)};
-     }},
-    {Op::all_reduce, Algo::ring, false,
+    {Op::all_reduce, Algo::ring,
      [](const Terms& t) -> Cost {
        return {2 * t.others(), 2 * t.others(), 2 * t.others() * t.share(),
                2 * t.others() * t.share()};
      }},
 
-    {Op::reduce_scatter, Algo::one_shot, true,
+    {Op::reduce_scatter, Algo::one_shot,
      [](const Terms& t) -> Cost { return {1, t.others(), t.others() * t.share(), t.b}; }},
-    {Op::reduce_scatter, Algo::halving_doubling, false,
-     [](const Terms& t) -> Cost {
-       const double steps = t.halvings() + 2 * t.pairs();
-       const double bytes = t.halved() + t.pairs() * (t.b + t.share());
-       return {steps, steps, bytes, t.b + 2 * bytes};
-     }},
-    {Op::reduce_scatter, Algo::ring, false,
+    {Op::reduce_scatter, Algo::ring,
      [](const Terms& t) -> Cost {
        return {t.others(), t.others(), t.others() * t.share(), 3 * t.b};
      }},
 
-    {Op::all_gather, Algo::one_shot, true,
+    {Op::all_gather, Algo::one_shot,
      [](const Terms& t) -> Cost { return {1, t.others(), t.others() * t.share(), 0}; }},
-    {Op::all_gather, Algo::bruck, true,
+    {Op::all_gather, Algo::bruck,
      [](const Terms& t) -> Cost { return {t.l, t.l, t.others() * t.share(), 2 * t.b}; }},
-    {Op::all_gather, Algo::halving_doubling, true,
-     [](const Terms& t) -> Cost {
-       const double steps = t.halvings() + 2 * t.pairs();
-       return {steps, steps, t.halved() + t.pairs() * (t.b + t.share()), 0};
-     }},
-    {Op::all_gather, Algo::ring, true,
+    {Op::all_gather, Algo::ring,
      [](const Terms& t) -> Cost { return {t.others(), t.others(), t.others() * t.share(), 0}; }},
 
-    {Op::broadcast, Algo::one_shot, true,
+    {Op::broadcast, Algo::one_shot,
      [](const Terms& t) -> Cost { return {1, t.others(), t.others() * t.b, 0}; }},
-    {Op::broadcast, Algo::two_shot, true,
+    {Op::broadcast, Algo::two_shot,
      [](const Terms& t) -> Cost { return {2, 2 * t.others(), 2 * t.others() * t.share(), 0}; }},
-    {Op::broadcast, Algo::tree, true,
-     [](const Terms& t) -> Cost { return {t.l, t.l, t.l * t.b, 0}; }},
+    {Op::broadcast, Algo::tree, [](const Terms& t) -> Cost { return {t.l, t.l, t.l * t.b, 0}; }},
 
-    {Op::reduce, Algo::one_shot, true,
+    {Op::reduce, Algo::one_shot,
      [](const Terms& t) -> Cost { return {1, t.others(), t.others() * t.b, t.n * t.b}; }},
-    {Op::reduce, Algo::two_shot, true,
+    {Op::reduce, Algo::two_shot,
      [](const Terms& t) -> Cost { return {2, 2 * t.others(), 2 * t.others() * t.share(), t.b}; }},
-    {Op::reduce, Algo::tree, true,
-     [](const Terms& t) -> Cost {
-       return {t.l, t.l, (t.order_free ? t.l : t.others()) * t.b,
-               (t.order_free ? 2 * t.l : t.n) * t.b};
-     }},
+    {Op::reduce, Algo::tree,
+     [](const Terms& t) -> Cost { return {t.l, t.l, t.others() * t.b, t.n * t.b}; }},
 
-    {Op::barrier, Algo::one_shot, true,
-     [](const Terms& t) -> Cost { return {1, t.others(), 0, 0}; }},
-    {Op::barrier, Algo::bruck, true, [](const Terms& t) -> Cost { return {t.l, t.l, 0, 0}; }},
+    {Op::barrier, Algo::one_shot, [](const Terms& t) -> Cost { return {1, t.others(), 0, 0}; }},
+    {Op::barrier, Algo::bruck, [](const Terms& t) -> Cost { return {t.l, t.l, 0, 0}; }},
 };
 
 bool matches(Algo wanted, Algo algo) {
@@ -173,9 +144,7 @@ double seconds(const Cost& cost, Medium medium, const Speed& speed) {
 
 Algo select(const Workload& call, Algo wanted) {
   const Entry* entry = cheapest(call, [&](const Entry& e) { return matches(wanted, e.algo); });
-  if (!entry) {
-    entry = cheapest(call, [&](const Entry& e) { return e.rank_order || call.order_free; });
-  }
+  if (!entry) entry = cheapest(call, [](const Entry&) { return true; });
   return entry ? entry->algo : Algo::one_shot;
 }
 

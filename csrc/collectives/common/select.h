@@ -19,7 +19,6 @@ enum class Algo {
   one_shot,          ///< every rank sends to every rank that needs it: one round
   two_shot,          ///< the owner of a chunk reduces or passes it on: two rounds, fewer bytes
   bruck,             ///< all-gather in log2 n rounds
-  halving_doubling,  ///< two_shot's bytes in log2 n rounds
   ring,              ///< two_shot's bytes between neighbours
   tree,              ///< rooted ops in log2 n rounds
   hierarchical,      ///< shared memory inside a node, channels between nodes
@@ -36,7 +35,6 @@ struct Workload {
   Op op;
   int ranks;
   size_t bytes;             ///< in the longest buffer of a rank: all parts together
-  bool order_free = false;  ///< every order of a reduction gives the same bits
   Medium medium = Medium::tcp;
   Speed speed = {};
 };
@@ -55,7 +53,7 @@ PYCOMM_API double seconds(const Cost& cost, Medium medium, const Speed& speed = 
 
 /// Returns the algorithm between equal ranks: never automatic, flat, direct or hierarchical.
 /// `wanted` is used if the op has it, whatever the order of its sums; else the cheapest one is
-/// chosen that keeps rank order (or any, if call.order_free).
+/// chosen that keeps rank order.
 PYCOMM_API Algo select(const Workload& call, Algo wanted);
 
 /// True if the group goes node by node. On nodes of several ranks `auto` is hierarchical at every

@@ -54,7 +54,6 @@ std::string build_of(const std::string& text) {
 std::string compatibility_text(const Rendezvous& rendezvous, const CommunicatorOptions& options) {
   std::string text = build_text() + " size=" + std::to_string(rendezvous.size) +
                      " transport=" + options.transport + " algo=" + options.algo +
-                     " check=" + options.check +
                      " segment_bytes=" + std::to_string(options.segment_bytes);
   if (options.transport == "tcp" || options.transport == "auto") {
     text += " sockets=" + (options.sockets == 0 ? "auto" : std::to_string(options.sockets)) +

@@ -5,7 +5,6 @@
 
 #include "collectives/group/channel_mesh.h"
 #include "collectives/group/report.h"
-#include "collectives/group/result_checksums.h"
 
 namespace pycomm {
 namespace {
@@ -82,7 +81,6 @@ std::string Failure::text() const {
 }
 
 std::exception_ptr with_rank_states(const std::exception_ptr& error, ChannelMesh& mesh, Lane lane,
-                                    const ResultChecksums* result_checksums,
                                     const std::string& order) {
   Report report;
   report.rank = mesh.rank();
@@ -98,13 +96,7 @@ std::exception_ptr with_rank_states(const std::exception_ptr& error, ChannelMesh
     return std::make_exception_ptr(Timeout(text(e.what()), e.waited_for));
   } catch (const WireMismatch& e) {
     report.mismatch = true;
-    const std::string calls = text(with_advice(e.what()) + order);
-    std::string results;
-    if (result_checksums && e.peer >= 0) {
-      report.ranks[e.peer].rank_state.call = e.theirs;  // by now it may be in its next call
-      results = result_checksums->verdict(report.rank, report.ranks);
-    }
-    return std::make_exception_ptr(WireMismatch(results.empty() ? calls : results));
+    return std::make_exception_ptr(WireMismatch(text(with_advice(e.what()) + order)));
   } catch (const PeerLost& e) {
     const std::string what = text(e.what());
     return std::make_exception_ptr(PeerLost(e.rank, what, all_gone(e, report.ranks)));

@@ -35,15 +35,13 @@ class Failure {
   std::string added_;
 };
 
-class ResultChecksums;
 class ChannelMesh;
 enum class Lane : uint8_t;
 
 /// Returns `error` with the state of every rank in its text, if it is an error that ends a group
-/// because of other ranks. May take a moment. `lane` is the one that the caller drives; `digests`
-/// are those of its calls, or null. `order`: adds this to the text of calls that differ.
+/// because of other ranks. May take a moment. `lane` is the one that the caller drives. `order`:
+/// adds this to the text of calls that differ.
 std::exception_ptr with_rank_states(const std::exception_ptr& error, ChannelMesh& mesh, Lane lane,
-                                    const ResultChecksums* result_checksums,
                                     const std::string& order);
 
 /// State of every rank, one line each. Any thread.

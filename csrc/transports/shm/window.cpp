@@ -87,8 +87,7 @@ void Window::compare_tags(uint32_t stage) const {
     if (!rank_slot.rank_state.call.load(theirs) || theirs.hash() == tag_.hash()) continue;
     if (static_cast<uint32_t>(seen) != stage && theirs.seq != tag_.seq) continue;
     throw WireMismatch(name(rank_) + " calls " + describe_fully(tag_) + ", " + name(r) + " calls " +
-                           describe_fully(theirs),
-                       member(r), theirs);
+                       describe_fully(theirs));
   }
 }
 

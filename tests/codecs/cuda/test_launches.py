@@ -28,10 +28,8 @@ FORMATS = [
     *(f"sign:block={block}" for block in BLOCKS),
     *(f"{name}:block={block}" for name, block in product(("fp8", "fp8_e5m2"), BLOCKS)),
     *(
-        f"quant:bits={bits},block={block},rounding={rounding},range={span}"
-        for bits, block, rounding, span in product(
-            range(2, 9), BLOCKS, ("nearest", "stochastic", "correlated"), ("symmetric", "minmax")
-        )
+        f"quant:bits={bits},block={block},rounding={rounding}"
+        for bits, block, rounding in product(range(2, 9), BLOCKS, ("nearest", "stochastic"))
     ),
     *(
         f"{name}:rounding={rounding}"
@@ -40,11 +38,7 @@ FORMATS = [
             ("nearest", "stochastic"),
         )
     ),
-    *(
-        f"eden:bits={half_bits / 2}"
-        for half_bits in range(1, 17)
-        if half_bits not in (9, 11, 13, 15)
-    ),
+    *(f"eden:bits={bits}" for bits in range(1, 5)),
 ]
 
 

@@ -8,7 +8,6 @@
 #include <mutex>
 #include <set>
 #include <thread>
-#include <tuple>
 
 #include "codecs/base/codec.h"
 #include "core/error.h"
@@ -25,19 +24,14 @@ struct Pair {
   int32_t code;
 };
 
-/// The keys of all encoder calls: seed, rank and number of ranks.
+/// The seeds of all encoder calls.
 std::mutex keys_mutex;
-std::set<std::tuple<uint64_t, uint32_t, uint32_t>> keys;
+std::set<uint64_t> keys;
 
 class Simple final : public Codec {
  public:
-  Simple(Combine combine, size_t granule, bool variable, bool shared_seed, bool lies, int rests)
-      : combine_(combine),
-        granule_(granule),
-        variable_(variable),
-        shared_seed_(shared_seed),
-        lies_(lies),
-        rests_(rests) {}
+  Simple(Combine combine, size_t granule, bool variable, bool lies, int rests)
+      : combine_(combine), granule_(granule), variable_(variable), lies_(lies), rests_(rests) {}
 
   std::string_view name() const override { return "simple"; }
   std::string spec() const override { return "simple"; }
@@ -45,7 +39,6 @@ class Simple final : public Codec {
   int wire_version() const override { return 1; }
   size_t granule() const override { return granule_; }
   bool variable() const override { return variable_; }
-  bool shared_seed() const override { return shared_seed_; }
   size_t encoded_bytes(size_t numel) const override {
     return variable_ ? kHead + numel * sizeof(Pair) : numel * sizeof(int32_t);
   }
@@ -54,7 +47,7 @@ class Simple final : public Codec {
     if (rests_.count() > 0) std::this_thread::sleep_for(rests_);
     {
       const std::lock_guard<std::mutex> lock(keys_mutex);
-      keys.insert({args.key.seed, args.key.rank, args.key.ranks});
+      keys.insert(args.key.seed);
     }
     auto* pair = reinterpret_cast<Pair*>(args.out.data + kHead);
     auto* code = reinterpret_cast<int32_t*>(args.out.data);
@@ -74,12 +67,8 @@ class Simple final : public Codec {
     std::memcpy(args.out.data, &used, 4);
   }
 
-  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
-    std::fill(out.begin(), out.end(), 0.0f);
-    decode_add(payload, out, stream);
-  }
-
-  void decode_add(Span<const uint8_t> payload, Span<float> out, Stream) const override {
+  void decode(Span<const uint8_t> payload, Span<float> out, Stream, bool sums) const override {
+    if (!sums) std::fill(out.begin(), out.end(), 0.0f);
     const auto add = [&](size_t i, int32_t code) { out[i] += static_cast<float>(code) * kUnit; };
     const uint8_t* in = payload.data;
     if (!variable_) {
@@ -100,7 +89,7 @@ class Simple final : public Codec {
 
   Combine combine_;
   size_t granule_;
-  bool variable_, shared_seed_, lies_;
+  bool variable_, lies_;
   std::chrono::milliseconds rests_;  // at each encode
 };
 
@@ -109,17 +98,17 @@ class Simple final : public Codec {
 PYBIND11_MODULE(simple_codecs, m) {
   py::module_::import("pycomm._C");
   py::class_<Simple, Codec>(m, "Simple")
-      .def(py::init([](const std::string& combine, size_t granule, bool variable, bool shared_seed,
-                       bool lies, int rests) {
-             const Combine how = combine == "gather" ? Combine::gather : Combine::recode;
-             return new Simple(how, granule, variable, shared_seed, lies, rests);
-           }),
+      .def(py::init(
+               [](const std::string& combine, size_t granule, bool variable, bool lies, int rests) {
+                 const Combine how = combine == "gather" ? Combine::gather : Combine::recode;
+                 return new Simple(how, granule, variable, lies, rests);
+               }),
            py::arg("combine"), py::kw_only(), py::arg("granule") = 64, py::arg("variable") = false,
-           py::arg("shared_seed") = false, py::arg("lies") = false, py::arg("rests") = 0);
+           py::arg("lies") = false, py::arg("rests") = 0);
   m.def("take_keys", [] {
     const std::lock_guard<std::mutex> lock(keys_mutex);
     py::list taken;
-    for (const auto& [seed, rank, ranks] : keys) taken.append(py::make_tuple(seed, rank, ranks));
+    for (const uint64_t seed : keys) taken.append(seed);
     keys.clear();
     return taken;
   });

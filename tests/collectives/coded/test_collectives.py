@@ -89,8 +89,7 @@ def model(ranks: int, tensor: int, codec: str, average: bool = True, feedback: b
     gathered = codec.startswith("topk")
 
     def through(p: torch.Tensor, hop: int) -> torch.Tensor:
-        among = (hop, ranks) if gathered else ()
-        key = RandomKey(_C.hop_seed(SEED, hop), STEP, tensor, *among)
+        key = RandomKey(_C.hop_seed(SEED, hop), STEP, tensor)
         return code.reference_decode(code.reference_encode(p, key, 0), numel)
 
     total, residuals = None, []

@@ -213,16 +213,15 @@ def test_both_halves(codecs, kind):
 
 
 @pytest.mark.parametrize("combine", ["recode", "gather"])
-@pytest.mark.parametrize("shared", [False, True])
-def test_keys(codecs, combine, shared):
-    """Each encoder uses the seed that Codec::shared_seed and hop_seed in coded.h document."""
+def test_keys(codecs, combine):
+    """Each encoder uses the seed that hop_seed in coded.h documents."""
     ranks = 3
-    codec = codecs.Simple(combine, shared_seed=shared)
+    codec = codecs.Simple(combine)
     codecs.take_keys()
     run(ranks, all_reduce(codec))
-    expected = {(_C.hop_seed(SEED, -2 if shared else r), r, ranks) for r in range(ranks)}
+    expected = {_C.hop_seed(SEED, r) for r in range(ranks)}
     if combine == "recode":
-        expected.add((_C.hop_seed(SEED, -1), 0, 1))
+        expected.add(_C.hop_seed(SEED, -1))
     assert set(codecs.take_keys()) == expected
 
 

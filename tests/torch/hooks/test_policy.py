@@ -230,7 +230,7 @@ def test_coarse_codecs_raise_no_alarm_even_for_noise(rank, size, spec):
     assert not state.plan.events, state.summary()
 
 
-UNBIASED = ["eden:bits=1", "eden:bits=2,size=128", "eden:bits=0.5"]
+UNBIASED = ["eden:bits=1", "eden:bits=2,size=128", "eden:bits=3"]
 
 
 @on_ranks()

@@ -31,7 +31,7 @@ STEPS = 3
 MIXES = {
     "recode": ["int8", "fp32", "quant:bits=4,block=64,rounding=stochastic", "int4", "fp8", "bf16"],
     "gather": ["topk:density=0.05", "fp32", "int4", "int8", "topk:indices=int12,values=int8"],
-    "rotated": ["eden:bits=1", "eden:bits=4", "mxfp4", "sign", "quant:bits=4,rounding=correlated"],
+    "rotated": ["eden:bits=1", "eden:bits=4", "mxfp4", "sign", "quant:bits=4,rounding=stochastic"],
     "variable": ["lossless", "int8", "lossless:dtype=bfloat16", "fp32"],
     "exact": ["fp32"],
 }

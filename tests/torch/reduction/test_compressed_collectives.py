@@ -31,7 +31,6 @@ MIXES = {
         "topk:indices=int12,values=int8",
         "bf16",
     ],
-    "shared seed": ["quant:bits=4,rounding=correlated"] * 6,
     "variable": ["lossless", "int8", "lossless:dtype=bfloat16", "lossless", "lossless", "fp32"],
     "exact": ["fp32"] * 6,
 }

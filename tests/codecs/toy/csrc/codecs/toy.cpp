@@ -41,15 +41,8 @@ class Toy final : public Codec {
     }
     zero_padding(args.out, 2 * args.in.size);
   }
-  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
-    decode_then(false, payload, out, stream);
-  }
-  void decode_add(Span<const uint8_t> payload, Span<float> out, Stream stream) const override {
-    decode_then(true, payload, out, stream);
-  }
-
- private:
-  void decode_then(bool add, Span<const uint8_t> payload, Span<float> out, Stream stream) const {
+  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream,
+              bool add) const override {
     check_decode(*this, payload, out);
     if (stream.device == Device::cuda) return decode_cuda(payload, out, add, stream);
     const auto* codes = reinterpret_cast<const uint16_t*>(payload.data);
