@@ -125,7 +125,7 @@ def fitting(table: Path) -> list[Figure]:
 
 
 def _fitted(figure: Figure, table: Path, rows: Sequence[Row]) -> Figure | None:
-    columns = {*figure.where, *figure.panel, *figure.line, *figure.point, *figure.measured}
+    columns = {*figure.where, *figure.panel, *figure.line, *figure.point}
     if not columns - set(CHECKED) <= rows[0].keys():
         return None
     left, where = list(rows), dict(figure.where)

@@ -48,7 +48,8 @@ class Series:
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    kind: Literal["line", "points"] = "line"
+    kind: Literal["line", "points", "bars"] = "line"
+    """"bars": horizontal ones, of lengths x at the places y, beside those of the other series."""
     base: bool = False
     """True for the baseline of the comparison: grey, wide and behind the others."""
 
@@ -161,8 +162,13 @@ def picture_digest(path: Path) -> str:
 def _draw(axes: Any, chart: Chart, panel: Panel) -> None:
     for guide in panel.guides:
         axes.plot(guide.x, guide.y, ":", color=FAINT, linewidth=1.3, label=guide.label)
-    for line in panel.series:
+    for place, line in enumerate(panel.series):
         look = chart.looks()[line.label]
+        if line.kind == "bars":
+            high = 0.8 / len(panel.series)
+            middles = [y + high * ((len(panel.series) - 1) / 2 - place) for y in line.y]
+            axes.barh(middles, line.x, high, label=line.label, color=look["color"])
+            continue
         if line.kind == "points":
             look |= {"linestyle": "none", "markersize": 7, "alpha": 0.85}
         elif line.base:  # often lies below another line, and shows at both sides of it

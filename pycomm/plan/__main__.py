@@ -11,13 +11,12 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 
-from pycomm.plan import options, show
+from pycomm.plan import clock, options, show
 from pycomm.plan.advice import ERROR, advise
 from pycomm.plan.cluster import Cluster
 from pycomm.plan.codecs import find
 from pycomm.plan.model import Model
 from pycomm.plan.prediction import Prediction, best_of_each, predict
-from pycomm.plan.sim import simulate
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,7 +80,7 @@ def simulated(
 ) -> list[Prediction]:
     """Return predictions of the same codecs and algorithms by events."""
     found = [
-        simulate.step(
+        clock.step(
             model,
             cluster,
             find(prediction.codec),
