@@ -33,13 +33,13 @@ from pycomm.bench import netlab
 from pycomm.bench.common import arguments
 from pycomm.bench.common.harness import Origin, Row, record
 from pycomm.bench.common.report import Report, head, line
+from pycomm.bench.figures.drawing import save
 from pycomm.bench.lab import jobs
 from pycomm.bench.step.bound import Pace, wire_seconds
 from pycomm.bench.step.picture import picture
 from pycomm.bench.training.methods import METHODS, ONE_BUCKET, Method
 from pycomm.bench.training.results import describe
 from pycomm.bench.training.train import MODELS, Config, parameters
-from pycomm.charts import save
 from pycomm.plan.units import parse_rate
 
 NAMES = {
