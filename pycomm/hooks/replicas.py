@@ -15,12 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from pycomm import _C
-from pycomm.arguments import typed
 from pycomm.backend import find
-from pycomm.errors import Error
 from pycomm.hooks.fsdp_seams import units
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -95,9 +92,12 @@ def _by_group(model: nn.Module) -> dict[dist.ProcessGroup, list[torch.Tensor]]:
 
 
 def watch_if_asked(model: nn.Module) -> None:
-    """Call `watch_parameters` if the groups of the model's replicas have that check.
+    """Compare the parameters of all replicas before every training step, if their groups check.
 
-    A model that is compressed again after `remove` is watched already, and is compared once.
+    The group's next operation raises `pycomm.WireMismatch` on all ranks if the replicas differ:
+    memory is faulty, or a replica has missed an update. With fully_shard on a mesh of two
+    dimensions (HSDP) replicas of shards are compared. A model that is compressed again after
+    `remove` is watched already, and is compared once.
     """
     if any(isinstance(hook, _Watch) for hook in model._forward_pre_hooks.values()):
         return
@@ -105,41 +105,3 @@ def watch_if_asked(model: nn.Module) -> None:
     backends = [find(group, copies[0].device) for group, copies in groups.items()]
     if backends and all(backend is not None and backend.compares for backend in backends):
         model.register_forward_pre_hook(_Watch(), prepend=True)
-
-
-def watch_parameters(model: nn.Module) -> RemovableHandle:
-    """Compare the parameters of all replicas before every training step from now on.
-
-    `pycomm.compress` calls this itself. The group's next operation raises `pycomm.WireMismatch` on
-    all ranks if the replicas differ: memory is faulty, or a replica has missed an update.
-
-    Args:
-        model: wrapped in DistributedDataParallel, or in fully_shard on a mesh of two dimensions
-            (HSDP): then replicas of shards are compared. All ranks call this.
-
-    Returns:
-        A handle whose ``remove()`` ends the comparison.
-
-    Raises:
-        Error: the model has no replicas, or their group has no such check.
-
-    Example:
-        >>> import pycomm
-        >>> model = DistributedDataParallel(net)  # doctest: +SKIP
-        >>> pycomm.watch_parameters(model)  # doctest: +SKIP
-    """
-    typed("model", model, nn.Module)
-    groups = _by_group(model)
-    if not groups:
-        raise Error(
-            "no rank has a copy of these parameters: wrap the model in DistributedDataParallel, or "
-            "in fully_shard on a mesh of two dimensions"
-        )
-    for group, copies in groups.items():
-        backend = find(group, copies[0].device)
-        if backend is None or not backend.compares:
-            raise Error(
-                'parameters are compared by groups of the backend "pycomm" with '
-                'PYCOMM_CHECK=results or pycomm.Options(check="results")'
-            )
-    return model.register_forward_pre_hook(_Watch(), prepend=True)

@@ -83,7 +83,6 @@ REFUSED: list[Callable[[], Any]] = [
     lambda: pycomm.Feedback("decay", decay="x"),
     lambda: pycomm.HookState(8),
     lambda: pycomm.HookState("int8", nn.Linear(3, 3)),
-    lambda: pycomm.watch_parameters(5),
     lambda: pycomm.state_of(5),
     lambda: pycomm.Options(bogus=3),
 ]

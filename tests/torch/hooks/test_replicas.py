@@ -51,15 +51,12 @@ def train(model: nn.Module, rank: int, bad: bool) -> tuple[int, str]:
 
 
 def ddp(
-    rank: int, size: int, store: Any, codec: str | None, bad: int | None, options: dict[str, Any]
+    rank: int, size: int, store: Any, codec: str, bad: int | None, options: dict[str, Any]
 ) -> tuple[int, str]:
     start(store, rank, size, **options)
     try:
         model = DistributedDataParallel(network(), bucket_cap_mb=0.02)
-        if codec is None:
-            pycomm.watch_parameters(model)
-        else:
-            pycomm.compress(model, codec)
+        pycomm.compress(model, codec)
         return train(model, rank, rank == bad)
     finally:
         dist.destroy_process_group()
@@ -68,11 +65,10 @@ def ddp(
 @pytest.mark.parametrize(
     ("codec", "ranks", "transport"),
     [
-        (None, 2, "shm"),
-        (None, 3, "tcp"),
+        ("fp32", 3, "tcp"),
         ("int4", 3, "shm"),
         ("int4", 4, "tcp"),
-        ("fp32", 2, "tcp"),
+        ("fp32", 2, "shm"),
     ],
 )
 def test_a_flipped_bit_is_found_in_the_next_step(pool, codec, ranks, transport):
@@ -89,7 +85,7 @@ def test_a_flipped_bit_is_found_in_the_next_step(pool, codec, ranks, transport):
     assert text.startswith(f"ranks disagree on the parameters before step {step + 1}: {sides}")
 
 
-@pytest.mark.parametrize("codec", [None, "int4"])
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
 def test_equal_replicas_train_on(pool, codec):
     assert pool.run(ddp, codec, None, {}, backend=None) == [(END, "")] * 2
 
@@ -98,7 +94,7 @@ def test_nothing_is_compared_where_nobody_asks(pool):
     assert pool.run(ddp, "int4", 1, {"check": "none"}, backend=None) == [(END, "")] * 2
 
 
-def hsdp(rank: int, size: int, store: Any, codec: str | None) -> tuple[int, str]:
+def hsdp(rank: int, size: int, store: Any, codec: str) -> tuple[int, str]:
     options = start(store, rank, size)
     try:
         mesh = init_device_mesh(
@@ -110,16 +106,13 @@ def hsdp(rank: int, size: int, store: Any, codec: str | None) -> tuple[int, str]
         model = network()
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
-        if codec is None:
-            pycomm.watch_parameters(model)
-        else:
-            pycomm.compress(model, codec)
+        pycomm.compress(model, codec)
         return train(model, rank, rank == 3)
     finally:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("codec", [None, "int8"])
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_replicas_of_shards_are_compared(pool, codec):
     answers = pool.run(hsdp, codec, ranks=4, backend=None)
     assert [step for step, _ in answers] == [FLIPPED + 1] * 4
@@ -155,25 +148,6 @@ def test_a_different_result_is_found_next(pool):
         r"ranks 0-1; found by all_reduce #2 \(sum of 8 float32\)",
         answers[0],
     )
-
-
-def unwatched(rank: int, size: int, store: Any) -> list[str]:
-    texts = []
-    start(store, rank, size, check="none")
-    try:
-        for model in (DistributedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 2)):
-            with pytest.raises(pycomm.Error) as caught:
-                pycomm.watch_parameters(model)
-            texts.append(str(caught.value))
-    finally:
-        dist.destroy_process_group()
-    return texts
-
-
-def test_what_cannot_be_watched_says_why(pool):
-    for no_check, no_replicas in pool.run(unwatched, backend=None):
-        assert "PYCOMM_CHECK=results" in no_check
-        assert "no rank has a copy" in no_replicas
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
