@@ -1,7 +1,7 @@
 """Rate-limited links on one machine: each node is a network namespace behind token buckets.
 
     python -m pycomm.bench.netlab --nodes 4 --ranks-per-node 2 --rate 1gbit -- COMMAND
-    python -m pycomm.bench.netlab --rate "1gbit 30s:100mbit" --node 1=10mbit/100mbit -- COMMAND
+    python -m pycomm.bench.netlab --rate 1gbit --node 1=10mbit/100mbit -- COMMAND
     python -m pycomm.bench.netlab --rate 200mbit --delay 30ms --loss 0.1% -- COMMAND
 
 runs the command once per rank, with torchrun's environment, prints the bytes that crossed each

@@ -6,13 +6,10 @@ import ctypes
 import os
 import shutil
 import subprocess
-import threading
-import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from pycomm.bench.lab import rates
-from pycomm.bench.lab.base import Lab, LabUnavailable, Rank, Traffic, interface_counts
+from pycomm.bench.lab.base import Lab, LabUnavailable, Traffic, interface_counts
 
 TOOLS = ("ip", "tc", "unshare", "nsenter")
 BURST = 128 * 1024  # bytes that may pass at once: two of the kernel's largest packets
@@ -65,8 +62,6 @@ class Netlab(Lab):
             raise LabUnavailable(f"no {', '.join(missing)} (apt-get install iproute2 util-linux)")
         self._holders: list[subprocess.Popen[str]] = []
         self._user: list[str] = []
-        self._closing = threading.Event()
-        self._clock: threading.Thread | None = None
         try:
             self._build(user_namespace or os.geteuid() != 0)
         except BaseException:
@@ -91,7 +86,7 @@ class Netlab(Lab):
             lines += [
                 f"ip link add name {port} type veth peer name {interface} netns {pid}",
                 f"ip link set dev {port} master {switch} up",
-                _limit(port, self._links[node][link][0].received),
+                _limit(port, self._links[node][link].received),
             ]
         self._shell(0, lines)
         for node in range(self.nodes):
@@ -101,7 +96,7 @@ class Netlab(Lab):
                 f"ip link set dev {interface} up",
                 f"echo {self.congestion} >/proc/sys/net/ipv4/tcp_congestion_control || true",
                 "cat /proc/sys/net/ipv4/tcp_congestion_control",
-                _limit(interface, self._links[node][link][0].sent),
+                _limit(interface, self._links[node][link].sent),
             ]
             self.congestion = self._shell(node + 1, lines).strip()
 
@@ -134,32 +129,6 @@ class Netlab(Lab):
         if done.returncode != 0:
             raise LabUnavailable(done.stderr.strip())
         return done.stdout
-
-    def start(self, command: Sequence[str], **options: Any) -> list[Rank]:
-        """Start ranks as in every lab. The first start also starts the clock of changing rates."""
-        started = super().start(command, **options)
-        if self._clock is None:
-            self._clock = threading.Thread(
-                target=self._change_rates, args=(time.monotonic(),), daemon=True
-            )
-            self._clock.start()
-        return started
-
-    def _change_rates(self, start: float) -> None:
-        changes = [
-            (rate.since, node, link, rate)
-            for node, links in enumerate(self._links)
-            for link, course in enumerate(links)
-            for rate in course[1:]
-        ]
-        for since, node, link, rate in sorted(changes, key=lambda change: change[0]):
-            if self._closing.wait(start + since - time.monotonic()):
-                return
-            self._set_rate(node, link, rate)
-
-    def _set_rate(self, node: int, link: int, rate: rates.Rate) -> None:
-        self._shell(0, [_limit(f"port{link}.{node}", rate.received)])
-        self._shell(node + 1, [_limit(f"eth{link}", rate.sent)])
 
     def wrap(self, node: int) -> list[str]:
         return self._enter(node + 1)
@@ -208,9 +177,6 @@ class Netlab(Lab):
         )
 
     def close(self) -> None:
-        self._closing.set()
-        if self._clock is not None:
-            self._clock.join()
         super().close()
         for holder in self._holders:
             holder.kill()

@@ -103,7 +103,7 @@ class WanLab(Netlab):
             times = f"{pair.delay * 1e6} {pair.jitter * 1e6}"
             lines.append(f"link {i} {j} {times} {pair.loss} {pair.reorder} {pair.rate}")
         for node in range(self.nodes):
-            lines.append(_rate_line(node, self._links[node][link][0]))
+            lines.append(_rate_line(node, self._links[node][link]))
         if self._ask("\n".join([*lines, "go"])) != "ready":
             assert self._link.stderr is not None
             raise LabUnavailable(self._link.stderr.read().strip() or "the link program failed")
@@ -134,9 +134,6 @@ class WanLab(Netlab):
         assert self._link is not None
         assert self._link.stdout is not None
         return self._link.stdout.readline().strip()
-
-    def _set_rate(self, node: int, link: int, rate: Rate) -> None:
-        self._say(_rate_line(node, rate))
 
     def mark(self) -> None:
         """Begin to count one-way trips anew."""

@@ -15,12 +15,10 @@ from torch.distributed import distributed_c10d as c10d
 from pycomm import backend
 from pycomm.arguments import typed, whole
 from pycomm.elastic import state
-from pycomm.elastic.chain import PAIRS, Receiver, Sender
+from pycomm.elastic.chain import TRANSFERS, Receiver, Sender
 from pycomm.elastic.contents import Contents, form
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
 from pycomm.policy.exchange import gather, gather_json, host
-
-CODECS = ("lossless", "none")
 
 
 def hand_over(
@@ -29,7 +27,6 @@ def hand_over(
     *,
     has: bool,
     group: dist.ProcessGroup | None = None,
-    codec: str = "lossless",
     chunk_bytes: int = 4 << 20,
 ) -> int | None:
     """Give the members that are new the model and the optimizer of one that has them; collective.
@@ -63,10 +60,8 @@ def hand_over(
         optimizer: the optimizer of parameters of this model; None: there is none.
         has: this rank has the state. A rank that has not is new.
         group: the members, of any backend with sends and receives; None: the default group.
-        codec: "lossless" codes float32 and bfloat16 without loss; "none" sends all as it is, for
-            links that are faster than the codec. The same on all ranks.
-        chunk_bytes: size of the messages before they are coded, in bytes, at least 4096; the same
-            on all ranks. Three of them have to pass a link within the group's timeout.
+        chunk_bytes: size of the messages, in bytes, at least 4096; the same on all ranks. Three of
+            them have to pass a link within the group's timeout.
 
     Returns:
         The rank that has sent its state; None if no member was new.
@@ -88,13 +83,10 @@ def hand_over(
     typed("model", model, nn.Module)
     typed("optimizer", optimizer, torch.optim.Optimizer, None)
     typed("has", has, bool)
-    typed("codec", codec, str)
-    if codec not in CODECS:
-        raise ValueError(f"codec={codec!r}: want one of {', '.join(CODECS)}, which keep all bits")
     chunk_bytes = whole("chunk_bytes", chunk_bytes, 4096)
     contents = Contents(model, optimizer)
     packed = contents.pack() if has and not contents.problem else (b"", [], [])
-    contents.lines += [f"codec={codec}", f"chunk_bytes={chunk_bytes}"]
+    contents.lines.append(f"chunk_bytes={chunk_bytes}")
 
     group = group or c10d._get_default_group()
     device = _device(group, contents.tensors)
@@ -107,18 +99,13 @@ def hand_over(
         return chain[0]
     place, transfer = chain.index(group.rank()), members[chain[0]].transfer
     to = Sender(group, chain[place + 1], device, transfer) if place + 1 < len(chain) else None
-    how = (chunk_bytes, codec == "lossless")
     try:
         if place == 0:
             assert to is not None
-            try:
-                state.send(to, contents.tensors, packed, how)
-            except BaseException:
-                to.fail()
-                raise
+            state.send(to, contents.tensors, packed, chunk_bytes)
             return chain[0]
         receiver = Receiver(group, chain[place - 1], device, transfer, to)
-        arrived = state.receive(receiver, list(map(form, contents.tensors)), how)
+        arrived = state.receive(receiver, list(map(form, contents.tensors)), chunk_bytes)
     except RuntimeError as error:
         raise _told(error, chain, place) from error
     contents.take(*arrived)
@@ -182,7 +169,7 @@ def _meet(
         _digest("\n".join(contents.lines)),
         _digest(host()),
         levels[rank] if levels else -1,
-        secrets.randbelow(PAIRS),
+        secrets.randbelow(TRANSFERS),
     )
     rows = gather(list(map(int, astuple(mine))), group, device)
     members = [

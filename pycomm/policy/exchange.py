@@ -13,9 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pycomm import backend
-from pycomm.policy.rules import Link
-
 
 def gather(
     numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device
@@ -114,19 +111,3 @@ def host() -> str:
     # The boot id differs between hosts of one name, and is the same in all containers of a host.
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
-
-
-def find_link(group: dist.ProcessGroup) -> Link:
-    """Return how the ranks of a group are connected, equal on all ranks; collective.
-
-    The backend "pycomm" knows its transport to each peer; with other backends, ranks on different
-    hosts count as connected over a network.
-    """
-    if group.size() == 1:
-        return "intra"
-    ours = backend.find(group)
-    mine = ("tcp" in ours.describe() if ours is not None else False, host())
-    everybody = gather_json(mine, group)
-    if ours is not None:
-        return "inter" if any(network for network, _ in everybody) else "intra"
-    return "intra" if len({host for _, host in everybody}) == 1 else "inter"

@@ -26,7 +26,7 @@ from pycomm.policy.agreement import agree, agree_on_options, summary
 from pycomm.policy.auto import TRYING
 from pycomm.policy.checks import Checks
 from pycomm.policy.codec_selection import Fastest
-from pycomm.policy.exchange import find_link, gather
+from pycomm.policy.exchange import gather
 from pycomm.policy.names import few
 from pycomm.policy.quality import finer, nominal_error
 from pycomm.policy.rules import AUTO, EXACT, Decision, Moment, Parameter, Policy
@@ -84,8 +84,7 @@ class Plan:
         self._refusal = refusal
         self._began: float | None = None
         self._seconds: deque[float] = deque(maxlen=15)
-        asks = any(rule.link is not None for rule in policy.rules)
-        self._moment = Moment(link=find_link(group) if asks else "inter")
+        self._moment = Moment()
         self._stage = policy.stage(self._moment)
         self._selection = Fastest(policy, refusal) if policy.codec == AUTO else None
         self._checks = Checks(policy.guard, group, clock) if policy.guard else None
@@ -176,7 +175,7 @@ class Plan:
             changes |= self._selection.step(
                 seconds, lambda numbers: gather(numbers, self.group, device), self._payload
             )
-        self._moment = Moment(step, self._moment.epoch, self._moment.link)
+        self._moment = Moment(step, self._moment.epoch)
         stage = self.policy.stage(self._moment)
         changes |= stage != self._stage
         self._stage = stage
@@ -244,7 +243,7 @@ class Plan:
         )
         plan.step, plan.overflows = self.step, self.overflows
         plan._total = self._total
-        plan._moment = Moment(self.step + 1, self._moment.epoch, plan._moment.link)
+        plan._moment = Moment(self.step + 1, self._moment.epoch)
         plan._stage = policy.stage(plan._moment)
         plan.events.extend(self.events)
         if saved is None:
@@ -264,7 +263,7 @@ class Plan:
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the epoch, from 0, for schedules by epoch; equal on all ranks."""
-        self._moment = Moment(self._moment.step, epoch, self._moment.link)
+        self._moment = Moment(self._moment.step, epoch)
 
     def summary(self) -> str:
         """Return the decisions, a line for each codec and reason, and the changes."""

@@ -1,8 +1,7 @@
 """Policies as data: a default codec, rules, and schedules.
 
-A policy decides from data that is equal on all ranks: names, shapes, dtypes, the numbers of the
-step and the epoch, and how the ranks are connected. If it leaves a codec open ("auto"), a `Plan`
-measures.
+A policy decides from data that is equal on all ranks: names, shapes, dtypes, and the numbers of the
+step and the epoch. If it leaves a codec open ("auto"), a `Plan` measures.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from pycomm.policy.text import options
 
 EXACT = "fp32"
 AUTO = "auto"
-Link = Literal["intra", "inter"]
 Schedule = tuple[tuple[int, str | Codec], ...]
 
 # Lin et al. 2018, "Deep Gradient Compression", section 3.3: densities in the first epochs.
@@ -60,8 +58,6 @@ class Moment:
 
     step: int = 1
     epoch: int = 0
-    link: Link = "inter"
-    """The link of the group: "intra" if all ranks share a node, else "inter"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +78,6 @@ class Rule:
     max_numel: int | None = None
     max_dims: int | None = None
     dtype: torch.dtype | None = None
-    link: Link | None = None
-    """The connection among the ranks of the group; see `Moment`."""
     reason: str = ""
     """Reason that is logged."""
 
@@ -95,7 +89,7 @@ class Rule:
             if getattr(self, bound) is not None:
                 put(self, **{bound: whole(f"rule: {bound}", getattr(self, bound))})
 
-    def matches(self, parameter: Parameter, link: Link = "inter") -> bool:
+    def matches(self, parameter: Parameter) -> bool:
         """Return whether all conditions hold."""
         return (
             self.names(parameter.name)
@@ -103,7 +97,6 @@ class Rule:
             and (self.max_numel is None or parameter.numel <= self.max_numel)
             and (self.max_dims is None or len(parameter.shape) <= self.max_dims)
             and (self.dtype is None or parameter.dtype == self.dtype)
-            and (self.link is None or self.link == link)
         )
 
     def names(self, name: str) -> bool:
@@ -283,13 +276,13 @@ class Policy:
     def stage(self, moment: Moment) -> tuple[bool, int]:
         """Return whether the moment is in the warm-up, and the number of changes up to it.
 
-        Decisions stay the same while the stage and the link do.
+        Decisions stay the same while the stage does.
         """
         warm = self.warmup != "dgc" and moment.step <= self.warmup
         at = moment.step if self.schedule else moment.epoch
         return warm, sum(begin <= at for begin, _ in self.schedule or self._epochs)
 
-    def rule(self, parameter: Parameter, link: Link = "inter") -> Rule | None:
+    def rule(self, parameter: Parameter) -> Rule | None:
         """Return the first rule that matches a parameter, or None."""
         if parameter.exact:
             return Rule(codec=EXACT, reason=parameter.exact)
@@ -298,7 +291,7 @@ class Policy:
         if parameter.dtype not in CODED:
             what = str(parameter.dtype).removeprefix("torch.")
             return Rule(codec=EXACT, reason=f"no codec takes {what}")
-        return next((rule for rule in self.rules if rule.matches(parameter, link)), None)
+        return next((rule for rule in self.rules if rule.matches(parameter)), None)
 
     def decide(
         self, parameter: Parameter, moment: Moment = Moment(), default: Codec | None = None
@@ -307,13 +300,13 @@ class Policy:
 
         Args:
             parameter: the parameter.
-            moment: the current step, epoch and link.
+            moment: the current step and epoch.
             default: measured codec for parameters that no rule matches; its reason is left empty.
         """
         warm, turns = self.stage(moment)
         if warm:
             return Decision(parameter, parse_codec(EXACT), f"warm-up of {self.warmup} steps")
-        rule = self.rule(parameter, moment.link)
+        rule = self.rule(parameter)
         if rule is not None:
             return _fitted(parameter, rule.codec, rule.reason or f"rule for {rule.name}")
         if default is not None:

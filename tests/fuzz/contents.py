@@ -5,8 +5,8 @@ type of error, and reading it makes no object of a class that could act.
     python -m tests.fuzz.contents FILE                    an input that failed, again
     python -m tests.fuzz.contents --write FOLDER          the corpus
 
-The arguments are those of standalone.cpp. Input: `s` and the pickle of a state, `p` and a preface,
-or `m` and the messages of a transfer, each with its length before it.
+The arguments are those of standalone.cpp. Input: `s` and the pickle of a state, or `p` and a
+preface.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from pathlib import Path
 
 import torch
 
-from pycomm.elastic.chunks import Chunks
 from pycomm.elastic.contents import Form, Pickler, empty, read, read_forms
 from pycomm.errors import Error
 
@@ -55,17 +54,6 @@ def preface() -> bytes:
     return pickle.dumps((state(), FORMS))
 
 
-def messages(coded: bool) -> bytes:
-    """The chunks of a state."""
-    chunks = Chunks([torch.arange(600.0), torch.ones(30, dtype=torch.bfloat16)], 1024, coded)
-    sent = b""
-    for chunk in chunks.all:
-        received, is_coded = chunks.encode(chunk)
-        content = received.numpy().tobytes()
-        sent += bytes([is_coded]) + len(content).to_bytes(2, "little") + content
-    return bytes([coded]) + sent
-
-
 class Acts:
     def __init__(self, function: object, *arguments: object) -> None:
         self.call = function, arguments
@@ -90,15 +78,13 @@ ATTACKS = [
 
 def seeds() -> list[bytes]:
     """Return valid inputs and attacks, from which mutation starts."""
-    whole = [b"s" + state(), b"p" + preface(), b"m" + messages(True), b"m" + messages(False)]
+    whole = [b"s" + state(), b"p" + preface()]
     return whole + [kind + attack for kind in (b"s", b"p") for attack in ATTACKS]
 
 
 def run(data: bytes) -> None:
     """Read an input; whatever is no refusal is raised."""
     kind, text = data[:1], data[1:]
-    if kind == b"m":
-        return receive(text)
     with suppress(Error):
         if kind == b"s":
             read(text, TENSORS)
@@ -106,23 +92,6 @@ def run(data: bytes) -> None:
             for dtype, shape, device in read_forms(text)[1]:
                 if torch.Size(shape).numel() <= MOST:
                     empty((dtype, shape, device))
-
-
-def receive(text: bytes) -> None:
-    """Decode chunks as a receiver does, which holds each to the size that it expects at most."""
-    staged = [torch.zeros(600), torch.zeros(30, dtype=torch.bfloat16)]
-    chunks = Chunks(staged, 1024, text[:1] == b"\x01")
-    at = 1
-    for chunk in chunks.all:
-        size = int.from_bytes(text[at + 1 : at + 3], "little")
-        content = text[at + 3 : at + 3 + size][: chunk.room]
-        received = torch.zeros(chunk.room, dtype=torch.uint8)
-        received[: len(content)] = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)[
-            : len(content)
-        ]
-        with suppress(Error, ValueError):
-            chunks.decode(chunk, received, text[at : at + 1] == b"\x01")
-        at += 3 + size
 
 
 def mutated(data: bytes, other: bytes, chance: random.Random) -> bytes:

@@ -10,13 +10,10 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-import torch
 
 from pycomm import _C
 from pycomm.codecs import ALIASES
-from pycomm.elastic.chunks import Chunks
 from pycomm.elastic.contents import StateError, empty, read, read_forms
-from pycomm.errors import Error
 from tests.fuzz import contents
 from tests.fuzz.__main__ import IN_PYTHON, TARGETS
 from tests.fuzz.corpus import read_corpus
@@ -104,13 +101,3 @@ def test_an_input_that_acts_is_found(monkeypatch):
 def test_forms_of_no_tensor_are_refused(forms):
     with pytest.raises(StateError, match="says nothing of its tensors"):
         read_forms(pickle.dumps((b"", forms)))
-
-
-def test_a_chunk_that_none_codes_is_refused():
-    integers = torch.arange(3)
-    for tensors, coded in (([integers], True), ([contents.TENSORS[0]], False)):
-        chunks = Chunks(tensors, 4096, coded)
-        (chunk,) = chunks.all
-        received = torch.zeros(chunk.room, dtype=torch.uint8)
-        with pytest.raises(Error, match="which none does"):
-            chunks.decode(chunk, received, True)

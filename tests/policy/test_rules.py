@@ -53,7 +53,6 @@ def test_the_form_of_exact_values_is_what_travels(dtype, name, size):
         {"max_numel": 4096},
         {"max_dims": 2},
         {"dtype": torch.float32},
-        {"link": "inter"},
     ],
     ids=str,
 )
@@ -66,11 +65,9 @@ def test_every_condition_of_a_rule_counts(condition):
         "max_numel": Parameter("layer.weight", (64, 65), torch.float32),
         "max_dims": Parameter("layer.weight", (16, 16, 16), torch.float32),
         "dtype": Parameter("layer.weight", (64, 64), torch.bfloat16),
-        "link": WEIGHT,
     }
     (name,) = condition
-    link = "intra" if name == "link" else "inter"
-    assert chosen(policy, others[name], link=link) == codec("int4").spec()
+    assert chosen(policy, others[name]) == codec("int4").spec()
 
 
 def test_the_first_rule_that_matches_wins():

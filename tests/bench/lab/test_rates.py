@@ -10,17 +10,12 @@ from pycomm.bench.lab.rates import Rate, parse
 @pytest.mark.parametrize(
     ("text", "links"),
     [
-        ("1gbit", [[Rate(0, "1gbit", "1gbit")]]),
-        ("unlimited", [[Rate(0, None, None)]]),
-        ("1.5mbit/unlimited", [[Rate(0, "1.5mbit", None)]]),
-        (
-            "0s:1gbit 30s:8mbit/2mbps 60.5s:1gbit",
-            [[Rate(0, "1gbit", "1gbit"), Rate(30, "8mbit", "2mbps"), Rate(60.5, "1gbit", "1gbit")]],
-        ),
-        ("1gbit,9kbit 2s:8bit", [[Rate(0, "1gbit", "1gbit")],
-                                 [Rate(0, "9kbit", "9kbit"), Rate(2, "8bit", "8bit")]]),
+        ("1gbit", [Rate("1gbit", "1gbit")]),
+        ("unlimited", [Rate(None, None)]),
+        ("1.5mbit/unlimited", [Rate("1.5mbit", None)]),
+        ("1gbit,9kbit/2mbps", [Rate("1gbit", "1gbit"), Rate("9kbit", "2mbps")]),
     ],
-)  # fmt: skip
+)
 def test_rates(text, links):
     assert parse(text) == links
 
@@ -31,10 +26,9 @@ def test_rates(text, links):
         ("", "rate ''"),
         ("1gbit/", "rate ''"),
         ("gbit", "rate 'gbit'"),
-        ("1gbit; rm x", "rate '1gbit;'"),
+        ("1gbit; rm x", "rate '1gbit; rm x'"),
         ("1gbit,", "rate ''"),
-        ("1gbit 1mbit", "'1mbit' in the rate"),
-        ("1gbit 30s:1mbit 20s:1gbit", "'20s:1gbit' in the rate"),
+        ("1gbit 30s:1mbit", "rate '1gbit 30s:1mbit'"),
     ],
 )
 def test_what_is_wrong_is_quoted(text, wrong):

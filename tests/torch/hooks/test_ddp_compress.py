@@ -340,7 +340,7 @@ def test_refusals(rank, size):
 DIFFERENT = [
     (("int8", {}), ("int4", {}), "rank 0 has .codec=.*bits=8.*rank 1 has .codec=.*bits=4"),
     (("auto", {}), ("int8", {}), "rank 0 has .codec='auto'., rank 1 has .*bits=8"),
-    (("int8", {}), (Policy("int8", (Rule(codec="int8", link="intra"),)), {}), "link='intra'"),
+    (("int8", {}), (Policy("int8", (Rule(codec="int8", max_dims=3),)), {}), "max_dims=3"),
     (("int8", {}), ("int8 guard=off", {}), "rank 1 has 'guard=None'"),
     (("int8 50:int4", {}), ("int8 60:int4", {}), r"schedule=\(\(50.*schedule=\(\(60"),
     (("int8", {}), ("int8", {"feedback": "decay:0.9"}), "rank 1 has .*decay"),

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.codecs import codec
-from pycomm.policy import Guard, Parameter, Plan, Policy, Rule, Trial
+from pycomm.policy import Guard, Parameter, Plan, Policy, Trial
 from tests.extent import part
 from tests.torch.harness import SHAPES, Chosen, gradients, reduced
 from tests.torch.pool import on_ranks
@@ -80,25 +80,6 @@ def test_epochs_and_a_rank_that_counts_otherwise(rank, size):
     state.set_epoch(1 + rank)
     with pytest.raises(RuntimeError, match=r"rank 0 has 'big .*int8.*rank 1 has .*bf16"):
         reduced(model, gradients(rank, 1))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_ranks_of_one_host_are_intra(rank, size):
-    policy = Policy("int4", (Rule(codec="fp32", link="intra", reason="memory is fast"),))
-    plan = Plan(policy, dist.group.WORLD)
-    plan.add(Parameter("w", (64, 64), torch.float32))
-    same_everywhere(specs(plan))
-    assert plan.decisions["w"].exact
-
-
-@on_ranks(2, backend=None)
-def test_ranks_that_meet_over_tcp_are_inter(rank, size, store):
-    options = pycomm.Options(transport="tcp")
-    dist.init_process_group("pycomm", store=store, rank=rank, world_size=size, pg_options=options)
-    plan = Plan(Policy("int4", (Rule(codec="fp32", link="inter"),)), dist.group.WORLD)
-    assert plan.add(Parameter("w", (64, 64), torch.float32)).exact
-    dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------------------- auto
