@@ -2,15 +2,17 @@
 
 Found by a search of torch/distributed for ProcessGroupGloo, ProcessGroupNCCL, Backend.GLOO,
 Backend.NCCL, get_backend() and name(). Each works on a group of pycomm, or is refused in a
-sentence; `PLACES` says which. Other files test more: the flight recorder (test_newer_torch.py),
-shrink_group and merge_remote_group (test_groups.py).
+sentence. Other files test more: operations (test_ops.py), device meshes and FSDP's buffers
+(test_traps.py), the flight recorder (test_newer_torch.py), groups made of groups (test_groups.py).
 """
 
 from __future__ import annotations
 
+import os
+import pickle
+import re
 import time
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,14 +20,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import backend
+from pycomm.errors import Error, WireMismatch
+from tests.torch.interpreter import run
 from tests.torch.pool import on_ranks
 
 CPU = torch.device("cpu")
@@ -41,7 +45,8 @@ def sums(group: dist.ProcessGroup | None = None, size: int = 2) -> None:
 # ------------------------------------------------------------------ timeouts
 
 
-def set_pg_timeout(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_set_pg_timeout_holds_for_later_operations(rank, size):
     group = dist.new_group()
     dist.all_reduce(torch.ones(1), group=group)
     with warnings.catch_warnings():
@@ -57,33 +62,17 @@ def set_pg_timeout(rank: int, size: int) -> None:
         c10d._get_default_store().wait(["tried"])
 
 
-def default_timeout(rank: int, size: int) -> None:
-    assert isinstance(c10d._get_default_timeout(dist.Backend("pycomm")), timedelta)
-    sums(dist.new_group(backend="pycomm"))
-
-
 # ------------------------------------------------------------------ groups
 
 
-def monitored_barrier(rank: int, size: int) -> None:
-    for options in ({}, {"timeout": timedelta(seconds=20)}, {"wait_all_ranks": True}):
-        dist.monitored_barrier(**options)
-    group = dist.new_group()
-    dist.monitored_barrier(group)
-    if rank == 0:
-        with pytest.raises(pycomm.Timeout, match="Rank 1 failed to pass monitoredBarrier"):
-            dist.monitored_barrier(group, timedelta(seconds=0.3))
-        with pytest.raises(pycomm.Timeout, match="Ranks 1 failed to pass monitoredBarrier"):
-            c10d.monitored_barrier(group, timedelta(seconds=0.3), wait_all_ranks=True)
-    sums(group)
-
-
-def monitored_barrier_of_gloo(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_monitored_barrier_serves_gloo_too(rank, size):
     """torch's own function serves other groups."""
     dist.monitored_barrier(dist.new_group(backend="gloo"))
 
 
-def dist2_new_group(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_dist2_makes_groups(rank, size):
     from torch.distributed import _dist2
 
     with pytest.MonkeyPatch.context() as patch:
@@ -99,34 +88,8 @@ def dist2_new_group(rank: int, size: int) -> None:
         each.shutdown()
 
 
-def new_group(rank: int, size: int) -> None:
-    for name in ("pycomm", "cpu:pycomm", None):
-        group = dist.new_group(backend=name)
-        assert backend.find(group) is not None
-        sums(group)
-
-
-def split_group(rank: int, size: int) -> None:
-    """It wants a device of which the default group is; torch says so."""
-    with pytest.raises(RuntimeError, match="split"):
-        dist.split_group(split_ranks=[[0], [1]])
-    sums()
-
-
-def names(rank: int, size: int) -> None:
-    assert dist.get_backend() == "pycomm"
-    assert "pycomm" in dist.get_backend_config()
-    assert c10d._get_pg_config()["pg_size"] == size
-
-
-def device_mesh(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("a", "b"))
-    sums(mesh.get_group("a"))
-    sums(mesh.get_group("b"), 1)
-    assert all(backend.find(mesh.get_group(name)) is not None for name in "ab")
-
-
-def device_mesh_with_another_backend(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_each_dimension_of_a_mesh_has_its_backend(rank, size):
     try:
         override = {"a": ("pycomm", pycomm.Options(transport="tcp")), "b": "gloo"}
         mesh = init_device_mesh(
@@ -139,7 +102,8 @@ def device_mesh_with_another_backend(rank: int, size: int) -> None:
     sums(mesh.get_group("a"))
 
 
-def abort(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_abort_ends_what_waits(rank, size):
     group = dist.new_group()
     sums(group)
     dist.barrier()
@@ -151,7 +115,8 @@ def abort(rank: int, size: int) -> None:
     sums()
 
 
-def suspend(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_suspend_and_resume_are_refused(rank, size):
     native: Any = backend.find()
     for name in ("suspend", "resume"):
         if hasattr(native, name):
@@ -163,30 +128,8 @@ def suspend(rank: int, size: int) -> None:
 # ------------------------------------------------------------------ operations
 
 
-def objects(rank: int, size: int) -> None:
-    assert c10d._get_object_coll_device() == "cpu"
-    everybody: list[Any] = [None] * size
-    dist.all_gather_object(everybody, {"rank": rank})
-    assert everybody == [{"rank": r} for r in range(size)]
-
-
-def batches(rank: int, size: int) -> None:
-    x, y = torch.full((3,), float(rank)), torch.zeros(3)
-    ops = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    assert y.tolist() == [1.0 - rank] * 3
-
-
-def coalescing(rank: int, size: int) -> None:
-    tensors = [torch.ones(2), torch.ones(3)]
-    with dist._coalescing_manager(device=CPU):
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-    assert all(tensor.eq(size).all() for tensor in tensors)
-
-
-def autograd(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_gradients_flow_through_collectives(rank, size):
     """Gradients of all_gather and all_to_all, where torch has ways around Gloo and NCCL."""
     from torch.distributed.nn import functional
 
@@ -215,7 +158,8 @@ def resizing_hook(state, bucket):  # DDP would compare annotations with the type
     return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
 
 
-def ddp_hooks(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_hooks_of_torch_reduce_alike(rank, size):
     """Hooks of torch, of which one makes its bucket larger."""
     hooks = {
         "fp16": (None, default_hooks.fp16_compress_hook),
@@ -232,55 +176,6 @@ def ddp_hooks(rank: int, size: int) -> None:
         dist.all_gather(everybody, gradients)
         assert torch.equal(everybody[0], everybody[1])
         assert gradients.isfinite().all()
-
-
-def memory_of_the_group(rank: int, size: int) -> None:
-    """FSDP2 asks the backend for memory."""
-    net = fully_shard(model())
-    net.set_allocate_memory_from_process_group_for_comm(True)
-    net(torch.ones(2, 9)).sum().backward()
-    sums()
-
-
-def symmetric_memory(rank: int, size: int) -> None:
-    """torch's is for CUDA, and says so."""
-    from torch.distributed import _symmetric_memory as symmetric
-
-    with pytest.raises(Exception, match=r"(?i)cpu|device|backend|allocator"):
-        symmetric.rendezvous(symmetric.empty(4, device="cpu"), dist.group.WORLD)
-    sums()
-
-
-PLACES: list[Callable[[int, int], None]] = [
-    set_pg_timeout,
-    default_timeout,
-    monitored_barrier,
-    monitored_barrier_of_gloo,
-    dist2_new_group,
-    new_group,
-    split_group,
-    names,
-    device_mesh,
-    device_mesh_with_another_backend,
-    abort,
-    suspend,
-    objects,
-    batches,
-    coalescing,
-    autograd,
-    ddp_hooks,
-    memory_of_the_group,
-    symmetric_memory,
-]
-
-
-def check(rank: int, size: int, place: str) -> None:
-    globals()[place](rank, size)
-
-
-@pytest.mark.parametrize("place", [each.__name__ for each in PLACES])
-def test_torch_asks_for_a_backend(pool, place):
-    pool.run(check, place)
 
 
 @on_ranks(2)
@@ -307,3 +202,122 @@ def test_one_tensor_twice_gets_its_sum_twice(rank, size):
     with pytest.raises(pycomm.Error, match="two results would have one place"):
         backend.find().allgather_coalesced([[whole[:2], whole[:2]]] * 2, [shard, other])
     sums()
+
+
+# -------------------------------------------------------------------------------------- newer torch
+# What torch 2.14 and 2.15 ask of a backend: names without warnings, hooks, a flight recorder.
+
+
+TORCH = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+since_2_14 = pytest.mark.skipif(TORCH < (2, 14), reason="torch older than 2.14")
+since_2_15 = pytest.mark.skipif(TORCH < (2, 15), reason="torch older than 2.15")
+
+# A process in which nothing has imported pycomm: torch finds the backend by its entry point.
+QUIET = """
+import warnings
+warnings.simplefilter("error")
+import torch, torch.distributed as dist
+dist.init_process_group({name!r}, store=dist.HashStore(), rank=0, world_size=1)
+group = dist.new_group(backend="pycomm")
+x, all = torch.ones(4), torch.ones(4)
+gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+for g in (None, group):
+    dist.all_reduce(x, group=g)
+    gather(all, x, group=g)
+    scatter(x, all, group=g)
+    dist.all_to_all_single(all, x, group=g)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("name", ["pycomm", "cpu:pycomm", "cpu:pycomm,cuda:pycomm"])
+def test_torch_has_nothing_to_warn_of(installed, name):
+    path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
+    done = run("-c", QUIET.format(name=name), env={**os.environ, "PYTHONPATH": path}, autoload=True)
+    assert done.returncode == 0, done.stderr
+    if TORCH >= (2, 14):  # older versions warn in C++ of devices named one by one
+        assert "Warning" not in done.stderr
+
+
+@on_ranks(2)
+@since_2_14
+def test_abort_hooks_are_called_when_a_group_fails(rank, ranks):
+    called = []
+    group = dist.group.WORLD
+    group.register_abort_hook(1, lambda: called.append("one"))
+    group.register_abort_hook(2, lambda: called.append("two"))
+    group.unregister_abort_hook(2)
+    dist.all_reduce(torch.ones(3))
+    assert called == []
+    with pytest.raises(WireMismatch):
+        dist.all_reduce(torch.ones(3 + rank))
+    assert set(called) == {"one"}
+
+
+@on_ranks(2)
+@since_2_14
+def test_abort_hooks_are_called_before_an_abort(rank, ranks):
+    called = []
+    dist.group.WORLD.register_abort_hook(1, lambda: called.append(rank))
+    dist.barrier()
+    if rank == 0:
+        dist.group.WORLD.abort()
+        assert called == [0]
+    with pytest.raises(Error, match="rank 0 called abort"):
+        dist.all_reduce(torch.ones(1))
+    assert set(called) == {rank}
+
+
+# A group gets hooks before it has members (torch 2.15 attaches its own) and keeps them when they
+# change.
+ELASTIC = """
+import torch, torch.distributed as dist, pycomm
+from pycomm import elastic
+dist.init_process_group(
+    "pycomm", store=dist.HashStore(), rank=0, world_size=1,
+    pg_options=pycomm.Options(enable_reconfigure=True),
+)
+called = []
+group = dist.group.WORLD
+group.register_abort_hook(7, lambda: called.append("kept"))
+group.register_abort_hook(8, lambda: called.append("removed"))
+group.unregister_abort_hook(8)
+for uuid in (1, 2):
+    elastic.reconfigure(uuid, [elastic.handle()])
+    dist.all_reduce(torch.ones(1))
+assert called == []
+group.abort()
+print(called)
+dist.destroy_process_group()
+"""
+
+
+@since_2_14
+def test_hooks_outlive_the_members_of_a_group():
+    done = run("-c", ELASTIC)
+    assert (done.returncode, done.stdout.strip()) == (0, "['kept']"), done.stderr
+
+
+def _records(rank, ranks):
+    """Torch 2.15 attaches its flight recorder to every group."""
+    _distributed_c10d._reset_fr_trace(backend="pycomm")
+    x = torch.ones(5)
+    # Hooks are called after the wait may have returned, but before the next operation begins.
+    dist.all_reduce(x, async_op=True).wait()
+    dist.all_reduce(x)
+    late = dist.irecv(x, 1 - rank)
+    before = pickle.loads(_distributed_c10d._dump_fr_trace(backend="pycomm"))["entries"]
+    dist.send(x.clone(), 1 - rank)
+    late.wait()
+    after = pickle.loads(_distributed_c10d._dump_fr_trace(backend="pycomm"))["entries"]
+    return [[(e["profiling_name"], e["state"]) for e in entries] for entries in (before, after)]
+
+
+@since_2_15
+def test_the_flight_recorder_tells_what_has_completed(pool):
+    reduced = ("pycomm:all_reduce", "completed")
+    for before, after in pool.run(_records):
+        assert before[:2] == [reduced, reduced]
+        assert [state for name, state in before[2:]] == ["scheduled"]
+        assert {state for _, state in after} == {"completed"}

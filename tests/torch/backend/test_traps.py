@@ -5,7 +5,6 @@ Where a pitfall needs a GPU or concerns another project, a comment takes the pla
 
 from __future__ import annotations
 
-import copy
 from datetime import timedelta
 from typing import Any
 
@@ -59,16 +58,6 @@ def test_t3_bare_and_qualified_names_work(rank, size, store):
         dist.destroy_process_group()
 
 
-@on_ranks(2)
-def test_t4_what_a_bound_device_asks_for(rank, size):
-    """This covers all that split_group uses; test_groups.py tests the split itself."""
-    native = backend.find()
-    assert native.supports_splitting
-    assert copy.deepcopy(native.options)._timeout == native.options._timeout
-    native._set_sequence_number_for_group()
-    native.perform_nocolor_split(CPU)
-
-
 @on_ranks(4)
 def test_t5_device_meshes_work_on_the_cpu(rank, size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -119,14 +108,6 @@ def test_t7_dtensor_from_one_shard_to_another(rank, size):
 # T9: Lightning takes the name as free text, and Accelerate's `comm_hook` is an enum: both are their
 # own interfaces. The promise on our side, register_comm_hook on the model, is in
 # test_ddp_compress.py.
-
-
-def test_t10_torch_and_we_use_one_pybind11(pool):
-    """Otherwise the import fails with "unknown base c10d::Backend"."""
-    from pycomm._build import load_c10d
-
-    assert issubclass(load_c10d().Backend, torch._C._distributed_c10d.Backend)
-    assert issubclass(load_c10d().Options, torch._C._distributed_c10d.Backend.Options)
 
 
 def test_t11_the_backend_is_not_a_python_class():
@@ -239,29 +220,3 @@ def test_t13_ddp_takes_its_buckets_from_us(rank, size):
         model.zero_grad()
         model(integers(rank, 4, 512)).sum().backward()
         assert all(shared(p.grad) for p in model.parameters())
-
-
-@on_ranks(2)
-def test_t14_odd_tensors(rank, size):
-    other = 1 - rank
-    x = torch.empty(3)
-    if rank == 0:
-        dist.send(integers(0, 3), other)
-    else:
-        assert dist.recv(x) == 0  # from any rank
-    for t in (torch.empty(0), torch.empty(0, 3)):
-        dist.all_reduce(t)
-        dist.all_gather([t.clone(), t.clone()], t)
-    z = torch.complex(integers(rank, 4, 6), integers(rank + 1, 4, 6)).t()
-    want = sum(torch.complex(integers(r, 4, 6), integers(r + 1, 4, 6)) for r in range(size)).t()
-    dist.all_reduce(z)
-    assert torch.equal(z, want)
-    flags = torch.tensor([rank == 0, False, True])
-    dist.all_reduce(flags)
-    assert flags.tolist() == [True, False, True]
-    objects: list[Any] = [None] * size
-    dist.all_gather_object(objects, b"x" * (rank + 1))
-    assert objects == [b"x", b"xx"]
-    lists = [torch.zeros(1), torch.zeros(5)]
-    dist.all_gather(lists, integers(rank, [1, 5][rank]))  # uneven
-    assert torch.equal(lists[1], integers(1, 5))

@@ -63,34 +63,6 @@ def test_sockets_must_be_equal_on_all_ranks():
 # ------------------------------------------------------------------------------ set-up
 
 
-def test_wrong_secret_is_refused_and_explained():
-    start = time.monotonic()
-    outcomes = threads(
-        2,
-        lambda me: None,
-        options=lambda rank: {"secret": f"the secret of rank {rank}", "timeout": 5.0},
-        errors=True,
-    )
-    assert time.monotonic() - start < 4
-    for rank, outcome in enumerate(outcomes):
-        assert type(outcome) is pycomm.errors.Error
-        assert f"rank {rank}: what the store has of rank {1 - rank}" in str(outcome)
-        assert "wrong proof of the secret" in str(outcome)
-        assert "PYCOMM_SECRET" in str(outcome)
-
-
-def test_secret_on_one_rank_only_is_explained():
-    outcomes = threads(2, lambda me: None, options=lambda rank: {"secret": "s" * rank}, errors=True)
-    assert all("PYCOMM_SECRET" in str(outcome) for outcome in outcomes)
-
-
-def test_equal_secrets_join():
-    def body(me):
-        return me.exchange({1 - me.rank: b"hello"}, tag())
-
-    assert threads(2, body, options={"secret": "s"}) == [{1: b"hello"}, {0: b"hello"}]
-
-
 def test_ranks_on_several_hosts_refuse_loopback():
     store = _C.Store.local()
     store.set("g/tcp-host/1", "another host 1")
@@ -242,17 +214,6 @@ def test_sockets_of_a_lane_are_made_when_somebody_sends(tmp_path, sender):
     assert counts[1 - sender][-1] == idle + 6
 
 
-def test_both_ranks_may_send_first():
-    def body(me):
-        for lane in (0, 1):
-            for seq in range(3):
-                data = {peer: pattern(1000, me.rank) for peer in me.peers}
-                got = me.exchange(data, tag(seq), lane)
-                assert got == {peer: pattern(1000, peer) for peer in me.peers}
-
-    threads(5, body)
-
-
 def test_rank_that_computes_can_be_connected():
     met = threading.Barrier(2)
 
@@ -270,30 +231,7 @@ def test_rank_that_computes_can_be_connected():
     assert threads(2, body)[1] == b"hello"
 
 
-def test_rank_that_leaves_before_it_is_connected_is_lost():
-    def body(me):
-        if me.rank == 1:
-            return
-        goal, _ = me.recv(1, 100, tag(7))
-        with pytest.raises(pycomm.errors.PeerLost, match=r"rank 1 .* left .*waits for all_reduce"):
-            me.wait(goal)
-
-    threads(2, body)
-
-
 # ------------------------------------------------------------------------------ faults
-
-
-def test_killed_rank_is_named_to_who_sends():
-    def body(me):
-        if me.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        for seq in range(100):
-            me.wait(me.send(1, pattern(MIB, seq), tag(seq)))
-
-    outcome = processes(2, body, kind="tcp", errors=True)[0]
-    assert isinstance(outcome, pycomm.errors.PeerLost)
-    assert outcome.args[0].startswith("rank 1 (127.0.0.1:")
 
 
 def test_workers_forked_from_a_rank_do_not_keep_it_alive():
@@ -341,33 +279,6 @@ def test_abort_does_not_wait_behind_data():
             return None
         with pytest.raises(pycomm.errors.Error, match="rank 0 aborted the group: enough"):
             check_until(SECONDS, me.transport)
-
-    threads(2, body)
-
-
-def test_long_reason_of_an_abort_is_cut():
-    def body(me):
-        if me.rank == 0:
-            me.transport.abort("x" * 5000)
-        goal, _ = me.recv(1 - me.rank, 100, tag())
-        me.wait(goal)
-
-    for outcome in threads(2, body, errors=True):
-        assert "rank 0 aborted the group: xxx" in str(outcome)
-
-
-def test_wait_ends_at_its_deadline():
-    def body(me):
-        if me.rank == 1:
-            with pytest.raises(pycomm.errors.Error, match="rank 0 aborted the group: too late"):
-                check_until(SECONDS, me.transport)
-            return
-        goal, _ = me.recv(1, 100, tag())
-        start = time.monotonic()
-        with pytest.raises(pycomm.errors.Timeout):
-            me.wait(goal, timeout=0.1)
-        assert 0.1 <= time.monotonic() - start < 2
-        me.transport.abort("too late")
 
     threads(2, body)
 
