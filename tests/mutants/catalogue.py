@@ -285,7 +285,7 @@ RESIDUALS = (
         "pycomm/reduction/state.py::CompressionState._meet",
         "reshard([own], before, ranks)",
         "reshard([own], ranks, before)",
-        "torch/elastic/test_shrink_and_go_on.py",
+        "torch/elastic/test_members.py",
     ),
     Mutant(
         "paid-residual-sent-again",
@@ -396,7 +396,7 @@ BOUNDS = (
         "csrc/collectives/group/result_checksums.cpp::ResultChecksums::keep",
         "result_ = digest(result.parts, result.count, begin);",
         "result_ = 1;",
-        "faults/test_results.py::test_the_rank_whose_result_differs_is_named",
+        "faults/test_mismatch.py::test_the_rank_whose_result_differs_is_named",
     ),
     Mutant(
         "damaged-notice-read-beyond-its-end",

@@ -108,10 +108,6 @@ def test_a_step_that_overflows_pays_nothing(rank, size):
     assert state.removed
 
 
-def weights(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()])
-
-
 @on_ranks(**PATIENT)
 @pytest.mark.parametrize(("shape", "ranks"), [("shards", 2), ("hsdp", 4)])
 def test_fsdp_communicates_as_before(rank, size, shape):
@@ -310,12 +306,3 @@ def test_a_model_that_is_dropped_leaves_the_monitor(rank, size):
         assert set(monitor.snapshot()) == before
     finally:
         gc.enable()
-
-
-@on_ranks(1)
-def test_a_state_still_refuses_what_it_cannot_use(rank, size):
-    state = pycomm.CompressionState("int4", feedback="momentum")
-    with pytest.raises(
-        ValueError, match="powersgd has feedback of the kind residual, not momentum"
-    ):
-        state.set_policy("powersgd:2")
