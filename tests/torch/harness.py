@@ -7,7 +7,9 @@ those that reduce over more use small integers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -96,6 +98,25 @@ def whole(tensor: Any) -> torch.Tensor:
 def values(model: nn.Module) -> list[torch.Tensor]:
     """Return copies of the parameters."""
     return [whole(p).detach().clone() for p in model.parameters()]
+
+
+# ------------------------------------------------------------------ the log
+
+
+@contextmanager
+def heard(level: int = logging.NOTSET) -> Iterator[list[str]]:
+    """Collect what pycomm's log says meanwhile, from a level on; INFO has to be asked for."""
+    texts: list[str] = []
+    handler, logger = logging.Handler(level), logging.getLogger("pycomm")
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level or before)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 # ------------------------------------------------------ a classifier and its data

@@ -354,7 +354,8 @@ def test_what_does_not_fit_is_told_on_all_before_anything_is_sent(pool):
     pool.run(unlike, cases, ranks=3)
 
 
-def arguments(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_bad_arguments_raise_at_the_call(rank, size):
     model = nn.Linear(2, 2)
     for wrong, given in (
         (TypeError, {"has": 1}),
@@ -368,10 +369,6 @@ def arguments(rank: int, size: int) -> None:
     with pytest.raises(TypeError):
         elastic.hand_over(model.parameters(), has=True)
     check_sum()
-
-
-def test_bad_arguments_raise_at_the_call(pool):
-    pool.run(arguments)
 
 
 # ------------------------------------------------------------------ a member that is lost
@@ -484,7 +481,8 @@ def test_a_new_member_that_fails_holds_nobody_up(rank, size, backend):
 # ------------------------------------------------------------------ sharded models (FSDP2)
 
 
-def sharded(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_members_of_a_sharded_model_hand_over_their_parts(rank, size):
     """Two replicas of two parts each: each rank gets its part from the one that has the same."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     torch.manual_seed(rank // 2)
@@ -518,7 +516,3 @@ def sharded(rank: int, size: int) -> None:
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replica"))
     with pytest.raises(pycomm.WireMismatch, match="of which this is the part"):
         elastic.hand_over(model, has=not new, group=other["replica"].get_group())
-
-
-def test_members_of_a_sharded_model_hand_over_their_parts(pool):
-    pool.run(sharded, ranks=4)

@@ -111,14 +111,11 @@ def test_each_feedback_resumes_with_the_same_bits(pool, codec):
     assert pool.run(check_feedback, codec) == [[2] * len(FEEDBACKS)] * 2
 
 
-def check_wrappers(rank: int, size: int) -> None:
+@on_ranks(3)
+def test_each_wrapper_and_optimizer_resumes_with_the_same_bits(rank, size):
     for wrapper in WRAPPERS:
         for make in (compressed("int4"), coded("CodedAdamW"), coded("CodedSGD")):
             resume(rank, make, wrapper)
-
-
-def test_each_wrapper_and_optimizer_resumes_with_the_same_bits(pool):
-    pool.run(check_wrappers, ranks=3)
 
 
 @on_ranks(4)
@@ -140,7 +137,8 @@ def test_each_codec_resumes_with_the_same_bits_also_on_gloo(pool):
         pool.run(check_codecs, backend=backend)
 
 
-def check_other_sizes(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_buckets_of_another_model_are_not_used(rank, size):
     """Buckets that are not those of the checkpoint are reduced, and the state goes on."""
     model, optimizer, state = fresh(compressed("int4"), "plain")
     train(model, optimizer, rank, range(SAVED))
@@ -150,10 +148,6 @@ def check_other_sizes(rank: int, size: int) -> None:
     loaded.load_state_dict(saved)
     train(again, other, rank, range(3))
     assert loaded.step == state.step + 3
-
-
-def test_buckets_of_another_model_are_not_used(pool):
-    pool.run(check_other_sizes)
 
 
 def test_a_failure_of_a_saved_bucket_is_raised():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from functools import partial
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from pycomm.hooks import fsdp_seams
 from pycomm.policy import Policy
 from tests.extent import FULL
 from tests.torch import harness
-from tests.torch.harness import Chosen, batch, equal, network, reduced, train, values, whole
+from tests.torch.harness import Chosen, batch, equal, heard, network, reduced, train, values, whole
 from tests.torch.pool import on_ranks
 
 
@@ -243,25 +242,21 @@ def test_accumulation(rank, size, shape):
 
 @on_ranks(2)
 def test_unused_and_frozen_parameters(rank, size):
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pycomm").addHandler(handler)
-    model, state = chosen(size)
-    reduced(model, gradients(rank, 0))
-    before = state.state_dict()
-    for _ in range(2):
-        got = reduced(model, gradients(rank, 1, ["big"]))
-        assert set(got) == {"big"}
-        want = sum(gradients(r, 1, ["big"])["big"] for r in range(size)) / size
-        assert torch.equal(got["big"], want)
-    assert same(before, state.state_dict())
-    assert len(records) == 1
-    assert "set_reduce_scatter_unused_params(True)" in records[0]
-    model.set_reduce_scatter_unused_params(True)
-    assert set(reduced(model, gradients(rank, 1, ["big"]))) == set(SHAPES)
-    assert not same(before, state.state_dict())
-    logging.getLogger("pycomm").removeHandler(handler)
+    with heard() as records:
+        model, state = chosen(size)
+        reduced(model, gradients(rank, 0))
+        before = state.state_dict()
+        for _ in range(2):
+            got = reduced(model, gradients(rank, 1, ["big"]))
+            assert set(got) == {"big"}
+            want = sum(gradients(r, 1, ["big"])["big"] for r in range(size)) / size
+            assert torch.equal(got["big"], want)
+        assert same(before, state.state_dict())
+        assert len(records) == 1
+        assert "set_reduce_scatter_unused_params(True)" in records[0]
+        model.set_reduce_scatter_unused_params(True)
+        assert set(reduced(model, gradients(rank, 1, ["big"]))) == set(SHAPES)
+        assert not same(before, state.state_dict())
 
     frozen = Odd()
     frozen.small.requires_grad_(False)

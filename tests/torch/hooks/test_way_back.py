@@ -70,12 +70,9 @@ def test_what_is_owed_is_sent_with_the_next_step(pool, then, backend):
     pool.run(check_nothing_is_lost, "residual", then, ranks=3, backend=backend, **PATIENT)
 
 
+@on_ranks(2, **PATIENT)
 @pytest.mark.parametrize("feedback", ["decay:0.5", "residual:storage=int8"])
-def test_of_every_kind_of_feedback_nothing_stays(pool, feedback):
-    pool.run(check_kind, feedback, **PATIENT)
-
-
-def check_kind(rank: int, size: int, feedback: str) -> None:
+def test_of_every_kind_of_feedback_nothing_stays(rank, size, feedback):
     model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.02)
     state = pycomm.compress(model, "topk:0.1", feedback=feedback)
     for step in range(3):

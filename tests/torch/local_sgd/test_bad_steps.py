@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.local_sgd import Blocking, Quorum, Streamed
-from tests.torch.harness import batch, network
+from tests.torch.harness import batch, heard, network
 from tests.torch.local_sgd.test_local_sgd import values
 from tests.torch.pool import on_ranks
 
@@ -31,15 +31,6 @@ FORMS = {
 }
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def equal_on_all_ranks(model: nn.Module) -> bool:
     mine = torch.cat([value.view(-1) for value in values(model)])
     first = mine.clone()
@@ -51,28 +42,26 @@ def equal_on_all_ranks(model: nn.Module) -> bool:
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 def test_one_gradient_of_nan_costs_one_round(rank, size, options):
     """Rank 1 has one gradient of NaN; with AdamW that once cost all rounds that followed."""
-    lines = Lines()
-    logging.getLogger("pycomm").addHandler(lines)
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    local = pycomm.LocalSGD(model, every=4, codec="int8", **options)
-    for step in range(32):
-        x, y = batch(rank, step)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        if rank == 1 and step == 5:
-            model[0].weight.grad[0, 0] = float("nan")
-        optimizer.step()
-        local.step(*(len(x),) if local.weighted else ())
-    local.finish()
-    logging.getLogger("pycomm").removeHandler(lines)
+    with heard(logging.WARNING) as lines:
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        local = pycomm.LocalSGD(model, every=4, codec="int8", **options)
+        for step in range(32):
+            x, y = batch(rank, step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            if rank == 1 and step == 5:
+                model[0].weight.grad[0, 0] = float("nan")
+            optimizer.step()
+            local.step(*(len(x),) if local.weighted else ())
+        local.finish()
     assert 1 <= local.skipped <= 2 < local.rounds  # two fragments may have it
     assert all(value.isfinite().all() for value in values(model))
     assert equal_on_all_ranks(model)
-    skipped = [text for text in lines.texts if "LocalSGD skips round" in text]
+    skipped = [text for text in lines if "LocalSGD skips round" in text]
     assert len(skipped) == local.skipped
     assert all("the outer gradient of rank 1 is not" in text for text in skipped)
-    reset = [text for text in lines.texts if "has reset the inner optimizer's state" in text]
+    reset = [text for text in lines if "has reset the inner optimizer's state" in text]
     assert [text.partition(":")[0] for text in reset] == (["rank 1"] if rank else [])
     for state in optimizer.state.values():
         assert all(value.isfinite().all() for value in state.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.policy import PROTECT, Policy, Rule
+from tests.torch.harness import heard
 from tests.torch.pool import on_ranks
 
 # For ranks that import torch on a busy machine.
@@ -44,24 +44,6 @@ def train(model: nn.Module, rank: int, steps: int = 3, width: int = 64) -> None:
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 * step + rank)
         model(torch.randn(4, width, generator=generator)).square().mean().backward()
-
-
-class Told(logging.Handler):
-    """The messages of a logger."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-    def __enter__(self) -> Told:
-        logging.getLogger("pycomm").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("pycomm").removeHandler(self)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -158,17 +140,17 @@ def test_rules_match_names_in_any_wrapping(rank, size):
     for kind in ("plain", "compiled", "checkpointed"):
         for pattern in ("2.weight", "module.2.weight", "_orig_mod.2.weight"):
             rules = (Rule(codec="int8", name=pattern, reason="head"), *PROTECT)
-            with Told() as told:
+            with heard() as told:
                 state = pycomm.compress(wrapped(kind), Policy("int4", rules))
             assert state.decisions["2.weight"].reason == "head"
             assert state.decisions["0.weight"].reason == "default"
-            assert not any("matches no parameter" in text for text in told.texts)
-    with Told() as told:
+            assert not any("matches no parameter" in text for text in told)
+    with heard() as told:
         for model in (wrapped("plain"), fully_shard(network())):
             pycomm.compress(model, Policy("int4", (Rule(codec="int8", name="*.2.*"), *PROTECT)))
         local = Policy("int4", (Rule(codec="int8", name="2.wieght"), *PROTECT))
         pycomm.LocalSGD(network(), every=4, codec=local)
-    warned = [text for text in told.texts if "matches no parameter" in text]
+    warned = [text for text in told if "matches no parameter" in text]
     if rank > 0:
         assert not warned
         return
@@ -197,12 +179,12 @@ def test_loading_tells_of_other_names_and_sizes(rank, size, kind):
         return other, pycomm.compress(other, "int4")
 
     renamed, other = another(Renamed())
-    with Told() as told:
+    with heard() as told:
         other.load_state_dict(state.state_dict())
     assert list(other.residual_norms()) == ["2.weight"]
-    assert [("0.weight" in text, "first.weight" in text) for text in told.texts] == [
-        (True, True)
-    ] * (rank == 0)
+    assert [("0.weight" in text, "first.weight" in text) for text in told] == [(True, True)] * (
+        rank == 0
+    )
     train(renamed, rank)
     assert set(other.residual_norms()) == {"first.weight", "2.weight"}
     resized, other = another(network(width=128))
