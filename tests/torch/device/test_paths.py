@@ -7,8 +7,6 @@ tells. Results are compared with those of the CPU, with `==`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,38 +26,13 @@ from pycomm.reduction import paths, two_shot
 from pycomm.reduction.bucket import Bucket
 from tests.torch.device import fake_device
 from tests.torch.device.checks import generator, kept
+from tests.torch.device.fake_device import run
 from tests.torch.harness import Chosen, equal, gradients, heard, reduced
 from tests.torch.pool import Pool
 
 FAKE = "fakegpu"
-GROUP = "cpu:pycomm,fakegpu:pycomm"
 # On both sides of the size from which a residual is kept in bf16.
 SHAPES = {"large": (LARGE,), "small": (LARGE - 1,), "bias": (50,)}
-
-
-def on_device(
-    rank: int,
-    ranks: int,
-    store: dist.Store,
-    way: str,
-    group: str,
-    check: Callable[..., Any],
-    *args: Any,
-) -> Any:
-    fake_device.load(way)
-    dist.init_process_group(
-        group, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
-    )
-    try:
-        return check(rank, ranks, *args)
-    finally:
-        dist.destroy_process_group()
-
-
-def run(
-    fakes: Pool, way: str, check: Callable[..., Any], *args: Any, group: str = GROUP, ranks: int = 2
-) -> Any:
-    return fakes.run(on_device, way, group, check, *args, backend=None, ranks=ranks)
 
 
 # ------------------------------------------------------------------ default options
