@@ -403,7 +403,7 @@ BOUNDS = (
         "csrc/core/notice.cpp::Notice::decode",
         "head.text > bytes.size - fixed",
         "false",
-        "transports/test_notices.py::test_bytes_that_are_no_notice_are_an_error",
+        "transports/test_channels.py::test_bytes_that_are_no_notice_are_an_error",
     ),
     Mutant(
         "short-messages-without-a-bound",
