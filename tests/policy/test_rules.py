@@ -132,13 +132,6 @@ def test_none_is_a_codec_wherever_one_is_named(given):
     assert short_text(decision.codec) == "fp32"
 
 
-def test_dgc_lets_the_density_fall_by_epochs():
-    policy = Policy("topk:0.01,values=int8", warmup="dgc")
-    codecs = [policy.decide(WEIGHT, Moment(epoch=e)).codec for e in range(6)]
-    assert [c.density for c in codecs] == [0.25, 0.0625, 0.015625, 0.01, 0.01, 0.01]
-    assert {c.values for c in codecs} == {"int8"}
-
-
 @pytest.mark.parametrize(
     ("text", "policy"),
     [
@@ -335,16 +328,6 @@ def test_budget_candidates_owe_nothing_and_err_less():
         places = allocate(energies, numels, choices, 5.25)
         promised[name] = distortion(energies, choices, places)
     assert promised["eden"] < 0.75 * promised["int"]
-
-
-def test_energies_of_all_ranks_count():
-    allotted = Allotted(6.5, [codec("int4"), codec("int8")])
-    for name in "ab":
-        allotted.enter(Parameter(name, (100, 100), torch.float32))
-    # The first rank alone sees that "a" has nearly all the energy; on the last "b" has more.
-    for _ in range(2):
-        allotted.step(1.0, lambda _: [[1e4, 1.0], [1.0, 2.0]], lambda _: 0)
-    assert [allotted.codec(name)[0] for name in "ab"] == [codec("int8"), codec("int4")]
 
 
 @pytest.mark.parametrize(("error", "spec"), [(0.29, "int4"), (0.3, "int4"), (0.31, "int8")])

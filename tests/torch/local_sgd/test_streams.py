@@ -217,22 +217,6 @@ def test_the_summary_tells_bytes_in_all_and_at_once(rank, size):
     assert f"at most {400_000 * 4 / 3 / 1e6:.3g} MB at once" in line
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Streamed(0),
-        lambda: Streamed(overlap=-1),
-        lambda: Streamed(mixing=1.0),
-        lambda: Quorum(0),
-        lambda: Quorum(1, grace=-0.5),
-        lambda: Quorum(1, overlap=-1),
-    ],
-)
-def test_options_out_of_range_are_refused(make):
-    with pytest.raises(ValueError, match=r"(fragments|overlap|mixing|ranks|grace)=\S+"):
-        make()
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bad_options_are_refused_before_anything_is_sent(rank, size):
