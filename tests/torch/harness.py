@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pycomm.codecs import Codec, RandomKey, register
@@ -88,6 +89,29 @@ def same_as_gloo(pool: Pool, function: Callable[..., Any], *args: Any, ranks: in
     for rank, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert equal(a, b), f"rank {rank} has {a} on pycomm and {b} on Gloo"
     return ours
+
+
+def check_sum(group: dist.ProcessGroup | None = None) -> None:
+    """Check that a group works, by whole numbers, of which the sum is exact."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for numel in (1, 1001):
+        numbers = torch.arange(numel) * (rank + 1)
+        dist.all_reduce(numbers, group=group)
+        assert torch.equal(numbers, torch.arange(numel) * (size * (size + 1) // 2))
+
+
+def everywhere(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return all ranks' tensors."""
+    tensor = tensor.detach()
+    mine = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    return [torch.view_as_complex(p) if tensor.is_complex() else p for p in parts]
+
+
+def alike(*tensors: torch.Tensor) -> bool:
+    """Return whether all ranks have the same values."""
+    return all(torch.equal(part, tensor) for tensor in tensors for part in everywhere(tensor))
 
 
 def whole(tensor: Any) -> torch.Tensor:

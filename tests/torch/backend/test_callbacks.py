@@ -15,14 +15,8 @@ import pycomm
 import pycomm.trace
 from pycomm import backend
 from pycomm.straggler import monitor
+from tests.torch.harness import check_sum
 from tests.torch.pool import on_ranks
-
-
-def works(size: int) -> None:
-    x = torch.ones(5)
-    dist.all_reduce(x)
-    assert x.tolist() == [size] * 5
-
 
 # ------------------------------------------------------------------ raising
 
@@ -47,7 +41,7 @@ def test_a_hook_that_raises_hurts_no_operation(rank, size):
     (dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)).wait()
     assert x.tolist() == [0.0] * 3
     group._wait_for_pending_works()
-    works(size)
+    check_sum()
     assert len(calls) == 4
 
 
@@ -91,7 +85,7 @@ def test_what_a_callback_raises_stays_in_its_future(rank, size):
                 failed.wait()
         assert work.is_success()
         assert work.get_future_result().wait() == 0
-    works(size)
+    check_sum()
 
 
 # ------------------------------------------------------------------ waiting
@@ -127,7 +121,7 @@ def test_a_callback_may_wait_for_operations_behind_its_own(rank, size, depth):
         future.wait()
     assert sorted(order) == list(range(depth))
     assert [t[0].item() for t in tensors] == [size * float(i) for i in range(depth)]
-    works(size)
+    check_sum()
 
 
 @on_ranks(2)
@@ -184,7 +178,7 @@ def test_another_thread_calls_while_a_callback_waits(rank, size):
     assert not between.is_alive()
     assert order.index("last") < order.index("issued")
     assert [x[0].item() for x in (a, b, c, d)] == [float(size)] * 4
-    works(size)
+    check_sum()
 
 
 @on_ranks(2, timeout=30)
@@ -217,7 +211,7 @@ def test_callbacks_of_two_groups_may_wait_for_each_other(rank, size):
         future.wait()
     for group in groups:
         dist.destroy_process_group(group)
-    works(size)
+    check_sum()
 
 
 @on_ranks(2, timeout=30)
@@ -237,7 +231,7 @@ def test_a_callback_may_wait_for_its_own_operation(rank, size):
 
         work.get_future().then(callback).wait()
         assert said == [True, True]
-    works(size)
+    check_sum()
 
 
 @on_ranks(2, timeout=30)
@@ -268,7 +262,7 @@ def test_a_short_wait_in_a_callback(rank, size):
         first.wait()
         dist.barrier(group=other)
         dist.all_reduce(torch.ones(3))
-    works(size)
+    check_sum()
 
 
 @on_ranks(2)
@@ -293,7 +287,7 @@ def test_a_callback_waits_for_another_threads_message(rank, size):
         waited.wait()  # raises what the callback has raised
         arrived.wait()
         assert torch.all(x == i)
-    works(size)
+    check_sum()
 
 
 # -------------------------------------------------------------------------------------------- trace

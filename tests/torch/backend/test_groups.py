@@ -19,6 +19,7 @@ import torch.distributed as dist
 import pycomm
 from pycomm import backend
 from pycomm._build import load_c10d
+from tests.torch.harness import check_sum
 from tests.torch.interpreter import Interpreter, run
 from tests.torch.pool import on_ranks
 
@@ -28,12 +29,6 @@ ErrorType = torch._C._distributed_c10d.ErrorType
 
 def seconds(n: float) -> timedelta:
     return timedelta(seconds=n)
-
-
-def check_sum(group: dist.ProcessGroup | None, size: int) -> None:
-    x = torch.ones(5)
-    dist.all_reduce(x, group=group)
-    assert torch.equal(x, torch.full((5,), float(size)))
 
 
 # ------------------------------------------------------------------ monitored barrier
@@ -83,7 +78,7 @@ def test_a_timed_out_wait_names_the_operation(rank, size):
         assert not work.is_completed()
         dist.send(torch.ones(1), 1)
     work.wait()  # a short wait has done no harm
-    check_sum(None, size)
+    check_sum()
 
 
 TIMEOUTS = """
@@ -340,8 +335,8 @@ def test_shrink_group(rank, size, how):
     assert (dist.get_world_size(), dist.get_rank()) == (2, rank // 2)
     assert dist.get_process_group_ranks(group) == [0, 2]
     assert backend.find().options.global_ranks_in_group == [0, 2]
-    check_sum(group, 2)
-    check_sum(None, 2)  # it is the default group now
+    check_sum(group)
+    check_sum()  # it is the default group now
 
 
 @on_ranks(4)

@@ -30,17 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm import backend
 from pycomm.errors import Error, WireMismatch
+from tests.torch.harness import check_sum
 from tests.torch.interpreter import run
 from tests.torch.pool import on_ranks
 
 CPU = torch.device("cpu")
-
-
-def sums(group: dist.ProcessGroup | None = None, size: int = 2) -> None:
-    """Check that a group works."""
-    x = torch.ones(3)
-    dist.all_reduce(x, group=group)
-    assert x.tolist() == [float(size)] * 3
 
 
 # ------------------------------------------------------------------ timeouts
@@ -100,20 +94,20 @@ def test_each_dimension_of_a_mesh_has_its_backend(rank, size):
         return
     assert "tcp" in backend.find(mesh.get_group("a")).describe()  # type: ignore[union-attr]
     assert backend.find(mesh.get_group("b")) is None
-    sums(mesh.get_group("a"))
+    check_sum(mesh.get_group("a"))
 
 
 @on_ranks(2)
 def test_abort_ends_what_waits(rank, size):
     group = dist.new_group()
-    sums(group)
+    check_sum(group)
     dist.barrier()
     work = dist.all_reduce(torch.ones(1), group=group, async_op=True) if rank == 0 else None
     c10d._abort_process_group(group)
     if work is not None:
         with pytest.raises(pycomm.Error, match="abort"):
             work.wait()
-    sums()
+    check_sum()
 
 
 @on_ranks(2)
@@ -123,7 +117,7 @@ def test_suspend_and_resume_are_refused(rank, size):
         if hasattr(native, name):
             with pytest.raises(RuntimeError, match=name):
                 getattr(native, name)()
-    sums()
+    check_sum()
 
 
 # ------------------------------------------------------------------ operations
@@ -202,7 +196,7 @@ def test_one_tensor_twice_gets_its_sum_twice(rank, size):
         world.allgather_into_tensor_coalesced([whole, whole], [shard, other])
     with pytest.raises(pycomm.Error, match="two results would have one place"):
         backend.find().allgather_coalesced([[whole[:2], whole[:2]]] * 2, [shard, other])
-    sums()
+    check_sum()
 
 
 # -------------------------------------------------------------------------------------- newer torch

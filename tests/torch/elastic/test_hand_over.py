@@ -25,7 +25,8 @@ from pycomm import elastic
 from pycomm.elastic.transfer import Member as Place
 from pycomm.elastic.transfer import order
 from tests.extent import each_value
-from tests.torch.elastic.member import Member, check_sum, run
+from tests.torch.elastic.member import Member, run
+from tests.torch.harness import check_sum
 from tests.torch.pool import on_ranks
 
 SMALL = 4096  # bytes of a chunk: the models here take many

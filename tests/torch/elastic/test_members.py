@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from tests.torch.elastic.member import Member, on_members
-from tests.torch.harness import network, train_step
+from tests.torch.harness import alike, network, train_step
 from tests.torch.torchrun import launch
 
 
@@ -43,15 +43,6 @@ def check_owed(before: Any, state: Any) -> None:
 
 def sizes() -> dict[str, int]:
     return {name: parameter.numel() for name, parameter in network().named_parameters()}
-
-
-def check_equal(model: nn.Module, state: Any) -> None:
-    """All members have the same parameters, to the bit, and have taken as many steps."""
-    mine = torch.cat([p.detach().view(-1) for p in model.parameters()])
-    mine = torch.cat([mine, torch.tensor([float(state.step)])])
-    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybody, mine)
-    assert all(torch.equal(mine, other) for other in everybody)
 
 
 def wrap(net: nn.Module, codec: str, feedback: str, **options: Any) -> tuple[Any, Any, Any]:
@@ -96,7 +87,7 @@ def test_members_keep_residuals_and_new_ones_have_none(
         train(model, optimizer, 2, first=3)
         assert state.step == 5
         assert state.residuals.ranks == 2
-        check_equal(model, state)
+        assert alike(*model.parameters(), torch.tensor(state.step))
         before = owed(state, 2) if owes else None
     member.form(3, [handles[2], handles[1], handles[0]])
     model, fresh, optimizer = wrap(model.module, codec, feedback)
@@ -107,7 +98,7 @@ def test_members_keep_residuals_and_new_ones_have_none(
     train(model, optimizer, 3, first=5)
     assert fresh.step == 8
     assert fresh.overflows == 0
-    check_equal(model, fresh)
+    assert alike(*model.parameters(), torch.tensor(fresh.step))
 
 
 @on_members(4, dies={1})
@@ -136,7 +127,7 @@ def test_a_killed_member_is_replaced(rank, size, store):
         check_owed(before, state)
         assert state.step == 4
         train(model, optimizer, 2, first=3)
-        check_equal(model, state)
+        assert alike(*model.parameters(), torch.tensor(state.step))
         before = owed(state, 2)
         del model
     member.form(3, [handles[0], handles[2], handles[3]])
@@ -145,7 +136,7 @@ def test_a_killed_member_is_replaced(rank, size, store):
     check_owed(before if left else None, fresh)
     train(model, optimizer, 2, first=5)
     assert fresh.step == 8
-    check_equal(model, fresh)
+    assert alike(*model.parameters(), torch.tensor(fresh.step))
 
 
 @on_members(3)
@@ -163,7 +154,7 @@ def test_a_model_with_fixed_buckets_joins_as_it_is(rank, size, store):
         dist.broadcast(parameter.data, 0)
     train(model, optimizer, 2, first=3)
     assert state.step == 5
-    check_equal(model, state)
+    assert alike(*model.parameters(), torch.tensor(state.step))
 
 
 @on_members(3)
@@ -187,7 +178,7 @@ def test_a_group_that_a_member_has_joined_becomes_exact(rank, size, store, ends)
     train(model, optimizer, 4, first=3)
     assert state.removed == ends
     assert not state.residual_norms()
-    check_equal(model, state)
+    assert alike(*model.parameters(), torch.tensor(state.step))
 
 
 @on_members(3)
@@ -208,7 +199,7 @@ def test_a_member_joins_while_compression_ends(rank, size, store):
         dist.broadcast(parameter.data, 0)
     train(model, optimizer, 4, first=4)
     assert state.removed
-    check_equal(model, state)
+    assert alike(*model.parameters(), torch.tensor(state.step))
 
 
 @on_members(3)
@@ -231,7 +222,7 @@ def test_policies_go_on_alike_on_old_and_new_members(rank, size, store, codec):
     decided: list[Any] = [None] * 3
     dist.all_gather_object(decided, {name: str(d) for name, d in state.decisions.items()})
     assert decided[0] == decided[1] == decided[2]
-    check_equal(model, state)
+    assert alike(*model.parameters(), torch.tensor(state.step))
 
 
 # ------------------------------------------------------------------ what does not fit
@@ -280,7 +271,7 @@ def test_a_new_member_that_does_not_fit_is_named_on_all(rank, size, store, what,
     fresh.adopt_state(state)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, first=3)
     assert fresh.step >= 5
-    check_equal(model, fresh)
+    assert alike(*model.parameters(), torch.tensor(fresh.step))
 
 
 @on_members(2)

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import _C, elastic
-from tests.torch.elastic.member import LIMIT, Member, check_sum, on_members, run
+from tests.torch.elastic.member import LIMIT, Member, on_members, run
+from tests.torch.harness import check_sum
 from tests.transports.wire_peer import (
     CHALLENGE,
     CONTROL,

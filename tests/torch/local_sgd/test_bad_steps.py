@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.local_sgd import Blocking, Quorum, Streamed
-from tests.torch.harness import batch, heard, network
+from tests.torch.harness import alike, batch, heard, network
 from tests.torch.local_sgd.test_local_sgd import values
 from tests.torch.pool import on_ranks
 
@@ -29,13 +29,6 @@ FORMS = {
     "on a thread": {"exchange": Streamed(2, overlap=2), "weighted": True},
     "quorum": {"exchange": Quorum(2)},
 }
-
-
-def equal_on_all_ranks(model: nn.Module) -> bool:
-    mine = torch.cat([value.view(-1) for value in values(model)])
-    first = mine.clone()
-    dist.broadcast(first, 0)
-    return torch.equal(mine, first)
 
 
 @on_ranks(2)
@@ -57,7 +50,7 @@ def test_one_gradient_of_nan_costs_one_round(rank, size, options):
         local.finish()
     assert 1 <= local.skipped <= 2 < local.rounds  # two fragments may have it
     assert all(value.isfinite().all() for value in values(model))
-    assert equal_on_all_ranks(model)
+    assert alike(*values(model))
     skipped = [text for text in lines if "LocalSGD skips round" in text]
     assert len(skipped) == local.skipped
     assert all("the outer gradient of rank 1 is not" in text for text in skipped)
@@ -83,7 +76,7 @@ def check_scaler(rank: int, size: int, options: dict[str, Any], overflows: tuple
             optimizer.zero_grad()
     assert local.local_steps == 0
     assert local.skipped == 0
-    assert equal_on_all_ranks(model)
+    assert alike(*values(model))
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == size
@@ -113,9 +106,9 @@ def test_ranks_of_different_numbers_of_steps_end_equal(rank, size, options):
             model[0].weight += 0.1 * (1 + rank)
         local.step(*(1,) if local.weighted else ())
     local.finish()
-    assert equal_on_all_ranks(model)
+    assert alike(*values(model))
     local.finish()  # with nothing to do
-    assert equal_on_all_ranks(model)
+    assert alike(*values(model))
 
 
 # -------------------------------------------------------------------------------------- what ends
