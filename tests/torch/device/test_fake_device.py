@@ -100,7 +100,7 @@ def test_a_stream_that_is_stuck_ends_the_group_in_time(fakes):
     run(fakes, "held", check_stuck, timeout=1)
 
 
-def check_abort(rank: int, ranks: int) -> None:
+def check_abort(rank: int, ranks: int, way: str) -> None:
     x = slow(0, FAKE, 0)
     dist.all_reduce(x)
     if rank == 1:
@@ -108,37 +108,22 @@ def check_abort(rank: int, ranks: int) -> None:
         dist.distributed_c10d._abort_process_group()
         return
     work = dist.all_reduce(x, async_op=True)
-    work.wait()  # this only synchronizes streams: the failure is still to come
-    assert x.cpu().isnan().all()
-    assert work.is_completed()
-    assert not work.is_success()
+    if way == "held":  # waiting only synchronizes streams: the failure is still to come
+        work.wait()
+        assert x.cpu().isnan().all()
+        assert work.is_completed()
+        assert not work.is_success()
+    else:  # kernels wait for their peers
+        assert "; on fakegpu:0 2 ranks: " in backend.find().describe()
     with pytest.raises(Error, match="abort"):
         work.wait()
     with pytest.raises(Error, match="abort"):
         dist.all_reduce(x, async_op=True)
 
 
-def test_a_failure_behind_a_stream_is_nan(fakes):
-    run(fakes, "held", check_abort)
-
-
-def check_abort_of_peers(rank: int, ranks: int) -> None:
-    x = slow(0, FAKE, 0)
-    dist.all_reduce(x)
-    assert "; on fakegpu:0 2 ranks: " in backend.find().describe()
-    if rank == 1:
-        time.sleep(0.2)
-        dist.distributed_c10d._abort_process_group()
-        return
-    work = dist.all_reduce(x, async_op=True)
-    with pytest.raises(Error, match="abort"):
-        work.wait()
-    with pytest.raises(Error, match="abort"):
-        dist.all_reduce(x, async_op=True)
-
-
-def test_an_abort_ends_kernels_that_wait_for_peers(fakes):
-    run(fakes, "peers", check_abort_of_peers)
+@pytest.mark.parametrize("way", ["held", "peers"])
+def test_an_abort_ends_what_waits_for_peers(fakes, way):
+    run(fakes, way, check_abort, way)
 
 
 def check_arguments(rank: int, ranks: int) -> None:

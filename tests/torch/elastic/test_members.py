@@ -139,66 +139,44 @@ def test_a_killed_member_is_replaced(rank, size, store):
     assert alike(*model.parameters(), torch.tensor(fresh.step))
 
 
-@on_members(3)
-def test_a_model_with_fixed_buckets_joins_as_it_is(rank, size, store):
-    """A model with fixed buckets joins as it is, and its first backward takes over the others."""
+def two(rank: int, size: int, store: Any, codec: str, steps: int) -> tuple[Any, Any, Any, Any]:
+    """Two train; return what the third has, too, and a function by which it joins.
+
+    Its buckets are fixed, and its first backward takes over the others'.
+    """
     member = Member(rank, size, store)
     handles = member.handles("all")
-    joins = rank == 2
-    member.form(1, handles[2:] if joins else handles[:2])
-    model, state, optimizer = wrap(network(), "int4", "residual", find_unused_parameters=True)
-    if not joins:
-        train(model, optimizer, 3)
-    member.form(2, handles)
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, 0)
-    train(model, optimizer, 2, first=3)
-    assert state.step == 5
-    assert alike(*model.parameters(), torch.tensor(state.step))
+    member.form(1, handles[2:] if rank == 2 else handles[:2])
+    model, state, optimizer = wrap(network(), codec, "residual", find_unused_parameters=True)
+    if rank < 2:
+        train(model, optimizer, steps)
+
+    def join() -> None:
+        member.form(2, handles)
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, 0)
+
+    return model, state, optimizer, join
 
 
 @on_members(3)
-@pytest.mark.parametrize("ends", [False, True], ids=["set_policy", "remove"])
-def test_a_group_that_a_member_has_joined_becomes_exact(rank, size, store, ends):
+@pytest.mark.parametrize("what", ["int4", "fp32", "remove", "removed before"])
+def test_a_member_joins_while_compression_goes_on_or_ends(rank, size, store, what):
     """Only who stays has residuals to pay, and makes its buckets anew when they are paid."""
-    member = Member(rank, size, store)
-    handles = member.handles("all")
-    joins = rank == 2
-    member.form(1, handles[2:] if joins else handles[:2])
-    model, state, optimizer = wrap(network(), "int4", "residual", find_unused_parameters=True)
-    if not joins:
-        train(model, optimizer, 3)
-    member.form(2, handles)
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, 0)
-    if ends:
+    model, state, optimizer, join = two(rank, size, store, "int4", steps=3)
+    if what == "removed before":  # compression ends within two steps
         state.remove()
-    else:
+        if rank < 2:
+            train(model, optimizer, 1, first=3)
+    join()
+    if what == "remove":
+        state.remove()
+    elif what == "fp32":
         state.set_policy("fp32")
-    train(model, optimizer, 4, first=3)
-    assert state.removed == ends
-    assert not state.residual_norms()
-    assert alike(*model.parameters(), torch.tensor(state.step))
-
-
-@on_members(3)
-def test_a_member_joins_while_compression_ends(rank, size, store):
-    """A member joins between the two steps in which compression ends."""
-    member = Member(rank, size, store)
-    handles = member.handles("all")
-    joins = rank == 2
-    member.form(1, handles[2:] if joins else handles[:2])
-    model, state, optimizer = wrap(network(), "int4", "residual", find_unused_parameters=True)
-    if not joins:
-        train(model, optimizer, 3)
-    state.remove()
-    if not joins:
-        train(model, optimizer, 1, first=3)
-    member.form(2, handles)
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, 0)
     train(model, optimizer, 4, first=4)
-    assert state.removed
+    assert state.removed == what.startswith("remove")
+    assert bool(state.residual_norms()) == (what == "int4")
+    assert what != "int4" or state.step == 7
     assert alike(*model.parameters(), torch.tensor(state.step))
 
 
@@ -206,18 +184,8 @@ def test_a_member_joins_while_compression_ends(rank, size, store):
 @pytest.mark.parametrize("codec", ["int4 warmup=4", "auto", "budget=3", "error=0.2"])
 def test_policies_go_on_alike_on_old_and_new_members(rank, size, store, codec):
     """A schedule, a choice by measurements and a guard go on alike on all, new ones included."""
-    member = Member(rank, size, store)
-    handles = member.handles("all")
-    joins = rank == 2
-    member.form(1, handles[2:] if joins else handles[:2])
-    model = DistributedDataParallel(network(), bucket_cap_mb=0.02, find_unused_parameters=True)
-    state = pycomm.compress(model, codec)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if not joins:
-        train(model, optimizer, 7)
-    member.form(2, handles)
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, 0)
+    model, state, optimizer, join = two(rank, size, store, codec, steps=7)
+    join()
     train(model, optimizer, 12, first=7)
     decided: list[Any] = [None] * 3
     dist.all_gather_object(decided, {name: str(d) for name, d in state.decisions.items()})
