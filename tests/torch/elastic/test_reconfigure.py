@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import _C, elastic
-from tests.torch.elastic.member import LIMIT, Member, on_members, run
+from tests.torch.elastic.member import LIMIT, Member, on_members
 from tests.torch.harness import check_sum
 from tests.transports.wire_peer import (
     CHALLENGE,
@@ -64,17 +64,26 @@ def test_ranks_are_those_of_the_list(rank, size, store, transport):
     check_sum()
 
 
-@on_members(3)
-@pytest.mark.parametrize("excluded", [0, 1, 2])
-def test_any_rank_may_be_left_out(rank, size, store, excluded):
+@on_members(4)
+@pytest.mark.parametrize(
+    "groups",
+    [
+        ("0|1|2|3", "0123", "0|1|2|3"),
+        ("01", "0123"),
+        ("01|23", "0123"),
+        *(("012", left) for left in ("12", "02", "01")),
+    ],
+    ids="-".join,
+)
+def test_members_come_and_go(rank, size, store, groups):
     member = Member(rank, size, store)
     handles = member.handles("all")
-    member.form(1, handles)
-    check_sum()
-    if rank != excluded:
-        member.form(2, [h for r, h in enumerate(handles) if r != excluded])
-        assert dist.get_rank() == rank - (rank > excluded)
-        check_sum()
+    for step, text in enumerate(groups):
+        for members in text.split("|"):
+            if str(rank) in members:
+                member.form(10 * step + int(members[0]), [handles[int(r)] for r in members])
+                assert dist.get_rank() == members.index(str(rank))
+                check_sum()
     member.meet("done")
 
 
@@ -113,39 +122,6 @@ def test_reconfigure_of_torch_forms_the_same_groups(rank, size, store):
     handles("done")
 
 
-def down_and_up(rank: int, size: int, store: Any) -> None:
-    member = Member(rank, size, store)
-    member.form(10 + rank, [elastic.handle()])
-    check_sum()
-    member.form(3, member.handles("all"))
-    check_sum()
-    member.form(20 + rank, [elastic.handle()])
-    check_sum()
-    member.meet("done")
-
-
-def late(rank: int, size: int, store: Any) -> None:
-    member = Member(rank, size, store)
-    handles = member.handles("all")
-    if rank < 2:
-        member.form(1, handles[:2])
-        check_sum()
-    member.form(2, handles)
-    check_sum()
-
-
-def merge(rank: int, size: int, store: Any) -> None:
-    member = Member(rank, size, store)
-    handles = member.handles("all")
-    if rank < size // 2:
-        member.form(1, handles[: size // 2])
-    else:
-        member.form(2, handles[size // 2 :])
-    check_sum()
-    member.form(3, handles)
-    check_sum()
-
-
 @on_members(3)
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_a_group_that_was_aborted_is_formed_anew(rank, size, store, transport):
@@ -162,7 +138,8 @@ def test_a_group_that_was_aborted_is_formed_anew(rank, size, store, transport):
     check_sum()
 
 
-def in_the_middle(rank: int, size: int, store: Any) -> None:
+@on_members(4)
+def test_a_change_ends_what_is_under_way(rank, size, store):
     """A rank waits in an operation that the others never begin."""
     member = Member(rank, size, store)
     handles = member.handles("all")
@@ -200,23 +177,12 @@ def test_a_killed_process_is_replaced(rank, size, store, transport):
     return f"{took:.3f} s"
 
 
-@pytest.mark.parametrize("function", [down_and_up, late, merge, in_the_middle])
-def test_members_come_and_go(pool, function):
-    pool.run(run, function, ranks=4, backend=None)
-
-
 # ------------------------------------------------------------------ wrong arguments
 
 
 def refused(member: Member, uuid: int, handles: list[str], error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         elastic.reconfigure(uuid, handles, timeout=LIMIT)
-
-
-def go_on(member: Member, uuid: int, handles: list[str]) -> None:
-    member.meet("seen")
-    member.form(uuid, handles)
-    check_sum()
 
 
 def used_by_all(member: Member, handles: list[str]) -> None:
@@ -238,34 +204,30 @@ def not_listed(member: Member, handles: list[str]) -> None:
         member.form(7, handles[:2])
 
 
-def other_list(member: Member, handles: list[str]) -> None:
-    given = handles[:2] if member.rank == 0 else handles
-    refused(member, 7, given, pycomm.WireMismatch, "different handles")
-
-
-def other_order(member: Member, handles: list[str]) -> None:
-    given = handles[::-1] if member.rank == 0 else handles
-    refused(member, 7, given, pycomm.WireMismatch, "different handles")
-
-
-def twice(member: Member, handles: list[str]) -> None:
-    refused(member, 7, [*handles, handles[0]], pycomm.Error, "that of rank 0, too")
-
-
-def empty(member: Member, handles: list[str]) -> None:
-    refused(member, 7, [], pycomm.Error, "empty")
+def other_lists(member: Member, handles: list[str]) -> None:
+    for uuid, other in ((7, handles[:2]), (9, handles[::-1])):
+        given = other if member.rank == 0 else handles
+        refused(member, uuid, given, pycomm.WireMismatch, "different handles")
+        member.meet(f"refused {uuid}")
 
 
 def nonsense(member: Member, handles: list[str]) -> None:
-    for text in ("", "localhost:4711", handles[0] + " more", handles[0][:40]):
-        refused(member, 7, [*handles, text], pycomm.Error, "no handle of a pycomm group")
-
-
-def other_group(member: Member, handles: list[str]) -> None:
     words = handles[1].split()
     words[1] = "0123456789abcdef"
-    foreign = [handles[0], " ".join(words), *handles[2:]]
-    refused(member, 7, foreign, pycomm.Error, "another group")
+    for given, text in (
+        ([*handles, handles[0]], "that of rank 0, too"),
+        ([], "empty"),
+        ([handles[0], " ".join(words), *handles[2:]], "another group"),
+        *(
+            ([*handles, wrong], "no handle of a pycomm group")
+            for wrong in ("", "localhost:4711", handles[0] + " more", handles[0][:40])
+        ),
+    ):
+        refused(member, 7, given, pycomm.Error, text)
+    for uuid in (-1, 2**63):
+        refused(member, uuid, handles, ValueError, "uuid")
+    with pytest.raises(TypeError, match="one text"):
+        elastic.reconfigure(7, handles[0])
 
 
 def wrong_secret(member: Member, handles: list[str]) -> None:
@@ -280,29 +242,9 @@ def wrong_secret(member: Member, handles: list[str]) -> None:
             elastic.reconfigure(7, stale, timeout=timedelta(seconds=1))
 
 
-def numbers(member: Member, handles: list[str]) -> None:
-    for uuid in (-1, 2**63):
-        refused(member, uuid, handles, ValueError, "uuid")
-    with pytest.raises(TypeError, match="one text"):
-        elastic.reconfigure(7, handles[0])
-
-
 @on_members(3)
 @pytest.mark.parametrize(
-    "act",
-    [
-        used_by_all,
-        used_by_one,
-        not_listed,
-        other_list,
-        other_order,
-        twice,
-        empty,
-        nonsense,
-        other_group,
-        wrong_secret,
-        numbers,
-    ],
+    "act", [used_by_all, used_by_one, not_listed, other_lists, nonsense, wrong_secret]
 )
 def test_a_mistake_is_named_on_all_ranks(rank, size, store, act):
     member = Member(rank, size, store)
@@ -310,7 +252,9 @@ def test_a_mistake_is_named_on_all_ranks(rank, size, store, act):
     member.form(1, handles)
     check_sum()
     act(member, handles)
-    go_on(member, 8, handles)
+    member.meet("seen")
+    member.form(8, handles)
+    check_sum()
 
 
 @on_members(3, dies={2})
