@@ -14,7 +14,7 @@ from pycomm.bench import plot
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Row
 from pycomm.bench.figures.catalogue import FIGURES, Figure, fitting, widest_run
-from pycomm.bench.figures.drawing import Axis, Chart, Panel, Series, figure_of, save
+from pycomm.bench.figures.drawing import Axis, Chart, Panel, Series, save
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,23 +123,6 @@ def test_equal_charts_make_equal_files(tmp_path, checkout):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-@pytest.mark.parametrize("ends", [(13, 19, 51, 53), (96, 104, 137, 140), (9, 9, 9, 9)])
-def test_names_at_ends_do_not_overlap(ends):
-    lines = [Series(f"pycomm, int{x} + feedback", (0, x), (3.0, 2.0)) for x in ends]
-    x, y = Axis("s", limits=(0, 1.08 * max(ends))), Axis("loss", limits=(1.8, 3.2))
-    figure = figure_of(Chart("A", "b", [Panel(x, y, lines)], labels="ends"))
-    figure.draw_without_rendering()
-    (axes,) = figure.axes
-    boxes = [text.get_window_extent() for text in axes.texts]
-    assert len(boxes) == len(ends)
-    for i, box in enumerate(boxes):
-        # Of an annotation the box has its line, too, which may cross a name: the name is above it.
-        assert box.y0 > axes.bbox.y0
-        name = axes.texts[i].get_bbox_patch().get_window_extent()
-        for other in axes.texts[:i]:
-            assert not name.overlaps(other.get_bbox_patch().get_window_extent())
-
-
 def test_newest_rows_and_the_widest_run():
     rows = [
         {"command": c, "backend": b, "size": s, "time": t}
@@ -210,11 +193,3 @@ def test_what_cannot_be_drawn_gets_one_line(tmp_path, monkeypatch, capsys, words
     assert len(lines) == 1
     assert says in lines[0]
     assert not list(tmp_path.rglob("*.png"))
-
-
-def test_table_with_other_columns_is_left_alone(tmp_path):
-    path = tmp_path / "x.csv"
-    tables.append(path, [{"a": 1}])
-    with pytest.raises(ValueError, match="other columns"):
-        tables.append(path, [{"b": 1}])
-    assert tables.read(path) == [{"a": "1"}]

@@ -235,9 +235,8 @@ CALLS = {
 PAIRS = [(call, algo) for call, algos in ALGOS_OF.items() for algo in algos]
 
 
-@pytest.mark.parametrize(("call", "algo"), PAIRS)
-def test_a_rank_that_leaves_ends_the_call_everywhere(call, algo):
-    lost = 0 if call in ("broadcast", "reduce") else 2  # needed by all, and not the last root
+def check_left(call, lost, words, ranks, **options):
+    """A rank leaves instead of calling something."""
 
     def job(c):
         c.barrier()
@@ -246,29 +245,39 @@ def test_a_rank_that_leaves_ends_the_call_everywhere(call, algo):
                 CALLS[call](c)
             c.barrier()
 
-    outcomes = attempt(5, job, transport="tcp", sockets=1, algo=algo, timeout=10)
-    for rank, outcome in enumerate(outcomes):
+    for rank, outcome in enumerate(attempt(ranks, job, timeout=10, **options)):
         if rank != lost:
             assert isinstance(outcome, PeerLost), outcome
-            assert re.search(r"rank \d", str(outcome))
+            assert re.search(words, str(outcome))
 
 
-@pytest.mark.parametrize(("call", "algo"), PAIRS)
-def test_a_missing_rank_ends_the_call_everywhere(call, algo):
+def check_missing(call, missing, ranks, **options):
+    """A rank calls something after the others' time is over."""
+
     def job(c):
         c.barrier()
         c.timeout = 0.4
-        if c.rank == 2:
+        if c.rank == missing:
             time.sleep(0.8)
         for _ in range(3):
             CALLS[call](c)
         c.barrier()
 
-    for rank, outcome in enumerate(attempt(5, job, transport="local", algo=algo)):
-        if rank == 2:  # it may need nothing from the ranks that timed out
-            continue
-        assert isinstance(outcome, Timeout), outcome
-        assert "rank 2 is missing" in str(outcome)
+    for rank, outcome in enumerate(attempt(ranks, job, **options)):
+        if rank != missing:  # which may need nothing from the ranks that timed out
+            assert isinstance(outcome, Timeout), outcome
+            assert f"rank {missing} is missing" in str(outcome)
+
+
+@pytest.mark.parametrize(("call", "algo"), PAIRS)
+def test_a_rank_that_leaves_ends_the_call_everywhere(call, algo):
+    lost = 0 if call in ("broadcast", "reduce") else 2  # needed by all, and not the last root
+    check_left(call, lost, r"rank \d", 5, transport="tcp", sockets=1, algo=algo)
+
+
+@pytest.mark.parametrize(("call", "algo"), PAIRS)
+def test_a_missing_rank_ends_the_call_everywhere(call, algo):
+    check_missing(call, 2, 5, transport="local", algo=algo)
 
 
 def test_a_misspelled_algorithm_lists_the_known_ones():

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
-from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
+from pycomm.errors import Error, WireMismatch
 from tests.collectives.test_algorithms import (
     CALLS,
     all_collectives,
     check_all_collectives,
+    check_left,
+    check_missing,
     float_sums,
 )
 from tests.collectives.ways import TINY, bits, floats
@@ -182,35 +182,12 @@ def test_each_byte_crosses_a_link_once(name):
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("lost", [1, 3])
 def test_a_rank_that_leaves_ends_the_call_everywhere(call, lost):
-    def job(c):
-        c.barrier()
-        if c.rank != lost:
-            for _ in range(3):
-                CALLS[call](c)
-            c.barrier()
-
-    outcomes = attempt(4, job, **options("2+2", timeout=10))
-    for rank, outcome in enumerate(outcomes):
-        if rank != lost:
-            assert isinstance(outcome, PeerLost), outcome
-            assert f"rank {lost}" in str(outcome)
+    check_left(call, lost, f"rank {lost}", 4, **options("2+2"))
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_missing_rank_ends_the_call_everywhere(call):
-    def job(c):
-        c.barrier()
-        if c.rank == 3:
-            time.sleep(0.8)
-        for _ in range(3):
-            CALLS[call](c)
-        c.barrier()
-
-    for rank, outcome in enumerate(attempt(4, job, **options("2+2", timeout=0.4))):
-        if rank == 3:  # it may need nothing from the ranks that timed out
-            continue
-        assert isinstance(outcome, Timeout), outcome
-        assert "rank 3 is missing" in str(outcome)
+    check_missing(call, 3, 4, **options("2+2"))
 
 
 @pytest.mark.parametrize("differs", range(4))

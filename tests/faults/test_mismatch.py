@@ -14,7 +14,7 @@ from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, WireMismatch
 from tests.collectives.ways import WAYS
 from tests.extent import each_value
-from tests.ranks import attempt, run, run_processes
+from tests.ranks import attempt, run
 
 ways = pytest.mark.parametrize("way", WAYS)
 
@@ -196,17 +196,6 @@ def test_what_need_not_be_equal():
     for way in ({"transport": "local"}, {"transport": "tcp"}):
         for outcome in meet(first | way, second | way):
             assert isinstance(outcome, Communicator), outcome
-
-
-def test_between_processes():
-    def job(c):
-        try:
-            c.all_reduce(ones(1000 + c.rank))
-        except WireMismatch as error:
-            return "1000 float32" in str(error) and "1001 float32" in str(error)
-
-    assert all(run_processes(2, job))
-    assert all(run_processes(2, job, transport="tcp"))
 
 
 @ways

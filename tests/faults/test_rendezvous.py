@@ -153,28 +153,6 @@ def test_a_signal_ends_the_wait_for_others_and_they_hear_of_it(tmp_path):
     assert "KeyboardInterrupt" in second[2]
 
 
-def test_a_rank_that_cannot_join_tells_the_others_why():
-    store, errors = Store.local(), {}
-
-    def meet(rank):
-        start = time.monotonic()
-        try:
-            interface = "no-such-interface" if rank == 1 else None
-            Communicator(store, rank, 2, transport="tcp", interface=interface, timeout=LONG)
-        except Error as error:
-            errors[rank] = str(error)
-        assert time.monotonic() - start < SOON
-
-    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG)
-    assert '"no-such-interface"' in errors[1]
-    assert "rank 1 has left the rendezvous" in errors[0]
-    assert errors[1] in errors[0]
-
-
 def test_a_rank_that_gives_up_tells_its_reason(tmp_path):
     """Its process may be gone before the others have looked for a reason again."""
 

@@ -285,7 +285,7 @@ RESIDUALS = (
         "pycomm/reduction/state.py::CompressionState._meet",
         "reshard([own], before, ranks)",
         "reshard([own], ranks, before)",
-        "torch/elastic/test_shrink_and_go_on.py",
+        "torch/elastic/test_members.py",
     ),
     Mutant(
         "paid-residual-sent-again",
@@ -329,10 +329,7 @@ RESIDUALS = (
         "pycomm/feedback/reshard.py::sources",
         "range(rank, before, ranks)",
         "range(before)",
-        (
-            "torch/feedback/test_state.py::test_other_numbers_of_ranks_owe_the_same "
-            "torch/feedback/test_state.py::test_training_goes_on_with_other_ranks"
-        ),
+        "torch/feedback/test_state.py::test_other_numbers_of_ranks_owe_the_same",
     ),
     Mutant(
         "a-second-backward-counts-the-first-again",
@@ -396,7 +393,7 @@ BOUNDS = (
         "csrc/core/notice.cpp::Notice::decode",
         "head.text > bytes.size - fixed",
         "false",
-        "transports/test_notices.py::test_bytes_that_are_no_notice_are_an_error",
+        "transports/test_channels.py::test_bytes_that_are_no_notice_are_an_error",
     ),
     Mutant(
         "short-messages-without-a-bound",

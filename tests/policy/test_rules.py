@@ -124,13 +124,6 @@ def test_none_is_a_codec_wherever_one_is_named(given):
     assert short_text(decision.codec) == "fp32"
 
 
-def test_dgc_lets_the_density_fall_by_epochs():
-    policy = Policy("topk:0.01,values=int8", warmup="dgc")
-    codecs = [policy.decide(WEIGHT, Moment(epoch=e)).codec for e in range(6)]
-    assert [c.density for c in codecs] == [0.25, 0.0625, 0.015625, 0.01, 0.01, 0.01]
-    assert {c.values for c in codecs} == {"int8"}
-
-
 @pytest.mark.parametrize(
     ("text", "policy"),
     [

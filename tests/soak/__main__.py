@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-from tests.soak.director import Broken, Director, Sample
+from tests.soak.director import Broken, Director
 from tests.soak.held import COUNTS, MEMORY
 from tests.soak.schedule import ELDER
 from tests.soak.verdict import SETTLED, breaches, growths
@@ -30,19 +28,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="cycles of an elastic group: a member leaves or is killed, and another one joins",
     )
     parser.add_argument("--every", type=float, default=10, help="seconds between samples (10)")
-    parser.add_argument("--csv", type=Path, help="write all samples here")
     return parser.parse_args(argv)
-
-
-def write(path: Path, samples: list[Sample]) -> None:
-    about = ("seconds", "cycle", "events", "process", "at_rest")
-    with path.open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow([*about, *MEMORY, *COUNTS])
-        for sample in samples:
-            facts = [getattr(sample, name) for name in about]
-            facts[0] = f"{sample.seconds:.1f}"
-            rows.writerow([*facts, *(sample.held.get(name, "") for name in (*MEMORY, *COUNTS))])
 
 
 def show(director: Director, minutes: float) -> None:
@@ -95,8 +81,6 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             director.stop()
     show(director, (time.monotonic() - start) / 60)
-    if args.csv:
-        write(args.csv, director.samples)
     wrong += breaches([s for s in director.samples if s.process == ELDER and s.at_rest])
     print("\n".join(wrong) or "as promised")
     return 1 if wrong else 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pycomm import monitor
-from pycomm.env import Env, env
+from pycomm.env import env
 from pycomm.errors import Error
 from pycomm.straggler import monitor as straggler_monitor
 from pycomm.straggler.compare import SlowRank, compare
@@ -425,7 +425,3 @@ def test_text_json_and_metrics_tell_the_same(shown):
     assert last == report["health"]["ranks"][1]["last"]
     assert found[("pycomm_rank_is_slow", *sorted(["1", host, "shown", "compute"]))] == 1
     assert found["pycomm_arrival_skew_seconds", "0.5", "shown"] > LATE / 2
-
-
-def test_the_default_is_once_a_minute():
-    assert Env().health == 60.0

@@ -7,11 +7,14 @@ those that reduce over more use small integers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pycomm.codecs import Codec, RandomKey, register
@@ -88,6 +91,29 @@ def same_as_gloo(pool: Pool, function: Callable[..., Any], *args: Any, ranks: in
     return ours
 
 
+def check_sum(group: dist.ProcessGroup | None = None) -> None:
+    """Check that a group works, by whole numbers, of which the sum is exact."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for numel in (1, 1001):
+        numbers = torch.arange(numel) * (rank + 1)
+        dist.all_reduce(numbers, group=group)
+        assert torch.equal(numbers, torch.arange(numel) * (size * (size + 1) // 2))
+
+
+def everywhere(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return all ranks' tensors."""
+    tensor = tensor.detach()
+    mine = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    return [torch.view_as_complex(p) if tensor.is_complex() else p for p in parts]
+
+
+def alike(*tensors: torch.Tensor) -> bool:
+    """Return whether all ranks have the same values."""
+    return all(torch.equal(part, tensor) for tensor in tensors for part in everywhere(tensor))
+
+
 def whole(tensor: Any) -> torch.Tensor:
     """Return all of a tensor that may be sharded."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -96,6 +122,25 @@ def whole(tensor: Any) -> torch.Tensor:
 def values(model: nn.Module) -> list[torch.Tensor]:
     """Return copies of the parameters."""
     return [whole(p).detach().clone() for p in model.parameters()]
+
+
+# ------------------------------------------------------------------ the log
+
+
+@contextmanager
+def heard(level: int = logging.NOTSET) -> Iterator[list[str]]:
+    """Collect what pycomm's log says meanwhile, from a level on; INFO has to be asked for."""
+    texts: list[str] = []
+    handler, logger = logging.Handler(level), logging.getLogger("pycomm")
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level or before)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 # ------------------------------------------------------ a classifier and its data

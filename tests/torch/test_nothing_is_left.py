@@ -28,6 +28,7 @@ from pycomm.communicator import Communicator, Store
 from pycomm.local_sgd import Quorum, Streamed
 from tests.extent import FULL
 from tests.soak.held import COUNTS, held_at_rest
+from tests.torch.pool import on_ranks
 
 ROUNDS = 20 if FULL else 6
 WIDTH = 160  # a model has 100 KiB, and so has its gradient, its residual, its bucket
@@ -226,7 +227,9 @@ USES: dict[str, Use] = {
 }
 
 
-def check(rank: int, size: int, name: str) -> None:
+@on_ranks(2, deadline=120)
+@pytest.mark.parametrize("name", USES)
+def test_a_dropped_object_leaves_nothing(rank, size, name):
     use = USES[name]
 
     def rest(before: dict[str, int] | None = None) -> dict[str, int]:
@@ -249,8 +252,3 @@ def check(rank: int, size: int, name: str) -> None:
     }
     assert not grown, grown
     assert after["heap_kib"] - before["heap_kib"] < LEAST * ROUNDS, (before, after)
-
-
-@pytest.mark.parametrize("name", USES)
-def test_a_dropped_object_leaves_nothing(pool, name):
-    pool.run(check, name, deadline=120)

@@ -28,6 +28,7 @@ from pycomm import backend
 from pycomm.communicator import Communicator, Store
 from pycomm.local_sgd import Quorum, Streamed
 from tests.torch.interpreter import Interpreter
+from tests.torch.pool import on_ranks
 
 LONG = 300.0  # seconds: the limit of every wait, which none of them may reach
 Wait = Callable[[], object]
@@ -383,15 +384,12 @@ TRAINING = [
 ]
 
 
-def check_torch(rank: int, size: int, kind: str, number: int) -> None:
-    wait: Wait = globals()[kind](rank)
-    play(rank, number, dist.distributed_c10d._get_default_store(), wait)
-
-
+@on_ranks(2, timeout=LONG)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("kind", [each.__name__ for each in (*TORCH, *TRAINING)])
-def test_a_signal_ends_a_wait(pool, kind, number):
-    pool.run(check_torch, kind, number, timeout=LONG)
+def test_a_signal_ends_a_wait(rank, size, kind, number):
+    wait: Wait = globals()[kind](rank)
+    play(rank, number, dist.distributed_c10d._get_default_store(), wait)
 
 
 # ------------------------------------------------------------------ processes that end by it

@@ -208,19 +208,23 @@ def test_ranks_with_other_secrets_are_told_at_once(appends):
 # ------------------------------------------------------------------ whole groups
 
 
-def group(store: OpenStore, secret: str = SECRET, **options) -> list:
-    """Return for each of two ranks True, or the error with which its group began."""
-    given = dict(transport="tcp", timeout=3.0, secret=secret, tls="off") | options
+def group(*stores: OpenStore, size: int = 2, come: int | None = None, **options) -> list:
+    """Return for each rank that comes True, or the error with which its group began.
+
+    Ranks share a store, or each has its own.
+    """
+    given = dict(transport="tcp", timeout=3.0, secret=SECRET, tls="off") | options
 
     def run(rank: int):
         try:
-            with Communicator(_C.Store.of(store), rank, 2, **given) as c:
+            of = _C.Store.of(stores[rank % len(stores)])
+            with Communicator(of, rank, size, **given) as c:
                 c.barrier()
                 return True
         except Error as error:
             return error
 
-    return on_threads(range(2), run, 30)
+    return on_threads(range(come or size), run, 30)
 
 
 def joint_entries(joint: bytes) -> dict[int, bytes]:
@@ -294,17 +298,9 @@ def test_a_rank_that_is_told_other_nonces_joins_nobody():
                 entries[0] = old[0]
             return b"".join(entry(rank, text) for rank, text in entries.items())
 
-    def run(rank: int):
-        try:
-            of = _C.Store.of((store, OfRank1(True))[rank])
-            options = dict(transport="tcp", timeout=3.0, secret=SECRET, tls="off")
-            with Communicator(of, rank, 2, **options):
-                return True
-        except Error as error:
-            return error
-
-    outcomes = on_threads(range(2), run, 30)
-    for outcome in outcomes:  # of two that refuse each other, one tells the other first
+    for outcome in group(
+        store, OfRank1(True)
+    ):  # of two that refuse each other, one tells the other first
         assert "(tcp-card of group" in str(outcome)
         assert "wrong proof" in str(outcome)
 
@@ -328,15 +324,7 @@ def test_a_lying_reason_ends_a_set_up_with_an_error(reason):
     store = OpenStore(True)
     store.values["default/given up"] = sealed("given up", reason, KEY, "default")
 
-    def alone(rank: int):
-        try:
-            options = dict(transport="tcp", timeout=3.0, secret=SECRET, tls="off")
-            with Communicator(_C.Store.of(store), 0, 2, **options):
-                return True
-        except Error as error:
-            return error
-
-    (outcome,) = on_threads([0], alone, 30)
+    (outcome,) = group(store, come=1)
     assert isinstance(outcome, Error)
     assert "has left the rendezvous" in str(outcome) or isinstance(outcome, PeerLost)
     assert "Traceback" not in str(outcome)
@@ -491,15 +479,7 @@ def test_a_socket_of_another_user_proves_no_host(owner):
         seen = OfRank0(True)
         seen.set, seen.append = store.set, store.append  # type: ignore[method-assign]
 
-        def run(rank: int):
-            try:
-                options = dict(transport="auto", timeout=3.0)
-                with Communicator(_C.Store.of((seen, store)[rank]), rank, 2, **options):
-                    return True
-            except Error as error:
-                return error
-
-        first, _ = on_threads(range(2), run, 30)
+        first, _ = group(seen, store, transport="auto", secret="", tls="auto")
     told = "run on one host, since its socket answers here" in str(first)
     assert told == (owner == "the same user")
 
@@ -540,16 +520,8 @@ def test_a_false_node_is_refused(word):
         end = len(rest) - len(rest.lstrip(b"0123456789"))
         return entry(rank, head + mark + (word if rank == 0 else rest[:end]) + rest[end:])
 
-    def run(rank: int):
-        try:
-            options = dict(transport="auto", timeout=3.0, nodes=[0, 0, 1])
-            with Communicator(_C.Store.of(store), rank, 3, **options):
-                return True
-        except Error as error:
-            return error
-
-    store = OpenStore(True, tamper)
-    for outcome in on_threads(range(3), run, 30):
+    plain = {"transport": "auto", "secret": "", "tls": "auto", "nodes": [0, 0, 1]}
+    for outcome in group(OpenStore(True, tamper), size=3, **plain):
         assert "rank 0 says that the first rank of its node is" in str(outcome)
 
 

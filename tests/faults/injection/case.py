@@ -20,8 +20,6 @@ NETWORK = ("down", "drop", "vanish")
 it is killed, as if its host had lost power. Each rank needs a network of its own."""
 FROM_OUTSIDE = ("kill", "kill2", "crash", "stop", "pause", *NETWORK)
 """Faults that hit a process at any point of its execution."""
-LOCAL = ("descriptors",)
-"""Faults of shared memory, which ranks with a network of their own do not use."""
 LASTS = ("socket", "slow", "memory", "fork", "descriptors")
 """Faults after which all ranks may continue unaffected."""
 PHASES = ("init", "split", "steady", "shutdown")
@@ -81,26 +79,21 @@ class Case:
     """seconds from the start of the phase to the fault"""
     how: float
     """0 to 1: selects a variant of the fault"""
-    round_trip: float = 0.0
-    """seconds between any two ranks, each of which then has a network of its own"""
 
     @property
     def is_apart(self) -> bool:
         """Return whether each rank has a network of its own."""
-        return self.fault in NETWORK or self.round_trip > 0
+        return self.fault in NETWORK
 
     @property
     def timeout(self) -> float:
         """Return an operation's timeout in seconds, short where the timeout ends the wait."""
-        # A packet that is lost twice is late by some round trips, and by TCP's least timeouts.
-        far = 20 * self.round_trip + 1.0 if self.round_trip else 0.0
-        return (0.4 if self.fault in ("stop", "pause", *NETWORK) else 8.0) + far
+        return 0.4 if self.fault in ("stop", "pause", *NETWORK) else 8.0
 
     @property
     def rendezvous(self) -> float:
         """Return the timeout of the rendezvous in seconds."""
-        far = 40 * self.round_trip + 1.0 if self.round_trip else 0.0
-        return (1.0 if self.phase in ("init", "split", *ELASTIC) else 8.0) + far
+        return 1.0 if self.phase in ("init", "split", *ELASTIC) else 8.0
 
     @property
     def without_memory_at(self) -> int:
@@ -124,7 +117,6 @@ class Case:
         return (
             f"case {self.number}: {self.fault} of rank {victims} of {self.ranks}, "
             f"{self.transport}, {self.phase} + {self.delay * 1e3:.1f} ms, "
-            f"{f'{self.round_trip * 1e3:g} ms apart, ' if self.round_trip else ''}"
             f"{'async' if self.async_op else 'sync'} {calls}"
         )
 
@@ -142,7 +134,6 @@ def draw(
     transports: Sequence[str],
     faults: Sequence[str] = FAULTS,
     phases: Sequence[str] = PHASES,
-    round_trip: float = 0.0,
 ) -> Case:
     """Draw case `number` of a seed, among these transports, faults and phases."""
     rng = random.Random(f"{seed}/{number}")
@@ -168,8 +159,6 @@ def draw(
         calls = tuple(replace(call, codec="") for call in calls)
     if fault == "memory":  # no earlier call may have allocated what the victim's call needs
         calls = (Call("broadcast", 100),)
-    # Where ranks are far from each other, a phase takes longer.
-    stretch = 1 + 200 * round_trip
     span = {"init": 0.01, "split": 0.006, "steady": 0.02, "shutdown": 0.002}
     span |= dict.fromkeys(ELASTIC, 0.03)
     return Case(
@@ -183,7 +172,6 @@ def draw(
         phase=phase,
         calls=calls,
         async_op=rng.random() < 0.5,
-        delay=stretch * rng.uniform(0, span[phase]),
+        delay=rng.uniform(0, span[phase]),
         how=rng.random(),
-        round_trip=round_trip,
     )

@@ -62,8 +62,6 @@ def _of_error(case: Case, over: dict[str, Any], rank: int) -> list[str]:
         # after a while, and one that dumps core still has it then.
         allowed |= {"Timeout"}
     hosts = [r * 2 // case.ranks for r in range(case.ranks)] if case.transport == "auto" else []
-    if case.round_trip > 0:
-        hosts = list(range(case.ranks))  # as the ranks declare
     if case.phase == "init" and any(
         not {r for r, h in enumerate(hosts) if h == host} - case.victims for host in set(hosts)
     ):

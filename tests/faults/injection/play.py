@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pycomm.bench.lab.shape import Shape
-from pycomm.bench.lab.wan import WanLab
 from pycomm.bench.netlab import Netlab
 from tests.faults.injection.case import ELASTIC, FROM_OUTSIDE, NETWORK, Case
 from tests.faults.injection.rank import Rank, go_on, wait_for
@@ -144,9 +142,9 @@ def play(case: Case, lab: Netlab | None = None) -> Played:
     return played
 
 
-def lab_of(nodes: int, shape: Shape | None = None) -> Netlab:
+def lab_of(nodes: int) -> Netlab:
     """Make a network for fault injection, with a node per rank. It ends with this process."""
-    lab = WanLab(nodes, "unlimited", shape=shape) if shape else Netlab(nodes, "unlimited")
+    lab = Netlab(nodes, "unlimited")
     atexit.register(lab.close)
     return lab
 

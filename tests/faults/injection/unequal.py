@@ -3,13 +3,10 @@
 Each case is a group of threads with the buffers of every call between guards of their own. Whatever
 the odd rank does, every rank must get an error that names a rank, no rank may wait longer than the
 deadline, and no byte outside of a buffer may change.
-
-    python -m tests.faults.injection.unequal --seed 1 --cases 500
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -232,23 +229,3 @@ def play(case: Case) -> list[str]:
         if not arena.intact():
             wrong.append(f"on rank {rank} bytes outside of the buffers were written")
     return wrong
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--cases", type=int, default=300)
-    parser.add_argument("--first", type=int, default=0)
-    given = parser.parse_args()
-    failed = 0
-    for number in range(given.first, given.first + given.cases):
-        case = draw(given.seed, number)
-        for wrong in play(case):
-            print(f"{case}: {wrong}", flush=True)
-            failed += 1
-    print(f"{given.cases} cases, {failed} findings")
-    return int(failed > 0)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -19,15 +19,10 @@ from torch._C import _distributed_c10d as c10d
 import pycomm
 from pycomm import backend
 from pycomm._build import load_c10d
+from tests.torch.harness import check_sum
 from tests.torch.pool import on_ranks
 
 CPU = torch.device("cpu")
-
-
-def works(size: int) -> None:
-    x = torch.ones(5)
-    dist.all_reduce(x)
-    assert x.tolist() == [size] * 5
 
 
 @on_ranks(2)
@@ -45,7 +40,7 @@ def test_negative_split_sizes_are_refused(rank, size):
     with pytest.raises(pycomm.Error, match="split sizes"):
         dist.all_to_all_single(out, given, [huge] * 4 + [2], [huge] * 4 + [2])
     assert not around_out.any()
-    works(size)
+    check_sum()
 
 
 def list_calls(rank: int) -> dict[str, Callable[[], Any]]:
@@ -79,12 +74,12 @@ def test_a_list_that_is_wrong_for_one_rank_raises_on_all(rank, size):
             call()
         assert name.split(":")[0].removesuffix("_coalesced") in str(caught.value)
         assert not isinstance(caught.value, pycomm.Timeout)
-        works(size)
+        check_sum()
     # The error may also come later, outside of the call.
     work = dist.all_gather([torch.zeros(1), torch.zeros(2)], torch.ones(1), async_op=True)
     with pytest.raises(pycomm.Error, match="rank 1 brings 1"):
         work.wait()
-    works(size)
+    check_sum()
 
 
 @on_ranks(2)
@@ -97,7 +92,7 @@ def test_a_list_wrong_on_every_rank_raises(rank, size):
             dist.reduce_scatter(torch.ones(3), [torch.ones(2)] * 2, async_op=asynchronous)
         with pytest.raises(pycomm.Error, match="all_to_all: the part for this rank itself has 2"):
             dist.all_to_all(zeros, [torch.ones(2)] * 2, async_op=asynchronous)
-    works(size)
+    check_sum()
 
 
 def uneven_calls(rank: int, size: int) -> dict[str, Callable[[], Any]]:
@@ -166,7 +161,7 @@ def test_outputs_that_share_memory_are_refused_at_the_call(rank, size):
         for call in calls:
             with pytest.raises(pycomm.Error, match=f"rank {rank}: .* share memory with each other"):
                 call()
-    works(size)
+    check_sum()
     # What lies beside or in between each other is taken, and so is what is empty.
     matrix = torch.zeros(4, 2)
     dist.all_gather(list(matrix.unbind(1)), x * (rank + 1))
@@ -174,7 +169,7 @@ def test_outputs_that_share_memory_are_refused_at_the_call(rank, size):
     dist.all_gather(list(buffer[:8].chunk(2)), x * (rank + 1))
     assert buffer.tolist() == [1.0] * 4 + [2.0] * 4 + [0.0] * 4
     dist.all_gather([buffer[:0]] * 2, x[:0])
-    works(size)
+    check_sum()
 
 
 def with_root(options: type, root: int, tensor: int = 0) -> Any:
@@ -220,7 +215,7 @@ def test_invalid_roots_peers_and_tags_are_refused(rank, size):
             call([x], 1 - rank, -1)
     with pytest.raises(pycomm.Error, match="the tag is -3"):
         group.recv_anysource([x], -3)
-    works(size)
+    check_sum()
 
 
 def bad_tensors() -> dict[str, tuple[torch.Tensor, str]]:
@@ -285,7 +280,7 @@ def test_tensors_without_values_are_refused(rank, size):
                 continue  # the one that accepts them
             with pytest.raises(pycomm.Error, match=f"rank {rank}: {name}: .*({words})"):
                 call()
-    works(size)
+    check_sum()
 
 
 WRITTEN = {
@@ -301,14 +296,14 @@ def test_overlapping_outputs_are_refused(rank, size):
         if name in WRITTEN or (rank == 0 and name in {"reduce", "gather"}):
             with pytest.raises(pycomm.Error, match=f"{name}: .*share one place in memory"):
                 call()
-    works(size)
+    check_sum()
     # The arguments are converted to the expected type.
     out = torch.zeros(8)
     dist.all_gather_into_tensor(out, torch.ones(1).expand(4))
     assert out.tolist() == [1.0] * 8
     with pytest.raises(pycomm.Error, match="share one place in memory"):
         dist.all_gather_into_tensor(torch.zeros(1).expand(8), torch.ones(4))
-    works(size)
+    check_sum()
 
 
 @on_ranks(2)
@@ -347,7 +342,7 @@ def test_lists_that_do_not_fit_are_refused(rank, size):
     for numel in (2**62, 2**61 + 1, 2**63 - 1):
         with pytest.raises(pycomm.Error, match="cannot make a tensor of"):
             native.allocate_tensor(numel, dtype=torch.float64, device=CPU)
-    works(size)
+    check_sum()
 
 
 @on_ranks(2)
@@ -364,7 +359,7 @@ def test_layouts_that_no_memory_holds_are_refused(rank, size):
         native.compressed_all_reduce(torch.ones(1).expand(64), layout, [(0, 0)], 1, 1)
     with pytest.raises(pycomm.Error, match="sides must be 0 or 1"):
         native.compressed_all_reduce(torch.ones(64), layout, [(0, 2)], 1, 1)
-    works(size)
+    check_sum()
 
 
 @on_ranks(2)

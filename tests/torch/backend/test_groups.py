@@ -19,6 +19,7 @@ import torch.distributed as dist
 import pycomm
 from pycomm import backend
 from pycomm._build import load_c10d
+from tests.torch.harness import check_sum
 from tests.torch.interpreter import Interpreter, run
 from tests.torch.pool import on_ranks
 
@@ -30,12 +31,6 @@ def seconds(n: float) -> timedelta:
     return timedelta(seconds=n)
 
 
-def check_sum(group: dist.ProcessGroup | None, size: int) -> None:
-    x = torch.ones(5)
-    dist.all_reduce(x, group=group)
-    assert torch.equal(x, torch.full((5,), float(size)))
-
-
 # ------------------------------------------------------------------ monitored barrier
 
 
@@ -43,14 +38,14 @@ def check_sum(group: dist.ProcessGroup | None, size: int) -> None:
 def test_monitored_barrier_names_the_first_rank_that_is_missing(rank, size):
     group = dist.group.WORLD
     for wait_all_ranks in (False, True):
-        group.monitored_barrier(seconds(20), wait_all_ranks)
+        dist.monitored_barrier(timeout=seconds(20), wait_all_ranks=wait_all_ranks)
     start = time.monotonic()
     if rank == 0:
         with pytest.raises(pycomm.Timeout, match="Rank 1 failed to pass monitoredBarrier in 300"):
-            group.monitored_barrier(seconds(0.3))
+            dist.monitored_barrier(group, seconds(0.3))
     elif rank == 3:  # rank 0 reports which rank is missing
         with pytest.raises(RuntimeError, match=r"Rank 3 successfully reached.* Rank 1 failed"):
-            group.monitored_barrier(seconds(0.3))
+            dist.monitored_barrier(group, seconds(0.3))
     else:
         group.rank()  # ranks 1 and 2 do not join
     assert time.monotonic() - start < 2
@@ -61,28 +56,13 @@ def test_monitored_barrier_names_the_first_rank_that_is_missing(rank, size):
 def test_monitored_barrier_names_all_ranks_that_are_missing(rank, size):
     if rank == 0:
         with pytest.raises(pycomm.Timeout, match="Ranks 1, 2 failed to pass monitoredBarrier"):
-            dist.group.WORLD.monitored_barrier(seconds(0.2), wait_all_ranks=True)
+            dist.monitored_barrier(None, seconds(0.2), wait_all_ranks=True)
         with pytest.raises(pycomm.Timeout, match="Rank 0 timed out in monitoredBarrier"):
             dist.group.WORLD.monitored_barrier(seconds(0))
     dist.barrier()
 
 
 # ------------------------------------------------------------------ timeouts
-
-
-@on_ranks(2)
-def test_set_timeout_holds_for_later_operations(rank, size):
-    group = dist.group.WORLD
-    group.set_timeout(seconds(0.5))
-    assert backend.find().options._timeout == seconds(0.5)
-    if rank == 0:
-        start = time.monotonic()
-        with pytest.raises(pycomm.Timeout, match="rank"):
-            dist.all_reduce(torch.ones(3))
-        assert 0.4 < time.monotonic() - start < 3
-        assert backend.find().get_error() == ErrorType.TIMEOUT
-    else:
-        time.sleep(1)
 
 
 @on_ranks(2)
@@ -98,7 +78,7 @@ def test_a_timed_out_wait_names_the_operation(rank, size):
         assert not work.is_completed()
         dist.send(torch.ones(1), 1)
     work.wait()  # a short wait has done no harm
-    check_sum(None, size)
+    check_sum()
 
 
 TIMEOUTS = """
@@ -122,6 +102,40 @@ def test_the_first_timeout_that_is_named_wins(monkeypatch, variable, want):
         monkeypatch.setenv("PYCOMM_TIMEOUT", variable)
     done = run("-c", TIMEOUTS, autoload=True)
     assert done.stdout.strip() == want, done.stderr
+
+
+@on_ranks(2, backend=None)
+def test_the_longest_timeout_waits(rank, size, store):
+    """timedelta.max means no timeout, for groups and for waits."""
+    dist.init_process_group(
+        "pycomm", store=store, rank=rank, world_size=size, timeout=timedelta.max
+    )
+    try:
+        x = torch.ones(5)
+        work = dist.all_reduce(x, async_op=True)
+        assert work.wait(timedelta.max)
+        assert torch.equal(x, torch.full((5,), float(size)))
+        if rank == 0:
+            assert dist.irecv(x, 1).wait(timedelta.max)
+        else:
+            dist.send(x, 0)
+        dist.group.WORLD.monitored_barrier(timedelta.max)
+    finally:
+        dist.destroy_process_group()
+
+
+@on_ranks(2, backend=None)
+def test_a_group_without_time_is_refused(rank, size, store):
+    def use(seconds: int) -> None:
+        timeout = timedelta(seconds=seconds)
+        dist.init_process_group("pycomm", store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.all_reduce(torch.ones(1))
+
+    for seconds in (-1, 0):
+        with pytest.raises(RuntimeError, match=r"the timeout of the group is .* ms; give one"):
+            use(seconds)
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 # ------------------------------------------------------------------ hooks, timing, state
@@ -321,8 +335,8 @@ def test_shrink_group(rank, size, how):
     assert (dist.get_world_size(), dist.get_rank()) == (2, rank // 2)
     assert dist.get_process_group_ranks(group) == [0, 2]
     assert backend.find().options.global_ranks_in_group == [0, 2]
-    check_sum(group, 2)
-    check_sum(None, 2)  # it is the default group now
+    check_sum(group)
+    check_sum()  # it is the default group now
 
 
 @on_ranks(4)

@@ -1,6 +1,7 @@
 """Every operation of torch.distributed on the "pycomm" backend, against plain torch.
 
-Values are small integers in every dtype, so results must be equal.
+Values are small integers in every dtype, so results must be equal. Operations that plain torch does
+not have, on sparse tensors, are compared with Gloo's.
 """
 
 from __future__ import annotations
@@ -8,14 +9,22 @@ from __future__ import annotations
 import copy
 import functools
 import operator
+import warnings
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import pycomm
 from pycomm import backend
+from pycomm.policy import Policy
+from tests.arithmetic import KINDS, arithmetic
 from tests.extent import each_value
+from tests.torch.fsdp.test_compress import chosen, gradients
+from tests.torch.fsdp.test_compress import reduced as of_codec
 from tests.torch.pool import on_ranks
 
 FLOATS = [
@@ -37,6 +46,7 @@ INTEGERS = [
     torch.uint64,
 ]
 COMPLEX = [torch.complex64, torch.complex128]
+CPU = torch.device("cpu")
 DTYPES = [*FLOATS, *INTEGERS, torch.bool, *COMPLEX]
 SHAPES = [(1,), (7,), (3, 5), (1000,), (65537,), (0,), ()]
 RANKS = [2, 3]
@@ -217,6 +227,18 @@ def test_coalesced(rank, size):
     for x, s in zip(xs, shapes, strict=True):
         same(x, sum(values(r, s) for r in range(size)))
 
+    xs = [values(rank, s) for s in shapes]
+    everybody = [[torch.zeros(s) for s in shapes] for _ in range(size)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # these functions are deprecated
+        dist.all_reduce_coalesced(xs)
+        dist.all_gather_coalesced(everybody, [values(rank, s) for s in shapes])
+    for x, s in zip(xs, shapes, strict=True):
+        same(x, sum(values(r, s) for r in range(size)))
+    for r, gathered in enumerate(everybody):
+        for got, s in zip(gathered, shapes, strict=True):
+            same(got, values(r, s))
+
     outs = [torch.empty(size * 4), torch.empty(size * 6, 2)]
     ins = [values(rank, (4,)), values(rank, (6, 2))]
     with dist._coalescing_manager():
@@ -382,6 +404,7 @@ def test_group_tells_about_itself_and_shuts_down_twice(rank, size):
     assert (native.rank(), native.size()) == (rank, size)
     assert f"{size} ranks" in native.describe()
     assert copy.deepcopy(native.options).transport == native.options.transport
+    native._set_sequence_number_for_group()
     before = native._get_sequence_number_for_group()
     dist.all_reduce(torch.ones(1000))
     assert native._get_sequence_number_for_group() == before + 1
@@ -403,15 +426,223 @@ def test_groups_one_after_another_in_the_same_store(rank, size, store):
         dist.destroy_process_group()
 
 
-@on_ranks(2, backend=None)
-def test_detailed_debugging_of_torch(rank, size, store):
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    try:
-        dist.init_process_group("pycomm", store=store, rank=rank, world_size=size)
-        x = torch.ones(10)
-        dist.all_reduce(x)
-        same(x, torch.full((10,), float(size)))
-        assert backend.find() is not None
-        dist.destroy_process_group()
-    finally:
-        dist.set_debug_level(dist.DebugLevel.OFF)
+# ------------------------------------------------------------------ uneven, sparse, batched
+
+
+def integers(rank: int, *shape: int) -> torch.Tensor:
+    return values(rank, shape)
+
+
+@on_ranks()
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sparse_all_reduce_is_that_of_gloo(rank, size):
+    """Rows occur twice or on several ranks, and the last rank has none."""
+    rows = [0, rank + 1, rank + 1, 9] if rank < size - 1 else []
+    places = torch.tensor([rows], dtype=torch.long)
+    results = []
+    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+        x = torch.sparse_coo_tensor(places, integers(rank, len(rows), 3), (10, 3))
+        dist.all_reduce(x, group=group)
+        results.append(x.coalesce())
+    assert torch.equal(results[0].indices(), results[1].indices())
+    assert torch.equal(results[0].values(), results[1].values())
+
+
+@on_ranks()
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_uneven_gather_and_scatter(rank, size):
+    for root in range(size):
+        parts = [torch.zeros(r, 2) for r in range(size)] if rank == root else None
+        dist.gather(integers(rank, rank, 2), parts, dst=root)
+        for r, part in enumerate(parts or []):
+            assert torch.equal(part, integers(r, r, 2))
+        out = torch.zeros(rank, 2)
+        whole = [integers(r, r, 2) for r in range(size)] if rank == root else None
+        dist.scatter(out, whole, src=root)
+        assert torch.equal(out, integers(rank, rank, 2))
+
+
+@on_ranks(2)
+def test_sparse_all_reduce_of_other_shapes(rank, size):
+    # The tensor has two sparse dimensions, no dense one, and integers.
+    x = torch.sparse_coo_tensor(torch.tensor([[rank, 4], [0, 4]]), torch.tensor([1, 2]), (5, 5))
+    work = dist.all_reduce(x, async_op=True)
+    assert work.get_future().wait()[0] is x
+    want = torch.zeros(5, 5, dtype=torch.long)
+    want[:size, 0], want[4, 4] = 1, 2 * size
+    assert torch.equal(x.to_dense(), want)
+    with pytest.raises(pycomm.WireMismatch, match=r"shape.* rank"):
+        dist.all_reduce(torch.ones(3 + rank).to_sparse())
+    dist.barrier()  # all ranks found the error alike: the group is still usable
+
+
+@on_ranks(2)
+def test_ddp_trains_a_sparse_embedding_as_with_gloo(rank, size):
+    gloo = dist.new_group(backend="gloo")
+    results = []
+    for group in (dist.group.WORLD, gloo):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 1))
+        ddp = DistributedDataParallel(model, process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            ddp(torch.tensor([rank, step, 7 * rank + 3])).sum().backward()
+            assert model[0].weight.grad.is_sparse
+            optimizer.step()
+        results.append([p.detach() for p in model.parameters()])
+    for got, want in zip(*results, strict=True):
+        # With two ranks a sum of floats has the same bits in either order.
+        assert torch.equal(got, want)
+
+
+@on_ranks()
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_batches_of_sends_and_receives_are_one_work(rank, size):
+    big = 1 << 18  # more than channels hold
+    for order in (1, -1):
+        received = [torch.zeros(big) for _ in range(size)]
+        ops = [dist.P2POp(dist.irecv, received[r], r) for r in range(size)]
+        ops += [dist.P2POp(dist.isend, integers(rank + r, big), r) for r in range(size)]
+        works = dist.batch_isend_irecv(ops[::order])
+        assert len(works) == 1  # one for all peers, including this rank
+        works[0].wait(timedelta(seconds=20))
+        assert works[0].is_completed()
+        assert works[0].is_success()
+        assert len(works[0].result()) == 2 * size
+        for r, x in enumerate(received):
+            assert torch.equal(x, integers(r + rank, big))
+
+    # The order of two messages to one peer is kept.
+    left, right = (rank - 1) % size, (rank + 1) % size
+    first, second = torch.zeros(2), torch.zeros(3)
+    ops = [
+        dist.P2POp(dist.isend, integers(rank, 2), right),
+        dist.P2POp(dist.irecv, first, left),
+        dist.P2POp(dist.isend, integers(rank + 1, 3), right),
+        dist.P2POp(dist.irecv, second, left),
+    ]
+    (work,) = dist.batch_isend_irecv(ops)
+    assert len(work.get_future().wait()) == 4
+    assert torch.equal(first, integers(left, 2))
+    assert torch.equal(second, integers(left + 1, 3))
+
+
+@on_ranks()
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_coalescing_block_is_one_work(rank, size):
+    """One block has collectives, sends and receives, posted in a different order on each rank."""
+    left, right = (rank - 1) % size, (rank + 1) % size
+    x, y, z = integers(rank, 1000), integers(rank, 10), torch.zeros(1 << 16)
+    pieces = [
+        lambda: dist.isend(integers(rank, 1 << 16), right),
+        lambda: dist.irecv(z, left),
+        lambda: (dist.broadcast(x, 1, async_op=True), dist.broadcast(y, 0, async_op=True)),
+    ]
+    with dist._coalescing_manager(device=CPU, async_ops=True) as block:
+        for piece in pieces[rank % 3 :] + pieces[: rank % 3]:
+            piece()
+    (work,) = block.works
+    work.wait()
+    assert torch.equal(x, integers(1, 1000))
+    assert torch.equal(y, integers(0, 10))
+    assert torch.equal(z, integers(left, 1 << 16))
+
+    sums = [integers(rank, 5), integers(rank, 7)]
+    with dist._coalescing_manager(device=CPU):
+        for t in sums:
+            dist.all_reduce(t)
+    for t in sums:
+        assert torch.equal(t, sum(integers(r, t.numel()) for r in range(size)))
+
+    with dist._coalescing_manager(device=CPU, async_ops=True) as block:
+        pass
+    assert block.works == []
+
+
+# ------------------------------------------------------------------ PREMUL_SUM
+# Each rank's factor scales its own tensor, as in NCCL.
+
+
+@on_ranks()
+@each_value
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_each_rank_has_a_factor_of_its_own(rank, size, dtype):
+    """Every reducing operation accepts factors that are numbers or tensors."""
+    factors = [1.0, 3.0, 0.5][:size]
+    for factor in (factors[rank], torch.tensor([factors[rank]]), torch.tensor(factors[rank])):
+        op = dist._make_nccl_premul_sum(factor)
+        for numel in (4, 1000, 200_000):
+            inputs = [values(r, (size, numel), dtype) * 2 for r in range(size)]
+            want = sum(wide(x) * f for x, f in zip(inputs, factors, strict=True)).to(dtype)
+
+            x = inputs[rank].clone()
+            dist.all_reduce(x, op=op)
+            same(x, want)
+
+            x = inputs[rank].clone()
+            dist.reduce(x, size - 1, op=op)
+            same(x, want if rank == size - 1 else inputs[rank])
+
+            x, out = inputs[rank].clone(), torch.zeros(numel, dtype=dtype)
+            dist.reduce_scatter_tensor(out, x, op=op)
+            same(out, want[rank])
+            same(x, inputs[rank])
+
+            parts, out = list(inputs[rank].clone()), torch.zeros(numel, dtype=dtype)
+            dist.reduce_scatter(out, parts, op=op)
+            same(out, want[rank])
+            same(torch.stack(parts), inputs[rank])
+
+            whole, rows = inputs[rank].clone(), list(inputs[rank].clone())
+            with dist._coalescing_manager(device=CPU):
+                for tensor in (whole, *rows):
+                    dist.all_reduce(tensor, op=op)
+            same(whole, want)
+            same(torch.stack(rows), want)
+
+            x, outs = inputs[rank].clone(), [torch.zeros(numel, dtype=dtype) for _ in range(2)]
+            with dist._coalescing_manager(device=CPU):
+                for out in outs:
+                    dist.reduce_scatter_tensor(out, x, op=op)
+            for out in outs:
+                same(out, want[rank])
+            same(x, inputs[rank])
+
+
+@on_ranks(2)
+def test_gradients_with_codecs_have_factors_of_their_own(rank, size):
+    """FSDP2 divides gradients by PREMUL_SUM, including those that go through a codec."""
+    model, state = chosen(size, Policy("fp32", ()), "fsdp")
+    factors = [8.0, 5.0]  # for the number of ranks torch uses AVG
+    model.set_gradient_divide_factor(factors[rank])
+    got = of_codec(model, gradients(rank, 0))["big"]
+    assert state.step == 1  # the gradients have gone through the codec
+    want = sum(gradients(r, 0)["big"] / factors[r] for r in range(size))
+    torch.testing.assert_close(got, want)  # sums of two float32, with codecs in another order
+
+
+# ------------------------------------------------------------------ settings of the thread
+
+
+TINY = 1 << 20  # the bits of a denormal float32
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums(rank, size, kind):
+    """One rank waits at once, on its own thread; the other a moment later, on the queue's."""
+    dist.all_reduce(torch.ones(10), async_op=True).wait()
+    for numel in (10, 1000, 200_000):
+        for own_thread in (0, 1, 2):
+            x = torch.full((numel,), TINY, dtype=torch.int32).view(torch.float32)
+            y = torch.full((numel,), 1 + 3 * rank * 2.0**-24)
+            with arithmetic(kind):
+                for tensor in (x, y):
+                    if rank == own_thread or own_thread == 2:
+                        dist.all_reduce(tensor)
+                    else:
+                        dist.all_reduce(tensor, async_op=True).wait()
+            assert set(x.view(torch.int32).tolist()) == {2 * TINY}
+            assert set(y.tolist()) == {2.0 + 4 * 2.0**-24}

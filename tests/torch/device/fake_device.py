@@ -6,9 +6,13 @@ import ctypes
 import fcntl
 import hashlib
 import types
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.cpp_extension import include_paths, library_paths
 
 from pycomm.codecs import implementations
@@ -17,8 +21,10 @@ from pycomm.codecs.base import Codec
 from pycomm.codecs.cuda.launches import Launch, decode_launches, encode_launches, make_scratch
 from tests.codecs.cuda import emulated
 from tests.compiling import GENERATED, compile_cpp
+from tests.torch.pool import Pool
 
 NAME = "fakegpu"
+GROUP = "cpu:pycomm,fakegpu:pycomm"
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 
@@ -98,3 +104,40 @@ def load(way: str) -> None:
     if way == "kernels":
         implementations.nvrtc = Kernels
     c10d.set_host_addressable(NAME, way == "peers")
+
+
+def run(
+    fakes: Pool,
+    way: str,
+    check: Callable[..., Any],
+    *args: Any,
+    group: str = GROUP,
+    timeout: float = 20,
+    **more: Any,
+) -> list[Any]:
+    """Run ``check(rank, ranks, *args)`` on ranks that have the device, in a group for it.
+
+    Args:
+        more: options of `Pool.run`.
+    """
+    return fakes.run(_with_device, way, group, timeout, check, *args, backend=None, **more)
+
+
+def _with_device(
+    rank: int,
+    ranks: int,
+    store: dist.Store,
+    way: str,
+    group: str,
+    timeout: float,
+    check: Callable[..., Any],
+    *args: Any,
+) -> Any:
+    load(way)
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(group, store=store, rank=rank, world_size=ranks, timeout=limit)
+    try:
+        return check(rank, ranks, *args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

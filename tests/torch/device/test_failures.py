@@ -31,10 +31,10 @@ from pycomm.reduction import batched, payloads, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket
 from pycomm.reduction.paths import native_backend
 from tests.torch.device import fake_device
+from tests.torch.device.fake_device import GROUP
 from tests.torch.pool import Pool
 
 FAKE = "fakegpu"
-GROUP = "cpu:pycomm,fakegpu:pycomm"
 LATE = 1200  # milliseconds that a stream is busy, longer than the limit of an operation
 LIMIT = 0.4
 
@@ -140,23 +140,15 @@ def check_failed(name: str, work: dist.Work, x: torch.Tensor, way: str) -> None:
 # ------------------------------------------------------------------ the ranks
 
 
-def on_device(
-    rank: int, ranks: int, store: dist.Store, way: str, check: Callable[..., Any], *args: Any
-) -> Any:
-    fake_device.load(way)
-    dist.init_process_group(
-        GROUP, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
-    )
+def settled(rank: int, ranks: int, way: str, check: Callable[..., Any], *args: Any) -> Any:
     try:
         return check(rank, way, *args)
     finally:
         torch.accelerator.synchronize()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def run(fakes: Pool, way: str, check: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    return fakes.run(on_device, way, check, *args, backend=None, **more)
+    return fake_device.run(fakes, way, settled, way, check, *args, **more)
 
 
 def groups(

@@ -38,63 +38,33 @@ from tests.torch.device.checks import (
     check_sends_during_a_copy,
     slow,
 )
+from tests.torch.device.fake_device import GROUP, run
 from tests.torch.harness import equal
 from tests.torch.pool import Pool
 
 FAKE = "fakegpu"
-GROUP = "cpu:pycomm,fakegpu:pycomm"
-
-
-def on_device(
-    rank: int, ranks: int, store: dist.Store, way: str, timeout: float, check: Callable[..., Any]
-) -> Any:
-    fake_device.load(way)
-    dist.init_process_group(
-        GROUP, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
-    )
-    try:
-        return check(rank, ranks)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def run(fakes: Pool, check: Callable[..., Any], way: str = "held", timeout: float = 20) -> Any:
-    return fakes.run(on_device, way, timeout, check, backend=None)
 
 
 def run_on(
     fakes: Pool, check: Callable[..., Any], way: str, device: str = FAKE, **more: Any
 ) -> Any:
-    return run(fakes, functools.partial(check, device=device, **more), way)
+    return run(fakes, way, functools.partial(check, device=device, **more))
 
 
 WAYS = pytest.mark.parametrize("way", ["held", "late", "peers"])
 
 
 @WAYS
-def test_every_operation_gives_what_it_gives_on_the_cpu(fakes, way):
-    run_on(fakes, check_operations, way)
+@pytest.mark.parametrize(
+    "check", [check_operations, check_lifetimes, check_futures, check_sends_during_a_copy]
+)
+def test_operations_do_what_they_do_on_the_cpu(fakes, way, check):
+    run_on(fakes, check, way)
 
 
 @WAYS
 def test_operations_are_in_the_order_of_streams(fakes, way):
     run_on(fakes, functools.partial(check_order, way=way), way)
-
-
-@WAYS
-def test_tensors_live_as_long_as_the_operation_needs_them(fakes, way):
-    run_on(fakes, check_lifetimes, way)
-
-
-@WAYS
-def test_futures_run_their_callbacks_behind_the_operation(fakes, way):
-    run_on(fakes, check_futures, way)
-
-
-@WAYS
-def test_sends_leave_while_a_copy_waits(fakes, way):
-    run_on(fakes, check_sends_during_a_copy, way)
 
 
 def test_a_new_member_gets_a_model_on_its_device(fakes):
@@ -127,10 +97,10 @@ def check_stuck(rank: int, ranks: int) -> None:
 
 
 def test_a_stream_that_is_stuck_ends_the_group_in_time(fakes):
-    run(fakes, check_stuck, timeout=1)
+    run(fakes, "held", check_stuck, timeout=1)
 
 
-def check_abort(rank: int, ranks: int) -> None:
+def check_abort(rank: int, ranks: int, way: str) -> None:
     x = slow(0, FAKE, 0)
     dist.all_reduce(x)
     if rank == 1:
@@ -138,37 +108,22 @@ def check_abort(rank: int, ranks: int) -> None:
         dist.distributed_c10d._abort_process_group()
         return
     work = dist.all_reduce(x, async_op=True)
-    work.wait()  # this only synchronizes streams: the failure is still to come
-    assert x.cpu().isnan().all()
-    assert work.is_completed()
-    assert not work.is_success()
+    if way == "held":  # waiting only synchronizes streams: the failure is still to come
+        work.wait()
+        assert x.cpu().isnan().all()
+        assert work.is_completed()
+        assert not work.is_success()
+    else:  # kernels wait for their peers
+        assert "; on fakegpu:0 2 ranks: " in backend.find().describe()
     with pytest.raises(Error, match="abort"):
         work.wait()
     with pytest.raises(Error, match="abort"):
         dist.all_reduce(x, async_op=True)
 
 
-def test_a_failure_behind_a_stream_is_nan(fakes):
-    run(fakes, check_abort)
-
-
-def check_abort_of_peers(rank: int, ranks: int) -> None:
-    x = slow(0, FAKE, 0)
-    dist.all_reduce(x)
-    assert "; on fakegpu:0 2 ranks: " in backend.find().describe()
-    if rank == 1:
-        time.sleep(0.2)
-        dist.distributed_c10d._abort_process_group()
-        return
-    work = dist.all_reduce(x, async_op=True)
-    with pytest.raises(Error, match="abort"):
-        work.wait()
-    with pytest.raises(Error, match="abort"):
-        dist.all_reduce(x, async_op=True)
-
-
-def test_an_abort_ends_kernels_that_wait_for_peers(fakes):
-    run(fakes, check_abort_of_peers, "peers")
+@pytest.mark.parametrize("way", ["held", "peers"])
+def test_an_abort_ends_what_waits_for_peers(fakes, way):
+    run(fakes, way, check_abort, way)
 
 
 def check_arguments(rank: int, ranks: int) -> None:
@@ -185,7 +140,7 @@ def check_arguments(rank: int, ranks: int) -> None:
 
 
 def test_tensors_must_be_on_one_device(fakes):
-    run(fakes, check_arguments)
+    run(fakes, "held", check_arguments)
 
 
 def check_split(rank: int, ranks: int, store: dist.Store) -> None:
@@ -258,7 +213,7 @@ def check_trace(rank: int, ranks: int) -> None:
 
 
 def test_operations_among_peers_are_in_the_trace(fakes):
-    run(fakes, check_trace, "peers")
+    run(fakes, "peers", check_trace)
 
 
 def check_refused(rank: int, ranks: int) -> None:
@@ -275,7 +230,7 @@ def check_refused(rank: int, ranks: int) -> None:
 
 
 def test_compressed_collectives_need_peers(fakes):
-    run(fakes, check_refused)
+    run(fakes, "held", check_refused)
 
 
 def check_hook_of_early_message(rank: int, ranks: int) -> None:
@@ -297,4 +252,4 @@ def check_hook_of_early_message(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("way", ["held", "late"])
 def test_a_message_that_has_come_already_is_received_with_a_hook(fakes, way):
     """The receive is done when it is posted, and its hook is called at once."""
-    run(fakes, check_hook_of_early_message, way)
+    run(fakes, way, check_hook_of_early_message)

@@ -7,8 +7,6 @@ tells. Results are compared with those of the CPU, with `==`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,57 +26,20 @@ from pycomm.reduction import paths, two_shot
 from pycomm.reduction.bucket import Bucket
 from tests.torch.device import fake_device
 from tests.torch.device.checks import generator, kept
-from tests.torch.harness import Chosen, equal, gradients, reduced
+from tests.torch.device.fake_device import run
+from tests.torch.harness import Chosen, equal, gradients, heard, reduced
 from tests.torch.pool import Pool
 
 FAKE = "fakegpu"
-GROUP = "cpu:pycomm,fakegpu:pycomm"
 # On both sides of the size from which a residual is kept in bf16.
 SHAPES = {"large": (LARGE,), "small": (LARGE - 1,), "bias": (50,)}
-
-
-def on_device(
-    rank: int,
-    ranks: int,
-    store: dist.Store,
-    way: str,
-    group: str,
-    check: Callable[..., Any],
-    *args: Any,
-) -> Any:
-    fake_device.load(way)
-    dist.init_process_group(
-        group, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
-    )
-    try:
-        return check(rank, ranks, *args)
-    finally:
-        dist.destroy_process_group()
-
-
-def run(
-    fakes: Pool, way: str, check: Callable[..., Any], *args: Any, group: str = GROUP, ranks: int = 2
-) -> Any:
-    return fakes.run(on_device, way, group, check, *args, backend=None, ranks=ranks)
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 # ------------------------------------------------------------------ default options
 
 
 def check_ddp(rank: int, ranks: int, device: str, codec: str) -> Any:
-    log, logger = Lines(), logging.getLogger("pycomm")
-    logger.addHandler(log)
-    logger.setLevel(logging.INFO)
-    try:
+    with heard(logging.INFO) as log:
         model = nn.parallel.DistributedDataParallel(Chosen(SHAPES).to(device))
         state = pycomm.compress(model, codec)
         results = []
@@ -87,8 +48,6 @@ def check_ddp(rank: int, ranks: int, device: str, codec: str) -> Any:
             result = reduced(model, {name: g.to(device) for name, g in given.items()})
             results.append({name: g.cpu() for name, g in result.items()})
         state.settle()
-    finally:
-        logger.removeHandler(log)
     residuals = {
         name: (str(residual.worker[0].dtype), residual.load_worker(0).cpu())
         for name in SHAPES
@@ -96,7 +55,7 @@ def check_ddp(rank: int, ranks: int, device: str, codec: str) -> Any:
         for residual in [state.residuals[name]]
         if residual.worker is not None
     }
-    lines = [line for line in log.lines if line.startswith("all_reduce of the bucket")]
+    lines = [line for line in log if line.startswith("all_reduce of the bucket")]
     chosen = [line for line in state.summary().splitlines() if line.startswith("path of")]
     return results, residuals, lines, chosen
 

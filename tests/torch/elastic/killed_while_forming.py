@@ -20,7 +20,8 @@ import pytest
 import torch.distributed as dist
 
 import pycomm
-from tests.torch.elastic.member import LIMIT, Member, check_sum
+from tests.torch.elastic.member import LIMIT, Member
+from tests.torch.harness import check_sum
 
 KERNEL = r"""
 #define _GNU_SOURCE

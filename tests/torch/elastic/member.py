@@ -7,7 +7,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import pycomm
@@ -64,12 +63,3 @@ def on_members(ranks: int = 2, **options: Any) -> Callable[[OfRank], OfRank]:
         return on_ranks(ranks, backend=None, **options)(ended)
 
     return decorate
-
-
-def check_sum() -> None:
-    """All members contribute: whole numbers, of which the sum is exact."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for numel in (1, 1001):
-        numbers = torch.arange(numel) * (rank + 1)
-        dist.all_reduce(numbers)
-        assert torch.equal(numbers, torch.arange(numel) * (size * (size + 1) // 2))

@@ -26,7 +26,8 @@ from pycomm.elastic import transfer
 from pycomm.elastic.transfer import Member as Place
 from pycomm.elastic.transfer import order
 from tests.extent import each_value
-from tests.torch.elastic.member import Member, check_sum, run
+from tests.torch.elastic.member import Member, run
+from tests.torch.harness import check_sum
 from tests.torch.pool import on_ranks
 
 SMALL = 4096  # bytes of a chunk: the models here take many
@@ -349,7 +350,8 @@ def test_what_does_not_fit_is_told_on_all_before_anything_is_sent(pool):
     pool.run(unlike, cases, ranks=3)
 
 
-def arguments(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_bad_arguments_raise_at_the_call(rank, size):
     model = nn.Linear(2, 2)
     for wrong, given in (
         (TypeError, {"has": 1}),
@@ -362,10 +364,6 @@ def arguments(rank: int, size: int) -> None:
     with pytest.raises(TypeError):
         elastic.hand_over(model.parameters(), has=True)
     check_sum()
-
-
-def test_bad_arguments_raise_at_the_call(pool):
-    pool.run(arguments)
 
 
 # ------------------------------------------------------------------ a member that is lost
@@ -496,7 +494,8 @@ def test_a_state_of_another_size_is_refused(rank, size):
 # ------------------------------------------------------------------ sharded models (FSDP2)
 
 
-def sharded(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_members_of_a_sharded_model_hand_over_their_parts(rank, size):
     """Two replicas of two parts each: each rank gets its part from the one that has the same."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     torch.manual_seed(rank // 2)
@@ -530,7 +529,3 @@ def sharded(rank: int, size: int) -> None:
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replica"))
     with pytest.raises(pycomm.WireMismatch, match="of which this is the part"):
         elastic.hand_over(model, has=not new, group=other["replica"].get_group())
-
-
-def test_members_of_a_sharded_model_hand_over_their_parts(pool):
-    pool.run(sharded, ranks=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from tests.torch.elastic.member import Member, on_members
-from tests.torch.harness import network, train_step
+from tests.torch.harness import alike, network, train_step
+from tests.torch.torchrun import launch
 
 
 def owed(state: Any, ranks: int) -> dict[str, torch.Tensor]:
@@ -41,15 +43,6 @@ def check_owed(before: Any, state: Any) -> None:
 
 def sizes() -> dict[str, int]:
     return {name: parameter.numel() for name, parameter in network().named_parameters()}
-
-
-def check_equal(model: nn.Module, state: Any) -> None:
-    """All members have the same parameters, to the bit, and have taken as many steps."""
-    mine = torch.cat([p.detach().view(-1) for p in model.parameters()])
-    mine = torch.cat([mine, torch.tensor([float(state.step)])])
-    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybody, mine)
-    assert all(torch.equal(mine, other) for other in everybody)
 
 
 def wrap(net: nn.Module, codec: str, feedback: str, **options: Any) -> tuple[Any, Any, Any]:
@@ -94,7 +87,7 @@ def test_members_keep_residuals_and_new_ones_have_none(
         train(model, optimizer, 2, first=3)
         assert state.step == 5
         assert state.residuals.ranks == 2
-        check_equal(model, state)
+        assert alike(*model.parameters(), torch.tensor(state.step))
         before = owed(state, 2) if owes else None
     member.form(3, [handles[2], handles[1], handles[0]])
     model, fresh, optimizer = wrap(model.module, codec, feedback)
@@ -105,7 +98,7 @@ def test_members_keep_residuals_and_new_ones_have_none(
     train(model, optimizer, 3, first=5)
     assert fresh.step == 8
     assert fresh.overflows == 0
-    check_equal(model, fresh)
+    assert alike(*model.parameters(), torch.tensor(fresh.step))
 
 
 @on_members(4, dies={1})
@@ -134,7 +127,7 @@ def test_a_killed_member_is_replaced(rank, size, store):
         check_owed(before, state)
         assert state.step == 4
         train(model, optimizer, 2, first=3)
-        check_equal(model, state)
+        assert alike(*model.parameters(), torch.tensor(state.step))
         before = owed(state, 2)
         del model
     member.form(3, [handles[0], handles[2], handles[3]])
@@ -143,93 +136,61 @@ def test_a_killed_member_is_replaced(rank, size, store):
     check_owed(before if left else None, fresh)
     train(model, optimizer, 2, first=5)
     assert fresh.step == 8
-    check_equal(model, fresh)
+    assert alike(*model.parameters(), torch.tensor(fresh.step))
 
 
-@on_members(3)
-def test_a_model_with_fixed_buckets_joins_as_it_is(rank, size, store):
-    """A model with fixed buckets joins as it is, and its first backward takes over the others."""
+def two(rank: int, size: int, store: Any, codec: str, steps: int) -> tuple[Any, Any, Any, Any]:
+    """Two train; return what the third has, too, and a function by which it joins.
+
+    Its buckets are fixed, and its first backward takes over the others'.
+    """
     member = Member(rank, size, store)
     handles = member.handles("all")
-    joins = rank == 2
-    member.form(1, handles[2:] if joins else handles[:2])
-    model, state, optimizer = wrap(network(), "int4", "residual", find_unused_parameters=True)
-    if not joins:
-        train(model, optimizer, 3)
-    member.form(2, handles)
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, 0)
-    train(model, optimizer, 2, first=3)
-    assert state.step == 5
-    check_equal(model, state)
+    member.form(1, handles[2:] if rank == 2 else handles[:2])
+    model, state, optimizer = wrap(network(), codec, "residual", find_unused_parameters=True)
+    if rank < 2:
+        train(model, optimizer, steps)
+
+    def join() -> None:
+        member.form(2, handles)
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, 0)
+
+    return model, state, optimizer, join
 
 
 @on_members(3)
-@pytest.mark.parametrize("ends", [False, True], ids=["set_policy", "remove"])
-def test_a_group_that_a_member_has_joined_becomes_exact(rank, size, store, ends):
+@pytest.mark.parametrize("what", ["int4", "fp32", "remove", "removed before"])
+def test_a_member_joins_while_compression_goes_on_or_ends(rank, size, store, what):
     """Only who stays has residuals to pay, and makes its buckets anew when they are paid."""
-    member = Member(rank, size, store)
-    handles = member.handles("all")
-    joins = rank == 2
-    member.form(1, handles[2:] if joins else handles[:2])
-    model, state, optimizer = wrap(network(), "int4", "residual", find_unused_parameters=True)
-    if not joins:
-        train(model, optimizer, 3)
-    member.form(2, handles)
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, 0)
-    if ends:
+    model, state, optimizer, join = two(rank, size, store, "int4", steps=3)
+    if what == "removed before":  # compression ends within two steps
         state.remove()
-    else:
+        if rank < 2:
+            train(model, optimizer, 1, first=3)
+    join()
+    if what == "remove":
+        state.remove()
+    elif what == "fp32":
         state.set_policy("fp32")
-    train(model, optimizer, 4, first=3)
-    assert state.removed == ends
-    assert not state.residual_norms()
-    check_equal(model, state)
-
-
-@on_members(3)
-def test_a_member_joins_while_compression_ends(rank, size, store):
-    """A member joins between the two steps in which compression ends."""
-    member = Member(rank, size, store)
-    handles = member.handles("all")
-    joins = rank == 2
-    member.form(1, handles[2:] if joins else handles[:2])
-    model, state, optimizer = wrap(network(), "int4", "residual", find_unused_parameters=True)
-    if not joins:
-        train(model, optimizer, 3)
-    state.remove()
-    if not joins:
-        train(model, optimizer, 1, first=3)
-    member.form(2, handles)
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, 0)
     train(model, optimizer, 4, first=4)
-    assert state.removed
-    check_equal(model, state)
+    assert state.removed == what.startswith("remove")
+    assert bool(state.residual_norms()) == (what == "int4")
+    assert what != "int4" or state.step == 7
+    assert alike(*model.parameters(), torch.tensor(state.step))
 
 
 @on_members(3)
 @pytest.mark.parametrize("codec", ["int4 warmup=4", "auto"])
 def test_policies_go_on_alike_on_old_and_new_members(rank, size, store, codec):
     """A schedule, a choice by measurements and a guard go on alike on all, new ones included."""
-    member = Member(rank, size, store)
-    handles = member.handles("all")
-    joins = rank == 2
-    member.form(1, handles[2:] if joins else handles[:2])
-    model = DistributedDataParallel(network(), bucket_cap_mb=0.02, find_unused_parameters=True)
-    state = pycomm.compress(model, codec)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if not joins:
-        train(model, optimizer, 7)
-    member.form(2, handles)
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, 0)
+    model, state, optimizer, join = two(rank, size, store, codec, steps=7)
+    join()
     train(model, optimizer, 12, first=7)
     decided: list[Any] = [None] * 3
     dist.all_gather_object(decided, {name: str(d) for name, d in state.decisions.items()})
     assert decided[0] == decided[1] == decided[2]
-    check_equal(model, state)
+    assert alike(*model.parameters(), torch.tensor(state.step))
 
 
 # ------------------------------------------------------------------ what does not fit
@@ -278,7 +239,7 @@ def test_a_new_member_that_does_not_fit_is_named_on_all(rank, size, store, what,
     fresh.adopt_state(state)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, first=3)
     assert fresh.step >= 5
-    check_equal(model, fresh)
+    assert alike(*model.parameters(), torch.tensor(fresh.step))
 
 
 @on_members(2)
@@ -295,3 +256,156 @@ def test_a_state_that_cannot_follow_says_what_to_do(rank, size, store):
     again = pycomm.LocalSGD(model.module, every=1, codec="int4")
     again.state.adopt_state(outer.state)
     again.step()
+
+
+# --------------------------------------------------------------------------------- shrink and go on
+# A rank is killed during training: the others shrink the group, continue, and keep residuals.
+
+
+KILLED, END = 3, 8
+# Residuals are kept in bf16, with 8 bits of mantissa.
+ROUNDING = 2.0**-8
+
+
+def saved_debts(state: Any, ranks: int) -> dict[str, torch.Tensor]:
+    """Return this rank's residuals as parts of the average, by parameter."""
+    assert state.residuals.ranks == ranks
+    entries = state.state_dict()[f"rank{dist.get_rank()}"][1]
+    return {
+        name: state.residuals.added(name, 0, entry["about"][0]).double()
+        for name, entry in entries.items()
+    }
+
+
+def shrink(error: pycomm.PeerLost) -> set[int]:
+    """Shrink the group to the survivors; return the lost ranks, which may have become more."""
+    gone = set(error.ranks)
+    while True:
+        try:
+            dist.shrink_group(sorted(gone), shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
+            return gone
+        except pycomm.PeerLost as another:
+            more = set(another.ranks)
+        assert not gone & more
+        gone |= more
+
+
+def train_and_shrink(
+    rank: int, size: int, codec: str, feedback: str, victims: set[int]
+) -> list[torch.Tensor]:
+    """Return the final parameters, on ranks that have lost others on the way."""
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.02)
+    state = pycomm.compress(model, codec, feedback=feedback)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(KILLED):
+        train_step(model, optimizer, rank, number)
+    if rank in victims:  # during backward, while some buckets are being reduced
+        model.module[3].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(pycomm.PeerLost) as caught:
+        train_step(model, optimizer, rank, KILLED)
+    error = pycomm.PeerLost(str(caught.value), caught.value.rank, caught.value.ranks)
+    del caught
+
+    before = saved_debts(state, size)
+    assert shrink(error) == victims
+    module = model.module
+    del model
+    model = DistributedDataParallel(module, bucket_cap_mb=0.02)
+    state, old = pycomm.compress(model, codec, feedback=feedback), state
+    state.adopt_state(old)
+    assert state.step == KILLED + 1
+    after = saved_debts(state, size - len(victims))
+    assert before.keys() == after.keys() != set()
+    for name in before:
+        sums = torch.stack([before[name], after[name]])
+        dist.all_reduce(sums)
+        torch.testing.assert_close(sums[1], sums[0], rtol=ROUNDING, atol=ROUNDING)
+        assert sums[0].abs().max() > 0
+    for number in range(KILLED, END):
+        train_step(model, optimizer, dist.get_rank(), number)
+    assert state.overflows == 0
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("victims", [{1}, {1, 2}])
+def test_survivors_train_on_with_their_residuals(pool, victims):
+    feedback = "residual:storage=bf16"
+    ends = pool.run(
+        train_and_shrink, "int4", feedback, victims, ranks=2 + len(victims), dies=victims
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ends[0], ends[-1], strict=True))
+
+
+def until_lost(numbers: torch.Tensor) -> None:
+    while True:
+        dist.all_reduce(numbers)
+
+
+def go_on_without_two(rank: int, size: int, store: Any) -> list[float]:
+    options = pycomm.Options(transport="tcp")  # the test above uses the other one
+    dist.init_process_group("pycomm", store=store, rank=rank, world_size=size, pg_options=options)
+    dist.barrier()
+    if rank in (1, 2):
+        os.kill(os.getpid(), signal.SIGKILL)
+    numbers = torch.full((1000,), rank + 1)
+    with pytest.raises(pycomm.PeerLost) as caught:
+        until_lost(numbers)
+    assert caught.value.rank in caught.value.ranks
+    assert set(caught.value.ranks) <= {1, 2}
+    with pytest.raises(pycomm.PeerLost, match="rank 2 of the group that shrinks") as caught:
+        dist.shrink_group([1], shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
+    assert (caught.value.rank, caught.value.ranks) == (2, [2])
+    dist.shrink_group([1, 2], shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
+    numbers = torch.tensor([1.0 + rank])
+    dist.all_reduce(numbers)
+    return numbers.tolist()
+
+
+def test_two_deaths_at_once_are_both_named(pool):
+    sums = pool.run(go_on_without_two, ranks=4, backend=None, dies={1, 2})
+    assert sums == [[5.0], None, None, [5.0]]
+
+
+SCRIPT = """
+import os, signal, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import pycomm
+
+dist.init_process_group("pycomm")
+rank, again = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Linear(64, 64))
+state = pycomm.compress(model, "int8")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+first = 0
+if again:
+    saved = [torch.load(f"saved{r}", weights_only=False) for r in range(dist.get_world_size())]
+    model.module.load_state_dict(saved[0]["model"])
+    state.load_state_dict(*(one["state"] for one in saved))
+    first = state.step
+for step in range(first, 6):
+    if step == 4 and rank == 1 and not again:
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.manual_seed(100 * step + rank)
+    model(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 2:
+        saved = {"model": model.module.state_dict(), "state": state.state_dict()}
+        torch.save(saved, f"saved{rank}")
+        dist.barrier()
+total = sum(p.detach().double().sum() for p in model.parameters())
+print(f"rank {rank} after {again} restarts: step {state.step}, {total.item():.12f}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_restarts_from_a_checkpoint(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    text = launch("--max-restarts", "1", "--monitor-interval", "0.1", "train.py", folder=tmp_path)
+    # Lines are not compared, since the output of two ranks may share a line.
+    ends = sorted(re.findall(r"rank (\d) after (\d) restarts: step (\d+), (-?\d+\.\d{12})", text))
+    assert [end[:3] for end in ends] == [("0", "1", "6"), ("1", "1", "6")], text
+    assert ends[0][3] == ends[1][3]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +18,20 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm import elastic
-from tests.torch.elastic.member import LIMIT, Member, check_sum, on_members, run
+from pycomm import _C, elastic
+from tests.torch.elastic.member import LIMIT, Member, on_members
+from tests.torch.harness import check_sum
+from tests.transports.wire_peer import (
+    CHALLENGE,
+    CONTROL,
+    REPLY,
+    WELCOME,
+    WIRE,
+    WRONG_SECRET,
+    WRONG_VERSION,
+    hello,
+    read_exactly,
+)
 
 
 def until_lost() -> None:
@@ -49,51 +64,62 @@ def test_ranks_are_those_of_the_list(rank, size, store, transport):
     check_sum()
 
 
+@on_members(4)
+@pytest.mark.parametrize(
+    "groups",
+    [
+        ("0|1|2|3", "0123", "0|1|2|3"),
+        ("01", "0123"),
+        ("01|23", "0123"),
+        *(("012", left) for left in ("12", "02", "01")),
+    ],
+    ids="-".join,
+)
+def test_members_come_and_go(rank, size, store, groups):
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    for step, text in enumerate(groups):
+        for members in text.split("|"):
+            if str(rank) in members:
+                member.form(10 * step + int(members[0]), [handles[int(r)] for r in members])
+                assert dist.get_rank() == members.index(str(rank))
+                check_sum()
+    member.meet("done")
+
+
 @on_members(3)
-@pytest.mark.parametrize("excluded", [0, 1, 2])
-def test_any_rank_may_be_left_out(rank, size, store, excluded):
-    member = Member(rank, size, store)
-    handles = member.handles("all")
-    member.form(1, handles)
-    check_sum()
-    if rank != excluded:
-        member.form(2, [h for r, h in enumerate(handles) if r != excluded])
-        assert dist.get_rank() == rank - (rank > excluded)
+@pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has none before 2.14")
+def test_reconfigure_of_torch_forms_the_same_groups(rank, size, store):
+    """As torch's own test_c10d_fault_tolerance.py does: by its functions and its option."""
+    dist.init_process_group(
+        "pycomm", store=store, rank=rank, world_size=size, timeout=LIMIT, enable_reconfigure=True
+    )
+    backend = dist.get_backend_impl(dist.group.WORLD, torch.device("cpu"))
+    assert dist._supports_reconfigure()
+    assert backend.supports_reconfigure
+
+    def handles(topic: str) -> list[str]:
+        store.set(f"{topic} {rank}", dist._get_reconfigure_handle())
+        return [store.get(f"{topic} {r}").decode() for r in range(size)]
+
+    def form(uuid: int, members: list[str]) -> None:
+        dist._reconfigure(uuid, members, timeout=LIMIT).wait()
+        assert dist.get_world_size() == len(members)
         check_sum()
-    member.meet("done")
 
-
-def down_and_up(rank: int, size: int, store: Any) -> None:
-    member = Member(rank, size, store)
-    member.form(10 + rank, [elastic.handle()])
-    check_sum()
-    member.form(3, member.handles("all"))
-    check_sum()
-    member.form(20 + rank, [elastic.handle()])
-    check_sum()
-    member.meet("done")
-
-
-def late(rank: int, size: int, store: Any) -> None:
-    member = Member(rank, size, store)
-    handles = member.handles("all")
-    if rank < 2:
-        member.form(1, handles[:2])
-        check_sum()
-    member.form(2, handles)
-    check_sum()
-
-
-def merge(rank: int, size: int, store: Any) -> None:
-    member = Member(rank, size, store)
-    handles = member.handles("all")
-    if rank < size // 2:
-        member.form(1, handles[: size // 2])
-    else:
-        member.form(2, handles[size // 2 :])
-    check_sum()
-    member.form(3, handles)
-    check_sum()
+    everybody = handles("all")
+    form(1, everybody)
+    backend.abort()
+    assert backend.get_error() == torch._C._distributed_c10d.ErrorType.SUCCESS
+    form(2, handles("aborted"))
+    form(10 + rank, [dist._get_reconfigure_handle()])  # each alone
+    with pytest.raises(RuntimeError, match="already used"):
+        dist._reconfigure(10 + rank, [dist._get_reconfigure_handle()], timeout=LIMIT).wait()
+    form(3, handles("again")[::-1])
+    assert dist.get_rank() == size - 1 - rank
+    if rank != 1:
+        form(4, [everybody[0], everybody[2]])
+    handles("done")
 
 
 @on_members(3)
@@ -112,7 +138,8 @@ def test_a_group_that_was_aborted_is_formed_anew(rank, size, store, transport):
     check_sum()
 
 
-def in_the_middle(rank: int, size: int, store: Any) -> None:
+@on_members(4)
+def test_a_change_ends_what_is_under_way(rank, size, store):
     """A rank waits in an operation that the others never begin."""
     member = Member(rank, size, store)
     handles = member.handles("all")
@@ -150,23 +177,12 @@ def test_a_killed_process_is_replaced(rank, size, store, transport):
     return f"{took:.3f} s"
 
 
-@pytest.mark.parametrize("function", [down_and_up, late, merge, in_the_middle])
-def test_members_come_and_go(pool, function):
-    pool.run(run, function, ranks=4, backend=None)
-
-
 # ------------------------------------------------------------------ wrong arguments
 
 
 def refused(member: Member, uuid: int, handles: list[str], error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         elastic.reconfigure(uuid, handles, timeout=LIMIT)
-
-
-def go_on(member: Member, uuid: int, handles: list[str]) -> None:
-    member.meet("seen")
-    member.form(uuid, handles)
-    check_sum()
 
 
 def used_by_all(member: Member, handles: list[str]) -> None:
@@ -188,34 +204,30 @@ def not_listed(member: Member, handles: list[str]) -> None:
         member.form(7, handles[:2])
 
 
-def other_list(member: Member, handles: list[str]) -> None:
-    given = handles[:2] if member.rank == 0 else handles
-    refused(member, 7, given, pycomm.WireMismatch, "different handles")
-
-
-def other_order(member: Member, handles: list[str]) -> None:
-    given = handles[::-1] if member.rank == 0 else handles
-    refused(member, 7, given, pycomm.WireMismatch, "different handles")
-
-
-def twice(member: Member, handles: list[str]) -> None:
-    refused(member, 7, [*handles, handles[0]], pycomm.Error, "that of rank 0, too")
-
-
-def empty(member: Member, handles: list[str]) -> None:
-    refused(member, 7, [], pycomm.Error, "empty")
+def other_lists(member: Member, handles: list[str]) -> None:
+    for uuid, other in ((7, handles[:2]), (9, handles[::-1])):
+        given = other if member.rank == 0 else handles
+        refused(member, uuid, given, pycomm.WireMismatch, "different handles")
+        member.meet(f"refused {uuid}")
 
 
 def nonsense(member: Member, handles: list[str]) -> None:
-    for text in ("", "localhost:4711", handles[0] + " more", handles[0][:40]):
-        refused(member, 7, [*handles, text], pycomm.Error, "no handle of a pycomm group")
-
-
-def other_group(member: Member, handles: list[str]) -> None:
     words = handles[1].split()
     words[1] = "0123456789abcdef"
-    foreign = [handles[0], " ".join(words), *handles[2:]]
-    refused(member, 7, foreign, pycomm.Error, "another group")
+    for given, text in (
+        ([*handles, handles[0]], "that of rank 0, too"),
+        ([], "empty"),
+        ([handles[0], " ".join(words), *handles[2:]], "another group"),
+        *(
+            ([*handles, wrong], "no handle of a pycomm group")
+            for wrong in ("", "localhost:4711", handles[0] + " more", handles[0][:40])
+        ),
+    ):
+        refused(member, 7, given, pycomm.Error, text)
+    for uuid in (-1, 2**63):
+        refused(member, uuid, handles, ValueError, "uuid")
+    with pytest.raises(TypeError, match="one text"):
+        elastic.reconfigure(7, handles[0])
 
 
 def wrong_secret(member: Member, handles: list[str]) -> None:
@@ -230,29 +242,9 @@ def wrong_secret(member: Member, handles: list[str]) -> None:
             elastic.reconfigure(7, stale, timeout=timedelta(seconds=1))
 
 
-def numbers(member: Member, handles: list[str]) -> None:
-    for uuid in (-1, 2**63):
-        refused(member, uuid, handles, ValueError, "uuid")
-    with pytest.raises(TypeError, match="one text"):
-        elastic.reconfigure(7, handles[0])
-
-
 @on_members(3)
 @pytest.mark.parametrize(
-    "act",
-    [
-        used_by_all,
-        used_by_one,
-        not_listed,
-        other_list,
-        other_order,
-        twice,
-        empty,
-        nonsense,
-        other_group,
-        wrong_secret,
-        numbers,
-    ],
+    "act", [used_by_all, used_by_one, not_listed, other_lists, nonsense, wrong_secret]
 )
 def test_a_mistake_is_named_on_all_ranks(rank, size, store, act):
     member = Member(rank, size, store)
@@ -260,7 +252,9 @@ def test_a_mistake_is_named_on_all_ranks(rank, size, store, act):
     member.form(1, handles)
     check_sum()
     act(member, handles)
-    go_on(member, 8, handles)
+    member.meet("seen")
+    member.form(8, handles)
+    check_sum()
 
 
 @on_members(3, dies={2})
@@ -331,3 +325,326 @@ def test_a_compressed_model_is_wrapped_anew_after_a_change(rank, size, store):
         everywhere = mine.clone()
         dist.all_reduce(everywhere, dist.ReduceOp.MAX)
         assert torch.equal(everywhere, mine)
+
+
+# ---------------------------------------------------------------------------------------- strangers
+# What strangers say to the endpoint of a member, and what one on the path says in its name.
+
+
+SECONDS = 20.0
+ID, SECRET, ADDRESSES = 2, 5, 6  # words of a handle
+
+
+class OnThePath:
+    """Somebody on the path to an endpoint, who answers the first callers in its name.
+
+    Args:
+        handle: of the endpoint.
+        replies: what he says to each of these callers; then he passes on what is said.
+    """
+
+    def __init__(self, handle: str, replies: list[list[bytes]]) -> None:
+        self.replies = replies
+        self._true = endpoint_of(handle)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            caller = self._listener.accept()[0]
+            if self.replies:
+                replies = self.replies.pop(0)
+                with caller, suppress(OSError, EOFError):
+                    for reply in replies:
+                        caller.recv(72)
+                        caller.sendall(reply)
+                    caller.recv(72)
+                continue
+            other = socket.create_connection(self._true, SECONDS)
+            for ends in ((caller, other), (other, caller)):
+                threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
+
+    @staticmethod
+    def _pass_on(source: socket.socket, to: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(4096):
+                to.sendall(data)
+            to.shutdown(socket.SHUT_WR)
+
+
+def endpoint_of(handle: str) -> tuple[str, int]:
+    host, _, port = handle.split()[ADDRESSES].split(",")[0].rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def reply(verdict: int) -> bytes:
+    return REPLY.pack(verdict, WIRE, bytes(32))
+
+
+def through_the_path(member: Member, replies: list[list[bytes]]) -> tuple[list[str], Any]:
+    """Return the handles with rank 0's by way of the stranger, and him, on rank 0."""
+    handles = member.handles("all")
+    path = OnThePath(handles[0], replies) if member.rank == 0 else None
+    if path is not None:
+        member.store.set("path", path.address)
+    words = handles[0].split()
+    words[ADDRESSES] = member.store.get("path").decode()
+    return [" ".join(words), *handles[1:]], path
+
+
+@on_members()
+@pytest.mark.parametrize(
+    "said",
+    [
+        [reply(CHALLENGE), reply(WRONG_SECRET)],
+        [reply(CHALLENGE), reply(WELCOME)],
+        [reply(WRONG_VERSION)],
+        [b"\0" * REPLY.size],
+        [],
+    ],
+)
+def test_a_refusal_on_the_path_ends_no_reconfigure(rank, size, store, said):
+    """It has proven nothing: the endpoint is asked again."""
+    member = Member(rank, size, store)
+    handles, path = through_the_path(member, [said] * 4)
+    elastic.reconfigure(1, handles, timeout=LIMIT)
+    check_sum()
+    if path is not None:
+        assert path.replies == []
+    member.meet("done")
+
+
+@on_members()
+def test_who_refuses_until_the_deadline_is_named(rank, size, store):
+    member = Member(rank, size, store)
+    handles, _ = through_the_path(member, [[reply(CHALLENGE), reply(WRONG_SECRET)]] * 1000)
+    if rank == 1:
+        with pytest.raises(pycomm.Error, match=r"not the one of the handle .*refused our secret"):
+            elastic.reconfigure(1, handles, timeout=timedelta(seconds=1))
+    member.meet("refused")
+
+
+class Stranger:
+    """A connection to an endpoint whose secret is known: a member that lies."""
+
+    def __init__(self, handle: str, secret: bytes | None = None) -> None:
+        words = handle.split()
+        self.label = f"endpoint {words[ID]}"
+        self.socket = socket.create_connection(endpoint_of(handle), SECONDS)
+        self.first = hello(CONTROL)
+        self.socket.sendall(self.first)
+        verdict, _, self.challenge = REPLY.unpack(read_exactly(self.socket, REPLY.size))
+        assert verdict == CHALLENGE
+        self.proof = self._proof(secret or words[SECRET].encode())
+
+    def _proof(self, secret: bytes) -> bytes:
+        text = f"pycomm tcp connect\0{len(self.label)}:{self.label}".encode()
+        return bytes(_C.hmac_sha256(secret, text + self.first + self.challenge))
+
+    def verdict(self, proof: bytes | None = None) -> int:
+        self.socket.sendall(proof or self.proof)
+        verdict, _, _ = REPLY.unpack(read_exactly(self.socket, REPLY.size))
+        return int(verdict)
+
+    def is_thrown_out(self) -> bool:
+        with suppress(ConnectionResetError):
+            return self.socket.recv(4096) == b""
+        return True
+
+
+@on_members(1)
+def test_a_handshake_that_was_heard_opens_nothing(rank, size, store):
+    member = Member(rank, size, store)
+    (handle,) = member.handles("all")
+    honest = Stranger(handle)
+    assert honest.verdict() == WELCOME
+    assert Stranger(handle).verdict(honest.proof) == WRONG_SECRET  # replayed: the nonce is new
+    assert Stranger(handle, os.urandom(32).hex().encode()).verdict() == WRONG_SECRET
+    elsewhere = handle.split()
+    elsewhere[ID] = "0" * 16
+    assert Stranger(" ".join(elsewhere)).verdict() == WRONG_SECRET  # of another endpoint
+    member.form(1, [handle])
+
+
+def message(kind: int, *parts: bytes) -> bytes:
+    content = bytes([kind]) + b"".join(parts)
+    return struct.pack("<I", len(content)) + content
+
+
+def join(rank: int, size: int, uuid: int = 2) -> bytes:
+    return message(1, struct.pack("<qii", uuid, rank, size), bytes(32))
+
+
+@on_members(1)
+@pytest.mark.parametrize(
+    "said",
+    [
+        join(-1, 2),
+        join(2, 2),
+        join(0, 0),
+        join(-(2**31), -(2**31)),
+        message(4, struct.pack("<I", 3), b"key"),  # a question of one that has joined nothing
+        join(0, 2) + message(4, struct.pack("<I", 2**32 - 1), b"key"),
+        join(0, 2) + message(99),
+        struct.pack("<I", 2**32 - 1),
+    ],
+)
+def test_a_member_that_lies_is_thrown_out(rank, size, store, said):
+    member = Member(rank, size, store)
+    (handle,) = member.handles("all")
+    member.form(1, [handle])
+    liar = Stranger(handle)
+    assert liar.verdict() == WELCOME
+    liar.socket.sendall(said)
+    assert liar.is_thrown_out()
+    asks = Stranger(handle)
+    assert asks.verdict() == WELCOME
+    asks.socket.sendall(message(6, struct.pack("<q", 1)))
+    (length,) = struct.unpack("<I", read_exactly(asks.socket, 4))
+    assert read_exactly(asks.socket, length)[:2] == bytes([10, 2])  # an answer: formed
+    member.form(2, [handle])
+    check_sum()
+
+
+# -------------------------------------------------------------------------------------- kept memory
+# Memory that ranks of a host share is kept when their group gets other members.
+#
+# A tensor in it, such as a bucket of DDP, is then addressed in place by the new group, too.
+
+
+NUMEL = 300_007
+SOON = timedelta(seconds=0.5)
+
+
+def shared(member: Member) -> torch.Tensor:
+    options = {"dtype": torch.float32, "device": torch.device("cpu")}
+    return member.backend.allocate_tensor(NUMEL, **options)
+
+
+def segment(tensor: torch.Tensor) -> str:
+    """Return device and inode of the file of a tensor's memory, and its name."""
+    address = tensor.data_ptr()
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            words = line.split()
+            begin, end = (int(word, 16) for word in words[0].split("-"))
+            if begin <= address < end:
+                return " ".join(words[3:])
+    raise AssertionError("the tensor's memory is not mapped")
+
+
+def check_in(tensor: torch.Tensor, times: int = 3) -> None:
+    """Sum whole numbers in this memory."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    steps = torch.arange(NUMEL) % 1000
+    for turn in range(times):
+        tensor.copy_(steps * (rank + 1) + turn)
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, (steps * (size * (size + 1) // 2) + turn * size).float())
+
+
+def in_place(member: Member, tensor: torch.Tensor) -> bool:
+    """True if a sum of the tensor leaves nothing in the slots of the window for others to read."""
+    before = member.backend.sent_bytes
+    check_in(tensor, 1)
+    return bool(member.backend.sent_bytes == before)
+
+
+@on_members(3)
+def test_shared_memory_is_kept_for_the_next_group(rank, size, store):
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    member.form(1, handles)
+    ours = shared(member)
+    where = segment(ours)
+    assert "memfd:pycomm" in where
+    assert in_place(member, ours)
+    for uuid, members in ((2, handles), (3, handles[::-1]), (4, [handles[2], handles[0]])):
+        if handles[rank] not in members:
+            break
+        member.form(uuid, members)
+        fresh = shared(member)
+        assert segment(fresh) == where, "new tensors lie in the same memory"
+        for tensor in (ours, fresh):
+            assert in_place(member, tensor)
+            check_in(tensor)
+    if rank == 1:  # it was left out, and goes on calling the group that it knows
+        ours.fill_(7.0)
+        with pytest.raises(pycomm.Error):
+            dist.all_reduce(ours)
+    member.meet("done")
+
+
+@on_members(3)
+def test_with_a_new_member_the_memory_is_new(rank, size, store):
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    if rank < 2:
+        member.form(1, handles[:2])
+        ours = shared(member)
+        check_in(ours)
+        where = segment(ours)
+    member.form(2, handles)
+    fresh = shared(member)
+    assert in_place(member, fresh)
+    if rank < 2:
+        assert segment(fresh) != where, "the new member has not mapped it"
+    check_in(ours if rank < 2 else fresh)
+    check_sum()
+
+
+@on_members(3)
+def test_memory_that_was_taken_back_is_not_kept(rank, size, store):
+    """A rank does not come to an operation, in which the others let it write to their memory."""
+    member = Member(rank, size, store)
+    handles = member.handles("all")
+    member.form(1, handles)
+    ours = shared(member)
+    check_in(ours)
+    where = segment(ours)
+    if rank != 2:
+        with pytest.raises(pycomm.Timeout):
+            member.backend.allreduce([ours], timeout=SOON).wait()
+    member.meet("given up")
+    member.form(2, handles)
+    assert segment(shared(member)) != where
+    check_in(ours)
+    member.meet("done")
+
+
+def reduce_until_lost(tensor: torch.Tensor) -> None:
+    try:
+        while True:
+            dist.all_reduce(tensor)
+    except pycomm.Error:
+        return
+
+
+@on_members(3)
+def test_a_late_rank_writes_nothing_in_the_next_group(rank, size, store):
+    """A rank is stopped somewhere in an operation, and wakes up when the others have gone on."""
+    member = Member(rank, size, store)
+    store.set(f"process {rank}", str(os.getpid()))
+    handles = member.handles("all")
+    for turn in range(4):
+        member.form(10 * turn + 1, handles)
+        member.backend.set_timeout(SOON)
+        ours = shared(member).fill_(1.0)
+        check_in(ours)
+        member.meet(f"ready {turn}")
+        if rank == 0:
+            sleeper = int(store.get("process 2"))
+            until = time.monotonic() + 0.02 + 0.013 * turn
+            while time.monotonic() < until:
+                dist.all_reduce(ours)
+            os.kill(sleeper, signal.SIGSTOP)
+        reduce_until_lost(ours)
+        if rank < 2:
+            member.form(10 * turn + 2, handles[:2])
+            check_in(ours, 5)
+            if rank == 0:
+                os.kill(sleeper, signal.SIGCONT)
+            check_in(ours, 20)
+            check_in(shared(member), 5)
+        member.meet(f"done {turn}")

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.hooks.saved_buckets import SavedBuckets
+from tests.torch.harness import equal, values
+from tests.torch.pool import on_ranks
 
 KINDS = ["residual", "decay:0.8", "momentum:0.9,clip=1"]
 STORAGES = ["float32", "bf16", "int8"]
@@ -23,6 +27,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "find_unused": {"find_unused_parameters": True},
     "views": {"gradient_as_bucket_view": True},
 }
+SHARDS = {"fsdp2": (1, 4), "hsdp": (2, 2)}
 WIDTH, SAVED, END = 64, 3, 6
 
 
@@ -73,8 +78,11 @@ def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
 
 
 def fresh(make: Maker, wrapper: str) -> tuple[Any, Any, Any]:
-    # Buckets of a few parameters, of which the order differs before and after DDP's first step.
-    model = DistributedDataParallel(Net(), bucket_cap_mb=0.02, **WRAPPERS[wrapper])
+    if wrapper in SHARDS:
+        mesh = init_device_mesh("cpu", SHARDS[wrapper], mesh_dim_names=("replicate", "shard"))
+        model: nn.Module = fully_shard(Net(), mesh=mesh)
+    else:  # buckets of a few parameters, whose order differs before and after DDP's first step
+        model = DistributedDataParallel(Net(), bucket_cap_mb=0.02, **WRAPPERS[wrapper])
     return model, *make(model)
 
 
@@ -84,14 +92,13 @@ def resume(rank: int, make: Maker, wrapper: str) -> int:
     train(parts[0], parts[1], rank, range(SAVED))
     saved = copy.deepcopy([part.state_dict() for part in parts])
     train(parts[0], parts[1], rank, range(SAVED, END))
-    again = fresh(make, wrapper)
-    for part, state in zip(again, saved, strict=True):
-        part.load_state_dict(state)
-    train(again[0], again[1], rank, range(SAVED, END))
-    for here, there in zip(again[0].parameters(), parts[0].parameters(), strict=True):
-        assert torch.equal(here, there), f"{wrapper}: {(here - there).abs().max()} apart"
-    norms = [part[2].residual_norms() for part in (again, parts)]
-    assert norms[0] == norms[1]
+    want, norms = values(parts[0]), parts[2].residual_norms()
+    for again in (fresh(make, wrapper), parts):  # also one that has advanced
+        for part, state in zip(again, copy.deepcopy(saved), strict=True):
+            part.load_state_dict(state)
+        train(again[0], again[1], rank, range(SAVED, END))
+        assert equal(values(again[0]), want), wrapper
+        assert again[2].residual_norms() == norms
     return len(saved[2]["about"][0].get("buckets", ()))
 
 
@@ -104,19 +111,25 @@ def test_each_feedback_resumes_with_the_same_bits(pool, codec):
     assert pool.run(check_feedback, codec) == [[2] * len(FEEDBACKS)] * 2
 
 
-def check_wrappers(rank: int, size: int) -> None:
+@on_ranks(3)
+def test_each_wrapper_and_optimizer_resumes_with_the_same_bits(rank, size):
     for wrapper in WRAPPERS:
         for make in (compressed("int4"), coded("CodedAdamW"), coded("CodedSGD")):
             resume(rank, make, wrapper)
 
 
-def test_each_wrapper_and_optimizer_resumes_with_the_same_bits(pool):
-    pool.run(check_wrappers, ranks=3)
+@on_ranks(4)
+@pytest.mark.parametrize("wrapper", SHARDS)
+def test_shards_resume_with_the_same_bits(rank, size, wrapper):
+    for make in (compressed("int4:rounding=stochastic"), coded("CodedAdamW")):
+        resume(rank, make, wrapper)
 
 
 def check_codecs(rank: int, size: int) -> None:
     for codec in ("powersgd:2", "topk:0.1", "sign", "nvfp4", "eden:bits=2,size=128"):
         resume(rank, compressed(codec), "plain")
+    for codec in ("quant:bits=4,block=64,rounding=stochastic", "multiples:unit=0.5"):
+        resume(rank, compressed(codec), "find_unused")
 
 
 def test_each_codec_resumes_with_the_same_bits_also_on_gloo(pool):
@@ -124,7 +137,8 @@ def test_each_codec_resumes_with_the_same_bits_also_on_gloo(pool):
         pool.run(check_codecs, backend=backend)
 
 
-def check_other_sizes(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_buckets_of_another_model_are_not_used(rank, size):
     """Buckets that are not those of the checkpoint are reduced, and the state goes on."""
     model, optimizer, state = fresh(compressed("int4"), "plain")
     train(model, optimizer, rank, range(SAVED))
@@ -134,10 +148,6 @@ def check_other_sizes(rank: int, size: int) -> None:
     loaded.load_state_dict(saved)
     train(again, other, rank, range(3))
     assert loaded.step == state.step + 3
-
-
-def test_buckets_of_another_model_are_not_used(pool):
-    pool.run(check_other_sizes)
 
 
 def test_a_failure_of_a_saved_bucket_is_raised():

@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.feedback import Feedback
 from tests.extent import FULL, each_value
+from tests.torch.harness import heard
 from tests.torch.pool import on_ranks
-from tests.torch.reduction.test_saved_state import PATIENT, Told
+from tests.torch.reduction.test_saved_state import PATIENT
 
 WIDTH = 256  # a weight has 65536 values, the minimum for bf16 residuals
 
@@ -41,12 +42,10 @@ def held(state: pycomm.HookState) -> int:
 
 def check_told(rank: int, size: int, kind: str, spec: str, feedback: str, each: float) -> None:
     model = DistributedDataParallel(network()) if kind == "ddp" else fully_shard(network())
-    logging.getLogger("pycomm").setLevel(logging.INFO)
-    with Told() as told:
+    with heard(logging.INFO) as told:
         state = pycomm.compress(model, spec, feedback=feedback)
-    logging.getLogger("pycomm").setLevel(logging.NOTSET)
     assert not any(name in state.residuals for name in state.decisions)  # nothing is allocated yet
-    said = [text for text in told.texts if text.startswith("feedback: residuals take up to")]
+    said = [text for text in told if text.startswith("feedback: residuals take up to")]
     assert len(said) == (rank == 0)
     values = 2 * WIDTH * WIDTH
     assert state.residual_bytes == pytest.approx(
@@ -82,10 +81,10 @@ def test_residuals_take_what_is_told_before(pool, kind, spec, feedback, each):
 
 
 def check_nothing(rank: int, size: int, spec: str) -> None:
-    with Told() as told:
+    with heard() as told:
         state = pycomm.compress(DistributedDataParallel(network()), spec)
     assert state.residual_bytes == 0
-    assert not any("feedback:" in text for text in (*told.texts, state.summary()))
+    assert not any("feedback:" in text for text in (*told, state.summary()))
 
 
 def test_only_large_parameters_use_bf16_storage():

@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm.codecs import Cast
+from pycomm.codecs.base import Codec
 from pycomm.policy import PROTECT, Policy, Rule
+from pycomm.reduction import batched
 from tests.extent import each_value
 from tests.torch.harness import (
     SHAPES,
@@ -27,9 +32,9 @@ from tests.torch.harness import (
     values,
 )
 from tests.torch.pool import on_ranks
+from tests.torch.reduction.test_saved_state import PATIENT
 
 STEPS = 6  # DDP rebuilds its buckets after the first
-STOCHASTIC = "quant:bits=4,block=64,rounding=stochastic"
 
 
 def trained(
@@ -167,33 +172,6 @@ def test_overflow_reaches_all_ranks_and_leaves_no_trace(rank, size):
             check_overflow(rank, size, "int4", bad, where)
             check_overflow(rank, size, "multiples", bad, where)
     check_overflow(rank, size, "powersgd:2", float("inf"), "big")
-
-
-@on_ranks(2)
-@each_value
-@pytest.mark.parametrize("spec", [STOCHASTIC, "powersgd:2", "multiples:unit=0.5"])
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_saved_state_continues_to_the_bit(rank, size, spec):
-    # The buckets are not rebuilt after the first step, so that owners are equal in both models.
-    model, state = chosen(spec, find_unused_parameters=True)
-    for step in range(4):
-        reduced(model, gradients(rank, step))
-    saved = state.state_dict()
-    later = [reduced(model, gradients(rank, step)) for step in range(4, 8)]
-
-    fresh, fresh_state = chosen(spec, find_unused_parameters=True)
-    fresh_state.load_state_dict(saved)
-    for step, want in enumerate(later, start=4):
-        got = reduced(fresh, gradients(rank, step))
-        assert all(torch.equal(got[name], want[name]) for name in want)
-    # The checkpoint is also loaded into a state that has advanced.
-    state.load_state_dict(saved)
-    got = reduced(model, gradients(rank, 4))
-    assert all(torch.equal(got[name], later[0][name]) for name in got)
-
-    theirs = {key: value for key, value in saved.items() if key != f"rank{rank}"}
-    with pytest.raises(ValueError, match=rf"rank {rank} of 2, which needs what rank{rank} has"):
-        state.load_state_dict(theirs)
 
 
 @on_ranks(2)
@@ -419,3 +397,54 @@ def test_16_bit_gradients(pool, dtype):
     (a, losses), (b, _) = pool.run(trained, "powersgd:4", 20, dtype)
     assert equal(a, b)
     assert losses[-1] < losses[0]
+
+
+# ---------------------------------------------------------------------------------- many parameters
+# Models with a large number of small parameters, where calls cost more than bytes.
+
+
+LAYERS = 20
+BATCHED = batched.BATCHED
+
+
+def many_layers(dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(48, 48) for _ in range(LAYERS)]).to(dtype)
+
+
+def check_calls(rank: int, size: int, in_cpp: bool) -> None:
+    if not in_cpp:
+        batched.BATCHED = replace(BATCHED, needs=lambda *_: "not here")
+    model = DistributedDataParallel(many_layers(torch.float32))
+    pycomm.compress(model, Policy("int8", guard=None))
+    exact, lossy = 0, 0
+    encode = Codec.encode
+
+    def counted(codec: Codec, *args: object, **options: object) -> object:
+        nonlocal exact, lossy
+        exact += codec == Cast("float32")
+        lossy += codec != Cast("float32")
+        return encode(codec, *args, **options)
+
+    Codec.encode = counted
+    try:
+        for _ in range(3):
+            exact = lossy = 0
+            model(torch.ones(2, 48)).sum().backward()
+    finally:
+        Codec.encode = encode
+        batched.BATCHED = BATCHED
+    if in_cpp:
+        assert exact == lossy == 0
+        return
+    assert lossy >= LAYERS
+    # One call per owner rank, and one for the result, instead of one per bias.
+    assert 0 < exact <= size + 1
+
+
+def test_exact_parameters_are_coded_together(pool):
+    pool.run(check_calls, False, backend="gloo", **PATIENT)
+
+
+def test_where_codecs_are_in_cpp_python_encodes_nothing(pool):
+    pool.run(check_calls, True, backend="gloo", **PATIENT)

@@ -6,7 +6,6 @@ whether they can be replaced. `make trainers` does the same with the package.
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,7 @@ from torch import nn
 import pycomm
 from pycomm.errors import Error
 from tests.extent import each_value
-from tests.torch.harness import equal
+from tests.torch.harness import equal, heard
 from tests.torch.hooks.given_gradients import SHAPES, Net, by_torch, drawn
 from tests.torch.pool import on_ranks
 
@@ -221,47 +220,26 @@ def test_without_gradient_average_gradients_are_summed(rank, ranks):
         assert equal(engine.backward(drawn(rank, 0)), wanted)
 
 
-def heard(act):
-    """Return what pycomm's log says while a function runs."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pycomm").addHandler(handler)
-    try:
-        act()
-    finally:
-        logging.getLogger("pycomm").removeHandler(handler)
-    return said
-
-
-def exactly(rank, ranks):
+@on_ranks(2)
+def test_what_travels_exactly_is_told_once(rank, ranks):
     engine = DeepSpeedEngine(0)
     pycomm.compress(engine, "int4")
 
-    def given():
+    with heard() as told:
         for _ in range(2):
             for weight, gradient in zip(engine.module.weights, drawn(rank, 0), strict=True):
                 weight.grad = gradient
             engine.buffered_allreduce_fallback(grads=[w.grad for w in engine.module.weights])
-
-    told = heard(given)
     assert engine.exact == 2
     said = ["deepspeed: gradients that are given to allreduce_gradients() travel exactly"]
     assert told == (said if rank == 0 else [])
-
-    def sparse():
+    with heard() as told:
         for weight, gradient in zip(engine.module.weights, drawn(rank, 0), strict=True):
             weight.grad = gradient.to_sparse() if gradient.dim() == 2 else None
         engine.buffered_allreduce_fallback()
-
-    told = heard(sparse)
     assert told == (["deepspeed: sparse gradients travel exactly"] if rank == 0 else [])
     assert not any(weight.grad.is_sparse for weight in engine.module.weights)
     assert torch.equal(engine.module.weights[1].grad, torch.zeros(SHAPES[1]))
-
-
-def test_what_travels_exactly_is_told_once(pool):
-    pool.run(exactly)
 
 
 @on_ranks(2)

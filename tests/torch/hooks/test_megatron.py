@@ -6,7 +6,6 @@ bucket group. `make trainers` does the same with the package.
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,7 @@ from torch import nn
 
 import pycomm
 from pycomm.errors import Error
-from tests.torch.harness import equal
+from tests.torch.harness import equal, heard
 from tests.torch.hooks.given_gradients import SHAPES, Net, by_torch, drawn
 from tests.torch.pool import on_ranks
 
@@ -171,19 +170,13 @@ def test_unsupported_models_are_refused(rank, ranks):
 
 @on_ranks(2)
 def test_experts_that_travel_exactly_are_named_once(rank, ranks):
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pycomm").addHandler(handler)
-    try:
+    with heard() as said:
         model = DistributedDataParallel()
         (*_, last) = model.module.weights
         group = model.bucket_groups.pop()
         model.expert_parallel_bucket_groups = [SimpleNamespace(params=[last])]
         pycomm.compress(model, "int4")
         model.bucket_groups.append(group)
-    finally:
-        logging.getLogger("pycomm").removeHandler(handler)
     found = [text for text in said if "experts" in text]
     assert len(found) == (rank == 0)
     assert all("1 parameters of experts, from weights.2 on" in text for text in found)

@@ -16,7 +16,7 @@ import pycomm
 from pycomm.codecs import codec
 from pycomm.policy import Guard, Parameter, Plan, Policy, Trial
 from tests.extent import part
-from tests.torch.harness import SHAPES, Chosen, gradients, reduced
+from tests.torch.harness import SHAPES, Chosen, gradients, heard, reduced
 from tests.torch.pool import on_ranks
 
 CPU = torch.device("cpu")
@@ -146,29 +146,15 @@ def test_auto_trains(rank, size):
 # ---------------------------------------------------------------------------- guard
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
 def test_a_bad_codec_is_noticed_warned_about_and_left(rank, size):
     """fp16 has no values below 6e-8, so smaller gradients are lost."""
-    lines = Lines()
-    logger = logging.getLogger("pycomm")
-    logger.addHandler(lines)
-    try:
+    with heard(logging.WARNING) as lines:
         policy = Policy("fp16", guard=Guard(every=2, share=1.0))
         model, state = compressed(policy)
         for step in range(9):
             got = reduced(model, gradients(rank, step, scale=1e-9))
-    finally:
-        logger.removeHandler(lines)
     same_everywhere(specs(state.plan))
     assert all(d.codec == codec("fp32") for d in state.decisions.values())
     assert any("fp16 was off" in e for e in state.plan.events)
@@ -176,8 +162,8 @@ def test_a_bad_codec_is_noticed_warned_about_and_left(rank, size):
     for name in SHAPES:
         torch.testing.assert_close(got[name], want[name], rtol=1e-6, atol=1e-15)
     # There is one report per cause, although there are two parameters, and on one rank only.
-    assert len(lines.lines) == (rank == 0)
-    assert all("fp16 is off by" in line for line in lines.lines)
+    assert len(lines) == (rank == 0)
+    assert all("fp16 is off by" in line for line in lines)
 
 
 @on_ranks(2)

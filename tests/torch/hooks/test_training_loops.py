@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -47,18 +46,6 @@ def trained(model: nn.Module, rank: int, steps: int, none: bool = True) -> nn.Mo
 def plain(rank: int, spec: Any, none: bool = True, **options: Any) -> nn.Module:
     model = wrap(spec, **options)
     return trained(model, rank, 6, none)
-
-
-def accumulated(rank: int, spec: Any, synced: bool, **options: Any) -> nn.Module:
-    model = wrap(spec, **options)
-    optimizer = sgd(model)
-    for step in range(4):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        for part in range(3):
-            with nullcontext() if synced or part == 2 else model.no_sync():
-                loss(model, rank, 3 * step + part).backward()
-        optimizer.step()
-    return model
 
 
 def penalised(rank: int, spec: Any) -> nn.Module:
@@ -192,21 +179,6 @@ def in_threads(rank: int, spec: Any) -> nn.Module:
     return model
 
 
-def scaled(rank: int, spec: Any) -> nn.Module:
-    model = wrap(spec)
-    optimizer = sgd(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    for step in range(8):
-        optimizer.zero_grad()
-        bad = float("inf") if step == 3 and rank == 1 else 1.0
-        scaler.scale(loss(model, rank, step) * bad).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-    return model
-
-
 def converted(rank: int, spec: Any) -> nn.Module:
     """Gradients take the parameters' new dtype, as DDP's new buckets do."""
     model = wrap(spec, network().double())
@@ -217,25 +189,10 @@ def converted(rank: int, spec: Any) -> nn.Module:
     return trained(model, rank, 3)
 
 
-def skipped(rank: int, spec: Any) -> nn.Module:
-    """The loop discards some of its gradients."""
-    model = wrap(spec)
-    optimizer = sgd(model)
-    for step in range(8):
-        loss(model, rank, step).backward()
-        if step % 3 != 1:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-    return model
-
-
 LOOPS: dict[str, Callable[[int, Any], nn.Module]] = {
     "zeroed": lambda r, s: plain(r, s, none=False),
     "views, zeroed": lambda r, s: plain(r, s, none=False, gradient_as_bucket_view=True),
     "static, views": lambda r, s: plain(r, s, gradient_as_bucket_view=True, static_graph=True),
-    "accumulated": lambda r, s: accumulated(r, s, False),
-    "accumulated, all reduced": lambda r, s: accumulated(r, s, True),
-    "accumulated in views": lambda r, s: accumulated(r, s, True, gradient_as_bucket_view=True),
     "penalised": penalised,
     "replaced optimizer": replaced_optimizer,
     "evaluated": evaluated,
@@ -245,9 +202,7 @@ LOOPS: dict[str, Callable[[int, Any], nn.Module]] = {
     "checkpointed": lambda r, s: checkpointed(r, s, False),
     "checkpointed, reentrant": lambda r, s: checkpointed(r, s, True),
     "in threads": in_threads,
-    "scaled": scaled,
     "converted": converted,
-    "skipped": skipped,
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import time
@@ -14,6 +13,7 @@ import torch
 import pycomm.horovod as hvd
 from pycomm.env import agent_folder
 from pycomm.errors import Error
+from tests.torch.harness import heard
 from tests.torch.pool import on_ranks
 from tests.torch.torchrun import agent, end, free_port, launch
 
@@ -162,11 +162,6 @@ def test_an_error_ends_the_function_and_says_what_follows(rank, size):
     hvd.init()
     state = hvd.elastic.ObjectState(step=rank)
     seen: list[int] = []
-    warned: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("pycomm")
-    logger.addHandler(handler)
 
     @hvd.elastic.run
     def train(state: Any, more: int) -> int:
@@ -176,10 +171,8 @@ def test_an_error_ends_the_function_and_says_what_follows(rank, size):
         return more
 
     assert train(state, 1) == 1
-    warned.clear()
-    with pytest.raises(hvd.HorovodInternalError, match="a rank is gone"):
+    with heard() as warned, pytest.raises(hvd.HorovodInternalError, match="a rank is gone"):
         train(state, more=2)
-    logger.removeHandler(handler)
     assert seen == [0, 0]
     assert warned == [
         f"rank {rank} ends (Error); nothing starts this job anew: start it with torchrun "

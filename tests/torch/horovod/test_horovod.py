@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 import pycomm.horovod as hvd
 from pycomm.horovod import calls
-from tests.torch.harness import equal
+from tests.torch.harness import all_equal, equal, inputs, values
 from tests.torch.pool import on_ranks
 
 # ------------------------------------------------------------------------------ collectives
@@ -161,7 +161,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def train(
-    rank: int, size: int, options: dict[str, Any], passes: int = 1, clip: bool = False
+    rank: int, size: int, options: dict[str, Any], passes: int = 1, before: str = "nothing"
 ) -> list[torch.Tensor]:
     hvd.init()
     model = network()
@@ -173,18 +173,21 @@ def train(
         optimizer, model.named_parameters(), backward_passes_per_step=passes, **options
     )
     assert isinstance(optimizer, torch.optim.SGD)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=before == "unscale")
     for step in range(4):
         for part in range(passes):
-            loss_of(model, rank, step * passes + part).backward()
-        if clip:
-            optimizer.synchronize()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        else:
+            scaler.scale(loss_of(model, rank, step * passes + part)).backward()
+        if before == "nothing":
             optimizer.step()
+        else:
+            optimizer.synchronize()
+            if before == "clip":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
         optimizer.zero_grad()
-    return [p.detach().clone() for p in model.parameters()]
+    return values(model)
 
 
 def reference(size: int, passes: int = 1, clip: bool = False, op: Any = None) -> list[torch.Tensor]:
@@ -212,20 +215,21 @@ def reference(size: int, passes: int = 1, clip: bool = False, op: Any = None) ->
 
 
 @pytest.mark.parametrize(
-    ("passes", "clip", "options"),
+    ("passes", "before", "options"),
     [
-        (1, False, {}),
-        (2, False, {}),
-        (1, True, {}),
-        (1, False, {"op": "Sum"}),
-        (1, False, {"gradient_predivide_factor": 2.0}),
+        (1, "nothing", {}),
+        (2, "nothing", {}),
+        (1, "clip", {}),
+        (1, "unscale", {}),
+        (1, "nothing", {"op": "Sum"}),
+        (1, "nothing", {"gradient_predivide_factor": 2.0}),
     ],
-    ids=["average", "passes", "clipped", "sum", "predivide"],
+    ids=["average", "passes", "clipped", "scaled", "sum", "predivide"],
 )
-def test_the_optimizer_averages_gradients_before_its_step(pool, passes, clip, options):
+def test_the_optimizer_averages_gradients_before_its_step(pool, passes, before, options):
     options = {k: getattr(hvd, v) if k == "op" else v for k, v in options.items()}
-    wanted = reference(2, passes, clip, options.get("op"))
-    for got in pool.run(train, options, passes, clip):
+    wanted = reference(2, passes, before == "clip", options.get("op"))
+    for got in pool.run(train, options, passes, before):
         assert equal(got, wanted)
 
 
@@ -247,7 +251,7 @@ def ddp(rank: int, size: int) -> list[torch.Tensor]:
         loss_of(model, rank, step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [p.detach().clone() for p in model.parameters()]
+    return values(model)
 
 
 def test_the_bits_are_those_of_ddp(pool):
@@ -354,57 +358,33 @@ def test_before_init_there_is_a_clear_error():
 # ------------------------------------------------------------------- what changes between two steps
 
 
-def changes(rank: int, size: int, what: str) -> list[torch.Tensor]:
+def changes(rank: int, size: int, what: str, by_hand: bool) -> list[torch.Tensor]:
     """Train a layer, and from step 3 on another one, too, or no longer."""
     hvd.init()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     model[0].requires_grad_(what != "thaw")
     parts = model[1] if what == "add" else model
-    optimizer = torch.optim.AdamW(parts.parameters(), lr=0.01, weight_decay=0.1)
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    optimizer: Any = torch.optim.AdamW(parts.parameters(), lr=0.01, weight_decay=0.1)
+    if not by_hand:
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     for step in range(6):
         if step == 3 and what == "add":
             optimizer.add_param_group({"params": list(model[0].parameters())})
         elif step == 3:
             model[0].requires_grad_(what == "thaw")
         optimizer.zero_grad()
-        model(_batch(rank, step)).square().mean().backward()
-        optimizer.step()
-    return [p.detach() for p in model.parameters()]
-
-
-def _batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def changes_in_ddp(rank: int, size: int, what: str) -> list[torch.Tensor]:
-    """The same by averages that are taken by hand."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    model[0].requires_grad_(what != "thaw")
-    parts = model[1] if what == "add" else model
-    optimizer = torch.optim.AdamW(parts.parameters(), lr=0.01, weight_decay=0.1)
-    for step in range(6):
-        if step == 3 and what == "add":
-            optimizer.add_param_group({"params": list(model[0].parameters())})
-        elif step == 3:
-            model[0].requires_grad_(what == "thaw")
-        optimizer.zero_grad()
-        model(_batch(rank, step)).square().mean().backward()
+        model(inputs(rank, step)).square().mean().backward()
         for parameter in (p for g in optimizer.param_groups for p in g["params"]):
-            if parameter.grad is not None:
+            if by_hand and parameter.grad is not None:
                 dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
         optimizer.step()
-    return [p.detach() for p in model.parameters()]
+    return values(model)
 
 
 @pytest.mark.parametrize("what", ["thaw", "freeze", "add"])
 def test_changing_parameters_are_followed(pool, what):
-    wanted = pool.run(changes_in_ddp, what)
-    assert equal(wanted[0], wanted[1])
-    for got in pool.run(changes, what):
-        assert equal(got, wanted[0])
+    all_equal(pool.run(changes, what, True) + pool.run(changes, what, False))
 
 
 @on_ranks(2)
@@ -415,7 +395,7 @@ def test_different_trained_parameters_are_told(rank, size):
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     before = [p.detach().clone() for p in model.parameters()]
     model[0].requires_grad_(rank == 0)
-    model(_batch(rank, 0)).square().mean().backward()
+    model(inputs(rank, 0)).square().mean().backward()
     with pytest.raises(pycomm.WireMismatch, match=r"a step that trains 4 .* a step that trains 2"):
         optimizer.step()
     assert equal(before, list(model.parameters()))
@@ -488,27 +468,6 @@ def test_a_gradient_that_changes_while_it_travels_is_an_error(rank, size, what, 
     assert equal(before, list(model.parameters()))
 
 
-def scaled(rank: int, size: int) -> list[torch.Tensor]:
-    hvd.init()
-    model = network()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(4):
-        scaler.scale(loss_of(model, rank, step)).backward()
-        optimizer.synchronize()
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def test_a_scaler_steps_after_synchronize(pool):
-    for got in pool.run(scaled):
-        assert equal(got, reference(2))
-
-
 # ----------------------------------------------------------------------------- calls that differ
 
 MISMATCHES = {
@@ -577,11 +536,11 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_averages_of_integers_are_exact(rank, size, way):
     hvd.init()
-    for dtype, values in EXTREMES.items():
+    for dtype, extremes in EXTREMES.items():
         if dtype is torch.int64 and way in ("divided before", "a quarter of the sum"):
             continue  # factors are float64
         for shift in range(3):  # other values meet
-            rows = [values[r * shift % 3 :] + values[: r * shift % 3] for r in range(size)]
+            rows = [extremes[r * shift % 3 :] + extremes[: r * shift % 3] for r in range(size)]
             got = WAYS[way](torch.tensor(rows[rank], dtype=dtype))
             sums = [sum(column) for column in zip(*rows, strict=True)]
             parts = 4 if way == "a quarter of the sum" else size

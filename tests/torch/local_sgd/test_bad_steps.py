@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.local_sgd import Blocking, Quorum, Streamed
-from tests.torch.harness import batch, network
+from tests.torch.harness import alike, batch, heard, network
 from tests.torch.local_sgd.test_local_sgd import values
 from tests.torch.pool import on_ranks
 
@@ -31,48 +31,30 @@ FORMS = {
 }
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-def equal_on_all_ranks(model: nn.Module) -> bool:
-    mine = torch.cat([value.view(-1) for value in values(model)])
-    first = mine.clone()
-    dist.broadcast(first, 0)
-    return torch.equal(mine, first)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 def test_one_gradient_of_nan_costs_one_round(rank, size, options):
     """Rank 1 has one gradient of NaN; with AdamW that once cost all rounds that followed."""
-    lines = Lines()
-    logging.getLogger("pycomm").addHandler(lines)
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    local = pycomm.LocalSGD(model, every=4, codec="int8", **options)
-    for step in range(32):
-        x, y = batch(rank, step)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        if rank == 1 and step == 5:
-            model[0].weight.grad[0, 0] = float("nan")
-        optimizer.step()
-        local.step(*(len(x),) if local.weighted else ())
-    local.finish()
-    logging.getLogger("pycomm").removeHandler(lines)
+    with heard(logging.WARNING) as lines:
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        local = pycomm.LocalSGD(model, every=4, codec="int8", **options)
+        for step in range(32):
+            x, y = batch(rank, step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            if rank == 1 and step == 5:
+                model[0].weight.grad[0, 0] = float("nan")
+            optimizer.step()
+            local.step(*(len(x),) if local.weighted else ())
+        local.finish()
     assert 1 <= local.skipped <= 2 < local.rounds  # two fragments may have it
     assert all(value.isfinite().all() for value in values(model))
-    assert equal_on_all_ranks(model)
-    skipped = [text for text in lines.texts if "LocalSGD skips round" in text]
+    assert alike(*values(model))
+    skipped = [text for text in lines if "LocalSGD skips round" in text]
     assert len(skipped) == local.skipped
     assert all("the outer gradient of rank 1 is not" in text for text in skipped)
-    reset = [text for text in lines.texts if "has reset the inner optimizer's state" in text]
+    reset = [text for text in lines if "has reset the inner optimizer's state" in text]
     assert [text.partition(":")[0] for text in reset] == (["rank 1"] if rank else [])
     for state in optimizer.state.values():
         assert all(value.isfinite().all() for value in state.values())
@@ -94,7 +76,7 @@ def check_scaler(rank: int, size: int, options: dict[str, Any], overflows: tuple
             optimizer.zero_grad()
     assert local.local_steps == 0
     assert local.skipped == 0
-    assert equal_on_all_ranks(model)
+    assert alike(*values(model))
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == size
@@ -124,9 +106,9 @@ def test_ranks_of_different_numbers_of_steps_end_equal(rank, size, options):
             model[0].weight += 0.1 * (1 + rank)
         local.step(*(1,) if local.weighted else ())
     local.finish()
-    assert equal_on_all_ranks(model)
+    assert alike(*values(model))
     local.finish()  # with nothing to do
-    assert equal_on_all_ranks(model)
+    assert alike(*values(model))
 
 
 # -------------------------------------------------------------------------------------- what ends

@@ -113,25 +113,6 @@ def test_states_of_other_options_are_refused(rank, size):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
-def test_the_model_may_be_loaded_before_local_sgd_is_made(rank, size, options):
-    """The model is loaded before LocalSGD is made, which copies the first rank's."""
-    run = Run(rank, options)
-    run.train(range(SAVED - 1))
-    saved = run.saved()
-    run.train(range(SAVED - 1, END))
-    run.local.finish()
-    other = Run(rank, options)
-    other.model.load_state_dict(saved[0])
-    other.local = pycomm.LocalSGD(other.model, every=4, codec="int4", **options)
-    other.optimizer.load_state_dict(copy.deepcopy(saved[1]))
-    other.local.load_state_dict(saved[2])
-    other.train(range(SAVED - 1, END))
-    other.local.finish()
-    assert equal(values(other.model), values(run.model))
-
-
-@on_ranks(2)
 def test_a_quorum_goes_back_to_a_checkpoint(rank, size):
     """Ranks load at different rounds; of outcomes that came before, none is applied after."""
     model = nn.Linear(32, 32, bias=False)

@@ -15,23 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.local_sgd import Streamed
 from tests.extent import each_value
+from tests.torch.harness import alike, everywhere
 from tests.torch.pool import on_ranks
 
 PLAIN = {"codec": "fp32", "lr": 1.0, "momentum": 0.0}
 BACKENDS = ["pycomm", "gloo"]
-
-
-def everywhere(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensor of every rank."""
-    tensor = tensor.detach()
-    mine = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
-    return [torch.view_as_complex(p) if tensor.is_complex() else p for p in parts]
-
-
-def alike(*tensors: torch.Tensor) -> bool:
-    return all(torch.equal(part, tensor) for tensor in tensors for part in everywhere(tensor))
 
 
 # --------------------------------------------------------------------------- dtypes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
 from typing import Any
 
@@ -134,18 +133,6 @@ def test_a_rate_that_is_a_tensor_acts_like_a_number(rank, size, which):
         train(model, [new], rank, range(2, 4))
         found.append(values(model))
     assert equal(*found)
-
-
-@on_ranks(2)
-@every
-def test_a_copy_of_a_coded_optimizer_is_refused(rank, size, which):
-    model = DistributedDataParallel(net())
-    new = pycomm.code_optimizer(OLD[which](model.parameters()), model, "sign")
-    for copying in (copy.deepcopy, copy.copy, pickle.dumps):
-        with pytest.raises(Error, match="cannot be copied or pickled"):
-            copying(new)
-    train(model, [new], rank, range(2))
-    assert copy.deepcopy(new.to_adamw() if which == "adamw" else new.to_sgd()).state
 
 
 @on_ranks(2)

@@ -2,124 +2,103 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+import pycomm
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Parameter, Policy
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.powersgd import Exchange, Factor, Memory
 from tests.extent import each_value
-from tests.torch.harness import all_equal
+from tests.torch.harness import Chosen, all_equal, reduced
+from tests.torch.harness import gradients as full_rank
 from tests.torch.pool import on_ranks
 
-SHAPES = [{"a": (64, 96), "bias": (50,), "b": (30, 8, 10)}, {"c": (128, 40), "small": (4, 4)}]
+SHAPES = {"a": (64, 96), "bias": (50,), "b": (30, 8, 10), "c": (128, 40), "small": (4, 4)}
+MATRICES = ("a", "b", "c")
+Gradients = dict[str, torch.Tensor]
 
 
-class Model:
-    """Two buckets, and a hook's state for them."""
-
-    def __init__(self, spec: str, group: dist.ProcessGroup) -> None:
-        policy = Policy(spec)
-        self.group, self.feedback = group, Residuals(Feedback(), group.size())
-        self.memory, self.step = Memory(), 0
-        self.buckets = []
-        for shapes in SHAPES:
-            parameters = [Parameter(n, s, torch.float32) for n, s in shapes.items()]
-            decisions = [policy.decide(p) for p in parameters]
-            numbers = range(len(decisions))
-            self.buckets.append(Bucket(decisions, numbers, self.feedback, torch.device("cpu")))
-
-    def average(self, gradients: list[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
-        self.step += 1
-        values = [g.clone() for g in gradients]
-        under_way = [
-            Exchange(
-                v,
-                bucket.pieces,
-                self.memory,
-                self.group,
-                seed=3,
-                step=self.step,
-            )
-            for v, bucket in zip(values, self.buckets, strict=True)
-        ]
-        for exchange in under_way:
-            exchange.turn()
-        for exchange in under_way:
-            exchange.finish()
-        finite = all(exchange.finite for exchange in under_way)
-        self.memory.commit(finite)
-        if finite:
-            self.feedback.commit(p.name for bucket in self.buckets for p in bucket.pieces)
-        return values, finite
-
-    def owed(self) -> list[torch.Tensor]:
-        """Return the mean of the residuals over the ranks."""
-        owed = [torch.zeros(bucket.numel) for bucket in self.buckets]
-        for bucket, sums in zip(self.buckets, owed, strict=True):
-            for p in bucket.pieces:
-                if p.residual is not None:
-                    worker = p.residual.current("worker")
-                    sums[p.offset : p.offset + p.numel] = worker
-            dist.all_reduce(sums, group=self.group)
-        return [sums / self.group.size() for sums in owed]
+def model(spec: str) -> tuple[DistributedDataParallel, pycomm.HookState]:
+    """Return a model in several buckets, which stay as they are."""
+    made = DistributedDataParallel(Chosen(SHAPES), bucket_cap_mb=0.02, find_unused_parameters=True)
+    return made, pycomm.compress(made, Policy(spec, guard=None))
 
 
-def gradients(rank: int, step: int, rank_of_mean: int | None = None) -> list[torch.Tensor]:
-    """Return a rank's gradients; `rank_of_mean` is the rank of their mean over two ranks."""
-    made = []
-    for i, shapes in enumerate(SHAPES):
-        parts = []
-        for j, shape in enumerate(shapes.values()):
-            seed = torch.Generator().manual_seed(1000 * step + 10 * i + j)
-            rows, columns = shape[0], math.prod(shape[1:])
-            apart = torch.randn(rows, columns, generator=seed)
-            if rank_of_mean is None or len(shape) < 2:
-                for _ in range(rank):
-                    apart = torch.randn(rows, columns, generator=seed)
-                parts.append(apart.view(-1))
-                continue
-            left = torch.randn(rows, rank_of_mean, generator=seed)
-            right = torch.randn(rank_of_mean, columns, generator=seed)
-            parts.append((left @ right + (1 - 2 * rank) * apart).view(-1))
-        made.append(torch.cat(parts))
+def gradients(rank: int, step: int) -> Gradients:
+    return full_rank(rank, step, shapes=SHAPES)
+
+
+def of_low_rank(rank: int, scale: float = 1.0) -> Gradients:
+    """Return gradients whose mean over two ranks has rank 3, and the vectors of any."""
+    made = {}
+    for name, apart in gradients(0, 0).items():
+        generator = torch.Generator().manual_seed(len(made))
+        rows, columns = SHAPES[name][0], apart.numel() // SHAPES[name][0]
+        left, right = (torch.randn(n, 3, generator=generator) for n in (rows, columns))
+        mean = (left @ right.T).view(SHAPES[name]) if len(SHAPES[name]) > 1 else 0 * apart
+        made[name] = scale * (mean + (1 - 2 * rank) * apart)
     return made
 
 
-def mean(step: int, size: int, **options: Any) -> list[torch.Tensor]:
-    everybody = [gradients(rank, step, **options) for rank in range(size)]
-    return [sum(parts) / size for parts in zip(*everybody, strict=True)]
+def mean(given: list[Gradients]) -> Gradients:
+    return {name: sum(one[name] for one in given) / len(given) for name in SHAPES}
+
+
+def owed(state: pycomm.HookState, name: str) -> torch.Tensor:
+    """Return the mean of the residuals over the ranks."""
+    state.settle()
+    total = torch.zeros(SHAPES[name])
+    if name in state.residuals:
+        total += state.residuals[name].current("worker").view(SHAPES[name])
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def forgive(state: pycomm.HookState) -> None:
+    """Let a rank owe nothing."""
+    state.settle()
+    for name in MATRICES if state.step else ():
+        for side in state.residuals[name].worker:
+            side.zero_()
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("scale", [1.0, 1e-25, 1e25])
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_a_mean_of_that_rank_is_exact(rank, size):
-    model = Model("powersgd:rank=3", dist.group.WORLD)
-    got, finite = model.average(gradients(rank, 0, rank_of_mean=3))
-    assert finite
-    for g, want in zip(got, mean(0, size, rank_of_mean=3), strict=True):
-        # The factors of the mean are sums of up to 96 products in float32.
-        torch.testing.assert_close(g, want, rtol=1e-4, atol=1e-4)
+def test_a_mean_of_that_rank_is_exact(rank, size, scale):
+    """The scale of Q is that of the gradients; times them it would leave the range of float32."""
+    net, state = model("powersgd:rank=3")
+    want = mean([of_low_rank(r, scale) for r in range(size)])
+    for _ in range(3):
+        forgive(state)
+        for name, got in reduced(net, of_low_rank(rank, scale)).items():
+            # The factors of the mean are sums of up to 96 products in float32.
+            torch.testing.assert_close(got / scale, want[name] / scale, rtol=1e-4, atol=1e-4)
+    assert state.overflows == 0
 
 
 @on_ranks(2)
 def test_alternate_turns_reach_the_mean(rank, size):
     """A constant mean is exact once both factors have been updated from it."""
-    model = Model("powersgd:rank=3,alternate=1", dist.group.WORLD)
-    got = [torch.zeros_like(g) for g in gradients(rank, 0)]
+    net, state = model("powersgd:rank=3,alternate=1")
+    want = mean([of_low_rank(r) for r in range(size)])
+    total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(1, 5):
-        for total, g in zip(got, model.average(gradients(rank, 0, rank_of_mean=3))[0], strict=True):
-            total += g
-        owed = model.owed()
-        for total, o, want in zip(got, owed, mean(0, size, rank_of_mean=3), strict=True):
-            torch.testing.assert_close(total + o, step * want, rtol=1e-4, atol=1e-4)
-    for o, want in zip(owed, mean(0, size, rank_of_mean=3), strict=True):
-        assert o.norm() < 1e-4 * want.norm()  # rounding of four steps
+        for name, got in reduced(net, of_low_rank(rank)).items():
+            total[name] += got
+        left = {name: owed(state, name) for name in MATRICES}
+        for name in MATRICES:
+            torch.testing.assert_close(
+                total[name] + left[name], step * want[name], rtol=1e-4, atol=1e-4
+            )
+    for name in MATRICES:
+        assert left[name].norm() < 1e-4 * want[name].norm()  # rounding of four steps
 
 
 @on_ranks(then=all_equal)
@@ -127,81 +106,32 @@ def test_alternate_turns_reach_the_mean(rank, size):
 @pytest.mark.parametrize("spec", ["powersgd:2", "powersgd:2,alternate=1", "powersgd:2,restart=1"])
 @pytest.mark.parametrize(("backend", "ranks"), [("pycomm", 2), ("gloo", 2), ("gloo", 3)])
 def test_feedback_loses_nothing_and_ranks_agree(rank, size, spec):
-    model = Model(spec, dist.group.WORLD)
-    steps = 6
-    got = [torch.zeros_like(g) for g in gradients(rank, 0)]
-    for step in range(steps):
-        for total, g in zip(got, model.average(gradients(rank, step))[0], strict=True):
-            total += g
-    for i, (total, owed) in enumerate(zip(got, model.owed(), strict=True)):
-        want = sum(mean(step, size)[i] for step in range(steps))
-        assert owed.norm() > 0.1 * want.norm()
+    net, state = model(spec)
+    total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    want = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(6):
+        for name, got in reduced(net, gradients(rank, step)).items():
+            total[name] += got
+        for name, one in mean([gradients(r, step) for r in range(size)]).items():
+            want[name] += one
+    for name in SHAPES:
+        left = owed(state, name)
+        assert (left.norm() > 0.1 * want[name].norm()) == (name in MATRICES)
         # The tolerance is the round-off of a few dozen float32 operations on values around 3.
-        torch.testing.assert_close(total + owed, want, rtol=0, atol=1e-4)
-    exact = slice(64 * 96, 64 * 96 + 50)
-    torch.testing.assert_close(got[0][exact], sum(mean(s, size)[0][exact] for s in range(steps)))
-    return got
+        torch.testing.assert_close(total[name] + left, want[name], rtol=0, atol=1e-4)
+    return total
 
 
 @on_ranks(2)
-@each_value
-@pytest.mark.parametrize("spec", ["powersgd:2", "powersgd:2,alternate=1"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_overflow_reaches_all_ranks_and_leaves_no_trace(rank, size, spec, bad):
-    model, calm = (Model(spec, dist.group.WORLD) for _ in range(2))
-    for step in range(3):
-        model.average(gradients(rank, step))
-        calm.average(gradients(rank, step))
-    before, kept = model.feedback.state_dict(), model.memory.state_dict()
-    given = gradients(rank, 3)
-    if rank == size - 1:
-        given[0][17] = bad
-    got, finite = model.average(given)
-    assert not finite
-    assert not got[0][17].isfinite()
-    after = model.feedback.state_dict()
-    assert all(torch.equal(after[n]["worker"], before[n]["worker"]) for n in before)
-    assert all(
-        torch.equal(f["values"], kept[n]["values"]) for n, f in model.memory.state_dict().items()
-    )
-    got, want = model.average(gradients(rank, 4)), calm.average(gradients(rank, 4))
-    assert all(torch.equal(a, b) for a, b in zip(got[0], want[0], strict=True))
-
-
-def check_warm_start(rank: int, size: int) -> tuple[float, float]:
-    """Return the errors of the first and the fourth step on a constant mean."""
-    errors = []
-    for warm in (False, True):
-        model = Model("powersgd:4", dist.group.WORLD)
-        fresh = Model("powersgd:4", dist.group.WORLD)
-        fresh.memory = model.memory
-        if warm:
-            for _ in range(3):
-                model.feedback = Residuals(Feedback(), size)
-                model.average(gradients(rank, 0))
-        want = mean(0, size)
-        got, _ = fresh.average(gradients(rank, 0))
-        errors.append(sum(float((g - w).norm()) for g, w in zip(got, want, strict=True)))
-    return errors[0], errors[1]
-
-
-def test_power_iteration_goes_on_from_step_to_step(pool):
-    for cold, warm in pool.run(check_warm_start):
-        assert warm < 0.98 * cold
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("scale", [1e-25, 1e25])
-def test_factors_keep_their_scale(rank, size, scale):
-    """The scale of Q is that of the gradients; times them it would leave the range of float32."""
-    model = Model("powersgd:rank=3", dist.group.WORLD)
-    want = [scale * values for values in mean(0, size, rank_of_mean=3)]
-    for _ in range(3):
-        model.feedback = Residuals(Feedback(), size)
-        got, finite = model.average([scale * g for g in gradients(rank, 0, rank_of_mean=3)])
-        assert finite
-        for g, w in zip(got, want, strict=True):
-            torch.testing.assert_close(g / scale, w / scale, rtol=1e-4, atol=1e-4)
+def test_power_iteration_goes_on_from_step_to_step(rank, size):
+    """The error of a constant mean, without what is owed, falls with the steps."""
+    net, state = model("powersgd:4")
+    want, errors = mean([gradients(r, 0) for r in range(size)]), []
+    for _ in range(4):
+        got = reduced(net, gradients(rank, 0))
+        errors.append(sum(float((got[name] - want[name]).norm()) for name in MATRICES))
+        forgive(state)
+    assert errors[-1] < 0.98 * errors[0]
 
 
 @on_ranks(2)
@@ -228,7 +158,6 @@ def test_saved_factors_continue():
     memory.commit(True)
     other = Memory()
     other.load_state_dict(memory.state_dict())
-    found = other.factor("a", (7, 2), (2, 5))
-    assert found is not None
+    found: Any = other.factor("a", (7, 2), (2, 5))
     assert torch.equal(found.values, torch.ones(2, 5))
-    assert other.factor("a", (7, 3), (3, 5)) is None  # the rank has changed, so the factor is reset
+    assert other.factor("a", (7, 3), (3, 5)) is None  # the rank has changed: it begins anew

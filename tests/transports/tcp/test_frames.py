@@ -249,17 +249,6 @@ def test_payloads_that_leave_the_host_are_checked(checksum, interface, checks):
     rank_0.leave()
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_bytes_never_pass_for_a_frame(rank_0, our_hash, seed):
-    chance = random.Random(seed)
-    data = bytearray(frame(b"1234", tag_hash=our_hash))
-    place = chance.randrange(128)
-    data[place : place + 16] = chance.randbytes(min(16, 128 - place))
-    rank_0.connections[0, 0].sendall(data)
-    with pytest.raises(pycomm.errors.Error, match=r"no frame starts|checksum"):
-        rank_0.expect(4)
-
-
 @pytest.mark.parametrize("cut", [1, 127, 128, 131])
 def test_torn_frame_is_a_lost_peer(rank_0, our_hash, cut):
     rank_0.connections[0, 0].sendall(frame(b"1234", tag_hash=our_hash)[:cut])

@@ -6,18 +6,21 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import pytest
 
 import pycomm.errors
-from pycomm import _C
+from pycomm import _C, errors
 from pycomm.errors import Error
+from tests.compiling import ROOT, compile_cpp
 from tests.extent import each_value
 from tests.ranks import run_processes
 from tests.transports.ranks import SECONDS, pattern, processes, tag, threads
@@ -61,34 +64,6 @@ def test_sockets_must_be_equal_on_all_ranks():
 
 
 # ------------------------------------------------------------------------------ set-up
-
-
-def test_wrong_secret_is_refused_and_explained():
-    start = time.monotonic()
-    outcomes = threads(
-        2,
-        lambda me: None,
-        options=lambda rank: {"secret": f"the secret of rank {rank}", "timeout": 5.0},
-        errors=True,
-    )
-    assert time.monotonic() - start < 4
-    for rank, outcome in enumerate(outcomes):
-        assert type(outcome) is pycomm.errors.Error
-        assert f"rank {rank}: what the store has of rank {1 - rank}" in str(outcome)
-        assert "wrong proof of the secret" in str(outcome)
-        assert "PYCOMM_SECRET" in str(outcome)
-
-
-def test_secret_on_one_rank_only_is_explained():
-    outcomes = threads(2, lambda me: None, options=lambda rank: {"secret": "s" * rank}, errors=True)
-    assert all("PYCOMM_SECRET" in str(outcome) for outcome in outcomes)
-
-
-def test_equal_secrets_join():
-    def body(me):
-        return me.exchange({1 - me.rank: b"hello"}, tag())
-
-    assert threads(2, body, options={"secret": "s"}) == [{1: b"hello"}, {0: b"hello"}]
 
 
 def test_ranks_on_several_hosts_refuse_loopback():
@@ -242,17 +217,6 @@ def test_sockets_of_a_lane_are_made_when_somebody_sends(tmp_path, sender):
     assert counts[1 - sender][-1] == idle + 6
 
 
-def test_both_ranks_may_send_first():
-    def body(me):
-        for lane in (0, 1):
-            for seq in range(3):
-                data = {peer: pattern(1000, me.rank) for peer in me.peers}
-                got = me.exchange(data, tag(seq), lane)
-                assert got == {peer: pattern(1000, peer) for peer in me.peers}
-
-    threads(5, body)
-
-
 def test_rank_that_computes_can_be_connected():
     met = threading.Barrier(2)
 
@@ -270,30 +234,7 @@ def test_rank_that_computes_can_be_connected():
     assert threads(2, body)[1] == b"hello"
 
 
-def test_rank_that_leaves_before_it_is_connected_is_lost():
-    def body(me):
-        if me.rank == 1:
-            return
-        goal, _ = me.recv(1, 100, tag(7))
-        with pytest.raises(pycomm.errors.PeerLost, match=r"rank 1 .* left .*waits for all_reduce"):
-            me.wait(goal)
-
-    threads(2, body)
-
-
 # ------------------------------------------------------------------------------ faults
-
-
-def test_killed_rank_is_named_to_who_sends():
-    def body(me):
-        if me.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        for seq in range(100):
-            me.wait(me.send(1, pattern(MIB, seq), tag(seq)))
-
-    outcome = processes(2, body, kind="tcp", errors=True)[0]
-    assert isinstance(outcome, pycomm.errors.PeerLost)
-    assert outcome.args[0].startswith("rank 1 (127.0.0.1:")
 
 
 def test_workers_forked_from_a_rank_do_not_keep_it_alive():
@@ -341,33 +282,6 @@ def test_abort_does_not_wait_behind_data():
             return None
         with pytest.raises(pycomm.errors.Error, match="rank 0 aborted the group: enough"):
             check_until(SECONDS, me.transport)
-
-    threads(2, body)
-
-
-def test_long_reason_of_an_abort_is_cut():
-    def body(me):
-        if me.rank == 0:
-            me.transport.abort("x" * 5000)
-        goal, _ = me.recv(1 - me.rank, 100, tag())
-        me.wait(goal)
-
-    for outcome in threads(2, body, errors=True):
-        assert "rank 0 aborted the group: xxx" in str(outcome)
-
-
-def test_wait_ends_at_its_deadline():
-    def body(me):
-        if me.rank == 1:
-            with pytest.raises(pycomm.errors.Error, match="rank 0 aborted the group: too late"):
-                check_until(SECONDS, me.transport)
-            return
-        goal, _ = me.recv(1, 100, tag())
-        start = time.monotonic()
-        with pytest.raises(pycomm.errors.Timeout):
-            me.wait(goal, timeout=0.1)
-        assert 0.1 <= time.monotonic() - start < 2
-        me.transport.abort("too late")
 
     threads(2, body)
 
@@ -506,3 +420,174 @@ def test_a_rank_without_descriptors_says_so(starved):
     assert f"rank {starved} can make no connection: Too many open files" in own
     assert "no descriptor left of the 16 that RLIMIT_NOFILE allows it" in own
     assert f"rank {starved} " in other  # whom no connection can tell the reason
+
+
+# ---------------------------------------------------------------------------------------- addresses
+# Ports from a range, advertised addresses, and families of addresses.
+
+
+@pytest.fixture
+def ports():
+    """Return three ports in a row that are free."""
+    for first in range(29600, 60000, 3):
+        with ExitStack() as held:
+            try:
+                for port in range(first, first + 3):
+                    held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return first, first + 2
+    pytest.skip("no three ports in a row are free")
+
+
+def exchange(me) -> None:
+    me.exchange({1 - me.rank: b"hello"}, tag())
+
+
+def test_ranks_listen_on_free_ports_of_the_range(ports):
+    first, last = ports
+    store = _C.Store.local()
+    group = []
+
+    def body(me):
+        exchange(me)
+        group.append(me.rank)
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first))
+        taken.listen()
+        for _ in range(2):  # the second time connections of the first are in TIME_WAIT
+            threads(2, body, store=store, options={"ports": f"{first}-{last}"})
+    assert sorted(group) == [0, 0, 1, 1]
+
+
+def test_a_range_that_is_taken_is_named_and_nothing_waits(ports):
+    first, last = ports
+    with ExitStack() as held:
+        for port in range(first, last + 1):
+            taken = held.enter_context(socket.socket())
+            taken.bind(("", port))
+            taken.listen()
+        text = f"no port of PYCOMM_PORTS={first}-{last} is free on "
+        outcomes = threads(2, exchange, errors=True, options={"ports": f"{first}-{last}"})
+    for outcome in outcomes:
+        assert type(outcome) is errors.Error
+        assert text in str(outcome)
+
+
+@pytest.mark.parametrize("ports", ["1-", "9-8", "70000", "x", "-5", "1-2-3"])
+def test_a_malformed_range_is_refused(ports):
+    for outcome in threads(2, exchange, errors=True, options={"ports": ports}):
+        assert f"PYCOMM_PORTS={ports} is invalid: expected a range" in str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("advertise", "text"),
+    [
+        ("nat.example", '"nat.example" is no address'),
+        ("fe80::1", '"fe80::1" is no address'),
+        ("203.0.113.7,203.0.113.8", "has 2 addresses for 1 interfaces"),
+        ("203.0.113.7:40000", "set PYCOMM_PORTS to that one"),
+    ],
+)
+def test_what_cannot_be_advertised_is_refused(advertise, text):
+    """Only groups that span hosts use it: rank 1 claims to be on another one."""
+    others = [ip for _, ip in _C.interfaces() if not ip.startswith(("127.", "::1"))]
+    if not others:
+        pytest.skip("this machine has no interface but loopback")
+    store = _C.Store.local()
+    store.set("g/tcp-host/1", "another-host 1 - -")
+    with pytest.raises(errors.Error) as raised:
+        _C.Transport("tcp", store, "g", 0, 2, timeout=SECONDS, advertise=advertise)
+    assert text in str(raised.value)
+
+
+def test_an_address_that_is_mapped_to_ours_is_published():
+    others = [ip for _, ip in _C.interfaces() if not ip.startswith(("127.", "::1"))]
+    if not others:
+        pytest.skip("this machine has no interface but loopback")
+    store = _C.Store.local()
+    store.set("g/tcp-host/1", "another-host 1 - -")
+    with pytest.raises(errors.Timeout):
+        _C.Transport("tcp", store, "g", 0, 2, timeout=0.5, advertise="203.0.113.7")
+    card = store.get("g/tcp-card/0", SECONDS).decode()
+    assert card.startswith("203.0.113.7:")
+
+
+# --------------------------------------------------------------------------------------- rate limit
+# The limit of what a channel sends: a queue that overflows sets one, and random loss does not.
+
+
+RATE = 24e6  # bytes a second
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory):
+    """Return a function from phases (rate, wanted, loss, windows) to what each window saw."""
+    program = tmp_path_factory.mktemp("limit") / "rate_limit"
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
+    compile_cpp(Path(__file__).with_name("rate_limit_main.cpp"), program, *flags)
+
+    def run(*phases):
+        words = [str(word) for phase in phases for word in phase]
+        done = subprocess.run([program, *words], stdout=subprocess.PIPE, text=True, check=True)
+        return [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
+
+    return run
+
+
+def offered(seen):
+    return [window[0] for window in seen]
+
+
+def delivered(seen):
+    return [window[1] for window in seen]
+
+
+def lost(seen):
+    return [window[2] for window in seen]
+
+
+@pytest.mark.parametrize("loss", [0, 0.01])
+@pytest.mark.parametrize("wanted", [1.1, 1.3, 3])
+def test_a_queue_that_overflows_all_the_time_is_left_alone(windows, wanted, loss):
+    seen = windows((RATE, wanted * RATE, loss, 100))
+    assert lost(seen)[0] > 0.05
+    later = seen[10:]
+    assert mean(lost(later)) < 0.025 + loss
+    assert mean(delivered(later)) > 0.95 * RATE
+
+
+def test_a_single_window_with_losses_changes_nothing(windows):
+    seen = windows((RATE, 2 * RATE, 0, 1), (RATE, 0.9 * RATE, 0, 5), (RATE, 2 * RATE, 0, 1))
+    assert offered(seen)[-1] == 2 * RATE
+
+
+@pytest.mark.parametrize("loss", [0.01, 0.02, 0.024, 0.025, 0.026, 0.03, 0.04, 0.1])
+@pytest.mark.parametrize("wanted", [0.1, 0.5])
+def test_a_lossy_path_is_not_slowed_down(windows, loss, wanted):
+    """Near the limit of what counts as too much, some windows lose more than that, some less."""
+    wanted *= RATE
+    seen = offered(windows((RATE, wanted, loss, 2000)))
+    assert mean(seen) > 0.95 * wanted
+    assert mean(seen[-500:]) > 0.9 * wanted
+
+
+def test_a_path_that_becomes_faster_is_found(windows):
+    seen = windows((RATE, 1.3 * RATE, 0, 30), (4 * RATE, 5 * RATE, 0, 12))
+    assert delivered(seen)[29] < 1.05 * RATE
+    assert delivered(seen)[-1] > 3 * RATE
+
+
+def test_a_path_that_becomes_slower_is_followed(windows):
+    seen = windows((RATE, 1.3 * RATE, 0, 30), (RATE / 3, 1.3 * RATE, 0, 30))
+    later = seen[40:]
+    assert mean(lost(later)) < 0.05
+    assert mean(delivered(later)) > 0.9 * RATE / 3
+
+
+def test_connections_that_are_made_again_count_from_zero(windows):
+    """With the first window the new counts would be a second one with losses."""
+    once = (RATE, 2 * RATE, 0, 1)
+    seen = windows(once, (-RATE, 0.9 * RATE, 0, 1), once)
+    assert offered(seen)[-1] == 2 * RATE
