@@ -106,10 +106,10 @@ class Communicator::Impl {
     Window* const window = over_channels ? nullptr : mesh_.window();
     if (window == nullptr) {
       return exchange(tag, timeout,
-                      [&](CollectiveContext& context) { body(dispatch::Call(context, algo_)); });
+                      [&](CollectiveContext& context) { body(dispatch::Route(context, algo_)); });
     }
     run(tag, timeout,
-        [&](const Deadline& deadline) { body(dispatch::Call(*window, tag, deadline)); });
+        [&](const Deadline& deadline) { body(dispatch::Route(*window, tag, deadline)); });
   }
 
   /// Runs one collective over channels.

@@ -46,8 +46,8 @@ OpTag Node::step(size_t numel, DType dtype, ReduceOp redop) {
   return tag;
 }
 
-dispatch::Call Node::call(const OpTag& tag) {
-  return site_ ? dispatch::Call(*site_, Algo::direct) : dispatch::Call(*window_, tag, deadline_);
+dispatch::Route Node::call(const OpTag& tag) {
+  return site_ ? dispatch::Route(*site_, Algo::direct) : dispatch::Route(*window_, tag, deadline_);
 }
 
 void Node::all_reduce(void* data, size_t numel, const Fold& fold) {
