@@ -20,11 +20,11 @@ SUBCOMMANDS = {
     "links": ("links.command", "collectives and groups over emulated links, near and far"),
     "peers": ("peers.table", "time to a loss beside other systems, over the same links"),
     "plan": ("plan.command", "the planner's predictions beside measurements"),
-    "report": ("figures.report", "all figures as one interactive page; measures and writes tables"),
+    "report": ("figures.report", "measures what docs claim, and writes their tables"),
     "step": ("step.command", "training steps beside what the link allows"),
     "training": ("training.time_to_loss", "losses of a model with each codec, and torch's"),
 }
-OPTIONAL = ("matplotlib", "numpy", "plotly", "torch")
+OPTIONAL = ("matplotlib", "numpy", "torch")
 """packages that are optional, since only some measurements need them"""
 HELP = """usage: python -m pycomm.bench OP [options]
 

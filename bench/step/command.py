@@ -38,6 +38,7 @@ from pycomm.bench import netlab
 from pycomm.bench.common import arguments
 from pycomm.bench.common.harness import Origin, Row, gpu, record
 from pycomm.bench.common.report import Report, head, line
+from pycomm.bench.figures.drawing import save
 from pycomm.bench.lab import jobs
 from pycomm.bench.ops.device import SHARED_GPU
 from pycomm.bench.step import stand_in
@@ -46,7 +47,6 @@ from pycomm.bench.step.picture import picture
 from pycomm.bench.training.methods import METHODS, ONE_BUCKET, Method
 from pycomm.bench.training.results import describe
 from pycomm.bench.training.train import MODELS, Config, parameters
-from pycomm.charts import save
 from pycomm.plan.units import parse_rate
 
 NAMES = {

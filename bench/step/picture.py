@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pycomm.bench.common.tables import Row
-from pycomm.charts import Axis, Chart, Panel, Series
+from pycomm.bench.figures.drawing import Axis, Chart, Panel, Series
 from pycomm.plan.units import format_rate, parse_rate
 
 ALONE = "alone"

@@ -7,11 +7,11 @@ import argparse
 import pytest
 
 from pycomm.bench.common import tables
+from pycomm.bench.figures.drawing import picture_digest
 from pycomm.bench.step import command
 from pycomm.bench.step.bound import Pace, wire_seconds
 from pycomm.bench.step.picture import picture
 from pycomm.bench.training.train import MODELS, Config, parameters
-from pycomm.charts import picture_digest
 
 
 def test_the_bound_is_the_longest_of_what_must_follow():
