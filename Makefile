@@ -15,7 +15,8 @@
 #   make world        test the files for Slurm (which it starts and stops: root, slurm-wlm, munge), Kubernetes,
 #                     SkyPilot and Ray clusters: their schemas, and their commands in network namespaces; Ray Train
 #                     with nodes that come and go
-#   make gpu          build, check and time the kernels, on a machine with a GPU; needs no network
+#   make gpu          build, check and time pycomm on a machine with a GPU, without a network, in stages: STAGES=smoke,step
+#                     MINUTES=4; PREBUILT=DIR is a folder that an earlier one has built
 #   make release      build in dist/ the source distribution, and wheels that compile nothing where they are installed: for
 #                     Python 3.10 to 3.13, as far as they are here, and torch 2.11 to 2.15; try each where nothing can be
 #                     compiled: 5 GB for each torch (ONLY="--python 3.11 --torch 2.13.0+cpu": some of them)
@@ -109,8 +110,10 @@ docs: $(VENV)/dev.stamp
 gpu: export PYCOMM_CUDA = ON
 gpu: export PYCOMM_CUDA_ARCH = local
 gpu:
-	.ci/stage $(PYTHON) build/gpu
-	cd build/gpu && $(PYTHON) -m pycomm.bench.gpu --results $(CURDIR)/bench/results
+	@test -e /dev/nvidiactl || { echo "make gpu needs an NVIDIA GPU, its driver, nvcc, and a torch for CUDA in $(PYTHON)"; exit 2; }
+	$(if $(PREBUILT),,.ci/stage $(PYTHON) build/gpu)
+	cd $(or $(PREBUILT),build/gpu) && $(PYTHON) -m pycomm.bench.gpu --results $(CURDIR)/bench/results \
+	  $(if $(STAGES),--stages $(STAGES)) $(if $(MINUTES),--minutes $(MINUTES))
 
 asan: $(VENV)/dev.stamp
 	.ci/sanitize $(PY) address,undefined

@@ -137,6 +137,8 @@ class Row:
     iterations: int = 0
     time_p50: float | None = None
     time_p99: float | None = None
+    time_device: float | None = None
+    """median by a GPU's events"""
     algbw: float | None = None
     busbw: float | None = None
     effbw: float | None = None
@@ -186,7 +188,7 @@ class Row:
 MEASURED = (
     *("iterations", "time_p50", "time_p99", "algbw", "busbw", "effbw", "wrong", "ratio", "err"),
     *("wire_bytes", "cpu_seconds", "copybw", "of_copy", "seconds", "loss", "change"),
-    *("wire_seconds", "bound", "memory", "parts"),
+    *("wire_seconds", "bound", "memory", "parts", "time_device"),
     *("steps_to_loss", "seconds_to_loss", "vs_fp16_hook", "vs_best_of_gloo", "curve"),
 )
 """columns of `Row` that are results; the others say what was measured"""
@@ -233,6 +235,20 @@ def _commit() -> str:
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+def gpu() -> str:
+    """Return the name of this process's GPU, with its driver; "" without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ""
+    words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        out = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        out = "unknown"
+    return f"{torch.cuda.get_device_name()} (driver {out.splitlines()[0]})"
 
 
 @cache

@@ -66,6 +66,7 @@ class Report:
 TITLES = {
     "time_p50": "p50(us)",
     "time_p99": "p99(us)",
+    "time_device": "GPU(us)",
     "wrong": "#wrong",
     "wire_bytes": "wire(B)",
     "cpu_seconds": "cpu(s)",

@@ -1,63 +1,152 @@
-"""`make gpu`: checks and times pycomm on a GPU.
+"""`make gpu`: checks and times pycomm on a GPU, in stages.
 
-    python -m pycomm.bench.gpu --results bench/results
+    python -m pycomm.bench.gpu --results bench/results --stages smoke,step --minutes 4
 
-The suites of checks.py run first: the contract test for every implementation, collectives and
-the backend with several ranks on one GPU. Then every kernel is timed, and all-reduces of several
-ranks (tasks.py), each kind of implementation in a process of its own. The kernels under
-compute-sanitizer, which is slow, come last. Results go to one CSV row by row, so a crash or timeout
-keeps all earlier rows. Nothing is downloaded or installed.
+The stages come in the order of what they tell a minute, and each ends within its minutes:
+
+    smoke      two ranks: exact and int4 averages, the path of default options, the CPU's bits
+    step       steps of a GPT beside what the link allows (`python -m pycomm.bench step`)
+    kernels    every kernel beside a copy, and all-reduces of several ranks, as in tasks.py
+    optimizer  CodedAdamW beside torch's fused AdamW
+    contract   the contract test of every implementation, and ranks on one GPU (checks.py)
+    sanitize   the kernels under compute-sanitizer
+    trace      torch's profile of steps in int4
+
+Rows go to CSV files at once, so that a crash or a timeout keeps all earlier ones. `contract` and
+`sanitize` go on where an earlier run of the same sources has stopped. At the end stands what has
+run, and the command for what is left. Nothing is downloaded or installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pycomm import triton_kernels
 from pycomm.bench.common import tables
-from pycomm.bench.common.arguments import some_of
+from pycomm.bench.common.arguments import Parser, some_of
 from pycomm.bench.common.harness import Origin
 from pycomm.bench.gpu import checks, collectives
 from pycomm.bench.gpu.tasks import BROKEN, KINDS, RANKS, TORCH, GpuRow, table
+from pycomm.codecs.cuda.sources import include_folder
 
 NUMELS = (1 << 20, 1 << 26)  # a small bucket, and one that is bound by bandwidth
-MINUTES = 9.0  # for checks and times, without the build; 16 cores and an H200 take eight
 KIND_SECONDS = 240.0  # for the times of one kind
-TASKS = (sys.executable, "-m", "pycomm.bench.gpu.tasks")
+PYTHON = (sys.executable, "-m")
+TASKS = (*PYTHON, "pycomm.bench.gpu.tasks")
+NEEDS = (
+    "pycomm.bench.gpu: torch sees no GPU here: this needs an NVIDIA GPU, its driver, and a torch "
+    "that was built for CUDA"
+)
+
+
+def sources() -> str:
+    """Return a digest of the kernels and of their tests."""
+    digest = hashlib.sha256()
+    for folder in (include_folder(), Path(triton_kernels.__file__).parent, Path("tests/codecs")):
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in (".py", ".cu", ".h", ".cpp"):
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 class GpuRun:
-    """The results so far."""
+    """The results so far.
 
-    def __init__(self, folder: Path, machine: dict[str, Any], minutes: float) -> None:
+    Args:
+        folder: of the CSV files.
+        machine: columns that are equal in all rows.
+        minutes: until the end of the run.
+        options: of the command line.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        machine: dict[str, Any],
+        minutes: float,
+        options: argparse.Namespace | None = None,
+    ) -> None:
         self.folder, self.machine = folder, machine
-        self.deadline = time.monotonic() + 60 * minutes
+        self.options = options or parse([])
+        self.end = self.deadline = time.monotonic() + 60 * minutes
         self.problems: list[str] = []
-        self.counts: dict[str, checks.Counts] = {}
 
-    def check(self, suites: list[checks.Suite]) -> None:
-        """Run suites side by side and add a row for each."""
-        found = checks.run(suites, self.deadline)
-        self.counts |= found
-        for name, counts in found.items():
-            row = asdict(GpuRow("check", str(counts), name)) | self.machine
-            tables.append(table(self.folder, self.machine), [row])
-            if not counts.good:
+    def begin(self, minutes: float) -> bool:
+        """Begin a stage of so many minutes; return False if the run's time is over."""
+        self.deadline = min(self.end, time.monotonic() + 60 * minutes)
+        return time.monotonic() < self.end
+
+    def file(self, name: str, suffix: str = "csv") -> Path:
+        """Return a file of results of this device."""
+        return (
+            table(self.folder, self.machine)
+            .with_name(table(self.folder, self.machine).name.replace("gpu-", f"{name}-", 1))
+            .with_suffix(f".{suffix}")
+        )
+
+    def checked(self, name: str) -> str:
+        """Return what a suite has said of these sources; "" if it has not run, or has failed."""
+        path = table(self.folder, self.machine)
+        rows = tables.read(path) if path.exists() else []
+        said = [
+            row["contract"]
+            for row in rows
+            if (row["kind"], row["codec"], row.get("sources")) == ("check", name, self._sources)
+        ]
+        return said[-1] if said and "failed" not in said[-1] else ""
+
+    @property
+    def _sources(self) -> str:
+        return str(self.machine.get("sources", ""))
+
+    def check(self, suites: Sequence[checks.Suite]) -> None:
+        """Run suites side by side and add a row for each, but for those that have passed."""
+        left = [suite for suite in suites if not self.checked(suite.name)]
+        for name, counts in checks.run(left, self.deadline).items() if left else ():
+            self.tell(name, str(counts))
+            if counts.failed or counts.skipped:
                 self.problems.append(f"{name}: {counts}")
+
+    def tell(self, name: str, said: str) -> None:
+        """Add the row of a check."""
+        row = asdict(GpuRow("check", said, name)) | self.machine
+        tables.append(table(self.folder, self.machine), [row])
+
+    def call(self, name: str, *command: str) -> str:
+        """Run a command; return its last line. It ends with the stage, and its output is shown."""
+        process = subprocess.Popen(
+            [*PYTHON, *command], stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        try:
+            out, _ = process.communicate(timeout=max(0.001, self.deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            checks.end(process)
+            self.problems.append(f"{name}: out of time")
+            return ""
+        print(out, end="", flush=True)
+        if process.returncode:
+            self.problems.append(f"{name}: its process ended with status {process.returncode}")
+        return (out.splitlines() or [""])[-1]
 
     def time(self, kind: str, numels: list[int]) -> None:
         """Time a kind in another process; a crash, or too long a time, loses its later rows."""
-        contract = str(self.counts.get(f"contract {kind}", "not run")) if kind in KINDS else ""
+        names = [f"contract {kind} {part}" for part in checks.PARTS]
+        said = [text for text in map(self.checked, names) if text]
+        contract = f"{len(said)} of {len(names)} parts" if kind in KINDS else ""
         job = {"kind": kind, "numels": numels, "contract": contract}
         job |= {"folder": str(self.folder), "machine": self.machine}
         env = os.environ | (collectives.ENVIRONMENT if kind == RANKS else {})
@@ -102,45 +191,105 @@ def this_machine(command: str) -> dict[str, Any]:
     }
 
 
+def smoke(run: GpuRun) -> None:
+    """Two ranks on this GPU; rank 0 says the path that default options take."""
+    with tempfile.TemporaryDirectory() as folder:
+        job: dict[str, Any] = {"ranks": 2, "store": f"{folder}/store", "device": "cuda"}
+        other = subprocess.Popen([*PYTHON, SMOKE, json.dumps(job | {"rank": 1})])
+        said = run.call("smoke", SMOKE, json.dumps(job | {"rank": 0}))
+        other.kill()
+        other.wait()
+    run.tell("smoke", said or "failed")
+
+
+def step(run: GpuRun) -> None:
+    files = ("--csv", str(run.file("step")), "--picture", str(run.file("step", "png")))
+    run.call("step", "pycomm.bench", "step", *files)
+
+
+def kernels(run: GpuRun) -> None:
+    for kind in (*run.options.kinds, TORCH, RANKS):
+        run.time(kind, list(run.options.numel))
+
+
+def optimizer(run: GpuRun) -> None:
+    words = ("training", "--only", "optimizer", "--models", "25m,124m")
+    run.call("optimizer", "pycomm.bench", *words, "--csv", str(run.file("optimizers")))
+
+
+def contract(run: GpuRun) -> None:
+    for suite in checks.ranks():
+        run.check([suite])
+    for part in checks.PARTS:
+        run.check(checks.contract(run.options.kinds, part))
+
+
+def sanitize(run: GpuRun) -> None:
+    for part in checks.PARTS:
+        suites, reason = checks.sanitizers(part)
+        if reason:
+            print(f"memcheck and racecheck are left out: {reason}")
+            return
+        for suite in suites:
+            run.check([suite])
+
+
+def trace(run: GpuRun) -> None:
+    words = ("step", "--methods", "int4", "--backend", "pycomm", "--rate", "10gbit")
+    file = str(run.file("trace", "json"))
+    run.call("trace", "pycomm.bench", *words, "--rounds", "1", "--trace", file)
+
+
+Stage = Callable[[GpuRun], None]
+STAGES: dict[str, tuple[float, Stage]] = {
+    "smoke": (1, smoke),
+    "step": (3, step),
+    "kernels": (3, kernels),
+    "optimizer": (1, optimizer),
+    "contract": (4, contract),
+    "sanitize": (4, sanitize),
+    "trace": (1, trace),
+}
+"""By name the minutes of each, and what it does."""
+SMOKE = "pycomm.bench.gpu.smoke"
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m pycomm.bench.gpu", description="Checks and times the codecs on a GPU."
-    )
+    parser = Parser(prog="python -m pycomm.bench gpu", description=__doc__)
     add = parser.add_argument
     add("--results", type=Path, default=Path("bench/results"), help="folder of CSV")
+    known = ",".join(STAGES)
+    add("--stages", type=some_of("stage", STAGES), default=list(STAGES), help=f"({known})")
+    whole = sum(minutes for minutes, _ in STAGES.values())
+    add("--minutes", type=float, default=whole, help=f"then it ends ({whole})")
     add("--kinds", type=some_of("kind", KINDS), default=KINDS, help="such as native,triton")
     add("--numel", type=int, nargs="+", default=NUMELS, help="values per call")
-    add("--minutes", type=float, default=MINUTES, help="then it ends")
-    add("--no-checks", action="store_true", help="time without testing first")
-    add("--no-times", action="store_true", help="test and time nothing")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     if not torch.cuda.is_available():
-        print("pycomm.bench.gpu: torch sees no GPU here", file=sys.stderr)
+        print(NEEDS, file=sys.stderr)
         return 2
     machine = this_machine(" ".join(["python", "-m", "pycomm.bench.gpu", *arguments]))
-    run = GpuRun(options.results, machine, options.minutes)
-    path = table(options.results, machine)
-    path.unlink(missing_ok=True)
-    if not options.no_checks:
-        run.check(checks.contract(options.kinds))
-        for suite in checks.ranks():
-            run.check([suite])
-    if not options.no_times:
-        for kind in (*options.kinds, TORCH, RANKS):
-            run.time(kind, list(options.numel))
-    if not options.no_checks:
-        sanitizers, reason = checks.sanitizers()
-        run.check(sanitizers)
-        if reason:
-            print(f"memcheck and racecheck are left out: {reason}")
-    print(f"wrote {path}")
+    machine |= {"sources": sources()}
+    run = GpuRun(options.results, machine, options.minutes, options)
+    ran: list[str] = []
+    for name in options.stages:
+        minutes, stage = STAGES[name]
+        if not run.begin(minutes):
+            break
+        before = len(run.problems)
+        stage(run)
+        ran.append(name + " (problems)" * (len(run.problems) > before))
+    left = options.stages[len(ran) :]
+    print(f"ran: {', '.join(ran) or 'nothing'}; rows are in {table(options.results, machine)}")
+    if left:
+        print(f"left: make gpu STAGES={','.join(left)}")
     for problem in run.problems:
         print(f"problem: {problem}", file=sys.stderr)
-    return 1 if run.problems else 0
+    return 1 if run.problems or left else 0
 
 
 if __name__ == "__main__":

@@ -27,6 +27,9 @@ CONVERT = "tests/codecs/test_convert.py"
 RANKS = ("tests/collectives/device/test_gpu.py", "tests/torch/device/test_cuda.py")
 SANITIZERS = ("memcheck", "racecheck")
 SANITIZED = "test_alignment_does_not_matter and native-cuda"  # each codec's kernels, once or twice
+PARTS = ("topk", "eden", "sign", "lossless", "mx", "nvfp4", "int", "fp", "others")
+"""Parts of a suite, by the codecs in its tests' names, so that a run goes on where one stopped."""
+NO_TESTS = 5  # pytest's status
 SECONDS = 300  # for one suite
 LINES = 100  # that are printed of one that fails
 
@@ -75,7 +78,16 @@ class Suite:
         return process, junit, log
 
 
-def contract(kinds: Sequence[str]) -> list[Suite]:
+def of_part(part: str) -> str:
+    """Return what selects the tests of a part, each of which is in one part; "": all of them."""
+    if not part:
+        return ""
+    before = PARTS[: PARTS.index(part)]
+    words = [f"not {name}" for name in before] + ([part] if part != "others" else [])
+    return " and " + " and ".join(words)
+
+
+def contract(kinds: Sequence[str], part: str = "") -> list[Suite]:
     """Return the contract test of each implementation; they run side by side.
 
     Triton compiles a kernel for each set of constants, which takes most of the time, so its suite
@@ -88,7 +100,8 @@ def contract(kinds: Sequence[str]) -> list[Suite]:
         many = kind == "triton" or len(kinds) == 1
         workers = max(1, cores - few * (len(kinds) - 1)) if many else few
         split = ["-n", str(workers)] if importlib.util.find_spec("xdist") else []
-        suites.append(Suite(f"contract {kind}", [CONTRACT, CONVERT, "-k", f"{kind}-cuda", *split]))
+        chosen = [CONTRACT, CONVERT, "-k", f"{kind}-cuda{of_part(part)}", *split]
+        suites.append(Suite(f"contract {kind} {part}".strip(), chosen))
     return suites
 
 
@@ -97,8 +110,8 @@ def ranks() -> list[Suite]:
     return [Suite(Path(file).stem, [file]) for file in RANKS if Path(file).exists()]
 
 
-def sanitizers() -> tuple[list[Suite], str]:
-    """Return compute-sanitizer suites for every codec's kernels, or none and the reason."""
+def sanitizers(part: str = "") -> tuple[list[Suite], str]:
+    """Return compute-sanitizer suites for the kernels of a part, or none and the reason."""
     cuda = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     places = os.pathsep.join([os.environ.get("PATH", ""), f"{cuda}/bin"])
     tool = shutil.which("compute-sanitizer", path=places)
@@ -106,8 +119,8 @@ def sanitizers() -> tuple[list[Suite], str]:
         return [], "compute-sanitizer is not on the PATH"
     suites = [
         Suite(
-            name,
-            [CONTRACT, "-k", SANITIZED],
+            f"{name} {part}".strip(),
+            [CONTRACT, "-k", f"{SANITIZED}{of_part(part)}"],
             [tool, f"--tool={name}", "--error-exitcode=86", "--print-limit=20"],
         )
         for name in SANITIZERS
@@ -160,7 +173,7 @@ def run(suites: Iterable[Suite], deadline: float = float("inf")) -> dict[str, Co
                 print(f"{suite.name}: out of time", flush=True)
                 status = end(process)
             counts = counts_of(junit)
-            if status != 0 and counts.failed == 0:
+            if status not in (0, NO_TESTS) and counts.failed == 0:
                 counts = dataclasses.replace(counts, failed=1)
             found[suite.name] = counts
             print(f"{suite.name}: {counts}", flush=True)

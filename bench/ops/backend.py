@@ -25,6 +25,16 @@ class BackendCalls(ABC):
     def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
         """Return a callable that runs the operation once, from `x` to `y`, with all set-up done."""
 
+    def push(self, *arrays: Array) -> None:  # noqa: B027 (most have no copies)
+        """Bring what is in arrays of `buffers` to the copies that `prepare` has made of them."""
+
+    def pull(self, *arrays: Array) -> None:  # noqa: B027
+        """Bring what is in the copies to the arrays."""
+
+    def event_time(self) -> float | None:
+        """Return the median of the calls by the device's own clock, in us; None: it has none."""
+        return None
+
     @abstractmethod
     def sent_bytes(self) -> int | None:
         """Return the bytes this rank has sent since the start; None if they are not counted."""

@@ -66,11 +66,21 @@ class SharedCore(Core):
         )
 
 
-def connect(names: Sequence[str], folder: Path, rank: int, ranks: int) -> list[BackendCalls]:
+ON_DEVICE = ("pycomm-torch", "pycomm-host", "nccl", "pycomm-nccl")
+"""Those of `--device cuda`; see `device.py`."""
+
+
+def connect(
+    names: Sequence[str], folder: Path, rank: int, ranks: int, *, cuda: bool = False
+) -> list[BackendCalls]:
     """Connect to the other ranks in every backend, in the order of the names."""
     backends: list[BackendCalls] = []
     for name in names:
-        if name.partition(":")[0] in CORE:
+        if cuda:
+            from pycomm.bench.ops import device
+
+            backends.append(device.make(name, folder, rank, ranks))
+        elif name.partition(":")[0] in CORE:
             core = SharedCore if name == "pycomm-shared" else Core
             backends.append(core(name, _C.Store.file(str(folder)), rank, ranks))
         else:
@@ -80,9 +90,13 @@ def connect(names: Sequence[str], folder: Path, rank: int, ranks: int) -> list[B
     return backends
 
 
-def missing(names: Sequence[str]) -> str:
+def missing(names: Sequence[str], *, cuda: bool = False) -> str:
     """Return why a backend cannot be used on this machine, and a remedy; empty if all can."""
-    with_torch = [name for name in names if name == "gloo" or "-torch" in name]
+    with_torch = [name for name in names if cuda or name == "gloo" or "-torch" in name]
     if with_torch and importlib.util.find_spec("torch") is None:
         return f"--backend {with_torch[0]} needs torch, which is not installed here"
+    if cuda:
+        from pycomm.bench.ops import device
+
+        return device.missing()
     return ""

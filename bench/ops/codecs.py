@@ -165,6 +165,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     kind = arguments.codecs
     parser.add_argument("--codec", type=kind, metavar="CODEC,...", help=what)
     parser.add_argument("--errors", action="store_true", help="instead: bits, errors; no times")
+    what = "of the values (cpu); cuda: every kernel beside a copy, as `bench gpu --stages kernels`"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=what)
     arguments.add_files(parser)
     options = parser.parse_args(argv)
     options.sizes = arguments.checked_sizes(parser, options)
@@ -183,6 +185,10 @@ def _on_one_core() -> Iterator[None]:
 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
+    if options.device == "cuda":
+        from pycomm.bench.gpu.__main__ import main as on_gpu  # needs torch
+
+        return on_gpu(["--stages", "kernels", "--numel", *(str(n // 4) for n in options.sizes)])
     chosen, sizes = specs(options.codec or []), options.sizes
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "codecs", *argv]))
     if options.errors:

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pycomm.bench.common import arguments, harness
@@ -48,6 +49,7 @@ def columns(options: argparse.Namespace) -> tuple[tuple[str, int, str], ...]:
         ("place", 5, ""),
         ("time_p50", 10, ".2f"),
         ("time_p99", 10, ".2f"),
+        *([("time_device", 9, ".2f")] if options.device == "cuda" else ()),
         ("algbw", 7, ".3f"),
         ("busbw", 7, ".3f"),
         ("effbw", 7, ".3f"),
@@ -92,8 +94,10 @@ def print_ratios(report: Report, baseline: str) -> None:
 def rank_main(
     options: argparse.Namespace, command: str, folder: Path, rank: int, ranks: int
 ) -> int:
-    origin = Origin.here(command)
     member = Rank(options, rank, ranks, folder)
+    origin = Origin.here(command)
+    if options.device == "cuda":
+        origin = replace(origin, device=harness.gpu())
     report = Report(columns(options), quiet=rank != 0)
     connections = [f"{b.name}: {b.describe()}" for b in member.backends]
     where = f"{origin.device}, {origin.cores} cores, commit {origin.commit or 'unknown'}"
@@ -161,9 +165,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     what = "in, out or both: memory of the result of reduce_scatter and all_gather (out)"
     kind = arguments.some_of("place", ("out", "in"))
     add("--place", type=kind, default="out", metavar="PLACE,...", help=what)
-    what = f"of {', '.join(backends.NAMES)}; they take turns (pycomm)"
-    kind = arguments.some_of("backend", backends.NAMES)
-    add("--backend", type=kind, default="pycomm", metavar="NAME,...", help=what)
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the buffers are (cpu)")
+    on_device = ", ".join(backends.ON_DEVICE)
+    what = f"of {', '.join(backends.NAMES)}; they take turns (pycomm); on cuda of {on_device} (all)"
+    kind = arguments.some_of("backend", dict.fromkeys((*backends.NAMES, *backends.ON_DEVICE)))
+    add("--backend", type=kind, metavar="NAME,...", help=what)
     what = "none,int8,topk:0.01 and so on; each is a row of every backend of ours (none)"
     add("--codec", type=arguments.codecs, default="none", metavar="CODEC,...", help=what)
     what = "iterations that a backend makes back to back in its turn (1)"
@@ -172,6 +178,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments.add_files(parser)
     add("--store", help="folder where ranks meet: shared by all nodes, if there are several")
     options = parser.parse_args(argv)
+    known: Sequence[str] = backends.ON_DEVICE if options.device == "cuda" else backends.NAMES
+    usual = [*known] if options.device == "cuda" else ["pycomm"]
+    options.backend = options.backend or usual
+    if strange := [name for name in options.backend if name not in known]:
+        parser.error(f"--backend {strange[0]} is not for --device {options.device}")
     options.sizes = arguments.checked_sizes(parser, options)
     options.dtypes = list(dict.fromkeys(ALIASES.get(name, name) for name in options.dtypes))
     if options.ranks < 1:
@@ -180,7 +191,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--turn 0 lets no backend do anything: want at least 1")
     if options.codec != ["none"]:
         _check_codecs(parser, options)
-    options.baseline = "gloo" if "gloo" in options.backend else options.backend[-1]
+    others = [name for name in options.backend if name in ("gloo", "nccl")]
+    options.baseline = others[0] if others else options.backend[-1]
     return options
 
 
@@ -197,7 +209,7 @@ def _check_codecs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     rank, ranks = env().rank, env().world_size
-    reason = backends.missing(options.backend)
+    reason = backends.missing(options.backend, cuda=options.device == "cuda")
     if reason:
         print(f"python -m pycomm.bench: {reason}", file=sys.stderr)
         return 2

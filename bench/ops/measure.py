@@ -56,7 +56,8 @@ class Rank:
         control = _C.CommunicatorOptions()
         control.group = "bench-control"
         self.control = _C.Communicator(_C.Store.file(str(folder)), rank, ranks, control)
-        self.backends = backends.connect(options.backend, folder, rank, ranks)
+        given = options.backend, folder, rank, ranks
+        self.backends = backends.connect(*given, cuda=options.device == "cuda")
         self.specs = {codec: arguments.core_spec(codec) for codec in options.codec}
         self._cores = os.sched_getaffinity(0)
         if options.pin:
@@ -155,7 +156,9 @@ class Rank:
         run = variant.backend.prepare(case, x, y, variant.spec)
         exact = variant.codec == "none"
         x[:] = case.stored(case.inputs(self.rank)) if exact else coded.inputs(case, self.rank)
+        variant.backend.push(x)
         run()
+        variant.backend.pull(y)
         if exact:
             ours = not case.op.to_root or self.rank == 0
             wrong = int(np.count_nonzero(y != case.expected())) if ours else 0
@@ -185,6 +188,7 @@ class Rank:
             variant.run = variant.backend.prepare(case, x, y, variant.spec)
             if variant.codec != "none":
                 x[:] = coded.inputs(case, self.rank)
+                variant.backend.push(x)
             variant.buffers = (x, y)
 
     def warm_up(self, variant: Variant) -> float:
@@ -241,6 +245,7 @@ class Rank:
             iterations=len(variant.samples),
             time_p50=p50,
             time_p99=quantile(variant.samples, 0.99),
+            time_device=variant.backend.event_time(),
             algbw=rate / ratio,
             busbw=rate / ratio * case.op.bus_factor(self.ranks),
             effbw=rate,

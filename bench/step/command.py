@@ -4,6 +4,7 @@
     python -m pycomm.bench step --model 124m --rate 10gbit,1gbit --backend nccl,pycomm
     python -m pycomm.bench step --nodes 2 --ranks-per-node 2 --backend cpu:pycomm,cuda:nccl
     python -m pycomm.bench step --model demo --trainings FSDP2
+    python -m pycomm.bench step --stand-in
 
 Ranks train a GPT on links between network namespaces (netlab.py): on GPUs, which ranks share where
 there are fewer, in bf16 autocast with fused AdamW; else on the CPU, a smaller one. Every row has
@@ -14,6 +15,10 @@ the bytes that a node has sent, the wire's time for them at 95 % of its rate, th
 and the ratio to it. C is forward and backward, `first` the time until the first bucket is ready,
 `last` the share of the last bucket; `alone` is a step whose hook sends nothing. Where there are no
 namespaces, pycomm paces its own sockets, which is checked; other backends then need a lab.
+
+`--stand-in` models the step of a GPU on a virtual clock (stand_in.py), from a checkout: nothing
+runs on one. Its parts are launches, copies and Python calls of a bucket, waits of the host in a
+step, and the share of the step in which each stage is busy.
 """
 
 from __future__ import annotations
@@ -22,19 +27,21 @@ import argparse
 import re
 import shlex
 import statistics
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from pycomm.bench import netlab
 from pycomm.bench.common import arguments
-from pycomm.bench.common.harness import Origin, Row, record
+from pycomm.bench.common.harness import Origin, Row, gpu, record
 from pycomm.bench.common.report import Report, head, line
 from pycomm.bench.figures.drawing import save
 from pycomm.bench.lab import jobs
+from pycomm.bench.ops.device import SHARED_GPU
+from pycomm.bench.step import stand_in
 from pycomm.bench.step.bound import Pace, wire_seconds
 from pycomm.bench.step.picture import picture
 from pycomm.bench.training.methods import METHODS, ONE_BUCKET, Method
@@ -55,8 +62,6 @@ NAMES = {
 OF_TORCH = ("exact", "bf16", "fp16", "powersgd:4", "int4")
 """Those of backends that are not pycomm's."""
 GPU_ONLY = "bf16"  # torch's hook refuses CPUs, which have the one of fp16
-SHARED_GPU = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
-"""What lets NCCL use a GPU that ranks share, by their links; each has an NCCL_HOSTID, too."""
 COLUMNS = (
     *(("method", -28, ""), ("rate", -9, ""), ("ms", 8, ".1f"), ("MB/node", 9, ".2f")),
     *(("wire ms", 8, ".1f"), ("bound ms", 9, ".1f"), ("of bound", 8, ".2f")),
@@ -167,6 +172,7 @@ def steps(setting: Setting, rate: str) -> Iterator[Row]:
             turn_seconds=setting.options.turn_seconds,
             compute=setting.options.compute,
             paced=paced / setting.ranks_per_node,
+            trace=str(Path(setting.options.trace).absolute()) if setting.options.trace else "",
         )
         where = f"tcp ({lab.congestion})"
     for one in found:
@@ -222,25 +228,13 @@ def _parts(seconds: dict[str, float]) -> str:
     return " ".join(f"{name}:{1e3 * value:.1f}" for name, value in seconds.items())
 
 
-def device() -> str:
-    """Return the GPU's name and driver; "" without one."""
-    if not torch.cuda.is_available():
-        return ""
-    words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        out = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        out = "unknown"
-    return f"{torch.cuda.get_device_name(0)} (driver {out.splitlines()[0]})"
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = arguments.Parser(prog="python -m pycomm.bench step", description=__doc__)
     add = parser.add_argument
     cuda = torch.cuda.is_available()
     known = "a name of MODELS, or layers,width,heads,length,vocabulary,batch"
     small = "124m" if cuda else "demo"
-    add("--model", type=model, default=small, help=f"{known} ({small})")
+    add("--model", type=model, help=f"{known} ({small})")
     first = "nccl,pycomm" if cuda else "gloo,pycomm"
     add("--backend", type=backends, default=first, help=f"such as cpu:pycomm,cuda:nccl ({first})")
     what = "of links, as tc has them"
@@ -258,12 +252,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     what = "that a timed step computes at least, as a faster or larger model's would"
     add("--compute", type=arguments.seconds, default=0.0, help=what)
     add("--paced", action="store_true", help="no namespaces: pycomm paces its own sockets")
+    what = "write torch's profile of steps of the last method, for a browser's trace viewer"
+    add("--trace", metavar="FILE", help=what)
     add("--cpu", action="store_true", help="use no GPU")
+    add("--stand-in", action="store_true", help="model the steps of a GPU with a virtual clock")
+    what = "with --stand-in: end with 1 where the engine's goals do not hold, which are told"
+    add("--check", action="store_true", help=what)
     add("--picture", metavar="FILE", help="draw the steps beside their bounds, as PNG")
     arguments.add_files(parser)
     options = parser.parse_args(argv)
     if options.nodes < 2 or options.ranks_per_node < 1:
         parser.error("want at least two --nodes, and one rank on each")
+    if options.check and not options.stand_in:
+        parser.error("--check belongs to --stand-in")
+    options.model = options.model or model("124m" if options.stand_in else small)
     return options
 
 
@@ -271,20 +273,30 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "step", *argv]))
     report = StepReport(COLUMNS)
-    cuda = torch.cuda.is_available() and not options.cpu
-    chosen = methods_of(options.methods, options.backend)
-    if options.trainings:
-        chosen = [m for m in METHODS if options.trainings.search(m.label) and not m.scheduled]
     name, config = options.model
-    setting = Setting(name, config, chosen, options.nodes, options.ranks_per_node, cuda, options)
-    origin = replace(origin, device=device() if cuda else origin.device)
-    report.note(f"# {origin.device}, torch {torch.__version__}, {name}, {setting.ranks} ranks")
+    modelled = stand_in.Steps(name, config, options.methods) if options.stand_in else None
+    if modelled is not None:
+        origin = replace(origin, device="stand-in for an H200")
+        measured = modelled.rows
+    else:
+        cuda = torch.cuda.is_available() and not options.cpu
+        chosen = methods_of(options.methods, options.backend)
+        if options.trainings:
+            chosen = [m for m in METHODS if options.trainings.search(m.label) and not m.scheduled]
+        places = options.nodes, options.ranks_per_node
+        setting = Setting(name, config, chosen, *places, cuda, options)
+        origin = replace(origin, device=gpu() if cuda else origin.device)
+        measured = partial(steps, setting)
+    report.note(f"# {origin.device}, torch {torch.__version__}, {name}")
     report.note(head(COLUMNS))
     for rate in options.rate:
-        for row in steps(setting, rate):
+        for row in measured(rate):
             report.add(row)
     report.save(origin, json_path=options.json, csv_path=options.csv)
     if options.picture:
         shown = [record(row, origin) for row in report.rows]
         save(picture([{k: str(v) for k, v in one.items()} for one in shown]), Path(options.picture))
-    return 0
+    wrong = modelled.broken if modelled is not None and options.check else []
+    for goal in wrong:
+        report.note(f"not yet: {goal}")
+    return 1 if wrong else 0

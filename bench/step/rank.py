@@ -216,6 +216,7 @@ def main(
     turn_seconds: float,
     compute: float,
     paced: float,
+    trace: str,
     log: str,
     folder: str,
 ) -> None:
@@ -228,6 +229,7 @@ def main(
         rounds, turn_seconds: turns of each method, and timed seconds of one.
         compute: see `Stepper`.
         paced: bytes per second of each rank where pycomm paces itself; 0: links do.
+        trace: file for rank 0's profile of steps of the last method; "": none.
         log, folder: of `jobs.ask`.
     """
     if device == "cuda":
@@ -270,6 +272,11 @@ def main(
         dist.barrier()
         sent = (wire_bytes(group) - before) / timed
         parts = {} if method.local else stepper.parts()
+        if trace and method is chosen[-1]:
+            with torch.profiler.profile() as profile:
+                stepper.parts()
+            if first:
+                profile.export_chrome_trace(trace)
         if first:
             made = {"seconds": seconds, "sent": sent, "memory": clock.memory(), "parts": parts}
             answer(log, method=method.label, **made)

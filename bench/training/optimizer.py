@@ -33,13 +33,14 @@ STEPS = 60  # that are timed
 
 def measure(name: str, config: Config) -> dict[str, Any]:
     """Time both optimizers on a model's parameters, in turns; collective of one rank."""
-    plain, net = Transformer(config), Transformer(config)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    plain, net = Transformer(config).to(device), Transformer(config).to(device)
     wrapped = DistributedDataParallel(net)
     coded = pycomm.CodedAdamW(wrapped.parameters(), model=wrapped, codec="sign")
     fused = torch.optim.AdamW(plain.parameters(), fused=True)
     named = dict(net.named_parameters())
     sizes = [p.numel() for p in named.values()]
-    gradient = torch.randn(sum(sizes)) * 1e-3
+    gradient = torch.randn(sum(sizes), device=device) * 1e-3
     bucket = torch.empty_like(gradient)
     for p in plain.parameters():
         p.grad = torch.randn_like(p) * 1e-3
@@ -58,7 +59,7 @@ def measure(name: str, config: Config) -> dict[str, Any]:
         state.end_step()
 
     calls = {"fused": fused.step, "hook": hook, "step": coded.step}
-    clock = time.thread_time
+    clock = time.thread_time if device == "cpu" else _device_time
     samples = in_turns(calls, SETTLE + STEPS, settle=0, clock=clock, before=fill)
     turns = list(zip(*(times[SETTLE:] for times in samples.values()), strict=True))
     middle = {f"{call}_seconds": statistics.median(samples[call][SETTLE:]) for call in calls}
@@ -71,6 +72,12 @@ def measure(name: str, config: Config) -> dict[str, Any]:
         "ratio": statistics.median((hook + step) / fused for fused, hook, step in turns),
         "rounds": STEPS,
     }
+
+
+def _device_time() -> float:
+    """Return the time at which the GPU has done its work."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def run(models: dict[str, Config], origin: Origin, path: Path | None) -> int:

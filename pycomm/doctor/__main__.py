@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pycomm.doctor import installed, machine, network, probe, self_test, variables
+from pycomm.doctor import gpu, installed, machine, network, probe, self_test, variables
 from pycomm.doctor.finding import LEVELS, STATUS, Finding, worst
 from pycomm.env import given, place
 from pycomm.env import refused as refused_here
@@ -69,6 +69,11 @@ def alone(options: argparse.Namespace) -> list[Finding]:
             findings.append(Finding("note", self_test.TOPIC, "self-test", text))
         else:
             findings += self_test.run(options.ranks)
+    if options.gpu:
+        sees = any((f.level, f.name) == ("ok", "CUDA") for f in findings)
+        text = "torch sees no GPU: this needs one, its driver, and a torch for CUDA"
+        none = Finding("problem", gpu.TOPIC, "ranks", text, "see what stands above of CUDA")
+        findings += gpu.run() if sees else [none]
     return findings
 
 
@@ -128,6 +133,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--json", metavar="FILE", help="write the report to this file too; - prints it instead")
     add("--no-self-test", dest="self_test", action="store_false", help="start no ranks")
+    what = "try each implementation of the codecs on the GPU, and two ranks on it for a second"
+    add("--gpu", action="store_true", help=what)
     add("--ranks", type=int, default=2, help="of the self-test (2); under torchrun: all")
     options = parser.parse_args(argv)
     if options.ranks < 2:

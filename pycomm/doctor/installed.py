@@ -187,6 +187,16 @@ def _cuda(found: Mapping[str, ProbeOutcome]) -> Iterator[Finding]:
         )
     elif len(gpus) > 1:
         yield _finding("ok", "GPU peers", "every GPU reaches the memory of every other")
+    if driver.facts.get("holds", True):
+        yield _finding("ok", "held streams", "streams can wait for words in memory")
+    else:
+        yield _finding(
+            "note",
+            "held streams",
+            "streams cannot wait for words in memory: wait() of operations by way of the host "
+            "blocks the thread that calls it",
+            "nothing: NCCL, and kernels among peers, need none",
+        )
     yield _kernels(core, found["nvrtc"], found["triton"])
 
 

@@ -109,10 +109,14 @@ def c10d() -> Facts:
     return facts
 
 
+HOLDS = 92
+"""CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_MEM_OPS"""
+
+
 def driver() -> Facts:
     """Return facts on NVIDIA's driver, without torch or the CUDA runtime."""
     cuda = ctypes.CDLL("libcuda.so.1")
-    facts: Facts = {"error": cuda.cuInit(0), "version": 0, "gpus": [], "apart": 0}
+    facts: Facts = {"error": cuda.cuInit(0), "version": 0, "gpus": [], "apart": 0, "holds": True}
     number = ctypes.c_int()
     if cuda.cuDriverGetVersion(ctypes.byref(number)) == 0:
         facts["version"] = number.value
@@ -122,6 +126,9 @@ def driver() -> Facts:
             cuda.cuDeviceGet(ctypes.byref(device), index)
             cuda.cuDeviceGetName(name, len(name), device)
             facts["gpus"].append(name.value.decode())
+            holds = ctypes.c_int()
+            cuda.cuDeviceGetAttribute(ctypes.byref(holds), HOLDS, device)
+            facts["holds"] &= bool(holds.value)
             for peer in range(index):
                 other, reaches = ctypes.c_int(), ctypes.c_int()
                 cuda.cuDeviceGet(ctypes.byref(other), peer)

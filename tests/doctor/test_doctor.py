@@ -16,7 +16,17 @@ import pytest
 import pycomm
 from pycomm import _build, env
 from pycomm.doctor import __main__ as cli
-from pycomm.doctor import finding, installed, job, machine, network, probe, self_test, variables
+from pycomm.doctor import (
+    finding,
+    gpu,
+    installed,
+    job,
+    machine,
+    network,
+    probe,
+    self_test,
+    variables,
+)
 from pycomm.doctor.finding import Finding
 from pycomm.doctor.machine import Machine
 from pycomm.doctor.probe import ProbeOutcome
@@ -270,6 +280,11 @@ GPU = {
             "CUDA",
             "problem",
         ),
+        (
+            GPU | {"driver": ProbeOutcome(GPU["driver"].facts | {"holds": False})},
+            "held streams",
+            "note",
+        ),
         ({"driver": ProbeOutcome({"error": 803, "version": 0, "gpus": []})}, "CUDA", "problem"),
         ({"driver": ProbeOutcome({"error": 100, "version": 13000, "gpus": []})}, "CUDA", "note"),
         ({"core": ProbeOutcome(error="crashed: SIGILL")}, "core", "problem"),
@@ -512,3 +527,27 @@ def test_ranks_with_unequal_secrets_are_told_without_them(monkeypatch):
     }
     (found,) = job.differences(reports)
     assert (found.level, found.text) == ("problem", "one on rank 0 (a); one on rank 1 (a)")
+
+
+def test_two_ranks_average_for_a_second_and_codecs_are_tried():
+    """On the CPU, which has two of the implementations."""
+    found = {finding.name: finding for finding in gpu.run("cpu")}
+    assert found["ranks"].level == "ok", found
+    assert "averages in a second; 1 bucket of 262144 values: core" in found["ranks"].text
+    levels = {kind: found[kind].level for kind in gpu.KINDS if kind != "triton"}
+    assert levels == {"native": "ok", "nvrtc": "note", "reference": "ok"}
+    assert "compiles for cuda, not for cpu" in found["nvrtc"].text
+
+
+def test_wrong_bytes_and_averages_are_problems():
+    said = {"kinds": {"native": "its bytes are not those of the reference"}, "mps": False}
+    said |= {"equal": False, "averages": 3, "path": "kernels"}
+    native, mps, ranks = gpu.judge(said)
+    assert (native.level, mps.level, ranks.level) == ("problem", "note", "problem")
+
+
+def test_without_a_gpu_the_doctor_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr(cli, "examine", lambda: ([], {}))
+    (finding,) = cli.alone(cli.parse(["--gpu", "--no-self-test"]))
+    assert finding.level == "problem"
+    assert "this needs one, its driver, and a torch for CUDA" in finding.text

@@ -109,7 +109,8 @@ def pretend_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(gpu, "this_machine", lambda command: MACHINE)
     monkeypatch.setattr(gpu_checks, "run", lambda suites, end: {s.name: PASSED for s in suites})
-    monkeypatch.setattr(gpu_checks, "sanitizers", lambda: ([], "there is none"))
+    monkeypatch.setattr(gpu_checks, "sanitizers", lambda part: ([], "there is none"))
+    monkeypatch.setattr(gpu.GpuRun, "call", lambda run, name, *command: f"{name}: done")
     monkeypatch.setattr(gpu_tasks, "time_kernel", row)
     monkeypatch.setattr(gpu_tasks, "time_conversion", lambda *what: row(*what[:2], "", "convert"))
     monkeypatch.setattr(gpu_tasks, "time_topk", lambda numel: row("torch", numel, "", "topk"))
@@ -122,10 +123,14 @@ def pretend_gpu(monkeypatch):
 class InThisProcess:
     """Stands for the process of a kind's timings."""
 
-    def __init__(self, command, env, start_new_session) -> None:
-        self.status = gpu_tasks.main(**json.loads(command[-1]))
+    def __init__(self, command, env=None, start_new_session=False) -> None:
+        ours = gpu_tasks.__name__ in command
+        self.status = gpu_tasks.main(**json.loads(command[-1])) if ours else 0
 
-    def wait(self, limit) -> int:
+    def kill(self) -> None:
+        """Of the second rank of the first stage."""
+
+    def wait(self, limit=None) -> int:
         return self.status
 
 
@@ -176,8 +181,9 @@ def test_a_call_that_breaks_the_context_ends_its_process(pretend_gpu, tmp_path):
     assert len(rows) == len(gpu_tasks.CONVERSIONS)  # those that were timed before it
 
 
-def test_every_kernel_gets_a_row_with_machine_and_contract(pretend_gpu, tmp_path):
+def test_every_kernel_gets_a_row_with_machine(pretend_gpu, tmp_path, capsys):
     assert gpu.main(["--results", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("ran: " + ", ".join(gpu.STAGES))
     rows = tables.read(tmp_path / "gpu-device.csv")
     kinds = Counter(row["kind"] for row in rows)
     kernels = len(gpu_tasks.SPECS) * len(gpu_tasks.OPS) + len(gpu_tasks.CONVERSIONS)
@@ -188,15 +194,67 @@ def test_every_kernel_gets_a_row_with_machine_and_contract(pretend_gpu, tmp_path
     assert kinds["torch"] == len(gpu.NUMELS)
     assert kinds["check"] >= len(gpu.KINDS)
     assert {row["commit"] for row in rows} == {"commit"}
-    assert {row["contract"] for row in rows if row["kind"] in gpu.KINDS} == {"767 passed"}
+    assert {row["sources"] for row in rows} == {gpu.sources()}
     assert list(rows[0])[:3] == ["kind", "contract", "codec"]
 
 
 def test_a_failing_contract_fails_the_run(pretend_gpu, tmp_path, capsys):
-    failing = {"contract triton": gpu_checks.Counts(700, 67)}
+    failing = {"contract triton sign": gpu_checks.Counts(700, 67)}
     pretend_gpu.setattr(gpu_checks, "run", lambda suites, end: failing)
-    assert gpu.main(["--results", str(tmp_path), "--kinds", "triton"]) == 1
-    assert "contract triton: 700 passed, 67 failed" in capsys.readouterr().err
+    words = ["--results", str(tmp_path), "--kinds", "triton", "--stages", "contract"]
+    assert gpu.main(words) == 1
+    assert "contract triton sign: 700 passed, 67 failed" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_where_one_of_the_same_sources_stopped(pretend_gpu, tmp_path):
+    started: list[str] = []
+
+    def run(suites, end):
+        started.extend(suite.name for suite in suites)
+        results = {suite.name: PASSED for suite in suites}
+        return results | {name: gpu_checks.Counts(1, 1) for name in results if "eden" in name}
+
+    pretend_gpu.setattr(gpu_checks, "run", run)
+    words = ["--results", str(tmp_path), "--kinds", "native", "--stages", "contract"]
+    assert gpu.main(words) == 1
+    every = [f"contract native {part}" for part in gpu_checks.PARTS]
+    assert started[-len(every) :] == every
+    started.clear()
+    assert gpu.main(words) == 1
+    assert started == ["contract native eden"]  # which has failed
+    pretend_gpu.setattr(gpu, "sources", lambda: "others")
+    started.clear()
+    assert gpu.main(words) == 1
+    assert started[-len(every) :] == every
+
+
+def test_a_run_whose_time_is_over_says_what_is_left(pretend_gpu, tmp_path, capsys):
+    words = ["--results", str(tmp_path), "--stages", "smoke,kernels,trace"]
+    assert gpu.main([*words, "--minutes", "0"]) == 1
+    told = capsys.readouterr().out
+    assert "ran: nothing" in told
+    assert "left: make gpu STAGES=smoke,kernels,trace" in told
+
+
+def test_a_stage_ends_with_its_minutes(tmp_path):
+    run = gpu.GpuRun(tmp_path, MACHINE, minutes=5)
+    assert run.begin(5)
+    assert run.call("wrong", "pycomm.no_module") == ""
+    assert run.begin(1 / 60)
+    assert run.call("slow", "http.server", "0", "--directory", str(tmp_path)) == ""
+    assert run.problems == [
+        "wrong: its process ended with status 1",
+        "slow: out of time",
+    ]
+
+
+def test_each_test_of_the_contract_is_in_one_part():
+    def chosen(part: str, name: str) -> bool:
+        words = gpu_checks.of_part(part).removeprefix(" and ").split(" and ")
+        return all((w.removeprefix("not ") in name) != w.startswith("not ") for w in words)
+
+    for name in ("topk:0.01,values=int8", "eden2", "int8", "fp16", "bf16", "nvfp4", "mxfp4"):
+        assert sum(chosen(part, name) for part in gpu_checks.PARTS) == 1
 
 
 def test_a_failing_kernel_does_not_lose_the_others(pretend_gpu, tmp_path, capsys):
@@ -206,7 +264,21 @@ def test_a_failing_kernel_does_not_lose_the_others(pretend_gpu, tmp_path, capsys
         return row(kind, numel, spec, op)
 
     pretend_gpu.setattr(gpu_tasks, "time_kernel", fails)
-    assert gpu.main(["--results", str(tmp_path), "--kinds", "native", "--numel", "64"]) == 1
+    assert (
+        gpu.main(
+            [
+                "--results",
+                str(tmp_path),
+                "--kinds",
+                "native",
+                "--numel",
+                "64",
+                "--stages",
+                "kernels",
+            ]
+        )
+        == 1
+    )
     assert "native int8 decode of 64: no such kernel" in capsys.readouterr().err
     timed = [r for r in tables.read(tmp_path / "gpu-device.csv") if r["kind"] == "native"]
     kernels = len(gpu_tasks.SPECS) * len(gpu_tasks.OPS) + len(gpu_tasks.CONVERSIONS)
@@ -220,7 +292,8 @@ def test_a_kind_that_lacks_a_codec_is_told_once_and_times_the_others(pretend_gpu
         return row(kind, numel, spec, op)
 
     pretend_gpu.setattr(gpu_tasks, "time_kernel", lacks)
-    assert gpu.main(["--results", str(tmp_path), "--kinds", "native"]) == 1
+    words = ["--results", str(tmp_path), "--kinds", "native", "--stages", "kernels"]
+    assert gpu.main(words) == 1
     assert capsys.readouterr().err.count("native has no sign: no kernels") == 1
     native = [r for r in tables.read(tmp_path / "gpu-device.csv") if r["kind"] == "native"]
     codecs = {row["codec"] for row in native if row["op"] in gpu_tasks.OPS}
@@ -289,7 +362,9 @@ def test_sanitizers_get_every_codec():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(capsys):
     assert gpu.main([]) == 2
-    assert "no GPU" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "torch sees no GPU here: this needs an NVIDIA GPU" in told
+    assert told.count("\n") == 1
 
 
 def test_file_is_named_after_the_device():

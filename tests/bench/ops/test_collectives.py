@@ -385,7 +385,7 @@ def test_a_rank_that_fails_ends_all(tmp_path):
         (["all_reduce", "--codec", "int8", "-d", "int"], "--codec is for float32, float16"),
         (["all_reduce", "--codec", "int8", "--backend", "gloo"], "is for backends of pycomm"),
         (["training", "--models", "dmeo"], "did you mean demo?"),
-        (["training", "--rates", "fast"], "cannot read the rate 'fast'"),
+        (["step", "--rate", "fast"], "cannot read the rate 'fast'"),
         (["training", "--methods", "zip"], "fits none of these: Gloo, fp32;"),
         (["training", "--methods", "pycomm int4"], "did you mean 'pycomm, int4'? Gloo, fp32;"),
     ],

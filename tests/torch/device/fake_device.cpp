@@ -35,10 +35,32 @@ constexpr auto kFake = c10::DeviceType::PrivateUse1;
 constexpr int kDevices = 2, kStreams = 9;  // stream 0 is the default, the others are the pool
 constexpr int kPoison = 0xEE;
 
+// ------------------------------------------------------------------ recording
+
+/// What is asked of the device, as recorded.py reads it.
+enum Asked : int64_t { kOperation, kWork, kCopy, kRecord, kBlock, kWaitStream, kWaitEvent };
+
+/// Whether any thread records: streams then take their work without pauses.
+std::atomic<bool> recording{false};
+thread_local bool recorded = false;       // this thread's calls
+thread_local std::vector<int64_t> notes;  // kind, stream and value of each
+thread_local int within = 0;              // operations that are made of others
+
+void note(int64_t kind, int64_t stream, int64_t value) {
+  if (recorded && within == 0) notes.insert(notes.end(), {kind, stream, value});
+}
+
+struct Within {
+  Within() { within++; }
+  ~Within() { within--; }
+};
+
 // ------------------------------------------------------------------ streams and events
 
 /// A point in a stream. Set when the stream has reached it.
 struct Mark {
+  static inline std::atomic<int64_t> next{0};
+  const int64_t number = next++;
   std::mutex mutex;
   std::condition_variable changed;
   bool reached = false;
@@ -83,7 +105,7 @@ class Worker {
       auto task = std::move(tasks_.front());
       tasks_.pop_front();
       lock.unlock();
-      std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
+      if (!recording) std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
       task();
     }
   }
@@ -284,7 +306,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     std::this_thread::sleep_for(2ms);
     return mark->is_set();
   }
-  void synchronizeStream(const c10::Stream& s) const override { worker(s).mark()->wait(); }
+  void synchronizeStream(const c10::Stream& s) const override {
+    note(kWaitStream, s.id(), 0);
+    worker(s).mark()->wait();
+  }
   void synchronizeDevice(const c10::DeviceIndex d) const override {
     for (int id = 0; id < kStreams; id++) worker(stream_of(d, id)).mark()->wait();
   }
@@ -299,10 +324,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const std::lock_guard<std::mutex> call(driver());
     if (!*event) *event = new MarkPtr;
     *static_cast<MarkPtr*>(*event) = worker(s).mark();
+    note(kRecord, s.id(), (*static_cast<MarkPtr*>(*event))->number);
     capture().record(*event, s);
   }
   void block(void* event, const c10::Stream& s) const override {
     const std::lock_guard<std::mutex> call(driver());
+    note(kBlock, s.id(), (*static_cast<MarkPtr*>(event))->number);
     worker(s).queue([mark = *static_cast<MarkPtr*>(event)] { mark->wait(); });
     capture().block(event, s);
   }
@@ -311,7 +338,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return !event || (*static_cast<MarkPtr*>(event))->is_set();
   }
   void synchronizeEvent(void* event) const override {
-    if (event) (*static_cast<MarkPtr*>(event))->wait();
+    if (!event) return;
+    note(kWaitEvent, 0, (*static_cast<MarkPtr*>(event))->number);
+    (*static_cast<MarkPtr*>(event))->wait();
   }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override {
@@ -337,6 +366,17 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 };
 
 // ------------------------------------------------------------------ operators
+
+/// The operations that queue nothing: views and memory.
+template <auto f>
+struct Noted;
+template <typename R, typename... A, R (*f)(A...)>
+struct Noted<f> {
+  static R call(A... args) {
+    note(kOperation, 0, 0);
+    return f(std::forward<A>(args)...);
+  }
+};
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
                  std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>,
@@ -370,6 +410,9 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (to.numel() == 0) return to;
   const c10::Device device = from.is_cpu() ? to.device() : from.device();
   const c10::Stream stream = current_stream(device.index());
+  const bool inside = !from.is_cpu() && !to.is_cpu();
+  const auto bytes = static_cast<int64_t>(to.nbytes());
+  note(inside ? kWork : kCopy, stream.id(), inside ? 2 * bytes : bytes);
   const at::Tensor source = from.is_conj() || from.is_neg() ? view_of(from).clone() : view_of(from);
   const std::lock_guard<std::mutex> call(driver());
   worker(stream).queue([source, target = view_of(to)] {
@@ -386,7 +429,10 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
       queued = false;
     }
   }
-  if (!queued) worker(stream).mark()->wait();
+  if (!queued) {
+    note(kWaitStream, stream.id(), 0);
+    worker(stream).mark()->wait();
+  }
   return to;
 }
 
@@ -396,6 +442,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 }
 
 at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
+  note(kWork, current_stream(self.device().index()).id(), static_cast<int64_t>(self.nbytes()));
   worker(current_stream(self.device().index())).queue([target = view_of(self), value] {
     target.fill_(value);
   });
@@ -403,7 +450,28 @@ at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
 }
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const int64_t stream = current_stream(current_device).id();
+  if (op.schema().name() == "aten::_local_scalar_dense") {
+    note(kCopy, stream, 4);
+    note(kWaitStream, stream, 0);
+  } else {
+    int64_t bytes = 0;
+    for (const auto& value : torch::jit::last(*stack, op.schema().arguments().size()))
+      if (value.isTensor() && value.toTensor().defined()) bytes += value.toTensor().nbytes();
+    note(kWork, stream, bytes);
+  }
+  const Within whole;
   at::native::cpu_fallback(op, stack);
+}
+
+void record_calls(bool on) {
+  recording = recorded = on;
+  notes.clear();
+}
+std::vector<int64_t> recorded_calls() { return notes; }
+/// Notes what Python does, on the current stream.
+void note_call(int64_t kind, int64_t value) {
+  note(kind, current_stream(current_device).id(), value);
 }
 
 /// Keeps the stream busy for this time.
@@ -462,10 +530,10 @@ REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &device_memory)
 const bool hooked = (at::RegisterPrivateUse1HooksInterface(new Hooks), true);
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("empty.memory_format", &empty);
-  m.impl("empty_strided", &empty_strided);
-  m.impl("as_strided", at::native::as_strided_tensorimpl);
-  m.impl("view", at::native::view);
+  m.impl("empty.memory_format", &Noted<&empty>::call);
+  m.impl("empty_strided", &Noted<&empty_strided>::call);
+  m.impl("as_strided", &Noted<&at::native::as_strided_tensorimpl>::call);
+  m.impl("view", &Noted<&at::native::view>::call);
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("resize_", at::native::resize_);
   m.impl("set_.source_Storage",
@@ -483,6 +551,9 @@ TORCH_LIBRARY(fakegpu, m) {
   m.def("launch(int run, str kernel, int blocks, Tensor argument) -> ()", &launch);
   m.def("hold_address() -> int", &hold_address);
   m.def("refuse_holds_after(int count) -> ()", &refuse_holds_after);
+  m.def("record_calls(bool on) -> ()", &record_calls);
+  m.def("recorded_calls() -> int[]", &recorded_calls);
+  m.def("note(int kind, int value) -> ()", &note_call);
   m.def("begin_capture() -> ()", &begin_capture);
   m.def("end_capture() -> ()", &end_capture);
 }

@@ -18,6 +18,7 @@ from torch import nn
 
 import pycomm
 from pycomm import _C, backend
+from pycomm.bench.gpu import smoke
 from pycomm.codecs import CODECS
 from pycomm.feedback import Feedback, Residuals
 from pycomm.feedback.rule import LARGE
@@ -58,6 +59,18 @@ def check_ddp(rank: int, ranks: int, device: str, codec: str) -> Any:
     lines = [line for line in log if line.startswith("all_reduce of the bucket")]
     chosen = [line for line in state.summary().splitlines() if line.startswith("path of")]
     return results, residuals, lines, chosen
+
+
+def check_smoke(rank: int, ranks: int, allowed: tuple[str, ...]) -> str:
+    return smoke.check(FAKE, allowed)
+
+
+@pytest.mark.parametrize("way", ["kernels", "peers"])
+def test_the_first_stage_on_a_gpu_runs(fakes, way):
+    for path in run(fakes, way, check_smoke, (way,)):
+        assert f"values: {way} (" in path
+    with pytest.raises(Exception, match="take no path of"):
+        run(fakes, way, check_smoke, ("core",))
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "sign", "topk:0.01", "bf16"])

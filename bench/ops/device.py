@@ -1,0 +1,157 @@
+"""Backends on tensors of a GPU, in the benchmark of collectives: `--device cuda`.
+
+`pycomm-torch` is pycomm's backend, by the way that it chooses: kernels among peers, or the host.
+`pycomm-host` goes by way of the host; `nccl` is torch's own, and `pycomm-nccl` codes what NCCL
+moves. Calls work on copies of the arrays that the benchmark fills and checks. A call is timed by
+the clock until the GPU has done it, and by events of the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import pycomm
+from pycomm import takeover
+from pycomm.bench.ops import coded
+from pycomm.bench.ops.backend import BackendCalls
+from pycomm.bench.ops.cases import Array, Case, Run
+from pycomm.doctor.gpu import has_mps
+from pycomm.policy import Decision, Parameter
+from pycomm.reduction import two_shot
+from pycomm.reduction.bucket import Bucket
+
+NAMES = {
+    "pycomm-torch": "pycomm",
+    "pycomm-host": "pycomm",
+    "nccl": "nccl",
+    "pycomm-nccl": "nccl",
+}
+"""Their names in torch.distributed."""
+SHARED_GPU = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+"""What lets NCCL use a GPU that ranks share, by their links; each has an NCCL_HOSTID, too."""
+
+
+class OnDevice(BackendCalls):
+    """A backend of torch.distributed on copies of arrays.
+
+    Args:
+        name: of the backend.
+        group: its process group.
+        device: of the copies.
+    """
+
+    def __init__(self, name: str, group: Any, device: torch.device) -> None:
+        self.name, self.group, self.device = name, group, device
+        self.has_codecs = name.startswith("pycomm")
+        self._copies: dict[int, torch.Tensor] = {}
+        self._events: list[tuple[Any, Any]] = []
+
+    def refuses(self, case: Case) -> str:
+        if self.name.startswith("pycomm-nccl") and case.op.name not in coded.CORE:
+            return f"{self.name} codes {', '.join(coded.CORE)}"
+        if case.dtype in ("uint32", "uint64"):
+            return f"{self.name} has no {case.dtype}"
+        return ""
+
+    def _copy(self, array: Array, dtype: str) -> torch.Tensor:
+        """Return the copy of an array: a part of that of the memory in which the array lies."""
+        whole = array if array.base is None else array.base
+        if id(whole) not in self._copies:
+            found = torch.from_numpy(whole).to(self.device)
+            self._copies[id(whole)] = found.view(torch.bfloat16) if dtype == "bfloat16" else found
+        begin = (array.ctypes.data - whole.ctypes.data) // array.itemsize
+        return self._copies[id(whole)][begin : begin + array.size]
+
+    def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
+        self._copies.clear()
+        self._events.clear()
+        tensors = self._copy(x, case.dtype), self._copy(y, case.dtype)
+        if codec != "none" and self.name == "pycomm-nccl":
+            run = over(self.group, case, *tensors, codec)
+        elif codec != "none":
+            native = self.group._get_backend(self.device)
+            run = coded.torch_run(native, case, *tensors, codec)
+        else:
+            run = case.op.torch(dist, self.group, case, *tensors)
+        if self.device.type != "cuda":
+            return run
+
+        def timed() -> None:
+            events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            events[0].record()
+            run()
+            events[1].record()
+            torch.cuda.synchronize()
+            self._events.append((events[0], events[1]))
+
+        return timed
+
+    def push(self, *arrays: Array) -> None:
+        for array in arrays:
+            copy = self._copy(array, "")
+            copy.view(torch.uint8).copy_(torch.from_numpy(array).view(torch.uint8))
+
+    def pull(self, *arrays: Array) -> None:
+        for array in arrays:
+            copy = self._copy(array, "")
+            torch.from_numpy(array).view(torch.uint8).copy_(copy.view(torch.uint8))
+
+    def event_time(self) -> float | None:
+        times = [1e3 * begin.elapsed_time(end) for begin, end in self._events]
+        return statistics.median(times) if times else None
+
+    def sent_bytes(self) -> int | None:
+        if NAMES[self.name] != "pycomm":
+            return None
+        sent: int = self.group._get_backend(self.device).sent_bytes
+        return sent
+
+    def describe(self) -> str:
+        ranks, gpus = self.group.size(), torch.cuda.device_count()
+        shared = f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}, " if gpus < ranks else ""
+        mps = "with MPS" if has_mps() else "without MPS"
+        return f"torch {torch.__version__} {NAMES[self.name]}, {shared}{mps}"
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def over(group: Any, case: Case, x: torch.Tensor, y: torch.Tensor, spec: str) -> Run:
+    """Return one call of a coded collective whose payloads a group of any backend moves."""
+    parameter = Parameter("values", (case.count,), x.dtype)
+    rows = case.ranks if case.op.name == "reduce_scatter" else 1
+    decision = Decision(parameter, pycomm.codec(spec), "the benchmark's")
+    bucket = Bucket([decision], [0], None, x.device, rows=rows)
+    call: Any = getattr(two_shot, case.op.name)
+    tensors = (x,) if case.op.name == "all_reduce" else (y, x)
+    return lambda: call(*tensors, bucket, group, seed=0, step=0)
+
+
+def missing() -> str:
+    """Return why there is no GPU to measure, and a remedy; "" if there is one."""
+    if torch.cuda.is_available():
+        return ""
+    return "--device cuda needs an NVIDIA GPU, its driver, and a torch that was built for CUDA"
+
+
+def make(name: str, folder: Path, rank: int, ranks: int) -> OnDevice:
+    """Connect to the other ranks in one backend, on this rank's GPU."""
+    if torch.cuda.device_count() < ranks:
+        os.environ.update(SHARED_GPU | {"NCCL_HOSTID": f"rank{rank}"})
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    with takeover.released():
+        if not dist.is_initialized():
+            store = dist.FileStore(str(folder / "torch"), ranks)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        options = None
+        if name == "pycomm-host":
+            options = pycomm.Options(device_path="host")
+        group = dist.new_group(backend=NAMES[name], pg_options=options)
+    return OnDevice(name, group, torch.device("cuda", torch.cuda.current_device()))

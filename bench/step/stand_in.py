@@ -1,0 +1,310 @@
+"""The step of a GPU on a virtual clock: what the shipped hooks ask of a device, at its speeds.
+
+The hooks run on the stand-in device of the tests (`python -m tests.torch.device.recorded`, in a
+checkout), which notes each launch, copy, wait, exchange and call of a Python function, in order. No
+formula of a step is in here: a replay takes the notes one by one. Parameters are an eighth of the
+model's, and bytes are counted eight times.
+
+The speeds are those of an H200 (`docs/gpu.md`): with them the path of November 2026 takes what was
+measured then, within a fifth (`tests/bench/step/test_stand_in.py`). Carriers are late: the host
+waits for an exchange, and then queues the copy back, as on a device whose streams cannot be held.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pycomm.bench.common.harness import Row
+from pycomm.bench.step.bound import FULL, Pace, wire_seconds
+from pycomm.bench.training.methods import Method
+from pycomm.bench.training.results import describe
+from pycomm.bench.training.train import Config, Transformer, parameters
+from pycomm.plan.clock import Lane
+from pycomm.plan.model import BUCKET, FIRST_BUCKET
+from pycomm.plan.units import parse_rate
+
+ROOT = Path(__file__).parents[2]
+RECORDER = "tests.torch.device.recorded"
+SCALE = 8
+CODECS = {"int4": "int4", "int8": "int8", "sign": "coded sign"}
+
+# What the recorder notes: kind, stream and value. The first seven are those of fake_device.cpp.
+OPERATION, WORK, COPY, RECORD, BLOCK, WAIT_STREAM, WAIT_EVENT = range(7)
+CALL, EXCHANGE, ANSWER, BUCKET_READY, RETURN, STEP = range(7, 13)
+
+COMPUTE = 0
+"""The stream of forward and backward, the device's default."""
+
+# Seconds of the host for a Python call, an operation of torch, a collective of the caller's group.
+CALLS, OPERATIONS, COLLECTIVES = 1e-6, 8e-6, 40e-6
+LAUNCH, MEMORY, BUS = 4e-6, 3e12, 50e9
+"""Of the device: seconds of a launch, and bytes per second of its memory and of a copy."""
+FIRST, EACH, OPTIMIZER = 14e-3, 1e-3, 2e-3
+"""Seconds of computing until the first bucket is ready, from one to the next, and of AdamW."""
+
+GOALS = {"launches": 8, "calls": 20, "waits": 0, "held": 0}
+"""Most launches and Python calls of a bucket, waits of the host in a step, and exchanges for which
+the compute stream waits."""
+CALLS_OF_HOST = 12
+"""Most Python calls of a bucket of tensors of the host."""
+OVER = 1.1
+"""What a step may be of the bound."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the hooks have asked for in a step."""
+
+    notes: Sequence[tuple[int, int, int]]
+    exchanges: Sequence[tuple[int, int, int]]
+    """Of each the bytes out of the device, sent by this rank, and into the device."""
+    path: str
+
+    @classmethod
+    def parse(cls, text: str) -> Recorded:
+        """Read a line of the recorder."""
+        found: dict[str, Any] = json.loads(text)
+        flat = found["notes"]
+        notes = list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
+        return cls(notes, [tuple(one) for one in found["exchanges"]], found["path"])
+
+    def counts(self) -> list[Counter[int]]:
+        """Return how often each kind was noted in each bucket's hook."""
+        found: list[Counter[int]] = []
+        inside = False
+        for kind, _, _ in self.notes:
+            if kind == BUCKET_READY:
+                found.append(Counter())
+                inside = True
+            elif kind == RETURN:
+                inside = False
+            elif inside:
+                found[-1][kind] += 1
+        return found
+
+    def summary(self) -> dict[str, float]:
+        """Return launches, copies and calls of a median bucket, and waits in a step."""
+        each = self.counts()
+
+        def middle(*kinds: int) -> float:
+            return statistics.median(sum(one[kind] for kind in kinds) for one in each[1:])
+
+        waits = sum(kind in (WAIT_STREAM, WAIT_EVENT, ANSWER) for kind, _, _ in self.notes)
+        # An exchange copies its payload out, and the others' in.
+        copies = middle(COPY) + 2 * middle(EXCHANGE)
+        held = sum(kind == ANSWER and stream == COMPUTE for kind, stream, _ in self.notes)
+        found = {"launches": middle(WORK), "copies": copies, "calls": middle(CALL)}
+        return found | {"waits": waits, "held": held}
+
+
+class Replay:
+    """The clock of one rank.
+
+    Args:
+        recorded: a step.
+        link: bytes per second of payloads.
+        scale: what bytes are multiplied by.
+    """
+
+    def __init__(self, recorded: Recorded, link: float, scale: float) -> None:
+        self._recorded, self._rate, self._scale = recorded, link, scale
+        self.host, self.link, self.up, self.down = Lane(), Lane(), Lane(), Lane()
+        self.streams: defaultdict[int, Lane] = defaultdict(Lane)
+        self._events: dict[int, float] = {}
+        self._arrived: dict[int, float] = {}
+        self.sent = 0.0
+
+    def step(self) -> float:
+        """Take the step; return when the compute stream has done it."""
+        for kind, stream, value in self._recorded.notes:
+            self._take(kind, self.streams[stream], value)
+        if not any(kind == STEP and value for kind, _, value in self._recorded.notes):
+            self._work(self.streams[COMPUTE], OPTIMIZER)
+        return self.streams[COMPUTE].free
+
+    def _work(self, stream: Lane, seconds: float) -> None:
+        self.host.take(OPERATIONS)
+        stream.take(seconds, self.host.free)
+
+    def _take(self, kind: int, stream: Lane, value: int) -> None:
+        host = self.host
+        if kind == OPERATION:
+            host.take(OPERATIONS)
+        elif kind == CALL:
+            host.take(CALLS)
+        elif kind == WORK:
+            self._work(stream, LAUNCH + value * self._scale / MEMORY)
+        elif kind == COPY:
+            self._work(stream, value * self._scale / BUS)
+        elif kind == RECORD:
+            self._events[value] = max(stream.free, host.free)
+        elif kind == BLOCK:
+            stream.take(0.0, self._events.get(value, 0.0))
+        elif kind == WAIT_STREAM:
+            host.take(0.0, stream.free)
+        elif kind == WAIT_EVENT:
+            host.take(0.0, self._events.get(value, 0.0))
+        elif kind == EXCHANGE:
+            out, sent, _ = (n * self._scale for n in self._recorded.exchanges[value])
+            host.take(COLLECTIVES)
+            self.sent += sent
+            self.up.take(out / BUS, stream.free, host.free)
+            self._arrived[value] = self.link.take(sent / self._rate, self.up.free)
+        elif kind == ANSWER:
+            came = self._recorded.exchanges[value][2] * self._scale
+            host.take(0.0, self._arrived[value])
+            stream.take(0.0, self.down.take(came / BUS, host.free))
+        elif kind == BUCKET_READY:
+            begin, seconds = host.free, EACH if value else FIRST
+            host.take(seconds)
+            self.streams[COMPUTE].take(seconds, begin)
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """A step that repeats."""
+
+    seconds: float
+    sent: float
+    busy: dict[str, float]
+    """Share of the step in which each stage did something."""
+
+
+def modelled(recorded: Recorded, rate: float, scale: float, repeats: int = 4) -> Modelled:
+    """Return the step that repeats on links of so many bytes per second."""
+    replay, ends = Replay(recorded, FULL * rate, scale), [0.0]
+    for _ in range(repeats):
+        replay.sent = 0.0
+        ends.append(replay.step())
+    since, until = ends[-2:]
+    lanes = {"host": replay.host, "compute": replay.streams[COMPUTE], "out": replay.up}
+    lanes |= {"wire": replay.link, "in": replay.down}
+    busy = {name: lane.busy(since, until) / (until - since) for name, lane in lanes.items()}
+    sides = [lane for number, lane in replay.streams.items() if number != COMPUTE]
+    busy["coding"] = sum(lane.busy(since, until) for lane in sides) / (until - since)
+    return Modelled(until - since, replay.sent, busy)
+
+
+def small(config: Config) -> Config:
+    """Return a model with an eighth of the values in as many tensors."""
+    root = math.sqrt(SCALE)
+    width, context = (round(n / root) for n in (config.width, config.context))
+    vocabulary = round(config.vocabulary / root)
+    return replace(config, width=width, context=context, vocabulary=vocabulary, heads=1)
+
+
+def shapes(config: Config) -> list[tuple[int, ...]]:
+    """Return the shapes of a model's parameters, in its order."""
+    with torch.device("meta"):
+        return [tuple(p.shape) for p in Transformer(config).parameters()]
+
+
+def buckets(config: Config) -> list[list[tuple[int, ...]]]:
+    """Return the shapes of the small model's parameters, in DDP's buckets of the model itself."""
+    found: list[list[tuple[int, ...]]] = [[]]
+    size, limit = 0, FIRST_BUCKET
+    pairs = zip(shapes(config), shapes(small(config)), strict=True)
+    for real, shrunk in reversed(list(pairs)):
+        if size >= limit:
+            found.append([])
+            size, limit = 0, BUCKET
+        found[-1].append(shrunk)
+        size += 4 * math.prod(real)
+    return found
+
+
+def record(config: Config, jobs: Sequence[dict[str, str]]) -> list[Recorded]:
+    """Return what the hooks ask of the device in each job: the recorder's arguments but buckets.
+
+    Raises:
+        RuntimeError: the recorder has failed, or this is no checkout.
+    """
+    if not (ROOT / "tests").is_dir():
+        raise RuntimeError("--stand-in runs on the device of the tests: use a checkout of pycomm")
+    shapes = {"buckets": buckets(config)}
+    command = [sys.executable, "-m", RECORDER, *(json.dumps(job | shapes) for job in jobs)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the stand-in has failed:\n{done.stderr}")
+    return [Recorded.parse(line) for line in done.stdout.splitlines()]
+
+
+def scale_of(config: Config) -> float:
+    """Return how many values the model has for one of the small model."""
+    return parameters(config) / parameters(small(config))
+
+
+def pace_of(config: Config) -> Pace:
+    """Return the parts of a step without communication."""
+    sizes = [sum(map(math.prod, bucket)) for bucket in buckets(config)]
+    compute = FIRST + EACH * (len(sizes) - 1)
+    return Pace(FIRST, compute, OPTIMIZER, sizes[-1] / sum(sizes))
+
+
+def broken(recorded: Recorded, seconds: float, bound: float) -> list[str]:
+    """Return the goals of the engine that do not hold, one sentence each."""
+    counts = recorded.summary()
+    wrong = [
+        f"{counts[name]:g} {name}, where {most} are the goal"
+        for name, most in GOALS.items()
+        if counts[name] > most
+    ]
+    if seconds > OVER * bound:
+        wrong.append(f"{seconds / bound:.2f} of the bound, where {OVER} is the goal")
+    return wrong
+
+
+class Steps:
+    """The modelled steps of `bench step --stand-in`.
+
+    Args:
+        name, config: of the model.
+        methods: those of `CODECS`.
+    """
+
+    def __init__(self, name: str, config: Config, methods: Sequence[str]) -> None:
+        self._name, self._config = name, config
+        self._methods = [method for method in methods if method in CODECS]
+        host = {"codec": "int4", "device": "cpu"}
+        jobs = [{"codec": CODECS[method]} for method in self._methods]
+        *self._recorded, of_host = record(config, [*jobs, host])
+        calls = of_host.summary()["calls"]
+        self.broken: list[str] = []
+        """What keeps the goals from holding."""
+        if calls > CALLS_OF_HOST:
+            self.broken.append(f"{calls:g} calls on the host, where {CALLS_OF_HOST} are the goal")
+
+    def rows(self, rate: str) -> Iterator[Row]:
+        """Yield the row of each method on links of a rate."""
+        speed, pace = parse_rate(rate)[0], pace_of(self._config)
+        count, scale = parameters(self._config), scale_of(self._config)
+        for name, recorded in zip(self._methods, self._recorded, strict=True):
+            found = modelled(recorded, speed, scale)
+            wire = wire_seconds(found.sent, speed)
+            bound = pace.bound(wire)
+            wrong = broken(recorded, found.seconds, bound)
+            self.broken += [f"{name} at {rate}: {one}" for one in wrong]
+            words = [f"{key}:{value:g}" for key, value in recorded.summary().items()]
+            words += [f"{key}:{value:.0%}" for key, value in found.busy.items()]
+            method = Method(f"stand-in, {name}", "stand-in", codec=name)
+            yield replace(
+                describe("step", self._name, count, method),
+                rate=rate,
+                seconds=found.seconds,
+                wire_bytes=found.sent,
+                wire_seconds=wire,
+                bound=bound,
+                ratio=found.seconds / bound,
+                parts=" ".join(words),
+            )

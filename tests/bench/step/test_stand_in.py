@@ -1,0 +1,86 @@
+"""The clock takes what was measured on a GPU, and tells what the engine still asks of a device."""
+
+from __future__ import annotations
+
+import pytest
+
+from pycomm.bench.step import stand_in
+from pycomm.bench.step.stand_in import broken, buckets, modelled, pace_of, record, scale_of
+from pycomm.bench.training.train import MODELS
+from pycomm.plan.units import parse_rate
+
+pytestmark = pytest.mark.timeout(300)  # the recorder takes 20 seconds of a free core
+GPT = MODELS["124m"]
+# Milliseconds of a step on an H200 that two ranks shared, measured in November 2026, when Python
+# coded one parameter after the other on the caller's stream.
+MEASURED = {
+    ("int4", "10gbit"): 140,
+    ("int8", "10gbit"): 195,
+    ("coded sign", "10gbit"): 153,
+    ("int4", "1gbit"): 623,
+}
+BEFORE = ("int4", "int8", "coded sign")
+CHANGES = ("wait", "launches", "stream")
+# What the hook of a bucket asks for today, and how often the host waits in a step: these may only
+# fall. Of tensors of the host, calls alone.
+TODAY = {"launches": 9, "copies": 4, "calls": 91, "waits": 39, "held": 0}
+TODAY_ON_THE_HOST = 65
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    jobs = [{"codec": codec, "changed": "before"} for codec in BEFORE]
+    jobs += [{"codec": "int4", "changed": change} for change in ("", *CHANGES)]
+    jobs += [{"codec": "int4", "device": "cpu"}]
+    names = [*BEFORE, "", *CHANGES, "cpu"]
+    return dict(zip(names, record(GPT, jobs), strict=True))
+
+
+def step_of(one, rate):
+    return modelled(one, parse_rate(rate)[0], scale_of(GPT))
+
+
+@pytest.mark.parametrize(("codec", "rate"), MEASURED)
+def test_the_clock_takes_what_was_measured(recorded, codec, rate):
+    found = 1e3 * step_of(recorded[codec], rate).seconds
+    assert found == pytest.approx(MEASURED[codec, rate], rel=0.2)
+
+
+def test_the_buckets_are_those_of_ddp():
+    assert [len(bucket) for bucket in buckets(GPT)] == [4, *[12] * 11, 12]
+    assert pace_of(GPT).last == pytest.approx(0.354, abs=0.001)
+
+
+def test_what_a_bucket_asks_for_only_falls(recorded):
+    counts = recorded[""].summary()
+    assert all(counts[name] <= most for name, most in TODAY.items()), counts
+    assert recorded["cpu"].summary()["calls"] <= TODAY_ON_THE_HOST
+
+
+def test_today_is_faster_than_before(recorded):
+    now, before = (step_of(recorded[name], "10gbit") for name in ("", "int4"))
+    assert now.seconds < 0.8 * before.seconds
+    assert now.sent == before.sent
+    assert now.busy["wire"] > before.busy["wire"]
+
+
+def test_the_check_says_which_goals_do_not_hold(recorded):
+    found = step_of(recorded[""], "10gbit")
+    wrong = broken(recorded[""], found.seconds, found.seconds / 1.2)
+    assert [line.partition(", where")[0].split()[1] for line in wrong] == [
+        *("launches", "calls", "waits"),
+        "of",
+    ]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_check_fails_again(recorded, change, monkeypatch):
+    """Even if the goals were what today's path reaches."""
+    today = recorded[""]
+    monkeypatch.setattr(stand_in, "GOALS", {k: today.summary()[k] for k in stand_in.GOALS})
+    found = step_of(today, "10gbit")
+    assert broken(today, found.seconds, found.seconds) == []
+    later = step_of(recorded[change], "10gbit")
+    wrong = broken(recorded[change], later.seconds, found.seconds)
+    told = {"wait": "waits", "launches": "launches", "stream": "held"}[change]
+    assert any(told in line for line in wrong)
