@@ -237,7 +237,8 @@ def _compress_every_ddp() -> None:
 
     @functools.wraps(register)
     def register_comm_hook(self: DistributedDataParallel, state: object, hook: Any) -> None:
-        if vars(self).get("_pycomm"):
+        ours = str(getattr(hook, "__module__", "")).startswith("pycomm.")
+        if vars(self).get("_pycomm") and not ours:
             name = getattr(hook, "__qualname__", repr(hook))
             logger.warning("run: the script's hook %s is left out: pycomm's takes its place", name)
             return
@@ -306,11 +307,8 @@ def _compress_root(module: nn.Module, _: object) -> None:
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()  # an evaluation has left whole parameters
-        try:
-            found.code_optimizer_of(module, given.policy, seed=given.seed)
-        except (Error, TypeError, ValueError) as error:
-            unreached.tell(str(error))
         _mark(module)
+        found.code_optimizer_of(module, given.policy, unreached.tell, seed=given.seed)
 
 
 def _mark(module: nn.Module) -> None:

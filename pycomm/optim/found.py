@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from pycomm.codecs import Codec
 from pycomm.errors import Error
@@ -16,6 +21,10 @@ from pycomm.optim.convert import code_in_place, put_into_wrapper
 from pycomm.policy import Policy
 
 _made: dict[str, list[weakref.ref[Any]]] = {"optimizer": [], "scaler": [], "wrapper": []}
+
+_stepping: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Callable[[], None]]]
+_stepping = weakref.WeakKeyDictionary()
+"""Optimizers in their step, which may run a model in its closure, and what to do at its end."""
 
 
 @cache
@@ -28,6 +37,13 @@ def watch() -> None:
     ):
         noted = _made[role]
         after_construction(module, name, lambda made, noted=noted: noted.append(weakref.ref(made)))  # type: ignore[misc]
+    register_optimizer_step_pre_hook(lambda optimizer, *_: _stepping.update({optimizer: []}))
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for act in _stepping.pop(optimizer, []):
+        act()
 
 
 def _living(role: str) -> list[Any]:
@@ -36,17 +52,18 @@ def _living(role: str) -> list[Any]:
     return [made for ref in _made[role] if (made := ref()) is not None]
 
 
-def code_optimizer_of(model: nn.Module, codec: Codec | Policy, **options: Any) -> None:
+def code_optimizer_of(
+    model: nn.Module, codec: Codec | Policy, failed: Callable[[str], None], **options: Any
+) -> None:
     """Let the optimizer of a model's parameters exchange coded momentum; collective.
 
-    Of several the one with the most values is taken; gradients of the others travel exactly.
+    Of several the one with the most values is taken; gradients of the others travel exactly. One
+    whose step runs the model, as Lightning's does, takes that step with exact gradients.
 
     Args:
-        model: a model in DDP or `fully_shard`, before its first backward.
-        codec, options: as for `code_optimizer`, whose errors this raises, too.
-
-    Raises:
-        Error: no optimizer, or more than one GradScaler.
+        model: a model in DDP or `fully_shard`, whose forward begins.
+        codec, options: as for `code_optimizer`.
+        failed: is called with the reason if it cannot be done.
     """
     parameters = {id(parameter) for parameter in model.parameters()}
 
@@ -60,18 +77,38 @@ def code_optimizer_of(model: nn.Module, codec: Codec | Policy, **options: Any) -
         if not getattr(one.step, "replaced", False) and size(one)
     ]
     if not found:
-        raise Error(
+        failed(
             "no optimizer of torch has the model's parameters when its first forward begins: make "
             "it before, or use --codec"
         )
+        return
     optimizer = max(found, key=size)
+    act = partial(_code, optimizer, model, codec, failed, options)
+    if optimizer in _stepping:
+        _stepping[optimizer].append(act)
+    else:
+        act()
+
+
+def _code(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    codec: Codec | Policy,
+    failed: Callable[[str], None],
+    options: dict[str, Any],
+) -> None:
     scalers = [scaler for scaler in _living("scaler") if scaler.is_enabled()]
     if len(scalers) > 1:
-        raise Error(
+        failed(
             f"the script has {len(scalers)} GradScalers, and the momentum has the unit of one: use "
             "pycomm.code_optimizer(optimizer, model, scaler=...) in the script"
         )
-    code_in_place(optimizer, model, codec, scaler=scalers[0] if scalers else None, **options)
+        return
+    try:
+        code_in_place(optimizer, model, codec, scaler=scalers[0] if scalers else None, **options)
+    except (Error, TypeError, ValueError) as error:
+        failed(str(error))
+        return
     for wrapper in _living("wrapper"):
         if wrapper.optimizer is optimizer:
             put_into_wrapper(wrapper, optimizer)
