@@ -8,10 +8,8 @@ namespace pycomm::codecs::cast {
 
 /// float8: four codes are one word.
 template <typename Type>
-struct Coder {
-  static constexpr int kBits = 8;
-  static constexpr float kTop = Type::kTop;
-  using Codes = uint32_t;
+struct Coder : WholeCodes<uint32_t, 8> {
+  __device__ static float top(const EncodeParams&) { return Type::kTop; }
 
   __device__ static Encoded<Codes> encode(const cuda::Vector<float>& p, float inv,
                                           const EncodeParams&, uint64_t) {
@@ -24,7 +22,8 @@ struct Coder {
     return out;
   }
 
-  __device__ static cuda::Vector<float> decode(Codes codes, float scale) {
+  template <typename Params>
+  __device__ static cuda::Vector<float> decode(const Params&, Codes codes, float scale) {
     cuda::Vector<float> value;
     for (int k = 0; k < 4; k++) value.v[k] = Type::decode((codes >> (8 * k)) & 255) * scale;
     return value;

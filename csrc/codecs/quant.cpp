@@ -92,33 +92,21 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
 
 // ---------------------------------------------------- launches in CUDA (quant.cu)
 
-/// True for formats with kernels of their own; quant_cuda.h has those of the others.
-bool plain(const Format& f) { return f.bits == 8 || f.bits == 4; }
-
-void encode_cuda(const Format& format, const EncodeArgs& args) {
-  const size_t offset = codes_offset(format, args.in.size);
-  if (plain(format)) {
-    const std::string coder = kernel_name("quant::Coder", format.bits, format.random);
-    return launch_encode("quant", coder, format.block, offset, args);
-  }
-  EncodeParams params = encode_params(format.block, offset, args);
-  params.options = static_cast<uint32_t>(format.bits);
-  const int rows = rows_of(format.block);
-  launch("quant", kernel_name("quant::encode_wide", rows, format.random, args.has_residual()),
-         params, args.in.size, rows * cuda::kRow, args.stream);
+/// Returns the name of a coder: 8 and 4 bits have one of their own.
+std::string coder_name(const Format& f, bool random) {
+  return f.bits == 8 || f.bits == 4 ? kernel_name("quant::Coder", f.bits, random)
+                                    : kernel_name("quant::WideCoder", random);
 }
 
-void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
+void encode_cuda(const Format& f, const EncodeArgs& args) {
+  launch_encode("quant", coder_name(f, f.random), f.block, codes_offset(f, args.in.size), args,
+                static_cast<uint32_t>(f.bits));
+}
+
+void decode_cuda(const Format& f, Span<const uint8_t> payload, Span<float> out, bool add,
                  const Stream& stream) {
-  const size_t offset = codes_offset(format, out.size);
-  if (plain(format)) {
-    const std::string coder = kernel_name("quant::Coder", format.bits, false);
-    return launch_decode("quant", coder, format.block, offset, payload, out, add, stream);
-  }
-  DecodeParams params = decode_params(format.block, offset, payload, out);
-  params.options = static_cast<uint32_t>(format.bits);
-  launch("quant", kernel_name("quant::decode_wide", add), params, out.size, kSmall * cuda::kRow,
-         stream);
+  launch_decode("quant", coder_name(f, false), f.block, codes_offset(f, out.size), payload, out,
+                add, stream, static_cast<uint32_t>(f.bits));
 }
 
 class Quant final : public Codec {

@@ -1,6 +1,9 @@
 // Call: a c10d operation with its options, converted to the core's types.
 #pragma once
+#include <algorithm>
 #include <cstring>
+#include <iterator>
+#include <utility>
 
 #include "binding/torch/support.h"
 #include "core/op.h"
@@ -32,41 +35,25 @@ struct Call {
 
 /// Returns the tag that the trace shows for an operation before it runs.
 inline OpTag issued_tag(const Call& call, const Tensors& outputs, int ranks) {
+  static constexpr std::pair<OpType, Op> kOps[] = {
+      {OpType::ALLREDUCE, Op::all_reduce},
+      {OpType::ALLREDUCE_COALESCED, Op::all_reduce},
+      {OpType::REDUCE_SCATTER, Op::reduce_scatter},
+      {OpType::_REDUCE_SCATTER_BASE, Op::reduce_scatter},
+      {OpType::ALLGATHER, Op::all_gather},
+      {OpType::_ALLGATHER_BASE, Op::all_gather},
+      {OpType::ALLGATHER_COALESCED, Op::all_gather},
+      {OpType::ALLTOALL, Op::all_to_all},
+      {OpType::ALLTOALL_BASE, Op::all_to_all},
+      {OpType::BROADCAST, Op::broadcast},
+      {OpType::REDUCE, Op::reduce},
+      {OpType::GATHER, Op::gather},
+      {OpType::SCATTER, Op::scatter},
+  };
   OpTag tag;
-  tag.seq = 0;
-  switch (call.type) {
-    case OpType::ALLREDUCE:
-    case OpType::ALLREDUCE_COALESCED:
-      tag.op = Op::all_reduce;
-      break;
-    case OpType::REDUCE_SCATTER:
-    case OpType::_REDUCE_SCATTER_BASE:
-      tag.op = Op::reduce_scatter;
-      break;
-    case OpType::ALLGATHER:
-    case OpType::_ALLGATHER_BASE:
-    case OpType::ALLGATHER_COALESCED:
-      tag.op = Op::all_gather;
-      break;
-    case OpType::ALLTOALL:
-    case OpType::ALLTOALL_BASE:
-      tag.op = Op::all_to_all;
-      break;
-    case OpType::BROADCAST:
-      tag.op = Op::broadcast;
-      break;
-    case OpType::REDUCE:
-      tag.op = Op::reduce;
-      break;
-    case OpType::GATHER:
-      tag.op = Op::gather;
-      break;
-    case OpType::SCATTER:
-      tag.op = Op::scatter;
-      break;
-    default:
-      tag.op = Op::barrier;
-      break;
+  tag.op = Op::barrier;
+  for (const auto& [type, op] : kOps) {
+    if (type == call.type) tag.op = op;
   }
   if (!outputs.empty()) {
     tag.numel = static_cast<uint64_t>(outputs[0].numel());
@@ -77,43 +64,27 @@ inline OpTag issued_tag(const Call& call, const Tensors& outputs, int ranks) {
 }
 
 struct Reduction {
-  explicit Reduction(const c10d::ReduceOp& op) {
-    switch (op) {
-      case c10d::ReduceOp::SUM:
-        this->op = ReduceOp::sum;
-        break;
-      case c10d::ReduceOp::AVG:
-        this->op = ReduceOp::avg;
-        break;
-      case c10d::ReduceOp::PRODUCT:
-        this->op = ReduceOp::prod;
-        break;
-      case c10d::ReduceOp::MIN:
-        this->op = ReduceOp::min;
-        break;
-      case c10d::ReduceOp::MAX:
-        this->op = ReduceOp::max;
-        break;
-      case c10d::ReduceOp::BAND:
-        this->op = ReduceOp::band;
-        break;
-      case c10d::ReduceOp::BOR:
-        this->op = ReduceOp::bor;
-        break;
-      case c10d::ReduceOp::BXOR:
-        this->op = ReduceOp::bxor;
-        break;
-      case c10d::ReduceOp::PREMUL_SUM: {
-        this->op = ReduceOp::premul_sum;
-        // The name is that of torch 2.11 and 2.12; later versions have it beside a new one.
-        const auto* premul = static_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-        factor = premul->tensor_factor.defined() ? premul->tensor_factor.item<double>()
-                                                 : premul->double_factor;
-        break;
-      }
-      default:
-        throw Error("unknown reduce op " + std::to_string(op.op_));
-    }
+  explicit Reduction(const c10d::ReduceOp& given) {
+    static constexpr std::pair<c10d::ReduceOp::RedOpType, ReduceOp> kOps[] = {
+        {c10d::ReduceOp::SUM, ReduceOp::sum},
+        {c10d::ReduceOp::AVG, ReduceOp::avg},
+        {c10d::ReduceOp::PRODUCT, ReduceOp::prod},
+        {c10d::ReduceOp::MIN, ReduceOp::min},
+        {c10d::ReduceOp::MAX, ReduceOp::max},
+        {c10d::ReduceOp::BAND, ReduceOp::band},
+        {c10d::ReduceOp::BOR, ReduceOp::bor},
+        {c10d::ReduceOp::BXOR, ReduceOp::bxor},
+        {c10d::ReduceOp::PREMUL_SUM, ReduceOp::premul_sum},
+    };
+    const auto* known = std::find_if(std::begin(kOps), std::end(kOps),
+                                     [&](const auto& each) { return each.first == given.op_; });
+    if (known == std::end(kOps)) throw Error("unknown reduce op " + std::to_string(given.op_));
+    op = known->second;
+    if (op != ReduceOp::premul_sum) return;
+    // The name is that of torch 2.11 and 2.12; later versions have it beside a new one.
+    const auto* premul = static_cast<c10d::NCCLPreMulSumSupplement*>(given.supplement_.get());
+    factor = premul->tensor_factor.defined() ? premul->tensor_factor.item<double>()
+                                             : premul->double_factor;
   }
   ReduceOp op;
   double factor = 1.0;

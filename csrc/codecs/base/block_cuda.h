@@ -1,6 +1,6 @@
 // CUDA kernels of the codecs with blocks. The codec provides a Coder, which turns four values into
-// their codes and back; the arithmetic is in block.h and in the header of the codec. Compiled by
-// nvcc and NVRTC.
+// their codes and back, and loads and stores them; the arithmetic is in block.h and in the header
+// of the codec. Compiled by nvcc and NVRTC.
 #pragma once
 #include "codecs/base/block.h"
 #include "codecs/base/params.h"
@@ -15,6 +15,21 @@ template <typename Codes>
 struct Encoded {
   Codes codes;
   cuda::Vector<float> value;
+};
+
+/// How coders whose four codes are one element of the payload load and store it.
+template <typename Element, int kBits>
+struct WholeCodes {
+  using Codes = Element;
+  template <typename Params>
+  __device__ static Codes load(const Params&, const uint8_t* codes, size_t i) {
+    return reinterpret_cast<const Codes*>(codes)[i / 4];
+  }
+  /// Codes are padded with zeros to a multiple of four bytes.
+  __device__ static void store(const EncodeParams& args, size_t i, Codes codes) {
+    constexpr size_t kWord = 32 / kBits;
+    if (i / kWord * kWord < args.numel) reinterpret_cast<Codes*>(args.codes)[i / 4] = codes;
+  }
 };
 
 /// Reduces the maximum of each lane's values of a row to the maximum of their block.
@@ -113,30 +128,25 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_blocks(const Batch<Enco
 
   cuda::Vector<float> p[kRows];
   load_values<kFeedback>(tile, args, p, [&](const uint8_t* payload, size_t i) {
-    const auto* codes =
-        reinterpret_cast<const typename Coder::Codes*>(payload + codes_offset(args));
-    return Coder::decode(codes[i / 4],
+    return Coder::decode(args, Coder::load(args, payload + codes_offset(args), i),
                          reinterpret_cast<const float*>(payload)[i >> args.block_bits]);
   });
 
-  uint32_t top[kRows];
-  max_of_rows(p, top);
-  max_of_blocks(top, block);
+  uint32_t amax_bits[kRows];
+  max_of_rows(p, amax_bits);
+  max_of_blocks(amax_bits, block);
+  const float top = Coder::top(args);
 
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
     const size_t i = tile.index(row);
-    const float amax = bits_float(top[row]);
-    const float s = scale(amax, Coder::kTop);
+    const float amax = bits_float(amax_bits[row]);
+    const float s = scale(amax, top);
     if (i % block == 0 && i < args.numel) args.scales[i >> args.block_bits] = s;
 
     Encoded<typename Coder::Codes> encoded{};
-    if (used(amax)) encoded = Coder::encode(p[row], inv_scale(amax, Coder::kTop), args, i / 4);
-    // Codes are padded with zeros to a multiple of four bytes.
-    constexpr size_t kWord = 32 / Coder::kBits;
-    if (i / kWord * kWord < args.numel) {
-      reinterpret_cast<typename Coder::Codes*>(args.codes)[i / 4] = encoded.codes;
-    }
+    if (used(amax)) encoded = Coder::encode(p[row], inv_scale(amax, top), args, i / 4);
+    Coder::store(args, i, encoded.codes);
 
     if (kFeedback) {
       cuda::Vector<float> kept{};
@@ -156,10 +166,9 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_blocks(const Batch<Deco
   decode_tile<kAdd, Codes>(
       args,
       [&](size_t i) {
-        return Scaled<Codes>{reinterpret_cast<const Codes*>(args.codes)[i / 4],
-                             args.scales[i >> args.block_bits]};
+        return Scaled<Codes>{Coder::load(args, args.codes, i), args.scales[i >> args.block_bits]};
       },
-      [](const Scaled<Codes>& row) { return Coder::decode(row.codes, row.scale); });
+      [&](const Scaled<Codes>& row) { return Coder::decode(args, row.codes, row.scale); });
 }
 
 }  // namespace pycomm::codecs

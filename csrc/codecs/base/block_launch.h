@@ -44,19 +44,23 @@ inline DecodeParams decode_params(uint32_t block, size_t offset, Span<const uint
 /// Returns the rows of a tile that holds whole blocks.
 inline int rows_of(uint32_t block) { return block <= kSmall * cuda::kRow ? kSmall : kLarge; }
 
-/// `coder` is the name of the type that the kernels take.
+/// `coder` is the name of the type that the kernels take, and `options` is for it.
 inline void launch_encode(const char* codec, const std::string& coder, uint32_t block,
-                          size_t offset, const EncodeArgs& args) {
+                          size_t offset, const EncodeArgs& args, uint32_t options = 0) {
   const int rows = rows_of(block);
-  launch(codec, kernel_name("encode_blocks", coder, rows, args.has_residual()),
-         encode_params(block, offset, args), args.in.size, rows * cuda::kRow, args.stream);
+  EncodeParams params = encode_params(block, offset, args);
+  params.options = options;
+  launch(codec, kernel_name("encode_blocks", coder, rows, args.has_residual()), params,
+         args.in.size, rows * cuda::kRow, args.stream);
 }
 
 inline void launch_decode(const char* codec, const std::string& coder, uint32_t block,
                           size_t offset, Span<const uint8_t> payload, Span<float> out, bool add,
-                          const Stream& stream) {
-  launch(codec, kernel_name("decode_blocks", coder, add),
-         decode_params(block, offset, payload, out), out.size, kSmall * cuda::kRow, stream);
+                          const Stream& stream, uint32_t options = 0) {
+  DecodeParams params = decode_params(block, offset, payload, out);
+  params.options = options;
+  launch(codec, kernel_name("decode_blocks", coder, add), params, out.size, kSmall * cuda::kRow,
+         stream);
 }
 
 }  // namespace pycomm::codecs

@@ -13,7 +13,7 @@
 //   reduce_scatter   (m-1)/m b
 //   all_gather       (m-1)/m b
 //   broadcast        b from each node but the last, which are a chain
-//   reduce           at most 2(m-1)/m b
+//   reduce           2(m-1)/m b, as all_reduce
 #pragma once
 #include "collectives/algorithms/context.h"
 #include "collectives/common/fold.h"

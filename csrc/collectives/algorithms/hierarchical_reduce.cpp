@@ -1,4 +1,5 @@
 // Hierarchical collectives that reduce. Those that only move bytes: hierarchical_move.cpp.
+#include <cstring>
 #include <memory>
 
 #include "collectives/algorithms/dispatch.h"
@@ -303,46 +304,16 @@ void reduce_scatter(CollectiveContext& context, const ConstParts& in, void* out,
   ReduceScatter(context, in, out, fold).run();
 }
 
-// It works like all_reduce, but the rails end at the root's node, whose ranks send it their shards.
+// The sums of an all_reduce, of which only the root keeps the result: the order is the same, and
+// between the nodes so are the bytes.
 void reduce(CollectiveContext& context, const void* in, void* out, size_t numel, const Fold& fold,
             int root) {
-  Node node(context);
-  const Topology& topology = context.topology();
-  const size_t element = size_of(fold.dtype), each = stage_numel(context, element);
-  const int home = topology.node_of(root), shards = topology.narrowest(), me = context.rank();
-  const bool on_rail = node.place() < shards, at_home = topology.node_of(me) == home;
-  const std::vector<int> members = on_rail ? rail(topology, node.place()) : std::vector<int>{me};
-  CollectiveContext between = context.among(members);
-  const std::unique_ptr<uint8_t[]> memory(new uint8_t[2 * std::min(each, numel) * element]);
-  uint8_t* partial = memory.get();
-  uint8_t* result = partial + std::min(each, numel) * element;
-  for (size_t t = 0; t < schedule::divide_up(numel, each); t++) {
-    const Range stage = schedule::segment({0, numel}, each, t);
-    const auto list = shards_of(in, stage, shards, node.size(), element);
-    node.reduce_scatter(ConstParts(list).of(element), partial, fold.between());
-    const Range own = shard(stage, shards, node.place(), element);
-    if (on_rail) {
-      dispatch::reduce({between, Algo::direct}, partial, result, own.size(),
-                       fold.last(context.size()), home);
-    }
-    if (!at_home) continue;
-    if (me != root) {
-      context.send(root, result, own.size() * element);
-    } else {
-      auto* bytes = static_cast<uint8_t*>(out);
-      for (int p = 0; p < node.size(); p++) {
-        const Range theirs = shard(stage, shards, p, element);
-        uint8_t* to = bytes + theirs.begin * element;
-        if (p == node.place()) {
-          if (theirs.size() > 0) std::memcpy(to, result, theirs.size() * element);
-        } else {
-          context.recv(topology.node(home)[p], to, theirs.size() * element);
-        }
-      }
-    }
-    context.wait_all();
-  }
-  node.end();
+  const size_t bytes = numel * size_of(fold.dtype);
+  const bool here = context.rank() == root;
+  const std::unique_ptr<uint8_t[]> sums(here ? nullptr : new uint8_t[bytes]);
+  void* data = here ? out : sums.get();
+  if (bytes > 0 && data != in) std::memmove(data, in, bytes);
+  all_reduce(context, data, numel, fold);
 }
 
 }  // namespace pycomm::hierarchical

@@ -36,36 +36,25 @@ class DeviceBarrier {
   PYCOMM_KERNEL const uint8_t* reads(int r) const { return slot(r, count_); }
 
   /// Ends the round: what it has written can be read. Returns false if a rank did not arrive.
-  PYCOMM_KERNEL bool arrive_wait() { return arrive_wait(0, call_.peers.ranks); }
-  /// Synchronizes with the previous and the next rank alone.
-  PYCOMM_KERNEL bool arrive_wait_neighbours() {
-    const int n = call_.peers.ranks;
-    const int before = (call_.peers.rank + n - 1) % n, after = (call_.peers.rank + 1) % n;
-    return arrive_wait(before, after);
+  PYCOMM_KERNEL bool arrive_wait() {
+    const int self = call_.peers.rank;
+    count_++;
+    m_.all(true);
+    const uint64_t word = static_cast<uint64_t>(call_.hash) << 32 | count_;
+    bool arrived = true;
+    for (int r = m_.thread(); r < call_.peers.ranks; r += m_.threads()) {
+      if (r != self) m_.release(&call_.peers.flags[r]->arrived[m_.block()][self], word);
+    }
+    for (int r = m_.thread(); r < call_.peers.ranks; r += m_.threads()) {
+      if (r != self) arrived = wait_for(r) && arrived;
+    }
+    return m_.all(arrived);
   }
 
  private:
   PYCOMM_KERNEL uint8_t* slot(int r, uint32_t round) const {
     const size_t place = (round & 1) * static_cast<size_t>(call_.slots) + m_.block();
     return call_.peers.data[r] + place * call_.slot_bytes;
-  }
-
-  /// Peers are first .. last-1, or the two neighbours.
-  PYCOMM_KERNEL bool arrive_wait(int a, int b) {
-    const bool everybody = b == call_.peers.ranks;
-    const int self = call_.peers.rank;
-    const auto takes_part = [&](int r) { return r != self && (everybody || r == a || r == b); };
-    count_++;
-    m_.all(true);
-    const uint64_t word = static_cast<uint64_t>(call_.hash) << 32 | count_;
-    bool arrived = true;
-    for (int r = m_.thread(); r < call_.peers.ranks; r += m_.threads()) {
-      if (takes_part(r)) m_.release(&call_.peers.flags[r]->arrived[m_.block()][self], word);
-    }
-    for (int r = m_.thread(); r < call_.peers.ranks; r += m_.threads()) {
-      if (takes_part(r)) arrived = wait_for(r) && arrived;
-    }
-    return m_.all(arrived);
   }
 
   PYCOMM_KERNEL bool wait_for(int r) const {

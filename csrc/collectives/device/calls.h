@@ -46,7 +46,6 @@ struct SpoilCall {
 enum class ReduceAlgo : uint8_t {
   one_shot,  ///< every rank reads all data, and has the result
   two_shot,  ///< the owner of a chunk reads it from all, and every rank reads the results
-  ring,      ///< partial sums go around, then the results
   scatter,   ///< each rank has a part of its own
 };
 
@@ -57,7 +56,7 @@ struct ReduceCall {
   uint8_t* out;
   ReduceAlgo algo;
   ReduceOp op;
-  int root;  ///< the rank that needs the result; -1: all. Not of scatter and ring
+  int root;  ///< the rank that needs the result; -1: all. Not of scatter
   int divisor;
   double factor;  ///< of our own contribution to a premul_sum, else 1
 };

@@ -75,18 +75,14 @@ struct BlockReducer {
   /// Packs that a thread has in flight at once: as many as fit in its registers.
   static constexpr int kDepth = sizeof(Stored) >= 4 ? 4 : sizeof(Stored) == 2 ? 2 : 1;
 
-  Scalar factor, divisor;
-  bool prepares;  ///< the factor applies to input 0 too
+  Scalar factor;  ///< of input 0: of our own contribution, which is rounded to the type; else 1
+  Scalar divisor;
   bool finishes;
 
-  /// Loads one of the inputs after the first. In a ring that is our own contribution, which is
-  /// multiplied by the factor and rounded to the type, as a contribution that peers read is; else
-  /// inputs are contributions of peers, and the factor is 1.
-  PYCOMM_KERNEL Acc raw(Stored x) const {
+  PYCOMM_KERNEL Acc first(Stored x) const {
     if (factor == Scalar{1}) return Type::load(x);
     return Type::load(Type::store(Op::scale(Type::load(x), factor)));
   }
-  PYCOMM_KERNEL Acc first(Stored x) const { return prepares ? raw(x) : Type::load(x); }
   PYCOMM_KERNEL Stored last(Acc x) const {
     return Type::store(finishes ? Op::finish(x, divisor) : x);
   }
@@ -106,7 +102,7 @@ struct BlockReducer {
       const auto at = [&](int j) { return reinterpret_cast<const Stored*>(input(j))[k]; };
       Acc acc = first(at(0));
       PYCOMM_NO_UNROLL
-      for (int j = 1; j < count; j++) acc = Op::fold(acc, raw(at(j)));
+      for (int j = 1; j < count; j++) acc = Op::fold(acc, Type::load(at(j)));
       reinterpret_cast<Stored*>(to)[k] = last(acc);
     }
   }
@@ -137,7 +133,7 @@ struct BlockReducer {
       PYCOMM_UNROLL
       for (int p = 0; p < kDepth; p++) {
         PYCOMM_UNROLL
-        for (int k = 0; k < kCount; k++) acc[p][k] = Op::fold(acc[p][k], raw(x[p].v[k]));
+        for (int k = 0; k < kCount; k++) acc[p][k] = Op::fold(acc[p][k], Type::load(x[p].v[k]));
       }
     }
     PYCOMM_UNROLL

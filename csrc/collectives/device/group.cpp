@@ -104,14 +104,12 @@ void DeviceGroup::abort(const Notice& notice) noexcept { impl_->abort(notice); }
 void DeviceGroup::all_reduce(void* data, size_t numel, DType dtype, ReduceOp op, Stream stream,
                              double factor, const std::string& algo) {
   check_reducible(dtype, op);
-  ReduceAlgo chosen = ReduceAlgo::ring;
+  ReduceAlgo chosen = algo == "one_shot" ? ReduceAlgo::one_shot : ReduceAlgo::two_shot;
   if (algo == "auto") {
     chosen = impl_->choose(numel * size_of(dtype));
-  } else if (algo == "one_shot" || algo == "two_shot") {
-    chosen = algo == "one_shot" ? ReduceAlgo::one_shot : ReduceAlgo::two_shot;
-  } else if (algo != "ring") {
-    impl_->fail(Op::all_reduce, "has no algorithm \"" + algo +
-                                    "\" on a GPU; use one of auto, one_shot, two_shot, ring");
+  } else if (algo != "one_shot" && algo != "two_shot") {
+    impl_->fail(Op::all_reduce,
+                "has no algorithm \"" + algo + "\" on a GPU; use one of auto, one_shot, two_shot");
   }
   impl_->all_reduce(data, make_tag(Op::all_reduce, numel, dtype, op), chosen, factor, stream);
 }

@@ -66,8 +66,7 @@ class PYCOMM_API DeviceGroup {
   // Collectives. Buffers are memory of our GPU, parts as those of Communicator. Bad arguments throw
   // Error at once; all other errors are reported by check().
 
-  /// `algo` is "auto", "one_shot", "two_shot" or "ring". Auto never selects the ring, whose sums
-  /// have another order, and which two_shot equals in bytes.
+  /// `algo` is "auto", "one_shot" or "two_shot".
   void all_reduce(void* data, size_t numel, DType dtype, ReduceOp op, Stream stream,
                   double factor = 1.0, const std::string& algo = "auto");
   void reduce_scatter(const ConstParts& in, void* out, DType dtype, ReduceOp op, Stream stream,

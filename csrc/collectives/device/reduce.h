@@ -1,5 +1,5 @@
 // Kernel of collectives that reduce: all_reduce, reduce and reduce_scatter. Sums are made as on the
-// CPU (core/reduce.h): each element by one owner, in rank order, except for those of the ring.
+// CPU (core/reduce.h): each element by one owner, in rank order.
 #pragma once
 #include "collectives/device/fold.h"
 
@@ -17,23 +17,20 @@ class DeviceReduction {
         self_(args.call.peers.rank) {}
 
   PYCOMM_KERNEL void run() {
-    if (barrier_.start() && (args_.algo == ReduceAlgo::ring ? ring() : direct())) {
-      return barrier_.end();
-    }
+    if (barrier_.start() && rounds()) return barrier_.end();
     const Share part = ours(args_.algo == ReduceAlgo::scatter ? self_ : 0);
     if (wanted()) spoil(m_, args_.out + part.begin, part.size());
   }
 
  private:
+  /// Folds what all ranks share.
   template <typename Input>
-  PYCOMM_KERNEL void fold(const Input& input, int count, double factor, bool prepares,
-                          bool finishes, uint8_t* to, size_t bytes) const {
+  PYCOMM_KERNEL void fold(const Input& input, uint8_t* to, size_t bytes) const {
     using Scalar = typename Type::Scalar;
     Ops::visit(args_.op, [&](auto op) {
-      const BlockReducer<Type, decltype(op)> reducer{static_cast<Scalar>(factor),
-                                                     static_cast<Scalar>(args_.divisor), prepares,
-                                                     finishes && args_.op == ReduceOp::avg};
-      reducer.fold(m_, input, count, to, bytes);
+      const BlockReducer<Type, decltype(op)> reducer{Scalar{1}, static_cast<Scalar>(args_.divisor),
+                                                     args_.op == ReduceOp::avg};
+      reducer.fold(m_, input, n_, to, bytes);
     });
   }
   /// Shares our contribution: in a premul_sum our data times our own factor, as peers know only
@@ -43,7 +40,7 @@ class DeviceReduction {
       if (args_.op == ReduceOp::premul_sum) {
         using Scalar = typename Type::Scalar;
         const BlockReducer<Type, ScaledSum> reducer{static_cast<Scalar>(args_.factor), Scalar{1},
-                                                    true, false};
+                                                    false};
         return reducer.fold(m_, [&](int) { return from; }, 1, to, bytes);
       }
     }
@@ -55,10 +52,10 @@ class DeviceReduction {
     return share(args_.in.bytes[run], m_.blocks(), m_.block());
   }
 
-  /// Runs the other algorithms. Every rank shares its data; then one_shot: every rank folds all,
+  /// Every rank shares its data; then one_shot: every rank folds all,
   /// two_shot: the owner of a chunk folds it and shares the result, scatter: every rank folds its
   /// own part.
-  PYCOMM_KERNEL bool direct() {
+  PYCOMM_KERNEL bool rounds() {
     const bool scatter = args_.algo == ReduceAlgo::scatter;
     const bool two_shot = args_.algo == ReduceAlgo::two_shot;
     const int runs = scatter ? n_ : 1, own_run = scatter ? self_ : 0;
@@ -78,8 +75,7 @@ class DeviceReduction {
       const size_t offset = own_run * room + chunk.begin;
       uint8_t* const to = two_shot ? barrier_.writes(self_) + chunk.begin : args_.out + part.begin;
       if (two_shot || wanted()) {
-        fold([&](int j) { return barrier_.reads(j) + offset; }, n_, 1.0, false, true, to,
-             chunk.size());
+        fold([&](int j) { return barrier_.reads(j) + offset; }, to, chunk.size());
       }
       if (!two_shot) continue;
 
@@ -89,40 +85,6 @@ class DeviceReduction {
         const Share result = share(part.size(), n_, r);
         copy(m_, args_.out + part.begin + result.begin, barrier_.reads(r) + result.begin,
              result.size());
-      }
-    }
-    return true;
-  }
-
-  /// Runs the ring. Chunk c starts at rank c+1 and ends at its owner c, where the sum is complete;
-  /// from there it goes around once more. Barriers are between neighbours only, except for the
-  /// first one: before it, other ranks may still read what the operation before has shared.
-  PYCOMM_KERNEL bool ring() {
-    const size_t room = args_.call.slot_bytes;
-    const int before = (self_ + n_ - 1) % n_;
-    if (!barrier_.arrive_wait()) return false;
-    for (size_t done = 0; done < ours(0).size(); done += room * n_) {
-      const Share part = part_of(ours(0), done, room * n_);
-      for (int step = 0; step < 2 * n_ - 1; step++) {
-        // The chunk that this rank holds: our contribution, partial sums, at step n-1 our own
-        // chunk, results.
-        const Share chunk = share(part.size(), n_, (self_ + 2 * n_ - 1 - step) % n_);
-        const uint8_t* const in = args_.in.data[0] + part.begin + chunk.begin;
-        uint8_t* const out = args_.out + part.begin + chunk.begin;
-        uint8_t* const shown = barrier_.writes(self_);
-        const uint8_t* const received = barrier_.reads(before);
-        if (step < n_) {
-          const auto input = [&](int j) { return step == 0 || j == 1 ? in : received; };
-          fold(input, step == 0 ? 1 : 2, args_.factor, step == 0, step == n_ - 1, shown,
-               chunk.size());
-          m_.all(true);
-          if (step == n_ - 1) copy(m_, out, shown, chunk.size());
-        } else {
-          copy(m_, out, received, chunk.size());
-          if (step == 2 * n_ - 2) break;  // it has been everywhere
-          copy(m_, shown, received, chunk.size());
-        }
-        if (!barrier_.arrive_wait_neighbours()) return false;
       }
     }
     return true;
