@@ -63,11 +63,6 @@ class MonitorReport:
     """The largest |result - due| / |due|, where due includes the residuals."""
     residual: float | None
     """The largest |residuals| / |exact|."""
-    sampled: int
-    """Values in those samples, of all ranks."""
-    saturated: int
-    """Values clipped because they exceed what their block's scale can represent: MX with floor
-    scales, NVFP4. Other scales follow from a block's amax and clip nothing."""
     check_every: int | None
     """Steps from one check to the next."""
     groups: tuple[Group, ...]
@@ -210,8 +205,7 @@ def text() -> str:
             lines.append(
                 f"  checks of {r.checked} parameters, every {r.check_every} steps: error up to "
                 f"{r.error:.3g}, cosine at least {r.cosine:.4g}, of the codec alone up to "
-                f"{r.coding:.3g}, residuals up to {r.residual:.3g} of a gradient, "
-                f"{r.saturated} of {r.sampled} values saturated"
+                f"{r.coding:.3g}, residuals up to {r.residual:.3g} of a gradient"
             )
         for g in r.groups:
             lines.append(f"  {g.codec} ({g.reason}): {g.parameters} parameters, {g.values} values")
@@ -243,8 +237,6 @@ _GAUGES = {
     "cosine": "Smallest cosine between a sampled averaged gradient and the exact one",
     "coding": "Largest relative L2 error of the codec alone",
     "residual": "Largest norm of the residuals, relative to the gradient",
-    "sampled": "Values in the last samples of all parameters",
-    "saturated": "Values in the last samples that their codec has cut off",
 }
 
 

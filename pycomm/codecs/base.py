@@ -71,13 +71,6 @@ class Codec(ABC):
         """Return the codec for a parameter of this shape: itself, unless the shape matters."""
         return self
 
-    def saturated(self, p: torch.Tensor) -> int:
-        """Return how many values (float32 [numel]) exceed what their block's scale can represent.
-
-        That is 0 where scales follow from a block's amax.
-        """
-        return 0
-
     def implementation(self, device: str) -> Implementation:
         """Return the implementation that runs this codec on a device type."""
         return select(self.name, device)

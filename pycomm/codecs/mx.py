@@ -105,11 +105,6 @@ class MX(Codec):
         code = _encode(v, self.element)
         return payload(*first, pack_bits(code.view(-1)[: p.numel()], self.element.bits))
 
-    def saturated(self, p: torch.Tensor) -> int:
-        """Return how many values are clipped to the element's largest number."""
-        _, v = self._scaled(p)
-        return int((v.abs() > self.element.top).sum())
-
     def _scaled(self, p: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return the scale sections, and the values divided by scale: float32 [blocks, ...]."""
         rows = split(p, self.granule)

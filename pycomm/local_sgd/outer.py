@@ -40,19 +40,22 @@ def broadcast(module: nn.Module, group: dist.ProcessGroup) -> None:
         _broadcast_coalesced(group, tensors, _MESSAGE, 0)
 
 
-class OuterParameters:
-    """The common start of the ranks' rounds, and the momentum of the outer optimizer.
+class Fragment:
+    """Parameters that are averaged together: the common start of their rounds, and its momentum.
 
     Args:
         parameters: parameters by name, floats or complex numbers; equal on all ranks.
+        end: step of the round after which they are averaged, from 1.
         momentum: momentum of the outer optimizer; 0: none is kept.
         nesterov: look ahead by the momentum.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], *, momentum: float, nesterov: bool
+        self, parameters: Mapping[str, nn.Parameter], end: int, *, momentum: float, nesterov: bool
     ) -> None:
-        self.momentum, self.nesterov = momentum, nesterov
+        self.end, self.momentum, self.nesterov = end, momentum, nesterov
+        self.weight = 0.0
+        """Samples, tokens or steps since it was last sent."""
         self.parameters = dict(parameters)
         self.start: Values = self._gather()
         self.velocity: Values | None = _zeros(self.start) if momentum else None
@@ -136,32 +139,6 @@ class OuterParameters:
                 part.copy_(part.to(start.dtype).reshape(-1).add_(moved).view_as(part))
                 at += part.numel()
 
-    def renew(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> list[str]:
-        """Continue with other parameters and return the names of the new ones; collective.
-
-        The start of a new parameter is its exact average over all ranks, since its value at the
-        beginning of the round was not recorded. The others keep start and momentum.
-        """
-        before = {name: (self.parameters[name], at) for name, at in self._places()}
-        old, velocity = self.start, self.velocity
-        self.parameters = dict(parameters)
-        self.start = self._gather()
-        self.velocity = _zeros(self.start) if velocity is not None else None
-        new = []
-        for name, (width, begin, end) in self._places():
-            was, place = before.get(name, (None, None))
-            if was is not parameters[name] or place is None:
-                new.append(name)
-                mean = self.start[width][begin:end]
-                dist.all_reduce(mean, group=group)
-                mean.div_(group.size())
-                continue
-            there = slice(place[1], place[2])
-            self.start[width][begin:end] = old[width][there]
-            if self.velocity is not None and velocity is not None:
-                self.velocity[width][begin:end] = velocity[width][there]
-        return new
-
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the state to checkpoint."""
         return {
@@ -170,30 +147,30 @@ class OuterParameters:
             "velocity": None
             if self.velocity is None
             else {width: values.clone() for width, values in self.velocity.items()},
+            "weight": self.weight,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], model: Mapping[str, nn.Parameter]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict`.
 
-        Args:
-            state: result of `state_dict`.
-            model: all parameters of the model, by name, since the state may have been saved with
-                other trained parameters.
-
         Raises:
-            ValueError: the state belongs to another model, or another momentum.
+            ValueError: the state belongs to another model, other trained parameters, or another
+                momentum.
         """
-        if missing := [name for name in state["names"] if name not in model]:
+        if others := sorted(self.parameters.keys() ^ set(state["names"])):
+            where = (
+                "is trained here only" if others[0] in self.parameters else "is not trained here"
+            )
             raise ValueError(
-                f"LocalSGD's state has {missing[0]}, which the model does not: it belongs to "
-                "another model"
+                f"LocalSGD's state and the model have other parameters: {others[0]} {where}. It "
+                "belongs to another model; or freeze the same ones before LocalSGD is made"
             )
         if (state["velocity"] is None) != (self.momentum == 0):
             raise ValueError(
                 "LocalSGD's state was saved with momentum or without, unlike this one: give the "
                 "same momentum="
             )
-        self.parameters = {name: model[name] for name in state["names"]}
+        self.parameters = {name: self.parameters[name] for name in state["names"]}
         self.start = self._gather()
         sizes = {width: values.numel() for width, values in state["start"].items()}
         if sizes != {width: values.numel() for width, values in self.start.items()}:
@@ -201,6 +178,7 @@ class OuterParameters:
                 f"LocalSGD's state has {sum(sizes.values())} values, the model "
                 f"{sum(v.numel() for v in self.start.values())}: it belongs to another model"
             )
+        self.weight = state["weight"]
         self.velocity = None if state["velocity"] is None else _zeros(self.start)
         for width, values in self.start.items():
             values.copy_(state["start"][width])
@@ -213,17 +191,6 @@ class OuterParameters:
             if _width(part) == width:
                 yield name, part
 
-    def _places(self) -> list[tuple[str, tuple[str, int, int]]]:
-        """Return the place of each parameter: width, begin, end."""
-        at = dict.fromkeys(_WIDE, 0)
-        places = []
-        for name, parameter in self.parameters.items():
-            part = reals(parameter)
-            width, begin = _width(part), at[_width(part)]
-            at[width] += part.numel()
-            places.append((name, (width, begin, at[width])))
-        return places
-
     def _gather(self) -> Values:
         """Return this rank's parts of all parameters as flat tensors."""
         flat: dict[str, list[torch.Tensor]] = {}
@@ -232,6 +199,45 @@ class OuterParameters:
             width = _width(part)
             flat.setdefault(width, []).append(part.to(_WIDE[width]).reshape(-1))
         return {width: torch.cat(parts) for width, parts in flat.items()}
+
+
+def split(
+    parameters: Mapping[str, nn.Parameter], fragments: int, every: int
+) -> list[tuple[dict[str, nn.Parameter], int]]:
+    """Split parameters into fragments of about equal size, in the model's order.
+
+    Args:
+        parameters: parameters by name.
+        fragments: number of fragments.
+        every: steps in a round, at least as many.
+
+    Returns:
+        Each fragment's parameters, and the step after which it is averaged.
+
+    Raises:
+        ValueError: there are fewer parameters than fragments.
+    """
+    if len(parameters) < fragments:
+        raise ValueError(
+            f"LocalSGD: exchange=Streamed(fragments={fragments}), and the model has "
+            f"{len(parameters)} parameters, which are not divided"
+        )
+    sizes = [reals(parameter).numel() for parameter in parameters.values()]
+    names, left = list(parameters), sum(sizes)
+    parts, at = [], 0
+    for index in range(fragments):
+        first, size, others = at, 0, fragments - index - 1
+        share = left / (others + 1)
+        # A parameter joins if that brings the fragment nearer to its share; each gets one.
+        while at < len(names) - others and (
+            at == first or others == 0 or size + sizes[at] / 2 <= share
+        ):
+            size += sizes[at]
+            at += 1
+        left -= size
+        part = {name: parameters[name] for name in names[first:at]}
+        parts.append((part, -(-(index + 1) * every // fragments)))
+    return parts
 
 
 def _width(part: torch.Tensor) -> str:

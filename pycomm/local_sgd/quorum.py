@@ -12,7 +12,7 @@ from pycomm.arguments import number, put, whole
 from pycomm.errors import Error
 from pycomm.local_sgd.outer import Values
 from pycomm.local_sgd.progress import Outcome, ProgressThread
-from pycomm.local_sgd.shared import SharedModel, copies
+from pycomm.local_sgd.shared import CHANGED, SharedModel, copies
 from pycomm.reduction.weights import factors
 
 
@@ -21,8 +21,7 @@ class Quorum:
     """The fastest ranks end a round; what late ranks have done joins the next one.
 
     An outer gradient weighs as many steps, samples or tokens as it took. Ranks are in different
-    rounds until `LocalSGD.finish`, which makes all equal and comes before a checkpoint. The trained
-    parameters must stay the same.
+    rounds until `LocalSGD.finish`, which makes all equal and comes before a checkpoint.
 
     Args:
         ranks: number of ranks that end a round when each has taken `every` steps.
@@ -105,7 +104,7 @@ class QuorumRounds:
         def average(gradient: Values | None, weights: list[float]) -> Values:
             shared.state.factors = factors(weights)
             # The offer itself is still needed, and the average is taken in place.
-            own = copies(gradient) if gradient is not None else part.outer.zeros()
+            own = copies(gradient) if gradient is not None else part.zeros()
             return shared.reduce(part, own)()
 
         return average
@@ -140,7 +139,7 @@ class QuorumRounds:
             self._come(outcome)
             last = outcome.last
         self._thread.join()
-        self._part.outer.write()
+        self._part.write()
         self.local_steps, self._dirty = 0, False
 
     def _wait(self) -> Outcome:
@@ -150,18 +149,14 @@ class QuorumRounds:
 
     def _offer(self, *, finishing: bool = False) -> None:
         if self._shared.differ():
-            raise Error(
-                "LocalSGD: parameters were unfrozen, frozen, added or replaced, which does not go "
-                "with exchange=Quorum(...): ranks are in different rounds. Make a new LocalSGD "
-                "after finish()"
-            )
-        self._thread.offer(self._part.outer.gradient(), self._part.weight, finishing=finishing)
+            raise Error(CHANGED)
+        self._thread.offer(self._part.gradient(), self._part.weight, finishing=finishing)
         self._part.weight, self.local_steps = 0.0, 0
         self._offered, self._void = True, False
 
     def _come(self, outcome: Outcome) -> None:
         """Apply an average; this rank may have gone on since its offer, or be late."""
-        outer = self._part.outer
+        outer = self._part
         sent = outcome.offer.gradient if outcome.offer is not None else None
         if sent is None:
             self.late += 1
@@ -200,7 +195,7 @@ class QuorumRounds:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict`, on all ranks; what came before it is dropped."""
         with self._thread.loading():
-            self._shared.load_state_dict(state, agree=False)
+            self._shared.load_state_dict(state)
             self.local_steps, self._dirty = 0, False
             self._offered = self._whole = self._void = False
 

@@ -9,14 +9,19 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from pycomm.local_sgd.fragments import Fragment, split
+from pycomm.errors import Error
 from pycomm.local_sgd.inner import InnerOptimizers
-from pycomm.local_sgd.outer import OuterParameters, Values, broadcast
+from pycomm.local_sgd.outer import Fragment, Values, broadcast, split
 from pycomm.log import logger
 from pycomm.policy.exchange import start_gather
 from pycomm.policy.names import clean, few
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.weights import factors
+
+CHANGED = (
+    "LocalSGD: parameters were unfrozen, frozen, added or replaced: call finish() on all ranks "
+    "before such a change, and make a new LocalSGD after it"
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class Contribution:
     """It has called `finish`, and takes part until all ranks have."""
     dirty: bool
     """Its model differs from the common start."""
+    changed: bool
+    """It trains other parameters than when LocalSGD was made."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +81,13 @@ class SharedModel:
         broadcast(model, group)
         trained = self.trained()
         self.parts = [
-            Fragment(OuterParameters(part, momentum=momentum, nesterov=nesterov), end)
+            Fragment(part, end, momentum=momentum, nesterov=nesterov)
             for part, end in split(trained, fragments, every)
         ]
-        self._enter(trained)
+        for name, parameter in trained.items():
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            state.add(name, own.detach())
+        state.agree()
         state.plan.complete()
 
     # ------------------------------------------------------------------ exchanges
@@ -85,12 +95,22 @@ class SharedModel:
     def announce(
         self, gradient: Values, weight: float, *, finishing: bool = False, dirty: bool = True
     ) -> Callable[[], list[Contribution]]:
-        """Tell the ranks what this one contributes; return a function that waits for theirs."""
+        """Tell the ranks what this one contributes; return a function that waits for theirs.
+
+        It raises `Error` on all ranks if one of them trains other parameters now.
+        """
         self.state.follow_members()  # raises if the group has other members now
-        mine = Contribution(weight, is_finite(gradient), finishing, dirty)
+        mine = Contribution(weight, is_finite(gradient), finishing, dirty, self.differ())
         row = list(map(float, astuple(mine)))
         wait = start_gather(row, self.state.process_group, self.state._device)
-        return lambda: [Contribution(w, bool(a), bool(b), bool(c)) for w, a, b, c in wait()]
+
+        def told() -> list[Contribution]:
+            ranks = [Contribution(weight, *map(bool, others)) for weight, *others in wait()]
+            if any(rank.changed for rank in ranks):
+                raise Error(CHANGED)
+            return ranks
+
+        return told
 
     def average(
         self,
@@ -118,7 +138,7 @@ class SharedModel:
 
     def reduce(self, part: Fragment, gradient: Values) -> Callable[[], Values]:
         """Start a compressed all-reduce of outer gradients, with the state's factors."""
-        names = part.outer.names
+        names = part.names
         self.state.begin_step()
         futures = {width: self.state.reduce(gradient[width], names[width]) for width in gradient}
         self.state.end_step()
@@ -133,7 +153,7 @@ class SharedModel:
         """
         self.rounds += 1
         if is_finite(average.values):  # on all ranks alike
-            part.outer.apply(average.values, self._lr)
+            part.apply(average.values, self._lr)
             return True
         self.state.check_operations()
         self.skipped += 1
@@ -156,13 +176,13 @@ class SharedModel:
                     few(names),
                 )
         else:
-            part.outer.write()
+            part.write()
         return False
 
     def write(self) -> None:
         """Write the start of all fragments to the model."""
         for part in self.parts:
-            part.outer.write()
+            part.write()
 
     # ------------------------------------------------------------------ parameters
 
@@ -173,31 +193,10 @@ class SharedModel:
     def differ(self) -> bool:
         """Whether trained parameters were added, removed or replaced."""
         trained = self.trained()
-        known = {name: p for part in self.parts for name, p in part.outer.parameters.items()}
+        known = {name: p for part in self.parts for name, p in part.parameters.items()}
         return known.keys() != trained.keys() or any(
             known[name] is not parameter for name, parameter in trained.items()
         )
-
-    def renew(self) -> None:
-        """Continue with the parameters of now, of which new ones join the last fragment."""
-        group, trained = self.state.process_group, self.trained()
-        rest = dict(trained)
-        *others, last = self.parts
-        for part in others:
-            before = part.outer.parameters
-            kept = {name: p for name, p in rest.items() if before.get(name) is p}
-            part.outer.renew(kept, group)
-            rest = {name: p for name, p in rest.items() if name not in kept}
-        new = last.outer.renew(rest, group)
-        self._enter({name: trained[name] for name in new})
-        last.outer.write()
-
-    def _enter(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Decide the codecs of parameters, and check that all ranks have decided alike."""
-        for name, parameter in parameters.items():
-            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            self.state.add(name, own.detach())
-        self.state.agree()
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -209,22 +208,18 @@ class SharedModel:
         """
         return {
             "fragments": [part.state_dict() for part in self.parts],
-            "own": [part.outer.values() for part in self.parts] if dirty else None,
+            "own": [part.values() for part in self.parts] if dirty else None,
             "rounds": self.rounds,
             "skipped": self.skipped,
             "compression": self.state.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], *, agree: bool) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict`.
 
-        Args:
-            state: result of `state_dict`.
-            agree: enter parameters that are trained in it and not here, which is collective.
-
         Raises:
-            ValueError: the state is of another model, momentum or number of fragments; or it has
-                such parameters, and `agree` is False.
+            ValueError: the state is of another model, other trained parameters, another momentum or
+                number of fragments.
         """
         saved = state["fragments"]
         if len(saved) != len(self.parts):
@@ -233,20 +228,11 @@ class SharedModel:
                 "same exchange="
             )
         for part, one in zip(self.parts, saved, strict=True):
-            new = [name for name in one["names"] if name not in self.state.decisions]
-            if new and not agree:
-                raise ValueError(
-                    f"LocalSGD's state has the parameters {', '.join(sorted(new))}, which are "
-                    "frozen here: with exchange=Quorum(...) make them trainable before LocalSGD is "
-                    "made"
-                )
-            part.load_state_dict(one, named(self._model))
-            if agree:
-                self._enter(part.outer.parameters)
+            part.load_state_dict(one)
         self.state.load_state_dict(state["compression"])
         self.rounds, self.skipped = state["rounds"], state["skipped"]
         for index, part in enumerate(self.parts):
-            part.outer.write(state["own"] and state["own"][index])
+            part.write(state["own"] and state["own"][index])
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pycomm.arguments import number, put, whole
-from pycomm.local_sgd.fragments import Fragment
+from pycomm.local_sgd.outer import Fragment
 from pycomm.local_sgd.shared import Average, SharedModel, copies
 from pycomm.reduction import own_group
 
@@ -165,7 +165,7 @@ class Stream:
         all_finish = False
         while not all_finish:
             part = self._next()
-            gradient = part.outer.gradient()
+            gradient = part.gradient()
             announced = self._shared.announce(
                 gradient, part.weight, finishing=True, dirty=self._dirty
             )
@@ -185,22 +185,21 @@ class Stream:
     def _catch_up(self, part: Fragment, wait: Callable[[], Average]) -> None:
         """Apply a fragment's average at once, and go on as if its step of the round had come."""
         part.weight = 0.0
-        self._complete(part, wait, renewed=self._renews(part))
+        self._complete(part, wait)
         self.local_steps = part.end % self._every
 
     def _end(self, part: Fragment) -> None:
         """Send a fragment's outer gradient, and apply it at once unless it overlaps with steps."""
-        renewed = self._renews(part)
         wait = self._exchange(part)
         part.weight = 0.0
-        if self._overlap and not renewed:
+        if self._overlap:
             self._in_flight, self._countdown = (part, wait), self._overlap
         else:
-            self._complete(part, wait, renewed=renewed)
+            self._complete(part, wait)
 
     def _exchange(self, part: Fragment) -> Callable[[], Average]:
         """Send a fragment's outer gradient; return a function that waits for the average."""
-        gradient, weight = part.outer.gradient(), part.weight
+        gradient, weight = part.gradient(), part.weight
 
         def exchange() -> Callable[[], Average]:
             announced = self._shared.announce(gradient, weight)
@@ -211,16 +210,10 @@ class Stream:
         result = self._thread.submit(lambda: exchange()()).result
         return lambda: own_group.wait(result, self._own)
 
-    def _renews(self, part: Fragment) -> bool:
-        """Whether parameters have changed, and the fragment is the last, which new ones join."""
-        return part is self._shared.parts[-1] and self._shared.differ()
-
-    def _complete(self, part: Fragment, wait: Callable[[], Average], *, renewed: bool) -> None:
+    def _complete(self, part: Fragment, wait: Callable[[], Average]) -> None:
         """Wait for an average, and begin the fragment's next round from its start."""
         self._shared.move(part, wait())
-        part.outer.write()
-        if renewed:
-            self._shared.renew()
+        part.write()
         self._dirty = len(self._shared.parts) > 1 or self._overlap > 0
 
     def _apply(self, mixing: float) -> None:
@@ -229,7 +222,7 @@ class Stream:
             return
         (part, wait), self._in_flight = self._in_flight, None
         if self._shared.move(part, wait()):
-            part.outer.mix(mixing)
+            part.mix(mixing)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -254,7 +247,7 @@ class Stream:
         if self._in_flight is not None:
             self._in_flight[1]()
             self._in_flight = None
-        self._shared.load_state_dict(state, agree=True)
+        self._shared.load_state_dict(state)
         if state["pending"] is not None:
             index, values, bad, self._countdown = state["pending"]
             average = Average(copies(values), bad)

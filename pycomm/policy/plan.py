@@ -312,8 +312,6 @@ class Plan:
             cosine=min((q.cosine for q in found), default=None),
             coding=max((q.coding for q in found), default=None),
             residual=max((q.residual for q in found), default=None),
-            sampled=sum(q.sampled for q in found),
-            saturated=sum(q.saturated for q in found),
             check_every=self._checks.every if self._checks else None,
             groups=tuple(
                 monitor.Group(

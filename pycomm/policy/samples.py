@@ -26,7 +26,7 @@ from pycomm.policy.rules import Decision
 
 _MOST = 1 << 16  # largest number of values in one check
 _LEAST = 256
-_NUMBERS = 10  # numbers for each parameter of a check
+_NUMBERS = 8  # numbers for each parameter of a check
 _LONGEST = 4096  # largest number of values of a block that is sampled as a whole
 _RAREST = 1 << 12  # largest number of steps between two checks
 _STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive multiples spread over any range
@@ -66,10 +66,6 @@ class Quality:
     """|result - due| / |due|: the error of the codec alone, in a whole all-reduce."""
     residual: float
     """|due - exact| / |exact|: the residuals of earlier steps."""
-    sampled: int = 0
-    """Number of sampled values of all ranks."""
-    saturated: int = 0
-    """Number of these that their codec clips on the way to the owner; see `Codec.saturated`."""
     spread: float = 1.0
     """Sum of |contribution|^2 of the ranks / |due|^2: 1 if contributions are independent, 1 / ranks
     if they are equal, more if they cancel."""
@@ -83,8 +79,7 @@ class BucketProbe:
         exact: float32 [rows, 2, values]: this rank's part of the gradients, and of the due values.
             The rows of a result go to as many ranks.
         group: the ranks that reduce.
-        counts: for each slice, the number of this rank's values, how many of them its codec clips,
-            and the squared norm of its contribution.
+        norms: for each slice, the squared norm of this rank's contribution.
     """
 
     def __init__(
@@ -92,11 +87,11 @@ class BucketProbe:
         slices: Mapping[str, slice],
         exact: torch.Tensor,
         group: dist.ProcessGroup,
-        counts: Sequence[tuple[int, int, float]],
+        norms: Sequence[float],
     ) -> None:
         self.names = list(slices)
         self._slices = list(slices.values())
-        self._counts = torch.tensor(counts, dtype=torch.float64, device="cpu")
+        self._norms = torch.tensor(norms, dtype=torch.float64, device="cpu")[:, None]
         self._exact = exact
         self._row = group.rank() if len(exact) > 1 else 0
         self._work = dist.all_reduce(exact, group=group, async_op=True)
@@ -110,7 +105,7 @@ class BucketProbe:
 
     def numbers(self) -> torch.Tensor:
         """Return |result - exact|^2, |exact|^2, |result|^2, result * exact, |result - due|^2,
-        |due|^2, |due - exact|^2 and the counts of each parameter: float64 [parameters, 10].
+        |due|^2, |due - exact|^2 and the norm of each parameter: float64 [parameters, 8].
 
         The numbers are zeros if the bucket's reduction did not complete.
         """
@@ -125,7 +120,7 @@ class BucketProbe:
         pairs = ((off, off), (e, e), (r, r), (r, e), (lost, lost), (d, d), (residual, residual))
         products = torch.stack([a * b for a, b in pairs])
         sums = torch.stack([part.sum(dim=1) for part in torch.split(products, sizes, dim=1)])
-        return torch.cat((sums, self._counts), dim=1)
+        return torch.cat((sums, self._norms), dim=1)
 
 
 class Sampler:
@@ -207,7 +202,7 @@ class Sampler:
             average: whether the result is the average; else it is the sum.
         """
         slices: dict[str, slice] = {}
-        gradients, due, counts = [], [], []
+        gradients, due, norms = [], [], []
         ranks = self._group.size()
         table = values.detach().view(rows, -1)
         for piece in pieces:
@@ -225,17 +220,13 @@ class Sampler:
             residual = [torch.zeros_like(mine[0]) if one is None else one for one in known]
             gradients.append(mine)
             due.append(mine + torch.stack(residual) * (1 if average else ranks))
-            # Blocks need not be aligned with those of the payload, since this is only a sample.
-            sent = due[-1] * (ranks if average else 1)
-            cut = sum(self._codecs[piece.name].saturated(row) for row in sent)
             # The rows of a reduce-scatter count once each; the row of an all-reduce counts on every
             # rank.
-            norm = float(due[-1].double().square().sum()) * (ranks if rows == 1 else 1)
-            counts.append((sent.numel(), cut, norm))
+            norms.append(float(due[-1].double().square().sum()) * (ranks if rows == 1 else 1))
         if not slices:
             return None
         exact = torch.stack((torch.cat(gradients, dim=1), torch.cat(due, dim=1)), dim=1)
-        probe = BucketProbe(slices, exact, self._group, counts)
+        probe = BucketProbe(slices, exact, self._group, norms)
         self._probes.append(probe)
         return probe
 
@@ -252,7 +243,7 @@ class Sampler:
         return bool(self._probes)
 
     def collect(self) -> tuple[list[str], list[float]]:
-        """End a check; return its parameters and this rank's numbers, ten for each parameter."""
+        """End a check; return its parameters and this rank's numbers, eight for each parameter."""
         probes, self._probes = self._probes, []
         names = [name for probe in probes for name in probe.names]
         return names, torch.cat([probe.numbers() for probe in probes]).view(-1).tolist()
@@ -277,7 +268,7 @@ def qualities(step: int, names: Sequence[str], numbers: Sequence[float]) -> dict
     found = {}
     for i, name in enumerate(names):
         sums = numbers[_NUMBERS * i : _NUMBERS * (i + 1)]
-        off, exact, result, product, lost, due, residual, sampled, saturated, sent = sums
+        off, exact, result, product, lost, due, residual, sent = sums
         if not all(map(math.isfinite, (off, lost, residual, sent))) or not (exact > 0 and due > 0):
             continue
         found[name] = Quality(
@@ -286,8 +277,6 @@ def qualities(step: int, names: Sequence[str], numbers: Sequence[float]) -> dict
             cosine=product / math.sqrt(exact * result) if result > 0 else 0.0,
             coding=math.sqrt(lost / due),
             residual=math.sqrt(residual / exact),
-            sampled=int(sampled),
-            saturated=int(saturated),
             spread=sent / due,
         )
     return found

@@ -307,8 +307,6 @@ class Model:
             overflows=1,
             checked=len(known),
             check_every=16,
-            sampled=2000,
-            saturated=12,
             groups=(group,),
             events=("step 5: something has changed",),
             **{**missing, **known},
@@ -343,7 +341,6 @@ def test_text_is_for_people(model):
     assert f"model {number_of(model)}: step 7, 0.25 s a step" in text
     assert "(8.0 times less), 1 overflows" in text
     assert "error up to 0.1, cosine at least 0.99" in text
-    assert "12 of 2000 values saturated" in text
     assert 'int4 (because of "x"): 2 parameters, 800 values' in text
     assert "step 5: something has changed" in text
 
@@ -388,7 +385,6 @@ def test_json_holds_it_all(model):
     assert found["ratio"] == 8.0
     assert found["groups"][0]["payload_bytes"] == 400
     assert found["error"] == 0.1
-    assert (found["sampled"], found["saturated"]) == (2000, 12)
 
 
 def test_prometheus_reads_it(model):
@@ -407,7 +403,6 @@ def test_prometheus_reads_it(model):
     assert f'pycomm_step{{model="{here}"}} 7.0' in lines
     assert f'pycomm_step{{model="{there}"}} 3.0' in lines
     assert f'pycomm_ratio{{model="{here}"}} 8.0' in lines
-    assert f'pycomm_saturated{{model="{here}"}} 12.0' in lines
     assert f'pycomm_error{{model="{here}"}} 0.1' in lines
     assert f'pycomm_error{{model="{there}"' not in page  # not measured is not 0
     label = f'codec="int4",model="{here}",reason="because of \\"x\\""'
