@@ -2,9 +2,10 @@
 
     python -m pycomm.bench.demo
 
-Two ranks with one torch thread each, on a link of 200 Mbit/s (netlab.py), run the same training
-(training/train.py) once per row, with the same weights, data and steps. The rows take turns, ten
-steps each. The results are printed as a table and drawn as a picture of the loss against wall time.
+Two ranks with one torch thread each, on a GPU where torch sees one and else on the CPU, run the
+same training (training/train.py) over a link of 200 Mbit/s (netlab.py) once per row, with the same
+weights, data and steps. The rows take turns, ten steps each. The results are printed as a table and
+drawn as a picture of the loss against wall time.
 A speed-up that means nothing is held back.
 """
 
@@ -16,7 +17,7 @@ import shlex
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from pycomm.bench import netlab
 from pycomm.bench.common import tables
 from pycomm.bench.common.arguments import Parser
-from pycomm.bench.common.harness import Origin
+from pycomm.bench.common.harness import Origin, gpu
 from pycomm.bench.figures import charts
 from pycomm.bench.figures.drawing import save
 from pycomm.bench.lab import jobs
@@ -63,9 +64,9 @@ class DemoRun:
         return float(self.result["held_out"])
 
 
-def runs(with_gloo: bool) -> list[DemoRun]:
+def runs(with_gloo: bool, *, cuda: bool = False) -> list[DemoRun]:
     rows = [
-        DemoRun("Gloo, float32", "gloo"),
+        DemoRun("NCCL, float32", "nccl") if cuda else DemoRun("Gloo, float32", "gloo"),
         DemoRun("pycomm, float32", "pycomm"),
         DemoRun("pycomm, int8 + feedback", "pycomm", "int8"),
         DemoRun("pycomm, int4 + feedback", "pycomm", "int4"),
@@ -179,7 +180,9 @@ def records(
     ]
 
 
-def train_all(done: list[DemoRun], lab: netlab.Lab, steps: int, console: Console) -> None:
+def train_all(
+    done: list[DemoRun], lab: netlab.Lab, steps: int, console: Console, *, cuda: bool = False
+) -> None:
     """Train all rows in turns, each with a bar that shows its loss and its speed.
 
     Raises:
@@ -195,12 +198,13 @@ def train_all(done: list[DemoRun], lab: netlab.Lab, steps: int, console: Console
         bars = [progress.add_task(f"{run.label:<24}", total=steps, words="") for run in done]
         turns = [f"{run.backend}:{run.codec or ''}" for run in done]
         command = [sys.executable, "-m", "pycomm.bench.training.train", "--log", log.name]
-        command += ["--steps", str(steps), "--turns", *turns]
+        command += ["--steps", str(steps), "--device", "cuda" if cuda else "cpu"]
+        command += ["--turns", *turns]
 
         def watch() -> None:
             read(done, log.readlines(), progress, bars)
 
-        jobs.run(lab, command, watch=watch)
+        jobs.run(lab, command, {"NCCL_SOCKET_IFNAME": lab.interface}, watch=watch)
         watch()
 
 
@@ -209,28 +213,31 @@ def main() -> int:
     parser.add_argument("--rate", default="200mbit", help="of the link, as tc writes it")
     parser.add_argument("--steps", type=int, default=Config.steps)
     parser.add_argument("--paced", action="store_true", help="no namespaces: pycomm paces itself")
+    parser.add_argument("--cpu", action="store_true", help="train on no GPU, though there is one")
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for pictures")
     parser.add_argument("--csv", type=Path, help="append the table to this file, too")
     args = parser.parse_args()
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench.demo", *sys.argv[1:]]))
+    cuda = bool(gpu()) and not args.cpu
+    origin = replace(origin, device=gpu() if cuda else origin.device)
     config = Config(steps=args.steps)
 
     console = Console()
     lab, reason = netlab.open_lab(2, args.rate, paced=args.paced)
-    done = runs(with_gloo=not reason)
+    done = runs(with_gloo=not reason, cuda=cuda)
     with lab:
         console.print(f"link: {lab.describe()}", highlight=False)
         if reason:
             console.print(f"no namespaces: {reason}", highlight=False, markup=False)
             console.print("Gloo is left out: it cannot be slowed down without them")
         try:
-            train_all(done, lab, config.steps, console)
+            train_all(done, lab, config.steps, console, cuda=cuda)
         except jobs.Failed as error:
             console.print(str(error), markup=False, highlight=False)
             return 1
     head, *body = rows(done)
     link = format_rate(parse_rate(args.rate)[0])
-    show.table(head, body, f"2 ranks, {link}, {config.steps} steps", words=1)
+    show.table(head, body, f"2 ranks on {origin.device}, {link}, {config.steps} steps", words=1)
     for line in verdict(done):
         console.print(line, highlight=False)
 

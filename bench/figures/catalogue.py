@@ -187,6 +187,16 @@ FIGURES = (
         measured=(*MEASURED, "steps"),
     ),
     Figure(
+        "gpu-steps",
+        "step-stand-in.csv",
+        charts.bars_of_steps,
+        {"kind": ["step"]},
+        panel=("rate",),
+        line=("method", "codec"),
+        measured=MEASURED,
+        note="Modelled by the stand-in's clock, not measured on a GPU.",
+    ),
+    Figure(
         "losses",
         "training-cpu.csv",
         charts.losses,

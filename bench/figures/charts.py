@@ -70,10 +70,17 @@ def loss(rows: Sequence[Row]) -> Chart:
     return Chart(
         "Loss against wall time",
         f"Byte-level transformer of {int(first['parameters']) / 1e6:.1f} million parameters, DDP "
-        f"on 2 ranks, a link of {_link(first['rate'])}; {first['steps']} equal steps in each run",
+        f"on 2 ranks{_on_gpu(first)}, a link of {_link(first['rate'])}; {first['steps']} equal "
+        "steps in each run",
         [Panel(x, y, lines)],
         labels="ends",
     )
+
+
+def _on_gpu(row: Row) -> str:
+    """Return the GPU of a row; "" for a processor."""
+    name, driver, _ = row["device"].partition(" (driver ")
+    return f" on {name}" if driver else ""
 
 
 def bandwidth(rows: Sequence[Row]) -> Chart:
@@ -116,6 +123,36 @@ def steps(rows: Sequence[Row]) -> Chart:
         "with one core each, links between network namespaces",
         [Panel(x, log_axis("step", lines, format_time), lines)],
     )
+
+
+def bars_of_steps(rows: Sequence[Row]) -> Chart:
+    """Draw steps beside their bounds: a panel for the fastest link and one for the slowest."""
+    rates = sorted({row["rate"] for row in rows}, key=lambda rate: -parse_rate(rate)[0])
+    methods = list(dict.fromkeys(row["method"] for row in rows))[::-1]
+    marks = [(float(i), name) for i, name in enumerate(methods)]
+    panels = []
+    for rate in dict.fromkeys((rates[0], rates[-1])):
+        mine = {row["method"]: row for row in rows if row["rate"] == rate}
+        taken = [float(mine[m]["seconds"]) * 1e3 if m in mine else 0.0 for m in methods]
+        bounds = [_ms(mine[m]["bound"]) if m in mine else 0.0 for m in methods]
+        places = [at for at, _ in marks]
+        bars = [
+            Series("the bound B", bounds, places, "bars", base=True),
+            Series("step", taken, places, "bars"),
+        ]
+        y = Axis("", ticks=marks)
+        panels.append(Panel(Axis("ms"), y, bars, f"Links of {_link(rate)}"))
+    first = rows[0]
+    return Chart(
+        "Training steps beside what the link allows",
+        f"Transformer of {int(first['parameters']) / 1e6:.1f} million parameters, DDP on "
+        f"{first['ranks']} ranks; {first['device']}; lower is better",
+        panels,
+    )
+
+
+def _ms(seconds: str) -> float:
+    return 1e3 * float(seconds) if seconds not in ("", "None") else 0.0
 
 
 def round_trips(rows: Sequence[Row]) -> Chart:

@@ -8,7 +8,6 @@ the clock until the GPU has done it, and by events of the GPU.
 
 from __future__ import annotations
 
-import os
 import statistics
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm import takeover
+from pycomm.bench.common.harness import take_gpu
 from pycomm.bench.ops import coded
 from pycomm.bench.ops.backend import BackendCalls
 from pycomm.bench.ops.cases import Array, Case, Run
@@ -33,8 +33,6 @@ NAMES = {
     "pycomm-nccl": "nccl",
 }
 """Their names in torch.distributed."""
-SHARED_GPU = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
-"""What lets NCCL use a GPU that ranks share, by their links; each has an NCCL_HOSTID, too."""
 
 
 class OnDevice(BackendCalls):
@@ -143,9 +141,7 @@ def missing() -> str:
 
 def make(name: str, folder: Path, rank: int, ranks: int) -> OnDevice:
     """Connect to the other ranks in one backend, on this rank's GPU."""
-    if torch.cuda.device_count() < ranks:
-        os.environ.update(SHARED_GPU | {"NCCL_HOSTID": f"rank{rank}"})
-    torch.cuda.set_device(rank % torch.cuda.device_count())
+    take_gpu(rank, ranks)
     with takeover.released():
         if not dist.is_initialized():
             store = dist.FileStore(str(folder / "torch"), ranks)

@@ -38,12 +38,11 @@ from pycomm.bench import netlab
 from pycomm.bench.common import arguments
 from pycomm.bench.common.harness import Origin, Row, gpu, record
 from pycomm.bench.common.report import Report, head, line
+from pycomm.bench.figures import charts
 from pycomm.bench.figures.drawing import save
 from pycomm.bench.lab import jobs
-from pycomm.bench.ops.device import SHARED_GPU
 from pycomm.bench.step import stand_in
 from pycomm.bench.step.bound import Pace, wire_seconds
-from pycomm.bench.step.picture import picture
 from pycomm.bench.training.methods import METHODS, ONE_BUCKET, Method
 from pycomm.bench.training.results import describe
 from pycomm.bench.training.train import MODELS, Config, parameters
@@ -99,9 +98,7 @@ class Setting:
 
     def environment(self, lab: netlab.Lab) -> dict[str, str]:
         """Return the variables of all ranks."""
-        if not self.cuda or torch.cuda.device_count() >= self.ranks:
-            return {}
-        return SHARED_GPU | {"NCCL_SOCKET_IFNAME": lab.interface}
+        return {"NCCL_SOCKET_IFNAME": lab.interface} if self.cuda else {}
 
 
 def backends(text: str) -> list[str]:
@@ -295,7 +292,10 @@ def main(argv: Sequence[str]) -> int:
     report.save(origin, json_path=options.json, csv_path=options.csv)
     if options.picture:
         shown = [record(row, origin) for row in report.rows]
-        save(picture([{k: str(v) for k, v in one.items()} for one in shown]), Path(options.picture))
+        save(
+            charts.bars_of_steps([{k: str(v) for k, v in one.items()} for one in shown]),
+            Path(options.picture),
+        )
     wrong = modelled.broken if modelled is not None and options.check else []
     for goal in wrong:
         report.note(f"not yet: {goal}")

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.backend import find
+from pycomm.bench.common.harness import take_gpu
 from pycomm.bench.common.timing import in_turns
 from pycomm.bench.lab.jobs import answer
 from pycomm.bench.training.corpora import CORPORA
@@ -233,11 +234,7 @@ def main(
         log, folder: of `jobs.ask`.
     """
     if device == "cuda":
-        if torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
-            os.environ["NCCL_HOSTID"] = (
-                f"rank{os.environ['RANK']}"  # else NCCL refuses a shared GPU
-            )
-        torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+        take_gpu(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         clock = Clock(torch.device("cuda", torch.cuda.current_device()))
     else:
         torch.set_num_threads(1)

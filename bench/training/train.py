@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pycomm.bench.common.arguments import Parser
+from pycomm.bench.common.harness import take_gpu
 from pycomm.bench.netlab import interface_bytes
 from pycomm.bench.training.corpora import CORPORA
 from pycomm.bench.training.methods import METHODS, Method
@@ -194,7 +195,10 @@ def schedule(step: int, config: Config) -> float:
 
 
 def train(
-    config: Config, method: Method, group: dist.ProcessGroup | None = None
+    config: Config,
+    method: Method,
+    group: dist.ProcessGroup | None = None,
+    device: str = "cpu",
 ) -> Iterator[dict[str, float]]:
     """Train; yield a record of each step, and at the end the result.
 
@@ -202,13 +206,14 @@ def train(
         config: the settings.
         method: how gradients are averaged.
         group: all ranks, with the method's backend; None: the default group.
+        device: of the model, "cpu" or "cuda".
     """
     torch.manual_seed(config.seed)
-    model = method.wrap(Transformer(config), group)
+    model = method.wrap(Transformer(config).to(device), group)
     betas = config.beta1, 0.95
     optimizer, finish = method.optimizer(model, config.learning_rate, betas, group)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
-    text, held_out = CORPORA[config.corpus]()
+    text, held_out = (part.to(device) for part in CORPORA[config.corpus]())
     data = batches(text, config, dist.get_rank(), dist.get_world_size())
     bare = getattr(model, "module", model)
 
@@ -222,6 +227,8 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
         sent.append(wire_bytes(group) - sent_before)
         after = processor_ns()
@@ -243,10 +250,12 @@ def train(
     }
 
 
-def take_turns(config: Config, methods: Sequence[Method]) -> Iterator[dict[str, float]]:
+def take_turns(
+    config: Config, methods: Sequence[Method], device: str = "cpu"
+) -> Iterator[dict[str, float]]:
     """Train with several methods, `evaluate_every` steps at a time; records name the `turn`."""
     groups = [dist.new_group(backend=method.backend) for method in methods]
-    running = [train(config, *one) for one in zip(methods, groups, strict=True)]
+    running = [train(config, *one, device) for one in zip(methods, groups, strict=True)]
     order = [*range(len(methods))]
     while order:
         for turn in list(order):
@@ -282,23 +291,27 @@ def main() -> int:
     parser.add_argument("--codec", default="", help="compress gradients: int8, int4, ...")
     parser.add_argument("--method", help="instead: the label of one of methods.py")
     parser.add_argument("--turns", nargs="+", metavar="BACKEND[:CODEC]", help="instead: several")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the model")
     parser.add_argument("--log", default="/dev/stdout", help="JSON lines of rank 0 go here")
     for name, default in asdict(Config()).items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(default), default=default)
     args = vars(parser.parse_args())
-    names = ("backend", "codec", "method", "log", "turns")
-    backend, codec, label, log, turns = (args.pop(name) for name in names)
+    names = ("backend", "codec", "method", "log", "turns", "device")
+    backend, codec, label, log, turns, device = (args.pop(name) for name in names)
     method = Method("", backend, codec)
     if label:
         method = next(m for m in METHODS if m.label == label)
 
     torch.set_num_threads(1)
+    if device == "cuda":
+        take_gpu(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     dist.init_process_group(method.backend)
     several = [Method("", name, spec) for name, _, spec in (t.partition(":") for t in turns or ())]
     config = Config(**args)
     with open(log if dist.get_rank() == 0 else os.devnull, "a") as file:
-        for row in take_turns(config, several) if several else train(config, method):
+        rows = train(config, method, None, device)
+        for row in take_turns(config, several, device) if several else rows:
             print(json.dumps(row), file=file, flush=True)
     # DDP is part of a reference cycle that holds the group. Gloo's threads live as long as the
     # group, and one that releases a tensor at interpreter exit aborts the process (pytorch#190489).

@@ -7,10 +7,10 @@ import argparse
 import pytest
 
 from pycomm.bench.common import tables
+from pycomm.bench.figures.charts import bars_of_steps
 from pycomm.bench.figures.drawing import picture_digest
 from pycomm.bench.step import command
 from pycomm.bench.step.bound import Pace, wire_seconds
-from pycomm.bench.step.picture import picture
 from pycomm.bench.training.train import MODELS, Config, parameters
 
 
@@ -57,6 +57,6 @@ def test_two_ranks_take_turns_and_pace_themselves(tmp_path, capsys):
     assert int4 < exact / 2  # norms and biases travel exactly
     assert all(float(row["bound"]) > 0 and float(row["ratio"]) > 0 for row in rows[1:])
     assert all(part in row["parts"] for row in rows for part in ("forward", "backward"))
-    chart = picture(rows)
+    chart = bars_of_steps(rows)
     assert picture_digest(tmp_path / "x.png") == chart.digest()
     assert [tick for _, tick in chart.panels[0].y.ticks] == [row["method"] for row in rows][::-1]

@@ -64,7 +64,8 @@ def test_a_run_may_end_with_its_warm_up():
 def test_runs_take_turns(monkeypatch):
     """Ten steps each; another run begins each round, and no record is lost."""
 
-    def train(config, method, group):
+    def train(config, method, group, device):
+        assert device == "cpu"
         assert group == f"group of {method.backend}"
         yield from ({"step": step} for step in range(1, config.steps + 1))
         yield {"step_seconds": 1.0}
