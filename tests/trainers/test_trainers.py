@@ -40,14 +40,16 @@ class Trainer:
     """arguments of the example, which runs with each"""
     on_gloo: bool = True
     """it runs on Gloo"""
+    takes_momentum: bool = False
+    """its --momentum codes the momentum of the optimizer, as `pycomm.run --optimizer` does"""
     warns: tuple[tuple[str, str], ...] = ()
     """variants in which `pycomm.run --codec` cannot compress, and what it says there"""
 
 
 TRAINERS = [
-    Trainer("accelerate", by_name=False),
-    Trainer("transformers", by_name=False),
-    Trainer("lightning", by_name=True),
+    Trainer("accelerate", by_name=False, takes_momentum=True),
+    Trainer("transformers", by_name=False, takes_momentum=True),
+    Trainer("lightning", by_name=True, takes_momentum=True),
     # Its extension for shared memory is compiled at the first run.
     Trainer(
         "deepspeed",
@@ -194,6 +196,66 @@ def test_a_codec_compresses_the_gradients(trainer, variant, tmp_path):
     exact = numbers(output_of(trainer, "gloo", tmp_path, words=variant.split()))
     assert compressed != exact
     assert compressed == pytest.approx(exact, rel=0.1)  # Adam with a large rate is among them
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("trainer", [t for t in TRAINERS if t.takes_momentum], ids=name)
+def test_the_momentum_travels_in_one_bit(trainer, tmp_path):
+    """By a line in the script, with the trainer's scheduler, and without one, by the launcher."""
+    skip_without(trainer)
+    exact = numbers(output_of(trainer, "gloo", tmp_path))
+    by_line = output_of(trainer, "gloo", tmp_path, words=("--momentum", "sign"))
+    by_launcher = output_of(trainer, "gloo", tmp_path, "--optimizer sign")
+    for output in (by_line, by_launcher):
+        assert "policy: sign" in output
+        assert "compresses nothing here" not in output
+        assert numbers(output) != exact
+        assert numbers(output) == pytest.approx(exact, rel=0.3)  # six steps from the start
+    if trainer.package != "lightning":  # whose step runs the model: the first one is exact
+        assert numbers(by_launcher) == numbers(by_line)
+
+
+def test_accelerate_sees_an_overflow_of_the_coded_momentum(tmp_path):
+    """Its GradScaler is for GPUs; here a wrapper that it makes gets one for the CPU."""
+    skip_without(Trainer("accelerate", by_name=False))
+    done = subprocess.run(
+        [sys.executable, "-c", OVERFLOW, str(tmp_path / "store")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["skipped", "moved", "skipped", "moved"]
+
+
+OVERFLOW = """
+import sys, torch, torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+import pycomm
+from pycomm.optim.convert import code_in_place, put_into_wrapper
+Accelerator(cpu=True)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+for in_place in (False, True):
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    inner = torch.optim.AdamW(model.parameters(), 0.1)
+    optimizer = AcceleratedOptimizer(inner, scaler=scaler)
+    if in_place:
+        code_in_place(inner, model, "sign", scaler=scaler)
+        put_into_wrapper(optimizer, inner)
+    else:
+        assert pycomm.code_optimizer(optimizer, model, "sign") is optimizer
+        assert isinstance(optimizer.optimizer, pycomm.CodedAdamW)
+    for factor in (float("inf"), 1.0):
+        before = model.module.weight.detach().clone()
+        scaler.scale(factor * model(torch.ones(2, 64)).square().mean()).backward()
+        optimizer.step()
+        assert optimizer.step_was_skipped == torch.equal(before, model.module.weight)
+        print("skipped" if optimizer.step_was_skipped else "moved")
+        optimizer.zero_grad()
+"""
 
 
 @pytest.mark.timeout(600)
