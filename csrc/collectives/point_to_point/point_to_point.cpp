@@ -42,7 +42,11 @@ class PointToPoint::Request final : public Transfer {
   }
   void wait(Milliseconds asked) override {
     check_process();
-    owner->wait(*this, asked.count() > 0 ? asked : limit);
+    owner->wait(*this, asked.count() > 0 ? asked : limit, true);
+  }
+  bool wait_for(Milliseconds time) override {
+    check_process();
+    return owner->wait(*this, time, false);
   }
   int source() const override {
     check_process();
@@ -577,11 +581,12 @@ void PointToPoint::sleep_unlocked(Lock& lock, const std::function<void()>& how) 
   changed_.wait(lock, [this] { return entering_ == 0; });
 }
 
-void PointToPoint::wait(Request& request, Milliseconds limit) {
+bool PointToPoint::wait(Request& request, Milliseconds limit, bool ends_group) {
   UnlockingGuard guard(*this);
   waiting_++;
+  bool done = false;
   try {
-    drive(guard.lock(), request, limit);
+    done = drive(guard.lock(), request, limit, ends_group);
     waiting_--;
   } catch (const Interrupted&) {  // what its caller does with the buffer is not known
     waiting_--;
@@ -595,12 +600,16 @@ void PointToPoint::wait(Request& request, Milliseconds limit) {
     changed_.notify_all();  // the thread that closes waits for us
     throw;                  // the group has failed
   }
-  if (closed_) return changed_.notify_all();
-  wake_server();
+  if (closed_) {
+    changed_.notify_all();
+  } else {
+    wake_server();
+  }
+  return done;
 }
 
 // Moves bytes, or waits for the thread that does, until the request is done.
-void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit) {
+bool PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit, bool ends_group) {
   const Deadline deadline = Deadline::after(limit);
   bool shown = false;
   InterruptPoll interrupts;
@@ -608,6 +617,7 @@ void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit)
     check_open(request);
     failure_.rethrow();
     if (deadline.expired()) {
+      if (!ends_group) break;
       throw Timeout(request.describe() + " did not end within the timeout of " +
                     std::to_string(limit.count()) + " ms; check that the other end " +
                     (request.is_send ? "receives" : "sends") + " with the same tag");
@@ -636,6 +646,7 @@ void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit)
   }
   if (request.error) std::rethrow_exception(request.error);
   if (shown) mesh_.rank_state().wait_over();
+  return request.finished;
 }
 
 void PointToPoint::wake_server() {
