@@ -75,6 +75,24 @@ def test_of_every_kind_of_feedback_nothing_stays(pool, feedback):
     pool.run(check_kind, feedback, **PATIENT)
 
 
+@on_ranks(2)
+def test_nothing_is_loaded_after_remove(rank, size):
+    model = DistributedDataParallel(Chosen())
+    state = pycomm.compress(model, "int4")
+    saved = state.state_dict()
+    state.remove()
+    for step in range(2):
+        reduced(model, gradients(rank, step))
+    assert state.removed
+    for use in (
+        lambda: state.load_state_dict(saved),
+        lambda: state.load_checkpoint("not there"),
+        lambda: state.adopt_state(None),
+    ):
+        with pytest.raises(pycomm.Error, match="taken off this model"):
+            use()
+
+
 def check_kind(rank: int, size: int, feedback: str) -> None:
     model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.02)
     state = pycomm.compress(model, "topk:0.1", feedback=feedback)
