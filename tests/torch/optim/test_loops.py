@@ -231,6 +231,50 @@ def test_a_step_that_overflows_leaves_no_trace(rank, size, which, scaled, where,
 
 
 @on_ranks(2)
+def test_an_overflow_that_no_backward_shares_is_skipped(rank, size):
+    """Of CodedSGD no gradient travels in a backward: the ranks' scalers agree in the step."""
+    (a, one) = make("sgd")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    (b, two) = make("sgd", scaler=scaler)
+    for number in range(5):
+        given, bad = gradients(rank, number), number in (1, 3)
+        one.zero_grad()
+        two.zero_grad()
+        if not bad:
+            without_reduction(a, given)
+            one.step()
+        elif rank == 1:
+            given["big"].view(-1)[7] = torch.inf
+        with b.no_sync():
+            scaler.scale(b(given)).backward()
+        if number == 3:
+            scaler.unscale_(two)
+        scaler.step(two)
+        scaler.update()
+    assert scaler.get_scale() == 256
+    assert equal(values(a), values(b))
+    assert_alike(one, two)
+
+
+@on_ranks(2, then=all_equal)
+@pytest.mark.parametrize("reduced", [True, False])
+def test_a_gradient_that_a_rank_lacks_counts_as_zero(rank, size, reduced):
+    (a, one), (b, two) = make("sgd"), make("sgd")
+    for number in range(4):
+        for model, optimizer in ((a, one), (b, two)):
+            optimizer.zero_grad()
+            given = gradients(rank, number)
+            model(given).backward() if reduced else without_reduction(model, given)
+            if number % 2 == 1 and rank == 1:
+                big = model.module.big
+                big.grad = None if model is a else torch.zeros_like(big)
+            optimizer.step()
+    assert equal(values(a), values(b))
+    assert_alike(one, two)
+    return values(a)
+
+
+@on_ranks(2)
 @in_ddp
 def test_an_unknown_scaler_is_an_error(rank, size, which):
     model, optimizer = make(which)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.errors import Error, WireMismatch
-from tests.torch.harness import Chosen, gradients
+from tests.torch.harness import Chosen, equal, gradients
 from tests.torch.pool import on_ranks
 
 ADAMW, SGD = pycomm.CodedAdamW, pycomm.CodedSGD
@@ -134,6 +135,43 @@ def test_what_cannot_work_is_refused(rank, size):
         with pytest.raises((Error, TypeError, ValueError)) as caught:
             act()
         assert words in f"{type(caught.value).__name__}: {caught.value}"
+
+
+def another_parameter(group: dict[str, Any]) -> None:
+    group["params"][0] = nn.Parameter(group["params"][0].detach().clone())
+
+
+# What becomes of a group before a step, and a part of the error.
+LATER: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda group: group.update(lr=-1.0), "lr=-1.0"),
+    (lambda group: group.update(lr=float("nan")), "lr=nan"),
+    (lambda group: group.update(weight_decay=-1.0), "weight_decay=-1.0"),
+    (lambda group: group.update(betas=(1.5, 0.9)), "betas=(1.5, 0.9)"),
+    (lambda group: group.update(momentum=1.0), "momentum=1.0"),
+    (lambda group: group.update(maximize=True), "has no maximize"),
+    (lambda group: group.update(amsgrad=True), "has no amsgrad"),
+    (lambda group: group.update(nesterov=True), "has no nesterov"),
+    (another_parameter, "does not belong"),
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [ADAMW, SGD])
+def test_what_cannot_work_is_refused_in_every_step(rank, size, kind):
+    model = ddp()
+    optimizer = made(kind, model)
+    (group,) = optimizer.param_groups
+    before = [p.detach().clone() for p in model.parameters()]
+    for change, words in LATER:
+        settings = {**group, "params": [*group["params"]]}
+        change(group)
+        model(gradients(rank, 0)).backward()
+        with pytest.raises(ValueError, match=re.escape(words)):
+            optimizer.step()
+        group.clear()
+        group.update(settings)
+    assert equal(before, [p.detach() for p in model.parameters()])
+    optimizer.step()
 
 
 @on_ranks(2)
