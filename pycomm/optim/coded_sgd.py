@@ -260,10 +260,10 @@ class CodedSGD(torch.optim.Optimizer):
             ValueError: a group has a setting or a parameter now with which it cannot be made.
         """
         self._checks.check(self.param_groups)
+        self.compression.follow_members()  # raises if they have changed
         ready, loss = prepare(self, self._scaler, closure, self._overflows)
         if not ready:
             return loss
-        self.compression.follow_members()  # raises if they have changed
         parts = [
             Part(self._checks.names[id(parameter)], parameter, group)
             for group in self.param_groups
