@@ -181,11 +181,19 @@ class LateSend final : public Communicator::Request {
     const std::lock_guard<std::mutex> lock(mutex_);
     return error_ || (request_ && request_->done());
   }
-  void wait(Milliseconds timeout) override { sent_by(Deadline::after(kForever))->wait(timeout); }
-  bool wait_for(Milliseconds time) override {
-    const Deadline deadline = Deadline::after(time);
-    const auto request = sent_by(deadline);
-    return request && request->wait_for(std::max(deadline.left(), Milliseconds(1)));
+  void wait(Milliseconds timeout) override {
+    const Deadline deadline = Deadline::after(timeout);
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto known = [this] { return error_ || request_; };
+    const Deadline limit = timeout.count() > 0 ? deadline : Deadline::after(kForever);
+    if (!InterruptPoll::wait(changed_, lock, limit, known)) {
+      throw Timeout("a send has not left its device after a wait of " +
+                    std::to_string(timeout.count()) + " ms; it continues");
+    }
+    if (error_) std::rethrow_exception(error_);
+    const auto request = request_;
+    lock.unlock();
+    request->wait(timeout.count() > 0 ? std::max(deadline.left(), Milliseconds(1)) : timeout);
   }
   int source() const override { return -1; }
   void keep(std::shared_ptr<void> thing) override {
@@ -197,15 +205,6 @@ class LateSend final : public Communicator::Request {
   }
 
  private:
-  /// Returns what sends the message once it has left the device; null if it has not by then.
-  std::shared_ptr<Communicator::Request> sent_by(const Deadline& deadline) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const auto known = [this] { return error_ || request_; };
-    if (!InterruptPoll::wait(changed_, lock, deadline, known)) return nullptr;
-    if (error_) std::rethrow_exception(error_);
-    return request_;
-  }
-
   std::mutex mutex_;
   std::shared_ptr<void> kept_;
   std::condition_variable changed_;

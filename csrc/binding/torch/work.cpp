@@ -38,18 +38,15 @@ void Work::abort() {
 // ------------------------------------------------------------------ sends and receives
 
 bool PeerWork::wait(Milliseconds timeout) {
-  bool came = true;
   try {
     ending_group_if_interrupted([&] {
-      if (timeout.count() > 0) return came = request_->wait_for(timeout);
-      request_->wait();
+      request_->wait(timeout);
       return true;
     });
   } catch (...) {
     if (const auto engine = engine_.lock()) engine->note(std::current_exception());
     leave_with(std::current_exception());
   }
-  if (!came) raise_late(timeout);
   settle();
   // Another thread may be about to complete it: no queued operation has to run for that.
   return ending_group_if_interrupted([this] { return wait_until_complete(); });

@@ -205,11 +205,6 @@ class Work : public c10d::Work {
       end_group(interrupted);
     }
   }
-  /// Ends a wait whose time is over, and nothing else.
-  [[noreturn]] void raise_late(Milliseconds timeout) const {
-    raise<Timeout>(describe() + " timed out: it was not done after a wait of " +
-                   std::to_string(timeout.count()) + " ms; it continues" + describe_ranks());
-  }
   /// Does the part of wait() that only waits, for the thread that completes the work.
   bool wait_until_complete(Milliseconds timeout = kNoTimeout) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -217,7 +212,8 @@ class Work : public c10d::Work {
     const Deadline deadline = Deadline::after(timeout.count() > 0 ? timeout : kForever);
     if (!InterruptPoll::wait(cv_, lock, deadline, done)) {
       lock.unlock();
-      raise_late(timeout);
+      raise<Timeout>(describe() + " timed out: it was not done after a wait of " +
+                     std::to_string(timeout.count()) + " ms; it continues" + describe_ranks());
     }
     lock.unlock();
     InterpreterEnd::stay_if_begun();

@@ -14,8 +14,6 @@ class PYCOMM_API Transfer {
   virtual bool done() = 0;
   /// Throws Timeout, PeerLost or Error. A timeout of 0 means the group's.
   virtual void wait(Milliseconds timeout = {}) = 0;
-  /// Returns false if it is not done within this time, above 0; it goes on. Else as wait().
-  virtual bool wait_for(Milliseconds time) = 0;
   /// The sender, for receives from any source.
   virtual int source() const = 0;
   /// Keeps what the buffer needs until the request is done or its group is over, whether or not a

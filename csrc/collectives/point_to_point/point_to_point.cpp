@@ -42,11 +42,7 @@ class PointToPoint::Request final : public Transfer {
   }
   void wait(Milliseconds asked) override {
     check_process();
-    owner->wait(*this, asked.count() > 0 ? asked : limit, true);
-  }
-  bool wait_for(Milliseconds time) override {
-    check_process();
-    return owner->wait(*this, time, false);
+    owner->wait(*this, asked.count() > 0 ? asked : limit);
   }
   int source() const override {
     check_process();
@@ -581,12 +577,11 @@ void PointToPoint::sleep_unlocked(Lock& lock, const std::function<void()>& how) 
   changed_.wait(lock, [this] { return entering_ == 0; });
 }
 
-bool PointToPoint::wait(Request& request, Milliseconds limit, bool ends_group) {
+void PointToPoint::wait(Request& request, Milliseconds limit) {
   UnlockingGuard guard(*this);
   waiting_++;
-  bool done = false;
   try {
-    done = drive(guard.lock(), request, limit, ends_group);
+    drive(guard.lock(), request, limit);
     waiting_--;
   } catch (const Interrupted&) {  // what its caller does with the buffer is not known
     waiting_--;
@@ -600,16 +595,12 @@ bool PointToPoint::wait(Request& request, Milliseconds limit, bool ends_group) {
     changed_.notify_all();  // the thread that closes waits for us
     throw;                  // the group has failed
   }
-  if (closed_) {
-    changed_.notify_all();
-  } else {
-    wake_server();
-  }
-  return done;
+  if (closed_) return changed_.notify_all();
+  wake_server();
 }
 
 // Moves bytes, or waits for the thread that does, until the request is done.
-bool PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit, bool ends_group) {
+void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit) {
   const Deadline deadline = Deadline::after(limit);
   bool shown = false;
   InterruptPoll interrupts;
@@ -617,7 +608,6 @@ bool PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit,
     check_open(request);
     failure_.rethrow();
     if (deadline.expired()) {
-      if (!ends_group) break;
       throw Timeout(request.describe() + " did not end within the timeout of " +
                     std::to_string(limit.count()) + " ms; check that the other end " +
                     (request.is_send ? "receives" : "sends") + " with the same tag");
@@ -646,7 +636,6 @@ bool PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit,
   }
   if (request.error) std::rethrow_exception(request.error);
   if (shown) mesh_.rank_state().wait_over();
-  return request.finished;
 }
 
 void PointToPoint::wake_server() {

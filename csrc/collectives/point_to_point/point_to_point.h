@@ -114,9 +114,8 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   void release_unneeded(Lock& lock);
   void check_open(const Request& request) const;
 
-  /// Returns whether it is done. If it is not within the limit, the group ends, or the wait alone.
-  bool wait(Request& request, Milliseconds limit, bool ends_group);
-  bool drive(Lock& lock, const Request& request, Milliseconds limit, bool ends_group);
+  void wait(Request& request, Milliseconds limit);
+  void drive(Lock& lock, const Request& request, Milliseconds limit);
   void serve();
 
   const ForkGuard fork_{};

@@ -196,32 +196,6 @@ def test_ddp_trains_a_sparse_embedding_as_with_gloo(rank, size):
         assert torch.equal(got, want)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("what", ["irecv", "isend", "batch", "all_reduce"])
-def test_a_wait_that_expires_ends_nothing_else(rank, size, what):
-    x = torch.full((1 << 20,), rank + 1.0)  # more than a send leaves with its peer
-    start = {
-        "irecv": lambda: dist.irecv(x, 1),
-        "isend": lambda: dist.isend(x, 1),
-        "batch": lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 1)])[0],
-        "all_reduce": lambda: dist.all_reduce(x, async_op=True),
-    }
-    if rank == 0:
-        work = start[what]()
-        with pytest.raises(pycomm.Timeout, match="it continues"):
-            work.wait(timedelta(milliseconds=50))
-        dist.send(torch.ones(1), 1, tag=1)
-        work.wait(timedelta(seconds=20))
-    else:
-        dist.recv(torch.ones(1), 0, tag=1)
-        if what == "all_reduce":
-            dist.all_reduce(x)
-        else:
-            dist.recv(x, 0) if what == "isend" else dist.send(x, 0)
-    assert (x == {"isend": 1, "all_reduce": 3}.get(what, 2)).all()
-    dist.barrier()
-
-
 @on_ranks()
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_batches_of_sends_and_receives_are_one_work(rank, size):
