@@ -498,10 +498,11 @@ class Communicator:
         """Post a send of ``data`` to rank ``dst``.
 
         Returns:
-            A request; ``data`` must not change until its ``wait(timeout)`` returns.
+            A request; ``data`` must not change until its ``wait(timeout)`` returns. The group keeps
+            it until the send is done, also if the request is dropped.
         """
         address, numel, dtype = span(data, False)
-        request = self.core.send(address, numel * _C.size_of(dtype), dst, tag)
+        request = self.core.send(address, numel * _C.size_of(dtype), dst, tag, data)
         request.buffer = data
         return request
 
@@ -512,10 +513,11 @@ class Communicator:
 
         Returns:
             A request; ``data`` is valid after its ``wait(timeout)`` returns; ``source()`` returns
-            the sender.
+            the sender. The group keeps ``data`` as long as the receive may write to it, also if the
+            request is dropped.
         """
         address, numel, dtype = span(data, True)
-        request = self.core.recv(address, numel * _C.size_of(dtype), src, tag)
+        request = self.core.recv(address, numel * _C.size_of(dtype), src, tag, data)
         request.buffer = data
         return request
 

@@ -113,8 +113,20 @@ class Momenta(SingleCodedState):
             shards=shards,
             ranks=self.process_group.size(),
         )
+        self.factor(made, kept)
         self.moments[name] = made
         return made
+
+    def factor(self, moment: CodedMoment, state: dict[str, Any]) -> None:
+        """Make a state of torch's AdamW, which has full second moments, that of a coded moment.
+
+        The optimizer has such a state after it stepped a parameter that travelled exactly.
+        """
+        if state and "row" not in state:
+            sums = self.whole_sums(moment.squares_of(state))
+            factored = moment.factored(state, sums)
+            state.clear()
+            state.update(factored)
 
     def _make_late(self, name: str) -> None:
         """Code the momentum of a parameter that has come after the constructor."""

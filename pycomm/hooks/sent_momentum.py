@@ -24,28 +24,20 @@ class SentMomentumState(SingleCodedState):
     Each rank keeps the gradients of its own data for the optimizer's parameters. Those of other
     parameters are averaged exactly, as DDP does.
 
-    With a loss scaler ranks have to agree on whether a step overflows, since each of them skips it
-    and lowers its scale by what it finds in its own gradients. So a rank's overflow is told to all,
-    which put Inf into the optimizer's gradients.
-
     Args:
         codec, options: as for `CompressionState`.
-        scaled: a `torch.amp.GradScaler` scales the gradients.
     """
 
     before: dict[str, torch.Tensor]
     """Residuals before the last coding, where that has overwritten them."""
 
-    def __init__(self, *codec: Any, scaled: bool, **options: Any) -> None:
+    def __init__(self, *codec: Any, **options: Any) -> None:
         super().__init__(*codec, **options)
         self.own: dict[str, torch.Tensor] = {}
         """What this rank has sent, by parameter name: float32 [shape], in the unit of torch's
         momentum buffer."""
         self.owned: set[int] = set()
         """Ids of the optimizer's parameters."""
-        self._scaled = scaled
-        self._found_inf = False
-        self._kept: list[torch.Tensor] = []  # the optimizer's gradients in this backward
 
     def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average the gradients of other optimizers' parameters in a bucket."""
@@ -57,17 +49,11 @@ class SentMomentumState(SingleCodedState):
             )
         values = bucket.buffer()
         mine = [id(parameter) in self.owned for parameter in bucket.parameters()]
-        kept, others = [values], []
-        if not all(mine):
-            kept, others = [], [values]
+        others = [] if all(mine) else [values]
         if any(mine) and others:
-            both = list(zip(mine, bucket.gradients(), strict=True))
-            kept = [gradient for own, gradient in both if own]
+            both = zip(mine, bucket.gradients(), strict=True)
             others = [gradient for own, gradient in both if not own]
-        future = self._averaged(values, others)
-        if self._scaled:
-            self._share_overflow(bucket, kept)
-        return future
+        return self._averaged(values, others)
 
     def _averaged(
         self, values: torch.Tensor, others: list[torch.Tensor]
@@ -86,21 +72,6 @@ class SentMomentumState(SingleCodedState):
             return values
 
         return average(flat, self.process_group).then(put_back)
-
-    def _share_overflow(self, bucket: GradBucket, kept: list[torch.Tensor]) -> None:
-        """Put Inf into all kept gradients of a backward if one of a rank's is not finite."""
-        if bucket.index() == 0:  # what is there is of a backward that has failed
-            self._found_inf = False
-            self._kept.clear()
-        self._found_inf |= not all(bool(gradient.isfinite().all()) for gradient in kept)
-        self._kept += kept
-        if bucket.is_last():
-            flag = torch.tensor([float(self._found_inf)], device=self._device, dtype=torch.float32)
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.process_group)
-            if float(flag):
-                for gradient in self._kept:
-                    gradient.fill_(torch.inf)
-            self._kept.clear()
 
     def reduce(
         self, tensor: torch.Tensor, names: Sequence[str]

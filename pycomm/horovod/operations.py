@@ -199,7 +199,8 @@ def _allreduce_(
     *,
     waits: bool,
 ) -> Handle:
-    flat = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+    places = [tensor.detach() for tensor in tensors]  # parameters are written as well
+    flat = [place.contiguous() for place in places]
     factors = float(factors[0]), float(factors[1])  # whatever kind of number ranks give
 
     def launch(call: Call, _: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
@@ -208,10 +209,10 @@ def _allreduce_(
         works = [dist.all_reduce(t, reduction, group=call.group, async_op=True) for t in sent]
 
         def finish() -> list[torch.Tensor]:
-            for tensor, values in zip(tensors, sent, strict=True):
-                result = _finished(values, tensor.dtype, op, call.size, factors[1])
-                if result is not tensor:
-                    tensor.copy_(result)
+            for place, values in zip(places, sent, strict=True):
+                result = _finished(values, place.dtype, op, call.size, factors[1])
+                if result is not place:
+                    place.copy_(result)
             return list(tensors)
 
         return works, finish

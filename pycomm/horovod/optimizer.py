@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from pycomm.arguments import number, typed, whole
-from pycomm.errors import Error
+from pycomm.errors import Error, WireMismatch
 from pycomm.horovod.basics import size
 from pycomm.horovod.calls import Call
 from pycomm.horovod.compression import Coded, Compression
@@ -112,7 +112,7 @@ class GradientBucket:
         for parameter, name, (gradient, version, bits) in zip(
             self.parameters, self.names, self.sent, strict=True
         ):
-            if not parameter.requires_grad:
+            if not parameter.requires_grad and gradient is None:
                 continue
             if parameter.grad is not gradient:
                 return name
@@ -126,9 +126,12 @@ class GradientBucket:
         return next((name for name, one in zip(names, differ, strict=True) if one), "")
 
     def empty(self) -> None:
-        """Write the results to the gradients of those parameters that are trained."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            if not parameter.requires_grad:
+        """Write the results to the gradients of those parameters that are trained.
+
+        One that was frozen while its gradient travelled takes part in this step.
+        """
+        for parameter, view, sent in zip(self.parameters, self.views, self.sent, strict=True):
+            if not parameter.requires_grad and sent[0] is None:
                 continue
             if parameter.grad is None or parameter.grad.is_sparse:
                 parameter.grad = view.clone()
@@ -147,7 +150,7 @@ class GradientReducer:
     """The exchange of one optimizer's gradients.
 
     Parameters that are frozen, thawed, or added to the optimizer between two steps are followed: at
-    each step the ranks compare which ones they train.
+    each step the ranks compare which ones they train, and how they average.
     """
 
     def __init__(
@@ -171,8 +174,9 @@ class GradientReducer:
         self._buckets: list[GradientBucket] = []
         self._place: dict[torch.nn.Parameter, GradientBucket] = {}
         self._count: dict[torch.nn.Parameter, int] = {}
-        self._started = 0
+        self._started, self._ended = 0, False
         self._call: Call | None = None  # of the step that has begun
+        self._new = self._untold()  # parameters that the other ranks do not know of yet
         self._enter()
         self.state.plan.complete()
         self.state.agree()
@@ -188,12 +192,18 @@ class GradientReducer:
         assert optimizer is not None
         return [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
 
-    def _enter(self) -> None:
-        """Enter the parameters that are trained and were not before."""
-        new = [p for p in self._trained() if p not in self._place and p not in self._count]
-        named = []
+    def _untold(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that are trained and were not before, which get names."""
+        new = [p for p in self._trained() if p not in self._count]
         for parameter in new:
-            name = self.names.setdefault(parameter, f"parameter{len(self.names)}")
+            self.names.setdefault(parameter, f"parameter{len(self.names)}")
+        return new
+
+    def _enter(self) -> None:
+        """Enter the new parameters, which all ranks train."""
+        named = []
+        for parameter in self._new:
+            name = self.names[parameter]
             named.append((name, parameter))
             self.state.add(name, parameter)
             self._count[parameter] = 0
@@ -204,17 +214,21 @@ class GradientReducer:
             bucket = GradientBucket([p for _, p in group], [name for name, _ in group])
             self._buckets.append(bucket)
             self._place.update(dict.fromkeys(bucket.parameters, bucket))
+        self._new = []
 
     @torch.no_grad()
     def _begin(self) -> None:
-        """Begin a step: tell the other ranks what this one trains."""
+        """Begin a step: tell the other ranks what this one trains, and how it averages."""
         if self._call is not None:
             return
-        self._enter()
+        self._new = self._untold()
         parts = [f"{self.names[p]} {list(p.shape)}" for p in self._trained()]
         digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
         few = ", ".join(parts[:2] + ["..."] * (len(parts) > 2))
-        text = f"a step that trains {len(parts)} parameters ({few}; {digest})"
+        text = (
+            f"a step that trains {len(parts)} parameters by {self.op.name}, {self.passes} backward "
+            f"passes, divided by {self.predivide} before ({few}; {digest})"
+        )
         self._call = Call(self._process_set, text)
         for bucket in self._buckets:
             bucket.missing = sum(p.requires_grad for p in bucket.parameters)
@@ -246,29 +260,59 @@ class GradientReducer:
         flat = bucket.flat
         values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         bucket.future = self.state.reduce(values, bucket.names)
-        if self._started == len(self._buckets):
-            self.state.end_step()
+        if self._started == len(self._buckets) and not self._new:
+            self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self.state.end_step()
+
+    def _complete(self) -> None:
+        """Start what has not been started, and wait for all results."""
+        while self._started < len(self._buckets):
+            self._start()
+        if not self._ended:
+            self._end()
+        for bucket in self._buckets:
+            assert bucket.future is not None
+            self.state.wait(bucket.future)
+
+    def _exchange(self) -> None:
+        """Exchange all buckets.
+
+        Raises:
+            WireMismatch: ranks train other parameters, or average them differently; on all ranks.
+        """
+        assert self._call is not None
+        try:
+            self._call.check()
+        except WireMismatch:
+            # Some ranks have started buckets: the others answer, so that the group can be used on.
+            self._new = []
+            self._complete()
+            self.state.discard()
+            raise
+        self._enter()
+        self._complete()
 
     @torch.no_grad()
     def finish(self) -> None:
         """Start what has not been started, and write all results to the gradients.
 
+        Whatever it raises, the next step begins anew.
+
         Raises:
-            WireMismatch: ranks train other parameters; on all ranks.
+            WireMismatch: ranks train other parameters, or average them differently; on all ranks.
             Error: a gradient was changed while it travelled.
         """
         self._begin()
         assert self._call is not None
-        self._call.check()
-        while self._started < len(self._buckets):
-            self._start()
         factor = self.predivide * (self._call.size if self.op is Op.Sum else 1)
-        for bucket in self._buckets:
-            assert bucket.future is not None
-            self.state.wait(bucket.future)
-            bucket.future = None
+        try:
+            self._exchange()
+        finally:
+            self.reset()
         changed = next(filter(None, (bucket.changed() for bucket in self._buckets)), "")
-        self.reset()
         if changed:
             raise Error(
                 f"the gradient of {changed} was scaled, clipped, zeroed or replaced between "
@@ -283,10 +327,10 @@ class GradientReducer:
 
     def reset(self) -> None:
         """Begin to count the backward passes of the next step."""
-        self._started, self._call = 0, None
+        self._started, self._ended, self._call = 0, False, None
         self._count = dict.fromkeys(self._count, 0)
         for bucket in self._buckets:
-            bucket.late = False
+            bucket.late, bucket.future = False, None
 
 
 def _policy(compression: Any) -> tuple[str | Policy, Any]:
@@ -352,9 +396,26 @@ class _Distributed(torch.optim.Optimizer):
             "and optimizer before, and give the copy to DistributedOptimizer"
         )
 
+    def _check_idle(self, what: str) -> None:
+        """Check that no gradients are on the way.
+
+        Raises:
+            Error: they are.
+        """
+        if self._reducer is not None and self._reducer.pending:
+            raise Error(
+                f"{what}: gradients are on the way: call optimizer.step() or "
+                "optimizer.synchronize() first"
+            )
+
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set how many backward passes add up to one step."""
+        """Set how many backward passes add up to one step, on all ranks.
+
+        Raises:
+            Error: between backward and step, while gradients are on the way.
+        """
         whole("passes", passes, 1)
+        self._check_idle("set_backward_passes_per_step() between backward() and step()")
         if self._reducer is not None:
             self._reducer.passes = passes
             self._reducer.reset()
@@ -378,7 +439,8 @@ class _Distributed(torch.optim.Optimizer):
         """Average the gradients over all ranks, and update the parameters.
 
         Raises:
-            WireMismatch: ranks train other parameters; on all ranks, before anything is updated.
+            WireMismatch: ranks train other parameters, or have other options; on all ranks, before
+                anything is updated.
             Error: a gradient was scaled, clipped, zeroed or replaced while it travelled.
         """
         loss = None
@@ -401,12 +463,13 @@ class _Distributed(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Remove the gradients; not while they are on the way."""
-        if self._reducer is not None and self._reducer.pending:
-            raise Error(
-                "zero_grad() between backward() and step() would remove gradients that are on the "
-                "way: call optimizer.step() or optimizer.synchronize() first"
-            )
+        self._check_idle("zero_grad() between backward() and step()")
         super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, on all ranks; not while gradients are on the way, in which none are."""
+        self._check_idle("add_param_group() between backward() and step()")
+        super().add_param_group(param_group)
 
 
 def DistributedOptimizer(
@@ -437,10 +500,14 @@ def DistributedOptimizer(
         sparse_as_dense: not used: sparse gradients always travel dense.
         process_set: the ranks that average; on others the optimizer is as before.
 
+    The first step compares `op`, `gradient_predivide_factor` and `backward_passes_per_step`, which
+    are equal on all ranks.
+
     Raises:
         ValueError: names are given twice, or not for all parameters; a factor is invalid.
-        Error: another `op`, an optimizer that cannot be used, a compressor of one's own, or `init`
-            was not called.
+        WireMismatch: ranks compress differently; on all ranks.
+        Error: another `op`, an optimizer that cannot be used or is a DistributedOptimizer already,
+            a compressor of one's own, or `init` was not called.
 
     Example:
         >>> import pycomm.horovod as hvd
@@ -450,6 +517,10 @@ def DistributedOptimizer(
         ... )
     """
     typed("optimizer", optimizer, torch.optim.Optimizer)
+    if isinstance(optimizer, _Distributed):
+        raise Error(
+            "this is a DistributedOptimizer already, which would average twice: use it as it is"
+        )
     names = _named(optimizer, named_parameters)
     size()
     if op not in (Op.Average, Op.Sum):

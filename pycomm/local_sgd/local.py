@@ -27,6 +27,7 @@ from pycomm.reduction.state import CompressionState
 from pycomm.reduction.weights import checked
 
 STATE_VERSION = 1
+_OPTIONS = ("every", "exchange", "lr", "momentum", "nesterov", "weighted", "average")
 
 
 class LocalSGD:
@@ -158,8 +159,20 @@ class LocalSGD:
 
     def _terms(self) -> list[str]:
         """Return the options that must be equal on all ranks."""
-        names = "every", "exchange", "lr", "momentum", "nesterov", "weighted", "average"
-        return [f"LocalSGD: {name}={getattr(self, name)}" for name in names]
+        return [f"LocalSGD: {name}={getattr(self, name)}" for name in _OPTIONS]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse another value of an option.
+
+        Raises:
+            AttributeError: the ranks have agreed on it.
+        """
+        if name in _OPTIONS and name in vars(self):
+            raise AttributeError(
+                f"LocalSGD: {name} stays as it was when all ranks made this: call finish(), and "
+                "make a new LocalSGD"
+            )
+        super().__setattr__(name, value)
 
     @property
     def local_steps(self) -> int:

@@ -164,7 +164,9 @@ class CodedAdamW(torch.optim.Optimizer):
             Error: a GradScaler scaled the gradients, and the optimizer was made without it; or DDP
                 does not average a parameter that was frozen when the model was wrapped; or a state
                 was loaded after the last backward.
+            ValueError: a group has a setting or a parameter now with which it cannot be made.
         """
+        self._checks.check(self.param_groups)
         ready, loss = prepare(self, self._scaler, closure)
         if not ready:
             return loss
@@ -241,10 +243,7 @@ class CodedAdamW(torch.optim.Optimizer):
     def _factor(self) -> None:
         """Make states of torch's AdamW, which have full second moments, those of coded moments."""
         for moment in self.compression.moments.values():
-            state = self.state.get(moment.parameter)
-            if state and "row" not in state:
-                sums = self.compression.whole_sums(moment.squares_of(state))
-                self.state[moment.parameter] = moment.factored(state, sums)
+            self.compression.factor(moment, self.state.get(moment.parameter, {}))
 
     def adopt_state(self, previous: CodedAdamW) -> None:
         """Continue from the optimizer of a group that has lost ranks; collective.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from pycomm.arguments import number, typed
+from pycomm.arguments import typed
 from pycomm.codecs import Codec
 from pycomm.compression import check_takes_hook
 from pycomm.feedback import Feedback, Residual
@@ -29,7 +29,7 @@ from pycomm.optim.settings import (
     settings_only,
 )
 from pycomm.policy import Policy, agree_on_options, refused_together
-from pycomm.policy.exchange import device_of
+from pycomm.policy.exchange import answer, device_of
 from pycomm.policy.names import clean
 from pycomm.policy.quality import nominal_error
 from pycomm.reduction import members
@@ -51,8 +51,9 @@ class Part:
 
     @property
     def gradient(self) -> torch.Tensor:
-        """This rank's own gradient [shape], float32."""
-        assert self.parameter.grad is not None
+        """This rank's own gradient [shape], float32; zero if only other ranks have one."""
+        if self.parameter.grad is None:
+            return torch.zeros_like(self.parameter, dtype=torch.float32)
         return self.parameter.grad.float()
 
 
@@ -77,6 +78,7 @@ class CodedSGD(torch.optim.Optimizer):
     averages no gradients any more: after a backward each rank has those of its own data, and
     clipping bounds them rank by rank. What travels is exchanged by the step, which all ranks take
     together. A step in which a rank's values are not finite is skipped by all, and leaves no trace.
+    Where a parameter has a gradient on some ranks only, those of the others count as zero.
 
     Args:
         params: parameters or groups, as for `torch.optim.SGD`.
@@ -131,6 +133,7 @@ class CodedSGD(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._scaler = scaler
         self._codecs: dict[str, Codec] = {}  # of the steps before, by parameter
+        self._used: set[int] = set()  # ids of the parameters that take part in this step
         self._checks = GroupChecks(_NAME, model.module, defaults)
         self._checks.check(self.param_groups)
         self._ignored = set(map(clean, model.parameters_to_ignore))
@@ -142,7 +145,6 @@ class CodedSGD(torch.optim.Optimizer):
         check_takes_hook(model)
         self.compression = SentMomentumState(
             policy,
-            scaled=scaler is not None,
             process_group=self.process_group,
             feedback=rule,
             seed=seed,
@@ -163,7 +165,6 @@ class CodedSGD(torch.optim.Optimizer):
             ValueError: a setting is out of range, or a parameter does not belong to the model.
             WireMismatch: ranks add groups with different settings or parameters; on all ranks.
         """
-        _momentum_of({**self.defaults, **param_group})
         super().add_param_group(param_group)
         if hasattr(self, "compression"):  # else the constructor treats all groups at once
             added = self.param_groups[-1:]
@@ -256,19 +257,18 @@ class CodedSGD(torch.optim.Optimizer):
 
         Raises:
             Error: a GradScaler scaled the gradients, and the optimizer was made without it.
-            ValueError: a group's momentum was changed to one that is not from 0 to below 1.
+            ValueError: a group has a setting or a parameter now with which it cannot be made.
         """
-        for group in self.param_groups:
-            _momentum_of(group)
-        ready, loss = prepare(self, self._scaler, closure)
+        self._checks.check(self.param_groups)
+        self.compression.follow_members()  # raises if they have changed
+        ready, loss = prepare(self, self._scaler, closure, self._overflows)
         if not ready:
             return loss
-        self.compression.follow_members()  # raises if they have changed
         parts = [
             Part(self._checks.names[id(parameter)], parameter, group)
             for group in self.param_groups
             for parameter in group["params"]
-            if parameter.grad is not None
+            if id(parameter) in self._used
         ]
         if is_filling(self) and not self.compression.on_any_rank(has_gradient(self)):
             for part in parts:  # as a template for a checkpoint
@@ -276,6 +276,28 @@ class CodedSGD(torch.optim.Optimizer):
         elif parts:
             self._take(parts)
         return loss
+
+    def _overflows(self, found: bool) -> bool:
+        """Return whether any rank's gradients overflow, and tell the scaler; collective.
+
+        It also finds which parameters have a gradient on any rank: these take part in the step.
+        """
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        own = [found, *(p.grad is not None for p in parameters)]
+        if self.process_group.size() > 1:
+            device = device_of(self.process_group)
+            flags = torch.tensor(own, device="cpu", dtype=torch.uint8).to(device)
+            work = dist.all_reduce(
+                flags, dist.ReduceOp.MAX, group=self.process_group, async_op=True
+            )
+            own = answer(work, flags).bool().tolist()
+        overflow, *used = own
+        self._used = {id(p) for p, one in zip(parameters, used, strict=True) if one}
+        if overflow and self._scaler is not None:  # it lowers its scale by what it knows
+            for each in self._scaler._found_inf_per_device(self).values():
+                each.fill_(1.0)
+            self.found_inf = torch.ones((), device="cpu")  # until the scaler's step ends
+        return overflow
 
     def _take(self, parts: list[Part]) -> None:
         state = self.compression
@@ -287,7 +309,7 @@ class CodedSGD(torch.optim.Optimizer):
         alone = not state.codes_sums(momenta, parts[0].parameter.device)
         errors = []
         for part in parts:
-            keeps = _momentum_of(part.group) > 0  # else the buffer waits, as torch's does
+            keeps = float(part.group["momentum"]) > 0  # else the buffer waits, as torch's does
             if alone:
                 sent, error = self._sent(part.name, momenta[part.name])
                 errors.append(error)
@@ -341,7 +363,7 @@ class CodedSGD(torch.optim.Optimizer):
 
     def _momentum(self, part: Part, own: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return b o + (1 - b) / (1 - momentum) (g + wd x), float32 [shape]."""
-        state, momentum = self._start(part), _momentum_of(part.group)
+        state, momentum = self._start(part), float(part.group["momentum"])
         before = own.get(part.name)
         if before is None:  # it goes on from what all have agreed on
             before = state["momentum_buffer"].float()
@@ -381,13 +403,6 @@ class CodedSGD(torch.optim.Optimizer):
             if left > 0 and math.isfinite(coded):
                 error = self.state[part.parameter]["coding_error"]
                 error.mul_(0.75).add_(0.25 * min(1.0, left / coded))
-
-
-def _momentum_of(group: Mapping[str, Any]) -> float:
-    momentum = number("momentum", group["momentum"])
-    if not 0 <= momentum < 1:
-        raise ValueError(f"CodedSGD: momentum={momentum} must be from 0 to below 1")
-    return momentum
 
 
 def _float32(parameter: torch.Tensor) -> torch.Tensor:

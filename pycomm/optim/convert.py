@@ -14,9 +14,8 @@ from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.optim.coded_adamw import CodedAdamW
 from pycomm.optim.coded_sgd import CodedSGD
+from pycomm.optim.settings import check_settings
 from pycomm.policy import Policy
-
-_OFF = ("amsgrad", "nesterov", "dampening", "maximize", "capturable", "differentiable")
 
 
 @overload
@@ -49,8 +48,8 @@ def code_optimizer(
     """Return a `CodedAdamW` or `CodedSGD` with the groups and the state of torch's; collective.
 
     The state is equal on all ranks, as DDP keeps it. The result takes the place of the old
-    optimizer, which cannot step, be saved or loaded afterwards. Both have the same groups, so a
-    scheduler that was made for the old one sets the rates of the new one.
+    optimizer, which cannot step, be copied, saved or loaded afterwards. Both have the same groups,
+    so a scheduler that was made for the old one sets the rates of the new one.
 
     An optimizer that Accelerate has prepared stays the same object, which schedulers, checkpoints
     and the HF Trainer hold: the optimizer in it is replaced, as its attribute ``optimizer``.
@@ -137,9 +136,10 @@ def put_into_wrapper(wrapper: Any, coded: torch.optim.Optimizer) -> None:
 
     @functools.wraps(step)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        found_inf = getattr(coded, "found_inf", None)
+        result = step(*args, **kwargs)
+        found_inf = getattr(coded, "found_inf", None)  # on any rank
         wrapper._accelerate_step_called = found_inf is None or not float(found_inf)
-        return step(*args, **kwargs)
+        return result
 
     wrapper._optimizer_patched_step_method = patched
 
@@ -181,8 +181,7 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> type[CodedAdamW] | type[CodedS
 def _check(optimizer: torch.optim.Optimizer, who: str) -> None:
     """Check that a coded optimizer can take the place of one of torch's."""
     for group in optimizer.param_groups:
-        if wrong := [name for name in _OFF if group.get(name)]:
-            raise ValueError(f"code_optimizer: {who} has no {wrong[0]}: turn it off")
+        check_settings(f"code_optimizer: {who}", group)
 
 
 def _defaults(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -205,7 +204,7 @@ def _count_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _retire(optimizer: torch.optim.Optimizer, coded: torch.optim.Optimizer) -> None:
-    """Let the methods of an optimizer raise that would act on a state that is no longer used."""
+    """Let the methods of an optimizer raise that would use or copy a state that is not used now."""
     old, new = type(optimizer).__name__, type(coded).__name__
 
     def raises(*_: Any, **__: Any) -> NoReturn:
@@ -218,5 +217,5 @@ def _retire(optimizer: torch.optim.Optimizer, coded: torch.optim.Optimizer) -> N
     # A scheduler that was made for the old one looks at these, and would warn.
     raises._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer._opt_called = True  # type: ignore[attr-defined]
-    for name in ("step", "state_dict", "load_state_dict", "add_param_group"):
+    for name in ("step", "state_dict", "load_state_dict", "add_param_group", "__getstate__"):
         setattr(optimizer, name, raises)

@@ -19,6 +19,9 @@ from pycomm.feedback import Feedback
 from pycomm.policy import AUTO, Policy
 from pycomm.policy.names import clean
 
+_OFF = ("amsgrad", "nesterov", "dampening", "maximize", "capturable", "differentiable")
+"""Options of torch's optimizers that coded ones do not have."""
+
 
 def plain(setting: Any) -> Any:
     """Return a setting; the number of a tensor with one value, which torch takes as a rate."""
@@ -38,12 +41,14 @@ def refuse_copy(optimizer: torch.optim.Optimizer, method: str) -> NoReturn:
 
 
 def check_settings(who: str, settings: dict[str, Any]) -> None:
-    """Check the settings of a parameter group: lr and weight_decay, and betas and eps if there are.
+    """Check the settings of a parameter group: lr and weight_decay, and what else there is.
 
     Raises:
         TypeError: one is no number.
-        ValueError: one is out of its range.
+        ValueError: one is out of its range, or an option is on that the optimizer has not.
     """
+    if wrong := [name for name in _OFF if settings.get(name)]:
+        raise ValueError(f"{who} has no {wrong[0]}: turn it off")
     names = [name for name in ("lr", "eps", "weight_decay") if name in settings]
     numbers = {name: number(name, plain(settings[name])) for name in names}
     betas = settings.get("betas", (0.0, 0.0))
@@ -51,6 +56,8 @@ def check_settings(who: str, settings: dict[str, Any]) -> None:
         raise ValueError(f"{who}: betas={betas!r}: give two numbers")
     if not all(0 <= number("betas", beta) < 1 for beta in betas):
         raise ValueError(f"{who}: betas={betas}: each is from 0 to below 1")
+    if not 0 <= number("momentum", settings.get("momentum", 0.0)) < 1:
+        raise ValueError(f"{who}: momentum={settings['momentum']} must be from 0 to below 1")
     if not all(math.isfinite(x) and x >= 0 for x in numbers.values()):
         given = ", ".join(f"{name}={value}" for name, value in numbers.items())
         raise ValueError(f"{who}: {given} must be finite and at least 0")
@@ -93,7 +100,8 @@ class GroupChecks:
                     raise ValueError(
                         f"{self._who}: a parameter of shape {tuple(parameter.shape)} does not "
                         "belong to the model: pass the model that was wrapped, and its own "
-                        "parameters"
+                        "parameters; if the model has got another one since, wrap it anew, "
+                        "and make the optimizer anew"
                     )
                 if id(parameter) in self._sparse:
                     raise ValueError(
@@ -165,11 +173,12 @@ def prepare(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
     closure: Callable[[], float] | None,
+    overflows: Callable[[bool], bool] = bool,
 ) -> tuple[bool, float | None]:
     """Do what every step begins with.
 
     Args:
-        optimizer, scaler: as for `is_ready`, whose error this raises.
+        optimizer, scaler, overflows: as for `is_ready`, whose error this raises.
         closure: function that computes the gradients again and returns the loss.
 
     Returns:
@@ -179,28 +188,32 @@ def prepare(
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    return is_ready(optimizer, scaler), loss
+    return is_ready(optimizer, scaler, overflows), loss
 
 
-def is_ready(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> bool:
+def is_ready(
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    overflows: Callable[[bool], bool] = bool,
+) -> bool:
     """Return whether to take a step; unscale the gradients if the scaler leaves that to us.
 
     Args:
         optimizer: one with `_step_supports_amp_scaling`, to which a scaler tells what it has found.
         scaler: the scaler with which it was made.
+        overflows: function from whether the scaler has found Inf or NaN on this rank to whether
+            the step overflows.
 
     Raises:
         Error: a GradScaler scales the gradients, and the optimizer was made without it.
     """
     found_inf = getattr(optimizer, "found_inf", None)
-    if found_inf is None:
-        return True
-    if scaler is None:
+    if found_inf is not None and scaler is None:
         raise Error(
             f"rank {dist.get_rank()}: a GradScaler scales the gradients, and the momentum that "
             "travels must be in their unit: make the optimizer with scaler=..."
         )
-    if float(found_inf):
+    if overflows(found_inf is not None and bool(float(found_inf))):
         return False
     scale = getattr(optimizer, "grad_scale", None)
     if scale is not None:

@@ -194,13 +194,21 @@ class CompressionState(BucketReducer):
             WireMismatch: ranks were given different codecs or policies.
             Error: `remove` is complete; call `pycomm.compress` again.
         """
-        if self.removed:
-            raise Error("compression was taken off this model: call pycomm.compress(model, ...)")
+        self._check_in_use()
         self.settle()
         with refused_together(self.process_group):
             self.plan = self.plan.followed_by(Policy.of(codec), self._device)
         self._forget_buckets()
         self._leaving = False
+
+    def _check_in_use(self) -> None:
+        """Check that the model uses this state.
+
+        Raises:
+            Error: `remove` is complete.
+        """
+        if self.removed:
+            raise Error("compression was taken off this model: call pycomm.compress(model, ...)")
 
     def remove(self) -> None:
         """Remove compression from the model; collective, between two steps.
@@ -306,7 +314,9 @@ class CompressionState(BucketReducer):
         Raises:
             ValueError: the state is of another version or model, ranks are missing, or this rank's
                 entry was not loaded with the rest.
+            Error: `remove` is complete; call `pycomm.compress` again.
         """
+        self._check_in_use()
         for state in states:
             typed("state", state, Mapping)
         saved = {key: value for state in states for key, value in state.items()}
@@ -401,6 +411,7 @@ class CompressionState(BucketReducer):
 
         Raises:
             ValueError: ranks shard the parameters (FSDP2), so the lost ranks' shards are lost.
+            Error: `remove` is complete; call `pycomm.compress` again.
 
         Example:
             >>> dist.shrink_group(error.ranks, shrink_flags=1)  # doctest: +SKIP
@@ -409,6 +420,7 @@ class CompressionState(BucketReducer):
             >>> state.adopt_state(previous)  # doctest: +SKIP
         """
         typed("previous", previous, CompressionState, None)
+        self._check_in_use()
         if self._cuts():
             raise ValueError(
                 "ranks share these parameters, and the shards of lost ranks are gone with them; "
@@ -487,7 +499,9 @@ class CompressionState(BucketReducer):
 
         Raises:
             ValueError: the checkpoint has nothing under this key.
+            Error: `remove` is complete; call `pycomm.compress` again.
         """
+        self._check_in_use()
         about = load_saved(checkpoint_id, key, ["about"], self.process_group)["about"]
         before = about[0]["world_size"]
         needed = self._needed(before)

@@ -12,6 +12,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import weakref
 
 import numpy as np
 import pytest
@@ -362,6 +364,48 @@ def test_a_request_keeps_its_group_and_its_buffer():
     gc.collect()
     request.wait()
     assert request.buffer.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_group_keeps_what_a_dropped_request_uses(way):
+    numel = 1 << 20  # of which a part travels later
+
+    def job(c):
+        array = np.full(numel, 3, np.float32)
+        c.send(array, 0) if c.rank else c.recv(array, 1, tag=1)
+        kept = weakref.ref(array)
+        del array
+        gc.collect()
+        assert kept() is not None
+        c.barrier()
+        if c.rank:
+            c.send(np.ones(numel, np.float32), 0, tag=1).wait()
+        else:
+            values = np.zeros(numel, np.float32)
+            c.recv(values, 1).wait()
+            assert (values == 3).all()
+        deadline = time.monotonic() + 20
+        while kept() is not None:  # other transfers of the process let go of it
+            assert time.monotonic() < deadline
+            c.send(np.ones(1), c.rank)
+            c.recv(np.ones(1), c.rank).wait()
+        c.barrier()
+
+    run(2, job, **WAYS[way])
+
+
+def test_a_buffer_cannot_be_resized_while_it_is_used():
+    def job(c):
+        data = bytearray(2)
+        request = c.recv(data, 0)
+        with pytest.raises(BufferError):
+            data.append(0)
+        c.send(b"ab", 0).wait()
+        request.wait()
+        data.append(0)
+        assert data == b"ab\0"
+
+    run(1, job)
 
 
 def test_groups_of_one_store_do_not_mix():

@@ -11,6 +11,7 @@
 #include "binding/core/arguments.h"
 #include "binding/core/errors.h"
 #include "binding/core/gil.h"
+#include "binding/core/kept.h"
 #include "binding/core/module.h"
 #include "binding/core/trace_records.h"
 #include "core/error.h"
@@ -24,6 +25,13 @@ namespace {
 using Release = GilReleased;
 using Request = Communicator::Request;
 
+/// Returns what a function returns that runs without the interpreter's lock.
+template <typename Function>
+auto without_gil(const Function& function) {
+  const Release release;
+  return function();
+}
+
 /// Makes a communicator. Its end may wait for other threads that need the interpreter, so the GIL
 /// is released for both.
 std::shared_ptr<Communicator> make_communicator(std::shared_ptr<Store> store, int rank, int size,
@@ -36,14 +44,21 @@ std::shared_ptr<Communicator> make_communicator(std::shared_ptr<Store> store, in
           }};
 }
 
-/// Returns a request that keeps its group. (pybind11's keep_alive crashes where an argument has a
-/// wrong type.)
-std::shared_ptr<Request> with_group(std::shared_ptr<Communicator> group,
-                                    std::shared_ptr<Request> request) {
+/// Returns a request that keeps its group, and that `data` outlives: the array, whose memory is in
+/// use until the transfer ends, also if nobody waits for it. (pybind11's keep_alive crashes where
+/// an argument has a wrong type.)
+template <typename Post>
+std::shared_ptr<Request> posted(std::shared_ptr<Communicator> group, const py::object& data,
+                                const Post& post) {
   struct Both {
     std::shared_ptr<Communicator> group;
     std::shared_ptr<Request> request;  // destroyed first
   };
+  Kept::release();
+  auto kept = data.is_none() ? nullptr : Kept::hold(data);
+  const Release release;
+  auto request = post(*group);
+  if (kept) request->keep(std::move(kept));
   const auto both = std::make_shared<Both>(Both{std::move(group), std::move(request)});
   return {both, both->request.get()};
 }
@@ -206,10 +221,19 @@ void bind_communicator(py::module_& m) {
       .def("__len__", &Pieces::size);
 
   py::class_<Request, std::shared_ptr<Request>>(m, "Request", py::dynamic_attr())
-      .def("done", &Request::done, py::call_guard<Release>())
+      .def("done",
+           [](Request& r) {
+             const bool done = without_gil([&] { return r.done(); });
+             Kept::release();
+             return done;
+           })
       .def(
-          "wait", [](Request& r, double timeout) { r.wait(milliseconds(timeout)); },
-          py::arg("timeout") = 0.0, py::call_guard<Release>())
+          "wait",
+          [](Request& r, double timeout) {
+            without_gil([&] { r.wait(milliseconds(timeout)); });
+            Kept::release();
+          },
+          py::arg("timeout") = 0.0)
       .def("source", &Request::source, py::call_guard<Release>());
 
   py::class_<PartList>(m, "Parts")
@@ -338,18 +362,22 @@ void bind_communicator(py::module_& m) {
           py::arg("timeout") = 0.0)
       .def(
           "send",
-          [](const std::shared_ptr<Self>& c, uintptr_t data, size_t bytes, int dst, int tag) {
-            const Release release;
-            return with_group(c, c->send(pointer(data), bytes, dst, tag));
+          [](const std::shared_ptr<Self>& c, uintptr_t data, size_t bytes, int dst, int tag,
+             const py::object& keep) {
+            return posted(c, keep,
+                          [=](Self& on) { return on.send(pointer(data), bytes, dst, tag); });
           },
-          py::arg("data"), py::arg("bytes"), py::arg("dst"), py::arg("tag") = 0)
+          py::arg("data"), py::arg("bytes"), py::arg("dst"), py::arg("tag") = 0,
+          py::arg("keep") = py::none())
       .def(
           "recv",
-          [](const std::shared_ptr<Self>& c, uintptr_t data, size_t bytes, int src, int tag) {
-            const Release release;
-            return with_group(c, c->recv(pointer(data), bytes, src, tag));
+          [](const std::shared_ptr<Self>& c, uintptr_t data, size_t bytes, int src, int tag,
+             const py::object& keep) {
+            return posted(c, keep,
+                          [=](Self& on) { return on.recv(pointer(data), bytes, src, tag); });
           },
-          py::arg("data"), py::arg("bytes"), py::arg("src"), py::arg("tag") = 0)
+          py::arg("data"), py::arg("bytes"), py::arg("src"), py::arg("tag") = 0,
+          py::arg("keep") = py::none())
       .def(
           "abort", [](Self& c, const std::string& reason) { c.abort(reason); }, py::arg("reason"),
           py::call_guard<Release>());

@@ -70,6 +70,24 @@ def test_what_is_owed_is_sent_with_the_next_step(pool, then, backend):
     pool.run(check_nothing_is_lost, "residual", then, ranks=3, backend=backend, **PATIENT)
 
 
+@on_ranks(2)
+def test_nothing_is_loaded_after_remove(rank, size):
+    model = DistributedDataParallel(Chosen())
+    state = pycomm.compress(model, "int4")
+    saved = state.state_dict()
+    state.remove()
+    for step in range(2):
+        reduced(model, gradients(rank, step))
+    assert state.removed
+    for use in (
+        lambda: state.load_state_dict(saved),
+        lambda: state.load_checkpoint("not there"),
+        lambda: state.adopt_state(None),
+    ):
+        with pytest.raises(pycomm.Error, match="taken off this model"):
+            use()
+
+
 @on_ranks(2, **PATIENT)
 @pytest.mark.parametrize("feedback", ["decay:0.5", "residual:storage=int8"])
 def test_of_every_kind_of_feedback_nothing_stays(rank, size, feedback):

@@ -44,6 +44,10 @@ def reductions(rank: int, size: int) -> dict[str, Any]:
     out["grouped in place"] = hvd.synchronize(handle)
     assert hvd.poll(handle)
     out["in place"] = (x, n)
+    out["parameter"] = torch.nn.Parameter(torch.full((2,), rank + 1.0))
+    assert hvd.allreduce_(out["parameter"]) is out["parameter"]
+    out["turned"] = torch.nn.Parameter(torch.full((2, 3), rank + 1.0).t())
+    hvd.allreduce_(out["turned"], op=hvd.Sum)
     table = torch.arange(6.0).view(2, 3) * (rank + 1)
     hvd.allreduce_(table.t(), op=hvd.Sum)  # not contiguous
     out["transposed"] = table
@@ -58,6 +62,8 @@ def test_allreduce(pool, size):
     product = torch.stack([torch.arange(5) + rank for rank in ranks]).prod(0)
     for rank, out in enumerate(pool.run(reductions, ranks=size)):
         assert torch.equal(out["average"], total / size)
+        assert torch.equal(out["parameter"], torch.full((2,), sum(ranks) / size))
+        assert torch.equal(out["turned"], torch.full((3, 2), float(sum(ranks))))
         assert torch.equal(out["sum"], total)
         assert torch.equal(out["deprecated"], total)
         assert torch.equal(out["max"], torch.arange(5) + size - 1)
@@ -328,6 +334,8 @@ def test_mistakes_are_told_and_the_group_stays_usable(rank, size):
     with pytest.raises(TypeError, match="found a int"):
         hvd.broadcast_parameters([1])
     optimizer = hvd.DistributedOptimizer(plain)
+    with pytest.raises(pycomm.Error, match="a DistributedOptimizer already"):
+        hvd.DistributedOptimizer(optimizer)
     model(torch.ones(1, 4)).sum().backward()
     with pytest.raises(pycomm.Error, match="on the way"):
         optimizer.zero_grad()
@@ -387,18 +395,98 @@ def test_changing_parameters_are_followed(pool, what):
     all_equal(pool.run(changes, what, True) + pool.run(changes, what, False))
 
 
-@on_ranks(2)
-def test_different_trained_parameters_are_told(rank, size):
-    hvd.init()
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+def check_step_is_told(rank: int, size: int, model: nn.Module, optimizer: Any, text: str) -> None:
+    """A step that ranks take differently raises on all, and the next one is that of the others."""
     before = [p.detach().clone() for p in model.parameters()]
-    model[0].requires_grad_(rank == 0)
-    model(inputs(rank, 0)).square().mean().backward()
-    with pytest.raises(pycomm.WireMismatch, match=r"a step that trains 4 .* a step that trains 2"):
+    with pytest.raises(pycomm.WireMismatch, match=text):
         optimizer.step()
     assert equal(before, list(model.parameters()))
+    model.requires_grad_(True)
+    optimizer.set_backward_passes_per_step(1)
+    optimizer.zero_grad()
+    model(inputs(rank, 1)).square().mean().backward()
+    wanted = [hvd.allreduce(p.grad) for p in model.parameters()]
+    optimizer.synchronize()
+    for parameter, average in zip(model.parameters(), wanted, strict=True):
+        assert torch.allclose(parameter.grad, average)
+
+
+def two_layers(**options: Any) -> tuple[nn.Module, Any]:
+    hvd.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("codec", ["fp32", "int4", "powersgd:rank=1"])
+def test_different_trained_parameters_are_told(rank, size, codec):
+    model, optimizer = two_layers(compression=hvd.Compression.codec(codec))
+    model[0].requires_grad_(rank == 0)
+    model(inputs(rank, 0)).square().mean().backward()
+    text = r"a step that trains 4 .* a step that trains 2"
+    if codec == "fp32":
+        return check_step_is_told(rank, size, model, optimizer, text)
+    with pytest.raises(pycomm.WireMismatch, match=text):
+        optimizer.step()
+    optimizer.compression_state.settle()
+    assert not any(map(any, optimizer.compression_state.residual_norms().values()))
+
+
+@on_ranks(2)
+def test_a_layer_that_one_rank_thaws_is_told(rank, size):
+    hvd.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    model[0].requires_grad_(rank == 0)  # no rank has entered it before
+    model(inputs(rank, 0)).square().mean().backward()
+    text = r"a step that trains 4 .* a step that trains 2"
+    check_step_is_told(rank, size, model, optimizer, text)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["op", "gradient_predivide_factor", "backward_passes_per_step"])
+def test_different_options_of_optimizers_are_told(rank, size, name):
+    others = {"op": hvd.Sum, "gradient_predivide_factor": 2.0, "backward_passes_per_step": 2}
+    model, optimizer = two_layers(**({name: others[name]} if rank else {}))
+    model(inputs(rank, 0)).square().mean().backward()
+    texts = {
+        "op": "by Average, .* by Sum, ",
+        "gradient_predivide_factor": "divided by 1.0 .* divided by 2.0 ",
+        "backward_passes_per_step": " 1 backward passes, .* 2 backward passes,",
+    }
+    if name == "backward_passes_per_step":  # it may be set, and then all go on
+        return check_step_is_told(rank, size, model, optimizer, texts[name])
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(pycomm.WireMismatch, match=texts[name]):
+        optimizer.step()
+    assert equal(before, list(model.parameters()))
+    optimizer.zero_grad()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_nothing_is_set_while_gradients_travel(rank, size):
+    model, optimizer = two_layers()
+    for step in range(2):
+        optimizer.zero_grad()
+        model(inputs(rank, step)).square().mean().backward()
+        wanted = [hvd.allreduce(p.grad) for p in model.parameters()]
+        if step == 1:
+            model[0].requires_grad_(False)  # from the next step on
+        for change in (
+            lambda: optimizer.set_backward_passes_per_step(1),
+            lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+        ):
+            with pytest.raises(pycomm.Error, match="on the way"):
+                change()
+        optimizer.step()
+        for parameter, average in zip(model.parameters(), wanted, strict=True):
+            assert torch.allclose(parameter.grad, average)
 
 
 class Table(nn.Module):

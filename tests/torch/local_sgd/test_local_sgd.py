@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import pycomm
+from pycomm.local_sgd import Blocking
 from tests.torch.harness import batch, equal, network, train_step, values
 from tests.torch.pool import on_ranks
 
@@ -89,6 +90,19 @@ def test_int4_with_feedback_ends_near_exact(pool):
 
     assert off(fed) < 0.02  # relative to the distance that training has moved, squared
     assert not equal(plain, fed)
+
+
+@on_ranks(1)
+def test_options_stay_as_the_ranks_agreed(rank, size):
+    local = pycomm.LocalSGD(nn.Linear(2, 2), every=4)
+    for name, value in (
+        *(("every", 2), ("exchange", Blocking()), ("lr", 0.1), ("momentum", 0.5)),
+        *(("nesterov", False), ("weighted", True), ("average", "senders")),
+    ):
+        before = getattr(local, name)
+        with pytest.raises(AttributeError, match=f"LocalSGD: {name} stays"):
+            setattr(local, name, value)
+        assert getattr(local, name) is before
 
 
 @on_ranks(2)

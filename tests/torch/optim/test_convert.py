@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -83,6 +84,9 @@ def used_on(rank: int, size: int, which: str) -> list[str]:
         old.state_dict,
         lambda: old.load_state_dict(saved),
         lambda: old.add_param_group({"params": []}),
+        lambda: copy.deepcopy(old),
+        lambda: copy.copy(old),
+        lambda: pickle.dumps(old),
         lambda: pycomm.code_optimizer(old, DistributedDataParallel(model.module)),
     ):
         try:
@@ -97,7 +101,7 @@ def used_on(rank: int, size: int, which: str) -> list[str]:
 def test_the_old_optimizer_raises_and_says_what_helps(pool, which):
     for texts in pool.run(used_on, which):
         *used, again = texts
-        assert len(used) == 5
+        assert len(used) == 8
         assert all("optimizer = pycomm.code_optimizer(optimizer, model" in text for text in used)
         assert "replaced before" in again
 

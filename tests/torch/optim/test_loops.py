@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -230,6 +231,50 @@ def test_a_step_that_overflows_leaves_no_trace(rank, size, which, scaled, where,
     # The loss scale is a power of two, so it changes no bit.
     assert equal(values(a), values(b))
     assert_alike(one, two)
+
+
+@on_ranks(2)
+def test_an_overflow_that_no_backward_shares_is_skipped(rank, size):
+    """Of CodedSGD no gradient travels in a backward: the ranks' scalers agree in the step."""
+    (a, one) = make("sgd")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    (b, two) = make("sgd", scaler=scaler)
+    for number in range(5):
+        given, bad = gradients(rank, number), number in (1, 3)
+        one.zero_grad()
+        two.zero_grad()
+        if not bad:
+            without_reduction(a, given)
+            one.step()
+        elif rank == 1:
+            given["big"].view(-1)[7] = torch.inf
+        with b.no_sync():
+            scaler.scale(b(given)).backward()
+        if number == 3:
+            scaler.unscale_(two)
+        scaler.step(two)
+        scaler.update()
+    assert scaler.get_scale() == 256
+    assert equal(values(a), values(b))
+    assert_alike(one, two)
+
+
+@on_ranks(2, then=all_equal)
+@pytest.mark.parametrize("reduced", [True, False])
+def test_a_gradient_that_a_rank_lacks_counts_as_zero(rank, size, reduced):
+    (a, one), (b, two) = make("sgd"), make("sgd")
+    for number in range(4):
+        for model, optimizer in ((a, one), (b, two)):
+            optimizer.zero_grad()
+            given = gradients(rank, number)
+            model(given).backward() if reduced else without_reduction(model, given)
+            if number % 2 == 1 and rank == 1:
+                big = model.module.big
+                big.grad = None if model is a else torch.zeros_like(big)
+            optimizer.step()
+    assert equal(values(a), values(b))
+    assert_alike(one, two)
+    return values(a)
 
 
 @on_ranks(2)
@@ -514,6 +559,43 @@ def test_shards_that_fail_later_are_refused(rank, size):
     later.set_gradient_divide_factor(3.0)
     with pytest.raises(Error, match="torch sums the gradients"):
         later(gradients(rank, 1)).backward()
+
+
+def another_parameter(group: dict[str, Any]) -> None:
+    group["params"][0] = nn.Parameter(group["params"][0].detach().clone())
+
+
+# What becomes of a group before a step, and a part of the error.
+LATER: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda group: group.update(lr=-1.0), "lr=-1.0"),
+    (lambda group: group.update(lr=float("nan")), "lr=nan"),
+    (lambda group: group.update(weight_decay=-1.0), "weight_decay=-1.0"),
+    (lambda group: group.update(betas=(1.5, 0.9)), "betas=(1.5, 0.9)"),
+    (lambda group: group.update(momentum=1.0), "momentum=1.0"),
+    (lambda group: group.update(maximize=True), "has no maximize"),
+    (lambda group: group.update(amsgrad=True), "has no amsgrad"),
+    (lambda group: group.update(nesterov=True), "has no nesterov"),
+    (another_parameter, "does not belong"),
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [ADAMW, SGD])
+def test_what_cannot_work_is_refused_in_every_step(rank, size, kind):
+    model = ddp()
+    optimizer = made(kind, model)
+    (group,) = optimizer.param_groups
+    before = [p.detach().clone() for p in model.parameters()]
+    for change, words in LATER:
+        settings = {**group, "params": [*group["params"]]}
+        change(group)
+        model(gradients(rank, 0)).backward()
+        with pytest.raises(ValueError, match=re.escape(words)):
+            optimizer.step()
+        group.clear()
+        group.update(settings)
+    assert equal(before, [p.detach() for p in model.parameters()])
+    optimizer.step()
 
 
 DIFFERENT: list[tuple[Any, dict[str, Any]]] = [

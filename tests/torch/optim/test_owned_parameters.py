@@ -128,16 +128,18 @@ def test_an_overflow_beside_another_optimizer(pool, which):
 
 @on_ranks(2, then=all_equal)
 @every
-@pytest.mark.parametrize("when", ["after a step", "after a backward"])
+@pytest.mark.parametrize("when", ["after a step", "after a backward", "before a step"])
 def test_a_group_that_is_added_later_travels_coded(rank, size, which, when):
     model = DistributedDataParallel(net())
     parts = list(model.parameters())
     optimizer = OPTIMIZERS[which](parts[2:], model)
     train(model, [optimizer], rank, range(3))
     before = values(model)
-    if when == "after a backward":
+    if when != "after a step":
         (model(batch(rank, 50))).square().mean().backward()
     optimizer.add_param_group({"params": parts[:2], "lr": 1e-2})
+    if when == "before a step":  # which they take as exact ones
+        optimizer.step()
     train(model, [optimizer], rank, range(3, 8))
     assert not any(map(torch.equal, before, values(model)))
     state = optimizer.compression
@@ -157,12 +159,18 @@ def test_a_group_that_is_added_later_travels_coded(rank, size, which, when):
 
 
 @on_ranks(2, then=all_equal)
-def test_a_later_group_of_shards_travels_coded(rank, size):
+@pytest.mark.parametrize("when", ["after a step", "before a step"])
+def test_a_later_group_of_shards_travels_coded(rank, size, when):
     model: Any = fully_shard(net())
     parts = list(model.parameters())
     optimizer = OPTIMIZERS["adamw"](parts[2:], model)
     train(model, [optimizer], rank, range(3))
+    if when == "before a step":
+        (model(batch(rank, 50))).square().mean().backward()
     optimizer.add_param_group({"params": parts[:2]})
+    if when == "before a step":
+        optimizer.step()
+        train(model, [optimizer], rank, range(2, 3))
     assert optimizer.compression.decisions["0.weight"].codec.name == "sign"
     before = parts[0].full_tensor()
     train(model, [optimizer], rank, range(3, 6))
