@@ -2,12 +2,14 @@
 
     torchrun --nproc-per-node 2 -m pycomm.run --codec int4 train.py --its --own --arguments
     torchrun --nproc-per-node 2 -m pycomm.run --codec int4 -m package.train --its --own --arguments
+    torchrun --nproc-per-node 2 -m pycomm.run --optimizer sign train.py
 
 Two things change before the script starts. Its process groups become pycomm groups, whether it asks
 for "gloo", for "nccl" (without a GPU) or for no backend, and keep the name that it asked for
 (takeover.py). Gradients are compressed: those of every DistributedDataParallel from its
 construction on, those of every model in fully_shard (FSDP2) from its first forward on, and those of
-DeepSpeed's engine and Megatron-Core's DistributedDataParallel.
+DeepSpeed's engine and Megatron-Core's DistributedDataParallel. With --optimizer the momentum of the
+script's AdamW, Adam or SGD travels instead, from the first forward of its model on.
 All else is as with `python train.py`: `sys.argv`, `sys.path`, `__main__`, traceback, exit status.
 Under `srun` and `mpirun` the script finds the variables that torchrun would have set (launch.py).
 
@@ -35,6 +37,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,6 +51,8 @@ from pycomm.hooks import unreached
 from pycomm.hooks.construction import after_construction
 from pycomm.launch import launch_env
 from pycomm.log import logger
+from pycomm.optim import found
+from pycomm.optim.settings import policy_of
 from pycomm.policy import PROTECT, Policy, Rule, usual_feedback
 
 AS_ASKED = "script"  # value of --backend that leaves the choice to the script
@@ -58,6 +63,8 @@ class CompressionChoice:
     """Options for every DistributedDataParallel and fully_shard; policy None: no compression."""
 
     policy: Policy | None = None
+    momentum: bool = False
+    """The policy is that of the optimizers' momentum, not of the gradients."""
     feedback: bool | str = True
     seed: int = 0
 
@@ -98,6 +105,12 @@ def _parser() -> _Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--codec", action=_Once, help='of gradients: "int4", "auto"; else exact')
+    parser.add_argument(
+        "--optimizer",
+        action=_Once,
+        metavar="CODEC",
+        help='of the momentum of AdamW, Adam or SGD, which travels instead: "sign"',
+    )
     parser.add_argument(
         "--rule",
         action="append",
@@ -153,17 +166,25 @@ def apply(options: Sequence[str]) -> None:
         if not pattern or not spec:
             parser.error(f"--rule takes PATTERN=CODEC, not {text!r}")
         rules.append((pattern, spec))
-    if given.codec is None and (rules or given.no_feedback or given.seed is not None):
+    chosen = given.codec if given.optimizer is None else given.optimizer
+    if chosen is None and (rules or given.no_feedback or given.seed is not None):
         parser.error("--rule, --no-feedback and --seed are about compression: give a --codec")
+    momentum = given.optimizer is not None
+    if momentum and given.codec is not None:
+        parser.error("gradients travel (--codec) or the momentum (--optimizer): give one of them")
+    if momentum and given.no_feedback:
+        parser.error("--optimizer needs feedback: leave --no-feedback out")
     if given.seed is not None:
         whole("seed", given.seed, 0, 2**64 - 1)
     policy = None
     feedback: bool | str = not given.no_feedback
-    if given.codec is not None:
+    if chosen is not None:
         if feedback:
-            feedback = usual_feedback(given.codec) or True
-        chosen = (Rule(codec=spec, name=name, reason=f"--rule {name}") for name, spec in rules)
-        policy = replace(Policy.of(given.codec), rules=(*chosen, *PROTECT))
+            feedback = usual_feedback(chosen) or True
+        first = (Rule(codec=spec, name=name, reason=f"--rule {name}") for name, spec in rules)
+        policy = replace(Policy.of(chosen), rules=(*first, *PROTECT))
+        if momentum:
+            policy = policy_of("--optimizer", policy)
     backend = (given.backend or "pycomm").lower()
     if backend not in (AS_ASKED, *dist.Backend.backend_list) or backend in ("undefined", "fake"):
         known = sorted(set(dist.Backend.backend_list) - {"undefined", "fake"})
@@ -184,12 +205,14 @@ def apply(options: Sequence[str]) -> None:
         # Tensors on a GPU stay with NCCL.
         names = ["gloo"] if torch.cuda.is_available() else ["gloo", "nccl"]
         takeover.install(names, backend)
-    _compression = CompressionChoice(policy, feedback, given.seed or 0)
+    _compression = CompressionChoice(policy, momentum, feedback, given.seed or 0)
     if policy is not None:
+        if momentum:
+            found.watch()
         _compress_every_ddp()
         _compress_every_fsdp()
         _compress_other_wrappers()
-        unreached.watch()
+        unreached.watch("--optimizer" if momentum else "--codec")
 
 
 # ------------------------------------------------------------------------ patches of torch
@@ -206,7 +229,9 @@ def _compress_every_ddp() -> None:
     def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
         given = _compression
-        if given.policy is not None:
+        if given.momentum:
+            self.register_forward_pre_hook(_compress_root, prepend=True)
+        elif given.policy is not None:
             compress(self, given.policy, feedback=given.feedback, seed=given.seed)
             vars(self)["_pycomm"] = True
 
@@ -214,7 +239,7 @@ def _compress_every_ddp() -> None:
     def register_comm_hook(self: DistributedDataParallel, state: object, hook: Any) -> None:
         if vars(self).get("_pycomm"):
             name = getattr(hook, "__qualname__", repr(hook))
-            logger.warning("run: the script's hook %s is left out: --codec takes its place", name)
+            logger.warning("run: the script's hook %s is left out: pycomm's takes its place", name)
             return
         register(self, state, hook)
 
@@ -258,6 +283,8 @@ def _compress_or_tell(model: nn.Module) -> None:
     if given.policy is None or dist.get_world_size() == 1:
         return
     try:
+        if given.momentum:
+            raise Error(f"{type(model).__name__} exchanges gradients: use --codec")
         compress(model, given.policy, feedback=given.feedback, seed=given.seed)
     except (Error, ValueError) as error:
         unreached.tell(str(error))
@@ -265,13 +292,31 @@ def _compress_or_tell(model: nn.Module) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _compress_root(module: nn.Module, _: object) -> None:
-    """Compress the root: the forward pre-hook of all fully_shard modules, run first on the root."""
+    """Compress the root: the forward pre-hook of all fully_shard modules, run first on the root.
+
+    For momentum it is that of DDP, too, since scripts may make their optimizer after it.
+    """
     given = _compression
     if vars(module).get("_pycomm") or given.policy is None:
         return
+    if not given.momentum:
+        _mark(module)
+        compress(module, given.policy, feedback=given.feedback, seed=given.seed)
+    elif torch.is_grad_enabled():  # else an evaluation
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # an evaluation has left whole parameters
+        try:
+            found.code_optimizer_of(module, given.policy, seed=given.seed)
+        except (Error, TypeError, ValueError) as error:
+            unreached.tell(str(error))
+        _mark(module)
+
+
+def _mark(module: nn.Module) -> None:
+    """Mark a root and its parts as seen: each is compressed once."""
     for part in module.modules():
         vars(part)["_pycomm"] = True
-    compress(module, given.policy, feedback=given.feedback, seed=given.seed)
 
 
 # ------------------------------------------------------------------------ scripts and modules
@@ -338,17 +383,17 @@ def main() -> None:
             raise ValueError("there is nothing to run: name a script, or a module after -m")
         if not as_module and not Path(words[0]).is_file():
             raise ValueError(f"there is no script {words[0]}")
-        found = _find(words[0]) if as_module else None
+        located = _find(words[0]) if as_module else None
     except (ValueError, Error) as error:
         _parser().print_usage(sys.stderr)
         print(f"pycomm.run: {error}", file=sys.stderr)
         sys.exit(2)
     hand_on_run(options or ["--backend", "pycomm"])
     _hide_our_frames()
-    if found is None and not getattr(sys.flags, "safe_path", False):
+    if located is None and not getattr(sys.flags, "safe_path", False):
         # `-m` has put the current folder there; a script expects its own folder.
         sys.path[0] = str(Path(words[0]).resolve().parent)
-    code, module = found or _load(words[0])
+    code, module = located or _load(words[0])
     sys.argv = [str(module.__file__) if as_module else words[0], *words[1:]]
     sys.modules["__main__"] = module
     exec(code, vars(module))

@@ -1,4 +1,4 @@
-"""Warnings about gradients that no hook compresses, under `pycomm.run --codec`.
+"""Warnings about gradients that no hook compresses, under `pycomm.run --codec` or `--optimizer`.
 
 Without them only its speed would show that a script's gradients are not compressed. A warning names
 the reason and the line to write, in the words of the trainer that drives the script: the trainer is
@@ -78,19 +78,30 @@ _TRAINERS = {
 }
 
 
-@cache
-def watch() -> None:
-    """Warn on the first rank, once for each reason, about gradients that are not compressed."""
-    _GroupWatch()
-
-
 _told: set[str] = set()
+_option = "--codec"
+
+
+def watch(option: str) -> None:
+    """Warn on the first rank, once for each reason, about gradients that are not compressed.
+
+    Args:
+        option: the one of `pycomm.run` that was to compress them.
+    """
+    global _option
+    _option = option
+    _watch()
+
+
+@cache
+def _watch() -> None:
+    _GroupWatch()
 
 
 def tell(reason: str, line: str = "") -> None:
     """Warn on the first rank, once for each reason, that gradients are not compressed."""
     if reason not in _told and dist.get_rank() == 0:
-        logger.warning("run: --codec compresses nothing here: %s%s", reason, line)
+        logger.warning("run: %s compresses nothing here: %s%s", _option, reason, line)
     _told.add(reason)
 
 

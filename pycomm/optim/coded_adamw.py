@@ -224,10 +224,17 @@ class CodedAdamW(torch.optim.Optimizer):
                     "coded one, and here it is exact: use the codec or policy that was saved"
                 )
 
-    def take_state(self, optimizer: torch.optim.AdamW) -> None:
-        """Take copies of the state of torch's AdamW for the same parameters."""
+    def take_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take copies of the state of torch's AdamW for the same parameters.
+
+        A `state_dict` of a `CodedAdamW` that was loaded there is taken, too.
+        """
         for parameter, state in optimizer.state.items():
-            self.state[parameter] = {key: value.clone() for key, value in state.items()}
+            self.state[parameter] = {
+                # Torch has given them the dtype of the parameter.
+                key: value.to(torch.float32 if key in FLOAT32_STATES else value.dtype, copy=True)
+                for key, value in state.items()
+            }
         self._factor()
         self._rebind()
 

@@ -209,7 +209,7 @@ class CodedSGD(torch.optim.Optimizer):
             sgd.state[parameter] = {"momentum_buffer": state["momentum_buffer"].clone()}
         return sgd
 
-    def take_state(self, optimizer: torch.optim.SGD) -> None:
+    def take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Take copies of the momenta of torch's SGD for the same parameters."""
         for parameter, state in optimizer.state.items():
             buffer = state.get("momentum_buffer")

@@ -1,8 +1,10 @@
-"""From torch's AdamW and SGD to those whose momentum travels coded."""
+"""From torch's AdamW, Adam and SGD to those whose momentum travels coded."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import copy
+import functools
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import nn
@@ -17,27 +19,51 @@ from pycomm.policy import Policy
 _OFF = ("amsgrad", "nesterov", "dampening", "maximize", "capturable", "differentiable")
 
 
+@overload
+def code_optimizer(
+    optimizer: torch.optim.Adam,
+    model: nn.Module,
+    codec: str | Codec | Policy = "sign",
+    **options: Any,
+) -> CodedAdamW: ...
+@overload
+def code_optimizer(
+    optimizer: torch.optim.SGD,
+    model: nn.Module,
+    codec: str | Codec | Policy = "sign",
+    **options: Any,
+) -> CodedSGD: ...
+@overload
 def code_optimizer(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     codec: str | Codec | Policy = "sign",
     **options: Any,
-) -> CodedAdamW | CodedSGD:
+) -> torch.optim.Optimizer: ...
+def code_optimizer(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    codec: str | Codec | Policy = "sign",
+    **options: Any,
+) -> torch.optim.Optimizer:
     """Return a `CodedAdamW` or `CodedSGD` with the groups and the state of torch's; collective.
 
     The state is equal on all ranks, as DDP keeps it. The result takes the place of the old
     optimizer, which cannot step, be saved or loaded afterwards. Both have the same groups, so a
     scheduler that was made for the old one sets the rates of the new one.
 
+    An optimizer that Accelerate has prepared stays the same object, which schedulers, checkpoints
+    and the HF Trainer hold: the optimizer in it is replaced, as its attribute ``optimizer``.
+
     Args:
-        optimizer: a `torch.optim.AdamW`, or a `torch.optim.SGD` with momentum, new or in the middle
-            of training.
-        model: the DDP model of its parameters.
+        optimizer: a `torch.optim.AdamW`, an `Adam` without weight decay, or an `SGD` with momentum,
+            new or in the middle of training; or Accelerate's wrapper of one.
+        model: the DDP model of its parameters; for AdamW and Adam also one in `fully_shard`.
         codec: codec of the momentum; see `CodedAdamW`, whose errors it raises.
-        options: other options of `CodedAdamW` or `CodedSGD`.
+        options: other options of `CodedAdamW` or `CodedSGD`. Accelerate's wrapper brings `scaler`.
 
     Raises:
-        TypeError: the optimizer is neither.
+        TypeError: the optimizer is none of these.
         ValueError: it has an option that the new one has not, or no momentum.
         Error: it was given to `code_optimizer` before.
 
@@ -46,34 +72,110 @@ def code_optimizer(
         >>> optimizer = pycomm.code_optimizer(optimizer, model, "sign")  # doctest: +SKIP
     """
     typed("optimizer", optimizer, torch.optim.Optimizer)
+    wrapped = vars(optimizer).get("optimizer")
+    if isinstance(wrapped, torch.optim.Optimizer):
+        if getattr(optimizer, "scaler", None) is not None:
+            options.setdefault("scaler", optimizer.scaler)  # type: ignore[attr-defined]
+        put_into_wrapper(optimizer, code_optimizer(wrapped, model, codec, **options))
+        return optimizer
     if getattr(optimizer.step, "replaced", False):
         raise Error(
             "code_optimizer: this optimizer was replaced before: give it the result's to_adamw() "
             "or to_sgd(), and the module in a new DistributedDataParallel"
         )
-    given: dict[str, Any] = {"model": model, "codec": codec, **options}
-    coded: CodedAdamW | CodedSGD
-    if isinstance(optimizer, torch.optim.AdamW):
+    kind = _kind_of(optimizer)
+    coded = kind(
+        optimizer.param_groups, **_defaults(optimizer), model=model, codec=codec, **options
+    )
+    coded.take_state(optimizer)
+    optimizer.param_groups = coded.param_groups  # the list, too: groups may be added
+    _retire(optimizer, coded)
+    return coded
+
+
+def code_in_place(
+    optimizer: torch.optim.Optimizer, model: nn.Module, codec: str | Codec | Policy, **options: Any
+) -> None:
+    """Make the object itself a coded optimizer, which a script holds; collective.
+
+    Hooks of the optimizer and schedulers that were made for it go on. If this raises, the optimizer
+    is as before.
+
+    Args:
+        optimizer, model, codec, options: as for `code_optimizer`, whose errors this raises;
+            not a wrapper.
+    """
+    kind, before, attributes = _kind_of(optimizer), type(optimizer), dict(vars(optimizer))
+    old = copy.copy(optimizer)
+    changing: Any = optimizer
+    changing.__class__ = kind
+    try:
+        kind.__init__(
+            changing, old.param_groups, **_defaults(old), model=model, codec=codec, **options
+        )
+    except BaseException:
+        changing.__class__ = before
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        raise
+    changing.take_state(old)
+    vars(optimizer).update({k: v for k, v in attributes.items() if k.endswith("_hooks")})
+    if vars(optimizer).pop("step", None):  # a scheduler's wrapper, which takes the former step
+        _count_steps(optimizer)
+
+
+def put_into_wrapper(wrapper: Any, coded: torch.optim.Optimizer) -> None:
+    """Let Accelerate's wrapper hold a coded optimizer.
+
+    With a GradScaler the wrapper keeps bound methods of the former one. It takes a call of `step`
+    for a step that was taken, and a coded optimizer skips its own: by what the scaler has found.
+    """
+    wrapper.optimizer = coded
+    if getattr(wrapper, "scaler", None) is None:
+        return
+    step = wrapper._optimizer_original_step_method = coded.step
+
+    @functools.wraps(step)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        found_inf = getattr(coded, "found_inf", None)
+        wrapper._accelerate_step_called = found_inf is None or not float(found_inf)
+        return step(*args, **kwargs)
+
+    wrapper._optimizer_patched_step_method = patched
+
+
+def _kind_of(optimizer: torch.optim.Optimizer) -> type[CodedAdamW] | type[CodedSGD]:
+    """Return the coded form of an optimizer of torch.
+
+    Raises:
+        TypeError, ValueError: it has none; as for `code_optimizer`.
+    """
+    groups = optimizer.param_groups
+    if isinstance(optimizer, torch.optim.Adam):  # AdamW is one of its kind
         _check(optimizer, "CodedAdamW")
-        coded = CodedAdamW(optimizer.param_groups, **given)
-        coded.take_state(optimizer)
-    elif isinstance(optimizer, torch.optim.SGD):
+        coupled = not isinstance(optimizer, torch.optim.AdamW)
+        if any(
+            coupled and group["weight_decay"] and not group.get("decoupled_weight_decay")
+            for group in groups
+        ):
+            raise ValueError(
+                "code_optimizer: Adam adds its weight decay to the gradients, so that it is "
+                "divided by their size, and CodedAdamW has AdamW's: use torch.optim.AdamW, or "
+                "weight_decay=0"
+            )
+        return CodedAdamW
+    if isinstance(optimizer, torch.optim.SGD):
         _check(optimizer, "CodedSGD")
-        if not all(group["momentum"] for group in optimizer.param_groups):
+        if not all(group["momentum"] for group in groups):
             raise ValueError(
                 "code_optimizer: the SGD has no momentum that could travel: compress its "
                 "gradients, pycomm.compress(model, ...)"
             )
-        coded = CodedSGD(optimizer.param_groups, **given)
-        coded.take_state(optimizer)
-    else:
-        raise TypeError(
-            f"code_optimizer takes torch.optim.AdamW or SGD, not {type(optimizer).__name__}: "
-            "compress the gradients of another optimizer, pycomm.compress(model, ...)"
-        )
-    optimizer.param_groups = coded.param_groups  # the list, too: groups may be added
-    _retire(optimizer, coded)
-    return coded
+        return CodedSGD
+    raise TypeError(
+        f"code_optimizer takes torch.optim.AdamW, Adam or SGD, not {type(optimizer).__name__}: "
+        "compress the gradients of another optimizer, pycomm.compress(model, ...)"
+    )
 
 
 def _check(optimizer: torch.optim.Optimizer, who: str) -> None:
@@ -81,6 +183,25 @@ def _check(optimizer: torch.optim.Optimizer, who: str) -> None:
     for group in optimizer.param_groups:
         if wrong := [name for name in _OFF if group.get(name)]:
             raise ValueError(f"code_optimizer: {who} has no {wrong[0]}: turn it off")
+
+
+def _defaults(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the settings that groups have which are added later."""
+    names = ("lr", "betas", "eps", "weight_decay", "momentum")
+    return {name: optimizer.defaults[name] for name in names if name in optimizer.defaults}
+
+
+def _count_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Tell schedulers of an optimizer of its steps, as torch's schedulers tell themselves."""
+    take = optimizer.step
+
+    @functools.wraps(take)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return take(*args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]
 
 
 def _retire(optimizer: torch.optim.Optimizer, coded: torch.optim.Optimizer) -> None:

@@ -472,11 +472,15 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: made(SGD, compressed(ddp())), "compressed already"),
     (
         lambda: replaced(torch.optim.RMSprop),
-        "TypeError: code_optimizer takes torch.optim.AdamW or SGD, not RMSprop",
+        "TypeError: code_optimizer takes torch.optim.AdamW, Adam or SGD, not RMSprop",
     ),
     (
         lambda: replaced(torch.optim.AdamW, amsgrad=True),
         "ValueError: code_optimizer: CodedAdamW has no amsgrad",
+    ),
+    (
+        lambda: replaced(torch.optim.Adam, weight_decay=0.1),
+        "ValueError: code_optimizer: Adam adds its weight decay to the gradients",
     ),
     (
         lambda: replaced(torch.optim.SGD, momentum=0.9, nesterov=True),
