@@ -104,13 +104,6 @@ def all_gather(
     return Payloads(memory, [(r * largest, size) for r, size in enumerate(sizes)])
 
 
-def gather_equal(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the tensors of all ranks, which have equal sizes, as [ranks, numel]."""
-    result = tensor.new_empty(group.size(), tensor.numel())
-    _gather(result.view(-1), tensor, group).wait()
-    return result
-
-
 def _wait(work: dist.Work, memory: torch.Tensor, variable: bool) -> None:
     """Wait for payloads, on a device by its stream alone.
 
