@@ -206,7 +206,7 @@ def test_a_failing_contract_fails_the_run(pretend_gpu, tmp_path, capsys):
     assert "contract triton sign: 700 passed, 67 failed" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_where_one_of_the_same_sources_stopped(pretend_gpu, tmp_path):
+def test_a_run_goes_on_where_one_of_equal_sources_stopped(pretend_gpu, tmp_path):
     started: list[str] = []
 
     def run(suites, end):
