@@ -236,6 +236,15 @@ def test_a_run_whose_time_is_over_says_what_is_left(pretend_gpu, tmp_path, capsy
     assert "left: make gpu STAGES=smoke,kernels,trace" in told
 
 
+def test_suites_that_have_no_time_are_left(pretend_gpu, tmp_path, capsys):
+    pretend_gpu.setattr(gpu, "STAGES", gpu.STAGES | {"contract": (0, gpu.contract)})
+    words = ["--results", str(tmp_path), "--kinds", "native", "--stages", "contract"]
+    assert gpu.main(words) == 1
+    told = capsys.readouterr().out
+    assert "ran: contract;" in told
+    assert "left: make gpu STAGES=contract" in told
+
+
 def test_a_stage_ends_with_its_minutes(tmp_path):
     run = gpu.GpuRun(tmp_path, MACHINE, minutes=5)
     assert run.begin(5)
