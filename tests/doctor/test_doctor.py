@@ -529,6 +529,7 @@ def test_ranks_with_unequal_secrets_are_told_without_them(monkeypatch):
     assert (found.level, found.text) == ("problem", "one on rank 0 (a); one on rank 1 (a)")
 
 
+@pytest.mark.timeout(300)
 def test_two_ranks_average_and_each_implementation_codes():
     """On the CPU, which has two of the implementations."""
     found = {finding.name: finding for finding in gpu.run("cpu")}
