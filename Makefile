@@ -1,6 +1,7 @@
 # Targets run in .venv, which the first use creates on a bare machine with Python and gcc.
 #   make build        compile the three binaries beside pycomm/, and install the package in place
-#   make demo         train a small model over a 200 Mbit/s link, with and without pycomm
+#   make demo         train a small model over a 200 Mbit/s link, with and without pycomm; on a GPU with a torch for CUDA in
+#                     PYTHON and PREBUILT=build/gpu, which make gpu has built
 #   make test         run all tests, with the counts of each tier
 #   make lint         run ruff, mypy, clang-format
 #   make house        show the sizes of the repository beside what they should be
@@ -48,8 +49,8 @@ unexport MAKEFLAGS
 
 build: binaries $(VENV)/run.stamp
 
-demo: build
-	$(PY) -m pycomm.bench.demo
+demo: $(if $(PREBUILT),,build)
+	$(if $(PREBUILT),cd $(PREBUILT) && $(PYTHON),$(PY)) -m pycomm.bench.demo --out $(CURDIR)/demo-out
 
 test: $(VENV)/dev.stamp build
 	$(PY) -m pytest --quiet $(AT_A_TIME)

@@ -84,10 +84,12 @@ class GpuRun:
         self.options = options or parse([])
         self.end = self.deadline = time.monotonic() + 60 * minutes
         self.problems: list[str] = []
+        self.unfinished = False
+        """The stage has left something for another run."""
 
     def begin(self, minutes: float) -> bool:
         """Begin a stage of so many minutes; return False if the run's time is over."""
-        self.deadline = min(self.end, time.monotonic() + 60 * minutes)
+        self.deadline, self.unfinished = min(self.end, time.monotonic() + 60 * minutes), False
         return time.monotonic() < self.end
 
     def file(self, name: str, suffix: str = "csv") -> Path:
@@ -116,6 +118,9 @@ class GpuRun:
     def check(self, suites: Sequence[checks.Suite]) -> None:
         """Run suites side by side and add a row for each, but for those that have passed."""
         left = [suite for suite in suites if not self.checked(suite.name)]
+        if left and time.monotonic() >= self.deadline:
+            self.unfinished = True
+            return
         for name, counts in checks.run(left, self.deadline).items() if left else ():
             self.tell(name, str(counts))
             if counts.failed or counts.skipped:
@@ -135,6 +140,7 @@ class GpuRun:
             out, _ = process.communicate(timeout=max(0.001, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             checks.end(process)
+            self.unfinished = True
             self.problems.append(f"{name}: out of time")
             return ""
         print(out, end="", flush=True)
@@ -156,6 +162,7 @@ class GpuRun:
             status = process.wait(max(left, 0.001))
         except subprocess.TimeoutExpired:
             checks.end(process)
+            self.unfinished = True
             self.problems.append(f"{kind}: out of time, its later rows are missing")
             return
         if status:
@@ -276,14 +283,17 @@ def main(arguments: list[str]) -> int:
     machine |= {"sources": sources()}
     run = GpuRun(options.results, machine, options.minutes, options)
     ran: list[str] = []
+    left: list[str] = []
     for name in options.stages:
         minutes, stage = STAGES[name]
         if not run.begin(minutes):
-            break
+            left.append(name)
+            continue
         before = len(run.problems)
         stage(run)
         ran.append(name + " (problems)" * (len(run.problems) > before))
-    left = options.stages[len(ran) :]
+        if run.unfinished:
+            left.append(name)
     print(f"ran: {', '.join(ran) or 'nothing'}; rows are in {table(options.results, machine)}")
     if left:
         print(f"left: make gpu STAGES={','.join(left)}")

@@ -529,7 +529,8 @@ def test_ranks_with_unequal_secrets_are_told_without_them(monkeypatch):
     assert (found.level, found.text) == ("problem", "one on rank 0 (a); one on rank 1 (a)")
 
 
-def test_two_ranks_average_for_a_second_and_codecs_are_tried():
+@pytest.mark.timeout(300)
+def test_two_ranks_average_and_each_implementation_codes():
     """On the CPU, which has two of the implementations."""
     found = {finding.name: finding for finding in gpu.run("cpu")}
     assert found["ranks"].level == "ok", found

@@ -206,7 +206,7 @@ def test_a_failing_contract_fails_the_run(pretend_gpu, tmp_path, capsys):
     assert "contract triton sign: 700 passed, 67 failed" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_where_one_of_the_same_sources_stopped(pretend_gpu, tmp_path):
+def test_a_run_goes_on_where_one_of_equal_sources_stopped(pretend_gpu, tmp_path):
     started: list[str] = []
 
     def run(suites, end):
@@ -234,6 +234,15 @@ def test_a_run_whose_time_is_over_says_what_is_left(pretend_gpu, tmp_path, capsy
     told = capsys.readouterr().out
     assert "ran: nothing" in told
     assert "left: make gpu STAGES=smoke,kernels,trace" in told
+
+
+def test_suites_that_have_no_time_are_left(pretend_gpu, tmp_path, capsys):
+    pretend_gpu.setattr(gpu, "STAGES", gpu.STAGES | {"contract": (0, gpu.contract)})
+    words = ["--results", str(tmp_path), "--kinds", "native", "--stages", "contract"]
+    assert gpu.main(words) == 1
+    told = capsys.readouterr().out
+    assert "ran: contract;" in told
+    assert "left: make gpu STAGES=contract" in told
 
 
 def test_a_stage_ends_with_its_minutes(tmp_path):

@@ -9,7 +9,7 @@ from pycomm.bench.step.stand_in import broken, buckets, modelled, pace_of, recor
 from pycomm.bench.training.train import MODELS
 from pycomm.plan.units import parse_rate
 
-pytestmark = pytest.mark.timeout(300)  # the recorder takes 20 seconds of a free core
+pytestmark = pytest.mark.timeout(600)  # the recorder takes 20 seconds of a free core
 GPT = MODELS["124m"]
 # Milliseconds of a step on an H200 that two ranks shared, measured in November 2026, when Python
 # coded one parameter after the other on the caller's stream.

@@ -41,6 +41,7 @@ def test_each_backend_has_its_methods():
     assert [method.hook for method in found[:3]] == ["", "bf16", ""]
 
 
+@pytest.mark.timeout(300)
 def test_two_ranks_take_turns_and_pace_themselves(tmp_path, capsys):
     words = ["--model", "1,32,2,8,256,2", "--cpu", "--paced", "--rate", "1gbit"]
     words += ["--methods", "exact,int4", "--rounds", "1", "--turn-seconds", "0.05"]
