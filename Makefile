@@ -78,8 +78,7 @@ mutants: build $(VENV)/dev.stamp
 
 bench: build
 	@$(PY) -m pycomm.bench report --measure; status=$$?; \
-	  $(PY) -m pycomm.bench report --tables && $(PY) -m pycomm.bench.plot --docs \
-	    && $(PY) -m pycomm.bench report --html build/report.html && exit $$status
+	  $(PY) -m pycomm.bench report --tables && $(PY) -m pycomm.bench.plot --docs && exit $$status
 
 conformance: build $(VENV)/dev.stamp
 	$(PY) -m tests.conformance

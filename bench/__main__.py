@@ -2,7 +2,8 @@
 
 python -m pycomm.bench all_reduce -b 8 -e 128M -f 4 -p 2 --backend pycomm,gloo
 python -m pycomm.bench codecs
-python -m pycomm.bench training --models demo --rates 100mbit
+python -m pycomm.bench training --models demo
+python -m pycomm.bench step --rate 10gbit,1gbit
 python -m pycomm.bench report
 """
 
@@ -19,13 +20,11 @@ SUBCOMMANDS = {
     "links": ("links.command", "collectives and groups over emulated links, near and far"),
     "peers": ("peers.table", "time to a loss beside other systems, over the same links"),
     "plan": ("plan.command", "the planner's predictions beside measurements"),
-    "report": ("figures.report", "all figures as one interactive page; measures and writes tables"),
-    "training": (
-        "training.time_to_loss",
-        "steps and losses of real models with each codec, and torch's",
-    ),
+    "report": ("figures.report", "measures what docs claim, and writes their tables"),
+    "step": ("step.command", "training steps beside what the link allows"),
+    "training": ("training.time_to_loss", "losses of a model with each codec, and torch's"),
 }
-OPTIONAL = ("matplotlib", "numpy", "plotly", "torch")
+OPTIONAL = ("matplotlib", "numpy", "torch")
 """packages that are optional, since only some measurements need them"""
 HELP = """usage: python -m pycomm.bench OP [options]
 

@@ -29,11 +29,11 @@ from pycomm.bench.common import tables
 from pycomm.bench.common.arguments import Parser
 from pycomm.bench.common.harness import Origin
 from pycomm.bench.figures import charts
+from pycomm.bench.figures.drawing import save
 from pycomm.bench.lab import jobs
 from pycomm.bench.training.results import DEMO_HEAD as HEAD
 from pycomm.bench.training.results import demo_cells
 from pycomm.bench.training.train import Config, Transformer
-from pycomm.charts import Section, save, save_page
 from pycomm.plan import show
 from pycomm.plan.units import format_rate, parse_rate
 
@@ -179,16 +179,6 @@ def records(
     ]
 
 
-def draw(done: list[DemoRun], table: Path, folder: Path) -> list[Path]:
-    """Draw the table as a PNG and as a page that needs no network."""
-    chart = charts.loss(tables.read(table))
-    png, page = folder / "loss.png", folder / "loss.html"
-    save(chart, png)
-    section = Section(chart, verdict(done), table=rows(done))
-    save_page("pycomm: the demo", "A real training over a slow link.", [section], page)
-    return [table, png, page]
-
-
 def train_all(done: list[DemoRun], lab: netlab.Lab, steps: int, console: Console) -> None:
     """Train all rows in turns, each with a bar that shows its loss and its speed.
 
@@ -250,8 +240,9 @@ def main() -> int:
     table = args.out / "demo.csv"
     table.unlink(missing_ok=True)
     tables.append(table, made)
-    files = "\n       ".join(str(path.resolve()) for path in draw(done, table, args.out))
-    console.print(f"files: {files}", soft_wrap=True)
+    picture = args.out / "loss.png"
+    save(charts.loss(tables.read(table)), picture)
+    console.print(f"files: {table.resolve()}\n       {picture.resolve()}", soft_wrap=True)
     return 0
 
 

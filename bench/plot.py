@@ -20,7 +20,7 @@ from pathlib import Path
 from pycomm.bench.common.arguments import Parser, unknown
 from pycomm.bench.common.tables import RESULTS
 from pycomm.bench.figures.catalogue import FIGURES, Figure, fitting
-from pycomm.charts import picture_digest, save
+from pycomm.bench.figures.drawing import picture_digest, save
 
 ROOT = Path(__file__).parent.parent
 IMAGES = Path("docs/img")
@@ -65,8 +65,7 @@ def faults(root: Path, figures: Sequence[Figure] = FIGURES) -> list[str]:
         elif not path.exists():
             wrong.append(f"{path.name} has not been drawn")
         elif picture_digest(path) != figure.of(root / "bench/results").digest():
-            source = figure.table or figure.command
-            wrong.append(f"{path.name} shows something else than {source}: draw it again")
+            wrong.append(f"{path.name} shows something else than {figure.table}: draw it again")
     made_names = {path.name for path in made}
     strangers = sorted(p.name for p in images.glob("*") if p.name not in made_names)
     return wrong + [f"{name} lies in {IMAGES}, and nothing makes it" for name in strangers]

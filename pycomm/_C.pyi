@@ -366,7 +366,7 @@ class CodedBucket:
         ranks: int,
         seed: int,
         step: int,
-        average: _bool = True,
+        divisor: int,
         stream: int | None = None,
         scratch: tuple[int, int] = ...,
         found_inf: int = 0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -34,6 +34,7 @@ def compress(
     seed: int = 0,
     weights: str | Codec | Policy | None = None,
     weighted: bool = False,
+    nodes: Sequence[int] | None = None,
 ) -> CompressionState:
     """Compress the gradients of a data-parallel model, from now on.
 
@@ -60,6 +61,10 @@ def compress(
             "int8". No feedback corrects its error: each rank computes with such weights.
         weighted: weight the ranks in the average by their samples or tokens, which each rank sets
             before every backward (`CompressionState.set_weight`); equal on all ranks. Not for HSDP.
+        nodes: for DDP only, the number of the node of each rank, in rank order, equal on all ranks.
+            Ranks of a node sum exactly, and each codes a part of the sum for the other nodes. None:
+            ranks with one hostname, or one PYCOMM_HOST_ID. ``range(world_size)``: all ranks code
+            alike.
 
     Returns:
         The state, with `summary()`, `residual_norms()`, and `state_dict()` for checkpoints. As a
@@ -89,7 +94,11 @@ def compress(
         if weights is not None:
             raise ValueError("weights= is for fully_shard, and DDP gathers none: leave it out")
         wrapped = model
-        state: CompressionState = attach(wrapped, lambda: HookState(codec, wrapped, **options))
+        state: CompressionState = attach(
+            wrapped, lambda: HookState(codec, wrapped, nodes=nodes, **options)
+        )
+    elif nodes is not None:
+        raise ValueError("nodes= is for DistributedDataParallel: leave it out")
     elif is_deepspeed(model) or is_megatron(model):
         if weights is not None:
             raise ValueError(

@@ -274,43 +274,6 @@ class Collector:
         yield from metrics.collect()
 
 
-_ray_gauges: dict[str, Any] = {}
-_in_ray: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
-"""The series that were set last, by name and labels."""
-
-
-def publish_to_ray() -> int:
-    """Set Ray's metrics to the present values; Ray shows them as ``ray_pycomm_...``.
-
-    Each worker calls it now and then, such as with each `ray.train.report`. Every metric of
-    `Collector` becomes a gauge with the same labels; Ray adds the worker and the node. Ray keeps
-    what was set, so a series that is absent now, such as ``pycomm_rank_is_slow`` of a rank that
-    has recovered, becomes 0.
-
-    Returns:
-        The number of values that are present.
-
-    Raises:
-        ImportError: ray or prometheus-client is not installed.
-    """
-    from ray.util.metrics import Gauge
-
-    present = set()
-    for metric in Collector().collect():
-        for sample in metric.samples:
-            gauge = _ray_gauges.get(sample.name)
-            if gauge is None:
-                gauge = Gauge(sample.name, metric.documentation, tuple(sample.labels))
-                _ray_gauges[sample.name] = gauge
-            gauge.set(float(sample.value), dict(sample.labels))
-            present.add((sample.name, tuple(sample.labels.items())))
-    for name, labels in _in_ray - present:
-        _ray_gauges[name].set(0.0, dict(labels))
-    _in_ray.clear()
-    _in_ray.update(present)
-    return len(present)
-
-
 def serve(port: int, address: str = "127.0.0.1") -> Any:
     """Serve Prometheus metrics at ``http://address:port/metrics``, in a thread of this process.
 

@@ -118,7 +118,8 @@ class Row:
             `of_copy` the ratio of the two.
         train: a phase of a training step; `wire_bytes` leave a rank's interface, `ratio` is those
             of `vs` over them, `wrong` counts steps whose losses differ from those of `vs`.
-        loss, step, total: of `bench training`: one training, steps on a link, and both together.
+        loss, total: of `bench training`: one training, and with the steps of a link.
+        step: of `bench step`.
     """
 
     kind: str
@@ -161,6 +162,14 @@ class Row:
     steps: int | None = None
     seconds: float | None = None
     """median of a step"""
+    wire_seconds: float | None = None
+    """of the link, for `wire_bytes`"""
+    bound: float | None = None
+    """seconds of the shortest step that the link allows; `ratio` is `seconds` over it"""
+    memory: int | None = None
+    """most bytes that were allocated: on the GPU, else of the process"""
+    parts: str = ""
+    """ "part:ms" of a step's parts, of which each waits for the one before"""
     windows: int | None = None
     """windows of held-out text for `loss`; a curve uses 256"""
     loss: float | None = None
@@ -177,6 +186,7 @@ class Row:
 MEASURED = (
     *("iterations", "time_p50", "time_p99", "algbw", "busbw", "effbw", "wrong", "ratio", "err"),
     *("wire_bytes", "cpu_seconds", "copybw", "of_copy", "seconds", "loss", "change"),
+    *("wire_seconds", "bound", "memory", "parts"),
     *("steps_to_loss", "seconds_to_loss", "vs_fp16_hook", "vs_best_of_gloo", "curve"),
 )
 """columns of `Row` that are results; the others say what was measured"""

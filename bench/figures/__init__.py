@@ -1,1 +1,1 @@
-"""Figures of README and docs, and the page of `python -m pycomm.bench report`."""
+"""Figures and tables of README and docs, from the tables of bench/results."""

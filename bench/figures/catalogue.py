@@ -16,7 +16,7 @@ from pycomm.bench.common.harness import MEASURED, Origin
 from pycomm.bench.common.tables import Row
 from pycomm.bench.figures import charts
 from pycomm.bench.figures.claims import CLAIMS
-from pycomm.charts import Chart
+from pycomm.bench.figures.drawing import Chart
 
 CHECKED = ("device", "cores")
 """Columns of a row's origin that figures must share, too."""
@@ -29,7 +29,7 @@ class Figure:
 
     name: str
     table: str
-    """the table's file name in bench/results; empty: the chart is computed"""
+    """the table's file name in bench/results"""
     chart: Callable[[Sequence[Row]], Chart]
     where: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """by column: the values of the rows that are shown"""
@@ -43,14 +43,14 @@ class Figure:
     one_run: bool = False
     """the rows are those of the newest command among those that have most lines"""
     note: str = ""
-    computed: str = ""
-    """the command that computes a figure without a table, or has written a table of one's own"""
+    own: str = ""
+    """the command that has written a table of one's own"""
 
     @property
     def command(self) -> str:
-        """Return the command that makes the table, or computes the same."""
-        if self.computed:
-            return self.computed
+        """Return the command that makes the table."""
+        if self.own:
+            return self.own
         command = next(c["command"] for c in CLAIMS if c["table"] == self.table)
         return f"{command} --csv bench/results/{self.table}"
 
@@ -67,8 +67,6 @@ class Figure:
 
     def mixtures(self, results: Path) -> list[str]:
         """Return a sentence for each column in which rows differ that are drawn as equals."""
-        if not self.table:
-            return []
         rows, wrong = self.rows(results), []
         declared = {*self.panel, *self.line, *self.point}
         for column in self._settings(rows):
@@ -94,7 +92,7 @@ class Figure:
         mixed = self.mixtures(results)
         if mixed:
             raise ValueError("; ".join(mixed))
-        return self.chart(self.rows(results) if self.table else ())
+        return self.chart(self.rows(results))
 
     def _settings(self, rows: Sequence[Row]) -> list[str]:
         return [column for column in rows[0] if column not in {*ORIGIN, *self.measured}]
@@ -121,14 +119,14 @@ def fitting(table: Path) -> list[Figure]:
         raise ValueError(f"{table} is no table that a command of pycomm.bench has written by --csv")
     found = [made for figure in FIGURES if (made := _fitted(figure, table, rows)) is not None]
     if not found:
-        drawn = ", ".join(f"{f.name} ({f.command.split(' --csv')[0]})" for f in FIGURES if f.table)
+        drawn = ", ".join(f"{f.name} ({f.command.split(' --csv')[0]})" for f in FIGURES)
         raise ValueError(f"no figure shows what is in {table}; there are {drawn}")
     return found
 
 
 def _fitted(figure: Figure, table: Path, rows: Sequence[Row]) -> Figure | None:
-    columns = {*figure.where, *figure.panel, *figure.line, *figure.point, *figure.measured}
-    if not figure.table or not columns - set(CHECKED) <= rows[0].keys():
+    columns = {*figure.where, *figure.panel, *figure.line, *figure.point}
+    if not columns - set(CHECKED) <= rows[0].keys():
         return None
     left, where = list(rows), dict(figure.where)
     by_value = sorted(figure.where, key=lambda column: column not in FOUND_IN)
@@ -141,7 +139,7 @@ def _fitted(figure: Figure, table: Path, rows: Sequence[Row]) -> Figure | None:
         if not left:
             return None
     command = max(left, key=lambda row: row["time"])["command"]
-    return replace(figure, table=table.name, where=where, computed=command)
+    return replace(figure, table=table.name, where=where, own=command)
 
 
 def widest_run(rows: Sequence[Row], column: str) -> list[Row]:
@@ -247,16 +245,6 @@ FIGURES = (
         "system's reno.",
     ),
     Figure(
-        "unequal",
-        "wan-unequal-cpu.csv",
-        charts.unequal,
-        line=("rates",),
-        point=("call", "bytes"),
-        measured=("ms", "bound_ms", "ratio"),
-        note="A link that is given as 20/50 sends 20 and receives 50 Mbit/s. The bound counts "
-        "payload alone; headers add some 7 %.",
-    ),
-    Figure(
         "peers",
         "peers-cpu.csv",
         charts.peers,
@@ -265,14 +253,5 @@ FIGURES = (
         point=("rate",),
         measured=("ms", "bytes", "curve", "broke"),
         note="A system that never comes down to that loss, or broke, has no line.",
-    ),
-    Figure(
-        "predictions",
-        "",
-        lambda _: charts.predictions(),
-        computed="python -m pycomm.plan sweep 350M --ranks 16 --link 10gbe --compute 300ms "
-        "--processor gpu",
-        note="The grey band follows what is advised: the finest codec that is about as fast as the "
-        "fastest, if it saves 5 % of a step and its error is at most 0.3.",
     ),
 )

@@ -10,12 +10,10 @@ from typing import Any
 
 from pycomm.bench.common import harness, tables
 from pycomm.bench.common.tables import Row
+from pycomm.bench.figures.drawing import Axis, Chart, Panel, Series, ticks
 from pycomm.bench.ops import errors
 from pycomm.bench.peers.results import REFERENCE, seconds_to_loss
-from pycomm.charts import Axis, Chart, Panel, Series, ticks
-from pycomm.plan import CODINGS, PROCESSORS, Cluster, Link, draw, of_count
-from pycomm.plan.sweep import Curves, sweep
-from pycomm.plan.units import format_bytes, format_rate, format_time, parse_rate, parse_time
+from pycomm.plan.units import format_bytes, format_rate, format_time, parse_rate
 
 
 def lines_of(
@@ -216,25 +214,6 @@ def planner(rows: Sequence[Row]) -> Chart:
     )
 
 
-def predictions() -> Chart:
-    """Plot the planner's sweep of one model over rates and over ranks; nothing is measured."""
-    cluster = Cluster(ranks=16, inter=Link.of("10gbe"), processor=PROCESSORS["gpu"])
-    found = sweep(of_count(350_000_000, 0.3), cluster, list(CODINGS.values()))
-    pays = {codec: rate and _digits(rate) for codec, rate in found.crossovers.items()}
-    curves = {name: _rounded(getattr(found, name)) for name in ("by_rate", "by_ranks")}
-    return draw.of_sweep(replace(found, crossovers=pays, **curves))
-
-
-def _rounded(curves: Curves) -> Curves:
-    steps = {codec: [_digits(step) for step in steps] for codec, steps in curves.steps.items()}
-    return replace(curves, at=[_digits(at) for at in curves.at], steps=steps)
-
-
-def _digits(value: float) -> float:
-    """Return six digits, which are the same on every machine."""
-    return float(f"{value:.6g}")
-
-
 def wan(rows: Sequence[Row]) -> Chart:
     """Plot the rate of large all-reduces against the round trip, and against the loss."""
     by_trip: dict[float, set[str]] = {}
@@ -266,40 +245,6 @@ def wan(rows: Sequence[Row]) -> Chart:
                 [row for row in rows if _trip(row) == middle],
             ),
         ],
-    )
-
-
-SHARES = {
-    "gloo": "Gloo",
-    "equal": "equal shares",
-    "measured": "measured",
-    "declared": "declared",
-    "equal, coded": "equal, int8",
-    "declared, coded": "declared, int8",
-}
-"""Calls of `links unequal`, by how owners' shares follow the links, and their labels."""
-
-
-def unequal(rows: Sequence[Row]) -> Chart:
-    """Plot the times of all-reduces over unequal links as multiples of the bound."""
-    names = {}
-    for rates in dict.fromkeys(row["rates"] for row in rows):
-        links = rates.replace("mbit", "").split(",")  # what each node sends and receives
-        counts = {link: links.count(link) for link in links}
-        words = [f"{count} x {link}" if count > 1 else link for link, count in counts.items()]
-        names[rates] = f"{', '.join(words)} Mbit/s"
-    calls = list(SHARES)
-    lines = lines_of(rows, "rates", lambda row: float(calls.index(row["call"])), "ratio", names)
-    points = [replace(line, kind="points") for line in lines]
-    size = _size(max(int(row["bytes"]) for row in rows))  # coded calls count their payloads
-    marks = [(float(i), label) for i, label in enumerate(SHARES.values())]
-    x = Axis("shares of the owners", ticks=marks, limits=(-0.5, len(marks) - 0.5))
-    y = Axis("time / bound", limits=(0, 1.1 * max(max(line.y) for line in lines)))
-    return Chart(
-        "All-reduces over unequal links",
-        f"{size} of float32, a link for each rank, a round trip of "
-        f"{format_time(parse_time(rows[0]['round_trip']))}; time / the least that links allow",
-        [Panel(x, y, points)],
     )
 
 

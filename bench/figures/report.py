@@ -1,12 +1,7 @@
-"""`python -m pycomm.bench report`: all figures as one page, from bench/results.
+"""`python -m pycomm.bench report`: what docs say was measured, measured again and written.
 
-    python -m pycomm.bench report --html report.html
-    python -m pycomm.bench report --results mine.csv             of a table of your own
-    python -m pycomm.bench report --measure --only demo,links    repeat measurements first
+    python -m pycomm.bench report --measure --only demo,links    repeat measurements
     python -m pycomm.bench report --tables                       write the tables of docs
-
-The page contains its pictures and needs no network. Each figure is followed by its values, the
-command that makes its table, and the commit and the machine of its newest rows.
 
 `--measure` runs what takes half an hour on two cores (claims.csv). New rows replace those that the
 same command wrote before; rows of other commands stay, since docs cite them. A command that fails
@@ -26,53 +21,11 @@ from pathlib import Path
 
 from pycomm.bench.common import tables
 from pycomm.bench.common.arguments import Parser
-from pycomm.bench.figures.catalogue import FIGURES, Figure, fitting
 from pycomm.bench.figures.claims import commands
-from pycomm.charts import Section, save_page
 
-INTRO = "What pycomm's benchmarks have measured."
 LIMIT = 1500.0  # seconds per command
 JUDGED = "plan"
 """Its exit status is 1 where a promise is broken; its rows count."""
-
-
-# ----------------------------------------------------------------------------- the page
-
-
-def section(figure: Figure, results: Path) -> Section:
-    """Return a figure with its command, commit and machine."""
-    notes = [figure.note] if figure.note else []
-    if figure.table:
-        last = max(figure.rows(results), key=lambda row: row["time"])
-        notes.append(
-            f"From {figure.table}, newest rows of {last['time'][:10]}: commit {last['commit']}, "
-            f"{last['device']}, {last['cores']} cores, Linux {last['kernel']}, torch "
-            f"{last['torch']}."
-        )
-    return Section(figure.of(results), notes, figure.command)
-
-
-def draw(results: Path, html: Path) -> int:
-    """Write the page, of a folder's tables or of one table; return the exit status."""
-    if results.is_file():
-        figures = fitting(results)
-        save_page(
-            f"pycomm: {results.name}", INTRO, [section(f, results.parent) for f in figures], html
-        )
-        print(html)
-        return 0
-    missing = [f for f in FIGURES if f.table and not (results / f.table).exists()]
-    for figure in missing:
-        print(f"no {results / figure.table}: {figure.command}", file=sys.stderr)
-    there = [figure for figure in FIGURES if figure not in missing]
-    if not any(figure.table for figure in there):
-        return 1
-    save_page("pycomm: results", INTRO, [section(figure, results) for figure in there], html)
-    print(html)
-    return 0
-
-
-# ------------------------------------------------------------------------- measurements
 
 
 def merge(table: Path, fresh: Path) -> int:
@@ -129,14 +82,12 @@ def measure(chosen: Sequence[tuple[str, str]], results: Path, log: Path, dry: bo
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="python -m pycomm.bench report", description=__doc__)
     add = parser.add_argument
-    what = "folder of the tables, or one table of your own"
-    add("--results", type=Path, default=tables.RESULTS, help=what)
-    add("--html", type=Path, default=Path("report.html"), help="the page (report.html)")
-    add("--measure", action="store_true", help="only: repeat the measurements")
+    add("--results", type=Path, default=tables.RESULTS, help="folder of the tables")
+    add("--measure", action="store_true", help="repeat the measurements")
     add("--only", default="", help="of --measure: beginnings of tables' names, comma-separated")
     add("--list", action="store_true", help="of --measure: print the commands")
     add("--log", type=Path, default=Path("build/bench.log"), help="what commands print")
-    add("--tables", action="store_true", help="only: write the tables of docs")
+    add("--tables", action="store_true", help="write the tables of docs")
     options = parser.parse_args(argv)
     if options.tables:
         from pycomm.bench.figures import docs  # needs torch
@@ -149,7 +100,4 @@ def main(argv: Sequence[str]) -> int:
         if not chosen:
             parser.error(f"no table begins with {options.only!r}")
         return 0 if measure(chosen, options.results, options.log, options.list) else 1
-    try:
-        return draw(options.results, options.html)
-    except (ValueError, KeyError) as error:
-        parser.error(str(error))
+    parser.error("say --measure or --tables; python -m pycomm.bench.plot draws the figures")

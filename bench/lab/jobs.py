@@ -26,8 +26,9 @@ def run(
     *,
     limit: float = math.inf,
     watch: Callable[[], object] = lambda: None,
+    ranks_per_node: int = 1,
 ) -> None:
-    """Run a command once per node, and end the ranks.
+    """Run a command once per rank, and end the ranks.
 
     Args:
         lab: the nodes.
@@ -35,6 +36,7 @@ def run(
         env: variables added to this process's.
         limit: seconds until all must have ended.
         watch: called repeatedly while they run.
+        ranks_per_node: of each node.
 
     Raises:
         Failed: a rank failed, or has not ended in time.
@@ -53,7 +55,8 @@ def run(
 
         given = dict(os.environ) | dict(env or {})
         try:
-            ranks = lab.start(command, env=given, stdout=printed, stderr=printed)
+            options: dict[str, Any] = {"stdout": printed, "stderr": printed}
+            ranks = lab.start(command, ranks_per_node=ranks_per_node, env=given, **options)
             status = wait(ranks, watch=look)
         finally:
             lab.stop()
@@ -67,12 +70,13 @@ def ask(
     env: Mapping[str, str] | None = None,
     *,
     limit: float = math.inf,
+    ranks_per_node: int = 1,
     **job: Any,
 ) -> list[Any]:
-    """Run `python -m MODULE JOB` once per node, JOB being JSON, and end the ranks.
+    """Run `python -m MODULE JOB` once per rank, JOB being JSON, and end the ranks.
 
     Args:
-        lab, env, limit: as of `run`.
+        lab, env, limit, ranks_per_node: as of `run`.
         module: its first argument is the job, which also names a new `folder` that the ranks share,
             and a file in it, `log`, to which rank 0 writes lines of JSON.
         job: what the ranks are to know.
@@ -87,7 +91,8 @@ def ask(
         log = Path(folder, "log")
         log.touch()
         words = json.dumps(job | {"folder": folder, "log": str(log)})
-        run(lab, [sys.executable, "-m", module, words], env, limit=limit)
+        command = [sys.executable, "-m", module, words]
+        run(lab, command, env, limit=limit, ranks_per_node=ranks_per_node)
         return [json.loads(line) for line in log.read_text().splitlines()]
 
 

@@ -2,7 +2,6 @@
 
 python -m pycomm.bench links rates     rates of collectives over links, near and far
 python -m pycomm.bench links steps     round trips of the steps of a group
-python -m pycomm.bench links unequal   all-reduces over links that differ, against their bound
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from pycomm.bench.common.harness import Origin
 from pycomm.bench.common.report import head, line
 from pycomm.bench.lab.base import LabUnavailable
 from pycomm.bench.lab.jobs import Failed
-from pycomm.bench.links import rates, steps, unequal
+from pycomm.bench.links import rates, steps
 
-PARTS = {"rates": rates, "steps": steps, "unequal": unequal}
+PARTS = {"rates": rates, "steps": steps}
 
 
 def main(argv: Sequence[str]) -> int:

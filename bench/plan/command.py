@@ -29,9 +29,8 @@ from pycomm.bench.common.harness import Origin
 from pycomm.bench.common.report import head, line
 from pycomm.bench.lab.jobs import ask, run
 from pycomm.bench.lab.wan import lab_of
-from pycomm.plan import CODINGS, ClusterProbe, Model, of_tensors
-from pycomm.plan.algorithms import Size
-from pycomm.plan.sim import simulate
+from pycomm.plan import CODINGS, ClusterProbe, Model, clock, of_tensors
+from pycomm.plan.algorithms import Size, all_reduce
 
 CODECS = ("none", "int8", "int4", "topk:0.01")
 MEDIAN, WORST, CLOSE, PICKED = 0.10, 0.30, 1.10, 0.95  # the promised accuracy
@@ -82,7 +81,7 @@ def predict_all_reduce(found: ClusterProbe, ranks: int, codec: str, size: int) -
     algorithm = "gather" if coding.combine == "gather" else "two_shot"
     cluster = found.cluster(ranks)
     values = size // 4
-    seconds = simulate.all_reduce(cluster, coding, algorithm, Size.of(values, coding))
+    seconds = all_reduce(cluster, coding, algorithm, Size.of(values, coding)).seconds
     return algorithm, seconds
 
 
@@ -109,7 +108,7 @@ def predict_step(found: ClusterProbe, ranks: int, codec: str, model: Model) -> t
     coding = CODINGS[codec]
     algorithm = "gather" if coding.combine == "gather" else "two_shot"
     cluster = found.cluster(ranks, compute_on_cores=True)
-    return algorithm, simulate.step(model, cluster, coding, algorithm).step
+    return algorithm, clock.step(model, cluster, coding, algorithm).step
 
 
 # -------------------------------------------------------------------- judging

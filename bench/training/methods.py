@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.local_sgd import Streamed
 
-HOOKS = ("fp16", "powersgd:RANK[:FIRST_STEP]", "fp16-powersgd:RANK")
+HOOKS = ("fp16", "bf16", "powersgd:RANK[:FIRST_STEP]", "fp16-powersgd:RANK")
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,8 @@ class Method:
         lr: float,
         betas: tuple[float, float],
         group: dist.ProcessGroup | None = None,
+        *,
+        fused: bool = False,
     ) -> tuple[torch.optim.Optimizer, Callable[[], object]]:
         """Return this method's optimizer for a model that `wrap` has returned. Collective.
 
@@ -106,6 +108,7 @@ class Method:
             lr: AdamW's learning rate.
             betas: AdamW's.
             group: of `local`; None: the default group.
+            fused: torch's AdamW is the fused one.
 
         Returns:
             The optimizer, and what makes the ranks' parameters equal before they are judged.
@@ -122,7 +125,7 @@ class Method:
                 policy = replace(policy, rules=(rule, *policy.rules))
             coded = pycomm.CodedAdamW(model.parameters(), lr, betas, model=model, codec=policy)
             return coded, _nothing
-        adamw = torch.optim.AdamW(model.parameters(), lr, betas)
+        adamw = torch.optim.AdamW(model.parameters(), lr, betas, fused=fused)
         if not self.local:
             return adamw, _nothing
         options = dict(self.local)
@@ -150,8 +153,8 @@ def _sgd(
 
 def _torch_hook(model: DistributedDataParallel, text: str, group: dist.ProcessGroup | None) -> None:
     name, rank, start, *_ = [*text.split(":"), "", ""]
-    if name == "fp16":
-        model.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    if name in ("fp16", "bf16"):
+        model.register_comm_hook(group, getattr(default_hooks, f"{name}_compress_hook"))
         return
     if name not in ("powersgd", "fp16-powersgd"):
         raise ValueError(f"unknown hook {text!r}: use one of {', '.join(HOOKS)}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.common.report import head, line
-from pycomm.bench.training.methods import METHODS
+from pycomm.bench.training.methods import METHODS, Method
 
 RANKS = 2
 EXACT = next(method for method in METHODS if method.label == "pycomm, exact")
@@ -33,6 +33,24 @@ def demo_cells(
     gain = "held back" if first is None else f"{first / seconds:.2f} x"
     sent = f"{wire_bytes / 1e6:.2f} MB"
     return run, f"{seconds * 1e3:.0f} ms", sent, f"{loss:.4f}", gain
+
+
+def describe(kind: str, model: str, count: int, method: Method, ranks: int = RANKS) -> Row:
+    """Return a row without measurements, of a model with so many parameters."""
+    return Row(
+        kind=kind,
+        op="training",
+        backend=method.backend,
+        ranks=ranks,
+        size=4 * count,
+        count=count,
+        type="float32",
+        codec=method.codec or method.momentum or "none",
+        model=model,
+        parameters=count,
+        method=method.label,
+        hook=method.hook,
+    )
 
 
 def exact_of(label: str) -> str:

@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -44,6 +44,7 @@ class Config:
     width: int = 224
     heads: int = 4
     context: int = 32  # bytes per sequence
+    vocabulary: int = 256  # tokens; of bytes, unless only times count
     batch: int = 16  # sequences per rank and step
     steps: int = 200
     extra: int = 0  # steps after the schedule's end, at its last learning rate
@@ -53,6 +54,22 @@ class Config:
     evaluate_every: int = 10
     seed: int = 0
     corpus: str = "stdlib"  # one of corpora.py
+
+
+_GPT = Config(width=768, heads=12, layers=12, context=1024, batch=4, vocabulary=50257)
+MODELS = {
+    "demo": Config(),
+    "demo-beta0": Config(beta1=0.0),  # feedback delays gradients, which conflicts with momentum
+    "demo-1e-3": Config(learning_rate=1e-3),  # the sweep of learning rates
+    "demo-3e-3": Config(learning_rate=3e-3),
+    "demo-4e-3": Config(learning_rate=4e-3),
+    "demo-beta.5": Config(beta1=0.5),
+    "demo-2000": Config(steps=2000, evaluate_every=100, warmup=100),
+    "digits": Config(corpus="digits", context=64, batch=8),
+    "25m": Config(layers=8, width=512, heads=8, batch=4, steps=160, learning_rate=6e-4),
+    "124m": _GPT,
+    "350m": replace(_GPT, layers=24, width=1024, heads=16),
+}
 
 
 # --------------------------------------------------------------------- model
@@ -78,11 +95,11 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A model that predicts the next byte. The output weights are the embedding's."""
+    """A model that predicts the next token, a byte. The output weights are the embedding's."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.bytes = nn.Embedding(256, config.width)
+        self.bytes = nn.Embedding(config.vocabulary, config.width)
         self.places = nn.Embedding(config.context, config.width)
         blocks = [Block(config.width, config.heads) for _ in range(config.layers)]
         self.blocks, self.norm = nn.Sequential(*blocks), nn.LayerNorm(config.width)
@@ -92,10 +109,16 @@ class Transformer(nn.Module):
                 nn.init.normal_(weight, std=0.05 / math.sqrt(skips))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map bytes [batch, length] to the logits of each next byte [batch, length, 256]."""
+        """Map tokens [batch, length] to the logits of each next one [batch, length, vocabulary]."""
         places = torch.arange(x.shape[1], device=x.device)
         hidden = self.norm(self.blocks(self.bytes(x) + self.places(places)))
         return F.linear(hidden, self.bytes.weight)
+
+
+def parameters(config: Config) -> int:
+    """Return the number of a model's parameters."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in Transformer(config).parameters())
 
 
 # ---------------------------------------------------------------------- data

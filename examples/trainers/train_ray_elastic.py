@@ -9,6 +9,7 @@ are among Ray's (`ray_pycomm_...`). `RAY_ADDRESS` names a cluster; without it Ra
 """
 
 import argparse
+import functools
 import os
 import secrets
 import tempfile
@@ -18,6 +19,7 @@ from typing import Any
 
 import ray
 import ray.train
+import ray.util.metrics
 import torch
 import torch.distributed as dist
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
@@ -78,12 +80,21 @@ def train(config: dict[str, Any]) -> None:
         optimizer.step()
         time.sleep(config["pause"])
         if (step + 1) % config["every"] == 0:
-            pycomm.monitor.publish_to_ray()
+            publish()
             with tempfile.TemporaryDirectory() as folder:
                 checkpoint = save(step + 1, model, optimizer, folder)
                 ray.train.report({"step": step + 1, "loss": loss.item()}, checkpoint=checkpoint)
             note(config, rank, f"saved step {step + 1} on {ranks} workers, loss {loss.item():.4f}")
     note(config, rank, f"end at step {config['steps']} on {ranks} workers")
+
+
+gauge = functools.cache(ray.util.metrics.Gauge)
+
+
+def publish() -> None:
+    """Set Ray's metrics to what the monitor has measured of the model."""
+    for name, value in pycomm.monitor.snapshot()[0].numbers("pycomm_").items():
+        gauge(name).set(value)
 
 
 def note(config: dict[str, Any], rank: int, line: str) -> None:

@@ -28,7 +28,7 @@ from torch import nn
 from torchft.coordination import LighthouseServer
 
 import pycomm
-from pycomm.torchft import DistributedDataParallel, HandOverTransport, ProcessGroupPycomm
+from pycomm.torchft import DistributedDataParallel, ProcessGroupPycomm
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +63,6 @@ def replica(arguments: argparse.Namespace) -> None:
     group = ProcessGroupPycomm(timedelta(seconds=10), pycomm.Options(transport=arguments.transport))
     manager = torchft.Manager(
         pg=group,
-        checkpoint_transport=HandOverTransport(group),
         load_state_dict=load,
         state_dict=save,
         min_replica_size=arguments.least,

@@ -25,20 +25,6 @@ def random_words(key: RandomKey, index: int, numel: int, device: torch.device) -
     return _words_of_groups(key, group)[:numel]
 
 
-def sampled_places(words: torch.Tensor, numel: int, stride: int) -> torch.Tensor:
-    """Return one index of each ``stride`` of ``numel`` values, chosen by a random word: int64.
-
-    Equal distances would always hit the same column of a matrix.
-    Args:
-        words: int64, at least as many as there are stretches of ``stride`` values; the last stretch
-            may be shorter.
-        numel: at least 1.
-        stride: at most 2^31.
-    """
-    begin = torch.arange(0, numel, stride, device=words.device, dtype=torch.int64)
-    return begin + (words[: len(begin)] * (numel - begin).clamp(max=stride) >> 32)
-
-
 def derived_seed(key: RandomKey) -> int:
     """Return a 64-bit seed for other words: the first two of a group that belongs to no value."""
     low, high = _words_of_groups(

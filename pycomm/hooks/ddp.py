@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types.
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from pycomm.arguments import typed
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.hooks.saved_buckets import SavedBuckets
+from pycomm.log import warn_once
 from pycomm.policy import Policy
 from pycomm.policy.names import clean, matching
+from pycomm.reduction.nodes import Nodes, find_levels
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.taken import DiscardedGradients
 
@@ -30,6 +32,8 @@ class HookState(CompressionState):
         model: the DDP model. Without it parameters are numbered in the order in which they first
             appear, and rules by name match nothing.
         process_group: the ranks that reduce; None: the model's group, or the default group.
+        nodes: number of the node of each rank; see `pycomm.compress`. Without a model all ranks
+            reduce alike.
         options: feedback and seed; see `CompressionState`.
 
     Example:
@@ -44,6 +48,7 @@ class HookState(CompressionState):
         model: DistributedDataParallel | None = None,
         *,
         process_group: dist.ProcessGroup | None = None,
+        nodes: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
         typed("model", model, DistributedDataParallel, None)
@@ -63,6 +68,8 @@ class HookState(CompressionState):
                 if id(parameter) in ids:
                     self._enter(name, parameter)
             self.plan.complete()
+        if reduced:
+            self._nodes = self._find_nodes(nodes, reduced[0].device)
         if self.residuals:
             self._taken = DiscardedGradients(self._names, self._by_name)
         self._nobody_used: set[str] = set()  # in the last step
@@ -75,6 +82,20 @@ class HookState(CompressionState):
         self._loaded_order: list[tuple[str, ...]] = []  # the buckets of a loaded state,
         self._by_loaded = 0  # by which so many steps are still reduced
         self._saved_buckets: SavedBuckets | None = None  # in such a step
+
+    def _find_nodes(self, given: Sequence[int] | None, device: torch.device) -> Nodes | None:
+        """Return the nodes by which hooks exchange payloads; None: all ranks do alike, or the
+        backend does it; collective."""
+        group = self.process_group
+        if group.size() == 1 or self._formed_with:
+            return None
+        if device.type == "cpu" and backend.find_native(group):
+            if given is not None and group.rank() == 0:
+                warn_once("nodes= has no effect here: the backend pycomm finds nodes by itself")
+            return None
+        levels = find_levels(group, given, device)
+        # Momentum is of what each rank sends for itself.
+        return Nodes(group, levels, device) if levels and self._kind != "momentum" else None
 
     def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a DDP bucket over the group; see `compress_hook`."""

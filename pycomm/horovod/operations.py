@@ -84,6 +84,28 @@ def _named(tensor: torch.Tensor, rows: bool = False) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} [{', '.join(shape)}]"
 
 
+class _Differentiable(torch.autograd.Function):
+    """A function of a tensor without gradients, and what makes its gradient of the result's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, move: Any, gradient_of: Any) -> Any:
+        ctx.gradient_of = gradient_of
+        return move(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.gradient_of(gradients[0]), None, None
+
+
+def _differentiable(
+    tensor: torch.Tensor,
+    move: Callable[[torch.Tensor], torch.Tensor],
+    gradient_of: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    result: torch.Tensor = _Differentiable.apply(tensor, move, gradient_of)  # type: ignore[no-untyped-call]
+    return result
+
+
 # ------------------------------------------------------------------------------- reductions
 
 
@@ -327,8 +349,13 @@ def allreduce(
     if tensor.requires_grad and chosen not in (Op.Average, Op.Sum):
         raise Error(f"no gradients flow through {chosen.name}: detach the tensor first")
     compressed, context = compression.compress(tensor)
-    options = (chosen, name, (prescale_factor, postscale_factor), process_set)
-    reduced = _AllReduce.apply(compressed, options)  # type: ignore[no-untyped-call]
+    factors = prescale_factor, postscale_factor
+
+    def reduce(values: torch.Tensor, name: str | None = None) -> Any:
+        handle = _allreduce_([values.clone()], chosen, name, factors, process_set, waits=True)
+        return handle.wait()[0]
+
+    reduced = _differentiable(compressed, lambda values: reduce(values, name), reduce)
     result: torch.Tensor = compression.decompress(reduced, context)
     return result
 
@@ -339,19 +366,6 @@ def _refuse_codec(compression: Any) -> None:
             "Compression.codec is for DistributedOptimizer, which keeps what a codec loses: use "
             "Compression.none or fp16 for a single reduction"
         )
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, options: Any) -> Any:
-        ctx.options = options
-        return _allreduce_([tensor.detach().clone()], *options, waits=True).wait()[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        op, _, factors, process_set = ctx.options
-        handle = _allreduce_([gradients[0].clone()], op, None, factors, process_set, waits=True)
-        return handle.wait()[0], None
 
 
 def sparse_allreduce_async(
@@ -471,24 +485,19 @@ def reducescatter(
     """
     _refuse_codec(compression)
     compressed, context = compression.compress(tensor)
-    options = (name, op, process_set, (prescale_factor, postscale_factor))
-    reduced = _ReduceScatter.apply(compressed, options)  # type: ignore[no-untyped-call]
+    factors = prescale_factor, postscale_factor
+
+    def gathered(gradient: torch.Tensor) -> Any:
+        factor = factors[0] * factors[1] * (len(process_set.ranks) if op is Op.Sum else 1)
+        return _allgather(gradient * factor, None, process_set).wait()
+
+    reduced = _differentiable(
+        compressed,
+        lambda values: _reducescatter(values, name, op, process_set, factors, waits=True).wait(),
+        gathered,
+    )
     result: torch.Tensor = compression.decompress(reduced, context)
     return result
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, options: Any) -> Any:
-        ctx.options = options
-        return _reducescatter(tensor, *options, waits=True).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        _, op, process_set, factors = ctx.options
-        factor = factors[0] * factors[1]
-        gradient = gradients[0] * (factor * len(process_set.ranks) if op is Op.Sum else factor)
-        return _allgather(gradient, None, process_set).wait(), None
 
 
 def grouped_reducescatter_async(
@@ -551,21 +560,12 @@ def allgather(
         name: the same on all ranks, or None.
         process_set: the ranks.
     """
-    result: torch.Tensor = _AllGather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> Any:
-        ctx.shape, ctx.process_set = tensor.shape, process_set
-        return _allgather(tensor, name, process_set).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        length = ctx.shape[0] if ctx.shape else 1
-        own = _own_rows(gradients[0], length, ctx.process_set)
-        return own.view(ctx.shape), None, None
+    shape = tensor.shape
+    return _differentiable(
+        tensor,
+        lambda values: _allgather(values, name, process_set).wait(),
+        lambda gradient: _own_rows(gradient, shape[0] if shape else 1, process_set).view(shape),
+    )
 
 
 def _own_rows(gradient: torch.Tensor, length: int, process_set: ProcessSet) -> torch.Tensor:
@@ -662,23 +662,14 @@ def broadcast(
         ValueError: root_rank is not in the process set.
         WireMismatch: another rank makes another call; the group can be used on.
     """
-    result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
-    return result
 
+    def own(gradient: torch.Tensor) -> torch.Tensor:
+        averaged = allreduce(gradient, process_set=process_set)
+        return averaged if dist.get_rank() == root_rank else torch.zeros_like(averaged)
 
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, root: int, name: str | None, process_set: ProcessSet
-    ) -> Any:
-        ctx.root, ctx.process_set = root, process_set
-        return _broadcast_(tensor.detach().clone(), root, name, process_set, waits=True).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        averaged = allreduce(gradients[0], process_set=ctx.process_set)
-        own = averaged if dist.get_rank() == ctx.root else torch.zeros_like(averaged)
-        return own, None, None, None
+    return _differentiable(
+        tensor, lambda values: broadcast_(values.clone(), root_rank, name, process_set), own
+    )
 
 
 def _alltoall(
@@ -756,24 +747,19 @@ def alltoall(
         ValueError: the splits do not fit the tensor.
         WireMismatch: another rank makes another call; the group can be used on.
     """
-    rows, received = _AllToAll.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+    received: Any = None
+
+    def move(values: torch.Tensor) -> Any:
+        nonlocal received
+        rows, received = _alltoall(values, splits, name, process_set).wait()
+        return rows
+
+    rows = _differentiable(
+        tensor,
+        move,
+        lambda gradient: _alltoall(gradient, received.tolist(), None, process_set).wait()[0],
+    )
     return rows if splits is None else (rows, received)
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
-    ) -> Any:
-        rows, received = _alltoall(tensor, splits, name, process_set).wait()
-        ctx.received, ctx.process_set = received.tolist(), process_set
-        ctx.mark_non_differentiable(received)
-        return rows, received
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        back, _ = _alltoall(gradients[0], ctx.received, None, ctx.process_set).wait()
-        return back, None, None, None
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -16,7 +16,7 @@ from pycomm.codecs import Codec, short_text
 from pycomm.elastic.contents import plain_numbers
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
-from pycomm.policy import Policy
+from pycomm.policy import AUTO, Policy
 from pycomm.policy.names import clean
 
 
@@ -129,7 +129,7 @@ def policy_of(who: str, codec: str | Codec | Policy) -> Policy:
         ValueError: a codec cannot be used so.
     """
     policy = Policy.of(codec)
-    if policy.steered:
+    if policy.codec == AUTO:
         raise ValueError(
             f"{who}: {policy.codec!r} chooses among codecs of gradients by measurements: name "
             'a codec, such as "sign"'

@@ -3,7 +3,6 @@
 python -m pycomm.plan 25M --ranks 8 --link 1gbit --compute 120ms
 python -m pycomm.plan probe --out probe.json
 python -m pycomm.plan 7B --ranks 64 --probe probe.json --compute 1.4s
-python -m pycomm.plan sweep 350M --link 10gbe --compute 300ms --html sweep.html
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 
-from pycomm.plan import options, show
+from pycomm.plan import clock, options, show
 from pycomm.plan.advice import ERROR, advise
 from pycomm.plan.cluster import Cluster
 from pycomm.plan.codecs import find
 from pycomm.plan.model import Model
 from pycomm.plan.prediction import Prediction, best_of_each, predict
-from pycomm.plan.sim import simulate
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,10 +25,6 @@ def main(argv: Sequence[str]) -> int:
         from pycomm.plan.probe import cli  # needs the native build
 
         return cli.main(rest)
-    if word == "sweep":
-        from pycomm.plan import sweep_cli
-
-        return sweep_cli.main(rest)
     return plan(argv)
 
 
@@ -38,7 +32,7 @@ def plan(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pycomm.plan",
         description="Predicts a training step with each codec, and says which to use, or none. "
-        "Other words: `plan probe` measures links and codecs, `plan sweep` draws.",
+        "`plan probe` measures links and codecs.",
     )
     options.add_what(parser)
     options.add_events(parser)
@@ -86,7 +80,7 @@ def simulated(
 ) -> list[Prediction]:
     """Return predictions of the same codecs and algorithms by events."""
     found = [
-        simulate.step(
+        clock.step(
             model,
             cluster,
             find(prediction.codec),

@@ -186,7 +186,7 @@ def _flat(
         work = coding_seconds(cluster, coding, n, size.values, everywhere=algorithm == "one_shot")
     waiting = rounds * (link.latency + link.late(n - 1))
     latency = waiting + messages * link.message * cluster.slowdown
-    wire = max(0.0, sent * cross - link.burst) / link.slower
+    wire = max(0.0, sent * cross - link.burst) / link.reached(n - 1)
     busy = (moving + work) * cluster.slowdown
     chunks = {"two_shot": n} if coding.exact else {"two_shot": n, "one_shot": 1}
     pieces = 0.0  # it does not go in segments

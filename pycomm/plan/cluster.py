@@ -28,6 +28,9 @@ FAR = 1e-3
 """Seconds of a round trip from which on nodes count as far."""
 PACKET, STREAMS = 1448, 2
 """Bytes of a packet, and TCP streams to each peer (PYCOMM_SOCKETS)."""
+WINDOW = STREAMS * (2 << 20)
+"""Bytes to one peer that can be under way: half of the largest buffer that Linux gives a socket
+(`tcp_wmem`), since the other half is bookkeeping."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,19 @@ class Link:
     """Share of packets that are lost; the rates are what it leaves."""
     far: bool = False
     """True if a round trip takes `FAR` or longer."""
+    window: float = 0.0
+    """Bytes to one peer that can be under way; 0: any number, or the rate has been measured."""
 
     @property
     def slower(self) -> float:
         """The rate of the slower direction: all-reduces send what they receive."""
         return min(self.rate, self.receive or self.rate)
+
+    def reached(self, peers: int) -> float:
+        """Return the rate that a node reaches with so many peers: a window each in a round trip."""
+        if self.window == 0 or self.latency == 0:
+            return self.slower
+        return min(self.slower, peers * self.window / (2 * self.latency))
 
     @property
     def segment(self) -> int:
@@ -169,7 +180,7 @@ LATENCIES: dict[str, float] = {"tcp": 50e-6, "dma": 5e-6, "bus": 5e-6}
 
 
 def _over_tcp(name: str, rate: float, latency: float) -> Link:
-    return Link(name, rate, latency, message=8e-6, byte=0.8e-9)
+    return Link(name, rate, latency, message=8e-6, byte=0.8e-9, window=WINDOW)
 
 
 LINKS: dict[str, Link] = {

@@ -112,12 +112,11 @@ count, positive, file = _typed(_count), _typed(_positive), _typed(_output)
 """Types for argparse: a whole number above 0, a number above 0, a writable file."""
 
 
-def add_what(parser: argparse.ArgumentParser, ranks: int | None = None) -> None:
-    """Add the options of model, cluster and codecs; `ranks` is the default."""
+def add_what(parser: argparse.ArgumentParser) -> None:
+    """Add the options of model, cluster and codecs."""
     add = parser.add_argument
     add("model", help=HELP["model"])
-    must = ranks is None
-    add("--ranks", "-n", type=count, default=ranks, required=must, help="number of ranks")
+    add("--ranks", "-n", type=count, required=True, help="number of ranks")
     add("--ranks-per-node", "-l", type=count, default=1, help="default 1")
     add("--link", default="10gbe", help=HELP["link"] + " (10gbe)")
     add("--up", type=_typed(_rate_text), help=HELP["up"])

@@ -2,7 +2,7 @@
 
 A hook owns a plan. It enters each parameter once, asks at the start of every step which codecs have
 changed, encodes by `decisions` until the next step, and shows the plan each bucket before and after
-it is reduced. Codecs change by the schedule, by measurements (`codec_selection`), and by the
+it is reduced. Codecs change by the schedule, by measured times (`codec_selection`), and by the
 quality guard, which moves a parameter to a finer codec when its samples are bad.
 """
 
@@ -25,11 +25,11 @@ from pycomm.log import logger, tell
 from pycomm.policy.agreement import agree, agree_on_options, summary
 from pycomm.policy.auto import TRYING
 from pycomm.policy.checks import Checks
-from pycomm.policy.codec_selection import select_codecs
+from pycomm.policy.codec_selection import Fastest
 from pycomm.policy.exchange import find_link, gather
 from pycomm.policy.names import few
 from pycomm.policy.quality import finer, nominal_error
-from pycomm.policy.rules import EXACT, Decision, Moment, Parameter, Policy
+from pycomm.policy.rules import AUTO, EXACT, Decision, Moment, Parameter, Policy
 from pycomm.policy.samples import BucketProbe, Quality, ResidualOf, SampledPiece
 
 
@@ -87,7 +87,7 @@ class Plan:
         asks = any(rule.link is not None for rule in policy.rules)
         self._moment = Moment(link=find_link(group) if asks else "inter")
         self._stage = policy.stage(self._moment)
-        self._selection = select_codecs(policy, refusal)
+        self._selection = Fastest(policy, refusal) if policy.codec == AUTO else None
         self._checks = Checks(policy.guard, group, clock) if policy.guard else None
         self._escalated: dict[str, tuple[Codec, str]] = {}
         self._agreed: set[str] = set()
@@ -105,8 +105,6 @@ class Plan:
 
     def add(self, parameter: Parameter) -> Decision:
         """Enter a parameter and return its decision; in the same order on all ranks."""
-        if self._selection and self.policy.rule(parameter, self._moment.link) is None:
-            self._selection.enter(parameter)
         decision = self.decisions[parameter.name] = self._decide(parameter)
         self._agreed.discard(parameter.name)  # the old one of this name may have had another shape
         return decision
@@ -211,8 +209,6 @@ class Plan:
         """
         if self.group.size() == 1:
             return None
-        if self._selection:
-            self._selection.probe(values.view(rows, -1)[0], pieces)
         if self._checks is None:
             return None
         return self._checks.probe(values, pieces, residual_of, rows=rows, average=average)
@@ -345,7 +341,7 @@ class Plan:
 
     def _decide(self, parameter: Parameter) -> Decision:
         if self._selection:
-            codec, reason = self._selection.codec(parameter.name)
+            codec, reason = self._selection.codec()
             decision = self.policy.decide(parameter, self._moment, codec)
             if not decision.reason:
                 decision = Decision(parameter, codec, reason)
@@ -367,7 +363,7 @@ class Plan:
         # A codec's first step also sends the residual of the codec before it.
         found = {n: q for n, q in found.items() if self._since.get(n) != q.step}
         self.qualities.update(found)
-        changes = self._selection.checked(found) if self._selection else False
+        changes = False
         for name, quality in found.items():
             codec = self.decisions[name].codec
             what = self._checks.warning(name, codec, quality)

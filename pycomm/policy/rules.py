@@ -1,8 +1,8 @@
 """Policies as data: a default codec, rules, and schedules.
 
 A policy decides from data that is equal on all ranks: names, shapes, dtypes, the numbers of the
-step and the epoch, and how the ranks are connected. If it leaves a codec open ("auto", a budget, a
-bound), a `Plan` measures.
+step and the epoch, and how the ranks are connected. If it leaves a codec open ("auto"), a `Plan`
+measures.
 """
 
 from __future__ import annotations
@@ -189,13 +189,10 @@ class Policy:
     """Codecs that follow ``codec``, each with the number of its first step, from 1."""
     epochs: Schedule = ()
     """A schedule by epochs instead, from 0; see `Plan.set_epoch`."""
-    budget: float | None = None
-    """Bits per value of parameters that no rule matches, allocated by measured energy."""
     error: float | None = None
-    """The largest error of an averaged gradient, relative to its L2 norm, by samples. Alone: the
-    number of bits is adjusted to hold it. With "auto": codecs with a larger error are left out."""
+    """With "auto": codecs with a larger error of the average, on normal values, are left out."""
     candidates: tuple[str | Codec, ...] = ()
-    """Codecs from which "auto", ``budget`` and ``error`` choose; (): a suitable default list."""
+    """Codecs from which "auto" chooses; (): a suitable default list."""
     guard: Guard | None = field(default_factory=Guard)
     """Compares samples of reduced gradients with their exact average; None: no checks."""
     trial: Trial = field(default_factory=Trial)
@@ -211,22 +208,15 @@ class Policy:
             object.__setattr__(self, name, _in_order(name, getattr(self, name)))
         if self.schedule and self.epochs:
             raise ValueError("policy: give a schedule by steps or by epochs, not both")
-        ways = {
-            "a schedule": bool(self.schedule or self.epochs or self.warmup == "dgc"),
-            "budget": self.budget is not None,
-            "auto": self.codec == AUTO,
-        }
-        if self.codec != AUTO:
-            ways["error"] = self.error is not None
-        chosen = [name for name, given in ways.items() if given]
-        if len(chosen) > 1:
-            raise ValueError(f"policy: {' and '.join(chosen)} both choose codecs; use one of them")
-        for name in ("budget", "error"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"policy: {name}={value} must be above 0")
-        if self.error is not None and self.guard is None:
-            raise ValueError("policy: error= is held by the guard's samples; leave the guard on")
+        if self.codec == AUTO and (self.schedule or self.epochs or self.warmup == "dgc"):
+            raise ValueError("policy: a schedule and auto both choose codecs; use one of them")
+        if self.error is not None and not self.error > 0:
+            raise ValueError(f"policy: error={self.error} must be above 0")
+        if self.error is not None and self.codec != AUTO:
+            raise ValueError(
+                f"policy: error={self.error:g} bounds what auto chooses, and the codec is "
+                f"{self.codec}: give it with auto, or leave it out"
+            )
         if self.warmup != "dgc" and self.warmup < 0:
             raise ValueError(f"policy: warmup={self.warmup}: give a number of steps")
 
@@ -245,17 +235,16 @@ class Policy:
             for turn in getattr(self, name):
                 if not isinstance(turn, (tuple, list)) or len(turn) != 2:
                     raise TypeError(f"policy: {name}: {turn!r} is no pair of a number and a codec")
-        for name in ("budget", "error"):
-            if getattr(self, name) is not None:
-                put(self, **{name: number(f"policy: {name}", getattr(self, name))})
+        if self.error is not None:
+            put(self, error=number("policy: error", self.error))
 
     @classmethod
     def of(cls, codec: str | Codec | Policy) -> Policy:
         """Return the policy for a text or codec; a policy is returned as it is.
 
         A text is a codec or "auto", followed by words that are separated by spaces: ``warmup=100``,
-        ``warmup=dgc``, ``budget=4.5``, ``error=0.1``, ``guard=off``, ``100:int8`` (int8 from step
-        100 on), ``epoch2:topk:0.01`` (from epoch 2 on). "budget=4.5" and "error=0.1" need no codec.
+        ``warmup=dgc``, ``error=0.1``, ``guard=off``, ``100:int8`` (int8 from step 100 on),
+        ``epoch2:topk:0.01`` (from epoch 2 on).
 
         Raises:
             TypeError: the argument is neither a text, a codec nor a policy.
@@ -290,11 +279,6 @@ class Policy:
             candidates=tuple(map(parse_codec, self.candidates)),
         )
         return [f"{f.name}={getattr(same, f.name)!r}" for f in fields(same)]
-
-    @property
-    def steered(self) -> bool:
-        """Return whether measurements choose the codecs of parameters that no rule matches."""
-        return self.codec == AUTO or self.budget is not None or self.error is not None
 
     def stage(self, moment: Moment) -> tuple[bool, int]:
         """Return whether the moment is in the warm-up, and the number of changes up to it.

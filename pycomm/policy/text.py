@@ -1,4 +1,4 @@
-"""Policies as text, for command lines: "int4", "auto error=0.3", "fp32 100:int8", "budget=4"."""
+"""Policies as text, for command lines: "int4", "auto error=0.3", "fp32 100:int8"."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 _TURN = re.compile(r"(epoch)?(\d+):(.+)")
 DGC = "dgc"
-_NUMBERS = ("warmup", "budget", "error")
-_WORDS = "warmup=, budget=, error=, guard=off, STEP:CODEC or epochN:CODEC"
+_NUMBERS = ("warmup", "error")
+_WORDS = "warmup=, error=, guard=off, STEP:CODEC or epochN:CODEC"
 
 
 def options(text: str) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class Batched:
         *,
         seed: int,
         step: int,
-        average: bool = True,
+        divisor: int,
     ) -> None:
         """Begin an operation, on a device on torch's current stream.
 
@@ -120,7 +120,7 @@ class Batched:
             dtype: dtype of the values.
             seed: equal on all ranks.
             step: number of the step, equal on all ranks.
-            average: divide results by the number of ranks.
+            divisor: results are sums divided by it.
         """
         where: dict[str, Any] = {}
         if self._device.type != "cpu":
@@ -138,7 +138,7 @@ class Batched:
             ranks=self._ranks,
             seed=seed,
             step=step,
-            average=average,
+            divisor=divisor,
             **where,
         )
 

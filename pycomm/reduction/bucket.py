@@ -120,7 +120,7 @@ class Bucket:
             text += f";shares={','.join(map(str, shares))}"
         self.layout = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.dealt: dict[int, Any] = {}
-        """The runs of each owner by number of ranks, where Python assigns them."""
+        """By number of owners: the `Dealt` values of an all-reduce, where Python assigns them."""
         self.batched: dict[tuple[str, int, int], Any] = {}
         """By operation, rank and number of ranks: the `Batched` that codes the bucket in C++ where
         Python moves its payloads."""
@@ -129,14 +129,9 @@ class Bucket:
         self._native: Layout | None = None
 
     @cached_property
-    def dense(self) -> list[BucketPiece]:
-        """The pieces that have owners."""
-        return [piece for piece in self.pieces if piece.codec.combine != "gather"]
-
-    @cached_property
-    def gathered(self) -> list[BucketPiece]:
-        """The other pieces that have values: all ranks get their payloads."""
-        return [p for p in self.pieces if p.codec.combine == "gather" and p.numel > 0]
+    def gathers(self) -> bool:
+        """Whether some values have no owners: all ranks get their payloads."""
+        return any(p.codec.combine == "gather" and p.numel > 0 for p in self.pieces)
 
     @property
     def native(self) -> Layout:

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import lcm
 
 import torch
@@ -69,43 +69,40 @@ def granule(piece: BucketPiece, grain: int = GRAIN) -> int:
     return lcm(own, grain) if own else max(1, piece.numel)
 
 
-def chunks(pieces: Sequence[BucketPiece], ranks: int, grain: int = GRAIN) -> list[list[Run]]:
-    """Split pieces into the runs of each owner, like `Layout` of coded/layout.h.
+def chunks(values: Sequence[Run], ranks: int, grain: int = GRAIN) -> list[list[Run]]:
+    """Split values into the runs of each owner, like `Cuts` of coded/layout.cpp.
 
     Args:
-        pieces: pieces of a bucket.
+        values: runs of pieces in a bucket, one behind the other.
         ranks: number of owners.
         grain: cuts are at multiples of it, too.
     """
-    starts = [0]
-    for piece in pieces:
-        starts.append(starts[-1] + piece.numel)
-    numel = starts.pop()
+    sizes = [run.end - run.begin for run in values]
+    *starts, numel = accumulate(sizes, initial=0)
 
     def cut(place: int) -> int:
         found = bisect_right(starts, place) - 1
         if found < 0:
             return 0
-        piece = pieces[found]
-        inside = min(place - starts[found], piece.numel)
-        if inside < piece.numel:
-            inside -= inside % granule(piece, grain)
+        inside = min(place - starts[found], sizes[found])
+        if inside < sizes[found]:
+            inside -= inside % granule(values[found].piece, grain)
         return starts[found] + inside
 
     cuts = [cut(numel // ranks * r + numel % ranks * r // ranks) for r in range(ranks)] + [numel]
     owned = []
     for begin, end in pairwise(cuts):
         spans = [
-            (p, max(begin, start) - start, min(end, start + p.numel) - start)
-            for p, start in zip(pieces, starts, strict=True)
+            (run, run.begin + max(begin, start) - start, run.begin + min(end, start + size) - start)
+            for run, start, size in zip(values, starts, sizes, strict=True)
         ]
-        owned.append([Run(p, lo, hi) for p, lo, hi in spans if lo < hi])
+        owned.append([Run(run.piece, lo, hi) for run, lo, hi in spans if lo < hi])
     return owned
 
 
 def whole(pieces: Sequence[BucketPiece]) -> list[Run]:
     """Return runs of all values of some pieces."""
-    return [run for runs in chunks(pieces, 1) for run in runs]
+    return [Run(piece, 0, piece.numel) for piece in pieces if piece.numel > 0]
 
 
 class Packed:

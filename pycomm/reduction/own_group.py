@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -10,14 +10,45 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
 
 from pycomm import backend
+from pycomm.policy.exchange import device_of
 
 T = TypeVar("T")
 
 
 def make(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a new group of the same ranks; collective."""
-    ranks = dist.get_process_group_ranks(group)
-    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    """Return a new group of the same ranks, with the same timeout; collective."""
+    return _make(group, range(group.size()), None)
+
+
+def make_part(
+    group: dist.ProcessGroup, members: Sequence[int], *, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """Return a new group of some ranks of a group; None: there are fewer than two.
+
+    All ranks of `group` call it together, each for the ranks that it is among, or for none.
+
+    Args:
+        group: a group of these ranks.
+        members: their numbers in `group`, ascending.
+        backend: name of the new group's backend; None: as the default group's.
+    """
+    if len(members) < 2:
+        _count(f"no group {len(c10d._world.pg_names)}")
+        return None
+    return _make(group, members, backend)
+
+
+def _make(
+    group: dist.ProcessGroup, members: Sequence[int], backend: str | None
+) -> dist.ProcessGroup:
+    everybody = dist.get_process_group_ranks(group)
+    options = getattr(group._get_backend(device_of(group)), "options", None)
+    made: dist.ProcessGroup = dist.new_group(
+        [everybody[rank] for rank in members],
+        timeout=getattr(options, "_timeout", None),
+        backend=backend,
+        use_local_synchronization=True,
+    )
     return made
 
 
@@ -41,11 +72,18 @@ def wait(result: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 def close(group: dist.ProcessGroup) -> None:
     """Close a group of `make`; ranks may do so at different times, as their garbage is collected.
 
-    torch names the next group of these ranks by the number of groups that there are, which must be
-    equal on all ranks. So an empty group takes the place of the closed one.
+    An empty group takes its place.
     """
     if group not in c10d._world.pg_map:
         return  # destroy_process_group() has closed all groups
     name = c10d._world.pg_names[group]
     dist.destroy_process_group(group)
-    c10d._world.pg_names[dist.ProcessGroup(HashStore(), 0, 1)] = name
+    _count(name)
+
+
+def _count(name: str) -> None:
+    """Put an empty group among those that torch counts.
+
+    torch names a group of some ranks by the number of groups, which must be equal on all of them.
+    """
+    c10d._world.pg_names[dist.ProcessGroup(HashStore(), 0, 1)] = c10d.GroupName(name)

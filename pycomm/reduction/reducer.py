@@ -31,6 +31,7 @@ from pycomm.policy import (
 )
 from pycomm.reduction import members, paths, powersgd, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
+from pycomm.reduction.nodes import Nodes
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.weights import weigh
 
@@ -85,6 +86,7 @@ class BucketReducer:
         self._agreed: dict[tuple[str, ...], Agreed] = {}  # about buckets; equal on all ranks
         self._exchanges = powersgd.Exchanges(process_group)
         self._side: SideStream | None = None  # of the device, where hooks exchange payloads
+        self._nodes: Nodes | None = None  # where hooks exchange payloads by nodes
         self._formed_with = self._formed()
         self._finite: list[Callable[[], bool]] = []  # checks of the current step, one per bucket
         self._touched: dict[str, BucketPiece] = {}  # the current step's pieces with a residual
@@ -226,7 +228,7 @@ class BucketReducer:
         self._clip(bucket, tensor)
         self._use(bucket.pieces, bucket, tensor)
         probe = self.plan.probe(tensor, bucket.pieces, self._residual_of)
-        senders = self._senders() if bucket.gathered else None
+        senders = self._senders() if bucket.gathers else None
         native = paths.native_backend(
             bucket, self.process_group, "all_reduce", tensor, senders=senders is not None
         )
@@ -246,18 +248,15 @@ class BucketReducer:
             return coded
         finite: list[torch.Tensor] = []
 
+        how: dict[str, Any] = {"seed": self.seed, "step": self.step}
+
         def exchange() -> None:
             values = tensor.contiguous()
-            finite.append(
-                two_shot.all_reduce(
-                    values,
-                    bucket,
-                    self.process_group,
-                    seed=self.seed,
-                    step=self.step,
-                    senders=senders,
-                )
-            )
+            if self._nodes is not None and bucket.levels:
+                finite.append(self._nodes.all_reduce(values, bucket, **how))
+            else:
+                group = self.process_group
+                finite.append(two_shot.all_reduce(values, bucket, group, senders=senders, **how))
             if values is not tensor:
                 tensor.copy_(values)
             if probe is not None:
@@ -399,13 +398,14 @@ class BucketReducer:
             native = backend.find_native(self.process_group) if device.type == "cpu" else None
             alone = self.averages_senders or self.rows > 1  # each rank sends for itself
             owned = native if native and not alone else None
+            nodes = self._nodes if native is None and not alone else None
             bucket = Bucket(
                 decisions,
                 numbers,
                 self.residuals,
                 device,
                 rows=self.rows,
-                levels=owned.levels if owned else (),
+                levels=owned.levels if owned else nodes.levels if nodes else (),
                 shares=owned.shares if owned else (),
                 agreed=agreed,
             )

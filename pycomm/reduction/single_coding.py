@@ -70,7 +70,7 @@ class SingleCoding:
         self._ranks, self._rank = group.size(), group.rank()
         self._answers = _answers(bucket)
         grain = lcm(GRAIN, *(a.codec.granule or 1 for a in self._answers.pieces))
-        self._chunks = chunks(bucket.pieces, self._ranks, grain)
+        self._chunks = chunks(whole(bucket.pieces), self._ranks, grain)
         sent, back = total_bytes(whole(bucket.pieces)), total_bytes(whole(self._answers.pieces))
         self.gathers = self._ranks * sent <= sent + back
         """Whether all payloads go to all ranks; else owners answer."""
@@ -105,7 +105,7 @@ class SingleCoding:
         ranks, shown = self._ranks, whole(bucket.pieces)
         batched = Batched.find("gathered", bucket, self._group, lambda: [shown], values)
         if batched is not None:
-            batched.begin(bucket.sides, values.dtype, seed=seed, step=step)
+            batched.begin(bucket.sides, values.dtype, seed=seed, step=step, divisor=ranks)
             return batched.verdict(batched.add_up(values, 0, batched.show(values, 0)))
         coder = Coder(self._rank, ranks, seed=seed, step=step)
         ours = coder.encode(shown, widened(shown, values), values.device, worker=True)
@@ -117,7 +117,7 @@ class SingleCoding:
         dealt, ranks, own = self._chunks, self._ranks, self._chunks[self._rank]
         batched = Batched.find("dealt", bucket, self._group, lambda: dealt, values)
         if batched is not None:
-            batched.begin(bucket.sides, values.dtype, seed=seed, step=step)
+            batched.begin(bucket.sides, values.dtype, seed=seed, step=step, divisor=ranks)
             batched.verdict(batched.add_up(values, self._rank, batched.scatter(values)))
         else:
             coder = Coder(self._rank, ranks, seed=seed, step=step)
@@ -142,7 +142,7 @@ class SingleCoding:
         answers = self._answers
         batched = Batched.find("answers", answers, self._group, lambda: dealt, values)
         if batched is not None:
-            batched.begin(answers.sides, values.dtype, seed=seed, step=step, average=False)
+            batched.begin(answers.sides, values.dtype, seed=seed, step=step, divisor=1)
             return batched.verdict(batched.land(values, batched.show_own(values, self._rank)))
         coder = Coder(self._rank, self._ranks, seed=seed, step=step)
         own, most = dealt[self._rank], [total_bytes(runs) for runs in dealt]

@@ -120,9 +120,11 @@ class CompressionState(BucketReducer):
 
     def summary(self) -> str:
         """Return the current decisions, a line for each codec and reason, their changes, the paths
-        of the buckets that were reduced, and the memory of the residuals on this rank."""
+        of the buckets that were reduced, the nodes by which they were, and the memory of the
+        residuals on this rank."""
         taken = paths.summary(self._buckets.values())
-        return "\n".join(filter(None, (self.plan.summary(), taken, cost.memory_text(self))))
+        nodes = f"by nodes: {self._nodes}" if self._nodes else ""
+        return "\n".join(filter(None, (self.plan.summary(), taken, nodes, cost.memory_text(self))))
 
     def agree(self) -> None:
         """Check that all ranks have decided alike, and report the residuals' memory; collective.

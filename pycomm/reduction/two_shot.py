@@ -60,31 +60,74 @@ def all_reduce(
     Raises:
         WireMismatch: a rank sends payloads of impossible sizes.
     """
+    runs = whole(bucket.pieces)
+    return average(values, bucket, runs, group, group.size(), seed=seed, step=step, senders=senders)
+
+
+class Dealt:
+    """The runs of an all-reduce: those that owners sum, and those that all ranks get.
+
+    Args:
+        runs: runs of pieces in a bucket.
+        ranks: number of owners.
+    """
+
+    def __init__(self, runs: Sequence[Run], ranks: int) -> None:
+        dense = [run for run in runs if run.piece.codec.combine != "gather"]
+        self.shown = [run for run in runs if run.piece.codec.combine == "gather"]
+        """The runs that all ranks get."""
+        self.owned = [Packed(own) for own in chunks(dense, ranks)] if dense else []
+        """The other runs, by owner; empty if there are none."""
+
+    def order(self) -> list[list[Run]]:
+        """Return the runs of each owner and those that all ranks get, to code one by one."""
+        return [*(part.order for part in self.owned), self.shown]
+
+
+def average(
+    values: torch.Tensor,
+    bucket: Bucket,
+    runs: Sequence[Run],
+    group: dist.ProcessGroup,
+    divisor: int,
+    *,
+    seed: int,
+    step: int,
+    senders: Sequence[float] | None = None,
+) -> torch.Tensor:
+    """Reduce a part of a bucket as `all_reduce` does; the same part in every call for a bucket.
+
+    Args:
+        values: see `all_reduce`; only the values of the runs are read and written.
+        bucket: see `all_reduce`.
+        runs: the part.
+        group: see `all_reduce`.
+        divisor: sums are divided by it; by the number of ranks, unless these are sums already.
+        seed, step, senders: see `all_reduce`.
+
+    Returns:
+        A bool tensor without dimensions: whether the part's result is finite everywhere.
+    """
     rank, ranks = group.rank(), group.size()
-
-    def deal() -> list[list[Run]]:
-        owned = chunks(bucket.dense, ranks)
-        return [*(Packed(runs).order for runs in owned), whole(bucket.gathered)]
-
+    if ranks not in bucket.dealt:
+        bucket.dealt[ranks] = Dealt(runs, ranks)
+    dealt: Dealt = bucket.dealt[ranks]
+    owned, shown = dealt.owned, dealt.shown
     batched = None
-    if senders is None or not bucket.gathered:
-        batched = Batched.find("all_reduce", bucket, group, deal, values)
+    if senders is None or not shown:
+        batched = Batched.find("all_reduce", bucket, group, dealt.order, values)
     if batched is not None:
-        batched.begin(bucket.sides, values.dtype, seed=seed, step=step)
+        batched.begin(bucket.sides, values.dtype, seed=seed, step=step, divisor=divisor)
         finite = True
-        if bucket.dense:
+        if owned:
             finite = batched.land(values, batched.own(values, batched.scatter(values)))
-        if bucket.gathered:
-            finite &= batched.add_up(values, ranks, batched.show(values, ranks))
+        if shown:
+            finite &= batched.add_up(values, len(owned), batched.show(values, len(owned)))
         return batched.verdict(finite)
     coder = Coder(rank, ranks, seed=seed, step=step)
     found_inf = _flag(values)
-
-    if bucket.dense:
-        if ranks not in bucket.dealt:
-            bucket.dealt[ranks] = [Packed(runs) for runs in chunks(bucket.dense, ranks)]
-        _reduce_dense(values, bucket.dealt[ranks], coder, group, found_inf)
-    shown = whole(bucket.gathered)
+    if owned:
+        _reduce_dense(values, owned, coder, group, divisor, found_inf)
     if shown:
         ours = coder.encode(shown, widened(shown, values), values.device, worker=True)
         most, sums = [total_bytes(shown)] * ranks, float32_view(shown, values)
@@ -92,7 +135,7 @@ def all_reduce(
         if senders is None:
             for r, payload in enumerate(came.parts()):
                 coder.decode(shown, payload, sums, add=r > 0)
-            finish(shown, sums, values, ranks, found_inf)
+            finish(shown, sums, values, divisor, found_inf)
         else:
             _average_senders(shown, came.parts(), coder, senders, sums)
             finish(shown, sums, values, 1, found_inf)
@@ -130,10 +173,11 @@ def _reduce_dense(
     owned: list[Packed],
     coder: Coder,
     group: dist.ProcessGroup,
+    divisor: int,
     found_inf: torch.Tensor,
 ) -> None:
     """Send payloads to their owners, which sum them, and the results back to all ranks."""
-    rank, ranks = group.rank(), group.size()
+    rank = group.rank()
     variable = any(is_variable(part.runs) for part in owned)
     sent = [
         coder.encode(part.runs, part.widened(values), values.device, worker=True) for part in owned
@@ -141,7 +185,7 @@ def _reduce_dense(
     mine, sums = owned[rank].runs, owned[rank].float32_view(values)
     for r, payload in enumerate(_scatter(sent, total_bytes(mine), variable, group)):
         coder.decode(mine, payload, sums, add=r > 0)
-    owned[rank].average(sums, values, ranks)
+    owned[rank].average(sums, values, divisor)
     result = coder.encode(mine, sums, values.device, worker=False)
     most = [total_bytes(part.runs) for part in owned]
     results = gather_payloads(result, result.numel(), most, group, variable=variable)
@@ -190,7 +234,9 @@ def reduce_scatter(
 
     batched = Batched.find("reduce_scatter", bucket, group, deal, input, output)
     if batched is not None:
-        batched.begin(bucket.sides, output.dtype, seed=seed, step=step, average=average)
+        batched.begin(
+            bucket.sides, output.dtype, seed=seed, step=step, divisor=ranks if average else 1
+        )
         finite = batched.add_up(output, 0, batched.scatter(input, ranks))
         return _all_finite(batched.verdict(finite).view(1), group)
     rows = list(input.view(ranks, -1))
@@ -245,7 +291,7 @@ def all_gather(
 
     batched = Batched.find("all_gather", bucket, group, deal, input, output)
     if batched is not None:
-        batched.begin(bucket.sides, output.dtype, seed=seed, step=step, average=False)
+        batched.begin(bucket.sides, output.dtype, seed=seed, step=step, divisor=1)
         return batched.verdict(batched.land(output, batched.show(input, 0), ranks))
     coder = Coder(rank, ranks, seed=seed, step=step)
     runs = whole(bucket.pieces)

@@ -11,15 +11,7 @@ It needs torchft 0.2 (``pip install torchft``).
 from __future__ import annotations
 
 from pycomm.torchft.ddp import DistributedDataParallel
-from pycomm.torchft.diloco import DiLoCo
 from pycomm.torchft.group import ProcessGroupPycomm
 from pycomm.torchft.state import ManagedState
-from pycomm.torchft.transport import HandOverTransport
 
-__all__ = [
-    "DiLoCo",
-    "DistributedDataParallel",
-    "HandOverTransport",
-    "ManagedState",
-    "ProcessGroupPycomm",
-]
+__all__ = ["DistributedDataParallel", "ManagedState", "ProcessGroupPycomm"]

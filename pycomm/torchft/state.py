@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,21 +41,13 @@ class ManagedState(CompressionState):
     Args:
         manager: a Manager whose process group is a `ProcessGroupPycomm`.
         codec: see `CompressionState`.
-        key: under which the Manager is told of this state; another one for each of its states.
         options: feedback and seed; see `CompressionState`.
 
     Raises:
         TypeError: the Manager has another process group.
     """
 
-    def __init__(
-        self,
-        manager: Manager,
-        codec: str | Codec | Policy,
-        *,
-        key: str = "pycomm",
-        **options: Any,
-    ) -> None:
+    def __init__(self, manager: Manager, codec: str | Codec | Policy, **options: Any) -> None:
         group: Any = manager._pg
         while not isinstance(group, ProcessGroupPycomm) and isinstance(group, ProcessGroupWrapper):
             group = group._pg  # such as one that torchft's tests let fail
@@ -69,38 +61,25 @@ class ManagedState(CompressionState):
         self._goes = False  # this step has begun, and nothing has failed
         self._heals = False  # this replica takes over the others' parameters at this step's end,
         self._loaded = False  # or has done so before the step
-        manager.register_state_dict_fn(key, self._note_load, dict)
+        manager.register_state_dict_fn("pycomm", self._note_load, dict)
 
     def _note_load(self, _: object) -> None:
         # In a step of an asynchronous quorum that heals, the residuals are gone already.
         self._loaded = not self._heals
 
     def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket of DDP over the participants; see `reduce_managed`."""
+        """Average a bucket of DDP over the participants; undefined after an error, as torchft's."""
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
-        first, last = bucket.index() == 0, bucket.is_last()
-        return self.reduce_managed(bucket.buffer(), names, first=first, last=last)
-
-    def reduce_managed(
-        self, tensor: torch.Tensor, names: Sequence[str], *, first: bool, last: bool
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Average over the participants, in place; undefined after an error, as torchft's.
-
-        Args:
-            tensor: the gradients of these parameters, one behind the other.
-            names: as given to `add`.
-            first: this bucket is the first of its step.
-            last: it is the last one.
-        """
+        tensor = bucket.buffer()
         try:
-            if first:
+            if bucket.index() == 0:
                 self._goes = False
                 self._goes = self._begin()
             if not self._goes or self._manager.errored():
                 self._give_up()
                 return completed(tensor)
             future = self.reduce(tensor, names)
-            if last:
+            if bucket.is_last():
                 self.end_step()
         except Exception as error:
             self._manager.report_error(error)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 import pytest
 
 from pycomm.bench import netlab
+from pycomm.bench.step.command import Setting, parse, steps
 from pycomm.bench.training.methods import METHODS
-from pycomm.bench.training.time_to_loss import MODELS, step_times, train
+from pycomm.bench.training.time_to_loss import train
+from pycomm.bench.training.train import MODELS
 from tests.extent import FULL
 
 GLOO, PYCOMM = (m for m in METHODS if m.sharded)
@@ -21,8 +22,9 @@ def test_half_of_the_gradient_bytes():
         netlab.Netlab(2, "1gbit").close()
     except netlab.LabUnavailable as error:
         pytest.skip(f"no network namespaces: {error}")
-    options = argparse.Namespace(rounds=1, turn_seconds=1.0, compute=0.0)
-    gloo, ours = step_times("demo", [GLOO, PYCOMM], "1gbit", options)
+    options = parse(["--rounds", "1", "--turn-seconds", "1"])
+    setting = Setting("demo", MODELS["demo"], [GLOO, PYCOMM], 2, 1, False, options)
+    _, gloo, ours = steps(setting, "1gbit")
     # Two ranks: half of the parameters go out before forward. A reduce-scatter sends half of the
     # gradients, Gloo's all-reduce all of them. Up to a hundredth is headers and what TCP repeats.
     assert ours.size < ours.wire_bytes < 1.01 * ours.size

@@ -226,9 +226,6 @@ def test_who_is_held_back_by_tcp_is_told_so(capsys):
         ([*PLAN, "--slow-rank", "1:2", "--slow-rank", "1:3"], "twice"),
         ([*PLAN, "--slow-node", "4:2"], "from 0 to 3"),
         ([*PLAN, "--slow-node", "x"], "3:1.5"),
-        (["sweep", "25M", "--compute", "1s", "--most", "0"], "--most"),
-        (["sweep", "25M", "--compute", "1s", "--html", "/proc/nothing/x.html"], "no folder"),
-        (["sweep", "25M", "--compute", "1s", "--json", "/"], "a folder"),
         (["probe", "--effort", "-1"], "--effort"),
         (["probe", "--out", "/proc/nothing/x.json"], "no folder"),
         (["probe", "--ranks", "1"], "one rank"),
@@ -236,7 +233,7 @@ def test_who_is_held_back_by_tcp_is_told_so(capsys):
     ids=lambda value: value if isinstance(value, str) else " ".join(value[-2:]),
 )
 def test_bad_words_are_answered_in_one_line(words, named, capsys):
-    ranks = [] if words[0] in ("sweep", "probe") or "--ranks" in words else ["--ranks", "4"]
+    ranks = [] if words[0] == "probe" or "--ranks" in words else ["--ranks", "4"]
     with pytest.raises(SystemExit) as ended:
         main([*words, *ranks])
     assert ended.value.code == 2

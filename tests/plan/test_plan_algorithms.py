@@ -10,7 +10,6 @@ from pycomm import _C
 from pycomm.plan import Cluster, Link, Processor
 from pycomm.plan.algorithms import Size, algorithms, all_reduce, steps
 from pycomm.plan.codecs import CODINGS, KNOWN, NONE, find
-from pycomm.plan.sim import simulate
 from tests.extent import each_value
 
 GIGABIT = Link("1gbit", 125e6, 50e-6)
@@ -187,8 +186,6 @@ def test_the_slower_direction_decides(link):
     size = Size(1 << 22, float(1 << 24))
     seconds = all_reduce(cluster, NONE, "two_shot", size).seconds
     assert seconds == pytest.approx(0.06 + 1.5 * 2**24 / cluster.inter.slower, rel=0.02)
-    events = simulate.all_reduce(cluster, NONE, "two_shot", size)
-    assert events == pytest.approx(seconds, rel=0.05)
 
 
 def test_far_ranks_without_feedback_take_one_way():
@@ -200,11 +197,9 @@ def test_far_ranks_without_feedback_take_one_way():
     assert algorithms(Cluster(2, link), unfed, every=False) == ("one_shot", "two_shot")
     size = Size.of(1 << 22, unfed)
     one, two = (
-        [predict(Cluster(2, link), unfed, way, size) for way in ("one_shot", "two_shot")]
-        for predict in (lambda *case: all_reduce(*case).seconds, simulate.all_reduce)
+        all_reduce(Cluster(2, link), unfed, way, size).seconds for way in ("one_shot", "two_shot")
     )
-    assert one == pytest.approx(two, rel=0.1), "formulas and events agree"
-    assert one[1] - one[0] == pytest.approx(0.1, rel=0.2)
+    assert two - one == pytest.approx(0.1, rel=0.2)
     cluster = Cluster(8, link)
     for values, faster in ((1 << 10, "one_shot"), (1 << 24, "two_shot")):
         size = Size.of(values, unfed)

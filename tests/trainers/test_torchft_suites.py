@@ -18,7 +18,7 @@ from torchft import local_sgd_integ_test, manager_integ_test, process_group_test
 from torchft._test import diloco_trainer
 
 import pycomm
-from pycomm.torchft import DiLoCo, DistributedDataParallel, ProcessGroupPycomm
+from pycomm.torchft import DistributedDataParallel, ProcessGroupPycomm
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -76,15 +76,6 @@ class CompressedManager(manager_integ_test.ManagerIntegTest):
 
 class LocalSGD(local_sgd_integ_test.LocalSGDIntegTest):
     """LocalSGD, DiLoCo and Streaming DiLoCo under the Manager."""
-
-
-class CompressedLocalSGD(local_sgd_integ_test.LocalSGDIntegTest):
-    """The same with DiLoCo that sends four bits."""
-
-    @pytest.fixture(autouse=True)
-    def _compressed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (local_sgd_integ_test, diloco_trainer):
-            monkeypatch.setattr(module, "DiLoCo", partial(DiLoCo, codec=INT4))
 
 
 # ------------------------------------------------------------------------------------ collectives

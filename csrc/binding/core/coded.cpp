@@ -99,16 +99,17 @@ class CodedBucket {
   /// Returns the bytes of memory that must follow received payloads.
   size_t room_behind() const { return room_behind_; }
 
-  /// Begins an operation of `ranks` that encode the same values; there is one pair of sides for
-  /// each piece. On a GPU, `stream` with its `scratch` memory (address, bytes) runs it, and
-  /// `found_inf` is the address of a float (coded/shots.h).
+  /// Begins an operation of `ranks` that encode the same values, whose sums are divided by
+  /// `divisor`; there is one pair of sides for each piece. On a GPU, `stream` with its `scratch`
+  /// memory (address, bytes) runs it, and `found_inf` is the address of a float (coded/shots.h).
   void begin(const std::vector<Sides>& sides, int rank, int ranks, uint64_t seed, uint32_t step,
-             bool average, std::optional<uintptr_t> stream, const Place& scratch,
+             int divisor, std::optional<uintptr_t> stream, const Place& scratch,
              uintptr_t found_inf) {
     if (sides.size() != pieces_.size()) {
       throw Error("sides are given for " + std::to_string(sides.size()) +
                   " pieces, but the bucket has " + std::to_string(pieces_.size()));
     }
+    if (divisor < 1) throw Error("divisor is " + std::to_string(divisor) + "; want 1 or more");
     if (rank < 0 || rank >= ranks) {
       throw Error("rank " + std::to_string(rank) + " is not in a group of " +
                   std::to_string(ranks) + " ranks");
@@ -126,7 +127,8 @@ class CodedBucket {
     args_.pieces = pieces();
     args_.seed = seed;
     args_.step = step;
-    args_.average = average;
+    args_.average = divisor != 1;
+    divisor_ = divisor;
     stream_ = {};
     if (stream) {
       stream_ = {
@@ -271,7 +273,7 @@ class CodedBucket {
     const CodedArgs& args = at(values);
     const GilReleased release;
     const DefaultArithmetic arithmetic;
-    coded::Shots shots(args, values.rows, rank_, ranks_, stream_, found_inf_);
+    coded::Shots shots(args, values.rows, rank_, ranks_, divisor_, stream_, found_inf_);
     f(shots);
     shots.start();
     return shots.finite();
@@ -285,7 +287,7 @@ class CodedBucket {
   std::vector<size_t> most_;
   size_t numel_ = 0, room_behind_ = 0;
   CodedArgs args_;
-  int rank_ = 0, ranks_ = 0;
+  int rank_ = 0, ranks_ = 0, divisor_ = 1;
   Stream stream_;
   float* found_inf_ = nullptr;
 };
@@ -310,7 +312,7 @@ void bind_coded(py::module_& m) {
       .def_property_readonly("most", &CodedBucket::most)
       .def_property_readonly("room_behind", &CodedBucket::room_behind)
       .def("begin", &CodedBucket::begin, py::arg("sides"), py::kw_only(), py::arg("rank"),
-           py::arg("ranks"), py::arg("seed"), py::arg("step"), py::arg("average") = true,
+           py::arg("ranks"), py::arg("seed"), py::arg("step"), py::arg("divisor"),
            py::arg("stream") = py::none(), py::arg("scratch") = Place{}, py::arg("found_inf") = 0)
       .def("scratch_bytes", &CodedBucket::scratch_bytes, py::arg("dtype"))
       .def("contribute", &CodedBucket::contribute, py::arg("values"), py::arg("first"),

@@ -77,12 +77,13 @@ void check_runs(Span<const Piece> pieces, Span<const PieceRun> runs) {
   }
 }
 
-Shots::Shots(const CodedArgs& args, size_t rows, int rank, int ranks, Stream stream,
+Shots::Shots(const CodedArgs& args, size_t rows, int rank, int ranks, int divisor, Stream stream,
              float* found_inf)
     : args_(args),
       row_numel_(args.data.size / rows),
       rank_(rank),
       ranks_(ranks),
+      divisor_(divisor),
       stream_(stream),
       found_inf_at_(on_gpu() ? found_inf : &found_inf_) {
   check("coded bucket", args, rows);
@@ -105,7 +106,7 @@ void Shots::in_parts(Span<const PieceRun> runs, size_t row, float* found_inf, co
   const void* const values = this->row(row);
   if (!on_gpu()) {
     const Coder coder(args_, rank_, ranks_, scratch_);
-    const Float32View view(args_, values, ranks_, scratch_, found_inf);
+    const Float32View view(args_, values, divisor_, scratch_, found_inf);
     for (size_t begin = 0, end = 0; begin < runs.size; begin = end) {
       size_t numel = 0;
       do {
@@ -132,7 +133,7 @@ void Shots::in_parts(Span<const PieceRun> runs, size_t row, float* found_inf, co
     const Coder coder(args_, rank_, ranks_, scratch_, stream, Packing::fixed);
     float* const room = floats > 0 ? reinterpret_cast<float*>(own) : nullptr;
     do_part(runs.sub(i, 1), coder,
-            Float32View(args_, values, ranks_, scratch_, found_inf, stream, room));
+            Float32View(args_, values, divisor_, scratch_, found_inf, stream, room));
   }
 }
 
@@ -155,7 +156,7 @@ size_t Shots::own(Span<const PieceRun> runs, const std::vector<Span<const uint8_
              const Codec& codec = *args_.pieces[part[0].piece].codec;
              const size_t most = codec.encoded_bytes(part[0].numel);
              if (on_gpu() && codec.fuses_sum() && are_even(left, most)) {
-               const float divisor = args_.average ? static_cast<float>(ranks_) : 1.0f;
+               const float divisor = args_.average ? static_cast<float>(divisor_) : 1.0f;
                const Contributions all = take(left, most, divisor);
                bytes += coder.encode(Hop::owner, part, sum, out + bytes, 0, all);
                return;

@@ -15,7 +15,6 @@ from pycomm.plan.algorithms import Size, all_reduce
 from pycomm.plan.cluster import Cluster, CodecRates, Link, Processor
 from pycomm.plan.codecs import CODINGS, Coding
 from pycomm.plan.probe.ranks import Ranks, coded_all_reduces
-from pycomm.plan.sim import simulate
 
 REPEAT = 0.045  # seconds of each measurement of a codec
 TILE = (1 << 20) + 7  # random values that longer buffers repeat
@@ -109,9 +108,9 @@ def in_use(
             decode = 1 / known.decode + (core - others - codec) / decodings / (4 * numel)
             rates[name] = replace(known, decode=1 / decode)
         cluster = replace(cluster, processor=Processor("probed", found.memory, rates))
-        expected = simulate.all_reduce(cluster, coding, way(coding), Size.of(numel, coding))
+        cost = all_reduce(cluster, coding, way(coding), Size.of(numel, coding))
         if not coding.whole:  # its one round is a small part of the time
-            seen.append((wall, (wall - expected) / 2))
+            seen.append((wall, (wall - cost.seconds) / 2))
     # Only the quickest count: a small error in a link's long time exceeds the wait of a round.
     late = statistics.median(beyond for _, beyond in sorted(seen)[:QUICK])
     return replace(found, rates=rates, late=late)

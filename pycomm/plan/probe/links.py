@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pycomm.communicator import Communicator
-from pycomm.plan.algorithms import Size
+from pycomm.plan.algorithms import Size, all_reduce
 from pycomm.plan.cluster import FAR, Link
 from pycomm.plan.codecs import CODINGS, NONE, Coding
 from pycomm.plan.probe.codecs import Buffers, Codecs, way
 from pycomm.plan.probe.ranks import PAUSE, Ranks, all_reduces, coded_all_reduces
 from pycomm.plan.probe.result import ClusterProbe, Crowd
-from pycomm.plan.sim import simulate
 
 SHORT, FIRST, OF_FAR, LONGEST = 8, 1 << 20, 8 << 20, 64 << 20  # bytes of messages
 SMALL = 64 << 10  # bytes of a buffer whose messages from all ranks fit the queues of a switch
@@ -186,4 +185,4 @@ def longer(found: ClusterProbe, crowd: Crowd, coding: Coding, numel: int, wall: 
 def expected(found: ClusterProbe, crowd: Crowd, coding: Coding, numel: int) -> float:
     """Return the predicted seconds of an all-reduce in such a crowd."""
     cluster = found.crowded(crowd).cluster(crowd.ranks)
-    return simulate.all_reduce(cluster, coding, way(coding), Size.of(numel, coding))
+    return all_reduce(cluster, coding, way(coding), Size.of(numel, coding)).seconds

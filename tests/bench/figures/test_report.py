@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 from pathlib import Path
-
-import pytest
 
 from pycomm.bench.__main__ import SUBCOMMANDS
 from pycomm.bench.common import tables
@@ -68,37 +64,4 @@ def test_every_claim_has_a_table_and_a_command():
         assert not ours or words.split()[0] in known
     made = {claim["table"] for claim in CLAIMS}
     assert {path.name for path in tables.RESULTS.glob("*.csv")} == made | {"mutants.csv"}
-    assert {figure.table for figure in FIGURES} <= made | {""}
-
-
-def test_report_has_what_there_is_and_says_what_is_missing(tmp_path, capsys):
-    page, results = (tmp_path / name for name in ("x.html", "results"))
-    results.mkdir()
-    options = ["--results", str(results), "--html", str(page)]
-    assert report.main(options) == 1
-    said = capsys.readouterr().err
-    for figure in FIGURES:
-        assert not figure.table or f"{figure.table}: {figure.command}" in said
-    assert not page.exists()
-
-    there = next(figure for figure in FIGURES if figure.name == "error")
-    shutil.copy(tables.RESULTS / there.table, results)
-    assert report.main(options) == 0
-    assert there.command in page.read_text()
-    assert page.read_text().count("<img ") == 2  # and what is computed
-    assert there.table not in capsys.readouterr().err
-
-
-def test_report_is_one_page_that_needs_nothing(tmp_path):
-    pytest.importorskip("matplotlib", reason="pictures: pip install pycomm[bench]")
-    page = tmp_path / "report.html"
-    assert report.main(["--html", str(page)]) == 0
-    text = page.read_text()
-    assert text.count("<img ") == len(FIGURES)
-    for address in re.findall(r'(?:src|href)="?([^"> ]+)', text):
-        assert address.startswith(("data:", "#")), address
-    figure = next(figure for figure in FIGURES if figure.name == "round-trips")
-    for panel in figure.of(tables.RESULTS).panels:
-        for line in panel.series:
-            cells = (panel.title, line.label, f"{line.x[0]:.4g}", f"{line.y[0]:.4g}")
-            assert f"<tr><td>{'<td>'.join(cells)}" in text
+    assert {figure.table for figure in FIGURES} <= made

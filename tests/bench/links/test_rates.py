@@ -8,7 +8,6 @@ import pytest
 
 from pycomm.bench.lab.wan import WanLab
 from pycomm.bench.links.command import main
-from pycomm.bench.links.unequal import bound
 from tests.torch import lab_ranks
 
 SMALL = "--round-trip 2ms --loss 0 --operation all_reduce,all_gather --bytes 4096 --repeats 1"
@@ -79,10 +78,3 @@ def test_unknown_names_are_refused_before_a_lab_is_made(words, hint, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["rates", *words.split()])
     assert hint in capsys.readouterr().err
-
-
-def test_the_bound_of_unequal_links():
-    byte = 8e-6 / 100  # at 100 Mbit/s
-    assert bound(["100mbit"] * 4) == pytest.approx(1.5 * byte)
-    assert bound(["20mbit", "100mbit", "100mbit", "100mbit"]) == pytest.approx(5 * byte)
-    assert bound(["20mbit/100mbit"] * 2) == pytest.approx(5 * byte)

@@ -1,8 +1,7 @@
-"""Time to a loss: what is computed from measured losses and steps, and the turns on one machine."""
+"""Time to a loss: what is computed from measured losses and steps."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -16,21 +15,20 @@ from pycomm.bench.training.results import (
     EXACT,
     EXACT_SGD,
     changes,
+    describe,
     exact_of,
     load,
     steps_to_loss,
     totals,
 )
-from pycomm.bench.training.time_to_loss import describe
 from pycomm.bench.training.train import Config, Transformer
-from tests.torch.interpreter import launch
 
 FP16 = next(method for method in METHODS if method.hook == "fp16")
 INT4 = next(method for method in METHODS if method.codec == "int4")
 
 
 def row(kind: str, method: Method, **values: object) -> Row:
-    return replace(describe(kind, "demo", method), **values)
+    return replace(describe(kind, "demo", 1000, method), **values)
 
 
 def test_steps_to_a_loss_are_found_between_evaluations():
@@ -113,25 +111,3 @@ def test_rows_survive_the_file(tmp_path):
     for each in [*rows, row("total", INT4)]:
         tables.append(path, [record(each, Origin.here("test"))])
     assert load(path) == rows
-
-
-# The program with a model that takes few of the processor's seconds.
-SMALL = """
-import json, sys
-from dataclasses import replace
-from pycomm.bench.training import time_to_loss as program
-
-program.MODELS["demo"] = replace(program.MODELS["demo"], width=32, context=8, batch=2)
-program.time_on_this_rank(**json.loads(sys.argv[1]))
-"""
-
-
-def test_ranks_take_turns_with_every_method(tmp_path):
-    log = tmp_path / "log"
-    chosen = {"model": "demo", "rounds": 1, "methods": [FP16.label, INT4.label], "log": str(log)}
-    chosen |= {"turn_seconds": 0.1, "compute": 0.0, "folder": ""}
-    words = ("-c", SMALL, json.dumps(chosen))
-    launch(*words, folder=tmp_path, GLOO_SOCKET_IFNAME="lo")
-    samples = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [sample["method"] for sample in samples] == [FP16.label, INT4.label]
-    assert all(len(sample["seconds"]) >= 2 for sample in samples)

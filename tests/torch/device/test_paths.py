@@ -423,3 +423,25 @@ def test_the_documentation_has_the_table():
             (storages, path.storages, paths.STORAGES),
         ):
             assert cell == ("all" if taken in (known, None) else ", ".join(taken))
+
+
+# ------------------------------------------------------------------ by nodes
+
+
+def check_nodes(rank: int, ranks: int, device: str, codec: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pycomm, "compress", partial(pycomm.compress, nodes=[0, 0, 1, 1]))
+        return check_matrices(rank, ranks, device, codec)
+
+
+@pytest.mark.parametrize("codec", ["int4", "sign", "topk:0.01"])
+def test_devices_reduce_by_nodes_with_the_bits_of_the_host(fakes, codec):
+    want = run(fakes, "kernels", check_nodes, "cpu", codec, group="gloo", ranks=4)
+    got = run(fakes, "kernels", check_nodes, FAKE, codec, ranks=4)
+    for (results, residuals, _, chosen, launched), (also, kept_there, *_) in zip(
+        got, want, strict=True
+    ):
+        assert equal(results, also)
+        assert equal(residuals, kept_there)
+        assert all("values: kernels (" in line for line in chosen)
+        assert launched

@@ -364,7 +364,7 @@ def test_different_options_are_told_before_sending(rank, size):
 def test_layouts_cover_the_bucket_for_any_number_of_ranks():
     from pycomm.policy import Parameter
     from pycomm.reduction.bucket import Bucket
-    from pycomm.reduction.coding import chunks
+    from pycomm.reduction.coding import chunks, whole
 
     shapes = [(1000,), (3,), (17, 33), (1,), (4096,)]
     policy = Policy("int4", (Rule(codec="fp32", max_numel=100),))
@@ -372,7 +372,7 @@ def test_layouts_cover_the_bucket_for_any_number_of_ranks():
     decisions = [policy.decide(p) for p in parameters]
     bucket = Bucket(decisions, range(len(decisions)), None, torch.device("cpu"))
     for ranks in (1, 2, 3, 4, 7, 8):
-        runs = list(itertools.chain(*chunks(bucket.pieces, ranks)))
+        runs = list(itertools.chain(*chunks(whole(bucket.pieces), ranks)))
         places = [i for run in runs for i in run.of(torch.arange(bucket.numel)).tolist()]
         assert places == list(range(bucket.numel))
         assert all(run.begin % max(32, run.piece.codec.granule) == 0 for run in runs)

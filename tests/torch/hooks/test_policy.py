@@ -162,50 +162,6 @@ def test_auto_trains(rank, size):
         torch.testing.assert_close(got[name], want, rtol=0, atol=0.1)
 
 
-# ------------------------------------------------------------------ budgets and bounds
-
-
-@on_ranks()
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_budget_goes_where_any_rank_has_energy(rank, size):
-    policy = Policy(budget=6.0, candidates=("int4", "int8"))
-    model, state = compressed(policy)
-    assert state.decisions["big"].codec == codec("int4")
-    for step in range(4):
-        given = gradients(rank, step)
-        # Only the last rank sees that "small" has nearly all the energy.
-        given["small"] *= 100.0 if rank == size - 1 else 1.0
-        reduced(model, given)
-    same_everywhere(state.plan.summary())
-    assert state.decisions["small"].codec == codec("int8")
-    assert state.decisions["big"].codec == codec("int4")
-    assert state.decisions["bias"].exact  # by a rule: it is no part of the budget
-    bought = [state.decisions[name] for name in ("big", "small")]
-    values = sum(d.parameter.numel for d in bought)
-    assert 8 * sum(d.encoded_bytes for d in bought) <= 6.0 * values
-
-
-@on_ranks(2)
-def test_a_bound_is_held(rank, size):
-    guard = Guard(every=1, share=1.0)
-    policy = Policy(error=0.3, candidates=("int4", "int8", "fp32"), rules=(), guard=guard)
-    model, state = compressed(policy)
-    assert state.decisions["big"].codec == codec("int4")  # 0.17 on normal values
-    seen, chosen = [], []
-    for step in range(16):
-        given = gradients(rank, step)
-        if step < 6:
-            given["big"][:, ::48] *= 11.0  # in each block of int4, so that it loses the others
-        reduced(model, given)
-        seen.append(state.decisions["big"].codec)
-        chosen.append(specs(state.plan))
-    same_everywhere(chosen)
-    assert seen[5] == codec("int8")
-    assert state.plan.qualities["small"].error <= 0.3
-    assert seen[-1] == codec("int4")  # the bound allows it again
-    assert state.decisions["small"].codec == codec("int4")
-
-
 # ---------------------------------------------------------------------------- guard
 
 

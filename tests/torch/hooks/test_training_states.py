@@ -314,7 +314,7 @@ def test_the_python_reducer_is_refused_before_training(rank, size):
 
 
 # ------------------------------------------------------------------------------ frozen parameters
-# Parameters that get no gradients cost nothing: no budget, no memory, no checks.
+# Parameters that get no gradients cost nothing: no bytes, no memory, no checks.
 
 
 SIDE = 128
@@ -347,12 +347,11 @@ def test_frozen_parameters_take_no_bits(rank, size, kind):
         names = [f"{i}.weight" for i in range(3)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     model = fully_shard(model) if kind == "fsdp2" else DistributedDataParallel(model)
-    integers = tuple(f"int{bits}" for bits in range(2, 9))  # which have residuals
-    state = pycomm.compress(model, pycomm.Policy(budget=4.3, candidates=integers))
+    state = pycomm.compress(model, "int4")
     few_steps(model, rank, 4)
     report = state.plan.report()
     assert report.plain_bytes == 4 * SIDE**2
-    assert report.payload_bytes <= 4.3 * SIDE**2 / 8
+    assert report.payload_bytes == pycomm.codec("int4").encoded_bytes(SIDE**2)
     rows = size if kind == "fsdp2" else 1
     worker = 2 * 4 * SIDE**2
     assert state.residual_bytes == worker + (worker // size if rows == 1 else 0)

@@ -193,7 +193,7 @@ def test_sizes_in_payloads_that_cannot_be_true(word, second):
     bucket = lossless_bucket()
     runs = whole(bucket.pieces)
     batched = Batched(bucket, [runs], Alone(), torch.device("cpu"))
-    batched.begin(bucket.sides, torch.float32, seed=1, step=1)
+    batched.begin(bucket.sides, torch.float32, seed=1, step=1, divisor=1)
     values = torch.randn(200)
     payload, (size,) = batched._contribute(values, 0, 1)
     memory = torch.zeros(size + max(batched.most), dtype=torch.uint8)
@@ -212,7 +212,7 @@ def test_sizes_in_payloads_that_cannot_be_true(word, second):
 def test_payloads_that_end_too_early():
     bucket = lossless_bucket()
     batched = Batched(bucket, [whole(bucket.pieces)], Alone(), torch.device("cpu"))
-    batched.begin(bucket.sides, torch.float32, seed=1, step=1)
+    batched.begin(bucket.sides, torch.float32, seed=1, step=1, divisor=1)
     values = torch.randn(200)
     payload, (size,) = batched._contribute(values, 0, 1)
     memory = torch.zeros(size + max(batched.most), dtype=torch.uint8)

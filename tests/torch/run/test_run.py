@@ -208,7 +208,7 @@ def test_options_end_where_the_script_begins(words, options, script):
     ("options", "complaint"),
     [
         (["--codec", "int9"], "unknown codec 'int9'"),
-        (["--codec", "auto budget=4"], "budget and auto both choose codecs"),
+        (["--codec", "int4 error=0.1"], "error=0.1 bounds what auto chooses"),
         (["--codec", "int8", "--codec", "int4"], "--codec is given twice: int8 and int4"),
         (["--backend", "gloo", "--backend", "nccl"], "--backend is given twice: gloo and nccl"),
         (["--backend", "glue"], "--backend glue: use one of .*gloo.*script"),

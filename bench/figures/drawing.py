@@ -1,4 +1,4 @@
-"""Charts in one style, drawn by matplotlib: pictures (PNG, SVG), and pages that need no network.
+"""Charts in one style, drawn by matplotlib as PNG.
 
 `pip install 'pycomm[bench]'` installs matplotlib; only drawing needs it.
 """
@@ -6,15 +6,12 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import math
-from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 # Okabe and Ito's colours, which are distinct for colour-blind readers, too, without their yellow,
 # which is too pale for a line. More series than colours also differ in dashes.
@@ -41,7 +38,6 @@ STYLE = {
     "legend.fontsize": 10,
     "legend.frameon": False,
     "legend.labelspacing": 0.7,
-    "svg.hashsalt": "pycomm",  # else the names inside an SVG differ from run to run
 }
 
 
@@ -52,7 +48,8 @@ class Series:
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    kind: Literal["line", "points"] = "line"
+    kind: Literal["line", "points", "bars"] = "line"
+    """"bars": horizontal ones, of lengths x at the places y, beside those of the other series."""
     base: bool = False
     """True for the baseline of the comparison: grey, wide and behind the others."""
 
@@ -109,19 +106,6 @@ class Chart:
         return found | {line.label: plain for line in series if line.base}
 
 
-@dataclass(frozen=True)
-class Section:
-    """One chart of a page, with its notes, command and table."""
-
-    chart: Chart
-    notes: Sequence[str] = ()
-    """Sentences below the chart."""
-    command: str = ""
-    """The command that produces its data."""
-    table: Sequence[Sequence[str]] = ()
-    """Rows of cells, the head first."""
-
-
 def ticks(low: float, high: float, spell: Callable[[float], str]) -> list[tuple[float, str]]:
     """Return a log axis's ticks: powers of ten, and on a short axis 2 and 5 times these."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -130,11 +114,8 @@ def ticks(low: float, high: float, spell: Callable[[float], str]) -> list[tuple[
     return [(place, spell(place)) for place in places if 0.8 * low <= place <= 1.25 * high]
 
 
-# --------------------------------------------------------------------- pictures
-
-
-def save(chart: Chart, to: Path | BinaryIO, kind: str = "png") -> None:
-    """Draw a chart as PNG or SVG. Equal charts make equal files.
+def save(chart: Chart, path: Path) -> None:
+    """Draw a chart as PNG. Equal charts make equal files.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -142,8 +123,8 @@ def save(chart: Chart, to: Path | BinaryIO, kind: str = "png") -> None:
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
-        told = {DIGEST: chart.digest(), "Software": None} if kind == "png" else {"Date": None}
-        figure_of(chart).savefig(to, format=kind, metadata=told)
+        told = {DIGEST: chart.digest(), "Software": None}
+        figure_of(chart).savefig(path, format="png", metadata=told)
 
 
 def figure_of(chart: Chart) -> Any:
@@ -181,8 +162,13 @@ def picture_digest(path: Path) -> str:
 def _draw(axes: Any, chart: Chart, panel: Panel) -> None:
     for guide in panel.guides:
         axes.plot(guide.x, guide.y, ":", color=FAINT, linewidth=1.3, label=guide.label)
-    for line in panel.series:
+    for place, line in enumerate(panel.series):
         look = chart.looks()[line.label]
+        if line.kind == "bars":
+            high = 0.8 / len(panel.series)
+            middles = [y + high * ((len(panel.series) - 1) / 2 - place) for y in line.y]
+            axes.barh(middles, line.x, high, label=line.label, color=look["color"])
+            continue
         if line.kind == "points":
             look |= {"linestyle": "none", "markersize": 7, "alpha": 0.85}
         elif line.base:  # often lies below another line, and shows at both sides of it
@@ -251,66 +237,3 @@ def _name_ends(axes: Any, chart: Chart) -> None:
     lowest = min(min(line.y) for line in series)
     room = (2 * GAP + ROW * len(rows)) / high
     axes.set_ylim(min(low, (lowest - room * top) / (1 - room)), top)
-
-
-# ------------------------------------------------------------------------ pages
-
-
-def save_page(title: str, intro: str, sections: Sequence[Section], path: Path) -> None:
-    """Write a page that contains its pictures, with the values of each point below them.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    links = [f'<a href="#s{i}">{escape(s.chart.title)}</a>' for i, s in enumerate(sections)]
-    contents = f"<nav>{' '.join(links)}</nav>" if len(sections) > 1 else ""
-    body = "\n".join(line for i, one in enumerate(sections) for line in _section(i, one))
-    head = f"<!doctype html>\n<html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
-    lines = (head, _CSS, f"<h1>{escape(title)}</h1><p>{escape(intro)}</p>", contents, body)
-    path.write_text("\n".join(lines) + "\n")
-
-
-def _section(index: int, section: Section) -> Iterator[str]:
-    chart, picture = section.chart, io.BytesIO()
-    save(chart, picture, "svg")
-    data = b64encode(picture.getvalue()).decode()
-    yield f"<section id=s{index}><h2>{escape(chart.title)}</h2>"
-    yield f'<img alt="{escape(chart.title)}" src="data:image/svg+xml;base64,{data}">'
-    yield from (f"<p>{escape(note)}</p>" for note in section.notes)
-    if section.table:
-        yield _table(section.table)
-    values = [
-        (panel.title, line.label, f"{x:.4g}", f"{y:.4g}")
-        for panel in chart.panels
-        for line in panel.series
-        for x, y in zip(line.x, line.y, strict=True)
-    ]
-    first = chart.panels[0]
-    head = ("panel", "line", first.x.label, first.y.label)
-    yield f"<details><summary>values</summary>{_table([head, *values])}</details>"
-    if section.command:
-        yield f"<pre>{escape(section.command)}</pre>"
-    yield "</section>"
-
-
-def _table(rows: Iterable[Sequence[str]]) -> str:
-    head, *others = ([escape(cell) for cell in row] for row in rows)
-    lines = ["<table><tr><th>" + "<th>".join(head)]
-    return "\n".join([*lines, *("<tr><td>" + "<td>".join(row) for row in others), "</table>"])
-
-
-_CSS = """<link rel=icon href="data:,"><meta name=viewport content="width=device-width"><style>
-  body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1180px; margin: 2em auto;
-         padding: 0 1em }
-  h1 { font-size: 1.6em; margin: 0 }
-  h2 { font-size: 1.2em; margin: 2.2em 0 0 }
-  p, summary { color: #555; margin: .3em 0 .6em }
-  nav { display: flex; flex-wrap: wrap; gap: .3em 1.4em; margin: 1em 0 }
-  a { color: #0072b2 }
-  img { width: 100% }
-  pre { background: #f5f5f5; padding: .6em .9em; overflow-x: auto; font-size: .82em }
-  table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums;
-          margin: .8em 0 }
-  th, td { padding: .35em .8em; border-bottom: 1px solid #ddd; text-align: right }
-  th:first-child, td:first-child { text-align: left }
-</style>"""

@@ -1,0 +1,1 @@
+"""Training steps beside what the link allows: `python -m pycomm.bench step`."""

@@ -1,0 +1,283 @@
+"""One rank of `python -m pycomm.bench step`: takes steps with one method after the other."""
+
+# No `from __future__ import annotations` here: DDP checks a hook's annotations, as types.
+import gc
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pycomm.backend import find
+from pycomm.bench.common.timing import in_turns
+from pycomm.bench.lab.jobs import answer
+from pycomm.bench.training.corpora import CORPORA
+from pycomm.bench.training.methods import Method
+from pycomm.bench.training.train import Config, Transformer, batches, loss_of, wire_bytes
+
+SETTLE = 3  # untimed steps after a change of the method: DDP makes new buckets
+PARTS = 3  # steps whose parts are timed, after the others
+TRIAL = 0.3  # seconds of an all-reduce that shows the rate of the links
+SLACK = 1.15  # what a paced link may be faster than its rate, which it keeps over a while
+
+
+class Clock:
+    """Times of a device: of this process's clock, read when the device has done its work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def memory(self, *, begins: bool = False) -> int:
+        """Return the most bytes that were allocated since `begins`; on the CPU, since the start."""
+        if self.device.type != "cuda":
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        if begins:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward: bf16 on a GPU."""
+        if self.device.type == "cuda":
+            return torch.autocast("cuda", torch.bfloat16)
+        return nullcontext()
+
+
+def tokens(config: Config, clock: Clock) -> Iterator[torch.Tensor]:
+    """Yield this rank's sequences: of a corpus of bytes, or random ones of a larger vocabulary."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if config.vocabulary == Config().vocabulary:
+        for sequences in batches(CORPORA[config.corpus]()[0], config, rank, ranks):
+            yield sequences.to(clock.device)
+    shape = config.batch, config.context + 1
+    given = torch.randint(config.vocabulary, shape, device=clock.device)
+    while True:
+        yield given
+
+
+class Stepper:
+    """A model that one method trains, step by step. Collective.
+
+    Args:
+        config, method: what trains how.
+        net: the bare model, which methods share where they can.
+        group: of the method's backend.
+        clock: of the device.
+        compute: seconds that a step computes at least, as a larger model's would.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        method: Method,
+        net: nn.Module,
+        group: dist.ProcessGroup | None,
+        clock: Clock,
+        compute: float,
+    ) -> None:
+        self._clock, self._compute, self._data = clock, compute, tokens(config, clock)
+        bare = Transformer(config).to(clock.device) if method.own_model else net
+        self.model = method.wrap(bare, group, sync=False)
+        given = self.model, config.learning_rate, (0.9, 0.999), group
+        self.optimizer, self.finish = method.optimizer(*given, fused=clock.device.type == "cuda")
+
+    def forward(self) -> torch.Tensor:
+        with self._clock.autocast():
+            return loss_of(self.model, next(self._data))
+
+    def apply(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        until = time.perf_counter() + self._compute
+        self.forward().backward()
+        if self._compute:
+            time.sleep(max(0.0, until - time.perf_counter()))
+        self.apply()
+
+    def parts(self) -> dict[str, float]:
+        """Return the median seconds of each part, of steps in which one waits for the other."""
+        found: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
+        for _ in range(PARTS):
+            times = [self._clock()]
+            loss = self.forward()
+            times.append(self._clock())
+            loss.backward()
+            times.append(self._clock())
+            self.apply()
+            times.append(self._clock())
+            for part, begin, end in zip(found.values(), times, times[1:], strict=False):
+                part.append(end - begin)
+        return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def alone(
+    config: Config, net: nn.Module, group: dist.ProcessGroup | None, clock: Clock
+) -> dict[str, Any]:
+    """Return the steps of DDP with a hook that sends nothing, and their parts. Collective."""
+    stepper = Stepper(config, Method("alone"), net, group, clock, 0.0)
+    ready: list[tuple[Any, int]] = []
+
+    def now() -> Any:
+        if clock.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        ready.append((now(), bucket.buffer().numel()))
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    assert isinstance(stepper.model, DistributedDataParallel)
+    stepper.model.register_comm_hook(None, hook)
+    seconds = in_turns({"": stepper.step}, 4 * SETTLE, settle=SETTLE, turn=4 * SETTLE, clock=clock)
+    parts = stepper.parts()
+    first = []
+    for _ in range(PARTS):
+        ready.clear()
+        begin = now()
+        stepper.step()
+        clock()
+        at, _ = ready[0]
+        first.append(begin.elapsed_time(at) / 1e3 if hasattr(at, "elapsed_time") else at - begin)
+    sizes = [size for _, size in ready]
+    shape = {"first": statistics.median(first), "last": sizes[-1] / sum(sizes), "buckets": sizes}
+    return {"seconds": seconds[""], "memory": clock.memory(), "parts": parts, **shape}
+
+
+def agreed_count(steps: float, group: dist.ProcessGroup | None = None) -> int:
+    """Return how many steps to time, the same on all ranks."""
+    count = torch.tensor([max(2, min(40, round(steps)))])
+    dist.broadcast(count, 0, group=group)
+    return int(count)
+
+
+def settle_steps(method: Method) -> int:
+    """Return how many steps a method takes to settle: `auto` has to try codecs first."""
+    if method.local:
+        return int(method.local["every"])
+    return 330 if method.codec.startswith("auto") else SETTLE
+
+
+def check_links(group: dist.ProcessGroup, rate: float) -> dict[str, float]:
+    """Show that pycomm paces its sockets: returns the bytes and the rate of an all-reduce.
+
+    Args:
+        group: a group of pycomm.
+        rate: bytes per second of this rank.
+
+    Raises:
+        RuntimeError: other bytes than the algorithm's have left this rank, or they were too fast.
+    """
+    ranks, backend = dist.get_world_size(), find(group)
+    assert backend is not None
+    share = 2 * (ranks - 1) / ranks
+    values = torch.ones(ranks * max(1 << 18, int(TRIAL * rate / share / 4 / ranks)))
+    dist.all_reduce(values, group=group)  # fills what a pause has saved up
+    before, begin = backend.wire_bytes, time.perf_counter()
+    dist.all_reduce(values, group=group)
+    seconds, sent = time.perf_counter() - begin, backend.wire_bytes - before
+    expected = share * values.nbytes
+    if not expected <= sent < 1.05 * expected:
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: an all-reduce of {values.nbytes} bytes has sent {sent}, "
+            f"where {expected:.0f} are to be sent: the links' bytes cannot be counted here"
+        )
+    if sent / seconds > SLACK * rate:
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: a link of {rate:.3g} bytes/s has carried "
+            f"{sent / seconds:.3g} bytes/s: it is not paced (PYCOMM_LINK, PYCOMM_TRANSPORT=tcp)"
+        )
+    return {"sent": sent, "rate": sent / seconds}
+
+
+def main(
+    config: dict[str, Any],
+    methods: list[dict[str, Any]],
+    device: str,
+    rounds: int,
+    turn_seconds: float,
+    compute: float,
+    paced: float,
+    log: str,
+    folder: str,
+) -> None:
+    """Time methods in turns; rank 0 answers the samples. Most share one model.
+
+    Args:
+        config: of the model.
+        methods: how gradients are averaged.
+        device: "cpu" or "cuda".
+        rounds, turn_seconds: turns of each method, and timed seconds of one.
+        compute: see `Stepper`.
+        paced: bytes per second of each rank where pycomm paces itself; 0: links do.
+        log, folder: of `jobs.ask`.
+    """
+    if device == "cuda":
+        if torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
+            os.environ["NCCL_HOSTID"] = (
+                f"rank{os.environ['RANK']}"  # else NCCL refuses a shared GPU
+            )
+        torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+        clock = Clock(torch.device("cuda", torch.cuda.current_device()))
+    else:
+        torch.set_num_threads(1)
+        clock = Clock(torch.device("cpu"))
+    dist.init_process_group("gloo")
+    chosen, shape = [Method(**method) for method in methods], Config(**config)
+    names = dict.fromkeys(method.backend for method in chosen)
+    groups = {name: dist.new_group(backend=name) for name in names}
+    torch.manual_seed(0)
+    net = Transformer(shape).to(clock.device)
+    first = dist.get_rank() == 0
+    if paced:
+        group = next(group for name, group in groups.items() if "pycomm" in name)
+        checked = check_links(group, paced)
+        if first:
+            answer(log, method="links", **checked)
+    found = alone(shape, net, next(iter(groups.values())), clock)
+    if first:
+        answer(log, method="alone", **found)
+    gc.collect()
+    for method in chosen * rounds:
+        group = groups[method.backend]
+        clock.memory(begins=True)
+        stepper = Stepper(shape, method, net, group, clock, compute)
+        every = method.local.get("every", 1)
+        begin = settle_steps(method) - 1
+        (last,) = in_turns({"": stepper.step}, 1, settle=begin, clock=clock)[""]
+        timed = agreed_count(turn_seconds / last / every) * every
+        dist.barrier()
+        before = wire_bytes(group)
+        seconds = in_turns({"": stepper.step}, timed, settle=0, clock=clock)[""]
+        dist.barrier()
+        sent = (wire_bytes(group) - before) / timed
+        parts = {} if method.local else stepper.parts()
+        if first:
+            made = {"seconds": seconds, "sent": sent, "memory": clock.memory(), "parts": parts}
+            answer(log, method=method.label, **made)
+        stepper.finish()
+        del stepper
+        gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

@@ -1,1 +1,0 @@
-"""Simulation of a training step, message by message."""

@@ -1,0 +1,194 @@
+"""All-reduces by nodes: exact in a node, coded between nodes.
+
+The ranks of a node share a network card. A flat all-reduce of L ranks a node sends a node's card L
+payloads; here each rank of a node codes its part of the node's sum, and the card sends one. The
+algorithm, cuts and numbers are those of ``by_nodes`` in csrc/collectives/coded/all_reduce.cpp, on
+any process groups: where a node has two ranks, results are equal bit for bit. (The order in which a
+group sums more of them is its own.)
+"""
+
+from __future__ import annotations
+
+import socket
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from pycomm import backend
+from pycomm.codecs.convert import convert
+from pycomm.errors import WireMismatch
+from pycomm.policy.exchange import gather_json, host
+from pycomm.reduction import own_group, two_shot
+from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.coding import Run, chunks, whole
+
+
+class Nodes:
+    """The ranks of a group by their nodes, and the groups in which they exchange.
+
+    Collective. A rank's group of its node and its group of the ranks at the same place of the other
+    nodes are made here, and closed with this object. They are used one after the other by the
+    thread that reduces, on a device on one stream.
+
+    Args:
+        group: the ranks that reduce.
+        levels: number of the node of each rank; see `find_levels`.
+        device: where the values are.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, levels: Sequence[int], device: torch.device
+    ) -> None:
+        self.levels = tuple(levels)
+        self._ranks = len(levels)
+        nodes = [[r for r, n in enumerate(levels) if n == node] for node in sorted(set(levels))]
+        ours = next(node for node in nodes if group.rank() in node)
+        self._place = ours.index(group.rank())
+        self._sizes = [len(node) for node in nodes]
+        self._shards = min(self._sizes)
+        """Ranks of a node that have a part: as many as the smallest node has."""
+        across = [node[self._place] for node in nodes] if self._place < self._shards else []
+        # With "cpu:pycomm,cuda:nccl" a node has NCCL, whose sockets between hosts are slower than
+        # pycomm's.
+        mixed = backend.find(group) is not None and backend.find(group, device) is None
+        carrier = f"cpu:pycomm,{device.type}:pycomm" if mixed else None
+        self._node = own_group.make_part(group, ours)
+        self._across = own_group.make_part(group, across, backend=carrier)
+        for made in (self._node, self._across):
+            if made is not None:
+                weakref.finalize(self, own_group.close, made).atexit = False
+
+    def __str__(self) -> str:
+        sizes = sorted(set(self._sizes))
+        return (
+            f"{len(self._sizes)} nodes of {' to '.join(map(str, sizes))} ranks: exact in a node, "
+            f"coded between nodes, where {self._shards} of a node's ranks have a part each"
+        )
+
+    def all_reduce(
+        self, values: torch.Tensor, bucket: Bucket, *, seed: int, step: int
+    ) -> torch.Tensor:
+        """Average values over all ranks; see `two_shot.all_reduce`, which this has the results of.
+
+        Args:
+            values: floats of 16 or 32 bits [bucket.numel], contiguous; holds the result afterwards.
+            bucket: made with ``levels=self.levels``.
+            seed: equal on all ranks.
+            step: number of the step, below 2^32.
+
+        Returns:
+            A bool tensor without dimensions, equal on all ranks: whether the result is finite.
+        """
+        parts = chunks(whole(bucket.pieces), self._shards)
+        places = [values[_begin(runs) : _end(runs)] for runs in parts]
+        sums = values
+        if values.dtype != torch.float32:
+            sums = torch.empty_like(values, dtype=torch.float32)
+        if self._place >= self._shards:
+            self._sum_in_node(places, values)
+            return self._gather_in_node(places, values.new_zeros(1))
+        runs = parts[self._place]
+        ours, place = sums[_begin(runs) : _end(runs)], places[self._place]
+        node_sum = self._sum_in_node(places, values)
+        if ours is not node_sum:
+            ours.copy_(node_sum[: ours.numel()])
+        assert self._across is not None
+        finite = two_shot.average(
+            sums, bucket, runs, self._across, self._ranks, seed=seed, step=step
+        )
+        found_inf = (~finite).to(device=values.device, dtype=torch.float32).view(1)
+        if place.dtype != torch.float32:
+            convert(ours, place, found_inf=found_inf)
+        return self._gather_in_node(places, found_inf)
+
+    def _sum_in_node(self, places: Sequence[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+        """Return the node's sum of our part, float32, or more values; exact but for its rounding.
+
+        Args:
+            places: the values of each part.
+            values: all values.
+        """
+        if self._node is None:
+            return places[0]
+        most, ranks = max(place.numel() for place in places), self._node.size()
+        rows = values.new_empty(ranks, most, dtype=torch.float32)
+        _copy([rows[i, : place.numel()] for i, place in enumerate(places)], places)
+        ours = rows.new_empty(most)
+        dist.reduce_scatter_tensor(ours, rows.view(-1), group=self._node)
+        return ours
+
+    def _gather_in_node(
+        self, places: Sequence[torch.Tensor], found_inf: torch.Tensor
+    ) -> torch.Tensor:
+        """Let each rank of the node have all parts; return whether all of them are finite."""
+        if self._node is None:
+            return found_inf[0] == 0
+        most = max(place.numel() for place in places)
+        row = places[0].new_empty(most + 1)  # our part, and whether it is not finite
+        if self._place < self._shards:
+            row[: places[self._place].numel()].copy_(places[self._place])
+        row[most:].copy_(found_inf)
+        rows = row.new_empty(self._node.size(), most + 1)
+        self._node._allgather_base(rows.view(-1), row).wait()
+        _copy(places, [rows[i, : place.numel()] for i, place in enumerate(places)])
+        return ~rows[:, most].any()
+
+
+def find_levels(
+    group: dist.ProcessGroup, given: Sequence[int] | None, device: torch.device
+) -> list[int] | None:
+    """Return the number of each rank's node; None: a flat all-reduce sends as little; collective.
+
+    A node is the ranks with one PYCOMM_HOST_ID, else with one hostname, on one boot of a machine.
+    Nodes are numbered by their lowest ranks. With PYCOMM_ALGO=flat there are none.
+
+    Args:
+        group: the ranks that reduce.
+        given: the node of each rank, by any numbers, equal on all ranks; None: as above.
+        device: a device whose tensors the group moves.
+
+    Raises:
+        ValueError: `given` has another number of nodes than there are ranks.
+        WireMismatch: ranks were given different nodes.
+    """
+    from pycomm import _C
+
+    refusal = ""
+    if given is not None and len(given) != group.size():
+        refusal = (
+            f"nodes= has {len(given)} numbers, and the group has {group.size()} ranks: give the "
+            "number of the node of each rank, in rank order"
+        )
+    options = _C.env()
+    numbers = None if given is None else [int(number) for number in given]
+    name = f"{host()}/{options['host_id'] or socket.gethostname()}"
+    said = gather_json([refusal, numbers, name, options["algo"] == "flat"], group, device)
+    if refusal:
+        raise ValueError(f"rank {group.rank()}: {refusal}")
+    for rank, (why, theirs, *_) in enumerate(said):
+        if why or theirs != said[0][1]:
+            here = why or f"nodes={theirs}, where rank 0 has {said[0][1]}"
+            raise WireMismatch(
+                f"rank {rank} was given other nodes: {here}; give all ranks the same"
+            )
+    names = [name for *_, name, _ in said] if numbers is None else numbers
+    levels = [list(dict.fromkeys(names)).index(name) for name in names]
+    count = max(levels) + 1
+    if any(flat for *_, flat in said) or not 1 < count < group.size():
+        return None
+    return levels
+
+
+def _begin(runs: Sequence[Run]) -> int:
+    return runs[0].piece.offset + runs[0].begin if runs else 0
+
+
+def _end(runs: Sequence[Run]) -> int:
+    return runs[-1].piece.offset + runs[-1].end if runs else 0
+
+
+def _copy(to: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy tensors, on a device in one launch."""
+    torch._foreach_copy_(list(to), list(values))

@@ -1,0 +1,177 @@
+"""By nodes on any backend: exact in a node, coded between nodes, with the bits of the core."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm.errors import WireMismatch
+from pycomm.policy.exchange import bytes_of
+from tests.torch.harness import Chosen, all_equal, gradients, reduced
+from tests.torch.interpreter import ROOT, Interpreter
+from tests.torch.pool import on_ranks
+
+SHAPES = {"large": (256, 256), "odd": (255, 257), "bias": (50,), "small": (40, 70)}
+CODECS: list[tuple[str, str | bool]] = [
+    ("int4", True),
+    ("int8", "residual:storage=int8"),
+    ("int4:rounding=stochastic", False),
+    ("sign", "decay:0.9"),
+    ("eden2", False),
+    ("topk:0.05", True),
+    ("lossless", False),
+    ("fp32", True),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def train(
+    rank: int, codec: str, feedback: str | bool, dtype: torch.dtype, **options: Any
+) -> tuple[Any, str]:
+    """Return the gradients of three steps, of which one overflows on one rank; and the summary."""
+    model = DistributedDataParallel(Chosen(SHAPES).to(dtype))
+    state = pycomm.compress(model, codec, feedback=feedback, **options)
+    results = []
+    for step in range(4):
+        given = {k: g.to(dtype) for k, g in gradients(rank, step, shapes=SHAPES).items()}
+        if step == 1 and rank == 2:
+            given["odd"][-1, -1] = torch.inf
+        result = reduced(model, given)
+        for name, value in result.items():
+            value[value.isnan()] = torch.nan  # which is one of many
+            results.append((step, name, bytes_of(value)))
+    state.settle()
+    return (results, state.overflows), state.summary()
+
+
+ON_NODE = """
+import sys
+from tests.torch.reduction.test_nodes import on_node
+on_node(int(sys.argv[1]), sys.argv[2])
+"""
+
+
+def on_node(rank: int, folder: str) -> None:
+    """Train by the core, then by Gloo, and compare."""
+    for number, ((codec, feedback), dtype) in enumerate(itertools.product(CODECS, DTYPES)):
+        found = {}
+        for backend in ("pycomm", "gloo"):
+            store = dist.FileStore(f"{folder}/{backend}{number}", 4)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=4)
+            found[backend], summary = train(rank, codec, feedback, dtype)
+            if backend == "gloo":
+                assert "by nodes: 2 nodes of 2 ranks" in summary, summary
+            else:
+                assert "core (" in summary, summary
+            dist.destroy_process_group()
+        (results, overflows), (also, _) = found["gloo"], found["pycomm"]
+        for (step, name, ours), (*_, theirs) in zip(results, also, strict=True):
+            assert ours == theirs, f"{codec} {dtype}: {name} differs in step {step}"
+        assert overflows == 1, f"{codec} {dtype}: {overflows} overflows"
+
+
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+def test_gloo_has_the_bits_of_the_core(tmp_path, implementation):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYCOMM_ALGO": "hierarchical"}
+    env["PYCOMM_IMPL"] = implementation
+    ranks = [
+        Interpreter(
+            *("-c", ON_NODE, str(rank), str(tmp_path)),
+            env={**env, "PYCOMM_HOST_ID": f"node{rank // 2}"},
+            merged=True,
+        )
+        for rank in range(4)
+    ]
+    for rank in ranks:
+        assert rank.wait(200) == 0, rank.output()
+
+
+@on_ranks(4, then=all_equal, backend="gloo")
+@pytest.mark.parametrize("nodes", [[0, 0, 0, 1], [7, 5, 7, 5], [1, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("codec", ["int4", "topk:0.05"])
+def test_all_ranks_have_one_result(rank, ranks, nodes, codec):
+    results, summary = train(rank, codec, True, torch.float32, nodes=nodes)
+    assert "by nodes: 2 nodes of " in summary
+    return results
+
+
+@on_ranks(4, backend="gloo")
+@pytest.mark.parametrize("nodes", [range(4), [3] * 4, None], ids=str)
+def test_ranks_of_one_node_or_alone_reduce_alike(rank, ranks, nodes):
+    assert "by nodes" not in train(rank, "int4", True, torch.float32, nodes=nodes)[1]
+
+
+@on_ranks(4, backend="gloo")
+def test_momentum_reduces_alike(rank, ranks):
+    summary = train(rank, "int4", "momentum:0.9", torch.float32, nodes=[0, 0, 1, 1])[1]
+    assert "by nodes" not in summary
+
+
+@on_ranks(3, backend="gloo")
+def test_nodes_that_differ_are_refused_on_all_ranks(rank, ranks):
+    model = DistributedDataParallel(Chosen(SHAPES))
+    with pytest.raises(WireMismatch, match=r"rank 1 was given .* nodes=\[0, 1, 1\], where rank 0"):
+        pycomm.compress(model, nodes=[0, rank == 1, 1])
+    error = ValueError if rank == 1 else WireMismatch
+    with pytest.raises(error, match=r"rank 1.* nodes= has 2 numbers, and the group has 3 ranks"):
+        pycomm.compress(model, nodes=[0, 1] if rank == 1 else [0, 1, 1])
+
+
+@on_ranks(4, backend="gloo")
+def test_a_part_of_the_world_has_nodes_of_its_own(rank, ranks):
+    """The groups that are made count alike on all ranks, so further ones can be made."""
+    halves = [dist.new_group([0, 1, 2], use_local_synchronization=True)] if rank < 3 else []
+    for half in halves:
+        model = DistributedDataParallel(Chosen(SHAPES), process_group=half)
+        state = pycomm.compress(model, "int4", nodes=[0, 0, 1])
+        reduced(model, gradients(rank, 0, shapes=SHAPES))
+        assert "by nodes: 2 nodes of 1 to 2 ranks" in state.summary()
+        del model, state
+        again = dist.new_group([0, 1, 2], use_local_synchronization=True)
+        dist.barrier(again)
+
+
+def bytes_to_other_nodes(rank: int, ranks: int, nodes: list[int]) -> int:
+    """Return the bytes that a rank sends to ranks of other nodes in a step."""
+    sent, begin = 0, dist.ProcessGroup.alltoall_base
+    gather = dist.ProcessGroup._allgather_base
+    of = {r: node for r, node in enumerate([0, 0, 1, 1])}
+
+    def others(group: dist.ProcessGroup) -> list[bool]:
+        return [of[r] != of[rank] for r in dist.get_process_group_ranks(group)]
+
+    def to_all(group: Any, out: Any, given: Any, incoming: Any, sizes: list[int]) -> Any:
+        nonlocal sent
+        sent += sum(size for size, far in zip(sizes, others(group), strict=True) if far)
+        return begin(group, out, given, incoming, sizes)
+
+    def to_each(group: Any, out: Any, given: torch.Tensor) -> Any:
+        nonlocal sent
+        sent += given.nbytes * sum(others(group))
+        return gather(group, out, given)
+
+    model = DistributedDataParallel(Chosen(SHAPES))
+    pycomm.compress(model, "int4", nodes=nodes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.ProcessGroup, "alltoall_base", to_all)
+        patch.setattr(dist.ProcessGroup, "_allgather_base", to_each)
+        reduced(model, gradients(rank, 0, shapes=SHAPES))
+    return sent
+
+
+def test_a_node_sends_what_one_rank_would(pool):
+    """Two nodes of two: 2 (N-1)/N payloads of 0.13 of the gradients each; flat it is twice that."""
+    gradient = 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    share = {
+        name: sum(pool.run(bytes_to_other_nodes, nodes, ranks=4, backend="gloo")) / 2 / gradient
+        for name, nodes in {"flat": range(4), "by nodes": [0, 0, 1, 1]}.items()
+    }
+    assert share["by nodes"] < 0.15
+    assert share["flat"] > 0.26
