@@ -93,6 +93,8 @@ class CompressionState(BucketReducer):
             )
         self.removed = False
         """`remove` is complete: the model no longer uses this state."""
+        self.busy = False
+        """Reductions of a step run, which a hook that does not wait for them in backward says."""
 
     # ------------------------------------------------------------------ for users
 
@@ -202,13 +204,21 @@ class CompressionState(BucketReducer):
         self._leaving = False
 
     def _check_in_use(self) -> None:
-        """Check that the model uses this state.
+        """Check that the model uses this state, and that no step is under way.
 
         Raises:
-            Error: `remove` is complete.
+            Error: `remove` is complete, or a step is under way.
         """
         if self.removed:
             raise Error("compression was taken off this model: call pycomm.compress(model, ...)")
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if self.busy:
+            raise Error(
+                f"rank {self.process_group.rank()}: gradients are on the way, which use the "
+                "residuals: call optimizer.step() or optimizer.synchronize() first"
+            )
 
     def remove(self) -> None:
         """Remove compression from the model; collective, between two steps.
@@ -421,6 +431,8 @@ class CompressionState(BucketReducer):
         """
         typed("previous", previous, CompressionState, None)
         self._check_in_use()
+        if previous is not None:
+            previous.busy = False  # a step that its group has not ended
         if self._cuts():
             raise ValueError(
                 "ranks share these parameters, and the shards of lost ranks are gone with them; "
@@ -605,8 +617,10 @@ class CompressionState(BucketReducer):
                 remain undecided and hidden until one does or the gradients are thrown away.
 
         Raises:
-            Error: an operation on device tensors has failed, for which only streams had waited.
+            Error: an operation on device tensors has failed, for which only streams had waited; or
+                a step is under way.
         """
+        self._check_idle()
         if not self._finite:
             self._thrown.clear()  # nothing is undecided
             return

@@ -472,6 +472,7 @@ def test_different_options_of_optimizers_are_told(rank, size, name):
 @on_ranks(2)
 def test_nothing_is_set_while_gradients_travel(rank, size):
     model, optimizer = two_layers()
+    saved = optimizer.compression_state.state_dict()
     for step in range(2):
         optimizer.zero_grad()
         model(inputs(rank, step)).square().mean().backward()
@@ -481,6 +482,9 @@ def test_nothing_is_set_while_gradients_travel(rank, size):
         for change in (
             lambda: optimizer.set_backward_passes_per_step(1),
             lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+            lambda: optimizer.compression_state.set_policy("int8"),
+            lambda: optimizer.compression_state.load_state_dict(saved),
+            optimizer.compression_state.state_dict,
         ):
             with pytest.raises(pycomm.Error, match="on the way"):
                 change()

@@ -95,7 +95,7 @@ def test_another_optimizers_sparse_gradients_are_averaged(rank, size):
 
 
 def scaled(rank: int, size: int, which: str) -> tuple[list[torch.Tensor], float]:
-    """The last bucket, in which ranks tell of overflows, has no parameter of the optimizer."""
+    """An overflow of a coded parameter, while another optimizer has finite gradients."""
     model = DistributedDataParallel(net(), bucket_cap_mb=1e-6)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
     parts = list(model.parameters())
