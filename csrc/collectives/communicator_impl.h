@@ -98,7 +98,7 @@ class Communicator::Impl {
     return trace_->schedule(tag);
   }
 
-  /// Runs one collective: body(call), where the call goes over memory that all ranks share, unless
+  /// Runs one collective: body(route), where the call goes over memory that all ranks share, unless
   /// there is none or an algorithm over channels was asked for.
   template <typename Body>
   void collective(OpTag& tag, Milliseconds timeout, const Body& body) {
@@ -106,10 +106,10 @@ class Communicator::Impl {
     Window* const window = over_channels ? nullptr : mesh_.window();
     if (window == nullptr) {
       return exchange(tag, timeout,
-                      [&](CollectiveContext& context) { body(dispatch::Call(context, algo_)); });
+                      [&](CollectiveContext& context) { body(dispatch::Route(context, algo_)); });
     }
     run(tag, timeout,
-        [&](const Deadline& deadline) { body(dispatch::Call(*window, tag, deadline)); });
+        [&](const Deadline& deadline) { body(dispatch::Route(*window, tag, deadline)); });
   }
 
   /// Runs one collective over channels.

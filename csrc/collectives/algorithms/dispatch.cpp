@@ -11,11 +11,11 @@
 namespace pycomm::dispatch {
 namespace {
 
-Algo choose(const Call& call, Op op, size_t bytes) {
-  CollectiveContext& context = *call.context;
+Algo choose(const Route& route, Op op, size_t bytes) {
+  CollectiveContext& context = *route.context;
   if (context.size() == 1) return Algo::one_shot;
   const Algo algo =
-      select({op, context.size(), bytes, context.medium(), context.speed()}, call.wanted);
+      select({op, context.size(), bytes, context.medium(), context.speed()}, route.wanted);
   if (context.is_group()) context.note_algo(kAlgoNames[static_cast<size_t>(algo)]);
   return algo;
 }
@@ -28,11 +28,11 @@ bool by_levels(CollectiveContext& context, Algo wanted) {
   return levels;
 }
 
-void all_reduce(const Call& call, void* data, size_t numel, const Fold& fold) {
-  if (call.window) return shared::all_reduce(*call.window, call.tag, data, call.deadline);
-  CollectiveContext& context = *call.context;
-  if (by_levels(context, call.wanted)) return hierarchical::all_reduce(context, data, numel, fold);
-  switch (choose(call, Op::all_reduce, numel * size_of(fold.dtype))) {
+void all_reduce(const Route& route, void* data, size_t numel, const Fold& fold) {
+  if (route.window) return shared::all_reduce(*route.window, route.tag, data, route.deadline);
+  CollectiveContext& context = *route.context;
+  if (by_levels(context, route.wanted)) return hierarchical::all_reduce(context, data, numel, fold);
+  switch (choose(route, Op::all_reduce, numel * size_of(fold.dtype))) {
     case Algo::two_shot:
       return direct::two_shot_all_reduce(context, data, numel, fold);
     case Algo::bruck:
@@ -44,24 +44,26 @@ void all_reduce(const Call& call, void* data, size_t numel, const Fold& fold) {
   }
 }
 
-void reduce_scatter(const Call& call, const ConstParts& in, void* out, const Fold& fold) {
-  if (call.window) return shared::reduce_scatter(*call.window, call.tag, in, out, call.deadline);
-  CollectiveContext& context = *call.context;
-  if (by_levels(context, call.wanted)) return hierarchical::reduce_scatter(context, in, out, fold);
+void reduce_scatter(const Route& route, const ConstParts& in, void* out, const Fold& fold) {
+  if (route.window)
+    return shared::reduce_scatter(*route.window, route.tag, in, out, route.deadline);
+  CollectiveContext& context = *route.context;
+  if (by_levels(context, route.wanted)) return hierarchical::reduce_scatter(context, in, out, fold);
   const size_t bytes = in.total(context.size()) * size_of(fold.dtype);
-  if (choose(call, Op::reduce_scatter, bytes) == Algo::ring) {
+  if (choose(route, Op::reduce_scatter, bytes) == Algo::ring) {
     return ring::reduce_scatter(context, in, out, fold);
   }
   direct::reduce_scatter(context, in, out, fold);
 }
 
-void reduce(const Call& call, const void* in, void* out, size_t numel, const Fold& fold, int root) {
-  if (call.window) return shared::reduce(*call.window, call.tag, in, out, call.deadline);
-  CollectiveContext& context = *call.context;
-  if (by_levels(context, call.wanted)) {
+void reduce(const Route& route, const void* in, void* out, size_t numel, const Fold& fold,
+            int root) {
+  if (route.window) return shared::reduce(*route.window, route.tag, in, out, route.deadline);
+  CollectiveContext& context = *route.context;
+  if (by_levels(context, route.wanted)) {
     return hierarchical::reduce(context, in, out, numel, fold, root);
   }
-  switch (choose(call, Op::reduce, numel * size_of(fold.dtype))) {
+  switch (choose(route, Op::reduce, numel * size_of(fold.dtype))) {
     case Algo::two_shot:
       return direct::two_shot_reduce(context, in, out, numel, fold, root);
     case Algo::tree:
@@ -71,13 +73,13 @@ void reduce(const Call& call, const void* in, void* out, size_t numel, const Fol
   }
 }
 
-void all_gather(const Call& call, const void* in, const Parts& out) {
-  if (call.window) return shared::all_gather(*call.window, call.tag, in, out, call.deadline);
-  CollectiveContext& context = *call.context;
-  if (by_levels(context, call.wanted)) return hierarchical::all_gather(context, in, out);
+void all_gather(const Route& route, const void* in, const Parts& out) {
+  if (route.window) return shared::all_gather(*route.window, route.tag, in, out, route.deadline);
+  CollectiveContext& context = *route.context;
+  if (by_levels(context, route.wanted)) return hierarchical::all_gather(context, in, out);
   size_t bytes = 0;
   for (int r = 0; r < context.size(); r++) bytes += out.bytes(r);
-  switch (choose(call, Op::all_gather, bytes)) {
+  switch (choose(route, Op::all_gather, bytes)) {
     case Algo::bruck:
       return bruck::all_gather(context, in, out);
     case Algo::ring:
@@ -87,16 +89,16 @@ void all_gather(const Call& call, const void* in, const Parts& out) {
   }
 }
 
-void all_to_all(const Call& call, const ConstParts& in, const Parts& out) {
-  if (call.window) return shared::all_to_all(*call.window, call.tag, in, out, call.deadline);
-  direct::all_to_all(*call.context, in, out);
+void all_to_all(const Route& route, const ConstParts& in, const Parts& out) {
+  if (route.window) return shared::all_to_all(*route.window, route.tag, in, out, route.deadline);
+  direct::all_to_all(*route.context, in, out);
 }
 
-void broadcast(const Call& call, void* data, size_t bytes, int root) {
-  if (call.window) return shared::broadcast(*call.window, call.tag, data, call.deadline);
-  CollectiveContext& context = *call.context;
-  if (by_levels(context, call.wanted)) return hierarchical::broadcast(context, data, bytes, root);
-  switch (choose(call, Op::broadcast, bytes)) {
+void broadcast(const Route& route, void* data, size_t bytes, int root) {
+  if (route.window) return shared::broadcast(*route.window, route.tag, data, route.deadline);
+  CollectiveContext& context = *route.context;
+  if (by_levels(context, route.wanted)) return hierarchical::broadcast(context, data, bytes, root);
+  switch (choose(route, Op::broadcast, bytes)) {
     case Algo::two_shot:
       return direct::two_shot_broadcast(context, data, bytes, root);
     case Algo::tree:
@@ -106,21 +108,21 @@ void broadcast(const Call& call, void* data, size_t bytes, int root) {
   }
 }
 
-void gather(const Call& call, const void* in, size_t bytes, const Parts& out, int root) {
-  if (call.window) return shared::gather(*call.window, call.tag, in, out, call.deadline);
-  direct::gather(*call.context, in, bytes, out, root);
+void gather(const Route& route, const void* in, size_t bytes, const Parts& out, int root) {
+  if (route.window) return shared::gather(*route.window, route.tag, in, out, route.deadline);
+  direct::gather(*route.context, in, bytes, out, root);
 }
 
-void scatter(const Call& call, const ConstParts& in, void* out, size_t bytes, int root) {
-  if (call.window) return shared::scatter(*call.window, call.tag, in, out, call.deadline);
-  direct::scatter(*call.context, in, out, bytes, root);
+void scatter(const Route& route, const ConstParts& in, void* out, size_t bytes, int root) {
+  if (route.window) return shared::scatter(*route.window, route.tag, in, out, route.deadline);
+  direct::scatter(*route.context, in, out, bytes, root);
 }
 
-void barrier(const Call& call) {
-  if (call.window) return shared::barrier(*call.window, call.tag, call.deadline);
-  CollectiveContext& context = *call.context;
-  if (by_levels(context, call.wanted)) return hierarchical::barrier(context);
-  if (choose(call, Op::barrier, 0) == Algo::bruck) return bruck::barrier(context);
+void barrier(const Route& route) {
+  if (route.window) return shared::barrier(*route.window, route.tag, route.deadline);
+  CollectiveContext& context = *route.context;
+  if (by_levels(context, route.wanted)) return hierarchical::barrier(context);
+  if (choose(route, Op::barrier, 0) == Algo::bruck) return bruck::barrier(context);
   direct::barrier(context);
 }
 

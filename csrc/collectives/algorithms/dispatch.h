@@ -10,10 +10,10 @@ namespace pycomm::dispatch {
 
 /// Where a call runs: in memory that all its ranks share, or over channels by the algorithm
 /// `wanted`.
-struct Call {
-  Call(Window& window, const OpTag& tag, const Deadline& deadline)
+struct Route {
+  Route(Window& window, const OpTag& tag, const Deadline& deadline)
       : window(&window), tag(tag), deadline(deadline) {}
-  Call(CollectiveContext& context, Algo wanted)
+  Route(CollectiveContext& context, Algo wanted)
       : context(&context), wanted(wanted), tag(context.tag()), deadline(context.deadline()) {}
 
   Window* window = nullptr;
@@ -28,14 +28,15 @@ bool by_levels(CollectiveContext& context, Algo wanted);
 
 // Parts know the bytes of their elements.
 
-void all_reduce(const Call& call, void* data, size_t numel, const Fold& fold);
-void reduce_scatter(const Call& call, const ConstParts& in, void* out, const Fold& fold);
-void reduce(const Call& call, const void* in, void* out, size_t numel, const Fold& fold, int root);
-void all_gather(const Call& call, const void* in, const Parts& out);
-void all_to_all(const Call& call, const ConstParts& in, const Parts& out);
-void broadcast(const Call& call, void* data, size_t bytes, int root);
-void gather(const Call& call, const void* in, size_t bytes, const Parts& out, int root);
-void scatter(const Call& call, const ConstParts& in, void* out, size_t bytes, int root);
-void barrier(const Call& call);
+void all_reduce(const Route& route, void* data, size_t numel, const Fold& fold);
+void reduce_scatter(const Route& route, const ConstParts& in, void* out, const Fold& fold);
+void reduce(const Route& route, const void* in, void* out, size_t numel, const Fold& fold,
+            int root);
+void all_gather(const Route& route, const void* in, const Parts& out);
+void all_to_all(const Route& route, const ConstParts& in, const Parts& out);
+void broadcast(const Route& route, void* data, size_t bytes, int root);
+void gather(const Route& route, const void* in, size_t bytes, const Parts& out, int root);
+void scatter(const Route& route, const ConstParts& in, void* out, size_t bytes, int root);
+void barrier(const Route& route);
 
 }  // namespace pycomm::dispatch
