@@ -95,9 +95,9 @@ void Communicator::all_reduce(void* data, size_t numel, DType dtype, ReduceOp op
   impl_->check_buffer(Op::all_reduce, data, numel, size_of(dtype));
   OpTag tag = make_tag(Op::all_reduce, numel, dtype, op);
   const Contribution ours(dtype, op, factor);
-  impl_->collective(tag, timeout, [&](const dispatch::Route& call) {
+  impl_->collective(tag, timeout, [&](const dispatch::Route& route) {
     ours.in_place(data, numel);
-    dispatch::all_reduce(call, data, numel, {dtype, op});
+    dispatch::all_reduce(route, data, numel, {dtype, op});
   });
 }
 
@@ -136,8 +136,8 @@ void Communicator::reduce_scatter(const ConstParts& in, void* out, DType dtype, 
   impl_->check_buffer(Op::reduce_scatter, out, in.numel(rank()), size_of(dtype));
   OpTag tag = make_tag(Op::reduce_scatter, in, size(), dtype, op);
   Contribution ours(dtype, op, factor);
-  impl_->collective(tag, timeout, [&](const dispatch::Route& call) {
-    dispatch::reduce_scatter(call, ours.of(in, size()), out, {dtype, op});
+  impl_->collective(tag, timeout, [&](const dispatch::Route& route) {
+    dispatch::reduce_scatter(route, ours.of(in, size()), out, {dtype, op});
   });
 }
 
@@ -151,8 +151,8 @@ void Communicator::reduce(const void* in, void* out, size_t numel, DType dtype, 
   OpTag tag = make_tag(Op::reduce, numel, dtype, op, root);
   Contribution ours(dtype, op, factor);
   void* result = rank() == root ? out : nullptr;
-  impl_->collective(tag, timeout, [&](const dispatch::Route& call) {
-    dispatch::reduce(call, ours.of(in, numel, result), out, numel, {dtype, op}, root);
+  impl_->collective(tag, timeout, [&](const dispatch::Route& route) {
+    dispatch::reduce(route, ours.of(in, numel, result), out, numel, {dtype, op}, root);
   });
 }
 
@@ -165,7 +165,7 @@ void Communicator::all_gather(const void* in, const Parts& out, DType dtype, Mil
   OpTag tag = make_tag(Op::all_gather, out, size(), dtype);
   const Parts parts = out.of(size_of(dtype));
   impl_->collective(tag, timeout,
-                    [&](const dispatch::Route& call) { dispatch::all_gather(call, in, parts); });
+                    [&](const dispatch::Route& route) { dispatch::all_gather(route, in, parts); });
 }
 
 void Communicator::exchange_paths(const void* in, void* out, size_t bytes) {
@@ -173,7 +173,7 @@ void Communicator::exchange_paths(const void* in, void* out, size_t bytes) {
   std::snprintf(tag.label, sizeof tag.label, "%s", kPathsLabel);
   const Parts parts = Parts(out, bytes).of(1);
   impl_->collective(tag, {},
-                    [&](const dispatch::Route& call) { dispatch::all_gather(call, in, parts); });
+                    [&](const dispatch::Route& route) { dispatch::all_gather(route, in, parts); });
 }
 
 void Communicator::all_to_all(const ConstParts& in, const Parts& out, DType dtype,
@@ -185,9 +185,9 @@ void Communicator::all_to_all(const ConstParts& in, const Parts& out, DType dtyp
                    !in.even(size()) || !out.even(size()));
   OpTag tag = make_tag(Op::all_to_all, in.total(size()), dtype);
   const size_t element = size_of(dtype);
-  impl_->collective(tag, timeout, [&](const dispatch::Route& call) {
+  impl_->collective(tag, timeout, [&](const dispatch::Route& route) {
     impl_->note_parts(in.total(size()), out.total(size()));
-    dispatch::all_to_all(call, in.of(element), out.of(element));
+    dispatch::all_to_all(route, in.of(element), out.of(element));
   });
 }
 
@@ -198,8 +198,8 @@ void Communicator::broadcast(void* data, size_t numel, DType dtype, int root,
   impl_->check_buffer(Op::broadcast, data, numel, size_of(dtype));
   OpTag tag = make_tag(Op::broadcast, numel, dtype, ReduceOp::sum, root);
   const size_t bytes = numel * size_of(dtype);
-  impl_->collective(tag, timeout, [&](const dispatch::Route& call) {
-    dispatch::broadcast(call, data, bytes, root);
+  impl_->collective(tag, timeout, [&](const dispatch::Route& route) {
+    dispatch::broadcast(route, data, bytes, root);
   });
 }
 
@@ -214,8 +214,8 @@ void Communicator::gather(const void* in, size_t numel, const Parts& out, DType 
   }
   OpTag tag = make_tag(Op::gather, numel, dtype, ReduceOp::sum, root);
   const size_t element = size_of(dtype);
-  impl_->collective(tag, timeout, [&](const dispatch::Route& call) {
-    dispatch::gather(call, in, numel * element, out.of(element), root);
+  impl_->collective(tag, timeout, [&](const dispatch::Route& route) {
+    dispatch::gather(route, in, numel * element, out.of(element), root);
   });
 }
 
@@ -230,14 +230,14 @@ void Communicator::scatter(const ConstParts& in, void* out, size_t numel, DType 
   }
   OpTag tag = make_tag(Op::scatter, numel, dtype, ReduceOp::sum, root);
   const size_t element = size_of(dtype);
-  impl_->collective(tag, timeout, [&](const dispatch::Route& call) {
-    dispatch::scatter(call, in.of(element), out, numel * element, root);
+  impl_->collective(tag, timeout, [&](const dispatch::Route& route) {
+    dispatch::scatter(route, in.of(element), out, numel * element, root);
   });
 }
 
 void Communicator::barrier(Milliseconds timeout) {
   OpTag tag = make_tag(Op::barrier, 0, DType::uint8);
-  impl_->collective(tag, timeout, [](const dispatch::Route& call) { dispatch::barrier(call); });
+  impl_->collective(tag, timeout, [](const dispatch::Route& route) { dispatch::barrier(route); });
 }
 
 void Communicator::compare_sizes(Op op, size_t own, const std::vector<size_t>& parts, DType dtype,
@@ -258,7 +258,7 @@ void Communicator::compare_sizes(Op op, size_t own, const std::vector<size_t>& p
   add_sizes(tag, "parts of ", parts);
   const Parts out = Parts(theirs.data(), sizeof mine / size_of(dtype)).of(size_of(dtype));
   impl_->collective(tag, timeout,
-                    [&](const dispatch::Route& call) { dispatch::all_gather(call, &mine, out); });
+                    [&](const dispatch::Route& route) { dispatch::all_gather(route, &mine, out); });
   for (int r = 0; r < size(); r++) {
     if (theirs[r].own == parts[r]) continue;
     impl_->fail(op, "has a part of " + std::to_string(parts[r]) + " elements for rank " +

@@ -98,7 +98,7 @@ class Communicator::Impl {
     return trace_->schedule(tag);
   }
 
-  /// Runs one collective: body(call), where the call goes over memory that all ranks share, unless
+  /// Runs one collective: body(route), where the call goes over memory that all ranks share, unless
   /// there is none or an algorithm over channels was asked for.
   template <typename Body>
   void collective(OpTag& tag, Milliseconds timeout, const Body& body) {

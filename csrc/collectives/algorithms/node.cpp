@@ -46,14 +46,14 @@ OpTag Node::step(size_t numel, DType dtype, ReduceOp redop) {
   return tag;
 }
 
-dispatch::Route Node::call(const OpTag& tag) {
+dispatch::Route Node::route(const OpTag& tag) {
   return site_ ? dispatch::Route(*site_, Algo::direct) : dispatch::Route(*window_, tag, deadline_);
 }
 
 void Node::all_reduce(void* data, size_t numel, const Fold& fold) {
   if (alone()) return;
   const OpTag tag = step(numel, fold.dtype, fold.op);
-  dispatch::all_reduce(call(tag), data, numel, fold);
+  dispatch::all_reduce(route(tag), data, numel, fold);
 }
 
 void Node::reduce_scatter(const ConstParts& in, void* out, const Fold& fold) {
@@ -62,7 +62,7 @@ void Node::reduce_scatter(const ConstParts& in, void* out, const Fold& fold) {
     return;
   }
   const OpTag tag = step(in.total(size_), fold.dtype, fold.op);
-  dispatch::reduce_scatter(call(tag), in, out, fold);
+  dispatch::reduce_scatter(route(tag), in, out, fold);
 }
 
 void Node::all_gather(const void* in, const Parts& out) {
@@ -73,20 +73,20 @@ void Node::all_gather(const void* in, const Parts& out) {
   std::vector<Part> bytes;
   for (int p = 0; p < size_; p++) bytes.push_back({out[p].data, out[p].size});
   const OpTag tag = step(Parts(bytes).total(size_), DType::uint8);
-  dispatch::all_gather(call(tag), in, bytes);
+  dispatch::all_gather(route(tag), in, bytes);
 }
 
 void Node::broadcast(void* data, size_t bytes, int place) {
   if (alone()) return;
   OpTag tag = step(bytes, DType::uint8);
   tag.root = place;
-  dispatch::broadcast(call(tag), data, bytes, place);
+  dispatch::broadcast(route(tag), data, bytes, place);
 }
 
 void Node::barrier() {
   if (alone()) return;
   const OpTag tag = step(0, DType::uint8);
-  dispatch::barrier(call(tag));
+  dispatch::barrier(route(tag));
 }
 
 }  // namespace pycomm

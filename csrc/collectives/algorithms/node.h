@@ -29,7 +29,7 @@ class Node {
  private:
   bool alone() const { return !site_ && !window_; }
   /// Where a step with this tag runs.
-  dispatch::Route call(const OpTag& tag);
+  dispatch::Route route(const OpTag& tag);
   /// Tag of a step: the op, as a call would name it.
   static OpTag step(size_t numel, DType dtype, ReduceOp redop = ReduceOp::sum);
 
