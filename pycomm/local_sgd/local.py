@@ -228,7 +228,7 @@ class LocalSGD:
         """Return the codecs, and the bytes that this rank sends in a round and at most at once."""
         ranks = self.state.process_group.size()
         parts = self._shared.parts
-        sizes = [cost.sent_bytes(self.state, p.parameters, ranks) for p in parts]
+        sizes = [cost.sent_bytes(self.state, p.outer.parameters, ranks) for p in parts]
         tokens = ""
         if self.weighted and self.weight:
             exchanged = self.rounds / len(parts) * sum(sizes)

@@ -40,22 +40,19 @@ def broadcast(module: nn.Module, group: dist.ProcessGroup) -> None:
         _broadcast_coalesced(group, tensors, _MESSAGE, 0)
 
 
-class Fragment:
-    """Parameters that are averaged together: the common start of their rounds, and its momentum.
+class OuterParameters:
+    """The common start of the ranks' rounds, and the momentum of the outer optimizer.
 
     Args:
         parameters: parameters by name, floats or complex numbers; equal on all ranks.
-        end: step of the round after which they are averaged, from 1.
         momentum: momentum of the outer optimizer; 0: none is kept.
         nesterov: look ahead by the momentum.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], end: int, *, momentum: float, nesterov: bool
+        self, parameters: Mapping[str, nn.Parameter], *, momentum: float, nesterov: bool
     ) -> None:
-        self.end, self.momentum, self.nesterov = end, momentum, nesterov
-        self.weight = 0.0
-        """Samples, tokens or steps since it was last sent."""
+        self.momentum, self.nesterov = momentum, nesterov
         self.parameters = dict(parameters)
         self.start: Values = self._gather()
         self.velocity: Values | None = _zeros(self.start) if momentum else None
@@ -147,7 +144,6 @@ class Fragment:
             "velocity": None
             if self.velocity is None
             else {width: values.clone() for width, values in self.velocity.items()},
-            "weight": self.weight,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -178,7 +174,6 @@ class Fragment:
                 f"LocalSGD's state has {sum(sizes.values())} values, the model "
                 f"{sum(v.numel() for v in self.start.values())}: it belongs to another model"
             )
-        self.weight = state["weight"]
         self.velocity = None if state["velocity"] is None else _zeros(self.start)
         for width, values in self.start.items():
             values.copy_(state["start"][width])
@@ -199,45 +194,6 @@ class Fragment:
             width = _width(part)
             flat.setdefault(width, []).append(part.to(_WIDE[width]).reshape(-1))
         return {width: torch.cat(parts) for width, parts in flat.items()}
-
-
-def split(
-    parameters: Mapping[str, nn.Parameter], fragments: int, every: int
-) -> list[tuple[dict[str, nn.Parameter], int]]:
-    """Split parameters into fragments of about equal size, in the model's order.
-
-    Args:
-        parameters: parameters by name.
-        fragments: number of fragments.
-        every: steps in a round, at least as many.
-
-    Returns:
-        Each fragment's parameters, and the step after which it is averaged.
-
-    Raises:
-        ValueError: there are fewer parameters than fragments.
-    """
-    if len(parameters) < fragments:
-        raise ValueError(
-            f"LocalSGD: exchange=Streamed(fragments={fragments}), and the model has "
-            f"{len(parameters)} parameters, which are not divided"
-        )
-    sizes = [reals(parameter).numel() for parameter in parameters.values()]
-    names, left = list(parameters), sum(sizes)
-    parts, at = [], 0
-    for index in range(fragments):
-        first, size, others = at, 0, fragments - index - 1
-        share = left / (others + 1)
-        # A parameter joins if that brings the fragment nearer to its share; each gets one.
-        while at < len(names) - others and (
-            at == first or others == 0 or size + sizes[at] / 2 <= share
-        ):
-            size += sizes[at]
-            at += 1
-        left -= size
-        part = {name: parameters[name] for name in names[first:at]}
-        parts.append((part, -(-(index + 1) * every // fragments)))
-    return parts
 
 
 def _width(part: torch.Tensor) -> str:

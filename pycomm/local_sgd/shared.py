@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from pycomm.errors import Error
+from pycomm.local_sgd.fragments import Fragment, split
 from pycomm.local_sgd.inner import InnerOptimizers
-from pycomm.local_sgd.outer import Fragment, Values, broadcast, split
+from pycomm.local_sgd.outer import OuterParameters, Values, broadcast
 from pycomm.log import logger
 from pycomm.policy.exchange import start_gather
 from pycomm.policy.names import clean, few
@@ -81,7 +82,7 @@ class SharedModel:
         broadcast(model, group)
         trained = self.trained()
         self.parts = [
-            Fragment(part, end, momentum=momentum, nesterov=nesterov)
+            Fragment(OuterParameters(part, momentum=momentum, nesterov=nesterov), end)
             for part, end in split(trained, fragments, every)
         ]
         for name, parameter in trained.items():
@@ -138,7 +139,7 @@ class SharedModel:
 
     def reduce(self, part: Fragment, gradient: Values) -> Callable[[], Values]:
         """Start a compressed all-reduce of outer gradients, with the state's factors."""
-        names = part.names
+        names = part.outer.names
         self.state.begin_step()
         futures = {width: self.state.reduce(gradient[width], names[width]) for width in gradient}
         self.state.end_step()
@@ -153,7 +154,7 @@ class SharedModel:
         """
         self.rounds += 1
         if is_finite(average.values):  # on all ranks alike
-            part.apply(average.values, self._lr)
+            part.outer.apply(average.values, self._lr)
             return True
         self.state.check_operations()
         self.skipped += 1
@@ -176,13 +177,13 @@ class SharedModel:
                     few(names),
                 )
         else:
-            part.write()
+            part.outer.write()
         return False
 
     def write(self) -> None:
         """Write the start of all fragments to the model."""
         for part in self.parts:
-            part.write()
+            part.outer.write()
 
     # ------------------------------------------------------------------ parameters
 
@@ -193,7 +194,7 @@ class SharedModel:
     def differ(self) -> bool:
         """Whether trained parameters were added, removed or replaced."""
         trained = self.trained()
-        known = {name: p for part in self.parts for name, p in part.parameters.items()}
+        known = {name: p for part in self.parts for name, p in part.outer.parameters.items()}
         return known.keys() != trained.keys() or any(
             known[name] is not parameter for name, parameter in trained.items()
         )
@@ -208,7 +209,7 @@ class SharedModel:
         """
         return {
             "fragments": [part.state_dict() for part in self.parts],
-            "own": [part.values() for part in self.parts] if dirty else None,
+            "own": [part.outer.values() for part in self.parts] if dirty else None,
             "rounds": self.rounds,
             "skipped": self.skipped,
             "compression": self.state.state_dict(),
@@ -232,7 +233,7 @@ class SharedModel:
         self.state.load_state_dict(state["compression"])
         self.rounds, self.skipped = state["rounds"], state["skipped"]
         for index, part in enumerate(self.parts):
-            part.write(state["own"] and state["own"][index])
+            part.outer.write(state["own"] and state["own"][index])
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pycomm.arguments import number, put, whole
-from pycomm.local_sgd.outer import Fragment
+from pycomm.local_sgd.fragments import Fragment
 from pycomm.local_sgd.shared import Average, SharedModel, copies
 from pycomm.reduction import own_group
 
@@ -165,7 +165,7 @@ class Stream:
         all_finish = False
         while not all_finish:
             part = self._next()
-            gradient = part.gradient()
+            gradient = part.outer.gradient()
             announced = self._shared.announce(
                 gradient, part.weight, finishing=True, dirty=self._dirty
             )
@@ -199,7 +199,7 @@ class Stream:
 
     def _exchange(self, part: Fragment) -> Callable[[], Average]:
         """Send a fragment's outer gradient; return a function that waits for the average."""
-        gradient, weight = part.gradient(), part.weight
+        gradient, weight = part.outer.gradient(), part.weight
 
         def exchange() -> Callable[[], Average]:
             announced = self._shared.announce(gradient, weight)
@@ -213,7 +213,7 @@ class Stream:
     def _complete(self, part: Fragment, wait: Callable[[], Average]) -> None:
         """Wait for an average, and begin the fragment's next round from its start."""
         self._shared.move(part, wait())
-        part.write()
+        part.outer.write()
         self._dirty = len(self._shared.parts) > 1 or self._overlap > 0
 
     def _apply(self, mixing: float) -> None:
@@ -222,7 +222,7 @@ class Stream:
             return
         (part, wait), self._in_flight = self._in_flight, None
         if self._shared.move(part, wait()):
-            part.mix(mixing)
+            part.outer.mix(mixing)
 
     # ------------------------------------------------------------------ checkpoints
 
