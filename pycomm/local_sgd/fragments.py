@@ -27,9 +27,9 @@ class Fragment:
         """Return copies of the state to checkpoint."""
         return {**self.outer.state_dict(), "weight": self.weight}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], model: Mapping[str, nn.Parameter]) -> None:
         """Restore the state from `state_dict`; see `OuterParameters`."""
-        self.outer.load_state_dict(state)
+        self.outer.load_state_dict(state, model)
         self.weight = state["weight"]
 
 

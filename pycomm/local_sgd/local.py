@@ -43,8 +43,10 @@ class LocalSGD:
     that has brought it is named in the log, and where the state of its inner optimizer is not
     finite, either, that begins anew.
 
-    The trained parameters stay the same: before one is unfrozen, frozen, added or replaced, all
-    ranks call `finish`, and after it they make a new LocalSGD.
+    A parameter that is unfrozen, added or replaced during a round is averaged exactly when that
+    round ends, and takes part like the others from then on; a parameter that is frozen or removed
+    takes part for the last time. Such a round does not overlap with the next. All ranks must make
+    such a change in the same round; with a quorum there may be none.
 
     Args:
         model: a model whose wrapper, if any, does not reduce over the same ranks:

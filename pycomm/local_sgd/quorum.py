@@ -12,7 +12,7 @@ from pycomm.arguments import number, put, whole
 from pycomm.errors import Error
 from pycomm.local_sgd.outer import Values
 from pycomm.local_sgd.progress import Outcome, ProgressThread
-from pycomm.local_sgd.shared import CHANGED, SharedModel, copies
+from pycomm.local_sgd.shared import SharedModel, copies
 from pycomm.reduction.weights import factors
 
 
@@ -21,7 +21,8 @@ class Quorum:
     """The fastest ranks end a round; what late ranks have done joins the next one.
 
     An outer gradient weighs as many steps, samples or tokens as it took. Ranks are in different
-    rounds until `LocalSGD.finish`, which makes all equal and comes before a checkpoint.
+    rounds until `LocalSGD.finish`, which makes all equal and comes before a checkpoint. The trained
+    parameters must stay the same.
 
     Args:
         ranks: number of ranks that end a round when each has taken `every` steps.
@@ -149,7 +150,11 @@ class QuorumRounds:
 
     def _offer(self, *, finishing: bool = False) -> None:
         if self._shared.differ():
-            raise Error(CHANGED)
+            raise Error(
+                "LocalSGD: parameters were unfrozen, frozen, added or replaced, which does not go "
+                "with exchange=Quorum(...): ranks are in different rounds. Make a new LocalSGD "
+                "after finish()"
+            )
         self._thread.offer(self._part.outer.gradient(), self._part.weight, finishing=finishing)
         self._part.weight, self.local_steps = 0.0, 0
         self._offered, self._void = True, False
@@ -195,7 +200,7 @@ class QuorumRounds:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict`, on all ranks; what came before it is dropped."""
         with self._thread.loading():
-            self._shared.load_state_dict(state)
+            self._shared.load_state_dict(state, agree=False)
             self.local_steps, self._dirty = 0, False
             self._offered = self._whole = self._void = False
 

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from pycomm.errors import Error
 from pycomm.local_sgd.fragments import Fragment, split
 from pycomm.local_sgd.inner import InnerOptimizers
 from pycomm.local_sgd.outer import OuterParameters, Values, broadcast
@@ -18,11 +17,6 @@ from pycomm.policy.exchange import start_gather
 from pycomm.policy.names import clean, few
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.weights import factors
-
-CHANGED = (
-    "LocalSGD: parameters were unfrozen, frozen, added or replaced: call finish() on all ranks "
-    "before such a change, and make a new LocalSGD after it"
-)
 
 
 @dataclass(frozen=True)
@@ -37,8 +31,6 @@ class Contribution:
     """It has called `finish`, and takes part until all ranks have."""
     dirty: bool
     """Its model differs from the common start."""
-    changed: bool
-    """It trains other parameters than when LocalSGD was made."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +77,7 @@ class SharedModel:
             Fragment(OuterParameters(part, momentum=momentum, nesterov=nesterov), end)
             for part, end in split(trained, fragments, every)
         ]
-        for name, parameter in trained.items():
-            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            state.add(name, own.detach())
-        state.agree()
+        self._enter(trained)
         state.plan.complete()
 
     # ------------------------------------------------------------------ exchanges
@@ -96,22 +85,12 @@ class SharedModel:
     def announce(
         self, gradient: Values, weight: float, *, finishing: bool = False, dirty: bool = True
     ) -> Callable[[], list[Contribution]]:
-        """Tell the ranks what this one contributes; return a function that waits for theirs.
-
-        It raises `Error` on all ranks if one of them trains other parameters now.
-        """
+        """Tell the ranks what this one contributes; return a function that waits for theirs."""
         self.state.follow_members()  # raises if the group has other members now
-        mine = Contribution(weight, is_finite(gradient), finishing, dirty, self.differ())
+        mine = Contribution(weight, is_finite(gradient), finishing, dirty)
         row = list(map(float, astuple(mine)))
         wait = start_gather(row, self.state.process_group, self.state._device)
-
-        def told() -> list[Contribution]:
-            ranks = [Contribution(weight, *map(bool, others)) for weight, *others in wait()]
-            if any(rank.changed for rank in ranks):
-                raise Error(CHANGED)
-            return ranks
-
-        return told
+        return lambda: [Contribution(w, bool(a), bool(b), bool(c)) for w, a, b, c in wait()]
 
     def average(
         self,
@@ -199,6 +178,27 @@ class SharedModel:
             known[name] is not parameter for name, parameter in trained.items()
         )
 
+    def renew(self) -> None:
+        """Continue with the parameters of now, of which new ones join the last fragment."""
+        group, trained = self.state.process_group, self.trained()
+        rest = dict(trained)
+        *others, last = self.parts
+        for part in others:
+            before = part.outer.parameters
+            kept = {name: p for name, p in rest.items() if before.get(name) is p}
+            part.outer.renew(kept, group)
+            rest = {name: p for name, p in rest.items() if name not in kept}
+        new = last.outer.renew(rest, group)
+        self._enter({name: trained[name] for name in new})
+        last.outer.write()
+
+    def _enter(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Decide the codecs of parameters, and check that all ranks have decided alike."""
+        for name, parameter in parameters.items():
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            self.state.add(name, own.detach())
+        self.state.agree()
+
     # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self, *, dirty: bool) -> dict[str, Any]:
@@ -215,12 +215,16 @@ class SharedModel:
             "compression": self.state.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, agree: bool) -> None:
         """Restore the state from `state_dict`.
 
+        Args:
+            state: result of `state_dict`.
+            agree: enter parameters that are trained in it and not here, which is collective.
+
         Raises:
-            ValueError: the state is of another model, other trained parameters, another momentum or
-                number of fragments.
+            ValueError: the state is of another model, momentum or number of fragments; or it has
+                such parameters, and `agree` is False.
         """
         saved = state["fragments"]
         if len(saved) != len(self.parts):
@@ -229,7 +233,16 @@ class SharedModel:
                 "same exchange="
             )
         for part, one in zip(self.parts, saved, strict=True):
-            part.load_state_dict(one)
+            new = [name for name in one["names"] if name not in self.state.decisions]
+            if new and not agree:
+                raise ValueError(
+                    f"LocalSGD's state has the parameters {', '.join(sorted(new))}, which are "
+                    "frozen here: with exchange=Quorum(...) make them trainable before LocalSGD is "
+                    "made"
+                )
+            part.load_state_dict(one, named(self._model))
+            if agree:
+                self._enter(part.outer.parameters)
         self.state.load_state_dict(state["compression"])
         self.rounds, self.skipped = state["rounds"], state["skipped"]
         for index, part in enumerate(self.parts):

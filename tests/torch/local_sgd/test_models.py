@@ -152,28 +152,75 @@ def test_ranks_start_with_equal_buffers(rank, size):
     ids=str,
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_other_trained_parameters_are_an_error_on_all_ranks(rank, size, options):
+def test_unfrozen_parameters_take_part(rank, size, options):
     model = Net(rank)
     local = pycomm.LocalSGD(model, every=4, codec="int8", **options)
     train(model, local, rank, range(8))
-    model.body.requires_grad_(rank == 1)  # on one rank alone
-    with pytest.raises(pycomm.Error, match=r"call finish\(\) on all ranks before such a change"):
-        train(model, local, rank, range(8, 16))
+    frozen = model.body.weight.detach().clone()
     model.body.requires_grad_(True)
-    local = pycomm.LocalSGD(model, every=4, codec="int8", **options)
-    train(model, local, rank, range(16, 24))
+    train(model, local, rank, range(8, 11))
+    assert not torch.equal(frozen, model.body.weight)
+    assert not alike(model.body.weight)
+    reached: list[torch.Tensor] = []
+    local_step = local.step
+
+    def look() -> None:
+        reached.extend(everywhere(model.body.weight))
+        local_step()
+
+    local.step = look
+    train(model, local, rank, range(11, 12))
+    local.step = local_step
+    # In the round in which it was unfrozen, the result is the exact average.
+    assert torch.equal(model.body.weight.detach(), sum(reached) / size)
+    train(model, local, rank, range(12, 20))
     local.finish()
     assert alike(*model.parameters())
+    assert "body.weight" in local.state.decisions
     assert local.state.decisions["body.weight"].codec.name == "quant"
+
+    # Frozen again in the middle of a round, it stays unchanged after its last average.
+    train(model, local, rank, range(20, 22))
+    model.body.requires_grad_(False)
+    train(model, local, rank, range(22, 24))
+    assert alike(model.body.weight)
+    last = model.body.weight.detach().clone()
+    train(model, local, rank, range(24, 32))
+    local.finish()
+    assert torch.equal(last, model.body.weight)
+    assert alike(*model.parameters())
 
 
 @on_ranks(2)
-def test_a_state_of_other_parameters_is_refused(rank, size):
-    saved = pycomm.LocalSGD(Net(rank), every=2, codec="int4").state_dict()
-    unfrozen = Net(rank)
-    unfrozen.body.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"body.* is trained here only"):
-        pycomm.LocalSGD(unfrozen, every=2, codec="int4").load_state_dict(saved)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parameters_may_be_added_and_replaced(rank, size):
+    model = Net(rank)
+    local = pycomm.LocalSGD(model, every=2, codec="int4")
+    train(model, local, rank, range(4))
+    model.head = nn.Sequential(model.head, nn.Linear(48, 10))  # renamed, and a new layer
+    torch.manual_seed(50 + rank)
+    train(model, local, rank, range(4, 8))
+    assert alike(*model.parameters())
+    model.head = nn.Linear(48, 64)  # an old name with a new shape
+    nn.init.normal_(model.head.weight)
+    train(model, local, rank, range(8, 12))
+    assert alike(*model.parameters())
+    decision = local.state.decisions["head.weight"]
+    assert decision.parameter.shape == (64, 48)
+
+    # A current checkpoint is loaded into a model in which other parameters are trained.
+    saved = local.state_dict()
+    other = Net(rank)
+    other.head = nn.Linear(48, 64)
+    other.load_state_dict(model.state_dict())
+    other.body.requires_grad_(True)
+    resumed = pycomm.LocalSGD(other, every=2, codec="int4")
+    resumed.load_state_dict(saved)
+    other.body.requires_grad_(False)
+    for m, loc in ((model, local), (other, resumed)):
+        train(m, loc, rank, range(12, 16))
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
     with pytest.raises(ValueError, match="belongs to another model"):
         pycomm.LocalSGD(nn.Linear(4, 4), every=2).load_state_dict(saved)
 
