@@ -109,10 +109,10 @@ def main(rank: int, store: str, device: str) -> None:
         timeout=timedelta(seconds=20),
     )
     state = CompressionState(CODEC)
-    values = torch.ones(VALUES // 256, 256, device=device)
+    values = torch.ones(VALUES // 256, 256, dtype=torch.float32, device=device)
     state.add("values", values)
     averages, until, equal = 0, time.monotonic() + SECONDS, True
-    goes_on = torch.ones(1, device=device)
+    goes_on = torch.ones(1, dtype=torch.float32, device=device)
     while goes_on:
         flat = (values * (rank + 1)).view(-1)
         state.begin_step()
@@ -142,7 +142,7 @@ def trial(kind: str, device: str) -> str:
     from pycomm.codecs.implementations import implementation
 
     codec = pycomm.codec(CODEC)
-    x = torch.linspace(-1.0, 1.0, 4096, device=device)
+    x = torch.linspace(-1.0, 1.0, 4096, dtype=torch.float32, device=device)
     payloads = []
     for each in ("reference", kind):
         out = torch.zeros(codec.encoded_bytes(x.numel()), dtype=torch.uint8, device=device)

@@ -296,7 +296,9 @@ class CodedSGD(torch.optim.Optimizer):
         if overflow and self._scaler is not None:  # it lowers its scale by what it knows
             for each in self._scaler._found_inf_per_device(self).values():
                 each.fill_(1.0)
-            self.found_inf = torch.ones((), device="cpu")  # until the scaler's step ends
+            self.found_inf = torch.ones(
+                (), dtype=torch.float32, device="cpu"
+            )  # until the scaler's step ends
         return overflow
 
     def _take(self, parts: list[Part]) -> None:
