@@ -58,6 +58,7 @@ REFUSED: list[Callable[[], Any]] = [
     *options_of(local, "optimizer", 3),
     *options_of(local, "exchange", None, "blocking", Streamed, 3),
     *options_of(Streamed, "fragments", *NUMBERS, 0),
+    lambda: Quorum(1, grace=-1.0),
     *options_of(Streamed, "overlap", *NUMBERS, -1),
     *options_of(Streamed, "mixing", "x", None, 1.0),
     *options_of(Quorum, "ranks", *NUMBERS, 0),
