@@ -222,7 +222,7 @@ def check_on_device(c, dtype: str, numel: int, op: str) -> None:
 
 
 ON_DEVICES = pairs(
-    [*DTYPES], [1, 7, 1001, 30011], ["one_shot", "two_shot", "ring", "reduce", "reduce_scatter"]
+    [*DTYPES], [1, 7, 1001, 30011], ["one_shot", "two_shot", "reduce", "reduce_scatter"]
 )
 
 

@@ -186,7 +186,6 @@ CALLS = {
     "send": lambda c, x: c.send(x, 1 - c.rank),
     "recv": lambda c, x: c.recv(x, 1 - c.rank),
     "allocate": lambda c, x: c.allocate(10),
-    "compare": lambda c, x: c.compare("parameters", 7),
 }
 
 

@@ -148,8 +148,8 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
             {},
             "--json /dev/null/x cannot be written",
         ),
-        (["pycomm.bench", "training", "--turn-seconds", "-3"], {}, "want seconds above 0"),
-        (["pycomm.bench", "training", "--turn-seconds", "nan"], {}, "want seconds above 0"),
+        (["pycomm.bench", "step", "--turn-seconds", "-3"], {}, "want seconds above 0"),
+        (["pycomm.bench", "step", "--turn-seconds", "nan"], {}, "want seconds above 0"),
         (
             ["pycomm.bench", "training", "--only", "losses", "--csv", "/etc/passwd"],
             {},
