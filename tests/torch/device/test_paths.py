@@ -255,11 +255,11 @@ def test_kernels_give_the_bits_of_the_cpu(fakes, way, ranks, rule, dtype):
     assert equal(got, want)
 
 
-# A launch takes the arguments of 26 encodes or of 63 decodes. Each of two ranks encodes what it
+# A launch takes the arguments of 28 encodes or of 63 decodes. Each of two ranks encodes what it
 # contributes, of all parameters, and the results of its half; it decodes all results.
 @pytest.mark.parametrize(
     ("parameters", "encodes", "decodes"),
-    [(13, 1 + 1, 1), (14, 2 + 1, 1), (31, 3 + 2, 1), (32, 3 + 2, 2)],
+    [(14, 1 + 1, 1), (15, 2 + 1, 1), (31, 3 + 2, 1), (32, 3 + 2, 2)],
 )
 def test_a_launch_takes_as_many_tensors_as_fit(fakes, parameters, encodes, decodes):
     (got, kernels), *_ = run(fakes, "kernels", check_many, FAKE, parameters, None)
