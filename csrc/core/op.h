@@ -68,8 +68,8 @@ PYCOMM_API size_t size_of(DType dtype);
 
 /// "all_reduce #12 (sum of 1000 float32, int4,block=128)", "recv of 80 bytes from rank 1 (tag 7)".
 PYCOMM_API std::string describe(const OpTag& tag);
-/// Describes it with the digest of its codecs, if it has any: for two tags that may differ in nothing
-/// else.
+/// Describes it with the digest of its codecs, if it has any: for two tags that may differ in
+/// nothing else.
 PYCOMM_API std::string describe_fully(const OpTag& tag);
 
 /// Tag of a send to a rank or a recv from it, -1 for any; it is for people and does not travel with

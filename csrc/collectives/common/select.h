@@ -13,15 +13,15 @@ namespace pycomm {
 
 /// Algorithms, in the order of kAlgoNames (core/env.h).
 enum class Algo {
-  automatic,         ///< the cheapest that keeps the order of sums; over shared memory if it can be
-  flat,              ///< the same over channels, as if every rank were a node of its own
-  direct,            ///< one_shot or two_shot
-  one_shot,          ///< every rank sends to every rank that needs it: one round
-  two_shot,          ///< the owner of a chunk reduces or passes it on: two rounds, fewer bytes
-  bruck,             ///< all-gather in log2 n rounds
-  ring,              ///< two_shot's bytes between neighbours
-  tree,              ///< rooted ops in log2 n rounds
-  hierarchical,      ///< shared memory inside a node, channels between nodes
+  automatic,     ///< the cheapest that keeps the order of sums; over shared memory if it can be
+  flat,          ///< the same over channels, as if every rank were a node of its own
+  direct,        ///< one_shot or two_shot
+  one_shot,      ///< every rank sends to every rank that needs it: one round
+  two_shot,      ///< the owner of a chunk reduces or passes it on: two rounds, fewer bytes
+  bruck,         ///< all-gather in log2 n rounds
+  ring,          ///< two_shot's bytes between neighbours
+  tree,          ///< rooted ops in log2 n rounds
+  hierarchical,  ///< shared memory inside a node, channels between nodes
 };
 
 /// Parses a word of kAlgoNames. Throws Error with the list of them.
@@ -34,7 +34,7 @@ enum class Medium { shared_memory, tcp };
 struct Workload {
   Op op;
   int ranks;
-  size_t bytes;             ///< in the longest buffer of a rank: all parts together
+  size_t bytes;  ///< in the longest buffer of a rank: all parts together
   Medium medium = Medium::tcp;
   Speed speed = {};
 };
