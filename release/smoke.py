@@ -152,6 +152,17 @@ def kernels(python: Path) -> Iterator[None]:
         subprocess.run([*pip, "uninstall", "--yes", "pycomm-cuda13"], check=True)
 
 
+@contextmanager
+def numpy(python: Path) -> Iterator[None]:
+    """Install numpy, by which torch gathers objects, as its checkpoints of several ranks do."""
+    pip = [python, "-m", "pip", "--quiet"]
+    subprocess.run([*pip, "install", "--no-compile", "numpy"], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*pip, "uninstall", "--yes", "numpy"], check=True)
+
+
 Judge = Callable[[int, str], bool]
 
 
@@ -247,7 +258,8 @@ def try_on(version: str, wheel: Path, interpreter: str) -> list[str]:
     for name, check in checks(python).items():
         stamp, log = (HOME / f"{version}.{name}.{end}" for end in ("passed", "log"))
         if not (stamp.exists() and stamp.read_text() == digest):
-            around = {"unknown": renamed, "kernels": kernels}.get(name.partition("-")[0])
+            needed = {"unknown": renamed, "kernels": kernels, "resume": numpy}
+            around = needed.get(name.partition("-")[0])
             with around(python) if around else nullcontext():
                 passed = run(check, log)
             if passed:
