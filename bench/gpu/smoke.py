@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm.doctor.gpu import join
 from pycomm.feedback.rule import LARGE
 
 PATHS = {"cuda": ("kernels", "peers"), "cpu": ("core",)}
@@ -82,15 +82,7 @@ def check(device: str, allowed: tuple[str, ...]) -> str:
 def main(rank: int, ranks: int, store: str, device: str) -> str:
     """Meet the other ranks, check, and return the path."""
     os.environ["NCCL_HOSTID"] = f"rank{rank}"
-    if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(
-        "pycomm",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=20),
-    )
+    join(rank, ranks, store, device)
     try:
         return check(device, PATHS[device])
     finally:

@@ -93,11 +93,15 @@ def judge(found: dict[str, Any]) -> Iterator[Finding]:
 # ------------------------------------------------------------------------ one rank
 
 
-def main(rank: int, store: str, device: str) -> None:
+def join(rank: int, ranks: int, store: str, device: str) -> None:
+    """Make the default group of ranks that may share a GPU.
+
+    Args:
+        store: path of a file that all ranks name.
+        device: type of the device, such as "cuda".
+    """
     import torch
     import torch.distributed as dist
-
-    from pycomm.reduction.state import CompressionState
 
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -105,9 +109,18 @@ def main(rank: int, store: str, device: str) -> None:
         "pycomm",
         init_method=f"file://{store}",
         rank=rank,
-        world_size=RANKS,
+        world_size=ranks,
         timeout=timedelta(seconds=20),
     )
+
+
+def main(rank: int, store: str, device: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from pycomm.reduction.state import CompressionState
+
+    join(rank, RANKS, store, device)
     state = CompressionState(CODEC)
     values = torch.ones(VALUES // 256, 256, dtype=torch.float32, device=device)
     state.add("values", values)

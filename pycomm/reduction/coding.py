@@ -181,13 +181,12 @@ class Coder:
 
     Args:
         rank: our number among the ranks that encode the same values.
-        ranks: number of these ranks.
         seed: equal on all ranks.
         step: number of the step.
     """
 
-    def __init__(self, rank: int, ranks: int, *, seed: int, step: int) -> None:
-        self.rank, self.ranks = rank, ranks
+    def __init__(self, rank: int, *, seed: int, step: int) -> None:
+        self.rank = rank
         self.seed, self.step = seed, step
 
     def encode(

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import backend
+from pycomm.arguments import whole as whole_number
 from pycomm.codecs.convert import convert
 from pycomm.errors import WireMismatch
 from pycomm.policy.exchange import gather_json, host
@@ -92,8 +93,7 @@ class Nodes:
         runs = parts[self._place]
         ours, place = sums[_begin(runs) : _end(runs)], places[self._place]
         node_sum = self._sum_in_node(places, values)
-        if ours is not node_sum:
-            ours.copy_(node_sum[: ours.numel()])
+        ours.copy_(node_sum[: ours.numel()])
         assert self._across is not None
         finite = two_shot.average(
             sums, bucket, runs, self._across, self._ranks, seed=seed, step=step
@@ -104,7 +104,7 @@ class Nodes:
         return self._gather_in_node(places, found_inf)
 
     def _sum_in_node(self, places: Sequence[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
-        """Return the node's sum of our part, float32, or more values; exact but for its rounding.
+        """Return the node's sum of our part, rounded in float32; values behind it mean nothing.
 
         Args:
             places: the values of each part.
@@ -146,23 +146,23 @@ def find_levels(
 
     Args:
         group: the ranks that reduce.
-        given: the node of each rank, by any numbers, equal on all ranks; None: as above.
+        given: the node of each rank, any integers, equal on all ranks; None: as above.
         device: a device whose tensors the group moves.
 
     Raises:
-        ValueError: `given` has another number of nodes than there are ranks.
-        WireMismatch: ranks were given different nodes.
+        ValueError: `given` is no list of an integer for each rank.
+        WireMismatch: ranks were given different nodes; raised on all ranks.
     """
     from pycomm import _C
 
-    refusal = ""
-    if given is not None and len(given) != group.size():
-        refusal = (
-            f"nodes= has {len(given)} numbers, and the group has {group.size()} ranks: give the "
-            "number of the node of each rank, in rank order"
-        )
+    refusal, numbers = "", None
+    try:
+        numbers = None if given is None else [whole_number("nodes", each) for each in given]
+        if numbers is not None and len(numbers) != group.size():
+            raise ValueError(f"nodes= has {len(numbers)} numbers, for {group.size()} ranks")
+    except (TypeError, ValueError) as error:
+        refusal = f"{error}: give the number of the node of each rank, in rank order"
     options = _C.env()
-    numbers = None if given is None else [int(number) for number in given]
     name = f"{host()}/{options['host_id'] or socket.gethostname()}"
     said = gather_json([refusal, numbers, name, options["algo"] == "flat"], group, device)
     if refusal:

@@ -107,7 +107,7 @@ class SingleCoding:
         if batched is not None:
             batched.begin(bucket.sides, values.dtype, seed=seed, step=step, divisor=ranks)
             return batched.verdict(batched.add_up(values, 0, batched.show(values, 0)))
-        coder = Coder(self._rank, ranks, seed=seed, step=step)
+        coder = Coder(self._rank, seed=seed, step=step)
         ours = coder.encode(shown, widened(shown, values), values.device, worker=True)
         most, variable = [total_bytes(shown)] * ranks, is_variable(shown)
         came = all_gather(ours, ours.numel(), most, self._group, variable=variable)
@@ -120,7 +120,7 @@ class SingleCoding:
             batched.begin(bucket.sides, values.dtype, seed=seed, step=step, divisor=ranks)
             batched.verdict(batched.add_up(values, self._rank, batched.scatter(values)))
         else:
-            coder = Coder(self._rank, ranks, seed=seed, step=step)
+            coder = Coder(self._rank, seed=seed, step=step)
             sent = [
                 coder.encode(runs, widened(runs, values), values.device, worker=True)
                 for runs in dealt
@@ -144,7 +144,7 @@ class SingleCoding:
         if batched is not None:
             batched.begin(answers.sides, values.dtype, seed=seed, step=step, divisor=1)
             return batched.verdict(batched.land(values, batched.show_own(values, self._rank)))
-        coder = Coder(self._rank, self._ranks, seed=seed, step=step)
+        coder = Coder(self._rank, seed=seed, step=step)
         own, most = dealt[self._rank], [total_bytes(runs) for runs in dealt]
         ours = coder.encode(own, widened(own, values), values.device, worker=True)
         came = all_gather(ours, ours.numel(), most, self._group, variable=False)

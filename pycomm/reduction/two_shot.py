@@ -123,7 +123,7 @@ def average(
         if shown:
             finite &= batched.add_up(values, len(owned), batched.show(values, len(owned)))
         return batched.verdict(finite)
-    coder = Coder(rank, ranks, seed=seed, step=step)
+    coder = Coder(rank, seed=seed, step=step)
     found_inf = _flag(values)
     if owned:
         _reduce_dense(values, owned, coder, group, divisor, found_inf)
@@ -239,7 +239,7 @@ def reduce_scatter(
         finite = batched.add_up(output, 0, batched.scatter(input, ranks))
         return _all_finite(batched.verdict(finite).view(1), group)
     rows = list(input.view(ranks, -1))
-    coder = Coder(rank, ranks, seed=seed, step=step)
+    coder = Coder(rank, seed=seed, step=step)
     runs = whole(bucket.pieces)
     sent = [
         coder.encode(runs, widened(runs, values), values.device, worker=True, row=r)
@@ -292,7 +292,7 @@ def all_gather(
     if batched is not None:
         batched.begin(bucket.sides, output.dtype, seed=seed, step=step, divisor=1)
         return batched.verdict(batched.land(output, batched.show(input, 0), ranks))
-    coder = Coder(rank, ranks, seed=seed, step=step)
+    coder = Coder(rank, seed=seed, step=step)
     runs = whole(bucket.pieces)
     ours = coder.encode(runs, widened(runs, input), input.device, worker=True)
     most = [total_bytes(runs)] * ranks

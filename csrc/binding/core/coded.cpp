@@ -273,7 +273,7 @@ class CodedBucket {
     const CodedArgs& args = at(values);
     const GilReleased release;
     const DefaultArithmetic arithmetic;
-    coded::Shots shots(args, values.rows, rank_, ranks_, divisor_, stream_, found_inf_);
+    coded::Shots shots(args, values.rows, rank_, divisor_, stream_, found_inf_);
     f(shots);
     shots.start();
     return shots.finite();

@@ -41,7 +41,7 @@ class AllReduce {
                coded_segment(context.segment_bytes(), context.speed()), context.coded_shares()),
         shown_(args.pieces, pick(args, values, one_shot_, false), 1,
                coded_segment(context.segment_bytes(), one_shot_ ? Speed() : context.speed())),
-        coder_(args, me_, n_, context.feedback_scratch(), {}, Packing::close, &context.timing()),
+        coder_(args, me_, context.feedback_scratch(), {}, Packing::close, &context.timing()),
         view_(args, args.data.data, divisor, context.feedback_scratch(), &found_inf_),
         outbox_(context),
         decoded_(n_, 0) {

@@ -46,13 +46,12 @@ size_t encode_piece(const Piece& piece, Hop hop, const Place& at, const EncodeAr
 /// owner), residuals have as many, and each row has random numbers of its own.
 class Coder {
  public:
-  /// `rank` of `ranks` encode the same values. `timing` gets the time that it takes; null where
-  /// that is not the host's.
-  Coder(const CodedArgs& args, int rank, int ranks, feedback::Scratch& scratch, Stream stream = {},
+  /// `rank` is ours among those that encode the same values. `timing` gets the time that it takes;
+  /// null where that is not the host's.
+  Coder(const CodedArgs& args, int rank, feedback::Scratch& scratch, Stream stream = {},
         Packing packing = Packing::close, OpTiming* timing = nullptr)
       : args_(args),
         rank_(rank),
-        ranks_(ranks),
         scratch_(scratch),
         stream_(stream),
         packing_(packing),
@@ -85,7 +84,7 @@ class Coder {
   RandomKey key(Hop hop, const Piece& piece, size_t row) const;
 
   const CodedArgs& args_;
-  int rank_, ranks_;
+  int rank_;
   feedback::Scratch& scratch_;
   Stream stream_;
   Packing packing_;

@@ -32,7 +32,7 @@ bool reduce_scatter(CollectiveContext& context, const CodedArgs& args, void* out
   const size_t row = row_numel(args);
   context.note_algo("one_shot");
   const BucketLayout layout = row_layout(context, args);
-  const Coder coder(args, me, n, context.feedback_scratch(), {}, Packing::close, &context.timing());
+  const Coder coder(args, me, context.feedback_scratch(), {}, Packing::close, &context.timing());
   const size_t each = layout.bytes(), count = layout.count(0);
 
   // Payloads that we send to each owner, then those that each rank sends to us.
@@ -86,7 +86,7 @@ bool all_gather(CollectiveContext& context, const CodedArgs& args, void* out) {
   const int n = context.size(), me = context.rank();
   const size_t row = row_numel(args);
   const BucketLayout layout = row_layout(context, args);
-  const Coder coder(args, me, n, context.feedback_scratch(), {}, Packing::close, &context.timing());
+  const Coder coder(args, me, context.feedback_scratch(), {}, Packing::close, &context.timing());
   const size_t each = layout.bytes(), count = layout.count(0);
   uint8_t* const payloads = context.scratch(n * each);
   const auto place = [&](int r, size_t s) { return payloads + r * each + layout.at(0, s).payload; };

@@ -77,12 +77,11 @@ void check_runs(Span<const Piece> pieces, Span<const PieceRun> runs) {
   }
 }
 
-Shots::Shots(const CodedArgs& args, size_t rows, int rank, int ranks, int divisor, Stream stream,
+Shots::Shots(const CodedArgs& args, size_t rows, int rank, int divisor, Stream stream,
              float* found_inf)
     : args_(args),
       row_numel_(args.data.size / rows),
       rank_(rank),
-      ranks_(ranks),
       divisor_(divisor),
       stream_(stream),
       found_inf_at_(on_gpu() ? found_inf : &found_inf_) {
@@ -105,7 +104,7 @@ template <typename F>
 void Shots::in_parts(Span<const PieceRun> runs, size_t row, float* found_inf, const F& do_part) {
   const void* const values = this->row(row);
   if (!on_gpu()) {
-    const Coder coder(args_, rank_, ranks_, scratch_);
+    const Coder coder(args_, rank_, scratch_);
     const Float32View view(args_, values, divisor_, scratch_, found_inf);
     for (size_t begin = 0, end = 0; begin < runs.size; begin = end) {
       size_t numel = 0;
@@ -130,7 +129,7 @@ void Shots::in_parts(Span<const PieceRun> runs, size_t row, float* found_inf, co
     Stream stream = stream_;
     stream.scratch = {own + floats, bytes - floats};
     batching_->row();
-    const Coder coder(args_, rank_, ranks_, scratch_, stream, Packing::fixed);
+    const Coder coder(args_, rank_, scratch_, stream, Packing::fixed);
     float* const room = floats > 0 ? reinterpret_cast<float*>(own) : nullptr;
     do_part(runs.sub(i, 1), coder,
             Float32View(args_, values, divisor_, scratch_, found_inf, stream, room));

@@ -20,10 +20,10 @@ PYCOMM_API void check_runs(Span<const Piece> pieces, Span<const PieceRun> runs);
 class PYCOMM_API Shots {
  public:
   /// `args.data` has `rows` rows of the pieces; each function says which values those are. `rank`
-  /// of `ranks` encode the same values; where args.average is set, sums are divided by `divisor`.
-  /// On a GPU the stream needs scratch memory for at least one run, and `found_inf`, in its memory,
-  /// becomes 1 where finite() is false.
-  Shots(const CodedArgs& args, size_t rows, int rank, int ranks, int divisor, Stream stream = {},
+  /// is ours among those that encode the same values. Where args.average is set, sums are divided
+  /// by `divisor`. On a GPU the stream needs scratch memory for at least one run, and `found_inf`,
+  /// in its memory, becomes 1 where finite() is false.
+  Shots(const CodedArgs& args, size_t rows, int rank, int divisor, Stream stream = {},
         float* found_inf = nullptr);
   Shots(const Shots&) = delete;
 
@@ -59,7 +59,7 @@ class PYCOMM_API Shots {
 
   const CodedArgs& args_;
   const size_t row_numel_;
-  const int rank_, ranks_, divisor_;
+  const int rank_, divisor_;
   const Stream stream_;
   feedback::Scratch scratch_;
   float found_inf_ = 0.0f;

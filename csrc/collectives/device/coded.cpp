@@ -59,7 +59,7 @@ class DeviceGroup::Impl::Coded {
         me_(group.rank()),
         cuts_(checked(group, op, args, rows)),
         room_(stream.scratch.data ? reinterpret_cast<float*>(stream.scratch.data) : nullptr),
-        coder_(args, me_, n_, group.scratch(), of_codecs(), coded::Packing::fixed) {
+        coder_(args, me_, group.scratch(), of_codecs(), coded::Packing::fixed) {
     OpTag tag;
     tag.op = op;
     tag.numel = args.data.size;

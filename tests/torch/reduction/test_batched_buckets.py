@@ -206,7 +206,7 @@ def test_sizes_in_payloads_that_cannot_be_true(word, second):
         batched.add_up(values, 0, Payloads(memory, [(0, size)]))
     parts = [torch.empty(100), torch.empty(100)]
     with pytest.raises(WireMismatch, match="are possible"):
-        Coder(0, 1, seed=1, step=1).decode(runs, memory[:size], parts, add=False)
+        Coder(0, seed=1, step=1).decode(runs, memory[:size], parts, add=False)
 
 
 def test_payloads_that_end_too_early():

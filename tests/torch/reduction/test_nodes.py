@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
@@ -118,10 +120,13 @@ def test_momentum_reduces_alike(rank, ranks):
 def test_nodes_that_differ_are_refused_on_all_ranks(rank, ranks):
     model = DistributedDataParallel(Chosen(SHAPES))
     with pytest.raises(WireMismatch, match=r"rank 1 was given .* nodes=\[0, 1, 1\], where rank 0"):
-        pycomm.compress(model, nodes=[0, rank == 1, 1])
+        pycomm.compress(model, nodes=[0, int(rank == 1), 1])
     error = ValueError if rank == 1 else WireMismatch
-    with pytest.raises(error, match=r"rank 1.* nodes= has 2 numbers, and the group has 3 ranks"):
+    with pytest.raises(error, match=r"rank 1.* nodes= has 2 numbers, for 3 ranks: give the"):
         pycomm.compress(model, nodes=[0, 1] if rank == 1 else [0, 1, 1])
+    for wrong in (3, ["a", "b", "c"], [0, 0.5, 1], [0, -1, 1]):
+        with pytest.raises(error, match=r"rank 1.*: give the number of the node of each rank"):
+            pycomm.compress(model, nodes=wrong if rank == 1 else [0, 1, 1])
 
 
 @on_ranks(4, backend="gloo")
@@ -175,3 +180,36 @@ def test_a_node_sends_what_one_rank_would(pool):
     }
     assert share["by nodes"] < 0.15
     assert share["flat"] > 0.26
+
+
+def groups_of_torch() -> int:
+    return len(distributed_c10d._world.pg_map)
+
+
+@on_ranks(4, backend="gloo")
+def test_the_groups_go_with_the_state(rank, ranks):
+    before = groups_of_torch()
+    model = DistributedDataParallel(Chosen(SHAPES))
+    state = pycomm.compress(model, "int4", nodes=[0, 0, 1, 1])
+    reduced(model, gradients(rank, 0, shapes=SHAPES))
+    assert groups_of_torch() == before + 2
+    del model, state
+    gc.collect()
+    assert groups_of_torch() == before
+
+
+@on_ranks(4, backend="gloo", dies=[3], timeout=5)
+def test_a_rank_that_dies_leaves_no_result(rank, ranks):
+    """Ranks of its node and of its place have an error, in time; no rank takes a step as finite."""
+    model = DistributedDataParallel(Chosen(SHAPES))
+    state = pycomm.compress(model, "int4", nodes=[0, 0, 1, 1])
+    reduced(model, gradients(rank, 0, shapes=SHAPES))
+    state.settle()
+    residuals = state.residual_norms()
+    if rank == 3:
+        os._exit(0)
+    with pytest.raises(RuntimeError):
+        reduced(model, gradients(rank, 1, shapes=SHAPES))
+    state.discard()
+    state.settle()
+    assert state.residual_norms() == residuals
