@@ -246,6 +246,7 @@ Engine::RouteOrReason Engine::open_peers(c10::Device device, PeerRoute::Kind kin
     opened.why = error.what();
   }
   if (exchange(opened.route ? "open" : "").empty()) return {nullptr, opened.why};
+  watch_.start([this] { look_for_lost_peers(); });
   return {opened.route, ""};
 }
 
@@ -267,6 +268,20 @@ Engine::RouteOrReason Engine::peers_or_reason(c10::Device device, PeerRoute::Kin
     const std::lock_guard<std::mutex> lock(routes_mutex_);
     return peers_[key] = std::move(found);
   });
+}
+
+void Engine::look_for_lost_peers() noexcept {
+  try {
+    for (int r = 0; r < comm_.size(); r++) {
+      if (r == comm_.rank() || !comm_.lost(r)) continue;
+      const std::lock_guard<std::mutex> lock(routes_mutex_);
+      for (const auto& [key, found] : peers_)
+        if (found.route) found.route->lose(r);
+    }
+  } catch (const std::exception& e) {  // the operations end by their timeouts
+    warn_once("rank " + std::to_string(comm_.rank()) +
+              ": cannot look whether other ranks live: " + e.what());
+  }
 }
 
 void Engine::abort_peers(const std::string& reason) noexcept {
@@ -298,7 +313,7 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs,
     lane.keep(used, lane.deliver_stream());
     {
       const c10::StreamGuard on(lane.deliver_stream());
-      op(*route);
+      route->call(op, captured);
     }
     work->delivered()->record(lane.deliver_stream());
     // The event of a capture can never be queried, and the trace does not see replays.

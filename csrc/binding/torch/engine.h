@@ -11,6 +11,7 @@
 
 #include "binding/torch/device_work.h"
 #include "binding/torch/hooks.h"
+#include "binding/torch/peer_watch.h"
 #include "binding/torch/peers.h"
 #include "binding/torch/store.h"
 #include "collectives/queue.h"
@@ -306,6 +307,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Waits for the work that was queued on a device, as long as the operation may take.
   void await(const c10::Event& event, const Call& call, c10::Device device);
   void abort_peers(const std::string& reason) noexcept;
+  /// Ends the operations of routes that wait for a rank whose process is gone.
+  void look_for_lost_peers() noexcept;
   /// A route, or why there is none.
   struct RouteOrReason {
     std::shared_ptr<PeerRoute> route;
@@ -349,6 +352,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::mutex opening_mutex_;  ///< held while a route is opened
   std::mutex routes_mutex_;
   std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, PeerRoute::Kind>, RouteOrReason> peers_;
+  PeerWatch watch_;  ///< of the ranks with which there are routes
   std::atomic<uint64_t> seq_{0}, peer_seq_{0};
   std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
   std::atomic<bool> timed_{false};

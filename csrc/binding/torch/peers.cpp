@@ -1,6 +1,8 @@
 // Peer routes among the accelerators of a host. A part of _c10d.
 #include "binding/torch/peers.h"
 
+#include <c10/core/DeviceGuard.h>
+
 #include <fstream>
 #include <set>
 
@@ -100,6 +102,33 @@ void PeerRoute::set_last(OpTag tag, std::shared_ptr<c10::Event> event) {
   const uint64_t record = trace_->start(tag);
   trace_->set_algo(record, "peers");
   under_way_.push_back({record, std::move(event)});
+}
+
+void PeerRoute::call(const std::function<void(PeerRoute&)>& op, bool captured) {
+  const auto set_calling = [&](bool calling) {
+    const std::lock_guard<std::mutex> lock(under_way_mutex_);
+    calling_ = calling;
+    captured_ = captured_ || captured;
+  };
+  set_calling(true);
+  try {
+    op(*this);
+  } catch (...) {
+    set_calling(false);
+    throw;
+  }
+  set_calling(false);
+}
+
+void PeerRoute::lose(int rank) noexcept {
+  try {
+    // Otherwise CUDA would make this thread a user of the first device, too.
+    const c10::DeviceGuard on(device_);
+    const std::lock_guard<std::mutex> lock(under_way_mutex_);
+    const bool waits = !under_way_.empty() && !under_way_.back().done->query();
+    if (calling_ || captured_ || waits) group_.lose(rank);
+  } catch (...) {  // the device has failed, and nothing runs there any more
+  }
 }
 
 void PeerRoute::look() {

@@ -81,6 +81,11 @@ class PeerRoute {
   void set_timeout(Milliseconds timeout) { group_.set_timeout(timeout); }
   /// Throws the errors of the work so far.
   void check() const;
+  /// Calls op(*this), which queues an operation on the current stream. `captured`: in a graph,
+  /// whose replays nobody sees.
+  void call(const std::function<void(PeerRoute&)>& op, bool captured);
+  /// Ends the operations that are under way, if there are any: the process of a rank is gone.
+  void lose(int rank) noexcept;
   void abort(const std::string& reason) noexcept {
     group_.abort(plain_notice(reason, group_.rank()));
   }
@@ -102,6 +107,7 @@ class PeerRoute {
   };
   std::mutex under_way_mutex_;
   std::deque<UnderWay> under_way_;
+  bool calling_ = false, captured_ = false;
   uint64_t seq_ = 0;
 };
 

@@ -100,6 +100,7 @@ void DeviceGroup::set_timeout(Milliseconds timeout) { impl_->set_timeout(timeout
 size_t DeviceGroup::most_payload_bytes() const { return impl_->place_bytes(); }
 void DeviceGroup::check() const { impl_->check(); }
 void DeviceGroup::abort(const Notice& notice) noexcept { impl_->abort(notice); }
+void DeviceGroup::lose(int rank) noexcept { impl_->lose(rank); }
 
 void DeviceGroup::all_reduce(void* data, size_t numel, DType dtype, ReduceOp op, Stream stream,
                              double factor, const std::string& algo) {

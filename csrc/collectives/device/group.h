@@ -106,6 +106,9 @@ class PYCOMM_API DeviceGroup {
   /// Ends every running and later operation on all ranks with the notice's error. Any thread, any
   /// time.
   void abort(const Notice& notice) noexcept;
+  /// Does so with PeerLost, unless the rank has left in order or the group has failed already: its
+  /// process is gone, and kernels may wait for it.
+  void lose(int rank) noexcept;
 
  private:
   class Impl;

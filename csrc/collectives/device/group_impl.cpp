@@ -239,6 +239,15 @@ void DeviceGroup::Impl::abort(const Notice& notice) noexcept {
   for (int r = 0; r < size_; r++) publish(workspace_.control(r), notice);
 }
 
+void DeviceGroup::Impl::lose(int rank) noexcept {
+  if (load(workspace_.control(rank).left) != 0 || failure_.happened()) return;
+  const PeerLost lost(rank, "rank " + std::to_string(rank) +
+                                " died: its process is gone (seen by rank " +
+                                std::to_string(rank_) + "); look at its own log");
+  failure_.set(std::make_exception_ptr(lost));
+  abort(to_notice(failure_.error(), rank_));
+}
+
 // Peers read our memory until they have ended their last operation. Kernels of a rank that has not
 // reported that end by then may still run, or wait for others until their deadline. Memory is not
 // freed under them: it is kept until the process ends.

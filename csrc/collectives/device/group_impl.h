@@ -60,6 +60,7 @@ class DeviceGroup::Impl {
 
   void check();
   void abort(const Notice& notice) noexcept;
+  void lose(int rank) noexcept;
 
   void check_dtype(Op op, DType dtype) const;
   void check_rank(Op op, const char* what, int rank) const;

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.errors import Error
+from pycomm.errors import Error, PeerLost
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Decision, Parameter
 from pycomm.policy.exchange import gather
@@ -198,8 +198,7 @@ def test_an_operation_that_a_peer_aborts_leaves_no_result(fakes, way):
 
 
 def check_death(rank: int, way: str) -> None:
-    few = ("all_reduce", "reduce_scatter", "all_to_all", "broadcast_of_1")
-    made = groups(LIMIT, names=few) if way == "peers" else groups(20)  # they wait for the limit
+    made = groups(1000)
     if rank == 1:
         dist.barrier()
         os._exit(0)
@@ -209,6 +208,8 @@ def check_death(rank: int, way: str) -> None:
         begun[name] = OPERATIONS[name](group)
     for name, (work, x) in begun.items():
         check_failed(name, work, x, way)
+        with pytest.raises(PeerLost, match="rank 1"):
+            work.wait()
 
 
 @pytest.mark.parametrize("way", ["held", "peers"])
@@ -395,6 +396,34 @@ def check_ddp_between_shots(rank: int, way: str, how: str) -> None:
 @pytest.mark.parametrize("how", ["dies", "aborts"])
 def test_a_step_of_ddp_whose_peer_ends_between_the_shots_is_nan(fakes, how, way):
     run(fakes, way, check_ddp_between_shots, how, dies={1} if how == "dies" else ())
+
+
+def check_ddp_until_death(rank: int, way: str, after: float) -> None:
+    torch.manual_seed(0)
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(256, 256).to(FAKE))  # 65,536 weights
+    state = pycomm.compress(ddp, "int4")
+    if rank == 1:
+        threading.Timer(after, os._exit, (0,)).start()
+
+    def steps() -> None:
+        while True:
+            ddp(torch.ones(3, 256, device=FAKE)).square().mean().backward()
+            state.settle()
+
+    with pytest.raises(RuntimeError, match="rank 1"):  # PeerLost, or DDP's own that quotes it
+        steps()
+    # The loss is known, and not that time has run out.
+    with pytest.raises(PeerLost, match="rank 1"):
+        dist.all_reduce(torch.ones(1, device=FAKE))
+        torch.accelerator.synchronize()
+        state.check_operations()
+
+
+@pytest.mark.parametrize("way", ["held", "late", "kernels", "peers"])
+@pytest.mark.parametrize("after", [0.0, 0.21, 0.47])
+def test_a_rank_that_dies_in_a_step_of_ddp_is_named(fakes, way, after):
+    """At any moment of a step; the limit of an operation is an hour."""
+    run(fakes, way, check_ddp_until_death, after, dies={1}, timeout=3600)
 
 
 def check_local_sgd_between_shots(rank: int, way: str, how: str) -> None:
