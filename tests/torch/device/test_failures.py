@@ -410,13 +410,15 @@ def check_ddp_until_death(rank: int, way: str, after: float) -> None:
             ddp(torch.ones(3, 256, device=FAKE)).square().mean().backward()
             state.settle()
 
-    with pytest.raises(RuntimeError, match="rank 1"):  # PeerLost, or DDP's own that quotes it
-        steps()
-    # The loss is known, and not that time has run out.
-    with pytest.raises(PeerLost, match="rank 1"):
+    def next_operation() -> None:
         dist.all_reduce(torch.ones(1, device=FAKE))
         torch.accelerator.synchronize()
         state.check_operations()
+
+    with pytest.raises(RuntimeError, match="rank 1"):  # PeerLost, or DDP's own that quotes it
+        steps()
+    with pytest.raises(PeerLost, match="rank 1"):
+        next_operation()
 
 
 @pytest.mark.parametrize("way", ["held", "late", "kernels", "peers"])
