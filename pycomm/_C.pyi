@@ -166,10 +166,21 @@ def codec_aliases() -> dict[str, str]: ...
 def closest(word: str, names: Sequence[str]) -> str: ...
 def cuda_built() -> bool: ...
 
-# The launches on cuda of what a function calls, which are not started: kernel, blocks, argument.
-def launches(call: Callable[[], object]) -> list[tuple[str, str, int, bytes]]: ...
+# One launch on cuda: blocks of CUDA_THREADS threads, with one struct as the argument.
+class Launch:
+    @property
+    def source(self) -> str: ...  # "quant": csrc/codecs/quant.cu
+    @property
+    def kernel(self) -> str: ...  # C++ name as seen from pycomm::codecs, with template arguments
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def params(self) -> bytes: ...  # the Batch of csrc/codecs/base/batch.h
 
-CUDA_THREADS: int  # of each block of a launch
+# Calls a function; returns its result and the launches on cuda, none of which is started.
+def recorded(call: Callable[..., Any], *args: Any) -> tuple[Any, list[Launch]]: ...
+
+CUDA_THREADS: int
 
 def convert(*buffers: Any, **factors: Any) -> None: ...
 
@@ -326,7 +337,7 @@ class CommunicatorOptions(GroupOptions):
 # -- buckets whose payloads Python moves (bind_coded.cpp)
 
 class CodedValues:
-    def __init__(self, address: int, dtype: DType, rows: int = 1) -> None: ...
+    def __init__(self, address: int, numel: int, dtype: DType, rows: int = 1) -> None: ...
 
 class CodedPayloads:
     def __init__(self, address: int, capacity: int, places: Sequence[tuple[int, int]]) -> None: ...
@@ -364,6 +375,7 @@ class CodedBucket:
         stream: int | None = None,
         scratch: tuple[int, int] = ...,
         found_inf: int = 0,
+        swapped: int = 0,
     ) -> None: ...
     def scratch_bytes(self, dtype: DType) -> int: ...
     def contribute(

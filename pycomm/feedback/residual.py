@@ -178,6 +178,11 @@ class Residual:
                 part(self.worker, then).copy_(part(self.worker, now))
         _clear(self.owner[then])
 
+    @property
+    def has_moved(self) -> bool:
+        """Whether this step's commit has more to do than to change sides."""
+        return self.in_place or self.moved or self.layouts[0] != self.layouts[1]
+
     def commit(self, step: int) -> None:
         """Keep the residual that the last step has written."""
         # Later steps write only this rank's own values to the old side, so the rest is cleared.

@@ -154,6 +154,18 @@ class Residuals:
             if residual := self._residuals.get(name):
                 residual.commit(step)
 
+    def swap(self, names: Iterable[str]) -> None:
+        """Make the other side of these parameters' residuals the current one."""
+        for name in names:
+            if residual := self._residuals.get(name):
+                residual.side = 1 - residual.side
+
+    def set_step(self, names: Iterable[str], step: int) -> None:
+        """Record the last step in which these residuals took part; 0: none."""
+        for name in names if step else ():
+            if residual := self._residuals.get(name):
+                residual.last_step = step
+
     def take_back(self, names: Iterable[str]) -> None:
         """Restore these parameters' residuals from before the last step."""
         for name in names:

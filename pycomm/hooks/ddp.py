@@ -42,6 +42,8 @@ class HookState(CompressionState):
         >>> model.register_comm_hook(state, pycomm.compress_hook)  # doctest: +SKIP
     """
 
+    defers = True
+
     def __init__(
         self,
         codec: str | Codec | Policy = "int8",
@@ -121,7 +123,8 @@ class HookState(CompressionState):
         if self._saved_buckets is not None:
             future = self._saved_buckets.reduce(bucket.buffer(), names, last=bucket.is_last())
         else:
-            future = self._reduce_named(bucket.buffer(), names)
+            self._order.append(names)
+            future = self.reduce(bucket.buffer(), names)
         if bucket.is_last():
             self.end_step()
             if self._saved_buckets is not None:
@@ -272,5 +275,6 @@ def compress_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[
     while state.successor is not None:
         state = state.successor
     future = state.reduce_bucket(bucket)
-    backend.wait_after_backward(future, state.process_group)
+    if not future.done():
+        backend.wait_after_backward(future, state.process_group)
     return future

@@ -217,7 +217,7 @@ class FSDPState(CompressionState):
         self._waits.clear()
         if self._scatters or self._shard_group is None:
             return
-        finite = all([check() for check in self._finite])
+        finite = self._all_finite()
         verdict = torch.tensor(finite, dtype=torch.uint8, device=self._device)
         dist.all_reduce(verdict, dist.ReduceOp.MIN, group=self._shard_group)
         self._finite = [lambda: int(verdict) == 1]  # neither 0 nor the bytes of a failure

@@ -20,6 +20,8 @@ class SingleCodedState(CompressionState):
     does not tolerate. Finer codecs travel as gradients do.
     """
 
+    defers = False
+
     def _reduce_coded(
         self, tensor: torch.Tensor, bucket: Bucket
     ) -> torch.futures.Future[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -42,10 +42,20 @@ class Checks:
         """Steps from one check to the next."""
         return self._sampler.every
 
-    def begin(self, step: int, decisions: Sequence[Decision]) -> None:
-        """Choose the samples of a step, if it is time for a check."""
+    def begin(self, step: int, decisions: Sequence[Decision]) -> Mapping[str, slice]:
+        """Choose the samples of a step, if it is time for a check.
+
+        Returns:
+            What is to be sampled, by name; `probe` takes out what it has sampled.
+        """
         if step % self.every == 0:
             self._sampler.choose(step, decisions, sorted(self._suspects))
+        return self._sampler.wanted
+
+    @property
+    def are_pending(self) -> bool:
+        """Whether `end` has a step to judge."""
+        return bool(self._sampler.pending)
 
     def probe(
         self,

@@ -76,6 +76,8 @@ class Plan:
         self.step = 0
         self.overflows = 0
         """Steps whose result was not finite."""
+        self.sampled: Mapping[str, slice] = {}
+        """What is to be sampled in this step: as long as it is empty, `probe` does nothing."""
         self.qualities: dict[str, Quality] = {}
         """Result of each parameter's last check."""
         self.events: deque[str] = deque(maxlen=100)
@@ -182,8 +184,13 @@ class Plan:
         changed = self._change(device) if changes else set()
         self._total.add(*self._bytes, seconds or 0.0)
         if self._checks:
-            self._checks.begin(step, list(self.decisions.values()))
+            self.sampled = self._checks.begin(step, list(self.decisions.values()))
         return changed
+
+    @property
+    def judges(self) -> bool:
+        """Whether `advance` will judge the samples of the step before."""
+        return self._checks is not None and self._checks.are_pending
 
     def probe(
         self,

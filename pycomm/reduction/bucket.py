@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from pycomm._c10d import Layout
 
 
+_NONE = (0, 0)
+_READ = (((0, 1), (1, 0)), ((1, 1), (0, 0)))  # by `Residual.in_place` and `side`
+
+
 @dataclass(frozen=True, eq=False)
 class BucketPiece:
     """One parameter's part of a bucket, like the struct of the same name in communicator.h."""
@@ -109,8 +113,8 @@ class Bucket:
         # Where no rank has a residual, far ranks need no owners: one round in place of two.
         names = [piece.name for piece in self.pieces]
         self._may_owe = residuals is not None and residuals.may_owe(names)
-        self.with_residual = [piece for piece in self.pieces if piece.residual is not None]
-        """The pieces that have a residual."""
+        self.with_residual = {p.name: p for p in self.pieces if p.residual is not None}
+        """The pieces that have a residual, by name."""
         self.has_factors = any(piece.codec.combine == "factors" for piece in self.pieces)
         """Tells whether some pieces are reduced by factors, such as PowerSGD's."""
         text = ";".join(f"{p.name},{p.numel},{p.codec.spec()}" for p in self.pieces)
@@ -119,6 +123,8 @@ class Bucket:
         if shares:
             text += f";shares={','.join(map(str, shares))}"
         self.layout = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self.layouts = [self.layout, self.layout]
+        """Layouts of the two sides of a residual that has been reduced in this bucket alone."""
         self.dealt: dict[int, Any] = {}
         """By number of owners: the `Dealt` values of an all-reduce, where Python assigns them."""
         self.parts: list[Any] = []
@@ -152,13 +158,14 @@ class Bucket:
         return self._native
 
     @cached_property
-    def _residuals(self) -> list[Residual | None]:
+    def residuals(self) -> list[Residual | None]:
+        """The residual of each piece."""
         return [piece.residual for piece in self.pieces]
 
     @property
     def sides(self) -> list[tuple[int, int]]:
         """For each piece's residual, the side that is read now and the side that is written."""
-        return [
-            (0, 0) if r is None else (1 - r.side if r.in_place else r.side, 1 - r.side)
-            for r in self._residuals
-        ]  # as `Residual.sides`, without a call for each parameter
+        sides = []  # as `Residual.sides`, without a call for each parameter
+        for r in self.residuals:
+            sides.append(_NONE if r is None else _READ[r.in_place][r.side])
+        return sides

@@ -69,19 +69,27 @@ class Nodes:
         )
 
     def all_reduce(
-        self, values: torch.Tensor, bucket: Bucket, *, seed: int, step: int
-    ) -> torch.Tensor:
+        self,
+        values: torch.Tensor,
+        bucket: Bucket,
+        *,
+        seed: int,
+        step: int,
+        found_inf: torch.Tensor | None = None,
+        swapped: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
         """Average values over all ranks; see `two_shot.all_reduce`, which this has the results of.
 
         Args:
             values: floats of 16 or 32 bits [bucket.numel], contiguous; holds the result afterwards.
             bucket: made with ``levels=self.levels``.
-            seed: equal on all ranks.
-            step: number of the step, below 2^32.
+            seed, step, found_inf, swapped: as for `two_shot.all_reduce`.
 
         Returns:
-            A bool tensor without dimensions, equal on all ranks: whether the result is finite.
+            A bool tensor without dimensions, equal on all ranks: whether the result is finite;
+            None: `found_inf` tells.
         """
+        flag = torch.zeros_like(values[:1], dtype=torch.float32) if found_inf is None else found_inf
         parts = bucket.parts = bucket.parts or chunks(whole(bucket.pieces), self._shards)
         places = [values[_begin(runs) : _end(runs)] for runs in parts]
         sums = values
@@ -89,19 +97,26 @@ class Nodes:
             sums = torch.empty_like(values, dtype=torch.float32)
         if self._place >= self._shards:
             self._sum_in_node(places, values)
-            return self._gather_in_node(places, values.new_zeros(1))
-        runs = parts[self._place]
-        ours, place = sums[_begin(runs) : _end(runs)], places[self._place]
-        node_sum = self._sum_in_node(places, values)
-        ours.copy_(node_sum[: ours.numel()])
-        assert self._across is not None
-        finite = two_shot.average(
-            sums, bucket, runs, self._across, self._ranks, seed=seed, step=step
-        )
-        found_inf = (~finite).to(device=values.device, dtype=torch.float32).view(1)
-        if place.dtype != torch.float32:
-            convert(ours, place, found_inf=found_inf)
-        return self._gather_in_node(places, found_inf)
+        else:
+            runs = parts[self._place]
+            ours, place = sums[_begin(runs) : _end(runs)], places[self._place]
+            node_sum = self._sum_in_node(places, values)
+            ours.copy_(node_sum[: ours.numel()])
+            assert self._across is not None
+            two_shot.all_reduce(
+                sums,
+                bucket,
+                self._across,
+                seed=seed,
+                step=step,
+                part=(runs, self._ranks),
+                found_inf=flag,
+                swapped=swapped,
+            )
+            if place.dtype != torch.float32:
+                convert(ours, place, found_inf=flag)
+        self._gather_in_node(places, flag)
+        return flag[0] == 0 if found_inf is None else None
 
     def _sum_in_node(self, places: Sequence[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
         """Return the node's sum of our part, rounded in float32; values behind it mean nothing.
@@ -119,12 +134,10 @@ class Nodes:
         dist.reduce_scatter_tensor(ours, rows.view(-1), group=self._node)
         return ours
 
-    def _gather_in_node(
-        self, places: Sequence[torch.Tensor], found_inf: torch.Tensor
-    ) -> torch.Tensor:
-        """Let each rank of the node have all parts; return whether all of them are finite."""
+    def _gather_in_node(self, places: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
+        """Let each rank of the node have all parts, and the flag of that which is not finite."""
         if self._node is None:
-            return found_inf[0] == 0
+            return
         most = max(place.numel() for place in places)
         row = places[0].new_empty(most + 1)  # our part, and whether it is not finite
         if self._place < self._shards:
@@ -133,7 +146,7 @@ class Nodes:
         rows = row.new_empty(self._node.size(), most + 1)
         self._node._allgather_base(rows.view(-1), row).wait()
         _copy(places, [rows[i, : place.numel()] for i, place in enumerate(places)])
-        return ~rows[:, most].any()
+        found_inf.copy_(rows[:, most].amax(0, keepdim=True))
 
 
 def find_levels(

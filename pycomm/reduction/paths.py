@@ -103,7 +103,7 @@ class Path:
 
     def refusal(self, bucket: Bucket, op: str, dtype: torch.dtype, senders: bool) -> str:
         """Return which column of the table excludes a bucket; "" if none does."""
-        rules = [piece.residual.rule for piece in bucket.with_residual if piece.residual]
+        rules = [piece.residual.rule for piece in bucket.with_residual.values() if piece.residual]
         asked: tuple[tuple[str, Iterable[object], Collection[object] | None], ...] = (
             ("operation", (op,), self.operations),
             ("codec", (piece.codec.name for piece in bucket.pieces), self.codecs),
@@ -238,16 +238,29 @@ def native_backend(
 ) -> Backend | None:
     """Return the backend that runs an operation in C++; None: hooks exchange the payloads.
 
-    The first call for a bucket and an operation chooses: all ranks make it together, with the
-    arguments of `choose`.
+    The arguments are those of `choose`, and all ranks call it together.
     """
-    chosen = bucket.agreed.paths
-    choice: ChosenPath | None = chosen.get((op, senders))
+    return chosen(bucket, group, op, tensor, senders=senders).native(group, tensor.device)
+
+
+def chosen(
+    bucket: Bucket,
+    group: dist.ProcessGroup,
+    op: str,
+    tensor: torch.Tensor,
+    *,
+    senders: bool = False,
+) -> ChosenPath:
+    """Return the path of a bucket, which the first call for it and an operation chooses.
+
+    The arguments are those of `choose`, and all ranks call it together.
+    """
+    choice: ChosenPath | None = bucket.agreed.paths.get((op, senders))
     if choice is None:
         choice = agreed(choose(bucket, group, op, tensor, senders=senders), group, tensor.device)
-        chosen[op, senders] = choice
+        bucket.agreed.paths[op, senders] = choice
         report(bucket, op, choice, group)
-    return choice.native(group, tensor.device)
+    return choice
 
 
 def agreed(mine: ChosenPath, group: dist.ProcessGroup, device: torch.device) -> ChosenPath:

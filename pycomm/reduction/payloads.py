@@ -1,13 +1,15 @@
 """Exchange of payloads by hooks: all-to-all and all-gather of bytes.
 
-Both work on any process group whose backend moves bytes, on any device.
+Both work on any process group whose backend moves bytes, on any device. They wait for payloads of a
+device by its stream alone: what a failed operation leaves there is NaN for all codecs but those of
+variable size, to which any bytes are values. These payloads are waited for on the host, which has
+waited for their sizes already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 
 import torch
 import torch.distributed as dist
@@ -15,19 +17,15 @@ import torch.distributed as dist
 from pycomm.errors import WireMismatch
 from pycomm.policy.exchange import answer
 
+Payloads = tuple[torch.Tensor, list[tuple[int, int]]]
+"""Payloads received from the ranks: uint8 [bytes of all payloads + room behind them]; by rank, the
+offset and the bytes of its payloads."""
 
-@dataclass(frozen=True)
-class Payloads:
-    """Payloads received from the ranks."""
 
-    memory: torch.Tensor
-    """uint8 [bytes of all payloads + room behind them]"""
-    places: list[tuple[int, int]]
-    """By rank: offset and bytes of its payloads."""
-
-    def parts(self) -> list[torch.Tensor]:
-        """Return the payloads of each rank."""
-        return [self.memory[begin : begin + size] for begin, size in self.places]
+def parts(payloads: Payloads) -> list[torch.Tensor]:
+    """Return the payloads of each rank."""
+    memory, places = payloads
+    return [memory[begin : begin + size] for begin, size in places]
 
 
 def all_to_all(
@@ -62,9 +60,11 @@ def all_to_all(
     memory = payloads.new_empty(total + room)
     # The group's own method: the function of torch.distributed has checks that cost six calls.
     work = group.alltoall_base(memory[:total], payloads, incoming, list(sizes))
-    _wait(work, memory, variable)
-    begins = accumulate(incoming, initial=0)
-    return Payloads(memory, list(zip(begins, incoming, strict=False)))
+    if variable:
+        answer(work, memory[:1])
+    else:
+        work.wait()
+    return memory, list(zip(accumulate(incoming, initial=0), incoming, strict=False))
 
 
 def all_gather(
@@ -93,33 +93,19 @@ def all_gather(
     if variable:
         ours = torch.tensor([size], device=payload.device, dtype=torch.int64)
         theirs = ours.new_empty(group.size())
-        sizes = _checked(answer(_gather(theirs, ours, group), theirs), sizes)
+        sizes = _checked(answer(group._allgather_base(theirs, ours), theirs), sizes)
     largest = max(sizes)
     padded = payload[:largest]
     if padded.numel() < largest:
         padded = payload.new_empty(largest)
         padded[:size] = payload[:size]
     memory = payload.new_empty(len(sizes) * largest + room)
-    _wait(_gather(memory[: len(sizes) * largest], padded, group), memory, variable)
-    return Payloads(memory, [(r * largest, size) for r, size in enumerate(sizes)])
-
-
-def _wait(work: dist.Work, memory: torch.Tensor, variable: bool) -> None:
-    """Wait for payloads, on a device by its stream alone.
-
-    What a failed operation leaves there is NaN for all codecs but those of variable size, to which
-    any bytes are values: these payloads are waited for on the host, which has waited for their
-    sizes already.
-    """
+    work = group._allgather_base(memory[: len(sizes) * largest], padded)
     if variable:
         answer(work, memory[:1])
     else:
         work.wait()
-
-
-def _gather(result: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    work: dist.Work = group._allgather_base(result, tensor)
-    return work
+    return memory, list(zip(count(0, largest), sizes, strict=False))
 
 
 def _checked(said: torch.Tensor, most: Sequence[int]) -> list[int]:

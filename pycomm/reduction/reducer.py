@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
 from pycomm.reduction.nodes import Nodes
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.weights import weigh
+
+_NO_FLAGS: dict[str, Any] = {}
 
 
 class BucketReducer:
@@ -162,12 +165,14 @@ class BucketReducer:
         Raises:
             Error: the tensor has another number of values than the parameters.
         """
-        self._weigh(tensor)
+        if self.factors is not None:
+            self._weigh(tensor)
         if self.process_group.size() == 1 and not self._is_fed(names):
             return completed(tensor)
         if tensor.dtype not in CODED or tensor.is_sparse:
             return self._reduce_plain(tensor)
-        bucket = self._bucket(tuple(names), tensor.device)
+        key = tuple(names)
+        bucket = self._buckets.get(key) or self._bucket(key, tensor.device)
         if bucket.numel != tensor.numel():
             raise Error(
                 f"rank {self.process_group.rank()}: a bucket has {tensor.numel()} values, and its "
@@ -225,14 +230,28 @@ class BucketReducer:
     def _reduce_coded(
         self, tensor: torch.Tensor, bucket: Bucket
     ) -> torch.futures.Future[torch.Tensor]:
-        self._clip(bucket, tensor)
-        self._use(bucket.pieces, bucket, tensor)
-        probe = self.plan.probe(tensor, bucket.pieces, self._residual_of)
-        senders = self._senders() if bucket.gathers else None
-        native = paths.native_backend(
-            bucket, self.process_group, "all_reduce", tensor, senders=senders is not None
-        )
-        if native is not None:
+        # A step calls this for every bucket: what is rare is a flag, so that it costs no call.
+        if self.residuals is not None and self.residuals.rule.clip:
+            self._clip(bucket, tensor)
+        for residual in bucket.residuals:
+            if residual is not None and (residual.in_place or residual.layouts != bucket.layouts):
+                self._settle_deferred()
+                self._use(bucket.pieces, bucket, tensor)
+                break
+        self._touched.update(bucket.with_residual)
+        self._paying |= bucket.paying
+        probe = None
+        if self.plan.sampled:
+            self._settle_deferred()
+            probe = self.plan.probe(tensor, bucket.pieces, self._residual_of)
+        senders = self._senders() if self.averages_senders and bucket.gathers else None
+        choice = bucket.agreed.paths.get(("all_reduce", senders is not None))
+        if choice is None:
+            choice = paths.chosen(
+                bucket, self.process_group, "all_reduce", tensor, senders=senders is not None
+            )
+        native = choice.path.in_core and choice.native(self.process_group, tensor.device)
+        if native:
             work = native.compressed_all_reduce(
                 tensor, bucket.native, bucket.sides, self.seed, self.step
             )
@@ -246,30 +265,55 @@ class BucketReducer:
             last = finish if tensor.is_cpu else lambda results: finish(results[0])
             coded = load_c10d().then(work, last)
             return coded
-        finite: list[torch.Tensor] = []
-
-        how: dict[str, Any] = {"seed": self.seed, "step": self.step}
-
-        def exchange() -> None:
-            values = tensor.contiguous()
-            if self._nodes is not None and bucket.levels:
-                finite.append(self._nodes.all_reduce(values, bucket, **how))
+        future: Any = torch._C.Future([] if tensor.is_cpu else [tensor.device])
+        stream, flags = None, _NO_FLAGS
+        if not tensor.is_cpu:
+            side = self._side = self._side or SideStream(tensor.device)
+            stream = side.stream
+            stream.wait_stream(torch._C._accelerator_getStream(tensor.device.index))
+            stream.__enter__()
+            if choice.path is paths.KERNELS:
+                side.open = True
+                flags = side.flags
             else:
-                group = self.process_group
-                finite.append(two_shot.all_reduce(values, bucket, group, senders=senders, **how))
+                self._settle_deferred()
+        try:
+            values = tensor if tensor.is_contiguous() else tensor.contiguous()
+            seed, step = self.seed, self.step
+            if self._nodes is not None and bucket.levels:
+                finite = self._nodes.all_reduce(values, bucket, seed=seed, step=step, **flags)
+            else:
+                finite = two_shot.all_reduce(
+                    values,
+                    bucket,
+                    self.process_group,
+                    seed=seed,
+                    step=step,
+                    senders=senders,
+                    **flags,
+                )
             if values is not tensor:
                 tensor.copy_(values)
             if probe is not None:
                 probe.finish(tensor)
+            future.set_result(tensor)
+        finally:
+            if stream is not None:
+                stream.__exit__(None, None, None)
+        if finite is not None:
+            read = bool if stream is None else side.read
+            self._finite.append(partial(read, finite))
+        return future  # type: ignore[no-any-return]
 
-        if tensor.is_cpu:
-            exchange()
-            self._finite.append(lambda: bool(finite[0]))
-            return completed(tensor)
-        side = self._side = self._side or SideStream(tensor.device)
-        future = side.run(tensor, exchange)
-        self._finite.append(lambda: side.read(finite[0]))
-        return future
+    def _all_finite(self) -> bool:
+        """Wait for this step's buckets; return whether their results are finite."""
+        finite = all([check() for check in self._finite])
+        if self._side is not None and self._side.open:
+            finite &= self._side.end_step()
+        return finite
+
+    def _settle_deferred(self) -> None:
+        """Let the host know of the steps about which the device has decided; see `SideStream`."""
 
     def scatter(
         self,
@@ -321,7 +365,7 @@ class BucketReducer:
     def _use(self, pieces: Sequence[BucketPiece], bucket: Bucket, tensor: torch.Tensor) -> None:
         """Prepare the residuals of these pieces, which take part in this step."""
         ranks, gradient = self.process_group.size(), None
-        for piece in bucket.with_residual if pieces is bucket.pieces else pieces:
+        for piece in pieces:
             residual = piece.residual
             if residual is not None:
                 if bucket.levels:
@@ -345,13 +389,11 @@ class BucketReducer:
         if self.factors is not None:
             weigh(tensor, self.factors[self.process_group.rank()])
 
-    def _senders(self) -> list[float] | None:
-        """Return what each sender of a value counts; None: all ranks are averaged.
+    def _senders(self) -> list[float]:
+        """Return what each sender of a value counts.
 
         A rank of weight 0 may still send a part of its residual, which was weighted earlier.
         """
-        if not self.averages_senders:
-            return None
         return [factor or 1.0 for factor in self.factors or [1.0] * self.process_group.size()]
 
     def _is_fed(self, names: Sequence[str]) -> bool:
@@ -386,6 +428,7 @@ class BucketReducer:
     def _bucket(self, names: tuple[str, ...], device: torch.device) -> Bucket:
         bucket = self._buckets.get(names)
         if bucket is None:
+            self._settle_deferred()  # residuals may change their form
             agreed = self._agreed.setdefault(names, Agreed())
             self.agree()
             if self._formed_with and self.process_group.size() > 1 and not agreed.compared:

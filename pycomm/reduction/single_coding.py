@@ -38,7 +38,7 @@ from pycomm.reduction.coding import (
     whole,
     widened,
 )
-from pycomm.reduction.payloads import all_gather, all_to_all
+from pycomm.reduction.payloads import all_gather, all_to_all, parts
 
 ANSWER = parse_codec("eden:bits=4,size=128")
 """Codec of the owners' results: its squared error is 0.0096, without bias."""
@@ -105,19 +105,23 @@ class SingleCoding:
         ranks, shown = self._ranks, whole(bucket.pieces)
         batched = Batched.find("gathered", bucket, self._group, lambda: [shown], values)
         if batched is not None:
-            batched.begin(bucket.sides, values.dtype, seed=seed, step=step, divisor=ranks)
+            batched.begin(
+                bucket.sides, values.dtype, self._group, seed=seed, step=step, divisor=ranks
+            )
             return batched.verdict(batched.add_up(values, 0, batched.show(values, 0)))
         coder = Coder(self._rank, seed=seed, step=step)
         ours = coder.encode(shown, widened(shown, values), values.device, worker=True)
         most, variable = [total_bytes(shown)] * ranks, is_variable(shown)
         came = all_gather(ours, ours.numel(), most, self._group, variable=variable)
-        return self._add_up(values, shown, coder, came.parts())
+        return self._add_up(values, shown, coder, parts(came))
 
     def _answer(self, values: torch.Tensor, bucket: Bucket, seed: int, step: int) -> torch.Tensor:
         dealt, ranks, own = self._chunks, self._ranks, self._chunks[self._rank]
         batched = Batched.find("dealt", bucket, self._group, lambda: dealt, values)
         if batched is not None:
-            batched.begin(bucket.sides, values.dtype, seed=seed, step=step, divisor=ranks)
+            batched.begin(
+                bucket.sides, values.dtype, self._group, seed=seed, step=step, divisor=ranks
+            )
             batched.verdict(batched.add_up(values, self._rank, batched.scatter(values)))
         else:
             coder = Coder(self._rank, seed=seed, step=step)
@@ -132,7 +136,7 @@ class SingleCoding:
                 self._group,
                 variable=any(map(is_variable, dealt)),
             )
-            self._add_up(values, own, coder, came.parts())
+            self._add_up(values, own, coder, parts(came))
         return self._send_back(values, seed ^ _ANSWER_SEED, step)
 
     def _send_back(self, values: torch.Tensor, seed: int, step: int) -> torch.Tensor:
@@ -142,17 +146,17 @@ class SingleCoding:
         answers = self._answers
         batched = Batched.find("answers", answers, self._group, lambda: dealt, values)
         if batched is not None:
-            batched.begin(answers.sides, values.dtype, seed=seed, step=step, divisor=1)
+            batched.begin(answers.sides, values.dtype, self._group, seed=seed, step=step, divisor=1)
             return batched.verdict(batched.land(values, batched.show_own(values, self._rank)))
         coder = Coder(self._rank, seed=seed, step=step)
         own, most = dealt[self._rank], [total_bytes(runs) for runs in dealt]
         ours = coder.encode(own, widened(own, values), values.device, worker=True)
         came = all_gather(ours, ours.numel(), most, self._group, variable=False)
         found_inf = torch.zeros(1, dtype=torch.float32, device=values.device)
-        for runs, payload in zip(dealt, came.parts(), strict=True):
-            parts = float32_view(runs, values)
-            coder.decode(runs, payload, parts, add=False)
-            finish(runs, parts, values, 1, found_inf)
+        for runs, payload in zip(dealt, parts(came), strict=True):
+            floats = float32_view(runs, values)
+            coder.decode(runs, payload, floats, add=False)
+            finish(runs, floats, values, 1, found_inf)
         return found_inf[0] == 0
 
     def _add_up(

@@ -69,8 +69,7 @@ class CompressionState(BucketReducer):
         options: dict[str, Any] = {"feedback": feedback, "seed": seed, "weighted": weighted}
         super().__init__(codec, process_group=process_group, **options)
         self._weights = Weights(self.process_group) if weighted else None
-        self.overflows = 0
-        """Steps whose result was not finite; they have left the residuals as they were."""
+        self._overflows = 0
         self._rates = Rates()
         self._complete = False
         self._was_finite = True
@@ -82,6 +81,8 @@ class CompressionState(BucketReducer):
         self._discarded = False
         self._told = 0  # bytes of residuals that were reported, the most so far
         self._leaving = False  # after remove(), until no residual is left
+        self._deferred: set[str] = set()  # parameters of the steps that `_side` has deferred
+        self._last_finite = 0  # of these steps, as far as the host knows; 0: none
         self._rank = self.process_group.rank()  # in the group for which residuals are laid out
         self._met = not self._formed_with  # the members have compared where they stand
         self.stays_because = ""
@@ -97,6 +98,16 @@ class CompressionState(BucketReducer):
         """Reductions of a step run, which a hook that does not wait for them in backward says."""
 
     # ------------------------------------------------------------------ for users
+
+    defers = False
+    """On a device a step may begin before the host knows whether the last one is finite. Whoever
+    reads residuals on the host between two steps cannot have that."""
+
+    @property
+    def overflows(self) -> int:
+        """Steps whose result was not finite; they have left the residuals as they were."""
+        self._settle_deferred()
+        return self._overflows
 
     def __repr__(self) -> str:
         what = f"{self.plan.policy}, step={self.step}, overflows={self.overflows}"
@@ -569,7 +580,7 @@ class CompressionState(BucketReducer):
         before the next one. If `zero_grad` follows without an optimizer step, that is detected
         without this call; see docs/feedback.md.
         """
-        if self._finite:  # there was a backward, and nothing has settled it
+        if self._has_results:  # there was a backward, and nothing has settled it
             self._thrown.update(self._touched)
             self._discarded = True
 
@@ -594,7 +605,7 @@ class CompressionState(BucketReducer):
             self.factors = self._weights.begin(self._device, absent=absent)
         if self._taken:
             self._thrown |= self._taken.begin(self._touched)
-        self.settle()
+        self.settle(ahead=True)
         self._exchanges.forget()
         self.follow_members()
         self.step = (self.step + 1) % 2**32
@@ -609,22 +620,29 @@ class CompressionState(BucketReducer):
         if self._taken:
             self._taken.end(self._touched, elsewhere=self._joined)
 
-    def settle(self, *, last: bool = True) -> None:
+    def settle(self, *, last: bool = True, ahead: bool = False) -> None:
         """Wait for the last step; keep its residuals if it completed and is finite.
 
         Args:
             last: decide about all residuals. Else those of gradients that no optimizer has used yet
                 remain undecided and hidden until one does or the gradients are thrown away.
+            ahead: do not wait for a device that can decide itself; see `SideStream`.
 
         Raises:
             Error: an operation on device tensors has failed, for which only streams had waited; or
                 a step is under way.
         """
         self._check_idle()
-        if not self._finite:
+        if not self._has_results:
             self._thrown.clear()  # nothing is undecided
+        elif ahead and self._may_defer():
+            self._defer()
             return
-        finite = all([check() for check in self._finite])
+        if not ahead or self._has_results:
+            self._settle_deferred()
+        if not self._has_results:
+            return
+        finite = self._all_finite()
         came = finite and self._complete and not self._discarded
         waiting = self._taken.waiting(self._touched) if came and not last and self._taken else set()
         if self.residuals:
@@ -638,14 +656,76 @@ class CompressionState(BucketReducer):
             self._touched = {name: self._touched[name] for name in waiting}
             self._finite = [lambda: True]
             return
-        self.overflows += not finite
+        self._overflows += not finite
         self._was_finite = finite
+        self._forget_step()
+        if not finite:
+            self.check_operations()
+
+    @property
+    def _has_results(self) -> bool:
+        """Whether buckets have been reduced since the last step was settled."""
+        return bool(self._finite) or (self._side is not None and self._side.open)
+
+    def _forget_step(self) -> None:
         self._finite.clear()
         self._touched.clear()
         self._paying.clear()
         self._thrown.clear()
         self._complete = self._discarded = False
-        if not finite:
+
+    # ------------------------------------------------------------------ ahead of the device
+
+    def _may_defer(self) -> bool:
+        """Whether the device alone decides about the last step, and about all residuals alike."""
+        if self._side is None or not self._side.open:
+            return False
+        rates, pieces = self._rates, self._touched.values()
+        return (
+            self.defers
+            and not (self._finite or self._paying or self._thrown or self._discarded)
+            and self._complete
+            and not (self._leaving or self.plan.judges or self._side.is_full)
+            and rates.optimizer is None
+            and rates.scaler is None
+            and (not self._side.ahead or self._deferred == self._touched.keys())
+            and not any(p.residual is not None and p.residual.has_moved for p in pieces)
+            and not self._unused()
+        )
+
+    def _defer(self) -> None:
+        """Commit the last step as if it were finite, and let the device keep account."""
+        assert self._side is not None
+        self._deferred = set(self._touched)
+        self._side.defer(self.step)
+        if self.residuals:
+            self.residuals.swap(self._deferred)
+        self._was_finite = True
+        self._forget_step()
+        self._hear()
+        self.check_operations()
+
+    def _hear(self) -> int:
+        """Count the deferred steps of which the host knows by now; return the last finite one."""
+        last = 0
+        for step, finite in self._side.heard() if self._side is not None else ():
+            last = step if finite else last
+            self._overflows += not finite
+            self.plan.overflows += not finite
+        self._last_finite = last or self._last_finite
+        return self._last_finite
+
+    def _settle_deferred(self) -> None:
+        if self._side is None or not self._side.ahead:
+            return
+        swapped = self._side.settle()
+        before, step = self._overflows, self._hear()
+        if self.residuals:
+            if swapped:
+                self.residuals.swap(self._deferred)
+            self.residuals.set_step(self._deferred, step)
+        self._deferred, self._last_finite = set(), 0
+        if self._overflows > before:
             self.check_operations()
 
     def _unused(self) -> set[str]:

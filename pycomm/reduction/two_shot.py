@@ -28,39 +28,7 @@ from pycomm.reduction.coding import (
     widened,
 )
 from pycomm.reduction.payloads import all_gather as gather_payloads
-from pycomm.reduction.payloads import all_to_all
-
-
-def all_reduce(
-    values: torch.Tensor,
-    bucket: Bucket,
-    group: dist.ProcessGroup,
-    *,
-    seed: int,
-    step: int,
-    senders: Sequence[float] | None = None,
-) -> torch.Tensor:
-    """Average `values` over all ranks of a group, encoded on the way.
-
-    Decoded values are summed in float32 in rank order and divided once: by their owner, which
-    encodes the average; or by every rank, if there is no owner (``combine`` "gather").
-
-    Args:
-        values: floats of 16 or 32 bits [bucket.numel], contiguous; holds the result afterwards.
-        bucket: layout and residuals of the values.
-        group: any process group whose backend has all_to_all_single and all_gather.
-        seed: equal on all ranks.
-        step: number of the step, below 2^32.
-        senders: what each rank counts where only the ranks that have sent a value are averaged: in
-            sparse payloads, which the others then do not pull towards zero. None: all ranks count.
-
-    Returns:
-        A bool tensor without dimensions: whether the result is finite everywhere.
-
-    Raises:
-        WireMismatch: a rank sends payloads of impossible sizes.
-    """
-    return average(values, bucket, None, group, group.size(), seed=seed, step=step, senders=senders)
+from pycomm.reduction.payloads import all_to_all, parts
 
 
 class Dealt:
@@ -83,62 +51,95 @@ class Dealt:
         return [*(part.order for part in self.owned), self.shown]
 
 
-def average(
+def all_reduce(
     values: torch.Tensor,
     bucket: Bucket,
-    runs: Sequence[Run] | None,
     group: dist.ProcessGroup,
-    divisor: int,
     *,
     seed: int,
     step: int,
     senders: Sequence[float] | None = None,
-) -> torch.Tensor:
-    """Reduce a part of a bucket as `all_reduce` does; the same part in every call for a bucket.
+    part: tuple[Sequence[Run], int] | None = None,
+    found_inf: torch.Tensor | None = None,
+    swapped: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Average `values` over all ranks of a group, encoded on the way.
+
+    Decoded values are summed in float32 in rank order and divided once: by their owner, which
+    encodes the average; or by every rank, if there is no owner (``combine`` "gather").
 
     Args:
-        values: see `all_reduce`; only the values of the runs are read and written.
-        bucket: see `all_reduce`.
-        runs: the part; None: all values.
-        group: see `all_reduce`.
-        divisor: sums are divided by it; by the number of ranks, unless these are sums already.
-        seed, step, senders: see `all_reduce`.
+        values: floats of 16 or 32 bits [bucket.numel], contiguous; holds the result afterwards.
+        bucket: layout and residuals of the values.
+        group: any process group whose backend has all_to_all_single and all_gather.
+        seed: equal on all ranks.
+        step: number of the step, below 2^32.
+        senders: what each rank counts where only the ranks that have sent a value are averaged: in
+            sparse payloads, which the others then do not pull towards zero. None: all ranks count.
+        part: the runs of a part of the bucket, the same in every call for it, whose values alone
+            are read and written, and the divisor of their sums, which are sums already; None: all
+            values, and the number of ranks.
+        found_inf: float32 [1] on the device of the values, which becomes 1 if the result is not
+            finite; None: that is returned.
+        swapped: on the path "kernels", see `Batched.begin`.
 
     Returns:
-        A bool tensor without dimensions: whether the part's result is finite everywhere.
+        A bool tensor without dimensions: whether the result is finite everywhere; None: `found_inf`
+        tells.
+
+    Raises:
+        WireMismatch: a rank sends payloads of impossible sizes.
     """
     rank, ranks = group.rank(), group.size()
-    if ranks not in bucket.dealt:
-        bucket.dealt[ranks] = Dealt(whole(bucket.pieces) if runs is None else runs, ranks)
-    dealt: Dealt = bucket.dealt[ranks]
+    dealt: Dealt | None = bucket.dealt.get(ranks)
+    if dealt is None:
+        runs = whole(bucket.pieces) if part is None else part[0]
+        dealt = bucket.dealt[ranks] = Dealt(runs, ranks)
     owned, shown = dealt.owned, dealt.shown
+    divisor = ranks if part is None else part[1]
     batched = None
     if senders is None or not shown:
-        batched = Batched.find("all_reduce", bucket, group, dealt.order, values)
+        if values.is_contiguous():
+            batched = bucket.batched.get(("all_reduce", rank, ranks))
+        batched = batched or Batched.find("all_reduce", bucket, group, dealt.order, values)
     if batched is not None:
-        batched.begin(bucket.sides, values.dtype, seed=seed, step=step, divisor=divisor)
+        batched.begin(
+            bucket.sides,
+            values.dtype,
+            group,
+            seed=seed,
+            step=step,
+            divisor=divisor,
+            found_inf=found_inf,
+            swapped=swapped,
+        )
         finite = True
         if owned:
             finite = batched.land(values, batched.own(values, batched.scatter(values)))
         if shown:
             finite &= batched.add_up(values, len(owned), batched.show(values, len(owned)))
-        return batched.verdict(finite)
+        if values.is_cpu and found_inf is None:
+            return torch.tensor(finite, dtype=torch.bool, device="cpu")
+        verdict = batched.verdict(finite)
+        if values.is_cpu and found_inf is not None and not finite:
+            found_inf.fill_(1)
+        return verdict if found_inf is None else None
+    flag = _flag(values) if found_inf is None else found_inf
     coder = Coder(rank, seed=seed, step=step)
-    found_inf = _flag(values)
     if owned:
-        _reduce_dense(values, owned, coder, group, divisor, found_inf)
+        _reduce_dense(values, owned, coder, group, divisor, flag)
     if shown:
         ours = coder.encode(shown, widened(shown, values), values.device, worker=True)
         most, sums = [total_bytes(shown)] * ranks, float32_view(shown, values)
         came = gather_payloads(ours, ours.numel(), most, group, variable=is_variable(shown))
         if senders is None:
-            for r, payload in enumerate(came.parts()):
+            for r, payload in enumerate(parts(came)):
                 coder.decode(shown, payload, sums, add=r > 0)
-            finish(shown, sums, values, divisor, found_inf)
+            finish(shown, sums, values, divisor, flag)
         else:
-            _average_senders(shown, came.parts(), coder, senders, sums)
-            finish(shown, sums, values, 1, found_inf)
-    return found_inf[0] == 0
+            _average_senders(shown, parts(came), coder, senders, sums)
+            finish(shown, sums, values, 1, flag)
+    return flag[0] == 0 if found_inf is None else None
 
 
 def _average_senders(
@@ -188,10 +189,10 @@ def _reduce_dense(
     result = coder.encode(mine, sums, values.device, worker=False)
     most = [total_bytes(part.runs) for part in owned]
     results = gather_payloads(result, result.numel(), most, group, variable=variable)
-    for part, payload in zip(owned, results.parts(), strict=True):
-        parts = part.float32_view(values)
-        coder.decode(part.runs, payload, parts, add=False)
-        part.finish(parts, values, found_inf)
+    for part, payload in zip(owned, parts(results), strict=True):
+        floats = part.float32_view(values)
+        coder.decode(part.runs, payload, floats, add=False)
+        part.finish(floats, values, found_inf)
 
 
 def reduce_scatter(
@@ -233,9 +234,8 @@ def reduce_scatter(
 
     batched = Batched.find("reduce_scatter", bucket, group, deal, input, output)
     if batched is not None:
-        batched.begin(
-            bucket.sides, output.dtype, seed=seed, step=step, divisor=ranks if average else 1
-        )
+        divisor = ranks if average else 1
+        batched.begin(bucket.sides, output.dtype, group, seed=seed, step=step, divisor=divisor)
         finite = batched.add_up(output, 0, batched.scatter(input, ranks))
         return _all_finite(batched.verdict(finite).view(1), group)
     rows = list(input.view(ranks, -1))
@@ -290,7 +290,7 @@ def all_gather(
 
     batched = Batched.find("all_gather", bucket, group, deal, input, output)
     if batched is not None:
-        batched.begin(bucket.sides, output.dtype, seed=seed, step=step, divisor=1)
+        batched.begin(bucket.sides, output.dtype, group, seed=seed, step=step, divisor=1)
         return batched.verdict(batched.land(output, batched.show(input, 0), ranks))
     coder = Coder(rank, seed=seed, step=step)
     runs = whole(bucket.pieces)
@@ -298,10 +298,10 @@ def all_gather(
     most = [total_bytes(runs)] * ranks
     came = gather_payloads(ours, ours.numel(), most, group, variable=is_variable(runs))
     found_inf = _flag(output)
-    for values, payload in zip(output.view(ranks, -1), came.parts(), strict=True):
-        parts = float32_view(runs, values)
-        coder.decode(runs, payload, parts, add=False)
-        finish(runs, parts, values, 1, found_inf)
+    for values, payload in zip(output.view(ranks, -1), parts(came), strict=True):
+        floats = float32_view(runs, values)
+        coder.decode(runs, payload, floats, add=False)
+        finish(runs, floats, values, 1, found_inf)
     return found_inf[0] == 0
 
 
@@ -310,4 +310,4 @@ def _scatter(
 ) -> list[torch.Tensor]:
     """Send payload r to rank r; return the payloads that each rank sends us."""
     sizes = [payload.numel() for payload in payloads]
-    return all_to_all(torch.cat(payloads), sizes, most, group, variable=variable).parts()
+    return parts(all_to_all(torch.cat(payloads), sizes, most, group, variable=variable))

@@ -97,19 +97,13 @@ void convert_addresses(uintptr_t in, DType from, uintptr_t out, DType to, size_t
   convert(args);
 }
 
-/// Calls `call`, and returns the launches of its kernels on cuda, which are not started: codec,
-/// name, blocks of threads, and the bytes of the argument.
-py::list launches(const py::function& call) {
-  const codecs::Recording recording;
-  call();
-  py::list list;
-  for (const codecs::Launch& launch : recording.launches) {
-    const std::vector<uint8_t> batch = launch.argument();
-    const auto* bytes = reinterpret_cast<const char*>(batch.data());
-    list.append(
-        py::make_tuple(launch.codec, launch.kernel, launch.blocks, py::bytes(bytes, batch.size())));
-  }
-  return list;
+/// Calls `call`, and returns its result and the launches of its kernels on cuda, which are not
+/// started.
+std::pair<py::object, std::vector<codecs::Launch>> recorded(const py::object& call,
+                                                            const py::args& args) {
+  codecs::Recording recording;
+  py::object result = call(*args);
+  return {std::move(result), std::move(recording.launches)};
 }
 
 const char* combine(const Codec& codec) {
@@ -130,7 +124,15 @@ void bind_codecs(py::module_& m) {
   });
   m.def("closest", &codecs::closest, py::arg("word"), py::arg("names"));
   m.def("cuda_built", &codecs::cuda_built);
-  m.def("launches", &launches, py::arg("call"));
+  py::class_<codecs::Launch>(m, "Launch")
+      .def_readonly("source", &codecs::Launch::codec)
+      .def_readonly("kernel", &codecs::Launch::kernel)
+      .def_readonly("blocks", &codecs::Launch::blocks)
+      .def_property_readonly("params", [](const codecs::Launch& launch) {
+        const std::vector<uint8_t> batch = launch.argument();
+        return py::bytes(reinterpret_cast<const char*>(batch.data()), batch.size());
+      });
+  m.def("recorded", &recorded, py::arg("call"));
   m.attr("CUDA_THREADS") = cuda::kThreads;
   // A factor is an address or 0, and the number that applies if it is 0.
   m.def("convert", &convert_addresses, py::arg("in"), py::arg("from"), py::arg("out"),

@@ -29,9 +29,10 @@ constexpr size_t kScratchBytes = size_t{64} << 20;
 
 /// Values at an address: this many rows of the bucket.
 struct CodedValues {
-  CodedValues(uintptr_t address, DType dtype, size_t rows)
-      : address(address), dtype(dtype), rows(rows) {}
+  CodedValues(uintptr_t address, size_t numel, DType dtype, size_t rows)
+      : address(address), numel(numel), dtype(dtype), rows(rows) {}
   uintptr_t address;
+  size_t numel;
   DType dtype;
   size_t rows;
 };
@@ -101,10 +102,11 @@ class CodedBucket {
 
   /// Begins an operation of `ranks` that encode the same values, whose sums are divided by
   /// `divisor`; there is one pair of sides for each piece. On a GPU, `stream` with its `scratch`
-  /// memory (address, bytes) runs it, and `found_inf` is the address of a float (coded/shots.h).
+  /// memory (address, bytes) runs it, and `found_inf` and `swapped` are the addresses of floats
+  /// (coded/shots.h).
   void begin(const std::vector<Sides>& sides, int rank, int ranks, uint64_t seed, uint32_t step,
              int divisor, std::optional<uintptr_t> stream, const Place& scratch,
-             uintptr_t found_inf) {
+             uintptr_t found_inf, uintptr_t swapped) {
     if (sides.size() != pieces_.size()) {
       throw Error("sides are given for " + std::to_string(sides.size()) +
                   " pieces, but the bucket has " + std::to_string(pieces_.size()));
@@ -135,6 +137,7 @@ class CodedBucket {
           Device::cuda, reinterpret_cast<void*>(*stream), {bytes(scratch.first), scratch.second}};
     }
     found_inf_ = reinterpret_cast<float*>(found_inf);
+    swapped_ = reinterpret_cast<const float*>(swapped);
   }
 
   /// Returns the bytes of a GPU's scratch memory for values of a dtype: for all runs, so that they
@@ -229,7 +232,11 @@ class CodedBucket {
       throw Error("no memory holds " + std::to_string(values.rows) + " rows of " +
                   std::to_string(numel_) + " elements");
     }
-    args_.data = {pointer(values.address), values.rows * numel_, values.dtype};
+    if (values.numel != values.rows * numel_) {
+      throw Error("a tensor has " + std::to_string(values.numel) + " values, but the bucket has " +
+                  std::to_string(numel_) + " in each of " + std::to_string(values.rows) + " rows");
+    }
+    args_.data = {pointer(values.address), values.numel, values.dtype};
     return args_;
   }
 
@@ -273,7 +280,7 @@ class CodedBucket {
     const CodedArgs& args = at(values);
     const GilReleased release;
     const DefaultArithmetic arithmetic;
-    coded::Shots shots(args, values.rows, rank_, divisor_, stream_, found_inf_);
+    coded::Shots shots(args, values.rows, rank_, divisor_, stream_, found_inf_, swapped_);
     f(shots);
     shots.start();
     return shots.finite();
@@ -290,14 +297,15 @@ class CodedBucket {
   int rank_ = 0, ranks_ = 0, divisor_ = 1;
   Stream stream_;
   float* found_inf_ = nullptr;
+  const float* swapped_ = nullptr;
 };
 
 }  // namespace
 
 void bind_coded(py::module_& m) {
   py::class_<CodedValues>(m, "CodedValues")
-      .def(py::init<uintptr_t, DType, size_t>(), py::arg("address"), py::arg("dtype"),
-           py::arg("rows") = 1);
+      .def(py::init<uintptr_t, size_t, DType, size_t>(), py::arg("address"), py::arg("numel"),
+           py::arg("dtype"), py::arg("rows") = 1);
   py::class_<CodedPayloads>(m, "CodedPayloads")
       .def(py::init<uintptr_t, size_t, std::vector<Place>>(), py::arg("address"),
            py::arg("capacity"), py::arg("places"));
@@ -313,7 +321,8 @@ void bind_coded(py::module_& m) {
       .def_property_readonly("room_behind", &CodedBucket::room_behind)
       .def("begin", &CodedBucket::begin, py::arg("sides"), py::kw_only(), py::arg("rank"),
            py::arg("ranks"), py::arg("seed"), py::arg("step"), py::arg("divisor"),
-           py::arg("stream") = py::none(), py::arg("scratch") = Place{}, py::arg("found_inf") = 0)
+           py::arg("stream") = py::none(), py::arg("scratch") = Place{}, py::arg("found_inf") = 0,
+           py::arg("swapped") = 0)
       .def("scratch_bytes", &CodedBucket::scratch_bytes, py::arg("dtype"))
       .def("contribute", &CodedBucket::contribute, py::arg("values"), py::arg("first"),
            py::arg("last"), py::arg("out"), py::arg("capacity"))

@@ -14,13 +14,19 @@ struct Blocks {
 /// The most bytes of a kernel's argument on every GPU.
 constexpr size_t kArgumentBytes = 4096;
 
-/// Returns for how many tensors arguments of `bytes` each fit into one launch.
-constexpr size_t batch_room(size_t bytes) { return (kArgumentBytes - sizeof(uint64_t)) / bytes; }
+/// What precedes the arguments for the tensors.
+struct BatchHead {
+  uint64_t count;        ///< of tensors
+  const float* swapped;  ///< not null, and not 0: residuals are read where they would be written
+};
 
-/// Arguments for `count` tensors, in the order of their blocks.
+/// Returns for how many tensors arguments of `bytes` each fit into one launch.
+constexpr size_t batch_room(size_t bytes) { return (kArgumentBytes - sizeof(BatchHead)) / bytes; }
+
+/// Arguments for tensors, in the order of their blocks.
 template <typename Params>
 struct Batch {
-  uint64_t count;
+  BatchHead head;
   Params tensors[batch_room(sizeof(Params))];
 };
 

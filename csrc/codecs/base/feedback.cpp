@@ -152,12 +152,19 @@ void encode_cuda(const Codec& codec, const Feedback& feedback, EncodeArgs args) 
   auto* const residual = reinterpret_cast<float*>(stream.scratch.data);
   stream.scratch = stream.scratch.sub(bytes, stream.scratch.size - bytes);
   launch("load", feedback.storage,
-         LoadParams{{}, feedback.error.old, residual, args.in.size, feedback.decay, decays},
+         LoadParams{{},
+                    feedback.error.old,
+                    feedback.error.fresh,
+                    residual,
+                    args.in.size,
+                    feedback.decay,
+                    decays},
          stream);
   args.residual = args.new_residual = residual;
   codec.encode(args);
-  launch("store", feedback.storage, StoreParams{{}, residual, feedback.error.fresh, args.in.size},
-         stream);
+  auto* const old = const_cast<uint8_t*>(feedback.error.old);
+  launch("store", feedback.storage,
+         StoreParams{{}, residual, feedback.error.fresh, old, args.in.size}, stream);
 }
 
 }  // namespace

@@ -27,14 +27,14 @@ bool Launch::add(const Launch& other) {
 }
 
 std::vector<uint8_t> Launch::argument() const {
-  const uint64_t number = count();
-  std::vector<uint8_t> batch(sizeof number + batch_room(bytes) * bytes);
-  std::memcpy(batch.data(), &number, sizeof number);
-  std::copy(tensors.begin(), tensors.end(), batch.begin() + sizeof number);
+  const BatchHead head{count(), swapped};
+  std::vector<uint8_t> batch(sizeof head + batch_room(bytes) * bytes);
+  std::memcpy(batch.data(), &head, sizeof head);
+  std::copy(tensors.begin(), tensors.end(), batch.begin() + sizeof head);
   return batch;
 }
 
-Batching::Batching() : outer_(batching) { batching = this; }
+Batching::Batching(const float* swapped) : swapped_(swapped), outer_(batching) { batching = this; }
 Batching::~Batching() { batching = outer_; }
 
 void Batching::start(const Stream& stream) {

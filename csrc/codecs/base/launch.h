@@ -20,8 +20,9 @@ struct PYCOMM_API Launch {
   std::string codec;   ///< name of the .cu file that lists the kernel
   std::string kernel;  ///< C++ name as seen from pycomm::codecs, with its template arguments
   unsigned blocks = 0;
-  size_t bytes = 0;              ///< of the arguments for one tensor
-  std::vector<uint8_t> tensors;  ///< the arguments for each
+  size_t bytes = 0;                ///< of the arguments for one tensor
+  std::vector<uint8_t> tensors;    ///< the arguments for each
+  const float* swapped = nullptr;  ///< see BatchHead
 
   size_t count() const { return tensors.size() / bytes; }
   /// Adds the tensors of a launch of the same kernel. Returns false if there is no room.
@@ -35,7 +36,8 @@ struct PYCOMM_API Launch {
 /// rows.
 class PYCOMM_API Batching {
  public:
-  Batching();
+  /// `swapped`: see BatchHead.
+  explicit Batching(const float* swapped = nullptr);
   ~Batching();
   Batching(const Batching&) = delete;
 
@@ -43,9 +45,13 @@ class PYCOMM_API Batching {
   void row() { rows_.emplace_back(); }
   void start(const Stream& stream);
   /// Adds a launch to the row.
-  void hold(Launch launch) { rows_.back().push_back(std::move(launch)); }
+  void hold(Launch launch) {
+    launch.swapped = swapped_;
+    rows_.back().push_back(std::move(launch));
+  }
 
  private:
+  const float* const swapped_;
   std::vector<std::vector<Launch>> rows_;
   Batching* const outer_;
 };
@@ -95,7 +101,7 @@ void launch(const char* codec, std::string kernel, const Params& params, size_t 
   Params own = params;
   own.blocks = {0, blocks};
   const auto* bytes = reinterpret_cast<const uint8_t*>(&own);
-  run({codec, std::move(kernel), blocks, sizeof own, {bytes, bytes + sizeof own}}, stream);
+  run({codec, std::move(kernel), blocks, sizeof own, {bytes, bytes + sizeof own}, nullptr}, stream);
 }
 
 /// Returns the arguments of an encode of a codec with several kernels, with its own fields 0.

@@ -46,6 +46,7 @@ constexpr int kRows = 4;  ///< of a warp's tile
 struct LoadParams {
   Blocks blocks;
   const uint8_t* stored;
+  const uint8_t* other_side;  ///< in place of `stored`, if the batch says so
   float* out;
   uint64_t numel;
   float decay;  ///< the values are multiplied by this if `decays`
@@ -56,6 +57,7 @@ struct StoreParams {
   Blocks blocks;
   const float* in;
   uint8_t* stored;
+  uint8_t* other_side;
   uint64_t numel;
 };
 

@@ -12,15 +12,34 @@ constexpr uint32_t kAll = ~0u;  ///< all lanes of a warp
 __device__ __forceinline__ uint32_t lane_of_warp() { return threadIdx.x % cuda::kLanes; }
 __device__ __forceinline__ uint32_t warp_of_block() { return threadIdx.x / cuda::kLanes; }
 
+/// Exchanges the residual that a kernel reads and the one that it writes.
+template <typename Params>
+__device__ __forceinline__ auto swap_residuals(Params& args, int)
+    -> decltype(args.new_residual, void()) {
+  auto* const fresh = args.new_residual;
+  args.new_residual = const_cast<decltype(args.new_residual)>(args.residual);
+  args.residual = fresh;
+}
+/// As above, for the kernels that only read or write them.
+template <typename Params>
+__device__ __forceinline__ auto swap_residuals(Params& args, int)
+    -> decltype(args.other_side, void()) {
+  args.stored = args.other_side;
+}
+template <typename Params>
+__device__ __forceinline__ void swap_residuals(Params&, long) {}  // there are none
+
 /// Returns the arguments for the tensor on which this block of threads works.
 template <typename Params>
 __device__ __forceinline__ Params tensor_of_block(const Batch<Params>& batch) {
-  uint64_t found = 0, end = batch.count;
+  uint64_t found = 0, end = batch.head.count;
   while (end - found > 1) {
     const uint64_t middle = (found + end) / 2;
     (batch.tensors[middle].blocks.first <= blockIdx.x ? found : end) = middle;
   }
-  return batch.tensors[found];
+  Params args = batch.tensors[found];
+  if (batch.head.swapped != nullptr && *batch.head.swapped != 0.0f) swap_residuals(args, 0);
+  return args;
 }
 // Positions among the blocks, warps and threads that work on a tensor.
 template <typename Params>

@@ -78,7 +78,7 @@ void check_runs(Span<const Piece> pieces, Span<const PieceRun> runs) {
 }
 
 Shots::Shots(const CodedArgs& args, size_t rows, int rank, int divisor, Stream stream,
-             float* found_inf)
+             float* found_inf, const float* swapped)
     : args_(args),
       row_numel_(args.data.size / rows),
       rank_(rank),
@@ -86,7 +86,7 @@ Shots::Shots(const CodedArgs& args, size_t rows, int rank, int divisor, Stream s
       stream_(stream),
       found_inf_at_(on_gpu() ? found_inf : &found_inf_) {
   check("coded bucket", args, rows);
-  if (on_gpu()) batching_.emplace();
+  if (on_gpu()) batching_.emplace(swapped);
 }
 
 size_t Shots::scratch_bytes(const Piece& piece, size_t numel, DType dtype) {

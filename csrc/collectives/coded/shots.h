@@ -22,9 +22,10 @@ class PYCOMM_API Shots {
   /// `args.data` has `rows` rows of the pieces; each function says which values those are. `rank`
   /// is ours among those that encode the same values. Where args.average is set, sums are divided
   /// by `divisor`. On a GPU the stream needs scratch memory for at least one run, and `found_inf`,
-  /// in its memory, becomes 1 where finite() is false.
+  /// in its memory, becomes 1 where finite() is false. `swapped`, likewise: see
+  /// codecs/base/batch.h.
   Shots(const CodedArgs& args, size_t rows, int rank, int divisor, Stream stream = {},
-        float* found_inf = nullptr);
+        float* found_inf = nullptr, const float* swapped = nullptr);
   Shots(const Shots&) = delete;
 
   /// Returns the bytes of a GPU's scratch memory for a run.

@@ -7,35 +7,22 @@ arguments. `pycomm.codecs.cuda.nvrtc` compiles those kernels and starts them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
+from pycomm import _C
+from pycomm._C import Launch
 from pycomm.codecs.args import EncodeArgs
 from pycomm.codecs.base import Codec
+
+__all__ = ["Launch", "decode_launches", "encode_launches", "make_scratch", "recorded"]
 
 NAMESPACE = "pycomm::codecs"
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One launch: blocks of ``_C.CUDA_THREADS`` threads, with one struct as the argument."""
-
-    source: str  # "quant": csrc/codecs/quant.cu
-    kernel: str  # C++ name of the kernel as seen from NAMESPACE, with its template arguments
-    blocks: int
-    params: bytes  # content of the struct, the Batch of csrc/codecs/base/batch.h
-
-
 def recorded(call: Callable[[], object]) -> list[Launch]:
-    """Return the launches of ``call``, in order; none of them is started.
-
-    Raises:
-        ImportError: pycomm._C is not built.
-    """
-    from pycomm import _C
-
-    return [Launch(*launch) for launch in _C.launches(call)]
+    """Return the launches of ``call``, in order; none of them is started."""
+    return _C.recorded(call)[1]
 
 
 def encode_launches(codec: Codec, args: EncodeArgs, scratch: torch.Tensor) -> list[Launch]:

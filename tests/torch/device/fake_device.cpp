@@ -13,6 +13,7 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/logical_xor.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
@@ -449,6 +450,15 @@ at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
   return self;
 }
 
+at::Tensor& logical_xor_out(const at::Tensor& a, const at::Tensor& b, at::Tensor& out) {
+  const c10::Stream stream = current_stream(out.device().index());
+  note(kWork, stream.id(), static_cast<int64_t>(a.nbytes() + b.nbytes() + out.nbytes()));
+  worker(stream).queue([a = view_of(a), b = view_of(b), out = view_of(out)]() mutable {
+    at::logical_xor_out(out, a, b);
+  });
+  return out;
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const int64_t stream = current_stream(current_device).id();
   if (op.schema().name() == "aten::_local_scalar_dense") {
@@ -542,6 +552,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("fill_.Scalar", &fill);
+  m.impl("logical_xor.out", &logical_xor_out);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());

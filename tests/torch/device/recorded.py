@@ -28,8 +28,7 @@ from pycomm import _C
 from pycomm.codecs import convert, implementations
 from pycomm.codecs.cuda.launches import Launch
 from pycomm.hooks.ddp import HookState, compress_hook
-from pycomm.reduction import paths, two_shot
-from pycomm.reduction.side_stream import SideStream
+from pycomm.reduction import paths, side_stream, two_shot
 from tests.torch.device import fake_device
 
 FAKE = fake_device.NAME
@@ -37,7 +36,7 @@ STEPS = 3  # of which the last is recorded: before, buckets are made and residua
 VALUES, BYTES = 8, 12  # of a thread, and of memory for each: the value, and its residual
 
 # Kinds of notes beside those of fake_device.cpp.
-CALL, EXCHANGE, ANSWER, BUCKET, RETURN, STEP = range(7, 13)
+CALL, EXCHANGE, ANSWER, BUCKET, RETURN, STEP, ARRIVAL = range(7, 14)
 
 
 def note(kind: int, value: int = 0) -> None:
@@ -53,7 +52,9 @@ class NotedKernels(fake_device.Kernels):
 
 
 class Waiting(dist.Work):
-    """An exchange under way."""
+    """An exchange under way, for which the host waits, or with an ordered carrier the stream."""
+
+    ordered: ClassVar[bool] = False
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class Waiting(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         if self._number >= 0:
-            note(ANSWER, self._number)
+            note(ARRIVAL if self.ordered else ANSWER, self._number)
         return True
 
 
@@ -167,14 +168,15 @@ def change(change: str) -> None:
     if change in ("launches", "before"):
         paths.KERNELS.__dict__["codecs"] = ()
     if change in ("stream", "before"):
-        SideStream.__init__ = lambda self, device: (
-            setattr(self, "_stream", torch.accelerator.current_stream(device))
-            or setattr(self, "_device", device)
-        )
+        side_stream.new_stream = torch.accelerator.current_stream
 
 
 def main(
-    codec: str, buckets: list[list[list[int]]], changed: str = "", device: str = FAKE
+    codec: str,
+    buckets: list[list[list[int]]],
+    changed: str = "",
+    device: str = FAKE,
+    carrier: str = "late",
 ) -> dict[str, Any]:
     """Record a step; return the notes, the exchanges and the path.
 
@@ -183,7 +185,10 @@ def main(
         buckets: of each bucket the shapes of its parameters.
         changed: see `change`.
         device: of the gradients; "cpu": only calls of Python are noted.
+        carrier: "late": the host waits for an exchange, as Gloo's do, and pycomm's by the host
+            where streams cannot be held; "ordered": the stream does, as NCCL's.
     """
+    Waiting.ordered = carrier == "ordered"
     torch.set_num_threads(1)
     fake_device.load("kernels")
     torch.ops.fakegpu.record_calls(True)  # streams do not pause

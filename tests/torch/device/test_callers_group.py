@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm.policy import Rule
 from tests.torch.device.checks import slow
 from tests.torch.device.test_paths import FAKE, run
 from tests.torch.harness import Chosen, equal, gradients, reduced
@@ -133,6 +134,34 @@ def check_overflow_beside_a_late_stream(rank: int, ranks: int, device: str) -> A
     return found, state.overflows, state.residual_norms()
 
 
+def check_steps_before_the_host_knows(rank: int, ranks: int, device: str, rule: str) -> Any:
+    """Steps overflow, in a row, too, while the host does not know yet of the steps before."""
+    nodes = NODES[ranks]
+    ddp = DistributedDataParallel(Chosen(SHAPES).to(device), bucket_cap_mb=0.3)
+    policy = pycomm.Policy("int4", rules=[Rule(name="b", codec="topk:density=0.1")])
+    state = pycomm.compress(ddp, policy, feedback=rule, nodes=nodes)
+    found, ahead = [], 0
+    for step in range(14):
+        mine = given(rank, step, device)
+        if step in (2, 4, 5, 7, 8, 9, 12) and rank == step % ranks:
+            mine["a"][0, 0] = torch.inf
+        result = on_host(reduced(ddp, mine))
+        found.append({name: value.nan_to_num(0.5) for name, value in result.items()})
+        if step == 6:
+            found.append((state.overflows, state.residual_ages()))
+        if step == 10:
+            state.discard()
+        if state._side is not None:
+            ahead += state._side.ahead
+            with state._side.stream:
+                torch.ops.fakegpu.busy(40)
+    state.settle()
+    _, saved = state.state_dict()[f"rank{rank}"]
+    kept = {name: {k: v for k, v in one.items() if k != "about"} for name, one in saved.items()}
+    about = {name: one["about"] for name, one in saved.items()}
+    return ahead, [found, state.overflows, {n: on_host(one) for n, one in kept.items()}, about]
+
+
 CHECKS: list[tuple[Callable[..., Any], int]] = [
     (check_operations_between_buckets, 2),
     (check_operations_between_buckets, 4),
@@ -153,3 +182,15 @@ def test_results_are_those_of_the_host(fakes, check, ranks):
     got = run(fakes, "kernels", check, FAKE, ranks=ranks)
     for rank in range(ranks):
         assert equal(got[rank], want[rank]), f"rank {rank}"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("rule", ["residual:storage=int8", "decay:0.9,storage=bf16"])
+def test_the_device_decides_as_a_host_that_waits(fakes, rule, ranks):
+    check = check_steps_before_the_host_knows
+    want = run(fakes, "kernels", check, "cpu", rule, group="gloo", ranks=ranks)
+    got = run(fakes, "kernels", check, FAKE, rule, ranks=ranks)
+    for (never, host), (ahead, device) in zip(want, got, strict=True):
+        assert never == 0
+        assert ahead >= 8
+        assert equal(device, host)

@@ -6,6 +6,7 @@ import itertools
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +18,10 @@ import pycomm
 from pycomm.errors import Error, WireMismatch
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Decision, Parameter
-from pycomm.reduction import payloads, two_shot
+from pycomm.reduction import batched, two_shot
 from pycomm.reduction.batched import Batched
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.coding import Coder, Run, whole
-from pycomm.reduction.payloads import Payloads
 from tests.extent import pairs
 from tests.torch.pool import on_ranks
 from tests.torch.reduction.test_saved_state import PATIENT
@@ -70,7 +70,7 @@ class Side:
         """One step of what rank `x` [rows, numel] brings; whether it is finite, and the result."""
         ranks = dist.get_world_size()
         how: dict[str, Any] = {"seed": 2**63 + 5, "step": step}
-        for piece in self.bucket.with_residual:
+        for piece in self.bucket.with_residual.values():
             assert piece.residual is not None
             piece.residual.use(self.bucket.layout, ranks)
         if self.op == "all_reduce":
@@ -87,7 +87,8 @@ class Side:
 
     def stored(self) -> list[torch.Tensor]:
         """Both sides of all that is kept."""
-        pairs = [pair for piece in self.bucket.with_residual for _, pair in piece.residual.pairs()]
+        kept = [piece.residual for piece in self.bucket.with_residual.values()]
+        pairs = [pair for residual in kept for _, pair in residual.pairs()]
         return [side for pair in pairs for side in pair]
 
 
@@ -99,40 +100,36 @@ def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def sent_bytes() -> Iterator[list[bytes]]:
     """What goes to the group meanwhile."""
     sent: list[bytes] = []
-    to_all, gathered = dist.all_to_all_single, payloads._gather
 
-    def all_to_all(out: torch.Tensor, given: torch.Tensor, *args: Any, **options: Any) -> Any:
-        sent.append(given.contiguous().view(torch.uint8).numpy().tobytes())
-        return to_all(out, given, *args, **options)
+    def noted(function: Any, values: torch.Tensor, sizes: Any, *args: Any, **options: Any) -> Any:
+        whole = values if isinstance(sizes, list) else values[:sizes]  # each rank gets all of it
+        sent.append(whole.numpy().tobytes())
+        return function(values, sizes, *args, **options)
 
-    def gather(out: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup) -> Any:
-        # Behind shorter payloads there is memory that means nothing.
-        sent.append(given.contiguous().view(torch.uint8).numpy().tobytes()[:4])
-        return gathered(out, given, group)
-
-    dist.all_to_all_single, payloads._gather = all_to_all, gather
-    try:
+    places = [(two_shot, "all_to_all"), (two_shot, "gather_payloads")]
+    places += [(batched, "all_to_all"), (batched, "all_gather")]
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in places:
+            patch.setattr(module, name, partial(noted, getattr(module, name)))
         yield sent
-    finally:
-        dist.all_to_all_single, payloads._gather = to_all, gathered
 
 
 def compare(rank: int, ranks: int, cases: list[tuple[Any, ...]]) -> None:
     for mix, op, rule, dtype in cases:
-        batched = Side(mix, rule, op, batched=True)
+        in_one = Side(mix, rule, op, batched=True)
         by_runs = Side(mix, rule, op, batched=False)
         # Ranks may differ in how they do it.
         mixed = Side(mix, rule, op, batched=rank % 2 == 0)
         rows = ranks if op == "reduce_scatter" else 1
         generator = torch.Generator().manual_seed(rank)
         for step in range(STEPS):
-            x = torch.randn(rows, batched.bucket.numel, generator=generator).to(dtype)
+            x = torch.randn(rows, in_one.bucket.numel, generator=generator).to(dtype)
             if step == 1:
                 x[0, 500:600] = 0
             if step == 2 and rank == 0:
                 x[-1, 1010] = float("inf")
             with sent_bytes() as ours:
-                finite, result = batched.run(x, step)
+                finite, result = in_one.run(x, step)
             with sent_bytes() as theirs:
                 other_finite, other = by_runs.run(x, step)
             what = f"{mix}, {op}, {rule}, {dtype}, step {step}"
@@ -141,11 +138,11 @@ def compare(rank: int, ranks: int, cases: list[tuple[Any, ...]]) -> None:
             assert equal_bits(result, other), what
             third_finite, third = mixed.run(x, step)
             assert (third_finite, equal_bits(third, other)) == (finite, True), what
-            for mine, kept in zip(batched.stored(), by_runs.stored(), strict=True):
+            for mine, kept in zip(in_one.stored(), by_runs.stored(), strict=True):
                 assert equal_bits(mine, kept), what
-            for side in (batched, by_runs, mixed):
+            for side in (in_one, by_runs, mixed):
                 if side.residuals and finite:
-                    side.residuals.commit([piece.name for piece in side.bucket.with_residual])
+                    side.residuals.commit(side.bucket.with_residual)
 
 
 RANKS = [1, 2, 3, 4]
@@ -192,18 +189,18 @@ def lossless_bucket() -> Bucket:
 def test_sizes_in_payloads_that_cannot_be_true(word, second):
     bucket = lossless_bucket()
     runs = whole(bucket.pieces)
-    batched = Batched(bucket, [runs], Alone(), torch.device("cpu"))
-    batched.begin(bucket.sides, torch.float32, seed=1, step=1, divisor=1)
+    one = Batched(bucket, [runs], Alone(), torch.device("cpu"))
+    one.begin(bucket.sides, torch.float32, Alone(), seed=1, step=1, divisor=1)
     values = torch.randn(200)
-    payload, (size,) = batched._contribute(values, 0, 1)
-    memory = torch.zeros(size + max(batched.most), dtype=torch.uint8)
+    payload, size = one._contribute(values, 0)
+    memory = torch.zeros(size + max(one.most), dtype=torch.uint8)
     memory[:size] = payload
     place = int(payload[:4].view(torch.int32)) if second else 0
     memory[place : place + 4] = torch.frombuffer(
         bytearray(struct.pack("<I", word)), dtype=torch.uint8
     )
     with pytest.raises(WireMismatch, match="are possible"):
-        batched.add_up(values, 0, Payloads(memory, [(0, size)]))
+        one.add_up(values, 0, (memory, [(0, size)]))
     parts = [torch.empty(100), torch.empty(100)]
     with pytest.raises(WireMismatch, match="are possible"):
         Coder(0, seed=1, step=1).decode(runs, memory[:size], parts, add=False)
@@ -211,18 +208,18 @@ def test_sizes_in_payloads_that_cannot_be_true(word, second):
 
 def test_payloads_that_end_too_early():
     bucket = lossless_bucket()
-    batched = Batched(bucket, [whole(bucket.pieces)], Alone(), torch.device("cpu"))
-    batched.begin(bucket.sides, torch.float32, seed=1, step=1, divisor=1)
+    one = Batched(bucket, [whole(bucket.pieces)], Alone(), torch.device("cpu"))
+    one.begin(bucket.sides, torch.float32, Alone(), seed=1, step=1, divisor=1)
     values = torch.randn(200)
-    payload, (size,) = batched._contribute(values, 0, 1)
-    memory = torch.zeros(size + max(batched.most), dtype=torch.uint8)
+    payload, size = one._contribute(values, 0)
+    memory = torch.zeros(size + max(one.most), dtype=torch.uint8)
     memory[:size] = payload
     for cut in range(0, size, 4):
         with pytest.raises(WireMismatch, match="are possible"):
-            batched.add_up(values, 0, Payloads(memory, [(0, cut)]))
+            one.add_up(values, 0, (memory, [(0, cut)]))
     for places in ([(0, memory.numel())], [(2, size)], [(memory.numel(), 0)], [(0, size)] * 2):
         with pytest.raises(Error):
-            batched.add_up(values, 0, Payloads(memory, places))
+            one.add_up(values, 0, (memory, places))
 
 
 @on_ranks(2, backend="gloo")
