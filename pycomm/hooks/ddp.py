@@ -18,7 +18,9 @@ from pycomm.errors import Error
 from pycomm.hooks.saved_buckets import SavedBuckets
 from pycomm.log import warn_once
 from pycomm.policy import Policy
+from pycomm.policy.exchange import gather
 from pycomm.policy.names import clean, matching
+from pycomm.reduction.exchange_thread import ExchangeThread
 from pycomm.reduction.nodes import Nodes, find_levels
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.taken import DiscardedGradients
@@ -71,7 +73,10 @@ class HookState(CompressionState):
                     self._enter(name, parameter)
             self.plan.complete()
         if reduced:
-            self._nodes = self._find_nodes(nodes, reduced[0].device)
+            device = reduced[0].device
+            self._nodes = self._find_nodes(nodes, device)
+            if self._may_use_thread(device):
+                self._thread = ExchangeThread(self.process_group)
         if self.residuals:
             self._taken = DiscardedGradients(self._names, self._by_name)
         self._nobody_used: set[str] = set()  # in the last step
@@ -98,6 +103,17 @@ class HookState(CompressionState):
         levels = find_levels(group, given, device)
         # Momentum is of what each rank sends for itself.
         return Nodes(group, levels, device) if levels and self._kind != "momentum" else None
+
+    def _may_use_thread(self, device: torch.device) -> bool:
+        """Return whether another backend than pycomm moves host tensors of all ranks; collective.
+
+        NCCL and its like let streams wait, and the hook's thread queues their operations.
+        """
+        group = self.process_group
+        if group.size() == 1 or backend.find(group) is not None:
+            return False
+        here = [device.type == "cpu"]
+        return all(there for (there,) in gather(here, group, device))
 
     def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a DDP bucket over the group; see `compress_hook`."""

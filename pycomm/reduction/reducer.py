@@ -30,8 +30,10 @@ from pycomm.policy import (
     refused_together,
     usual_feedback,
 )
+from pycomm.policy.samples import BucketProbe
 from pycomm.reduction import members, paths, powersgd, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
+from pycomm.reduction.exchange_thread import ExchangeThread
 from pycomm.reduction.nodes import Nodes
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.weights import weigh
@@ -90,6 +92,7 @@ class BucketReducer:
         self._exchanges = powersgd.Exchanges(process_group)
         self._side: SideStream | None = None  # of the device, where hooks exchange payloads
         self._nodes: Nodes | None = None  # where hooks exchange payloads by nodes
+        self._thread: ExchangeThread | None = None  # that does so beside backward, of host tensors
         self._formed_with = self._formed()
         self._finite: list[Callable[[], bool]] = []  # checks of the current step, one per bucket
         self._touched: dict[str, BucketPiece] = {}  # the current step's pieces with a residual
@@ -265,6 +268,14 @@ class BucketReducer:
             last = finish if tensor.is_cpu else lambda results: finish(results[0])
             coded = load_c10d().then(work, last)
             return coded
+        how: dict[str, Any] = {"senders": senders, "probe": probe, "step": self.step}
+        if self._thread is not None:
+            group = self._thread.group
+            coded, is_finite = self._thread.run(
+                tensor, lambda: self._exchange(tensor, bucket, group, **how)
+            )
+            self._finite.append(is_finite)
+            return coded
         future: Any = torch._C.Future([] if tensor.is_cpu else [tensor.device])
         stream, flags = None, _NO_FLAGS
         if not tensor.is_cpu:
@@ -278,24 +289,7 @@ class BucketReducer:
             else:
                 self._settle_deferred()
         try:
-            values = tensor if tensor.is_contiguous() else tensor.contiguous()
-            seed, step = self.seed, self.step
-            if self._nodes is not None and bucket.levels:
-                finite = self._nodes.all_reduce(values, bucket, seed=seed, step=step, **flags)
-            else:
-                finite = two_shot.all_reduce(
-                    values,
-                    bucket,
-                    self.process_group,
-                    seed=seed,
-                    step=step,
-                    senders=senders,
-                    **flags,
-                )
-            if values is not tensor:
-                tensor.copy_(values)
-            if probe is not None:
-                probe.finish(tensor)
+            finite = self._exchange(tensor, bucket, self.process_group, **how, **flags)
             future.set_result(tensor)
         finally:
             if stream is not None:
@@ -304,6 +298,32 @@ class BucketReducer:
             read = bool if stream is None else side.read
             self._finite.append(partial(read, finite))
         return future  # type: ignore[no-any-return]
+
+    def _exchange(
+        self,
+        tensor: torch.Tensor,
+        bucket: Bucket,
+        group: dist.ProcessGroup,
+        *,
+        senders: Sequence[float] | None,
+        probe: BucketProbe | None,
+        step: int,
+        **flags: Any,
+    ) -> torch.Tensor | None:
+        """Average a bucket; Python moves the payloads. See `two_shot.all_reduce`."""
+        values = tensor if tensor.is_contiguous() else tensor.contiguous()
+        seed = self.seed
+        if self._nodes is not None and bucket.levels:
+            finite = self._nodes.all_reduce(values, bucket, seed=seed, step=step, **flags)
+        else:
+            finite = two_shot.all_reduce(
+                values, bucket, group, seed=seed, step=step, senders=senders, **flags
+            )
+        if values is not tensor:
+            tensor.copy_(values)
+        if probe is not None:
+            probe.finish(tensor)
+        return finite
 
     def _all_finite(self) -> bool:
         """Wait for this step's buckets; return whether their results are finite."""

@@ -1,0 +1,92 @@
+"""The thread that reduces buckets of the host beside backward, on groups of other backends."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from pycomm.reduction import own_group
+
+Tasks = queue.SimpleQueue["Callable[[], None] | None"]
+
+
+class ExchangeThread:
+    """Reduces buckets one after the other, on a process group that nobody else calls.
+
+    A group of Gloo or MPI lets the thread that needs its results wait for the network: a hook that
+    did so would keep backward waiting. A second thread that called the same group would mispair
+    collectives, so this one has a group of its own.
+
+    Collective. The group and the thread end with this object.
+
+    Args:
+        group: the ranks that reduce.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = own_group.make(group)
+        """The group that reductions use, and no other code."""
+        self._tasks: Tasks = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        weakref.finalize(self, _end, self._tasks, self.group).atexit = False
+
+    def run(
+        self, tensor: torch.Tensor, reduce: Callable[[], torch.Tensor | None]
+    ) -> tuple[torch.futures.Future[torch.Tensor], Callable[[], bool]]:
+        """Queue the reduction of a bucket; all ranks queue the same ones in the same order.
+
+        Args:
+            tensor: what the reduction reads and writes.
+            reduce: returns whether the result is finite, as a tensor of one value.
+
+        Returns:
+            A future of `tensor`; and a function that waits for it, and returns whether it has come
+            and is finite.
+
+        Raises:
+            BaseException: the error of an earlier reduction, after which the group is of no use.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._tasks,), daemon=True)
+            self._thread.start()
+        came: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        ended, finite = threading.Event(), list[torch.Tensor | None]()
+
+        def task() -> None:
+            try:
+                if self._error is None:
+                    finite.append(reduce())
+            except BaseException as error:
+                self._error = error
+            if self._error is None:
+                came.set_result(tensor)
+            else:
+                came.set_exception(self._error)  # type: ignore[arg-type]
+            ended.set()
+
+        def is_finite() -> bool:
+            ended.wait()
+            return bool(finite) and bool(finite[0])
+
+        self._tasks.put(task)
+        # DDP reads the value of a future, and would take an error for one.
+        return came.then(lambda future: future.value()), is_finite
+
+
+def _serve(tasks: Tasks) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # it holds the bucket
+
+
+def _end(tasks: Tasks, group: dist.ProcessGroup) -> None:
+    tasks.put(None)
+    own_group.close(group)
