@@ -1,0 +1,160 @@
+"""Buckets over Gloo are reduced beside backward, by a thread with a group of its own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm.policy.exchange import bytes_of
+from tests.torch.pool import on_ranks
+
+WIDTH = 256  # a weight has 65,536 values, and a bucket of its own
+LAYERS = 4
+
+
+def wrapped(**options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    return DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.2, **options)
+
+
+def backward(model: nn.Module, rank: int, step: int = 0) -> None:
+    x = torch.full((2, WIDTH), 1.0 + rank + step)
+    model(x).square().mean().backward()
+
+
+def results(model: nn.Module) -> list[bytes]:
+    return [bytes_of(p.grad) for p in model.parameters() if p.grad is not None]
+
+
+def run_here(state: Any) -> None:
+    """Let the hook's thread exchange, as it did before there was a thread."""
+    state._thread = None
+
+
+@on_ranks(2, backend="gloo")
+@pytest.mark.parametrize("codec", ["int4", "topk:0.05", "lossless", "fp32"])
+def test_a_bucket_travels_while_backward_goes_on(rank, ranks, codec):
+    """The exchange of the first bucket begins when the last hook has been called."""
+    model = wrapped()
+    state = pycomm.compress(model, codec)
+    backward(model, rank)
+    last, waited = threading.Event(), []
+    model.module[0].bias.register_hook(lambda grad: last.set())
+    state._thread.run(torch.ones(1), lambda: waited.append(last.wait(60)))
+    backward(model, rank, 1)
+    assert waited == [True]
+
+
+@on_ranks(2, backend="gloo")
+@pytest.mark.parametrize("feedback", [True, False, "momentum:0.9"])
+def test_the_results_are_those_of_the_hooks_thread(rank, ranks, feedback):
+    models = [wrapped(), wrapped()]
+    states = [pycomm.compress(model, "int4", feedback=feedback) for model in models]
+    run_here(states[1])
+    for step in range(4):
+        for model in models:
+            model.zero_grad()
+            backward(model, rank, step)
+        assert results(models[0]) == results(models[1])
+    assert states[0].residual_norms() == states[1].residual_norms()
+
+
+@on_ranks(3, backend="gloo")
+def test_operations_of_the_user_are_not_mispaired(rank, ranks):
+    """Between the hooks, on the model's own group, while buckets travel."""
+    model = wrapped()
+    pycomm.compress(model, "int8")
+    sums: list[torch.Tensor] = []
+
+    def add(grad: torch.Tensor) -> None:
+        mine = torch.full((5,), float(rank + len(sums)))
+        dist.all_reduce(mine)
+        sums.append(mine)
+
+    for layer in model.module:
+        layer.weight.register_hook(add)
+    for step in range(3):
+        backward(model, rank, step)
+    assert [float(s[0]) for s in sums] == [3.0 + 3 * i for i in range(3 * LAYERS)]
+
+
+@on_ranks(2, backend="gloo")
+def test_an_overflow_on_one_rank_is_one_of_all(rank, ranks):
+    model = wrapped()
+    state = pycomm.compress(model, "int4")
+    backward(model, rank)
+    state.settle()
+    norms = state.residual_norms()
+    model(torch.full((2, WIDTH), torch.inf if rank else 1.0)).sum().backward()
+    state.settle()
+    assert state.overflows == 1
+    assert state.residual_norms() == norms
+
+
+@on_ranks(2, backend="gloo", dies=[1], timeout=5)
+def test_a_rank_that_dies_is_an_error_of_backward(rank, ranks):
+    model = wrapped()
+    state = pycomm.compress(model, "int4")
+    for step in range(2):  # DDP makes its buckets anew between these
+        backward(model, rank, step)
+    state.settle()
+    norms = state.residual_norms()
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(RuntimeError, match="reduce"):  # with the place that has failed
+        backward(model, rank, 2)
+    state.settle()  # ends, and takes the residuals back
+    assert state.residual_norms() == norms
+    with pytest.raises(RuntimeError):  # at once: its group is of no use
+        state.reduce(torch.ones(WIDTH * WIDTH), ["0.weight"])
+
+
+@on_ranks(2, backend="gloo")
+def test_a_signal_ends_the_wait_for_a_step(rank, ranks):
+    model = wrapped()
+    state = pycomm.compress(model, "int4")
+    release = threading.Event()
+    state._thread.run(torch.ones(1), lambda: release.wait() and torch.ones(()))
+    state.reduce(torch.ones(WIDTH * WIDTH), ["0.weight"])
+    old = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            state.settle()
+    finally:
+        signal.signal(signal.SIGALRM, old)
+        release.set()
+    state.settle()
+
+
+@on_ranks(2, backend="gloo")
+def test_the_thread_ends_with_the_state(rank, ranks):
+    before = set(threading.enumerate())
+    model = wrapped()
+    state = pycomm.compress(model, "int4")
+    backward(model, rank)
+    made = set(threading.enumerate()) - before
+    assert len(made) == 1
+    del model, state
+    gc.collect()
+    end = time.monotonic() + 20
+    while any(thread.is_alive() for thread in made) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(thread.is_alive() for thread in made)
+
+
+@on_ranks(2)
+def test_the_backend_pycomm_needs_no_thread(rank, ranks):
+    assert pycomm.compress(wrapped(), "int4")._thread is None
