@@ -33,7 +33,7 @@ class ExchangeThread:
         """The group that reductions use, and no other code."""
         self._tasks: Tasks = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._errors: list[BaseException] = []  # one, and the group is of no use
         weakref.finalize(self, _end, self._tasks, self.group).atexit = False
 
     def run(
@@ -52,24 +52,28 @@ class ExchangeThread:
         Raises:
             BaseException: the error of an earlier reduction, after which the group is of no use.
         """
-        if self._error is not None:
-            raise self._error
+        if self._errors:
+            raise self._errors[0]
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._tasks,), daemon=True)
             self._thread.start()
         came: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         ended, finite = threading.Event(), list[torch.Tensor | None]()
+        # Whoever waits may then drop the state, which the reduction holds, and expect it to be gone.
+        held, errors = [reduce], self._errors
+        del reduce
 
         def task() -> None:
             try:
-                if self._error is None:
-                    finite.append(reduce())
+                if not errors:
+                    finite.append(held[0]())
             except BaseException as error:
-                self._error = error
-            if self._error is None:
-                came.set_result(tensor)
+                errors.append(error)
+            held.clear()
+            if errors:
+                came.set_exception(errors[0])  # type: ignore[arg-type]
             else:
-                came.set_exception(self._error)  # type: ignore[arg-type]
+                came.set_result(tensor)
             ended.set()
 
         def is_finite() -> bool:
