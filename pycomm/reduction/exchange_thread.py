@@ -54,12 +54,12 @@ class ExchangeThread:
         """
         if self._errors:
             raise self._errors[0]
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():  # or this is a forked child
             self._thread = threading.Thread(target=_serve, args=(self._tasks,), daemon=True)
             self._thread.start()
         came: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         ended, finite = threading.Event(), list[torch.Tensor | None]()
-        # Whoever waits may then drop the state, which the reduction holds, and expect it to be gone.
+        # Whoever has waited may drop the state, which the reduction holds, and expect it to go.
         held, errors = [reduce], self._errors
         del reduce
 
