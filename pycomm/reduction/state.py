@@ -595,10 +595,17 @@ class CompressionState(BucketReducer):
 
         Raises:
             Error: the average is weighted, and a rank has set no weight; or the group has other
-                members now, and this state cannot follow; raised on all ranks.
+                members now, and this state cannot follow; raised on all ranks. Or a CUDA graph is
+                being captured.
             WireMismatch: the group has other members now, with other models, codecs or options;
                 raised on all ranks.
         """
+        if self._device.type != "cpu" and _captures(self._device):
+            raise Error(
+                f"rank {self.process_group.rank()}: a step with compressed gradients cannot be "
+                "part of a CUDA graph, since a replay would use the residuals, the seed and the "
+                "step of the capture; capture the model alone (torch.cuda.make_graphed_callables)"
+            )
         if self.stays_because:
             self.follow_members()  # raises if they have changed
         if self._weights is not None and weigh:
@@ -742,3 +749,9 @@ class CompressionState(BucketReducer):
         for name in paid:
             self.residuals.drop(name)
         self._forget_buckets(paid, alone=True)
+
+
+def _captures(device: torch.device) -> bool:
+    """Return whether a graph captures what is queued on the current stream."""
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return bool(ask and ask())

@@ -392,6 +392,21 @@ def capture(device: str) -> Iterator[None]:
     graph.replay()
 
 
+def check_no_capture_of_a_step(rank: int, ranks: int, device: str) -> None:
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(256, 256).to(device))
+    state = pycomm.compress(ddp, "int4")
+    for _ in range(2):
+        ddp(torch.ones(2, 256, device=device)).sum().backward()
+    state.settle()
+    norms = state.residual_norms()
+    with capture(device), pytest.raises(pycomm.Error, match="cannot be part of a CUDA graph"):
+        state.begin_step()
+    assert state.residual_norms() == norms
+    ddp(torch.ones(2, 256, device=device)).sum().backward()
+    state.settle()
+    assert state.overflows == 0
+
+
 def check_no_capture(rank: int, ranks: int, device: str) -> None:
     x = torch.ones(1000, device=device)
     dist.all_reduce(x)

@@ -510,6 +510,7 @@ void begin_capture() {
   capture().begin(current_stream(current_device));
 }
 void end_capture() { capture().end(); }
+bool is_capturing() { return capture().has(current_stream(current_device)); }
 
 /// Number of holds until they are refused; below 0: never.
 std::atomic<int64_t> holds_left{-1};
@@ -567,4 +568,5 @@ TORCH_LIBRARY(fakegpu, m) {
   m.def("note(int kind, int value) -> ()", &note_call);
   m.def("begin_capture() -> ()", &begin_capture);
   m.def("end_capture() -> ()", &end_capture);
+  m.def("is_capturing() -> bool", &is_capturing);
 }

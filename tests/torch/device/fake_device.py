@@ -91,6 +91,7 @@ def load(way: str) -> None:
             current_device=torch.accelerator.current_device_index,
             set_device=torch.accelerator.set_device_index,
             current_stream=torch.accelerator.current_stream,
+            is_current_stream_capturing=torch.ops.fakegpu.is_capturing,
             _is_in_bad_fork=lambda: False,
             manual_seed_all=lambda seed: None,
         )

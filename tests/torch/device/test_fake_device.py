@@ -33,6 +33,7 @@ from tests.torch.device.checks import (
     check_hand_over,
     check_lifetimes,
     check_no_capture,
+    check_no_capture_of_a_step,
     check_operations,
     check_order,
     check_sends_during_a_copy,
@@ -78,6 +79,11 @@ def test_a_graph_captures_operations_among_peers(fakes):
 
 def test_operations_by_way_of_the_host_refuse_to_be_captured(fakes):
     run_on(fakes, check_no_capture, "held")
+
+
+@pytest.mark.parametrize("way", ["held", "late", "kernels", "peers"])
+def test_a_compressed_step_refuses_to_be_captured(fakes, way):
+    run_on(fakes, check_no_capture_of_a_step, way)
 
 
 def check_stuck(rank: int, ranks: int) -> None:
