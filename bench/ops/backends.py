@@ -47,6 +47,15 @@ class Core(BackendCalls):
             return case.op.core(self.communicator, case, x, y)
         return coded.core_run(self.communicator, case, x, y, codec)
 
+    def explain(self, case: Case, codec: str = "none") -> str:
+        """Return which algorithm runs a case, and why."""
+        pieces = None
+        if codec != "none":
+            pieces = _C.Pieces()
+            pieces.add(case.count, _C.Codec(codec))
+        tag = _C.OpTag(case.op.name)
+        return self.communicator.explain(tag, case.size, pieces, case.core_dtype)
+
     def sent_bytes(self) -> int:
         return self.communicator.sent_bytes()
 

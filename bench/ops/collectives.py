@@ -98,10 +98,14 @@ def rank_main(
     origin = Origin.here(command)
     if options.device == "cuda":
         origin = replace(origin, device=harness.gpu())
-    report = Report(columns(options), quiet=rank != 0)
+    report = Report(() if options.explain else columns(options), quiet=rank != 0)
     connections = [f"{b.name}: {b.describe()}" for b in member.backends]
     where = f"{origin.device}, {origin.cores} cores, commit {origin.commit or 'unknown'}"
     report.header(f"{options.op}, {ranks} ranks on {where}", *connections)
+    if options.explain:
+        member.explain(report)
+        member.close()
+        return 0
     right = member.run(report)
     print_averages(report)
     if len(options.backend) > 1:
@@ -175,6 +179,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     what = "iterations that a backend makes back to back in its turn (1)"
     add("--turn", type=count, default=1, metavar="N", help=what)
     add("--pin", type=int, default=1, choices=(0, 1), help="a core for each rank, if enough (1)")
+    what = "print which algorithm of pycomm each size takes, and why, and measure nothing"
+    add("--explain", action="store_true", help=what)
     arguments.add_files(parser)
     add("--store", help="folder where ranks meet: shared by all nodes, if there are several")
     options = parser.parse_args(argv)
@@ -189,6 +195,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("-p 0 starts nothing: want at least 1")
     if options.turn < 1:
         parser.error("--turn 0 lets no backend do anything: want at least 1")
+    if options.explain and not any(
+        name.partition(":")[0] in backends.CORE for name in options.backend
+    ):
+        parser.error(f"--explain is for {', '.join(backends.CORE)}: add one to --backend")
     if options.codec != ["none"]:
         _check_codecs(parser, options)
     others = [name for name in options.backend if name in ("gloo", "nccl")]

@@ -66,6 +66,10 @@ std::string Communicator::describe_ranks() const {
 }
 bool Communicator::lost(int rank) const { return impl_->mesh().lost(rank); }
 
+std::string Communicator::explain(Op op, size_t bytes, const CodedArgs* coded) const {
+  return impl_->explain(op, bytes, coded);
+}
+
 bool Communicator::uses_network() const { return impl_->mesh().slowest() == Medium::tcp; }
 std::shared_ptr<SharedHeap> Communicator::heap() const { return impl_->mesh().heap(); }
 

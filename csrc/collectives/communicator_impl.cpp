@@ -6,6 +6,7 @@
 #include <numeric>
 #include <utility>
 
+#include "collectives/coded/one_shot.h"
 #include "transports/seal.h"
 #include "transports/shm/window.h"
 
@@ -114,6 +115,19 @@ void Communicator::Impl::end_with(const std::exception_ptr& thrown, Lane lane) {
     failure_.set(thrown);
     mesh_.abort(plain_notice("out of memory", rank()));
   }
+}
+
+std::string Communicator::Impl::explain(Op op, size_t bytes, const CodedArgs* coded) const {
+  if (size() == 1) return "nothing travels: the group has one rank";
+  if (!coded && window()) return "window: all ranks share memory";
+  const auto [topology, links] = mesh_.known_network();
+  if (goes_by_levels(topology, algo_) && !(coded && op != Op::all_reduce)) {
+    return std::string("hierarchical: ranks of a node share memory") +
+           (coded ? ", and nodes exchange payloads" : "");
+  }
+  if (!coded) return pycomm::explain({op, size(), bytes, mesh_.slowest(), links.speed()}, algo_);
+  if (op != Op::all_reduce) return "one_shot, its only algorithm";
+  return coded::explain(*coded, algo_, size(), links.speed());
 }
 
 void Communicator::Impl::abort(const std::string& reason) noexcept {

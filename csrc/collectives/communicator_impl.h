@@ -54,6 +54,7 @@ class Communicator::Impl {
     if (!goes_by_levels(topology, algo_)) return links.shares().begins();
     return links.shares(hierarchical::rail(topology, 0)).begins();
   }
+  std::string explain(Op op, size_t bytes, const CodedArgs* coded) const;
   Milliseconds timeout() const { return Milliseconds(timeout_.load()); }
   void set_timeout(Milliseconds timeout) { timeout_ = timeout.count(); }
   /// Runs one collective: body(deadline), with the call's number in the tag.
@@ -102,8 +103,7 @@ class Communicator::Impl {
   /// there is none or an algorithm over channels was asked for.
   template <typename Body>
   void collective(OpTag& tag, Milliseconds timeout, const Body& body) {
-    const bool over_channels = algo_ != Algo::automatic && algo_ != Algo::hierarchical;
-    Window* const window = over_channels ? nullptr : mesh_.window();
+    Window* const window = this->window();
     if (window == nullptr) {
       return exchange(tag, timeout,
                       [&](CollectiveContext& context) { body(dispatch::Route(context, algo_)); });
@@ -231,6 +231,12 @@ class Communicator::Impl {
     std::atomic<uint64_t> calls_{0}, changed_{0};
     std::atomic<std::thread::id> last_{};
   };
+
+  /// Returns the memory over which exact collectives go; null: they go over channels.
+  Window* window() const {
+    const bool over_channels = algo_ != Algo::automatic && algo_ != Algo::hierarchical;
+    return over_channels ? nullptr : mesh_.window();
+  }
 
   using Turn = std::unique_lock<std::timed_mutex>;
   /// Waits for the end of another thread's call.
