@@ -118,6 +118,14 @@ class Nodes:
         self._gather_in_node(places, flag)
         return flag[0] == 0 if found_inf is None else None
 
+    def check(self, device: torch.device) -> None:
+        """Raise the error of an operation on device tensors in one of the groups; see
+        `BucketReducer.check_operations`."""
+        for group in (self._node, self._across):
+            ours = None if group is None else backend.find(group, device)
+            if ours is not None:
+                ours.check()
+
     def _sum_in_node(self, places: Sequence[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
         """Return the node's sum of our part, rounded in float32; values behind it mean nothing.
 

@@ -196,9 +196,13 @@ class BucketReducer:
 
         Its results are not finite; this tells a failure from an overflow.
         """
+        if self._device.type == "cpu":
+            return
         ours = backend.find(self.process_group, self._device)
-        if ours is not None and self._device.type != "cpu":
+        if ours is not None:
             ours.check()
+        if self._nodes is not None:
+            self._nodes.check(self._device)
 
     def _reduce_factors(
         self, tensor: torch.Tensor, bucket: Bucket

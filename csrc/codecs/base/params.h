@@ -33,6 +33,7 @@ struct EncodeParams {
   uint32_t* header;        ///< eden: start of a payload
   uint64_t key;            ///< eden: seed of the signs
   uint32_t rotation_bits;  ///< eden: a rotation has 1 << rotation_bits values
+  uint32_t swapped;        ///< not 0: the residuals are exchanged; see BatchHead
 };
 
 /// Arguments of every decode kernel of the codecs with one kernel.

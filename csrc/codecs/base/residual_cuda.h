@@ -76,13 +76,14 @@ __device__ __forceinline__ cuda::Tile<kRows> tile_of(const EncodeParams& args, c
 template <int kRows>
 __device__ __forceinline__ cuda::Vector<float> load_residual(const cuda::Tile<kRows>& tile,
                                                              const EncodeParams& args, int row) {
+  const uint8_t* const from = args.swapped ? args.new_residual : args.residual;
   cuda::Vector<float> value;
   if (args.form == stored::kFloat32) {
-    value = stored::load_row<stored::Float32>(tile, args.residual, row);
+    value = stored::load_row<stored::Float32>(tile, from, row);
   } else if (args.form == stored::kBFloat16) {
-    value = stored::load_row<stored::BFloat16>(tile, args.residual, row);
+    value = stored::load_row<stored::BFloat16>(tile, from, row);
   } else {
-    value = stored::load_int8(args.residual, tile.index(row), args.numel);
+    value = stored::load_int8(from, tile.index(row), args.numel);
   }
   for (int k = 0; k < cuda::kVector; k++) value.v[k] = args.decay * value.v[k];
   return value;
@@ -93,8 +94,9 @@ template <int kRows>
 __device__ __forceinline__ void store_residual(const cuda::Tile<kRows>& tile,
                                                const EncodeParams& args,
                                                const cuda::Vector<float> (&value)[kRows]) {
+  uint8_t* const to = args.swapped ? const_cast<uint8_t*>(args.residual) : args.new_residual;
   if (args.form == stored::kFloat32) {
-    tile.store(reinterpret_cast<float*>(args.new_residual), args.numel, value);
+    tile.store(reinterpret_cast<float*>(to), args.numel, value);
   } else if (args.form == stored::kBFloat16) {
     cuda::Vector<uint16_t> code[kRows];
 #pragma unroll
@@ -103,7 +105,7 @@ __device__ __forceinline__ void store_residual(const cuda::Tile<kRows>& tile,
         code[row].v[k] = stored::BFloat16::encode(value[row].v[k]);
       }
     }
-    tile.store(reinterpret_cast<uint16_t*>(args.new_residual), args.numel, code);
+    tile.store(reinterpret_cast<uint16_t*>(to), args.numel, code);
   } else {
 #pragma unroll
     for (int row = 0; row < kRows; row++) {
@@ -111,7 +113,7 @@ __device__ __forceinline__ void store_residual(const cuda::Tile<kRows>& tile,
       for (int k = 0; k < cuda::kVector; k++) {
         if (tile.index(row) + k >= args.numel) there.v[k] = 0.0f;
       }
-      stored::store_int8(args.new_residual, tile.index(row), args.numel, there);
+      stored::store_int8(to, tile.index(row), args.numel, there);
     }
   }
 }

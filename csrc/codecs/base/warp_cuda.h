@@ -12,15 +12,19 @@ constexpr uint32_t kAll = ~0u;  ///< all lanes of a warp
 __device__ __forceinline__ uint32_t lane_of_warp() { return threadIdx.x % cuda::kLanes; }
 __device__ __forceinline__ uint32_t warp_of_block() { return threadIdx.x / cuda::kLanes; }
 
-/// Exchanges the residual that a kernel reads and the one that it writes.
+// Lets a kernel read the residual that it would write, and the other way round.
 template <typename Params>
 __device__ __forceinline__ auto swap_residuals(Params& args, int)
-    -> decltype(args.new_residual, void()) {
-  auto* const fresh = args.new_residual;
-  args.new_residual = const_cast<decltype(args.new_residual)>(args.residual);
+    -> decltype(args.swapped, void()) {
+  args.swapped = 1;  // with both addresses exchanged here, sign spilled registers
+}
+template <typename Params>
+__device__ __forceinline__ auto swap_residuals(Params& args, int)
+    -> decltype(args.scratch, args.new_residual, void()) {
+  float* const fresh = args.new_residual;
+  args.new_residual = const_cast<float*>(args.residual);
   args.residual = fresh;
 }
-/// As above, for the kernels that only read or write them.
 template <typename Params>
 __device__ __forceinline__ auto swap_residuals(Params& args, int)
     -> decltype(args.other_side, void()) {

@@ -118,6 +118,23 @@ def check_static_graph(rank: int, ranks: int, device: str) -> Any:
     return found, state.overflows
 
 
+def check_compiled(rank: int, ranks: int, device: str) -> Any:
+    """Forward and backward are graphs, which torch cuts at DDP's buckets."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 600)).to(device)
+    model = DistributedDataParallel(layers, bucket_cap_mb=1)
+    state = pycomm.compress(model, "int4", nodes=NODES[ranks])
+    compiled = torch.compile(model, backend="aot_eager")
+    found = []
+    for step in range(STEPS):
+        model.zero_grad()
+        x = torch.randn(4, 600, generator=torch.Generator().manual_seed(10 * step + rank))
+        compiled(x.to(device)).square().mean().backward()
+        found.append(on_host({n: p.grad for n, p in layers.named_parameters()}))
+    assert sum(torch._dynamo.utils.counters["frames"].values()) > 0
+    return found, state.step, state.overflows
+
+
 def check_overflow_beside_a_late_stream(rank: int, ranks: int, device: str) -> Any:
     """The last rank's gradients overflow while the first one's stream is late."""
     model, state = wrapped(device)
@@ -171,6 +188,8 @@ CHECKS: list[tuple[Callable[..., Any], int]] = [
     (check_two_models, 4),
     (check_half_of_the_world, 4),
     (check_static_graph, 2),
+    (check_compiled, 2),
+    (check_compiled, 4),
     (check_overflow_beside_a_late_stream, 2),
     (check_overflow_beside_a_late_stream, 4),
 ]

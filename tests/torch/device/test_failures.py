@@ -29,6 +29,7 @@ from pycomm.policy import Decision, Parameter
 from pycomm.policy.exchange import gather
 from pycomm.reduction import batched, payloads, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket
+from pycomm.reduction.nodes import Nodes
 from pycomm.reduction.paths import native_backend
 from tests.torch.device import fake_device
 from tests.torch.device.fake_device import GROUP
@@ -426,6 +427,63 @@ def check_ddp_until_death(rank: int, way: str, after: float) -> None:
 def test_a_rank_that_dies_in_a_step_of_ddp_is_named(fakes, way, after):
     """At any moment of a step; the limit of an operation is an hour."""
     run(fakes, way, check_ddp_until_death, after, dies={1}, timeout=3600)
+
+
+STAGES: dict[str, tuple[Any, str]] = {
+    "sum in the node": (Nodes, "_sum_in_node"),
+    "contributions": (batched, "all_to_all"),
+    "results": (batched, "all_gather"),
+    "gather in the node": (Nodes, "_gather_in_node"),
+}
+
+
+def check_nodes(rank: int, way: str, stage: str) -> bool:
+    """Return whether this rank has got an error."""
+    model = nn.Linear(300, 300).to(FAKE)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    state = pycomm.compress(ddp, "int4", nodes=[0, 0, 1, 1])
+
+    def step() -> None:
+        ddp.zero_grad()
+        ddp(torch.ones(3, 300, device=FAKE) * (rank + 1)).square().mean().backward()
+
+    for _ in range(4):
+        step()
+    state.settle()
+    before = state.residual_norms()
+    dist.barrier()
+    lost = True
+    module, name = STAGES[stage]
+    first = getattr(module, name)
+
+    def end(*args: Any, **more: Any) -> Any:
+        torch.accelerator.synchronize()
+        time.sleep(0.1)  # the others have what came before
+        os._exit(0)
+
+    with patch.object(module, name, end if rank == 3 else first):
+        try:
+            step()
+            lost = any(p.grad.cpu().isnan().any() for p in model.parameters())
+            assert lost == (rank == 2 or stage != "gather in the node")  # whose other node has all
+            state.settle()
+            failed = False
+        except RuntimeError:
+            failed = True
+    with contextlib.suppress(RuntimeError):
+        state.settle()
+    assert state.residuals is not None
+    if lost:
+        assert state.residuals.norms() == before
+    return failed
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_dies_by_nodes_leaves_no_result(fakes, stage):
+    """In any stage; the ranks of its node and of its place learn the reason, in time."""
+    failed = run(fakes, "kernels", check_nodes, stage, ranks=4, dies={3})
+    assert failed[1] == (stage != "gather in the node")
+    assert failed[2]
 
 
 def check_local_sgd_between_shots(rank: int, way: str, how: str) -> None:
