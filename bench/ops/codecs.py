@@ -188,7 +188,9 @@ def main(argv: Sequence[str]) -> int:
     if options.device == "cuda":
         from pycomm.bench.gpu.__main__ import main as on_gpu  # needs torch
 
-        return on_gpu(["--stages", "kernels", "--numel", *(str(n // 4) for n in options.sizes)])
+        chosen = ["--codec", ",".join(options.codec)] if options.codec else []
+        sizes = (str(n // 4) for n in options.sizes)
+        return on_gpu(["--stages", "kernels", *chosen, "--numel", *sizes])
     chosen, sizes = specs(options.codec or []), options.sizes
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "codecs", *argv]))
     if options.errors:

@@ -17,11 +17,10 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm import takeover
-from pycomm.bench.common.harness import take_gpu
+from pycomm.bench.common import accelerator
 from pycomm.bench.ops import coded
 from pycomm.bench.ops.backend import BackendCalls
 from pycomm.bench.ops.cases import Array, Case, Run
-from pycomm.doctor.gpu import has_mps
 from pycomm.policy import Decision, Parameter
 from pycomm.reduction import two_shot
 from pycomm.reduction.bucket import Bucket
@@ -77,15 +76,16 @@ class OnDevice(BackendCalls):
             run = coded.torch_run(native, case, *tensors, codec)
         else:
             run = case.op.torch(dist, self.group, case, *tensors)
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             return run
+        gpu = accelerator.api()
 
         def timed() -> None:
-            events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            events = tuple(gpu.Event(enable_timing=True) for _ in range(2))
             events[0].record()
             run()
             events[1].record()
-            torch.cuda.synchronize()
+            gpu.synchronize()
             self._events.append((events[0], events[1]))
 
         return timed
@@ -111,10 +111,8 @@ class OnDevice(BackendCalls):
         return sent
 
     def describe(self) -> str:
-        ranks, gpus = self.group.size(), torch.cuda.device_count()
-        shared = f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}, " if gpus < ranks else ""
-        mps = "with MPS" if has_mps() else "without MPS"
-        return f"torch {torch.__version__} {NAMES[self.name]}, {shared}{mps}"
+        words = [f"torch {torch.__version__} {NAMES[self.name]}"]
+        return ", ".join(filter(None, [*words, accelerator.sharing(self.group.size())]))
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -134,20 +132,20 @@ def over(group: Any, case: Case, x: torch.Tensor, y: torch.Tensor, spec: str) ->
 
 def missing() -> str:
     """Return why there is no GPU to measure, and a remedy; "" if there is one."""
-    if torch.cuda.is_available():
+    if accelerator.kind():
         return ""
     return "--device cuda needs an NVIDIA GPU, its driver, and a torch that was built for CUDA"
 
 
 def make(name: str, folder: Path, rank: int, ranks: int) -> OnDevice:
     """Connect to the other ranks in one backend, on this rank's GPU."""
-    take_gpu(rank, ranks)
+    device = accelerator.take(rank, ranks)
     with takeover.released():
         if not dist.is_initialized():
             store = dist.FileStore(str(folder / "torch"), ranks)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-        options = None
+        options = accelerator.group(NAMES[name], device.type)
         if name == "pycomm-host":
-            options = pycomm.Options(device_path="host")
-        group = dist.new_group(backend=NAMES[name], pg_options=options)
-    return OnDevice(name, group, torch.device("cuda", torch.cuda.current_device()))
+            options["pg_options"] = pycomm.Options(device_path="host")
+        group = dist.new_group(**options)
+    return OnDevice(name, group, device)
