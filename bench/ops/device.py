@@ -24,6 +24,7 @@ from pycomm.bench.ops.cases import Array, Case, Run
 from pycomm.policy import Decision, Parameter
 from pycomm.reduction import two_shot
 from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.paths import native_backend
 
 NAMES = {
     "pycomm-torch": "pycomm",
@@ -32,6 +33,26 @@ NAMES = {
     "pycomm-nccl": "nccl",
 }
 """Their names in torch.distributed."""
+
+
+class TimedRun:
+    """Calls that are done when they return, and that events of the GPU time."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._gpu = run, accelerator.api()
+        self._events: list[list[Any]] = []
+
+    def __call__(self) -> None:
+        events = [self._gpu.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        self._run()
+        events[1].record()
+        self._gpu.synchronize()
+        self._events.append(events)
+
+    def time(self) -> float:
+        """Return the median of the calls, in us."""
+        return statistics.median(1e3 * begin.elapsed_time(end) for begin, end in self._events)
 
 
 class OnDevice(BackendCalls):
@@ -47,7 +68,6 @@ class OnDevice(BackendCalls):
         self.name, self.group, self.device = name, group, device
         self.has_codecs = name.startswith("pycomm")
         self._copies: dict[int, torch.Tensor] = {}
-        self._events: list[tuple[Any, Any]] = []
 
     def refuses(self, case: Case) -> str:
         if self.name.startswith("pycomm-nccl") and case.op.name not in coded.CORE:
@@ -67,28 +87,12 @@ class OnDevice(BackendCalls):
 
     def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
         self._copies.clear()
-        self._events.clear()
         tensors = self._copy(x, case.dtype), self._copy(y, case.dtype)
-        if codec != "none" and self.name == "pycomm-nccl":
-            run = over(self.group, case, *tensors, codec)
-        elif codec != "none":
-            native = self.group._get_backend(self.device)
-            run = coded.torch_run(native, case, *tensors, codec)
+        if codec != "none":
+            run = coded_run(self.group, case, *tensors, codec)
         else:
             run = case.op.torch(dist, self.group, case, *tensors)
-        if self.device.type == "cpu":
-            return run
-        gpu = accelerator.api()
-
-        def timed() -> None:
-            events = tuple(gpu.Event(enable_timing=True) for _ in range(2))
-            events[0].record()
-            run()
-            events[1].record()
-            gpu.synchronize()
-            self._events.append((events[0], events[1]))
-
-        return timed
+        return run if self.device.type == "cpu" else TimedRun(run)
 
     def push(self, *arrays: Array) -> None:
         for array in arrays:
@@ -100,9 +104,8 @@ class OnDevice(BackendCalls):
             copy = self._copy(array, "")
             torch.from_numpy(array).view(torch.uint8).copy_(copy.view(torch.uint8))
 
-    def event_time(self) -> float | None:
-        times = [1e3 * begin.elapsed_time(end) for begin, end in self._events]
-        return statistics.median(times) if times else None
+    def event_time(self, run: Run) -> float | None:
+        return run.time() if isinstance(run, TimedRun) else None
 
     def sent_bytes(self) -> int | None:
         if NAMES[self.name] != "pycomm":
@@ -119,14 +122,18 @@ class OnDevice(BackendCalls):
             dist.destroy_process_group()
 
 
-def over(group: Any, case: Case, x: torch.Tensor, y: torch.Tensor, spec: str) -> Run:
-    """Return one call of a coded collective whose payloads a group of any backend moves."""
+def coded_run(group: Any, case: Case, x: torch.Tensor, y: torch.Tensor, spec: str) -> Run:
+    """Return one call of a coded collective by the path that hooks take on a group."""
     parameter = Parameter("values", (case.count,), x.dtype)
     rows = case.ranks if case.op.name == "reduce_scatter" else 1
     decision = Decision(parameter, pycomm.codec(spec), "the benchmark's")
     bucket = Bucket([decision], [0], None, x.device, rows=rows)
-    call: Any = getattr(two_shot, case.op.name)
     tensors = (x,) if case.op.name == "all_reduce" else (y, x)
+    native: Any = native_backend(bucket, group, case.op.name, tensors[0])
+    if native is not None:
+        own = getattr(native, f"compressed_{case.op.name}")
+        return lambda: own(*tensors, bucket.native, bucket.sides, seed=0, step=0).wait()
+    call: Any = getattr(two_shot, case.op.name)
     return lambda: call(*tensors, bucket, group, seed=0, step=0)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm.bench.__main__ import main
-from pycomm.bench.ops.device import OnDevice, over
+from pycomm.bench.ops.device import OnDevice, coded_run
 from pycomm.bench.ops.operations import OPERATIONS, make_case
 
 
@@ -55,6 +55,6 @@ def test_copies_on_a_device_lie_as_the_arrays_do(alone, name, place):
 def test_payloads_of_another_backend_are_coded_alike(alone):
     case = make_case(OPERATIONS["all_gather"], 4096, dtype="float32", redop="", rank=0, ranks=1)
     x, y = torch.linspace(-1, 1, case.count), torch.zeros(case.count)
-    over(alone, case, x, y, "int8")()
+    coded_run(alone, case, x, y, "int8")()
     codec = pycomm.codec("int8")
     assert torch.equal(y, codec.decode(codec.encode(x), case.count))

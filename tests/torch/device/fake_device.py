@@ -120,8 +120,12 @@ def module() -> types.ModuleType:
 
 
 def autoload() -> None:
-    """Load the device, as torch's entry points do for devices that are installed beside it."""
+    """Load the device, as torch's entry points do for devices that are installed beside it.
+
+    There is one, which ranks share.
+    """
     load("kernels")
+    torch.get_device_module(NAME).device_count = lambda: 1
     torch.ops.fakegpu.hurry()
 
 
