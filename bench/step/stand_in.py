@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -38,6 +39,8 @@ from pycomm.plan.units import parse_rate
 ROOT = Path(__file__).parents[2]
 RECORDER = "tests.torch.device.recorded"
 SCALE = 8
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "2000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
+"""The recorder's memory stays with it: it asks for the same sizes again and again."""
 CODECS = {"int4": "int4", "int8": "int8", "sign": "coded sign"}
 
 # What the recorder notes: kind, stream and value. The first seven are those of fake_device.cpp.
@@ -260,7 +263,8 @@ def record(config: Config, jobs: Sequence[dict[str, str]]) -> list[Recorded]:
         raise RuntimeError("--stand-in runs on the device of the tests: use a checkout of pycomm")
     shapes = {"buckets": buckets(config)}
     command = [sys.executable, "-m", RECORDER, *(json.dumps(job | shapes) for job in jobs)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    env = os.environ | MALLOC
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the stand-in has failed:\n{done.stderr}")
     return [Recorded.parse(line) for line in done.stdout.splitlines()]

@@ -237,6 +237,13 @@ def as_python(folder: Path) -> dict[str, str]:
     return {EXECUTABLE: str(program), SHARED: os.environ.get(SHARED) or _own[os.getpid()]}
 
 
+def start_with(monkeypatch: Any, variables: Mapping[str, str]) -> None:
+    """Let what this process starts by `sys.executable` have the variables of `as_python`."""
+    monkeypatch.setattr(sys, "executable", variables[EXECUTABLE])
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
 _own: dict[int, str] = {}
 _connections: dict[int, socket.socket] = {}
 

@@ -17,5 +17,7 @@ checks.PARTS, checks.SANITIZERS = ("sign",), ("memcheck",)
 # They have devices of their own, in processes that test_fake_device.py and test_exact.py start.
 checks.RANKS = ()
 
+gpu.STAGES = {name: (20, stage) for name, (_, stage) in gpu.STAGES.items()}  # a busy machine
+
 if __name__ == "__main__":
     sys.exit(gpu.main(sys.argv[1:]))

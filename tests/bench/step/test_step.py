@@ -12,6 +12,7 @@ from pycomm.bench.figures.drawing import picture_digest
 from pycomm.bench.step import command
 from pycomm.bench.step.bound import Pace, wire_seconds
 from pycomm.bench.training.train import MODELS, Config, parameters
+from tests.torch.interpreter import as_python, start_with
 
 
 def test_the_bound_is_the_longest_of_what_must_follow():
@@ -42,8 +43,9 @@ def test_each_backend_has_its_methods():
 
 
 @pytest.mark.timeout(300)
-def test_two_ranks_take_turns_and_pace_themselves(tmp_path, capsys):
-    words = ["--model", "1,32,2,8,256,2", "--cpu", "--paced", "--rate", "1gbit"]
+def test_two_ranks_take_turns_and_pace_themselves(tmp_path, capsys, monkeypatch):
+    start_with(monkeypatch, as_python(tmp_path))
+    words = ["--model", "tiny", "--cpu", "--paced", "--rate", "1gbit"]
     words += ["--methods", "exact,int4", "--rounds", "1", "--turn-seconds", "0.05"]
     files = ["--csv", str(tmp_path / "x.csv"), "--picture", str(tmp_path / "x.png")]
     assert command.main([*words, *files]) == 0
@@ -52,7 +54,7 @@ def test_two_ranks_take_turns_and_pace_themselves(tmp_path, capsys):
     assert "# links: " in printed
     rows = tables.read(tmp_path / "x.csv")
     assert [row["method"] for row in rows] == ["alone", "pycomm, exact", "pycomm, int4"]
-    values = parameters(command.model(words[1])[1])
+    values = parameters(MODELS[words[1]])
     exact, int4 = (float(row["wire_bytes"]) for row in rows[1:])
     assert 4 * values <= exact < 4.2 * values
     assert int4 < exact / 2  # norms and biases travel exactly

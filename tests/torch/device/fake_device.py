@@ -23,6 +23,7 @@ from pycomm.codecs.base import Codec
 from pycomm.codecs.cuda.launches import Launch, decode_launches, encode_launches, make_scratch
 from tests.codecs.cuda import emulated
 from tests.compiling import GENERATED, compile_cpp
+from tests.torch import interpreter
 from tests.torch.interpreter import ROOT
 from tests.torch.pool import Pool
 
@@ -132,8 +133,10 @@ def autoload() -> None:
 def installed(folder: Path) -> dict[str, str]:
     """Return the variables of a Python that finds the device among its packages.
 
+    `interpreter.EXECUTABLE` names a Python that starts at once.
+
     Args:
-        folder: a new one, for what names the device's entry point.
+        folder: for that, and for what names the device's entry point.
     """
     built()
     emulated.all_kernels()
@@ -142,7 +145,7 @@ def installed(folder: Path) -> dict[str, str]:
     (made / "METADATA").write_text("Metadata-Version: 2.1\nName: stand-in\nVersion: 1\n")
     points = f"[torch.backends]\n{NAME} = {__name__}:{autoload.__name__}\n"
     (made / "entry_points.txt").write_text(points)
-    return {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    return {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"} | interpreter.as_python(folder)
 
 
 def load(way: str) -> None:
