@@ -170,6 +170,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments.add_files(parser)
     options = parser.parse_args(argv)
     options.sizes = arguments.checked_sizes(parser, options)
+    if options.device == "cuda" and (options.errors or options.csv or options.json):
+        words = "--device cuda writes bench/results/gpu-DEVICE.csv; errors are those of the CPU"
+        parser.error(f"{words}: leave out --csv, --json and --errors")
     return options
 
 

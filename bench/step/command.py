@@ -349,6 +349,8 @@ def main(argv: Sequence[str]) -> int:
 
     report.note(f"# {origin.device}, torch {torch.__version__}, {name}")
     report.note(head(COLUMNS))
+    if options.trace:
+        Path(options.trace).parent.mkdir(parents=True, exist_ok=True)
     for rate in options.rate:
         measured(rate, add)
     report.save(origin, json_path=options.json, csv_path=None)

@@ -537,8 +537,8 @@ def test_two_ranks_average_and_each_implementation_codes(tmp_path, monkeypatch):
     found = {finding.name: finding for finding in gpu.run(fake_device.NAME)}
     assert found["ranks"].level == "ok", found
     assert "averages in a second; 1 bucket of 262144 values: kernels (" in found["ranks"].text
-    levels = {kind: found[kind].level for kind in gpu.KINDS}
-    assert levels == {"native": "note", "nvrtc": "ok", "triton": "note", "reference": "ok"}
+    levels = {kind: found[kind].level for kind in gpu.KINDS if kind != "triton"}
+    assert levels == {"native": "note", "nvrtc": "ok", "reference": "ok"}
     assert "native codecs run on cpu and cuda, not on fakegpu" in found["native"].text
 
 

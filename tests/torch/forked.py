@@ -86,10 +86,6 @@ class Command:
             status = 1
         threading._shutdown()
         atexit._run_exitfuncs()
-        if "TESTS_CPU" in os.environ:
-            open(os.environ["TESTS_CPU"], "a").write(
-                f"{sum(os.times()[:4]):.2f} {' '.join(self.words)[:110]}\n"
-            )
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()

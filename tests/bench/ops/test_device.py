@@ -36,6 +36,13 @@ def test_backends_of_the_other_device_are_refused(capsys):
     assert "--backend nccl is not for --device cpu" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("word", ["--errors", "--csv=x", "--json=x"])
+def test_kernels_have_a_table_of_their_own(word, capsys):
+    with pytest.raises(SystemExit):
+        main(["codecs", "--device", "cuda", word])
+    assert "leave out --csv, --json and --errors" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", [n for n in OPERATIONS if n != "sendrecv"])  # with itself
 @pytest.mark.parametrize("place", ["in", "out"])
 def test_copies_on_a_device_lie_as_the_arrays_do(alone, name, place):

@@ -28,7 +28,7 @@ def test_the_words_name_models_and_backends():
     assert parameters(MODELS["124m"]) == 124_439_808
     shape = Config(layers=1, width=32, heads=2, context=8, vocabulary=300, batch=3)
     assert command.model("1,32,2,8,300,3")[1] == shape
-    with pytest.raises(argparse.ArgumentTypeError, match="no model '7b': want demo"):
+    with pytest.raises(argparse.ArgumentTypeError, match="no model '7b': want tiny, demo"):
         command.model("7b")
     both = ["nccl", "pycomm", "cpu:pycomm,cuda:nccl"]
     assert command.backends("nccl,pycomm,cpu:pycomm,cuda:nccl") == both
@@ -45,7 +45,7 @@ def test_each_backend_has_its_methods():
 @pytest.mark.timeout(300)
 def test_two_ranks_take_turns_and_pace_themselves(tmp_path, capsys, monkeypatch):
     start_with(monkeypatch, as_python(tmp_path))
-    words = ["--model", "tiny", "--cpu", "--paced", "--rate", "1gbit"]
+    words = ["--model", "1,32,2,8,256,2", "--cpu", "--paced", "--rate", "1gbit"]
     words += ["--methods", "exact,int4", "--rounds", "1", "--turn-seconds", "0.05"]
     files = ["--csv", str(tmp_path / "x.csv"), "--picture", str(tmp_path / "x.png")]
     assert command.main([*words, *files]) == 0
@@ -54,7 +54,7 @@ def test_two_ranks_take_turns_and_pace_themselves(tmp_path, capsys, monkeypatch)
     assert "# links: " in printed
     rows = tables.read(tmp_path / "x.csv")
     assert [row["method"] for row in rows] == ["alone", "pycomm, exact", "pycomm, int4"]
-    values = parameters(MODELS[words[1]])
+    values = parameters(command.model(words[1])[1])
     exact, int4 = (float(row["wire_bytes"]) for row in rows[1:])
     assert 4 * values <= exact < 4.2 * values
     assert int4 < exact / 2  # norms and biases travel exactly
