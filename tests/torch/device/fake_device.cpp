@@ -150,6 +150,16 @@ class Capture {
     events_.clear();
     joined_.clear();
     tasks_.clear();
+    lost_ = false;
+  }
+  /// Something has run that is not in the graph.
+  void lose() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    lost_ = lost_ || !streams_.empty();
+  }
+  bool lost() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return lost_;
   }
   /// Returns what was queued. Throws if the origin does not wait for all captured streams.
   std::vector<Task> end() {
@@ -201,6 +211,7 @@ class Capture {
   std::map<void*, c10::StreamId> events_;  // recorded in the capture
   std::set<c10::StreamId> joined_;
   std::vector<Task> tasks_;
+  bool lost_ = false;
 };
 
 Capture& capture() {
@@ -474,7 +485,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     }
   }
   if (!queued) {
-    capture().refuse("wait for the device");
+    capture().lose();
     note(kWaitStream, stream.id(), 0);
     worker(stream).mark()->wait();
   }
@@ -495,7 +506,7 @@ at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
 }
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  capture().refuse("run what the host has to");
+  capture().lose();
   const int64_t stream = current_stream(current_device).id();
   if (op.schema().name() == "aten::_local_scalar_dense") {
     note(kCopy, stream, 4);
@@ -546,13 +557,14 @@ void begin_capture() {
   Guard().synchronizeDevice(current_device);
   capture().begin(current_stream(current_device));
 }
-/// Returns the number of the graph.
 std::vector<std::vector<Task>>& graphs() {
   static auto& graphs = *new std::vector<std::vector<Task>>;
   return graphs;
 }
+/// Returns the number of the graph; -1 if it lacks something that this device runs on the host.
 int64_t end_capture() {
   graphs().push_back(capture().end());
+  if (capture().lost()) return -1;
   return static_cast<int64_t>(graphs().size()) - 1;
 }
 /// Queues a graph's work once more, in the order in which it was captured.

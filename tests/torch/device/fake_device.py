@@ -88,6 +88,8 @@ class Graph:
                 yield
             finally:
                 self._number = torch.ops.fakegpu.end_capture()
+        if self._number < 0:
+            raise RuntimeError("the stand-in does not capture operations that it runs on the host")
 
     def replay(self) -> None:
         torch.ops.fakegpu.replay(self._number)
