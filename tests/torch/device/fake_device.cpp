@@ -239,7 +239,7 @@ class Memory {
   }
   void* allocate(size_t bytes, bool pinned) {
     auto* data = static_cast<uint8_t*>(std::malloc(bytes + 1));
-    if (!recording) std::memset(data, kPoison, bytes);
+    std::memset(data, kPoison, bytes);
     const std::lock_guard<std::mutex> lock(mutex_);
     blocks_[data] = {bytes, pinned, {current_stream(current_device)}};
     used_ += pinned ? 0 : bytes;
@@ -279,7 +279,7 @@ class Memory {
       marks->push_back(worker(block.users[i]).mark());
     std::thread([marks, data, bytes = block.bytes] {
       for (const auto& mark : *marks) mark->wait();
-      if (recording) return std::free(data);  // nobody looks at values
+      if (recording) return std::free(data);  // it is poisoned when it is allocated again
       std::memset(data, kPoison, bytes);
     }).detach();
   }
