@@ -44,7 +44,7 @@ from pycomm.bench.figures.drawing import Chart, save
 from pycomm.bench.lab import jobs
 from pycomm.bench.step import stand_in
 from pycomm.bench.step.bound import Pace, wire_seconds
-from pycomm.bench.step.stages import Span, Trace
+from pycomm.bench.step.stages import StageTime, Trace
 from pycomm.bench.training.methods import METHODS, ONE_BUCKET, Method
 from pycomm.bench.training.results import describe
 from pycomm.bench.training.train import MODELS, Config, parameters
@@ -173,7 +173,7 @@ class Answers:
             rate = 8e-9 * answer["rate"]
             print(f"# links: {answer['sent']} bytes at {rate:.3g} Gbit/s a rank", flush=True)
         elif name == "trace":
-            spans = [Span(**each) for each in answer["spans"]]
+            spans = [StageTime(**each) for each in answer["spans"]]
             label = self._setting.methods[-1].label
             self._setting.traces.append((label, self._base.rate, spans))
         elif name == "alone":
@@ -372,7 +372,7 @@ def main(argv: Sequence[str]) -> int:
     return 1 if wrong else 0
 
 
-def rounded(span: Span) -> dict[str, Any]:
+def rounded(span: StageTime) -> dict[str, Any]:
     """Return the columns of a span, its times to a microsecond."""
     return asdict(replace(span, begin=round(span.begin, 6), end=round(span.end, 6)))
 

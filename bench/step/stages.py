@@ -35,7 +35,7 @@ EXCHANGES = ((batched, ("all_to_all", "all_gather")), (two_shot, ("all_to_all", 
 
 
 @dataclass(frozen=True)
-class Span:
+class StageTime:
     """A stage of a bucket, in seconds from the beginning of the step."""
 
     stage: str
@@ -45,7 +45,7 @@ class Span:
     end: float
 
 
-Trace = tuple[str, str, list[Span]]
+Trace = tuple[str, str, list[StageTime]]
 """A step's stages, with the method and the rate of its links."""
 
 
@@ -129,7 +129,7 @@ class Stages:
 
         return noted
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[StageTime]:
         """Return the spans of the step, which the device has done."""
 
         def at(mark: Any) -> float:
@@ -137,24 +137,24 @@ class Stages:
                 return float(mark - self._begin)
             return float(self._begin.elapsed_time(mark)) / 1e3
 
-        found: list[Span] = []
+        found: list[StageTime] = []
         before = free = 0.0  # when backward has made the last bucket ready, and its stages are done
         for number, marks in enumerate(self._buckets):
             ready, *places = map(at, marks)
-            found.append(Span("compute", number, before, ready))
+            found.append(StageTime("compute", number, before, ready))
             names = BY_EXCHANGES[(len(places) - 1) // 2]
             begins = [max(ready, free), *places[:-1]]
             for name, begin, end in zip(names, begins, places, strict=True):
-                found.append(Span(name, number, begin, end))
+                found.append(StageTime(name, number, begin, end))
             before, free = ready, places[-1]
-        return [*found, Span("optimizer", -1, max(before, free), at(self._end))]
+        return [*found, StageTime("optimizer", -1, max(before, free), at(self._end))]
 
 
-def joined(spans: Sequence[Span]) -> list[Span]:
+def joined(spans: Sequence[StageTime]) -> list[StageTime]:
     """Return spans in which those of a stage of a bucket are one, from its begin to its end."""
-    found: dict[tuple[str, int], Span] = {}
+    found: dict[tuple[str, int], StageTime] = {}
     for span in spans:
         key = span.stage, span.bucket
         first = found.get(key, span)
-        found[key] = Span(*key, min(first.begin, span.begin), max(first.end, span.end))
+        found[key] = StageTime(*key, min(first.begin, span.begin), max(first.end, span.end))
     return list(found.values())

@@ -28,7 +28,7 @@ import torch
 
 from pycomm.bench.common.harness import Row
 from pycomm.bench.step.bound import FULL, Pace, wire_seconds
-from pycomm.bench.step.stages import Span, Trace, joined
+from pycomm.bench.step.stages import StageTime, Trace, joined
 from pycomm.bench.training.methods import Method
 from pycomm.bench.training.results import describe
 from pycomm.bench.training.train import Config, Transformer, parameters
@@ -128,7 +128,7 @@ class Replay:
         self._events: dict[int, float] = {}
         self._arrived: dict[int, float] = {}
         self.sent = 0.0
-        self.spans: list[Span] = []
+        self.spans: list[StageTime] = []
         """What each stream, and the link, has done."""
         self._bucket = -1  # whose hook has run last in this step
         self._exchanges: dict[int, float] = {}  # when those that are not answered have begun
@@ -151,7 +151,7 @@ class Replay:
 
     def _span(self, stage: str, begin: float, end: float) -> None:
         if end > self._ready:  # else its kernel has no need of the bucket's values
-            self.spans.append(Span(stage, self._bucket, max(begin, self._ready), end))
+            self.spans.append(StageTime(stage, self._bucket, max(begin, self._ready), end))
 
     def _take(self, kind: int, number: int, value: int) -> None:
         host, stream = self.host, self.streams[number]
@@ -204,7 +204,7 @@ class Modelled:
     sent: float
     busy: dict[str, float]
     """Share of the step in which each stage did something."""
-    spans: list[Span]
+    spans: list[StageTime]
     """The stages of each bucket."""
 
 
@@ -221,7 +221,9 @@ def modelled(recorded: Recorded, rate: float, scale: float, repeats: int = 4) ->
     busy = {name: lane.busy(since, until) / (until - since) for name, lane in lanes.items()}
     sides = [lane for number, lane in replay.streams.items() if number != COMPUTE]
     busy["coding"] = sum(lane.busy(since, until) for lane in sides) / (until - since)
-    spans = [Span(s.stage, s.bucket, s.begin - since, s.end - since) for s in joined(replay.spans)]
+    spans = [
+        StageTime(s.stage, s.bucket, s.begin - since, s.end - since) for s in joined(replay.spans)
+    ]
     return Modelled(until - since, replay.sent, busy, spans)
 
 
