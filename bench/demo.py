@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from pycomm.bench import netlab
-from pycomm.bench.common import tables
+from pycomm.bench.common import accelerator, tables
 from pycomm.bench.common.arguments import Parser
-from pycomm.bench.common.harness import Origin, gpu
+from pycomm.bench.common.harness import Origin
 from pycomm.bench.figures import charts
 from pycomm.bench.figures.drawing import save
 from pycomm.bench.lab import jobs
@@ -218,8 +218,8 @@ def main() -> int:
     parser.add_argument("--csv", type=Path, help="append the table to this file, too")
     args = parser.parse_args()
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench.demo", *sys.argv[1:]]))
-    cuda = bool(gpu()) and not args.cpu
-    origin = replace(origin, device=gpu() if cuda else origin.device)
+    cuda = bool(accelerator.kind()) and not args.cpu
+    origin = replace(origin, device=accelerator.describe() if cuda else origin.device)
     config = Config(steps=args.steps)
 
     console = Console()

@@ -237,33 +237,6 @@ def _commit() -> str:
         return ""
 
 
-def gpu() -> str:
-    """Return the name of this process's GPU, with its driver; "" without one."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return ""
-    words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        out = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        out = "unknown"
-    return f"{torch.cuda.get_device_name()} (driver {out.splitlines()[0]})"
-
-
-SHARED_GPU = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
-"""What lets NCCL use a GPU that ranks share, by their links; each has an NCCL_HOSTID, too."""
-
-
-def take_gpu(rank: int, ranks: int) -> None:
-    """Make a GPU this rank's, also for NCCL where ranks share it; before groups are made."""
-    import torch
-
-    if torch.cuda.device_count() < ranks:
-        os.environ.update(SHARED_GPU | {"NCCL_HOSTID": f"rank{rank}"})
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-
-
 @cache
 def _cpu_model() -> str:
     found = re.search(r"model name\s*:\s*(.+)", _read("/proc/cpuinfo"))

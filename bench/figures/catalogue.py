@@ -197,6 +197,16 @@ FIGURES = (
         note="Modelled by the stand-in's clock, not measured on a GPU.",
     ),
     Figure(
+        "gpu-trace",
+        "trace-stand-in.csv",
+        charts.timeline,
+        panel=("model", "method", "rate"),
+        line=("stage",),
+        point=("bucket",),
+        measured=("begin", "end"),
+        note="Modelled by the stand-in's clock, not measured on a GPU.",
+    ),
+    Figure(
         "losses",
         "training-cpu.csv",
         charts.losses,

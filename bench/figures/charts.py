@@ -151,6 +151,31 @@ def bars_of_steps(rows: Sequence[Row]) -> Chart:
     )
 
 
+def timeline(rows: Sequence[Row]) -> Chart:
+    """Draw the stages of each bucket of a step, and the optimizer, on an axis of time."""
+    last = 1 + max(int(row["bucket"]) for row in rows)  # the place of the optimizer
+    marks = [(float(last - i), str(i)) for i in range(last)] + [(0.0, "none")]
+    lines: dict[str, tuple[list[float], list[float]]] = {}
+    for row in rows:
+        x, y = lines.setdefault(row["stage"], ([], []))
+        place = float(last - int(row["bucket"])) if int(row["bucket"]) >= 0 else 0.0
+        x += [_ms(row["begin"]), _ms(row["end"])]
+        y += [place, place]
+    first = rows[0]
+    return Chart(
+        "The stages of a step",
+        f"{first['method']} on links of {_link(first['rate'])}; model {first['model']}; "
+        f"{first['device']}",
+        [
+            Panel(
+                Axis("ms"),
+                Axis("bucket", ticks=marks),
+                [Series(name, x, y, "spans") for name, (x, y) in lines.items()],
+            )
+        ],
+    )
+
+
 def _ms(seconds: str) -> float:
     return 1e3 * float(seconds) if seconds not in ("", "None") else 0.0
 

@@ -48,8 +48,9 @@ class Series:
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    kind: Literal["line", "points", "bars"] = "line"
-    """"bars": horizontal ones, of lengths x at the places y, beside those of the other series."""
+    kind: Literal["line", "points", "bars", "spans"] = "line"
+    """"bars": horizontal ones, of lengths x at the places y, beside those of the other series;
+    "spans": each from a point to the next one, for every second point."""
     base: bool = False
     """True for the baseline of the comparison: grey, wide and behind the others."""
 
@@ -168,6 +169,10 @@ def _draw(axes: Any, chart: Chart, panel: Panel) -> None:
             high = 0.8 / len(panel.series)
             middles = [y + high * ((len(panel.series) - 1) / 2 - place) for y in line.y]
             axes.barh(middles, line.x, high, label=line.label, color=look["color"])
+            continue
+        if line.kind == "spans":
+            lengths = [end - begin for begin, end in zip(line.x[::2], line.x[1::2], strict=True)]
+            axes.barh(line.y[::2], lengths, 0.7, line.x[::2], label=line.label, color=look["color"])
             continue
         if line.kind == "points":
             look |= {"linestyle": "none", "markersize": 7, "alpha": 0.85}

@@ -27,6 +27,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -36,21 +37,24 @@ from typing import Any
 import torch
 
 from pycomm import triton_kernels
-from pycomm.bench.common import tables
-from pycomm.bench.common.arguments import Parser, some_of
+from pycomm.bench.common import accelerator, arguments, tables
 from pycomm.bench.common.harness import Origin
 from pycomm.bench.gpu import checks, collectives
-from pycomm.bench.gpu.tasks import BROKEN, KINDS, RANKS, TORCH, GpuRow, table
+from pycomm.bench.gpu.tasks import BROKEN, KINDS, RANKS, SPECS, TORCH, GpuRow, table
 from pycomm.codecs.cuda.sources import include_folder
 
 NUMELS = (1 << 20, 1 << 26)  # a small bucket, and one that is bound by bandwidth
 KIND_SECONDS = 240.0  # for the times of one kind
-PYTHON = (sys.executable, "-m")
-TASKS = (*PYTHON, "pycomm.bench.gpu.tasks")
+SMOKE, TASKS = "pycomm.bench.gpu.smoke", "pycomm.bench.gpu.tasks"
 NEEDS = (
     "pycomm.bench.gpu: torch sees no GPU here: this needs an NVIDIA GPU, its driver, and a torch "
     "that was built for CUDA"
 )
+
+
+def python() -> tuple[str, str]:
+    """Return the words before the name of a module."""
+    return sys.executable, "-m"
 
 
 def sources() -> str:
@@ -121,7 +125,9 @@ class GpuRun:
         if left and time.monotonic() >= self.deadline:
             self.unfinished = True
             return
-        for name, counts in checks.run(left, self.deadline).items() if left else ():
+        found = checks.run(left, self.deadline) if left else {}
+        self.unfinished |= len(found) < len(left)
+        for name, counts in found.items():
             self.tell(name, str(counts))
             if counts.failed or counts.skipped:
                 self.problems.append(f"{name}: {counts}")
@@ -132,21 +138,29 @@ class GpuRun:
         tables.append(table(self.folder, self.machine), [row])
 
     def call(self, name: str, *command: str) -> str:
-        """Run a command; return its last line. It ends with the stage, and its output is shown."""
+        """Run a command to its end, or that of the stage, and show its output.
+
+        Returns:
+            Its last line; "" if it has not ended well.
+        """
+        last = ""
         process = subprocess.Popen(
-            [*PYTHON, *command], stdout=subprocess.PIPE, text=True, start_new_session=True
+            [*python(), *command], stdout=subprocess.PIPE, text=True, start_new_session=True
         )
-        try:
-            out, _ = process.communicate(timeout=max(0.001, self.deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            checks.end(process)
+        assert process.stdout is not None
+        ender = threading.Timer(self.deadline - time.monotonic(), checks.end, [process])
+        ender.start()
+        for line in process.stdout:  # shown at once: what a stage has said when it was ended
+            print(line, end="", flush=True)
+            last = line.strip()
+        status = process.wait()
+        ender.cancel()
+        if status and time.monotonic() >= self.deadline:
             self.unfinished = True
             self.problems.append(f"{name}: out of time")
-            return ""
-        print(out, end="", flush=True)
-        if process.returncode:
-            self.problems.append(f"{name}: its process ended with status {process.returncode}")
-        return (out.splitlines() or [""])[-1]
+        elif status:
+            self.problems.append(f"{name}: its process ended with status {status}")
+        return "" if status else last
 
     def time(self, kind: str, numels: list[int]) -> None:
         """Time a kind in another process; a crash, or too long a time, loses its later rows."""
@@ -154,9 +168,10 @@ class GpuRun:
         said = [text for text in map(self.checked, names) if text]
         contract = f"{len(said)} of {len(names)} parts" if kind in KINDS else ""
         job = {"kind": kind, "numels": numels, "contract": contract}
-        job |= {"folder": str(self.folder), "machine": self.machine}
+        job |= {"folder": str(self.folder), "machine": self.machine, "specs": self.options.codec}
         env = os.environ | (collectives.ENVIRONMENT if kind == RANKS else {})
-        process = subprocess.Popen([*TASKS, json.dumps(job)], env=env, start_new_session=True)
+        command = [*python(), TASKS, json.dumps(job)]
+        process = subprocess.Popen(command, env=env, start_new_session=True)
         left = min(KIND_SECONDS, self.deadline - time.monotonic())
         try:
             status = process.wait(max(left, 0.001))
@@ -189,7 +204,7 @@ def this_machine(command: str) -> dict[str, Any]:
     release = re.search(r"release ([\d.]+)", output("nvcc", "--version"))
     driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     here = Origin.here(command)
-    here = replace(here, device=torch.cuda.get_device_name(0), torch=torch.__version__)
+    here = replace(here, device=accelerator.api().get_device_name(), torch=torch.__version__)
     return asdict(replace(here, pycomm=here.pycomm or "staged")) | {
         "driver": driver.partition("\n")[0],
         "cuda": release.group(1) if release else "none",
@@ -201,8 +216,9 @@ def this_machine(command: str) -> dict[str, Any]:
 def smoke(run: GpuRun) -> None:
     """Two ranks on this GPU; rank 0 says the path that default options take."""
     with tempfile.TemporaryDirectory() as folder:
-        job: dict[str, Any] = {"ranks": 2, "store": f"{folder}/store", "device": "cuda"}
-        other = subprocess.Popen([*PYTHON, SMOKE, json.dumps(job | {"rank": 1})])
+        device = accelerator.kind()
+        job: dict[str, Any] = {"ranks": 2, "store": f"{folder}/store", "device": device}
+        other = subprocess.Popen([*python(), SMOKE, json.dumps(job | {"rank": 1})])
         said = run.call("smoke", SMOKE, json.dumps(job | {"rank": 0}))
         other.kill()
         other.wait()
@@ -211,7 +227,7 @@ def smoke(run: GpuRun) -> None:
 
 def step(run: GpuRun) -> None:
     files = ("--csv", str(run.file("step")), "--picture", str(run.file("step", "png")))
-    run.call("step", "pycomm.bench", "step", *files)
+    run.call("step", "pycomm.bench", *WORDS["step"], *files)
 
 
 def kernels(run: GpuRun) -> None:
@@ -220,8 +236,8 @@ def kernels(run: GpuRun) -> None:
 
 
 def optimizer(run: GpuRun) -> None:
-    words = ("training", "--only", "optimizer", "--models", "25m,124m")
-    run.call("optimizer", "pycomm.bench", *words, "--csv", str(run.file("optimizers")))
+    file = str(run.file("optimizers"))
+    run.call("optimizer", "pycomm.bench", *WORDS["optimizer"], "--csv", file)
 
 
 def contract(run: GpuRun) -> None:
@@ -232,19 +248,20 @@ def contract(run: GpuRun) -> None:
 
 
 def sanitize(run: GpuRun) -> None:
+    tool, reason = checks.sanitizer()
+    kinds = [kind for kind in run.options.kinds if kind in ("native", "nvrtc")]
+    if reason or not kinds:
+        why = reason or "--kinds has neither native nor nvrtc"
+        print(f"memcheck and racecheck are left out: {why}")
+        return
     for part in checks.PARTS:
-        suites, reason = checks.sanitizers(part)
-        if reason:
-            print(f"memcheck and racecheck are left out: {reason}")
-            return
-        for suite in suites:
+        for suite in checks.sanitizers(tool, part, kinds[0]):
             run.check([suite])
 
 
 def trace(run: GpuRun) -> None:
-    words = ("step", "--methods", "int4", "--backend", "pycomm", "--rate", "10gbit")
-    file = str(run.file("trace", "json"))
-    run.call("trace", "pycomm.bench", *words, "--rounds", "1", "--trace", file)
+    file = str(run.file("trace"))
+    run.call("trace", "pycomm.bench", *WORDS["trace"], "--rounds", "1", "--trace", file)
 
 
 Stage = Callable[[GpuRun], None]
@@ -258,28 +275,42 @@ STAGES: dict[str, tuple[float, Stage]] = {
     "trace": (1, trace),
 }
 """By name the minutes of each, and what it does."""
-SMOKE = "pycomm.bench.gpu.smoke"
+WORDS = {
+    "step": ("step", "--rounds", "1"),  # two take three minutes at 1 Gbit/s
+    "optimizer": ("training", "--only", "optimizer", "--models", "25m,124m"),
+    "trace": ("step", "--methods", "int4", "--backend", "pycomm", "--rate", "10gbit"),
+}
+"""The commands of `pycomm.bench` that stages run, but for their files."""
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m pycomm.bench gpu", description=__doc__)
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = arguments.Parser(prog="python -m pycomm.bench gpu", description=__doc__)
     add = parser.add_argument
     add("--results", type=Path, default=Path("bench/results"), help="folder of CSV")
     known = ",".join(STAGES)
-    add("--stages", type=some_of("stage", STAGES), default=list(STAGES), help=f"({known})")
+    add(
+        "--stages", type=arguments.some_of("stage", STAGES), default=list(STAGES), help=f"({known})"
+    )
     whole = sum(minutes for minutes, _ in STAGES.values())
     add("--minutes", type=float, default=whole, help=f"then it ends ({whole})")
-    add("--kinds", type=some_of("kind", KINDS), default=KINDS, help="such as native,triton")
+    add(
+        "--kinds",
+        type=arguments.some_of("kind", KINDS),
+        default=KINDS,
+        help="such as native,triton",
+    )
     add("--numel", type=int, nargs="+", default=NUMELS, help="values per call")
-    return parser.parse_args(arguments)
+    what = "whose kernels are timed (all)"
+    add("--codec", type=arguments.codecs, default=SPECS, metavar="CODEC,...", help=what)
+    return parser.parse_args(argv)
 
 
-def main(arguments: list[str]) -> int:
-    options = parse(arguments)
-    if not torch.cuda.is_available():
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    if not accelerator.kind():
         print(NEEDS, file=sys.stderr)
         return 2
-    machine = this_machine(" ".join(["python", "-m", "pycomm.bench.gpu", *arguments]))
+    machine = this_machine(" ".join(["python", "-m", "pycomm.bench.gpu", *argv]))
     machine |= {"sources": sources()}
     run = GpuRun(options.results, machine, options.minutes, options)
     ran: list[str] = []

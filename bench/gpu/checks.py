@@ -20,13 +20,16 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from pycomm.bench.common import accelerator
 
 CONTRACT = "tests/codecs/test_contract.py"
 CONVERT = "tests/codecs/test_convert.py"
 RANKS = ("tests/collectives/device/test_gpu.py", "tests/torch/device/test_cuda.py")
 SANITIZERS = ("memcheck", "racecheck")
-SANITIZED = "test_alignment_does_not_matter and native-cuda"  # each codec's kernels, once or twice
+SANITIZED = "test_alignment_does_not_matter"  # each codec's kernels, once or twice
 PARTS = ("topk", "eden", "sign", "lossless", "mx", "nvfp4", "int", "fp", "others")
 """Parts of a suite, by the codecs in its tests' names, so that a run goes on where one stopped."""
 NO_TESTS = 5  # pytest's status
@@ -99,8 +102,10 @@ def contract(kinds: Sequence[str], part: str = "") -> list[Suite]:
     for kind in kinds:
         many = kind == "triton" or len(kinds) == 1
         workers = max(1, cores - few * (len(kinds) - 1)) if many else few
-        split = ["-n", str(workers)] if importlib.util.find_spec("xdist") else []
-        chosen = [CONTRACT, CONVERT, "-k", f"{kind}-cuda{of_part(part)}", *split]
+        xdist = workers > 1 and importlib.util.find_spec("xdist")
+        split = ["-n", str(workers)] if xdist else []
+        tests = f"{kind}-{accelerator.kind()}{of_part(part)}"
+        chosen = [CONTRACT, CONVERT, "-k", tests, *split]
         suites.append(Suite(f"contract {kind} {part}".strip(), chosen))
     return suites
 
@@ -110,30 +115,40 @@ def ranks() -> list[Suite]:
     return [Suite(Path(file).stem, [file]) for file in RANKS if Path(file).exists()]
 
 
-def sanitizers(part: str = "") -> tuple[list[Suite], str]:
-    """Return compute-sanitizer suites for the kernels of a part, or none and the reason."""
+@cache
+def sanitizer() -> tuple[str, str]:
+    """Return the path of compute-sanitizer, or why it cannot be used."""
     cuda = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     places = os.pathsep.join([os.environ.get("PATH", ""), f"{cuda}/bin"])
     tool = shutil.which("compute-sanitizer", path=places)
     if not tool:
-        return [], "compute-sanitizer is not on the PATH"
-    suites = [
-        Suite(
-            f"{name} {part}".strip(),
-            [CONTRACT, "-k", f"{SANITIZED}{of_part(part)}"],
-            [tool, f"--tool={name}", "--error-exitcode=86", "--print-limit=20"],
-        )
-        for name in SANITIZERS
-    ]
+        return "", "compute-sanitizer is not on the PATH"
     # Some virtual machines do not allow it to access the GPU.
-    command = [tool, sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
+    code = f"import torch; torch.zeros(1, device={accelerator.kind()!r})"
+    command = [tool, sys.executable, "-c", code]
     try:
         trial = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except subprocess.TimeoutExpired:
-        return [], "compute-sanitizer took more than 60 s for one small tensor"
+        return "", "compute-sanitizer took more than 60 s for one small tensor"
     if "Device not supported" in trial.stdout + trial.stderr:
-        return [], "compute-sanitizer says that it does not support this device"
-    return suites, ""
+        return "", "compute-sanitizer says that it does not support this device"
+    return tool, ""
+
+
+def sanitizers(tool: str, part: str, kind: str) -> list[Suite]:
+    """Return compute-sanitizer suites for the kernels of a part.
+
+    Args:
+        tool: its path.
+        part: one of PARTS.
+        kind: of implementation, native or nvrtc.
+    """
+    tests = f"{SANITIZED} and {kind}-{accelerator.kind()}{of_part(part)}"
+    options = ("--error-exitcode=86", "--print-limit=20")
+    return [
+        Suite(f"{name} {part}", [CONTRACT, "-k", tests], [tool, f"--tool={name}", *options])
+        for name in SANITIZERS
+    ]
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
@@ -159,19 +174,21 @@ def run(suites: Iterable[Suite], deadline: float = float("inf")) -> dict[str, Co
     """Run suites side by side; print each result, and the end of a failing suite's output.
 
     If all tests pass but the process exits non-zero, one more failure is counted: sanitizers report
-    this way. A suite that takes longer than `SECONDS`, or is not done by the deadline (of
-    ``time.monotonic()``), is ended with all its child processes and counts as failed.
+    this way. A suite that takes longer than `SECONDS` is ended with all its child processes, and
+    counts as failed; one that is not done by the deadline (of ``time.monotonic()``) is left out.
     """
     found = {}
-    deadline = min(deadline, time.monotonic() + SECONDS)
+    limit = time.monotonic() + SECONDS
     with tempfile.TemporaryDirectory() as folder:
         running = [(suite, *suite.start(Path(folder))) for suite in suites]
         for suite, process, junit, log in running:
             try:
-                status = process.wait(max(deadline - time.monotonic(), 0.001))
+                status = process.wait(max(min(deadline, limit) - time.monotonic(), 0.001))
             except subprocess.TimeoutExpired:
                 print(f"{suite.name}: out of time", flush=True)
                 status = end(process)
+                if deadline < limit:
+                    continue
             counts = counts_of(junit)
             if status not in (0, NO_TESTS) and counts.failed == 0:
                 counts = dataclasses.replace(counts, failed=1)

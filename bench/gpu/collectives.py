@@ -42,6 +42,7 @@ class GpuCase:
     dtype: torch.dtype
     numel: int = NUMEL
     device: str = "cuda"
+    """another: ranks are threads of the processor"""
 
     @property
     def op(self) -> str:
@@ -67,10 +68,11 @@ class GpuCase:
         return self.ranks * (5 * b + b // self.ranks)
 
 
-def cases() -> Iterator[GpuCase]:
+def cases(numel: int, device: str) -> Iterator[GpuCase]:
+    """Yield all cases, of so many values at the most."""
     for ranks, codec, dtype in product(RANKS, CODECS, DTYPES):
         for algo in ("",) if codec else ("one_shot", "two_shot"):
-            yield GpuCase(ranks, codec, algo, dtype)
+            yield GpuCase(ranks, codec, algo, dtype, min(numel, NUMEL), device)
 
 
 class GpuRank:

@@ -21,8 +21,8 @@ import pycomm
 from pycomm.doctor.gpu import join
 from pycomm.feedback.rule import LARGE
 
-PATHS = {"cuda": ("kernels", "peers"), "cpu": ("core",)}
-"""By device the paths that default options may take."""
+PATHS = ("kernels", "peers")
+"""The paths that default options may take on a device."""
 STEPS = 3
 
 
@@ -84,7 +84,7 @@ def main(rank: int, ranks: int, store: str, device: str) -> str:
     os.environ["NCCL_HOSTID"] = f"rank{rank}"
     join(rank, ranks, store, device)
     try:
-        return check(device, PATHS[device])
+        return check(device, PATHS)
     finally:
         dist.destroy_process_group()
 

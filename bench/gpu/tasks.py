@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import pycomm
-from pycomm.bench.common import tables
+from pycomm.bench.common import accelerator, tables
 from pycomm.bench.gpu import collectives
 from pycomm.bench.gpu.timing import (
     bytes_moved,
@@ -102,19 +102,23 @@ def table(folder: Path, machine: dict[str, Any]) -> Path:
 Timed = Callable[[], GpuRow]
 
 
-def calls_of(kind: str, numels: Sequence[int]) -> Iterator[tuple[str, Timed]]:
+def calls_of(
+    kind: str, numels: Sequence[int], specs: Sequence[str] = SPECS
+) -> Iterator[tuple[str, Timed]]:
     """Yield the name of each call of a kind, and what times it."""
     if kind == RANKS:
-        for case in collectives.cases():
+        device = "cuda" if accelerator.kind() == "cuda" else "cpu"
+        for case in collectives.cases(max(numels), device):
             yield str(case), partial(time_ranks, case)
         return
-    for numel in (REFERENCE_NUMEL,) if kind == "reference" else numels:
+    most = min(REFERENCE_NUMEL, max(numels))
+    for numel in (most,) if kind == "reference" else numels:
         if kind == TORCH:
             yield f"torch.topk of {numel}", partial(time_topk, numel)
             continue
         for source, target in CONVERSIONS:
             yield f"{source} to {target}", partial(time_conversion, kind, numel, source, target)
-        for spec in SPECS:
+        for spec in specs:
             for op in OPS:
                 yield f"{spec} {op} of {numel}", partial(time_kernel, kind, numel, spec, op)
 
@@ -126,7 +130,7 @@ def time_kernel(kind: str, numel: int, spec: str, op: str) -> GpuRow:
         ImportError, Unavailable: there is no such implementation here.
     """
     codec = pycomm.codec(spec)
-    run = implementation(codec.name, kind, "cuda")
+    run = implementation(codec.name, kind, accelerator.kind())
     moved = bytes_moved(codec, op, numel)
     sets = sets_needed(moved, l2_bytes())
     timed = measure([call_of(run, codec, op, numel) for _ in range(sets)])
@@ -135,7 +139,7 @@ def time_kernel(kind: str, numel: int, spec: str, op: str) -> GpuRow:
 
 def time_conversion(kind: str, numel: int, source: torch.dtype, target: torch.dtype) -> GpuRow:
     """Time `pycomm.convert` from one dtype to another."""
-    run = convert.implementation(kind, "cuda")
+    run = convert.implementation(kind, accelerator.kind())
     moved = numel * (source.itemsize + target.itemsize)
     calls = range(sets_needed(moved, l2_bytes()))
     timed = measure([conversion_of(run, source, target, numel) for _ in calls])
@@ -167,26 +171,32 @@ def _row(
 def is_broken() -> bool:
     """Return True after an error that every later call would report again."""
     try:
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
     except RuntimeError:
         return True
     return False
 
 
 def main(
-    kind: str, numels: Sequence[int], contract: str, folder: str, machine: dict[str, Any]
+    kind: str,
+    numels: Sequence[int],
+    specs: Sequence[str],
+    contract: str,
+    folder: str,
+    machine: dict[str, Any],
 ) -> int:
     """Time all calls of a kind; return 1 if one has failed.
 
     Args:
         kind: one of KINDS, TORCH or RANKS.
         numels: values per call.
+        specs: the codecs.
         contract: what the contract test has said of this kind.
         folder: of the CSV.
         machine: columns that are equal in all rows.
     """
     told: set[str] = set()
-    for name, call in calls_of(kind, numels):
+    for name, call in calls_of(kind, numels, specs):
         try:
             row = call()
         except (ImportError, Unavailable) as error:

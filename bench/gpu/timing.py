@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pycomm.bench.common import accelerator
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.base import Codec
 from pycomm.codecs.convert import Conversion, Run
@@ -37,7 +38,7 @@ def sets_needed(set_bytes: int, l2_bytes: int) -> int:
 
 def call_of(run: Any, codec: Codec, op: str, numel: int) -> Callable[[], None]:
     """Return one call of a codec on buffers of its own."""
-    x = torch.randn(numel, device="cuda")
+    x = torch.randn(numel, device=accelerator.kind())
     payload = codec.encode(x)
     if op == "decode":
         return lambda: run.decode(codec, payload, x)
@@ -52,16 +53,19 @@ def conversion_of(
     run: Run, source: torch.dtype, target: torch.dtype, numel: int
 ) -> Callable[[], None]:
     """Return one `pycomm.convert` call that unscales, clips and checks for overflow."""
-    x = torch.randn(numel, device="cuda").to(source)
-    out, found_inf = torch.empty_like(x, dtype=target), torch.zeros(1, device="cuda")
-    by, clip = torch.full((1,), 0.5, device="cuda"), torch.ones(1, device="cuda")
+    x = torch.randn(numel, device=accelerator.kind()).to(source)
+    out, found_inf = torch.empty_like(x, dtype=target), torch.zeros(1, device=accelerator.kind())
+    by, clip = (
+        torch.full((1,), 0.5, device=accelerator.kind()),
+        torch.ones(1, device=accelerator.kind()),
+    )
     conversion = Conversion(x, out, by, clip, 2.0, found_inf)
     return lambda: run(conversion)
 
 
 def topk_of_torch(numel: int) -> Callable[[], Any]:
     """Return torch.topk of 1 % of the magnitudes plus the gather of values, as a hook would do."""
-    x = torch.randn(numel, device="cuda")
+    x = torch.randn(numel, device=accelerator.kind())
 
     def call() -> Any:
         indices = x.abs().topk(max(1, numel // 100), sorted=False).indices
@@ -72,30 +76,32 @@ def topk_of_torch(numel: int) -> Callable[[], Any]:
 
 def measure(calls: list[Callable[[], None]]) -> tuple[float, str]:
     """Return the median seconds per call, and the method of timing."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # which may still fill the calls' buffers
-    with torch.cuda.stream(stream):
+    gpu = accelerator.api()
+    stream = gpu.Stream()
+    stream.wait_stream(gpu.current_stream())  # which may still fill the calls' buffers
+    with gpu.stream(stream):
         for call in calls:  # compiles, loads and warms up
             call()
     stream.synchronize()
     try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        graph = gpu.CUDAGraph()
+        with gpu.graph(graph, stream=stream):
             for call in calls:
                 call()
     except RuntimeError:
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
+        gpu.synchronize()
+        with gpu.stream(stream):
             return _median(lambda: [call() for call in calls], stream) / len(calls), "events"
-    with torch.cuda.stream(stream):
+    with gpu.stream(stream):
         return _median(graph.replay, stream) / len(calls), "graph"
 
 
-def _median(round_of_calls: Callable[[], Any], stream: torch.cuda.Stream) -> float:
+def _median(round_of_calls: Callable[[], Any], stream: torch.Stream) -> float:
+    event = accelerator.api().Event
     times: list[float] = []
     end = time.perf_counter() + SECONDS
     while len(times) < 10 or (time.perf_counter() < end and len(times) < 1000):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events = [event(enable_timing=True) for _ in range(2)]
         events[0].record(stream)
         round_of_calls()
         events[1].record(stream)
@@ -106,12 +112,12 @@ def _median(round_of_calls: Callable[[], Any], stream: torch.cuda.Stream) -> flo
 
 def l2_bytes() -> int:
     """Size of the device's L2 cache."""
-    return int(torch.cuda.get_device_properties(0).L2_cache_size)
+    return int(accelerator.api().get_device_properties(0).L2_cache_size)
 
 
 def time_copy(numel: int) -> float:
     """Return GB/s, bytes read and written, of a device-to-device copy."""
     sets = sets_needed(8 * numel, l2_bytes())
-    pairs = [[torch.randn(numel, device="cuda") for _ in range(2)] for _ in range(sets)]
+    pairs = [[torch.randn(numel, device=accelerator.kind()) for _ in range(2)] for _ in range(sets)]
     seconds, _ = measure([lambda a=a, b=b: b.copy_(a) for a, b in pairs])
     return 8e-9 * numel / seconds

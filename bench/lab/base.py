@@ -71,6 +71,10 @@ class Lab(ABC):
         names = {name: self.interface for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")}
         return names | {"MASTER_ADDR": self.master, "MASTER_PORT": str(_free_port())}
 
+    def host(self, node: int) -> dict[str, str]:
+        """Return variables that make a node another host than the others; none by default."""
+        return {}
+
     def start(
         self,
         command: Sequence[str],
@@ -91,7 +95,8 @@ class Lab(ABC):
         for rank in range(self.nodes * ranks_per_node):
             node, local_rank = divmod(rank, ranks_per_node)
             place = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(node)}
-            started.append(self._keep(node, command, base | place, stdout, stderr))
+            mine = base | place | self.host(node)
+            started.append(self._keep(node, command, mine, stdout, stderr))
         return started
 
     def kept(self, node: int, command: Sequence[str]) -> list[str]:

@@ -71,6 +71,7 @@ def ask(
     *,
     limit: float = math.inf,
     ranks_per_node: int = 1,
+    heard: Callable[[Any], object] = lambda _: None,
     **job: Any,
 ) -> list[Any]:
     """Run `python -m MODULE JOB` once per rank, JOB being JSON, and end the ranks.
@@ -79,6 +80,7 @@ def ask(
         lab, env, limit, ranks_per_node: as of `run`.
         module: its first argument is the job, which also names a new `folder` that the ranks share,
             and a file in it, `log`, to which rank 0 writes lines of JSON.
+        heard: called with each of them, as soon as it is there.
         job: what the ranks are to know.
 
     Returns:
@@ -92,8 +94,17 @@ def ask(
         log.touch()
         words = json.dumps(job | {"folder": folder, "log": str(log)})
         command = [sys.executable, "-m", module, words]
-        run(lab, command, env, limit=limit, ranks_per_node=ranks_per_node)
-        return [json.loads(line) for line in log.read_text().splitlines()]
+        found: list[Any] = []
+
+        def look() -> None:
+            whole = log.read_text().rpartition("\n")[0]
+            for line in whole.splitlines()[len(found) :]:
+                found.append(json.loads(line))
+                heard(found[-1])
+
+        run(lab, command, env, limit=limit, watch=look, ranks_per_node=ranks_per_node)
+        look()
+        return found
 
 
 def answer(log: str, **record: Any) -> None:

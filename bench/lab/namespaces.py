@@ -133,6 +133,10 @@ class Netlab(Lab):
     def wrap(self, node: int) -> list[str]:
         return self._enter(node + 1)
 
+    def host(self, node: int) -> dict[str, str]:
+        """Return the name by which Python, too, takes a node for a host of its own."""
+        return {"PYCOMM_HOST_ID": f"node{node}"}
+
     def enter(self, node: int) -> None:
         """Move this process, which must have one thread, to a node's network permanently.
 

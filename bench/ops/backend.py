@@ -31,8 +31,9 @@ class BackendCalls(ABC):
     def pull(self, *arrays: Array) -> None:  # noqa: B027
         """Bring what is in the copies to the arrays."""
 
-    def event_time(self) -> float | None:
-        """Return the median of the calls by the device's own clock, in us; None: it has none."""
+    def event_time(self, run: Run) -> float | None:
+        """Return the median of the calls of what `prepare` has returned, by the device's own clock,
+        in us; None: it has none."""
         return None
 
     @abstractmethod

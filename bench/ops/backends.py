@@ -79,6 +79,15 @@ ON_DEVICE = ("pycomm-torch", "pycomm-host", "nccl", "pycomm-nccl")
 """Those of `--device cuda`; see `device.py`."""
 
 
+def usual() -> list[str]:
+    """Return those of `--device cuda` that this torch has."""
+    if importlib.util.find_spec("torch") is None:
+        return [*ON_DEVICE]
+    import torch.distributed as dist
+
+    return [name for name in ON_DEVICE if "nccl" not in name or dist.is_nccl_available()]
+
+
 def connect(
     names: Sequence[str], folder: Path, rank: int, ranks: int, *, cuda: bool = False
 ) -> list[BackendCalls]:

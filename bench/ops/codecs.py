@@ -170,6 +170,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments.add_files(parser)
     options = parser.parse_args(argv)
     options.sizes = arguments.checked_sizes(parser, options)
+    if options.device == "cuda" and (options.errors or options.csv or options.json):
+        words = "--device cuda writes bench/results/gpu-DEVICE.csv; errors are those of the CPU"
+        parser.error(f"{words}: leave out --csv, --json and --errors")
     return options
 
 
@@ -188,7 +191,9 @@ def main(argv: Sequence[str]) -> int:
     if options.device == "cuda":
         from pycomm.bench.gpu.__main__ import main as on_gpu  # needs torch
 
-        return on_gpu(["--stages", "kernels", "--numel", *(str(n // 4) for n in options.sizes)])
+        chosen = ["--codec", ",".join(options.codec)] if options.codec else []
+        sizes = (str(n // 4) for n in options.sizes)
+        return on_gpu(["--stages", "kernels", *chosen, "--numel", *sizes])
     chosen, sizes = specs(options.codec or []), options.sizes
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "codecs", *argv]))
     if options.errors:

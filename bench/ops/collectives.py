@@ -97,7 +97,9 @@ def rank_main(
     member = Rank(options, rank, ranks, folder)
     origin = Origin.here(command)
     if options.device == "cuda":
-        origin = replace(origin, device=harness.gpu())
+        from pycomm.bench.common import accelerator  # needs torch
+
+        origin = replace(origin, device=accelerator.describe())
     report = Report(() if options.explain else columns(options), quiet=rank != 0)
     connections = [f"{b.name}: {b.describe()}" for b in member.backends]
     where = f"{origin.device}, {origin.cores} cores, commit {origin.commit or 'unknown'}"
@@ -185,7 +187,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--store", help="folder where ranks meet: shared by all nodes, if there are several")
     options = parser.parse_args(argv)
     known: Sequence[str] = backends.ON_DEVICE if options.device == "cuda" else backends.NAMES
-    usual = [*known] if options.device == "cuda" else ["pycomm"]
+    usual = backends.usual() if options.device == "cuda" else ["pycomm"]
     options.backend = options.backend or usual
     if strange := [name for name in options.backend if name not in known]:
         parser.error(f"--backend {strange[0]} is not for --device {options.device}")

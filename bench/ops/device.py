@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm import takeover
-from pycomm.bench.common.harness import take_gpu
+from pycomm.bench.common import accelerator
 from pycomm.bench.ops import coded
 from pycomm.bench.ops.backend import BackendCalls
 from pycomm.bench.ops.cases import Array, Case, Run
-from pycomm.doctor.gpu import has_mps
 from pycomm.policy import Decision, Parameter
 from pycomm.reduction import two_shot
 from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.paths import native_backend
 
 NAMES = {
     "pycomm-torch": "pycomm",
@@ -33,6 +33,26 @@ NAMES = {
     "pycomm-nccl": "nccl",
 }
 """Their names in torch.distributed."""
+
+
+class TimedRun:
+    """Calls that are done when they return, and that events of the GPU time."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._gpu = run, accelerator.api()
+        self._events: list[list[Any]] = []
+
+    def __call__(self) -> None:
+        events = [self._gpu.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        self._run()
+        events[1].record()
+        self._gpu.synchronize()
+        self._events.append(events)
+
+    def time(self) -> float:
+        """Return the median of the calls, in us."""
+        return statistics.median(1e3 * begin.elapsed_time(end) for begin, end in self._events)
 
 
 class OnDevice(BackendCalls):
@@ -48,7 +68,6 @@ class OnDevice(BackendCalls):
         self.name, self.group, self.device = name, group, device
         self.has_codecs = name.startswith("pycomm")
         self._copies: dict[int, torch.Tensor] = {}
-        self._events: list[tuple[Any, Any]] = []
 
     def refuses(self, case: Case) -> str:
         if self.name.startswith("pycomm-nccl") and case.op.name not in coded.CORE:
@@ -68,27 +87,12 @@ class OnDevice(BackendCalls):
 
     def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
         self._copies.clear()
-        self._events.clear()
         tensors = self._copy(x, case.dtype), self._copy(y, case.dtype)
-        if codec != "none" and self.name == "pycomm-nccl":
-            run = over(self.group, case, *tensors, codec)
-        elif codec != "none":
-            native = self.group._get_backend(self.device)
-            run = coded.torch_run(native, case, *tensors, codec)
+        if codec != "none":
+            run = coded_run(self.group, case, *tensors, codec)
         else:
             run = case.op.torch(dist, self.group, case, *tensors)
-        if self.device.type != "cuda":
-            return run
-
-        def timed() -> None:
-            events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
-            events[0].record()
-            run()
-            events[1].record()
-            torch.cuda.synchronize()
-            self._events.append((events[0], events[1]))
-
-        return timed
+        return run if self.device.type == "cpu" else TimedRun(run)
 
     def push(self, *arrays: Array) -> None:
         for array in arrays:
@@ -100,9 +104,8 @@ class OnDevice(BackendCalls):
             copy = self._copy(array, "")
             torch.from_numpy(array).view(torch.uint8).copy_(copy.view(torch.uint8))
 
-    def event_time(self) -> float | None:
-        times = [1e3 * begin.elapsed_time(end) for begin, end in self._events]
-        return statistics.median(times) if times else None
+    def event_time(self, run: Run) -> float | None:
+        return run.time() if isinstance(run, TimedRun) else None
 
     def sent_bytes(self) -> int | None:
         if NAMES[self.name] != "pycomm":
@@ -111,43 +114,45 @@ class OnDevice(BackendCalls):
         return sent
 
     def describe(self) -> str:
-        ranks, gpus = self.group.size(), torch.cuda.device_count()
-        shared = f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}, " if gpus < ranks else ""
-        mps = "with MPS" if has_mps() else "without MPS"
-        return f"torch {torch.__version__} {NAMES[self.name]}, {shared}{mps}"
+        words = [f"torch {torch.__version__} {NAMES[self.name]}"]
+        return ", ".join(filter(None, [*words, accelerator.sharing(self.group.size())]))
 
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def over(group: Any, case: Case, x: torch.Tensor, y: torch.Tensor, spec: str) -> Run:
-    """Return one call of a coded collective whose payloads a group of any backend moves."""
+def coded_run(group: Any, case: Case, x: torch.Tensor, y: torch.Tensor, spec: str) -> Run:
+    """Return one call of a coded collective by the path that hooks take on a group."""
     parameter = Parameter("values", (case.count,), x.dtype)
     rows = case.ranks if case.op.name == "reduce_scatter" else 1
     decision = Decision(parameter, pycomm.codec(spec), "the benchmark's")
     bucket = Bucket([decision], [0], None, x.device, rows=rows)
-    call: Any = getattr(two_shot, case.op.name)
     tensors = (x,) if case.op.name == "all_reduce" else (y, x)
+    native: Any = native_backend(bucket, group, case.op.name, tensors[0])
+    if native is not None:
+        own = getattr(native, f"compressed_{case.op.name}")
+        return lambda: own(*tensors, bucket.native, bucket.sides, seed=0, step=0).wait()
+    call: Any = getattr(two_shot, case.op.name)
     return lambda: call(*tensors, bucket, group, seed=0, step=0)
 
 
 def missing() -> str:
     """Return why there is no GPU to measure, and a remedy; "" if there is one."""
-    if torch.cuda.is_available():
+    if accelerator.kind():
         return ""
     return "--device cuda needs an NVIDIA GPU, its driver, and a torch that was built for CUDA"
 
 
 def make(name: str, folder: Path, rank: int, ranks: int) -> OnDevice:
     """Connect to the other ranks in one backend, on this rank's GPU."""
-    take_gpu(rank, ranks)
+    device = accelerator.take(rank, ranks)
     with takeover.released():
         if not dist.is_initialized():
             store = dist.FileStore(str(folder / "torch"), ranks)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-        options = None
+        options = accelerator.group(NAMES[name], device.type)
         if name == "pycomm-host":
-            options = pycomm.Options(device_path="host")
-        group = dist.new_group(backend=NAMES[name], pg_options=options)
-    return OnDevice(name, group, torch.device("cuda", torch.cuda.current_device()))
+            options["pg_options"] = pycomm.Options(device_path="host")
+        group = dist.new_group(**options)
+    return OnDevice(name, group, device)

@@ -260,7 +260,7 @@ class Rank:
             iterations=len(variant.samples),
             time_p50=p50,
             time_p99=quantile(variant.samples, 0.99),
-            time_device=variant.backend.event_time(),
+            time_device=variant.backend.event_time(variant.run),
             algbw=rate / ratio,
             busbw=rate / ratio * case.op.bus_factor(self.ranks),
             effbw=rate,

@@ -27,22 +27,24 @@ import argparse
 import re
 import shlex
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pycomm.bench import netlab
-from pycomm.bench.common import arguments
-from pycomm.bench.common.harness import Origin, Row, gpu, record
+from pycomm.bench.common import accelerator, arguments, tables
+from pycomm.bench.common.harness import Origin, Row, record
 from pycomm.bench.common.report import Report, head, line
 from pycomm.bench.figures import charts
-from pycomm.bench.figures.drawing import save
+from pycomm.bench.figures.drawing import Chart, save
 from pycomm.bench.lab import jobs
 from pycomm.bench.step import stand_in
 from pycomm.bench.step.bound import Pace, wire_seconds
+from pycomm.bench.step.stages import StageTime, Trace
 from pycomm.bench.training.methods import METHODS, ONE_BUCKET, Method
 from pycomm.bench.training.results import describe
 from pycomm.bench.training.train import MODELS, Config, parameters
@@ -89,8 +91,10 @@ class Setting:
     methods: Sequence[Method]
     nodes: int
     ranks_per_node: int
-    cuda: bool
+    device: str
+    """ "cpu", or the type of the accelerator"""
     options: argparse.Namespace
+    traces: list[Trace] = field(default_factory=list)
 
     @property
     def ranks(self) -> int:
@@ -98,7 +102,7 @@ class Setting:
 
     def environment(self, lab: netlab.Lab) -> dict[str, str]:
         """Return the variables of all ranks."""
-        return {"NCCL_SOCKET_IFNAME": lab.interface} if self.cuda else {}
+        return {"NCCL_SOCKET_IFNAME": lab.interface} if self.device != "cpu" else {}
 
 
 def backends(text: str) -> list[str]:
@@ -141,71 +145,71 @@ def methods_of(names: Sequence[str], carriers: Sequence[str]) -> list[Method]:
     return found
 
 
-def steps(setting: Setting, rate: str) -> Iterator[Row]:
-    """Time all methods on links of a rate, and yield their rows.
+class Answers:
+    """Rows of what ranks answer on links of a rate, each as soon as its last answer is there.
 
-    Raises:
-        Failed: a rank failed, or the links are not what they are to be.
+    Args:
+        setting: what is timed.
+        rate: of the links.
+        where: how ranks are connected.
+        paced: bytes are counted by the group, of one rank.
+        add: takes the rows.
     """
-    speed = 0.0 if rate == netlab.UNLIMITED else parse_rate(rate.partition("/")[0])[0]
-    lab, reason = netlab.open_lab(setting.nodes, rate, paced=setting.options.paced)
-    methods, paced = setting.methods, 0.0
-    if reason:
-        print(f"# no lab: {reason}; pycomm paces its sockets, and other backends need a lab")
-        methods, paced = [m for m in methods if "pycomm" in m.backend], speed
-        lab = netlab.Paced(setting.nodes, f"{8 * speed / setting.ranks_per_node:.0f}bit")
-    if not methods:
-        return
-    with lab:
-        found = jobs.ask(
-            lab,
-            "pycomm.bench.step.rank",
-            setting.environment(lab),
-            ranks_per_node=setting.ranks_per_node,
-            config=asdict(setting.config),
-            methods=[asdict(method) for method in methods],
-            device="cuda" if setting.cuda else "cpu",
-            rounds=setting.options.rounds,
-            turn_seconds=setting.options.turn_seconds,
-            compute=setting.options.compute,
-            paced=paced / setting.ranks_per_node,
-            trace=str(Path(setting.options.trace).absolute()) if setting.options.trace else "",
+
+    def __init__(
+        self, setting: Setting, rate: str, where: str, paced: bool, add: Callable[[Row], object]
+    ) -> None:
+        self._setting, self._paced, self._add = setting, paced, add
+        self._speed = speed_of(rate)
+        self._found: dict[str, list[dict[str, Any]]] = {}
+        self._pace = Pace(0.0, 0.0, 0.0, 0.0)
+        alone = describe("step", setting.model, parameters(setting.config), Method("alone", "none"))
+        self._base = replace(alone, ranks=setting.ranks, rate=rate, connection=where)
+
+    def hear(self, answer: dict[str, Any]) -> None:
+        """Take an answer of rank.py."""
+        name = answer["method"]
+        if name == "links":
+            rate = 8e-9 * answer["rate"]
+            print(f"# links: {answer['sent']} bytes at {rate:.3g} Gbit/s a rank", flush=True)
+        elif name == "trace":
+            spans = [StageTime(**each) for each in answer["spans"]]
+            label = self._setting.methods[-1].label
+            self._setting.traces.append((label, self._base.rate, spans))
+        elif name == "alone":
+            self._add(self._alone(answer))
+        else:
+            mine = self._found.setdefault(name, [])
+            mine.append(answer)
+            if len(mine) == self._setting.options.rounds:
+                method = next(m for m in self._setting.methods if m.label == name)
+                self._add(self._row(method, mine))
+
+    def _alone(self, answer: dict[str, Any]) -> Row:
+        parts = answer["parts"]
+        compute = parts["forward"] + parts["backward"]
+        self._pace = Pace(answer["first"], compute, parts["optimizer"], answer["last"])
+        return replace(
+            self._base,
+            steps=len(answer["seconds"]),
+            seconds=statistics.median(answer["seconds"]),
+            memory=answer["memory"],
+            parts=_parts(parts | {"first": answer["first"]}),
         )
-        where = f"tcp ({lab.congestion})"
-    for one in found:
-        if one["method"] == "links":
-            print(f"# links: {one['sent']} bytes at {8e-9 * one['rate']:.3g} Gbit/s a rank")
-    (alone,) = (one for one in found if one["method"] == "alone")
-    parts = alone["parts"]
-    compute = parts["forward"] + parts["backward"]
-    pace = Pace(alone["first"], compute, parts["optimizer"], alone["last"])
-    base = replace(
-        describe("step", setting.model, parameters(setting.config), Method("alone", "none")),
-        ranks=setting.ranks,
-        rate=rate,
-        connection=where,
-    )
-    yield replace(
-        base,
-        steps=len(alone["seconds"]),
-        seconds=statistics.median(alone["seconds"]),
-        memory=alone["memory"],
-        parts=_parts(parts | {"first": alone["first"]}),
-    )
-    for method in methods:
-        mine = [one for one in found if one["method"] == method.label]
+
+    def _row(self, method: Method, mine: Sequence[dict[str, Any]]) -> Row:
         seconds = [s for one in mine for s in one["seconds"]]
         middle = statistics.fmean(seconds) if method.local else statistics.median(seconds)
         sent = statistics.median(one["sent"] for one in mine)
-        if reason:  # counted by the group, of one rank
-            sent *= setting.ranks_per_node
-        wire = wire_seconds(sent, speed) if speed else None
-        bound = pace.bound(wire) if wire is not None and not method.local else None
+        if self._paced:
+            sent *= self._setting.ranks_per_node
+        wire = wire_seconds(sent, self._speed) if self._speed else None
+        bound = self._pace.bound(wire) if wire is not None and not method.local else None
         ratio = middle / bound if bound else None
-        if setting.options.compute:  # the share of the time in which a step computes
-            bound, ratio = None, setting.options.compute / middle
-        yield replace(
-            base,
+        if self._setting.options.compute:  # the share of the time in which a step computes
+            bound, ratio = None, self._setting.options.compute / middle
+        return replace(
+            self._base,
             method=method.label,
             backend=method.backend,
             codec=method.codec or method.momentum or "none",
@@ -221,6 +225,53 @@ def steps(setting: Setting, rate: str) -> Iterator[Row]:
         )
 
 
+def speed_of(rate: str) -> float:
+    """Return bytes per second of links, in the direction from a node; 0: unlimited."""
+    return 0.0 if rate == netlab.UNLIMITED else parse_rate(rate.partition("/")[0])[0]
+
+
+def steps(setting: Setting, rate: str, add: Callable[[Row], object]) -> None:
+    """Time all methods on links of a rate.
+
+    Args:
+        setting: what is timed.
+        rate: of the links.
+        add: takes each row, as soon as it is measured.
+
+    Raises:
+        Failed: a rank failed, or the links are not what they are to be.
+    """
+    options, speed = setting.options, speed_of(rate)
+    lab, reason = netlab.open_lab(setting.nodes, rate, paced=options.paced)
+    methods, paced = setting.methods, 0.0
+    if reason:
+        print(f"# no lab: {reason}; pycomm paces its sockets, and other backends need a lab")
+        methods, paced = [m for m in methods if m.backend == "pycomm"], speed
+        lab = netlab.Paced(setting.nodes, f"{8 * speed / setting.ranks_per_node:.0f}bit")
+    if not methods:
+        return
+    with lab:
+        shared = accelerator.sharing(setting.ranks) if setting.device != "cpu" else ""
+        where = ", ".join(filter(None, [f"tcp ({lab.congestion})", shared]))
+        jobs.ask(
+            lab,
+            "pycomm.bench.step.rank",
+            setting.environment(lab),
+            ranks_per_node=setting.ranks_per_node,
+            heard=Answers(setting, rate, where, bool(reason), add).hear,
+            config=asdict(setting.config),
+            methods=[asdict(method) for method in methods],
+            device=setting.device,
+            rounds=options.rounds,
+            turn_seconds=options.turn_seconds,
+            compute=options.compute,
+            paced=paced / setting.ranks_per_node,
+            traced=str(Path(options.trace).with_suffix(".json").absolute())
+            if options.trace
+            else "",
+        )
+
+
 def _parts(seconds: dict[str, float]) -> str:
     return " ".join(f"{name}:{1e3 * value:.1f}" for name, value in seconds.items())
 
@@ -228,11 +279,13 @@ def _parts(seconds: dict[str, float]) -> str:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = arguments.Parser(prog="python -m pycomm.bench step", description=__doc__)
     add = parser.add_argument
-    cuda = torch.cuda.is_available()
+    cuda = bool(accelerator.kind())
     known = "a name of MODELS, or layers,width,heads,length,vocabulary,batch"
     small = "124m" if cuda else "demo"
     add("--model", type=model, help=f"{known} ({small})")
-    first = "nccl,pycomm" if cuda else "gloo,pycomm"
+    first = "gloo,pycomm"
+    if cuda:
+        first = "nccl,pycomm" if torch.distributed.is_nccl_available() else "pycomm"
     add("--backend", type=backends, default=first, help=f"such as cpu:pycomm,cuda:nccl ({first})")
     what = "of links, as tc has them"
     add("--rate", type=arguments.rates, default="10gbit,1gbit", help=what)
@@ -249,7 +302,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     what = "that a timed step computes at least, as a faster or larger model's would"
     add("--compute", type=arguments.seconds, default=0.0, help=what)
     add("--paced", action="store_true", help="no namespaces: pycomm paces its own sockets")
-    what = "write torch's profile of steps of the last method, for a browser's trace viewer"
+    what = "write the stages of a step of the last method, as CSV; beside it as PNG, and torch's \
+profile as JSON"
     add("--trace", metavar="FILE", help=what)
     add("--cpu", action="store_true", help="use no GPU")
     add("--stand-in", action="store_true", help="model the steps of a GPU with a virtual clock")
@@ -272,31 +326,59 @@ def main(argv: Sequence[str]) -> int:
     report = StepReport(COLUMNS)
     name, config = options.model
     modelled = stand_in.Steps(name, config, options.methods) if options.stand_in else None
+    traces: list[Trace] = []
     if modelled is not None:
         origin = replace(origin, device="stand-in for an H200")
-        measured = modelled.rows
+        measured, traces = modelled.steps, modelled.traces
     else:
-        cuda = torch.cuda.is_available() and not options.cpu
+        device = "cpu" if options.cpu else accelerator.kind() or "cpu"
         chosen = methods_of(options.methods, options.backend)
         if options.trainings:
             chosen = [m for m in METHODS if options.trainings.search(m.label) and not m.scheduled]
         places = options.nodes, options.ranks_per_node
-        setting = Setting(name, config, chosen, *places, cuda, options)
-        origin = replace(origin, device=gpu() if cuda else origin.device)
-        measured = partial(steps, setting)
+        setting = Setting(name, config, chosen, *places, device, options)
+        origin = replace(
+            origin, device=accelerator.describe() if device != "cpu" else origin.device
+        )
+        measured, traces = partial(steps, setting), setting.traces
+
+    def add(row: Row) -> None:
+        report.add(row)
+        if options.csv:  # at once: what comes later may be cut off
+            tables.append(Path(options.csv), [record(row, origin)])
+
     report.note(f"# {origin.device}, torch {torch.__version__}, {name}")
     report.note(head(COLUMNS))
+    if options.trace:
+        Path(options.trace).parent.mkdir(parents=True, exist_ok=True)
     for rate in options.rate:
-        for row in measured(rate):
-            report.add(row)
-    report.save(origin, json_path=options.json, csv_path=options.csv)
+        measured(rate, add)
+    report.save(origin, json_path=options.json, csv_path=None)
     if options.picture:
         shown = [record(row, origin) for row in report.rows]
-        save(
-            charts.bars_of_steps([{k: str(v) for k, v in one.items()} for one in shown]),
-            Path(options.picture),
-        )
+        draw(charts.bars_of_steps, shown, Path(options.picture))
+    if options.trace:
+        shown = [
+            {"model": name, "method": method, "rate": rate} | rounded(span) | asdict(origin)
+            for method, rate, spans in traces
+            for span in spans
+        ]
+        if shown:
+            tables.append(Path(options.trace), shown)
+            draw(charts.timeline, shown, Path(options.trace).with_suffix(".png"))
     wrong = modelled.broken if modelled is not None and options.check else []
     for goal in wrong:
         report.note(f"not yet: {goal}")
     return 1 if wrong else 0
+
+
+def rounded(span: StageTime) -> dict[str, Any]:
+    """Return the columns of a span, its times to a microsecond."""
+    return asdict(replace(span, begin=round(span.begin, 6), end=round(span.end, 6)))
+
+
+def draw(
+    chart: Callable[[Sequence[dict[str, str]]], Chart], records: list[dict[str, Any]], path: Path
+) -> None:
+    """Draw a chart of rows as their table would have them."""
+    save(chart([{k: str(v) for k, v in one.items()} for one in records]), path)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.backend import find
-from pycomm.bench.common.harness import take_gpu
+from pycomm.bench.common import accelerator
 from pycomm.bench.common.timing import in_turns
 from pycomm.bench.lab.jobs import answer
+from pycomm.bench.step.stages import StageTime, Stages
 from pycomm.bench.training.corpora import CORPORA
 from pycomm.bench.training.methods import Method
 from pycomm.bench.training.train import Config, Transformer, batches, loss_of, wire_bytes
@@ -38,22 +40,23 @@ class Clock:
         self.device = device
 
     def __call__(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         return time.perf_counter()
 
     def memory(self, *, begins: bool = False) -> int:
         """Return the most bytes that were allocated since `begins`; on the CPU, since the start."""
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        gpu = accelerator.api()
         if begins:
-            torch.cuda.reset_peak_memory_stats(self.device)
-        return torch.cuda.max_memory_allocated(self.device)
+            gpu.reset_peak_memory_stats(self.device)
+        return int(gpu.max_memory_allocated(self.device))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context of a forward: bf16 on a GPU."""
-        if self.device.type == "cuda":
-            return torch.autocast("cuda", torch.bfloat16)
+        if self.device.type != "cpu":
+            return torch.autocast(self.device.type, torch.bfloat16)
         return nullcontext()
 
 
@@ -93,7 +96,7 @@ class Stepper:
         bare = Transformer(config).to(clock.device) if method.own_model else net
         self.model = method.wrap(bare, group, sync=False)
         given = self.model, config.learning_rate, (0.9, 0.999), group
-        self.optimizer, self.finish = method.optimizer(*given, fused=clock.device.type == "cuda")
+        self.optimizer, self.finish = method.optimizer(*given, fused=clock.device.type != "cpu")
 
     def forward(self) -> torch.Tensor:
         with self._clock.autocast():
@@ -131,36 +134,35 @@ def alone(
 ) -> dict[str, Any]:
     """Return the steps of DDP with a hook that sends nothing, and their parts. Collective."""
     stepper = Stepper(config, Method("alone"), net, group, clock, 0.0)
-    ready: list[tuple[Any, int]] = []
-
-    def now() -> Any:
-        if clock.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    stages, sizes = Stages(clock.device), []
 
     def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        ready.append((now(), bucket.buffer().numel()))
+        sizes.append(bucket.buffer().numel())
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
     assert isinstance(stepper.model, DistributedDataParallel)
-    stepper.model.register_comm_hook(None, hook)
+    with stages.noted():
+        stepper.model.register_comm_hook(None, hook)
     seconds = in_turns({"": stepper.step}, 4 * SETTLE, settle=SETTLE, turn=4 * SETTLE, clock=clock)
     parts = stepper.parts()
     first = []
     for _ in range(PARTS):
-        ready.clear()
-        begin = now()
-        stepper.step()
-        clock()
-        at, _ = ready[0]
-        first.append(begin.elapsed_time(at) / 1e3 if hasattr(at, "elapsed_time") else at - begin)
-    sizes = [size for _, size in ready]
+        sizes.clear()
+        first.append(next(iter(trace(stepper, stages, clock))).end)
     shape = {"first": statistics.median(first), "last": sizes[-1] / sum(sizes), "buckets": sizes}
     return {"seconds": seconds[""], "memory": clock.memory(), "parts": parts, **shape}
+
+
+def trace(stepper: Stepper, stages: Stages, clock: Clock) -> list[StageTime]:
+    """Return the stages of a step. Collective."""
+    clock()
+    stages.begin()
+    stepper.step()
+    stages.end()
+    clock()
+    return stages.spans()
 
 
 def agreed_count(steps: float, group: dist.ProcessGroup | None = None) -> int:
@@ -217,7 +219,7 @@ def main(
     turn_seconds: float,
     compute: float,
     paced: float,
-    trace: str,
+    traced: str,
     log: str,
     folder: str,
 ) -> None:
@@ -226,23 +228,24 @@ def main(
     Args:
         config: of the model.
         methods: how gradients are averaged.
-        device: "cpu" or "cuda".
+        device: "cpu", or the type of the accelerator.
         rounds, turn_seconds: turns of each method, and timed seconds of one.
         compute: see `Stepper`.
         paced: bytes per second of each rank where pycomm paces itself; 0: links do.
-        trace: file for rank 0's profile of steps of the last method; "": none.
+        traced: file for rank 0's profile of steps of the last method, whose stages are answered,
+            too; "": none.
         log, folder: of `jobs.ask`.
     """
-    if device == "cuda":
-        take_gpu(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-        clock = Clock(torch.device("cuda", torch.cuda.current_device()))
+    if device != "cpu":
+        ranks = int(os.environ["WORLD_SIZE"])
+        clock = Clock(accelerator.take(int(os.environ["RANK"]), ranks))
     else:
         torch.set_num_threads(1)
         clock = Clock(torch.device("cpu"))
     dist.init_process_group("gloo")
     chosen, shape = [Method(**method) for method in methods], Config(**config)
     names = dict.fromkeys(method.backend for method in chosen)
-    groups = {name: dist.new_group(backend=name) for name in names}
+    groups = {name: dist.new_group(**accelerator.group(name, device)) for name in names}
     torch.manual_seed(0)
     net = Transformer(shape).to(clock.device)
     first = dist.get_rank() == 0
@@ -258,7 +261,9 @@ def main(
     for method in chosen * rounds:
         group = groups[method.backend]
         clock.memory(begins=True)
-        stepper = Stepper(shape, method, net, group, clock, compute)
+        stages = Stages(clock.device)
+        with stages.noted() if traced and method is chosen[-1] else nullcontext():
+            stepper = Stepper(shape, method, net, group, clock, compute)
         every = method.local.get("every", 1)
         begin = settle_steps(method) - 1
         (last,) = in_turns({"": stepper.step}, 1, settle=begin, clock=clock)[""]
@@ -269,11 +274,14 @@ def main(
         dist.barrier()
         sent = (wire_bytes(group) - before) / timed
         parts = {} if method.local else stepper.parts()
-        if trace and method is chosen[-1]:
+        if traced and method is chosen[-1]:
+            with stages.noted():
+                spans = trace(stepper, stages, clock)
             with torch.profiler.profile() as profile:
                 stepper.parts()
             if first:
-                profile.export_chrome_trace(trace)
+                profile.export_chrome_trace(traced)
+                answer(log, method="trace", spans=[asdict(span) for span in spans])
         if first:
             made = {"seconds": seconds, "sent": sent, "memory": clock.memory(), "parts": parts}
             answer(log, method=method.label, **made)

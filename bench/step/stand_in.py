@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ import torch
 
 from pycomm.bench.common.harness import Row
 from pycomm.bench.step.bound import FULL, Pace, wire_seconds
+from pycomm.bench.step.stages import StageTime, Trace, joined
 from pycomm.bench.training.methods import Method
 from pycomm.bench.training.results import describe
 from pycomm.bench.training.train import Config, Transformer, parameters
@@ -39,6 +41,8 @@ from pycomm.plan.units import parse_rate
 ROOT = Path(__file__).parents[2]
 RECORDER = "tests.torch.device.recorded"
 SCALE = 8
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "2000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
+"""The recorder's memory stays with it: it asks for the same sizes again and again."""
 CODECS = {"int4": "int4", "int8": "int8", "sign": "coded sign"}
 CARRIERS = ("ordered", "late")
 
@@ -128,21 +132,33 @@ class Replay:
         self._events: dict[int, float] = {}
         self._arrived: dict[int, float] = {}
         self.sent = 0.0
+        self.spans: list[StageTime] = []
+        """What each stream, and the link, has done."""
+        self._bucket = -1  # whose hook has run last in this step
+        self._exchanges: dict[int, float] = {}  # when those that are not answered have begun
+        self._ready = 0.0  # when that bucket was ready
+        self._came = 0  # answers to the bucket's exchanges
 
     def step(self) -> float:
         """Take the step; return when the compute stream has done it."""
-        for kind, stream, value in self._recorded.notes:
-            self._take(kind, self.streams[stream], value)
+        for note in self._recorded.notes:
+            self._take(*note)
         if not any(kind == STEP and value for kind, _, value in self._recorded.notes):
             self._work(self.streams[COMPUTE], OPTIMIZER)
         return self.streams[COMPUTE].free
 
     def _work(self, stream: Lane, seconds: float) -> None:
         self.host.take(OPERATIONS)
-        stream.take(seconds, self.host.free)
+        end = stream.take(seconds, self.host.free)
+        coding = ("encode", "own", "land")[min(self._came, 2)]
+        self._span("optimizer" if self._bucket < 0 else coding, end - seconds, end)
 
-    def _take(self, kind: int, stream: Lane, value: int) -> None:
-        host = self.host
+    def _span(self, stage: str, begin: float, end: float) -> None:
+        if end > self._ready:  # else its kernel has no need of the bucket's values
+            self.spans.append(StageTime(stage, self._bucket, max(begin, self._ready), end))
+
+    def _take(self, kind: int, number: int, value: int) -> None:
+        host, stream = self.host, self.streams[number]
         if kind == OPERATION:
             host.take(OPERATIONS)
         elif kind == CALL:
@@ -163,19 +179,30 @@ class Replay:
             out, sent, _ = (n * self._scale for n in self._recorded.exchanges[value])
             host.take(COLLECTIVES)
             self.sent += sent
-            self.up.take(out / BUS, stream.free, host.free)
+            begin = max(self.up.free, stream.free, host.free)
+            self.up.take(out / BUS, begin)
             self._arrived[value] = self.link.take(sent / self._rate, self.up.free)
+            self._exchanges[value] = begin
         elif kind == ANSWER:
             came = self._recorded.exchanges[value][2] * self._scale
             host.take(0.0, self._arrived[value])
-            stream.take(0.0, self.down.take(came / BUS, host.free))
+            end = stream.take(0.0, self.down.take(came / BUS, host.free))
+            self._span(("scatter", "gather")[min(self._came, 1)], self._exchanges.pop(value), end)
+            self._came += 1
         elif kind == ARRIVAL:
             came = self._recorded.exchanges[value][2] * self._scale
-            stream.take(0.0, self.down.take(came / BUS, self._arrived[value]))
+            end = stream.take(0.0, self.down.take(came / BUS, self._arrived[value]))
+            self._span(("scatter", "gather")[min(self._came, 1)], self._exchanges.pop(value), end)
+            self._came += 1
         elif kind == BUCKET_READY:
             begin, seconds = host.free, EACH if value else FIRST
             host.take(seconds)
-            self.streams[COMPUTE].take(seconds, begin)
+            end = self.streams[COMPUTE].take(seconds, begin)
+            self._bucket, self._came, self._ready = value, 0, end - seconds
+            self._span("compute", end - seconds, end)
+            self._ready = end
+        elif kind == STEP:
+            self._bucket = -1
 
 
 @dataclass(frozen=True)
@@ -186,6 +213,8 @@ class Modelled:
     sent: float
     busy: dict[str, float]
     """Share of the step in which each stage did something."""
+    spans: list[StageTime]
+    """The stages of each bucket."""
 
 
 def modelled(recorded: Recorded, rate: float, scale: float, repeats: int = 4) -> Modelled:
@@ -193,6 +222,7 @@ def modelled(recorded: Recorded, rate: float, scale: float, repeats: int = 4) ->
     replay, ends = Replay(recorded, FULL * rate, scale), [0.0]
     for _ in range(repeats):
         replay.sent = 0.0
+        replay.spans.clear()
         ends.append(replay.step())
     since, until = ends[-2:]
     lanes = {"host": replay.host, "compute": replay.streams[COMPUTE], "out": replay.up}
@@ -200,7 +230,10 @@ def modelled(recorded: Recorded, rate: float, scale: float, repeats: int = 4) ->
     busy = {name: lane.busy(since, until) / (until - since) for name, lane in lanes.items()}
     sides = [lane for number, lane in replay.streams.items() if number != COMPUTE]
     busy["coding"] = sum(lane.busy(since, until) for lane in sides) / (until - since)
-    return Modelled(until - since, replay.sent, busy)
+    spans = [
+        StageTime(s.stage, s.bucket, s.begin - since, s.end - since) for s in joined(replay.spans)
+    ]
+    return Modelled(until - since, replay.sent, busy, spans)
 
 
 def small(config: Config) -> Config:
@@ -241,7 +274,8 @@ def record(config: Config, jobs: Sequence[dict[str, str]]) -> list[Recorded]:
         raise RuntimeError("--stand-in runs on the device of the tests: use a checkout of pycomm")
     shapes = {"buckets": buckets(config)}
     command = [sys.executable, "-m", RECORDER, *(json.dumps(job | shapes) for job in jobs)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    env = os.environ | MALLOC
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the stand-in has failed:\n{done.stderr}")
     return [Recorded.parse(line) for line in done.stdout.splitlines()]
@@ -293,8 +327,11 @@ class Steps:
         if calls > CALLS_OF_HOST:
             self.broken.append(f"{calls:g} calls on the host, where {CALLS_OF_HOST} are the goal")
 
-    def rows(self, rate: str) -> Iterator[Row]:
-        """Yield the row of each method on links of a rate."""
+        self.traces: list[Trace] = []
+        """The stages of a step of each method."""
+
+    def steps(self, rate: str, add: Callable[[Row], object]) -> None:
+        """Add the row of each method on links of a rate."""
         speed, pace = parse_rate(rate)[0], pace_of(self._config)
         count, scale = parameters(self._config), scale_of(self._config)
         for (name, carrier), recorded in zip(self._shown, self._recorded, strict=True):
@@ -305,9 +342,9 @@ class Steps:
             self.broken += [f"{name} at {rate}: {one}" for one in wrong]
             words = [f"{key}:{value:g}" for key, value in recorded.summary().items()]
             words += [f"{key}:{value:.0%}" for key, value in found.busy.items()]
-            told = f"stand-in, {name}" + ", late carrier" * (carrier == "late")
-            method = Method(told, "stand-in", codec=name)
-            yield replace(
+            told = name + ", late carrier" * (carrier == "late")
+            method = Method(f"stand-in, {told}", "stand-in", codec=name)
+            row = replace(
                 describe("step", self._name, count, method),
                 rate=rate,
                 seconds=found.seconds,
@@ -317,3 +354,5 @@ class Steps:
                 ratio=found.seconds / bound,
                 parts=" ".join(words),
             )
+            add(row)
+            self.traces.append((told, rate, found.spans))

@@ -72,7 +72,8 @@ class Method:
         if self.local:
             return model
         if self.sharded:
-            mesh = None if group is None else dist.DeviceMesh.from_group(group, "cpu")
+            device = next(model.parameters()).device.type
+            mesh = None if group is None else dist.DeviceMesh.from_group(group, device)
             for part in (*model.blocks, model):
                 fully_shard(part, mesh=mesh, reshard_after_forward=False)
             return model

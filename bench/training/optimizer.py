@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.bench.common import tables
+from pycomm.bench.common import accelerator, tables
 from pycomm.bench.common.harness import Origin
 from pycomm.bench.common.timing import in_turns
 from pycomm.bench.training.train import Config, Transformer
@@ -31,9 +31,8 @@ SETTLE = 17  # steps before the second moments are exchanged every 16 steps at m
 STEPS = 60  # that are timed
 
 
-def measure(name: str, config: Config) -> dict[str, Any]:
+def measure(name: str, config: Config, device: str) -> dict[str, Any]:
     """Time both optimizers on a model's parameters, in turns; collective of one rank."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     plain, net = Transformer(config).to(device), Transformer(config).to(device)
     wrapped = DistributedDataParallel(net)
     coded = pycomm.CodedAdamW(wrapped.parameters(), model=wrapped, codec="sign")
@@ -76,26 +75,26 @@ def measure(name: str, config: Config) -> dict[str, Any]:
 
 def _device_time() -> float:
     """Return the time at which the GPU has done its work."""
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     return time.perf_counter()
 
 
 def run(models: dict[str, Config], origin: Origin, path: Path | None) -> int:
     """Print a line for each model; append its row to a CSV if a path is given."""
     torch.set_num_threads(1)
-    records = []
     with tempfile.NamedTemporaryFile() as store:
-        dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
+        device = accelerator.kind() or "cpu"
+        group = accelerator.group("pycomm", device)
+        dist.init_process_group(**group, init_method=f"file://{store.name}", rank=0, world_size=1)
         for name, config in models.items():
-            row = measure(name, config)
+            row = measure(name, config, device)
             fused, hook, step = (row[f"{n}_seconds"] * 1e3 for n in ("fused", "hook", "step"))
             print(
                 f"{name}: fused AdamW {fused:.2f} ms; CodedAdamW's step {step:.2f} ms, "
                 f"{row['step_ratio']:.2f} of that; with its hook {hook + step:.2f} ms, "
                 f"{row['ratio']:.2f}"
             )
-            records.append(row | vars(origin))
+            if path:
+                tables.append(path, [row | vars(origin)])
         dist.destroy_process_group()
-    if path:
-        tables.append(path, records)
     return 0

@@ -28,8 +28,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from pycomm.bench.common import accelerator
 from pycomm.bench.common.arguments import Parser
-from pycomm.bench.common.harness import take_gpu
 from pycomm.bench.netlab import interface_bytes
 from pycomm.bench.training.corpora import CORPORA
 from pycomm.bench.training.methods import METHODS, Method
@@ -59,6 +59,7 @@ class Config:
 
 _GPT = Config(width=768, heads=12, layers=12, context=1024, batch=4, vocabulary=50257)
 MODELS = {
+    "tiny": Config(layers=1, width=16, heads=2, context=8, batch=2),
     "demo": Config(),
     "demo-beta0": Config(beta1=0.0),  # feedback delays gradients, which conflicts with momentum
     "demo-1e-3": Config(learning_rate=1e-3),  # the sweep of learning rates
@@ -206,7 +207,7 @@ def train(
         config: the settings.
         method: how gradients are averaged.
         group: all ranks, with the method's backend; None: the default group.
-        device: of the model, "cpu" or "cuda".
+        device: of the model: "cpu", or the type of an accelerator.
     """
     torch.manual_seed(config.seed)
     model = method.wrap(Transformer(config).to(device), group)
@@ -227,8 +228,8 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        if device != "cpu":
+            torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - start)
         sent.append(wire_bytes(group) - sent_before)
         after = processor_ns()
@@ -254,7 +255,7 @@ def take_turns(
     config: Config, methods: Sequence[Method], device: str = "cpu"
 ) -> Iterator[dict[str, float]]:
     """Train with several methods, `evaluate_every` steps at a time; records name the `turn`."""
-    groups = [dist.new_group(backend=method.backend) for method in methods]
+    groups = [dist.new_group(**accelerator.group(m.backend, device)) for m in methods]
     running = [train(config, *one, device) for one in zip(methods, groups, strict=True)]
     order = [*range(len(methods))]
     while order:
@@ -304,9 +305,9 @@ def main() -> int:
         method = next(m for m in METHODS if m.label == label)
 
     torch.set_num_threads(1)
-    if device == "cuda":
-        take_gpu(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    dist.init_process_group(method.backend)
+    if device != "cpu":
+        accelerator.take(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    dist.init_process_group(**accelerator.group(method.backend, device))
     several = [Method("", name, spec) for name, _, spec in (t.partition(":") for t in turns or ())]
     config = Config(**args)
     with open(log if dist.get_rank() == 0 else os.devnull, "a") as file:

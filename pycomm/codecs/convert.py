@@ -12,10 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 import torch
 
 from pycomm.arrays import core_dtype
+from pycomm.codecs import implementations
 from pycomm.codecs.cuda.launches import Launch, recorded
 from pycomm.codecs.implementations import ORDER, Unavailable, _device, _stream
 from pycomm.env import env
@@ -160,7 +162,8 @@ def cuda_launches(c: Conversion) -> list[Launch]:
 
 
 def _nvrtc(c: Conversion) -> None:
-    import_module("pycomm.codecs.cuda.nvrtc").launch(cuda_launches(c), c.x.device)
+    launches: Any = implementations.nvrtc()
+    launches.launch(cuda_launches(c), c.x.device)
 
 
 def implementation(kind: str, device: str) -> Run:
@@ -178,6 +181,8 @@ def implementation(kind: str, device: str) -> Run:
 
         if device == "cuda" and not _C.cuda_built():
             raise Unavailable("native kernels on cuda: this pycomm was built without CUDA")
+        if device not in ("cpu", "cuda"):
+            raise Unavailable(f"native kernels run on cpu and cuda, not on {device}")
         return native
     if kind == "triton":
         if device == "cpu" and not env().triton_interpret:
@@ -185,9 +190,9 @@ def implementation(kind: str, device: str) -> Run:
         run: Run = import_module("pycomm.triton_kernels.convert").convert
         return run
     if kind == "nvrtc":
-        if device != "cuda":
+        if device == "cpu":
             raise Unavailable(f"nvrtc compiles for cuda, not for {device}")
-        import_module("pycomm.codecs.cuda.nvrtc")
+        implementations.nvrtc()
         return _nvrtc
     raise ValueError(f"unknown implementation {kind!r}: use native, nvrtc, triton or reference")
 

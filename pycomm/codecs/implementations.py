@@ -199,6 +199,8 @@ def implementation(name: str, kind: str, device: str) -> Implementation:
             if not _C.cuda_built():
                 raise Unavailable("native codecs on cuda: this pycomm was built without CUDA")
             _check_cuda_source(name)
+        elif device != "cpu":
+            raise Unavailable(f"native codecs run on cpu and cuda, not on {device}")
         return Native()
     if kind == "triton":
         if device == "cpu" and not env().triton_interpret:

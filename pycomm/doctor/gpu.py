@@ -103,10 +103,11 @@ def join(rank: int, ranks: int, store: str, device: str) -> None:
     import torch
     import torch.distributed as dist
 
-    if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if device != "cpu":
+        gpu = torch.get_device_module(device)
+        gpu.set_device(rank % gpu.device_count())
     dist.init_process_group(
-        "pycomm",
+        "pycomm" if device == "cpu" else f"cpu:pycomm,{device}:pycomm",
         init_method=f"file://{store}",
         rank=rank,
         world_size=ranks,

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pycomm.bench import netlab
+from pycomm.bench.common.harness import Row
 from pycomm.bench.step.command import Setting, parse, steps
 from pycomm.bench.training.methods import METHODS
 from pycomm.bench.training.time_to_loss import train
@@ -23,8 +24,10 @@ def test_half_of_the_gradient_bytes():
     except netlab.LabUnavailable as error:
         pytest.skip(f"no network namespaces: {error}")
     options = parse(["--rounds", "1", "--turn-seconds", "1"])
-    setting = Setting("demo", MODELS["demo"], [GLOO, PYCOMM], 2, 1, False, options)
-    _, gloo, ours = steps(setting, "1gbit")
+    setting = Setting("demo", MODELS["demo"], [GLOO, PYCOMM], 2, 1, "cpu", options)
+    found: list[Row] = []
+    steps(setting, "1gbit", found.append)
+    _, gloo, ours = found
     # Two ranks: half of the parameters go out before forward. A reduce-scatter sends half of the
     # gradients, Gloo's all-reduce all of them. Up to a hundredth is headers and what TCP repeats.
     assert ours.size < ours.wire_bytes < 1.01 * ours.size

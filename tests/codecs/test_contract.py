@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pycomm
+from pycomm.bench.common import accelerator
 from pycomm.codecs import MX, Eden, Quant
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.base import Codec
@@ -28,8 +29,9 @@ from tests.noting import noting
 # (implementation, device). CPU implementations must work. With a GPU Triton's interpreter is off,
 # and an implementation that is not installed is skipped, but `make gpu` requires them all.
 CPU = [("native", "cpu"), ("emulated-cuda", "cpu"), ("triton", "cpu")]
-CUDA = [("reference", "cuda"), ("native", "cuda"), ("nvrtc", "cuda"), ("triton", "cuda")]
-IMPLEMENTATIONS = CPU[:2] + CUDA if torch.cuda.is_available() else CPU
+GPU = accelerator.kind()
+CUDA = [(kind, GPU or "cuda") for kind in ("reference", "native", "nvrtc", "triton")]
+IMPLEMENTATIONS = CPU[:2] + CUDA if GPU else CPU
 
 KEY = RandomKey(seed=0x0123456789ABCDEF, step=7, tensor=0xFEDCBA98)
 REFERENCE = Reference()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import pycomm
+from pycomm.bench.common import accelerator
 from pycomm.codecs import convert as module
 from pycomm.codecs.convert import Conversion
 from pycomm.codecs.cuda.sources import OPTIONS, include_folder, source
@@ -23,8 +24,8 @@ from tests.extent import FULL, each_pair
 
 PAIRS = list(product(module.DTYPES, module.DTYPES))
 KINDS = [("native", "cpu"), ("emulated-cuda", "cpu"), ("triton", "cpu")]
-if torch.cuda.is_available():
-    KINDS = KINDS[:2] + [(kind, "cuda") for kind in ("reference", "native", "nvrtc", "triton")]
+if GPU := accelerator.kind():
+    KINDS = KINDS[:2] + [(kind, GPU) for kind in ("reference", "native", "nvrtc", "triton")]
 SIZES = (0, 1, 127, 4096, 5003)
 everywhere = pytest.mark.parametrize(("kind", "device"), KINDS, ids=["-".join(k) for k in KINDS])
 every_pair = pytest.mark.parametrize(("source_type", "target_type"), PAIRS)

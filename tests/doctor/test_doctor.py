@@ -31,6 +31,7 @@ from pycomm.doctor.finding import Finding
 from pycomm.doctor.machine import Machine
 from pycomm.doctor.probe import ProbeOutcome
 from tests.torch import interpreter
+from tests.torch.device import fake_device
 
 PACKAGE = Path(pycomm.__file__).parent
 CLEAN = {
@@ -530,14 +531,15 @@ def test_ranks_with_unequal_secrets_are_told_without_them(monkeypatch):
 
 
 @pytest.mark.timeout(300)
-def test_two_ranks_average_and_each_implementation_codes():
-    """On the CPU, which has two of the implementations."""
-    found = {finding.name: finding for finding in gpu.run("cpu")}
+def test_two_ranks_average_and_each_implementation_codes(tmp_path, monkeypatch):
+    """On the stand-in device, which has two of the implementations."""
+    interpreter.start_with(monkeypatch, fake_device.installed(tmp_path))
+    found = {finding.name: finding for finding in gpu.run(fake_device.NAME)}
     assert found["ranks"].level == "ok", found
-    assert "averages in a second; 1 bucket of 262144 values: core" in found["ranks"].text
+    assert "averages in a second; 1 bucket of 262144 values: kernels (" in found["ranks"].text
     levels = {kind: found[kind].level for kind in gpu.KINDS if kind != "triton"}
-    assert levels == {"native": "ok", "nvrtc": "note", "reference": "ok"}
-    assert "compiles for cuda, not for cpu" in found["nvrtc"].text
+    assert levels == {"native": "note", "nvrtc": "ok", "reference": "ok"}
+    assert "native codecs run on cpu and cuda, not on fakegpu" in found["native"].text
 
 
 def test_wrong_bytes_and_averages_are_problems():

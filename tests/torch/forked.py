@@ -38,6 +38,7 @@ class Command:
         os.environ.clear()
         os.environ.update(self.env)
         os.chdir(self.cwd)
+        sys.executable = self.env.get("TESTS_PYTHON", sys.executable)
         kind, *rest = self.words
         if kind == "-c":
             sys.argv = ["-c", *rest[1:]]

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+EXECUTABLE = "TESTS_PYTHON"  # the path that `sys.executable` is in a process, where it is set
 PRELOADED = "torch.distributed.fsdp, torch._dynamo, torch.distributed.checkpoint"
 # One thread, since a fork copies none: the libraries that torch loads start theirs at import.
 SINGLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -191,6 +192,7 @@ def _read(file: Any) -> str:
     return os.pread(file.fileno(), size, 0).decode(errors="replace")
 
 
+AS_PYTHON = Path(__file__).with_name("as_python.py")
 SHARED = "TESTS_FORK_SERVER"  # the address of the server that the workers of pytest share
 
 
@@ -219,6 +221,27 @@ def start_server() -> str:
 
     atexit.register(end)
     return address
+
+
+def as_python(folder: Path) -> dict[str, str]:
+    """Return variables of programs that start Python processes, which import no torch: that of
+    the server is theirs; see as_python.py.
+
+    Args:
+        folder: for the program that is `sys.executable` in them, and whose path EXECUTABLE has.
+    """
+    program = folder / "python"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {AS_PYTHON} "$@"\n')
+    program.chmod(0o755)
+    _server()
+    return {EXECUTABLE: str(program), SHARED: os.environ.get(SHARED) or _own[os.getpid()]}
+
+
+def start_with(monkeypatch: Any, variables: Mapping[str, str]) -> None:
+    """Let what this process starts by `sys.executable` have the variables of `as_python`."""
+    monkeypatch.setattr(sys, "executable", variables[EXECUTABLE])
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
 
 
 _own: dict[int, str] = {}

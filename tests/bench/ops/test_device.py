@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm.bench.__main__ import main
-from pycomm.bench.ops.device import OnDevice, over
+from pycomm.bench.ops.device import OnDevice, coded_run
 from pycomm.bench.ops.operations import OPERATIONS, make_case
 
 
@@ -36,6 +36,13 @@ def test_backends_of_the_other_device_are_refused(capsys):
     assert "--backend nccl is not for --device cpu" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("word", ["--errors", "--csv=x", "--json=x"])
+def test_kernels_have_a_table_of_their_own(word, capsys):
+    with pytest.raises(SystemExit):
+        main(["codecs", "--device", "cuda", word])
+    assert "leave out --csv, --json and --errors" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", [n for n in OPERATIONS if n != "sendrecv"])  # with itself
 @pytest.mark.parametrize("place", ["in", "out"])
 def test_copies_on_a_device_lie_as_the_arrays_do(alone, name, place):
@@ -55,6 +62,6 @@ def test_copies_on_a_device_lie_as_the_arrays_do(alone, name, place):
 def test_payloads_of_another_backend_are_coded_alike(alone):
     case = make_case(OPERATIONS["all_gather"], 4096, dtype="float32", redop="", rank=0, ranks=1)
     x, y = torch.linspace(-1, 1, case.count), torch.zeros(case.count)
-    over(alone, case, x, y, "int8")()
+    coded_run(alone, case, x, y, "int8")()
     codec = pycomm.codec("int8")
     assert torch.equal(y, codec.decode(codec.encode(x), case.count))

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pycomm.bench.step import stand_in
+from pycomm.bench.common import tables
+from pycomm.bench.figures.charts import timeline
+from pycomm.bench.figures.drawing import picture_digest
+from pycomm.bench.step import command, stand_in
 from pycomm.bench.step.bound import wire_seconds
+from pycomm.bench.step.stages import STAGES
 from pycomm.bench.step.stand_in import broken, buckets, modelled, pace_of, record, scale_of
 from pycomm.bench.training.train import MODELS
 from pycomm.plan.units import parse_rate
@@ -104,3 +108,28 @@ def test_the_check_fails_again(recorded, change, monkeypatch):
     wrong = broken(recorded["int4", "ordered", change], later.seconds, found.seconds)
     told = {"wait": "waits", "launches": "launches", "stream": "held"}[change]
     assert any(told in line for line in wrong)
+
+
+def test_the_command_ends_with_1_where_goals_do_not_hold(recorded, monkeypatch, tmp_path, capsys):
+    slow, late = recorded["int4", "ordered", "wait"], recorded["int4", "late", ""]
+    monkeypatch.setattr(stand_in, "record", lambda *_: [slow, late, recorded["cpu"]])
+    words = [
+        "--stand-in",
+        "--methods",
+        "int4",
+        "--rate",
+        "10gbit",
+        "--trace",
+        str(tmp_path / "t.csv"),
+    ]
+    assert command.main(words) == 0
+    assert command.main([*words[:-2], "--check"]) == 1
+    said = capsys.readouterr().out
+    waits = slow.summary()["waits"]
+    assert f"not yet: int4 at 10gbit: {waits} waits, where 0 are the goal" in said
+    spans = tables.read(tmp_path / "t.csv")
+    assert {int(span["bucket"]) for span in spans} == {-1, *range(len(buckets(GPT)))}
+    assert {span["stage"] for span in spans} == set(STAGES) - {"reduce"}
+    for span in spans:
+        assert 0 <= float(span["begin"]) < float(span["end"]) < 0.2
+    assert picture_digest(tmp_path / "t.png") == timeline(spans).digest()

@@ -12,6 +12,7 @@ from pycomm.bench.figures.drawing import picture_digest
 from pycomm.bench.step import command
 from pycomm.bench.step.bound import Pace, wire_seconds
 from pycomm.bench.training.train import MODELS, Config, parameters
+from tests.torch.interpreter import as_python, start_with
 
 
 def test_the_bound_is_the_longest_of_what_must_follow():
@@ -27,7 +28,7 @@ def test_the_words_name_models_and_backends():
     assert parameters(MODELS["124m"]) == 124_439_808
     shape = Config(layers=1, width=32, heads=2, context=8, vocabulary=300, batch=3)
     assert command.model("1,32,2,8,300,3")[1] == shape
-    with pytest.raises(argparse.ArgumentTypeError, match="no model '7b': want demo"):
+    with pytest.raises(argparse.ArgumentTypeError, match="no model '7b': want tiny, demo"):
         command.model("7b")
     both = ["nccl", "pycomm", "cpu:pycomm,cuda:nccl"]
     assert command.backends("nccl,pycomm,cpu:pycomm,cuda:nccl") == both
@@ -42,7 +43,8 @@ def test_each_backend_has_its_methods():
 
 
 @pytest.mark.timeout(300)
-def test_two_ranks_take_turns_and_pace_themselves(tmp_path, capsys):
+def test_two_ranks_take_turns_and_pace_themselves(tmp_path, capsys, monkeypatch):
+    start_with(monkeypatch, as_python(tmp_path))
     words = ["--model", "1,32,2,8,256,2", "--cpu", "--paced", "--rate", "1gbit"]
     words += ["--methods", "exact,int4", "--rounds", "1", "--turn-seconds", "0.05"]
     files = ["--csv", str(tmp_path / "x.csv"), "--picture", str(tmp_path / "x.png")]

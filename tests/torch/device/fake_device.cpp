@@ -41,8 +41,8 @@ constexpr int kPoison = 0xEE;
 /// What is asked of the device, as recorded.py reads it.
 enum Asked : int64_t { kOperation, kWork, kCopy, kRecord, kBlock, kWaitStream, kWaitEvent };
 
-/// Whether any thread records: streams then take their work without pauses.
-std::atomic<bool> recording{false};
+/// Whether any thread records, or wants results soon: streams then take work without pauses.
+std::atomic<bool> recording{false}, hurried{false};
 thread_local bool recorded = false;       // this thread's calls
 thread_local std::vector<int64_t> notes;  // kind, stream and value of each
 thread_local int within = 0;              // operations that are made of others
@@ -65,10 +65,12 @@ struct Mark {
   std::mutex mutex;
   std::condition_variable changed;
   bool reached = false;
+  std::chrono::steady_clock::time_point at;  // when it was reached last
 
   void set() {
     const std::lock_guard<std::mutex> lock(mutex);
     reached = true;
+    at = std::chrono::steady_clock::now();
     changed.notify_all();
   }
   bool is_set() {
@@ -82,9 +84,15 @@ struct Mark {
 };
 using MarkPtr = std::shared_ptr<Mark>;
 
+using Task = std::function<void()>;
+
+class Worker;
+void note_in_capture(Worker* stream, const Task& task);
+
 class Worker {
  public:
-  void queue(std::function<void()> task) {
+  void queue(Task task) {
+    note_in_capture(this, task);
     const std::lock_guard<std::mutex> lock(mutex_);
     tasks_.push_back(std::move(task));
     if (!started_) std::thread([this] { serve(); }).detach();
@@ -106,13 +114,14 @@ class Worker {
       auto task = std::move(tasks_.front());
       tasks_.pop_front();
       lock.unlock();
-      if (!recording) std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
+      if (!recording && !hurried)
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
       task();
     }
   }
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::function<void()>> tasks_;
+  std::deque<Task> tasks_;
   bool started_ = false;
 };
 
@@ -141,14 +150,35 @@ class Capture {
     streams_ = {origin};
     events_.clear();
     joined_.clear();
+    tasks_.clear();
+    lost_ = false;
   }
-  /// Throws if the origin does not wait for all captured streams.
-  void end() {
+  /// Something has run that is not in the graph.
+  void lose() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    lost_ = lost_ || !streams_.empty();
+  }
+  bool lost() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return lost_;
+  }
+  /// Returns what was queued. Throws if the origin does not wait for all captured streams.
+  std::vector<Task> end() {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto streams = std::exchange(streams_, {});
     for (size_t i = 1; i < streams.size(); i++)
       TORCH_CHECK(joined_.count(streams[i].id()), "capture: stream ", streams[i].id(),
                   " was not joined");
+    return std::exchange(tasks_, {});
+  }
+  bool under_way() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return !streams_.empty();
+  }
+  void note(Worker* stream, const Task& task) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const c10::Stream& each : streams_)
+      if (&worker(each) == stream) tasks_.push_back(task);
   }
   bool has(c10::Stream s) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -181,12 +211,16 @@ class Capture {
   std::vector<c10::Stream> streams_;       // the first is the origin
   std::map<void*, c10::StreamId> events_;  // recorded in the capture
   std::set<c10::StreamId> joined_;
+  std::vector<Task> tasks_;
+  bool lost_ = false;
 };
 
 Capture& capture() {
   static auto& capture = *new Capture;
   return capture;
 }
+
+void note_in_capture(Worker* stream, const Task& task) { capture().note(stream, task); }
 
 /// The driver's lock. It is held during every call that queues work.
 std::mutex& driver() {
@@ -209,7 +243,15 @@ class Memory {
     std::memset(data, kPoison, bytes);
     const std::lock_guard<std::mutex> lock(mutex_);
     blocks_[data] = {bytes, pinned, {current_stream(current_device)}};
+    used_ += pinned ? 0 : bytes;
+    most_ = std::max(most_, used_);
     return data;
+  }
+  /// Returns the most bytes of devices that were allocated since the last call with `reset`.
+  size_t most(bool reset) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (reset) most_ = used_;
+    return most_;
   }
   /// Announces that work queued on `stream` until the block of `data` is freed uses that block.
   void announce(const void* data, c10::Stream stream) {
@@ -226,7 +268,9 @@ class Memory {
     const auto found = blocks_.find(static_cast<uint8_t*>(data));
     const Block block = found->second;
     blocks_.erase(found);
+    used_ -= block.pinned ? 0 : block.bytes;
     lock.unlock();
+    if (capture().under_way()) return;  // the graph keeps it
     auto marks = std::make_shared<std::vector<MarkPtr>>();
     if (block.users.size() > 1) {  // torch's allocators record events then
       const std::lock_guard<std::mutex> call(driver());
@@ -236,6 +280,7 @@ class Memory {
       marks->push_back(worker(block.users[i]).mark());
     std::thread([marks, data, bytes = block.bytes] {
       for (const auto& mark : *marks) mark->wait();
+      if (recording) return std::free(data);  // it is poisoned when it is allocated again
       std::memset(data, kPoison, bytes);
     }).detach();
   }
@@ -254,6 +299,7 @@ class Memory {
   }
   std::mutex mutex_;
   std::map<uint8_t*, Block> blocks_;
+  size_t used_ = 0, most_ = 0;
 };
 
 class Allocator final : public c10::Allocator {
@@ -337,6 +383,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override {
     capture().refuse("ask an event");
     return !event || (*static_cast<MarkPtr*>(event))->is_set();
+  }
+  double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
+    std::chrono::steady_clock::time_point at[2];
+    for (int i = 0; i < 2; i++) {
+      const MarkPtr& mark = *static_cast<MarkPtr*>(i == 0 ? begin : end);
+      TORCH_CHECK(mark->is_set(), "elapsed time: the device has not reached both events");
+      at[i] = mark->at;
+    }
+    return std::chrono::duration<double, std::milli>(at[1] - at[0]).count();
   }
   void synchronizeEvent(void* event) const override {
     if (!event) return;
@@ -431,6 +486,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     }
   }
   if (!queued) {
+    capture().lose();
     note(kWaitStream, stream.id(), 0);
     worker(stream).mark()->wait();
   }
@@ -460,6 +516,7 @@ at::Tensor& logical_xor_out(const at::Tensor& a, const at::Tensor& b, at::Tensor
 }
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  capture().lose();
   const int64_t stream = current_stream(current_device).id();
   if (op.schema().name() == "aten::_local_scalar_dense") {
     note(kCopy, stream, 4);
@@ -479,6 +536,7 @@ void record_calls(bool on) {
   notes.clear();
 }
 std::vector<int64_t> recorded_calls() { return notes; }
+void hurry() { hurried = true; }
 /// Notes what Python does, on the current stream.
 void note_call(int64_t kind, int64_t value) {
   note(kind, current_stream(current_device).id(), value);
@@ -509,8 +567,23 @@ void begin_capture() {
   Guard().synchronizeDevice(current_device);
   capture().begin(current_stream(current_device));
 }
-void end_capture() { capture().end(); }
+std::vector<std::vector<Task>>& graphs() {
+  static auto& graphs = *new std::vector<std::vector<Task>>;
+  return graphs;
+}
+/// Returns the number of the graph; -1 if it lacks something that this device runs on the host.
+int64_t end_capture() {
+  graphs().push_back(capture().end());
+  if (capture().lost()) return -1;
+  return static_cast<int64_t>(graphs().size()) - 1;
+}
 bool is_capturing() { return capture().has(current_stream(current_device)); }
+/// Queues a graph's work once more, in the order in which it was captured.
+void replay(int64_t graph) {
+  const std::lock_guard<std::mutex> call(driver());
+  for (const Task& task : graphs().at(graph)) worker(current_stream(current_device)).queue(task);
+}
+int64_t most_bytes(bool reset) { return static_cast<int64_t>(Memory::instance().most(reset)); }
 
 /// Number of holds until they are refused; below 0: never.
 std::atomic<int64_t> holds_left{-1};
@@ -565,8 +638,14 @@ TORCH_LIBRARY(fakegpu, m) {
   m.def("refuse_holds_after(int count) -> ()", &refuse_holds_after);
   m.def("record_calls(bool on) -> ()", &record_calls);
   m.def("recorded_calls() -> int[]", &recorded_calls);
+  m.def("hurry() -> ()", &hurry);
   m.def("note(int kind, int value) -> ()", &note_call);
   m.def("begin_capture() -> ()", &begin_capture);
-  m.def("end_capture() -> ()", &end_capture);
   m.def("is_capturing() -> bool", &is_capturing);
+  m.def("end_capture() -> int", &end_capture);
+  m.def("replay(int graph) -> ()", &replay);
+  m.def("most_bytes(bool reset) -> int", &most_bytes);
+}
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {  // nothing is computed in another dtype
+  m.fallback(torch::CppFunction::makeFallthrough());
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import hashlib
+import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from pycomm.codecs.base import Codec
 from pycomm.codecs.cuda.launches import Launch, decode_launches, encode_launches, make_scratch
 from tests.codecs.cuda import emulated
 from tests.compiling import GENERATED, compile_cpp
+from tests.torch import interpreter
+from tests.torch.interpreter import ROOT
 from tests.torch.pool import Pool
 
 NAME = "fakegpu"
@@ -70,6 +74,83 @@ def built() -> Path:
     return library
 
 
+class Graph:
+    """What `torch.cuda.CUDAGraph` is on cuda."""
+
+    def __init__(self) -> None:
+        self._number = -1
+
+    @contextlib.contextmanager
+    def capture(self, stream: torch.Stream) -> Iterator[None]:
+        with stream:
+            torch.ops.fakegpu.begin_capture()
+            try:
+                yield
+            finally:
+                self._number = torch.ops.fakegpu.end_capture()
+        if self._number < 0:
+            raise RuntimeError("the stand-in does not capture operations that it runs on the host")
+
+    def replay(self) -> None:
+        torch.ops.fakegpu.replay(self._number)
+
+
+def module() -> types.ModuleType:
+    """Return the part of `torch.cuda` that the device has, under the same names."""
+    made = types.ModuleType(f"torch.{NAME}")
+    vars(made).update(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        device_count=lambda: 2,
+        current_device=torch.accelerator.current_device_index,
+        set_device=torch.accelerator.set_device_index,
+        current_stream=torch.accelerator.current_stream,
+        get_device_name=lambda device=0: "stand-in",
+        get_device_properties=lambda device: types.SimpleNamespace(L2_cache_size=4096),
+        synchronize=torch.accelerator.synchronize,
+        Stream=lambda: torch.Stream(NAME),
+        stream=lambda stream: stream,
+        Event=lambda enable_timing=False: torch.Event(NAME, enable_timing=enable_timing),
+        CUDAGraph=Graph,
+        graph=lambda graph, stream: graph.capture(stream),
+        max_memory_allocated=lambda device=0: torch.ops.fakegpu.most_bytes(False),
+        reset_peak_memory_stats=lambda device=0: torch.ops.fakegpu.most_bytes(True),
+        get_amp_supported_dtype=lambda: [torch.bfloat16],
+        is_current_stream_capturing=torch.ops.fakegpu.is_capturing,
+        _is_in_bad_fork=lambda: False,
+        manual_seed_all=lambda seed: None,
+    )
+    return made
+
+
+def autoload() -> None:
+    """Load the device, as torch's entry points do for devices that are installed beside it.
+
+    There is one, which ranks share.
+    """
+    load("kernels")
+    torch.get_device_module(NAME).device_count = lambda: 1
+    torch.ops.fakegpu.hurry()
+
+
+def installed(folder: Path) -> dict[str, str]:
+    """Return the variables of a Python that finds the device among its packages.
+
+    `interpreter.EXECUTABLE` names a Python that starts at once.
+
+    Args:
+        folder: for that, and for what names the device's entry point.
+    """
+    built()
+    emulated.all_kernels()
+    made = folder / "stand_in-1.dist-info"
+    made.mkdir(parents=True)
+    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: stand-in\nVersion: 1\n")
+    points = f"[torch.backends]\n{NAME} = {__name__}:{autoload.__name__}\n"
+    (made / "entry_points.txt").write_text(points)
+    return {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"} | interpreter.as_python(folder)
+
+
 def load(way: str) -> None:
     """Load the device into this process. A second call only changes the data path.
 
@@ -83,19 +164,7 @@ def load(way: str) -> None:
     if not hasattr(torch, NAME):
         torch.ops.load_library(built())
         torch.utils.rename_privateuse1_backend(NAME)
-        module = types.ModuleType(f"torch.{NAME}")
-        vars(module).update(
-            is_available=lambda: True,
-            is_initialized=lambda: True,
-            device_count=lambda: 2,
-            current_device=torch.accelerator.current_device_index,
-            set_device=torch.accelerator.set_device_index,
-            current_stream=torch.accelerator.current_stream,
-            is_current_stream_capturing=torch.ops.fakegpu.is_capturing,
-            _is_in_bad_fork=lambda: False,
-            manual_seed_all=lambda seed: None,
-        )
-        torch._register_device_module(NAME, module)
+        torch._register_device_module(NAME, module())
         torch.utils.generate_methods_for_privateuse1_backend()
     c10d = _build.load_c10d()
     held = way in ("held", "kernels")
