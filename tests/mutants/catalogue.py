@@ -341,7 +341,7 @@ RESIDUALS = (
     Mutant(
         "shards-that-others-own-have-the-own-momentum",
         "pycomm/hooks/fsdp_momentum.py::ShardedMomentumState._sent_before",
-        "return self._own_of(piece).load_worker(shard)",
+        "return self._own_of(piece).stored_worker(shard)",
         "return None",
         "torch/optim/test_sharded_adamw.py::test_a_step_is_that_of_the_formula",
     ),
