@@ -316,14 +316,30 @@ class Momenta(SingleCodedState):
             encodings.append(
                 moment.encoding(part, self._scale, piece.residual, sent, entered=known, looks=looks)
             )
+        values = [part for _, part, _ in parts]
         room: torch.Tensor | None = None
+        befores: list[torch.Tensor | None] = []
+
+        def keep() -> None:
+            """Keep what this rank has sent, of values that are coded and not yet averaged."""
+            scaled.store_sent(
+                [
+                    moment.sent(value, piece.residual, self._own_of(piece), None, before)
+                    for (moment, _, piece), value, before in zip(
+                        parts, values, befores, strict=True
+                    )
+                ]
+            )
+
         if alone:
             befores = [self.residual_before(piece.residual, bucket) for _, _, piece in parts]
-            values = [part for _, part, _ in parts]
+        if alone and self.coding_of(bucket) is not None:
+            self._encoded = keep
+        elif alone:  # what is coded may be gone before anybody can look at it
             room = self._room_for(values)
             sizes = [part.numel() for part in values]
-            copies = torch.split(room[: sum(sizes)], sizes)
-            for one, copy in zip(encodings, copies, strict=True):
+            values = list(torch.split(room[: sum(sizes)], sizes))
+            for one, copy in zip(encodings, values, strict=True):
                 one.copy = copy
         scaled.encode(encodings)
         future = super().reduce(tensor, names)
@@ -332,15 +348,7 @@ class Momenta(SingleCodedState):
             with self._noting_loss():
                 result = done.value()
             if room is not None:
-                scaled.store_sent(
-                    [
-                        moment.sent(one.copy, piece.residual, self._own_of(piece), None, before)
-                        for (moment, _, piece), one, before in zip(
-                            parts, encodings, befores, strict=True
-                        )
-                        if one.copy is not None
-                    ]
-                )
+                keep()
                 self._spare.append(room)
             scaled.land([moment.landing(part) for moment, part, _ in parts], self._scale)
             for moment, part, _ in parts:
