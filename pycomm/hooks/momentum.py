@@ -195,7 +195,8 @@ class Momenta(SingleCodedState):
             )
         if self._pending:
             self.own.commit(self._touched_moments, self.step)
-        received, numbers = None, []
+        received: Sequence[torch.Tensor] = ()
+        numbers: list[list[float]] = []
         if self._sent is not None:
             with self._noting_loss():
                 self._sent.wait()
@@ -203,18 +204,13 @@ class Momenta(SingleCodedState):
             means = self._sums.div_(self.process_group.size())
             places = self._sum_places_in(means)
             places.condense(means)
-            received = self._total(means)
-            numbers = places.numbers(received)
+            received, numbers = places.split(self._total(means))
             self._sent = self._sums = None
-        finite = received is not None and bool(received.isfinite().all())
-        at, waiting = 0, []
+        waiting = []
         for i, moment in enumerate(self.moments.values()):
-            part, of_part = None, []
-            if received is not None:
-                part, of_part = received[at : at + moment.sums_numel], numbers[i]
-                at += moment.sums_numel
-                if not finite and not part.isfinite().all():
-                    part = None
+            part, of_part = (received[i], numbers[i]) if received else (None, [])
+            if of_part and not of_part[-1]:  # not finite
+                part = None
             if moment.commit(part, of_part, used=moment.parameter.grad is not None):
                 waiting.append(moment)
         CodedMoment.wait(waiting)

@@ -397,7 +397,7 @@ class CodedMoment:
 
         Args:
             sums: the ranks' mean of `local_sums`; None: they were not exchanged, or are not finite.
-            numbers: those that `SumPlaces.numbers` found in them.
+            numbers: those that `SumPlaces.split` found in them.
             used: the parameter takes part in the step.
 
         Returns:
@@ -410,7 +410,7 @@ class CodedMoment:
         self._decay *= float(self.settings["betas"][1])  # a schedule may change it
         if sums is not None:
             decay, state = self._decay, self.state
-            left, coded, own, of_mean = numbers
+            left, coded, own, of_mean, _ = numbers
             energies = (
                 _decayed(state["mean_energy"], decay, of_mean),
                 _decayed(state["own_energy"], decay, own),

@@ -2,7 +2,8 @@
 
 `pycomm.reduction.momentum.moment` has the formulas. Each pass takes all matrices of a bucket or of
 a step. On the CPU, float32 goes through C++ in one call (csrc/optim/moments.cpp), with as many
-threads as torch has; everything else in torch, which is the definition: the bits are the same.
+threads as torch has; everything else in torch, which is the definition: the bits are the same. On a
+device sums have torch's own order, since that of C++ would take a launch for each few numbers.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ def _shared(
 
 def row_sums(x: torch.Tensor) -> torch.Tensor:
     """Return the sums of the rows of a float32 matrix, in the order of csrc/optim/moments.h."""
+    if not x.is_cpu:
+        return x.sum(1)
     rows, columns = x.shape
     patches = max(1, -(-columns // _PATCH))
     padded = F.pad(x, (0, patches * _PATCH - columns)).view(rows, patches, _PATCH // _LANES, _LANES)
@@ -92,6 +95,8 @@ def row_sums(x: torch.Tensor) -> torch.Tensor:
 
 def column_sums(x: torch.Tensor) -> torch.Tensor:
     """Return the sums of the columns of a float32 matrix, in the same way."""
+    if not x.is_cpu:
+        return x.sum(0)
     rows, columns = x.shape
     blocks = max(1, -(-rows // _BLOCK))
     padded = F.pad(x, (0, 0, 0, blocks * _BLOCK - rows)).view(blocks, _BLOCK // 2, 2, columns)
@@ -107,6 +112,8 @@ def column_sums(x: torch.Tensor) -> torch.Tensor:
 
 def total(vector: torch.Tensor) -> torch.Tensor:
     """Return the sum of a float32 vector, as that of a row."""
+    if not vector.is_cpu:
+        return vector.sum()
     return row_sums(vector.reshape(1, -1))[0]
 
 
@@ -194,41 +201,46 @@ def _encode_at(e: Encoding) -> tuple[Any, ...]:
 
 def _encode(e: Encoding) -> None:
     """Do the same in torch."""
-    g, share = e.values.float(), None
-    real, columns = g[: e.real], g.shape[1]
+    p, share = e.values.float(), None
+    real, columns = p[: e.real], p.shape[1]
     if e.projections is not None:
         signs, first, stride, to = e.projections
-        found = row_sums(real[first::stride] * signs) * e.unit
+        found = row_sums(real[first::stride] * signs).mul_(e.unit)
         to[: len(found)] += found
     if e.sums is not None:
-        rows, by_column = row_sums(real * real), column_sums(real * real)
-        for sums, more in zip(e.sums, (rows, by_column), strict=True):
-            sums += more * e.unit**2
+        squares = real * real
+        rows = row_sums(squares)
         if e.bound is not None:
-            energy = total(rows) * e.unit**2
-            most = (total(e.bound[0]) * e.bound[1]).clamp_min(_TINY)
             # Without a look at the numbers, for which the processor would wait for the device.
-            share = torch.where(energy > most, _root(most / energy), torch.ones_like(most))
-    row, column = 1 / e.row[:, None], 1 / e.column
-    p = g * e.rest
-    m = torch.zeros_like(p)
+            most = total(e.bound[0]).mul_(e.bound[1]).clamp_min_(_TINY)
+            share = _root(most / total(rows).mul_(e.unit**2)).clamp_max_(1.0)
+        e.sums[0].add_(rows.mul_(e.unit**2))
+        e.sums[1].add_(column_sums(squares).mul_(e.unit**2))
+    by_row, by_column = e.row.reciprocal()[:, None], e.column.reciprocal()
+    p = p * e.rest
+    there = p[: e.known]
+    m = there if e.momentum is None else _floats(e.momentum, e.known, columns)
     if e.momentum is not None:
-        known = e.known * columns
-        m[: e.known] = storage.load(e.momentum, known).reshape(-1)[:known].view(-1, columns)
-        p = p + m * e.beta
-    p = p * row * column
+        there.add_(m * e.beta)
+    p.mul_(by_row).mul_(by_column)
     if share is not None:
-        scaled_down = p * share
+        p.mul_(share)
         if e.momentum is not None:
-            scaled_down = scaled_down + m * ((1 - share) * e.beta) * row * column
-        p = torch.where(share < 1, scaled_down, p)
+            rest = m * ((1 - share) * e.beta)
+            there.add_(rest.mul_(by_row[: e.known]).mul_(by_column))
     e.values.copy_(p)
     if e.copy is not None:
-        e.copy.view(e.values.shape).copy_(e.values)
+        e.copy.copy_(e.values.view(-1))
     if e.errors is not None and e.residual is not None:
-        left = storage.load(e.residual, p.numel()).view(p.shape)
-        for k, errors in enumerate((left, p + left)):
-            e.errors[k] += total(row_sums(errors * errors))
+        left = _floats(e.residual, *p.shape)
+        sums = [total(row_sums(errors * errors)) for errors in (left, p.add_(left))]
+        e.errors[:2].add_(torch.stack(sums))
+
+
+def _floats(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return the first rows of stored values."""
+    numel = rows * columns
+    return storage.load(stored, numel).reshape(-1)[:numel].view(rows, columns)
 
 
 def add_squares(matrix: torch.Tensor, row: torch.Tensor, column: torch.Tensor, unit: float) -> None:
@@ -247,8 +259,7 @@ def add_squares(matrix: torch.Tensor, row: torch.Tensor, column: torch.Tensor, u
             torch.get_num_threads(),
         )
         return
-    squares = matrix.float()
-    squares = squares * squares
+    squares = matrix.float() * matrix
     row += row_sums(squares) * unit
     column += column_sums(squares) * unit
 
@@ -295,14 +306,14 @@ def store_sent(parts: Sequence[Sent]) -> None:
 
 
 def _store_sent(s: Sent) -> None:
-    shape, sent = s.values.shape, s.values.float()
+    sent, numel = s.values.float() * 1, s.values.numel()
+    flat = sent.view(-1)
     if s.before is not None and s.after is not None:
-        sent = sent + storage.load(s.before, sent.numel()).view(shape)
-        sent = sent - storage.load(s.after, sent.numel()).view(shape)
-    sent = (sent * s.row[:, None] * s.column).view(-1)
+        flat.add_(storage.load(s.before, numel)).sub_(storage.load(s.after, numel))
+    sent.mul_(s.row[:, None]).mul_(s.column)
     if s.add:
-        sent = sent + storage.load(s.to, sent.numel())
-    storage.store(sent, s.to)
+        flat.add_(storage.load(s.to, numel))
+    storage.store(flat, s.to)
 
 
 Matrix = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -314,7 +325,11 @@ def land(matrices: Sequence[Matrix], unit: float) -> None:
 
     def reference(matrix: Matrix) -> None:
         values, row, column = matrix
-        values.copy_(values.float() * (row[:, None] * unit) * column)
+        row = row[:, None] * unit if unit != 1 else row[:, None]
+        if values.dtype == torch.float32:
+            values.mul_(row).mul_(column)
+        else:
+            values.copy_(values.float() * row * column)
 
     chosen = _shared(matrices, lambda m: native(m[0]), reference)
     if chosen:
@@ -370,10 +385,14 @@ def _move(m: Move) -> None:
         t.view(m.row.numel(), m.column.numel()) for t in (m.parameter, m.gradient, m.momentum)
     )
     momentum.copy_(g)
-    moved = g.float() * m.row[:, None] * m.column
+    moved = (g.float() * m.row[:, None]).mul_(m.column)
     if m.limit:
         moved.clamp_(-m.limit, m.limit)
-    x.copy_(x.float() * m.keep - moved * m.lr)
+    moved.mul_(m.lr)
+    if x.dtype == torch.float32:
+        x.mul_(m.keep).sub_(moved)
+    else:
+        x.copy_((x.float() * m.keep).sub_(moved))
 
 
 # ---------------------------------------------------------------------------------------- factors
@@ -461,5 +480,6 @@ def fold(
         place = row.data_ptr(), rows, column.data_ptr(), columns, 1.0
         _C.moments_fold(place, sums.data_ptr(), decay, weight)
         return
-    for old, new in ((row, sums[:rows]), (column, sums[rows : rows + columns])):
-        old.copy_(old * decay + new * weight)
+    more = sums[: rows + columns] * weight
+    row.mul_(decay).add_(more[:rows])
+    column.mul_(decay).add_(more[rows:])
