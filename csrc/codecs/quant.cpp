@@ -122,6 +122,7 @@ class Quant final : public Codec {
   Combine combine() const override { return Combine::recode; }
   int wire_version() const override { return kWireVersion; }
   bool fuses_residual() const override { return true; }
+  bool loads_residual() const override { return true; }
   bool fuses_sum() const override { return true; }
   size_t granule() const override { return format_.block; }
   size_t encoded_bytes(size_t numel) const override { return quant::encoded_bytes(format_, numel); }

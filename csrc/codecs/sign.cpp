@@ -50,26 +50,29 @@ PYCOMM_SIMD void encode_all(uint32_t block, const EncodeArgs& args) {
   alignas(64) float half[kMaxBlock / 2];
   auto* scales = reinterpret_cast<float*>(args.out.data);
   auto* words = reinterpret_cast<uint32_t*>(args.out.data + codes_offset(block, args.in.size));
+  BlockResiduals residuals(args);
   for (size_t lo = 0; lo < args.in.size; lo += block) {
     const size_t n = args.in.size - lo < block ? args.in.size - lo : block;
     const float* x = args.in.data + lo;
     const float* p = x;
+    const float* const residual = residuals.load(lo, n);
     if (kFeedback || n < block) {
       p = sum;
-      load_block(x, kFeedback ? args.residual + lo : nullptr, n, block, sum);
+      load_block(x, residual, n, block, sum);
     }
     const float mean = mean_scale(sum_magnitudes(p, block, half), n);
     *scales++ = mean;
     if (used(mean)) {
-      write_block<kFeedback>(p, n, mean, words, kFeedback ? args.new_residual + lo : nullptr);
+      write_block<kFeedback>(p, n, mean, words, kFeedback ? residuals.fresh(lo) : nullptr);
     } else {
       std::memset(words, 0, (n + kWord - 1) / kWord * 4);
       // The residual of a tiny block is all of p; a block that is not finite keeps its old
       // residual.
       if (kFeedback) {
-        std::memmove(args.new_residual + lo, mean == 0.0f ? p : args.residual + lo, n * 4);
+        std::memmove(residuals.fresh(lo), mean == 0.0f ? p : residual, n * 4);
       }
     }
+    if (kFeedback) residuals.store(lo, n);
     words += block / kWord;
   }
 }
@@ -123,6 +126,7 @@ class Sign final : public Codec {
   Combine combine() const override { return Combine::recode; }
   int wire_version() const override { return kWireVersion; }
   bool fuses_residual() const override { return true; }
+  bool loads_residual() const override { return true; }
   bool fuses_sum() const override { return true; }
   size_t granule() const override { return block_; }
   size_t encoded_bytes(size_t numel) const override { return sign::encoded_bytes(block_, numel); }
@@ -130,7 +134,7 @@ class Sign final : public Codec {
   void encode(const EncodeArgs& args) const override {
     check_encode(*this, args);
     if (args.stream.device == Device::cuda) return encode_cuda(block_, args);
-    (args.residual ? encode_all<true> : encode_all<false>)(block_, args);
+    (args.has_residual() ? encode_all<true> : encode_all<false>)(block_, args);
   }
   void decode(Span<const uint8_t> payload, Span<float> out, Stream stream,
               bool add) const override {

@@ -1,8 +1,9 @@
 #include "optim/adamw.h"
 
+#include <algorithm>
 #include <cmath>
 
-#include "optim/in_parallel.h"
+#include "optim/spread.h"
 
 namespace pycomm::adamw {
 namespace {
@@ -32,7 +33,14 @@ PYCOMM_SIMD void step_values(float* x, const float* gradient, float* momentum, f
 }  // namespace
 
 void step(const std::vector<Tensor>& tensors, const Settings& settings, int threads) {
-  constexpr size_t kBlock = 1024;
+  constexpr size_t kPart = size_t{1} << 16;  // values that one thread takes
+  struct Part {
+    const Tensor* tensor;
+    size_t begin;
+    Factors by;
+  };
+  std::vector<Part> parts;
+  size_t values = 0;
   for (const Tensor& tensor : tensors) {
     const double steps = static_cast<double>(*tensor.steps += 1);
     Factors by;
@@ -43,11 +51,14 @@ void step(const std::vector<Tensor>& tensors, const Settings& settings, int thre
     by.lr = static_cast<float>(settings.lr / (1 - std::pow(settings.beta1, steps)));
     by.root = static_cast<float>(std::sqrt(1 - std::pow(settings.beta2, steps)));
     by.eps = static_cast<float>(settings.eps);
-    in_parallel(tensor.numel, 1, kBlock, threads, [&](size_t begin, size_t end, size_t) {
-      step_values(tensor.values + begin, tensor.gradient + begin, tensor.momentum + begin,
-                  tensor.squares + begin, end - begin, by);
-    });
+    values += tensor.numel;
+    for (size_t i = 0; i < tensor.numel; i += kPart) parts.push_back({&tensor, i, by});
   }
+  spread(parts.size(), values, threads, [&](size_t n) {
+    const auto& [tensor, i, by] = parts[n];
+    step_values(tensor->values + i, tensor->gradient + i, tensor->momentum + i, tensor->squares + i,
+                std::min(kPart, tensor->numel - i), by);
+  });
 }
 
 }  // namespace pycomm::adamw

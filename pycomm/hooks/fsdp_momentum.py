@@ -23,6 +23,7 @@ from pycomm.hooks.momentum import OTHERS, Find, Momenta
 from pycomm.policy import Policy
 from pycomm.policy.exchange import gather
 from pycomm.reduction.bucket import BucketPiece
+from pycomm.reduction.momentum import scaled
 from pycomm.reduction.momentum.moment import CodedMoment, local
 
 _DIVIDES = (
@@ -126,7 +127,7 @@ class ShardedMomentumState(Momenta, FSDPState):
         self, moment: CodedMoment, piece: BucketPiece, shard: int | None = None
     ) -> torch.Tensor | None:
         if shard is not None and not moment.again:  # the momentum of other shards is unknown
-            return self._own_of(piece).load_worker(shard)
+            return self._own_of(piece).stored_worker(shard)
         return super()._sent_before(moment, piece, shard)
 
     def _scatter(
@@ -149,13 +150,17 @@ class ShardedMomentumState(Momenta, FSDPState):
                 moment.enter(part[r], self._scale, r)
         self._share_scales([moment for moment, _ in new])
         entered, looks = {id(moment) for moment, _ in new}, self._exchanges_sums
-        for moment, part, piece in parts:
-            known_ = id(moment) in entered
-            for r in range(self._ranks):
-                sent = self._sent_before(moment, piece, r)
-                moment.encode(
-                    *(part[r], self._scale, piece.residual, sent, r), entered=known_, looks=looks
+        scaled.encode(
+            [
+                moment.encoding(
+                    *(part[r], self._scale, piece.residual, self._sent_before(moment, piece, r), r),
+                    entered=id(moment) in entered,
+                    looks=looks,
                 )
+                for moment, part, piece in parts
+                for r in range(self._ranks)
+            ]
+        )
         super()._scatter(output, input, names, group, average=average, later=later)
         finish = partial(self._finish, parts, output)
         if later:
@@ -167,10 +172,18 @@ class ShardedMomentumState(Momenta, FSDPState):
         self, parts: Sequence[tuple[CodedMoment, torch.Tensor, BucketPiece]], output: torch.Tensor
     ) -> None:
         """Keep what was sent, and make momentum of the own shards."""
-        for moment, part, piece in parts:
-            for r in range(self._ranks):
-                moment.store_sent(part[r], piece.residual, self._own_of(piece), r)
-            moment.decode(output[piece.offset : piece.offset + piece.numel], self._scale)
+        scaled.store_sent(
+            [
+                moment.sent(part[r], piece.residual, self._own_of(piece), r)
+                for moment, part, piece in parts
+                for r in range(self._ranks)
+            ]
+        )
+        places = [output[p.offset : p.offset + p.numel] for _, _, p in parts]
+        pairs = [(moment, place) for (moment, _, _), place in zip(parts, places, strict=True)]
+        scaled.land([moment.landing(place) for moment, place in pairs], self._scale)
+        for moment, place in pairs:
+            moment.add_base(place)
 
 
 def _nonzero(moment: CodedMoment) -> bool:

@@ -28,6 +28,7 @@ from pycomm.feedback.rule import EXACT
 from pycomm.hooks.single_coded import SingleCodedState
 from pycomm.policy import CODED
 from pycomm.reduction.bucket import BucketPiece
+from pycomm.reduction.momentum import scaled
 from pycomm.reduction.momentum.moment import CodedMoment
 from pycomm.reduction.momentum.sum_places import SumPlaces
 from pycomm.reduction.saved import known, residuals_of
@@ -194,7 +195,8 @@ class Momenta(SingleCodedState):
             )
         if self._pending:
             self.own.commit(self._touched_moments, self.step)
-        received, numbers = None, []
+        received: Sequence[torch.Tensor] = ()
+        numbers: list[list[float]] = []
         if self._sent is not None:
             with self._noting_loss():
                 self._sent.wait()
@@ -202,18 +204,13 @@ class Momenta(SingleCodedState):
             means = self._sums.div_(self.process_group.size())
             places = self._sum_places_in(means)
             places.condense(means)
-            received = self._total(means)
-            numbers = places.numbers(received)
+            received, numbers = places.split(self._total(means))
             self._sent = self._sums = None
-        finite = received is not None and bool(received.isfinite().all())
-        at, waiting = 0, []
+        waiting = []
         for i, moment in enumerate(self.moments.values()):
-            part, of_part = None, []
-            if received is not None:
-                part, of_part = received[at : at + moment.sums_numel], numbers[i]
-                at += moment.sums_numel
-                if not finite and not part.isfinite().all():
-                    part = None
+            part, of_part = (received[i], numbers[i]) if received else (None, [])
+            if of_part and not of_part[-1]:  # not finite
+                part = None
             if moment.commit(part, of_part, used=moment.parameter.grad is not None):
                 waiting.append(moment)
         CodedMoment.wait(waiting)
@@ -308,35 +305,50 @@ class Momenta(SingleCodedState):
         bucket = self._bucket(tuple(names), tensor.device)
         # Else nodes code the sums of their ranks; and what one rank has sent is the momentum.
         alone = self.process_group.size() > 1 and not bucket.levels
-        copies: Sequence[torch.Tensor] = ()
-        residuals_before: list[torch.Tensor | None] = []
-        if alone:
-            values = [part for _, part, _ in parts]
-            room = self._room_for(values)
-            sizes = [part.numel() for part in values]
-            copies = torch.split(room[: sum(sizes)], sizes)
-        for i, (moment, part, piece) in enumerate(parts):
+        encodings = []
+        for moment, part, piece in parts:
             sent = self._sent_before(moment, piece) if alone else None
             known = id(moment) in entered
-            if alone:
-                residuals_before.append(self.residual_before(piece.residual, bucket))
-            moment.encode(part, self._scale, piece.residual, sent, entered=known, looks=looks)
-            if alone:
-                copies[i].copy_(part)
+            encodings.append(
+                moment.encoding(part, self._scale, piece.residual, sent, entered=known, looks=looks)
+            )
+        values = [part for _, part, _ in parts]
+        room: torch.Tensor | None = None
+        befores: list[torch.Tensor | None] = []
+
+        def keep() -> None:
+            """Keep what this rank has sent, of values that are coded and not yet averaged."""
+            scaled.store_sent(
+                [
+                    moment.sent(value, piece.residual, self._own_of(piece), None, before)
+                    for (moment, _, piece), value, before in zip(
+                        parts, values, befores, strict=True
+                    )
+                ]
+            )
+
+        if alone:
+            befores = [self.residual_before(piece.residual, bucket) for _, _, piece in parts]
+        if alone and self.coding_of(bucket) is not None:
+            self._encoded = keep
+        elif alone:  # what is coded may be gone before anybody can look at it
+            room = self._room_for(values)
+            sizes = [part.numel() for part in values]
+            values = list(torch.split(room[: sum(sizes)], sizes))
+            for one, copy in zip(encodings, values, strict=True):
+                one.copy = copy
+        scaled.encode(encodings)
         future = super().reduce(tensor, names)
 
         def restore(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             with self._noting_loss():
                 result = done.value()
-            if alone:
-                for (moment, _, piece), copy, before in zip(
-                    parts, copies, residuals_before, strict=True
-                ):
-                    own = self._own_of(piece)
-                    moment.store_sent(copy, piece.residual, own, None, before=before)
+            if room is not None:
+                keep()
                 self._spare.append(room)
+            scaled.land([moment.landing(part) for moment, part, _ in parts], self._scale)
             for moment, part, _ in parts:
-                moment.decode(part, self._scale)
+                moment.add_base(part)
             return result
 
         return future.then(restore)
@@ -356,7 +368,7 @@ class Momenta(SingleCodedState):
     def _sent_before(
         self, moment: CodedMoment, piece: BucketPiece, shard: int | None = None
     ) -> torch.Tensor | None:
-        """Return o, float32 [numel of the shard]; None: nothing is kept, or nothing is to be added.
+        """Return o [numel of the shard] as it is stored; None: nothing is kept, or to be added.
 
         Args:
             shard: its number, in a reduce-scatter; None: that which replicas average.
@@ -364,7 +376,7 @@ class Momenta(SingleCodedState):
         if moment.again or piece.name not in self.own:
             return None
         own = self._own_of(piece)
-        return own.load_worker(shard or 0) if own.last_step else None
+        return own.stored_worker(shard or 0) if own.last_step else None
 
     def _room_for(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return memory for copies of values, which is given back to `_spare`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from pycomm.feedback import Residual
@@ -22,21 +24,34 @@ class SingleCodedState(CompressionState):
 
     defers = False
 
-    def _reduce_coded(
-        self, tensor: torch.Tensor, bucket: Bucket
-    ) -> torch.futures.Future[torch.Tensor]:
+    _encoded: Callable[[], None] | None = None
+    """Is called once, by the next reduction that `coding_of` tells of; see `SingleCoding`."""
+
+    def coding_of(self, bucket: Bucket) -> SingleCoding | None:
+        """Return how a bucket is averaged; None: as gradients are."""
         if self.process_group.size() == 1 or not any(is_coarse(p.codec) for p in bucket.pieces):
-            return super()._reduce_coded(tensor, bucket)
+            return None
         if bucket.single is None:
             bucket.single = SingleCoding(bucket, self.process_group)
         single: SingleCoding = bucket.single
         dense = [p for p in bucket.pieces if p.codec.combine != "gather"]
         if single.gathers and not any(is_coarse(p.codec) for p in dense):
-            return super()._reduce_coded(tensor, bucket)  # payloads are gathered there, too
+            return None  # payloads are gathered there, too
+        return single
+
+    def _reduce_coded(
+        self, tensor: torch.Tensor, bucket: Bucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        single = self.coding_of(bucket)
+        if single is None:
+            return super()._reduce_coded(tensor, bucket)
         bucket.agreed.paths["all_reduce", False] = paths.ChosenPath(paths.SINGLE)
         self._use(bucket.pieces, bucket, tensor)
-        values = tensor.contiguous()
-        finite = single.average(values, bucket, seed=self.seed, step=self.step)
+        values, encoded = tensor.contiguous(), self._encoded
+        self._encoded = None
+        finite = single.average(
+            values, bucket, seed=self.seed, step=self.step, encoded=encoded or _nothing
+        )
         self._finite.append(lambda: bool(finite))
         if values is not tensor:
             tensor.copy_(values)
@@ -63,3 +78,7 @@ class SingleCodedState(CompressionState):
             return None
         residual.use(bucket.layout, self.process_group.size())
         return residual.stored_worker().clone() if residual.in_place else None
+
+
+def _nothing() -> None:
+    """Do what has to be done without anybody to tell."""

@@ -30,7 +30,7 @@ from pycomm.optim.settings import (
 from pycomm.policy import Policy, agree_on_options, refused_together
 from pycomm.policy.exchange import device_of
 from pycomm.reduction import members
-from pycomm.reduction.momentum.moment import FLOAT32_STATES, local
+from pycomm.reduction.momentum.moment import FLOAT32_STATES, CodedMoment, local
 from pycomm.reduction.momentum.scaled import native, written
 
 _NAME = "CodedAdamW"
@@ -184,7 +184,7 @@ class CodedAdamW(torch.optim.Optimizer):
                 self.state[one.parameter] = one.state
         for group in self.param_groups:
             lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-            exact = []
+            exact, moments = [], []
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -192,7 +192,8 @@ class CodedAdamW(torch.optim.Optimizer):
                 if moment is None:
                     exact.append(parameter)
                 else:
-                    moment.step(lr, weight_decay)
+                    moments.append(moment)
+            CodedMoment.move(moments, lr, weight_decay)
             if exact:
                 self._step_exact(group, exact)
         return loss

@@ -13,7 +13,7 @@ whichever sends fewer bytes. That depends on sizes alone, so all ranks choose al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import lcm
 
@@ -80,7 +80,13 @@ class SingleCoding:
             self.wire_bytes = -(-(self._ranks - 1) * (sent + back) // self._ranks)
 
     def average(
-        self, values: torch.Tensor, bucket: Bucket, *, seed: int, step: int
+        self,
+        values: torch.Tensor,
+        bucket: Bucket,
+        *,
+        seed: int,
+        step: int,
+        encoded: Callable[[], None],
     ) -> torch.Tensor:
         """Average `values` over the group, in place.
 
@@ -89,6 +95,8 @@ class SingleCoding:
             bucket: the bucket for which this was made.
             seed: equal on all ranks.
             step: number of the step, below 2^32.
+            encoded: is called when this rank's contribution and its residuals are written, and
+                `values` are as they were.
 
         Returns:
             A bool tensor without dimensions: whether the result is finite everywhere, equal on all
@@ -98,31 +106,50 @@ class SingleCoding:
             WireMismatch: a rank sends payloads of impossible sizes.
         """
         if self.gathers:
-            return self._gather(values, bucket, seed, step)
-        return self._answer(values, bucket, seed, step)
+            return self._gather(values, bucket, seed, step, encoded)
+        return self._answer(values, bucket, seed, step, encoded)
 
-    def _gather(self, values: torch.Tensor, bucket: Bucket, seed: int, step: int) -> torch.Tensor:
+    def _gather(
+        self,
+        values: torch.Tensor,
+        bucket: Bucket,
+        seed: int,
+        step: int,
+        encoded: Callable[[], None],
+    ) -> torch.Tensor:
         ranks, shown = self._ranks, whole(bucket.pieces)
         batched = Batched.find("gathered", bucket, self._group, lambda: [shown], values)
         if batched is not None:
             batched.begin(
                 bucket.sides, values.dtype, self._group, seed=seed, step=step, divisor=ranks
             )
-            return batched.verdict(batched.add_up(values, 0, batched.show(values, 0)))
+            shown_ = batched.show(values, 0)
+            encoded()
+            return batched.verdict(batched.add_up(values, 0, shown_))
         coder = Coder(self._rank, seed=seed, step=step)
         ours = coder.encode(shown, widened(shown, values), values.device, worker=True)
         most, variable = [total_bytes(shown)] * ranks, is_variable(shown)
         came = all_gather(ours, ours.numel(), most, self._group, variable=variable)
+        encoded()
         return self._add_up(values, shown, coder, parts(came))
 
-    def _answer(self, values: torch.Tensor, bucket: Bucket, seed: int, step: int) -> torch.Tensor:
+    def _answer(
+        self,
+        values: torch.Tensor,
+        bucket: Bucket,
+        seed: int,
+        step: int,
+        encoded: Callable[[], None],
+    ) -> torch.Tensor:
         dealt, ranks, own = self._chunks, self._ranks, self._chunks[self._rank]
         batched = Batched.find("dealt", bucket, self._group, lambda: dealt, values)
         if batched is not None:
             batched.begin(
                 bucket.sides, values.dtype, self._group, seed=seed, step=step, divisor=ranks
             )
-            batched.verdict(batched.add_up(values, self._rank, batched.scatter(values)))
+            scattered = batched.scatter(values)
+            encoded()
+            batched.verdict(batched.add_up(values, self._rank, scattered))
         else:
             coder = Coder(self._rank, seed=seed, step=step)
             sent = [
@@ -136,6 +163,7 @@ class SingleCoding:
                 self._group,
                 variable=any(map(is_variable, dealt)),
             )
+            encoded()
             self._add_up(values, own, coder, parts(came))
         return self._send_back(values, seed ^ _ANSWER_SEED, step)
 

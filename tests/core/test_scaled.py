@@ -1,17 +1,23 @@
-"""Matrices with a factor for each row and column: C++ against float64, and every level of SIMD."""
+"""Matrices with a factor for each row and column: C++ against torch, bit by bit, and float64."""
 
 from __future__ import annotations
 
 import itertools
+from copy import deepcopy
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from pycomm.feedback import storage  # noqa: E402
 from pycomm.reduction.momentum import scaled  # noqa: E402
+from pycomm.reduction.momentum.scaled import Encoding, Move, Sent  # noqa: E402
 from tests.extent import each_value  # noqa: E402
 
-SHAPES = [(1, 1), (3, 5), (64, 16), (65, 33), (7, 1000), (700, 31), (0, 4)]
+SHAPES = [(1, 1), (3, 5), (64, 16), (65, 33), (7, 1000), (700, 31), (129, 1100), (0, 4)]
+FORMS = ("float32", "bf16", "int8")
 
 
 def given(rows: int, columns: int) -> dict[str, torch.Tensor]:
@@ -19,6 +25,7 @@ def given(rows: int, columns: int) -> dict[str, torch.Tensor]:
     made = {n: torch.randn(rows, columns, generator=generator) for n in ("x", "g", "m")}
     made["row"] = torch.rand(rows, generator=generator) + 0.5
     made["column"] = torch.rand(columns, generator=generator) + 0.5
+    made["signs"] = torch.randn(columns, generator=generator).sign()
     return made
 
 
@@ -27,7 +34,37 @@ def near(found: torch.Tensor, want: torch.Tensor) -> bool:
     return torch.allclose(found.double(), want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.fixture(params=["C++", "torch"], autouse=True)
+def stored(values: torch.Tensor, form: str) -> torch.Tensor:
+    to = storage.zeros(form, values.numel(), values.device)
+    storage.store(values.reshape(-1), to)
+    return to
+
+
+def tensors_of(found: Any) -> list[torch.Tensor]:
+    if isinstance(found, torch.Tensor):
+        return [found]
+    if is_dataclass(found):
+        found = [getattr(found, field.name) for field in fields(found)]
+    return (
+        [t for each in found for t in tensors_of(each)] if isinstance(found, (tuple, list)) else []
+    )
+
+
+def both(monkeypatch: pytest.MonkeyPatch, call: Any, *args: Any) -> list[torch.Tensor]:
+    """Call C++ and torch; return the tensors of arguments and result, which have the same bits."""
+    found = []
+    for native in (True, False):
+        with monkeypatch.context() as patch:
+            if not native:
+                patch.setattr(scaled, "native", lambda *_: False)
+            own = deepcopy(args)
+            found.append(tensors_of([own, call(*own)]))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    return found[0]
+
+
+@pytest.fixture(params=["C++", "torch"])
 def implementation(request, monkeypatch):
     """Run each test in C++, and in torch as on other devices."""
     if request.param == "torch":
@@ -35,8 +72,95 @@ def implementation(request, monkeypatch):
     return request.param
 
 
+# ---------------------------------------------------------------- bits
+
+
+def encodings(rows: int, columns: int, form: str) -> list[Encoding]:
+    """Two matrices: one with all there is to be done, and one with nothing besides."""
+    a = given(rows, columns)
+    torch.manual_seed(rows)
+    real, numel = rows * 2 // 3, rows * columns
+    full = Encoding(
+        *(a["g"] * 1e-2, real, a["row"], a["column"], stored(a["m"], form), rows // 2),
+        beta=0.75,
+        unit=1 / 3,
+        sums=(torch.rand(real), torch.rand(columns)),
+        bound=(torch.rand(real), 1e-4),
+        projections=(a["signs"], 1, 3, torch.rand(max(1, -(-real // 3)))),
+        residual=stored(a["x"], form),
+        errors=torch.rand(2),
+        copy=torch.zeros(numel),
+    )
+    return [full, Encoding(a["x"].clone(), rows, a["row"], a["column"])]
+
+
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_operations_are_those_of_their_formulas(rows, columns):
+@pytest.mark.parametrize("form", FORMS)
+def test_encode_has_the_bits_of_the_reference(monkeypatch, rows, columns, form):
+    both(monkeypatch, scaled.encode, encodings(rows, columns, form))
+    loose = encodings(rows, columns, form)
+    loose[0].bound = None
+    both(monkeypatch, scaled.encode, loose)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (3, 2500)])
+@pytest.mark.parametrize(("form", "kept"), list(itertools.product(FORMS, repeat=2)))
+def test_what_was_sent_has_the_bits_of_the_reference(monkeypatch, rows, columns, form, kept):
+    a = given(rows, columns)
+    x = a["x"] * 3
+    x.view(-1)[: x.numel() // 7] *= 1e38  # and what is too large for bfloat16
+    before, after, to = (stored(a[n], f) for n, f in (("g", form), ("m", form), ("g", kept)))
+    for add in (False, True):
+        parts = [
+            Sent(x, a["row"], a["column"], *residual, to.clone(), add)
+            for residual in ((before, after), (None, None))
+        ]
+        found = both(monkeypatch, scaled.store_sent, deepcopy(parts))
+    wide = [storage.load(t, x.numel()).double().view(x.shape) for t in (before, after)]
+    want = (x.double() + wide[0] - wide[1]) * torch.outer(a["row"], a["column"]).double()
+    want += storage.load(to, x.numel()).double().view(x.shape)
+    if kept == "float32":
+        finite = want.abs() < 1e38
+        sent = found[5].double().view(x.shape)[finite]
+        torch.testing.assert_close(sent, want[finite], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("limit", [0.0, 0.5])
+def test_steps_have_the_bits_of_the_reference(monkeypatch, rows, columns, limit):
+    a = given(rows, columns)
+    both(monkeypatch, scaled.land, [(a["x"], a["row"], a["column"])] * 2, 3.0)
+    moves = [Move(a["x"], a["g"], a["m"], a["row"], a["column"], 0.1, 0.9, limit) for _ in "12"]
+    both(monkeypatch, scaled.move, moves)
+    sums = torch.rand(rows + columns + 3)
+    both(monkeypatch, scaled.fold, a["row"], a["column"], sums, 0.75, 0.5)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [s for s in SHAPES if s[0]])
+def test_factors_have_the_bits_of_the_reference(monkeypatch, rows, columns):
+    a = given(rows, columns)
+    a["row"][0] = 0  # of no gradient: it gets the least factor
+    both(monkeypatch, scaled.factors, a["row"], a["column"], 0.3, 0.1, rows + 2)
+    both(monkeypatch, scaled.reciprocal_factors, a["row"], a["column"], 0.3, rows + 5, 1e-3, 0.1)
+
+
+def test_threads_change_no_bits():
+    before = torch.get_num_threads()
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        parts = encodings(1037, 1031, "bf16")
+        scaled.encode(parts)
+        found.append(tensors_of(parts))
+    torch.set_num_threads(before)
+    assert all(map(torch.equal, *found))
+
+
+# ---------------------------------------------------------------- formulas
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_operations_are_those_of_their_formulas(implementation, rows, columns):
     a = given(rows, columns)
     wide = {key: value.double() for key, value in a.items()}
     d = torch.outer(wide["row"], wide["column"])
@@ -48,26 +172,28 @@ def test_operations_are_those_of_their_formulas(rows, columns):
     assert near(column, 1 + 0.25 * squares.sum(0))
 
     for add, known in itertools.product((True, False), (rows, rows // 2)):
-        values = a["g"].clone()
-        again, again_column = torch.zeros(rows), torch.zeros(columns)
-        scaled.divide(
-            *(values, a["m"][:known], a["row"], a["column"], 0.75, 2.0),
-            add=add,
-            squares=(again, again_column, 1.0),
-        )
+        sums = torch.zeros(rows), torch.zeros(columns)
+        m = a["m"][:known] if add else None
+        one = Encoding(a["g"].clone(), rows, a["row"], a["column"], m, known, 0.75, 2.0, sums)
+        found, errors = torch.zeros(-(-rows // 2)), torch.zeros(2)
+        one.projections, one.residual, one.errors = (a["signs"], 0, 2, found), a["x"], errors
+        scaled.encode([one])
         m = wide["m"].clone()
         m[known:] = 0
-        assert near(values, (0.75 * m * add + 0.25 * 2 * wide["g"]) / d)
-        assert near(again, wide["g"].square().sum(1))
-        assert near(again_column, wide["g"].square().sum(0))
+        want = (0.75 * m * add + 0.25 * 2 * wide["g"]) / d
+        assert near(one.values, want)
+        assert near(sums[0], 4 * wide["g"].square().sum(1))
+        assert near(sums[1], 4 * wide["g"].square().sum(0))
+        assert torch.allclose(found.double(), 2 * wide["g"][::2] @ wide["signs"], atol=1e-3)
+        assert near(errors, torch.stack([squares.sum(), (want + wide["x"]).square().sum()]))
 
     values = a["x"].clone()
-    scaled.multiply(values, a["row"], a["column"], 3.0)
+    scaled.land([(values, a["row"], a["column"])], 3.0)
     assert near(values, 3 * wide["x"] * d)
 
     for limit in (0.0, 0.5):
         x, m = a["x"].clone(), a["m"].clone()
-        scaled.move(x, a["g"], m, a["row"], a["column"], lr=0.1, keep=0.9, limit=limit)
+        scaled.move([Move(x, a["g"], m, a["row"], a["column"], 0.1, 0.9, limit)])
         moved = wide["g"] * d
         moved = moved.clamp(-limit, limit) if limit else moved
         assert near(x, 0.9 * wide["x"] - 0.1 * moved)
@@ -75,7 +201,7 @@ def test_operations_are_those_of_their_formulas(rows, columns):
 
 
 @pytest.mark.parametrize(("rows", "columns"), [s for s in SHAPES if s[0]])
-def test_factors_are_roots_of_the_second_moments(rows, columns):
+def test_factors_are_roots_of_the_second_moments(implementation, rows, columns):
     squares = given(rows, columns)["x"].double().square()
     row, column = (squares.sum(i).float() for i in (1, 0))
     row[0] = 0  # of no gradient: it gets the least factor
@@ -97,7 +223,7 @@ def test_factors_are_roots_of_the_second_moments(rows, columns):
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_sums_decay_and_new_ones_are_added(rows, columns):
+def test_sums_decay_and_new_ones_are_added(implementation, rows, columns):
     a = given(rows, columns)
     row, column = a["row"].clone(), a["column"].clone()
     sums = torch.rand(rows + columns + 3)
@@ -106,7 +232,7 @@ def test_sums_decay_and_new_ones_are_added(rows, columns):
     assert near(column, 0.75 * a["column"].double() + 0.5 * sums[rows : rows + columns])
 
 
-def test_an_earlier_result_is_written_over():
+def test_an_earlier_result_is_written_over(implementation):
     row, column = torch.rand(3), torch.rand(5)
     first = scaled.reciprocal_factors(row, column, 0.5, 3, 1e-3, 0.1)
     again = scaled.reciprocal_factors(2 * row, column, 0.5, 3, 1e-3, 0.1)
@@ -117,88 +243,36 @@ def test_an_earlier_result_is_written_over():
 @each_value
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("known", [0, 2, 1000])
-def test_a_gradient_above_the_bound_is_scaled_down_to_it(rows, columns, known):
+def test_a_gradient_above_the_bound_is_scaled_down_to_it(implementation, rows, columns, known):
     a = given(rows, columns)
+    known = min(known, rows)
     wide = {key: value.double() for key, value in a.items()}
-    energy = 0.25 * wide["g"].square().sum()
+    energy = 4 * wide["g"].square().sum()
     m = wide["m"].clone()
     m[known:] = 0
     for most, share in ((energy / 9, 1 / 3), (2 * energy, 1.0)):
-        values, row, column = a["g"].clone(), torch.zeros(rows), torch.zeros(columns)
-        scaled.divide(
-            *(values, a["m"][:known], a["row"], a["column"], 0.75, 2.0),
-            add=True,
-            squares=(row, column, 0.25),
-            most=most.float().clamp_min(1e-30),
+        sums = torch.zeros(rows), torch.zeros(columns)
+        one = Encoding(
+            *(a["g"].clone(), rows, a["row"], a["column"], a["m"][:known], known, 0.75, 2.0, sums),
+            bound=(torch.ones(rows), float(most) / max(1, rows)),
         )
+        scaled.encode([one])
         d = torch.outer(wide["row"], wide["column"])
-        assert near(values, (0.75 * m + 0.25 * 2 * share * wide["g"]) / d)
-        assert near(row, 0.25 * wide["g"].square().sum(1))  # the whole gradient's
-        assert near(column, 0.25 * wide["g"].square().sum(0))
+        assert near(one.values, (0.75 * m + 0.25 * 2 * share * wide["g"]) / d)
+        assert near(sums[0], 4 * wide["g"].square().sum(1))  # the whole gradient's
+        assert near(sums[1], 4 * wide["g"].square().sum(0))
 
 
-def test_errors_are_those_of_the_stored_residual():
-    x, e = torch.randn(5003), torch.randn(5003)
-    for stored in (e, e.bfloat16()):
-        left, coded = scaled.error_sums(x, stored)
-        want = stored.double()
-        assert left == pytest.approx(float(want.square().sum()), rel=1e-5)
-        assert coded == pytest.approx(float((x + want).square().sum()), rel=1e-5)
-
-
-def test_what_is_not_finite_stays_so():
+def test_what_is_not_finite_stays_so(implementation):
     x, m = torch.zeros(1, 20), torch.zeros(1, 20)
     g = torch.zeros(1, 20)
     g[0, 0], g[0, 17] = float("nan"), float("nan")
-    scaled.move(x, g, m, torch.ones(1), torch.ones(20), lr=1.0, keep=1.0, limit=5.0)
+    scaled.move([Move(x, g, m, torch.ones(1), torch.ones(20), 1.0, 1.0, 5.0)])
     assert x.isnan().tolist() == g.isnan().tolist()
 
 
-def test_threads_do_not_change_what_a_row_gets():
-    before = torch.get_num_threads()
-    found = []
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        generator = torch.Generator().manual_seed(1)
-        g, m = (torch.randn(1037, 1031, generator=generator) for _ in range(2))
-        row, column = torch.linspace(1, 2, 1037), torch.linspace(2, 3, 1031)
-        sums, column_sums = torch.zeros(1037), torch.zeros(1031)
-        scaled.divide(g, m, row, column, 0.7, 1.0, add=True, squares=(sums, column_sums, 1.0))
-        found.append((g, sums, column_sums))
-    torch.set_num_threads(before)
-    (g, sums, column_sums), (again, other, other_column) = found
-    assert torch.equal(g, again)
-    assert torch.equal(sums, other)
-    # Added up in another order.
-    torch.testing.assert_close(column_sums, other_column, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (3, 2500)])
-def test_what_was_sent_has_the_same_bits_in_both(monkeypatch, rows, columns):
-    a = given(rows, columns)
-    x, numel = a["x"] * 3, rows * columns
-    x.view(-1)[: numel // 7] *= 1e38  # and what is too large for bfloat16
-    for form, kept in itertools.product((torch.float32, torch.bfloat16), repeat=2):
-        before, after = (a[n].reshape(-1).to(form) for n in ("g", "m"))
-        found = []
-        for native in (False, True):
-            with monkeypatch.context() as patch:
-                if not native:
-                    patch.setattr(scaled, "native", lambda *_: False)
-                to = torch.zeros(numel, dtype=kept)
-                scaled.store_sent(x, a["row"], a["column"], before, after, to)
-                found.append(to)
-        assert torch.equal(*found)
-        wide = [t.double().view(rows, columns) for t in (before, after)]
-        want = (x.double() + wide[0] - wide[1]) * torch.outer(a["row"], a["column"]).double()
-        finite = want.abs() < 1e38
-        near_enough = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[kept]  # a rounding each
-        torch.testing.assert_close(
-            found[0].double().view(rows, columns)[finite],
-            want[finite],
-            rtol=near_enough,
-            atol=1e-5,
-        )
-        again = found[0].clone()
-        scaled.store_sent(torch.zeros_like(x), a["row"], a["column"], None, None, again, add=True)
-        assert torch.equal(again, found[0])
+def test_single_values_of_16_bits_are_moved_by_torch():
+    x, g, m = (torch.full((2, 3), v, dtype=torch.bfloat16) for v in (1.0, 0.5, 0.0))
+    scaled.move([Move(x, g, m, torch.ones(2), torch.ones(3), 0.5, 1.0, 0.0)])
+    assert torch.equal(x, torch.full_like(x, 0.75))
+    assert torch.equal(m, g)

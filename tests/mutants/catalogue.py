@@ -202,10 +202,10 @@ ORDERS = (
 RESIDUALS = (
     Mutant(
         "what-was-sent-without-the-residual-in-it",
-        "csrc/optim/factored_moments.cpp::sent_row",
+        "csrc/optim/moments.cpp::sent_row",
         "(x[j] + before[j] - after[j]) * row * column[j]",
         "(x[j] - after[j]) * row * column[j]",
-        "core/test_scaled.py::test_what_was_sent_has_the_same_bits_in_both",
+        "core/test_scaled.py::test_what_was_sent_has_the_bits_of_the_reference",
     ),
     Mutant(
         "decay-does-not-decay",
@@ -341,7 +341,7 @@ RESIDUALS = (
     Mutant(
         "shards-that-others-own-have-the-own-momentum",
         "pycomm/hooks/fsdp_momentum.py::ShardedMomentumState._sent_before",
-        "return self._own_of(piece).load_worker(shard)",
+        "return self._own_of(piece).stored_worker(shard)",
         "return None",
         "torch/optim/test_sharded_adamw.py::test_a_step_is_that_of_the_formula",
     ),

@@ -12,6 +12,6 @@ void bind_communicator(pybind11::module_& m);  // core/communicator.cpp
 void bind_device(pybind11::module_& m);        // core/device.cpp: groups of ranks on GPUs
 void bind_queue(pybind11::module_& m);         // core/queue.cpp
 void bind_schedule(pybind11::module_& m);      // core/schedule.cpp: schedule, seeds of hops
-void bind_optimizers(pybind11::module_& m);    // optim/factored_moments.cpp, adamw.cpp
+void bind_optimizers(pybind11::module_& m);    // optim/moments.cpp, adamw.cpp
 
 }  // namespace pycomm

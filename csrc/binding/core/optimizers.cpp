@@ -2,104 +2,142 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <tuple>
 
 #include "binding/core/arguments.h"
 #include "binding/core/gil.h"
 #include "binding/core/module.h"
 #include "core/arithmetic.h"
 #include "optim/adamw.h"
-#include "optim/factored_moments.h"
+#include "optim/moments.h"
 
 namespace py = pybind11;
 
 namespace pycomm {
 namespace {
 
-using factored_moments::Matrix;
+namespace passes {  // by addresses
 
-void add_squares(uintptr_t x, size_t rows, size_t columns, uintptr_t row, uintptr_t column,
-                 float unit, int threads) {
+using moments::Stored;
+
+/// Address and form of stored values.
+using StoredAt = std::pair<uintptr_t, int>;
+
+Stored stored(const StoredAt& at) {
+  return {bytes(at.first), static_cast<feedback::Storage>(at.second)};
+}
+
+/// Values, rows and columns; factors by row and by column.
+using MatrixAt = std::tuple<uintptr_t, size_t, size_t, uintptr_t, uintptr_t>;
+
+moments::Matrix matrix(const MatrixAt& at) {
+  const auto& [values, rows, columns, row, column] = at;
+  return {floats(values), rows, columns, floats(row), floats(column)};
+}
+
+/// A matrix, its rows without padding; momentum, rows of it, beta, rest; sums by row and column,
+/// unit; bounds, most; signs, first, stride, projections, by; residual, errors, copy.
+using EncodeAt = std::tuple<MatrixAt, size_t, std::tuple<StoredAt, size_t, float, float>,
+                            std::tuple<uintptr_t, uintptr_t, float>, std::pair<uintptr_t, float>,
+                            std::tuple<uintptr_t, size_t, size_t, uintptr_t, float>, StoredAt,
+                            uintptr_t, uintptr_t>;
+
+void encode(const std::vector<EncodeAt>& matrices, int threads) {
   GilReleased release;
   const DefaultArithmetic arithmetic;
-  factored_moments::add_squares({floats(x), rows, columns, nullptr, nullptr},
-                                {floats(row), floats(column), unit}, threads);
+  std::vector<moments::Encode> all;
+  for (const auto& [at, real, momentum, sums, bound, signs, residual, errors, copy] : matrices) {
+    const moments::Matrix x = matrix(at);
+    const auto& [m, known, beta, rest] = momentum;
+    const auto& [row_sums, column_sums, unit] = sums;
+    const auto& [signs_at, first, stride, projections, by] = signs;
+    all.push_back({x.values,
+                   x.rows,
+                   x.columns,
+                   real,
+                   x.row,
+                   x.column,
+                   stored(m),
+                   known,
+                   beta,
+                   rest,
+                   floats(row_sums),
+                   floats(column_sums),
+                   unit,
+                   floats(bound.first),
+                   bound.second,
+                   floats(signs_at),
+                   first,
+                   stride,
+                   floats(projections),
+                   by,
+                   stored(residual),
+                   floats(errors),
+                   floats(copy)});
+  }
+  moments::encode(all, threads);
 }
 
-void factors(uintptr_t row, size_t rows, uintptr_t column, size_t columns, float weight,
-             float floor, uintptr_t out_row, uintptr_t out_column) {
-  const DefaultArithmetic arithmetic;
-  factored_moments::factors({floats(row), rows, floats(column), columns, weight}, floor,
-                            floats(out_row), floats(out_column));
-}
-
-void reciprocal_factors(uintptr_t row, size_t rows, uintptr_t column, size_t columns, float weight,
-                        size_t all_rows, float least, float floor, uintptr_t out_row,
-                        uintptr_t out_column) {
-  const DefaultArithmetic arithmetic;
-  factored_moments::reciprocal_factors({floats(row), rows, floats(column), columns, weight},
-                                       all_rows, least, floor, floats(out_row), floats(out_column));
-}
-
-void fold(uintptr_t row_sums, size_t rows, uintptr_t column_sums, size_t columns, float decay,
-          float weight, uintptr_t row, uintptr_t column) {
-  const DefaultArithmetic arithmetic;
-  factored_moments::fold({floats(row_sums), rows, floats(column_sums), columns, decay, weight},
-                         floats(row), floats(column));
-}
-
-void divide(uintptr_t g, size_t rows, size_t columns, uintptr_t row, uintptr_t column,
-            uintptr_t momentum, size_t known, float beta, float unit, uintptr_t row_sums,
-            uintptr_t column_sums, float sums_unit, float most, int threads) {
+void land(const std::vector<MatrixAt>& matrices, float unit, int threads) {
   GilReleased release;
   const DefaultArithmetic arithmetic;
-  factored_moments::Divide by;
-  by.momentum = floats(momentum);
-  by.known = known;
-  by.beta = beta;
-  by.unit = unit;
-  by.squares = {floats(row_sums), floats(column_sums), sums_unit};
-  by.most = most;
-  factored_moments::divide({floats(g), rows, columns, floats(row), floats(column)}, by, threads);
+  std::vector<moments::Matrix> all;
+  for (const MatrixAt& at : matrices) all.push_back(matrix(at));
+  moments::land(all, unit, threads);
 }
 
-void multiply(uintptr_t x, size_t rows, size_t columns, uintptr_t row, uintptr_t column, float unit,
-              int threads) {
+/// A matrix; the residual before and after; where it is stored; whether what is there is added.
+using SentAt = std::tuple<MatrixAt, StoredAt, StoredAt, StoredAt, bool>;
+
+void sent(const std::vector<SentAt>& matrices, int threads) {
   GilReleased release;
   const DefaultArithmetic arithmetic;
-  factored_moments::multiply({floats(x), rows, columns, floats(row), floats(column)}, unit,
-                             threads);
+  std::vector<moments::Sent> all;
+  for (const auto& [at, before, after, out, add] : matrices) {
+    all.push_back(
+        {matrix(at), stored(before), stored(after), bytes(out.first), stored(out).storage, add});
+  }
+  moments::sent(all, threads);
 }
 
-void move(uintptr_t x, size_t rows, size_t columns, uintptr_t row, uintptr_t column,
-          uintptr_t gradient, uintptr_t momentum, float lr, float keep, float limit, int threads) {
+/// A matrix; gradient and momentum; lr, keep and limit.
+using MoveAt = std::tuple<MatrixAt, uintptr_t, uintptr_t, float, float, float>;
+
+void move(const std::vector<MoveAt>& matrices, int threads) {
   GilReleased release;
   const DefaultArithmetic arithmetic;
-  factored_moments::Move by;
-  by.gradient = floats(gradient);
-  by.momentum = floats(momentum);
-  by.lr = lr;
-  by.keep = keep;
-  by.limit = limit;
-  factored_moments::move({floats(x), rows, columns, floats(row), floats(column)}, by, threads);
+  std::vector<moments::Move> all;
+  for (const auto& [at, gradient, momentum, lr, keep, limit] : matrices) {
+    all.push_back({matrix(at), floats(gradient), floats(momentum), lr, keep, limit});
+  }
+  moments::move(all, threads);
 }
 
-void sent(uintptr_t x, size_t rows, size_t columns, uintptr_t row, uintptr_t column,
-          uintptr_t before, uintptr_t after, bool residual_bf16, uintptr_t out, bool out_bf16,
-          int threads) {
-  GilReleased release;
-  const DefaultArithmetic arithmetic;
-  factored_moments::sent({floats(x), rows, columns, floats(row), floats(column)},
-                         {pointer(before), pointer(after), residual_bf16, pointer(out), out_bf16},
-                         threads);
+/// Sums by row, their number, sums by column, their number, weight.
+using SumsAt = std::tuple<uintptr_t, size_t, uintptr_t, size_t, float>;
+
+moments::Sums sums_at(const SumsAt& at) {
+  const auto& [row, rows, column, columns, weight] = at;
+  return {floats(row), rows, floats(column), columns, weight};
 }
 
-std::pair<double, double> errors(uintptr_t x, uintptr_t residual, bool bf16, size_t numel) {
-  GilReleased release;
+void fold(const SumsAt& sums, uintptr_t fresh, float decay, float weight) {
   const DefaultArithmetic arithmetic;
-  const factored_moments::Errors found =
-      factored_moments::errors(floats(x), pointer(residual), bf16, numel);
-  return {found.left, found.coded};
+  moments::fold(sums_at(sums), floats(fresh), decay, weight);
 }
+
+void factors(const SumsAt& sums, float floor, uintptr_t row, uintptr_t column) {
+  const DefaultArithmetic arithmetic;
+  moments::factors(sums_at(sums), floor, floats(row), floats(column));
+}
+
+void reciprocal_factors(const SumsAt& sums, size_t all_rows, float least, float floor,
+                        uintptr_t row, uintptr_t column) {
+  const DefaultArithmetic arithmetic;
+  moments::reciprocal_factors(sums_at(sums), all_rows, least, floor, floats(row), floats(column));
+}
+
+}  // namespace passes
 
 /// Addresses of a tensor, its gradient, momentum, squares and steps, and its number of values.
 using AdamwTensor = std::array<uintptr_t, 6>;
@@ -120,15 +158,13 @@ void adamw_step(const std::vector<AdamwTensor>& tensors, double lr, double beta1
 }  // namespace
 
 void bind_optimizers(py::module_& m) {
-  m.def("factored_moments_add_squares", &add_squares);
-  m.def("factored_moments_factors", &factors);
-  m.def("factored_moments_reciprocal_factors", &reciprocal_factors);
-  m.def("factored_moments_fold", &fold);
-  m.def("factored_moments_divide", &divide);
-  m.def("factored_moments_multiply", &multiply);
-  m.def("factored_moments_move", &move);
-  m.def("factored_moments_sent", &sent);
-  m.def("factored_moments_errors", &errors);
+  m.def("moments_encode", &passes::encode);
+  m.def("moments_land", &passes::land);
+  m.def("moments_sent", &passes::sent);
+  m.def("moments_move", &passes::move);
+  m.def("moments_fold", &passes::fold);
+  m.def("moments_factors", &passes::factors);
+  m.def("moments_reciprocal_factors", &passes::reciprocal_factors);
   m.def("adamw_step", &adamw_step);
 }
 

@@ -47,8 +47,8 @@ struct EncodeArgs {
   RandomKey key;
   uint64_t index = 0;  ///< place of in[0] in its tensor; a multiple of granule()
   Stream stream;
-  // On cuda, for codecs that take them:
-  Contributions sum;      ///< if it has ranks, they are the input, and `in` has only a size
+  // For codecs that take them:
+  Contributions sum;      ///< on cuda: if it has ranks, they are the input; `in` has only a size
   StoredResidual stored;  ///< in place of `residual` and `new_residual`, if it has memory
 
   bool has_residual() const { return residual != nullptr || stored.old != nullptr; }
@@ -86,7 +86,9 @@ class PYCOMM_API Codec {
 
   /// True if the kernel that encodes on cuda reads and writes stored residuals.
   virtual bool fuses_residual() const { return false; }
-  /// True if it also sums contributions.
+  /// True if encode() on the CPU does so.
+  virtual bool loads_residual() const { return false; }
+  /// True if the kernel also sums contributions.
   virtual bool fuses_sum() const { return false; }
 
   /// Encodes in one pass. With a residual: p = in + residual, out = code(p), new_residual = p -

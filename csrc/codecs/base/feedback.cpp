@@ -140,11 +140,16 @@ static_assert(static_cast<uint32_t>(Storage::float32) == codecs::stored::kFloat3
               static_cast<uint32_t>(Storage::bfloat16) == codecs::stored::kBFloat16 &&
               static_cast<uint32_t>(Storage::int8) == codecs::stored::kInt8);
 
+/// The memory of errors, for codecs that load and store it.
+StoredResidual stored_residual(const Feedback& feedback) {
+  return {feedback.error.old, feedback.error.fresh, static_cast<uint32_t>(feedback.storage),
+          feedback.kind == Kind::decay ? feedback.decay : 1.0f};
+}
+
 void encode_cuda(const Codec& codec, const Feedback& feedback, EncodeArgs args) {
   const bool decays = feedback.kind == Kind::decay;
   if (codec.fuses_residual()) {
-    args.stored = {feedback.error.old, feedback.error.fresh,
-                   static_cast<uint32_t>(feedback.storage), decays ? feedback.decay : 1.0f};
+    args.stored = stored_residual(feedback);
     return codec.encode(args);
   }
   const size_t bytes = scratch_bytes(codec, feedback, args.in.size);
@@ -243,6 +248,10 @@ void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args, Scrat
     if (!has_kernels(feedback.kind))
       throw Error("feedback: momentum has no kernels on a GPU; exchange payloads instead");
     return encode_cuda(codec, feedback, args);
+  }
+  if (feedback.kind != Kind::momentum && codec.loads_residual()) {
+    args.stored = stored_residual(feedback);
+    return codec.encode(args);
   }
   const size_t n = args.in.size;
   const Past past(feedback, args.in, scratch);

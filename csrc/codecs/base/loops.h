@@ -5,6 +5,7 @@
 
 #include "codecs/base/block.h"
 #include "codecs/base/codec.h"
+#include "codecs/base/feedback.h"
 #include "codecs/base/random.h"
 
 #define PYCOMM_INLINE [[gnu::always_inline]] inline
@@ -47,6 +48,42 @@ PYCOMM_INLINE void prefetch_block(const float* x, const float* residual, uint32_
   }
 }
 
+/// Residuals of one block at a time: where they are, or in buffers if they are stored otherwise.
+class BlockResiduals {
+ public:
+  PYCOMM_INLINE explicit BlockResiduals(const EncodeArgs& args) : args_(args) {}
+  PYCOMM_INLINE explicit operator bool() const { return args_.has_residual(); }
+
+  /// Returns those of `n` values from value lo on; null: there are none.
+  PYCOMM_INLINE const float* load(size_t lo, size_t n) {
+    const StoredResidual& stored = args_.stored;
+    if (!stored.old) return args_.residual ? args_.residual + lo : nullptr;
+    feedback::load(storage(), stored.old + feedback::stored_bytes(storage(), lo), {old_, n});
+    if (stored.decay != 1.0f) {
+      for (size_t i = 0; i < n; i++) old_[i] = stored.decay * old_[i];
+    }
+    return old_;
+  }
+  /// Returns where the new ones of these values are written before store().
+  PYCOMM_INLINE float* fresh(size_t lo) {
+    return args_.stored.old ? fresh_ : args_.new_residual + lo;
+  }
+  PYCOMM_INLINE void store(size_t lo, size_t n) {
+    if (!args_.stored.old) return;
+    uint8_t* const to = args_.stored.fresh + feedback::stored_bytes(storage(), lo);
+    feedback::store(storage(), {fresh_, n}, to);
+  }
+
+ private:
+  PYCOMM_INLINE feedback::Storage storage() const {
+    return static_cast<feedback::Storage>(args_.stored.form);
+  }
+
+  const EncodeArgs& args_;
+  alignas(64) float old_[kMaxBlock];
+  alignas(64) float fresh_[kMaxBlock];
+};
+
 /// Encodes block after block, each while it is in the first-level cache. A Writer has
 ///   scale(block, x, n)                 measures a block and writes its scale
 ///   scale(block, x, residual, n, p)    the same of p = x + residual, which it stores
@@ -57,20 +94,22 @@ PYCOMM_INLINE void prefetch_block(const float* x, const float* residual, uint32_
 template <typename Writer>
 PYCOMM_INLINE void encode_blocks(const EncodeArgs& args, uint32_t block, const Writer& writer) {
   alignas(64) float sum[kMaxBlock];
-  const bool feedback = args.residual != nullptr;
+  BlockResiduals residuals(args);
+  const bool feedback{residuals};
   size_t index = 0;
   for (size_t lo = 0; lo < args.in.size; lo += block, index++) {
     const size_t n = args.in.size - lo < block ? args.in.size - lo : block;
     const float* x = args.in.data + lo;
     const float* p = feedback ? sum : x;
     if (args.in.size - lo >= 4 * block) {
-      prefetch_block(x, feedback ? args.residual + lo : nullptr, block);
+      prefetch_block(x, args.residual ? args.residual + lo : nullptr, block);
     }
+    const float* const residual = residuals.load(lo, n);
     const Scale scale =
-        feedback ? writer.scale(index, x, args.residual + lo, n, sum) : writer.scale(index, x, n);
+        feedback ? writer.scale(index, x, residual, n, sum) : writer.scale(index, x, n);
     if (scale.used) {
       if (feedback) {
-        writer.write(lo, p, n, scale, args.new_residual + lo);
+        writer.write(lo, p, n, scale, residuals.fresh(lo));
       } else {
         writer.write(lo, p, n, scale);
       }
@@ -79,9 +118,10 @@ PYCOMM_INLINE void encode_blocks(const EncodeArgs& args, uint32_t block, const W
       // The residual of a tiny block is all of p; a block that is not finite keeps its old
       // residual.
       if (feedback) {
-        std::memmove(args.new_residual + lo, scale.unit == 0.0f ? p : args.residual + lo, n * 4);
+        std::memmove(residuals.fresh(lo), scale.unit == 0.0f ? p : residual, n * 4);
       }
     }
+    residuals.store(lo, n);
   }
 }
 

@@ -23,26 +23,21 @@ _TURNS = 1021  # a prime number of places at which the signs of a step begin
 _STRIDE = 389
 
 
-def add_projections(
-    matrix: torch.Tensor, begin: int, rows: int, step: int, to: torch.Tensor
-) -> None:
-    """Add the random numbers of a matrix, or of some of its rows.
+def turn(begin: int, rows: int, step: int) -> tuple[int, int, int]:
+    """Return whose turn it is among some rows of a matrix.
 
     Args:
-        matrix: floats [some rows, columns].
-        begin: number of its first row in the whole matrix.
+        begin: number of the first of these rows in the whole matrix.
         rows: number of rows of the whole matrix.
         step: number of the step.
-        to: float32 [ROWS].
+
+    Returns:
+        The first row, counted from `begin`, the distance to the next one, and the first one's place
+        among the ROWS numbers.
     """
     stride = max(1, -(-rows // ROWS))
     first = (step - begin) % stride
-    chosen = matrix[first::stride]
-    if not chosen.numel():
-        return
-    signs = signs_of(matrix.shape[1], step, matrix.device)
-    at = (begin + first) // stride
-    to[at : at + len(chosen)] += (chosen.float() * signs).sum(1)
+    return first, stride, (begin + first) // stride
 
 
 def signs_of(columns: int, step: int, device: torch.device) -> torch.Tensor:

@@ -296,7 +296,7 @@ class CodedMoment:
         begin = (self._shard if shard is None else shard) * self.padded
         return self._scale[0][begin : begin + self.padded], self._scale[1]
 
-    def encode(
+    def encoding(
         self,
         values: torch.Tensor,
         scale: float,
@@ -306,8 +306,8 @@ class CodedMoment:
         *,
         entered: bool = False,
         looks: bool = True,
-    ) -> None:
-        """Replace a gradient by what is coded: (b o + (1 - b) g) / d.
+    ) -> scaled.Encoding:
+        """Return what replaces a gradient by what is coded: (b o + (1 - b) g) / d.
 
         A gradient above `BOUND` root second moments is scaled down to that, and is so nowhere else:
         its squares are added as they are.
@@ -316,79 +316,65 @@ class CodedMoment:
             values: the gradient, as for `enter`.
             scale: the loss scale.
             residual: what is added by the coding.
-            momentum: o, float32 [numel]; None: m, that of the optimizer's state.
+            momentum: o [numel], as residuals are stored; None: m, that of the optimizer's state.
             shard: number of the shard; None: the own one.
             entered: `enter` was called for it; else this does the same.
             looks: measure the errors of the coding before.
         """
-        row, column = self._scale_of(shard)
-        matrix = values.view(self.padded, self.columns)
-        if looks:
-            self._project(matrix, scale, shard)
-        if momentum is None:
-            momentum = local(self.state["exp_avg"])
         rows = self._rows_of(shard)
-        momentum = momentum.reshape(-1, self.columns)[: rows.stop - rows.start]  # not of padding
-        squares = most = None
-        if not entered and matrix.shape[0] == rows.stop - rows.start:
-            squares, most = (*self._sums_of(rows), scale**-2), self._most(rows)
-        elif not entered:
-            sums, most = self._sums_of(rows)[0], self._most(rows)
-            before = sums.sum()
-            self.enter(values, scale, shard)
-            if most is not None:
-                scaled.bound(matrix, sums.sum() - before, most)
-            most = None
-        scaled.divide(
-            *(matrix, momentum, row, column, self.beta, 1 / scale),
-            add=not self.again,
-            squares=squares,
-            most=most,
+        row, column = self._scale_of(shard)
+        made = scaled.Encoding(
+            values.view(self.padded, self.columns),
+            *(rows.stop - rows.start, row, column),
+            beta=self.beta,
+            unit=1 / scale,
         )
-        if looks and residual is not None and residual.worker is not None:
-            left, coded = scaled.error_sums(values, residual.stored_worker(shard or 0))
-            self._fresh[-EXTRA] += left
-            self._fresh[1 - EXTRA] += coded
+        if not self.again and made.beta > 0:
+            made.momentum = local(self.state["exp_avg"]) if momentum is None else momentum
+            made.known = made.real
+        if not entered:
+            made.sums, made.bound = self._sums_of(rows), self._bound(rows)
+        if looks:
+            step, numbers = int(self.state["step"]), self._fresh[-agreement.ROWS :]
+            first, stride, at = agreement.turn(rows.start, self.rows, step)
+            signs = agreement.signs_of(self.columns, step, values.device)
+            made.projections = signs, first, stride, numbers[at:]
+            if residual is not None and residual.worker is not None:
+                made.residual = residual.stored_worker(shard or 0)
+                made.errors = self._fresh[-EXTRA:]
+        return made
 
-    def _most(self, rows: slice) -> torch.Tensor | None:
-        """Return the most that the squares of this rank's gradient in some rows may add up to."""
+    def _bound(self, rows: slice) -> tuple[torch.Tensor, float] | None:
+        """Return what bounds the squares of this rank's gradient in some rows."""
         state = self.state
         weight = float(state["moment_weight"])
         if weight == 0:
             return None
         energies = float(state["mean_energy"]), float(state["own_energy"])
         own = weight * agreement.share(*energies, self._ranks)
-        most: torch.Tensor = state["row"][rows].sum() * (BOUND**2 / own)
-        return most.clamp_min_(_TINY)
+        return state["row"][rows], BOUND**2 / own
 
-    def _project(self, matrix: torch.Tensor, scale: float, shard: int | None) -> None:
-        rows = self._rows_of(shard)
-        found = torch.zeros(agreement.ROWS, dtype=torch.float32, device=matrix.device)
-        step = int(self.state["step"])
-        agreement.add_projections(
-            matrix[: rows.stop - rows.start], rows.start, self.rows, step, found
-        )
-        self._fresh[-agreement.ROWS :].add_(found, alpha=1 / scale)
+    def landing(self, values: torch.Tensor) -> scaled.Matrix:
+        """Return what makes the ranks' mean, of the own shard, a momentum; see `scaled.land`."""
+        return (values.view(self.padded, self.columns), *self._scale_of(None))
 
-    def decode(self, values: torch.Tensor, scale: float) -> None:
-        """Replace the ranks' mean, of the own shard, by the momentum, times the loss scale."""
-        row, column = self._scale_of(None)
-        scaled.multiply(values.view(self.padded, self.columns), row, column, scale)
+    def add_base(self, values: torch.Tensor) -> None:
+        """Add the momentum of an earlier backward before the same step."""
         if self.again and self.base is not None:
             values.add_(self.base.reshape(-1))
 
-    def store_sent(
+    def sent(
         self,
         coded: torch.Tensor,
         residual: Residual | None,
         own: Residual,
         shard: int | None,
         before: torch.Tensor | None = None,
-    ) -> None:
-        """Store what this rank has contributed to a shard's momentum.
+    ) -> scaled.Sent:
+        """Return what stores what this rank has contributed to a shard's momentum.
 
         Args:
-            coded: what `encode` has made of the shard's gradient.
+            coded: what `encoding` has made of the shard's gradient.
             residual: that of the coding, which is complete.
             own: where it is stored; what an earlier backward before the same step has sent is kept.
             shard: number of the shard; None: the own one.
@@ -400,7 +386,7 @@ class CodedMoment:
             before = residual.stored_worker(place) if before is None else before
             after = residual.fresh_worker(place)
         values, to = coded.view(self.padded, self.columns), own.fresh_worker(place)
-        scaled.store_sent(values, row, column, before, after, to, add=self.again)
+        return scaled.Sent(values, row, column, before, after, to, add=self.again)
 
     # ------------------------------------------------------------------ a step
 
@@ -411,7 +397,7 @@ class CodedMoment:
 
         Args:
             sums: the ranks' mean of `local_sums`; None: they were not exchanged, or are not finite.
-            numbers: those that `SumPlaces.numbers` found in them.
+            numbers: those that `SumPlaces.split` found in them.
             used: the parameter takes part in the step.
 
         Returns:
@@ -424,7 +410,7 @@ class CodedMoment:
         self._decay *= float(self.settings["betas"][1])  # a schedule may change it
         if sums is not None:
             decay, state = self._decay, self.state
-            left, coded, own, of_mean = numbers
+            left, coded, own, of_mean, _ = numbers
             energies = (
                 _decayed(state["mean_energy"], decay, of_mean),
                 _decayed(state["own_energy"], decay, own),
@@ -440,8 +426,11 @@ class CodedMoment:
             return False
         return True
 
-    def step(self, lr: float, weight_decay: float) -> None:
-        """Move the parameter by its momentum, which is its gradient, and keep the momentum."""
+    def step(self, lr: float, weight_decay: float) -> scaled.Move | None:
+        """Count a step, and return how the parameter moves by its momentum, which is its gradient.
+
+        None: the momentum is kept, and the parameter stays.
+        """
         state = self.state
         beta1 = self.settings["betas"][0]
         assert self.parameter.grad is not None
@@ -449,22 +438,30 @@ class CodedMoment:
         state["step"].fill_(steps)
         correction = 1 - float(beta1) ** steps
         weight = state["moment_weight"].item()
-        values, gradient = local(self.parameter), local(self.parameter.grad).contiguous()
-        momentum = local(state["exp_avg"])
+        gradient, momentum = local(self.parameter.grad).contiguous(), local(state["exp_avg"])
         if weight == 0:
             momentum.copy_(gradient)
-            return
+            return None
         by_row, by_column = self._reciprocals_for(float(self.settings["eps"]), weight)
-        limit = LIMIT * correction if self._steps else 0.0  # second moments of an earlier step
-        moved = values.contiguous()  # a copy of a parameter in another memory format
-        scaled.move(
-            *(moved, gradient, momentum, by_row, by_column),
+        return scaled.Move(
+            # A copy of a parameter in another memory format.
+            local(self.parameter).contiguous(),
+            *(gradient, momentum, by_row, by_column),
             lr=lr / correction,
             keep=1 - lr * weight_decay,
-            limit=limit,
+            # Second moments of an earlier step.
+            limit=LIMIT * correction if self._steps else 0.0,
         )
-        if moved is not values:
-            values.copy_(moved)
+
+    @staticmethod
+    def move(moments: Sequence[CodedMoment], lr: float, weight_decay: float) -> None:
+        """Move parameters by their momenta, which are their gradients, and keep the momenta."""
+        made = [(moment, moment.step(lr, weight_decay)) for moment in moments]
+        moves = [(local(moment.parameter), one) for moment, one in made if one is not None]
+        scaled.move([one for _, one in moves])
+        for values, one in moves:
+            if one.parameter is not values:
+                values.copy_(one.parameter)
 
     def _reciprocals_for(self, eps: float, weight: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the reciprocals of the denominators' factors, of the own rows and the columns."""

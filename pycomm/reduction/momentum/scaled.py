@@ -1,30 +1,28 @@
-"""Operations on a matrix whose second moments are products of a row's and a column's factor.
+"""Passes over matrices whose second moments are products of a row's and a column's factor.
 
-`pycomm.reduction.momentum.moment` has the formulas. On the CPU, float32 goes over each matrix once
-in C++ (csrc/optim/factored_moments.cpp), with as many threads as torch has; everything else in
-torch.
+`pycomm.reduction.momentum.moment` has the formulas. Each pass takes all matrices of a bucket or of
+a step. On the CPU, float32 goes through C++ in one call (csrc/optim/moments.cpp), with as many
+threads as torch has; everything else in torch, which is the definition: the bits are the same. On a
+device sums have torch's own order, since that of C++ would take a launch for each few numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from pycomm import _C
 from pycomm.feedback import storage
 
 _TINY = 1e-30
-_BLOCK = 1 << 16  # values that are processed together, 256 KiB
+_LANES, _PATCH, _BLOCK = 32, 256, 64  # of sums, whose order csrc/optim/moments.h says
+_FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # feedback::Storage
 
-
-def _blocks(matrix: torch.Tensor) -> Iterator[slice]:
-    """Return ranges of rows that stay in a cache while several operations go over them."""
-    rows, columns = matrix.shape
-    if not matrix.is_cpu:
-        return iter([slice(0, rows)])
-    count = max(1, _BLOCK // max(1, columns))
-    return (slice(begin, begin + count) for begin in range(0, rows, count))
+T = TypeVar("T")
 
 
 def native(*tensors: torch.Tensor) -> bool:
@@ -37,6 +35,11 @@ def native(*tensors: torch.Tensor) -> bool:
     return True
 
 
+def _stored(*tensors: torch.Tensor | None) -> bool:
+    """Return whether C++ takes these stored values."""
+    return all(t is None or (t.is_cpu and t.dtype in _FORMS and t.is_contiguous()) for t in tensors)
+
+
 def written(parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
     """Tell autograd that C++ has written parameters.
 
@@ -46,22 +49,353 @@ def written(parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
     torch.autograd.graph.increment_version(parameters)
 
 
-def _at(
-    matrix: torch.Tensor, row: torch.Tensor, column: torch.Tensor
-) -> tuple[int, int, int, int, int]:
-    rows, columns = matrix.shape
-    return matrix.data_ptr(), rows, columns, row.data_ptr(), column.data_ptr()
+def _at(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _form(stored: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if stored is None else (stored.data_ptr(), _FORMS[stored.dtype])
+
+
+def _shared(
+    items: Sequence[T], fits: Callable[[T], bool], reference: Callable[[T], None]
+) -> list[T]:
+    """Let the reference take what C++ does not; return the rest."""
+    chosen = []
+    for item in items:
+        if fits(item):
+            chosen.append(item)
+        else:
+            reference(item)
+    return chosen
+
+
+# ------------------------------------------------------------------------------------------- sums
+
+
+def row_sums(x: torch.Tensor) -> torch.Tensor:
+    """Return the sums of the rows of a float32 matrix, in the order of csrc/optim/moments.h."""
+    if not x.is_cpu:
+        return x.sum(1)
+    rows, columns = x.shape
+    patches = max(1, -(-columns // _PATCH))
+    padded = F.pad(x, (0, patches * _PATCH - columns)).view(rows, patches, _PATCH // _LANES, _LANES)
+    lanes = padded[:, :, 0]
+    for k in range(1, padded.shape[2]):
+        lanes = lanes + padded[:, :, k]
+    half = _LANES
+    while half > 1:
+        half //= 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    sums = lanes[:, 0, 0]
+    for p in range(1, patches):
+        sums = sums + lanes[:, p, 0]
+    return sums
+
+
+def column_sums(x: torch.Tensor) -> torch.Tensor:
+    """Return the sums of the columns of a float32 matrix, in the same way."""
+    if not x.is_cpu:
+        return x.sum(0)
+    rows, columns = x.shape
+    blocks = max(1, -(-rows // _BLOCK))
+    padded = F.pad(x, (0, 0, 0, blocks * _BLOCK - rows)).view(blocks, _BLOCK // 2, 2, columns)
+    pairs = padded[:, :, 0] + padded[:, :, 1]
+    parts = pairs[:, 0]
+    for k in range(1, pairs.shape[1]):
+        parts = parts + pairs[:, k]
+    sums = parts[0]
+    for b in range(1, blocks):
+        sums = sums + parts[b]
+    return sums
+
+
+def total(vector: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a float32 vector, as that of a row."""
+    if not vector.is_cpu:
+        return vector.sum()
+    return row_sums(vector.reshape(1, -1))[0]
+
+
+def _number(value: float, like: torch.Tensor) -> torch.Tensor:
+    """Return a float32 tensor, by which torch divides as it is: by a number it would multiply."""
+    return torch.full((), value, dtype=torch.float32, device=like.device)
+
+
+def _root(x: torch.Tensor) -> torch.Tensor:
+    """Return square roots. Torch does not round those of float32 correctly on all processors."""
+    return x.double().sqrt().float() if x.is_cpu else x.sqrt()
+
+
+# ----------------------------------------------------------------------------------------- encode
+
+
+@dataclass
+class Encoding:
+    """One matrix of `encode`; float32 where nothing else is said."""
+
+    values: torch.Tensor
+    """g [rows, columns], which becomes p. Floats of 16 or 32 bits."""
+    real: int
+    """Rows before the padding."""
+    row: torch.Tensor
+    """Factors of the denominators [rows]."""
+    column: torch.Tensor
+    """[columns]."""
+    momentum: torch.Tensor | None = None
+    """m as residuals are stored, or floats [known * columns or more]; None: it is left out."""
+    known: int = 0
+    """Rows of the momentum; that of the others is zero."""
+    beta: float = 0.0
+    """What the momentum is multiplied by; g is by (1 - beta) unit."""
+    unit: float = 1.0
+    sums: tuple[torch.Tensor, torch.Tensor] | None = None
+    """By row [real] and by column, to which unit^2 times g's squares are added."""
+    bound: tuple[torch.Tensor, float] | None = None
+    """With `sums`: they grow at most by the sum of this vector [real] times this number; a gradient
+    of more is scaled down, after its squares were added."""
+    projections: tuple[torch.Tensor, int, int, torch.Tensor] | None = None
+    """Signs [columns], and the first row and the distance of those whose sums with these signs,
+    times `unit`, are added to the tensor."""
+    residual: torch.Tensor | None = None
+    """e, by which p is coded, as it is stored."""
+    errors: torch.Tensor | None = None
+    """[2], to which the sums of squares of e and of p + e are added."""
+    copy: torch.Tensor | None = None
+    """Where p is written, too."""
+
+    @property
+    def rest(self) -> float:
+        """What g is multiplied by."""
+        return (1 - self.beta) * self.unit
+
+
+def encode(encodings: Sequence[Encoding]) -> None:
+    """Replace gradients g by p = (beta m + (1 - beta) unit g) / (row column)."""
+    chosen = _shared(encodings, _encodes_natively, _encode)
+    if chosen:
+        _C.moments_encode([_encode_at(one) for one in chosen], torch.get_num_threads())
+
+
+def _encodes_natively(e: Encoding) -> bool:
+    floats = [e.values, *(t for t in (e.copy,) if t is not None)]
+    return native(*floats) and _stored(e.momentum, e.residual)
+
+
+def _encode_at(e: Encoding) -> tuple[Any, ...]:
+    row_sums_, column_sums_ = e.sums or (None, None)
+    bounds, most = e.bound or (None, 0.0)
+    signs, first, stride, projections = e.projections or (None, 0, 1, None)
+    return (
+        (e.values.data_ptr(), *e.values.shape, e.row.data_ptr(), e.column.data_ptr()),
+        e.real,
+        (_form(e.momentum), e.known if e.momentum is not None else 0, e.beta, e.rest),
+        (_at(row_sums_), _at(column_sums_), e.unit**2),
+        (_at(bounds), most),
+        (_at(signs), first, stride, _at(projections), e.unit),
+        _form(e.residual),
+        _at(e.errors),
+        _at(e.copy),
+    )
+
+
+def _encode(e: Encoding) -> None:
+    """Do the same in torch."""
+    p, share = e.values.float(), None
+    real, columns = p[: e.real], p.shape[1]
+    if e.projections is not None:
+        signs, first, stride, to = e.projections
+        found = row_sums(real[first::stride] * signs).mul_(e.unit)
+        to[: len(found)] += found
+    if e.sums is not None:
+        squares = real * real
+        rows = row_sums(squares)
+        if e.bound is not None:
+            # Without a look at the numbers, for which the processor would wait for the device.
+            most = total(e.bound[0]).mul_(e.bound[1]).clamp_min_(_TINY)
+            share = _root(most / total(rows).mul_(e.unit**2)).clamp_max_(1.0)
+        e.sums[0].add_(rows.mul_(e.unit**2))
+        e.sums[1].add_(column_sums(squares).mul_(e.unit**2))
+    by_row, by_column = e.row.reciprocal()[:, None], e.column.reciprocal()
+    p = p * e.rest
+    there = p[: e.known]
+    m = there if e.momentum is None else _floats(e.momentum, e.known, columns)
+    if e.momentum is not None:
+        there.add_(m * e.beta)
+    p.mul_(by_row).mul_(by_column)
+    if share is not None:
+        p.mul_(share)
+        if e.momentum is not None:
+            rest = m * ((1 - share) * e.beta)
+            there.add_(rest.mul_(by_row[: e.known]).mul_(by_column))
+    e.values.copy_(p)
+    if e.copy is not None:
+        e.copy.copy_(e.values.view(-1))
+    if e.errors is not None and e.residual is not None:
+        left = _floats(e.residual, *p.shape)
+        sums = [total(row_sums(errors * errors)) for errors in (left, p.add_(left))]
+        e.errors[:2].add_(torch.stack(sums))
+
+
+def _floats(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return the first rows of stored values."""
+    numel = rows * columns
+    return storage.load(stored, numel).reshape(-1)[:numel].view(rows, columns)
 
 
 def add_squares(matrix: torch.Tensor, row: torch.Tensor, column: torch.Tensor, unit: float) -> None:
     """Add the squares of a matrix, times `unit`, to its sums by row and by column (float32)."""
     if native(matrix):
-        _C.factored_moments_add_squares(*_at(matrix, row, column), unit, torch.get_num_threads())
+        place = (matrix.data_ptr(), *matrix.shape, 0, 0)
+        sums = row.data_ptr(), column.data_ptr(), unit
+        nothing = (0, 0)
+        _C.moments_encode(
+            [
+                (
+                    *(place, len(matrix), (nothing, 0, 0.0, 1.0), sums, (0, 0.0)),
+                    *((0, 0, 1, 0, 0.0), nothing, 0, 0),
+                )
+            ],
+            torch.get_num_threads(),
+        )
         return
-    for rows in _blocks(matrix):
-        squares = matrix[rows].float().square()
-        row[rows].add_(squares.sum(1), alpha=unit)
-        column.add_(squares.sum(0), alpha=unit)
+    squares = matrix.float() * matrix
+    row += row_sums(squares) * unit
+    column += column_sums(squares) * unit
+
+
+# ------------------------------------------------------------------------------ what comes of that
+
+
+@dataclass
+class Sent:
+    """One matrix of `store_sent`."""
+
+    values: torch.Tensor
+    """x [rows, columns]."""
+    row: torch.Tensor
+    """float32 [rows]."""
+    column: torch.Tensor
+    """float32 [columns]."""
+    before: torch.Tensor | None
+    """The residual before the coding, as it is stored; see `pycomm.feedback.storage`."""
+    after: torch.Tensor | None
+    """The same after it. None, as before it: there is none."""
+    to: torch.Tensor
+    """Where the result is stored."""
+    add: bool = False
+    """Add what is there."""
+
+
+def store_sent(parts: Sequence[Sent]) -> None:
+    """Store what was sent of coded values: (x + before - after) row column."""
+    chosen = _shared(
+        parts, lambda s: native(s.values) and _stored(s.before, s.after, s.to), _store_sent
+    )
+    if chosen:
+        _C.moments_sent(
+            [
+                (
+                    (s.values.data_ptr(), *s.values.shape, s.row.data_ptr(), s.column.data_ptr()),
+                    *(_form(s.before), _form(s.after), _form(s.to), s.add),
+                )
+                for s in chosen
+            ],
+            torch.get_num_threads(),
+        )
+
+
+def _store_sent(s: Sent) -> None:
+    sent, numel = s.values.float() * 1, s.values.numel()
+    flat = sent.view(-1)
+    if s.before is not None and s.after is not None:
+        flat.add_(storage.load(s.before, numel)).sub_(storage.load(s.after, numel))
+    sent.mul_(s.row[:, None]).mul_(s.column)
+    if s.add:
+        flat.add_(storage.load(s.to, numel))
+    storage.store(flat, s.to)
+
+
+Matrix = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Values [rows, columns], and their factors by row and by column, float32."""
+
+
+def land(matrices: Sequence[Matrix], unit: float) -> None:
+    """Multiply matrices by unit row column."""
+
+    def reference(matrix: Matrix) -> None:
+        values, row, column = matrix
+        row = row[:, None] * unit if unit != 1 else row[:, None]
+        if values.dtype == torch.float32:
+            values.mul_(row).mul_(column)
+        else:
+            values.copy_(values.float() * row * column)
+
+    chosen = _shared(matrices, lambda m: native(m[0]), reference)
+    if chosen:
+        _C.moments_land(
+            [
+                (values.data_ptr(), *values.shape, row.data_ptr(), column.data_ptr())
+                for values, row, column in chosen
+            ],
+            *(unit, torch.get_num_threads()),
+        )
+
+
+@dataclass
+class Move:
+    """One parameter of `move`."""
+
+    parameter: torch.Tensor
+    """x [rows, ...], which is seen as [rows, columns]."""
+    gradient: torch.Tensor
+    """g, of the same shape, which is the new momentum."""
+    momentum: torch.Tensor
+    """m, likewise."""
+    row: torch.Tensor
+    """Reciprocals of the denominators' factors, float32 [rows]."""
+    column: torch.Tensor
+    """float32 [columns]."""
+    lr: float
+    keep: float
+    """What weight decay leaves of the parameter."""
+    limit: float
+    """Bound of the clipped values; 0: none."""
+
+
+def move(moves: Sequence[Move]) -> None:
+    """Take steps: m <- g; x <- keep x - lr clip(g row column)."""
+    chosen = _shared(moves, lambda m: native(m.parameter, m.gradient, m.momentum), _move)
+    if chosen:
+        _C.moments_move(
+            [
+                (
+                    (_at(m.parameter), m.row.numel(), m.column.numel(), _at(m.row), _at(m.column)),
+                    *(_at(m.gradient), _at(m.momentum), m.lr, m.keep, m.limit),
+                )
+                for m in chosen
+            ],
+            torch.get_num_threads(),
+        )
+        written([m.parameter for m in chosen])
+
+
+def _move(m: Move) -> None:
+    x, g, momentum = (
+        t.view(m.row.numel(), m.column.numel()) for t in (m.parameter, m.gradient, m.momentum)
+    )
+    momentum.copy_(g)
+    moved = (g.float() * m.row[:, None]).mul_(m.column)
+    if m.limit:
+        moved.clamp_(-m.limit, m.limit)
+    moved.mul_(m.lr)
+    if x.dtype == torch.float32:
+        x.mul_(m.keep).sub_(moved)
+    else:
+        x.copy_((x.float() * m.keep).sub_(moved))
+
+
+# ---------------------------------------------------------------------------------------- factors
 
 
 def factors(
@@ -75,25 +409,24 @@ def factors(
         floor: least factor, relative to the root mean square of all of its kind.
         padded: rows of the result; those behind the given ones, which have no values, have 1.
     """
-    rows = row.numel()
+    rows, columns = row.numel(), column.numel()
+    room = row.new_empty(padded + columns)
+    whole, by_column = room[:padded], room[padded:]
+    whole[rows:] = 1
     if native(row, column):
-        room = row.new_empty(padded + column.numel())
-        whole, by_column = room[:padded], room[padded:]
-        whole[rows:] = 1
-        _C.factored_moments_factors(
-            *(row.data_ptr(), rows, column.data_ptr(), column.numel(), weight, floor),
-            *(whole.data_ptr(), by_column.data_ptr()),
-        )
+        sums = row.data_ptr(), rows, column.data_ptr(), columns, weight
+        _C.moments_factors(sums, floor, whole.data_ptr(), by_column.data_ptr())
         return whole, by_column
-    total = (column.sum() * weight).clamp_min(_TINY)
-    parts = []
-    # The rows' sums add up to that of the columns.
-    for sums, mean in ((row / total, column.sum() / total / rows), (column, column.mean())):
-        least = floor * mean.sqrt()
-        parts.append(sums.sqrt().clamp_min_(least.clamp_min(_TINY)))
-    whole = row.new_ones(padded)
-    whole[:rows] = parts[0]
-    return whole, parts[1]
+    of_columns = total(column)
+    all_ = (of_columns * weight).clamp_min(_TINY)
+    mean_row = of_columns / all_ / _number(rows, row)
+    mean_column = of_columns / _number(columns, row)
+    least_row, least_column = (
+        (_root(mean) * floor).clamp_min(_TINY) for mean in (mean_row, mean_column)
+    )
+    whole[:rows] = torch.maximum(_root(row / all_), least_row)
+    torch.maximum(_root(column), least_column, out=by_column)
+    return whole, by_column
 
 
 def reciprocal_factors(
@@ -114,19 +447,21 @@ def reciprocal_factors(
         least: above 0.
         out: an earlier result of the same shapes, which is overwritten.
     """
+    by_row, by_column = out or (torch.empty_like(row), torch.empty_like(column))
     if native(row, column):
-        by_row, by_column = out or (torch.empty_like(row), torch.empty_like(column))
-        _C.factored_moments_reciprocal_factors(
-            *(row.data_ptr(), row.numel(), column.data_ptr(), column.numel(), weight),
-            *(all_rows, least, floor, by_row.data_ptr(), by_column.data_ptr()),
-        )
+        sums = row.data_ptr(), row.numel(), column.data_ptr(), column.numel(), weight
+        places = by_row.data_ptr(), by_column.data_ptr()
+        _C.moments_reciprocal_factors(sums, all_rows, least, floor, *places)
         return by_row, by_column
-    by_column = column + least * all_rows
-    by_row = row + least * column.numel()
-    total = by_column.sum()
-    by_row.clamp_min_(floor**2 * total / all_rows)
-    by_column.clamp_min_(floor**2 * total / column.numel())
-    return (total * weight / by_row).sqrt_(), by_column.rsqrt_()
+    rows, columns = _number(all_rows, row), _number(column.numel(), row)
+    floor_, least_ = _number(floor, row), _number(least, row)
+    columns_, rows_ = column + least_ * rows, row + least_ * columns
+    of_columns = total(columns_)
+    least_row = floor_ * floor_ * (of_columns / rows)
+    least_column = floor_ * floor_ * (of_columns / columns)
+    by_row.copy_(_root(of_columns * weight / torch.maximum(rows_, least_row)))
+    by_column.copy_(1 / _root(torch.maximum(columns_, least_column)))
+    return by_row, by_column
 
 
 def fold(
@@ -142,188 +477,9 @@ def fold(
     """
     rows, columns = row.numel(), column.numel()
     if native(row, column, sums):
-        at = sums.data_ptr()
-        _C.factored_moments_fold(
-            *(at, rows, at + 4 * rows, columns, decay, weight),
-            *(row.data_ptr(), column.data_ptr()),
-        )
+        place = row.data_ptr(), rows, column.data_ptr(), columns, 1.0
+        _C.moments_fold(place, sums.data_ptr(), decay, weight)
         return
-    row.mul_(decay).add_(sums[:rows], alpha=weight)
-    column.mul_(decay).add_(sums[rows : rows + columns], alpha=weight)
-
-
-def bound(gradient: torch.Tensor, energy: torch.Tensor, most: torch.Tensor) -> None:
-    """Scale a gradient, whose squares add up to `energy`, down to `most`."""
-    # Without a look at the numbers, for which the processor would wait for the device.
-    share = (most / energy.clamp_min(_TINY)).sqrt_().clamp_max_(1.0)
-    gradient.mul_(share.to(gradient.dtype))
-
-
-def divide(
-    gradient: torch.Tensor,
-    momentum: torch.Tensor,
-    row: torch.Tensor,
-    column: torch.Tensor,
-    beta: float,
-    unit: float,
-    *,
-    add: bool,
-    squares: tuple[torch.Tensor, torch.Tensor, float] | None = None,
-    most: torch.Tensor | None = None,
-) -> None:
-    """Replace a gradient g by (beta m + (1 - beta) unit g) / (row column).
-
-    Args:
-        gradient: g [rows, columns].
-        momentum: m [rows or fewer, columns]; the other rows' is zero.
-        row, column: float32 [rows] and [columns].
-        beta: coefficient of the momentum.
-        unit: what the gradient is multiplied by.
-        add: False: leave the momentum out.
-        squares: sums by row and column to which g's squares are added, as `add_squares` does.
-        most: float32 without dimensions, above 0, with `squares`: a gradient whose squares add up
-            to more is scaled down to it, after they were added.
-    """
-    if native(gradient, momentum):
-        known = momentum.shape[0] if add and beta > 0 else 0
-        row_sums, column_sums, sums_unit = squares or (None, None, 1.0)
-        _C.factored_moments_divide(
-            *_at(gradient, row, column),
-            *(momentum.data_ptr() if known else 0, known, beta, unit),
-            *(0 if sums is None else sums.data_ptr() for sums in (row_sums, column_sums)),
-            *(sums_unit, 0.0 if most is None else float(most), torch.get_num_threads()),
-        )
-        return
-    if squares is not None:
-        own_row = torch.zeros_like(squares[0])
-        add_squares(gradient, own_row, *squares[1:])
-        squares[0].add_(own_row)
-        if most is not None:
-            bound(gradient, own_row.sum(), most)
-    by_row, by_column = row.reciprocal()[:, None], column.reciprocal()
-    known = momentum.shape[0]
-    for rows in _blocks(gradient):
-        part = gradient[rows]
-        if unit != 1:
-            part.mul_(unit)
-        if not add:
-            part.mul_(1 - beta)
-        elif beta > 0:
-            there = part[: max(0, known - rows.start)]
-            there.lerp_(momentum[rows].to(part.dtype), beta)
-            part[len(there) :].mul_(1 - beta)
-        part.mul_(by_row[rows]).mul_(by_column)
-
-
-def multiply(matrix: torch.Tensor, row: torch.Tensor, column: torch.Tensor, unit: float) -> None:
-    """Multiply a matrix by unit row column."""
-    if native(matrix):
-        _C.factored_moments_multiply(*_at(matrix, row, column), unit, torch.get_num_threads())
-        return
-    by_row = row[:, None] * unit
-    for rows in _blocks(matrix):
-        matrix[rows].mul_(by_row[rows]).mul_(column)
-
-
-def move(
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    momentum: torch.Tensor,
-    by_row: torch.Tensor,
-    by_column: torch.Tensor,
-    *,
-    lr: float,
-    keep: float,
-    limit: float,
-) -> None:
-    """Take a step: m <- g; x <- keep x - lr clip(g by_row by_column).
-
-    Args:
-        parameter: x [rows, ...], which is seen as [rows, columns].
-        gradient: g, of the same shape, which is the new momentum.
-        momentum: m, likewise.
-        by_row, by_column: reciprocals of the denominators' factors, [rows] and [columns].
-        lr: learning rate.
-        keep: what weight decay leaves of the parameter.
-        limit: bound of the clipped values; 0: none.
-    """
-    columns = by_column.numel()
-    if native(parameter, gradient, momentum):
-        _C.factored_moments_move(
-            *(parameter.data_ptr(), by_row.numel(), columns),
-            *(by_row.data_ptr(), by_column.data_ptr()),
-            *(gradient.data_ptr(), momentum.data_ptr(), lr, keep, limit),
-            torch.get_num_threads(),
-        )
-        written(parameter)
-        return
-    parameter, gradient, momentum = (
-        one.view(-1, columns) for one in (parameter, gradient, momentum)
-    )
-    for rows in _blocks(parameter):
-        momentum[rows].copy_(gradient[rows])
-        moved = gradient[rows].float() * by_row[rows][:, None]
-        moved.mul_(by_column)
-        if limit:
-            moved.clamp_(-limit, limit)
-        part = parameter[rows]
-        if keep != 1:
-            part.mul_(keep)
-        part.add_(moved.to(part.dtype), alpha=-lr)
-
-
-def error_sums(values: torch.Tensor, residual: torch.Tensor) -> tuple[float, float]:
-    """Return the sums of squares of a residual and of values + residual.
-
-    Args:
-        values: [numel].
-        residual: as it is stored; see `pycomm.feedback.storage`.
-    """
-    numel = values.numel()
-    if native(values) and residual.is_cpu and residual.dtype != torch.uint8:
-        in_16 = residual.dtype == torch.bfloat16
-        return _C.factored_moments_errors(values.data_ptr(), residual.data_ptr(), in_16, numel)
-    left = storage.load(residual, numel)
-    return float(left.square().sum()), float((left + values).square().sum())
-
-
-def store_sent(
-    values: torch.Tensor,
-    row: torch.Tensor,
-    column: torch.Tensor,
-    before: torch.Tensor | None,
-    after: torch.Tensor | None,
-    to: torch.Tensor,
-    *,
-    add: bool = False,
-) -> None:
-    """Store what was sent of values whose coding had a residual: (x + before - after) row column.
-
-    Args:
-        values: x [rows, columns].
-        row, column: float32 [rows] and [columns].
-        before, after: the residual before and after the coding, as it is stored; see
-            `pycomm.feedback.storage`. None: there is none.
-        to: where it is stored.
-        add: add what is there.
-    """
-    numel = values.numel()
-    stored = [one for one in (before, after, to) if one is not None]
-    fits = len(stored) == 3 and not add and all(s.dtype != torch.uint8 for s in stored)
-    if fits and native(values) and before is not None and after is not None:
-        _C.factored_moments_sent(
-            *_at(values, row, column),
-            *(before.data_ptr(), after.data_ptr(), before.dtype == torch.bfloat16),
-            *(to.data_ptr(), to.dtype == torch.bfloat16, torch.get_num_threads()),
-        )
-        return
-    sent = values.reshape(-1).float()
-    if before is not None and after is not None:
-        sent = sent + storage.load(before, numel)
-        sent -= storage.load(after, numel)
-    elif sent.data_ptr() == values.data_ptr():
-        sent = sent.clone()
-    multiply(sent.view(values.shape), row, column, 1.0)
-    if add:
-        sent += storage.load(to, numel)
-    storage.store(sent, to)
+    more = sums[: rows + columns] * weight
+    row.mul_(decay).add_(more[:rows])
+    column.mul_(decay).add_(more[rows:])

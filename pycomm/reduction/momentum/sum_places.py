@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,15 +35,19 @@ class SumPlaces:
         projections.zero_()[:, 0] = squares
         means[self._projections] = projections
 
-    def numbers(self, sums: torch.Tensor) -> list[list[float]]:
-        """Return what each moment has besides sums by row and column, after `condense`.
+    def split(self, sums: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], list[list[float]]]:
+        """Return the sums of each moment, after `condense`, and what it has besides.
 
         Returns:
-            For each: squares of what the last coding has left, of its input, of the projections of
-            each rank, and of those of the ranks' mean.
+            The sums; and for each moment squares of what the last coding has left, of its input, of
+            the projections of each rank, and of those of the ranks' mean, and whether its sums are
+            finite. The processor waits for the device once, for all of them.
         """
-        found: list[list[float]] = sums[self._numbers].tolist()
-        return found
+        parts = torch.split(sums, self.sizes)
+        largest = torch.stack(torch._foreach_norm(parts, math.inf))
+        both = torch.cat((sums[self._numbers], largest.isfinite().float()[:, None]), 1)
+        found: list[list[float]] = both.tolist()
+        return parts, found
 
 
 def _behind(begin: torch.Tensor, count: int) -> torch.Tensor:

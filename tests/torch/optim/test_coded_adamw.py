@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.reduction.momentum import agreement
+from pycomm.reduction.momentum import agreement, scaled
 from tests.extent import each_value
 from tests.torch import harness as ddp
 from tests.torch.harness import SHAPES, Chosen, equal, gradients, values
@@ -239,6 +239,16 @@ def test_without_sent_values_ranks_use_the_momentum(rank, size):
 # The share of the ranks' squares that belongs to their mean.
 
 
+def project(matrix: torch.Tensor, begin: int, rows: int, step: int, to: torch.Tensor) -> None:
+    """Add the random numbers of some rows of a matrix, as `CodedMoment` does."""
+    first, stride, at = agreement.turn(begin, rows, step)
+    size = matrix.shape[1]
+    signs = agreement.signs_of(size, step, matrix.device)
+    ones = torch.ones(len(matrix)), torch.ones(size)
+    projections = signs, first, stride, to[at:]
+    scaled.encode([scaled.Encoding(matrix, len(matrix), *ones, projections=projections)])
+
+
 def measured(ranks: int, noise: float, steps: int, rows: int = 200, columns: int = 48) -> float:
     """Return the share over some steps of gradients with a common part of square 1."""
     generator = torch.Generator().manual_seed(ranks)
@@ -249,7 +259,7 @@ def measured(ranks: int, noise: float, steps: int, rows: int = 200, columns: int
         for _ in range(ranks):
             gradient = common + noise * torch.randn(rows, columns, generator=generator)
             one = torch.zeros(agreement.ROWS)
-            agreement.add_projections(gradient, 0, rows, step, one)
+            project(gradient, 0, rows, step, one)
             found.append(one)
         of_mean += float((sum(found) / ranks).square().sum())
         own += float(sum(one.square().sum() for one in found)) / ranks
@@ -272,10 +282,10 @@ def test_shards_have_the_projections_of_the_whole():
     whole, parts = torch.zeros(agreement.ROWS), torch.zeros(agreement.ROWS)
     gradient = torch.randint(-9, 10, (150, 30)).float()
     for step in range(4):
-        agreement.add_projections(gradient, 0, 150, step, whole)
+        project(gradient, 0, 150, step, whole)
         for begin in range(0, 150, 52):
             rows = gradient[begin : begin + 52]
-            agreement.add_projections(rows, begin, 150, step, parts)
+            project(rows, begin, 150, step, parts)
     assert torch.equal(whole, parts)
     assert int(whole.count_nonzero()) >= 48
 
@@ -287,7 +297,7 @@ def test_every_row_has_its_turn():
             gradient = torch.zeros(200, 8)
             gradient[row] = torch.arange(1.0, 9.0)
             found = torch.zeros(agreement.ROWS)
-            agreement.add_projections(gradient, 0, 200, step, found)
+            project(gradient, 0, 200, step, found)
             seen[row] += float(found.abs().sum() > 0)
     assert bool((seen == 1).all())
 

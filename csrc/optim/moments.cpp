@@ -1,0 +1,528 @@
+#include "optim/moments.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "optim/spread.h"
+
+namespace pycomm::moments {
+namespace {
+
+using feedback::Storage;
+
+constexpr size_t kSlice = 1024;  // values of a row that stay in the first-level cache
+static_assert(kSlice % kPatch == 0 && kBlock % feedback::kBlock == 0);
+
+// ------------------------------------------------------------------------------ sums of rows
+
+// A vector of the compiler's, which each level of SIMD holds in as many registers as it needs.
+using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
+
+/// The lanes of a patch, or values for them. Four members and no array, which stay in registers.
+struct Lanes {
+  Eight a = {}, b = {}, c = {}, d = {};
+
+  PYCOMM_HD static Lanes at(const float* x) {
+    const auto* from = reinterpret_cast<const Eight*>(x);
+    return {from[0], from[1], from[2], from[3]};
+  }
+  PYCOMM_HD void to(float* x) const {
+    auto* out = reinterpret_cast<Eight*>(x);
+    out[0] = a;
+    out[1] = b;
+    out[2] = c;
+    out[3] = d;
+  }
+  PYCOMM_HD Lanes operator+(const Lanes& y) const { return {a + y.a, b + y.b, c + y.c, d + y.d}; }
+  PYCOMM_HD Lanes operator*(const Lanes& y) const { return {a * y.a, b * y.b, c * y.c, d * y.d}; }
+
+  /// Adds half of the lanes to the other, until one is left.
+  PYCOMM_HD float total() const {
+    const Eight eight = (a + c) + (b + d);
+    float lane[8];
+    *reinterpret_cast<Eight*>(lane) = eight;
+    for (size_t i = 0; i < 4; i++) lane[i] += lane[i + 4];
+    return (lane[0] + lane[2]) + (lane[1] + lane[3]);
+  }
+};
+static_assert(kLanes == 32);
+
+/// The last columns of a row, fewer than there are lanes, with zeros behind them.
+struct Tail {
+  float at[kLanes] = {};
+  PYCOMM_HD Tail(const float* from, size_t count) { std::memcpy(at, from, 4 * count); }
+};
+
+/// Returns the end of the patch that begins at p.
+PYCOMM_HD size_t end_of(size_t p, size_t columns) {
+  return columns - p < kPatch ? columns : p + kPatch;
+}
+
+PYCOMM_HD void add_lanes(float* to, const Lanes& more) { (Lanes::at(to) + more).to(to); }
+
+/// Squares a row: the sum is returned, and the squares are added to `column`, which has room for a
+/// multiple of kLanes.
+PYCOMM_SIMD float square_row(const float* __restrict x, size_t columns, float* __restrict column) {
+  float sum = 0;
+  for (size_t j = 0; j < columns;) {
+    Lanes lanes;
+    const size_t end = end_of(j, columns);
+    for (; j + kLanes <= end; j += kLanes) {
+      const Lanes values = Lanes::at(x + j), squares = values * values;
+      lanes = lanes + squares;
+      add_lanes(column + j, squares);
+    }
+    if (j < end) {
+      const Lanes values = Lanes::at(Tail(x + j, end - j).at), squares = values * values;
+      lanes = lanes + squares;
+      add_lanes(column + j, squares);
+      j = end;
+    }
+    sum += lanes.total();
+  }
+  return sum;
+}
+
+/// The same of two rows, whose squares are added to each other first.
+PYCOMM_SIMD void square_rows(const float* __restrict x, size_t columns, float* __restrict row,
+                             float* __restrict column) {
+  row[0] = row[1] = 0;
+  const float* const y = x + columns;
+  for (size_t j = 0; j < columns;) {
+    Lanes of_x, of_y;
+    const size_t end = end_of(j, columns);
+    for (; j + kLanes <= end; j += kLanes) {
+      const Lanes u = Lanes::at(x + j), v = Lanes::at(y + j), u2 = u * u, v2 = v * v;
+      of_x = of_x + u2;
+      of_y = of_y + v2;
+      add_lanes(column + j, u2 + v2);
+    }
+    if (j < end) {
+      const Lanes u = Lanes::at(Tail(x + j, end - j).at), v = Lanes::at(Tail(y + j, end - j).at);
+      const Lanes u2 = u * u, v2 = v * v;
+      of_x = of_x + u2;
+      of_y = of_y + v2;
+      add_lanes(column + j, u2 + v2);
+      j = end;
+    }
+    row[0] += of_x.total();
+    row[1] += of_y.total();
+  }
+}
+
+PYCOMM_SIMD float total(const float* x, size_t count) {
+  float sum = 0;
+  for (size_t j = 0; j < count;) {
+    Lanes lanes;
+    const size_t end = end_of(j, count);
+    for (; j + kLanes <= end; j += kLanes) lanes = lanes + Lanes::at(x + j);
+    if (j < end) lanes = lanes + Lanes::at(Tail(x + j, end - j).at);
+    j = end;
+    sum += lanes.total();
+  }
+  return sum;
+}
+
+/// Returns the sum of the products.
+PYCOMM_SIMD float project(const float* x, const float* signs, size_t count) {
+  float sum = 0;
+  for (size_t j = 0; j < count;) {
+    Lanes lanes;
+    const size_t end = end_of(j, count);
+    for (; j + kLanes <= end; j += kLanes) lanes = lanes + Lanes::at(x + j) * Lanes::at(signs + j);
+    if (j < end) {
+      lanes = lanes + Lanes::at(Tail(x + j, end - j).at) * Lanes::at(Tail(signs + j, end - j).at);
+    }
+    j = end;
+    sum += lanes.total();
+  }
+  return sum;
+}
+
+/// Adds to `sums` those of the squares of e and of x + e, of whole patches of a row or its last.
+PYCOMM_SIMD void add_errors(const float* x, const float* e, size_t count, float* sums) {
+  for (size_t j = 0; j < count;) {
+    Lanes left, coded;
+    const size_t end = end_of(j, count);
+    for (; j + kLanes <= end; j += kLanes) {
+      const Lanes error = Lanes::at(e + j), both = Lanes::at(x + j) + error;
+      left = left + error * error;
+      coded = coded + both * both;
+    }
+    if (j < end) {
+      const Lanes error = Lanes::at(Tail(e + j, end - j).at);
+      const Lanes both = Lanes::at(Tail(x + j, end - j).at) + error;
+      left = left + error * error;
+      coded = coded + both * both;
+    }
+    j = end;
+    sums[0] += left.total();
+    sums[1] += coded.total();
+  }
+}
+
+PYCOMM_SIMD void add_to(float* to, const float* x, size_t count) {
+  for (size_t j = 0; j < count; j++) to[j] += x[j];
+}
+
+PYCOMM_SIMD void add_times(float* to, const float* x, float by, size_t count) {
+  for (size_t j = 0; j < count; j++) to[j] = to[j] + x[j] * by;
+}
+
+// ------------------------------------------------------------------------------ values of a row
+
+PYCOMM_SIMD void divide_row(float* __restrict g, const float* __restrict m,
+                            const float* __restrict column, size_t count, float beta, float rest,
+                            float row) {
+  for (size_t j = 0; j < count; j++) g[j] = (g[j] * rest + m[j] * beta) * row * column[j];
+}
+
+PYCOMM_SIMD void divide_alone(float* __restrict g, const float* __restrict column, size_t count,
+                              float rest, float row) {
+  for (size_t j = 0; j < count; j++) g[j] = g[j] * rest * row * column[j];
+}
+
+/// Leaves a share of the gradient in a row that was divided.
+PYCOMM_SIMD void bound_row(float* __restrict p, const float* __restrict m,
+                           const float* __restrict column, size_t count, float share, float other,
+                           float row) {
+  for (size_t j = 0; j < count; j++) p[j] = p[j] * share + m[j] * other * row * column[j];
+}
+
+PYCOMM_SIMD void scale_row(float* p, size_t count, float share) {
+  for (size_t j = 0; j < count; j++) p[j] *= share;
+}
+
+PYCOMM_SIMD void multiply_row(float* __restrict x, const float* __restrict column, size_t count,
+                              float row) {
+  for (size_t j = 0; j < count; j++) x[j] = x[j] * row * column[j];
+}
+
+PYCOMM_SIMD void move_row(float* __restrict x, const float* __restrict g,
+                          float* __restrict momentum, const float* __restrict column,
+                          size_t columns, float row, float lr, float keep, float limit) {
+  if (limit == 0) {
+    for (size_t j = 0; j < columns; j++) {
+      const float now = g[j];
+      momentum[j] = now;
+      x[j] = x[j] * keep - now * row * column[j] * lr;
+    }
+    return;
+  }
+  for (size_t j = 0; j < columns; j++) {
+    const float now = g[j];
+    float moved = now * row * column[j];
+    moved = moved > limit ? limit : moved;  // a NaN stays one
+    moved = moved < -limit ? -limit : moved;
+    momentum[j] = now;
+    x[j] = x[j] * keep - moved * lr;
+  }
+}
+
+PYCOMM_SIMD void sent_row(const float* __restrict x, const float* __restrict before,
+                          const float* __restrict after, const float* __restrict column,
+                          float* __restrict out, size_t count, float row) {
+  for (size_t j = 0; j < count; j++) out[j] = (x[j] + before[j] - after[j]) * row * column[j];
+}
+
+// ------------------------------------------------------------------------------ matrices
+
+size_t blocks_of(size_t rows) { return (rows + kBlock - 1) / kBlock; }
+
+/// Returns `count` stored values from value i on, in `room` (kSlice + 32) if they are not floats.
+const float* loaded(const Stored& stored, size_t i, size_t count, float* room) {
+  if (stored.storage == Storage::float32) return reinterpret_cast<const float*>(stored.at) + i;
+  const size_t before = stored.storage == Storage::int8 ? i % feedback::kBlock : 0;
+  const size_t bytes = stored.storage == Storage::int8
+                           ? feedback::stored_bytes(stored.storage, i - before)
+                           : i * sizeof(uint16_t);
+  feedback::load(stored.storage, stored.at + bytes, {room, before + count});
+  return room + before;
+}
+
+using Room = float[kSlice + feedback::kBlock];
+
+/// Calls act(item, block) for each block of rows of each matrix.
+template <typename Item, typename Act>
+void over_blocks(const std::vector<Item>& items, const std::vector<const Matrix*>& matrices,
+                 int threads, const Act& act) {
+  std::vector<std::pair<size_t, size_t>> places;
+  size_t values = 0;
+  for (size_t i = 0; i < items.size(); i++) {
+    for (size_t b = 0; b < blocks_of(matrices[i]->rows); b++) places.emplace_back(i, b);
+    values += matrices[i]->rows * matrices[i]->columns;
+  }
+  spread(places.size(), values, threads, [&](size_t n) { act(places[n].first, places[n].second); });
+}
+
+/// The work on one matrix of `encode`.
+class Encoding {
+ public:
+  /// `room` is zeros, room_for(args) of them.
+  Encoding(const Encode& args, float* room)
+      : matrix{args.values, args.rows, args.columns, args.row, args.column},
+        args_(args),
+        width_(width_of(args)),
+        rows_(room),
+        errors_(rows_ + args.real),
+        reciprocals_(errors_ + 2 * args.rows),
+        columns_(reciprocals_ + width_) {
+    for (size_t j = 0; args.row && j < args.columns; j++) reciprocals_[j] = 1.0f / args.column[j];
+  }
+
+  static size_t room_for(const Encode& args) {
+    return args.real + 2 * args.rows + width_of(args) * (1 + blocks_of(args.real));
+  }
+
+  /// Goes over a block of rows.
+  void take(size_t block) {
+    const size_t end = std::min(args_.rows, (block + 1) * kBlock);
+    for (size_t i = block * kBlock; i < end; i += 2) {
+      const size_t stop = std::min(end, i + 2);
+      look(i, stop);
+      for (size_t r = i; args_.row && r < stop; r++) divide(r);
+    }
+  }
+
+  /// Adds up what the blocks have found. Returns whether the gradient is to be scaled down.
+  bool finish() {
+    if (!args_.row_sums) return false;
+    add_times(args_.row_sums, rows_, args_.unit, args_.real);
+    for (size_t b = 1; b < blocks_of(args_.real); b++) {
+      add_to(columns_, columns_ + b * width_, args_.columns);
+    }
+    if (args_.real) add_times(args_.column_sums, columns_, args_.unit, args_.columns);
+    if (args_.most == 0 || !args_.row) return false;
+    const float energy = total(rows_, args_.real) * args_.unit;
+    const float most = std::max(kTiny, total(args_.bounds, args_.real) * args_.most);
+    if (!(energy > most)) return false;
+    share_ = std::sqrt(most / energy);
+    return true;
+  }
+
+  /// Scales the gradient down in a block of rows.
+  void bound(size_t block) {
+    const float other = (1 - share_) * args_.beta;
+    for_slices(block, [&](size_t i, size_t j, size_t count, float* p, Room& room) {
+      if (args_.momentum.at && i < args_.known) {
+        const float* m = loaded(args_.momentum, i * args_.columns + j, count, room);
+        bound_row(p, m, reciprocals_ + j, count, share_, other, 1.0f / args_.row[i]);
+      } else {
+        scale_row(p, count, share_);
+      }
+    });
+  }
+
+  void add_errors_up() {
+    if (!args_.errors) return;
+    for (size_t k = 0; k < 2; k++) args_.errors[k] += total(errors_ + k * args_.rows, args_.rows);
+  }
+
+  const Matrix matrix;
+
+ private:
+  /// Adds squares and projections of up to two rows.
+  void look(size_t begin, size_t end) {
+    const float* x = args_.values + begin * args_.columns;
+    const size_t count = std::min(end, args_.real) - std::min(begin, args_.real);
+    if (args_.row_sums && count > 0) {
+      float* const columns = &columns_[begin / kBlock * width_];
+      if (count == 2) {
+        square_rows(x, args_.columns, &rows_[begin], columns);
+      } else {
+        rows_[begin] = square_row(x, args_.columns, columns);
+      }
+    }
+    if (!args_.signs) return;
+    for (size_t i = begin; i < begin + count; i++, x += args_.columns) {
+      if (i < args_.first || (i - args_.first) % args_.stride != 0) continue;
+      float& to = args_.projections[(i - args_.first) / args_.stride];
+      to = to + project(x, args_.signs, args_.columns) * args_.by;
+    }
+  }
+
+  void divide(size_t i) {
+    const float row = 1.0f / args_.row[i];
+    Room room;
+    for (size_t j = 0; j < args_.columns; j += kSlice) {
+      const size_t count = std::min(kSlice, args_.columns - j), at = i * args_.columns + j;
+      float* const g = args_.values + at;
+      if (args_.momentum.at && i < args_.known) {
+        const float* m = loaded(args_.momentum, at, count, room);
+        divide_row(g, m, reciprocals_ + j, count, args_.beta, args_.rest, row);
+      } else {
+        divide_alone(g, reciprocals_ + j, count, args_.rest, row);
+      }
+      written(i, at, count, g, room, j == 0);
+    }
+  }
+
+  template <typename Act>
+  void for_slices(size_t block, const Act& act) {
+    const size_t end = std::min(args_.rows, (block + 1) * kBlock);
+    Room room;
+    for (size_t i = block * kBlock; i < end; i++) {
+      for (size_t j = 0; j < args_.columns; j += kSlice) {
+        const size_t count = std::min(kSlice, args_.columns - j), at = i * args_.columns + j;
+        act(i, j, count, args_.values + at, room);
+        written(i, at, count, args_.values + at, room, j == 0);
+      }
+    }
+  }
+
+  /// Takes note of values that are to be coded.
+  void written(size_t i, size_t at, size_t count, const float* p, Room& room, bool first) {
+    if (args_.copy) std::memcpy(args_.copy + at, p, 4 * count);
+    if (!args_.errors) return;
+    float sums[2] = {first ? 0 : errors_[i], first ? 0 : errors_[args_.rows + i]};
+    add_errors(p, loaded(args_.residual, at, count, room), count, sums);
+    errors_[i] = sums[0];
+    errors_[args_.rows + i] = sums[1];
+  }
+
+  /// Room for the sums of a block's columns.
+  static size_t width_of(const Encode& args) {
+    return (args.columns + kLanes - 1) / kLanes * kLanes;
+  }
+
+  const Encode& args_;
+  const size_t width_;
+  float* const rows_;         // sums of squares [real]
+  float* const errors_;       // two sums [2, rows]
+  float* const reciprocals_;  // of the columns' factors
+  float* const columns_;      // sums of squares [blocks, width]
+  float share_ = 1;
+};
+
+template <typename Item>
+std::vector<const Matrix*> matrices_of(const std::vector<Item>& items) {
+  std::vector<const Matrix*> found;
+  for (const Item& item : items) found.push_back(&item.x);
+  return found;
+}
+
+void sent_block(const Sent& by, size_t block) {
+  const Matrix& x = by.x;
+  const size_t first = block * kBlock * x.columns;
+  const size_t end = std::min(x.rows, (block + 1) * kBlock) * x.columns;
+  Room before, after, out, old;
+  for (size_t at = first; at < end; at += kSlice) {
+    const size_t count = std::min(kSlice, end - at);
+    const float *e = nullptr, *left = nullptr;
+    if (by.before.at) {
+      e = loaded(by.before, at, count, before);
+      left = loaded(by.after, at, count, after);
+    }
+    for (size_t k = 0; k < count;) {
+      const size_t i = (at + k) / x.columns, j = (at + k) % x.columns;
+      const size_t n = std::min(count - k, x.columns - j);
+      if (e) {
+        sent_row(x.values + at + k, e + k, left + k, x.column + j, out + k, n, x.row[i]);
+      } else {
+        std::memcpy(out + k, x.values + at + k, 4 * n);
+        multiply_row(out + k, x.column + j, n, x.row[i]);
+      }
+      k += n;
+    }
+    uint8_t* const to = by.out + feedback::stored_bytes(by.storage, at);
+    if (by.add) add_to(out, loaded({by.out, by.storage}, at, count, old), count);
+    feedback::store(by.storage, {out, count}, to);
+  }
+}
+
+}  // namespace
+
+void encode(const std::vector<Encode>& matrices, int threads) {
+  std::vector<Encoding> all;
+  all.reserve(matrices.size());
+  std::vector<const Matrix*> shapes;
+  // Kept from call to call: pages of fresh memory would cost as much as the sums.
+  thread_local std::vector<float> room;
+  size_t values = 0, numel = 0;
+  for (const Encode& one : matrices) numel += Encoding::room_for(one);
+  room.assign(numel, 0.0f);
+  float* next = room.data();
+  for (const Encode& one : matrices) {
+    all.emplace_back(one, next);
+    next += Encoding::room_for(one);
+    shapes.push_back(&all.back().matrix);
+    values += one.rows * one.columns;
+  }
+  over_blocks(all, shapes, threads, [&](size_t i, size_t block) { all[i].take(block); });
+  std::vector<char> bounded(all.size());
+  spread(all.size(), values, threads, [&](size_t i) {
+    bounded[i] = all[i].finish();
+    for (size_t b = 0; bounded[i] && b < blocks_of(all[i].matrix.rows); b++) all[i].bound(b);
+    all[i].add_errors_up();
+  });
+}
+
+void land(const std::vector<Matrix>& matrices, float unit, int threads) {
+  std::vector<const Matrix*> shapes;
+  for (const Matrix& one : matrices) shapes.push_back(&one);
+  over_blocks(matrices, shapes, threads, [&](size_t n, size_t block) {
+    const Matrix& x = matrices[n];
+    for (size_t i = block * kBlock; i < std::min(x.rows, (block + 1) * kBlock); i++) {
+      multiply_row(x.values + i * x.columns, x.column, x.columns, x.row[i] * unit);
+    }
+  });
+}
+
+void sent(const std::vector<Sent>& matrices, int threads) {
+  over_blocks(matrices, matrices_of(matrices), threads,
+              [&](size_t i, size_t block) { sent_block(matrices[i], block); });
+}
+
+void move(const std::vector<Move>& matrices, int threads) {
+  over_blocks(matrices, matrices_of(matrices), threads, [&](size_t n, size_t block) {
+    const Move& by = matrices[n];
+    for (size_t i = block * kBlock; i < std::min(by.x.rows, (block + 1) * kBlock); i++) {
+      const size_t at = i * by.x.columns;
+      move_row(by.x.values + at, by.gradient + at, by.momentum + at, by.x.column, by.x.columns,
+               by.x.row[i], by.lr, by.keep, by.limit);
+    }
+  });
+}
+
+void fold(const Sums& sums, const float* fresh, float decay, float weight) {
+  for (size_t i = 0; i < sums.rows; i++) sums.row[i] = sums.row[i] * decay + fresh[i] * weight;
+  fresh += sums.rows;
+  for (size_t j = 0; j < sums.columns; j++) {
+    sums.column[j] = sums.column[j] * decay + fresh[j] * weight;
+  }
+}
+
+void factors(const Sums& sums, float floor, float* row, float* column) {
+  const float of_columns = total(sums.column, sums.columns);
+  const float all = std::max(kTiny, of_columns * sums.weight);
+  const float mean_row = of_columns / all / static_cast<float>(sums.rows);
+  const float mean_column = of_columns / static_cast<float>(sums.columns);
+  const float least_row = std::max(kTiny, floor * std::sqrt(mean_row));
+  const float least_column = std::max(kTiny, floor * std::sqrt(mean_column));
+  for (size_t i = 0; i < sums.rows; i++) {
+    row[i] = std::max(least_row, std::sqrt(sums.row[i] / all));
+  }
+  for (size_t j = 0; j < sums.columns; j++) {
+    column[j] = std::max(least_column, std::sqrt(sums.column[j]));
+  }
+}
+
+void reciprocal_factors(const Sums& sums, size_t all_rows, float least, float floor, float* row,
+                        float* column) {
+  const auto rows = static_cast<float>(all_rows), columns = static_cast<float>(sums.columns);
+  const float by_column = least * rows, by_row = least * columns;
+  for (size_t j = 0; j < sums.columns; j++) column[j] = sums.column[j] + by_column;
+  const float of_columns = total(column, sums.columns);
+  const float all = of_columns * sums.weight;
+  const float least_row = floor * floor * (of_columns / rows);
+  const float least_column = floor * floor * (of_columns / columns);
+  for (size_t i = 0; i < sums.rows; i++) {
+    row[i] = std::sqrt(all / std::max(least_row, sums.row[i] + by_row));
+  }
+  for (size_t j = 0; j < sums.columns; j++) {
+    column[j] = 1 / std::sqrt(std::max(least_column, column[j]));
+  }
+}
+
+}  // namespace pycomm::moments
