@@ -14,7 +14,7 @@ __device__ __forceinline__ uint32_t warp_of_block() { return threadIdx.x / cuda:
 
 /// Returns the arguments for the tensor on which this block of threads works.
 template <typename Params>
-__device__ __forceinline__ Params tensor_of_block(const Batch<Params>& batch) {
+__device__ __forceinline__ const Params& tensor_of_block(const Batch<Params>& batch) {
   uint64_t found = 0, end = batch.count;
   while (end - found > 1) {
     const uint64_t middle = (found + end) / 2;

@@ -23,6 +23,8 @@
 #include <map>
 #include <string>
 
+using std::fabs;
+using std::fmaf;
 using std::max;
 
 struct alignas(16) uint4 {
@@ -173,6 +175,9 @@ inline void __syncthreads() { emulated::wait(emulated::Wait::block); }
 
 inline uint32_t atomicAdd(uint32_t* to, uint32_t value) { return (*to += value) - value; }
 inline void atomicOr(uint32_t* to, uint32_t value) { *to |= value; }
+inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, unsigned by) {
+  return static_cast<uint32_t>(((uint64_t{high} << 32 | low) << (by & 31)) >> 32);
+}
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 
 template <typename Word>
