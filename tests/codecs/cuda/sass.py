@@ -27,7 +27,7 @@ from tests.codecs.cuda.ptx import cuobjdump
 LINE = re.compile(
     r"^\s*/\*([0-9a-f]{4,6})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);", re.MULTILINE
 )
-NARROW = "load4"  # and of fewer bytes
+FREE = ("load4", "barrier")  # loads of 4 bytes and fewer; barriers of a block
 BUDGETS = Path(__file__).with_name("budgets.csv")
 # Thread instructions of an H200 for each byte that a copy moves: 30.9e12 and 3.9e12 a second.
 PER_BYTE = 7.92
@@ -67,7 +67,7 @@ def access(op: str) -> str | None:
     """Return the kind of an instruction's access of global memory, if paths are told by it."""
     word, *modifiers = op.split(".")
     if word not in ("LDG", "STG"):
-        return None
+        return "barrier" if word == "BAR" else None
     size = next((name for bits, name in (("128", "16"), ("64", "8")) if bits in modifiers), "4")
     kind = {"LDG": "load", "STG": "store"}[word] + size
     return None if kind == "store4" else kind
@@ -97,11 +97,11 @@ class Kernel:
 
         Args:
             accesses: how many of each kind: ``load16``, ``store16``, ``load8``, ``store8`` (0 of
-                those that are not named), and ``load4`` (any number if it is not named).
+                those that are not named), and ``load4`` and ``barrier`` (any number if not named).
         """
         kinds = [
             *("load16", "store16", "load8", "store8"),
-            *([NARROW] if NARROW in accesses else []),
+            *(kind for kind in FREE if kind in accesses),
         ]
         wanted = tuple(accesses.get(kind, 0) for kind in kinds)
         order, backward = self._order()
