@@ -110,12 +110,7 @@ __device__ inline Digit find_digit(const uint32_t* bins, uint32_t place) {
   const uint32_t top = kBins - 1 - threadIdx.x * kEach;
   uint32_t mine = 0;
   for (uint32_t k = 0; k < kEach; k++) mine += bins[top - k];
-  uint32_t before = mine;  // and all lanes before
-#pragma unroll
-  for (int lane = 1; lane < cuda::kLanes; lane *= 2) {
-    const uint32_t other = __shfl_up_sync(kAll, before, lane);
-    if (threadIdx.x % cuda::kLanes >= static_cast<unsigned>(lane)) before += other;
-  }
+  uint32_t before = sum_of_lanes_up_to(mine);
   if (threadIdx.x % cuda::kLanes == cuda::kLanes - 1)
     warp_sums[threadIdx.x / cuda::kLanes] = before;
   __syncthreads();

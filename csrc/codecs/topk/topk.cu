@@ -50,12 +50,7 @@ __device__ __forceinline__ uint32_t collect(const cuda::Vector<float> (&p)[kRows
     }
     counts |= static_cast<uint32_t>(__popc(mine[row])) << 8 * row;
   }
-  uint32_t before = counts;  // and all lanes before: at most 128 of a row
-#pragma unroll
-  for (int lane = 1; lane < cuda::kLanes; lane *= 2) {
-    const uint32_t other = __shfl_up_sync(kAll, before, lane);
-    if (lane_of_warp() >= static_cast<uint32_t>(lane)) before += other;
-  }
+  uint32_t before = sum_of_lanes_up_to(counts);  // at most 128 of a row
   const uint32_t rows = __shfl_sync(kAll, before, cuda::kLanes - 1);
   before -= counts;
   uint32_t sum = 0;
