@@ -135,15 +135,19 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
 
 // ---------------------------------------------------- launches in CUDA (eden.cu)
 
+/// Returns the bits of a size that has kernels of its own, else 0.
+int known_size(const Format& format) {
+  return format.size_bits == 7 || format.size_bits == 10 ? format.size_bits : 0;
+}
+
 void encode_cuda(const Format& format, const EncodeArgs& args) {
   EncodeParams params = encode_params(1, codes_offset(format, args.in.size), args);
   params.header = reinterpret_cast<uint32_t*>(args.out.data);
   params.scales = reinterpret_cast<float*>(args.out.data + kHeaderBytes);
   params.key = rotation_key(args.key.seed, args.key.step, args.key.tensor);
   params.rotation_bits = format.size_bits;
-  params.options = format.mmse ? kMmse : 0;
-  launch("eden", kernel_name("eden::encode_kernel", format.bits), params, args.in.size, kTile,
-         args.stream);
+  launch("eden", kernel_name("eden::encode_kernel", format.bits, known_size(format), format.mmse),
+         params, args.in.size, kTile, args.stream);
 }
 
 void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
@@ -153,7 +157,8 @@ void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> 
   params.scales = reinterpret_cast<const float*>(payload.data + kHeaderBytes);
   params.rotation_bits = format.size_bits;
   params.add = add;
-  launch("eden", kernel_name("eden::decode_kernel", format.bits), params, out.size, kTile, stream);
+  launch("eden", kernel_name("eden::decode_kernel", format.bits, known_size(format)), params,
+         out.size, kTile, stream);
 }
 
 class Eden final : public Codec {

@@ -63,9 +63,9 @@ struct Coded {
   float value;
 };
 
+/// Codes a magnitude: without its sign.
 template <int kBits>
-PYCOMM_HD Coded quantize(float u, float inv) {
-  const float magnitude = bits_float(magnitude_bits(u * inv));
+PYCOMM_HD Coded quantize_magnitude(float magnitude) {
   uint32_t code = 0;
   float value = level(kBits, 0);
   for (int i = 0; i < num_levels(kBits) - 1; i++) {
@@ -73,8 +73,14 @@ PYCOMM_HD Coded quantize(float u, float inv) {
     code += beyond ? 1 : 0;
     value = beyond ? level(kBits, i + 1) : value;
   }
+  return {code, value};
+}
+
+template <int kBits>
+PYCOMM_HD Coded quantize(float u, float inv) {
+  const Coded coded = quantize_magnitude<kBits>(bits_float(magnitude_bits(u * inv)));
   const uint32_t sign = float_bits(u) >> 31;
-  return {code | sign << (kBits - 1), bits_float(float_bits(value) | sign << 31)};
+  return {coded.code | sign << (kBits - 1), bits_float(float_bits(coded.value) | sign << 31)};
 }
 
 /// Decodes the lowest kBits bits of `code`; the others may be anything.
@@ -94,9 +100,6 @@ PYCOMM_HD float exponent_of(float amax) { return bits_float(float_bits(amax) & k
 PYCOMM_HD float inverse_exponent(float exponent) {
   return bits_float((254u << 23) - float_bits(exponent));
 }
-
-/// Bits of EncodeParams::options.
-constexpr uint32_t kMmse = 1;
 
 #ifndef __CUDACC_RTC__
 /// Calls f with the bits of a format, as a type.

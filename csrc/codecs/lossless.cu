@@ -12,37 +12,26 @@ namespace pycomm::codecs::lossless {
 
 // --------------------------------------------------------------- encoding
 
-/// Writes the head of a block of n values, whose exponents are a byte each. Called by all lanes of
-/// the warp.
-__device__ __forceinline__ void write_head(const uint32_t* exponent, size_t n, uint8_t* head) {
-  uint32_t top = 0;
-#pragma unroll
-  for (int row = 0; row < kBlockRows; row++) {
-    for (int k = 0; k < cuda::kVector; k++) top = max(top, byte_of(exponent[row], k));
-  }
-#pragma unroll
-  for (int lane = 1; lane < cuda::kLanes; lane *= 2) {
-    top = max(top, __shfl_xor_sync(kAll, top, lane));
-  }
+/// Writes the head of a block of n values, whose exponents are a byte each; `top` is the largest of
+/// the lane. Called by all lanes of the warp.
+__device__ __forceinline__ void write_head(const uint32_t* exponent, uint32_t top, uint32_t n,
+                                           uint8_t* head) {
+  top = max_of_warp(top);
   // Counts how many offsets are too large for each width: ten bits for each of three.
   constexpr uint32_t kHalf = 3;
-  uint32_t low = 0, high = 0, any = 0;
+  static_assert(kBlockRows == 2);
+  const uint32_t offset[kBlockRows] = {(top * kOnes - exponent[0]) & those_there(place_of(0), n),
+                                       (top * kOnes - exponent[1]) & those_there(place_of(1), n)};
+  uint32_t low = 0, high = 0;
 #pragma unroll
-  for (int row = 0; row < kBlockRows; row++) {
-#pragma unroll
-    for (int k = 0; k < cuda::kVector; k++) {
-      const uint32_t offset = place_of(row) + k < n ? top - byte_of(exponent[row], k) : 0;
-      any |= offset;
-#pragma unroll
-      for (uint32_t i = 0; i < kHalf; i++) {
-        low += static_cast<uint32_t>(offset >= largest_code(kNarrow + i)) << 10 * i;
-        high += static_cast<uint32_t>(offset >= largest_code(kNarrow + kHalf + i)) << 10 * i;
-      }
-    }
+  for (uint32_t i = 0; i < 2 * kHalf; i++) {
+    const uint32_t largest = largest_code(kNarrow + i);
+    const uint32_t count = __popc(reaching(offset[0], largest) | reaching(offset[1], largest) >> 1);
+    (i < kHalf ? low : high) += count << 10 * (i % kHalf);
   }
   low = sum_of_warp(low);
   high = sum_of_warp(high);
-  const bool all_equal = __ballot_sync(kAll, any != 0) == 0;
+  const bool all_equal = __ballot_sync(kAll, (offset[0] | offset[1]) != 0) == 0;
   const Choice choice = choose(n, all_equal, [&](uint32_t width) {
     const uint32_t i = width - kNarrow;
     return (i < kHalf ? low >> 10 * i : high >> 10 * (i - kHalf)) & 0x3ff;
@@ -69,20 +58,22 @@ __global__ void __launch_bounds__(cuda::kThreads) head_kernel(const Batch<Lossle
     }
   }
 
-  uint32_t exponent[kRows];
+  uint32_t exponent[kRows], top[kRows];
   cuda::Vector<uint16_t> low[kRows];
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
-    uint32_t high = 0;
-    exponent[row] = 0;
+    uint32_t bits[cuda::kVector];
+    top[row] = 0;
 #pragma unroll
     for (int k = 0; k < cuda::kVector; k++) {
-      const uint32_t bits = value_bits(p[row].v[k], args.wide != 0);
-      high |= high_of(bits) << 8 * k;
-      exponent[row] |= (bits >> 23 & 0xff) << 8 * k;
-      low[row].v[k] = static_cast<uint16_t>(bits);
-      if (kFeedback) p[row].v[k] = residual_of(p[row].v[k], bits_float(bits), kept[row].v[k]);
+      bits[k] = value_bits(p[row].v[k], args.wide != 0);
+      top[row] = max(top[row], bits[k] & 0x7fffffff);
+      low[row].v[k] = static_cast<uint16_t>(bits[k]);
+      if (kFeedback) p[row].v[k] = residual_of(p[row].v[k], bits_float(bits[k]), kept[row].v[k]);
     }
+    const uint32_t third = bytes_of(bits, 2), last = bytes_of(bits, 3);
+    const uint32_t high = (last & kTops) | (third & kRests);
+    exponent[row] = (last & kRests) << 1 | (third >> 7 & kOnes);
     const size_t i = tile.index(row);
     if (i < args.numel) {
       to.high[i / cuda::kVector] = high;
@@ -96,7 +87,8 @@ __global__ void __launch_bounds__(cuda::kThreads) head_kernel(const Batch<Lossle
   for (int b = 0; b < kBlocks; b++) {
     const size_t block = warp_of(args) * kBlocks + b;
     if (block >= to.blocks) return;
-    write_head(exponent + b * kBlockRows, to.size(block), to.heads + block * kHead);
+    const uint32_t highest = max(top[b * kBlockRows], top[b * kBlockRows + 1]) >> 23;
+    write_head(exponent + b * kBlockRows, highest, to.size(block), to.heads + block * kHead);
   }
 }
 
@@ -119,30 +111,31 @@ __global__ void __launch_bounds__(cuda::kThreads) scan_kernel(const Batch<Lossle
 
 /// Writes the part of the stream of a block of n values. `end` is the end of the stream. Called by
 /// all lanes of the warp.
-__device__ __forceinline__ void write_block(const uint32_t* exponent, size_t n, const uint8_t* head,
-                                            uint2 before, uint32_t* stream, uint8_t* end) {
+__device__ __forceinline__ void write_block(const uint32_t* exponent, uint32_t n,
+                                            const uint8_t* head, uint2 before, uint32_t* stream,
+                                            uint8_t* end) {
   const uint32_t top = head[0], width = head[1];
   if (width == 0) return;
   const uint32_t largest = largest_code(width);
   auto* codes = reinterpret_cast<uint8_t*>(stream + before.x);
-  uint32_t rank = before.y;
+  uint32_t marks[kBlockRows], place[kBlockRows];
 #pragma unroll
   for (int row = 0; row < kBlockRows; row++) {
-    uint32_t chunk = 0, marks = 0;
-#pragma unroll
-    for (int k = 0; k < cuda::kVector; k++) {
-      const uint32_t offset = place_of(row) + k < n ? top - byte_of(exponent[row], k) : 0;
-      chunk |= (offset < largest ? offset : largest) << k * width;
-      marks |= static_cast<uint32_t>(offset >= largest) << k;
-    }
+    const uint32_t offset = (top * kOnes - exponent[row]) & those_there(place_of(row), n);
+    marks[row] = escapes(width) ? reaching(offset, largest) : 0;
+    const uint32_t over = (marks[row] >> 7) * 0xff,
+                   code = (offset & ~over) | (largest * kOnes & over);
+    const uint32_t pairs = (code & 0xff00ff) | (code >> 8 & 0xff00ff) << width;
     store_codes(codes, place_of(row), num_blocks(n, kGroup) * kGroup, static_cast<int>(width),
-                chunk);
-    if (!escapes(width)) continue;
-    size_t at = rank_marked(marks, rank);
+                (pairs & 0xffff) | (pairs >> 16) << 2 * width);
+  }
+  if (!escapes(width)) return;
+  rank_marked(marks, before.y, place);
 #pragma unroll
-    for (int k = 0; k < cuda::kVector; k++) {
-      if ((marks >> k & 1) == 0) continue;
-      *(end - 1 - at++) = static_cast<uint8_t>(byte_of(exponent[row], k));
+  for (int row = 0; row < kBlockRows; row++) {
+    for (uint32_t left = marks[row]; left != 0; left &= left - 1) {
+      const uint32_t lowest = (left & -left) >> 7;  // 1 in its byte
+      *(end - 1 - place[row]++) = static_cast<uint8_t>(__dp4a(exponent[row], lowest, 0u));
     }
   }
 }
@@ -195,42 +188,41 @@ __global__ void __launch_bounds__(cuda::kThreads) pack_kernel(const Batch<Lossle
 struct Ends {
   const uint32_t* words;
   const uint8_t* end;
-  size_t size;
+  uint32_t size;  ///< as the first word of a payload
 
-  __device__ uint32_t word(size_t i) const { return i < size / 4 ? words[i] : ~0u; }
+  __device__ uint32_t word(uint32_t i) const { return i < size / 4 ? words[i] : ~0u; }
   /// Returns the i-th escaped exponent.
-  __device__ uint32_t escaped(size_t i) const { return i < size ? *(end - 1 - i) : 0xff; }
+  __device__ uint32_t escaped(uint32_t i) const { return i < size ? *(end - 1 - i) : 0xff; }
 };
 
 /// Reads the exponents of a block of n values, a byte each. Called by all lanes of the warp.
 __device__ __forceinline__ void read_block(const Ends& stream, const uint8_t* head, uint2 before,
-                                           size_t n, uint32_t* exponent) {
+                                           uint32_t n, uint32_t* exponent) {
   const uint32_t top = head[0], width = width_of(head[1]);
-  const uint32_t largest = largest_code(width);
-  uint32_t rank = before.y;
+  const uint32_t largest = largest_code(width), pair = largest * 0x10001;
+  uint32_t marks[kBlockRows], place[kBlockRows];
 #pragma unroll
   for (int row = 0; row < kBlockRows; row++) {
-    const uint32_t i = static_cast<uint32_t>(place_of(row));
-    uint32_t chunk = 0, marks = 0;
-    exponent[row] = 0;
+    const uint32_t i = place_of(row);
+    uint32_t chunk = 0;
     if (i < n && width != 0) {
-      const size_t at = size_t{before.x} + i * width / 32;
+      const uint32_t at = before.x + i * width / 32;
       const uint32_t shift = i * width % 32;
       chunk = stream.word(at) >> shift;
       if (shift + cuda::kVector * width > 32) chunk |= stream.word(at + 1) << (32 - shift);
     }
+    const uint32_t pairs = (chunk & ((1u << 2 * width) - 1)) | chunk >> 2 * width << 16;
+    const uint32_t code = (pairs & pair) | (pairs >> width & pair) << 8;
+    exponent[row] = minus(top * kOnes, code);
+    marks[row] = ~((code ^ largest * kOnes) + kRests) & kTops & those_there(i, n);
+  }
+  if (!escapes(width)) return;
+  rank_marked(marks, before.y, place);
 #pragma unroll
-    for (int k = 0; k < cuda::kVector; k++) {
-      const uint32_t code = chunk >> k * width & largest;
-      exponent[row] |= (top - code & 0xff) << 8 * k;
-      marks |= static_cast<uint32_t>(code == largest && i + k < n) << k;
-    }
-    if (!escapes(width)) continue;
-    size_t at = rank_marked(marks, rank);
-#pragma unroll
-    for (int k = 0; k < cuda::kVector; k++) {
-      if ((marks >> k & 1) == 0) continue;
-      exponent[row] = (exponent[row] & ~(0xffu << 8 * k)) | stream.escaped(at++) << 8 * k;
+  for (int row = 0; row < kBlockRows; row++) {
+    for (uint32_t left = marks[row]; left != 0; left &= left - 1) {
+      const uint32_t lowest = (left & -left) >> 7;  // 1 in its byte
+      exponent[row] = (exponent[row] & ~(lowest * 0xff)) | lowest * stream.escaped(place[row]++);
     }
   }
 }
@@ -255,7 +247,7 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const Batch<Loss
 
   const Pair pair(in, warp_of(args));
   const size_t end = in.at.end(*reinterpret_cast<const uint32_t*>(in.payload));
-  const Ends stream{in.stream, in.payload + end, end - in.at.stream};
+  const Ends stream{in.stream, in.payload + end, static_cast<uint32_t>(end - in.at.stream)};
 #pragma unroll
   for (int b = 0; b < kBlocks; b++) {
     if (pair.block[b] >= in.blocks) break;
@@ -265,10 +257,14 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const Batch<Loss
 #pragma unroll
     for (int r = 0; r < kBlockRows; r++) {
       const int row = b * kBlockRows + r;
+      const uint32_t last = (high[row] & kTops) | (exponent[r] >> 1 & kRests);
+      const uint32_t third = (exponent[r] & kOnes) << 7 | (high[row] & kRests);
+      const uint32_t halves[2] = {__byte_perm(third, last, 0x5140),
+                                  __byte_perm(third, last, 0x7362)};
 #pragma unroll
       for (int k = 0; k < cuda::kVector; k++) {
-        const float decoded =
-            value_of(byte_of(high[row], k), byte_of(exponent[r], k), low[row].v[k]);
+        const uint32_t half = k % 2 == 0 ? halves[k / 2] << 16 : halves[k / 2] & 0xffff0000;
+        const float decoded = bits_float(half | low[row].v[k]);
         value[row].v[k] = kAdd ? value[row].v[k] + decoded : decoded;
       }
     }

@@ -45,9 +45,9 @@ struct Places {
   }
 
   /// Returns the values of a block; 0 beyond the last one.
-  __device__ size_t size(size_t block) const {
+  __device__ uint32_t size(size_t block) const {
     const size_t left = block < blocks ? numel - block * kBlock : 0;
-    return left < kBlock ? left : kBlock;
+    return left < kBlock ? static_cast<uint32_t>(left) : kBlock;
   }
   /// Returns the size of a block in the stream, joined.
   __device__ uint32_t taken(size_t block) const {
@@ -74,24 +74,43 @@ struct Pair {
   }
 };
 
-__device__ __forceinline__ uint32_t byte_of(uint32_t word, int k) { return word >> 8 * k & 0xff; }
+// Four bytes in a word, one for each of a lane's values of a row.
+
+constexpr uint32_t kOnes = 0x01010101, kTops = 0x80808080, kRests = 0x7f7f7f7f;
+
+/// Returns byte k of each of four words.
+__device__ __forceinline__ uint32_t bytes_of(const uint32_t (&word)[cuda::kVector], uint32_t k) {
+  const uint32_t pick = k | (k + 4) << 4;
+  return __byte_perm(__byte_perm(word[0], word[1], pick), __byte_perm(word[2], word[3], pick),
+                     0x5410);
+}
+/// Subtracts bytes, modulo 256.
+__device__ __forceinline__ uint32_t minus(uint32_t a, uint32_t b) {
+  return ((a | kTops) - (b & kRests)) ^ ((a ^ ~b) & kTops);
+}
+/// Returns the top bit of each byte that is `least` or more, from 1 to 128.
+__device__ __forceinline__ uint32_t reaching(uint32_t bytes, uint32_t least) {
+  return (((bytes & kRests) + (0x80 - least) * kOnes) | bytes) & kTops;
+}
+/// Returns ones in the bytes of the values that a block of n has, from `place` on.
+__device__ __forceinline__ uint32_t those_there(uint32_t place, uint32_t n) {
+  return place + cuda::kVector <= n ? ~0u : place >= n ? 0 : (1u << 8 * (n - place)) - 1;
+}
 
 /// Returns the place in its block of the lane's first value of a row.
-__device__ __forceinline__ size_t place_of(int row) {
+__device__ __forceinline__ uint32_t place_of(int row) {
   return row * cuda::kRow + lane_of_warp() * cuda::kVector;
 }
 
-/// Returns the places of the marked values of a row, for the lane's first one; `rank` is that of
-/// the first marked value of the row, and then of the next row. `marks` has a bit for each value.
-__device__ __forceinline__ uint32_t rank_marked(uint32_t marks, uint32_t& rank) {
-  uint32_t mine = rank;
-#pragma unroll
-  for (int k = 0; k < cuda::kVector; k++) {
-    const uint32_t all = __ballot_sync(kAll, (marks >> k & 1) != 0);
-    mine += __popc(all & lanes_below());
-    rank += __popc(all);
-  }
-  return mine;
+/// Returns for each row the place of the lane's first marked value, from `rank` on. `marks` has a
+/// bit for each value.
+__device__ __forceinline__ void rank_marked(const uint32_t (&marks)[kBlockRows], uint32_t rank,
+                                            uint32_t (&place)[kBlockRows]) {
+  static_assert(kBlockRows == 2);
+  const uint32_t mine = __popc(marks[0]) | __popc(marks[1]) << 16;
+  const uint32_t up_to = sum_of_lanes_up_to(mine), before = up_to - mine;
+  place[0] = rank + (before & 0xffff);
+  place[1] = rank + (__shfl_sync(kAll, up_to, cuda::kLanes - 1) & 0xffff) + (before >> 16);
 }
 
 }  // namespace pycomm::codecs::lossless

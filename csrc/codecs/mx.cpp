@@ -221,7 +221,7 @@ void encode_cuda(const Format& format, const EncodeArgs& args) {
   params.options = format.ceil ? 1 : 0;
   const bool feedback = args.has_residual();
   launch("mx", kernel_name("mx::encode_kernel", element, nv, feedback), params, args.in.size,
-         (nv ? kLarge : kSmall) * cuda::kRow, args.stream);
+         kSmall * cuda::kRow, args.stream);
 }
 
 void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,

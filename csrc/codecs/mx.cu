@@ -50,14 +50,15 @@ __device__ __forceinline__ cuda::Vector<float> decode_row(uint32_t chunk, float 
   return value;
 }
 
-/// Encodes values. args.options is 1 if scales are rounded up. A tile of nvfp4 is a super-block.
+/// Encodes values. args.options is 1 if scales are rounded up. A super-block of nvfp4 is the tiles
+/// of four warps.
 template <typename Small, bool kNv, bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const Batch<EncodeParams> batch) {
   const EncodeParams args = tensor_of_block(batch);
-  constexpr int kRows = kNv ? kLarge : kSmall;
+  constexpr int kRows = kSmall;
   constexpr uint32_t kSize = kNv ? kNvBlock : kBlock;
   const cuda::Tile<kRows> tile = tile_of<kRows>(args);
-  if (tile.empty()) return;
+  if (!kNv && tile.empty()) return;
   const size_t scales_at = kNv ? num_blocks(args.numel, kSuperBlock) * 4 : 0;
   auto* scale_codes = reinterpret_cast<uint8_t*>(args.scales) + scales_at;
 
@@ -73,9 +74,17 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const Batch<Enco
   float super_amax = 0.0f;
   Scale second{};
   if constexpr (kNv) {
+    __shared__ uint32_t tops[cuda::kWarps];
+    constexpr uint32_t kShare = kRows * cuda::kRow, kTogether = kSuperBlock / kShare;
     uint32_t all[1] = {0};
     for (int row = 0; row < kRows; row++) all[0] = max(all[0], top[row]);
-    max_of_blocks(all, kSuperBlock);
+    max_of_blocks(all, kShare);
+    if (lane_of_warp() == 0) tops[warp_of_block()] = all[0];
+    __syncthreads();
+    if (tile.empty()) return;
+    for (uint32_t warp = 0; warp < kTogether; warp++) {
+      all[0] = max(all[0], tops[warp_of_block() / kTogether * kTogether + warp]);
+    }
     super_amax = bits_float(all[0]);
     second = super_scale(super_amax);
     const size_t i = tile.index(0);

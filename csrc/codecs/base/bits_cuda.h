@@ -19,9 +19,16 @@ __device__ __forceinline__ void store_bits(uint8_t* codes, size_t i, size_t nume
 
 /// Stores codes of more bits: eight neighbouring lanes have the codes of 32 values, `bits` whole
 /// words, of which each lane stores one. `chunk` holds the four codes of the lane's values from i
-/// on; a word takes parts of up to four chunks.
+/// on; a word takes parts of up to four chunks. Of 4 and 8 bits a lane stores its own.
 __device__ __forceinline__ void store_codes(uint8_t* codes, size_t i, size_t numel, int bits,
                                             uint32_t chunk) {
+  if (bits == 4 || bits == 8) {
+    const size_t in_word = bits == 4 ? 8 : 4;
+    if (i / in_word * in_word >= numel) return;
+    if (bits == 8) reinterpret_cast<uint32_t*>(codes)[i / 4] = chunk;
+    if (bits == 4) reinterpret_cast<uint16_t*>(codes)[i / 4] = static_cast<uint16_t>(chunk);
+    return;
+  }
   const int lane = threadIdx.x % cuda::kLanes, word = lane % 8, width = 4 * bits;
   const int first = word * 32 / width;
   uint32_t stored = 0;

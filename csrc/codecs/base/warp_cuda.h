@@ -62,8 +62,30 @@ __device__ __forceinline__ bool leads(const Params& args) {
 __device__ __forceinline__ uint32_t lanes_below() { return (1u << lane_of_warp()) - 1; }
 
 __device__ __forceinline__ uint32_t sum_of_warp(uint32_t x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(kAll, x);
+#else
 #pragma unroll
   for (int lane = 1; lane < cuda::kLanes; lane *= 2) x += __shfl_xor_sync(kAll, x, lane);
+  return x;
+#endif
+}
+__device__ __forceinline__ uint32_t max_of_warp(uint32_t x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(kAll, x);
+#else
+#pragma unroll
+  for (int lane = 1; lane < cuda::kLanes; lane *= 2) x = max(x, __shfl_xor_sync(kAll, x, lane));
+  return x;
+#endif
+}
+/// Returns the sum of the lanes up to this one.
+__device__ __forceinline__ uint32_t sum_of_lanes_up_to(uint32_t x) {
+#pragma unroll
+  for (int lane = 1; lane < cuda::kLanes; lane *= 2) {
+    const uint32_t other = __shfl_up_sync(kAll, x, lane);
+    if (lane_of_warp() >= static_cast<uint32_t>(lane)) x += other;
+  }
   return x;
 }
 

@@ -37,74 +37,114 @@ __device__ __forceinline__ cuda::Vector<float> shown(int i, uint32_t step) {
   return shared_tiles()[i * cuda::kThreads + (threadIdx.x ^ step * cuda::kLanes)];
 }
 
-/// Computes max_of_blocks(), also for blocks of more than a tile.
+/// Calls f(row) for the first row of each block.
+template <typename F>
+__device__ __forceinline__ void each_first(uint32_t block, F&& f) {
+#pragma unroll
+  for (int row = 0; row < kTileRows; row++) {
+    if (row * cuda::kRow % block == 0) f(row);
+  }
+}
+
+/// Gives all rows of a block what its first row has.
+template <typename T>
+__device__ __forceinline__ void share_rows(T (&rows)[kTileRows], uint32_t block) {
+#pragma unroll
+  for (int step = kTileRows / 2; step > 0; step /= 2) {
+    if (step * cuda::kRow >= block) continue;
+#pragma unroll
+    for (int row = 0; row < kTileRows; row += 2 * step) rows[row + step] = rows[row];
+  }
+}
+
+/// Replaces what each lane has of a row by the largest of the row's block of `block` values.
 __device__ __forceinline__ void max_of_tile(uint32_t (&top)[kTileRows], uint32_t block) {
-  max_of_blocks(top, block);
+#pragma unroll
+  for (int step = kTileRows / 2; step > 0; step /= 2) {
+    if (step * cuda::kRow >= block) continue;
+#pragma unroll
+    for (int row = 0; row < kTileRows; row++) {
+      if ((row & step) == 0) top[row] = max(top[row], top[row + step]);
+    }
+  }
+  each_first(block, [&](int row) {
+#pragma unroll
+    for (int step = cuda::kLanes / 2; step > 0; step /= 2) {
+      if (step * cuda::kVector >= block) continue;
+      top[row] = max(top[row], __shfl_xor_sync(~0u, top[row], step));
+    }
+  });
+#pragma unroll 1
   for (uint32_t step = 1; step * kTile < block; step *= 2) {
     cuda::Vector<float> mine[1]{};
     mine[0].v[0] = bits_float(top[0]);
     show(mine);
     top[0] = max(top[0], float_bits(shown(0, step).v[0]));
   }
-  if (kTile < block) {
-#pragma unroll
-    for (int row = 1; row < kTileRows; row++) top[row] = top[0];
-  }
+  share_rows(top, block);
 }
 
-/// Computes the sum of each block, for each row: each half of a block is added to the other, first
-/// warps, then rows, then lanes, then the values of a lane.
-__device__ __forceinline__ void add_halves(Values& terms, uint32_t block, float (&sum)[kTileRows]) {
-#pragma unroll 1
-  for (uint32_t step = kMaxRotation / kTile / 2; step > 0; step /= 2) {
-    if (step * kTile >= block) continue;
-    show(terms);
+__device__ __forceinline__ void add(cuda::Vector<float>& to, const cuda::Vector<float>& from) {
+  for (int k = 0; k < cuda::kVector; k++) to.v[k] = to.v[k] + from.v[k];
+}
+
+/// Adds the halves of a row, or of the smaller blocks in it.
+__device__ __forceinline__ float sum_of_lanes(cuda::Vector<float> lane, uint32_t block) {
 #pragma unroll
-    for (int row = 0; row < kTileRows; row++) {
-      const cuda::Vector<float> theirs = shown(row, step);
-      for (int k = 0; k < cuda::kVector; k++) terms[row].v[k] = terms[row].v[k] + theirs.v[k];
+  for (int step = cuda::kLanes / 2; step > 0; step /= 2) {
+    if (step * cuda::kVector >= block) continue;
+#pragma unroll
+    for (int k = 0; k < cuda::kVector; k++) {
+      const uint32_t other = __shfl_xor_sync(~0u, float_bits(lane.v[k]), step);
+      lane.v[k] = lane.v[k] + bits_float(other);
     }
   }
+  return (lane.v[0] + lane.v[2]) + (lane.v[1] + lane.v[3]);
+}
+
+/// Computes the sum of each block, for each row, of the terms f(row): each half of a block is added
+/// to the other, first warps, then rows, then lanes, then the values of a lane. Where the size is
+/// known, rows are added as soon as they are there, so that fewer are kept.
+template <int kSizeBits, typename F>
+__device__ __forceinline__ void add_halves(uint32_t block, float (&sum)[kTileRows], const F& f) {
+  if constexpr (kSizeBits > 0 && 1u << kSizeBits <= cuda::kRow) {
 #pragma unroll
-  for (int step = kTileRows / 2; step > 0; step /= 2) {
+    for (int row = 0; row < kTileRows; row++) sum[row] = sum_of_lanes(f(row), block);
+    return;
+  }
+  constexpr int kHalf = kTileRows / 2;
+  constexpr bool kAtOnce = kSizeBits > 0 && 1u << kSizeBits == kTile;
+  Values terms;
+#pragma unroll
+  for (int row = 0; row < kHalf; row++) {
+    terms[row] = f(row);
+    terms[row + kHalf] = f(row + kHalf);
+    if (kAtOnce) add(terms[row], terms[row + kHalf]);
+  }
+#pragma unroll 1
+  for (uint32_t step = block / kTile / 2; step > 0; step /= 2) {
+    show(terms);
+#pragma unroll
+    for (int row = 0; row < kTileRows; row++) add(terms[row], shown(row, step));
+  }
+#pragma unroll
+  for (int step = kAtOnce ? kHalf / 2 : kHalf; step > 0; step /= 2) {
     if (step * cuda::kRow >= block) continue;
 #pragma unroll
     for (int row = 0; row < kTileRows; row++) {
-      if (row & step) continue;
-      for (int k = 0; k < cuda::kVector; k++) {
-        terms[row].v[k] = terms[row].v[k] + terms[row + step].v[k];
-      }
+      if ((row & step) == 0) add(terms[row], terms[row + step]);
     }
   }
   // From here on only the first row of each block holds values that matter.
-#pragma unroll
-  for (int row = 0; row < kTileRows; row++) {
-    sum[row] = 0.0f;
-    if (row * cuda::kRow % block != 0) continue;
-    cuda::Vector<float>& lane = terms[row];
-#pragma unroll
-    for (int step = cuda::kLanes / 2; step > 0; step /= 2) {
-      if (step * cuda::kVector >= block) continue;
-#pragma unroll
-      for (int k = 0; k < cuda::kVector; k++) {
-        const uint32_t other = __shfl_xor_sync(~0u, float_bits(lane.v[k]), step);
-        lane.v[k] = lane.v[k] + bits_float(other);
-      }
-    }
-    sum[row] = (lane.v[0] + lane.v[2]) + (lane.v[1] + lane.v[3]);
-  }
-#pragma unroll
-  for (int step = kTileRows / 2; step > 0; step /= 2) {
-    if (step * cuda::kRow >= block) continue;
-#pragma unroll
-    for (int row = 0; row < kTileRows; row += 2 * step) sum[row + step] = sum[row];
-  }
+  each_first(block, [&](int row) { sum[row] = sum_of_lanes(terms[row], block); });
+  share_rows(sum, block);
 }
 
-/// A step with one of two values: `far` is 1 for the lane with the far one, which gets t a - b, as
-/// t a + -b; the near one becomes a + t b.
-__device__ __forceinline__ float butterfly(float mine, float theirs, uint32_t far, float t) {
-  return t * theirs + signed_by(far, 0, mine);
+/// A step with one of two values: `sign` is -1 for the lane with the far one, which gets t a - b,
+/// and 1 for the near one, which gets a + t b. The product by `sign` is exact, so that the fused
+/// operation rounds once, as an addition does.
+__device__ __forceinline__ float butterfly(float mine, float theirs, float sign, float t) {
+  return fmaf(sign, mine, t * theirs);
 }
 
 /// Runs the steps in their natural order: values half a rotation apart, then a quarter, and so on.
@@ -116,16 +156,16 @@ __device__ __forceinline__ void transform(Values& y, uint32_t rotation_bits, boo
   const auto skips = [&](uint32_t apart) { return apart >= size || apart < last; };
   const auto slope_of = [&](uint32_t apart) { return spread ? slope(size, apart) : 1.0f; };
 #pragma unroll 1
-  for (uint32_t step = kMaxRotation / kTile / 2; step > 0; step /= 2) {
+  for (uint32_t step = size / kTile / 2; step > 0; step /= 2) {
     if (skips(step * kTile)) continue;
     show(y);
     const float t = slope_of(step * kTile);
-    const uint32_t far = (warp_of() & step) != 0;
+    const float sign = warp_of() & step ? -1.0f : 1.0f;
 #pragma unroll
     for (int row = 0; row < kTileRows; row++) {
       const cuda::Vector<float> theirs = shown(row, step);
       for (int k = 0; k < cuda::kVector; k++) {
-        y[row].v[k] = butterfly(y[row].v[k], theirs.v[k], far, t);
+        y[row].v[k] = butterfly(y[row].v[k], theirs.v[k], sign, t);
       }
     }
   }
@@ -147,12 +187,12 @@ __device__ __forceinline__ void transform(Values& y, uint32_t rotation_bits, boo
   for (int step = cuda::kLanes / 2; step > 0; step /= 2) {
     if (skips(step * cuda::kVector)) continue;
     const float t = slope_of(step * cuda::kVector);
-    const uint32_t far = (lane_of() & step) != 0;
+    const float sign = lane_of() & step ? -1.0f : 1.0f;
 #pragma unroll
     for (int row = 0; row < kTileRows; row++) {
       for (int k = 0; k < cuda::kVector; k++) {
         const uint32_t other = __shfl_xor_sync(~0u, float_bits(y[row].v[k]), step);
-        y[row].v[k] = butterfly(y[row].v[k], bits_float(other), far, t);
+        y[row].v[k] = butterfly(y[row].v[k], bits_float(other), sign, t);
       }
     }
   }
@@ -170,87 +210,84 @@ __device__ __forceinline__ void transform(Values& y, uint32_t rotation_bits, boo
   }
 }
 
-/// Random bits, one for each of the kTile values from `first` on: their signs, or another `stream`.
-class RandomBits {
- public:
-  __device__ RandomBits(const RotationHeader& header, size_t first, uint32_t stream = 0) {
-    const uint64_t number = header.word + first / kSignsPerWord + lane_of();
-    const Random4 four = random_words(header.key, 0, stream, number / 4);
-    const uint32_t low = number & 1 ? four.word[1] : four.word[0];
-    const uint32_t high = number & 1 ? four.word[3] : four.word[2];
-    word_ = number & 2 ? high : low;
-  }
-  /// Returns four bits, of the values from `place` on, which may differ by lane.
-  __device__ uint32_t from(uint32_t place) const {
-    return __shfl_sync(~0u, word_, place / kSignsPerWord) >> place % kSignsPerWord;
-  }
-
- private:
-  uint32_t word_;
-};
-
-/// Two sets of signs of a rotation.
+/// The two sets of signs of the kTile values from `place` on: a lane has a word of each.
 struct RotationSigns {
-  __device__ RotationSigns(const RotationHeader& header, size_t place)
-      : first(header, place), second(header, place, kSecondTensor) {}
-  RandomBits first, second;
+  uint32_t first = 0, second = 0;
+
+  __device__ RotationSigns(const RotationHeader& header, size_t place) {
+    // Half of the warp computes the words of a set, four at once.
+    constexpr uint32_t kHalf = cuda::kLanes / 2;
+    const uint64_t number = header.word + place / kSignsPerWord;
+    const Random4 four = random_words(header.key, 0, lane_of() < kHalf ? 0 : kSecondTensor,
+                                      number / 4 + lane_of() % kHalf);
+    const uint32_t mine = static_cast<uint32_t>(number % 4) + lane_of();
+#pragma unroll
+    for (uint32_t j = 0; j < 4; j++) {
+      const uint32_t one = __shfl_sync(~0u, four.word[j], mine / 4);
+      const uint32_t two = __shfl_sync(~0u, four.word[j], kHalf + mine / 4);
+      if (mine % 4 == j) first = one;
+      if (mine % 4 == j) second = two;
+    }
+  }
 };
 
-__device__ __forceinline__ void flip(const RandomBits& signs, float scale, Values& y) {
+/// Multiplies values by `scale` and flips their signs by the words that the lanes have.
+__device__ __forceinline__ void flip(uint32_t word, float scale, Values& y) {
 #pragma unroll
   for (int row = 0; row < kTileRows; row++) {
-    const uint32_t bits = signs.from(row * cuda::kRow + lane_of() * cuda::kVector);
+    const uint32_t place = row * cuda::kRow + lane_of() * cuda::kVector;
+    const uint32_t bits = __shfl_sync(~0u, word, place / kSignsPerWord) >> place % kSignsPerWord;
     for (int k = 0; k < cuda::kVector; k++) y[row].v[k] = signed_by(bits, k, y[row].v[k] * scale);
   }
 }
 
-/// Transforms of a rotation and, from kBack on, of its inverse, and the end of both.
-enum Pass : int { kThere, kBetween, kBack, kAgain, kDone };
+/// Bits of a rotation's size: kSizeBits, known to the compiler, which then unrolls all passes; or
+/// if that is 0, those of the call. Then passes share their instructions: more copies of them than
+/// a multiprocessor's instruction cache holds make warps wait for instructions.
+template <int kSizeBits, typename Params>
+__device__ __forceinline__ uint32_t size_bits_of(const Params& args) {
+  return kSizeBits > 0 ? kSizeBits : args.rotation_bits;
+}
 
-/// Runs the passes from `begin` to before `end`. After the rotation, which is the first two, it
-/// calls f(), which may replace y by what is to be rotated back.
-///
-/// kCopies of the instructions: with 1 all passes run the same. Four copies, and the encoder
-/// between them, are more than a multiprocessor's instruction cache holds, and warps wait for
-/// instructions: with feedback, an encoder takes up to twice as long on an H200. Two alone are 10 %
-/// faster than one.
-template <int kCopies, typename F>
-__device__ __forceinline__ void rotate_tile(const RotationSigns& signs, uint32_t rotation_bits,
-                                            Values& y, Pass begin, Pass end, const F& f) {
-#pragma unroll kCopies
-  for (int pass = begin; pass < end; pass++) {
-    const bool outer = pass == kThere || pass == kAgain;  // next to the values themselves
-    if (pass != kBack) {
-      const float scale = pass == kThere   ? scale_before(rotation_bits)
-                          : pass == kAgain ? scale_between(rotation_bits)
-                                           : 1.0f;
-      flip(pass == kThere ? signs.first : signs.second, scale, y);
-    }
-    transform(y, rotation_bits, outer);
-    if (pass == kBetween) f();
+template <int kSizeBits>
+__device__ __forceinline__ void rotate(const RotationSigns& signs, uint32_t size_bits, Values& y) {
+#pragma unroll(kSizeBits > 0 ? 2 : 1)
+  for (int pass = 0; pass < 2; pass++) {
+    const bool outer = pass == 0;  // next to the values themselves
+    flip(outer ? signs.first : signs.second, outer ? scale_before(size_bits) : 1.0f, y);
+    transform(y, size_bits, outer);
   }
-  if (end == kDone) flip(signs.first, scale_after(rotation_bits), y);
+}
+
+/// The inverse.
+template <int kSizeBits>
+__device__ __forceinline__ void unrotate(const RotationSigns& signs, uint32_t size_bits,
+                                         Values& y) {
+#pragma unroll(kSizeBits > 0 ? 2 : 1)
+  for (int pass = 0; pass < 2; pass++) {
+    const bool outer = pass == 1;
+    transform(y, size_bits, outer);
+    flip(outer ? signs.first : signs.second,
+         outer ? scale_after(size_bits) : scale_between(size_bits), y);
+  }
 }
 
 // ------------------------------------------------- how the kernels begin and end
 
-/// Rotates the values of a tile and calls f(), which encodes y and replaces it by the values that
-/// the payload holds. From these it stores the new residual, if there is one. Values and residual
-/// are read again for it, from the cache, rather than kept in registers.
-template <typename F>
-__device__ __forceinline__ void encode_rotated(const Tile& tile, const EncodeParams& args,
-                                               const RotationSigns& signs, Values& y, const F& f) {
+/// Loads the values of a tile, and adds the residual if there is one.
+__device__ __forceinline__ void load_sum(const Tile& tile, const EncodeParams& args, Values& y) {
   tile.load(args.in, y);
-  if (args.residual != nullptr) {
+  if (args.residual == nullptr) return;
 #pragma unroll
-    for (int row = 0; row < kTileRows; row++) {
-      const cuda::Vector<float> residual = load_residual(tile, args, row);
-      for (int k = 0; k < cuda::kVector; k++) y[row].v[k] = y[row].v[k] + residual.v[k];
-    }
+  for (int row = 0; row < kTileRows; row++) {
+    const cuda::Vector<float> residual = load_residual(tile, args, row);
+    for (int k = 0; k < cuda::kVector; k++) y[row].v[k] = y[row].v[k] + residual.v[k];
   }
-  const bool back = args.residual != nullptr;
-  rotate_tile<1>(signs, args.rotation_bits, y, kThere, back ? kDone : kBack, f);
-  if (!back) return;
+}
+
+/// Stores the new residual after y has travelled. Values and residual are read again for it, from
+/// the cache, rather than kept in registers.
+__device__ __forceinline__ void store_rest(const Tile& tile, const EncodeParams& args, Values& y) {
 #pragma unroll
   for (int row = 0; row < kTileRows; row++) {
     const cuda::Vector<float> x = tile.load(args.in, row);
@@ -278,9 +315,8 @@ __device__ __forceinline__ RotationHeader read_header(const DecodeParams& args) 
   return {uint64_t{words[1]} << 32 | words[0], uint64_t{words[3]} << 32 | words[2]};
 }
 
-__device__ __forceinline__ void store_unrotated(const Tile& tile, const DecodeParams& args,
-                                                const RotationSigns& signs, Values& y) {
-  rotate_tile<2>(signs, args.rotation_bits, y, kBack, kDone, [] {});
+__device__ __forceinline__ void store_values(const Tile& tile, const DecodeParams& args,
+                                             Values& y) {
   if (args.add) {
 #pragma unroll
     for (int row = 0; row < kTileRows; row++) {

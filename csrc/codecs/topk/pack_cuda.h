@@ -133,11 +133,7 @@ __device__ __forceinline__ void write_values(const Record& record, uint8_t* to, 
     const uint32_t bits = magnitude_bits(p[j]);
     top = j < size && bits > top ? bits : top;
   }
-#pragma unroll
-  for (int lane = 1; lane < cuda::kLanes; lane *= 2) {
-    const uint32_t other = __shfl_xor_sync(kAll, top, lane);
-    top = other > top ? other : top;
-  }
+  top = max_of_warp(top);
   const float amax = bits_float(top);
   if (record.values == Values::bins2) {
     return write_bins(section, scales + 2 * group, first, record.k, p, size, amax, value);

@@ -24,49 +24,68 @@ struct Input {
 
   __device__ float at(size_t i) const { return kFeedback ? x[i] + residual[i] : x[i]; }
 
+  /// Loads kStep values from `at` on, a lane four neighbours of each row. Beyond the end zeros.
+  __device__ __forceinline__ void load(size_t at, cuda::Vector<float> (&p)[kRows]) const {
+    const size_t lane = threadIdx.x % cuda::kLanes * cuda::kVector;
+    const bool aligned =
+        (reinterpret_cast<size_t>(x) | (kFeedback ? reinterpret_cast<size_t>(residual) : 0)) % 16 ==
+        0;
+    if (aligned && at + kStep <= n) {
+      cuda::Vector<float> kept[kRows];
+#pragma unroll
+      for (int row = 0; row < kRows; row++) {
+        const size_t i = at + row * cuda::kRow + lane;
+        p[row] = *reinterpret_cast<const cuda::Vector<float>*>(x + i);
+        if (kFeedback) kept[row] = *reinterpret_cast<const cuda::Vector<float>*>(residual + i);
+      }
+      if (!kFeedback) return;
+#pragma unroll
+      for (int row = 0; row < kRows; row++) {
+        for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + kept[row].v[k];
+      }
+      return;
+    }
+#pragma unroll
+    for (int row = 0; row < kRows; row++) {
+      for (int k = 0; k < cuda::kVector; k++) {
+        const size_t i = at + row * cuda::kRow + lane + k;
+        p[row].v[k] = i < n ? this->at(i) : 0.0f;
+      }
+    }
+  }
+
   /// Calls f(i, four values from i on, how many of them exist) for each lane, all lanes of the warp
   /// together, in the order of the indices. Values beyond the end are 0.
   template <typename F>
   __device__ __forceinline__ void walk(size_t begin, size_t end, F&& f) const {
     const size_t lane = threadIdx.x % cuda::kLanes * cuda::kVector;
-    const bool aligned =
-        (reinterpret_cast<size_t>(x) | (kFeedback ? reinterpret_cast<size_t>(residual) : 0)) % 16 ==
-        0;
     for (size_t at = begin; at < end; at += kStep) {
       cuda::Vector<float> p[kRows];
-      const bool whole = at + kStep <= n;
-      if (aligned && whole) {
-        cuda::Vector<float> kept[kRows];
-#pragma unroll
-        for (int row = 0; row < kRows; row++) {
-          const size_t i = at + row * cuda::kRow + lane;
-          p[row] = *reinterpret_cast<const cuda::Vector<float>*>(x + i);
-          if (kFeedback) kept[row] = *reinterpret_cast<const cuda::Vector<float>*>(residual + i);
-        }
-        if (kFeedback) {
-#pragma unroll
-          for (int row = 0; row < kRows; row++) {
-            for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + kept[row].v[k];
-          }
-        }
-      } else {
-#pragma unroll
-        for (int row = 0; row < kRows; row++) {
-          for (int k = 0; k < cuda::kVector; k++) {
-            const size_t i = at + row * cuda::kRow + lane + k;
-            p[row].v[k] = i < n ? this->at(i) : 0.0f;
-          }
-        }
-      }
+      load(at, p);
 #pragma unroll
       for (int row = 0; row < kRows; row++) {
         const size_t i = at + row * cuda::kRow + lane;
         const size_t left = i < n ? n - i : 0;
-        f(i, p[row], whole || left >= cuda::kVector ? cuda::kVector : static_cast<int>(left));
+        f(i, p[row], left >= cuda::kVector ? cuda::kVector : static_cast<int>(left));
       }
     }
   }
 };
+
+/// Stores kStep values from `at` on, of `n`.
+__device__ __forceinline__ void store_rows(const cuda::Vector<float> (&p)[kRows], size_t at,
+                                           size_t n, float* to) {
+  const size_t lane = threadIdx.x % cuda::kLanes * cuda::kVector;
+  const bool whole = at + kStep <= n && reinterpret_cast<size_t>(to) % 16 == 0;
+#pragma unroll
+  for (int row = 0; row < kRows; row++) {
+    const size_t i = at + row * cuda::kRow + lane;
+    if (whole) cuda::store_vector(to + i, p[row]);
+    for (int k = 0; k < cuda::kVector && !whole; k++) {
+      if (i + k < n) to[i + k] = p[row].v[k];
+    }
+  }
+}
 
 /// Sets the histogram to zero; ends with a barrier of the block.
 __device__ __forceinline__ void clear_bins(uint32_t* bins) {
@@ -91,12 +110,7 @@ __device__ inline Digit find_digit(const uint32_t* bins, uint32_t place) {
   const uint32_t top = kBins - 1 - threadIdx.x * kEach;
   uint32_t mine = 0;
   for (uint32_t k = 0; k < kEach; k++) mine += bins[top - k];
-  uint32_t before = mine;  // and all lanes before
-#pragma unroll
-  for (int lane = 1; lane < cuda::kLanes; lane *= 2) {
-    const uint32_t other = __shfl_up_sync(kAll, before, lane);
-    if (threadIdx.x % cuda::kLanes >= static_cast<unsigned>(lane)) before += other;
-  }
+  uint32_t before = sum_of_lanes_up_to(mine);
   if (threadIdx.x % cuda::kLanes == cuda::kLanes - 1)
     warp_sums[threadIdx.x / cuda::kLanes] = before;
   __syncthreads();

@@ -23,6 +23,8 @@
 #include <map>
 #include <string>
 
+using std::fabs;
+using std::fmaf;
 using std::max;
 
 struct alignas(16) uint4 {
@@ -173,6 +175,21 @@ inline void __syncthreads() { emulated::wait(emulated::Wait::block); }
 
 inline uint32_t atomicAdd(uint32_t* to, uint32_t value) { return (*to += value) - value; }
 inline void atomicOr(uint32_t* to, uint32_t value) { *to |= value; }
+inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, unsigned by) {
+  return static_cast<uint32_t>(((uint64_t{high} << 32 | low) << (by & 31)) >> 32);
+}
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t pick) {
+  const uint64_t both = uint64_t{high} << 32 | low;
+  uint32_t bytes = 0;
+  for (int i = 0; i < 4; i++) {
+    bytes |= static_cast<uint32_t>(both >> 8 * (pick >> 4 * i & 7) & 0xff) << 8 * i;
+  }
+  return bytes;
+}
+inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t sum) {
+  for (int i = 0; i < 32; i += 8) sum += (a >> i & 0xff) * (b >> i & 0xff);
+  return sum;
+}
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 
 template <typename Word>

@@ -38,7 +38,10 @@ FORMATS = [
             ("nearest", "stochastic"),
         )
     ),
-    *(f"eden:bits={bits}" for bits in range(1, 5)),
+    *(
+        f"eden:bits={bits},size={size},scale={scale}"
+        for bits, size, scale in product(range(1, 5), (32, 128, 1024), ("unbiased", "mmse"))
+    ),
 ]
 
 

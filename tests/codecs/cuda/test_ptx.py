@@ -41,7 +41,7 @@ SPILLED = {"eden": 128}
 # The minimum number of kernels of each.
 SOURCES = {
     "cast": 20,
-    "eden": 24,
+    "eden": 36,
     "lossless": 7,
     "mx": 24,
     "quant": 30,
@@ -79,6 +79,30 @@ every_source = pytest.mark.parametrize("name", BY_NVCC)
 )
 def test_the_check_finds(line):
     assert inexact(f"\t{line}\n") == [line.removeprefix("@%p1 ").split()[0]]
+
+
+PLUS_OR_MINUS_1 = "selp.f32 \t%f5, 0fBF800000, 0f3F800000, %p1;"
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ((PLUS_OR_MINUS_1, "fma.rn.f32 \t%f1, %f5, %f2, %f3;"), []),
+        ((PLUS_OR_MINUS_1, "fma.rn.f32 \t%f1, %f2, %f5, %f3;"), []),
+        ((PLUS_OR_MINUS_1, "fma.rn.f32 \t%f1, %f2, %f3, %f5;"), ["fma.rn.f32"]),
+        (
+            (PLUS_OR_MINUS_1, "@%p2 mov.f32 \t%f5, %f4;", "fma.rn.f32 %f1, %f5, %f2, %f3;"),
+            ["fma.rn.f32"],
+        ),
+        (
+            (PLUS_OR_MINUS_1.replace("0fBF8", "0fBF9"), "fma.rn.f32 %f1, %f5, %f2, %f3;"),
+            ["fma.rn.f32"],
+        ),
+        ((PLUS_OR_MINUS_1, ".entry other(", "fma.rn.f32 %f1, %f5, %f2, %f3;"), ["fma.rn.f32"]),
+    ],
+)
+def test_a_fused_addition_of_plus_or_minus_passes(lines, found):
+    assert inexact("".join(f"\t{line}\n" for line in lines)) == found
 
 
 @pytest.mark.parametrize(

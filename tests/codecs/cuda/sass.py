@@ -1,0 +1,245 @@
+"""Counts in a kernel's SASS: what a thread runs for its values, registers and stack, without a GPU.
+
+Counted is the longest path through the kernel that makes given accesses of memory and calls
+nothing: that of a tile that is whole and aligned, and of a residual in the form that the accesses
+say. It is an upper bound, since it may take branches that exclude each other; but each loop is run
+once. Slow paths of divisions, and those of warps that diverge, are left out.
+
+``budgets.csv`` has the kernels, their accesses, and the counts that they may not exceed, with nvcc
+13.0. ``python -m tests.codecs.cuda.sass`` writes the counts of the kernels as they are.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pycomm.codecs.cuda.sources import include_folder, source_file
+from tests.codecs.cuda.ptx import cuobjdump
+
+LINE = re.compile(
+    r"^\s*/\*([0-9a-f]{4,6})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);", re.MULTILINE
+)
+FREE = ("load4", "barrier")  # loads of 4 bytes and fewer; barriers of a block
+BUDGETS = Path(__file__).with_name("budgets.csv")
+# Thread instructions of an H200 for each byte that a copy moves: 30.9e12 and 3.9e12 a second.
+PER_BYTE = 7.92
+
+
+# (instructions, shuffles) of a path, by how often it makes each kind of access
+Paths = dict[tuple[int, ...], tuple[int, int]]
+
+
+class Counts(NamedTuple):
+    """A path's instructions and shuffles, and the kernel's registers and bytes of stack."""
+
+    instructions: int
+    shuffles: int
+    registers: int
+    stack: int
+
+
+class Budget(NamedTuple):
+    """A row of budgets.csv."""
+
+    arch: int
+    source: str
+    kernel: str
+    accesses: dict[str, int]
+    values: int  # of a thread
+    bytes: float  # that a value moves
+    most: Counts
+
+    @property
+    def within_a_copy(self) -> bool:
+        """Whether the instructions take no longer than a copy of the bytes."""
+        return self.most.instructions <= PER_BYTE * self.bytes * self.values
+
+
+def access(op: str) -> str | None:
+    """Return the kind of an instruction's access of global memory, if paths are told by it."""
+    word, *modifiers = op.split(".")
+    if word not in ("LDG", "STG"):
+        return "barrier" if word == "BAR" else None
+    size = next((name for bits, name in (("128", "16"), ("64", "8")) if bits in modifiers), "4")
+    kind = {"LDG": "load", "STG": "store"}[word] + size
+    return None if kind == "store4" else kind
+
+
+class Kernel:
+    """A kernel's instructions as a graph."""
+
+    def __init__(self, sass: str) -> None:
+        lines = [(int(at, 16), guard, op, rest) for at, guard, op, rest in LINE.findall(sass)]
+        place = {at: i for i, (at, *_) in enumerate(lines)}
+        self.ops = [op for _, _, op, _ in lines]
+        self.next: list[list[int]] = []
+        for i, (_, guard, op, rest) in enumerate(lines):
+            follows = [i + 1] if i + 1 < len(lines) else []
+            word = op.split(".")[0]
+            target = re.search(r"0x([0-9a-f]+)\s*$", rest)
+            if word == "BRA" and op != "BRA.DIV" and target is not None:
+                sometimes = guard or re.match(r"\s+!?U?P\d", rest)
+                follows = [place[int(target[1], 16)], *(follows if sometimes else [])]
+            elif word == "CALL" or (word in ("EXIT", "RET", "BRA") and not guard):
+                follows = [i + 1] if op == "BRA.DIV" else []
+            self.next.append(follows)
+
+    def longest(self, accesses: dict[str, int]) -> tuple[int, int] | None:
+        """Return (instructions, shuffles) of the longest path with these accesses.
+
+        Args:
+            accesses: how many of each kind: ``load16``, ``store16``, ``load8``, ``store8`` (0 of
+                those that are not named), and ``load4`` and ``barrier`` (any number if not named).
+        """
+        kinds = [
+            *("load16", "store16", "load8", "store8"),
+            *(kind for kind in FREE if kind in accesses),
+        ]
+        wanted = tuple(accesses.get(kind, 0) for kind in kinds)
+        order, backward = self._order()
+        found: list[Paths] = [{} for _ in self.ops]
+        for i in reversed(order):
+            op = self.ops[i]
+            best: Paths = {}
+            if op == "EXIT":
+                best[(0,) * len(kinds)] = (0, 0)
+            for successor in self.next[i]:
+                if (i, successor) not in backward:
+                    for made, path in found[successor].items():
+                        best[made] = max(best.get(made, (0, 0)), path)
+            kind = access(op)
+            for before, (length, shuffles) in best.items():
+                now = tuple(n + (kind == each) for n, each in zip(before, kinds, strict=True))
+                if all(n <= most for n, most in zip(now, wanted, strict=True)):
+                    found[i][now] = (length + 1, shuffles + op.startswith("SHFL"))
+        return found[0].get(wanted)
+
+    def accesses(self) -> Counter[str]:
+        """Return how often each kind of access stands in the kernel."""
+        return Counter(kind for op in self.ops if (kind := access(op)) is not None)
+
+    def _order(self) -> tuple[list[int], set[tuple[int, int]]]:
+        """Return what can be reached, each before those that follow it, and the jumps back."""
+        order: list[int] = []
+        state = [0] * len(self.ops)  # 1: on the way, 2: done
+        state[0] = 1
+        backward: set[tuple[int, int]] = set()
+        stack = [(0, iter(self.next[0]))]
+        while stack:
+            i, successors = stack[-1]
+            for successor in successors:
+                if state[successor] == 1:
+                    backward.add((i, successor))
+                elif state[successor] == 0:
+                    state[successor] = 1
+                    stack.append((successor, iter(self.next[successor])))
+                    break
+            else:
+                state[i] = 2
+                order.append(i)
+                stack.pop()
+        return order[::-1], backward
+
+
+def compile_kernels(nvcc: str, source: str, kernels: list[str], arch: int, folder: Path) -> Path:
+    """Compile some kernels of a .cu file of csrc, by their names in its table."""
+    file, cubin = folder / f"{source}-{arch}.cu", folder / f"{source}-{arch}.cubin"
+    table = ", ".join(f"reinterpret_cast<const void*>({kernel})" for kernel in kernels)
+    file.write_text(
+        '#define PYCOMM_KERNELS(...) static_assert(true, "")\n'  # in place of the whole table
+        f'#include "{source_file(source)}"\n'
+        f"namespace pycomm::codecs {{ const void* const compiled[] = {{{table}}}; }}\n"
+    )
+    words = ("-std=c++17", "-O3", "-fmad=false", f"-I{include_folder()}", f"-arch=sm_{arch}")
+    done = subprocess.run(
+        [nvcc, *words, "-cubin", "-o", str(cubin), str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return cubin
+
+
+def functions(cubin: Path, what: str) -> dict[str, str]:
+    """Return what cuobjdump says of each kernel, by its name in the table of its .cu file."""
+    said = subprocess.run(
+        [str(cuobjdump()), what, str(cubin)], check=True, capture_output=True, text=True
+    ).stdout
+    mangled, texts = (re.split(r"Function\s*:?\s+(\w+)", said)[part::2] for part in (1, 2))
+    names = subprocess.run(
+        ["c++filt"], input="\n".join(mangled), check=True, capture_output=True, text=True
+    ).stdout
+    for of_nvcc, ours in (
+        ("pycomm::codecs::", ""),
+        ("pycomm::SmallFloat<2, 1, (pycomm::Last)2>", "pycomm::Float4E2M1"),
+    ):
+        names = names.replace(of_nvcc, ours)
+    short = [name.removeprefix("void ").split("(")[0] for name in names.splitlines()]
+    return dict(zip(short, texts, strict=True))
+
+
+def count(cubin: Path, rows: list[Budget]) -> list[Counts]:
+    """Return the counts of each kernel, on its path with the given accesses."""
+    sass, usage = functions(cubin, "--dump-sass"), functions(cubin, "--dump-resource-usage")
+    kernels = {name: Kernel(text) for name, text in sass.items()}
+    counts = []
+    for row in rows:
+        kernel = kernels[row.kernel]
+        path = kernel.longest(row.accesses)
+        assert path is not None, f"{row.kernel}: no path has {row.accesses}: {kernel.accesses()}"
+        used = dict(re.findall(r"(\w+):(\d+)", usage[row.kernel]))
+        counts.append(Counts(*path, int(used["REG"]), int(used["STACK"])))
+    return counts
+
+
+def budgets() -> list[Budget]:
+    """Read budgets.csv."""
+    with BUDGETS.open() as file:
+        return [
+            Budget(
+                *(int(row["arch"]), row["source"], row["kernel"]),
+                {kind: int(n) for kind, n in re.findall(r"(\w+)=(\d+)", row["accesses"])},
+                *(int(row["values"]), float(row["bytes"])),
+                Counts(*(int(row[name]) for name in Counts._fields)),
+            )
+            for row in csv.DictReader(file)
+        ]
+
+
+def counted(nvcc: str, rows: list[Budget]) -> Iterator[tuple[Budget, Counts]]:
+    """Compile the kernels of budgets of one arch, and yield each with its counts."""
+    with tempfile.TemporaryDirectory() as folder:
+        for source in dict.fromkeys(row.source for row in rows):
+            own = [row for row in rows if row.source == source]
+            kernels = list(dict.fromkeys(row.kernel for row in own))
+            cubin = compile_kernels(nvcc, source, kernels, own[0].arch, Path(folder))
+            yield from zip(own, count(cubin, own), strict=True)
+
+
+def main() -> None:
+    """Write the counts as they are to budgets.csv."""
+    nvcc, old = shutil.which("nvcc"), budgets()
+    assert nvcc is not None, "there is no nvcc"
+    lines = [["arch", "source", "kernel", "accesses", "values", "bytes", *Counts._fields, "copy"]]
+    for arch in dict.fromkeys(row.arch for row in old):
+        for row, counts in counted(nvcc, [row for row in old if row.arch == arch]):
+            now = row._replace(most=counts)
+            text = " ".join(f"{kind}={n}" for kind, n in row.accesses.items())
+            reached = "yes" if now.within_a_copy else "no"
+            fields = (arch, row.source, row.kernel, text, row.values, row.bytes, *counts, reached)
+            lines.append([str(field) for field in fields])
+    with BUDGETS.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(lines)
+
+
+if __name__ == "__main__":
+    main()

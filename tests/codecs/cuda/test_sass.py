@@ -1,0 +1,56 @@
+"""Kernels take no more instructions than budgets.csv says: for sm_90, in `make soak` for sm_100."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.codecs.cuda.ptx import ARCHS, cuobjdump
+from tests.codecs.cuda.sass import Kernel, budgets, counted
+
+pytestmark = pytest.mark.timeout(600)
+
+# A loop, a branch around a load of 16 bytes, a shuffle and a call.
+SASS = """
+        /*0000*/              @!P0 BRA 0x30 ;      /* 0x0 */
+        /*0010*/                   LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
+        /*0020*/                   SHFL.BFLY PT, R0, R0, 0x1, 0x1f ;
+        /*0030*/                   IADD3 R0, R0, 0x1, RZ ;
+        /*0040*/               @P1 BRA 0x30 ;
+        /*0050*/               @P2 BRA 0x90 ;
+        /*0060*/                   STG.E.EF.64 desc[UR4][R2.64], R4 ;
+        /*0070*/                   EXIT ;
+        /*0080*/                   NOP ;
+        /*0090*/                   MOV R1, R1 ;
+        /*00a0*/                   CALL.REL.NOINC 0xc0 ;
+        /*00b0*/                   BRA 0x60 ;
+        /*00c0*/                   RET.REL.NODEC R2 0x0 ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("accesses", "path"),
+    [
+        ({"load16": 1, "store8": 1}, (8, 1)),
+        ({"store8": 1}, (6, 0)),
+        ({"load16": 1}, None),
+        ({"load16": 1, "store8": 1, "load4": 1}, None),
+    ],
+)
+def test_the_longest_path_has_the_wanted_accesses(accesses, path):
+    assert Kernel(SASS).longest(accesses) == path
+
+
+@pytest.mark.parametrize("arch", sorted({row.arch for row in budgets()} & set(ARCHS)))
+def test_kernels_stay_within_their_counts(arch):
+    nvcc = shutil.which("nvcc")
+    if nvcc is None or cuobjdump() is None:
+        pytest.skip("there is no nvcc, or no cuobjdump, to count a kernel's instructions")
+    rows = [row for row in budgets() if row.arch == arch]
+    over = [
+        f"{row.kernel} ({row.accesses}): {counts}, at most {row.most}"
+        for row, counts in counted(nvcc, rows)
+        if any(n > most for n, most in zip(counts, row.most, strict=True))
+    ]
+    assert over == []
