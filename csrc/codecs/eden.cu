@@ -51,7 +51,7 @@ constexpr int blocks_at_once(int bits, int size_bits) { return size_bits > 0 && 
 template <int kBits, int kSizeBits, bool kMmse>
 __global__ void __launch_bounds__(cuda::kThreads, blocks_at_once(kBits, kSizeBits))
     encode_kernel(const Batch<EncodeParams> batch) {
-  const EncodeParams& args = tensor_of_block(batch);
+  const EncodeParams& args = place_of_block(batch);
   const uint32_t size_bits = size_bits_of<kSizeBits>(args), size = 1u << size_bits;
   const Tile tile = tile_of<kTileRows>(args);
   if (tile.empty() && size <= kTile) return;
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(cuda::kThreads, blocks_at_once(kBits, kSizeBit
   const RotationSigns signs(header, first_of(tile));
 
   Values y;
-  load_sum(tile, args, y);
+  load_sum(tile, args, batch.head.swapped, y);
   rotate<kSizeBits>(signs, size_bits, y);
 
   uint32_t top[kTileRows];
@@ -127,13 +127,13 @@ __global__ void __launch_bounds__(cuda::kThreads, blocks_at_once(kBits, kSizeBit
     for (int k = 0; k < cuda::kVector; k++) y[row].v[k] = level_of(row, k) * scale[row];
   }
   unrotate<kSizeBits>(signs, size_bits, y);
-  store_rest(tile, args, y);
+  store_rest(tile, args, batch.head.swapped, y);
 }
 
 template <int kBits, int kSizeBits>
 __global__ void __launch_bounds__(cuda::kThreads, blocks_at_once(kBits, kSizeBits))
     decode_kernel(const Batch<DecodeParams> batch) {
-  const DecodeParams& args = tensor_of_block(batch);
+  const DecodeParams& args = place_of_block(batch);
   const uint32_t size_bits = size_bits_of<kSizeBits>(args), size = 1u << size_bits;
   const Tile tile(block_of(args), args.numel, args.out);
   if (tile.empty() && size <= kTile) return;

@@ -75,8 +75,9 @@ __device__ __forceinline__ cuda::Tile<kRows> tile_of(const EncodeParams& args, c
 /// Loads the residuals of a row. Beyond the end zeros.
 template <int kRows>
 __device__ __forceinline__ cuda::Vector<float> load_residual(const cuda::Tile<kRows>& tile,
-                                                             const EncodeParams& args, int row) {
-  const uint8_t* const from = args.swapped ? args.new_residual : args.residual;
+                                                             const EncodeParams& args, int row,
+                                                             bool swapped) {
+  const uint8_t* const from = swapped ? args.new_residual : args.residual;
   cuda::Vector<float> value;
   if (args.form == stored::kFloat32) {
     value = stored::load_row<stored::Float32>(tile, from, row);
@@ -88,13 +89,19 @@ __device__ __forceinline__ cuda::Vector<float> load_residual(const cuda::Tile<kR
   for (int k = 0; k < cuda::kVector; k++) value.v[k] = args.decay * value.v[k];
   return value;
 }
+template <int kRows>
+__device__ __forceinline__ cuda::Vector<float> load_residual(const cuda::Tile<kRows>& tile,
+                                                             const EncodeParams& args, int row) {
+  return load_residual(tile, args, row, args.swapped != 0);
+}
 
 /// Stores the residuals of a tile. Called by all lanes of a warp.
 template <int kRows>
 __device__ __forceinline__ void store_residual(const cuda::Tile<kRows>& tile,
                                                const EncodeParams& args,
-                                               const cuda::Vector<float> (&value)[kRows]) {
-  uint8_t* const to = args.swapped ? const_cast<uint8_t*>(args.residual) : args.new_residual;
+                                               const cuda::Vector<float> (&value)[kRows],
+                                               bool swapped) {
+  uint8_t* const to = swapped ? const_cast<uint8_t*>(args.residual) : args.new_residual;
   if (args.form == stored::kFloat32) {
     tile.store(reinterpret_cast<float*>(to), args.numel, value);
   } else if (args.form == stored::kBFloat16) {
@@ -116,6 +123,13 @@ __device__ __forceinline__ void store_residual(const cuda::Tile<kRows>& tile,
       stored::store_int8(to, tile.index(row), args.numel, there);
     }
   }
+}
+
+template <int kRows>
+__device__ __forceinline__ void store_residual(const cuda::Tile<kRows>& tile,
+                                               const EncodeParams& args,
+                                               const cuda::Vector<float> (&value)[kRows]) {
+  store_residual(tile, args, value, args.swapped != 0);
 }
 
 /// Loads the input of a tile: the values, or the average of contributions, which `decode(payload,

@@ -30,20 +30,37 @@ __device__ __forceinline__ auto swap_residuals(Params& args, int)
     -> decltype(args.other_side, void()) {
   args.stored = args.other_side;
 }
-template <typename Params>
-__device__ __forceinline__ void swap_residuals(Params&, long) {}  // there are none
+/// True if residuals are read where they would be written; see BatchHead.
+__device__ __forceinline__ bool is_swapped(const float* swapped) {
+  return swapped != nullptr && *swapped != 0.0f;
+}
 
-/// Returns the arguments for the tensor on which this block of threads works.
+/// Returns the arguments for the tensor on which this block of threads works, where they lie: their
+/// residuals are not swapped.
 template <typename Params>
-__device__ __forceinline__ Params tensor_of_block(const Batch<Params>& batch) {
+__device__ __forceinline__ const Params& place_of_block(const Batch<Params>& batch) {
   uint64_t found = 0, end = batch.head.count;
   while (end - found > 1) {
     const uint64_t middle = (found + end) / 2;
     (batch.tensors[middle].blocks.first <= blockIdx.x ? found : end) = middle;
   }
-  Params args = batch.tensors[found];
-  if (batch.head.swapped != nullptr && *batch.head.swapped != 0.0f) swap_residuals(args, 0);
+  return batch.tensors[found];
+}
+template <typename Params>
+__device__ __forceinline__ auto tensor_of_block(const Batch<Params>& batch, int)
+    -> decltype(swap_residuals(const_cast<Params&>(batch.tensors[0]), 0), Params()) {
+  Params args = place_of_block(batch);
+  if (is_swapped(batch.head.swapped)) swap_residuals(args, 0);
   return args;
+}
+template <typename Params>
+__device__ __forceinline__ const Params& tensor_of_block(const Batch<Params>& batch, long) {
+  return place_of_block(batch);
+}
+/// Returns them with the residuals that this step reads and writes: a copy, if there are any.
+template <typename Params>
+__device__ __forceinline__ decltype(auto) tensor_of_block(const Batch<Params>& batch) {
+  return tensor_of_block(batch, 0);
 }
 // Positions among the blocks, warps and threads that work on a tensor.
 template <typename Params>

@@ -275,28 +275,32 @@ __device__ __forceinline__ void unrotate(const RotationSigns& signs, uint32_t si
 // ------------------------------------------------- how the kernels begin and end
 
 /// Loads the values of a tile, and adds the residual if there is one.
-__device__ __forceinline__ void load_sum(const Tile& tile, const EncodeParams& args, Values& y) {
+__device__ __forceinline__ void load_sum(const Tile& tile, const EncodeParams& args,
+                                         const float* swaps, Values& y) {
   tile.load(args.in, y);
   if (args.residual == nullptr) return;
+  const bool swapped = is_swapped(swaps);
 #pragma unroll
   for (int row = 0; row < kTileRows; row++) {
-    const cuda::Vector<float> residual = load_residual(tile, args, row);
+    const cuda::Vector<float> residual = load_residual(tile, args, row, swapped);
     for (int k = 0; k < cuda::kVector; k++) y[row].v[k] = y[row].v[k] + residual.v[k];
   }
 }
 
 /// Stores the new residual after y has travelled. Values and residual are read again for it, from
 /// the cache, rather than kept in registers.
-__device__ __forceinline__ void store_rest(const Tile& tile, const EncodeParams& args, Values& y) {
+__device__ __forceinline__ void store_rest(const Tile& tile, const EncodeParams& args,
+                                           const float* swaps, Values& y) {
+  const bool swapped = is_swapped(swaps);
 #pragma unroll
   for (int row = 0; row < kTileRows; row++) {
     const cuda::Vector<float> x = tile.load(args.in, row);
-    const cuda::Vector<float> residual = load_residual(tile, args, row);
+    const cuda::Vector<float> residual = load_residual(tile, args, row, swapped);
     for (int k = 0; k < cuda::kVector; k++) {
       y[row].v[k] = residual_of(x.v[k] + residual.v[k], y[row].v[k], residual.v[k]);
     }
   }
-  store_residual(tile, args, y);
+  store_residual(tile, args, y, swapped);
 }
 
 /// Returns the header of an encoder, which the first thread of all writes to the payload.
