@@ -323,6 +323,9 @@ Allocator device_memory(false), pinned_memory(true);
 
 // ------------------------------------------------------------------ torch's device interface
 
+/// Streams of high priority that were asked for.
+std::atomic<int64_t> prioritized{0};
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kFake; }
   c10::Device exchangeDevice(c10::Device d) const override {
@@ -335,7 +338,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return current_stream(d.has_index() ? d.index() : current_device);
   }
   c10::Stream getDefaultStream(c10::Device d) const override { return stream_of(d.index(), 0); }
-  c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override {
+  c10::Stream getStreamFromGlobalPool(c10::Device d, bool high) const override {
+    if (high) prioritized++;
     static std::atomic<int> next{0};
     return stream_of(d.has_index() ? d.index() : current_device, 1 + next++ % (kStreams - 1));
   }
@@ -642,6 +646,7 @@ TORCH_LIBRARY(fakegpu, m) {
   m.def("note(int kind, int value) -> ()", &note_call);
   m.def("begin_capture() -> ()", &begin_capture);
   m.def("is_capturing() -> bool", &is_capturing);
+  m.def("prioritized() -> int", [] { return prioritized.load(); });
   m.def("end_capture() -> int", &end_capture);
   m.def("replay(int graph) -> ()", &replay);
   m.def("most_bytes(bool reset) -> int", &most_bytes);

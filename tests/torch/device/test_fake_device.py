@@ -7,6 +7,7 @@ test_cuda.py has the same tests on a GPU.
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -79,6 +80,44 @@ def test_a_graph_captures_operations_among_peers(fakes):
 
 def test_operations_by_way_of_the_host_refuse_to_be_captured(fakes):
     run_on(fakes, check_no_capture, "held")
+
+
+def check_priority(rank: int, ranks: int) -> None:
+    """Kernels of backward have the default priority, and would keep ours waiting."""
+    before = torch.ops.fakegpu.prioritized()
+    dist.all_reduce(torch.ones(10, device=FAKE))
+    assert torch.ops.fakegpu.prioritized() == before + 2
+
+
+@pytest.mark.parametrize("way", ["held", "late", "peers"])
+def test_streams_of_a_group_have_high_priority(fakes, way):
+    run(fakes, way, check_priority)
+
+
+def check_shared_queue(rank: int, ranks: int, queues: str) -> bool:
+    """Return whether `wait` waits for the other rank; it does so where streams are not held."""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = queues
+    store = dist.distributed_c10d._get_default_store()
+    x = torch.ones(10, device=FAKE)
+    if rank == 1:
+        store.wait(["called"])
+        time.sleep(0.3)
+        store.set("calls", "")
+        dist.all_reduce(x)
+    else:
+        work = dist.all_reduce(x, async_op=True)
+        store.set("called", "")
+        work.wait()
+        waited = store.check(["calls"])
+    torch.accelerator.synchronize()
+    assert x.cpu().eq(2).all()
+    return rank == 1 or waited
+
+
+@pytest.mark.parametrize(("queues", "waits"), [("1", True), ("8", False)])
+def test_no_stream_is_held_where_all_share_a_queue(fakes, queues, waits):
+    """A held stream would stop the others: CUDA_DEVICE_MAX_CONNECTIONS=1 is Megatron's rule."""
+    assert run(fakes, "held", check_shared_queue, queues) == [waits, True]
 
 
 @pytest.mark.parametrize("way", ["held", "late", "kernels", "peers"])
