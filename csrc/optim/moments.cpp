@@ -199,8 +199,8 @@ PYCOMM_SIMD void multiply_row(float* __restrict x, const float* __restrict colum
   for (size_t j = 0; j < count; j++) x[j] = x[j] * row * column[j];
 }
 
-PYCOMM_SIMD void move_row(float* __restrict x, const float* __restrict g,
-                          float* __restrict momentum, const float* __restrict column,
+// Without __restrict, which would let gcc copy the momentum by a memcpy of its own.
+PYCOMM_SIMD void move_row(float* x, const float* g, float* momentum, const float* column,
                           size_t columns, float row, float lr, float keep, float limit) {
   if (limit == 0) {
     for (size_t j = 0; j < columns; j++) {

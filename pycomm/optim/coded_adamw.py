@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.adamw import adamw
@@ -153,6 +154,7 @@ class CodedAdamW(torch.optim.Optimizer):
             self._groups.clear()
             self.compression.take_added()
 
+    @_disable_dynamo  # a step exchanges values, which no graph has
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take a step by the momentum of the last backward; on all ranks.

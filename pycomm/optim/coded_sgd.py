@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -248,6 +249,7 @@ class CodedSGD(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ a step
 
+    @_disable_dynamo  # a step exchanges values, which no graph has
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take a step by the gradients of all ranks, which all of them take together.

@@ -132,6 +132,7 @@ class CodedMoment:
         self._error = nominal_error(codec) ** 2
         self._codec: Codec | None = codec
         self._fresh = self._zeros()  # sums of this step
+        self._of_step = self._fresh[: self.rows], self._fresh[self.rows : -EXTRA]
         self._since = self._zeros()  # sums of the steps since the last exchange
         self._steps = 0  # steps in `_since`
         self._decay = 1.0  # of second moments in these steps and this one
@@ -253,7 +254,8 @@ class CodedMoment:
         scaled.add_squares(matrix, *self._sums_of(rows), scale**-2)
 
     def _sums_of(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._fresh[: self.rows][rows], self._fresh[self.rows : -EXTRA]
+        row, column = self._of_step
+        return (row if self._shards == 1 else row[rows]), column
 
     def subtract_base(self, gradient: torch.Tensor) -> None:
         """Take the momentum of an earlier backward, to which this one was added, out of it."""
@@ -268,10 +270,13 @@ class CodedMoment:
 
     def local_sums(self) -> torch.Tensor:
         """Return this rank's mean sums of the steps since the last exchange, to be averaged."""
-        sums = (self._since + self._fresh) / (self._steps + 1)
         projections = self._fresh[-agreement.ROWS :]  # those of this step alone
-        sums[-agreement.ROWS :] = projections
-        sums[-agreement.ROWS - 1] = projections.dot(projections)
+        if self._steps:
+            sums = (self._since + self._fresh).div_(self._steps + 1)
+            sums[-agreement.ROWS :] = projections
+        else:
+            sums = self._fresh.clone()
+        torch.dot(projections, projections, out=sums[-agreement.ROWS - 1])
         return sums
 
     def provide(self, sums: torch.Tensor) -> None:
@@ -293,6 +298,8 @@ class CodedMoment:
 
     def _scale_of(self, shard: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._scale is not None
+        if self._shards == 1:
+            return self._scale
         begin = (self._shard if shard is None else shard) * self.padded
         return self._scale[0][begin : begin + self.padded], self._scale[1]
 

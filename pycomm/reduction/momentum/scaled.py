@@ -412,7 +412,8 @@ def factors(
     rows, columns = row.numel(), column.numel()
     room = row.new_empty(padded + columns)
     whole, by_column = room[:padded], room[padded:]
-    whole[rows:] = 1
+    if padded > rows:
+        whole[rows:] = 1
     if native(row, column):
         sums = row.data_ptr(), rows, column.data_ptr(), columns, weight
         _C.moments_factors(sums, floor, whole.data_ptr(), by_column.data_ptr())

@@ -198,6 +198,44 @@ def test_discarded_gradients_leave_nothing(rank, size, which, to_none):
     assert_alike(one, two)
 
 
+@on_ranks()
+@loops
+def test_a_closure_may_do_the_backward_in_the_step(rank, size, which):
+    (a, one), (b, two) = make(which), make(which)
+    losses = []
+    for number in range(3):
+        given = gradients(rank, number)
+        step(a, one, given)
+
+        def backward(given: dict[str, torch.Tensor] = given) -> torch.Tensor:
+            two.zero_grad()
+            loss = b(given)
+            loss.backward()
+            losses.append(loss)
+            return loss
+
+        assert two.step(backward) is losses[number]
+    assert equal(values(a), values(b))
+    assert_alike(one, two)
+
+
+@on_ranks(2)
+@in_ddp
+def test_compiled_models_and_steps_do_the_same(rank, size, which):
+    # Buckets of the usual size: torch compiles no model with a smaller second one.
+    a, b = (DistributedDataParallel(Chosen(unit=0.01), **CALM) for _ in range(2))
+    b = torch.compile(b, backend="eager")
+    one, two = coded(which, a), coded(which, b)
+    take = torch.compile(two.step, backend="eager")
+    for number in range(4):
+        step(a, one, gradients(rank, number))
+        two.zero_grad()
+        b(gradients(rank, number)).backward()
+        take()
+    assert equal(values(a), values(b))
+    assert_alike(one, two)
+
+
 # Without a scaler torch's AdamW takes what is not finite of an exact parameter, and so does ours.
 OVERFLOWS = [(*loop, True, "big") for loop in LOOPS] + [("sgd", 2, False, "bias")]
 
