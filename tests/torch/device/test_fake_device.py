@@ -98,6 +98,7 @@ def check_shared_queue(rank: int, ranks: int, queues: str) -> bool:
     """Return whether `wait` waits for the other rank; it does so where streams are not held."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = queues
     store = dist.distributed_c10d._get_default_store()
+    dist.all_reduce(torch.ones(10, device=FAKE))  # ranks agree on the path
     x = torch.ones(10, device=FAKE)
     if rank == 1:
         store.wait(["called"])
