@@ -22,7 +22,7 @@ from pycomm.backend import find
 from pycomm.bench.common import accelerator
 from pycomm.bench.common.timing import in_turns
 from pycomm.bench.lab.jobs import answer
-from pycomm.bench.step.stages import StageTime, Stages
+from pycomm.bench.step.stages import Stages, StageTime
 from pycomm.bench.training.corpora import CORPORA
 from pycomm.bench.training.methods import Method
 from pycomm.bench.training.train import Config, Transformer, batches, loss_of, wire_bytes
