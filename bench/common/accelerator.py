@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +50,16 @@ def take(rank: int, ranks: int) -> torch.device:
         os.environ.update(SHARED | {"NCCL_HOSTID": f"rank{rank}"})
     api().set_device(rank % count)
     return torch.device(kind(), rank % count)
+
+
+def seconds(call: Callable[[], object], stream: Any = None) -> float:
+    """Return the time of a call by events on a stream, the current one by default; wait for it."""
+    begin, end = (api().Event(enable_timing=True) for _ in range(2))
+    begin.record(stream)
+    call()
+    end.record(stream)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def sharing(ranks: int) -> str:
