@@ -215,8 +215,7 @@ def main(argv: Sequence[str]) -> int:
         print(head(COLUMNS))
         for rate in options.rate.split(","):
             for ranks in map(int, options.ranks.split(",")):
-                path = Path(folder) / f"{rate}-{ranks}.json"
-                found = ClusterProbe.read(path) if path.exists() else probe(rate, path)
+                found = probe(rate, Path(folder, f"{rate}-{ranks}.json"))
                 for case in measure(options, rate, ranks, found):
                     show(case)
                     cases.append(case)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
+
 import pytest
 
 from pycomm.bench.common import tables
@@ -12,6 +15,7 @@ from pycomm.bench.step.stages import STAGES
 from pycomm.bench.step.stand_in import broken, buckets, modelled, pace_of, record, scale_of
 from pycomm.bench.training.train import MODELS
 from pycomm.plan.units import parse_rate
+from tests.torch.interpreter import as_python, start_with
 
 pytestmark = pytest.mark.timeout(600)  # the recorder takes 20 seconds of a free core
 GPT = MODELS["124m"]
@@ -31,22 +35,36 @@ TODAY = {"launches": 9, "copies": 4, "calls": 79, "waits": 39, "held": 0}
 TODAY_ON_THE_HOST = 61
 
 
+SMALL = replace(GPT, layers=2)
+
+
 @pytest.fixture(scope="module")
-def recorded():
+def recorded(tmp_path_factory):
     jobs = [{"codec": codec, "changed": "before"} for codec in BEFORE]
-    jobs += [{"codec": "int4", "changed": change} for change in ("", *CHANGES)]
-    jobs += [{"codec": "int4", "device": "cpu"}]
-    names = [*BEFORE, "", *CHANGES, "cpu"]
-    return dict(zip(names, record(GPT, jobs), strict=True))
+    jobs += [{"codec": "int4"}, {"codec": "int4", "device": "cpu"}]
+    changed = [{"codec": "int4", "changed": change} for change in ("", *CHANGES)]
+    with pytest.MonkeyPatch.context() as patched:
+        start_with(patched, as_python(tmp_path_factory.mktemp("python")))
+        found = dict(zip([*BEFORE, "", "cpu"], record(GPT, jobs), strict=True))
+        names = ["small", *CHANGES]
+        return found | dict(zip(names, record(SMALL, changed), strict=True))
 
 
-def step_of(one, rate):
-    return modelled(one, parse_rate(rate)[0], scale_of(GPT))
+@pytest.fixture(scope="module")
+def step_of(recorded):
+    """Return what the clock makes of a recorded step."""
+
+    @cache
+    def step(name, rate="10gbit"):
+        model = SMALL if name in ("small", *CHANGES) else GPT
+        return modelled(recorded[name], parse_rate(rate)[0], scale_of(model))
+
+    return step
 
 
 @pytest.mark.parametrize(("codec", "rate"), MEASURED)
-def test_the_clock_takes_what_was_measured(recorded, codec, rate):
-    found = 1e3 * step_of(recorded[codec], rate).seconds
+def test_the_clock_takes_what_was_measured(step_of, codec, rate):
+    found = 1e3 * step_of(codec, rate).seconds
     assert found == pytest.approx(MEASURED[codec, rate], rel=0.2)
 
 
@@ -61,15 +79,15 @@ def test_what_a_bucket_asks_for_only_falls(recorded):
     assert recorded["cpu"].summary()["calls"] <= TODAY_ON_THE_HOST
 
 
-def test_today_is_faster_than_before(recorded):
-    now, before = (step_of(recorded[name], "10gbit") for name in ("", "int4"))
+def test_today_is_faster_than_before(step_of):
+    now, before = step_of(""), step_of("int4", "10gbit")
     assert now.seconds < 0.8 * before.seconds
     assert now.sent == before.sent
     assert now.busy["wire"] > before.busy["wire"]
 
 
-def test_the_check_says_which_goals_do_not_hold(recorded):
-    found = step_of(recorded[""], "10gbit")
+def test_the_check_says_which_goals_do_not_hold(recorded, step_of):
+    found = step_of("")
     wrong = broken(recorded[""], found.seconds, found.seconds / 1.2)
     assert [line.partition(", where")[0].split()[1] for line in wrong] == [
         *("launches", "calls", "waits"),
@@ -78,13 +96,13 @@ def test_the_check_says_which_goals_do_not_hold(recorded):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_check_fails_again(recorded, change, monkeypatch):
+def test_the_check_fails_again(recorded, step_of, change, monkeypatch):
     """Even if the goals were what today's path reaches."""
-    today = recorded[""]
+    today = recorded["small"]
     monkeypatch.setattr(stand_in, "GOALS", {k: today.summary()[k] for k in stand_in.GOALS})
-    found = step_of(today, "10gbit")
+    found = step_of("small")
     assert broken(today, found.seconds, found.seconds) == []
-    later = step_of(recorded[change], "10gbit")
+    later = step_of(change)
     wrong = broken(recorded[change], later.seconds, found.seconds)
     told = {"wait": "waits", "launches": "launches", "stream": "held"}[change]
     assert any(told in line for line in wrong)
