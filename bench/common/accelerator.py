@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,12 +21,14 @@ SHARED = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "
 """What lets NCCL use a GPU that ranks share, by their links; each has an NCCL_HOSTID, too."""
 
 
+@cache
 def kind() -> str:
     """Return the type of this process's accelerator, such as "cuda"; "" without one."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return "" if found is None or found.type == "mps" else found.type
 
 
+@cache
 def api() -> Any:
     """Return `torch.cuda`, or what another accelerator has in its place."""
     return torch.get_device_module(kind())
