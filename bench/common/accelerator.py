@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,12 +21,14 @@ SHARED = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "
 """What lets NCCL use a GPU that ranks share, by their links; each has an NCCL_HOSTID, too."""
 
 
+@cache
 def kind() -> str:
     """Return the type of this process's accelerator, such as "cuda"; "" without one."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return "" if found is None or found.type == "mps" else found.type
 
 
+@cache
 def api() -> Any:
     """Return `torch.cuda`, or what another accelerator has in its place."""
     return torch.get_device_module(kind())
@@ -49,6 +53,16 @@ def take(rank: int, ranks: int) -> torch.device:
         os.environ.update(SHARED | {"NCCL_HOSTID": f"rank{rank}"})
     api().set_device(rank % count)
     return torch.device(kind(), rank % count)
+
+
+def seconds(call: Callable[[], object], stream: Any = None) -> float:
+    """Return the time of a call by events on a stream, the current one by default; wait for it."""
+    begin, end = (api().Event(enable_timing=True) for _ in range(2))
+    begin.record(stream)
+    call()
+    end.record(stream)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def sharing(ranks: int) -> str:

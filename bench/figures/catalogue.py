@@ -42,7 +42,6 @@ class Figure:
     """columns that were not set: results, and what does not change what is shown"""
     one_run: bool = False
     """the rows are those of the newest command among those that have most lines"""
-    note: str = ""
     own: str = ""
     """the command that has written a table of one's own"""
 
@@ -175,7 +174,6 @@ FIGURES = (
         point=("size", "count"),
         measured=MEASURED,
         one_run=True,
-        note="Shared memory: tensors that the group has allocated, which peers reduce in place.",
     ),
     Figure(
         "steps",
@@ -194,7 +192,6 @@ FIGURES = (
         panel=("rate",),
         line=("method", "codec"),
         measured=MEASURED,
-        note="Modelled by the stand-in's clock, not measured on a GPU.",
     ),
     Figure(
         "gpu-trace",
@@ -204,7 +201,6 @@ FIGURES = (
         line=("stage",),
         point=("bucket",),
         measured=("begin", "end"),
-        note="Modelled by the stand-in's clock, not measured on a GPU.",
     ),
     Figure(
         "losses",
@@ -215,7 +211,6 @@ FIGURES = (
         point=("seed",),
         # Curves have the same number of windows in all rows, and bits depend on no machine.
         measured=(*MEASURED, "windows", *CHECKED),
-        note="Feedback is on wherever a codec can have it, as pycomm.compress has it.",
     ),
     Figure(
         "error",
@@ -261,8 +256,6 @@ FIGURES = (
         line=("backend", "operation", "bytes"),
         point=("round_trip_ms", "loss"),
         measured=("ms", "mbit_per_s", "how"),
-        note="Each transfer has what the transports choose by themselves: pycomm bbr, Gloo the "
-        "system's reno.",
     ),
     Figure(
         "peers",
@@ -272,6 +265,5 @@ FIGURES = (
         line=("system", "version", "lines", "note"),
         point=("rate",),
         measured=("ms", "bytes", "curve", "broke"),
-        note="A system that never comes down to that loss, or broke, has no line.",
     ),
 )

@@ -20,6 +20,7 @@ import torch
 import pycomm
 from pycomm import _C
 from pycomm.arrays import core_dtype
+from pycomm.bench.common import accelerator
 
 RANKS = (2, 4, 8)
 CODECS = ("", "int8", "int4")  # "": exact
@@ -117,13 +118,8 @@ class GpuRank:
                 call()
                 times.append(time.perf_counter() - start)
             else:
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 self.group.barrier(stream=self.stream.cuda_stream)
-                begin.record(self.stream)
-                call()
-                end.record(self.stream)
-                self.stream.synchronize()
-                times.append(begin.elapsed_time(end) / 1e3)
+                times.append(accelerator.seconds(call, self.stream))
             self.group.check()
         return times
 

@@ -97,16 +97,10 @@ def measure(calls: list[Callable[[], None]]) -> tuple[float, str]:
 
 
 def _median(round_of_calls: Callable[[], Any], stream: torch.Stream) -> float:
-    event = accelerator.api().Event
     times: list[float] = []
     end = time.perf_counter() + SECONDS
     while len(times) < 10 or (time.perf_counter() < end and len(times) < 1000):
-        events = [event(enable_timing=True) for _ in range(2)]
-        events[0].record(stream)
-        round_of_calls()
-        events[1].record(stream)
-        events[1].synchronize()
-        times.append(events[0].elapsed_time(events[1]) / 1e3)
+        times.append(accelerator.seconds(round_of_calls, stream))
     return statistics.median(times[2:])
 
 

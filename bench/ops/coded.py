@@ -7,7 +7,6 @@ the error is compared with the codec's own loss, and all ranks must agree.
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import Any
 
 import numpy as np
 
@@ -31,18 +30,6 @@ def core_run(c: _C.Communicator, case: Case, x: Array, y: Array, spec: str) -> R
     call = getattr(c, f"{case.op.name}_coded")
     buffers = [x.ctypes.data] if case.op.in_place else [x.ctypes.data, y.ctypes.data]
     return partial(call, *buffers, pieces, dtype=case.core_dtype)
-
-
-def torch_run(native: Any, case: Case, x: Any, y: Any, spec: str) -> Run:
-    """Return one call of the torch backend, on tensors."""
-    from pycomm._build import load_c10d
-
-    rows = case.ranks if case.op.name == "reduce_scatter" else 1
-    layout = load_c10d().Layout(rows, owner_residuals=False)
-    layout.add(0, case.count, spec, 0)
-    call = getattr(native, f"compressed_{case.op.name}")
-    buffers = [x] if case.op.in_place else [y, x]
-    return lambda: call(*buffers, layout, [(0, 0)], 0, 0).wait()
 
 
 def gradient(count: int, rank: int) -> Array:

@@ -19,43 +19,26 @@ import pycomm
 from pycomm import takeover
 from pycomm.bench.common import accelerator
 from pycomm.bench.ops import coded
-from pycomm.bench.ops.backend import BackendCalls
 from pycomm.bench.ops.cases import Array, Case, Run
-from pycomm.policy import Decision, Parameter
-from pycomm.reduction import two_shot
-from pycomm.reduction.bucket import Bucket
-from pycomm.reduction.paths import native_backend
-
-NAMES = {
-    "pycomm-torch": "pycomm",
-    "pycomm-host": "pycomm",
-    "nccl": "nccl",
-    "pycomm-nccl": "nccl",
-}
-"""Their names in torch.distributed."""
+from pycomm.bench.ops.torch_backends import NAMES, Torch
 
 
 class TimedRun:
     """Calls that are done when they return, and that events of the GPU time."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self._gpu = run, accelerator.api()
-        self._events: list[list[Any]] = []
+        self._run = run
+        self._seconds: list[float] = []
 
     def __call__(self) -> None:
-        events = [self._gpu.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-        self._run()
-        events[1].record()
-        self._gpu.synchronize()
-        self._events.append(events)
+        self._seconds.append(accelerator.seconds(self._run))
 
     def time(self) -> float:
         """Return the median of the calls, in us."""
-        return statistics.median(1e3 * begin.elapsed_time(end) for begin, end in self._events)
+        return 1e6 * statistics.median(self._seconds)
 
 
-class OnDevice(BackendCalls):
+class OnDevice(Torch):
     """A backend of torch.distributed on copies of arrays.
 
     Args:
@@ -65,8 +48,7 @@ class OnDevice(BackendCalls):
     """
 
     def __init__(self, name: str, group: Any, device: torch.device) -> None:
-        self.name, self.group, self.device = name, group, device
-        self.has_codecs = name.startswith("pycomm")
+        super().__init__(name, group, device)
         self._copies: dict[int, torch.Tensor] = {}
 
     def refuses(self, case: Case) -> str:
@@ -88,10 +70,7 @@ class OnDevice(BackendCalls):
     def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
         self._copies.clear()
         tensors = self._copy(x, case.dtype), self._copy(y, case.dtype)
-        if codec != "none":
-            run = coded_run(self.group, case, *tensors, codec)
-        else:
-            run = case.op.torch(dist, self.group, case, *tensors)
+        run = self.call(case, *tensors, codec)
         return run if self.device.type == "cpu" else TimedRun(run)
 
     def push(self, *arrays: Array) -> None:
@@ -107,34 +86,9 @@ class OnDevice(BackendCalls):
     def event_time(self, run: Run) -> float | None:
         return run.time() if isinstance(run, TimedRun) else None
 
-    def sent_bytes(self) -> int | None:
-        if NAMES[self.name] != "pycomm":
-            return None
-        sent: int = self.group._get_backend(self.device).sent_bytes
-        return sent
-
     def describe(self) -> str:
-        words = [f"torch {torch.__version__} {NAMES[self.name]}"]
-        return ", ".join(filter(None, [*words, accelerator.sharing(self.group.size())]))
-
-    def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def coded_run(group: Any, case: Case, x: torch.Tensor, y: torch.Tensor, spec: str) -> Run:
-    """Return one call of a coded collective by the path that hooks take on a group."""
-    parameter = Parameter("values", (case.count,), x.dtype)
-    rows = case.ranks if case.op.name == "reduce_scatter" else 1
-    decision = Decision(parameter, pycomm.codec(spec), "the benchmark's")
-    bucket = Bucket([decision], [0], None, x.device, rows=rows)
-    tensors = (x,) if case.op.name == "all_reduce" else (y, x)
-    native: Any = native_backend(bucket, group, case.op.name, tensors[0])
-    if native is not None:
-        own = getattr(native, f"compressed_{case.op.name}")
-        return lambda: own(*tensors, bucket.native, bucket.sides, seed=0, step=0).wait()
-    call: Any = getattr(two_shot, case.op.name)
-    return lambda: call(*tensors, bucket, group, seed=0, step=0)
+        shared = accelerator.sharing(self.group.size())
+        return ", ".join(filter(None, [super().describe(), shared]))
 
 
 def missing() -> str:

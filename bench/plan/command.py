@@ -203,7 +203,6 @@ def main(argv: Sequence[str]) -> int:
     add("--ranks", default="2,4,8", help="comma-separated")
     add("--size", default="1M,4M,16M,64M", help="of all-reduces, comma-separated")
     add("--kind", default="all_reduce,step", help="comma-separated")
-    add("--probes", type=Path, help="folder of probes: made where missing, else used again")
     add("--csv", type=Path, help="append all rows to this file")
     add("--judge", type=Path, help="measure nothing: judge the rows of this file")
     options = parser.parse_args(argv)
@@ -213,13 +212,10 @@ def main(argv: Sequence[str]) -> int:
     origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "plan", *argv]))
     cases: list[PlanCase] = []
     with tempfile.TemporaryDirectory() as folder:
-        probes = options.probes or Path(folder)
-        probes.mkdir(parents=True, exist_ok=True)
         print(head(COLUMNS))
         for rate in options.rate.split(","):
             for ranks in map(int, options.ranks.split(",")):
-                path = probes / f"{rate}-{ranks}.json"
-                found = ClusterProbe.read(path) if path.exists() else probe(rate, path)
+                found = probe(rate, Path(folder, f"{rate}-{ranks}.json"))
                 for case in measure(options, rate, ranks, found):
                     show(case)
                     cases.append(case)

@@ -277,11 +277,12 @@ def main(
         if traced and method is chosen[-1]:
             with stages.noted():
                 spans = trace(stepper, stages, clock)
+            if first:  # before the profiler, which some machines do not allow
+                answer(log, method="trace", spans=[asdict(span) for span in spans])
             with torch.profiler.profile() as profile:
                 stepper.parts()
             if first:
                 profile.export_chrome_trace(traced)
-                answer(log, method="trace", spans=[asdict(span) for span in spans])
         if first:
             made = {"seconds": seconds, "sent": sent, "memory": clock.memory(), "parts": parts}
             answer(log, method=method.label, **made)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -41,8 +40,6 @@ from pycomm.plan.units import parse_rate
 ROOT = Path(__file__).parents[2]
 RECORDER = "tests.torch.device.recorded"
 SCALE = 8
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "2000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
-"""The recorder's memory stays with it: it asks for the same sizes again and again."""
 CODECS = {"int4": "int4", "int8": "int8", "sign": "coded sign"}
 CARRIERS = ("ordered", "late")
 
@@ -133,7 +130,8 @@ class Replay:
         self._arrived: dict[int, float] = {}
         self.sent = 0.0
         self.spans: list[StageTime] = []
-        """What each stream, and the link, has done."""
+        self.noted = True
+        """Spans are kept of what each stream and the link do."""
         self._bucket = -1  # whose hook has run last in this step
         self._exchanges: dict[int, float] = {}  # when those that are not answered have begun
         self._ready = 0.0  # when that bucket was ready
@@ -154,7 +152,7 @@ class Replay:
         self._span("optimizer" if self._bucket < 0 else coding, end - seconds, end)
 
     def _span(self, stage: str, begin: float, end: float) -> None:
-        if end > self._ready:  # else its kernel has no need of the bucket's values
+        if self.noted and end > self._ready:  # else its kernel has no need of the bucket's values
             self.spans.append(StageTime(stage, self._bucket, max(begin, self._ready), end))
 
     def _take(self, kind: int, number: int, value: int) -> None:
@@ -220,9 +218,8 @@ class Modelled:
 def modelled(recorded: Recorded, rate: float, scale: float, repeats: int = 4) -> Modelled:
     """Return the step that repeats on links of so many bytes per second."""
     replay, ends = Replay(recorded, FULL * rate, scale), [0.0]
-    for _ in range(repeats):
-        replay.sent = 0.0
-        replay.spans.clear()
+    for number in range(repeats):
+        replay.sent, replay.noted = 0.0, number == repeats - 1
         ends.append(replay.step())
     since, until = ends[-2:]
     lanes = {"host": replay.host, "compute": replay.streams[COMPUTE], "out": replay.up}
@@ -274,8 +271,7 @@ def record(config: Config, jobs: Sequence[dict[str, str]]) -> list[Recorded]:
         raise RuntimeError("--stand-in runs on the device of the tests: use a checkout of pycomm")
     shapes = {"buckets": buckets(config)}
     command = [sys.executable, "-m", RECORDER, *(json.dumps(job | shapes) for job in jobs)]
-    env = os.environ | MALLOC
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the stand-in has failed:\n{done.stderr}")
     return [Recorded.parse(line) for line in done.stdout.splitlines()]

@@ -200,7 +200,6 @@ METHODS = (
     Method("pycomm, EDEN 1 bit", codec="eden:bits=1"),
     Method("pycomm, sign", codec="sign"),
     Method("pycomm, top-k 1 %", codec="topk:0.01"),
-    Method("pycomm, top-k 25 to 1 %", codec="topk:0.25 21:topk:0.06 41:topk:0.015 61:topk:0.01"),
     Method("pycomm, coded momentum, int4", momentum="int4"),
     Method("pycomm, coded momentum, 2 bits", momentum="eden:bits=2,scale=mmse"),
     Method("pycomm, coded momentum, 1 bit", momentum="eden:bits=1,scale=mmse"),

@@ -65,7 +65,6 @@ MODELS = {
     "demo-1e-3": Config(learning_rate=1e-3),  # the sweep of learning rates
     "demo-3e-3": Config(learning_rate=3e-3),
     "demo-4e-3": Config(learning_rate=4e-3),
-    "demo-beta.5": Config(beta1=0.5),
     "demo-2000": Config(steps=2000, evaluate_every=100, warmup=100),
     "digits": Config(corpus="digits", context=64, batch=8),
     "25m": Config(layers=8, width=512, heads=8, batch=4, steps=160, learning_rate=6e-4),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from pycomm.codecs import (
     Quant,
     RandomKey,
     Unavailable,
+    convert,
     short_text,
 )
 from pycomm.codecs.implementations import implementation, select
@@ -267,6 +269,13 @@ def test_named_implementation_is_taken_or_raises(impl):
         pycomm.codec("int8").encode(X)
     with pytest.raises(ValueError, match="use native, nvrtc, triton or reference"):
         implementation("quant", "opencl", "cpu")
+
+
+@pytest.mark.parametrize("of", [partial(implementation, "quant"), convert.implementation])
+def test_native_code_is_refused_where_it_cannot_run(of):
+    """It would take the addresses of another accelerator's memory for its own."""
+    with pytest.raises(Unavailable, match="run on cpu and cuda, not on xpu"):
+        of("native", "xpu")
 
 
 def test_codec_without_kernels_uses_the_next_implementation(monkeypatch):

@@ -75,11 +75,13 @@ def test_link_has_its_rate_and_counts_its_bytes():
 
 
 def test_every_rank_knows_its_place():
-    code = "import os; print(*(os.environ[k] for k in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')))"
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYCOMM_HOST_ID")
+    code = f"import os; print(*(os.environ[k] for k in {names}))"
     with near_hosts(2) as lab:
         ranks = lab.start([sys.executable, "-c", code], ranks_per_node=2, stdout=subprocess.PIPE)
         said = [rank.communicate()[0].decode().split() for rank in ranks]
-    assert said == [["0", "0", "4"], ["1", "1", "4"], ["2", "0", "4"], ["3", "1", "4"]]
+    places = [["0", "0", "4"], ["1", "1", "4"], ["2", "0", "4"], ["3", "1", "4"]]
+    assert said == [[*place, f"node{rank // 2}"] for rank, place in enumerate(places)]
 
 
 def test_failing_rank_ends_the_wait_with_its_status():

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm.bench.__main__ import main
-from pycomm.bench.ops.device import OnDevice, coded_run
+from pycomm.bench.ops.device import OnDevice
 from pycomm.bench.ops.operations import OPERATIONS, make_case
+from pycomm.bench.ops.torch_backends import coded_run
 
 
 @pytest.fixture

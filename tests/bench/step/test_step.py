@@ -45,7 +45,7 @@ def test_each_backend_has_its_methods():
 @pytest.mark.timeout(300)
 def test_two_ranks_take_turns_and_pace_themselves(tmp_path, capsys, monkeypatch):
     start_with(monkeypatch, as_python(tmp_path))
-    words = ["--model", "1,32,2,8,256,2", "--cpu", "--paced", "--rate", "1gbit"]
+    words = ["--model", "1,32,2,8,300,2", "--cpu", "--paced", "--rate", "1gbit"]
     words += ["--methods", "exact,int4", "--rounds", "1", "--turn-seconds", "0.05"]
     files = ["--csv", str(tmp_path / "x.csv"), "--picture", str(tmp_path / "x.png")]
     assert command.main([*words, *files]) == 0
