@@ -21,7 +21,7 @@ from pycomm.policy import Policy
 from pycomm.policy.exchange import gather
 from pycomm.policy.names import clean, matching
 from pycomm.reduction.exchange_thread import ExchangeThread
-from pycomm.reduction.nodes import Nodes, find_levels
+from pycomm.reduction.nodes import Nodes, find_levels, flat_text
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.taken import DiscardedGradients
 
@@ -72,6 +72,7 @@ class HookState(CompressionState):
                 if id(parameter) in ids:
                     self._enter(name, parameter)
             self.plan.complete()
+        self._flat: Sequence[int] = ()  # the node of each rank, where nodes are of no use
         if reduced:
             device = reduced[0].device
             self._nodes = self._find_nodes(nodes, device)
@@ -101,8 +102,18 @@ class HookState(CompressionState):
                 warn_once("nodes= has no effect here: the backend pycomm finds nodes by itself")
             return None
         levels = find_levels(group, given, device)
-        # Momentum is of what each rank sends for itself.
-        return Nodes(group, levels, device) if levels and self._kind != "momentum" else None
+        if levels and self._kind == "momentum":  # of what each rank sends for itself
+            self._flat = levels
+            return None
+        return Nodes(group, levels, device) if levels else None
+
+    def summary(self) -> str:
+        """See `CompressionState`; also what a node sends where its ranks code for themselves."""
+        if not self._flat:
+            return super().summary()
+        values = sum(one.parameter.numel for one in self.decisions.values())
+        told = flat_text(self._flat, self.plan.report().payload_bytes, values)
+        return f"{super().summary()}\n{told}"
 
     def _may_use_thread(self, device: torch.device) -> bool:
         """Return whether another backend than pycomm moves host tensors of all ranks; collective.

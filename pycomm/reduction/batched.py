@@ -78,7 +78,8 @@ class Batched:
             self._steps = tuple(partial(_started, self._launch, device, f) for f in self._steps)
         elif self._on_device:
             self._steps = tuple(partial(_on_its_device, device, f) for f in self._steps)
-        self._scratch: torch.Tensor | None = None
+        self.scratch: torch.Tensor | None = None
+        """Memory of an operation on a device; who does not ask for its verdict drops it."""
         self._found_inf: torch.Tensor | None = None
         self._dtype = _C.DType.float32
 
@@ -141,13 +142,13 @@ class Batched:
         where: dict[str, Any] = {}
         if self._on_device:
             room = self._native.scratch_bytes(self._dtype)
-            self._scratch = torch.empty(room, dtype=torch.uint8, device=self._device)
+            self.scratch = torch.empty(room, dtype=torch.uint8, device=self._device)
             if found_inf is None:
                 found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)
                 self._found_inf = found_inf
             where = {
                 "stream": 0 if self._launch else current_stream(self._device),
-                "scratch": (self._scratch.data_ptr(), room),
+                "scratch": (self.scratch.data_ptr(), room),
                 "found_inf": found_inf.data_ptr(),
                 "swapped": 0 if swapped is None else swapped.data_ptr(),
             }
@@ -167,7 +168,7 @@ class Batched:
         Args:
             finite: what `add_up` and `land` have returned, which of a device is True.
         """
-        found_inf, self._found_inf, self._scratch = self._found_inf, None, None
+        found_inf, self._found_inf, self.scratch = self._found_inf, None, None
         if found_inf is None:
             return torch.tensor(finite, dtype=torch.bool, device="cpu")
         return found_inf[0] == 0

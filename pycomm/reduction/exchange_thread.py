@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +34,7 @@ class ExchangeThread:
         self.group = own_group.make(group)
         """The group that reductions use, and no other code."""
         self._tasks: Tasks = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._started_in = 0  # the process that has the thread: a forked child starts its own
         self._errors: list[BaseException] = []  # one, and the group is of no use
         weakref.finalize(self, _end, self._tasks, self.group).atexit = False
 
@@ -54,11 +56,14 @@ class ExchangeThread:
         """
         if self._errors:
             raise self._errors[0]
-        if self._thread is None or not self._thread.is_alive():  # or this is a forked child
-            self._thread = threading.Thread(target=_serve, args=(self._tasks,), daemon=True)
-            self._thread.start()
-        came: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        ended, finite = threading.Event(), list[torch.Tensor | None]()
+        if self._started_in != os.getpid():
+            threading.Thread(target=_serve, args=(self._tasks,), daemon=True).start()
+            self._started_in = os.getpid()
+        # A step calls this for every bucket: these are objects of C++ and C.
+        came: Any = torch._C.Future([])
+        under_way = threading.Lock()
+        under_way.acquire()
+        finite: list[torch.Tensor | None] = []
         # Whoever has waited may drop the state, which the reduction holds, and expect it to go.
         held, errors = [reduce], self._errors
         del reduce
@@ -71,18 +76,21 @@ class ExchangeThread:
                 errors.append(error)
             held.clear()
             if errors:
-                came.set_exception(errors[0])  # type: ignore[arg-type]
-            else:
-                came.set_result(tensor)
-            ended.set()
+                came._set_unwrap_func(_raise)
+            came.set_result(errors[0] if errors else tensor)
+            under_way.release()
 
         def is_finite() -> bool:
-            ended.wait()
-            return bool(finite) and bool(finite[0])
+            with under_way:
+                return bool(finite) and bool(finite[0])
 
         self._tasks.put(task)
         # DDP reads the value of a future, and would take an error for one.
         return came.then(lambda future: future.value()), is_finite
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _serve(tasks: Tasks) -> None:

@@ -97,7 +97,7 @@ def all_reduce(
         dealt = bucket.dealt[ranks] = Dealt(runs, ranks)
     owned, shown = dealt.owned, dealt.shown
     divisor = ranks if part is None else part[1]
-    batched = None
+    batched: Batched | None = None
     if senders is None or not shown:
         if values.is_contiguous():
             batched = bucket.batched.get(("all_reduce", rank, ranks))
@@ -118,12 +118,12 @@ def all_reduce(
             finite = batched.land(values, batched.own(values, batched.scatter(values)))
         if shown:
             finite &= batched.add_up(values, len(owned), batched.show(values, len(owned)))
-        if values.is_cpu and found_inf is None:
-            return torch.tensor(finite, dtype=torch.bool, device="cpu")
-        verdict = batched.verdict(finite)
-        if values.is_cpu and found_inf is not None and not finite:
+        if found_inf is None:
+            return batched.verdict(finite)
+        batched.scratch = None
+        if not finite:  # which is known of host tensors alone
             found_inf.fill_(1)
-        return verdict if found_inf is None else None
+        return None
     flag = _flag(values) if found_inf is None else found_inf
     coder = Coder(rank, seed=seed, step=step)
     if owned:

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.errors import WireMismatch
 from pycomm.policy.exchange import bytes_of
+from pycomm.reduction.nodes import flat_text
 from tests.torch.harness import Chosen, all_equal, gradients, reduced
 from tests.torch.interpreter import ROOT, Interpreter
 from tests.torch.pool import on_ranks
@@ -141,6 +143,24 @@ def test_a_part_of_the_world_has_nodes_of_its_own(rank, ranks):
         del model, state
         again = dist.new_group([0, 1, 2], use_local_synchronization=True)
         dist.barrier(again)
+
+
+@on_ranks(4, backend="gloo")
+def test_the_summary_says_what_a_flat_node_sends(rank, ranks):
+    """Of two nodes of two each sends 2 payloads with momentum, and 3 bytes a value in bf16."""
+    model = DistributedDataParallel(nn.Linear(1000, 1000, bias=False))
+    state = pycomm.compress(model, "int4", feedback="momentum:0.9", nodes=[0, 0, 1, 1])
+    sent = 2 * pycomm.codec("int4").encoded_bytes(1_000_000) / 1e6
+    told = f"a node's card sends {sent:.3g} MB a step, where torch's bf16 hook sends 3 MB"
+    assert state.summary().endswith(told)
+
+
+def test_flat_nodes_that_send_more_than_bf16_are_told_so():
+    """Four nodes of eight: 12 payloads of int4, where bf16's ring sends 3.875 bytes a value."""
+    levels = [node for node in range(4) for _ in range(8)]
+    told = flat_text(levels, 531_252, 1_000_000)
+    assert "sends 6.38 MB a step" in told
+    assert told.endswith("3.88 MB; feedback residual or decay goes by nodes")
 
 
 def bytes_to_other_nodes(rank: int, ranks: int, nodes: list[int]) -> int:
