@@ -67,13 +67,11 @@ __device__ __forceinline__ void max_of_tile(uint32_t (&top)[kTileRows], uint32_t
       if ((row & step) == 0) top[row] = max(top[row], top[row + step]);
     }
   }
-  each_first(block, [&](int row) {
-#pragma unroll
-    for (int step = cuda::kLanes / 2; step > 0; step /= 2) {
-      if (step * cuda::kVector >= block) continue;
-      top[row] = max(top[row], __shfl_xor_sync(~0u, top[row], step));
-    }
-  });
+  if (block >= cuda::kRow) {
+    each_first(block, [&](int row) { top[row] = max_of_warp(top[row]); });
+  } else {
+    max_of_blocks(top, block);
+  }
 #pragma unroll 1
   for (uint32_t step = 1; step * kTile < block; step *= 2) {
     cuda::Vector<float> mine[1]{};
