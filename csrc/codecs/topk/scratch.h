@@ -17,7 +17,8 @@ struct TopkParams : StagedParams {
 
 constexpr uint32_t kBins = 2048;  ///< of a histogram; that of the last digit leaves 3/4 unused
 
-/// Values of a warp's range in a whole tensor, and how many of its candidates are kept.
+/// Values of a warp's range in a whole tensor, and how many of its candidates and those above are
+/// kept, with their places.
 constexpr size_t kTile = 2048;
 constexpr uint32_t kSlot = kTile / 16;
 
@@ -64,7 +65,7 @@ struct Layout {
     bins = sizeof(State) / 4;
     tiles = chunks ? 0 : kCleared;
     slots = tiles + 4 * warps;
-    p = slots + kSlot * warps;
+    p = slots + 2 * kSlot * warps;
     index = p + (chunks ? (numel + length - 1) / length : 1) * rounded(k);
     words = index + (index - p);
   }

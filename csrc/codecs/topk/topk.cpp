@@ -54,10 +54,10 @@ void encode_cuda(const Format& format, const EncodeArgs& args) {
   to.start("clear_kernel", kCleared, kClearTile);
   to.flagged("first_kernel", numel, kTile);
   to.flagged("second_kernel", numel, kTile);
-  to.flagged("third_kernel", numel, kTile);
-  to.flagged("count_kernel", numel, kTile);
+  to.start("third_kernel", numel, kTile);
+  to.start("count_kernel", numel, kTile);
   to.start("scan_kernel", 1, 1);
-  to.flagged("choose_kernel", numel, kTile);
+  to.start("choose_kernel", numel, kTile);
   to.flagged("pack_kernel", to.params.k, kGroup);
 }
 

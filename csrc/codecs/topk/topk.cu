@@ -22,9 +22,7 @@ struct Chunk {
         payload(args.payload + block_of(args) * record_of(args, args.length, args.k).bytes) {}
 };
 
-/// Candidates that a warp keeps: there is room for all of its share, which it loads at once.
-constexpr uint32_t kChunkSlot = kChunk / cuda::kWarps;
-static_assert(kChunkSlot == kStep);
+static_assert(kChunk == cuda::kWarps * kStep);
 /// Candidates of a record that are ranked; where there are more, digits are counted.
 constexpr uint32_t kRanked = 1024;
 
@@ -121,12 +119,12 @@ __device__ __forceinline__ void choose_by_digits(const WarpRange<kFeedback>& ran
   __syncthreads();
   const Digit first = find_digit(bins, k);
   clear_bins(bins);
-  const uint2 counted = range.count_second(first.bin, bins);
+  const uint2 counted = range.count_second(first.bin, bins, nullptr);
   __syncthreads();
   const Digit second = find_digit(bins, first.place);
   clear_bins(bins);
   const uint32_t prefix = first.bin << 11 | second.bin;
-  range.count_third(prefix, counted.y, bins);
+  range.count_third(prefix, counted, bins);
   __syncthreads();
   const Digit third = find_digit(bins, second.place);
   const Threshold cut{prefix << kSecondShift | third.bin, third.place};
@@ -150,10 +148,7 @@ template <bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads) encode_chunks(const Batch<TopkParams> batch) {
   const TopkParams args = tensor_of_block(batch);
   __shared__ uint32_t bins[kBins];
-  __shared__ union {
-    Ranking ranking;
-    uint32_t slots[cuda::kWarps * kChunkSlot];
-  } shared;
+  __shared__ Ranking ranking;
   const Chunk chunk(args);
   const Record& record = chunk.record;
   const auto k = static_cast<uint32_t>(record.k);
@@ -172,7 +167,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_chunks(const Batch<Topk
     all = max(all, top[row]);
   }
   const bool is_void = __syncthreads_or(all >= void_bits(record.values)) != 0;
-  Chosen chosen{shared.ranking.p, shared.ranking.index, kRanked};
+  Chosen chosen{ranking.p, ranking.index, kRanked};
   if (is_void) {
     for (size_t i = threadIdx.x; kFeedback && i < record.n; i += cuda::kThreads) {
       new_residual[i] = residual[i];
@@ -184,19 +179,23 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_chunks(const Batch<Topk
 #pragma unroll
       for (int row = 0; row < kRows; row++) atomicAdd(bins + (top[row] >> kFirstShift), 1u);
       __syncthreads();
-      count = collect(p, find_digit(bins, k).bin << kFirstShift, shared.ranking);
+      count = collect(p, find_digit(bins, k).bin << kFirstShift, ranking);
     }
     if (count <= kRanked) {
-      if (kFeedback) store_rows(p, begin, record.n, new_residual);
-      rank(count, k, shared.ranking);
+      for (int row = 0; kFeedback && row < kRows; row++) {
+        const size_t i = begin + row * cuda::kRow + lane_of_warp() * cuda::kVector;
+        const size_t left = i < record.n ? record.n - i : 0;
+        store_four(p[row], i, left < cuda::kVector ? static_cast<int>(left) : cuda::kVector,
+                   new_residual);
+      }
+      rank(count, k, ranking);
     } else {
       __syncthreads();  // all have read what collect() wrote
       chosen = Scratch(args, true).chosen;
       chosen.p += block_of(args) * Layout::rounded(args.k);
       chosen.index += block_of(args) * Layout::rounded(args.k);
       const size_t end = begin + kStep < record.n ? begin + kStep : record.n;
-      const WarpRange<kFeedback> range{from, begin, end,
-                                       shared.slots + warp_of_block() * kChunkSlot, kChunkSlot};
+      const WarpRange<kFeedback> range{from, begin, end, {}};  // without a slot: it is read again
       choose_by_digits(range, k, bins, chosen, new_residual);
     }
   }
@@ -240,12 +239,11 @@ PYCOMM_KERNELS(topk, PYCOMM_KERNEL(topk::encode_chunks<false>),
                PYCOMM_KERNEL(topk::encode_chunks<true>), PYCOMM_KERNEL(topk::decode_chunks<false>),
                PYCOMM_KERNEL(topk::decode_chunks<true>), PYCOMM_KERNEL(topk::first_kernel<false>),
                PYCOMM_KERNEL(topk::first_kernel<true>), PYCOMM_KERNEL(topk::second_kernel<false>),
-               PYCOMM_KERNEL(topk::second_kernel<true>), PYCOMM_KERNEL(topk::third_kernel<false>),
-               PYCOMM_KERNEL(topk::third_kernel<true>), PYCOMM_KERNEL(topk::count_kernel<false>),
-               PYCOMM_KERNEL(topk::count_kernel<true>), PYCOMM_KERNEL(topk::choose_kernel<false>),
-               PYCOMM_KERNEL(topk::choose_kernel<true>), PYCOMM_KERNEL(topk::pack_kernel<false>),
-               PYCOMM_KERNEL(topk::pack_kernel<true>), PYCOMM_KERNEL(topk::fill_kernel<false>),
-               PYCOMM_KERNEL(topk::fill_kernel<true>), PYCOMM_KERNEL(topk::scatter_kernel<false>),
+               PYCOMM_KERNEL(topk::second_kernel<true>), PYCOMM_KERNEL(topk::third_kernel),
+               PYCOMM_KERNEL(topk::count_kernel), PYCOMM_KERNEL(topk::choose_kernel),
+               PYCOMM_KERNEL(topk::pack_kernel<false>), PYCOMM_KERNEL(topk::pack_kernel<true>),
+               PYCOMM_KERNEL(topk::fill_kernel<false>), PYCOMM_KERNEL(topk::fill_kernel<true>),
+               PYCOMM_KERNEL(topk::scatter_kernel<false>),
                PYCOMM_KERNEL(topk::scatter_kernel<true>), PYCOMM_KERNEL(topk::clear_kernel),
                PYCOMM_KERNEL(topk::scan_kernel), PYCOMM_KERNEL(topk::check_kernel));
 
