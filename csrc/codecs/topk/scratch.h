@@ -60,13 +60,13 @@ struct Layout {
 
   PYCOMM_HD static size_t rounded(size_t k) { return (k + kGroup - 1) / kGroup * kGroup; }
 
-  PYCOMM_HD Layout(uint64_t numel, uint64_t length, uint64_t k, bool chunks) {
-    const size_t warps = chunks ? 0 : (numel + kTile - 1) / kTile;
+  PYCOMM_HD Layout(uint64_t numel, uint64_t k) {
+    const size_t warps = (numel + kTile - 1) / kTile;
     bins = sizeof(State) / 4;
-    tiles = chunks ? 0 : kCleared;
+    tiles = kCleared;
     slots = tiles + 4 * warps;
     p = slots + 2 * kSlot * warps;
-    index = p + (chunks ? (numel + length - 1) / length : 1) * rounded(k);
+    index = p + rounded(k);
     words = index + (index - p);
   }
 };

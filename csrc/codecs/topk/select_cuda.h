@@ -250,14 +250,12 @@ __device__ __forceinline__ void choose_of(const Chosen& from, uint32_t count, co
 }
 
 /// Stores the chosen values of a range in their places. `before`: values above and equal to the cut
-/// in earlier ranges. All go to the residual.
-template <bool kFeedback>
-__device__ void choose(const WarpRange<kFeedback>& range, const Threshold& cut, uint2 before,
-                       const Chosen& to, float* new_residual) {
-  const Input<kFeedback>& from = range.from;
+/// in earlier ranges.
+__device__ inline void choose(const WarpRange<false>& range, const Threshold& cut, uint2 before,
+                              const Chosen& to) {
   uint32_t equals = before.y;
   uint32_t count = before.x + (equals < cut.ties ? equals : cut.ties);
-  from.walk(range.begin, range.end, [&](size_t i, const cuda::Vector<float>& p, int size) {
+  range.from.walk(range.begin, range.end, [&](size_t i, const auto& p, int size) {
     uint32_t mine = 0, tied = 0;  // a bit for each of the four values
 #pragma unroll
     for (int k = 0; k < cuda::kVector; k++) {
@@ -295,7 +293,6 @@ __device__ void choose(const WarpRange<kFeedback>& range, const Threshold& cut, 
         to.index[place++] = static_cast<uint32_t>(i + k);
       }
     }
-    if (kFeedback) store_four(p, i, size, new_residual);
   });
 }
 

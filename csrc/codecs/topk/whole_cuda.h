@@ -17,7 +17,7 @@ struct Share {
   Digit* digit;
   size_t warp;
 
-  __device__ Share(const TopkParams& args, const Input<kFeedback>& from) : scratch(args, false) {
+  __device__ Share(const TopkParams& args, const Input<kFeedback>& from) : scratch(args) {
     warp = warp_of(args);
     bins = scratch.bins;
     digit = scratch.state->digit;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(cuda::kThreads) count_kernel(const Batch<TopkP
 /// for each kTile values, a small part of what any of the kernels around it reads.
 __global__ void __launch_bounds__(cuda::kThreads) scan_kernel(const Batch<TopkParams> batch) {
   const TopkParams args = tensor_of_block(batch);
-  const Scratch scratch(args, false);
+  const Scratch scratch(args);
   if (scratch.state->is_void == 0) scan_in_place(scratch.around, (args.numel + kTile - 1) / kTile);
 }
 
@@ -128,14 +128,14 @@ __global__ void __launch_bounds__(cuda::kThreads) choose_kernel(const Batch<Topk
   if (share.range.holds(counted)) {
     choose_of(share.range.slot, counted.x + counted.y, state.cut, before, share.scratch.chosen);
   } else {
-    choose(share.range, state.cut, before, share.scratch.chosen, nullptr);
+    choose(share.range, state.cut, before, share.scratch.chosen);
   }
 }
 
 template <bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads) pack_kernel(const Batch<TopkParams> batch) {
   const TopkParams args = tensor_of_block(batch);
-  const Scratch scratch(args, false);
+  const Scratch scratch(args);
   const Record record = record_of(args, args.numel, args.k);
   const size_t group = warp_of(args);
   if (group * kGroup >= record.k) return;
