@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(cuda::kThreads, blocks_at_once(kBits, kSizeBit
       const Coded level = quantize_magnitude<kBits>(fabsf(u * inv));
       const uint32_t sign = float_bits(u) & 1u << 31;
       product.v[k] = bits_float(float_bits(level.value) | sign) * u;
-      chunk[row] = __funnelshift_l(float_bits(u), chunk[row], 1) << (kBits - 1) | level.code;
+      chunk[row] = __funnelshift_l(float_bits(u), chunk[row], 1) * (1u << (kBits - 1)) + level.code;
     }
     if (!coded) chunk[row] = 0;
     codes.store(row, size == kTile || tile.index(row) < rotated, chunk[row]);

@@ -39,7 +39,8 @@ class Tile {
     const size_t begin = (size_t{block} * kWarps + threadIdx.x / kLanes) * kValues;
     first_ = begin + threadIdx.x % kLanes * kVector;
     empty_ = begin >= size;
-    whole_ = begin + kValues <= size && (reinterpret_cast<size_t>(pointers) | ...) % 16 == 0;
+    whole_ =
+        opaque(begin + kValues <= size && (reinterpret_cast<size_t>(pointers) | ...) % 16 == 0);
   }
 
   /// True for all lanes of a warp or for none.
@@ -50,56 +51,74 @@ class Tile {
   /// Loads a row. Values beyond the end are 0.
   template <typename T>
   __device__ void load(const T* from, Vector<T> (&to)[kRows]) const {
-    if (whole_) {
+    if (whole_ != 0) {
 #pragma unroll
       for (int row = 0; row < kRows; row++) {
         to[row] = *reinterpret_cast<const Vector<T>*>(from + index(row));
       }
     } else {
+      const int left = left_of(size_);
 #pragma unroll
-      for (int row = 0; row < kRows; row++) to[row] = load_cut(from, row);
+      for (int row = 0; row < kRows; row++) to[row] = load_cut(from, row, left);
     }
   }
 
   template <typename T>
   __device__ Vector<T> load(const T* from, int row) const {
-    if (whole_) return *reinterpret_cast<const Vector<T>*>(from + index(row));
-    return load_cut(from, row);
+    if (whole_ != 0) return *reinterpret_cast<const Vector<T>*>(from + index(row));
+    return load_cut(from, row, left_of(size_));
   }
 
   /// Stores a row. `to` has `size` values: those of the tile's arrays, or more if it is padded.
   template <typename T>
   __device__ void store(T* to, size_t size, const Vector<T> (&from)[kRows]) const {
-    if (whole_) {
+    if (whole_ != 0) {
 #pragma unroll
       for (int row = 0; row < kRows; row++) {
         store_vector(to + index(row), from[row]);
       }
     } else {
+      const int left = left_of(size);
 #pragma unroll
       for (int row = 0; row < kRows; row++) {
         for (int k = 0; k < kVector; k++) {
-          if (index(row) + k < size) to[index(row) + k] = from[row].v[k];
+          if (row * kRow + k < left) to[index(row) + k] = from[row].v[k];
         }
       }
     }
   }
 
+  /// Returns how many of `size` values there are from the lane's first one on, up to those of the
+  /// tile.
+  __device__ int left_of(size_t size) const {
+    const size_t rest = first_ < size ? size - first_ : 0;
+    return opaque(rest < kValues ? static_cast<int>(rest) : kValues);
+  }
+
  private:
   template <typename T>
-  __device__ Vector<T> load_cut(const T* from, int row) const {
+  __device__ Vector<T> load_cut(const T* from, int row, int left) const {
     Vector<T> to;
 #pragma unroll
     for (int k = 0; k < kVector; k++) {
-      to.v[k] = index(row) + k < size_ ? from[index(row) + k] : T{0};
+      to.v[k] = row * kRow + k < left ? from[index(row) + k] : T{0};
     }
     return to;
+  }
+
+  /// Returns x as something that a compiler does not know: else it computes each comparison with it
+  /// once more, before all branches.
+  __device__ static int opaque(int x) {
+#ifdef __CUDA_ARCH__
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
   }
 
   size_t first_;
   size_t size_;
   bool empty_;
-  bool whole_;
+  int whole_;
 };
 
 }  // namespace pycomm::cuda

@@ -120,7 +120,10 @@ __device__ __forceinline__ void decode_tile(const DecodeParams& args, const Load
 // ---------------------------------------------------------------- kernels
 
 template <typename Coder, int kRows, bool kFeedback>
-__global__ void __launch_bounds__(cuda::kThreads) encode_blocks(const Batch<EncodeParams> batch) {
+__global__ void __launch_bounds__(cuda::kThreads, kRows > kSmall ? 1
+                                                  : kFeedback    ? 3
+                                                                 : 4)
+    encode_blocks(const Batch<EncodeParams> batch) {
   const EncodeParams args = tensor_of_block(batch);
   const cuda::Tile<kRows> tile = tile_of<kRows>(args);
   if (tile.empty()) return;

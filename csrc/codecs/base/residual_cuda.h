@@ -114,11 +114,12 @@ __device__ __forceinline__ void store_residual(const cuda::Tile<kRows>& tile,
     }
     tile.store(reinterpret_cast<uint16_t*>(to), args.numel, code);
   } else {
+    const int left = tile.left_of(args.numel);
 #pragma unroll
     for (int row = 0; row < kRows; row++) {
       cuda::Vector<float> there = value[row];
       for (int k = 0; k < cuda::kVector; k++) {
-        if (tile.index(row) + k >= args.numel) there.v[k] = 0.0f;
+        if (row * cuda::kRow + k >= left) there.v[k] = 0.0f;
       }
       stored::store_int8(to, tile.index(row), args.numel, there);
     }
@@ -153,10 +154,11 @@ __device__ __forceinline__ void load_input(const cuda::Tile<kRows>& tile, const 
       }
     }
   }
+  const int left = tile.left_of(args.numel);
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
     for (int k = 0; k < cuda::kVector; k++) {
-      const bool there = tile.index(row) + k < args.numel;
+      const bool there = row * cuda::kRow + k < left;
       x[row].v[k] = there ? x[row].v[k] / args.divisor : 0.0f;
     }
   }

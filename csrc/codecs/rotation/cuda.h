@@ -67,13 +67,11 @@ __device__ __forceinline__ void max_of_tile(uint32_t (&top)[kTileRows], uint32_t
       if ((row & step) == 0) top[row] = max(top[row], top[row + step]);
     }
   }
-  each_first(block, [&](int row) {
-#pragma unroll
-    for (int step = cuda::kLanes / 2; step > 0; step /= 2) {
-      if (step * cuda::kVector >= block) continue;
-      top[row] = max(top[row], __shfl_xor_sync(~0u, top[row], step));
-    }
-  });
+  if (block >= cuda::kRow) {
+    each_first(block, [&](int row) { top[row] = max_of_warp(top[row]); });
+  } else {
+    max_of_blocks(top, block);
+  }
 #pragma unroll 1
   for (uint32_t step = 1; step * kTile < block; step *= 2) {
     cuda::Vector<float> mine[1]{};
@@ -102,15 +100,48 @@ __device__ __forceinline__ float sum_of_lanes(cuda::Vector<float> lane, uint32_t
   return (lane.v[0] + lane.v[2]) + (lane.v[1] + lane.v[3]);
 }
 
+/// Adds the lanes at a distance of `step`: of one sum in the near lanes, of another in the far
+/// ones.
+__device__ __forceinline__ float exchange(float one, float other, int step) {
+  const bool far = (lane_of() & step) != 0;
+  const float sent = far ? one : other, kept = far ? other : one;
+  return kept + bits_float(__shfl_xor_sync(~0u, float_bits(sent), step));
+}
+
+/// Computes sum_of_lanes() of each row f(row): the same additions, each in only one lane.
+template <typename F>
+__device__ __forceinline__ void sums_of_rows(float (&sum)[kTileRows], const F& f) {
+  constexpr int kHalf = cuda::kLanes / 2;
+  static_assert(kTileRows * cuda::kVector == cuda::kLanes);
+  float one[kHalf];
+#pragma unroll
+  for (int row = 0; row < kTileRows / 2; row++) {
+    const cuda::Vector<float> near = f(row), far = f(row + kTileRows / 2);
+    for (int k = 0; k < cuda::kVector; k++) {
+      one[row * cuda::kVector + k] = exchange(near.v[k], far.v[k], kHalf);
+    }
+  }
+#pragma unroll
+  for (int step = kHalf / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (int i = 0; i < step; i++) one[i] = exchange(one[i], one[i + step], step);
+  }
+  for (int step = 2; step > 0; step /= 2) {
+    one[0] = one[0] + bits_float(__shfl_xor_sync(~0u, float_bits(one[0]), step));
+  }
+#pragma unroll
+  for (int row = 0; row < kTileRows; row++) {
+    sum[row] = bits_float(__shfl_sync(~0u, float_bits(one[0]), row * cuda::kVector));
+  }
+}
+
 /// Computes the sum of each block, for each row, of the terms f(row): each half of a block is added
 /// to the other, first warps, then rows, then lanes, then the values of a lane. Where the size is
 /// known, rows are added as soon as they are there, so that fewer are kept.
 template <int kSizeBits, typename F>
 __device__ __forceinline__ void add_halves(uint32_t block, float (&sum)[kTileRows], const F& f) {
-  if constexpr (kSizeBits > 0 && 1u << kSizeBits <= cuda::kRow) {
-#pragma unroll
-    for (int row = 0; row < kTileRows; row++) sum[row] = sum_of_lanes(f(row), block);
-    return;
+  if constexpr (kSizeBits > 0 && 1u << kSizeBits == cuda::kRow) {
+    return sums_of_rows(sum, f);
   }
   constexpr int kHalf = kTileRows / 2;
   constexpr bool kAtOnce = kSizeBits > 0 && 1u << kSizeBits == kTile;

@@ -16,8 +16,8 @@ struct Scratch {
   uint32_t* slots;
   Chosen chosen;
 
-  __device__ Scratch(const TopkParams& args, bool chunks) {
-    const Layout layout(args.numel, args.length, args.k, chunks);
+  __device__ explicit Scratch(const TopkParams& args) {
+    const Layout layout(args.numel, args.k);
     const size_t warps = (layout.slots - layout.tiles) / 4;
     auto* words = reinterpret_cast<uint32_t*>(args.scratch);
     state = reinterpret_cast<State*>(words);

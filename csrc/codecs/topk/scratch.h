@@ -17,7 +17,8 @@ struct TopkParams : StagedParams {
 
 constexpr uint32_t kBins = 2048;  ///< of a histogram; that of the last digit leaves 3/4 unused
 
-/// Values of a warp's range in a whole tensor, and how many of its candidates are kept.
+/// Values of a warp's range in a whole tensor, and how many of its candidates and those above are
+/// kept, with their places.
 constexpr size_t kTile = 2048;
 constexpr uint32_t kSlot = kTile / 16;
 
@@ -59,13 +60,13 @@ struct Layout {
 
   PYCOMM_HD static size_t rounded(size_t k) { return (k + kGroup - 1) / kGroup * kGroup; }
 
-  PYCOMM_HD Layout(uint64_t numel, uint64_t length, uint64_t k, bool chunks) {
-    const size_t warps = chunks ? 0 : (numel + kTile - 1) / kTile;
+  PYCOMM_HD Layout(uint64_t numel, uint64_t k) {
+    const size_t warps = (numel + kTile - 1) / kTile;
     bins = sizeof(State) / 4;
-    tiles = chunks ? 0 : kCleared;
+    tiles = kCleared;
     slots = tiles + 4 * warps;
-    p = slots + kSlot * warps;
-    index = p + (chunks ? (numel + length - 1) / length : 1) * rounded(k);
+    p = slots + 2 * kSlot * warps;
+    index = p + rounded(k);
     words = index + (index - p);
   }
 };

@@ -38,10 +38,11 @@ struct Input {
         p[row] = *reinterpret_cast<const cuda::Vector<float>*>(x + i);
         if (kFeedback) kept[row] = *reinterpret_cast<const cuda::Vector<float>*>(residual + i);
       }
-      if (!kFeedback) return;
 #pragma unroll
       for (int row = 0; row < kRows; row++) {
-        for (int k = 0; k < cuda::kVector; k++) p[row].v[k] = p[row].v[k] + kept[row].v[k];
+        for (int k = 0; kFeedback && k < cuda::kVector; k++) {
+          p[row].v[k] = p[row].v[k] + kept[row].v[k];
+        }
       }
       return;
     }
@@ -72,18 +73,15 @@ struct Input {
   }
 };
 
-/// Stores kStep values from `at` on, of `n`.
-__device__ __forceinline__ void store_rows(const cuda::Vector<float> (&p)[kRows], size_t at,
-                                           size_t n, float* to) {
-  const size_t lane = threadIdx.x % cuda::kLanes * cuda::kVector;
-  const bool whole = at + kStep <= n && reinterpret_cast<size_t>(to) % 16 == 0;
-#pragma unroll
-  for (int row = 0; row < kRows; row++) {
-    const size_t i = at + row * cuda::kRow + lane;
-    if (whole) cuda::store_vector(to + i, p[row]);
-    for (int k = 0; k < cuda::kVector && !whole; k++) {
-      if (i + k < n) to[i + k] = p[row].v[k];
-    }
+/// Stores the `size` values of a lane from value i on.
+__device__ __forceinline__ void store_four(const cuda::Vector<float>& p, size_t i, int size,
+                                           float* to) {
+  if (size == cuda::kVector && reinterpret_cast<size_t>(to) % 16 == 0) {
+    cuda::store_vector(to + i, p);
+    return;
+  }
+  for (int k = 0; k < cuda::kVector; k++) {
+    if (k < size) to[i + k] = p.v[k];
   }
 }
 
@@ -135,14 +133,20 @@ __device__ __forceinline__ bool any_beyond(const uint32_t* bins, uint32_t limit)
   return beyond > 0;
 }
 
+/// Values of a record and their places, in order, and for how many there is room.
+struct Chosen {
+  float* p;
+  uint32_t* index;
+  uint32_t room;  ///< a caller that changes the values meanwhile could have more chosen
+};
+
 /// Range [begin, end) of a warp in a record, and its slot.
 template <bool kFeedback>
 struct WarpRange {
   Input<kFeedback> from;
   size_t begin;
   size_t end;
-  uint32_t* slot;
-  uint32_t room;
+  Chosen slot;
 
   __device__ void count_first(uint32_t* bins) const {
     from.walk(begin, end, [&](size_t, const cuda::Vector<float>& p, int size) {
@@ -152,33 +156,50 @@ struct WarpRange {
     });
   }
 
-  /// Counts second digits of the candidates and puts the candidates into the slot while there is
-  /// room. Returns (values above the candidates, candidates).
-  __device__ uint2 count_second(uint32_t first, uint32_t* bins) const {
-    uint32_t above = 0, candidates = 0;
-    from.walk(begin, end, [&](size_t, const cuda::Vector<float>& p, int size) {
+  /// Counts second digits of the candidates, and puts them and the values above into the slot while
+  /// there is room. With `rest` all values go there. Returns (values above the candidates,
+  /// candidates).
+  __device__ uint2 count_second(uint32_t first, uint32_t* bins, float* rest) const {
+    uint32_t above = 0, kept = 0;
+    from.walk(begin, end, [&](size_t i, const cuda::Vector<float>& p, int size) {
+      uint32_t mine = 0, place = kept;
+#pragma unroll
       for (int k = 0; k < cuda::kVector; k++) {
-        const uint32_t bits = magnitude_bits(p.v[k]);
-        const bool there = k < size;
-        const bool mine = there && bits >> kFirstShift == first;
-        above += there && bits >> kFirstShift > first;
-        const uint32_t all = __ballot_sync(kAll, mine);
-        if (mine) {
-          atomicAdd(bins + (bits >> kSecondShift) % kBins, 1u);
-          const uint32_t at = candidates + __popc(all & lanes_below());
-          if (at < room) slot[at] = bits;
-        }
-        candidates += __popc(all);
+        const uint32_t digit = magnitude_bits(p.v[k]) >> kFirstShift;
+        const bool there = k < size && digit >= first;
+        const uint32_t all = __ballot_sync(kAll, there);
+        place += __popc(all & lanes_below());
+        kept += __popc(all);
+        above += k < size && digit > first;
+        mine |= (there ? 1u : 0u) << k;
       }
+      for (int k = 0; k < cuda::kVector && mine != 0; k++) {
+        if ((mine >> k & 1) == 0) continue;
+        const uint32_t bits = magnitude_bits(p.v[k]);
+        if (bits >> kFirstShift == first) atomicAdd(bins + (bits >> kSecondShift) % kBins, 1u);
+        if (place < slot.room) {
+          slot.p[place] = p.v[k];
+          slot.index[place++] = static_cast<uint32_t>(i + k);
+        }
+      }
+      if (rest != nullptr) store_four(p, i, size, rest);
     });
-    return {sum_of_warp(above), candidates};
+    above = sum_of_warp(above);
+    return {above, kept - above};
   }
+
+  /// True if the slot holds what count_second() counted.
+  __device__ bool holds(uint2 counted) const { return counted.x + counted.y <= slot.room; }
 
   /// Calls f(bits) for the candidates, each by one lane, from the slot if it holds all of them.
   template <typename F>
-  __device__ __forceinline__ void each(uint32_t first, uint32_t candidates, F&& f) const {
-    if (candidates <= room) {
-      for (uint32_t j = threadIdx.x % cuda::kLanes; j < candidates; j += cuda::kLanes) f(slot[j]);
+  __device__ __forceinline__ void each(uint32_t first, uint2 counted, F&& f) const {
+    if (holds(counted)) {
+      const uint32_t count = counted.x + counted.y;
+      for (uint32_t j = threadIdx.x % cuda::kLanes; j < count; j += cuda::kLanes) {
+        const uint32_t bits = magnitude_bits(slot.p[j]);
+        if (bits >> kFirstShift == first) f(bits);
+      }
       return;
     }
     from.walk(begin, end, [&](size_t, const cuda::Vector<float>& p, int size) {
@@ -190,8 +211,8 @@ struct WarpRange {
   }
 
   /// Counts third digits; `prefix` is the first two digits.
-  __device__ void count_third(uint32_t prefix, uint32_t candidates, uint32_t* bins) const {
-    each(prefix >> 11, candidates, [&](uint32_t bits) {
+  __device__ void count_third(uint32_t prefix, uint2 counted, uint32_t* bins) const {
+    each(prefix >> 11, counted, [&](uint32_t bits) {
       if (bits >> kSecondShift == prefix) atomicAdd(bins + bits % (1u << kSecondShift), 1u);
     });
   }
@@ -199,7 +220,7 @@ struct WarpRange {
   /// Returns (values above `bits`, values equal to it), given the count above all candidates.
   __device__ uint2 count_around(uint32_t bits, uint2 counted) const {
     uint32_t greater = 0, equal = 0;
-    each(bits >> kFirstShift, counted.y, [&](uint32_t other) {
+    each(bits >> kFirstShift, counted, [&](uint32_t other) {
       greater += other > bits;
       equal += other == bits;
     });
@@ -207,23 +228,34 @@ struct WarpRange {
   }
 };
 
-/// Chosen values of a record and their places, in order.
-struct Chosen {
-  float* p;
-  uint32_t* index;
-  uint32_t room;  ///< values; a caller that changes them meanwhile could have more chosen
-};
+/// Stores those of `count` values that are chosen in their places; see choose().
+__device__ __forceinline__ void choose_of(const Chosen& from, uint32_t count, const Threshold& cut,
+                                          uint2 before, const Chosen& to) {
+  uint32_t equals = before.y, place = before.x + (equals < cut.ties ? equals : cut.ties);
+  for (uint32_t begin = 0; begin < count; begin += cuda::kLanes) {
+    const uint32_t j = begin + lane_of_warp();
+    const float p = j < count ? from.p[j] : 0.0f;
+    const uint32_t bits = magnitude_bits(p);
+    const uint32_t equal = __ballot_sync(kAll, j < count && bits == cut.bits);
+    const bool tied = bits == cut.bits && equals + __popc(equal & lanes_below()) < cut.ties;
+    const bool mine = j < count && (bits > cut.bits || tied);
+    const uint32_t all = __ballot_sync(kAll, mine), at = place + __popc(all & lanes_below());
+    if (mine && at < to.room) {
+      to.p[at] = p;
+      to.index[at] = from.index[j];
+    }
+    equals += __popc(equal);
+    place += __popc(all);
+  }
+}
 
 /// Stores the chosen values of a range in their places. `before`: values above and equal to the cut
-/// in earlier ranges. The others go to the residual.
-template <bool kFeedback>
-__device__ void choose(const WarpRange<kFeedback>& range, const Threshold& cut, uint2 before,
-                       const Chosen& to, float* new_residual) {
-  const Input<kFeedback>& from = range.from;
-  const bool aligned = reinterpret_cast<size_t>(new_residual) % 16 == 0;
+/// in earlier ranges.
+__device__ inline void choose(const WarpRange<false>& range, const Threshold& cut, uint2 before,
+                              const Chosen& to) {
   uint32_t equals = before.y;
   uint32_t count = before.x + (equals < cut.ties ? equals : cut.ties);
-  from.walk(range.begin, range.end, [&](size_t i, const cuda::Vector<float>& p, int size) {
+  range.from.walk(range.begin, range.end, [&](size_t i, const auto& p, int size) {
     uint32_t mine = 0, tied = 0;  // a bit for each of the four values
 #pragma unroll
     for (int k = 0; k < cuda::kVector; k++) {
@@ -260,15 +292,6 @@ __device__ void choose(const WarpRange<kFeedback>& range, const Threshold& cut, 
         to.p[place] = p.v[k];
         to.index[place++] = static_cast<uint32_t>(i + k);
       }
-    }
-    if (!kFeedback) return;
-    if (aligned && mine == 0 && size == cuda::kVector) {
-      cuda::store_vector(new_residual + i, p);
-      return;
-    }
-#pragma unroll
-    for (int k = 0; k < cuda::kVector; k++) {
-      if (k < size && (mine >> k & 1) == 0) new_residual[i + k] = p.v[k];
     }
   });
 }

@@ -54,10 +54,10 @@ void encode_cuda(const Format& format, const EncodeArgs& args) {
   to.start("clear_kernel", kCleared, kClearTile);
   to.flagged("first_kernel", numel, kTile);
   to.flagged("second_kernel", numel, kTile);
-  to.flagged("third_kernel", numel, kTile);
-  to.flagged("count_kernel", numel, kTile);
+  to.start("third_kernel", numel, kTile);
+  to.start("count_kernel", numel, kTile);
   to.start("scan_kernel", 1, 1);
-  to.flagged("choose_kernel", numel, kTile);
+  to.start("choose_kernel", numel, kTile);
   to.flagged("pack_kernel", to.params.k, kGroup);
 }
 
@@ -86,9 +86,8 @@ class TopK final : public Codec {
   size_t granule() const override { return format_.chunks() ? kChunk : 0; }
 
   size_t scratch_bytes(size_t numel) const override {
-    if (numel == 0) return 0;
-    const size_t length = format_.length(numel);
-    return 4 * Layout(numel, length, format_.count(length), format_.chunks()).words;
+    if (numel == 0 || format_.chunks()) return 0;
+    return 4 * Layout(numel, format_.count(numel)).words;
   }
 
   size_t encoded_bytes(size_t numel) const override {

@@ -22,125 +22,128 @@ struct Chunk {
         payload(args.payload + block_of(args) * record_of(args, args.length, args.k).bytes) {}
 };
 
-/// Candidates that a warp keeps: there is room for all of its share, which it loads at once.
-constexpr uint32_t kChunkSlot = kChunk / cuda::kWarps;
-static_assert(kChunkSlot == kStep);
-/// Candidates of a record that are ranked; where there are more, digits are counted.
+static_assert(kChunk == cuda::kWarps * kStep);
+/// Candidates of a record that are ranked; where there are more, the cut is searched bit by bit.
 constexpr uint32_t kRanked = 1024;
 
-/// Values of a record that may be among the k largest, and then those that are.
-struct Ranking {
-  alignas(16) uint32_t bits[kRanked];
-  uint32_t place[kRanked];
-  float p[kRanked];
-  uint32_t index[kRanked];
+/// The values of a record that a thread has, as Input::load() gives them.
+struct Mine {
+  cuda::Vector<float> p[kRows];
+
+  __device__ uint32_t bits(int row, int k) const { return magnitude_bits(p[row].v[k]); }
+  __device__ static uint32_t index(int row, int k) {
+    return warp_of_block() * static_cast<uint32_t>(kStep) + row * cuda::kRow +
+           lane_of_warp() * cuda::kVector + k;
+  }
+  /// Returns four bits of each row, in a byte: those for which f(row, k) is true.
+  template <typename F>
+  __device__ __forceinline__ static uint32_t where(const F& f) {
+    uint32_t mask = 0;
+#pragma unroll
+    for (int row = 0; row < kRows; row++) {
+      for (int k = 0; k < cuda::kVector; k++) mask |= f(row, k) ? 1u << (8 * row + k) : 0;
+    }
+    return mask;
+  }
 };
 
-/// Puts the values from magnitude `least` on into `to`, in the order of their indices, and returns
-/// how many there are. If they are more than kRanked, the rest is missing. Called by all threads.
-__device__ __forceinline__ uint32_t collect(const cuda::Vector<float> (&p)[kRows], uint32_t least,
-                                            Ranking& to) {
+/// Returns the sum of the warps before this one, and of all. Called by all threads.
+__device__ __forceinline__ uint2 sums_of_block(uint32_t sum_of_this_warp) {
   __shared__ uint32_t sums[cuda::kWarps];
-  uint32_t mine[kRows], counts = 0;  // a bit for each value; a byte for each row
-#pragma unroll
-  for (int row = 0; row < kRows; row++) {
-    mine[row] = 0;
-    for (int k = 0; k < cuda::kVector; k++) {
-      mine[row] |= magnitude_bits(p[row].v[k]) >= least ? 1u << k : 0;
-    }
-    counts |= static_cast<uint32_t>(__popc(mine[row])) << 8 * row;
+  __syncthreads();  // all have read the previous ones
+  if (lane_of_warp() == 0) sums[warp_of_block()] = sum_of_this_warp;
+  __syncthreads();
+  uint2 sum{0, 0};
+  for (uint32_t warp = 0; warp < cuda::kWarps; warp++) {
+    if (warp == warp_of_block()) sum.x = sum.y;
+    sum.y += sums[warp];
   }
+  return sum;
+}
+
+/// Puts the values of a mask into `to`, in the order of their indices, and returns how many there
+/// are, also of those that have no room. Called by all threads.
+__device__ __forceinline__ uint32_t collect(const Mine& mine, uint32_t mask, const Chosen& to) {
+  uint32_t counts = 0;  // a byte for each row
+#pragma unroll
+  for (int row = 0; row < kRows; row++) counts |= __popc(mask >> 8 * row & 15) << 8 * row;
   uint32_t before = sum_of_lanes_up_to(counts);  // at most 128 of a row
   const uint32_t rows = __shfl_sync(kAll, before, cuda::kLanes - 1);
   before -= counts;
   uint32_t sum = 0;
   for (int row = 0; row < kRows; row++) sum += rows >> 8 * row & 0xff;
-  if (lane_of_warp() == 0) sums[warp_of_block()] = sum;
-  __syncthreads();
-  uint32_t first = 0, all = 0;
-  for (uint32_t warp = 0; warp < cuda::kWarps; warp++) {
-    if (warp == warp_of_block()) first = all;
-    all += sums[warp];
-  }
+  const uint2 sums = sums_of_block(sum);
+  uint32_t first = sums.x;
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
     uint32_t at = first + (before >> 8 * row & 0xff);
-    for (int k = 0; k < cuda::kVector && mine[row] != 0; k++) {
-      if ((mine[row] >> k & 1) == 0 || at >= kRanked) continue;
-      to.bits[at] = float_bits(p[row].v[k]);
-      to.place[at++] = warp_of_block() * static_cast<uint32_t>(kStep) + row * cuda::kRow +
-                       lane_of_warp() * cuda::kVector + k;
+    for (int k = 0; k < cuda::kVector && (mask >> 8 * row & 15) != 0; k++) {
+      if ((mask >> (8 * row + k) & 1) == 0 || at >= to.room) continue;
+      to.p[at] = mine.p[row].v[k];
+      to.index[at++] = Mine::index(row, k);
     }
     first += rows >> 8 * row & 0xff;
   }
-  if (threadIdx.x < cuda::kLanes && all + threadIdx.x < kRanked) to.bits[all + threadIdx.x] = 0;
   __syncthreads();
-  return all;
+  return sums.y;
 }
 
-/// Ranks `count` candidates and puts the k largest, of equal ones the first, into p and index.
-/// Called by all threads.
-__device__ __forceinline__ void rank(uint32_t count, uint32_t k, Ranking& in) {
+/// Ranks `count` candidates and puts the k largest, of equal ones the first, into `to`. Called by
+/// all threads.
+__device__ __forceinline__ void rank(const Chosen& in, uint32_t count, uint32_t k,
+                                     const Chosen& to) {
   __shared__ uint32_t chosen[kRanked / cuda::kLanes];
   for (uint32_t first = warp_of_block() * cuda::kLanes; first < count; first += cuda::kThreads) {
-    const uint32_t mine = in.bits[first + lane_of_warp()] & 0x7fffffffu;
+    const uint32_t j = first + lane_of_warp();
+    const uint32_t mine = j < count ? magnitude_bits(in.p[j]) : 0;
     uint32_t above = 0, equal = 0;
     for (uint32_t i = 0; i < count; i += cuda::kVector) {
-      const auto others = *reinterpret_cast<const cuda::Vector<uint32_t>*>(in.bits + i);
+      const auto others = *reinterpret_cast<const cuda::Vector<float>*>(in.p + i);
       const uint32_t least = i < first ? mine : mine + 1;  // equal ones before come first
-      for (int j = 0; j < cuda::kVector; j++) above += (others.v[j] & 0x7fffffffu) >= least;
+      for (uint32_t n = 0; n < cuda::kVector; n++) {
+        above += i + n < count && magnitude_bits(others.v[n]) >= least;
+      }
     }
 #pragma unroll
     for (int lane = 0; lane < cuda::kLanes; lane++) {
       equal |= (__shfl_sync(kAll, mine, lane) == mine ? 1u : 0u) << lane;
     }
     above += __popc(equal & lanes_below());
-    const uint32_t all = __ballot_sync(kAll, first + lane_of_warp() < count && above < k);
+    const uint32_t all = __ballot_sync(kAll, j < count && above < k);
     if (lane_of_warp() == 0) chosen[first / cuda::kLanes] = all;
   }
   __syncthreads();
-  for (uint32_t first = warp_of_block() * cuda::kLanes; first < count; first += cuda::kThreads) {
-    uint32_t at = __popc(chosen[first / cuda::kLanes] & lanes_below());
-    for (uint32_t i = 0; i < first / cuda::kLanes; i++) at += __popc(chosen[i]);
-    if ((chosen[first / cuda::kLanes] >> lane_of_warp() & 1) == 0) continue;
-    in.p[at] = bits_float(in.bits[first + lane_of_warp()]);
-    in.index[at] = in.place[first + lane_of_warp()];
+  for (uint32_t j = threadIdx.x; j < count; j += cuda::kThreads) {
+    const uint32_t group = chosen[j / cuda::kLanes];
+    uint32_t at = __popc(group & lanes_below());
+    for (uint32_t i = 0; i < j / cuda::kLanes; i++) at += __popc(chosen[i]);
+    if ((group >> lane_of_warp() & 1) == 0) continue;
+    to.p[at] = in.p[j];
+    to.index[at] = in.index[j];
   }
   __syncthreads();
 }
 
-/// Finds the chosen values by all of their digits, and stores the residuals of the others. `first`
-/// counts the first digits. Called by all threads.
-template <bool kFeedback>
-__device__ __forceinline__ void choose_by_digits(const WarpRange<kFeedback>& range, uint32_t k,
-                                                 uint32_t* bins, const Chosen& chosen,
-                                                 float* new_residual) {
-  __shared__ uint2 around[cuda::kWarps];
-  clear_bins(bins);
-  range.count_first(bins);
-  __syncthreads();
-  const Digit first = find_digit(bins, k);
-  clear_bins(bins);
-  const uint2 counted = range.count_second(first.bin, bins);
-  __syncthreads();
-  const Digit second = find_digit(bins, first.place);
-  clear_bins(bins);
-  const uint32_t prefix = first.bin << 11 | second.bin;
-  range.count_third(prefix, counted.y, bins);
-  __syncthreads();
-  const Digit third = find_digit(bins, second.place);
-  const Threshold cut{prefix << kSecondShift | third.bin, third.place};
-
-  const uint2 mine = range.count_around(cut.bits, counted);
-  if (lane_of_warp() == 0) around[warp_of_block()] = mine;
-  __syncthreads();
-  uint2 before{0, 0};
-  for (uint32_t warp = 0; warp < warp_of_block(); warp++) {
-    before.x += around[warp].x;
-    before.y += around[warp].y;
+/// Returns the mask of the k largest values, of equal ones the first. Called by all threads.
+__device__ __forceinline__ uint32_t search(const Mine& mine, uint32_t k) {
+  const auto enough = [&](uint32_t mask) {
+    return sums_of_block(sum_of_warp(__popc(mask))).y >= k;
+  };
+  uint32_t cut = 0, last = kChunk - 1;
+  for (uint32_t bit = 1u << 30; bit != 0; bit /= 2) {
+    const uint32_t least = cut + bit;
+    if (enough(Mine::where([&](int r, int c) { return mine.bits(r, c) >= least; }))) cut = least;
   }
-  choose(range, cut, before, chosen, new_residual);
-  __syncthreads();
+  const auto up_to = [&](uint32_t end) {
+    return Mine::where([&](int r, int c) {
+      const uint32_t bits = mine.bits(r, c);
+      return bits > cut || (bits == cut && Mine::index(r, c) <= end);
+    });
+  };
+  for (uint32_t bit = kChunk / 2; bit != 0; bit /= 2) {
+    if (enough(up_to(last - bit))) last -= bit;
+  }
+  return up_to(last);
 }
 
 /// The values are read once, into registers. The k-th largest of the maxima of four neighbours is
@@ -149,55 +152,52 @@ __device__ __forceinline__ void choose_by_digits(const WarpRange<kFeedback>& ran
 template <bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads) encode_chunks(const Batch<TopkParams> batch) {
   const TopkParams args = tensor_of_block(batch);
-  __shared__ uint32_t bins[kBins];
-  __shared__ union {
-    Ranking ranking;
-    uint32_t slots[cuda::kWarps * kChunkSlot];
-  } shared;
+  alignas(16) __shared__ uint32_t bins[kBins];  // and then candidates
+  __shared__ float values[kChunk];
+  __shared__ uint32_t indices[kChunk];
+  const Chosen candidates{reinterpret_cast<float*>(bins), bins + kRanked, kRanked};
+  const Chosen chosen{values, indices, kChunk};
+  static_assert(kBins == 2 * kRanked);
   const Chunk chunk(args);
   const Record& record = chunk.record;
   const auto k = static_cast<uint32_t>(record.k);
   const float* residual = kFeedback ? args.residual + chunk.first : nullptr;
   float* new_residual = kFeedback ? args.new_residual + chunk.first : nullptr;
-  const Input<kFeedback> from{args.in + chunk.first, residual, record.n};
-  const size_t begin = warp_of_block() * kStep;
 
-  cuda::Vector<float> p[kRows];
-  from.load(begin, p);
+  Mine mine;
+  Input<kFeedback>{args.in + chunk.first, residual, record.n}.load(warp_of_block() * kStep, mine.p);
   uint32_t top[kRows], all = 0;
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
     top[row] = 0;
-    for (int j = 0; j < cuda::kVector; j++) top[row] = max(top[row], magnitude_bits(p[row].v[j]));
+    for (int j = 0; j < cuda::kVector; j++) top[row] = max(top[row], mine.bits(row, j));
     all = max(all, top[row]);
   }
   const bool is_void = __syncthreads_or(all >= void_bits(record.values)) != 0;
-  Chosen chosen{shared.ranking.p, shared.ranking.index, kRanked};
   if (is_void) {
     for (size_t i = threadIdx.x; kFeedback && i < record.n; i += cuda::kThreads) {
       new_residual[i] = residual[i];
     }
   } else {
+    for (int row = 0; kFeedback && row < kRows; row++) {
+      const size_t i = Mine::index(row, 0), left = i < record.n ? record.n - i : 0;
+      store_four(mine.p[row], i, left < cuda::kVector ? static_cast<int>(left) : cuda::kVector,
+                 new_residual);
+    }
     uint32_t count = kRanked + 1;
     if (k <= kRanked) {
       clear_bins(bins);
 #pragma unroll
       for (int row = 0; row < kRows; row++) atomicAdd(bins + (top[row] >> kFirstShift), 1u);
       __syncthreads();
-      count = collect(p, find_digit(bins, k).bin << kFirstShift, shared.ranking);
+      const uint32_t least = find_digit(bins, k).bin << kFirstShift;
+      count = collect(mine, Mine::where([&](int r, int c) { return mine.bits(r, c) >= least; }),
+                      candidates);
     }
     if (count <= kRanked) {
-      if (kFeedback) store_rows(p, begin, record.n, new_residual);
-      rank(count, k, shared.ranking);
+      rank(candidates, count, k, chosen);
     } else {
-      __syncthreads();  // all have read what collect() wrote
-      chosen = Scratch(args, true).chosen;
-      chosen.p += block_of(args) * Layout::rounded(args.k);
-      chosen.index += block_of(args) * Layout::rounded(args.k);
-      const size_t end = begin + kStep < record.n ? begin + kStep : record.n;
-      const WarpRange<kFeedback> range{from, begin, end,
-                                       shared.slots + warp_of_block() * kChunkSlot, kChunkSlot};
-      choose_by_digits(range, k, bins, chosen, new_residual);
+      collect(mine, search(mine, k), chosen);
     }
   }
   for (size_t group = warp_of_block(); group * kGroup < record.k; group += cuda::kWarps) {
@@ -240,12 +240,11 @@ PYCOMM_KERNELS(topk, PYCOMM_KERNEL(topk::encode_chunks<false>),
                PYCOMM_KERNEL(topk::encode_chunks<true>), PYCOMM_KERNEL(topk::decode_chunks<false>),
                PYCOMM_KERNEL(topk::decode_chunks<true>), PYCOMM_KERNEL(topk::first_kernel<false>),
                PYCOMM_KERNEL(topk::first_kernel<true>), PYCOMM_KERNEL(topk::second_kernel<false>),
-               PYCOMM_KERNEL(topk::second_kernel<true>), PYCOMM_KERNEL(topk::third_kernel<false>),
-               PYCOMM_KERNEL(topk::third_kernel<true>), PYCOMM_KERNEL(topk::count_kernel<false>),
-               PYCOMM_KERNEL(topk::count_kernel<true>), PYCOMM_KERNEL(topk::choose_kernel<false>),
-               PYCOMM_KERNEL(topk::choose_kernel<true>), PYCOMM_KERNEL(topk::pack_kernel<false>),
-               PYCOMM_KERNEL(topk::pack_kernel<true>), PYCOMM_KERNEL(topk::fill_kernel<false>),
-               PYCOMM_KERNEL(topk::fill_kernel<true>), PYCOMM_KERNEL(topk::scatter_kernel<false>),
+               PYCOMM_KERNEL(topk::second_kernel<true>), PYCOMM_KERNEL(topk::third_kernel),
+               PYCOMM_KERNEL(topk::count_kernel), PYCOMM_KERNEL(topk::choose_kernel),
+               PYCOMM_KERNEL(topk::pack_kernel<false>), PYCOMM_KERNEL(topk::pack_kernel<true>),
+               PYCOMM_KERNEL(topk::fill_kernel<false>), PYCOMM_KERNEL(topk::fill_kernel<true>),
+               PYCOMM_KERNEL(topk::scatter_kernel<false>),
                PYCOMM_KERNEL(topk::scatter_kernel<true>), PYCOMM_KERNEL(topk::clear_kernel),
                PYCOMM_KERNEL(topk::scan_kernel), PYCOMM_KERNEL(topk::check_kernel));
 

@@ -1,7 +1,8 @@
 // topk of a whole tensor in CUDA: kernels that run one after the other, each over all values or
-// over all that travel, and share scratch memory. Encoding reads the values three times: for the
-// first digits, for the candidates, and to put the chosen values in order. A range whose candidates
-// do not fit in its slot is read up to twice more. Compiled by nvcc and NVRTC.
+// over all that travel, and share scratch memory. Encoding reads the values twice: for the first
+// digits, and for the candidates and those above, which go into slots, in order; all values go to
+// the new residual, where later kernels find them. A range that does not fit in its slot is read up
+// to three times more. Compiled by nvcc and NVRTC.
 #pragma once
 #include "codecs/topk/pack_cuda.h"
 
@@ -16,19 +17,25 @@ struct Share {
   Digit* digit;
   size_t warp;
 
-  __device__ explicit Share(const TopkParams& args) : scratch(args, false) {
+  __device__ Share(const TopkParams& args, const Input<kFeedback>& from) : scratch(args) {
     warp = warp_of(args);
     bins = scratch.bins;
     digit = scratch.state->digit;
-    range.from = {args.in, args.residual, args.numel};
+    range.from = from;
     range.begin = warp * kTile;
-    range.end = range.begin + kTile < range.from.n ? range.begin + kTile : range.from.n;
-    range.slot = scratch.slots + warp * kSlot;
-    range.room = kSlot;
+    range.end = range.begin + kTile < from.n ? range.begin + kTile : from.n;
+    auto* slot = scratch.slots + warp * 2 * kSlot;
+    range.slot = {reinterpret_cast<float*>(slot), slot + kSlot, kSlot};
   }
 
   __device__ bool there() const { return range.begin < range.from.n; }
 };
+
+/// After second_kernel: with feedback the values are where the new residual will be.
+__device__ __forceinline__ Share<false> later_share(const TopkParams& args) {
+  const float* p = args.new_residual != nullptr ? args.new_residual : args.in;
+  return {args, Input<false>{p, nullptr, args.numel}};
+}
 
 __global__ void __launch_bounds__(cuda::kThreads) clear_kernel(const Batch<TopkParams> batch) {
   const TopkParams args = tensor_of_block(batch);
@@ -42,7 +49,7 @@ template <bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads) first_kernel(const Batch<TopkParams> batch) {
   const TopkParams args = tensor_of_block(batch);
   __shared__ uint32_t bins[kBins];
-  const Share<kFeedback> share(args);
+  const Share<kFeedback> share(args, {args.in, args.residual, args.numel});
   clear_bins(bins);
   share.range.count_first(bins);
   add_bins(bins, share.bins);
@@ -52,39 +59,47 @@ template <bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads) second_kernel(const Batch<TopkParams> batch) {
   const TopkParams args = tensor_of_block(batch);
   __shared__ uint32_t bins[kBins];
-  const Share<kFeedback> share(args);
+  const Share<kFeedback> share(args, {args.in, args.residual, args.numel});
   const Digit first = find_digit(share.bins, static_cast<uint32_t>(args.k));
-  clear_bins(bins);
-  const uint2 counted = share.range.count_second(first.bin, bins);
-  if (share.there() && threadIdx.x % cuda::kLanes == 0) share.scratch.counted[share.warp] = counted;
-  add_bins(bins, share.bins + kBins);
-  if (!leads(args)) return;
-  share.digit[0] = first;
   const bool is_void = any_beyond(share.bins, void_bits(static_cast<Values>(args.values)));
-  share.scratch.state->is_void = is_void ? 1 : 0;
+  if (leads(args)) {
+    share.digit[0] = first;
+    share.scratch.state->is_void = is_void ? 1 : 0;
+  }
+  if (is_void) {
+    for (size_t i = share.range.begin + lane_of_warp(); kFeedback && i < share.range.end;
+         i += cuda::kLanes) {
+      args.new_residual[i] = args.residual[i];
+    }
+    return;
+  }
+  clear_bins(bins);
+  const uint2 counted =
+      share.range.count_second(first.bin, bins, kFeedback ? args.new_residual : nullptr);
+  if (share.there() && lane_of_warp() == 0) share.scratch.counted[share.warp] = counted;
+  add_bins(bins, share.bins + kBins);
 }
 
-/// Two blocks on a multiprocessor are enough: for five, ptxas would spill a register.
-template <bool kFeedback>
-__global__ void __launch_bounds__(cuda::kThreads, 2) third_kernel(const Batch<TopkParams> batch) {
+__global__ void __launch_bounds__(cuda::kThreads) third_kernel(const Batch<TopkParams> batch) {
   const TopkParams args = tensor_of_block(batch);
   __shared__ uint32_t bins[kBins];
-  const Share<kFeedback> share(args);
+  const Share<false> share = later_share(args);
+  if (share.scratch.state->is_void) return;
   const Digit first = share.digit[0];
   const Digit second = find_digit(share.bins + kBins, first.place);
   const uint32_t prefix = first.bin << 11 | second.bin;
-  const uint32_t candidates = share.there() ? share.scratch.counted[share.warp].y : 0;
+  const uint2 counted = share.there() ? share.scratch.counted[share.warp] : uint2{0, 0};
   clear_bins(bins);
-  share.range.count_third(prefix, candidates, bins);
+  share.range.count_third(prefix, counted, bins);
   add_bins(bins, share.bins + 2 * kBins);
   if (leads(args)) share.digit[1] = {prefix, second.place};
 }
 
 /// Finds the cut and counts around it.
-template <bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads) count_kernel(const Batch<TopkParams> batch) {
   const TopkParams args = tensor_of_block(batch);
-  const Share<kFeedback> share(args);
+  const Share<false> share = later_share(args);
+  if (share.scratch.state->is_void) return;
   const Digit two = share.digit[1];
   const Digit third = find_digit(share.bins + 2 * kBins, two.place);
   const Threshold cut{two.bin << kSecondShift | third.bin, third.place};
@@ -99,32 +114,28 @@ __global__ void __launch_bounds__(cuda::kThreads) count_kernel(const Batch<TopkP
 /// for each kTile values, a small part of what any of the kernels around it reads.
 __global__ void __launch_bounds__(cuda::kThreads) scan_kernel(const Batch<TopkParams> batch) {
   const TopkParams args = tensor_of_block(batch);
-  scan_in_place(Scratch(args, false).around, (args.numel + kTile - 1) / kTile);
+  const Scratch scratch(args);
+  if (scratch.state->is_void == 0) scan_in_place(scratch.around, (args.numel + kTile - 1) / kTile);
 }
 
-template <bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads) choose_kernel(const Batch<TopkParams> batch) {
   const TopkParams args = tensor_of_block(batch);
-  const Share<kFeedback> share(args);
+  const Share<false> share = later_share(args);
   const State& state = *share.scratch.state;
-  if (!share.there()) return;
-  if (state.is_void) {
-    if constexpr (kFeedback) {
-      for (size_t i = share.range.begin + threadIdx.x % cuda::kLanes; i < share.range.end;
-           i += cuda::kLanes) {
-        args.new_residual[i] = args.residual[i];
-      }
-    }
-    return;
+  if (state.is_void || !share.there()) return;
+  const uint2 counted = share.scratch.counted[share.warp],
+              before = share.scratch.around[share.warp];
+  if (share.range.holds(counted)) {
+    choose_of(share.range.slot, counted.x + counted.y, state.cut, before, share.scratch.chosen);
+  } else {
+    choose(share.range, state.cut, before, share.scratch.chosen);
   }
-  choose(share.range, state.cut, share.scratch.around[share.warp], share.scratch.chosen,
-         args.new_residual);
 }
 
 template <bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads) pack_kernel(const Batch<TopkParams> batch) {
   const TopkParams args = tensor_of_block(batch);
-  const Scratch scratch(args, false);
+  const Scratch scratch(args);
   const Record record = record_of(args, args.numel, args.k);
   const size_t group = warp_of(args);
   if (group * kGroup >= record.k) return;
