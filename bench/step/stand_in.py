@@ -351,4 +351,5 @@ class Steps:
                 parts=" ".join(words),
             )
             add(row)
-            self.traces.append((told, rate, found.spans))
+            if carrier == "ordered":
+                self.traces.append((name, rate, found.spans))

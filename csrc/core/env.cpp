@@ -177,6 +177,8 @@ PortRange parse_ports(const std::string& text) {
   reject("PYCOMM_PORTS", text, "a range from 1 to 65535 such as 29600-29700, or one port");
 }
 
+bool device_has_one_queue() { return read("CUDA_DEVICE_MAX_CONNECTIONS") == "1"; }
+
 double parse_rate(const std::string& text) {
   struct Unit {
     const char* word;

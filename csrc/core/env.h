@@ -33,6 +33,10 @@ struct Env : GroupOptions {
 
 PYCOMM_API const Env& env();
 
+/// True if all streams of this process share one queue of a GPU, as Megatron asks for by
+/// CUDA_DEVICE_MAX_CONNECTIONS=1: one that is held would stop all others.
+PYCOMM_API bool device_has_one_queue();
+
 /// A row of the table, for people.
 struct OptionRow {
   bool of_group;

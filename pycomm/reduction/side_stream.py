@@ -65,7 +65,7 @@ class SideStream:
     def defer(self, step: int) -> None:
         """End the current step, and let the device decide about it."""
         self.open, self.ahead = False, True
-        copy = torch.empty(1, dtype=torch.float32, pin_memory=True)
+        copy = torch.empty(1, dtype=torch.float32, device="cpu", pin_memory=True)
         with self.stream:
             copy.copy_(self.found_inf, non_blocking=True)
             torch.logical_xor(self.swapped, self.found_inf, out=self.swapped)

@@ -1,12 +1,11 @@
 // Streams and copies of device tensors. A part of _c10d.
 #include "binding/torch/device.h"
 
-#include <cstdlib>
-#include <cstring>
 #include <map>
 
 #include "binding/torch/backend.h"
 #include "core/device.h"
+#include "core/env.h"
 
 namespace pycomm::torch_binding {
 namespace {
@@ -15,13 +14,6 @@ struct StreamHolds {
   std::mutex mutex;
   std::map<c10::DeviceType, StreamHold> by_type = {{c10::DeviceType::CUDA, cuda_stream_hold()}};
 };
-
-/// True if all streams of a process share one queue of the device, as Megatron asks for: a held
-/// stream would stop all others.
-bool shares_a_queue() {
-  const char* queues = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
-  return queues && std::strcmp(queues, "1") == 0;
-}
 
 StreamHolds& stream_holds() {
   static StreamHolds holds;
@@ -83,7 +75,7 @@ DeviceLane::DeviceLane(c10::Device device)
       fetch_(guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
       deliver_(guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
       gate_(std::make_shared<DeliveryGate>(device)),
-      hold_(shares_a_queue() ? nullptr : stream_hold(device.type())) {
+      hold_(device_has_one_queue() ? nullptr : stream_hold(device.type())) {
   const c10::StreamGuard on(deliver_);
   // A hold that is open already shows if this device supports any.
   void* stream = native_handle(deliver_, 0);

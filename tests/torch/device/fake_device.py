@@ -116,7 +116,7 @@ def module() -> types.ModuleType:
         max_memory_allocated=lambda device=0: torch.ops.fakegpu.most_bytes(False),
         reset_peak_memory_stats=lambda device=0: torch.ops.fakegpu.most_bytes(True),
         get_amp_supported_dtype=lambda: [torch.bfloat16],
-        is_current_stream_capturing=torch.ops.fakegpu.is_capturing,
+        is_current_stream_capturing=lambda: torch.ops.fakegpu.is_capturing(),
         _is_in_bad_fork=lambda: False,
         manual_seed_all=lambda seed: None,
     )
