@@ -287,6 +287,7 @@ class CompressionState(BucketReducer):
         if self.residuals:
             self.residuals.clear()
         self._forget_buckets()
+        self._thread = None  # which has a group of its own
 
     def residual_norms(self) -> dict[str, tuple[float, float]]:
         """Return the L2 norms of each parameter's worker and owner residual after the last step."""
