@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm import backend
 from pycomm.bench.step.stages import BY_EXCHANGES, Stages
 from pycomm.policy.exchange import bytes_of
 from pycomm.reduction.exchange_thread import ExchangeThread
@@ -252,3 +253,13 @@ def test_a_trace_tells_the_stages_of_each_bucket(rank, ranks):
             assert len(buckets) > 1
             for of in buckets:
                 assert [span.stage for span in of] == ["compute", *BY_EXCHANGES[2]]
+
+
+@on_ranks(2)
+def test_the_group_of_the_thread_has_the_models_backend(rank, ranks):
+    """The default group may be of one that moves no host tensors, such as NCCL."""
+    model = wrapped(process_group=dist.new_group(backend="gloo"))
+    state = pycomm.compress(model, "int4")
+    backward(model, rank)
+    assert dist.get_backend(state._thread.group) == dist.get_backend(model.process_group)
+    assert backend.find(state._thread.group) is None
