@@ -9,6 +9,7 @@ has one stage, `reduce`.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.bench.common import accelerator
 from pycomm.reduction import batched, two_shot
+from pycomm.reduction.exchange_thread import ExchangeThread
 
 STAGES = ("compute", "encode", "scatter", "own", "gather", "land", "reduce", "optimizer")
 """All stages, in their order."""
@@ -65,6 +67,7 @@ class Stages:
         self._under_way = False
         self._buckets: list[list[Any]] = []
         """Of each: ready, begin and end of its exchanges, done."""
+        self._reduced = threading.local()  # the bucket that a thread beside backward reduces
 
     def mark(self) -> Any:
         """Return this moment of the current stream."""
@@ -96,6 +99,8 @@ class Stages:
             stack.enter_context(
                 patch.object(DistributedDataParallel, "register_comm_hook", registered)
             )
+            run = self._run(ExchangeThread.run)
+            stack.enter_context(patch.object(ExchangeThread, "run", run))
             for module, names in EXCHANGES:
                 for name in names:
                     call = self._exchange(getattr(module, name))
@@ -117,11 +122,25 @@ class Stages:
 
         return noted
 
+    def _run(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(thread: ExchangeThread, tensor: torch.Tensor, reduce: Callable[[], Any]) -> Any:
+            if not self._under_way:
+                return run(thread, tensor, reduce)
+            marks = self._buckets[-1]
+
+            def begun() -> Any:
+                self._reduced.marks = marks
+                return reduce()
+
+            return run(thread, tensor, begun)
+
+        return noted
+
     def _exchange(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **options: Any) -> Any:
             if not self._under_way:
                 return call(*args, **options)
-            marks = self._buckets[-1]
+            marks = getattr(self._reduced, "marks", None) or self._buckets[-1]
             marks.append(self.mark())
             found = call(*args, **options)
             marks.append(self.mark())

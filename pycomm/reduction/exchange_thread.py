@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from pycomm.reduction import own_group
 
 Tasks = queue.SimpleQueue["Callable[[], None] | None"]
+
+_PATIENCE = 5.0  # seconds that the interpreter waits at its end for what is under way
 
 
 class ExchangeThread:
@@ -34,9 +37,11 @@ class ExchangeThread:
         self.group = own_group.make(group)
         """The group that reductions use, and no other code."""
         self._tasks: Tasks = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._started_in = 0  # the process that has the thread: a forked child starts its own
         self._errors: list[BaseException] = []  # one, and the group is of no use
         weakref.finalize(self, _end, self._tasks, self.group).atexit = False
+        _living.add(self)
 
     def run(
         self, tensor: torch.Tensor, reduce: Callable[[], torch.Tensor | None]
@@ -57,7 +62,8 @@ class ExchangeThread:
         if self._errors:
             raise self._errors[0]
         if self._started_in != os.getpid():
-            threading.Thread(target=_serve, args=(self._tasks,), daemon=True).start()
+            self._thread = threading.Thread(target=_serve, args=(self._tasks,), daemon=True)
+            self._thread.start()
             self._started_in = os.getpid()
         # A step calls this for every bucket: these are objects of C++ and C.
         came: Any = torch._C.Future([])
@@ -77,8 +83,9 @@ class ExchangeThread:
             held.clear()
             if errors:
                 came._set_unwrap_func(_raise)
-            came.set_result(errors[0] if errors else tensor)
+            # First: whoever gets the result may fork, and the child has nobody who releases it.
             under_way.release()
+            came.set_result(errors[0] if errors else tensor)
 
         def is_finite() -> bool:
             with under_way:
@@ -87,6 +94,25 @@ class ExchangeThread:
         self._tasks.put(task)
         # DDP reads the value of a future, and would take an error for one.
         return came.then(lambda future: future.value()), is_finite
+
+    def end(self) -> None:
+        """End the thread after what is queued, before the interpreter ends.
+
+        A thread that returns from C++ to an interpreter that has ended aborts the process. What
+        waits for other ranks is left alone after some seconds: it stays in C++.
+        """
+        self._tasks.put(None)
+        if self._thread is not None:  # in a forked child one that has ended
+            self._thread.join(_PATIENCE)
+
+
+_living: weakref.WeakSet[ExchangeThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    for thread in list(_living):
+        thread.end()
 
 
 def _raise(error: BaseException) -> None:

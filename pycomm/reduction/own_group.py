@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 def make(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a new group of the same ranks, with the same timeout; collective."""
-    return _make(group, range(group.size()), None)
+    """Return a new group of the same ranks, with the same backends and timeout; collective."""
+    return _make(group, range(group.size()), dist.get_backend(group))
 
 
 def make_part(

@@ -91,6 +91,7 @@ class BucketReducer:
         self._agreed: dict[tuple[str, ...], Agreed] = {}  # about buckets; equal on all ranks
         self._exchanges = powersgd.Exchanges(process_group)
         self._side: SideStream | None = None  # of the device, where hooks exchange payloads
+        self._deferred: set[str] = set()  # parameters of the steps that `_side` has deferred
         self._nodes: Nodes | None = None  # where hooks exchange payloads by nodes
         self._thread: ExchangeThread | None = None  # that does so beside backward, of host tensors
         self._formed_with = self._formed()
@@ -288,6 +289,8 @@ class BucketReducer:
             stream.wait_stream(torch._C._accelerator_getStream(tensor.device.index))
             stream.__enter__()
             if choice.path is paths.KERNELS:
+                if side.ahead and not bucket.with_residual.keys() <= self._deferred:
+                    self._settle_deferred()  # the flag is not about the sides of the others
                 side.open = True
                 flags = side.flags
             else:

@@ -81,7 +81,6 @@ class CompressionState(BucketReducer):
         self._discarded = False
         self._told = 0  # bytes of residuals that were reported, the most so far
         self._leaving = False  # after remove(), until no residual is left
-        self._deferred: set[str] = set()  # parameters of the steps that `_side` has deferred
         self._last_finite = 0  # of these steps, as far as the host knows; 0: none
         self._rank = self.process_group.rank()  # in the group for which residuals are laid out
         self._met = not self._formed_with  # the members have compared where they stand
@@ -287,6 +286,7 @@ class CompressionState(BucketReducer):
         if self.residuals:
             self.residuals.clear()
         self._forget_buckets()
+        self._thread = None  # which has a group of its own
 
     def residual_norms(self) -> dict[str, tuple[float, float]]:
         """Return the L2 norms of each parameter's worker and owner residual after the last step."""

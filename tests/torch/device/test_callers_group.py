@@ -151,6 +151,24 @@ def check_overflow_beside_a_late_stream(rank: int, ranks: int, device: str) -> A
     return found, state.overflows, state.residual_norms()
 
 
+def check_steps_of_other_buckets(rank: int, ranks: int, device: str) -> Any:
+    """A bucket takes no part in the step that overflows, but in the next one."""
+    state = wrapped(device)[1]
+    found = []
+    for step, names in enumerate(["ab", "ab", "ab", "a", "ab", "ab"]):
+        mine = given(rank, step, device)
+        if step == 3 and rank == 1:
+            mine["a"][0, 0] = torch.inf
+        state.begin_step()
+        found.append({n: state.wait(state.reduce(mine[n].flatten(), [n])) for n in names})
+        found[-1] = {n: value.cpu().nan_to_num(0.5) for n, value in found[-1].items()}
+        state.end_step()
+        if step == 2:
+            state.settle()
+    state.settle()
+    return found, state.overflows
+
+
 def check_steps_before_the_host_knows(rank: int, ranks: int, device: str, rule: str) -> Any:
     """Steps overflow, in a row, too, while the host does not know yet of the steps before."""
     nodes = NODES[ranks]
@@ -190,6 +208,7 @@ CHECKS: list[tuple[Callable[..., Any], int]] = [
     (check_static_graph, 2),
     (check_compiled, 2),
     (check_compiled, 4),
+    (check_steps_of_other_buckets, 2),
     (check_overflow_beside_a_late_stream, 2),
     (check_overflow_beside_a_late_stream, 4),
 ]

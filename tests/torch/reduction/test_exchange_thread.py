@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +18,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm import backend
+from pycomm.bench.step.stages import BY_EXCHANGES, Stages
 from pycomm.policy.exchange import bytes_of
+from pycomm.reduction.exchange_thread import ExchangeThread
+from tests.torch.interpreter import ROOT, Interpreter
 from tests.torch.pool import on_ranks
 
 WIDTH = 256  # a weight has 65,536 values, and a bucket of its own
@@ -158,3 +164,102 @@ def test_the_thread_ends_with_the_state(rank, ranks):
 @on_ranks(2)
 def test_the_backend_pycomm_needs_no_thread(rank, ranks):
     assert pycomm.compress(wrapped(), "int4")._thread is None
+
+
+@on_ranks(2, backend="gloo")
+def test_a_state_that_was_removed_has_no_thread(rank, ranks):
+    before = set(threading.enumerate())
+    model = wrapped()
+    state = pycomm.compress(model, "int4")
+    backward(model, rank)
+    made = set(threading.enumerate()) - before
+    assert len(made) == 1
+    state.remove()
+    for step in range(3):
+        backward(model, rank, step)
+    assert state.removed
+    for thread in made:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@on_ranks(2, backend="gloo")
+def test_who_gets_a_result_may_fork(rank, ranks):
+    """A child has no thread that would end the wait for a step."""
+    thread = ExchangeThread(dist.group.WORLD)
+    begins, known = threading.Event(), []
+    tensor = torch.ones(1)
+    future, is_finite = thread.run(tensor, lambda: begins.wait(60) and torch.ones(()))
+    at_result = future.then(lambda _: known.append(in_child(is_finite)))
+    begins.set()
+    at_result.wait()
+    assert known == [True]
+
+
+def in_child(ask: Callable[[], bool]) -> bool:
+    """Return whether a forked child knows the answer soon."""
+    child = os.fork()
+    if not child:
+        os._exit(0 if ask() else 1)
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status == 0
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+ENDS = """
+import threading, torch, torch.distributed as dist
+from pycomm.reduction.exchange_thread import ExchangeThread
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+thread, runs = ExchangeThread(dist.group.WORLD), threading.Event()
+def reduce():
+    runs.set()
+    x = torch.ones(600, 600)
+    for _ in range(100):
+        x = x @ x * 0
+thread.run(torch.ones(1), reduce)
+runs.wait()
+"""
+
+
+def test_an_interpreter_may_end_while_a_bucket_travels():
+    """A thread that comes back from C++ later would abort the process."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = Interpreter("-c", ENDS, env=env, merged=True, finalized=True)
+    assert process.wait(60) == 0, process.output()
+
+
+@on_ranks(2, backend="gloo")
+def test_a_trace_tells_the_stages_of_each_bucket(rank, ranks):
+    """A bucket is exchanged while hooks of later ones are called."""
+    stages = Stages(torch.device("cpu"))
+    with stages.noted():
+        model = wrapped()
+        pycomm.compress(model, "int4")
+        backward(model, rank)  # in one bucket
+        for step in range(4):
+            stages.begin()
+            backward(model, rank, step)
+            stages.end()
+            *spans, last = stages.spans()
+            assert last.stage == "optimizer"
+            assert all(span.begin <= span.end for span in spans)
+            buckets = [list(of) for _, of in itertools.groupby(spans, lambda span: span.bucket)]
+            assert len(buckets) > 1
+            for of in buckets:
+                assert [span.stage for span in of] == ["compute", *BY_EXCHANGES[2]]
+
+
+@on_ranks(2)
+def test_the_group_of_the_thread_has_the_models_backend(rank, ranks):
+    """The default group may be of one that moves no host tensors, such as NCCL."""
+    model = wrapped(process_group=dist.new_group(backend="gloo"))
+    state = pycomm.compress(model, "int4")
+    backward(model, rank)
+    assert dist.get_backend(state._thread.group) == dist.get_backend(model.process_group)
+    assert backend.find(state._thread.group) is None
