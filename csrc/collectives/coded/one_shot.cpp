@@ -20,7 +20,8 @@ Decision decide(const CodedArgs& args, const std::vector<PieceRun>& values, Algo
   for (const PieceRun& run : values) {
     const Codec& codec = *args.pieces[run.piece].codec;
     if (codec.combine() == Combine::gather) {
-      return {false, "payloads of " + std::string(codec.name()) + " go to all ranks, which sum them"};
+      return {false,
+              "payloads of " + std::string(codec.name()) + " go to all ranks, which sum them"};
     }
     numel += run.numel;
     payload += codec.encoded_bytes(run.numel);
