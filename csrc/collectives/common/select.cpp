@@ -97,8 +97,7 @@ bool matches(Algo wanted, Algo algo) {
 }
 
 /// Returns the seconds that a call takes by an entry.
-double time_of(const Entry& entry, const Workload& call) {
-  const Terms terms(call);
+double time_of(const Entry& entry, const Workload& call, const Terms& terms) {
   Cost cost = entry.cost(terms);
   if (entry.op == Op::all_reduce && entry.algo == Algo::two_shot && call.speed.shared > 0) {
     cost.sent = std::min(cost.sent, call.speed.shared * terms.b);
@@ -109,11 +108,12 @@ double time_of(const Entry& entry, const Workload& call) {
 /// Returns the cheapest entry that allowed(entry) accepts; null if there is none.
 template <typename Allowed>
 const Entry* cheapest(const Workload& call, const Allowed& allowed) {
+  const Terms terms(call);
   const Entry* best = nullptr;
   double least = 0;
   for (const Entry& entry : kTable) {
     if (entry.op != call.op || !allowed(entry)) continue;
-    const double time = time_of(entry, call);
+    const double time = time_of(entry, call, terms);
     if (best && time >= least) continue;
     best = &entry;
     least = time;
@@ -164,11 +164,12 @@ std::string time_text(double seconds) {
 
 std::string explain(const Workload& call, Algo wanted) {
   const Algo taken = select(call, wanted);
+  const Terms terms(call);
   std::string first, others;
   for (const Entry& entry : kTable) {
     if (entry.op != call.op) continue;
     const std::string text = std::string(kAlgoNames[static_cast<size_t>(entry.algo)]) + " " +
-                             time_text(time_of(entry, call));
+                             time_text(time_of(entry, call, terms));
     if (entry.algo == taken) {
       first = text;
     } else {
