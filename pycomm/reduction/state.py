@@ -568,6 +568,7 @@ class CompressionState(BucketReducer):
         """
         typed("optimizer", optimizer, torch.optim.Optimizer, None)
         typed("scaler", scaler, torch.amp.GradScaler, None)
+        self._settle_deferred()  # what is rescaled has to be where the host believes it
         if optimizer is not None:
             self._rates.optimizer = optimizer
         if scaler is not None:
