@@ -180,6 +180,26 @@ class Residuals:
         """Multiply residuals and momentum, for a new unit of the gradients."""
         self._scale(factor, None, ROLES)
 
+    def scale_columns(self, name: str, factors: torch.Tensor) -> None:
+        """Multiply the columns of a parameter's residual, for new units of them.
+
+        Args:
+            name: name of the parameter.
+            factors: float32 [columns], or of one value, on any device; the parameter's values are
+                whole rows of as many columns.
+        """
+        residual = self._residuals.get(name)
+        if residual is None:
+            return
+        for role, pair in residual.pairs():
+            rows = residual.rows if role in ("worker", "momentum") else 1
+            for row in range(rows):
+                stored = storage.part(pair[residual.side], residual.numel, row, 0, residual.numel)
+                values = storage.load(stored, residual.numel)
+                if values.any():  # else its pages stay unwritten
+                    scaled = values.view(-1, len(factors)) * factors.to(values.device)
+                    storage.store(scaled.view(-1), stored)
+
     def _scale(self, factor: float, names: Iterable[str] | None, roles: Iterable[str]) -> None:
         for name in self._residuals if names is None else names:
             if residual := self._residuals.get(name):
@@ -187,10 +207,18 @@ class Residuals:
                     if role in roles:
                         storage.scale(pair[residual.side], factor)
 
-    def norms(self) -> dict[str, tuple[float, float]]:
-        """Return the L2 norms of each parameter's worker and owner residual."""
+    def norms(self, exponents: Mapping[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
+        """Return the L2 norms of each parameter's worker and owner residual.
+
+        Args:
+            exponents: by name, int8 [columns]: the residual of a column is in units of 2 to this
+                power.
+        """
         return {
-            name: (_norm(residual, "worker"), _norm(residual, "owner"))
+            name: (
+                _norm(residual, "worker", exponents.get(name)),
+                _norm(residual, "owner", exponents.get(name)),
+            )
             for name, residual in self._residuals.items()
         }
 
@@ -278,6 +306,11 @@ def _widened(residual: Residual, rule: Feedback) -> Residual:
     return wide
 
 
-def _norm(residual: Residual, role: str) -> float:
+def _norm(residual: Residual, role: str, exponents: torch.Tensor | None) -> float:
     pair: Pair | None = getattr(residual, role)
-    return 0.0 if pair is None else float(residual.current(role).norm())
+    if pair is None:
+        return 0.0
+    values = residual.current(role)
+    if exponents is not None:
+        values = values.view(-1, len(exponents)) * storage.powers(exponents).to(values.device)
+    return float(values.norm())

@@ -320,6 +320,17 @@ class FSDPState(CompressionState):
         shapes = {name: self._tensor_of[name]().shape for name in self._rows}
         return {name: Cut(tuple(shape), self._ranks) for name, shape in shapes.items()}
 
+    def columns(self, name: str) -> int:
+        """See `BucketReducer`; of parameters that are sharded by rows."""
+        return super().columns(name) if self._ranks == 1 or name in self._rows else 0
+
+    @property
+    def _all_groups(self) -> list[dist.ProcessGroup]:
+        groups = [self.process_group]
+        if self._shard_group is not None and not self._scatters:
+            groups.append(self._shard_group)
+        return groups
+
     @property
     def rows(self) -> int:
         """A reduce-scatter has a row for every owner; an all-reduce between replicas has one."""

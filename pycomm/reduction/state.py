@@ -22,9 +22,10 @@ from pycomm.feedback import Cut, Feedback, reshard, sources
 from pycomm.log import logger, tell
 from pycomm.policy import EXACT, Policy, refused_together
 from pycomm.policy.exchange import gather
-from pycomm.policy.names import matching, renamed
+from pycomm.policy.names import few, matching, renamed
 from pycomm.reduction import cost, members, paths
 from pycomm.reduction.checkpoint import load_saved
+from pycomm.reduction.columns import is_look
 from pycomm.reduction.detached import DetachedState
 from pycomm.reduction.rates import Rates
 from pycomm.reduction.reducer import BucketReducer
@@ -291,7 +292,7 @@ class CompressionState(BucketReducer):
     def residual_norms(self) -> dict[str, tuple[float, float]]:
         """Return the L2 norms of each parameter's worker and owner residual after the last step."""
         self.settle(last=False)
-        return self.residuals.norms() if self.residuals else {}
+        return self.residuals.norms(self._columns.current) if self.residuals else {}
 
     def residual_ages(self) -> dict[str, int]:
         """Return the number of steps that each residual has waited; see `Residuals.ages`."""
@@ -322,6 +323,7 @@ class CompressionState(BucketReducer):
             "seed": self.seed,
             "step": self.step,
             "plan": self.plan.state_dict(),
+            "columns": self._columns.state_dict(),
             **self._rates.state_dict(),
         }
         return {"about": (about,), "factors": (self._exchanges.memory.state_dict(),)}
@@ -360,15 +362,18 @@ class CompressionState(BucketReducer):
         self._forget_buckets()
 
     def _load_common(self, about: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
-        """Restore the entries that are equal on all ranks."""
+        """Restore the entries that are equal on all ranks; own residuals get their units."""
         self.settle()
         self.seed, self.step = about["seed"], about["step"]
         plan, rates = dict(about["plan"]), about["rates"]
-        names = matching({*factors, *rates, *plan["escalated"]}, self._numbers)
+        columns = about.get("columns", {})
+        widths = self._columns.names(columns)
+        names = matching({*factors, *rates, *plan["escalated"], *widths}, self._numbers)
         plan["escalated"] = renamed(plan["escalated"], names)
         self._rates.load_state_dict({**about, "rates": renamed(rates, names)})
         self.plan.load_state_dict(plan)
         self._exchanges.memory.load_state_dict(renamed(factors, names))
+        self._columns.use(self._columns.load_state_dict(columns, names), self.residuals)
 
     def _own_residuals(self, saved: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
         """Return the residuals for this rank, by the parameters' names here."""
@@ -473,9 +478,10 @@ class CompressionState(BucketReducer):
     def _meet(self, previous: CompressionState | None) -> None:
         """Take over the furthest member's common state; keep the own residuals of `previous`."""
         group, ranks = self.process_group, self.process_group.size()
-        before, own = ranks, {}
+        before, own, units = ranks, {}, self._columns.current
         if previous is not None:
             previous.settle(last=previous is self)
+            units = previous._columns.current
             if previous.residuals is not None:
                 before, own = previous.residuals.ranks, previous.residuals.state_dict()
         formed = self._formed()
@@ -505,6 +511,8 @@ class CompressionState(BucketReducer):
             self.residuals.clear()
             self.residuals.ranks = ranks
             self.residuals.load_state_dict(own, self.codecs)
+            now, self._columns.current = self._columns.current, units
+            self._columns.use(now, self.residuals)
         self._forget_buckets()
         self._formed_with, self._met, self._rank = formed, True, group.rank()
 
@@ -619,10 +627,28 @@ class CompressionState(BucketReducer):
         self.step = (self.step + 1) % 2**32
         if self.residuals:
             self._rates.rescale(self.residuals, self._names)
-        self._forget_buckets(self.plan.advance(self.step, self._device, finite=self._was_finite))
+        changed = self.plan.advance(self.step, self._device, finite=self._was_finite)
+        self._forget_buckets(changed)
+        if self._columns.moved or changed or not self._buckets:
+            self._begin_columns()
+        self._looks = self.process_group.size() > 1 and is_look(self.step)
+
+    def _begin_columns(self) -> None:
+        new = self._columns.begin(self.columns, self.residuals, self._settle_deferred)
+        if new:
+            named, span = few(sorted(new)), self._columns.span(new)
+            self.plan.events.append(
+                f"step {self.step}: columns differ, and are divided by {span} before they are "
+                f"coded: {named}"
+            )
 
     def end_step(self) -> None:
         """End a step: every bucket of it has been given to `reduce`."""
+        if self._looks:
+            widths = {name: self.columns(name) for name in self.decisions}
+            widths = {name: width for name, width in widths.items() if width > 1}
+            self._columns.end(widths, self._all_groups, self._device)
+            self._looks = False
         self._exchanges.finish()
         self._complete = True
         if self._taken:

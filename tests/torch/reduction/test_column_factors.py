@@ -1,0 +1,323 @@
+"""Factors of columns: each column keeps its precision, and nothing that is owed is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm.feedback.storage import powers
+from pycomm.policy import Policy
+from pycomm.reduction.columns import EVERY, ColumnFactors, is_look
+from tests.torch.harness import Chosen, all_equal, equal, gradients, reduced, same_as_gloo
+from tests.torch.pool import on_ranks
+
+SHAPES: Mapping[str, tuple[int, ...]] = {"big": (48, 96), "kernel": (32, 16, 3, 3), "bias": (50,)}
+CODED = ("big", "kernel")
+OFF = " columns=off"
+
+
+def sizes(name: str, turned: bool = False) -> torch.Tensor:
+    """Return the sizes of a parameter's columns, over five decimal powers."""
+    exponents = torch.linspace(-3, 2, torch.Size(SHAPES[name][1:]).numel())
+    return 10.0 ** (exponents.flip(0) if turned else exponents)
+
+
+def unequal(rank: int, step: int, *, turned: bool = False) -> dict[str, torch.Tensor]:
+    """Return gradients whose columns differ in size."""
+    found = gradients(rank, step, shapes=SHAPES)
+    for name in CODED:
+        flat = found[name].view(len(found[name]), -1)
+        found[name] = (flat * sizes(name, turned)).view_as(found[name])
+    return found
+
+
+def wrapped(codec: str, feedback: Any = True, **options: Any) -> tuple[Any, Any]:
+    model = DistributedDataParallel(Chosen(SHAPES), **{"bucket_cap_mb": 0.02, **options})
+    return model, pycomm.compress(model, codec, feedback=feedback)
+
+
+def worst(got: dict[str, torch.Tensor], step: int, ranks: int) -> float:
+    """Return the largest relative error of a column of the average."""
+    errors = []
+    for name in CODED:
+        exact = sum(unequal(rank, step)[name] for rank in range(ranks)) / ranks
+        exact, found = (x.view(len(x), -1) for x in (exact, got[name]))
+        errors.append(((found - exact).norm(dim=0) / exact.norm(dim=0)).max())
+    return float(max(errors))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("codec", "bound"), [("int8", 0.03), ("int4", 0.45), ("eden:bits=4", 0.35)]
+)
+def test_every_column_keeps_its_precision(rank, size, codec, bound):
+    model, state = wrapped(codec, feedback=False)
+    plain, _ = wrapped(codec + OFF, feedback=False)
+    for step in range(3):
+        got, without = (reduced(m, unequal(rank, step)) for m in (model, plain))
+    assert worst(got, 2, size) < bound
+    assert worst(without, 2, size) > 2 * bound
+    assert "columns differ" in state.summary()
+    assert "big" in state.summary()
+
+
+def steps(rank: int, size: int, codec: str, feedback: str) -> list[Any]:
+    """Return results, residuals and factors of steps in which the columns change their sizes."""
+    model, state = wrapped(codec, feedback)
+    found: list[Any] = []
+    for step in range(10):
+        got = reduced(model, unequal(rank, step, turned=step in (2, 3, 4)))
+        state.settle()
+        found += [got, {name: one.clone() for name, one in state._columns.current.items()}]
+    assert not equal(found[5], found[-1])
+    return [found, state.residual_norms(), state._columns.current]
+
+
+@pytest.mark.parametrize("feedback", ["residual:storage=float32", "decay:0.8,storage=int8"])
+@pytest.mark.parametrize("codec", ["int8", "int4:rounding=stochastic", "topk:0.1", "multiples"])
+def test_all_carriers_have_the_same_bits(pool, codec, feedback):
+    results = same_as_gloo(pool, steps, codec, feedback, ranks=2)
+    all_equal([[found, factors] for found, _, factors in results])
+
+
+@pytest.mark.parametrize("codec", ["int4", "sign"])
+def test_three_ranks_have_the_same_factors(pool, codec):
+    results = pool.run(steps, codec, "residual", ranks=3)
+    all_equal([[found, factors] for found, _, factors in results])
+
+
+def owed(state: Any, name: str) -> torch.Tensor:
+    """Return what all ranks' residuals are as a part of the average, in units of the gradients."""
+    state.settle()
+    mine = state.residuals.added(name, 0, torch.Size(SHAPES[name]).numel()).double()
+    if name in state._columns.current:
+        exponents = state._columns.current[name]
+        mine = (mine.view(-1, len(exponents)) * powers(exponents)).view(-1)
+    dist.all_reduce(mine)
+    return mine
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("storage", "tolerance"), [("float32", 1e-5), ("bf16", 2e-2), ("int8", 1.0)]
+)
+def test_a_change_of_factors_loses_nothing(rank, size, storage, tolerance):
+    """Residuals in int8 lose small columns while the factors are still those of other sizes; in
+    wrong units a residual would be off by a hundred."""
+    model, state = wrapped("int4", f"residual:storage={storage}")
+    sums = {name: torch.zeros(torch.Size(SHAPES[name]).numel()).double() for name in CODED}
+    due = {name: total.clone() for name, total in sums.items()}
+    seen = []
+    for step in range(10):
+        turned = step in (2, 3, 4)
+        got = reduced(model, unequal(rank, step, turned=turned))
+        seen.append(state._columns.current.get("big"))
+        for name in CODED:
+            sums[name] += got[name].view(-1)
+            for other in range(size):
+                due[name] += unequal(other, step, turned=turned)[name].view(-1) / size
+    assert seen[0] is None
+    assert not torch.equal(seen[1], seen[-1])
+    for name in CODED:
+        off = (sums[name] + owed(state, name) - due[name]).view(-1, len(sizes(name)))
+        # Against the largest that each column has had.
+        most = torch.maximum(sizes(name), sizes(name, turned=True))
+        lost = float((off.abs().amax(0) / most).max())
+        assert lost < tolerance, lost
+
+
+@on_ranks(2)
+def test_residual_norms_are_in_units_of_gradients(rank, size):
+    model, state = wrapped("int4", "residual:storage=float32")
+    for step in range(3):
+        reduced(model, unequal(rank, step))
+    state.settle()
+    exponents, residual = state._columns.current["big"], state.residuals["big"]
+    real = residual.current("worker").view(-1, 96) * powers(exponents)
+    assert state.residual_norms()["big"][0] == float(real.norm())
+    assert float(real.norm()) != float(residual.current("worker").norm())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("codec", ["int8", "topk:0.1"])
+def test_even_columns_are_coded_as_they_are(rank, size, codec):
+    (model, state), (plain, _) = wrapped(codec), wrapped(codec + OFF)
+    for step in range(5):
+        given = gradients(rank, step, shapes=SHAPES)
+        assert equal(reduced(model, given), reduced(plain, given))
+    assert not state._columns.current
+
+
+@on_ranks(2)
+def test_an_overflow_leaves_factors_as_they_were(rank, size):
+    model, state = wrapped("int8")
+    bad = unequal(rank, 0)
+    if rank == 1:
+        bad["big"][0, 0] = float("inf")
+    reduced(model, bad)  # step 1, a look
+    reduced(model, unequal(rank, 1))
+    assert set(state._columns.current) == {"kernel"}
+    reduced(model, unequal(rank, 2))
+    before = dict(state._columns.current)
+    assert set(before) == set(CODED)
+    for _ in range(6):  # the steps 4 to 9, in which are two looks
+        reduced(model, bad)
+    assert equal(before["big"], state._columns.current["big"])
+    state.settle()
+    assert state.overflows == 7
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("feedback", ["residual:storage=int8", "residual:storage=float32"])
+@pytest.mark.parametrize("saved_after", [1, 3, 4])
+def test_a_loaded_state_goes_on_to_the_bit(rank, size, feedback, saved_after):
+    model, state = wrapped("int4", feedback)
+    for step in range(saved_after):
+        reduced(model, unequal(rank, step))
+    saved = state.state_dict()
+    again, loaded = wrapped("int4", feedback)
+    loaded.load_state_dict(saved)
+    for step in range(saved_after, 9):
+        given = unequal(rank, step, turned=step < 5)
+        assert equal(reduced(model, given), reduced(again, given)), step
+    assert equal(state._columns.current, loaded._columns.current)
+
+
+def saved_by(rank: int, size: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    model, state = wrapped("int4", "residual:storage=float32")
+    for step in range(3):
+        reduced(model, unequal(rank, step))
+    return state.state_dict(), {name: owed(state, name) for name in CODED}
+
+
+def load_of_three(rank: int, size: int, states: list[Any], debts: dict[str, torch.Tensor]) -> None:
+    _, state = wrapped("int4", "residual:storage=float32")
+    state.load_state_dict(*states)
+    for name, debt in debts.items():
+        torch.testing.assert_close(owed(state, name), debt, rtol=1e-4, atol=1e-7)
+
+
+def test_other_numbers_of_ranks_owe_the_same(pool):
+    saved = pool.run(saved_by, ranks=3)
+    pool.run(load_of_three, [state for state, _ in saved], saved[0][1], ranks=2)
+
+
+@on_ranks(2)
+def test_a_load_of_another_version_begins_anew(rank, size):
+    model, state = wrapped("int4")
+    for step in range(3):
+        reduced(model, unequal(rank, step))
+    saved = state.state_dict()
+    (about,) = saved["about"]
+    saved["about"] = ({key: value for key, value in about.items() if key != "columns"},)
+    again, loaded = wrapped("int4")
+    loaded.load_state_dict(saved)
+    assert not loaded._columns.current
+    for step in range(3, 6):  # step 4 is a look
+        reduced(again, unequal(rank, step))
+    assert set(loaded._columns.current) == set(CODED)
+
+
+@on_ranks(2)
+def test_a_parameter_that_thaws_gets_factors(rank, size):
+    model, state = wrapped("int8", find_unused_parameters=True)
+    model.module.kernel.requires_grad_(False)
+    for step in range(3):
+        reduced(model, unequal(rank, step))
+    assert set(state._columns.current) == {"big"}
+    model.module.kernel.requires_grad_(True)
+    for step in range(3, 5):
+        got = reduced(model, unequal(rank, step))
+    assert set(state._columns.current) == set(CODED)
+    assert worst(got, 4, size) < 0.1
+
+
+@on_ranks(2)
+def test_an_exact_codec_takes_real_units(rank, size):
+    model, state = wrapped("int4", "residual:storage=float32")
+    for step in range(3):
+        reduced(model, unequal(rank, step))
+    debt = {name: owed(state, name) for name in CODED}
+    state.set_policy("fp32")
+    got = reduced(model, unequal(rank, 3))
+    assert not state._columns.current
+    for name in CODED:
+        exact = sum(unequal(other, 3)[name].double() for other in range(size)) / size
+        want = exact.view(-1) + debt[name]
+        torch.testing.assert_close(got[name].view(-1).double(), want, rtol=1e-5, atol=1e-5)
+    state.set_policy("int4")
+    reduced(model, unequal(rank, 4))
+    assert set(state._columns.current) == set(CODED)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_fsdp_has_the_factors_of_ddp(rank, size, backend):
+    model, state = wrapped("int8", feedback=False)
+    sharded = fully_shard(Chosen(SHAPES))
+    there = pycomm.compress(sharded, "int8", feedback=False)
+    for step in range(3):
+        reduced(model, unequal(rank, step))
+        got = reduced(sharded, unequal(rank, step))
+    assert set(there._columns.current) == set(CODED)
+    assert equal(state._columns.current, there._columns.current)
+    assert worst(got, 2, size) < 0.02
+
+
+@on_ranks(2)
+def test_half_precision_gradients_get_no_factors(rank, size):
+    model = DistributedDataParallel(Chosen(SHAPES).half())
+    state = pycomm.compress(model, "int8")
+    for step in range(3):
+        reduced(model, {name: g.half() for name, g in unequal(rank, step).items()})
+    assert not state._columns.current
+    model = DistributedDataParallel(Chosen(SHAPES).bfloat16())
+    state = pycomm.compress(model, "int8")
+    for step in range(3):
+        reduced(model, {name: g.bfloat16() for name, g in unequal(rank, step).items()})
+    assert set(state._columns.current) == set(CODED)
+
+
+# ------------------------------------------------------------------- without ranks
+
+
+def test_looks_are_frequent_at_first():
+    looks = [step for step in range(300) if is_look(step)]
+    assert looks == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
+    assert EVERY == 64
+
+
+def test_powers_of_two_are_exact():
+    exponents = torch.arange(-100, 101)
+    assert torch.equal(powers(exponents).double(), 2.0 ** exponents.double())
+
+
+def test_a_column_near_a_border_keeps_its_factor():
+    factors = ColumnFactors()
+    for size, want in ((0.6, 1), (0.4, 1), (0.3, 1), (0.2, 0), (0.7, 0), (0.8, 1)):
+        factors._means["w"] = torch.cat([torch.ones(8), torch.tensor([4.0**4, 4.0**size])])
+        if not factors._decided:
+            factors._decided["w"] = torch.tensor([0] * 8 + [4, 1], dtype=torch.int8)
+        factors._decided["w"] = factors._decide("w", 10)
+        assert factors._decided["w"].tolist() == [0] * 8 + [4, want], size
+
+
+def test_a_policy_says_whether_columns_are_divided():
+    assert Policy.of("int8").columns
+    assert not Policy.of("int8 columns=off").columns
+    assert Policy.of("int8").terms() != Policy.of("int8 columns=off").terms()
+    with pytest.raises(TypeError, match="columns"):
+        Policy("int8", columns="off")  # type: ignore[arg-type]
+
+
+def test_a_column_without_gradients_keeps_its_factor():
+    factors = ColumnFactors()
+    factors._means["w"] = torch.tensor([1.0, 1.0, 4.0**5, 0.0])
+    assert factors._decide("w", 4).tolist() == [0, 0, 5, 0]
