@@ -36,7 +36,7 @@ METHODS = {
     for method in (
         Method(EXACT),
         *(
-            Method(f"{label}{without and ', columns=off'}", codec=f"{codec}{without}")
+            Method(f"{label}{without and ', factors=off'}", codec=f"{codec}{without}")
             for label, codec in (
                 ("int8", "int8"),
                 ("int4", "int4"),
@@ -44,7 +44,7 @@ METHODS = {
                 ("top-k 1 %", "topk:0.01"),
                 ("sign", "sign"),
             )
-            for without in (" columns=off", "")
+            for without in (" factors=off", "")
         ),
         Method("coded momentum, sign", momentum="sign"),
         Method("PowerSGD rank 4", codec="powersgd:4"),

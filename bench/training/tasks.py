@@ -59,12 +59,16 @@ def rate(task: Task, step: int) -> float:
     return task.least + (1 - task.least) * 0.5 * (1 + math.cos(math.pi * done))
 
 
+_HELD_OUT = 2**32 - 1
+"""Seed of held-out batches: torch uses 32 bits of a seed."""
+
+
 def batch(task: Task, seed: int, step: int, rank: int) -> Batch:
     """Return the batch of a rank and step; step -1 is the held-out one, of all seeds."""
     if step < 0:
-        return task.batch(torch.Generator().manual_seed(2**40), task.held_out)
+        return task.batch(torch.Generator().manual_seed(_HELD_OUT), task.held_out)
     return task.batch(
-        torch.Generator().manual_seed((seed << 32) + (step << 8) + rank), task.samples
+        torch.Generator().manual_seed((seed << 22) + (step << 8) + rank), task.samples
     )
 
 
@@ -142,7 +146,7 @@ def _text(
     def draw(generator: torch.Generator, count: int) -> Batch:
         text = tokens()
         border = len(text) * 15 // 16
-        held_out = generator.initial_seed() == 2**40
+        held_out = generator.initial_seed() == _HELD_OUT
         text = text[border:] if held_out else text[:border]
         starts = torch.randint(len(text) - length - 1, (count, 1), generator=generator)
         found = text[starts + torch.arange(length + 1)]

@@ -180,13 +180,13 @@ class Residuals:
         """Multiply residuals and momentum, for a new unit of the gradients."""
         self._scale(factor, None, ROLES)
 
-    def scale_columns(self, name: str, factors: torch.Tensor) -> None:
-        """Multiply the columns of a parameter's residual, for new units of them.
+    def scale_matrix(self, name: str, factors: Iterable[torch.Tensor], columns: int) -> None:
+        """Multiply the rows and columns of a parameter's residual, for new units of them.
 
         Args:
             name: name of the parameter.
-            factors: float32 [columns], or of one value, on any device; the parameter's values are
-                whole rows of as many columns.
+            factors: float32 [rows, 1] or [columns], of this rank's part, on any device.
+            columns: columns of the parameter, of which each row of a residual has whole rows.
         """
         residual = self._residuals.get(name)
         if residual is None:
@@ -197,8 +197,7 @@ class Residuals:
                 stored = storage.part(pair[residual.side], residual.numel, row, 0, residual.numel)
                 values = storage.load(stored, residual.numel)
                 if values.any():  # else its pages stay unwritten
-                    scaled = values.view(-1, len(factors)) * factors.to(values.device)
-                    storage.store(scaled.view(-1), stored)
+                    storage.store(_times(values, factors, columns, row, rows), stored)
 
     def _scale(self, factor: float, names: Iterable[str] | None, roles: Iterable[str]) -> None:
         for name in self._residuals if names is None else names:
@@ -207,18 +206,10 @@ class Residuals:
                     if role in roles:
                         storage.scale(pair[residual.side], factor)
 
-    def norms(self, exponents: Mapping[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
-        """Return the L2 norms of each parameter's worker and owner residual.
-
-        Args:
-            exponents: by name, int8 [columns]: the residual of a column is in units of 2 to this
-                power.
-        """
+    def norms(self) -> dict[str, tuple[float, float]]:
+        """Return the L2 norms of each parameter's worker and owner residual."""
         return {
-            name: (
-                _norm(residual, "worker", exponents.get(name)),
-                _norm(residual, "owner", exponents.get(name)),
-            )
+            name: (_norm(residual, "worker"), _norm(residual, "owner"))
             for name, residual in self._residuals.items()
         }
 
@@ -306,11 +297,17 @@ def _widened(residual: Residual, rule: Feedback) -> Residual:
     return wide
 
 
-def _norm(residual: Residual, role: str, exponents: torch.Tensor | None) -> float:
+def _norm(residual: Residual, role: str) -> float:
     pair: Pair | None = getattr(residual, role)
-    if pair is None:
-        return 0.0
-    values = residual.current(role)
-    if exponents is not None:
-        values = values.view(-1, len(exponents)) * storage.powers(exponents).to(values.device)
-    return float(values.norm())
+    return 0.0 if pair is None else float(residual.current(role).norm())
+
+
+def _times(
+    values: torch.Tensor, factors: Iterable[torch.Tensor], columns: int, row: int, rows: int
+) -> torch.Tensor:
+    """Return one of `rows` rows of a residual, multiplied by the factors of its own."""
+    result = values.view(-1, columns)
+    for one in factors:
+        mine = one.to(values.device)
+        result = result * (mine.chunk(rows)[row] if mine.ndim > 1 else mine)
+    return result.view(-1)

@@ -33,8 +33,8 @@ from pycomm.policy import (
 from pycomm.policy.samples import BucketProbe
 from pycomm.reduction import members, paths, powersgd, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
-from pycomm.reduction.columns import ROWS, ColumnFactors, is_divided
 from pycomm.reduction.exchange_thread import ExchangeThread
+from pycomm.reduction.factors import Factors, Matrix, is_divided
 from pycomm.reduction.nodes import Nodes
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.weights import weigh
@@ -90,8 +90,8 @@ class BucketReducer:
         self._device = torch.device("cpu")
         self._buckets: dict[tuple[str, ...], Bucket] = {}
         self._agreed: dict[tuple[str, ...], Agreed] = {}  # about buckets; equal on all ranks
-        self._columns = ColumnFactors()
-        self._looks = False  # at the sizes of columns, in this step
+        self._factors = Factors()
+        self._looks = False  # at the sizes of rows and columns, in this step
         self._exchanges = powersgd.Exchanges(process_group)
         self._side: SideStream | None = None  # of the device, where hooks exchange payloads
         self._deferred: set[str] = set()  # parameters of the steps that `_side` has deferred
@@ -146,7 +146,7 @@ class BucketReducer:
         if before is not None and before.parameter.shape != shape and self.residuals:
             self.residuals.forget(name)
         if before is not None and before.parameter.shape != shape:
-            self._columns.forget(name)
+            self._factors.forget(name)
         self.plan.add(Parameter(name, tuple(shape), parameter.dtype, exact))
 
     def agree(self) -> None:
@@ -247,10 +247,10 @@ class BucketReducer:
         if self.residuals is not None and self.residuals.rule.clip:
             self._clip(bucket, tensor)
         if self._looks:
-            self._columns.look(tensor, bucket, self.columns)
-        divided = bool(self._columns.current) and self._columns.concern(bucket)
+            self._factors.look(tensor, bucket, self.matrix)
+        divided = bool(self._factors.current) and self._factors.concern(bucket)
         if divided:
-            self._columns.divide(tensor, bucket)
+            self._factors.divide(tensor, bucket)
         for residual in bucket.residuals:
             if residual is not None and (residual.in_place or residual.layouts != bucket.layouts):
                 self._settle_deferred()
@@ -283,7 +283,7 @@ class BucketReducer:
                 if probe is not None:
                     probe.finish(result)
                 if divided:
-                    self._columns.multiply(result, bucket)
+                    self._factors.multiply(result, bucket)
                 return result
 
             # For tensors that are not on the CPU, the work's result is a list.
@@ -347,8 +347,8 @@ class BucketReducer:
             tensor.copy_(values)
         if probe is not None:
             probe.finish(tensor)
-        if self._columns.concern(bucket):
-            self._columns.multiply(tensor, bucket)
+        if self._factors.concern(bucket):
+            self._factors.multiply(tensor, bucket)
         return finite
 
     def _all_finite(self) -> bool:
@@ -385,10 +385,10 @@ class BucketReducer:
         """
         bucket = self._bucket(tuple(names), input.device)
         if self._looks:
-            self._columns.look(input, bucket, self.columns)
-        divided = self._columns.concern(bucket)
+            self._factors.look(input, bucket, self.matrix)
+        divided = self._factors.concern(bucket)
         if divided:
-            self._columns.divide(input, bucket)
+            self._factors.divide(input, bucket)
         self._use(bucket.pieces, bucket, input)
         probe = self.plan.probe(
             input, bucket.pieces, self._residual_of, rows=self.rows, average=average
@@ -411,7 +411,7 @@ class BucketReducer:
             if probe is not None:
                 probe.finish(output)
             if divided:
-                self._columns.multiply(output, bucket)
+                self._factors.multiply(output, bucket)
 
         return wait
 
@@ -522,23 +522,33 @@ class BucketReducer:
         """Return the decision for a bucket's part of a parameter; here the whole parameter."""
         return decision
 
-    def columns(self, name: str) -> int:
-        """Return the number of columns of a parameter that may get factors; 0: it may not.
+    def matrix(self, name: str) -> Matrix | None:
+        """Return a parameter as a matrix, if its rows and columns may get factors now."""
+        decision = self.decisions.get(name)
+        if decision is None or not self.plan.policy.factors or not is_divided(decision.codec):
+            return None
+        return self._shape(name)
 
-        Its parts are whole rows, and all dimensions but the first count as columns.
+    def _shape(self, name: str) -> Matrix | None:
+        """Return a parameter as a matrix, whatever its codec; None: there are no whole rows here.
+
+        All dimensions but the first count as columns.
         """
         decision = self.decisions.get(name)
-        if decision is None:
-            return 0
-        shape, whole = self.part(decision).parameter.shape, decision.parameter.shape
-        if len(shape) < 2 or whole[0] < ROWS or not is_divided(decision.codec):
-            return 0
-        if not (self.divides_columns and self.plan.policy.columns):
-            return 0
-        return torch.Size(shape[1:]).numel()
+        if decision is None or not self.has_factors:
+            return None
+        shape = self.part(decision).parameter.shape
+        if len(shape) < 2 or not torch.Size(shape).numel():
+            return None
+        rows, columns = decision.parameter.shape[0], torch.Size(shape[1:]).numel()
+        given, got = slice(0, self.rows * shape[0]), slice(0, shape[0])
+        if self.rows > 1:
+            rank = self.process_group.rank()
+            got = slice(rank * shape[0], (rank + 1) * shape[0])
+        return Matrix(rows, columns, given, got)
 
-    divides_columns = True
-    """Parameters may get factors of columns."""
+    has_factors = True
+    """Rows and columns of parameters may get factors."""
 
     @property
     def _all_groups(self) -> list[dist.ProcessGroup]:
