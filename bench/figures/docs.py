@@ -28,7 +28,7 @@ from pycomm.bench.training.results import (
 
 ROOT = Path(__file__).parents[2]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
-PAGE = DOCS / "choosing.md"
+PAGE = DOCS / "results.md"
 TRAINING, CODECS = tables.RESULTS / "training-cpu.csv", tables.RESULTS / "codecs-cpu.csv"
 DEMO = tables.RESULTS / "demo-cpu.csv"
 NUMERIC = "--:"
@@ -168,11 +168,11 @@ def claims(results: Path) -> str:
 
 def write_all() -> None:
     rows = load(TRAINING)
-    for model, rate in dict.fromkeys((r.model, r.rate) for r in rows if r.kind == "step"):
-        write(PAGE, f"steps {model} {rate}", training(rows, model, rate))
+    for rate in dict.fromkeys(r.rate for r in rows if (r.kind, r.model) == ("step", "25m")):
+        write(PAGE, f"steps 25m {rate}", training(rows, "25m", rate))  # a figure has the demo's
     for model in ("demo", "digits"):  # the others are sweeps of the demo's settings
         write(PAGE, f"losses {model}", losses(rows, model))
     write(PAGE, "codecs", codecs(CODECS))
     write(DOCS / "bench.md", "claims", claims(tables.RESULTS))
-    write(DOCS / "bench.md", "planner", planner(tables.RESULTS / "plan-cpu.csv"))
+    write(PAGE, "planner", planner(tables.RESULTS / "plan-cpu.csv"))
     write(README, "demo", demo(DEMO))
