@@ -72,16 +72,19 @@ def _open(rows: list[Row]) -> str:
 
 
 def _list(title: str, rows: list[Row]) -> str:
-    """One line per test: with how many ranks, and what it says there first."""
+    """One line per reason: what a test says there first, and all tests that say so."""
     if not rows:
         return f"## {title}\n\nNone.\n"
-    tests: dict[str, list[Row]] = {}
+    first: dict[str, Row] = {}
     for row in sorted(rows, key=lambda r: (r.test, r.world_size)):
-        tests.setdefault(row.test, []).append(row)
-    lines = [f"## {title}", "", "| test | ranks | says |", "| --- | --- | --- |"]
-    for test, same in tests.items():
-        sizes = ", ".join(str(s) for s in sorted({r.world_size for r in same}))
-        lines.append(f"| `{test}` | {sizes} | {same[0].reason[:90].replace('|', '/')} |")
+        first.setdefault(row.test, row)
+    reasons: dict[str, list[str]] = {}
+    for test, row in first.items():
+        sizes = ", ".join(sorted({str(r.world_size) for r in rows if r.test == test}))
+        said = row.reason[:60].replace("|", "/")
+        reasons.setdefault(f"{said} | {sizes}", []).append(f"`{test}`")
+    lines = [f"## {title}", "", "| says | ranks | tests |", "| --- | --- | --- |"]
+    lines += [f"| {reason} | {', '.join(tests)} |" for reason, tests in reasons.items()]
     return "\n".join(lines) + "\n"
 
 
