@@ -14,6 +14,7 @@ from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.figures.claims import CLAIMS
 from pycomm.bench.plan import command as plan
+from pycomm.bench.training import suite
 from pycomm.bench.training.methods import METHODS
 from pycomm.bench.training.results import (
     DEMO_HEAD,
@@ -170,6 +171,8 @@ def write_all() -> None:
         write(PAGE, f"steps 25m {rate}", training(rows, "25m", rate))  # a figure has the demo's
     for model in ("demo", "digits"):  # the others are sweeps of the demo's settings
         write(PAGE, f"losses {model}", losses(rows, model))
+    head, *lines = suite.table(load(tables.RESULTS / "suite-cpu.csv"))
+    write(PAGE, "suite", table(head, lines))
     write(PAGE, "codecs", codecs(CODECS))
     write(DOCS / "bench.md", "claims", claims(tables.RESULTS))
     write(PAGE, "planner", planner(tables.RESULTS / "plan-cpu.csv"))
