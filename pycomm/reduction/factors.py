@@ -254,7 +254,7 @@ class Factors:
 
     def concern(self, bucket: Bucket) -> bool:
         """Whether a bucket has parameters with factors."""
-        return bool(self.current) and any(piece.name in self.current for piece in bucket.pieces)
+        return any(piece.name in self.current for piece in bucket.pieces)
 
     def divide(self, values: torch.Tensor, bucket: Bucket) -> None:
         """Divide a bucket [rows * values] by its factors, before it is coded."""

@@ -291,6 +291,7 @@ class BucketReducer:
             coded = load_c10d().then(work, last)
             return coded
         how: dict[str, Any] = {"senders": senders, "probe": probe, "step": self.step}
+        how["divided"] = divided
         if self._thread is not None:
             group = self._thread.group
             coded, is_finite = self._thread.run(
@@ -332,6 +333,7 @@ class BucketReducer:
         senders: Sequence[float] | None,
         probe: BucketProbe | None,
         step: int,
+        divided: bool,
         **flags: Any,
     ) -> torch.Tensor | None:
         """Average a bucket; Python moves the payloads. See `two_shot.all_reduce`."""
@@ -347,7 +349,7 @@ class BucketReducer:
             tensor.copy_(values)
         if probe is not None:
             probe.finish(tensor)
-        if self._factors.concern(bucket):
+        if divided:
             self._factors.multiply(tensor, bucket)
         return finite
 
@@ -386,7 +388,7 @@ class BucketReducer:
         bucket = self._bucket(tuple(names), input.device)
         if self._looks:
             self._factors.look(input, bucket, self.matrix)
-        divided = self._factors.concern(bucket)
+        divided = bool(self._factors.current) and self._factors.concern(bucket)
         if divided:
             self._factors.divide(input, bucket)
         self._use(bucket.pieces, bucket, input)
