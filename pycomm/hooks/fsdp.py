@@ -39,6 +39,7 @@ from pycomm.policy import agree as agree_on
 from pycomm.policy.exchange import gather
 from pycomm.reduction import paths, two_shot
 from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.factors import Matrix
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.taken import DiscardedGradients
 
@@ -319,6 +320,27 @@ class FSDPState(CompressionState):
             return {}
         shapes = {name: self._tensor_of[name]().shape for name in self._rows}
         return {name: Cut(tuple(shape), self._ranks) for name, shape in shapes.items()}
+
+    def _shape(self, name: str) -> Matrix | None:
+        """See `BucketReducer`; of parameters that are sharded by rows."""
+        found = super()._shape(name)
+        if found is None or self._ranks == 1:
+            return found
+        if name not in self._rows:
+            return None
+        if self._scatters or self._shard_group is None:
+            return found
+        count = found.got.stop  # replicas average this rank's shard
+        first = self._shard_group.rank() * count
+        here = slice(first, first + count)
+        return replace(found, given=here, got=here)
+
+    @property
+    def _all_groups(self) -> list[dist.ProcessGroup]:
+        groups = [self.process_group]
+        if self._shard_group is not None and not self._scatters:
+            groups.append(self._shard_group)
+        return groups
 
     @property
     def rows(self) -> int:
