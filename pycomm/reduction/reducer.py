@@ -529,7 +529,8 @@ class BucketReducer:
         decision = self.decisions.get(name)
         if decision is None or not self.plan.policy.factors or not is_divided(decision.codec):
             return None
-        return self._shape(name)
+        found = self._shape(name)
+        return found and replace(found, by_rows=decision.codec.combine != "gather")
 
     def _shape(self, name: str) -> Matrix | None:
         """Return a parameter as a matrix, whatever its codec; None: there are no whole rows here.
