@@ -153,8 +153,10 @@ def native_codec(spec: str) -> _C.Codec:
     return _C.Codec(spec)
 
 
-Launcher = Callable[[list[Any], torch.device], None]
-"""Starts launches (`pycomm.codecs.cuda.launches`) on torch's current stream of a device."""
+class Launcher(Protocol):
+    """Starts launches (`pycomm.codecs.cuda.launches`) on torch's current stream of a device."""
+
+    def __call__(self, launches: list[Any], device: torch.device) -> None: ...
 
 
 def is_launched(way: Implementation) -> bool:

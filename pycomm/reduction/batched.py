@@ -168,7 +168,7 @@ class Batched:
                 0 if swapped is None else swapped.data_ptr(),
             )
             if self._launch is not None:
-                options["launch"] = partial(_launched, self._launch, self._device)
+                options["launch"] = partial(self._launch, device=self._device)
             elif torch._C._cuda_getDevice() != self._device.index:
                 current = torch.cuda.device(self._device)
         memory = kept[0].data_ptr(), self._memory_bytes
@@ -203,7 +203,3 @@ class Batched:
         memory, places = came
         kept.append(memory)
         return memory.data_ptr(), memory.numel(), places
-
-
-def _launched(launch: Launcher, device: torch.device, launches: list[Any]) -> None:
-    launch(launches, device)
