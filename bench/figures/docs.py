@@ -32,6 +32,7 @@ DOCS, README = ROOT / "docs", ROOT / "README.md"
 PAGE = DOCS / "results.md"
 TRAINING, CODECS = tables.RESULTS / "training-cpu.csv", tables.RESULTS / "codecs-cpu.csv"
 DEMO = tables.RESULTS / "demo-cpu.csv"
+COUNTS = ROOT / "tests" / "codecs" / "cuda" / "calls.csv"
 NUMERIC = "--:"
 
 
@@ -151,6 +152,27 @@ def write(page: Path, name: str, text: str) -> None:
     partial.replace(page)
 
 
+def kernels(counts: Path) -> str:
+    """Return the table with a row per call of a codec on a GPU: its instructions for a value.
+
+    Args:
+        counts: calls.csv of tests/codecs/cuda.
+    """
+    rows = tables.read(counts)
+    archs = [column for column in rows[0] if column.startswith("sm_")]
+    lines = []
+    for row in rows:
+        allowed = float(row["allowed"])
+        numbers = [
+            number + (" over" if float(number) > allowed else "")
+            for number in (row[arch] for arch in archs)
+        ]
+        share = f"{float(row['share']):.0%}"
+        lines.append([row["call"], row["bytes"], share, row["allowed"], *numbers, "not measured"])
+    head = ("call", "bytes", "share wanted", "allowed", *archs, "share on a GPU")
+    return table(head, lines)
+
+
 def claims(results: Path) -> str:
     """Return the table with a row per claim: its command, and where it was measured last."""
     lines = []
@@ -176,4 +198,5 @@ def write_all() -> None:
     write(PAGE, "codecs", codecs(CODECS))
     write(DOCS / "bench.md", "claims", claims(tables.RESULTS))
     write(PAGE, "planner", planner(tables.RESULTS / "plan-cpu.csv"))
+    write(PAGE, "kernels", kernels(COUNTS))
     write(README, "demo", demo(DEMO))

@@ -8,9 +8,9 @@ namespace pycomm::codecs::eden {
 
 /// Codes of a lane's four values in each row of a tile: from half a byte to two.
 template <int kBits>
-class Rows {
+class Codes {
  public:
-  __device__ Rows(const Tile& tile, uint8_t* codes) : at_(codes + tile.index(0) * kBits / 8) {}
+  __device__ Codes(const Tile& tile, uint8_t* codes) : at_(codes + tile.index(0) * kBits / 8) {}
 
   /// Called by all lanes of a warp; `there` if the payload has the row.
   __device__ void store(int row, bool there, uint32_t chunk) const {
@@ -42,6 +42,66 @@ class Rows {
   uint8_t* at_;
 };
 
+/// Returns the item of 1 << kDepth that `bit` says, the highest bit first.
+template <int kDepth, typename F>
+__device__ __forceinline__ float item(const bool* bit, const F& f) {
+  float items[1 << kDepth];
+#pragma unroll
+  for (int i = 0; i < 1 << kDepth; i++) items[i] = f(i);
+#pragma unroll
+  for (int depth = kDepth - 1; depth >= 0; depth--) {
+#pragma unroll
+    for (int i = 0; i < 1 << depth; i++) items[i] = bit[depth] ? items[2 * i + 1] : items[2 * i];
+  }
+  return items[0];
+}
+
+/// Returns the level of a magnitude, and `sign` with it: the value of quantize(), by halving.
+template <int kBits>
+__device__ __forceinline__ float signed_level(uint32_t sign, float magnitude) {
+  constexpr int kLevels = num_levels(kBits);
+  bool beyond[kBits];
+  const auto compare = [&](int depth, float border) { beyond[depth] = magnitude >= border; };
+  if constexpr (kBits > 1) compare(0, border(kBits, kLevels / 2 - 1));
+  if constexpr (kBits > 2) {
+    compare(1, item<1>(beyond, [](int i) { return border(kBits, (2 * i + 1) * kLevels / 4 - 1); }));
+  }
+  if constexpr (kBits > 3) {
+    compare(2, item<2>(beyond, [](int i) { return border(kBits, (2 * i + 1) * kLevels / 8 - 1); }));
+  }
+  const float value = item<kBits - 1>(beyond, [](int i) { return level(kBits, i); });
+  return bits_float(float_bits(value) | sign);
+}
+
+/// Returns a word whose upper kBits are the code of a level with its sign. The factor and the
+/// offset were found by trying: they take the bits of each level to its code; the factor is odd, so
+/// that a sign adds the highest bit.
+template <int kBits>
+__device__ __forceinline__ uint32_t word_of(float level) {
+  constexpr uint32_t kFactors[4] = {1, 1, 43, 30928185};
+  constexpr uint32_t kOffsets[4] = {0, 0x3eaaa3, 0x9e5dd882, 0x95c17ac3};
+  return float_bits(level) * kFactors[kBits - 1] + kOffsets[kBits - 1];
+}
+
+/// Decodes four codes with a scale. Called by all lanes of a warp.
+template <int kBits>
+__device__ __forceinline__ cuda::Vector<float> decode_row(uint32_t chunk, float scale) {
+  cuda::Vector<float> value;
+  if constexpr (kBits < 3) {
+    const float near = level(kBits, 0) * scale, far = level(kBits, kBits - 1) * scale;
+    for (int k = 0; k < cuda::kVector; k++) {
+      const float v = kBits > 1 && (chunk >> k * kBits & 1) != 0 ? far : near;
+      value.v[k] = (chunk >> ((k + 1) * kBits - 1) & 1) != 0 ? -v : v;
+    }
+  } else {
+    const float mine = dequantize<kBits>(lane_of());  // lanes have the levels of all codes
+    for (int k = 0; k < cuda::kVector; k++) {
+      value.v[k] = bits_float(__shfl_sync(~0u, float_bits(mine), chunk >> k * kBits)) * scale;
+    }
+  }
+  return value;
+}
+
 // ---------------------------------------------------------------- kernels
 
 // Blocks that a multiprocessor runs at once, since one waits for memory while another computes.
@@ -58,17 +118,21 @@ __global__ void __launch_bounds__(cuda::kThreads, blocks_at_once(kBits, kSizeBit
   const RotationHeader header = write_header(args);
   const RotationSigns signs(header, first_of(tile));
 
+  using Rotations = SharesOf<kSizeBits>;
+  using Rows = Shares<cuda::kLanes>;
   Values y;
   load_sum(tile, args, batch.head.swapped, y);
+  move<Rows, Rotations>(y);
   rotate<kSizeBits>(signs, size_bits, y);
 
   uint32_t top[kTileRows];
   max_of_rows(y, top);
-  max_of_tile(top, size);
+  max_of_tile<kSizeBits>(top, size);
+  const auto amax = [&](int row) { return bits_float(top[row]); };
 
-  float energy[kTileRows], sum[kTileRows];
+  float energy[kTileRows], inverse[kTileRows], sum[kTileRows];
   add_halves<kSizeBits>(size, energy, [&](int row) {
-    const float shrink = inverse_exponent(exponent_of(bits_float(top[row])));
+    const float shrink = inverse_exponent(exponent_of(amax(row)));
     cuda::Vector<float> square;
     for (int k = 0; k < cuda::kVector; k++) {
       y[row].v[k] = y[row].v[k] * shrink;
@@ -76,57 +140,60 @@ __global__ void __launch_bounds__(cuda::kThreads, blocks_at_once(kBits, kSizeBit
     }
     return square;
   });
-
-  const auto inverse = [&](int row) { return sqrtf(static_cast<float>(size) / energy[row]); };
-  const float inv_of_all = kSizeBits == 10 ? inverse(0) : 0.0f;
-  const size_t rotated = rotated_values(args.numel, size_bits);
-  const Rows<kBits> codes(tile, args.codes);
-  uint32_t chunk[kTileRows];
+  each_block<kSizeBits>(size, inverse, [&](int row) {
+    return used(amax(row)) ? sqrtf(static_cast<float>(size) / energy[row]) : 0.0f;
+  });
+  // From here on y has levels: of a rotation without codes the first one, whose code is 0.
   add_halves<kSizeBits>(size, sum, [&](int row) {
-    const bool coded = used(bits_float(top[row]));
-    const float inv = kSizeBits == 10 ? inv_of_all : inverse(row);
-    chunk[row] = 0;
+    const uint32_t signs_coded = used(amax(row)) ? 1u << 31 : 0;
     cuda::Vector<float> product;
-#pragma unroll
-    for (int k = cuda::kVector - 1; k >= 0; k--) {
+    for (int k = 0; k < cuda::kVector; k++) {
       const float u = y[row].v[k];
-      const Coded level = quantize_magnitude<kBits>(fabsf(u * inv));
-      const uint32_t sign = float_bits(u) & 1u << 31;
-      product.v[k] = bits_float(float_bits(level.value) | sign) * u;
-      chunk[row] = __funnelshift_l(float_bits(u), chunk[row], 1) * (1u << (kBits - 1)) + level.code;
+      y[row].v[k] = signed_level<kBits>(float_bits(u) & signs_coded, fabsf(u * inverse[row]));
+      product.v[k] = y[row].v[k] * u;
     }
-    if (!coded) chunk[row] = 0;
-    codes.store(row, size == kTile || tile.index(row) < rotated, chunk[row]);
     return product;
   });
-  const auto level_of = [&](int row, int k) {
-    return dequantize<kBits>(chunk[row] >> (k * kBits));
-  };
   if constexpr (kMmse) {
     for (int row = 0; row < kTileRows; row++) energy[row] = sum[row];
     add_halves<kSizeBits>(size, sum, [&](int row) {
       cuda::Vector<float> square;
-      for (int k = 0; k < cuda::kVector; k++) square.v[k] = level_of(row, k) * level_of(row, k);
+      for (int k = 0; k < cuda::kVector; k++) square.v[k] = y[row].v[k] * y[row].v[k];
       return square;
     });
   }
-
   float scale[kTileRows];
-  each_first(size, [&](int row) {
-    const float amax = bits_float(top[row]);
-    scale[row] =
-        used(amax) ? energy[row] / sum[row] * exponent_of(amax) : codecs::scale(amax, 1.0f);
-    const size_t i = tile.index(row);
-    const size_t place = size <= kTile ? row * cuda::kRow + lane_of() * cuda::kVector : i;
-    if (place % size == 0 && i < args.numel) args.scales[i >> size_bits] = scale[row];
+  each_block<kSizeBits>(size, scale, [&](int row) {
+    const float factor = energy[row] / sum[row] * exponent_of(amax(row));
+    return used(amax(row)) ? factor : codecs::scale(amax(row), 1.0f);
   });
-  if (args.residual == nullptr) return;
-  share_rows(scale, size);
 #pragma unroll
   for (int row = 0; row < kTileRows; row++) {
-    for (int k = 0; k < cuda::kVector; k++) y[row].v[k] = level_of(row, k) * scale[row];
+    if (kSizeBits > 0 && row > 0) continue;  // all rows of a lane are of one rotation
+    const size_t i = first_of(tile) + Rotations::place(row);
+    const size_t place = size <= kTile ? Rotations::place(row) : i;
+    if (place % size == 0 && i < args.numel) args.scales[i >> size_bits] = scale[row];
+  }
+
+  move<Rotations, Rows>(y);
+  const size_t rotated = rotated_values(args.numel, size_bits);
+  const Codes<kBits> codes(tile, args.codes);
+#pragma unroll
+  for (int row = 0; row < kTileRows; row++) {
+    uint32_t chunk = 0;
+    for (int k = cuda::kVector - 1; k >= 0; k--) {
+      chunk = __funnelshift_l(word_of<kBits>(y[row].v[k]), chunk, kBits);
+    }
+    codes.store(row, size == kTile || tile.index(row) < rotated, chunk);
+  }
+  if (args.residual == nullptr) return;
+  move<Rows, Rotations>(y);
+#pragma unroll
+  for (int row = 0; row < kTileRows; row++) {
+    for (int k = 0; k < cuda::kVector; k++) y[row].v[k] = y[row].v[k] * scale[row];
   }
   unrotate<kSizeBits>(signs, size_bits, y);
+  move<Rotations, Rows>(y);
   store_rest(tile, args, batch.head.swapped, y);
 }
 
@@ -138,10 +205,11 @@ __global__ void __launch_bounds__(cuda::kThreads, blocks_at_once(kBits, kSizeBit
   const Tile tile(block_of(args), args.numel, args.out);
   if (tile.empty() && size <= kTile) return;
   const RotationSigns signs(read_header(args), first_of(tile));
+  using Rows = Shares<cuda::kLanes>;
 
   Values y;
   const size_t rotated = rotated_values(args.numel, size_bits);
-  const Rows<kBits> codes(tile, const_cast<uint8_t*>(args.codes));
+  const Codes<kBits> codes(tile, const_cast<uint8_t*>(args.codes));
   const auto there = [&](int row) { return size == kTile || tile.index(row) < rotated; };
   float scale[kTileRows];
   each_first(size, [&](int row) {
@@ -150,12 +218,11 @@ __global__ void __launch_bounds__(cuda::kThreads, blocks_at_once(kBits, kSizeBit
   share_rows(scale, size);
 #pragma unroll
   for (int row = 0; row < kTileRows; row++) {
-    const uint32_t chunk = there(row) ? codes.load(row) : 0;
-    for (int k = 0; k < cuda::kVector; k++) {
-      y[row].v[k] = dequantize<kBits>(chunk >> (k * kBits)) * scale[row];
-    }
+    y[row] = decode_row<kBits>(there(row) ? codes.load(row) : 0, scale[row]);
   }
+  move<Rows, SharesOf<kSizeBits>>(y);
   unrotate<kSizeBits>(signs, size_bits, y);
+  move<SharesOf<kSizeBits>, Rows>(y);
   store_values(tile, args, y);
 }
 

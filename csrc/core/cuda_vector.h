@@ -25,8 +25,16 @@ __device__ __forceinline__ void store_vector(T* to, const Vector<T>& from) {
   }
 }
 
-/// Part of an array of `size` values that belongs to this warp: rows of kRow values. A tile that is
-/// cut by the end of the array, or whose arrays are not aligned, moves value by value instead.
+/// Memory of a warp for a row of values of up to four bytes.
+__device__ __forceinline__ void* row_of_warp() {
+  __shared__ Vector<float> rows[kThreads];
+  return rows + threadIdx.x / kLanes * kLanes;
+}
+
+/// Part of an array of `size` values that belongs to this warp: rows of kRow values. Where one of
+/// the arrays is not aligned to 16 bytes, as the pieces of a bucket behind a parameter of odd size,
+/// neighbouring lanes move neighbouring values, which is as fast, and exchange them in shared
+/// memory. A tile that is cut by the end of the array moves value by value instead.
 template <int kRows>
 class Tile {
  public:
@@ -39,8 +47,8 @@ class Tile {
     const size_t begin = (size_t{block} * kWarps + threadIdx.x / kLanes) * kValues;
     first_ = begin + threadIdx.x % kLanes * kVector;
     empty_ = begin >= size;
-    whole_ =
-        opaque(begin + kValues <= size && (reinterpret_cast<size_t>(pointers) | ...) % 16 == 0);
+    const bool aligned = (reinterpret_cast<size_t>(pointers) | ...) % 16 == 0;
+    form_ = opaque(begin + kValues > size ? kCut : aligned ? kAligned : kShifted);
   }
 
   /// True for all lanes of a warp or for none.
@@ -48,14 +56,19 @@ class Tile {
   /// Index of the lane's first value in a row.
   __device__ size_t index(int row) const { return first_ + row * kRow; }
 
-  /// Loads a row. Values beyond the end are 0.
+  /// Loads the rows. Values beyond the end are 0. Called by all lanes of a warp, as store().
   template <typename T>
   __device__ void load(const T* from, Vector<T> (&to)[kRows]) const {
-    if (whole_ != 0) {
+    if (form_ == kAligned) {
+#pragma unroll
+      for (int row = 0; row < kRows; row++) to[row] = load_aligned(from, row);
+    } else if (form_ == kShifted) {
 #pragma unroll
       for (int row = 0; row < kRows; row++) {
-        to[row] = *reinterpret_cast<const Vector<T>*>(from + index(row));
+        for (int k = 0; k < kVector; k++) to[row].v[k] = from[strided(row, k)];
       }
+#pragma unroll
+      for (int row = 0; row < kRows; row++) to[row] = gathered(to[row]);
     } else {
       const int left = left_of(size_);
 #pragma unroll
@@ -63,19 +76,25 @@ class Tile {
     }
   }
 
+  /// Loads a row. The other lanes need not call it.
   template <typename T>
   __device__ Vector<T> load(const T* from, int row) const {
-    if (whole_ != 0) return *reinterpret_cast<const Vector<T>*>(from + index(row));
-    return load_cut(from, row, left_of(size_));
+    return form_ == kAligned ? load_aligned(from, row) : load_cut(from, row, left_of(size_));
   }
 
-  /// Stores a row. `to` has `size` values: those of the tile's arrays, or more if it is padded.
+  /// `to` has `size` values: those of the tile's arrays, or more if it is padded.
   template <typename T>
   __device__ void store(T* to, size_t size, const Vector<T> (&from)[kRows]) const {
-    if (whole_ != 0) {
+    if (form_ == kAligned) {
 #pragma unroll
       for (int row = 0; row < kRows; row++) {
         store_vector(to + index(row), from[row]);
+      }
+    } else if (form_ == kShifted) {
+#pragma unroll
+      for (int row = 0; row < kRows; row++) {
+        const Vector<T> values = scattered(from[row]);
+        for (int k = 0; k < kVector; k++) to[strided(row, k)] = values.v[k];
       }
     } else {
       const int left = left_of(size);
@@ -96,6 +115,13 @@ class Tile {
   }
 
  private:
+  enum Form : int { kCut, kAligned, kShifted };
+
+  template <typename T>
+  __device__ Vector<T> load_aligned(const T* from, int row) const {
+    return *reinterpret_cast<const Vector<T>*>(from + index(row));
+  }
+
   template <typename T>
   __device__ Vector<T> load_cut(const T* from, int row, int left) const {
     Vector<T> to;
@@ -105,6 +131,34 @@ class Tile {
     }
     return to;
   }
+
+  /// Index of the k-th value that a lane moves where neighbouring lanes move neighbours.
+  __device__ size_t strided(int row, int k) const {
+    return index(row) - lane() * kVector + k * kLanes + lane();
+  }
+  /// Returns a lane's own four neighbours of the values of a row at strided().
+  template <typename T>
+  __device__ static Vector<T> gathered(const Vector<T>& values) {
+    T* const memory = static_cast<T*>(row_of_warp());
+    __syncwarp();  // all have read the previous contents
+#pragma unroll
+    for (int k = 0; k < kVector; k++) memory[k * kLanes + lane()] = values.v[k];
+    __syncwarp();
+    return *reinterpret_cast<const Vector<T>*>(memory + lane() * kVector);
+  }
+  /// The inverse.
+  template <typename T>
+  __device__ static Vector<T> scattered(const Vector<T>& values) {
+    T* const memory = static_cast<T*>(row_of_warp());
+    __syncwarp();
+    *reinterpret_cast<Vector<T>*>(memory + lane() * kVector) = values;
+    __syncwarp();
+    Vector<T> to;
+#pragma unroll
+    for (int k = 0; k < kVector; k++) to.v[k] = memory[k * kLanes + lane()];
+    return to;
+  }
+  __device__ static uint32_t lane() { return threadIdx.x % kLanes; }
 
   /// Returns x as something that a compiler does not know: else it computes each comparison with it
   /// once more, before all branches.
@@ -118,7 +172,7 @@ class Tile {
   size_t first_;
   size_t size_;
   bool empty_;
-  int whole_;
+  int form_;
 };
 
 }  // namespace pycomm::cuda

@@ -73,14 +73,27 @@ __device__ __forceinline__ size_t codes_offset(const EncodeParams& args) {
   return args.codes - reinterpret_cast<const uint8_t*>(args.scales);
 }
 
-/// Computes the largest magnitude of each lane's values of a row.
+/// Returns the larger of two magnitudes; a NaN is larger than all.
+__device__ __forceinline__ float larger(float a, float b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return bits_float(max(float_bits(a), float_bits(b)));
+#endif
+}
+
+/// Computes the largest magnitude of each lane's values of a row, by instructions that take
+/// magnitudes themselves: integers would need one more for each.
 template <int kRows>
 __device__ __forceinline__ void max_of_rows(const cuda::Vector<float> (&p)[kRows],
                                             uint32_t (&top)[kRows]) {
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
-    top[row] = 0;
-    for (int k = 0; k < cuda::kVector; k++) top[row] = max(top[row], magnitude_bits(p[row].v[k]));
+    float largest = fabsf(p[row].v[0]);
+    for (int k = 1; k < cuda::kVector; k++) largest = larger(largest, fabsf(p[row].v[k]));
+    top[row] = float_bits(largest);
   }
 }
 

@@ -18,8 +18,12 @@ __device__ __forceinline__ size_t first_of(const Tile& tile) {
   return tile.index(0) - lane_of() * cuda::kVector;
 }
 
+/// Vectors of a tile that follow each other in memory before one is left out; see move().
+constexpr uint32_t kEighth = 8;
+/// Vectors of memory of a block: of all its tiles, and those left out.
+constexpr uint32_t kShared = kTileRows * cuda::kThreads / kEighth * (kEighth + 1);
 __device__ __forceinline__ cuda::Vector<float>* shared_tiles() {
-  __shared__ cuda::Vector<float> tiles[kTileRows * cuda::kThreads];
+  __shared__ cuda::Vector<float> tiles[kShared];
   return tiles;
 }
 
@@ -35,6 +39,56 @@ __device__ __forceinline__ void show(const cuda::Vector<float> (&mine)[kCount]) 
 /// Returns vector i of the warp that is `step` away.
 __device__ __forceinline__ cuda::Vector<float> shown(int i, uint32_t step) {
   return shared_tiles()[i * cuda::kThreads + (threadIdx.x ^ step * cuda::kLanes)];
+}
+
+/// How the tile of a warp lies in its registers. kLanes lanes hold a row of kLanes vectors, a row
+/// follows the one before it, and kTileRows of them are a share of the tile. As loaded, a share is
+/// the whole tile.
+template <int kLanes>
+struct Shares {
+  static constexpr uint32_t kRow = kLanes * cuda::kVector;
+  static constexpr uint32_t kShare = kTileRows * kRow;
+
+  /// Returns the place in the tile of a lane's first value of a row.
+  __device__ static uint32_t place(uint32_t row) {
+    return lane_of() / kLanes * kShare + row * kRow + lane_of() % kLanes * cuda::kVector;
+  }
+  /// Returns the vectors from the lane's first row on to another one, in the memory of move().
+  __device__ static constexpr uint32_t moved(uint32_t row) {
+    static_assert(kEighth % kLanes == 0 || kLanes % kEighth == 0);
+    return row * kLanes + row * kLanes / kEighth;
+  }
+};
+
+/// Lanes of a row while a kernel computes with rotations of 1 << kSizeBits values. Where it knows
+/// the size, a share is a rotation, so that few of the steps cross lanes.
+template <int kSizeBits>
+constexpr int kRowLanes =
+    kSizeBits > 0 ? (1 << kSizeBits) / (kTileRows * cuda::kVector) : cuda::kLanes;
+template <int kSizeBits>
+using SharesOf = Shares<kRowLanes<kSizeBits>>;
+
+/// Where move() has the first row of a lane. The next ones follow at fixed distances, since one
+/// vector in nine is unused, so that eight lanes that move at once find eight different sets of
+/// banks.
+template <typename Shares>
+__device__ __forceinline__ cuda::Vector<float>* moved() {
+  const uint32_t vector = Shares::place(0) / cuda::kVector;
+  return shared_tiles() + warp_of() * (kShared / cuda::kWarps) + vector + vector / kEighth;
+}
+
+/// Moves the values of a tile from one way of lying to another.
+template <typename From, typename To>
+__device__ __forceinline__ void move(Values& y) {
+  if constexpr (From::kRow != To::kRow) {
+    cuda::Vector<float>*const from = moved<From>(), *const to = moved<To>();
+    __syncwarp();  // all have read the previous contents
+#pragma unroll
+    for (int row = 0; row < kTileRows; row++) from[From::moved(row)] = y[row];
+    __syncwarp();
+#pragma unroll
+    for (int row = 0; row < kTileRows; row++) y[row] = to[To::moved(row)];
+  }
 }
 
 /// Calls f(row) for the first row of each block.
@@ -57,29 +111,46 @@ __device__ __forceinline__ void share_rows(T (&rows)[kTileRows], uint32_t block)
   }
 }
 
+/// Computes f(row) once for each block that a lane has values of, from its first row, for all of
+/// its rows.
+template <int kSizeBits, typename F>
+__device__ __forceinline__ void each_block(uint32_t block, float (&of)[kTileRows], const F& f) {
+  block = kSizeBits > 0 ? kTile : block;  // all rows of a lane are of one block
+  each_first(block, [&](int row) { of[row] = f(row); });
+  share_rows(of, block);
+}
+
 /// Replaces what each lane has of a row by the largest of the row's block of `block` values.
+template <int kSizeBits>
 __device__ __forceinline__ void max_of_tile(uint32_t (&top)[kTileRows], uint32_t block) {
-#pragma unroll
-  for (int step = kTileRows / 2; step > 0; step /= 2) {
-    if (step * cuda::kRow >= block) continue;
-#pragma unroll
-    for (int row = 0; row < kTileRows; row++) {
-      if ((row & step) == 0) top[row] = max(top[row], top[row + step]);
-    }
-  }
-  if (block >= cuda::kRow) {
-    each_first(block, [&](int row) { top[row] = max_of_warp(top[row]); });
+  if constexpr (kSizeBits > 0 && kRowLanes<kSizeBits> < cuda::kLanes) {
+    for (int row = 1; row < kTileRows; row++) top[0] = max(top[0], top[row]);
+    uint32_t one[1] = {top[0]};
+    max_of_blocks(one, SharesOf<kSizeBits>::kRow);
+    for (uint32_t& each : top) each = one[0];
   } else {
-    max_of_blocks(top, block);
-  }
+#pragma unroll
+    for (int step = kTileRows / 2; step > 0; step /= 2) {
+      if (step * cuda::kRow >= block) continue;
+#pragma unroll
+      for (int row = 0; row < kTileRows; row++) {
+        if ((row & step) == 0) top[row] = max(top[row], top[row + step]);
+      }
+    }
+    if (block >= cuda::kRow) {
+      each_first(block, [&](int row) { top[row] = max_of_warp(top[row]); });
+    } else {
+      max_of_blocks(top, block);
+    }
 #pragma unroll 1
-  for (uint32_t step = 1; step * kTile < block; step *= 2) {
-    cuda::Vector<float> mine[1]{};
-    mine[0].v[0] = bits_float(top[0]);
-    show(mine);
-    top[0] = max(top[0], float_bits(shown(0, step).v[0]));
+    for (uint32_t step = 1; step * kTile < block; step *= 2) {
+      cuda::Vector<float> mine[1]{};
+      mine[0].v[0] = bits_float(top[0]);
+      show(mine);
+      top[0] = max(top[0], float_bits(shown(0, step).v[0]));
+    }
+    share_rows(top, block);
   }
-  share_rows(top, block);
 }
 
 __device__ __forceinline__ void add(cuda::Vector<float>& to, const cuda::Vector<float>& from) {
@@ -87,9 +158,10 @@ __device__ __forceinline__ void add(cuda::Vector<float>& to, const cuda::Vector<
 }
 
 /// Adds the halves of a row, or of the smaller blocks in it.
+template <int kLanes>
 __device__ __forceinline__ float sum_of_lanes(cuda::Vector<float> lane, uint32_t block) {
 #pragma unroll
-  for (int step = cuda::kLanes / 2; step > 0; step /= 2) {
+  for (int step = kLanes / 2; step > 0; step /= 2) {
     if (step * cuda::kVector >= block) continue;
 #pragma unroll
     for (int k = 0; k < cuda::kVector; k++) {
@@ -100,51 +172,13 @@ __device__ __forceinline__ float sum_of_lanes(cuda::Vector<float> lane, uint32_t
   return (lane.v[0] + lane.v[2]) + (lane.v[1] + lane.v[3]);
 }
 
-/// Adds the lanes at a distance of `step`: of one sum in the near lanes, of another in the far
-/// ones.
-__device__ __forceinline__ float exchange(float one, float other, int step) {
-  const bool far = (lane_of() & step) != 0;
-  const float sent = far ? one : other, kept = far ? other : one;
-  return kept + bits_float(__shfl_xor_sync(~0u, float_bits(sent), step));
-}
-
-/// Computes sum_of_lanes() of each row f(row): the same additions, each in only one lane.
-template <typename F>
-__device__ __forceinline__ void sums_of_rows(float (&sum)[kTileRows], const F& f) {
-  constexpr int kHalf = cuda::kLanes / 2;
-  static_assert(kTileRows * cuda::kVector == cuda::kLanes);
-  float one[kHalf];
-#pragma unroll
-  for (int row = 0; row < kTileRows / 2; row++) {
-    const cuda::Vector<float> near = f(row), far = f(row + kTileRows / 2);
-    for (int k = 0; k < cuda::kVector; k++) {
-      one[row * cuda::kVector + k] = exchange(near.v[k], far.v[k], kHalf);
-    }
-  }
-#pragma unroll
-  for (int step = kHalf / 2; step > 0; step /= 2) {
-#pragma unroll
-    for (int i = 0; i < step; i++) one[i] = exchange(one[i], one[i + step], step);
-  }
-  for (int step = 2; step > 0; step /= 2) {
-    one[0] = one[0] + bits_float(__shfl_xor_sync(~0u, float_bits(one[0]), step));
-  }
-#pragma unroll
-  for (int row = 0; row < kTileRows; row++) {
-    sum[row] = bits_float(__shfl_sync(~0u, float_bits(one[0]), row * cuda::kVector));
-  }
-}
-
 /// Computes the sum of each block, for each row, of the terms f(row): each half of a block is added
 /// to the other, first warps, then rows, then lanes, then the values of a lane. Where the size is
 /// known, rows are added as soon as they are there, so that fewer are kept.
 template <int kSizeBits, typename F>
 __device__ __forceinline__ void add_halves(uint32_t block, float (&sum)[kTileRows], const F& f) {
-  if constexpr (kSizeBits > 0 && 1u << kSizeBits == cuda::kRow) {
-    return sums_of_rows(sum, f);
-  }
   constexpr int kHalf = kTileRows / 2;
-  constexpr bool kAtOnce = kSizeBits > 0 && 1u << kSizeBits == kTile;
+  constexpr bool kAtOnce = kSizeBits > 0;
   Values terms;
 #pragma unroll
   for (int row = 0; row < kHalf; row++) {
@@ -160,15 +194,15 @@ __device__ __forceinline__ void add_halves(uint32_t block, float (&sum)[kTileRow
   }
 #pragma unroll
   for (int step = kAtOnce ? kHalf / 2 : kHalf; step > 0; step /= 2) {
-    if (step * cuda::kRow >= block) continue;
+    if (!kAtOnce && step * cuda::kRow >= block) continue;
 #pragma unroll
     for (int row = 0; row < kTileRows; row++) {
       if ((row & step) == 0) add(terms[row], terms[row + step]);
     }
   }
   // From here on only the first row of each block holds values that matter.
-  each_first(block, [&](int row) { sum[row] = sum_of_lanes(terms[row], block); });
-  share_rows(sum, block);
+  each_block<kSizeBits>(
+      block, sum, [&](int row) { return sum_of_lanes<kRowLanes<kSizeBits>>(terms[row], block); });
 }
 
 /// A step with one of two values: `sign` is -1 for the lane with the far one, which gets t a - b,
@@ -181,7 +215,10 @@ __device__ __forceinline__ float butterfly(float mine, float theirs, float sign,
 /// Runs the steps in their natural order: values half a rotation apart, then a quarter, and so on.
 /// `spread`: the first transform, which has slopes and may end early; else all steps, with slopes
 /// of 1, by which a product is exact.
+template <int kSizeBits>
 __device__ __forceinline__ void transform(Values& y, uint32_t rotation_bits, bool spread) {
+  constexpr int kLanes = kRowLanes<kSizeBits>;
+  constexpr uint32_t kRow = SharesOf<kSizeBits>::kRow;
   const uint32_t size = 1u << rotation_bits;
   const uint32_t last = spread ? size >> spread_bits(rotation_bits) : 1;
   const auto skips = [&](uint32_t apart) { return apart >= size || apart < last; };
@@ -202,8 +239,8 @@ __device__ __forceinline__ void transform(Values& y, uint32_t rotation_bits, boo
   }
 #pragma unroll
   for (int step = kTileRows / 2; step > 0; step /= 2) {
-    if (skips(step * cuda::kRow)) continue;
-    const float t = slope_of(step * cuda::kRow);
+    if (skips(step * kRow)) continue;
+    const float t = slope_of(step * kRow);
 #pragma unroll
     for (int row = 0; row < kTileRows; row++) {
       if (row & step) continue;
@@ -215,7 +252,7 @@ __device__ __forceinline__ void transform(Values& y, uint32_t rotation_bits, boo
     }
   }
 #pragma unroll
-  for (int step = cuda::kLanes / 2; step > 0; step /= 2) {
+  for (int step = kLanes / 2; step > 0; step /= 2) {
     if (skips(step * cuda::kVector)) continue;
     const float t = slope_of(step * cuda::kVector);
     const float sign = lane_of() & step ? -1.0f : 1.0f;
@@ -263,12 +300,16 @@ struct RotationSigns {
 };
 
 /// Multiplies values by `scale` and flips their signs by the words that the lanes have.
+template <int kSizeBits>
 __device__ __forceinline__ void flip(uint32_t word, float scale, Values& y) {
 #pragma unroll
   for (int row = 0; row < kTileRows; row++) {
-    const uint32_t place = row * cuda::kRow + lane_of() * cuda::kVector;
+    const uint32_t place = SharesOf<kSizeBits>::place(row);
     const uint32_t bits = __shfl_sync(~0u, word, place / kSignsPerWord) >> place % kSignsPerWord;
-    for (int k = 0; k < cuda::kVector; k++) y[row].v[k] = signed_by(bits, k, y[row].v[k] * scale);
+    for (int k = 0; k < cuda::kVector; k++) {
+      const float x = y[row].v[k];
+      y[row].v[k] = ((bits & 1u << k) != 0 ? -x : x) * scale;
+    }
   }
 }
 
@@ -285,8 +326,8 @@ __device__ __forceinline__ void rotate(const RotationSigns& signs, uint32_t size
 #pragma unroll(kSizeBits > 0 ? 2 : 1)
   for (int pass = 0; pass < 2; pass++) {
     const bool outer = pass == 0;  // next to the values themselves
-    flip(outer ? signs.first : signs.second, outer ? scale_before(size_bits) : 1.0f, y);
-    transform(y, size_bits, outer);
+    flip<kSizeBits>(outer ? signs.first : signs.second, outer ? scale_before(size_bits) : 1.0f, y);
+    transform<kSizeBits>(y, size_bits, outer);
   }
 }
 
@@ -297,9 +338,9 @@ __device__ __forceinline__ void unrotate(const RotationSigns& signs, uint32_t si
 #pragma unroll(kSizeBits > 0 ? 2 : 1)
   for (int pass = 0; pass < 2; pass++) {
     const bool outer = pass == 1;
-    transform(y, size_bits, outer);
-    flip(outer ? signs.first : signs.second,
-         outer ? scale_after(size_bits) : scale_between(size_bits), y);
+    transform<kSizeBits>(y, size_bits, outer);
+    flip<kSizeBits>(outer ? signs.first : signs.second,
+                    outer ? scale_after(size_bits) : scale_between(size_bits), y);
   }
 }
 

@@ -39,12 +39,12 @@ __device__ __forceinline__ Record record_of(const TopkParams& args, size_t n, si
 constexpr int kLaneValues = kGroup / cuda::kLanes;
 
 /// Stores fields of kBits, from the first-th of the section on, as whole words. A word is there if
-/// its first field is one of the k; fields beyond are 0.
+/// its first field is one of the `size`; fields beyond are 0.
 template <int kBits>
-__device__ __forceinline__ void store_fields(uint8_t* section, size_t first, size_t k,
+__device__ __forceinline__ void store_fields(uint8_t* section, size_t first, int size,
                                              const uint32_t (&field)[kLaneValues]) {
   constexpr int kWords = kLaneValues * kBits / 32;
-  auto* words = reinterpret_cast<uint32_t*>(section) + first * kBits / 32;
+  auto* words = reinterpret_cast<uint32_t*>(section + first / kLaneValues * (kWords * 4));
 #pragma unroll
   for (int w = 0; w < kWords; w++) {
     uint32_t word = 0;
@@ -54,24 +54,24 @@ __device__ __forceinline__ void store_fields(uint8_t* section, size_t first, siz
       if (shift >= 32 || shift <= -kBits) continue;
       word |= shift < 0 ? field[j] >> -shift : field[j] << shift;
     }
-    if (first + w * 32 / kBits < k) words[w] = word;
+    if (w * 32 / kBits < size) words[w] = word;
   }
 }
 
 /// Stores fields of two bits each: two lanes share a word.
-__device__ __forceinline__ void store_pairs(uint8_t* section, size_t first, size_t k,
+__device__ __forceinline__ void store_pairs(uint8_t* section, size_t first, int size,
                                             const uint32_t (&field)[kLaneValues]) {
   uint32_t half = 0;
 #pragma unroll
   for (int j = 0; j < kLaneValues; j++) half |= field[j] << 2 * j;
   const uint32_t other = __shfl_xor_sync(kAll, half, 1);
-  if (threadIdx.x % 2 == 0 && first < k) {
+  if (threadIdx.x % 2 == 0 && size > 0) {
     reinterpret_cast<uint32_t*>(section)[first / 16] = half | other << 16;
   }
 }
 
 /// Writes the codes and the levels of bins2; see write_values().
-__device__ __forceinline__ void write_bins(uint8_t* section, float* levels, size_t first, size_t k,
+__device__ __forceinline__ void write_bins(uint8_t* section, float* levels, size_t first,
                                            const float (&p)[kLaneValues], int size, float amax,
                                            float (&value)[kLaneValues]) {
   const bool is_void = float_bits(amax) > kInfBits;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void write_bins(uint8_t* section, float* levels, size
     code[j] = there ? (bins.upper(code[j]) ? 1u : 0u) | float_bits(p[j]) >> 31 << 1 : 0;
     value[j] = dequantize2(code[j], low, high);
   }
-  store_pairs(section, first, k, code);
+  store_pairs(section, first, size, code);
 }
 
 /// Writes the codes of p, of which the first `size` exist, and the values that they decode to.
@@ -124,7 +124,7 @@ __device__ __forceinline__ void write_values(const Record& record, uint8_t* to, 
       value[j] = p[j];
       code[j] = float_bits(p[j]);
     }
-    store_fields<32>(section, first, record.k, code);
+    store_fields<32>(section, first, size, code);
     return;
   }
   uint32_t top = 0;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void write_values(const Record& record, uint8_t* to, 
   top = max_of_warp(top);
   const float amax = bits_float(top);
   if (record.values == Values::bins2) {
-    return write_bins(section, scales + 2 * group, first, record.k, p, size, amax, value);
+    return write_bins(section, scales + 2 * group, first, p, size, amax, value);
   }
   const bool is_void = top > kInfBits;
   const float s = scale(amax, kTop8), inv = inv_scale(amax, kTop8);
@@ -147,14 +147,21 @@ __device__ __forceinline__ void write_values(const Record& record, uint8_t* to, 
     value[j] = dequantize8(q, s);
     code[j] = static_cast<uint32_t>(q) & 0xff;
   }
-  store_fields<8>(section, first, record.k, code);
+  store_fields<8>(section, first, size, code);
 }
 
-/// Writes the group-th kGroup of the chosen values, and their residuals. Called by all lanes of a
-/// warp. A void record has no chosen values.
-template <bool kFeedback>
-__device__ void write_group(const Record& record, uint8_t* to, size_t group, const Chosen& chosen,
-                            bool is_void, const float* residual, float* new_residual) {
+/// A chosen value and its index.
+struct Place {
+  float p;
+  uint32_t index;
+};
+
+/// Writes the group-th kGroup of the chosen values, of which chosen(j) returns the j-th Place, and
+/// their residuals. Called by all lanes of a warp. A void record has no chosen values.
+template <bool kFeedback, typename F>
+__device__ __forceinline__ void write_group(const Record& record, uint8_t* to, size_t group,
+                                            const F& chosen, bool is_void, const float* residual,
+                                            float* new_residual) {
   const size_t first = group * kGroup + threadIdx.x % cuda::kLanes * kLaneValues;
   const size_t left = first < record.k ? record.k - first : 0;
   const int size = static_cast<int>(left < kLaneValues ? left : kLaneValues);
@@ -163,16 +170,16 @@ __device__ void write_group(const Record& record, uint8_t* to, size_t group, con
 #pragma unroll
   for (int j = 0; j < kLaneValues; j++) {
     const bool there = j < size && !is_void;
-    p[j] = there ? chosen.p[first + j] : bits_float(kNanBits);
-    const uint32_t i = there ? chosen.index[first + j] : 0;
-    index[j] = i < record.n ? i : 0;  // if fewer were chosen, it is an old one
+    const Place place = there ? chosen(first + j) : Place{bits_float(kNanBits), 0};
+    p[j] = place.p;
+    index[j] = place.index < record.n ? place.index : 0;  // if fewer were chosen, it is an old one
   }
   write_values(record, to, group, p, size, value);
   uint8_t* section = to + record.indices_at;
   if (record.indices == Indices::int32) {
-    store_fields<32>(section, first, record.k, index);
+    store_fields<32>(section, first, size, index);
   } else {
-    store_fields<12>(section, first, record.k, index);
+    store_fields<12>(section, first, size, index);
   }
   if constexpr (kFeedback) {
 #pragma unroll

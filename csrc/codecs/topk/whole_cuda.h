@@ -139,7 +139,8 @@ __global__ void __launch_bounds__(cuda::kThreads) pack_kernel(const Batch<TopkPa
   const Record record = record_of(args, args.numel, args.k);
   const size_t group = warp_of(args);
   if (group * kGroup >= record.k) return;
-  write_group<kFeedback>(record, args.payload, group, scratch.chosen, scratch.state->is_void != 0,
+  const auto chosen = [&](size_t j) { return Place{scratch.chosen.p[j], scratch.chosen.index[j]}; };
+  write_group<kFeedback>(record, args.payload, group, chosen, scratch.state->is_void != 0,
                          args.residual, args.new_residual);
 }
 

@@ -148,7 +148,7 @@ inline uint32_t __shfl_xor_sync(unsigned mask, uint32_t value, int other) {
 }
 
 inline uint32_t __shfl_sync(unsigned mask, uint32_t value, int from) {
-  return emulated::exchange(mask, value)[from];
+  return emulated::exchange(mask, value)[static_cast<unsigned>(from) % emulated::kLanes];
 }
 
 inline uint32_t __shfl_up_sync(unsigned mask, uint32_t value, unsigned by) {
@@ -171,6 +171,7 @@ inline int __syncthreads_or(int vote) {
   return std::any_of(votes, votes + emulated::kThreads, [](int v) { return v != 0; });
 }
 
+inline void __syncwarp() { emulated::wait(emulated::Wait::warp); }
 inline void __syncthreads() { emulated::wait(emulated::Wait::block); }
 
 inline uint32_t atomicAdd(uint32_t* to, uint32_t value) { return (*to += value) - value; }

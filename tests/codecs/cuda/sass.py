@@ -2,11 +2,14 @@
 
 Counted is the longest path through the kernel that makes given accesses of memory and calls
 nothing: that of a tile that is whole and aligned, and of a residual in the form that the accesses
-say. It is an upper bound, since it may take branches that exclude each other; but each loop is run
+say. It is an upper bound, since it may take branches that exclude each other (those of feedback
+include the divisions of an average, which an encode of values does not make); but each loop is run
 once. Slow paths of divisions, and those of warps that diverge, are left out.
 
 ``budgets.csv`` has the kernels, their accesses, and the counts that they may not exceed, with nvcc
-13.0. ``python -m tests.codecs.cuda.sass`` writes the counts of the kernels as they are.
+13.0. ``calls.csv`` has the calls that they make up: the bytes that a value moves, the share of a
+copy's speed that is wanted, the instructions for a value that this leaves time for, and those that
+were counted. ``python -m tests.codecs.cuda.sass`` writes the counts of the kernels as they are.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import csv
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -27,8 +31,9 @@ from tests.codecs.cuda.ptx import cuobjdump
 LINE = re.compile(
     r"^\s*/\*([0-9a-f]{4,6})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);", re.MULTILINE
 )
-FREE = ("load4", "barrier")  # loads of 4 bytes and fewer; barriers of a block
+FREE = ("load4", "store4", "barrier")  # accesses of 4 bytes and fewer; barriers of a block
 BUDGETS = Path(__file__).with_name("budgets.csv")
+CALLS = Path(__file__).with_name("calls.csv")
 # Thread instructions of an H200 for each byte that a copy moves: 30.9e12 and 3.9e12 a second.
 PER_BYTE = 7.92
 
@@ -50,17 +55,36 @@ class Budget(NamedTuple):
     """A row of budgets.csv."""
 
     arch: int
+    call: str
     source: str
     kernel: str
     accesses: dict[str, int]
     values: int  # of a thread
-    bytes: float  # that a value moves
+    part: float  # of the threads take this path
     most: Counts
 
+
+class Call(NamedTuple):
+    """A row of calls.csv, but for what is computed."""
+
+    call: str
+    spec: str
+    op: str
+    bytes: float  # that a value moves
+    share: float  # of a copy's speed
+
     @property
-    def within_a_copy(self) -> bool:
-        """Whether the instructions take no longer than a copy of the bytes."""
-        return self.most.instructions <= PER_BYTE * self.bytes * self.values
+    def allowed(self) -> float:
+        """Instructions for a value that leave time for this share."""
+        return PER_BYTE * self.bytes / self.share
+
+    def counted(self, rows: list[Budget], arch: int) -> float:
+        """Return the instructions for a value in the call's kernels."""
+        return sum(
+            row.most.instructions / row.values * row.part
+            for row in rows
+            if (row.call, row.arch) == (self.call, arch)
+        )
 
 
 def access(op: str) -> str | None:
@@ -69,8 +93,7 @@ def access(op: str) -> str | None:
     if word not in ("LDG", "STG"):
         return "barrier" if word == "BAR" else None
     size = next((name for bits, name in (("128", "16"), ("64", "8")) if bits in modifiers), "4")
-    kind = {"LDG": "load", "STG": "store"}[word] + size
-    return None if kind == "store4" else kind
+    return {"LDG": "load", "STG": "store"}[word] + size
 
 
 class Kernel:
@@ -97,7 +120,7 @@ class Kernel:
 
         Args:
             accesses: how many of each kind: ``load16``, ``store16``, ``load8``, ``store8`` (0 of
-                those that are not named), and ``load4`` and ``barrier`` (any number if not named).
+                those that are not named), and those of FREE (any number if not named).
         """
         kinds = [
             *("load16", "store16", "load8", "store8"),
@@ -206,11 +229,20 @@ def budgets() -> list[Budget]:
     with BUDGETS.open() as file:
         return [
             Budget(
-                *(int(row["arch"]), row["source"], row["kernel"]),
+                *(int(row["arch"]), row["call"], row["source"], row["kernel"]),
                 {kind: int(n) for kind, n in re.findall(r"(\w+)=(\d+)", row["accesses"])},
-                *(int(row["values"]), float(row["bytes"])),
+                *(int(row["values"]), float(row["part"])),
                 Counts(*(int(row[name]) for name in Counts._fields)),
             )
+            for row in csv.DictReader(file)
+        ]
+
+
+def calls() -> list[Call]:
+    """Read calls.csv."""
+    with CALLS.open() as file:
+        return [
+            Call(row["call"], row["spec"], row["op"], float(row["bytes"]), float(row["share"]))
             for row in csv.DictReader(file)
         ]
 
@@ -225,20 +257,38 @@ def counted(nvcc: str, rows: list[Budget]) -> Iterator[tuple[Budget, Counts]]:
             yield from zip(own, count(cubin, own), strict=True)
 
 
+def write(path: Path, lines: list[list[str]]) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(lines)
+
+
+def summary(rows: list[Budget]) -> list[list[str]]:
+    """Return calls.csv with the counts of these rows."""
+    archs = list(dict.fromkeys(row.arch for row in rows))
+    lines = [[*Call._fields, "allowed", *(f"sm_{arch}" for arch in archs)]]
+    for call in calls():
+        counted = [f"{call.counted(rows, arch):.1f}" for arch in archs]
+        lines.append([*map(str, call), f"{call.allowed:.1f}", *counted])
+    return lines
+
+
 def main() -> None:
-    """Write the counts as they are to budgets.csv."""
+    """Write the counts as they are, of the archs in the command or of those in the file."""
     nvcc, old = shutil.which("nvcc"), budgets()
     assert nvcc is not None, "there is no nvcc"
-    lines = [["arch", "source", "kernel", "accesses", "values", "bytes", *Counts._fields, "copy"]]
-    for arch in dict.fromkeys(row.arch for row in old):
-        for row, counts in counted(nvcc, [row for row in old if row.arch == arch]):
-            now = row._replace(most=counts)
+    known = list(dict.fromkeys(row.arch for row in old))
+    first = [row for row in old if row.arch == known[0]]
+    lines = [[*Budget._fields[:-1], *Counts._fields]]
+    new = []
+    for arch in map(int, sys.argv[1:]) if len(sys.argv) > 1 else known:
+        of_arch = [row for row in old if row.arch == arch]
+        for row, counts in counted(nvcc, of_arch or [row._replace(arch=arch) for row in first]):
+            new.append(row._replace(most=counts))
             text = " ".join(f"{kind}={n}" for kind, n in row.accesses.items())
-            reached = "yes" if now.within_a_copy else "no"
-            fields = (arch, row.source, row.kernel, text, row.values, row.bytes, *counts, reached)
+            fields = (arch, row.call, row.source, row.kernel, text, row.values, row.part, *counts)
             lines.append([str(field) for field in fields])
-    with BUDGETS.open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(lines)
+    write(BUDGETS, lines)
+    write(CALLS, summary(new))
 
 
 if __name__ == "__main__":
