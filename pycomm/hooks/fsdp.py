@@ -62,6 +62,9 @@ class FSDPState(CompressionState):
         WireMismatch: ranks have different models or codecs.
     """
 
+    goes_by_nodes = True
+    """Nodes may code the sums of their ranks."""
+
     def __init__(
         self,
         codec: str | Codec | Policy,
@@ -93,6 +96,8 @@ class FSDPState(CompressionState):
         self._waits: list[Callable[[], object]] = []  # for collectives that are in flight
         # The device of the groups; parameters may be on the CPU, or have no memory yet.
         self._mesh_device = torch.device(info.mesh.device_type)
+        if self.goes_by_nodes:
+            self.find_nodes(self._mesh_device)
         self._places: dict[str, int] = {}  # number of each parameter whose weights are gathered
         self._tensor_of: dict[str, Callable[[], torch.Tensor]] = {}
         for unit in self._units:
@@ -300,7 +305,10 @@ class FSDPState(CompressionState):
                 output, input, bucket.native, bucket.sides, self.seed, self.step
             )
             return work
-        two_shot.all_gather(output, input, bucket, group, seed=self.seed, step=self.step)
+        if self._nodes is not None and self._scatters and self._nodes.is_even:
+            self._nodes.all_gather(output, input, bucket, seed=self.seed, step=self.step)
+        else:
+            two_shot.all_gather(output, input, bucket, group, seed=self.seed, step=self.step)
         return None
 
     def all_reduce(

@@ -155,6 +155,8 @@ class LocalSGD:
             nesterov=nesterov,
             weighted=weighted,
         )
+        if average == "ranks" and group is not None:
+            self.state.find_nodes(reals(trained[0]).device)
         self._rounds = exchange.start(self._shared, self.every, own)
         if closing is not None:
             closing.detach()  # the rounds end their thread before it

@@ -3,8 +3,9 @@
 A codec gives all values of a block the precision of the largest ones. Where a matrix's columns have
 gradients of very different size, as those of a layer whose inputs are not normalized, the small
 ones are lost, or arrive in rare lumps; and Adam, which divides each value by its own size, feels
-that as much as if the large ones were lost. The error of the whole tensor does not show it. Rows
-are alike where a block holds several, and where a codec sends the largest values alone.
+that as much as if the large ones were lost. The error of the whole tensor does not show it. So it
+is with rows where a block holds parts of several. A codec that sends the largest values alone gets
+no factors of rows: the rows of an output that is rare would take the place of those that matter.
 
 So such a matrix is divided by a power of two for each row and column before it is coded, and
 multiplied by it afterwards. All ranks have the same factors, so nothing of them travels with the
@@ -70,6 +71,8 @@ class Matrix:
     """Rows of what this rank contributes."""
     got: slice
     """Rows of the result that it gets."""
+    by_rows: bool = True
+    """Rows get factors, too."""
 
     @property
     def size(self) -> int:
@@ -129,7 +132,14 @@ class Factors:
             The names of the parameters that have factors for the first time.
         """
         self.moved = False
-        now = {name: one for name, one in self._decided.items() if taken(name) is not None}
+        now = {}
+        for name, exponents in self._decided.items():
+            matrix = taken(name)
+            if matrix is not None and not matrix.by_rows:
+                exponents = exponents.clone()
+                exponents[: matrix.rows] = 0
+            if matrix is not None and exponents.any():
+                now[name] = exponents
         if not _equal(now, self.current):
             before()
             self.use(now, shape, residuals)

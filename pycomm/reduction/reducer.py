@@ -21,6 +21,7 @@ from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback, Residuals
 from pycomm.feedback.rule import EXACT
+from pycomm.log import warn_once
 from pycomm.policy import (
     CODED,
     Decision,
@@ -35,7 +36,7 @@ from pycomm.reduction import members, paths, powersgd, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
 from pycomm.reduction.exchange_thread import ExchangeThread
 from pycomm.reduction.factors import Factors, Matrix, is_divided
-from pycomm.reduction.nodes import Nodes
+from pycomm.reduction.nodes import Nodes, find_levels
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.weights import weigh
 
@@ -96,6 +97,7 @@ class BucketReducer:
         self._side: SideStream | None = None  # of the device, where hooks exchange payloads
         self._deferred: set[str] = set()  # parameters of the steps that `_side` has deferred
         self._nodes: Nodes | None = None  # where hooks exchange payloads by nodes
+        self._flat: Sequence[int] = ()  # the node of each rank, where nodes are of no use
         self._thread: ExchangeThread | None = None  # that does so beside backward, of host tensors
         self._formed_with = self._formed()
         self._finite: list[Callable[[], bool]] = []  # checks of the current step, one per bucket
@@ -111,6 +113,26 @@ class BucketReducer:
     def _formed(self) -> int:
         """Return how often the group's members have been set; 0: it keeps its members."""
         return getattr(backend.find(self.process_group), "formed", 0)
+
+    def find_nodes(self, device: torch.device, given: Sequence[int] | None = None) -> None:
+        """Let hooks all-reduce by nodes, unless the backend does it; collective.
+
+        Args:
+            device: where the values are.
+            given: number of the node of each rank; see `pycomm.compress`.
+        """
+        group = self.process_group
+        if group.size() == 1 or self._formed_with:
+            return
+        if device.type == "cpu" and backend.find_native(group):
+            if given is not None and group.rank() == 0:
+                warn_once("nodes= has no effect here: the backend pycomm finds nodes by itself")
+            return
+        levels = find_levels(group, given, device)
+        if levels and self._kind == "momentum":  # of what each rank sends for itself
+            self._flat = levels
+        elif levels:
+            self._nodes = Nodes(group, levels, device)
 
     @property
     def decisions(self) -> dict[str, Decision]:
@@ -402,7 +424,10 @@ class BucketReducer:
             )
             self._finite.append(lambda: work.finite)
         else:
-            finite = two_shot.reduce_scatter(
+            scatter: Callable[..., torch.Tensor] = two_shot.reduce_scatter
+            if self._nodes is not None and bucket.levels:
+                scatter = self._nodes.reduce_scatter
+            finite = scatter(
                 output, input, bucket, group, seed=self.seed, step=self.step, average=average
             )
             self._finite.append(lambda: bool(finite))
@@ -424,7 +449,8 @@ class BucketReducer:
             residual = piece.residual
             if residual is not None:
                 if bucket.levels:
-                    gradient = tensor[piece.offset : piece.offset + piece.numel]
+                    rows = tensor.view(bucket.rows, -1)
+                    gradient = rows[:, piece.offset : piece.offset + piece.numel]
                 if residual.in_place or residual.layouts != [bucket.layout, bucket.layout]:
                     residual.use(bucket.layout, ranks, gradient)
                 self._touched[piece.name] = piece
@@ -496,7 +522,9 @@ class BucketReducer:
             native = backend.find_native(self.process_group) if device.type == "cpu" else None
             alone = self.averages_senders or self.rows > 1  # each rank sends for itself
             owned = native if native and not alone else None
-            nodes = self._nodes if native is None and not alone else None
+            nodes = self._nodes if native is None and not self.averages_senders else None
+            if nodes is not None and self.rows > 1 and not nodes.is_even:
+                nodes = None
             bucket = Bucket(
                 decisions,
                 numbers,
@@ -529,7 +557,8 @@ class BucketReducer:
         decision = self.decisions.get(name)
         if decision is None or not self.plan.policy.factors or not is_divided(decision.codec):
             return None
-        return self._shape(name)
+        found = self._shape(name)
+        return found and replace(found, by_rows=decision.codec.combine != "gather")
 
     def _shape(self, name: str) -> Matrix | None:
         """Return a parameter as a matrix, whatever its codec; None: there are no whole rows here.

@@ -27,6 +27,7 @@ from pycomm.reduction import cost, members, paths
 from pycomm.reduction.checkpoint import load_saved
 from pycomm.reduction.detached import DetachedState
 from pycomm.reduction.factors import Matrix, is_look, names_in
+from pycomm.reduction.nodes import flat_text
 from pycomm.reduction.rates import Rates
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.saved import check_sizes, known, residuals_of
@@ -138,7 +139,11 @@ class CompressionState(BucketReducer):
         residuals on this rank."""
         taken = paths.summary(self._buckets.values())
         nodes = f"by nodes: {self._nodes}" if self._nodes else ""
-        return "\n".join(filter(None, (self.plan.summary(), taken, nodes, cost.memory_text(self))))
+        lines = [self.plan.summary(), taken, nodes, cost.memory_text(self)]
+        if self._flat:
+            values = sum(one.parameter.numel for one in self.decisions.values())
+            lines.append(flat_text(self._flat, self.plan.report().payload_bytes, values))
+        return "\n".join(filter(None, lines))
 
     def agree(self) -> None:
         """Check that all ranks have decided alike, and report the residuals' memory; collective.

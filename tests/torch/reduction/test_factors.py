@@ -172,6 +172,20 @@ def test_what_is_even_is_coded_as_it_is(rank, size, codec):
 
 
 @on_ranks(2)
+def test_sparse_codecs_get_no_factors_of_rows(rank, size):
+    model, state = wrapped("topk:0.1 4:int8")
+    for step in range(3):
+        reduced(model, unequal(rank, step))
+    rows = SHAPES["big"][0]
+    exponents = state._factors.current["big"]
+    assert exponents[rows:].any()
+    assert not exponents[:rows].any()
+    reduced(model, unequal(rank, 3))
+    assert torch.equal(state._factors.current["big"][rows:], exponents[rows:])
+    assert state._factors.current["big"][:rows].any()
+
+
+@on_ranks(2)
 def test_an_overflow_leaves_factors_as_they_were(rank, size):
     model, state = wrapped("int8")
     bad = unequal(rank, 0)
