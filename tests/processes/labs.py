@@ -30,11 +30,17 @@ def far_hosts(nodes: int, rate: str = "200mbit", **options: Any) -> WanLab:
         pytest.skip(f"no network namespaces with TUN devices: {error}")
 
 
-def printed_by(lab: Any, job: str, folder: Path) -> str:
-    """Run a program as the ranks of a lab, and return what they print."""
-    with lab, (folder / "printed").open("w+") as printed:
-        fork_ranks(lab)
-        command = [sys.executable, "-c", job]
+def printed_by(lab: Any, job: str, folder: Path, *words: str, forked: bool = False) -> str:
+    """Run a program, with these words, as the ranks of a lab, and return what they print.
+
+    Args:
+        forked: ranks begin with torch imported.
+    """
+    folder.mkdir(exist_ok=True)
+    with (folder / "printed").open("w+") as printed:
+        if forked:
+            fork_ranks(lab)
+        command = [sys.executable, "-c", job, *words]
         ranks = lab.start(command, env=dict(os.environ), stdout=printed, stderr=printed)
         status = wait(ranks)
         printed.seek(0)

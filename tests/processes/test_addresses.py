@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pycomm.bench import netlab
-from pycomm.bench.lab.wan import WanLab
+from tests.processes.labs import far_hosts, near_hosts, printed_by
 
 # A rank sums integers over a group, with variables of its own ({"0": {...}, "1": {...}}).
 SUM = r"""
@@ -38,14 +37,7 @@ group.close()
 """
 
 
-def lab_or_skip(kind: type[netlab.Netlab], nodes: int, rate: str = "unlimited") -> netlab.Netlab:
-    try:
-        return kind(nodes, rate)
-    except netlab.LabUnavailable as error:
-        pytest.skip(f"no network namespaces: {error}")
-
-
-def printed_by(
+def described_by(
     lab: netlab.Netlab,
     folder: Path,
     ranks: Mapping[str, Mapping[str, str]],
@@ -54,18 +46,10 @@ def printed_by(
     timeout: float = 30,
 ) -> list[str]:
     """Run a rank on each node, or on the first so many; return the lines that they print."""
-    folder.mkdir(exist_ok=True)
-    with (folder / "printed").open("w+") as printed:
-        words = [str(folder / "store"), json.dumps(ranks), str(timeout), str(nodes or lab.nodes)]
-        command = [sys.executable, "-c", SUM, *words]
-        status = netlab.wait(
-            lab.start(command, env=dict(os.environ), stdout=printed, stderr=printed)
-        )
-        printed.seek(0)
-        text = printed.read()
-    assert status == 0, text
+    words = [str(folder / "store"), json.dumps(ranks), str(timeout), str(nodes or lab.nodes)]
+    lines = printed_by(lab, SUM, folder, *words).splitlines()
     # Rank 0 has told the same on standard error, as it does when a group begins.
-    return [line for line in text.splitlines() if not line.startswith("pycomm: ")]
+    return [line for line in lines if not line.startswith("pycomm: ")]
 
 
 def both(variables: dict[str, str]) -> dict[str, dict[str, str]]:
@@ -79,41 +63,37 @@ def add_v6(lab: netlab.Netlab, node: int) -> str:
 
 
 def test_ranks_connect_by_ipv6(tmp_path):
-    with lab_or_skip(netlab.Netlab, 2) as lab:
+    with near_hosts(2, "unlimited") as lab:
         addresses = [add_v6(lab, node) for node in range(2)]
         ranks = {str(n): {"PYCOMM_INTERFACE": a} for n, a in enumerate(addresses)}
-        lines = printed_by(lab, tmp_path, ranks)
+        lines = described_by(lab, tmp_path, ranks)
     assert len(lines) == 2
     for address in addresses:
         assert any(f"eth0 ({address})" in line for line in lines)
 
 
-def test_hosts_without_ipv4_connect_by_ipv6_unasked(tmp_path):
-    with lab_or_skip(netlab.Netlab, 2) as lab:
+@pytest.mark.parametrize(
+    ("ipv4", "interface", "chosen"), [(False, "eth0", "fd77::"), (True, "eth*", "10.77.0.")]
+)
+def test_ipv4_is_used_where_there_is_one(tmp_path, ipv4, interface, chosen):
+    """Hosts that have none connect by IPv6, unasked."""
+    with near_hosts(2, "unlimited") as lab:
         for node in range(2):
             add_v6(lab, node)
-            lab._shell(node + 1, [f"ip addr del 10.77.0.{node + 1}/24 dev eth0"])
-        lines = printed_by(lab, tmp_path, both({"PYCOMM_INTERFACE": "eth0"}))
+            if not ipv4:
+                lab._shell(node + 1, [f"ip addr del 10.77.0.{node + 1}/24 dev eth0"])
+        lines = described_by(lab, tmp_path, both({"PYCOMM_INTERFACE": interface}))
     assert len(lines) == 2
-    assert all("eth0 (fd77::" in line for line in lines)
-
-
-def test_a_dual_stack_interface_is_used_by_ipv4(tmp_path):
-    with lab_or_skip(netlab.Netlab, 2) as lab:
-        for node in range(2):
-            add_v6(lab, node)
-        lines = printed_by(lab, tmp_path, both({"PYCOMM_INTERFACE": "eth*"}))
-    assert len(lines) == 2
-    assert all("eth0 (10.77.0." in line for line in lines)
+    assert all(f"eth0 ({chosen}" in line for line in lines)
 
 
 def test_different_address_families_are_an_error(tmp_path):
     """Rank 1 connects to rank 0, and has no address of its family."""
-    with lab_or_skip(netlab.Netlab, 2) as lab:
+    with near_hosts(2, "unlimited") as lab:
         ranks = {"0": {"PYCOMM_INTERFACE": add_v6(lab, 0)}, "1": {"PYCOMM_INTERFACE": "eth0"}}
         lab._shell(2, ["sysctl -qw net.ipv6.conf.eth0.disable_ipv6=1"])
         lab._shell(2, ["sysctl -qw net.ipv6.conf.lo.disable_ipv6=1"])
-        lines = printed_by(lab, tmp_path, ranks)
+        lines = described_by(lab, tmp_path, ranks)
     assert len(lines) == 2
     for line in lines:
         assert "rank 1 has no IPv6 address, and rank 0 listens on [fd77::1]:" in line
@@ -142,7 +122,7 @@ with socket.create_server(here) as server:
 
 def test_a_mapped_port_is_reached_as_advertised(tmp_path):
     """Node 2 is the NAT of node 0, to which node 1 has no route."""
-    with lab_or_skip(netlab.Netlab, 3) as lab:
+    with near_hosts(3, "unlimited") as lab:
         lab._shell(2, ["ip route add prohibit 10.77.0.1/32"])
         command = [sys.executable, "-c", FORWARD, "10.77.0.3:40000", "10.77.0.1:29600"]
         nat = subprocess.Popen([*lab.wrap(2), *command], stdout=subprocess.PIPE)
@@ -150,9 +130,9 @@ def test_a_mapped_port_is_reached_as_advertised(tmp_path):
             assert nat.stdout is not None
             assert nat.stdout.readline() == b"ready\n"
             behind = {"PYCOMM_PORTS": "29600"}
-            seen = printed_by(lab, tmp_path / "a", {"0": behind}, nodes=2, timeout=3)
+            seen = described_by(lab, tmp_path / "a", {"0": behind}, nodes=2, timeout=3)
             advertised = behind | {"PYCOMM_ADVERTISE": "10.77.0.3:40000"}
-            lines = printed_by(lab, tmp_path / "b", {"0": advertised}, nodes=2)
+            lines = described_by(lab, tmp_path / "b", {"0": advertised}, nodes=2)
         finally:
             nat.kill()
             nat.communicate()
@@ -162,14 +142,13 @@ def test_a_mapped_port_is_reached_as_advertised(tmp_path):
 
 
 def test_ranks_behind_firewalls_use_open_ports(tmp_path):
-    with lab_or_skip(WanLab, 2, "200mbit") as lab:
-        assert isinstance(lab, WanLab)
+    with far_hosts(2) as lab:
         for node in range(2):
             lab.firewall(node, 29600, 29610)
         closed = both({"PYCOMM_PORTS": "29700-29710"})
-        seen = printed_by(lab, tmp_path / "a", closed, timeout=3)
+        seen = described_by(lab, tmp_path / "a", closed, timeout=3)
         opened = both({"PYCOMM_PORTS": "29600-29610"})
-        lines = printed_by(lab, tmp_path / "b", opened)
+        lines = described_by(lab, tmp_path / "b", opened)
     assert any("Connection timed out" in line or "did not come" in line for line in seen), seen
     assert len(lines) == 2
     assert all("tcp to " in line for line in lines), lines

@@ -283,7 +283,8 @@ CASES = [
 @pytest.mark.parametrize(("matrix", "levels", "told"), part(CASES, 2))
 def test_sites_are_found_by_round_trips(tmp_path, matrix, levels, told):
     lab = far_hosts(4, "unlimited", shape=Shape(delay=0.03), matrix_text=matrix)
-    text = printed_by(lab, SUMS, tmp_path)
+    with lab:
+        text = printed_by(lab, SUMS, tmp_path, forked=True)
     lines = [line for line in text.splitlines(keepends=True) if line.startswith(str(levels))]
     assert len(lines) == 4, text
     assert all("round trips up to 6" in line and told in line for line in lines), text
@@ -363,7 +364,8 @@ def test_a_slow_sender_owns_little_of_exact_sums(tmp_path):
     """It sends less than 4/3 of a buffer, and all sums keep their bits; coded shares stay equal."""
     rates = {0: "5mbit/15mbit", 1: "15mbit", 2: "15mbit"}
     lab = far_hosts(3, "unlimited", shape=Shape(delay=0.01), node_rates=rates)
-    text = printed_by(lab, MEASURED_SUMS, tmp_path)
+    with lab:
+        text = printed_by(lab, MEASURED_SUMS, tmp_path, forked=True)
     lines = sorted(line for line in text.splitlines() if "round trips" in line)
     assert len(lines) == 3, text
     # The same on all ranks.

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pycomm.bench import netlab
 from pycomm.bench.lab.shape import Shape
 from pycomm.bench.lab.wan import WanLab
 from pycomm.bench.links.steps import PROMISED, run_steps
 from pycomm.bench.links.steps_rank import STEPS
 from tests.extent import part
-from tests.processes.labs import far_hosts
+from tests.processes.labs import far_hosts, printed_by
 from tests.torch.lab_ranks import fork_ranks
 
 
@@ -187,16 +186,8 @@ print(group.describe(), flush=True)
 
 def test_far_peers_have_more_sockets(tmp_path):
     """The rank that connects decides by the round trip that it has measured."""
-    with (
-        far_hosts(2, shape=Shape(delay=0.03)) as lab,
-        (tmp_path / "printed").open("w+") as printed,
-    ):
-        command = [sys.executable, "-c", CONTROLLED, str(tmp_path / "store"), "allows"]
-        ranks = lab.start(command, env=dict(os.environ), stdout=printed, stderr=printed)
-        status = netlab.wait(ranks)
-        printed.seek(0)
-        text = printed.read()
-    assert status == 0, text
+    with far_hosts(2, shape=Shape(delay=0.03)) as lab:
+        text = printed_by(lab, CONTROLLED, tmp_path, str(tmp_path / "store"), "allows")
     assert text.count(", 4 sockets each, ") == 3, text  # rank 0 tells it at the start, too
 
 
@@ -206,14 +197,8 @@ def test_far_peers_get_bbr_where_the_kernel_allows_it(tmp_path, kernel, control)
     if "bbr" not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text():
         pytest.skip("this kernel has no bbr")
     with far_hosts(2, shape=Shape(delay=0.001)) as lab:
-        with (tmp_path / "printed").open("w+") as printed:
-            command = [sys.executable, "-c", CONTROLLED, str(tmp_path / "store"), kernel]
-            ranks = lab.start(command, env=dict(os.environ), stdout=printed, stderr=printed)
-            status = netlab.wait(ranks)
-            printed.seek(0)
-            text = printed.read()
-        assert status == 0, text
-        assert text.count(f", {control}\n") == 3, text  # rank 0 tells it at the start, too
+        text = printed_by(lab, CONTROLLED, tmp_path, str(tmp_path / "store"), kernel)
+    assert text.count(f", {control}\n") == 3, text  # rank 0 tells it at the start, too
 
 
 # A host of so many ranks. They print the algorithms and the results of coded all-reduces, where no
@@ -246,39 +231,14 @@ if child:
 @pytest.mark.parametrize("local", [1, 2])
 def test_far_hosts_without_feedback_use_one_round(tmp_path, local):
     """With the bits of two rounds."""
-    with (
-        far_hosts(2, shape=Shape(delay=0.03)) as lab,
-        (tmp_path / "printed").open("w+") as printed,
-    ):
-        fork_ranks(lab)
-        ranks = lab.start(
-            [sys.executable, "-c", CODED, str(local)],
-            env=dict(os.environ),
-            stdout=printed,
-            stderr=printed,
-        )
-        status = netlab.wait(ranks)
-        printed.seek(0)
-        lines = printed.read().splitlines()
-    assert status == 0, lines
+    with far_hosts(2, shape=Shape(delay=0.03)) as lab:
+        lines = printed_by(lab, CODED, tmp_path, str(local), forked=True).splitlines()
     algos = [line for line in lines if line.startswith("went in ")]
     want = ["one_shot", "two_shot"] if local == 1 else ["hierarchical"] * 2
     assert sorted(algos) == sorted(f"went in {algo}" for algo in want * 2 * local), lines
     results = [line for line in lines if line.startswith("result ")]
     assert len(results) == 4 * local
     assert len(set(results)) == 1, lines
-
-
-def printed_by(lab: WanLab, folder: Path, code: str) -> str:
-    """Run a program on each node, with the path of a new store; return what all have printed."""
-    with (folder / "printed").open("w+") as printed:
-        command = [sys.executable, "-c", code, str(folder / "store")]
-        ranks = lab.start(command, env=dict(os.environ), stdout=printed, stderr=printed)
-        status = netlab.wait(ranks)
-        printed.seek(0)
-        text = printed.read()
-    assert status == 0, text
-    return text
 
 
 # Prints how many sockets have carried a part of an all-reduce, after some that warm them up.
@@ -308,7 +268,7 @@ group.all_reduce(x[:1])  # both have looked
 def test_where_little_is_in_flight_one_socket_carries_it(tmp_path):
     """20 Mbit/s and 12 ms are 30 KB; several sockets would wait for each other's frames."""
     with far_hosts(2, "20mbit", shape=Shape(delay=0.006)) as lab:
-        text = printed_by(lab, tmp_path, SOCKETS_IN_USE)
+        text = printed_by(lab, SOCKETS_IN_USE, tmp_path, str(tmp_path / "store"))
     assert text.count("in use: 1\n") == 2, text
 
 
@@ -347,5 +307,5 @@ def test_connections_that_overflow_the_queue_are_limited(tmp_path):
     if "bbr" not in Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text():
         pytest.skip("the kernel has no bbr, or does not let this process use it")
     with far_hosts(2, "100mbit", shape=Shape(delay=0.1)) as lab:
-        text = printed_by(lab, tmp_path, LIMITED)
+        text = printed_by(lab, LIMITED, tmp_path, str(tmp_path / "store"))
     assert text.count("limited: True") == 2, text

@@ -32,6 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 import pycomm.backend
 from pycomm import elastic
+from tests.faults.injection.case import OPS, Call
+from tests.faults.injection.groups import TorchGroup
 from tests.soak.held import held_at_rest
 from tests.soak.schedule import Event, GroupSetup
 
@@ -69,28 +71,9 @@ def cut_connections(rng: random.Random, spared_port: int) -> None:
 
 def all_collectives(group: dist.ProcessGroup | None, numel: int) -> None:
     """Call each, and check what it yields."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    total = float(ranks * (ranks + 1) // 2)
-    one = torch.full((numel,), rank + 1.0)
-    dist.all_reduce(one, group=group)
-    assert (one == total).all(), "all_reduce"
-    root = dist.get_global_rank(group or dist.group.WORLD, ranks - 1)
-    dist.broadcast(sent := torch.full((numel,), rank + 1.0), root, group=group)
-    assert (sent == ranks).all(), "broadcast"
-    many = torch.empty(ranks * numel)
-    dist.all_gather_into_tensor(many, torch.full((numel,), rank + 1.0), group=group)
-    assert (many.view(ranks, numel) == torch.arange(1.0, ranks + 1)[:, None]).all(), "all_gather"
-    dist.reduce_scatter_tensor(one, torch.full((ranks * numel,), rank + 1.0), group=group)
-    assert (one == total).all(), "reduce_scatter"
-    out = torch.empty(ranks * numel)
-    dist.all_to_all_single(out, torch.full((ranks * numel,), rank + 1.0), group=group)
-    assert (out.view(ranks, numel) == torch.arange(1.0, ranks + 1)[:, None]).all(), "all_to_all"
-    sides = [dist.get_global_rank(group or dist.group.WORLD, (rank + d) % ranks) for d in (-1, 1)]
-    requests = [dist.irecv(out[:numel], sides[0], group=group)]
-    requests.append(dist.isend(torch.full((numel,), rank + 1.0), sides[1], group=group))
-    for request in requests:
-        request.wait()
-    assert (out[:numel] == (rank - 1) % ranks + 1).all(), "send and recv"
+    calls = TorchGroup.of(group or dist.group.WORLD)
+    for op in OPS:
+        assert calls.call(Call(op, numel, root=calls.ranks - 1), False), op
 
 
 class Rank:

@@ -168,6 +168,14 @@ class TorchGroup:
         )
         self._group = dist.group.WORLD
 
+    @classmethod
+    def of(cls, group: Any) -> TorchGroup:
+        """Make calls of a group that there is already."""
+        made = cls.__new__(cls)
+        made.rank, made.ranks, made.completed = group.rank(), group.size(), 0
+        made._group, made._limit = group, datetime.timedelta(minutes=1)
+        return made
+
     def set_timeout(self, seconds: float) -> None:
         self._limit = datetime.timedelta(seconds=seconds)
         self._group.set_timeout(self._limit)
@@ -194,12 +202,12 @@ class TorchGroup:
             out = torch.empty_like(many)
             works = [dist.all_to_all_single(out, many, group=group, async_op=async_op)]
         elif call.op == "broadcast":
-            works = [dist.broadcast(one, call.root, group=group, async_op=async_op)]
+            works = [dist.broadcast(one, group_src=call.root, group=group, async_op=async_op)]
         else:
             out = torch.empty_like(one)
             works = [
-                dist.irecv(out, (rank - 1) % ranks, group=group),
-                dist.isend(one, (rank + 1) % ranks, group=group),
+                dist.irecv(out, group_src=(rank - 1) % ranks, group=group),
+                dist.isend(one, group_dst=(rank + 1) % ranks, group=group),
             ]
         for work in works:
             if work is not None:

@@ -17,6 +17,8 @@ from typing import Any
 
 from tests.faults.injection.case import FROM_OUTSIDE, HUNGRY, LASTS, MEET, MEETING, Call, Case
 from tests.faults.injection.groups import CoreGroup, Place, TorchGroup, make_group
+from tests.soak.held import COUNTS
+from tests.soak.held import held as held_by
 
 SETTLE = 2.0
 """Seconds for ending threads and closing files to disappear. Torch's never do."""
@@ -33,18 +35,8 @@ class Injected(Exception):
 def held() -> dict[str, int]:
     """Count the resources that a group may leave behind in this process."""
     gc.collect()
-    files = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            files[name] = os.readlink(f"/proc/self/fd/{name}")
-    maps = Path("/proc/self/maps").read_text()
-    return {
-        "threads": len(os.listdir("/proc/self/task")),
-        "sockets": sum(target.startswith("socket:") for target in files.values()),
-        "files": sum(not target.endswith("/fd") for target in files.values()),
-        "shared mappings": sum("memfd:" in line for line in maps.splitlines()),
-        "children": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
-    }
+    found = held_by("self")
+    return {what: found[what] for what in COUNTS}
 
 
 def leaks(before: dict[str, int], limit: float) -> dict[str, int]:

@@ -17,16 +17,17 @@ import torch.distributed as dist
 
 import pycomm
 from tests.torch.backend.far_store import FarStore, client
-from tests.torch.interpreter import Interpreter, run
+from tests.torch.interpreter import run, run_ranks
 from tests.torch.pool import on_ranks
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(params=[0.06, 0.2], ids=["60ms", "200ms"])
-def far(request) -> Iterator[FarStore]:
+def port(request) -> Iterator[int]:
+    """Return the port of a store that is so many seconds away."""
     store = FarStore(request.param)
-    yield store
+    yield store.port
     store.close()
 
 
@@ -50,8 +51,8 @@ def check_groups(rank: int, size: int, _, port: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_groups_are_made(pool, far, transport):
-    pool.run(check_groups, far.port, transport, ranks=3, backend=None)
+def test_groups_are_made(pool, port, transport):
+    pool.run(check_groups, port, transport, ranks=3, backend=None)
 
 
 def test_a_group_takes_few_round_trips(pool):
@@ -81,41 +82,31 @@ def test_who_waits_for_a_late_rank_prints_nothing(tmp_path):
     far = FarStore(0.0)
     script = tmp_path / "late.py"
     script.write_text(LATE)
-    ranks = [
-        Interpreter(
-            *(str(script), str(rank), "2", str(far.port)),
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            merged=True,
-            autoload=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ranks = run_ranks(str(script), words=["2", str(far.port)], env=env, merged=True, autoload=True)
+    said = [rank.stdout for rank in ranks]
     far.close()
     # Rank 0 tells of its group, and nothing else.
     assert [re.sub("pycomm: version .*\n", "", text) for text in said] == ["met\n"] * 2
 
 
-def check_death(rank: int, size: int, _, port: int) -> str:
+@on_ranks(3, backend=None, dies=[1])
+def test_a_death_is_told_while_others_are_awaited(rank, size, own, port):
     store = client(port)
     if rank == 1:
         # By then ranks 0 and 1 are in the rendezvous, which rank 2 keeps from beginning.
         threading.Timer(4.0, os._exit, (1,)).start()
     if rank == 2:
         store.get("told")
-        return ""
-    with pytest.raises(pycomm.PeerLost) as caught:
+        return
+    with pytest.raises(pycomm.PeerLost, match="rank 1 died while group"):
         dist.init_process_group("pycomm", store=store, rank=rank, world_size=size)
     store.set("told", "")
-    return str(caught.value)
 
 
-def test_a_death_is_told_while_others_are_awaited(pool, far):
-    told, *_ = pool.run(check_death, far.port, ranks=3, backend=None, dies=[1])
-    assert "rank 1 died while group" in told
-
-
-def check_monitored(rank: int, size: int, _, port: int) -> None:
+@on_ranks(4, backend=None)
+def test_monitored_barrier_names_the_missing_alone(rank, size, own, port):
+    """The time that is left is then shorter than a round trip."""
     init(rank, size, port)
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
@@ -133,11 +124,6 @@ def check_monitored(rank: int, size: int, _, port: int) -> None:
             dist.group.WORLD.monitored_barrier(timedelta(seconds=5), True)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def test_monitored_barrier_names_the_missing_alone(pool, far):
-    """The time that is left is then shorter than a round trip."""
-    pool.run(check_monitored, far.port, ranks=4, backend=None)
 
 
 @on_ranks(1, backend=None)

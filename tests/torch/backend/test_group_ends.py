@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from tests.extent import each_value
-from tests.torch.interpreter import Interpreter
+from tests.ranks import good, on_threads
+from tests.torch.interpreter import run_ranks
 from tests.torch.pool import on_ranks
 
 # ------------------------------------------------------------------ threads that wait
@@ -106,13 +107,9 @@ def run_to_the_end(tmp_path: Path, kind: str, transport: str, *more: str) -> lis
     store = str(tmp_path / "store")
     if kind == "without torch":
         (tmp_path / "store").mkdir()
-    ranks = [
-        Interpreter(
-            "-c", AT_EXIT, str(r), kind, store, transport, *more, autoload=True, finalized=True
-        )
-        for r in range(2)
-    ]
-    texts = [rank.communicate(timeout=120)[1] for rank in ranks]
+    words = [kind, store, transport, *more]
+    ranks = run_ranks("-c", AT_EXIT, words=words, autoload=True, finalized=True)
+    texts = [rank.stderr for rank in ranks]
     assert not any("terminate" in text or "Fatal" in text for text in texts), texts
     return [rank.returncode for rank in ranks]
 
@@ -264,7 +261,11 @@ def in_child(call: Callable[[], Any]) -> str:
     return ["", "no error", "another of ours", "another"][code] if 0 <= code < 4 else str(code)
 
 
-def check_children(rank: int, size: int) -> None:
+@on_ranks(2, backend=None)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_forked_child_cannot_use_the_group_of_its_parent(rank, size, store, transport):
+    options = pycomm.Options(transport=transport)
+    dist.init_process_group("pycomm", store=store, rank=rank, world_size=size, pg_options=options)
     x = torch.full((1000,), 1000.0)
     under_way = dist.irecv(torch.empty(10), 1 - rank, tag=3)
     done = dist.all_reduce(torch.ones(10), async_op=True)
@@ -284,40 +285,16 @@ def check_children(rank: int, size: int) -> None:
     assert set(x.tolist()) == {3.0}
     dist.send(torch.ones(10), 1 - rank, tag=3)
     under_way.wait()
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_forked_child_cannot_use_the_group_of_its_parent(pool, monkeypatch, transport):
-    monkeypatch.setenv("PYCOMM_TRANSPORT", transport)
-    pool.stop()  # its ranks have the earlier environment
-    try:
-        pool.run(check_children)
-    finally:
-        pool.stop()
+    dist.destroy_process_group()
 
 
 # ------------------------------------------------------------------------------------ group threads
 # Several threads in one group at once, and ranks that die or leave during an operation.
 
 
-def at_once(*jobs: Any) -> None:
+def at_once(*jobs: Callable[[], None]) -> None:
     """Run jobs on threads of their own, and raise the first exception of any of them."""
-    raised: list[BaseException] = []
-
-    def run(job):
-        try:
-            job()
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=run, args=(job,), daemon=True) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(90)
-        assert not thread.is_alive()
-    if raised:
-        raise raised[0]
+    good(on_threads(range(len(jobs)), lambda number: jobs[number](), 90))
 
 
 @on_ranks(2, timeout=60)
@@ -448,17 +425,11 @@ except RuntimeError as error:
 
 @pytest.mark.parametrize("how", ["sys.exit", "os._exit", "raise", "import"])
 def test_a_rank_that_leaves_with_operations_under_way(tmp_path: Path, how: str) -> None:
-    ranks = [
-        Interpreter(
-            "-c", GOES, str(rank), how, str(tmp_path / "store"), autoload=True, finalized=True
-        )
-        for rank in range(2)
-    ]
+    words = [how, str(tmp_path / "store")]
     start = time.monotonic()
-    said = [rank.communicate(timeout=120) for rank in ranks]
-    codes = [rank.returncode for rank in ranks]
-    assert codes == [3 if "exit" in how else 1, 5], said
-    assert "rank 0" in said[1][0]
+    ranks = run_ranks("-c", GOES, words=words, autoload=True, finalized=True)
+    assert [rank.returncode for rank in ranks] == [3 if "exit" in how else 1, 5], ranks
+    assert "rank 0" in ranks[1].stdout
     assert time.monotonic() - start < 110
 
 

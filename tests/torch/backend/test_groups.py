@@ -20,7 +20,7 @@ import pycomm
 from pycomm import backend
 from pycomm._build import load_c10d
 from tests.torch.harness import check_sum
-from tests.torch.interpreter import Interpreter, run
+from tests.torch.interpreter import run, run_ranks
 from tests.torch.pool import on_ranks
 
 CPU = torch.device("cpu")
@@ -422,16 +422,7 @@ dist.destroy_process_group()
 
 def test_pycomm_tls_encrypts_what_torch_sends(tmp_path):
     variables = {"PYCOMM_TLS": "on", "PYCOMM_TRANSPORT": "tcp"}
-    command = ("-c", ENCRYPTED)
-    ranks = [
-        Interpreter(
-            *command,
-            *(str(rank), str(tmp_path / "store")),
-            env=os.environ | variables,
-            autoload=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        assert "TLS 1.3" in rank.communicate(timeout=60)[0]
+    words = [str(tmp_path / "store")]
+    for rank in run_ranks("-c", ENCRYPTED, words=words, env=os.environ | variables, autoload=True):
+        assert "TLS 1.3" in rank.stdout, rank.stderr
         assert rank.returncode == 0

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pycomm
 from tests import extent
-from tests.torch.harness import batch, equal, network
+from tests.torch.harness import all_equal, batch, equal, network, values
+from tests.torch.pool import on_ranks
 
 
 def wrap(spec: str | None, module: nn.Module | None = None, **options: Any) -> Any:
@@ -206,26 +207,18 @@ LOOPS: dict[str, Callable[[int, Any], nn.Module]] = {
 }
 
 
-def run(rank: int, size: int, name: str) -> list[torch.Tensor]:
-    """Return the parameters with an exact codec, which are those of plain DDP, and with int8."""
-    want, exact, coded = (
-        [p.detach().clone() for p in LOOPS[name](rank, spec).parameters()]
-        for spec in (None, "fp32", "int8")
-    )
+BACKENDS = ["pycomm", "gloo"]
+
+
+@on_ranks(2, then=all_equal)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [(name, b) for place, name in enumerate(LOOPS) for b in extent.part(BACKENDS, 2, place)],
+)
+def test_loops(rank, size, name):
+    want, exact, coded = (values(LOOPS[name](rank, spec)) for spec in (None, "fp32", "int8"))
     assert equal(want, exact)
     for a, b in zip(want, coded, strict=True):
         # int8 is off by 0.01 of a gradient, and steps move parameters by less than their size.
         assert (a - b).norm() <= 0.03 * a.norm()
     return [*exact, *coded]
-
-
-BACKENDS = ["pycomm", "gloo"]
-
-
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [(name, b) for place, name in enumerate(LOOPS) for b in extent.part(BACKENDS, 2, place)],
-)
-def test_loops(pool, name, backend):
-    first, *others = pool.run(run, name, backend=backend)
-    assert all(equal(other, first) for other in others)
