@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from pycomm.bench.common.timing import in_turns
 from pycomm.bench.lab.jobs import answer
-from pycomm.bench.ops import coded
 from pycomm.bench.ops.operations import OPERATIONS, make_case
+from pycomm.bench.ops.torch_backends import coded_run
 
 CODEC = "quant:bits=8"
 CODED = "_int8"
@@ -69,8 +69,7 @@ def main(
             if not operation.endswith(CODED):
                 call = op.torch(dist, group, case, x, y)
             elif name == "pycomm":
-                native = group._get_backend(torch.device("cpu"))
-                call = coded.torch_run(native, case, x, y, CODEC)
+                call = coded_run(group, case, x, y, CODEC)
             else:
                 continue
             try:

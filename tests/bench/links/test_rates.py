@@ -6,11 +6,13 @@ import csv
 
 import pytest
 
+import pycomm
 from pycomm.bench.lab.wan import WanLab
 from pycomm.bench.links.command import main
 from tests.torch import lab_ranks
 
-SMALL = "--round-trip 2ms --loss 0 --operation all_reduce,all_gather --bytes 4096 --repeats 1"
+SMALL = "--round-trip 2ms --loss 0 --bytes 4096 --repeats 1"
+SMALL += " --operation all_reduce,all_reduce_int8,all_gather"
 
 
 @pytest.fixture(autouse=True)
@@ -27,14 +29,14 @@ def test_rows_of_both_backends(tmp_path, capsys):
     with file.open(newline="") as opened:
         rows = list(csv.DictReader(opened))
     assert [(row["operation"], row["backend"]) for row in rows] == [
-        (operation, backend)
-        for operation in ("all_reduce", "all_gather")
-        for backend in ("pycomm", "gloo")
+        *(("all_reduce", "pycomm"), ("all_reduce", "gloo"), ("all_reduce_int8", "pycomm")),
+        *(("all_gather", "pycomm"), ("all_gather", "gloo")),
     ]
+    payload = pycomm.codec("int8").encoded_bytes(1024)
     for row in rows:
-        # What a rank of two sends: all of the tensor, or its own half.
-        share = {"all_reduce": 1.0, "all_gather": 0.5}[row["operation"]]
-        rate = 8 * 4096 * share / float(row["ms"]) / 1e3
+        # What a rank of two sends: all of the tensor, or of its payload, or its own half.
+        sent = {"all_reduce": 4096, "all_gather": 2048, "all_reduce_int8": payload}
+        rate = 8 * sent[row["operation"]] / float(row["ms"]) / 1e3
         # Both numbers are rounded to a tenth.
         assert float(row["mbit_per_s"]) == pytest.approx(rate, rel=0.05, abs=0.06)
         assert (row["round_trip_ms"], row["loss"], row["bytes"]) == ("2", "0", "4096")
