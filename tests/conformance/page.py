@@ -72,16 +72,19 @@ def _open(rows: list[Row]) -> str:
 
 
 def _list(title: str, rows: list[Row]) -> str:
-    """One line per test: with how many ranks, and what it says there first."""
+    """A line for tests that say the same first, with equally many ranks."""
     if not rows:
         return f"## {title}\n\nNone.\n"
     tests: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda r: (r.test, r.world_size)):
         tests.setdefault(row.test, []).append(row)
-    lines = [f"## {title}", "", "| test | ranks | says |", "| --- | --- | --- |"]
+    alike: dict[tuple[str, str], list[str]] = {}
     for test, same in tests.items():
         sizes = ", ".join(str(s) for s in sorted({r.world_size for r in same}))
-        lines.append(f"| `{test}` | {sizes} | {same[0].reason[:90].replace('|', '/')} |")
+        alike.setdefault((sizes, same[0].reason[:90].replace("|", "/")), []).append(test)
+    lines = [f"## {title}", "", "| tests | ranks | say |", "| --- | --- | --- |"]
+    for (sizes, reason), names in alike.items():
+        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {sizes} | {reason} |")
     return "\n".join(lines) + "\n"
 
 
