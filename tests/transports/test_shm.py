@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pycomm import _C
+from pycomm import _C, _test
 from pycomm.errors import Error, PeerLost, Timeout
 from tests.preload import library
 from tests.ranks import run, run_processes
@@ -34,7 +34,7 @@ def test_workers_forked_from_a_rank_do_not_keep_it_alive():
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
         with pytest.raises(PeerLost, match="rank 1 died"):
-            me.transport.run_shared(_C.OpTag("barrier"))
+            me.transport.run_shared(_test.OpTag("barrier"))
         assert time.monotonic() - start < 2  # the worker still sleeps
 
     processes(2, job)
@@ -48,14 +48,14 @@ def test_a_forked_childs_close_is_its_own():
             os._exit(0)
         os.waitpid(child, 0)
         for seq in range(1, 4):
-            me.transport.run_shared(_C.OpTag("barrier", seq=seq))
+            me.transport.run_shared(_test.OpTag("barrier", seq=seq))
 
     processes(2, job)
 
 
 def test_ranks_that_miss_the_rendezvous_are_all_named():
     with pytest.raises(Timeout, match=r"did not come .*: 1, 2"):
-        _C.Transport("local", _C.Store.local(), "group", 0, 3, timeout=0.1)
+        _test.Transport("local", _C.Store.local(), "group", 0, 3, timeout=0.1)
 
 
 def memfds() -> list[str]:
@@ -92,7 +92,7 @@ def test_nothing_is_left_behind_by_a_crash():
         if me.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(PeerLost):
-            me.transport.run_shared(_C.OpTag("barrier"))
+            me.transport.run_shared(_test.OpTag("barrier"))
         me.transport.close()
         assert len(memfds()) <= len(inherited)
         assert mapped_memfds() <= mapped
@@ -104,7 +104,7 @@ def test_nothing_is_left_behind_by_a_crash():
 
 def test_shm_needs_another_rank_on_this_host():
     with pytest.raises(Error, match="rank 0 shares memory with no other rank"):
-        _C.Transport("shm", _C.Store.local(), "alone", 0, 1, timeout=5.0)
+        _test.Transport("shm", _C.Store.local(), "alone", 0, 1, timeout=5.0)
 
 
 def reach(me):
@@ -222,7 +222,7 @@ def test_of_ranks_that_are_threads():
 
 
 def test_of_a_device_group():
-    group = _C.DeviceGroup(_C.Store.local(), 0, 1)
+    group = _test.DeviceGroup(_C.Store.local(), 0, 1)
     assert dumped() == []
     group.close()
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import pycomm.errors
-from pycomm import _C
+from pycomm import _C, _test
 from tests.extent import each_value
 
 
@@ -96,7 +96,7 @@ def test_each_rank_hears_the_words_of_all(size, appends):
     words = [f"{rank} 7:\n word" * (rank % 3) for rank in range(size)]
 
     def meet(rank):
-        return store.exchange("g", "topic", rank, size, words[rank], 20)
+        return _test.exchange(store, "g", "topic", rank, size, words[rank], 20)
 
     with ThreadPoolExecutor(size) as ranks:
         assert list(ranks.map(meet, range(size))) == [words] * size
@@ -111,7 +111,7 @@ def test_words_may_hold_every_byte(size, appends):
     words = [every[rank % 128 :] + every[: rank % 128] + "\x1d" for rank in range(size)]
 
     def meet(rank):
-        return store.exchange("g", "topic", rank, size, words[rank], 20)
+        return _test.exchange(store, "g", "topic", rank, size, words[rank], 20)
 
     with ThreadPoolExecutor(size) as ranks:
         assert list(ranks.map(meet, range(size))) == [words] * size
@@ -127,7 +127,7 @@ def test_an_exchange_names_all_that_did_not_come(size, appends):
         if rank in absent:
             return "absent"
         with pytest.raises(pycomm.errors.Timeout) as caught:
-            store.exchange("g", "topic", rank, size, "word", 0.3)
+            _test.exchange(store, "g", "topic", rank, size, "word", 0.3)
         return str(caught.value)
 
     with ThreadPoolExecutor(size) as ranks:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm import _C
+from pycomm import _C, _test
 from pycomm.communicator import Communicator, Store
 from tests.transports.wire_peer import HELLO, MAGIC, hello
 
@@ -203,7 +203,7 @@ def test_the_secret_is_not_told():
     def rank_main(rank):
         try:
             options = dict(timeout=1.0, secret=SECRET + "?" * rank)
-            transport = _C.Transport("tcp", store, "g", rank, 2, **options)
+            transport = _test.Transport("tcp", store, "g", rank, 2, **options)
             transport.close()
         except Exception as error:
             outcomes[rank] = str(error)
