@@ -252,14 +252,31 @@ class CommunicatorOptions(GroupOptions):
 
 # -- buckets whose payloads Python moves (bind_coded.cpp)
 
-class CodedValues:
-    def __init__(self, address: int, numel: int, dtype: DType, rows: int = 1) -> None: ...
+class Shot:
+    contribution: ClassVar[Shot]
+    shown: ClassVar[Shot]
+    result: ClassVar[Shot]
 
-class CodedPayloads:
-    def __init__(self, address: int, capacity: int, places: Sequence[tuple[int, int]]) -> None: ...
+class CodedCall:
+    def __init__(
+        self,
+        input: tuple[int, int],
+        output: tuple[int, int],
+        dtype: DType,
+        sides: Sequence[tuple[int, int]],
+        *,
+        seed: int,
+        step: int,
+        divisor: int,
+    ) -> None: ...
+
+class CodedDevice:
+    def __init__(
+        self, stream: int, scratch: tuple[int, int], found_inf: int, swapped: int = 0
+    ) -> None: ...
 
 class CodedBucket:
-    def __init__(self, rows: int = 1) -> None: ...
+    def __init__(self, rank: int, ranks: int, rows: int = 1) -> None: ...
     def add(
         self,
         numel: int,
@@ -274,40 +291,31 @@ class CodedBucket:
         owner: Sequence[int] = ...,
         momentum: Sequence[int] = ...,
     ) -> None: ...
-    def add_chunk(self, runs: Sequence[tuple[int, int, int]]) -> None: ...
+    def plan(
+        self,
+        owned: Sequence[Sequence[tuple[int, int, int]]],
+        shown: Sequence[tuple[int, int, int]],
+        *,
+        rows: Sequence[int] = ...,
+        scatters: _bool = True,
+        gathers: _bool = True,
+    ) -> None: ...
     @property
-    def most(self) -> list[int]: ...
+    def owned_bytes(self) -> list[int]: ...
+    @property
+    def shown_bytes(self) -> int: ...
+    @property
+    def memory_bytes(self) -> int: ...
     @property
     def room_behind(self) -> int: ...
-    def begin(
-        self,
-        sides: Sequence[tuple[int, int]],
-        *,
-        rank: int,
-        ranks: int,
-        seed: int,
-        step: int,
-        divisor: int,
-        stream: int | None = None,
-        scratch: tuple[int, int] = ...,
-        found_inf: int = 0,
-        swapped: int = 0,
-    ) -> None: ...
     def scratch_bytes(self, dtype: DType) -> int: ...
-    def contribute(
-        self, values: CodedValues, first: int, last: int, out: int, capacity: int
-    ) -> list[int]: ...
-    def own(
+    def run(
         self,
-        values: CodedValues,
-        chunk: int,
-        received: CodedPayloads,
-        out: int,
-        capacity: int,
-    ) -> int: ...
-    def add_up(self, values: CodedValues, chunk: int, received: CodedPayloads) -> _bool: ...
-    def land(
-        self, values: CodedValues, first: int, last: int, received: CodedPayloads
+        call: CodedCall,
+        memory: tuple[int, int],
+        move: Callable[[Shot, int, list[int]], tuple[int, int, list[tuple[int, int]]]],
+        device: CodedDevice | None = None,
+        launch: Callable[[list[Launch]], None] | None = None,
     ) -> _bool: ...
 
 class Pieces:

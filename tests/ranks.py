@@ -170,3 +170,25 @@ def run_processes(
         if missing:
             raise Hung(f"ranks {sorted(missing)} did not end within {limit} s")
         return outcomes
+
+
+def on_processes(
+    size: int, then: Callable[[list[Any]], None] | None = None, **options: Any
+) -> Callable[[Job], Callable[[], None]]:
+    """Make a test of a function of a communicator, which runs on ranks that are forked processes.
+
+    Args:
+        then: is called with the results of all ranks.
+        options: of `run_processes`.
+    """
+
+    def decorate(job: Job) -> Callable[[], None]:
+        def test() -> None:
+            results = run_processes(size, job, **options)
+            if then:
+                then(results)
+
+        test.__name__, test.__doc__, test.__module__ = job.__name__, job.__doc__, job.__module__
+        return test
+
+    return decorate

@@ -28,7 +28,7 @@ from pycomm.bench.training.results import (
 
 ROOT = Path(__file__).parents[2]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
-PAGE = DOCS / "choosing.md"
+PAGE = DOCS / "results.md"
 TRAINING, CODECS = tables.RESULTS / "training-cpu.csv", tables.RESULTS / "codecs-cpu.csv"
 DEMO = tables.RESULTS / "demo-cpu.csv"
 NUMERIC = "--:"
@@ -126,9 +126,9 @@ def demo(path: Path) -> str:
 
 
 def planner(path: Path) -> str:
-    """Return the planner's prediction errors, by kind, link and ranks."""
-    head = ("what", "link", "ranks", "cases", "median error", "worst", "fastest codec picked")
-    return table(head, plan.summary(read_rows(path, plan.PlanCase)), left=2)
+    """Return the planner's prediction errors over all cases; `bench plan --judge` has them all."""
+    *_, (_, _, _, *cells) = plan.summary(read_rows(path, plan.PlanCase))
+    return table(("cases", "median error", "worst", "fastest codec picked"), [cells], left=0)
 
 
 OPS = ("encode", "encode+residual", "decode", "decode_add")
@@ -155,24 +155,22 @@ def claims(results: Path) -> str:
     lines = []
     for claim in CLAIMS:
         last = max(tables.read(results / claim["table"]), key=lambda row: row["time"])
-        cores = f", {last['cores']} cores" if "cores" in last else ""
         lines.append([
             claim["claim"],
             f"`{claim['command']}`",
             f"`{claim['table']}`",
             f"{last['time'][:10]}, {last['commit']}",
-            f"{last['device']}{cores}, torch {last['torch']}",
         ])  # fmt: skip
-    return table(("claim", "command", "rows", "newest: date, commit", "machine"), lines, left=5)
+    return table(("claim", "command", "rows", "newest"), lines, left=4)
 
 
 def write_all() -> None:
     rows = load(TRAINING)
-    for model, rate in dict.fromkeys((r.model, r.rate) for r in rows if r.kind == "step"):
-        write(PAGE, f"steps {model} {rate}", training(rows, model, rate))
+    for rate in dict.fromkeys(r.rate for r in rows if (r.kind, r.model) == ("step", "25m")):
+        write(PAGE, f"steps 25m {rate}", training(rows, "25m", rate))  # a figure has the demo's
     for model in ("demo", "digits"):  # the others are sweeps of the demo's settings
         write(PAGE, f"losses {model}", losses(rows, model))
     write(PAGE, "codecs", codecs(CODECS))
     write(DOCS / "bench.md", "claims", claims(tables.RESULTS))
-    write(DOCS / "bench.md", "planner", planner(tables.RESULTS / "plan-cpu.csv"))
+    write(PAGE, "planner", planner(tables.RESULTS / "plan-cpu.csv"))
     write(README, "demo", demo(DEMO))

@@ -21,7 +21,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.bench.common import accelerator
-from pycomm.reduction import batched, two_shot
+from pycomm.reduction import batched, coding
 from pycomm.reduction.exchange_thread import ExchangeThread
 
 STAGES = ("compute", "encode", "scatter", "own", "gather", "land", "reduce", "optimizer")
@@ -32,7 +32,7 @@ BY_EXCHANGES = {
     2: ("encode", "scatter", "own", "gather", "land"),
 }
 """The stages of a bucket, by the number of its exchanges."""
-EXCHANGES = ((batched, ("all_to_all", "all_gather")), (two_shot, ("all_to_all", "gather_payloads")))
+EXCHANGES = ((batched, ("all_to_all", "all_gather")), (coding, ("all_to_all", "gather_payloads")))
 """The calls that exchange payloads, by the modules that make them."""
 
 

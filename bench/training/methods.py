@@ -179,7 +179,8 @@ TOP_1_BINS = TOP_1.replace("int8", "bins2")  # values of two bits
 # SGD's learning rate beside AdamW's: of 8, 15, 25 and 50 the best one for exact gradients.
 SGD_RATE = 25.0
 # DiLoCo's rounds, the same in streams, and SparseLoCo's form: 64 values of 4096 in two bits.
-ROUND = {"every": 30, "codec": "int4"}
+DILOCO = {"lr": 0.7, "momentum": 0.9}
+ROUND = {"every": 30, "codec": "int4", **DILOCO}
 STREAM = {"exchange": Streamed(6, overlap=5)}
 SPARSE = {"codec": "topk:0.015625,indices=int12,values=bins2", "lr": 1.0, "momentum": 0.0}
 SPARSE |= {"feedback": "decay:0.95", "average": "senders"}
@@ -226,7 +227,7 @@ METHODS = (
     Method("pycomm, auto", codec="auto"),
     Method("Gloo, FSDP2", "gloo", sharded=True),
     Method("pycomm, FSDP2", sharded=True),
-    Method("LocalSGD, fp32", local={"every": 15, "codec": "fp32"}),
+    Method("LocalSGD, fp32", local={"every": 15, "codec": "fp32", **DILOCO}),
     Method("LocalSGD, SparseLoCo", small="int8", local={"every": 15, **SPARSE}),
     Method("LocalSGD, int4", local=ROUND),
     Method("LocalSGD, int4 in streams", local={**ROUND, **STREAM}),

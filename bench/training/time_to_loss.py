@@ -13,6 +13,7 @@ come down to the float32 run's loss at the end of its schedule, times the method
 which the CSV has the rows.
 
     --only optimizer   instead: the time of CodedAdamW beside torch's fused AdamW (optimizer.py)
+    --suite            instead: losses on tasks of several kinds, of small models (suite.py)
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from pycomm.bench import netlab
 from pycomm.bench.common import arguments, tables
 from pycomm.bench.common.harness import Origin, Row, record, write_json
 from pycomm.bench.lab import jobs
-from pycomm.bench.training import optimizer
+from pycomm.bench.training import optimizer, suite
 from pycomm.bench.training.methods import METHODS, Method
 from pycomm.bench.training.results import RANKS, describe, load, show, totals
+from pycomm.bench.training.tasks import TASKS
 from pycomm.bench.training.train import FINAL_WINDOWS, MODELS, Config, parameters
 
 # -------------------------------------------------------------------- losses
@@ -90,6 +92,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--models", type=arguments.some_of("model", MODELS), default="demo", help=f"of {known}")
     add("--methods", default="", help="only those in whose label this pattern is found")
     add("--only", choices=("losses", "optimizer"), default="losses", help="(losses)")
+    add("--suite", action="store_true", help="losses on small tasks of several kinds")
+    add("--tasks", default="", help="of the suite: those in whose name this pattern is found")
     each = "of the trainings; each rank has a batch of its own"
     add("--ranks", type=arguments.counts, default=[RANKS], help=each)
     add("--seeds", type=arguments.counts, default=[0, 1, 2], help="of the trainings")
@@ -97,16 +101,25 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if 0 in options.ranks:
         parser.error("--ranks 0 starts nothing: want at least 1")
-    pattern = options.methods
-    try:
-        options.methods = [m for m in METHODS if re.search(pattern, m.label)]
-    except re.error as error:
-        parser.error(f"--methods {pattern!r} is no pattern: {error}")
-    if not options.methods:
-        labels = "; ".join(method.label for method in METHODS)
-        meant = guess(pattern, [method.label for method in METHODS])
-        parser.error(f"--methods {pattern!r} fits none of these: {meant}{labels}")
+    known = {method.label: method for method in METHODS}
+    labels = _found(parser, "--methods", options.methods, suite.METHODS if options.suite else known)
+    options.methods = labels if options.suite else [known[label] for label in labels]
+    options.tasks = _found(parser, "--tasks", options.tasks, TASKS)
     return options
+
+
+def _found(
+    parser: argparse.ArgumentParser, option: str, pattern: str, names: Iterable[str]
+) -> list[str]:
+    """Return the names in which a pattern is found."""
+    try:
+        found = [name for name in names if re.search(pattern, name)]
+    except re.error as error:
+        parser.error(f"{option} {pattern!r} is no pattern: {error}")
+    if not found:
+        meant = guess(pattern, list(names))
+        parser.error(f"{option} {pattern!r} fits none of these: {meant}{'; '.join(names)}")
+    return found
 
 
 def main(argv: Sequence[str]) -> int:
@@ -127,19 +140,26 @@ def main(argv: Sequence[str]) -> int:
         return 2
     records: list[dict[str, Any]] = []
 
-    def measure(results: Iterable[Row]) -> None:
-        for row in results:
-            rows.append(row)
-            what = f"{row.model} {row.ranks} ranks, seed {row.seed}, {row.method}"
-            print(f"{what}: loss {row.loss:.4f}", flush=True)
-            records.append(record(row, origin))
-            if csv_path:
-                tables.append(csv_path, records[-1:])
+    def keep(row: Row) -> None:
+        rows.append(row)
+        what = f"{row.model} {row.ranks} ranks, seed {row.seed}, {row.method}"
+        print(f"{what}: loss {row.loss:.4f}", flush=True)
+        records.append(record(row, origin))
+        if csv_path:
+            tables.append(csv_path, records[-1:])
 
-    for model in options.models:
-        for ranks in options.ranks:
-            measure(losses(model, methods, options.seeds, ranks))
-    show(totals(rows))
+    if options.suite:
+        wanted = suite.missing(rows, options.tasks, methods, options.seeds)
+        if wanted:
+            suite.measure(wanted, keep)
+        for line in suite.table(rows):
+            print(" | ".join(line))
+    else:
+        for model in options.models:
+            for ranks in options.ranks:
+                for row in losses(model, methods, options.seeds, ranks):
+                    keep(row)
+        show(totals(rows))
     if options.json:
         write_json(Path(options.json), records)
     return 0

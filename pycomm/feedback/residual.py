@@ -138,8 +138,8 @@ class Residual:
         Args:
             layout: hash of the bucket's layout.
             ranks: number of ranks that are averaged.
-            gradient: [numel]; if ranks are workers for some values only, both residuals are added
-                to it instead. Only the kinds residual and decay allow that.
+            gradient: [rows, numel]; if ranks are workers for some values only, both residuals are
+                added to it instead. Only the kinds residual and decay allow that.
         """
         now, then = self.sides
         same = self.layouts[now] in ("", layout)
@@ -155,10 +155,10 @@ class Residual:
             return
         self.moved = True
         share = self.rule.decay if self.rule.kind == "decay" else 1
-        gradient.add_(self.current("worker"), alpha=share)
+        gradient.add_(self.current("worker").view_as(gradient), alpha=share)
         _clear(self.worker[then])
         if self.owner is not None:
-            gradient.add_(self.current("owner"), alpha=ranks)
+            gradient.add_(self.current("owner").view_as(gradient), alpha=ranks)
             _clear(self.owner[then])
 
     def _fold(self, now: int, then: int, ranks: int) -> None:

@@ -180,6 +180,25 @@ class Residuals:
         """Multiply residuals and momentum, for a new unit of the gradients."""
         self._scale(factor, None, ROLES)
 
+    def scale_matrix(self, name: str, factors: Iterable[torch.Tensor], columns: int) -> None:
+        """Multiply the rows and columns of a parameter's residual, for new units of them.
+
+        Args:
+            name: name of the parameter.
+            factors: float32 [rows, 1] or [columns], of this rank's part, on any device.
+            columns: columns of the parameter, of which each row of a residual has whole rows.
+        """
+        residual = self._residuals.get(name)
+        if residual is None:
+            return
+        for role, pair in residual.pairs():
+            rows = residual.rows if role in ("worker", "momentum") else 1
+            for row in range(rows):
+                stored = storage.part(pair[residual.side], residual.numel, row, 0, residual.numel)
+                values = storage.load(stored, residual.numel)
+                if values.any():  # else its pages stay unwritten
+                    storage.store(_times(values, factors, columns, row, rows), stored)
+
     def _scale(self, factor: float, names: Iterable[str] | None, roles: Iterable[str]) -> None:
         for name in self._residuals if names is None else names:
             if residual := self._residuals.get(name):
@@ -281,3 +300,14 @@ def _widened(residual: Residual, rule: Feedback) -> Residual:
 def _norm(residual: Residual, role: str) -> float:
     pair: Pair | None = getattr(residual, role)
     return 0.0 if pair is None else float(residual.current(role).norm())
+
+
+def _times(
+    values: torch.Tensor, factors: Iterable[torch.Tensor], columns: int, row: int, rows: int
+) -> torch.Tensor:
+    """Return one of `rows` rows of a residual, multiplied by the factors of its own."""
+    result = values.view(-1, columns)
+    for one in factors:
+        mine = one.to(values.device)
+        result = result * (mine.chunk(rows)[row] if mine.ndim > 1 else mine)
+    return result.view(-1)

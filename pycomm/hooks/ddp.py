@@ -16,12 +16,10 @@ from pycomm.arguments import typed
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.hooks.saved_buckets import SavedBuckets
-from pycomm.log import warn_once
 from pycomm.policy import Policy
 from pycomm.policy.exchange import gather
 from pycomm.policy.names import clean, matching
 from pycomm.reduction.exchange_thread import ExchangeThread
-from pycomm.reduction.nodes import Nodes, find_levels, flat_text
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.taken import DiscardedGradients
 
@@ -72,10 +70,9 @@ class HookState(CompressionState):
                 if id(parameter) in ids:
                     self._enter(name, parameter)
             self.plan.complete()
-        self._flat: Sequence[int] = ()  # the node of each rank, where nodes are of no use
         if reduced:
             device = reduced[0].device
-            self._nodes = self._find_nodes(nodes, device)
+            self.find_nodes(device, nodes)
             if self._may_use_thread(device):
                 self._thread = ExchangeThread(self.process_group)
         if self.residuals:
@@ -90,30 +87,6 @@ class HookState(CompressionState):
         self._loaded_order: list[tuple[str, ...]] = []  # the buckets of a loaded state,
         self._by_loaded = 0  # by which so many steps are still reduced
         self._saved_buckets: SavedBuckets | None = None  # in such a step
-
-    def _find_nodes(self, given: Sequence[int] | None, device: torch.device) -> Nodes | None:
-        """Return the nodes by which hooks exchange payloads; None: all ranks do alike, or the
-        backend does it; collective."""
-        group = self.process_group
-        if group.size() == 1 or self._formed_with:
-            return None
-        if device.type == "cpu" and backend.find_native(group):
-            if given is not None and group.rank() == 0:
-                warn_once("nodes= has no effect here: the backend pycomm finds nodes by itself")
-            return None
-        levels = find_levels(group, given, device)
-        if levels and self._kind == "momentum":  # of what each rank sends for itself
-            self._flat = levels
-            return None
-        return Nodes(group, levels, device) if levels else None
-
-    def summary(self) -> str:
-        """See `CompressionState`; also what a node sends where its ranks code for themselves."""
-        if not self._flat:
-            return super().summary()
-        values = sum(one.parameter.numel for one in self.decisions.values())
-        told = flat_text(self._flat, self.plan.report().payload_bytes, values)
-        return f"{super().summary()}\n{told}"
 
     def _may_use_thread(self, device: torch.device) -> bool:
         """Return whether another backend than pycomm moves host tensors of all ranks; collective.

@@ -39,6 +39,7 @@ from pycomm.policy import agree as agree_on
 from pycomm.policy.exchange import gather
 from pycomm.reduction import paths, two_shot
 from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.factors import Matrix
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.taken import DiscardedGradients
 
@@ -60,6 +61,9 @@ class FSDPState(CompressionState):
         ValueError: a codec whose payloads cannot be reduce-scattered.
         WireMismatch: ranks have different models or codecs.
     """
+
+    goes_by_nodes = True
+    """Nodes may code the sums of their ranks."""
 
     def __init__(
         self,
@@ -92,6 +96,8 @@ class FSDPState(CompressionState):
         self._waits: list[Callable[[], object]] = []  # for collectives that are in flight
         # The device of the groups; parameters may be on the CPU, or have no memory yet.
         self._mesh_device = torch.device(info.mesh.device_type)
+        if self.goes_by_nodes:
+            self.find_nodes(self._mesh_device)
         self._places: dict[str, int] = {}  # number of each parameter whose weights are gathered
         self._tensor_of: dict[str, Callable[[], torch.Tensor]] = {}
         for unit in self._units:
@@ -299,7 +305,10 @@ class FSDPState(CompressionState):
                 output, input, bucket.native, bucket.sides, self.seed, self.step
             )
             return work
-        two_shot.all_gather(output, input, bucket, group, seed=self.seed, step=self.step)
+        if self._nodes is not None and self._scatters and self._nodes.is_even:
+            self._nodes.all_gather(output, input, bucket, seed=self.seed, step=self.step)
+        else:
+            two_shot.all_gather(output, input, bucket, group, seed=self.seed, step=self.step)
         return None
 
     def all_reduce(
@@ -319,6 +328,27 @@ class FSDPState(CompressionState):
             return {}
         shapes = {name: self._tensor_of[name]().shape for name in self._rows}
         return {name: Cut(tuple(shape), self._ranks) for name, shape in shapes.items()}
+
+    def _shape(self, name: str) -> Matrix | None:
+        """See `BucketReducer`; of parameters that are sharded by rows."""
+        found = super()._shape(name)
+        if found is None or self._ranks == 1:
+            return found
+        if name not in self._rows:
+            return None
+        if self._scatters or self._shard_group is None:
+            return found
+        count = found.got.stop  # replicas average this rank's shard
+        first = self._shard_group.rank() * count
+        here = slice(first, first + count)
+        return replace(found, given=here, got=here)
+
+    @property
+    def _all_groups(self) -> list[dist.ProcessGroup]:
+        groups = [self.process_group]
+        if self._shard_group is not None and not self._scatters:
+            groups.append(self._shard_group)
+        return groups
 
     @property
     def rows(self) -> int:

@@ -46,6 +46,8 @@ class ShardedMomentumState(Momenta, FSDPState):
         Error: torch divides the reduced gradients in a way of its own.
     """
 
+    goes_by_nodes = False
+
     def __init__(
         self,
         codec: str | Codec | Policy,

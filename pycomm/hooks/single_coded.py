@@ -23,6 +23,7 @@ class SingleCodedState(CompressionState):
     """
 
     defers = False
+    has_factors = False  # the momentum has second moments of rows and columns
 
     _encoded: Callable[[], None] | None = None
     """Is called once, by the next reduction that `coding_of` tells of; see `SingleCoding`."""

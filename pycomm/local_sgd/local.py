@@ -59,7 +59,8 @@ class LocalSGD:
         codec: codec of the outer gradients, its text ("int4"), or a `pycomm.Policy`. Warm-ups and
             schedules count exchanges.
         lr: outer learning rate.
-        momentum: momentum of the outer optimizer; 0 for none.
+        momentum: momentum of the outer optimizer; 0 for none. DiLoCo's 0.9 is for long trainings:
+            over a few dozen rounds it multiplies the steps by what may be too much.
         nesterov: look ahead by the momentum, as DiLoCo does.
         weighted: weight each rank's outer gradient by the samples or tokens that `step` is given.
         average: "ranks": the mean over all ranks. "senders": with sparse codecs (top-k), each value
@@ -94,7 +95,7 @@ class LocalSGD:
         exchange: Blocking | Streamed | Quorum = Blocking(),
         codec: str | Codec | Policy = "int8",
         lr: float = 0.7,
-        momentum: float = 0.9,
+        momentum: float = 0.5,
         nesterov: bool = True,
         weighted: bool = False,
         average: Literal["ranks", "senders"] = "ranks",
@@ -154,6 +155,8 @@ class LocalSGD:
             nesterov=nesterov,
             weighted=weighted,
         )
+        if average == "ranks" and group is not None:
+            self.state.find_nodes(reals(trained[0]).device)
         self._rounds = exchange.start(self._shared, self.every, own)
         if closing is not None:
             closing.detach()  # the rounds end their thread before it

@@ -1,6 +1,6 @@
 """Progress of the ranks under a quorum, and the thread of each rank that exchanges it.
 
-docs/reliability.md, "Slow and spare ranks", describes the protocol. Each rank has a thread that
+docs/local_sgd.md, "Slow and spare ranks", describes the protocol. Each rank has a thread that
 takes part in all exchanges, so a rank in the middle of a local step holds up nobody. The threads
 tell each other the progress of their ranks again and again by a small all-gather; all of them see
 the same numbers and draw the same conclusion, `Round.closes`, so no rank leads.

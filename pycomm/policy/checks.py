@@ -15,6 +15,9 @@ from pycomm.policy.quality import finer, nominal_error, reduced_error
 from pycomm.policy.rules import Decision
 from pycomm.policy.samples import BucketProbe, Quality, ResidualOf, SampledPiece, Sampler, qualities
 
+_AGAIN = 3
+"""Steps from a check to the next one of those that were above their limit."""
+
 
 class Checks:
     """The checks of one plan.
@@ -50,6 +53,8 @@ class Checks:
         """
         if step % self.every == 0:
             self._sampler.choose(step, decisions, sorted(self._suspects))
+        elif self._suspects and step % self.every == _AGAIN:
+            self._sampler.choose(step, decisions, sorted(self._suspects), others=False)
         return self._sampler.wanted
 
     @property

@@ -22,7 +22,7 @@ class Guard:
     """
 
     every: int = 16
-    """Steps from one check to the next."""
+    """Steps from one check to the next; three steps later for a parameter above its limit."""
     parameters: int = 8
     """Number of parameters in one check; the following parameters are in the next check."""
     share: float = 0.004

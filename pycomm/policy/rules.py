@@ -186,6 +186,10 @@ class Policy:
     """With "auto": codecs with a larger error of the average, on normal values, are left out."""
     candidates: tuple[str | Codec, ...] = ()
     """Codecs from which "auto" chooses; (): a suitable default list."""
+    factors: bool = True
+    """Divide a matrix whose rows or columns differ in size by a power of two for each, before it is
+    coded: so the error of each is small beside its own size, as optimizers need that divide by it,
+    such as Adam."""
     guard: Guard | None = field(default_factory=Guard)
     """Compares samples of reduced gradients with their exact average; None: no checks."""
     trial: Trial = field(default_factory=Trial)
@@ -217,6 +221,7 @@ class Policy:
         typed("policy: codec", self.codec, str, Codec)
         typed("policy: guard", self.guard, Guard, None)
         typed("policy: trial", self.trial, Trial)
+        typed("policy: factors", self.factors, bool)
         if self.warmup != "dgc":
             put(self, warmup=whole("policy: warmup", self.warmup, -math.inf))
         for name in ("rules", "schedule", "epochs", "candidates"):
@@ -236,8 +241,8 @@ class Policy:
         """Return the policy for a text or codec; a policy is returned as it is.
 
         A text is a codec or "auto", followed by words that are separated by spaces: ``warmup=100``,
-        ``warmup=dgc``, ``error=0.1``, ``guard=off``, ``100:int8`` (int8 from step 100 on),
-        ``epoch2:topk:0.01`` (from epoch 2 on).
+        ``warmup=dgc``, ``error=0.1``, ``guard=off``, ``factors=off``, ``100:int8`` (int8 from step
+        100 on), ``epoch2:topk:0.01`` (from epoch 2 on).
 
         Raises:
             TypeError: the argument is neither a text, a codec nor a policy.

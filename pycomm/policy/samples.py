@@ -142,20 +142,28 @@ class Sampler:
         self._next = 0
         self._probes: list[BucketProbe] = []
 
-    def choose(self, step: int, decisions: Sequence[Decision], first: Iterable[str] = ()) -> None:
+    def choose(
+        self,
+        step: int,
+        decisions: Sequence[Decision],
+        first: Iterable[str] = (),
+        *,
+        others: bool = True,
+    ) -> None:
         """Begin a check; all ranks choose alike.
 
         Args:
             step: number of the current step.
             decisions: decisions for all parameters; exact ones are not checked.
             first: names that take part before the others.
+            others: the others take part, too.
         """
         lossy = {d.parameter.name: d for d in decisions if not d.exact}
         # Two float32 sums travel for each value, which bounds the number of values.
         payload = sum(d.encoded_bytes for d in decisions)
         values = int(self.guard.share * self.guard.every * payload / 8)
         values = max(_LEAST, min(values, _MOST))
-        chosen = self._chosen(lossy, first, values)
+        chosen = self._chosen(lossy, first, values, others)
         self.wanted = {}
         for i, name in enumerate(chosen):
             # Slices are whole blocks, since a part of a block may have little of its error.
@@ -167,13 +175,13 @@ class Sampler:
         self._codecs = {name: lossy[name].codec for name in chosen}
 
     def _chosen(
-        self, lossy: Mapping[str, Decision], first: Iterable[str], values: int
+        self, lossy: Mapping[str, Decision], first: Iterable[str], values: int, others: bool
     ) -> list[str]:
         """Return the names in a check: as many as it has enough values for, at least one."""
         names = list(lossy)
         chosen = [name for name in first if name in lossy][: self.guard.parameters]
         room = values - sum(_needed(lossy[name]) for name in chosen)
-        for _ in names:
+        for _ in names if others else ():
             name = names[self._next % len(names)]
             if name not in chosen:
                 room -= _needed(lossy[name])

@@ -8,7 +8,7 @@ from typing import Any
 _TURN = re.compile(r"(epoch)?(\d+):(.+)")
 DGC = "dgc"
 _NUMBERS = ("warmup", "error")
-_WORDS = "warmup=, error=, guard=off, STEP:CODEC or epochN:CODEC"
+_WORDS = "warmup=, error=, guard=off, factors=off, STEP:CODEC or epochN:CODEC"
 
 
 def options(text: str) -> dict[str, Any]:
@@ -38,6 +38,8 @@ def options(text: str) -> dict[str, Any]:
             found[name] = value if value == "dgc" and name == "warmup" else _number(name, value)
         elif word == "guard=off":
             found["guard"] = None
+        elif word == "factors=off":
+            found["factors"] = False
         else:
             raise ValueError(f"policy: {word!r} in {text!r} is none of {_WORDS}")
     return found

@@ -125,13 +125,12 @@ class Bucket:
         self.layout = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.layouts = [self.layout, self.layout]
         """Layouts of the two sides of a residual that has been reduced in this bucket alone."""
-        self.dealt: dict[int, Any] = {}
-        """By number of owners: the `Dealt` values of an all-reduce, where Python assigns them."""
+        self.plans: dict[tuple[str, int, int], Any] = {}
+        """By operation, rank and number of ranks: the `Plan` of a schedule that Python runs."""
         self.parts: list[Any] = []
         """The runs of each rank of a node, where the bucket is reduced by nodes in Python."""
         self.batched: dict[tuple[str, int, int], Any] = {}
-        """By operation, rank and number of ranks: the `Batched` that codes the bucket in C++ where
-        Python moves its payloads."""
+        """Likewise: the `Batched` of a schedule that C++ runs while Python moves the payloads."""
         self.single: Any = None
         """The `SingleCoding` that averages the bucket, if it is averaged so."""
         self._native: Layout | None = None

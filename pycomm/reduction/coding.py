@@ -1,26 +1,30 @@
-"""Coding of buckets in Python, where C++ does not: cut, encode, decode.
+"""The schedule of coded collectives in plain Python, for codecs that C++ does not run.
 
-Cuts, random numbers and the order of sums are those of csrc/collectives/coded/layout.h and
-coded/coder.h; values are coded by the codecs' tensor interface.
+What csrc/collectives/coded/two_shot.h does segment by segment happens here shot by shot, on top of
+torch.distributed: cuts, random numbers, the order of sums and all results are those of C++, and
+ranks may use either. Values are coded one run at a time by the codecs' tensor interface, on any
+device and with any implementation; tests take it as the reference.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import lcm
 
 import torch
+import torch.distributed as dist
 
 from pycomm import feedback
 from pycomm.codecs import RandomKey
 from pycomm.codecs.convert import convert
 from pycomm.errors import WireMismatch
-from pycomm.feedback.rule import EXACT
 from pycomm.reduction.bucket import BucketPiece
+from pycomm.reduction.payloads import all_gather as gather_payloads
+from pycomm.reduction.payloads import all_to_all, parts
 
 GRAIN = 32  # kGrain of coded/layout.h
 OWNER_HOP = -1
@@ -49,16 +53,19 @@ class Run:
         return self.piece.codec.encoded_bytes(self.end - self.begin)
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this run's part of a bucket."""
+        """Return this run's part of a row of the bucket."""
         return values[self.piece.offset + self.begin : self.piece.offset + self.end]
 
 
-def total_bytes(runs: Sequence[Run]) -> int:
+Runs = Sequence[Run]
+
+
+def total_bytes(runs: Runs) -> int:
     """Return the bytes of the payloads of some runs; the most, if one of them is variable."""
     return sum(run.bytes for run in runs)
 
 
-def is_variable(runs: Sequence[Run]) -> bool:
+def is_variable(runs: Runs) -> bool:
     """Return whether the payloads of some runs vary in size."""
     return any(run.piece.codec.variable for run in runs)
 
@@ -69,7 +76,7 @@ def granule(piece: BucketPiece, grain: int = GRAIN) -> int:
     return lcm(own, grain) if own else max(1, piece.numel)
 
 
-def chunks(values: Sequence[Run], ranks: int, grain: int = GRAIN) -> list[list[Run]]:
+def chunks(values: Runs, ranks: int, grain: int = GRAIN) -> list[list[Run]]:
     """Split values into the runs of each owner, like `Cuts` of coded/layout.cpp.
 
     Args:
@@ -105,79 +112,35 @@ def whole(pieces: Sequence[BucketPiece]) -> list[Run]:
     return [Run(piece, 0, piece.numel) for piece in pieces if piece.numel > 0]
 
 
-class Packed:
-    """The runs of a chunk, with all exact ones joined into one behind the others.
+@dataclass(frozen=True)
+class Plan:
+    """What an operation exchanges, as in csrc/collectives/coded/exchange.h."""
 
-    A model has hundreds of norms and biases, and each run costs a dozen calls, whatever its size.
-    The payload is the same as if the runs were coded one by one.
+    owned: Sequence[Runs] = ()
+    """The runs of each owner; empty: no value has one."""
+    shown: Runs = ()
+    """The runs whose payloads all ranks get, and add up."""
+    rows: Sequence[int] = ()
+    """Each rank owns a row of the values, with all runs, which has this number among the rows of
+    the residuals; empty: there is one row."""
+    scatters: bool = True
+    """Ranks send owners what they contribute."""
+    gathers: bool = True
+    """Owners send all ranks the result."""
 
-    Args:
-        runs: runs of pieces in a bucket.
-    """
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        plain = [run for run in runs if run.piece.codec == EXACT and run.piece.residual is None]
-        self._plain = plain if len(plain) > 1 else []
-        taken = set(map(id, self._plain))
-        self._others = [run for run in runs if id(run) not in taken]
-        self._sizes = [run.end - run.begin for run in self._plain]
-        self.runs = list(self._others)
-        """The runs to code, with the exact ones joined."""
-        self.order = [*self._others, *self._plain]
-        """The single runs in the same order, to code one by one: the bytes are the same."""
-        begin = runs[0].piece.offset + runs[0].begin if runs else 0
-        end = runs[-1].piece.offset + runs[-1].end if runs else 0
-        whole = sum(run.end - run.begin for run in runs) == end - begin
-        self._span = slice(begin, end) if whole else None  # all values, if they have no gaps
-        if self._plain:
-            piece = BucketPiece("", 0, sum(self._sizes), EXACT, 0, None)
-            self.runs.append(Run(piece, 0, piece.numel))
-
-    def widened(self, values: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the float32 values of each run to code."""
-        yield from widened(self._others, values)
-        if self._plain:
-            parts = torch.cat([run.of(values) for run in self._plain])
-            yield parts if parts.dtype == torch.float32 else convert(parts, torch.float32)
-
-    def float32_view(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return float32 buffers to decode into; their contents are undefined."""
-        parts = float32_view(self._others, values)
-        if self._plain:
-            parts.append(torch.empty(sum(self._sizes), device=values.device, dtype=torch.float32))
-        return parts
-
-    def average(self, sums: Sequence[torch.Tensor], values: torch.Tensor, ranks: int) -> None:
-        """Divide the sums that an owner codes again; they are where `float32_view` put them."""
-        if values.dtype == torch.float32 and self._span is not None:
-            convert(values[self._span], divisor=ranks)  # in one call
-            sums = sums[len(self._others) :]
-        for part in sums:
-            convert(part, divisor=ranks)
-
-    def finish(
-        self,
-        parts: Sequence[torch.Tensor],
-        values: torch.Tensor,
-        found_inf: torch.Tensor,
-    ) -> None:
-        """Write the decoded values to the bucket; set the flag on Inf and NaN."""
-        others = len(self._others)
-        places = [run.of(values) for run in self._plain]
-        if values.dtype == torch.float32 and self._span is not None:
-            if places:
-                torch._foreach_copy_(places, list(torch.split(parts[-1], self._sizes)))
-            convert(values[self._span], found_inf=found_inf)
-            return
-        finish(self._others, parts[:others], values, 1, found_inf)
-        if self._plain:
-            result = torch.empty_like(parts[-1], dtype=values.dtype)
-            convert(parts[-1], result, found_inf=found_inf)
-            torch._foreach_copy_(places, list(torch.split(result, self._sizes)))
+def all_reduce_plan(values: Runs, ranks: int) -> Plan:
+    """Return the plan of an all-reduce of some values among so many owners."""
+    dense = [run for run in values if run.piece.codec.combine != "gather"]
+    shown = [run for run in values if run.piece.codec.combine == "gather"]
+    return Plan(chunks(dense, ranks) if dense else (), shown)
 
 
 class Coder:
     """One rank's encoder and decoder in an operation.
+
+    Float32 values of a bucket are encoded and decoded in place. Those of 16 bits are widened run by
+    run and narrowed at the end.
 
     Args:
         rank: our number among the ranks that encode the same values.
@@ -190,52 +153,39 @@ class Coder:
         self.seed, self.step = seed, step
 
     def encode(
-        self,
-        runs: Sequence[Run],
-        values: Iterable[torch.Tensor],
-        device: torch.device,
-        *,
-        worker: bool,
-        row: int = 0,
+        self, runs: Runs, values: torch.Tensor, floats: Sequence[torch.Tensor] | None, row: int = 0
     ) -> torch.Tensor:
         """Return the payloads of some runs, one behind the other (uint8 [used bytes]).
 
         Args:
             runs: the runs to encode.
-            values: float32 values of each run; see `widened`.
-            device: device of the values.
-            worker: encode a contribution, with the worker's residual; else an owner's result.
+            values: a row of the bucket.
+            floats: an owner's result, as float32 of each run; None: encode a contribution, with the
+                worker's residual.
             row: row of the residuals, if they have one for each owner; each row has its own random
                 numbers.
         """
-        out = torch.empty(total_bytes(runs), dtype=torch.uint8, device=device)
+        worker = floats is None
+        out = torch.empty(total_bytes(runs), dtype=torch.uint8, device=values.device)
         at = 0
-        for run, floats in zip(runs, values, strict=True):
+        for i, run in enumerate(runs):
+            x = run.of(values) if floats is None else floats[i]
+            x = x if x.dtype == torch.float32 else convert(x, torch.float32)
             codec, payload = run.piece.codec, out[at : at + run.bytes]
-            key, residual = self._key(run.piece, worker, row), run.piece.residual
+            seed = hop_seed(self.seed, self.rank if worker else OWNER_HOP)
+            key = RandomKey(hop_seed(seed, row) if row else seed, self.step, run.piece.tensor)
+            residual, begin = run.piece.residual, run.begin
             if residual is None:
-                codec.encode(floats, payload, key=key, index=run.begin)
+                codec.encode(x, payload, key=key, index=begin)
             else:
                 feedback.encode(
-                    codec,
-                    floats,
-                    payload,
-                    residual,
-                    worker=worker,
-                    begin=run.begin,
-                    row=row,
-                    key=key,
+                    codec, x, payload, residual, worker=worker, begin=begin, row=row, key=key
                 )
             at += codec.used_bytes(payload)
         return out[:at]
 
     def decode(
-        self,
-        runs: Sequence[Run],
-        payload: torch.Tensor,
-        values: Sequence[torch.Tensor],
-        *,
-        add: bool,
+        self, runs: Runs, payload: torch.Tensor, floats: Sequence[torch.Tensor], *, add: bool
     ) -> None:
         """Decode payloads into the float32 values of each run, or add to these.
 
@@ -243,7 +193,7 @@ class Coder:
             WireMismatch: a payload states a size that is impossible.
         """
         at = 0
-        for run, floats in zip(runs, values, strict=True):
+        for run, x in zip(runs, floats, strict=True):
             codec, part = run.piece.codec, payload[at : at + run.bytes]
             used = run.bytes
             if codec.variable:
@@ -257,42 +207,118 @@ class Coder:
                 padded = payload.new_zeros(run.bytes)
                 padded[:used] = part[:used]
                 part = padded
-            (codec.decode_add if add else codec.decode)(part, floats)
+            (codec.decode_add if add else codec.decode)(part, x)
             at += used
 
-    def _key(self, piece: BucketPiece, worker: bool, row: int) -> RandomKey:
-        seed = hop_seed(self.seed, self.rank if worker else OWNER_HOP)
-        if row > 0:
-            seed = hop_seed(seed, row)
-        return RandomKey(seed, self.step, piece.tensor)
+    def add_up(
+        self, runs: Runs, payloads: Sequence[torch.Tensor], values: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Return the float32 sums of contributions in rank order, in the row if that is float32."""
+        sums = _room(runs, values)
+        for r, payload in enumerate(payloads):
+            self.decode(runs, payload, sums, add=r > 0)
+        return sums
+
+    def average_senders(
+        self,
+        runs: Runs,
+        payloads: Sequence[torch.Tensor],
+        values: torch.Tensor,
+        counts: Sequence[float],
+    ) -> list[torch.Tensor]:
+        """Average each value over the ranks that have sent it, in rank order; 0 if none has."""
+        means = [mean.zero_() for mean in _room(runs, values)]
+        totals = [torch.zeros_like(mean) for mean in means]
+        theirs = [torch.empty_like(mean) for mean in means]
+        for payload, count in zip(payloads, counts, strict=True):
+            self.decode(runs, payload, theirs, add=False)
+            for mean, part, total in zip(means, theirs, totals, strict=True):
+                mean.add_(part)
+                total.add_(part != 0, alpha=count)
+        for mean, total in zip(means, totals, strict=True):
+            mean.div_(total.masked_fill_(total == 0, 1))
+        return means
 
 
-# Float32 values of a bucket are encoded and decoded in place. The runs of a 16-bit bucket are
-# widened one at a time and narrowed at the end, so there is no float32 copy of the bucket.
-
-
-def widened(runs: Sequence[Run], values: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the float32 values of each run of a bucket."""
-    for run in runs:
-        part = run.of(values)
-        yield part if part.dtype == torch.float32 else convert(part, torch.float32)
-
-
-def float32_view(runs: Sequence[Run], values: torch.Tensor) -> list[torch.Tensor]:
+def _room(runs: Runs, values: torch.Tensor) -> list[torch.Tensor]:
     """Return a float32 buffer for each run to decode into; the contents are undefined."""
-    parts = [run.of(values) for run in runs]
-    return [
-        p if p.dtype == torch.float32 else torch.empty_like(p, dtype=torch.float32) for p in parts
-    ]
+    wide = values.dtype == torch.float32
+    rooms = [run.of(values) for run in runs]
+    return rooms if wide else [torch.empty_like(x, dtype=torch.float32) for x in rooms]
 
 
-def finish(
-    runs: Sequence[Run],
-    parts: Sequence[torch.Tensor],
-    values: torch.Tensor,
+def exchange(
+    plan: Plan,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    seed: int,
+    step: int,
     divisor: int,
     found_inf: torch.Tensor,
+    senders: Sequence[float] | None = None,
+    encoded: Callable[[], None] | None = None,
 ) -> None:
-    """Divide the decoded values and write them to the bucket; set the flag on Inf and NaN."""
-    for run, part in zip(runs, parts, strict=True):
-        convert(part, run.of(values), divisor=divisor, found_inf=found_inf)
+    """Run an operation; the arguments are those of `two_shot.exchange`.
+
+    Args:
+        found_inf: float32 [1] on the device of the values, which becomes 1 where what this rank has
+            decoded is not finite.
+    """
+    rank, ranks = group.rank(), group.size()
+    coder = Coder(rank, seed=seed, step=step)
+    rows = list(range(ranks)) if plan.rows else [0] * ranks
+    contributed = input.view(rows[-1] + 1 if plan.scatters else 1, -1)
+    results = output.view(rows[-1] + 1 if plan.gathers else 1, -1)
+
+    def store(
+        runs: Runs, floats: Sequence[torch.Tensor], values: torch.Tensor, divisor: int
+    ) -> None:
+        for run, x in zip(runs, floats, strict=True):
+            convert(x, run.of(values), divisor=divisor, found_inf=found_inf)
+
+    def gathered(ours: torch.Tensor, runs: Sequence[Runs]) -> list[torch.Tensor]:
+        most, variable = [total_bytes(each) for each in runs], any(map(is_variable, runs))
+        if encoded is not None and not (plan.owned and plan.scatters):
+            encoded()
+        return parts(gather_payloads(ours, ours.numel(), most, group, variable=variable))
+
+    if plan.owned:
+        mine = plan.owned[rank]
+        if plan.scatters:
+            sent = [
+                coder.encode(runs, contributed[row], None, number)
+                for runs, row, number in zip(plan.owned, rows, plan.rows or rows, strict=True)
+            ]
+            if encoded is not None:
+                encoded()
+            sizes, variable = (
+                [payload.numel() for payload in sent],
+                any(map(is_variable, plan.owned)),
+            )
+            most = total_bytes(mine)
+            came = all_to_all(torch.cat(sent), sizes, most, group, variable=variable)
+            sums = coder.add_up(mine, parts(came), results[0])
+        if plan.scatters and plan.gathers:
+            averages = [convert(x, divisor=divisor) for x in sums]
+            ours = coder.encode(mine, results[0], averages)
+        elif plan.gathers:
+            ours = coder.encode(mine, contributed[0], None)
+        else:
+            store(mine, sums, results[0], divisor)
+        if plan.gathers:
+            for runs, row, payload in zip(
+                plan.owned, rows, gathered(ours, plan.owned), strict=True
+            ):
+                floats = _room(runs, results[row])
+                coder.decode(runs, payload, floats, add=False)
+                store(runs, floats, results[row], 1)
+    if plan.shown:
+        ours = coder.encode(plan.shown, contributed[0], None)
+        payloads = gathered(ours, [plan.shown] * ranks)
+        if senders is None:
+            store(plan.shown, coder.add_up(plan.shown, payloads, results[0]), results[0], divisor)
+        else:
+            means = coder.average_senders(plan.shown, payloads, results[0], senders)
+            store(plan.shown, means, results[0], 1)

@@ -1,8 +1,8 @@
-"""All-reduces by nodes: exact in a node, coded between nodes.
+"""Collectives by nodes: exact in a node, coded between nodes.
 
 The ranks of a node share a network card. A flat all-reduce of L ranks a node sends a node's card L
 payloads; here each rank of a node codes its part of the node's sum, and the card sends one. The
-algorithm, cuts and numbers are those of ``by_nodes`` in csrc/collectives/coded/all_reduce.cpp, on
+algorithm, cuts and numbers are those of ``by_nodes`` in csrc/collectives/coded/operations.cpp, on
 any process groups: where a node has two ranks, results are equal bit for bit. (The order in which a
 group sums more of them is its own.)
 """
@@ -23,7 +23,7 @@ from pycomm.errors import WireMismatch
 from pycomm.policy.exchange import gather_json, host
 from pycomm.reduction import own_group, two_shot
 from pycomm.reduction.bucket import Bucket
-from pycomm.reduction.coding import Run, chunks, whole
+from pycomm.reduction.coding import Plan, Run, chunks, hop_seed, whole
 
 
 class Nodes:
@@ -50,7 +50,13 @@ class Nodes:
         self._sizes = [len(node) for node in nodes]
         self._shards = min(self._sizes)
         """Ranks of a node that have a part: as many as the smallest node has."""
-        across = [node[self._place] for node in nodes] if self._place < self._shards else []
+        rails = [sorted(node[place] for node in nodes) for place in range(self._shards)]
+        across = rails[self._place] if self._place < self._shards else []
+        self._numbers = tuple(across)  # of the ranks at our place, as theirs in that group
+        self.is_even = len(set(self._sizes)) == 1
+        """All nodes have as many ranks: then rows can be scattered and gathered by nodes."""
+        # The rank of each row, by place, then by node.
+        self._by_place = torch.tensor(rails, device=device).view(-1)
         # With "cpu:pycomm,cuda:nccl" a node has NCCL, whose sockets between hosts are slower than
         # pycomm's.
         mixed = backend.find(group) is not None and backend.find(group, device) is None
@@ -117,6 +123,72 @@ class Nodes:
                 convert(ours, place, found_inf=flag)
         self._gather_in_node(places, flag)
         return flag[0] == 0 if found_inf is None else None
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        bucket: Bucket,
+        group: dist.ProcessGroup,
+        *,
+        seed: int,
+        step: int,
+        average: bool,
+    ) -> torch.Tensor:
+        """Sum or average rows; see `two_shot.reduce_scatter`.
+
+        A node sums all rows exactly, each rank those for the ranks at its place of all nodes, and
+        codes the sums for these. Only for even nodes.
+
+        Args:
+            output, input, seed, step, average: as there.
+            bucket: made with ``levels=self.levels`` and a row for each rank.
+            group: the ranks for which this was made.
+        """
+        rows = input.view(self._ranks, -1)[self._by_place].to(torch.float32)
+        if self._node is not None:
+            sums = rows.new_empty(len(self._numbers), rows.shape[1])
+            dist.reduce_scatter_tensor(sums.view(-1), rows.view(-1), group=self._node)
+            rows = sums
+        wide = output.dtype == torch.float32
+        result = output if wide else torch.empty_like(output, dtype=torch.float32)
+        found_inf = rows.new_zeros(1)
+        assert self._across is not None
+        two_shot.exchange(
+            "reduce_scatter",
+            lambda: Plan(
+                [whole(bucket.pieces)] * len(self._numbers), (), self._numbers, gathers=False
+            ),
+            result,
+            rows,
+            bucket,
+            self._across,
+            seed=seed,
+            step=step,
+            divisor=self._ranks if average else 1,
+            found_inf=found_inf,
+        )
+        if not wide:
+            convert(result, output, found_inf=found_inf)
+        return two_shot.all_finite(found_inf == 0, group)
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, bucket: Bucket, *, seed: int, step: int
+    ) -> None:
+        """Gather rows: encoded between nodes, decoded in a node; see `two_shot.all_gather`.
+
+        Only for even nodes. All ranks have the same bits.
+        """
+        rows = output.new_empty(len(self._numbers), input.numel())
+        assert self._across is not None
+        # Each place has random numbers of its own, as each rank at a place has.
+        own = hop_seed(seed, self._place)
+        two_shot.all_gather(rows, input, bucket, self._across, seed=own, step=step)
+        if self._node is not None:
+            gathered = rows.new_empty(self._ranks, input.numel())
+            self._node._allgather_base(gathered.view(-1), rows.view(-1)).wait()
+            rows = gathered
+        output.view(self._ranks, -1)[self._by_place] = rows
 
     def check(self, device: torch.device) -> None:
         """Raise the error of an operation on device tensors in one of the groups; see

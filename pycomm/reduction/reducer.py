@@ -21,6 +21,7 @@ from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback, Residuals
 from pycomm.feedback.rule import EXACT
+from pycomm.log import warn_once
 from pycomm.policy import (
     CODED,
     Decision,
@@ -34,7 +35,8 @@ from pycomm.policy.samples import BucketProbe
 from pycomm.reduction import members, paths, powersgd, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
 from pycomm.reduction.exchange_thread import ExchangeThread
-from pycomm.reduction.nodes import Nodes
+from pycomm.reduction.factors import Factors, Matrix, is_divided
+from pycomm.reduction.nodes import Nodes, find_levels
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.weights import weigh
 
@@ -89,10 +91,13 @@ class BucketReducer:
         self._device = torch.device("cpu")
         self._buckets: dict[tuple[str, ...], Bucket] = {}
         self._agreed: dict[tuple[str, ...], Agreed] = {}  # about buckets; equal on all ranks
+        self._factors = Factors()
+        self._looks = False  # at the sizes of rows and columns, in this step
         self._exchanges = powersgd.Exchanges(process_group)
         self._side: SideStream | None = None  # of the device, where hooks exchange payloads
         self._deferred: set[str] = set()  # parameters of the steps that `_side` has deferred
         self._nodes: Nodes | None = None  # where hooks exchange payloads by nodes
+        self._flat: Sequence[int] = ()  # the node of each rank, where nodes are of no use
         self._thread: ExchangeThread | None = None  # that does so beside backward, of host tensors
         self._formed_with = self._formed()
         self._finite: list[Callable[[], bool]] = []  # checks of the current step, one per bucket
@@ -108,6 +113,26 @@ class BucketReducer:
     def _formed(self) -> int:
         """Return how often the group's members have been set; 0: it keeps its members."""
         return getattr(backend.find(self.process_group), "formed", 0)
+
+    def find_nodes(self, device: torch.device, given: Sequence[int] | None = None) -> None:
+        """Let hooks all-reduce by nodes, unless the backend does it; collective.
+
+        Args:
+            device: where the values are.
+            given: number of the node of each rank; see `pycomm.compress`.
+        """
+        group = self.process_group
+        if group.size() == 1 or self._formed_with:
+            return
+        if device.type == "cpu" and backend.find_native(group):
+            if given is not None and group.rank() == 0:
+                warn_once("nodes= has no effect here: the backend pycomm finds nodes by itself")
+            return
+        levels = find_levels(group, given, device)
+        if levels and self._kind == "momentum":  # of what each rank sends for itself
+            self._flat = levels
+        elif levels:
+            self._nodes = Nodes(group, levels, device)
 
     @property
     def decisions(self) -> dict[str, Decision]:
@@ -142,6 +167,8 @@ class BucketReducer:
         before = self.decisions.get(name)
         if before is not None and before.parameter.shape != shape and self.residuals:
             self.residuals.forget(name)
+        if before is not None and before.parameter.shape != shape:
+            self._factors.forget(name)
         self.plan.add(Parameter(name, tuple(shape), parameter.dtype, exact))
 
     def agree(self) -> None:
@@ -241,6 +268,11 @@ class BucketReducer:
         # A step calls this for every bucket: what is rare is a flag, so that it costs no call.
         if self.residuals is not None and self.residuals.rule.clip:
             self._clip(bucket, tensor)
+        if self._looks:
+            self._factors.look(tensor, bucket, self.matrix)
+        divided = bool(self._factors.current) and self._factors.concern(bucket)
+        if divided:
+            self._factors.divide(tensor, bucket)
         for residual in bucket.residuals:
             if residual is not None and (residual.in_place or residual.layouts != bucket.layouts):
                 self._settle_deferred()
@@ -265,15 +297,23 @@ class BucketReducer:
             )
             self._finite.append(lambda: work.finite)
             coded: torch.futures.Future[torch.Tensor]
-            if probe is None and tensor.is_cpu:
+            if probe is None and tensor.is_cpu and not divided:
                 coded = work.get_future()
                 return coded
-            finish = probe.finish if probe else lambda result: result
+
+            def finish(result: torch.Tensor) -> torch.Tensor:
+                if probe is not None:
+                    probe.finish(result)
+                if divided:
+                    self._factors.multiply(result, bucket)
+                return result
+
             # For tensors that are not on the CPU, the work's result is a list.
             last = finish if tensor.is_cpu else lambda results: finish(results[0])
             coded = load_c10d().then(work, last)
             return coded
         how: dict[str, Any] = {"senders": senders, "probe": probe, "step": self.step}
+        how["divided"] = divided
         if self._thread is not None:
             group = self._thread.group
             coded, is_finite = self._thread.run(
@@ -315,6 +355,7 @@ class BucketReducer:
         senders: Sequence[float] | None,
         probe: BucketProbe | None,
         step: int,
+        divided: bool,
         **flags: Any,
     ) -> torch.Tensor | None:
         """Average a bucket; Python moves the payloads. See `two_shot.all_reduce`."""
@@ -330,6 +371,8 @@ class BucketReducer:
             tensor.copy_(values)
         if probe is not None:
             probe.finish(tensor)
+        if divided:
+            self._factors.multiply(tensor, bucket)
         return finite
 
     def _all_finite(self) -> bool:
@@ -365,6 +408,11 @@ class BucketReducer:
             A function that waits for the result.
         """
         bucket = self._bucket(tuple(names), input.device)
+        if self._looks:
+            self._factors.look(input, bucket, self.matrix)
+        divided = bool(self._factors.current) and self._factors.concern(bucket)
+        if divided:
+            self._factors.divide(input, bucket)
         self._use(bucket.pieces, bucket, input)
         probe = self.plan.probe(
             input, bucket.pieces, self._residual_of, rows=self.rows, average=average
@@ -376,7 +424,10 @@ class BucketReducer:
             )
             self._finite.append(lambda: work.finite)
         else:
-            finite = two_shot.reduce_scatter(
+            scatter: Callable[..., torch.Tensor] = two_shot.reduce_scatter
+            if self._nodes is not None and bucket.levels:
+                scatter = self._nodes.reduce_scatter
+            finite = scatter(
                 output, input, bucket, group, seed=self.seed, step=self.step, average=average
             )
             self._finite.append(lambda: bool(finite))
@@ -386,6 +437,8 @@ class BucketReducer:
                 work.wait()
             if probe is not None:
                 probe.finish(output)
+            if divided:
+                self._factors.multiply(output, bucket)
 
         return wait
 
@@ -396,7 +449,8 @@ class BucketReducer:
             residual = piece.residual
             if residual is not None:
                 if bucket.levels:
-                    gradient = tensor[piece.offset : piece.offset + piece.numel]
+                    rows = tensor.view(bucket.rows, -1)
+                    gradient = rows[:, piece.offset : piece.offset + piece.numel]
                 if residual.in_place or residual.layouts != [bucket.layout, bucket.layout]:
                     residual.use(bucket.layout, ranks, gradient)
                 self._touched[piece.name] = piece
@@ -468,7 +522,9 @@ class BucketReducer:
             native = backend.find_native(self.process_group) if device.type == "cpu" else None
             alone = self.averages_senders or self.rows > 1  # each rank sends for itself
             owned = native if native and not alone else None
-            nodes = self._nodes if native is None and not alone else None
+            nodes = self._nodes if native is None and not self.averages_senders else None
+            if nodes is not None and self.rows > 1 and not nodes.is_even:
+                nodes = None
             bucket = Bucket(
                 decisions,
                 numbers,
@@ -495,6 +551,40 @@ class BucketReducer:
     def part(self, decision: Decision) -> Decision:
         """Return the decision for a bucket's part of a parameter; here the whole parameter."""
         return decision
+
+    def matrix(self, name: str) -> Matrix | None:
+        """Return a parameter as a matrix, if its rows and columns may get factors now."""
+        decision = self.decisions.get(name)
+        if decision is None or not self.plan.policy.factors or not is_divided(decision.codec):
+            return None
+        found = self._shape(name)
+        return found and replace(found, by_rows=decision.codec.combine != "gather")
+
+    def _shape(self, name: str) -> Matrix | None:
+        """Return a parameter as a matrix, whatever its codec; None: there are no whole rows here.
+
+        All dimensions but the first count as columns.
+        """
+        decision = self.decisions.get(name)
+        if decision is None or not self.has_factors:
+            return None
+        shape = self.part(decision).parameter.shape
+        if len(shape) < 2 or not torch.Size(shape).numel():
+            return None
+        rows, columns = decision.parameter.shape[0], torch.Size(shape[1:]).numel()
+        given, got = slice(0, self.rows * shape[0]), slice(0, shape[0])
+        if self.rows > 1:
+            rank = self.process_group.rank()
+            got = slice(rank * shape[0], (rank + 1) * shape[0])
+        return Matrix(rows, columns, given, got)
+
+    has_factors = True
+    """Rows and columns of parameters may get factors."""
+
+    @property
+    def _all_groups(self) -> list[dist.ProcessGroup]:
+        """The groups whose ranks have the same parameters, or shards of the same ones."""
+        return [self.process_group]
 
     def _forget_buckets(self, names: Set[str] | None = None, *, alone: bool = False) -> None:
         """Make the buckets of some parameters anew when they are reduced next; None: all.

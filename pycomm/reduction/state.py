@@ -22,10 +22,12 @@ from pycomm.feedback import Cut, Feedback, reshard, sources
 from pycomm.log import logger, tell
 from pycomm.policy import EXACT, Policy, refused_together
 from pycomm.policy.exchange import gather
-from pycomm.policy.names import matching, renamed
+from pycomm.policy.names import few, matching, renamed
 from pycomm.reduction import cost, members, paths
 from pycomm.reduction.checkpoint import load_saved
 from pycomm.reduction.detached import DetachedState
+from pycomm.reduction.factors import Matrix, is_look, names_in
+from pycomm.reduction.nodes import flat_text
 from pycomm.reduction.rates import Rates
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.saved import check_sizes, known, residuals_of
@@ -72,6 +74,7 @@ class CompressionState(BucketReducer):
         self._overflows = 0
         self._rates = Rates()
         self._complete = False
+        self._known = 0  # parameters when the last step began
         self._was_finite = True
         self._copied = False
         self._taken: DiscardedGradients | None = None
@@ -136,7 +139,11 @@ class CompressionState(BucketReducer):
         residuals on this rank."""
         taken = paths.summary(self._buckets.values())
         nodes = f"by nodes: {self._nodes}" if self._nodes else ""
-        return "\n".join(filter(None, (self.plan.summary(), taken, nodes, cost.memory_text(self))))
+        lines = [self.plan.summary(), taken, nodes, cost.memory_text(self)]
+        if self._flat:
+            values = sum(one.parameter.numel for one in self.decisions.values())
+            lines.append(flat_text(self._flat, self.plan.report().payload_bytes, values))
+        return "\n".join(filter(None, lines))
 
     def agree(self) -> None:
         """Check that all ranks have decided alike, and report the residuals' memory; collective.
@@ -291,7 +298,7 @@ class CompressionState(BucketReducer):
     def residual_norms(self) -> dict[str, tuple[float, float]]:
         """Return the L2 norms of each parameter's worker and owner residual after the last step."""
         self.settle(last=False)
-        return self.residuals.norms() if self.residuals else {}
+        return self._factors.norms(self.residuals) if self.residuals else {}
 
     def residual_ages(self) -> dict[str, int]:
         """Return the number of steps that each residual has waited; see `Residuals.ages`."""
@@ -322,6 +329,7 @@ class CompressionState(BucketReducer):
             "seed": self.seed,
             "step": self.step,
             "plan": self.plan.state_dict(),
+            "factors": self._factors.state_dict(),
             **self._rates.state_dict(),
         }
         return {"about": (about,), "factors": (self._exchanges.memory.state_dict(),)}
@@ -360,15 +368,18 @@ class CompressionState(BucketReducer):
         self._forget_buckets()
 
     def _load_common(self, about: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
-        """Restore the entries that are equal on all ranks."""
+        """Restore the entries that are equal on all ranks; own residuals get their units."""
         self.settle()
         self.seed, self.step = about["seed"], about["step"]
         plan, rates = dict(about["plan"]), about["rates"]
-        names = matching({*factors, *rates, *plan["escalated"]}, self._numbers)
+        units = about.get("factors", {})
+        known = {*factors, *rates, *plan["escalated"], *names_in(units)}
+        names = matching(known, self._numbers)
         plan["escalated"] = renamed(plan["escalated"], names)
         self._rates.load_state_dict({**about, "rates": renamed(rates, names)})
         self.plan.load_state_dict(plan)
         self._exchanges.memory.load_state_dict(renamed(factors, names))
+        self._factors.load_state_dict(units, names, self._shape, self.residuals)
 
     def _own_residuals(self, saved: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
         """Return the residuals for this rank, by the parameters' names here."""
@@ -473,9 +484,10 @@ class CompressionState(BucketReducer):
     def _meet(self, previous: CompressionState | None) -> None:
         """Take over the furthest member's common state; keep the own residuals of `previous`."""
         group, ranks = self.process_group, self.process_group.size()
-        before, own = ranks, {}
+        before, own, units = ranks, {}, self._factors.current
         if previous is not None:
             previous.settle(last=previous is self)
+            units = previous._factors.current
             if previous.residuals is not None:
                 before, own = previous.residuals.ranks, previous.residuals.state_dict()
         formed = self._formed()
@@ -505,6 +517,8 @@ class CompressionState(BucketReducer):
             self.residuals.clear()
             self.residuals.ranks = ranks
             self.residuals.load_state_dict(own, self.codecs)
+            now, self._factors.current = self._factors.current, units
+            self._factors.use(now, self._shape, self.residuals)
         self._forget_buckets()
         self._formed_with, self._met, self._rank = formed, True, group.rank()
 
@@ -619,10 +633,37 @@ class CompressionState(BucketReducer):
         self.step = (self.step + 1) % 2**32
         if self.residuals:
             self._rates.rescale(self.residuals, self._names)
-        self._forget_buckets(self.plan.advance(self.step, self._device, finite=self._was_finite))
+        changed = self.plan.advance(self.step, self._device, finite=self._was_finite)
+        self._forget_buckets(changed)
+        known, self._known = self._known, len(self.decisions)
+        anew = bool(changed) or not self._buckets or known != self._known
+        if self._factors.moved or anew:
+            self._begin_factors()
+        self._looks = self.process_group.size() > 1 and (
+            is_look(self.step) or (anew and not self._factors.knows(self._matrices()))
+        )
+        if self._looks:
+            self._factors.start_look()
+
+    def _matrices(self) -> dict[str, Matrix]:
+        """Return all parameters that may get factors now."""
+        found = {name: self.matrix(name) for name in self.decisions}
+        return {name: matrix for name, matrix in found.items() if matrix is not None}
+
+    def _begin_factors(self) -> None:
+        new = self._factors.begin(self.matrix, self._shape, self.residuals, self._settle_deferred)
+        if new:
+            named, span = few(sorted(new)), self._factors.span(new)
+            self.plan.events.append(
+                f"step {self.step}: rows or columns differ, and are divided by {span} before they "
+                f"are coded: {named}"
+            )
 
     def end_step(self) -> None:
         """End a step: every bucket of it has been given to `reduce`."""
+        if self._looks:
+            self._factors.end(self._matrices(), self._all_groups, self._device)
+            self._looks = False
         self._exchanges.finish()
         self._complete = True
         if self._taken:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.base import Codec
+from pycomm.codecs.cuda.sources import OPTIONS, include_folder, source
+from tests.codecs.cuda import nvrtc_library
+from tests.codecs.cuda.ptx import ARCHS, inexact
 
 STEPS = 50
 
@@ -43,3 +52,32 @@ def never_sent(codec: Codec, numel: int) -> float:
         sent += code_and_decode(codec, x, residual=residual, key=RandomKey(step=step))
         truth += x
     return float((sent + residual - truth).abs().max())
+
+
+def check_ptx(name: str, kernels: Sequence[str], arch: str) -> None:
+    """Compile kernels of a file with NVRTC, and check that no instruction contracts or flushes."""
+    options = [*OPTIONS, f"-I{include_folder()}", f"-arch=sm_{arch}"]
+    ptx = nvrtc_library.compile_to_ptx(source(name), kernels, options)
+    assert ptx.count(".entry") == len(kernels)
+    assert inexact(ptx) == []
+
+
+def spills(name: str, folder: Path, archs: Sequence[str] = ARCHS) -> list[tuple[str, ...]]:
+    """Compile a file of kernels with nvcc; return each kernel's stack, and what registers spill."""
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        pytest.skip(f"there is no nvcc to compile csrc/codecs/{name}.cu")
+    done = subprocess.run(
+        [
+            *(compiler, "-std=c++17", "-O3", "-fmad=false", "--threads=0", "-Xptxas=-v"),
+            *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs),
+            *(f"-I{include_folder()}", "-c", include_folder() / "codecs" / f"{name}.cu"),
+            *("-o", folder / f"{name}.o"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)"
+    return re.findall(found, done.stderr)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
 from itertools import product
 
 import pytest
@@ -14,12 +11,10 @@ import pycomm
 from pycomm.bench.common import accelerator
 from pycomm.codecs import convert as module
 from pycomm.codecs.convert import Conversion
-from pycomm.codecs.cuda.sources import OPTIONS, include_folder, source
 from pycomm.codecs.implementations import Unavailable
 from tests.codecs.cuda import emulated as emulated_cuda
-from tests.codecs.cuda import nvrtc_library
-from tests.codecs.cuda.ptx import ARCHS, inexact
-from tests.codecs.harness import same
+from tests.codecs.cuda.ptx import ARCHS
+from tests.codecs.harness import check_ptx, same, spills
 from tests.extent import FULL, each_pair
 
 PAIRS = list(product(module.DTYPES, module.DTYPES))
@@ -147,28 +142,9 @@ def test_unscaling_is_that_of_a_grad_scaler():
 def test_nvrtc_compiles_it_exactly(arch):
     empty = [[torch.empty(1, dtype=dtype) for dtype in pair] for pair in PAIRS]
     wanted = [module.cuda_launches(Conversion(*pair))[0].kernel for pair in empty]
-    options = [*OPTIONS, f"-I{include_folder()}", f"-arch=sm_{arch}"]
-    ptx = nvrtc_library.compile_to_ptx(source("convert"), wanted, options)
-    assert ptx.count(".entry") == len(wanted)
-    assert inexact(ptx) == []
+    check_ptx("convert", wanted, arch)
 
 
 @pytest.mark.skipif(not FULL, reason="nvcc takes ten seconds for it: make soak compiles it")
 def test_nvcc_spills_no_register(tmp_path):
-    compiler = shutil.which("nvcc")
-    if compiler is None:
-        pytest.skip("there is no nvcc to compile csrc/codecs/convert.cu")
-    done = subprocess.run(
-        [
-            *(compiler, "-std=c++17", "-O3", "-fmad=false", "--threads=0", "-Xptxas=-v"),
-            *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS),
-            *(f"-I{include_folder()}", "-c", include_folder() / "codecs" / "convert.cu"),
-            *("-o", tmp_path / "convert.o"),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", done.stderr)
-    assert spilled == [("0", "0", "0")] * len(PAIRS) * len(ARCHS)
+    assert spills("convert", tmp_path) == [("0", "0", "0")] * len(PAIRS) * len(ARCHS)

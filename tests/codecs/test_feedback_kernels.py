@@ -5,20 +5,16 @@ The kernels are compiled by g++ (tests/codecs/cuda/emulated.py), and by NVRTC an
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
-
 import pytest
 import torch
 
 import pycomm
 from pycomm import _C
 from pycomm.codecs.cuda.launches import recorded
-from pycomm.codecs.cuda.sources import OPTIONS, include_folder, source
 from pycomm.feedback import storage
-from tests.codecs.cuda import emulated, nvrtc_library
-from tests.codecs.cuda.ptx import ARCHS, inexact
+from tests.codecs.cuda import emulated
+from tests.codecs.cuda.ptx import ARCHS
+from tests.codecs.harness import check_ptx, spills
 from tests.torch.harness import same_bits
 
 SPECS = ["int8", "int4:block=64", "sign", "fp8_e4m3", "bf16", "mxfp4", "nvfp4", "eden2", "lossless"]
@@ -107,26 +103,8 @@ def test_momentum_has_no_kernels():
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_nvrtc_compiles_them_exactly(arch):
-    options = [*OPTIONS, f"-I{include_folder()}", f"-arch=sm_{arch}"]
-    ptx = nvrtc_library.compile_to_ptx(source("feedback"), KERNELS, options)
-    assert ptx.count(".entry") == len(KERNELS)
-    assert inexact(ptx) == []
+    check_ptx("feedback", KERNELS, arch)
 
 
 def test_nvcc_spills_no_register(tmp_path):
-    compiler = shutil.which("nvcc")
-    if compiler is None:
-        pytest.skip("there is no nvcc to compile csrc/codecs/feedback.cu")
-    done = subprocess.run(
-        [
-            *(compiler, "-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", "-arch=sm_90"),
-            *(f"-I{include_folder()}", "-c", include_folder() / "codecs" / "feedback.cu"),
-            *("-o", tmp_path / "feedback.o"),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", done.stderr)
-    assert spilled == [("0", "0", "0")] * len(KERNELS)
+    assert spills("feedback", tmp_path, ["90"]) == [("0", "0", "0")] * len(KERNELS)

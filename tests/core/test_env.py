@@ -26,72 +26,44 @@ def environment(**variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+# A variable's value, what it is read as, and its default.
+VARIABLES: dict[str, tuple[str, object, object]] = {
+    "PYCOMM_TRANSPORT": ("tcp", "tcp", "auto"),
+    "PYCOMM_ALGO": ("ring", "ring", "auto"),
+    "PYCOMM_LINK": ("200mbit", 25e6, 0.0),
+    "PYCOMM_RATE": ("20mbit/50mbit", "20mbit/50mbit", ""),
+    "PYCOMM_SOCKETS": ("4", 4, 0),
+    "PYCOMM_CONGESTION": ("cubic", "cubic", "auto"),
+    "PYCOMM_CHECKSUM": ("header", "header", "auto"),
+    "PYCOMM_INTERFACE": ("eth1", "eth1", ""),
+    "PYCOMM_PORTS": ("29600-29700", "29600-29700", ""),
+    "PYCOMM_ADVERTISE": ("203.0.113.7", "203.0.113.7", ""),
+    "MASTER_ADDR": ("node7", "node7", ""),
+    "PYCOMM_TIMEOUT": ("1.5", 1.5, 300.0),
+    "PYCOMM_SECRET": ("hush", "hush", ""),
+    "PYCOMM_SECRET_FILE": ("", "", ""),  # the secret is given already
+    "PYCOMM_TLS": ("on", "on", "auto"),
+    "PYCOMM_HOST_ID": ("box", "box", ""),
+    "PYCOMM_SPIN": ("100", 100, -1),
+    "PYCOMM_TRACE": ("/tmp/traces", "/tmp/traces", ""),
+    "PYCOMM_TRACE_SIZE": ("0", 0, 2048),
+}
+NAMES = {"PYCOMM_LINK": "link_bytes_per_second"}
+
+
+def name_of(variable: str) -> str:
+    return NAMES.get(variable, variable.removeprefix("PYCOMM_").lower())
+
+
 def test_defaults():
-    assert json.loads(environment().stdout) == {
-        "transport": "auto",
-        "algo": "auto",
-        "link_bytes_per_second": 0.0,
-        "rate": "",
-        "sockets": 0,
-        "congestion": "auto",
-        "checksum": "auto",
-        "interface": "",
-        "ports": "",
-        "advertise": "",
-        "master_addr": "",
-        "timeout": 300.0,
-        "secret": "",
-        "secret_file": "",
-        "tls": "auto",
-        "host_id": "",
-        "spin": -1,
-        "trace": "",
-        "trace_size": 2048,
-    }
+    defaults = {name_of(variable): default for variable, (_, _, default) in VARIABLES.items()}
+    assert json.loads(environment().stdout) == defaults
 
 
 def test_every_variable_is_read():
-    values = environment(
-        PYCOMM_TRANSPORT="tcp",
-        PYCOMM_ALGO="ring",
-        PYCOMM_LINK="200mbit",
-        PYCOMM_RATE="20mbit/50mbit",
-        PYCOMM_SOCKETS="4",
-        PYCOMM_CONGESTION="cubic",
-        PYCOMM_CHECKSUM="header",
-        PYCOMM_INTERFACE="eth1",
-        PYCOMM_PORTS="29600-29700",
-        PYCOMM_ADVERTISE="203.0.113.7",
-        MASTER_ADDR="node7",
-        PYCOMM_TIMEOUT="1.5",
-        PYCOMM_SECRET="hush",
-        PYCOMM_TLS="on",
-        PYCOMM_HOST_ID="box",
-        PYCOMM_SPIN="100",
-        PYCOMM_TRACE="/tmp/traces",
-        PYCOMM_TRACE_SIZE="0",
-    )
-    assert json.loads(values.stdout) == {
-        "transport": "tcp",
-        "algo": "ring",
-        "link_bytes_per_second": 25e6,
-        "rate": "20mbit/50mbit",
-        "sockets": 4,
-        "congestion": "cubic",
-        "checksum": "header",
-        "interface": "eth1",
-        "ports": "29600-29700",
-        "advertise": "203.0.113.7",
-        "master_addr": "node7",
-        "timeout": 1.5,
-        "secret": "hush",
-        "secret_file": "",
-        "tls": "on",
-        "host_id": "box",
-        "spin": 100,
-        "trace": "/tmp/traces",
-        "trace_size": 0,
-    }
+    given = {variable: value for variable, (value, _, _) in VARIABLES.items() if value}
+    wanted = {name_of(variable): read for variable, (_, read, _) in VARIABLES.items()}
+    assert json.loads(environment(**given).stdout) == wanted
 
 
 @pytest.mark.parametrize(

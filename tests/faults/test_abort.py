@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -14,11 +15,11 @@ import numpy as np
 import pytest
 
 from pycomm import _C, _test
-from pycomm.communicator import Store
+from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error
 from tests.collectives.ways import WAYS
 from tests.extent import each_value
-from tests.ranks import attempt, run, run_processes
+from tests.ranks import attempt, on_processes, run, run_processes
 
 # Seconds from abort() to the end of a wait. Waits poll every few milliseconds; a busy machine may
 # take longer to schedule them.
@@ -76,25 +77,20 @@ def test_abort_unblocks_everybody(way, wait, by):
 
 
 def test_abort_unblocks_a_rank_that_is_alone():
-    def job(c):
+    with Communicator(Store.local(), 0, 1) as c:
         threading.Timer(0.05, c.abort, ("the user pressed stop",)).start()
         with pytest.raises(Error, match="the user pressed stop"):
             c.recv(np.ones(10), 0).wait(10)
 
-    run(1, job)
-
 
 def test_abort_twice_and_after_an_error_is_harmless():
-    def job(c):
+    with Communicator(Store.local(), 0, 1) as c:
         c.abort("first")
         c.abort("second")
-        with pytest.raises(Error, match="first"):
-            c.barrier()
-        c.abort("third")
-        with pytest.raises(Error, match="first"):
-            c.barrier()
-
-    run(1, job)
+        for _ in range(2):
+            with pytest.raises(Error, match="first"):
+                c.barrier()
+            c.abort("third")
 
 
 def held():
@@ -234,12 +230,11 @@ def every_call(c):
     c.send(np.ones(10, np.float32), 1 - c.rank).wait()
     late.wait()
     assert set(x.tolist()) == {3.0}
-    return True
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_nothing_that_a_child_calls_reaches_the_group(transport):
-    assert all(run_processes(2, every_call, transport=transport))
+    run_processes(2, every_call, transport=transport)
 
 
 def test_children_of_a_process_whose_ranks_are_threads():
@@ -263,12 +258,9 @@ def test_a_device_group_in_a_child():
     group.close()
 
 
-def own_group_in_a_child(c):
+@on_processes(2)
+def test_a_child_may_have_a_group_of_its_own(c):
     def job():
-        import tempfile
-
-        from pycomm.communicator import Communicator, Store
-
         with tempfile.TemporaryDirectory() as folder:
             with Communicator(Store.file(folder), 0, 1) as own:
                 own.all_reduce(np.ones(10, np.float32))
@@ -277,11 +269,6 @@ def own_group_in_a_child(c):
 
     assert in_child(job) == 0
     c.barrier()
-    return True
-
-
-def test_a_child_may_have_a_group_of_its_own():
-    assert all(run_processes(2, own_group_in_a_child))
 
 
 def test_a_child_drops_its_copy_of_a_queue():

@@ -15,56 +15,41 @@ from pycomm.errors import Error, Timeout
 from tests.collectives.device import ranks as device_ranks
 from tests.collectives.ways import WAYS
 from tests.extent import each_value
-from tests.ranks import attempt, run
+from tests.ranks import attempt, on_threads, run
 
 everywhere = pytest.mark.parametrize("way", ["window", "direct", "tcp"])
 
 
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp", "auto"])
 def test_at_the_rendezvous(transport):
-    store, errors = Store.local(), []
+    store = Store.local()
 
     def meet(rank):
-        try:
-            Communicator(store, rank, 4, transport=transport, timeout=0.3)
-        except Timeout as error:
-            errors.append(str(error))
+        Communicator(store, rank, 4, transport=transport, timeout=0.3)
 
-    threads = [threading.Thread(target=meet, args=(rank,)) for rank in (0, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert len(errors) == 2
-    for error in errors:
-        assert "rank(s) that did not come" in error
-        assert error.rstrip().endswith("1, 3")
+    for error in on_threads((0, 2), meet, 10):
+        assert isinstance(error, Timeout)
+        assert "rank(s) that did not come" in str(error)
+        assert str(error).rstrip().endswith("1, 3")
 
 
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp", "auto"])
 @pytest.mark.parametrize("absent", [0, 2])
 def test_who_hears_of_another_s_limit_says_whose_it_is(transport, absent):
     """Rank 1 waits up to a minute, another rank a fraction of a second; a third never joins."""
-    store, errors = Store.local(), {}
-    impatient = 2 - absent
+    store, impatient = Store.local(), 2 - absent
 
     def meet(rank):
-        try:
-            timeout = 0.3 if rank == impatient else 60.0
-            Communicator(store, rank, 3, transport=transport, timeout=timeout)
-        except Timeout as error:
-            errors[rank] = str(error)
+        timeout = 0.3 if rank == impatient else 60.0
+        Communicator(store, rank, 3, transport=transport, timeout=timeout)
 
-    threads = [threading.Thread(target=meet, args=(rank,)) for rank in (1, impatient)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)  # half of its own limit
-    for error in (errors[1], errors[impatient]):
-        assert "is not complete after 300 ms" in error
-        assert error.rstrip().endswith(f": {absent}") or f", {absent}" in error
-        assert "60000" not in error
-    assert f"rank {impatient}" in errors[1]
+    errors = on_threads((1, impatient), meet, 30)  # half of rank 1's own limit
+    for error in errors:
+        assert isinstance(error, Timeout)
+        assert "is not complete after 300 ms" in str(error)
+        assert str(error).rstrip().endswith(f": {absent}") or f", {absent}" in str(error)
+        assert "60000" not in str(error)
+    assert f"rank {impatient}" in str(errors[0])
 
 
 CALLS = {

@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, PeerLost, Timeout
 from tests.extent import each_pair, each_value
-from tests.ranks import attempt, run_processes
+from tests.ranks import attempt, on_processes, run_processes
 
 # Seconds, as the design promises. The promise is that no wait for a dead rank lasts longer, but a
 # busy machine may delay this process: the fastest of three tries counts.
@@ -126,22 +127,17 @@ def test_who_waits_for_one_of_two_dead_ranks_alone_hears_of_it(transport, call):
     assert ranks == [0, 2]
 
 
-def wait_for_one_that_left(c):
-    c.barrier()
-    if c.rank == 1:
-        return ""
-    time.sleep(0.3)  # its process has ended
-    with pytest.raises(PeerLost) as lost:
-        c.all_reduce(np.ones(3))
-    return str(lost.value)
-
-
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_rank_that_left_before_its_process_ended_has_not_died(transport):
-    text, _ = run_processes(2, wait_for_one_that_left, transport=transport)
-    assert "rank 1" in text
-    assert "left the group" in text
-    assert "died" not in text
+    def job(c):
+        c.barrier()
+        if c.rank == 0:
+            time.sleep(0.3)  # the process of rank 1 has ended
+            with pytest.raises(PeerLost, match=r"rank 1 .*left the group") as lost:
+                c.all_reduce(np.ones(3))
+            assert "died" not in str(lost.value)
+
+    run_processes(2, job, transport=transport)
 
 
 @pytest.mark.parametrize("transport", ["local", "tcp"])
@@ -292,36 +288,41 @@ def is_stopped(process):
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def play(name, heap, seconds):
-    """Stop the victim in the call; return what became of (rank 0, the victim, rank 0's memory)."""
+@contextmanager
+def piped(main, *args):
+    """Run ``main(rank, folder, *args, pipe)`` on two forked processes; give them and our ends."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe() for _ in range(2)]
         ranks = [
-            context.Process(target=rank_main, args=(r, folder, name, heap, seconds, pipes[r][1]))
-            for r in range(2)
+            context.Process(target=main, args=(r, folder, *args, pipes[r][1])) for r in range(2)
         ]
         for rank in ranks:
             rank.start()
-        said = [pipe[0] for pipe in pipes]
         try:
-            end = time.monotonic() + 30
-            while not (is_stopped(ranks[VICTIM]) or said[VICTIM].poll(0.002)):
-                assert time.monotonic() < end
-            assert said[ROOT].poll(30)
-            first = said[ROOT].recv()
-            end = time.monotonic() + 30
-            while ranks[VICTIM].is_alive() and time.monotonic() < end:
-                os.kill(ranks[VICTIM].pid, signal.SIGCONT)  # it may stop after the call
-                if said[VICTIM].poll(0.01):
-                    break
-            second = said[VICTIM].recv()
-            said[ROOT].send("go on")
-            return first, second, said[ROOT].recv()
+            yield ranks, [pipe[0] for pipe in pipes]
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.join()
+
+
+def play(name, heap, seconds):
+    """Stop the victim in the call; return what became of (rank 0, the victim, rank 0's memory)."""
+    with piped(rank_main, name, heap, seconds) as (ranks, said):
+        end = time.monotonic() + 30
+        while not (is_stopped(ranks[VICTIM]) or said[VICTIM].poll(0.002)):
+            assert time.monotonic() < end
+        assert said[ROOT].poll(30)
+        first = said[ROOT].recv()
+        end = time.monotonic() + 30
+        while ranks[VICTIM].is_alive() and time.monotonic() < end:
+            os.kill(ranks[VICTIM].pid, signal.SIGCONT)  # it may stop after the call
+            if said[VICTIM].poll(0.01):
+                break
+        second = said[VICTIM].recv()
+        said[ROOT].send("go on")
+        return first, second, said[ROOT].recv()
 
 
 @each_value
@@ -361,32 +362,20 @@ def late_rank_main(rank, folder, say):
 
 
 def test_an_abort_that_follows_a_call_takes_nothing_from_it():
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe() for _ in range(2)]
-        ranks = [
-            context.Process(target=late_rank_main, args=(r, folder, pipes[r][1])) for r in range(2)
-        ]
-        for rank in ranks:
-            rank.start()
-        said = [pipe[0] for pipe in pipes]
-        try:
-            assert said[VICTIM].recv() == "waits"
-            time.sleep(0.5)  # it is in its barrier, which lacks rank 0 alone
-            os.kill(ranks[VICTIM].pid, signal.SIGSTOP)
-            said[ROOT].send("go on")
-            assert said[ROOT].recv() == "has aborted"
-            os.kill(ranks[VICTIM].pid, signal.SIGCONT)
-            assert said[VICTIM].poll(20)
-            assert said[VICTIM].recv() == "ends well"
-            assert "a step that failed" in said[VICTIM].recv()
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.join()
+    with piped(late_rank_main) as (ranks, said):
+        assert said[VICTIM].recv() == "waits"
+        time.sleep(0.5)  # it is in its barrier, which lacks rank 0 alone
+        os.kill(ranks[VICTIM].pid, signal.SIGSTOP)
+        said[ROOT].send("go on")
+        assert said[ROOT].recv() == "has aborted"
+        os.kill(ranks[VICTIM].pid, signal.SIGCONT)
+        assert said[VICTIM].poll(20)
+        assert said[VICTIM].recv() == "ends well"
+        assert "a step that failed" in said[VICTIM].recv()
 
 
-def begin_an_abort(c):
+@on_processes(2)
+def test_an_abort_counts_from_its_start(c):
     """What is seen of rank 1 if it is stopped between the start of an abort and its reason."""
     if c.rank == 1:
         c.barrier()
@@ -404,8 +393,3 @@ def begin_an_abort(c):
 
     with pytest.raises(Error, match="rank 1 aborted the group, but its reason did not arrive"):
         calls()
-    return True
-
-
-def test_an_abort_counts_from_its_start():
-    assert all(run_processes(2, begin_an_abort))

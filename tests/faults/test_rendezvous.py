@@ -9,6 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +55,16 @@ def outcomes(tmp_path: Path, size: int, job) -> list[tuple[str, int | None, str]
     return found
 
 
+@contextmanager
+def soon() -> Iterator[None]:
+    """Check that the block ends soon, whether it raises or not."""
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        assert time.monotonic() - start < SOON
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -63,11 +76,8 @@ def test_a_death_during_the_rendezvous_is_named(tmp_path, transport):
             time.sleep(0.5)  # it joins late and still gets the error
         if rank == 1:
             threading.Timer(0.2, die).start()
-        start = time.monotonic()
-        try:
+        with soon():
             Communicator(store, rank, 3, transport=transport, timeout=LONG)
-        finally:
-            assert time.monotonic() - start < SOON
 
     first, second, third = outcomes(tmp_path, 3, job)
     assert second is None
@@ -86,15 +96,10 @@ def test_a_group_knows_of_deaths_while_another_is_made_from_it(tmp_path):
         world.all_reduce(np.ones(3))
         if rank == 1:
             die()
-        start = time.monotonic()
         ranks = [2, 1, 0]
-        try:
-            Communicator(
-                store, ranks.index(rank), 3, group="backwards", parent=world, parent_ranks=ranks,
-                **options,
-            )  # fmt: skip
-        finally:
-            assert time.monotonic() - start < SOON
+        options |= {"group": "backwards", "parent": world, "parent_ranks": ranks}
+        with soon():
+            Communicator(store, ranks.index(rank), 3, **options)
 
     first, _, third = outcomes(tmp_path, 3, job)
     for facts in (first, third):
@@ -114,17 +119,12 @@ def test_abort_of_the_parent_ends_the_rendezvous_for_all(transport):
                 return  # it never joins the second rendezvous
             if c.rank == 1:
                 threading.Timer(0.1, c.abort, ("the user pressed stop",)).start()
-            start = time.monotonic()
-            try:
-                Communicator(
-                    STORE[0], c.rank, 3, group="second", parent=c, transport=transport, timeout=LONG
-                )
-            finally:
-                assert time.monotonic() - start < SOON
+            with soon():
+                Communicator(store, c.rank, 3, parent=c, transport=transport, **second)
         finally:
             over.wait(LONG)
 
-    STORE = [Store.local()]
+    store, second = Store.local(), {"group": "second", "timeout": LONG}
     *told, silent = attempt(3, job, transport=transport)
     assert silent is None
     for error in told:
@@ -140,11 +140,8 @@ def test_a_signal_ends_the_wait_for_others_and_they_hear_of_it(tmp_path):
             # A shell starts background jobs with SIGINT ignored, and these tests may be such a job.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-        start = time.monotonic()
-        try:
+        with soon():
             Communicator(store, rank, 3, timeout=LONG)
-        finally:
-            assert time.monotonic() - start < SOON
 
     first, second, _ = outcomes(tmp_path, 3, lambda s, r: job(s, r) if r < 2 else time.sleep(LONG))
     assert first[0] == "KeyboardInterrupt"
@@ -183,46 +180,34 @@ def test_the_parent_must_have_these_ranks():
 @pytest.mark.parametrize("lives", [True, False])
 def test_an_unseen_process_may_run_on_a_clone(lives):
     """Clones have the same host id. The test plays rank 1; rank 2 never joins."""
-    store, outcome = Store.local(), []
-
-    def meet():
-        try:
-            Communicator(store, 0, 3, timeout=5)
-        except Error as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=meet)
-    thread.start()
-    word = store.get("default/here/0", LONG).decode()
-    ours, number = f" {os.getpid()} ", 1 << 22  # larger than any pid
-    assert ours in word
-    store.set("default/here/1", word.replace(ours, f" {number} "))
+    store = Store.local()
+    with ThreadPoolExecutor() as ranks:
+        outcome = ranks.submit(Communicator, store, 0, 3, timeout=5)
+        word = store.get("default/here/0", LONG).decode()
+        ours, number = f" {os.getpid()} ", 1 << 22  # larger than any pid
+        assert ours in word
+        store.set("default/here/1", word.replace(ours, f" {number} "))
+        if lives:
+            store.get("default/asked/1", LONG)
+            store.set("default/alive/1", "yes")
+        error = outcome.exception(LONG)
     if lives:
-        store.get("default/asked/1", LONG)
-        store.set("default/alive/1", "yes")
-    thread.join(LONG)
-    if lives:
-        assert isinstance(outcome[0], Timeout)
-        assert str(outcome[0]).endswith("did not come (here): 2")
+        assert isinstance(error, Timeout)
+        assert str(error).endswith("did not come (here): 2")
     else:
-        assert isinstance(outcome[0], PeerLost)
-        assert outcome[0].rank == 1
-        assert "PYCOMM_HOST_ID" in str(outcome[0])
+        assert isinstance(error, PeerLost)
+        assert error.rank == 1
+        assert "PYCOMM_HOST_ID" in str(error)
 
 
 def test_a_rank_that_is_asked_whether_it_lives_answers():
     """The set-up is the same as above, but here the test plays the other machine."""
     store = Store.local()
-
-    def meet():
-        with pytest.raises(Timeout):
-            Communicator(store, 0, 2, timeout=3)
-
-    thread = threading.Thread(target=meet)
-    thread.start()
-    store.set("default/asked/0", "yes")
-    assert store.get("default/alive/0", LONG) == b"yes"
-    thread.join(LONG)
+    with ThreadPoolExecutor() as ranks:
+        outcome = ranks.submit(Communicator, store, 0, 2, timeout=3)
+        store.set("default/asked/0", "yes")
+        assert store.get("default/alive/0", LONG) == b"yes"
+        assert isinstance(outcome.exception(LONG), Timeout)
 
 
 NAMED_HOST = """

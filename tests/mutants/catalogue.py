@@ -70,9 +70,9 @@ WAITS = (
     ),
     Mutant(
         "coded-owner-does-not-wait",
-        "csrc/collectives/coded/all_reduce.cpp::AllReduce::own_segment",
-        "inboxes_[ex_.after(i)].arrived(s)",
-        "true",
+        "csrc/collectives/coded/two_shot.cpp::TwoShot::own",
+        "return exchange_.has(Shot::contribution, peer, s);",
+        "return true;",
         "collectives/coded/test_collectives.py::test_bytes_of_the_model",
     ),
     Mutant(
@@ -258,9 +258,9 @@ RESIDUALS = (
     ),
     Mutant(
         "coded-owner-has-the-workers-residual",
-        "csrc/collectives/coded/all_reduce.cpp::AllReduce::recode",
-        "Hop::owner",
-        "Hop::worker",
+        "csrc/collectives/coded/coder.cpp::Coder::own",
+        "Hop::owner, part, sum, out, 0);",
+        "Hop::worker, part, sum, out, 0);",
         "collectives/coded/test_collectives.py::test_bytes_of_the_model",
     ),
     Mutant(

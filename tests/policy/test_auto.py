@@ -41,15 +41,27 @@ class Clock:
         return seconds * (1 + self.noise * self.random.expovariate(1))
 
 
+def take(auto: Auto, seconds: float, *others: float) -> None:
+    """Take a step; `others` are what the other ranks have measured when a turn is over."""
+    middle = auto.note(seconds)
+    if middle is not None:
+        auto.judge([middle, *others])
+
+
 def run(auto: Auto, clock: Clock, steps: int) -> list[str]:
     """The codecs of the steps."""
     used = []
     for _ in range(steps):
         used.append(auto.codec)
-        middle = auto.note(clock.step(auto.codec))
-        if middle is not None:
-            auto.judge([middle, 0.9 * middle])
+        seconds = clock.step(auto.codec)
+        take(auto, seconds, 0.9 * seconds)
     return used
+
+
+def chosen_at(rate: float, **options: float) -> str:
+    auto = Auto(CANDIDATES, Trial())
+    run(auto, Clock(rate, **options), 200)
+    return auto.codec
 
 
 def test_a_slow_link_gets_the_smallest_codec():
@@ -79,16 +91,12 @@ def test_the_reason_says_what_another_optimizer_would_win():
 
 
 def test_a_link_on_which_bytes_are_free_goes_back_to_exact():
-    auto = Auto(CANDIDATES, Trial())
-    run(auto, Clock(1e12), 200)
-    assert auto.codec == "fp32"
+    assert chosen_at(1e12) == "fp32"
 
 
 def test_between_them_the_finest_that_is_as_fast_wins():
     # int8 and int4 both hide behind computing; bf16 does not.
-    auto = Auto(CANDIDATES, Trial())
-    run(auto, Clock(60 * MB, compute=2.0), 200)
-    assert auto.codec == "int8"
+    assert chosen_at(60 * MB, compute=2.0) == "int8"
 
 
 def test_a_slow_codec_says_nothing_of_larger_ones():
@@ -96,9 +104,7 @@ def test_a_slow_codec_says_nothing_of_larger_ones():
     auto = Auto([*CANDIDATES, Candidate("powersgd", MB), Candidate("topk", 2 * MB)], Trial())
     seconds = {"powersgd": 0.2, "topk": 0.9, "int4": 0.21, "int8": 0.18, "bf16": 0.15, "fp32": 0.1}
     for _ in range(300):
-        middle = auto.note(seconds[auto.codec])
-        if middle is not None:
-            auto.judge([middle])
+        take(auto, seconds[auto.codec])
     assert auto.codec == "fp32"
 
 
@@ -109,9 +115,7 @@ def test_noise_does_not_change_the_choice(rate, best):
     auto = Auto(CANDIDATES, Trial())
     for step in range(300):
         outlier = step % 4 == 0
-        middle = auto.note(clock.step(auto.codec) * (3 if outlier else 1))
-        if middle is not None:
-            auto.judge([middle])
+        take(auto, clock.step(auto.codec) * (3 if outlier else 1))
     assert auto.codec == best
 
 
@@ -139,9 +143,7 @@ def choices(seconds: dict[str, float], noise: float, often: float) -> tuple[Coun
         auto, load, exact = Auto(CANDIDATES, Trial()), Load(seed, noise, often), 0
         while not auto.settled:
             exact += auto.codec == "fp32"
-            middle = auto.note(load(seconds[auto.codec]))
-            if middle is not None:
-                auto.judge([middle])
+            take(auto, load(seconds[auto.codec]))
         chosen[auto.codec] += 1
         most = max(most, exact)
     return chosen, most
@@ -182,9 +184,7 @@ def test_slower_steps_meet_all_candidates():
         for step in range(200):
             if auto.settled:
                 break
-            middle = auto.note(seconds[auto.codec] * 1.01**step)
-            if middle is not None:
-                auto.judge([middle])
+            take(auto, seconds[auto.codec] * 1.01**step)
         assert auto.codec == best
 
 
@@ -222,9 +222,7 @@ def test_a_choice_stays_among_equals():
 def test_the_slowest_rank_counts(others, best):
     auto = Auto([Candidate("fp32", 100), Candidate("int8", 26)], Trial())
     while not auto.settled:
-        middle = auto.note(1.0 if auto.codec == "fp32" else 0.5)
-        if middle is not None:
-            auto.judge([middle, *others[auto.codec]])
+        take(auto, 1.0 if auto.codec == "fp32" else 0.5, *others[auto.codec])
     assert auto.codec == best
 
 

@@ -208,6 +208,18 @@ def test_a_good_check_between_two_bad_ones_forgives():
     assert [bool(complaint) for complaint in complaints] == [False, False, False, True]
 
 
+def test_a_suspect_is_checked_again_soon():
+    judge = Checks(Guard(every=16), OfTwo(), lambda: 0.0)  # type: ignore[arg-type]
+    bad = Quality(step=0, error=0.0, cosine=1.0, coding=5.0, residual=0.0)
+    assert sorted(judge.begin(16, decisions())) == sorted(NUMELS)
+    judge._sampler.wanted.clear()
+    assert not judge.begin(19, decisions())
+    judge.warning("b", codec("int8"), bad)
+    assert [name for step in (17, 18, 20) for name in judge.begin(step, decisions())] == []
+    assert list(judge.begin(19, decisions())) == ["b"]
+    assert "b" in judge.warning("b", codec("int8"), bad)
+
+
 # ------------------------------------------------------------------------------------------ samples
 # Tests of samples: the values that take part in a check, and the numbers of it.
 

@@ -7,6 +7,7 @@ those that reduce over more use small integers.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,9 +17,11 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import pycomm
 from pycomm.codecs import Codec, RandomKey, register
-from tests.torch.pool import Pool
+from tests.torch.pool import Pool, on_ranks
 
 # ------------------------------------------------------------------ a codec of somebody else
 
@@ -89,6 +92,10 @@ def same_as_gloo(pool: Pool, function: Callable[..., Any], *args: Any, ranks: in
     for rank, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert equal(a, b), f"rank {rank} has {a} on pycomm and {b} on Gloo"
     return ours
+
+
+on_both = functools.partial(on_ranks, run=same_as_gloo)
+"""Make a test of a function as `on_ranks` does, whose results are the same on both backends."""
 
 
 def check_sum(group: dist.ProcessGroup | None = None) -> None:
@@ -217,6 +224,10 @@ def inputs(rank: int, step: int, rows: int = 8, width: int = WIDTH) -> torch.Ten
 SHAPES: Mapping[str, tuple[int, ...]] = {"big": (64, 96), "small": (40, 70), "bias": (50,)}
 
 
+CODED = ("big", "small")
+"""The parameters that a codec takes: a bias travels exactly."""
+
+
 class Chosen(nn.Module):
     """A model whose gradients are its inputs. Its parameters are 0, or unit, 2 unit, 3 unit..."""
 
@@ -244,9 +255,68 @@ def gradients(
     return {name: scale * torch.randn(shapes[name], generator=generator) for name in chosen}
 
 
+def mean(
+    size: int, step: int, names: Iterable[str] | None = None, **how: Any
+) -> dict[str, torch.Tensor]:
+    """Return the mean of all ranks' gradients of a step, each of them as `gradients` gives it."""
+    given = [gradients(rank, step, names, **how) for rank in range(size)]
+    return {name: sum(g[name] for g in given) / size for name in given[0]}
+
+
 def reduced(model: nn.Module, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the gradients after the reduction."""
     model.zero_grad()
     model(given).backward()
     named = getattr(model, "module", model).named_parameters()
     return {name: whole(p.grad).clone() for name, p in named if p.grad is not None}
+
+
+def compressed(
+    spec: Any = "int4", feedback: Any = True, **options: Any
+) -> tuple[DistributedDataParallel, pycomm.HookState]:
+    """Return a model of chosen gradients in DDP, which has several buckets, and its state."""
+    model = DistributedDataParallel(Chosen(), **{"bucket_cap_mb": 0.02, **options})
+    return model, pycomm.compress(model, spec, feedback=feedback)
+
+
+def lost(
+    model: nn.Module,
+    rank: int,
+    steps: Iterable[int],
+    names: Iterable[str] | None = None,
+    **how: Any,
+) -> dict[str, torch.Tensor]:
+    """Reduce the gradients of some steps; return what the averages lack of the means, in sum."""
+    total: dict[str, torch.Tensor] = {}
+    for step in steps:
+        want = mean(dist.get_world_size(), step, names, **how)
+        for name, got in reduced(model, gradients(rank, step, names, **how)).items():
+            total[name] = total.get(name, torch.zeros(())) + want[name] - got
+    return total
+
+
+def owed(state: Any, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, torch.Tensor]:
+    """Return the sum of all ranks' residuals, as a part of each parameter's average."""
+    state.settle()
+    result = {}
+    for name, shape in shapes.items():
+        result[name] = torch.zeros(shape)
+        if state.residuals is not None and name in state.residuals:
+            one = state.residuals[name]
+            rows = [state.residuals.added(name, 0, one.numel, row) for row in range(one.rows)]
+            result[name] = torch.cat(rows)[: result[name].numel()].reshape(shape).clone()
+        dist.all_reduce(result[name])
+    return result
+
+
+def residuals_of(saved: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return a rank's residuals in what a state has saved, by parameter and role."""
+    (mine,) = (key for key in saved if key.startswith("rank"))
+    entries = saved[mine][1].items()
+    return {n: {k: t for k, t in entry.items() if torch.is_tensor(t)} for n, entry in entries}
+
+
+def near_zero(*differences: torch.Tensor, atol: float = 1e-5) -> None:
+    """Check values: 0 but for the round-off of a few dozen float32 additions of values around 1."""
+    for difference in differences:
+        torch.testing.assert_close(difference, torch.zeros_like(difference), rtol=0, atol=atol)

@@ -154,6 +154,18 @@ def run(*command: str, timeout: float = 60.0, **options: Any) -> subprocess.Comp
     return subprocess.CompletedProcess(process.args, process.wait(), out, err)
 
 
+def run_ranks(
+    *command: str, words: Sequence[str] = (), timeout: float = 120.0, **options: Any
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run `python COMMAND RANK WORDS` on two ranks at once to their ends."""
+    ranks = [Interpreter(*command, str(rank), *words, **options) for rank in range(2)]
+    said = [rank.communicate(timeout) for rank in ranks]
+    return [
+        subprocess.CompletedProcess(rank.args, rank.wait(), *texts)
+        for rank, texts in zip(ranks, said, strict=True)
+    ]
+
+
 def launch(*command: str, folder: Path, ranks: int = 2, **environment: str) -> str:
     """Run a command on ranks with torchrun's variables; return their output of both streams.
 

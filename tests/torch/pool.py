@@ -185,7 +185,10 @@ OfRank = Callable[..., Any]
 
 
 def on_ranks(
-    ranks: int = 2, then: Callable[[list[Any]], None] | None = None, **options: Any
+    ranks: int = 2,
+    then: Callable[[list[Any]], None] | None = None,
+    run: Callable[..., list[Any]] = Pool.run,
+    **options: Any,
 ) -> Callable[[OfRank], OfRank]:
     """Make a test of a function that runs on every rank of the pool, with ``(rank, ranks, ...)``.
 
@@ -195,6 +198,7 @@ def on_ranks(
     Args:
         ranks: how many there are, unless a mark says so.
         then: is called with the results of all ranks.
+        run: runs the function on a pool, and returns the results.
         options: of `Pool.run`. With ``backend=None`` the function's third parameter is the store.
     """
 
@@ -213,7 +217,7 @@ def on_ranks(
         def test(pool: Pool, **values: Any) -> None:
             args = [values[name] for name in further]
             chosen = {"ranks": ranks, **options, **{name: values[name] for name in marked}}
-            results = pool.run(functools.partial(_of_test, *names), *args, **chosen)
+            results = run(pool, functools.partial(_of_test, *names), *args, **chosen)
             if then:
                 then(results)
 

@@ -11,6 +11,8 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 import pycomm.horovod as hvd
@@ -28,6 +28,7 @@ from pycomm.communicator import Communicator, Store
 from pycomm.local_sgd import Quorum, Streamed
 from tests.extent import FULL
 from tests.soak.held import COUNTS, held_at_rest
+from tests.torch import ways
 from tests.torch.pool import on_ranks
 
 ROUNDS = 20 if FULL else 6
@@ -47,24 +48,17 @@ def model() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH)
 
 
-def ddp() -> DistributedDataParallel:
-    return DistributedDataParallel(model())
+def of_way(way: ways.Way, ends: bool = False) -> Use:
+    def use(rank: int, size: int, number: int) -> None:
+        training = way(model())
+        for _ in range(4):
+            training.step(lambda net: net(torch.ones(2, WIDTH)).square().mean())
+        if training.state is not None:
+            assert training.state.summary()
+        if ends:
+            training.end()
 
-
-def backward(net: nn.Module) -> None:
-    net(torch.ones(2, WIDTH)).square().mean().backward()
-
-
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, then: Callable[[], object]) -> None:
-    for _ in range(2):
-        optimizer.zero_grad()
-        backward(net)
-        optimizer.step()
-        then()
-
-
-def sgd(net: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
+    return use
 
 
 # ------------------------------------------------------------------ groups
@@ -119,73 +113,36 @@ def reconfigured(rank: int, size: int, number: int) -> None:
     handles: list[Any] = [None] * size
     dist.all_gather_object(handles, made.handle())
     for uuid in (1, 2):
-        made.form(uuid, handles, elastic_limit())
+        made.form(uuid, handles, timedelta(seconds=20))
         made.allreduce([torch.ones(3)]).wait()  # type: ignore[attr-defined]
     dist.barrier()
     made.shutdown()
 
 
-def elastic_limit() -> Any:
-    from datetime import timedelta
-
-    return timedelta(seconds=20)
-
-
 # ------------------------------------------------------------------ training
 
 
-def compressed(codec: str = "int4", **options: Any) -> Use:
-    def use(rank: int, size: int, number: int) -> None:
-        net = ddp()
-        state = pycomm.compress(net, codec, **options)
-        if options.get("weighted"):
-            state.set_weight(rank + 1.0)
-            backward(net)
-        else:
-            train(net, sgd(net), lambda: None)
-        assert state.summary()
-
-    return use
+def gradients(codec: str = "int4", **options: Any) -> Use:
+    return of_way(partial(ways.gradients, codec=codec, **options))
 
 
-def sharded(rank: int, size: int, number: int) -> None:
-    net = fully_shard(model())
-    pycomm.compress(net, "int4")
-    train(net, torch.optim.SGD(net.parameters(), 0.01), lambda: None)
+def momentum(make: ways.Make) -> Use:
+    return of_way(partial(ways.momentum, make=make))
 
 
-def coded(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Use:
-    def use(rank: int, size: int, number: int) -> None:
-        net = ddp()
-        train(net, pycomm.code_optimizer(make(net), net, "sign"), lambda: None)
-
-    return use
-
-
-def local_sgd(**options: Any) -> Use:
-    def use(rank: int, size: int, number: int) -> None:
-        net = model()
-        local = pycomm.LocalSGD(net, every=1, codec="int4", **options)
-        weight = {"weight": 1.0} if options.get("weighted") else {}
-        train(net, sgd(net), lambda: local.step(**weight))
-        local.finish()
-
-    return use
+def local_sgd(ends: bool = True, every: int = 1, **options: Any) -> Use:
+    return of_way(partial(ways.local, every=every, **options), ends)
 
 
 def horovod(rank: int, size: int, number: int) -> None:
-    hvd.init()
-    net = model()
-    optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters())
-    train(net, optimizer, lambda: None)
+    of_way(ways.horovod)(rank, size, number)
     hvd.allreduce(torch.ones(3), name="x")
 
 
 def observed(rank: int, size: int, number: int) -> None:
     """The monitor, its server, and the trace."""
-    net = ddp()
-    pycomm.compress(net, "int4")
-    train(net, sgd(net), lambda: None)
+    training = ways.gradients(model())
+    training.step(lambda net: net(torch.ones(2, WIDTH)).square().mean())
     assert monitor.text()
     assert monitor.json()
     server = monitor.serve(0)
@@ -209,19 +166,25 @@ USES: dict[str, Use] = {
     "a communicator": communicator(),
     "a communicator by TCP": communicator(transport="tcp"),
     "an elastic group": reconfigured,
-    "compress": compressed(),
-    "compress without feedback": compressed(feedback=None),
-    "compress with decay": compressed("topk:0.1", feedback="decay:0.9"),
-    "compress with momentum": compressed("topk:0.1", feedback="momentum:0.9"),
-    "compress, weighted": compressed(weighted=True),
-    "PowerSGD": compressed("powersgd:2"),
-    "FSDP2": sharded,
-    "CodedAdamW": coded(lambda net: torch.optim.AdamW(net.parameters(), 1e-3)),
-    "CodedSGD": coded(sgd),
+    "compress": gradients(),
+    "compress without feedback": gradients(feedback=None),
+    "compress with decay": gradients("topk:0.1", feedback="decay:0.9"),
+    "compress with momentum": gradients("topk:0.1", feedback="momentum:0.9"),
+    "compress, weighted": gradients(weighted=True),
+    "PowerSGD": gradients("powersgd:2"),
+    "FSDP2": of_way(ways.shards),
+    "CodedAdamW": momentum(ways.ADAMW),
+    "CodedSGD": momentum(ways.SGD),
     "LocalSGD": local_sgd(),
     "LocalSGD, weighted": local_sgd(weighted=True),
     "LocalSGD in streams": local_sgd(exchange=Streamed(overlap=1)),
+    "LocalSGD on a thread": local_sgd(True, 2, exchange=Streamed(overlap=2), weighted=True),
     "LocalSGD with a quorum": local_sgd(exchange=Quorum(2)),
+    "LocalSGD, not finished": local_sgd(False, 2, exchange=Streamed(overlap=2)),
+    "LocalSGD on a thread, not finished": local_sgd(
+        False, 2, exchange=Streamed(overlap=2), weighted=True
+    ),
+    "LocalSGD with a quorum, not finished": local_sgd(False, exchange=Quorum(1, grace=0.0)),
     "Horovod's optimizer": horovod,
     "monitor and trace": observed,
     "codecs": codecs,
@@ -229,7 +192,13 @@ USES: dict[str, Use] = {
 
 
 @on_ranks(2, deadline=120)
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "pycomm") for name in USES),
+        *((name, "gloo") for name in ("compress, weighted", "LocalSGD in streams")),
+    ],
+)
 def test_a_dropped_object_leaves_nothing(rank, size, name):
     use = USES[name]
 

@@ -11,7 +11,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -21,12 +21,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 import pycomm.horovod as hvd
 from pycomm.local_sgd import Streamed
+from tests.torch import ways
 from tests.torch.harness import equal
+from tests.torch.pool import on_ranks
 
 GIVEN = {"dtype": torch.float32, "device": "cpu"}
 STEPS = 6
@@ -68,84 +69,55 @@ def defaults(dtype: torch.dtype, device: str | None) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def gradients(codec: str, **options: Any) -> Callable[[], list[torch.Tensor]]:
-    def run() -> list[torch.Tensor]:
-        model = DistributedDataParallel(Net())
-        with pycomm.compress(model, codec, **options):
-            return train(model, torch.optim.SGD(model.parameters(), lr=0.05))
-
-    return run
+PLAIN = partial(torch.optim.SGD, lr=0.05)
 
 
-def sharded(codec: str) -> list[torch.Tensor]:
-    model = fully_shard(Net())
-    with pycomm.compress(model, codec, weights="int8"):
-        return train(model, torch.optim.SGD(model.parameters(), lr=0.05))
+def compressed(codec: str, **options: Any) -> ways.Way:
+    return partial(ways.gradients, codec=codec, make=PLAIN, **options)
 
 
-def optimizer(name: str, **options: Any) -> Callable[[], list[torch.Tensor]]:
-    def run() -> list[torch.Tensor]:
-        model = DistributedDataParallel(Net())
-        return train(model, getattr(pycomm, name)(model.parameters(), 1e-3, model=model, **options))
-
-    return run
-
-
-def sharded_momentum() -> list[torch.Tensor]:
-    model = fully_shard(Net())
-    return train(model, pycomm.CodedAdamW(model.parameters(), model=model, codec="sign"))
-
-
-def local(**options: Any) -> Callable[[], list[torch.Tensor]]:
-    def run() -> list[torch.Tensor]:
-        model = Net()
-        outer = pycomm.LocalSGD(model, every=2, **options)
-        return train(model, torch.optim.SGD(model.parameters(), lr=0.05), outer.step)
-
-    return run
-
-
-METHODS: dict[str, Callable[[], list[torch.Tensor]]] = {
-    **{codec: gradients(codec) for codec in ("int4", "sign", "topk:0.01", "powersgd:2", "auto")},
-    **{codec: gradients(codec) for codec in ("dgc:0.01", "lossless", "nvfp4")},
-    "eden": gradients("eden:bits=2,size=128"),
-    "residuals in int8": gradients("int4", feedback="decay:0.9,storage=int8"),
-    "sharded": lambda: sharded("int4"),
-    "coded momentum": optimizer("CodedAdamW", codec="sign"),
-    "coded momentum, int4": optimizer("CodedAdamW", codec="int4"),
-    "sharded momentum": sharded_momentum,
-    "sgd": optimizer("CodedSGD", codec="sign"),
-    "local": local(codec="int4"),
-    "local in streams": local(codec="topk:0.05,values=bins2", exchange=Streamed(2, overlap=0)),
+METHODS: dict[str, ways.Way] = {
+    **{codec: compressed(codec) for codec in ("int4", "sign", "topk:0.01", "powersgd:2", "auto")},
+    **{codec: compressed(codec) for codec in ("dgc:0.01", "lossless", "nvfp4")},
+    "eden": compressed("eden:bits=2,size=128"),
+    "residuals in int8": compressed("int4", feedback="decay:0.9,storage=int8"),
+    "sharded": partial(ways.shards, weights="int8"),
+    "coded momentum": ways.momentum,
+    "coded momentum, int4": partial(ways.momentum, codec="int4"),
+    "sharded momentum": partial(ways.momentum, wrap=fully_shard),
+    "sgd": partial(ways.momentum, make=ways.SGD),
+    "local": partial(ways.local, make=PLAIN, every=2),
+    "local in streams": partial(
+        ways.local,
+        make=PLAIN,
+        every=2,
+        codec="topk:0.05,values=bins2",
+        exchange=Streamed(2, overlap=0),
+    ),
 }
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, outer: Callable[[], Any] = lambda: None
-) -> list[torch.Tensor]:
+def train(way: ways.Way) -> list[torch.Tensor]:
+    training = way(Net())
     for step in range(STEPS):
-        model(100 * step + 10 * dist.get_rank()).backward()
-        optimizer.step()
-        outer()
-        optimizer.zero_grad()
-    return [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
+        training.step(lambda model, step=step: model(100 * step + 10 * dist.get_rank()))
+    training.end()
+    found = training.model.parameters()
+    return [getattr(p, "_local_tensor", p).detach().clone() for p in found]
 
 
-def both(rank: int, size: int, name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    plain = METHODS[name]()
-    with defaults(torch.float64, "meta"):
-        return plain, METHODS[name]()
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("name", "backend"),
     [(name, "pycomm") for name in METHODS]
     + [(name, "gloo") for name in ("int4", "topk:0.01", "coded momentum")],
 )
-def test_training_has_the_same_bits(pool, name, backend):
+def test_training_has_the_same_bits(rank, size, name):
     """Gloo sends payloads that the core has made; pycomm's backend does all in the core."""
-    for plain, other in pool.run(both, name, ranks=2, backend=backend):
-        assert equal(plain, other)
+    plain = train(METHODS[name])
+    with defaults(torch.float64, "meta"):
+        other = train(METHODS[name])
+    assert equal(plain, other)
 
 
 # ----------------------------------------------------------------------------- nothing is unpickled
@@ -166,7 +138,7 @@ def _install() -> None:
     sys.addaudithook(_audit)  # for the life of the process
 
 
-def _watched(train: Callable[[], None]) -> list[str]:
+def _watched(train: Callable[[], object]) -> list[str]:
     """Return the classes that pickles named while a training ran, and of one read on purpose."""
     global _watching
     _install()
@@ -186,88 +158,58 @@ def _object_collective(*args: object) -> None:
     raise AssertionError("a collective of torch that unpickles what other ranks send")
 
 
-def _model() -> nn.Module:
+def _begun(way: ways.Way) -> ways.Training:
     torch.manual_seed(0)
-    return nn.Linear(300, 300)
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    training = way(nn.Linear(300, 300))
     for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.ones(4, 300)).square().mean().backward()
-        optimizer.step()
-
-
-def _compressed(codec: str) -> Callable[[], None]:
-    def train() -> None:
-        model = DistributedDataParallel(_model())
-        state = pycomm.compress(model, codec)
-        _step(model, torch.optim.AdamW(model.parameters()))
-        state.remove()
-
-    return train
-
-
-def _coded() -> None:
-    model = DistributedDataParallel(_model())
-    optimizer = torch.optim.AdamW(model.parameters())
-    _step(model, pycomm.code_optimizer(optimizer, model, "sign"))
+        training.step(lambda model: model(torch.ones(4, 300)).square().mean())
+    return training
 
 
 def _adopted() -> None:
-    optimizers = []
-    for _ in range(2):
-        model = DistributedDataParallel(_model())
-        optimizer = pycomm.CodedAdamW(model.parameters(), lr=1e-3, codec="sign", model=model)
-        _step(model, optimizer)
-        optimizers.append(optimizer)
-    optimizers[1].adopt_state(optimizers[0])
+    one, other = (_begun(ways.momentum) for _ in range(2))
+    other.optimizer.adopt_state(one.optimizer)
 
 
-def _local() -> None:
-    model = _model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pycomm.LocalSGD(model, every=1, optimizer=optimizer):
-        _step(model, optimizer)
+def _first_step(taken: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer, after a step where one is `taken`."""
+    torch.manual_seed(0)
+    model = nn.Linear(300, 300)
+    optimizer = ways.ADAMW(model.parameters())
+    if taken:
+        model(torch.ones(4, 300)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
 
 
 def _handed_over() -> None:
-    model = _model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    _step(model, optimizer)
-    pycomm.elastic.hand_over(model, optimizer, has=torch.distributed.get_rank() == 0)
+    model, optimizer = _first_step(True)
+    pycomm.elastic.hand_over(model, optimizer, has=dist.get_rank() == 0)
 
 
 def _horovod() -> None:
     hvd.init()
-    model = _model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    if hvd.rank() == 0:
-        _step(model, optimizer)
+    model, optimizer = _first_step(hvd.rank() == 0)
     hvd.broadcast_parameters(model.state_dict())
     hvd.broadcast_optimizer_state(optimizer)
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-    _step(model, optimizer)
+    _begun(partial(ways.horovod, make=ways.ADAMW))
 
 
-TRAININGS = {
-    "int4": _compressed("int4"),
-    "auto": _compressed("auto"),
-    "powersgd": _compressed("powersgd:2"),
-    "coded optimizer": _coded,
+TRAININGS: dict[str, Callable[[], object]] = {
+    "int4": lambda: _begun(ways.gradients).end(),
+    "auto": lambda: _begun(partial(ways.gradients, codec="auto")).end(),
+    "powersgd": lambda: _begun(partial(ways.gradients, codec="powersgd:2")).end(),
+    "coded optimizer": lambda: _begun(ways.momentum),
     "adopted optimizer": _adopted,
-    "local SGD": _local,
+    "local SGD": lambda: _begun(ways.local).end(),
     "hand-over": _handed_over,
     "horovod": _horovod,
 }
 
 
-def trained(rank: int, ranks: int, name: str) -> list[str]:
-    return _watched(TRAININGS[name])
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
 @pytest.mark.parametrize("name", TRAININGS)
-def test_a_training_reads_no_pickle(pool, name, backend):
-    for read in pool.run(trained, name, backend=backend):
-        assert read == ["torch.Size"]  # the hook has seen the one that was read on purpose
+def test_a_training_reads_no_pickle(rank, size, name):
+    # The hook has seen the one that was read on purpose.
+    assert _watched(TRAININGS[name]) == ["torch.Size"]

@@ -20,14 +20,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-import pycomm.horovod as hvd
 from pycomm import backend
 from pycomm.communicator import Communicator, Store
 from pycomm.local_sgd import Quorum, Streamed
-from tests.torch.interpreter import Interpreter
+from tests.torch import ways
+from tests.torch.interpreter import run_ranks
 from tests.torch.pool import on_ranks
 
 LONG = 300.0  # seconds: the limit of every wait, which none of them may reach
@@ -53,44 +52,11 @@ def signalled(number: int) -> Iterator[None]:
         signal.signal(number, before)
 
 
-def large() -> torch.Tensor:
-    return torch.ones(1 << 22)
-
-
 # ------------------------------------------------------------------ without torch
 
 
 def communicator(rank: int, store: str, **options: Any) -> Communicator:
     return Communicator(Store.file(store), rank, 2, timeout=LONG, **options)
-
-
-def core_all_reduce(rank: int, store: str) -> Wait:
-    group, values = communicator(rank, store), array("f", [1.0] * 100)
-    return lambda: group.all_reduce(values)
-
-
-def core_all_reduce_by_tcp(rank: int, store: str) -> Wait:
-    group, values = communicator(rank, store, transport="tcp"), array("f", [1.0] * 100_000)
-    return lambda: group.all_reduce(values)
-
-
-def core_all_gather(rank: int, store: str) -> Wait:
-    group = communicator(rank, store, algo="ring")
-    return lambda: group.all_gather(array("f", [1.0] * 10), array("f", [0.0] * 20))
-
-
-def core_barrier(rank: int, store: str) -> Wait:
-    return communicator(rank, store).barrier
-
-
-def core_recv(rank: int, store: str) -> Wait:
-    group = communicator(rank, store)
-    return lambda: group.recv(array("f", [0.0] * 10), 1 - rank).wait(LONG)
-
-
-def core_send(rank: int, store: str) -> Wait:
-    group = communicator(rank, store)
-    return lambda: group.send(array("f", [0.0] * (1 << 20)), 1 - rank).wait(LONG)
 
 
 def core_beside_a_thread(rank: int, store: str) -> Wait:
@@ -120,29 +86,35 @@ def core_beside_a_thread(rank: int, store: str) -> Wait:
     return wait
 
 
-def core_start(rank: int, store: str) -> Wait:
-    return lambda: communicator(rank, store)
+def floats(numel: int) -> array[float]:
+    return array("f", [1.0] * numel)
 
 
-def core_start_by_tcp(rank: int, store: str) -> Wait:
-    return lambda: communicator(rank, store, transport="tcp")
+def of_group(
+    call: Callable[[Communicator, int], object], **options: Any
+) -> Callable[[int, str], Wait]:
+    """Return what makes a group, and returns a call of it: ``call(group, other rank)``."""
+
+    def make(rank: int, store: str) -> Wait:
+        group = communicator(rank, store, **options)
+        return lambda: call(group, 1 - rank)
+
+    return make
 
 
-CORE = [
-    core_all_reduce,
-    core_all_reduce_by_tcp,
-    core_all_gather,
-    core_barrier,
-    core_recv,
-    core_send,
-    core_beside_a_thread,
-    core_start,
-    core_start_by_tcp,
-]
-
-
-def check_core(rank: int, size: int, store: dist.Store, place: int, number: int, to: str) -> None:
-    play(rank, number, store, CORE[place](rank, to))
+CORE: dict[str, Callable[[int, str], Wait]] = {
+    "all_reduce": of_group(lambda group, _: group.all_reduce(floats(100))),
+    "all_reduce by TCP": of_group(
+        lambda group, _: group.all_reduce(floats(100_000)), transport="tcp"
+    ),
+    "all_gather": of_group(lambda group, _: group.all_gather(floats(10), floats(20)), algo="ring"),
+    "barrier": of_group(lambda group, _: group.barrier()),
+    "recv": of_group(lambda group, peer: group.recv(floats(10), peer).wait(LONG)),
+    "send": of_group(lambda group, peer: group.send(floats(1 << 20), peer).wait(LONG)),
+    "beside a thread": core_beside_a_thread,
+    "start": lambda rank, store: lambda: communicator(rank, store),
+    "start by TCP": lambda rank, store: lambda: communicator(rank, store, transport="tcp"),
+}
 
 
 def twice(wait: Wait) -> None:
@@ -166,33 +138,27 @@ def play(rank: int, number: int, store: dist.Store, wait: Wait) -> None:
         assert raised in text or "rank 0 called abort()" in text, text
 
 
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "group").mkdir(mode=0o700)
+    return str(tmp_path / "group")
+
+
+@on_ranks(2, backend=None)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("kind", CORE)
-def test_a_signal_ends_a_wait_without_torch(pool, tmp_path, kind, number):
-    (tmp_path / "group").mkdir(mode=0o700)
-    to = str(tmp_path / "group")
-    pool.run(check_core, CORE.index(kind), number, to, backend=None)
+def test_a_signal_ends_a_wait_without_torch(rank, size, store, kind, number, folder):
+    play(rank, number, store, CORE[kind](rank, folder))
 
 
-def check_store(rank: int, size: int, store: dist.Store, folder: str) -> None:
+@on_ranks(1, backend=None)
+def test_a_signal_ends_the_wait_for_a_value(rank, size, store, folder):
     for each in (Store.local(), Store.file(folder)):
         with signalled(signal.SIGINT):
             each.get("nobody sets this", LONG)
 
 
-def test_a_signal_ends_the_wait_for_a_value(pool, tmp_path):
-    pool.run(check_store, str(tmp_path), ranks=1, backend=None)
-
-
 # ------------------------------------------------------------------ torch's functions
-
-
-def all_reduce(rank: int) -> Wait:
-    return lambda: dist.all_reduce(torch.ones(10))
-
-
-def asynchronous(rank: int) -> Wait:
-    return lambda: dist.all_reduce(torch.ones(10), async_op=True).wait()
 
 
 def behind_asynchronous(rank: int) -> Wait:
@@ -209,26 +175,6 @@ def behind_asynchronous(rank: int) -> Wait:
     return wait
 
 
-def barrier(rank: int) -> Wait:
-    return dist.barrier
-
-
-def objects(rank: int) -> Wait:
-    return lambda: dist.all_gather_object([None, None], rank)
-
-
-def receive(rank: int) -> Wait:
-    return lambda: dist.recv(torch.ones(10), 1 - rank)
-
-
-def receive_from_any(rank: int) -> Wait:
-    return lambda: dist.recv(torch.ones(10))
-
-
-def send(rank: int) -> Wait:
-    return lambda: dist.send(large(), 1 - rank)
-
-
 def pending_works(rank: int) -> Wait:
     def wait() -> None:
         work = dist.irecv(torch.ones(10), 1 - rank)
@@ -237,10 +183,6 @@ def pending_works(rank: int) -> Wait:
         work.wait()  # the other rank's
 
     return wait
-
-
-def new_group(rank: int) -> Wait:
-    return lambda: dist.new_group([0, 1])
 
 
 def shutdown(rank: int) -> Wait:
@@ -255,140 +197,55 @@ def shutdown(rank: int) -> Wait:
     return wait
 
 
-TORCH = [
-    all_reduce,
-    asynchronous,
-    behind_asynchronous,
-    barrier,
-    objects,
-    receive,
-    receive_from_any,
-    send,
-    pending_works,
-    new_group,
-    shutdown,
-]
+TORCH: dict[str, Callable[[int], Wait]] = {
+    "all_reduce": lambda rank: lambda: dist.all_reduce(torch.ones(10)),
+    "asynchronous": lambda rank: lambda: dist.all_reduce(torch.ones(10), async_op=True).wait(),
+    "behind an asynchronous one": behind_asynchronous,
+    "barrier": lambda rank: dist.barrier,
+    "objects": lambda rank: lambda: dist.all_gather_object([None, None], rank),
+    "receive": lambda rank: lambda: dist.recv(torch.ones(10), 1 - rank),
+    "receive from any": lambda rank: lambda: dist.recv(torch.ones(10)),
+    "send": lambda rank: lambda: dist.send(torch.ones(1 << 22), 1 - rank),
+    "pending works": pending_works,
+    "new_group": lambda rank: lambda: dist.new_group([0, 1]),
+    "shutdown": shutdown,
+}
 
 # ------------------------------------------------------------------ training
 
 
-def model() -> nn.Module:
+WAYS: dict[str, ways.Way] = {
+    "DDP": ways.plain,
+    "DDP that finds unused": partial(ways.plain, find_unused_parameters=True),
+    "int4": ways.gradients,
+    "factors": partial(ways.gradients, codec="powersgd:2"),
+    "CodedAdamW": partial(ways.momentum, codec="int4"),
+    "CodedSGD": partial(ways.momentum, make=ways.SGD, codec="int4"),
+    "LocalSGD": ways.local,
+    "LocalSGD in streams": partial(ways.local, weighted=True, exchange=Streamed(overlap=1)),
+    "LocalSGD with a quorum": partial(ways.local, exchange=Quorum(2)),
+    "Horovod": ways.horovod,
+}
+
+
+def training(way: ways.Way) -> Wait:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
-
-
-def ddp(rank: int, **options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(model(), **options)
-
-
-def backward(net: nn.Module) -> None:
-    net(torch.ones(2, 64)).sum().backward()
-
-
-def plain_ddp(rank: int) -> Wait:
-    net = ddp(rank)
-    backward(net)
-    return lambda: backward(net)
-
-
-def find_unused(rank: int) -> Wait:
-    net = ddp(rank, find_unused_parameters=True)
-    backward(net)
-    return lambda: backward(net)
-
-
-def compressed(rank: int, codec: str = "int4") -> Wait:
-    net = ddp(rank)
-    pycomm.compress(net, codec)
-    backward(net)
-    return lambda: backward(net)
-
-
-def compressed_by_factors(rank: int) -> Wait:
-    return compressed(rank, "powersgd:2")
-
-
-def coded(rank: int, make: Callable[..., torch.optim.Optimizer]) -> Wait:
-    net = ddp(rank)
-    optimizer = pycomm.code_optimizer(make(net.parameters()), net, "int4")
-
-    def step() -> None:
-        optimizer.zero_grad()
-        backward(net)
-        optimizer.step()
-
-    step()
-    return step
-
-
-def coded_adamw(rank: int) -> Wait:
-    return coded(rank, torch.optim.AdamW)
-
-
-def coded_sgd(rank: int) -> Wait:
-    return coded(rank, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
-
-
-def local_steps(rank: int, **options: Any) -> Wait:
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    weight = {"weight": 1.0} if options.get("weighted") else {}
-    local = pycomm.LocalSGD(net, every=1, **options)
+    begun = way(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)))
 
     def train() -> None:
-        for _ in range(3):  # more than an exchange may take
-            backward(net)
-            optimizer.step()
-            local.step(**weight)
+        for _ in range(3):  # more than an exchange of LocalSGD may take
+            begun.step(lambda model: model(torch.ones(2, 64)).sum())
 
+    if not isinstance(begun.state, pycomm.LocalSGD):
+        train()
     return train
-
-
-def local_sgd(rank: int) -> Wait:
-    return local_steps(rank)
-
-
-def local_sgd_in_streams(rank: int) -> Wait:
-    return local_steps(rank, weighted=True, exchange=Streamed(overlap=1))
-
-
-def local_sgd_with_a_quorum(rank: int) -> Wait:
-    return local_steps(rank, exchange=Quorum(2))
-
-
-def horovod(rank: int) -> Wait:
-    net = model()
-    hvd.init()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters())
-
-    def step() -> None:
-        backward(net)
-        optimizer.step()
-
-    step()
-    return step
-
-
-TRAINING = [
-    plain_ddp,
-    find_unused,
-    compressed,
-    compressed_by_factors,
-    coded_adamw,
-    coded_sgd,
-    local_sgd,
-    local_sgd_in_streams,
-    local_sgd_with_a_quorum,
-    horovod,
-]
 
 
 @on_ranks(2, timeout=LONG)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("kind", [each.__name__ for each in (*TORCH, *TRAINING)])
+@pytest.mark.parametrize("kind", [*TORCH, *WAYS])
 def test_a_signal_ends_a_wait(rank, size, kind, number):
-    wait: Wait = globals()[kind](rank)
+    wait = TORCH[kind](rank) if kind in TORCH else training(WAYS[kind])
     play(rank, number, dist.distributed_c10d._get_default_store(), wait)
 
 
@@ -411,11 +268,9 @@ dist.all_reduce(torch.ones(5))
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_without_a_handler_ends_the_process(tmp_path, number):
-    ranks = [
-        Interpreter("-c", AT_EXIT, str(r), str(int(number)), str(tmp_path / "store"), autoload=True)
-        for r in range(2)
-    ]
-    texts = [rank.communicate(timeout=60)[1] for rank in ranks]
+    words = [str(int(number)), str(tmp_path / "store")]
+    ranks = run_ranks("-c", AT_EXIT, words=words, autoload=True)
+    texts = [rank.stderr for rank in ranks]
     assert all(rank.returncode != 0 for rank in ranks)
     assert not any("terminate" in text or "Fatal" in text for text in texts), texts
     if number == signal.SIGINT:

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -79,3 +81,44 @@ def end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(10)
+
+
+def joined_by_another(
+    folder: Path, ranks: int, reached: Callable[[], tuple[int, int]], more: int, limit: float = 100
+) -> tuple[int, str]:
+    """Run train.py in an agent of so many ranks, joined by one of one rank, until a file says stop.
+
+    Args:
+        reached: returns how many ranks train, and how many steps have been taken.
+        more: steps before the other agent starts, and those with all ranks before the end.
+        limit: seconds of each wait.
+
+    Returns:
+        the steps after which the other agent was started, and the output of all ranks.
+    """
+    output, agents = folder / "output", []
+    output.touch()
+
+    def wait(wanted: int, least: int) -> int:
+        until = time.monotonic() + limit
+        while True:
+            training, steps = reached()
+            if training == wanted and steps >= least:
+                return steps
+            assert time.monotonic() < until, output.read_text()[-4000:]
+            assert agents[0].poll() is None, output.read_text()[-4000:]
+            time.sleep(0.05)
+
+    port = free_port()
+    try:
+        agents.append(agent(folder, port, ranks))
+        before = wait(ranks, more)
+        agents.append(agent(folder, port, 1))
+        wait(ranks + 1, before + more)
+        (folder / "stop").touch()
+        for process in agents:
+            assert process.wait(limit) == 0, output.read_text()[-4000:]
+    finally:
+        for process in agents:
+            end(process)
+    return before, output.read_text()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.torch.torchrun import agent, end, free_port
+from tests.torch.torchrun import joined_by_another
 
 LIMIT = 240  # seconds; a process takes a minute to start on a busy machine
 
@@ -68,35 +67,15 @@ dist.destroy_process_group()
 @pytest.mark.timeout(900)
 def test_a_node_joins_and_all_go_on_with_what_they_owe(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    output, latest = tmp_path / "output", tmp_path / "latest"
-    output.touch()
+    latest = tmp_path / "latest"
 
-    def steps(ranks: int) -> int:
-        found = re.fullmatch(rf"checkpoint{ranks}\.(\d+)", latest.read_text())
-        return int(found[1]) if found else 0
+    def reached() -> tuple[int, int]:
+        found = re.fullmatch(
+            r"checkpoint(\d+)\.(\d+)", latest.read_text() if latest.exists() else ""
+        )
+        return (int(found[1]), int(found[2])) if found else (0, 0)
 
-    def wait(ranks: int, more: int) -> int:
-        until = time.monotonic() + LIMIT
-        while not latest.exists() or steps(ranks) < more:
-            assert time.monotonic() < until, output.read_text()[-4000:]
-            assert first.poll() is None, output.read_text()[-4000:]
-            time.sleep(0.05)
-        return steps(ranks)
-
-    port = free_port()
-    first = agent(tmp_path, port, 2)
-    second = None
-    try:
-        before = wait(2, 5)
-        second = agent(tmp_path, port, 1)
-        wait(3, before + 5)
-        (tmp_path / "stop").touch()
-        assert first.wait(LIMIT) == 0, output.read_text()[-4000:]
-        assert second.wait(LIMIT) == 0, output.read_text()[-4000:]
-    finally:
-        for process in filter(None, (first, second)):
-            end(process)
-    text = output.read_text()
+    _, text = joined_by_another(tmp_path, 2, reached, more=5, limit=LIMIT)
     went_on = re.findall(r"rank (\d) of 3 goes on after step (\d+)", text)
     assert sorted(rank for rank, _ in went_on) == ["0", "1", "2"], text
     assert len({step for _, step in went_on}) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from contextlib import suppress
 
@@ -12,7 +11,7 @@ import pycomm.errors
 from pycomm import _C, _test, errors
 from pycomm.communicator import Communicator
 from tests.extent import each_value
-from tests.ranks import join
+from tests.ranks import good, on_threads
 from tests.transports.ranks import (
     COLLECTIVE,
     POINT_TO_POINT,
@@ -134,22 +133,13 @@ def test_lanes_do_not_disturb_each_other(run):
 def test_two_threads_drive_two_lanes(run):
     def body(me):
         other = 1 - me.rank
-        failed = []
 
         def drive(lane):
-            try:
-                for seq in range(50):
-                    got = me.exchange({other: pattern(50_000, lane + seq)}, tag(seq), lane)
-                    assert got[other] == pattern(50_000, lane + seq)
-            except BaseException as error:
-                failed.append(error)
+            for seq in range(50):
+                got = me.exchange({other: pattern(50_000, lane + seq)}, tag(seq), lane)
+                assert got[other] == pattern(50_000, lane + seq)
 
-        drivers = [threading.Thread(target=drive, args=(lane,)) for lane in (0, 1)]
-        for driver in drivers:
-            driver.start()
-        for driver in drivers:
-            driver.join()
-        assert not failed
+        good(on_threads((0, 1), drive, SECONDS))
 
     run(2, body)
 
@@ -177,9 +167,9 @@ def test_mismatch_describes_both_calls(run, size):
 
 def test_mismatch_of_sizes_is_found(run):
     def body(me):
-        other = 1 - me.rank
-        goal, _ = me.recv(other, 1000 + me.rank, tag())
-        me.wait(me.send(other, pattern(1000 + me.rank, 1), tag()), goal)
+        other, mine = 1 - me.rank, 1000 + me.rank
+        goal, _ = me.recv(other, mine, tag())
+        me.wait(me.send(other, pattern(mine, 1), tag()), goal)
 
     outcomes = run(2, body, errors=True)
     texts = [str(o) for o in outcomes if isinstance(o, pycomm.errors.WireMismatch)]
@@ -285,21 +275,17 @@ def test_every_kind_by_a_transport(medium, kind):
 @every_kind
 def test_every_kind_by_the_control_page_of_a_device(kind):
     store = _C.Store.local()
-    outcomes = {}
 
     def job(rank):
         group = _test.DeviceGroup(store, rank, 2, timeout=SECONDS)
         if rank == 1:
             group.abort(TEXT, kind, **KINDS[kind][1])
-        outcomes[rank] = heard(group.check)
+        error = heard(group.check)
         group.close()
+        return error
 
-    ranks = [threading.Thread(target=job, args=(rank,)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    assert not join(ranks, 2 * SECONDS)
-    for rank in range(2):
-        check(outcomes[rank], kind)
+    for error in on_threads(range(2), job, 2 * SECONDS):
+        check(error, kind)
 
 
 @every_kind

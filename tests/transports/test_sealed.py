@@ -107,47 +107,24 @@ def test_values_arrive_that_carry_a_proof(appends, size):
         assert value.startswith(b"value 1" + nonce)
 
 
-def unproven(value: bytes) -> bytes:
-    return b"value of a stranger"
+def resealed(topic: str, key: bytes = KEY, group: str = "g"):
+    """Return an attack: the value of rank 1 with the proof of another topic, key or group."""
+    return lambda text: sealed(topic, text.split(b":", 2)[2], key, group)
 
 
-def changed(text: bytes) -> bytes:
-    return text.replace(b"value 1", b"value 7")
-
-
-def mac_of_another(text: bytes) -> bytes:
-    return sealed("topic/1/", text.split(b":", 2)[2], b"another key", "g")
-
-
-def under_another_topic(text: bytes) -> bytes:
-    return sealed("other/1/", text.split(b":", 2)[2], KEY, "g")
-
-
-def of_another_rank(text: bytes) -> bytes:
-    return sealed("topic/0/", text.split(b":", 2)[2], KEY, "g")
-
-
-def of_another_group(text: bytes) -> bytes:
-    return sealed("topic/1/", text.split(b":", 2)[2], KEY, "h")
-
-
-def cut_short(text: bytes) -> bytes:
-    return text[:40]
+ATTACKS = {
+    "unproven": lambda text: b"value of a stranger",
+    "changed": lambda text: text.replace(b"value 1", b"value 7"),
+    "by another key": resealed("topic/1/", b"another key"),
+    "under another topic": resealed("other/1/"),
+    "of another rank": resealed("topic/0/"),
+    "of another group": resealed("topic/1/", group="h"),
+    "cut short": lambda text: text[:40],
+}
 
 
 @pytest.mark.parametrize("appends", [False, True])
-@pytest.mark.parametrize(
-    "attack",
-    [
-        unproven,
-        changed,
-        mac_of_another,
-        under_another_topic,
-        of_another_rank,
-        of_another_group,
-        cut_short,
-    ],
-)
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
 def test_a_false_value_is_refused_and_named(appends, attack):
     def tamper(key: str, value: bytes) -> bytes:
         if rank_of(key, value) != 1:
@@ -241,6 +218,18 @@ def joint_entries(joint: bytes) -> dict[int, bytes]:
         rank, size = map(int, head.split(b" "))
         found[rank], joint = rest[:size], rest[size:]
     return found
+
+
+def changing_here(change):
+    """Return a tampering with what each rank says of itself first: ``change(rank, text)``."""
+
+    def tamper(key: str, value: bytes) -> bytes:
+        if "/here/all from" not in key:
+            return value
+        rank = rank_of(key, value)
+        return entry(rank, change(rank, value.partition(b":")[2]))
+
+    return tamper
 
 
 def test_a_card_of_a_stranger_is_refused():
@@ -340,16 +329,14 @@ def test_a_lying_reason_ends_a_set_up_with_an_error(reason):
 def test_announcements_of_one_rank_are_not_those_of_another():
     """A rank that announces a topic twice does not speak for one that does not."""
 
-    def tamper(key: str, value: bytes) -> bytes:
-        if "/here/all from" not in key:
-            return value
-        head, mark, rest = value.partition(b":")[2].partition(b"\x1elink\x1f")
+    def change(rank: int, text: bytes) -> bytes:
+        head, mark, rest = text.partition(b"\x1elink\x1f")
         assert mark
         link, _, more = rest.partition(b"\x1e")
-        twice = mark + b"junk" + mark + link if rank_of(key, value) == 1 else b""
-        return entry(rank_of(key, value), head + twice + b"\x1e" + more)
+        return head + (mark + b"junk" + mark + link) * (rank == 1) + b"\x1e" + more
 
-    for outcome in group(OpenStore(True, tamper), secret=""):  # rank 0 says nothing now
+    # Rank 0 says nothing now.
+    for outcome in group(OpenStore(True, changing_here(change)), secret=""):
         assert "rank 0 says" in str(outcome)
         assert "junk" not in str(outcome)
 
@@ -358,16 +345,12 @@ def test_announcements_of_one_rank_are_not_those_of_another():
 def test_memory_that_a_stranger_says_is_kept_is_refused(transport):
     """No rank has memory of a former group, and he says that both have."""
 
-    def tamper(key: str, value: bytes) -> bytes:
-        if "/here/all from" not in key:
-            return value
-        rank = rank_of(key, value)
-        kept = b"shm/heaps\x1f1 %d" % rank
-        text = value.partition(b":")[2]
+    def change(rank: int, text: bytes) -> bytes:
         assert b"shm/heaps\x1fnone" in text
-        return entry(rank, text.replace(b"shm/heaps\x1fnone", kept))
+        return text.replace(b"shm/heaps\x1fnone", b"shm/heaps\x1f1 %d" % rank)
 
-    for outcome in group(OpenStore(True, tamper), secret="", transport=transport):
+    store = OpenStore(True, changing_here(change))
+    for outcome in group(store, secret="", transport=transport):
         assert "keeps no memory of a former group" in str(outcome)
 
 
@@ -495,19 +478,17 @@ def test_a_socket_of_another_user_proves_no_host(owner):
 def test_a_false_host_is_refused(topics):
     """Another host in a rank's value would turn shared memory into TCP, through a stranger."""
 
-    def tamper(key: str, value: bytes) -> bytes:
-        if "/here/all from" not in key or rank_of(key, value) != 1:
-            return value
-        text = value.partition(b":")[2]
-        for topic in topics:
+    def change(rank: int, text: bytes) -> bytes:
+        for topic in topics if rank == 1 else ():
             head, mark, rest = text.partition(topic + b"\x1f")
             assert mark
             text = head + mark + b"another-host" + rest[12:]
-        return entry(1, text)
+        return text
 
     plain = group(OpenStore(True), secret="", transport="auto")
     assert plain == [True, True]
-    for outcome in group(OpenStore(True, tamper), secret="", transport="auto"):
+    store = OpenStore(True, changing_here(change))
+    for outcome in group(store, secret="", transport="auto"):
         assert "run on one host, since its socket answers here" in str(outcome)
         assert "PYCOMM_SECRET" in str(outcome)
 

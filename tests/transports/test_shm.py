@@ -18,39 +18,31 @@ import pytest
 from pycomm import _C, _test
 from pycomm.errors import Error, PeerLost, Timeout
 from tests.preload import library
-from tests.ranks import run, run_processes
-from tests.transports.ranks import processes
+from tests.ranks import on_processes, run
+from tests.transports.ranks import processes, tag
 
 
-def test_workers_forked_from_a_rank_do_not_keep_it_alive():
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_workers_forked_from_a_rank_do_not_keep_it_alive(kind):
     """DataLoader workers may outlive a killed trainer; its peers must not wait for them."""
+
+    waits = {
+        "shm": lambda me: me.transport.run_shared(_test.OpTag("barrier")),
+        "tcp": lambda me: me.wait(me.recv(1, 100, tag())[0]),
+    }
 
     def job(me):
         if me.rank == 1:
-            worker = os.fork()
-            if worker == 0:
+            if os.fork() == 0:
                 time.sleep(3.0)
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
-        with pytest.raises(PeerLost, match="rank 1 died"):
-            me.transport.run_shared(_test.OpTag("barrier"))
+        with pytest.raises(PeerLost, match=r"rank 1 .*died"):
+            waits[kind](me)
         assert time.monotonic() - start < 2  # the worker still sleeps
 
-    processes(2, job)
-
-
-def test_a_forked_childs_close_is_its_own():
-    def job(me):
-        child = os.fork()
-        if child == 0:
-            me.transport.close()
-            os._exit(0)
-        os.waitpid(child, 0)
-        for seq in range(1, 4):
-            me.transport.run_shared(_test.OpTag("barrier", seq=seq))
-
-    processes(2, job)
+    processes(2, job, kind=kind)
 
 
 def test_ranks_that_miss_the_rendezvous_are_all_named():
@@ -200,15 +192,12 @@ def dumped():
     return found
 
 
-def between_processes(c):
+@on_processes(2)
+def test_of_ranks_that_are_processes(c):
     x = np.asarray(c.allocate(1 << 20))
     x[:] = 1
     c.all_reduce(x)
-    return dumped()
-
-
-def test_of_ranks_that_are_processes():
-    assert run_processes(2, between_processes) == [[], []]
+    assert dumped() == []
 
 
 def test_of_ranks_that_are_threads():

@@ -19,7 +19,7 @@ import pytest
 
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, PeerLost
-from tests.ranks import run_processes
+from tests.ranks import on_processes, run_processes
 
 SOON = 8.0
 """Seconds; the group's own deadline is 20."""
@@ -56,21 +56,18 @@ def lost(c, victim=1):
     return str(error.value).splitlines()[0]
 
 
-def close_twins(c):
+@on_processes(2)
+def test_who_closes_a_twin_of_a_descriptor_lives(c):
     if c.rank == 1:
         for fd, link in links().items():
             if "memfd:pycomm" in link:
                 os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY))
     time.sleep(0.3)
     go_on(c)
-    return True
 
 
-def test_who_closes_a_twin_of_a_descriptor_lives():
-    assert all(run_processes(2, close_twins))
-
-
-def close_all(c):
+@on_processes(2)
+def test_a_rank_goes_on_without_descriptors(c):
     reader, writer = os.pipe()
     os.write(writer, b"something to read")
     closed = ours()
@@ -89,14 +86,14 @@ def close_all(c):
     c.barrier()
     c.close()
     assert all("pipe" in os.readlink(f"/proc/self/fd/{fd}") for fd in closed)
-    return True
 
 
-def test_a_rank_goes_on_without_descriptors():
-    assert all(run_processes(2, close_all))
+def process_is_gone(texts):
+    assert "its process is gone" in texts[0]
 
 
-def die_after_closing(c):
+@on_processes(2, then=process_is_gone)
+def test_a_death_is_seen_without_descriptors(c):
     for fd in ours():
         os.close(fd)
     if c.rank == 1:
@@ -104,11 +101,8 @@ def die_after_closing(c):
     return lost(c)
 
 
-def test_a_death_is_seen_without_descriptors():
-    assert "its process is gone" in run_processes(2, die_after_closing)[0]
-
-
-def die_behind_other_files(c):
+@on_processes(2, then=process_is_gone)
+def test_a_death_is_seen_behind_other_files(c):
     reader, _writer = os.pipe()
     for fd in ours():  # other files, which are never ready, under the same numbers
         os.dup2(reader, fd)
@@ -118,11 +112,8 @@ def die_behind_other_files(c):
     return lost(c)
 
 
-def test_a_death_is_seen_behind_other_files():
-    assert "its process is gone" in run_processes(2, die_behind_other_files)[0]
-
-
-def give_up_after_closing(c):
+@on_processes(2)
+def test_memory_is_taken_back_without_descriptors(c):
     """Fail in place while the file of the heap is out of reach."""
     x = np.asarray(c.allocate(100_000))
     x[:] = 5
@@ -132,17 +123,13 @@ def give_up_after_closing(c):
         time.sleep(1.0)
         with pytest.raises(Error):
             c.all_reduce(x)
-        return True
+        return
     with pytest.raises(Error):
         c.all_reduce(x, timeout=0.3)
     assert set(x.tolist()) == {5.0}
     x[:] = 6
     time.sleep(1.0)
-    return set(x.tolist()) == {6.0}
-
-
-def test_memory_is_taken_back_without_descriptors():
-    assert all(run_processes(2, give_up_after_closing))
+    assert set(x.tolist()) == {6.0}
 
 
 def run_another_program(c):
@@ -160,17 +147,14 @@ def test_who_becomes_another_program_is_lost():
     assert time.monotonic() - start < 60
 
 
-def crash(c):
+@on_processes(2)
+def test_a_crash_that_dumps_core_is_seen(c):
     os.chdir(tempfile.gettempdir())
     small = 1 << 20
     resource.setrlimit(resource.RLIMIT_CORE, (small, small))
     if c.rank == 1:
         os.abort()
-    return lost(c)
-
-
-def test_a_crash_that_dumps_core_is_seen():
-    assert "rank 1 died" in run_processes(2, crash)[0]
+    assert "rank 1 died" in lost(c)
 
 
 def without_pidfd(rank):
@@ -198,16 +182,13 @@ def without_pidfd(rank):
         pytest.skip("this kernel has no seccomp filters")
 
 
-def kill_one(c):
+@on_processes(2, then=process_is_gone, prepare=without_pidfd)
+def test_a_death_is_seen_where_there_are_no_pidfds(c):
     go_on(c)
     assert not any("pidfd" in link for link in links().values())
     if c.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)  # a zombie, since its parent has not waited for it yet
     return lost(c)
-
-
-def test_a_death_is_seen_where_there_are_no_pidfds():
-    assert "its process is gone" in run_processes(2, kill_one, prepare=without_pidfd)[0]
 
 
 def rank_of_a_container(folder, rank):
@@ -286,30 +267,24 @@ def limited(rank):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 30, 100 << 30))
 
 
-def share_without_heaps(c):
+@on_processes(2, prepare=limited)
+def test_a_limit_of_file_sizes_takes_the_heaps_only(c):
     go_on(c)
     x = np.asarray(c.allocate(100_000))  # ordinary memory
     x[:] = c.rank + 1
     c.all_reduce(x)
     assert set(x.tolist()) == {3.0}
-    return c.describe()
-
-
-def test_a_limit_of_file_sizes_takes_the_heaps_only():
-    for text in run_processes(2, share_without_heaps, prepare=limited):
-        assert "shm with" in text
-        assert "ulimit -f" in text
+    assert "shm with" in c.describe()
+    assert "ulimit -f" in c.describe()
 
 
 def all_but_nothing(rank):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
 
-def test_a_limit_below_all_shared_memory_leaves_tcp():
-    texts = run_processes(
-        2, lambda c: (go_on(c), c.describe())[1], transport="auto", prepare=all_but_nothing
-    )
-    assert all("tcp to" in text for text in texts)
+@on_processes(2, transport="auto", prepare=all_but_nothing)
+def test_a_limit_below_all_shared_memory_leaves_tcp(c):
+    assert "tcp to" in describe(c)
 
 
 def test_groups_share_the_descriptor_of_a_peer():

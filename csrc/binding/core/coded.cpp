@@ -1,16 +1,22 @@
-// Coded buckets whose payloads Python moves: pycomm.reduction.batched owns all memory, and only
+// Coded operations whose payloads Python moves: pycomm.reduction.batched owns all memory, and only
 // addresses come here.
+#include "collectives/coded/coded.h"
+
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
+#include <cstring>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "binding/core/arguments.h"
 #include "binding/core/gil.h"
 #include "binding/core/module.h"
-#include "collectives/coded/shots.h"
+#include "collectives/coded/two_shot.h"
 #include "core/arithmetic.h"
 
 namespace py = pybind11;
@@ -18,41 +24,160 @@ namespace py = pybind11;
 namespace pycomm {
 namespace {
 
+using coded::PieceRuns;
+using coded::Shot;
+
 /// The two sides of a feedback memory; zeros: there is none.
 using Addresses = std::array<uintptr_t, 2>;
 /// The side that a step reads, and the one that it writes.
 using Sides = std::pair<size_t, size_t>;
-/// Offset and bytes of the payloads of one rank or chunk, among all.
+/// An address or offset, and a number of bytes or elements.
 using Place = std::pair<size_t, size_t>;
+/// Runs: piece, offset in it, elements.
+using Runs = std::vector<std::array<size_t, 3>>;
+/// Received payloads: address and bytes of their memory, and the place of each rank's there.
+using Came = std::tuple<uintptr_t, size_t, std::vector<Place>>;
+/// Sends payloads that begin at an offset of the memory, of these bytes for each rank or for all.
+using Move = std::function<Came(Shot, size_t, const std::vector<size_t>&)>;
+using Launcher = std::function<void(const std::vector<codecs::Launch>&)>;
 
-constexpr size_t kScratchBytes = size_t{64} << 20;
+size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-/// Values at an address: this many rows of the bucket.
-struct CodedValues {
-  CodedValues(uintptr_t address, size_t numel, DType dtype, size_t rows)
-      : address(address), numel(numel), dtype(dtype), rows(rows) {}
-  uintptr_t address;
-  size_t numel;
-  DType dtype;
-  size_t rows;
+/// Where our payloads begin in the memory of an operation: contributions, our result, what we show.
+struct Places {
+  explicit Places(const coded::Plan& plan) {
+    size_t most = 0;
+    for (const coded::Segment& each : plan.owned.segments()) most = std::max(most, each.bytes);
+    result = plan.scatters ? aligned(plan.owned.bytes()) : 0;
+    shown = result + (plan.gathers ? aligned(most) : 0);
+    end = shown + plan.shown.bytes();
+  }
+  size_t result, shown, end;
 };
 
-/// The received payloads, in memory of `capacity` bytes.
-struct CodedPayloads {
-  CodedPayloads(uintptr_t address, size_t capacity, std::vector<Place> places)
-      : address(address), capacity(capacity), places(std::move(places)) {}
-  uintptr_t address;
-  size_t capacity;
-  std::vector<Place> places;
+/// The exchange of one operation by the caller's process group.
+class CallersGroup final : public coded::Exchange {
+ public:
+  /// `room_behind`: bytes that must follow received payloads. `launch` starts the kernels that the
+  /// core does not start; null: it does.
+  CallersGroup(int rank, int size, const coded::Plan& plan, size_t room_behind, uint8_t* memory,
+               const Move& move, const Launcher& launch)
+      : Exchange(rank, size),
+        plan_(plan),
+        places_(plan),
+        room_behind_(room_behind),
+        memory_(memory),
+        move_(move),
+        launch_(launch),
+        contributed_(static_cast<size_t>(size), 0) {
+    if (launch_) recording_.emplace();
+  }
+
+  uint8_t* room(Shot shot, int owner, size_t s) override {
+    if (shot == Shot::contribution) return memory_ + plan_.owned.at(owner, s).payload;
+    return memory_ + (shot == Shot::result ? places_.result : places_.shown);
+  }
+  void put(Shot shot, int owner, size_t, size_t bytes) override {
+    if (shot == Shot::contribution) contributed_[static_cast<size_t>(owner)] = bytes;
+    if (shot == Shot::result) result_ = bytes;
+    if (shot == Shot::shown) shown_ = bytes;
+  }
+  void flush(Shot shot) override {
+    if (shot == Shot::contribution) {
+      if (plan_.scatters && !plan_.owned.empty()) scatter();
+      return;
+    }
+    if (plan_.gathers && !plan_.owned.empty()) move(Shot::result, places_.result, {result_});
+    if (!plan_.shown.empty()) move(Shot::shown, places_.shown, {shown_});
+    has_all_ = true;
+  }
+  bool has(Shot shot, int, size_t) override { return shot == Shot::contribution || has_all_; }
+  Span<const uint8_t> get(Shot shot, int from, size_t) override {
+    return came_[static_cast<size_t>(shot)][static_cast<size_t>(from)];
+  }
+
+  /// Starts the kernels that were recorded.
+  void launch() {
+    if (!recording_) return;
+    const std::vector<codecs::Launch> launches = std::move(recording_->launches);
+    recording_.reset();
+    if (!launches.empty()) launch_(launches);
+  }
+
+ private:
+  /// Moves the contributions, each behind the one before it.
+  void scatter() {
+    size_t end = 0;
+    for (int owner = 0; owner < size(); owner++) {
+      const size_t bytes = contributed_[static_cast<size_t>(owner)];
+      if (bytes == 0) continue;
+      const size_t begin = plan_.owned.at(owner, 0).payload;
+      if (begin != end) std::memmove(memory_ + end, memory_ + begin, bytes);
+      end += bytes;
+    }
+    move(Shot::contribution, 0, contributed_);
+  }
+
+  void move(Shot shot, size_t begin, const std::vector<size_t>& sizes) {
+    launch();
+    const auto [address, capacity, places] = move_(shot, begin, sizes);
+    if (launch_) recording_.emplace();
+    if (places.size() != static_cast<size_t>(size())) {
+      throw Error("got payloads of " + std::to_string(places.size()) + " ranks; give those of " +
+                  std::to_string(size()));
+    }
+    const bool fits = room_behind_ <= capacity;
+    const size_t behind = fits ? capacity - room_behind_ : 0;
+    for (const auto& [offset, bytes_of] : places) {
+      if (!fits || offset > behind || bytes_of > behind - offset || offset % 4 != 0) {
+        throw Error("a payload must begin at a multiple of 4, with " +
+                    std::to_string(room_behind_) + " more bytes of memory behind it");
+      }
+      came_[static_cast<size_t>(shot)].emplace_back(bytes(address) + offset, bytes_of);
+    }
+  }
+
+  const coded::Plan& plan_;
+  const Places places_;
+  const size_t room_behind_;
+  uint8_t* const memory_;
+  const Move& move_;
+  const Launcher& launch_;
+  std::optional<codecs::Recording> recording_;
+  std::vector<size_t> contributed_;  ///< bytes for each owner
+  size_t result_ = 0, shown_ = 0;
+  std::array<std::vector<Span<const uint8_t>>, 3> came_;  ///< by shot and rank
+  bool has_all_ = false;
+};
+
+/// What an operation works on.
+struct CodedCall {
+  Place input, output;  ///< address and elements
+  DType dtype = DType::float32;
+  std::vector<Sides> sides;  ///< of each piece
+  uint64_t seed = 0;
+  uint32_t step = 0;
+  int divisor = 1;
+};
+
+/// The memory and stream of a call on a device.
+struct CodedDevice {
+  uintptr_t stream = 0;
+  Place scratch;
+  uintptr_t found_inf = 0, swapped = 0;
 };
 
 /// The pieces of a bucket, with their feedback, and the chunks in which they travel. Built once,
 /// used in every step, by one thread at a time.
 class CodedBucket {
  public:
-  /// `rows` is the number of rows of the workers' residuals.
-  explicit CodedBucket(size_t rows) : rows_(rows) {
+  /// `rank` is ours among `ranks` that encode the same values; residuals of workers have `rows`.
+  CodedBucket(int rank, int ranks, size_t rows) : rank_(rank), ranks_(ranks), rows_(rows) {
     if (rows == 0) throw Error("the bucket has 0 rows; give at least 1");
+    if (rank < 0 || rank >= ranks) {
+      throw Error("rank " + std::to_string(rank) + " is not in a group of " +
+                  std::to_string(ranks) + " ranks");
+    }
   }
 
   void add(size_t numel, const py::object& codec, uint32_t tensor, feedback::Kind kind,
@@ -78,134 +203,103 @@ class CodedBucket {
     numel_ += numel;
   }
 
-  /// Adds a chunk of runs (piece, offset in it, elements) in the order of their payloads.
-  void add_chunk(const std::vector<std::array<size_t, 3>>& runs) {
-    std::vector<coded::PieceRun> chunk;
-    chunk.reserve(runs.size());
-    for (const auto& [piece, offset, numel] : runs) chunk.push_back({piece, offset, numel});
-    coded::check_runs(pieces(), {chunk.data(), chunk.size()});
-    size_t most = 0;
-    for (const coded::PieceRun& run : chunk) {
-      const Codec& codec = *pieces_[run.piece].codec;
-      const size_t bytes = codec.encoded_bytes(run.numel);
-      most += bytes;
-      if (codec.variable()) room_behind_ = std::max(room_behind_, bytes);
+  /// Says what is exchanged: a chunk of runs for each owner, or all pieces of its own row, whose
+  /// residuals have this number; and what has no owner.
+  void plan(const std::vector<Runs>& owned, const Runs& shown, const std::vector<size_t>& rows,
+            bool scatters, bool gathers) {
+    for (const size_t owners : {owned.size(), rows.size()}) {
+      if (owners == 0 || owners == static_cast<size_t>(ranks_)) continue;
+      throw Error("got " + std::to_string(owners) + " chunks or rows for " +
+                  std::to_string(ranks_) + " owners");
     }
-    chunks_.push_back(std::move(chunk));
-    most_.push_back(most);
+    if (!owned.empty() && !rows.empty()) throw Error("give chunks or rows, not both");
+    for (const size_t row : rows) {
+      if (scatters && row >= rows_) {
+        throw Error("there is no row " + std::to_string(row) + " among residuals of " +
+                    std::to_string(rows_) + " rows");
+      }
+    }
+    std::vector<PieceRuns> chunks;
+    for (const Runs& runs : owned) chunks.push_back(checked(runs));
+    plan_.owned = !rows.empty() ? coded::BucketLayout::of_rows(pieces(), rows, row())
+                                : coded::BucketLayout::of_chunks(pieces(), chunks);
+    plan_.shown = coded::BucketLayout::of_chunks(pieces(), {checked(shown)});
+    plan_.scatters = scatters;
+    plan_.gathers = gathers;
+    by_rows_ = !rows.empty();
+    room_behind_ = 0;
+    for (const coded::BucketLayout* layout : {&plan_.owned, &plan_.shown}) {
+      for (const coded::Segment& segment : layout->segments()) {
+        for (const coded::PieceRun& run : layout->runs(segment)) {
+          const Codec& codec = *pieces_[run.piece].codec;
+          if (codec.variable())
+            room_behind_ = std::max(room_behind_, codec.encoded_bytes(run.numel));
+        }
+      }
+    }
   }
 
-  /// The most bytes that the payloads of each chunk can have.
-  const std::vector<size_t>& most() const { return most_; }
-  /// Returns the bytes of memory that must follow received payloads.
+  /// The most bytes of the payloads of each owner's chunk, and of what is shown.
+  std::vector<size_t> owned_bytes() const {
+    std::vector<size_t> bytes;
+    for (int owner = 0; !plan_.owned.empty() && owner < ranks_; owner++) {
+      bytes.push_back(plan_.owned.bytes(owner));
+    }
+    return bytes;
+  }
+  size_t shown_bytes() const { return plan_.shown.bytes(); }
+  /// Bytes of memory that run() needs, and that must follow received payloads.
+  size_t memory_bytes() const { return Places(plan_).end; }
   size_t room_behind() const { return room_behind_; }
-
-  /// Begins an operation of `ranks` that encode the same values, whose sums are divided by
-  /// `divisor`; there is one pair of sides for each piece. On a GPU, `stream` with its `scratch`
-  /// memory (address, bytes) runs it, and `found_inf` and `swapped` are the addresses of floats
-  /// (coded/shots.h).
-  void begin(const std::vector<Sides>& sides, int rank, int ranks, uint64_t seed, uint32_t step,
-             int divisor, std::optional<uintptr_t> stream, const Place& scratch,
-             uintptr_t found_inf, uintptr_t swapped) {
-    if (sides.size() != pieces_.size()) {
-      throw Error("sides are given for " + std::to_string(sides.size()) +
-                  " pieces, but the bucket has " + std::to_string(pieces_.size()));
-    }
-    if (divisor < 1) throw Error("divisor is " + std::to_string(divisor) + "; want 1 or more");
-    if (rank < 0 || rank >= ranks) {
-      throw Error("rank " + std::to_string(rank) + " is not in a group of " +
-                  std::to_string(ranks) + " ranks");
-    }
-    for (size_t i = 0; i < sides.size(); i++) {
-      const auto [old, fresh] = sides[i];
-      if (old > 1 || fresh > 1) {
-        throw Error("sides must be 0 or 1, got " + std::to_string(old) + " and " +
-                    std::to_string(fresh));
-      }
-      set_memory(pieces_[i], memories_[i], old, fresh);
-    }
-    rank_ = rank;
-    ranks_ = ranks;
-    args_.pieces = pieces();
-    args_.seed = seed;
-    args_.step = step;
-    args_.average = divisor != 1;
-    divisor_ = divisor;
-    stream_ = {};
-    if (stream) {
-      stream_ = {
-          Device::cuda, reinterpret_cast<void*>(*stream), {bytes(scratch.first), scratch.second}};
-    }
-    found_inf_ = reinterpret_cast<float*>(found_inf);
-    swapped_ = reinterpret_cast<const float*>(swapped);
-  }
-
-  /// Returns the bytes of a GPU's scratch memory for values of a dtype: for all runs, so that they
-  /// share their launches, but no more than kScratchBytes if the largest run needs less.
+  /// Bytes of scratch memory that run() needs on a GPU.
   size_t scratch_bytes(DType dtype) const {
-    size_t largest = 0, all = 0;
-    for (const auto& chunk : chunks_) {
-      for (const coded::PieceRun& run : chunk) {
-        const size_t one = coded::Shots::scratch_bytes(pieces_[run.piece], run.numel, dtype);
-        largest = std::max(largest, one);
-        all += one;
-      }
+    CodedArgs args;
+    args.pieces = pieces();
+    args.data.dtype = dtype;
+    const coded::BucketLayout* const layouts[] = {&plan_.owned, &plan_.shown};
+    return coded::Coder::scratch_bytes(args, {layouts, 2});
+  }
+
+  /// Runs the operation. Returns true if the result is finite, of the CPU.
+  bool run(const CodedCall& call, const Place& memory, const Move& move,
+           const std::optional<CodedDevice>& device, const Launcher& launch) {
+    if (call.divisor < 1) {
+      throw Error("divisor is " + std::to_string(call.divisor) + "; want 1 or more");
     }
-    return std::max(largest, std::min(all, kScratchBytes));
-  }
-
-  /// Encodes chunks [first, last) of each row, one after the other. Returns the bytes of each.
-  std::vector<size_t> contribute(const CodedValues& values, size_t first, size_t last,
-                                 uintptr_t out, size_t capacity) {
-    check_rows(values);
-    size_t most = 0;
-    for (size_t c = first; c < last; c++) most += most_.at(c);
-    check_room(most * values.rows, capacity);
-    std::vector<size_t> sizes;
-    run(values, [&](coded::Shots& shots) {
-      uint8_t* to = bytes(out);
-      for (size_t row = 0; row < values.rows; row++) {
-        for (size_t c = first; c < last; c++) {
-          sizes.push_back(shots.contribute(chunk(c), row, to));
-          to += sizes.back();
-        }
-      }
-    });
-    return sizes;
-  }
-
-  /// Makes the result of chunk c from the received payloads and encodes it. Returns its bytes.
-  size_t own(const CodedValues& values, size_t c, const CodedPayloads& received, uintptr_t out,
-             size_t capacity) {
-    const auto payloads = of_ranks(received);
-    check_room(most_.at(c), capacity);
-    size_t used = 0;
-    run(values, [&](coded::Shots& shots) { used = shots.own(chunk(c), payloads, bytes(out)); });
-    return used;
-  }
-
-  /// Sums chunk c of the received payloads. Returns true if the result is finite.
-  bool add_up(const CodedValues& values, size_t c, const CodedPayloads& received) {
-    const auto payloads = of_ranks(received);
-    chunks_.at(c);
-    return run(values, [&](coded::Shots& shots) { shots.add_up(chunk(c), payloads); });
-  }
-
-  /// Decodes chunks [first, last) of each row. Returns true if the result is finite.
-  bool land(const CodedValues& values, size_t first, size_t last, const CodedPayloads& received) {
-    const auto payloads = spans(received);
-    if (first > last || last > chunks_.size() || payloads.size() != values.rows * (last - first)) {
-      throw Error("got " + std::to_string(payloads.size()) + " payloads; give " +
-                  std::to_string(values.rows) + " of each chunk");
+    if (memory.second < memory_bytes()) {
+      throw Error("the memory has " + std::to_string(memory.second) + " bytes, but payloads need " +
+                  std::to_string(memory_bytes()) + "; make it larger");
     }
-    return run(values, [&](coded::Shots& shots) {
-      size_t i = 0;
-      for (size_t row = 0; row < values.rows; row++) {
-        for (size_t c = first; c < last; c++, i++) {
-          shots.land(chunk(c), row, payloads[i], static_cast<int>(i));
-        }
-      }
-    });
+    const size_t ranks = static_cast<size_t>(ranks_);
+    const size_t rows_in = by_rows_ && plan_.scatters ? ranks : 1;
+    check_values(call.input, rows_in);
+    check_values(call.output, by_rows_ && plan_.gathers ? ranks : 1);
+    set_sides(call.sides);
+    CodedArgs args;
+    args.data = {pointer(call.input.first), call.input.second, call.dtype};
+    args.pieces = pieces();
+    args.seed = call.seed;
+    args.step = call.step;
+    args.average = call.divisor != 1;
+    coded::check("coded bucket", args, rows_in);
+    coded::CoderOptions options;
+    options.rank = rank_;
+    options.divisor = call.divisor;
+    if (device) {
+      options.stream = {Device::cuda,
+                        pointer(device->stream),
+                        {bytes(device->scratch.first), device->scratch.second}};
+      options.found_inf = reinterpret_cast<float*>(device->found_inf);
+      options.swapped = reinterpret_cast<const float*>(device->swapped);
+    }
+    const GilReleased release;
+    const DefaultArithmetic arithmetic;
+    feedback::Scratch scratch;
+    coded::Coder coder(args, pointer(call.output.first), scratch, options);
+    CallersGroup group(rank_, ranks_, plan_, room_behind_, bytes(memory.first), move, launch);
+    coded::TwoShot(group, coder, plan_).run();
+    group.launch();
+    return coder.finite();
   }
 
  private:
@@ -220,117 +314,89 @@ class CodedBucket {
     piece.owner.error = of(owner);
   }
 
-  Span<const Piece> pieces() const { return {pieces_.data(), pieces_.size()}; }
-  Span<const coded::PieceRun> chunk(size_t c) const {
-    return {chunks_[c].data(), chunks_[c].size()};
-  }
-
-  const CodedArgs& at(const CodedValues& values) {
-    if (ranks_ == 0)
-      throw Error("begin() has not been called; call it before the values are coded");
-    if (values.rows == 0 || numel_ > kLargestBuffer / sizeof(float) / values.rows) {
-      throw Error("no memory holds " + std::to_string(values.rows) + " rows of " +
-                  std::to_string(numel_) + " elements");
+  void set_sides(const std::vector<Sides>& sides) {
+    if (sides.size() != pieces_.size()) {
+      throw Error("sides are given for " + std::to_string(sides.size()) +
+                  " pieces, but the bucket has " + std::to_string(pieces_.size()));
     }
-    if (values.numel != values.rows * numel_) {
-      throw Error("a tensor has " + std::to_string(values.numel) + " values, but the bucket has " +
-                  std::to_string(numel_) + " in each of " + std::to_string(values.rows) + " rows");
-    }
-    args_.data = {pointer(values.address), values.numel, values.dtype};
-    return args_;
-  }
-
-  void check_rows(const CodedValues& values) const {
-    if (values.rows != rows_) {
-      throw Error("the residuals have " + std::to_string(rows_) + " rows, but the values have " +
-                  std::to_string(values.rows));
-    }
-  }
-
-  std::vector<Span<const uint8_t>> spans(const CodedPayloads& received) const {
-    std::vector<Span<const uint8_t>> payloads;
-    for (const auto& [offset, size] : received.places) {
-      const size_t behind = room_behind_ > received.capacity ? 0 : received.capacity - room_behind_;
-      if (room_behind_ > received.capacity || offset > behind || size > behind - offset ||
-          offset % 4 != 0) {
-        throw Error("a payload must begin at a multiple of 4, with " +
-                    std::to_string(room_behind_) + " more bytes of memory behind it");
+    for (size_t i = 0; i < sides.size(); i++) {
+      const auto [old, fresh] = sides[i];
+      if (old > 1 || fresh > 1) {
+        throw Error("sides must be 0 or 1, got " + std::to_string(old) + " and " +
+                    std::to_string(fresh));
       }
-      payloads.emplace_back(bytes(received.address) + offset, size);
+      set_memory(pieces_[i], memories_[i], old, fresh);
     }
-    return payloads;
-  }
-  std::vector<Span<const uint8_t>> of_ranks(const CodedPayloads& received) const {
-    const auto payloads = spans(received);
-    if (payloads.size() != static_cast<size_t>(ranks_))
-      throw Error("got payloads of " + std::to_string(payloads.size()) + " ranks; give those of " +
-                  std::to_string(ranks_));
-    return payloads;
   }
 
-  static void check_room(size_t bytes, size_t capacity) {
-    if (bytes <= capacity) return;
-    throw Error("the output has " + std::to_string(capacity) +
-                " bytes, but the payloads may need " + std::to_string(bytes) + "; make it larger");
+  PieceRuns checked(const Runs& given) const {
+    PieceRuns runs;
+    for (const auto& [piece, offset, numel] : given) runs.push_back({piece, offset, numel});
+    coded::check_runs(pieces(), {runs.data(), runs.size()});
+    return runs;
   }
 
-  /// Returns true if the decoded values are finite.
-  template <typename F>
-  bool run(const CodedValues& values, const F& f) {
-    const CodedArgs& args = at(values);
-    const GilReleased release;
-    const DefaultArithmetic arithmetic;
-    coded::Shots shots(args, values.rows, rank_, divisor_, stream_, found_inf_, swapped_);
-    f(shots);
-    shots.start();
-    return shots.finite();
+  void check_values(const Place& values, size_t rows) const {
+    if (numel_ > kLargestBuffer / sizeof(float) / rows) {
+      throw Error("no memory holds " + std::to_string(rows) + " rows of " + std::to_string(numel_) +
+                  " elements");
+    }
+    if (values.second != rows * numel_) {
+      throw Error("a tensor has " + std::to_string(values.second) + " values, but the bucket has " +
+                  std::to_string(numel_) + " in each of " + std::to_string(rows) + " rows");
+    }
   }
 
+  Span<const Piece> pieces() const { return {pieces_.data(), pieces_.size()}; }
+  /// A segment of so many values is a whole row.
+  size_t row() const { return std::max<size_t>(1, numel_); }
+
+  const int rank_, ranks_;
   const size_t rows_;
   std::vector<Piece> pieces_;
   std::vector<std::array<Addresses, 3>> memories_;  ///< worker, owner, momentum
   std::vector<py::object> codecs_;                  ///< kept alive
-  std::vector<std::vector<coded::PieceRun>> chunks_;
-  std::vector<size_t> most_;
   size_t numel_ = 0, room_behind_ = 0;
-  CodedArgs args_;
-  int rank_ = 0, ranks_ = 0, divisor_ = 1;
-  Stream stream_;
-  float* found_inf_ = nullptr;
-  const float* swapped_ = nullptr;
+  coded::Plan plan_;
+  bool by_rows_ = false;
 };
 
 }  // namespace
 
 void bind_coded(py::module_& m) {
-  py::class_<CodedValues>(m, "CodedValues")
-      .def(py::init<uintptr_t, size_t, DType, size_t>(), py::arg("address"), py::arg("numel"),
-           py::arg("dtype"), py::arg("rows") = 1);
-  py::class_<CodedPayloads>(m, "CodedPayloads")
-      .def(py::init<uintptr_t, size_t, std::vector<Place>>(), py::arg("address"),
-           py::arg("capacity"), py::arg("places"));
+  py::enum_<Shot>(m, "Shot")
+      .value("contribution", Shot::contribution)
+      .value("shown", Shot::shown)
+      .value("result", Shot::result);
+  py::class_<CodedCall>(m, "CodedCall")
+      .def(py::init([](Place input, Place output, DType dtype, std::vector<Sides> sides,
+                       uint64_t seed, uint32_t step, int divisor) {
+             return CodedCall{input, output, dtype, std::move(sides), seed, step, divisor};
+           }),
+           py::arg("input"), py::arg("output"), py::arg("dtype"), py::arg("sides"), py::kw_only(),
+           py::arg("seed"), py::arg("step"), py::arg("divisor"));
+  py::class_<CodedDevice>(m, "CodedDevice")
+      .def(py::init([](uintptr_t stream, Place scratch, uintptr_t found_inf, uintptr_t swapped) {
+             return CodedDevice{stream, scratch, found_inf, swapped};
+           }),
+           py::arg("stream"), py::arg("scratch"), py::arg("found_inf"), py::arg("swapped") = 0);
   py::class_<CodedBucket>(m, "CodedBucket")
-      .def(py::init<size_t>(), py::arg("rows") = 1)
+      .def(py::init<int, int, size_t>(), py::arg("rank"), py::arg("ranks"), py::arg("rows") = 1)
       .def("add", &CodedBucket::add, py::arg("numel"), py::arg("codec"), py::kw_only(),
            py::arg("tensor") = 0, py::arg("kind") = feedback::Kind::residual,
            py::arg("storage") = feedback::Storage::float32, py::arg("decay") = 0.0,
            py::arg("nesterov") = false, py::arg("worker") = Addresses{},
            py::arg("owner") = Addresses{}, py::arg("momentum") = Addresses{})
-      .def("add_chunk", &CodedBucket::add_chunk, py::arg("runs"))
-      .def_property_readonly("most", &CodedBucket::most)
+      .def("plan", &CodedBucket::plan, py::arg("owned"), py::arg("shown"), py::kw_only(),
+           py::arg("rows") = std::vector<size_t>(), py::arg("scatters") = true,
+           py::arg("gathers") = true)
+      .def_property_readonly("owned_bytes", &CodedBucket::owned_bytes)
+      .def_property_readonly("shown_bytes", &CodedBucket::shown_bytes)
+      .def_property_readonly("memory_bytes", &CodedBucket::memory_bytes)
       .def_property_readonly("room_behind", &CodedBucket::room_behind)
-      .def("begin", &CodedBucket::begin, py::arg("sides"), py::kw_only(), py::arg("rank"),
-           py::arg("ranks"), py::arg("seed"), py::arg("step"), py::arg("divisor"),
-           py::arg("stream") = py::none(), py::arg("scratch") = Place{}, py::arg("found_inf") = 0,
-           py::arg("swapped") = 0)
       .def("scratch_bytes", &CodedBucket::scratch_bytes, py::arg("dtype"))
-      .def("contribute", &CodedBucket::contribute, py::arg("values"), py::arg("first"),
-           py::arg("last"), py::arg("out"), py::arg("capacity"))
-      .def("own", &CodedBucket::own, py::arg("values"), py::arg("chunk"), py::arg("received"),
-           py::arg("out"), py::arg("capacity"))
-      .def("add_up", &CodedBucket::add_up, py::arg("values"), py::arg("chunk"), py::arg("received"))
-      .def("land", &CodedBucket::land, py::arg("values"), py::arg("first"), py::arg("last"),
-           py::arg("received"));
+      .def("run", &CodedBucket::run, py::arg("call"), py::arg("memory"), py::arg("move"),
+           py::arg("device") = py::none(), py::arg("launch") = py::none());
 }
 
 }  // namespace pycomm

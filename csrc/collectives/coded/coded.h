@@ -22,7 +22,7 @@
 namespace pycomm::coded {
 
 /// Throws Error unless the pieces ascend and cover the values: `rows` times, one after the other.
-void check(const char* op, const CodedArgs& args, size_t rows);
+PYCOMM_API void check(const char* op, const CodedArgs& args, size_t rows);
 
 /// Hash of what all ranks must agree on: codecs, wire versions, layout, averaging, seed and step.
 uint32_t signature(const CodedArgs& args);

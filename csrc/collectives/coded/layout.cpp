@@ -1,5 +1,6 @@
 #include "collectives/coded/layout.h"
 
+#include <algorithm>
 #include <numeric>
 
 #include "collectives/common/schedule.h"
@@ -16,7 +17,7 @@ size_t granule(const Piece& piece) {
 /// Cuts of values as one sequence, whatever lies between them in the bucket.
 class Cuts {
  public:
-  Cuts(Span<const Piece> pieces, const std::vector<PieceRun>& values) : values_(values) {
+  Cuts(Span<const Piece> pieces, const PieceRuns& values) : values_(values) {
     parts_.reserve(values.size());
     for (const PieceRun& run : values) {
       parts_.push_back({numel_, run.numel, granule(pieces[run.piece])});
@@ -29,10 +30,10 @@ class Cuts {
   std::vector<schedule::Range> segments(const schedule::Range& chunk, size_t numel) const {
     return schedule::segments(parts(), chunk, numel);
   }
-  std::vector<PieceRun> runs(const schedule::Range& range) const {
+  PieceRuns runs(const schedule::Range& range) const {
     std::vector<schedule::Run> found;
     schedule::append_runs(parts(), range, found);
-    std::vector<PieceRun> runs;
+    PieceRuns runs;
     runs.reserve(found.size());
     for (const schedule::Run& run : found) {
       const PieceRun& whole = values_[run.part];
@@ -44,51 +45,86 @@ class Cuts {
  private:
   Span<const schedule::Part> parts() const { return {parts_.data(), parts_.size()}; }
 
-  const std::vector<PieceRun>& values_;
+  const PieceRuns& values_;
   std::vector<schedule::Part> parts_;
   size_t numel_ = 0;
 };
 
 }  // namespace
 
-std::vector<PieceRun> values_of(Span<const Piece> pieces) {
-  std::vector<PieceRun> values;
+PieceRuns values_of(Span<const Piece> pieces) {
+  PieceRuns values;
   for (size_t i = 0; i < pieces.size; i++) values.push_back({i, 0, pieces[i].numel});
   return values;
 }
 
-std::vector<PieceRun> share_of(Span<const Piece> pieces, const std::vector<PieceRun>& values,
-                               int owners, int index) {
+PieceRuns share_of(Span<const Piece> pieces, const PieceRuns& values, int owners, int index) {
   const Cuts cuts(pieces, values);
   return cuts.runs(cuts.chunk(owners, index));
 }
 
-size_t numel_of(const std::vector<PieceRun>& values) {
+size_t numel_of(Span<const PieceRun> values) {
   size_t numel = 0;
   for (const PieceRun& run : values) numel += run.numel;
   return numel;
 }
 
-BucketLayout::BucketLayout(Span<const Piece> pieces, const std::vector<PieceRun>& values,
-                           int owners, size_t segment_numel, const Shares& shares) {
+BucketLayout::BucketLayout(Span<const Piece> pieces, const PieceRuns& values, int owners,
+                           size_t segment_numel, const Shares& shares) {
   const Cuts cuts(pieces, values);
   for (int owner = 0; owner < owners; owner++) {
-    first_.push_back(segments_.size());
+    begin_chunk();
     const schedule::Range chunk = cuts.chunk(owners, owner, shares);
     for (const schedule::Range& range : cuts.segments(chunk, segment_numel)) {
-      const std::vector<PieceRun> runs = cuts.runs(range);
-      Segment segment{runs_.size(), runs_.size() + runs.size(), bytes_, 0, false};
-      for (const PieceRun& run : runs) {
-        const Codec& codec = *pieces[run.piece].codec;
-        segment.bytes += codec.encoded_bytes(run.numel);
-        segment.variable |= codec.variable();
-      }
-      runs_.insert(runs_.end(), runs.begin(), runs.end());
-      segments_.push_back(segment);
-      bytes_ += segment.bytes;
+      const PieceRuns runs = cuts.runs(range);
+      add(pieces, {runs.data(), runs.size()});
     }
   }
-  first_.push_back(segments_.size());
+  begin_chunk();
+}
+
+BucketLayout BucketLayout::of_rows(Span<const Piece> pieces, const std::vector<size_t>& numbers,
+                                   size_t segment_numel) {
+  const BucketLayout row(pieces, values_of(pieces), 1, segment_numel);
+  BucketLayout layout;
+  for (size_t owner = 0; owner < numbers.size(); owner++) {
+    layout.begin_chunk();
+    for (const Segment& segment : row.segments_) {
+      layout.add(pieces, row.runs(segment), owner, numbers[owner]);
+    }
+  }
+  layout.begin_chunk();
+  return layout;
+}
+
+BucketLayout BucketLayout::of_chunks(Span<const Piece> pieces,
+                                     const std::vector<PieceRuns>& chunks) {
+  BucketLayout layout;
+  for (const PieceRuns& chunk : chunks) {
+    layout.begin_chunk();
+    if (!chunk.empty()) layout.add(pieces, {chunk.data(), chunk.size()});
+  }
+  layout.begin_chunk();
+  return layout;
+}
+
+size_t BucketLayout::most() const {
+  size_t most = 0;
+  for (int owner = 0; owner < owners(); owner++) most = std::max(most, count(owner));
+  return most;
+}
+
+void BucketLayout::add(Span<const Piece> pieces, Span<const PieceRun> runs, size_t row,
+                       size_t number) {
+  Segment segment{runs_.size(), runs_.size() + runs.size, row, number, bytes_, 0, false};
+  for (const PieceRun& run : runs) {
+    const Codec& codec = *pieces[run.piece].codec;
+    segment.bytes += codec.encoded_bytes(run.numel);
+    segment.variable |= codec.variable();
+  }
+  runs_.insert(runs_.end(), runs.begin(), runs.end());
+  segments_.push_back(segment);
+  bytes_ += segment.bytes;
 }
 
 }  // namespace pycomm::coded

@@ -14,7 +14,7 @@ struct Decision {
 };
 
 /// What goes_in_one_shot() says.
-Decision decide(const CodedArgs& args, const std::vector<PieceRun>& values, Algo wanted, int ranks,
+Decision decide(const CodedArgs& args, const PieceRuns& values, Algo wanted, int ranks,
                 const Speed& speed) {
   size_t numel = 0, payload = 0;
   for (const PieceRun& run : values) {
@@ -52,8 +52,8 @@ ShotCosts shot_costs(size_t values, size_t payload, int ranks, const Speed& spee
   return {speed.way + std::max(one, work_one), 2 * speed.way + std::max(two, work_two)};
 }
 
-bool goes_in_one_shot(const CodedArgs& args, const std::vector<PieceRun>& values, Algo wanted,
-                      int ranks, const Speed& speed) {
+bool goes_in_one_shot(const CodedArgs& args, const PieceRuns& values, Algo wanted, int ranks,
+                      const Speed& speed) {
   return decide(args, values, wanted, ranks, speed).one_shot;
 }
 

@@ -18,8 +18,8 @@ PYCOMM_API ShotCosts shot_costs(size_t values, size_t payload, int ranks, const 
 /// True if `values` of an operation go in one shot: if `wanted` says so, else if ranks are far from
 /// each other and it takes less time. Never with a codec whose payloads all ranks get anyway, nor
 /// where an owner may have a residual, which other ranks do not know. Equal on all ranks.
-bool goes_in_one_shot(const CodedArgs& args, const std::vector<PieceRun>& values, Algo wanted,
-                      int ranks, const Speed& speed);
+bool goes_in_one_shot(const CodedArgs& args, const PieceRuns& values, Algo wanted, int ranks,
+                      const Speed& speed);
 
 /// Returns what goes_in_one_shot() decides about all values, and why, in words.
 std::string explain(const CodedArgs& args, Algo wanted, int ranks, const Speed& speed);

@@ -17,7 +17,6 @@ namespace pycomm {
 
 class DeviceGroup::Impl {
  public:
-  class Cuts;   // device/coded_cuts.h
   class Coded;  // device/coded.cpp
 
   Impl(const Rendezvous& rendezvous, int index, DeviceGroupOptions options);

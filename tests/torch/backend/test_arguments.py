@@ -111,7 +111,16 @@ def uneven_calls(rank: int, size: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def check_uneven(rank: int, size: int, name: str) -> str:
+def of_rank_0(texts: list[str]) -> None:
+    own, *others = texts
+    name = own.split(": ")[1]
+    for text in others:
+        assert f"rank 0 refused its {name}, whose part for itself has " in text
+
+
+@on_ranks(3, then=of_rank_0, timeout=60, deadline=180)
+@pytest.mark.parametrize("name", ["all_to_all_single", "all_to_all", "gather", "scatter"])
+def test_a_part_wrong_for_one_rank_fails_on_all(rank, size, name):
     def call() -> None:
         uneven_calls(rank, size)[name]()
         dist.barrier()  # a gather may have ended where it has only sent
@@ -119,17 +128,10 @@ def check_uneven(rank: int, size: int, name: str) -> str:
     with pytest.raises(pycomm.Error) as caught:
         call()
     assert not isinstance(caught.value, pycomm.Timeout)
+    assert rank != 0 or str(caught.value).startswith(f"rank 0: {name}: ")
     if rank == 0:  # it could go on to anything, and would leave the others to their deadline
         time.sleep(0.5)
     return str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["all_to_all_single", "all_to_all", "gather", "scatter"])
-def test_a_part_wrong_for_one_rank_fails_on_all(pool, name):
-    own, *others = pool.run(check_uneven, name, ranks=3, timeout=60, deadline=180)
-    assert own.startswith(f"rank 0: {name}: ")
-    for text in others:
-        assert f"rank 0 refused its {name}, whose part for itself has " in text
 
 
 @on_ranks(2)
@@ -336,6 +338,25 @@ def test_lists_that_do_not_fit_are_refused(rank, size):
     ]
     for call in calls:
         with pytest.raises(pycomm.Error, match=f"rank {rank}: "):
+            call()
+    three, eight = torch.ones(3), torch.ones(3).to(torch.float8_e8m0fnu)
+    for words, call in {
+        "all_reduce: .*band.*float32": lambda: dist.all_reduce(three, op=dist.ReduceOp.BAND),
+        "all_reduce: cannot reduce dtype Float8_e8m0fnu": lambda: dist.all_reduce(eight),
+        "all_gather_single: .* 2 times 3 values": lambda: native._allgather_base(
+            torch.ones(7), three, c10d.AllgatherOptions()
+        ),
+        "all_to_all_single: .*sum is its dimension 0, 4": lambda: dist.all_to_all_single(
+            torch.ones(4), torch.ones(4), [1, 2], [2, 2]
+        ),
+        "all_to_all_single: dimension 0 of the input, 5": lambda: dist.all_to_all_single(
+            torch.ones(4), torch.ones(5)
+        ),
+        "sparse_all_reduce: can only sum": lambda: dist.all_reduce(
+            three.to_sparse(), op=dist.ReduceOp.MAX
+        ),
+    }.items():
+        with pytest.raises(pycomm.Error, match=f"rank {rank}: {words}"):
             call()
     with pytest.raises(pycomm.Error, match="cannot make a tensor of -1"):
         native.allocate_tensor(-1, dtype=torch.float32, device=CPU)

@@ -25,31 +25,6 @@ from tests.torch.pool import on_ranks
 
 
 @on_ranks(2)
-def test_bad_arguments_name_rank_operation_and_cause(rank, size):
-    here = f"rank {rank}: "
-    with pytest.raises(pycomm.Error, match=here + "all_reduce: .*band.*float32"):
-        dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND)
-    with pytest.raises(pycomm.Error, match=here + "all_reduce: cannot reduce dtype Float8_e8m0fnu"):
-        dist.all_reduce(torch.ones(3).to(torch.float8_e8m0fnu))
-    with pytest.raises(pycomm.Error, match=here + "reduce_scatter: part . of the input"):
-        dist.reduce_scatter(torch.ones(3), [torch.ones(4), torch.ones(4)])
-    with pytest.raises(pycomm.Error, match=here + "all_gather_single: .* 2 times 3 values"):
-        dist.group.WORLD._allgather_base(torch.ones(7), torch.ones(3)).wait()
-    with pytest.raises(pycomm.Error, match=here + "all_to_all_single: .*sum is its dimension 0, 4"):
-        dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 2], [2, 2])
-    with pytest.raises(pycomm.Error, match=here + "all_to_all_single: dimension 0 of the input, 5"):
-        dist.all_to_all_single(torch.ones(4), torch.ones(5))
-    with pytest.raises(pycomm.Error, match=here + "broadcast: got a sparse tensor"):
-        backend.find().broadcast([torch.ones(3).to_sparse()], dist.BroadcastOptions())
-    with pytest.raises(pycomm.Error, match=here + "sparse_all_reduce: can only sum"):
-        dist.all_reduce(torch.ones(3).to_sparse(), op=dist.ReduceOp.MAX)
-    # The error was found before a byte was sent, so the group is still usable.
-    x = torch.ones(3)
-    dist.all_reduce(x)
-    assert torch.equal(x, torch.full((3,), float(size)))
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("kind", ["size", "dtype", "op"])
 def test_different_calls_are_named_on_both_ranks(rank, size, kind, asynchronous):
@@ -90,25 +65,22 @@ def test_different_codecs_are_an_error_on_the_wire_too(rank, size):
         model(torch.ones(1, 64)).sum().backward()
 
 
-def check_late(rank: int, size: int) -> float:
+@on_ranks(2, timeout=1)
+def test_rank_that_does_not_call_is_named(rank, size):
     start = time.monotonic()
     if rank == 1:
         time.sleep(3)
-        return 0
+        return
     with pytest.raises(pycomm.Timeout, match=r"rank.* 1"):
         dist.all_reduce(torch.ones(10))
     native = backend.find()
     assert native is not None
     assert native.get_error() == torch._C._distributed_c10d.ErrorType.TIMEOUT
-    return time.monotonic() - start
+    assert 0.9 < time.monotonic() - start < 2.5
 
 
-def test_rank_that_does_not_call_is_named(pool):
-    waited, _ = pool.run(check_late, timeout=1)
-    assert 0.9 < waited < 2.5
-
-
-def check_absent(rank: int, size: int, store: dist.Store) -> None:
+@on_ranks(2, backend=None)
+def test_rank_that_never_comes_is_named(rank, size, store):
     if rank == 0:
         start = time.monotonic()
         with pytest.raises(pycomm.Timeout, match=r"rank.* 1"):
@@ -118,11 +90,6 @@ def check_absent(rank: int, size: int, store: dist.Store) -> None:
         # Torch's FileStore has timeouts in whole seconds, and would wait for two.
         assert 1 <= time.monotonic() - start < 1.8
         assert not dist.is_initialized()
-
-
-def test_rank_that_never_comes_is_named(pool):
-    pool.run(check_absent, backend=None)
-    pool.stop()  # torch numbers its groups, and rank 0 has counted the failed one
 
 
 @on_ranks(2)
@@ -161,18 +128,15 @@ def test_an_error_that_passes_a_callback_keeps_its_class(rank, size):
         model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
 
 
-def check_death(rank: int, size: int) -> None:
+@on_ranks(2, dies={1}, timeout=60)
+def test_dead_rank_is_named_by_backward(rank, size):
     model = DistributedDataParallel(nn.Linear(8, 8))
     if rank == 1:
         os._exit(7)
+    start = time.monotonic()
     with pytest.raises(pycomm.PeerLost, match="rank 1") as caught:
         model(torch.ones(1, 8)).sum().backward()
     assert caught.value.rank == 1
-
-
-def test_dead_rank_is_named_by_backward(pool):
-    start = time.monotonic()
-    pool.run(check_death, dies={1}, timeout=60)
     assert time.monotonic() - start < 20
 
 
@@ -227,7 +191,8 @@ def test_abort_ends_a_shutdown_that_waits(rank, size):
     native.abort()  # a second abort does nothing
 
 
-def check_interrupt(rank: int, size: int, store: dist.Store) -> None:
+@on_ranks(2, backend=None)
+def test_a_signal_ends_init_on_all_ranks(rank, size, store):
     start = time.monotonic()
     if rank == 0:
         # A shell starts background jobs with SIGINT ignored, and these tests may be such a job.
@@ -240,11 +205,6 @@ def check_interrupt(rank: int, size: int, store: dist.Store) -> None:
             dist.init_process_group("pycomm", store=store, rank=1, world_size=3)
     assert time.monotonic() - start < 3
     assert not dist.is_initialized()
-
-
-def test_a_signal_ends_init_on_all_ranks(pool):
-    pool.run(check_interrupt, backend=None)
-    pool.stop()  # torch numbers its groups, and these have failed
 
 
 @on_ranks(2, backend=None)

@@ -23,8 +23,7 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
@@ -373,34 +372,9 @@ def test_t5_device_meshes_work_on_the_cpu(rank, size):
     assert x.item() == (rank // 2) * 4 + 1
 
 
-@on_ranks(2)
-def test_t6_fsdp2_averages_and_scales(rank, size):
-    """Gradients are averaged (AVG), or divided by a factor while being reduced (PREMUL_SUM)."""
-    for factor in (None, 4.0):
-        for dtype in (torch.float32, torch.bfloat16):
-            model = nn.Linear(4, 4, bias=False)
-            nn.init.ones_(model.weight)
-            fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
-            if factor is not None:
-                model.set_gradient_divide_factor(factor)
-            model(torch.full((1, 4), float(rank + 1))).sum().backward()
-            want = sum(r + 1 for r in range(size)) / (factor or size)
-            got = model.weight.grad.to_local()
-            assert torch.equal(got, torch.full_like(got, want))
-
-
-@on_ranks()
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_t7_dtensor_from_one_shard_to_another(rank, size):
-    """Torch gathers and cuts here for every CPU group, whatever the backend supports."""
-    mesh = init_device_mesh("cpu", (size,))
-    whole = integers(0, 6, 10)
-    x = distribute_tensor(whole, mesh, [Shard(0)])
-    y = x.redistribute(mesh, [Shard(1)])
-    assert torch.equal(y.to_local(), whole.chunk(size, 1)[rank])
-    assert torch.equal(y.redistribute(mesh, [Replicate()]).to_local(), whole)
-
-
+# T6, T7: FSDP2 averages (AVG) and divides by a factor while it reduces (PREMUL_SUM), and DTensor
+# goes from one shard to another: fsdp/test_dtensor.py.
+#
 # T8: Accelerate on the CPU insists on "gloo", and the Trainer's command line has a list of names.
 # PYCOMM_TAKEOVER answers for these names: test_start.py.
 #

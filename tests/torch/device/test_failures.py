@@ -27,7 +27,7 @@ from pycomm.errors import Error, PeerLost
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Decision, Parameter
 from pycomm.policy.exchange import gather
-from pycomm.reduction import batched, payloads, two_shot
+from pycomm.reduction import batched, coding, payloads, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket
 from pycomm.reduction.nodes import Nodes
 from pycomm.reduction.paths import native_backend
@@ -352,7 +352,7 @@ def test_an_operation_that_is_queued_in_part_is_rolled_back(fakes):
 @contextlib.contextmanager
 def no_second_shot(rank: int, way: str, how: str) -> Iterator[None]:
     """Let rank 1 end between the two shots of a compressed operation by way of the host."""
-    where: Any = (batched, "all_gather") if way == "kernels" else (two_shot, "gather_payloads")
+    where: Any = (batched, "all_gather") if way == "kernels" else (coding, "gather_payloads")
     first = getattr(*where)
 
     def end(*args: Any, **more: Any) -> Any:

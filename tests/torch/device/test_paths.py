@@ -110,6 +110,39 @@ def check_matrices(rank: int, ranks: int, device: str, codec: str) -> Any:
     return *results, launched
 
 
+def check_factors(rank: int, ranks: int, device: str, codec: str) -> Any:
+    """Return the results of steps whose columns differ, residuals and factors."""
+    model = nn.parallel.DistributedDataParallel(Chosen(MATRICES).to(device))
+    state = pycomm.compress(model, codec)
+    found = []
+    for step in range(8):
+        given = gradients(rank, step, shapes=MATRICES)
+        sizes = {name: torch.linspace(-8, 8, g.shape[-1]).exp2() for name, g in given.items()}
+        turned = step in (3, 4)
+        given = {n: g * (sizes[n].flip(0) if turned else sizes[n]) for n, g in given.items()}
+        if step == 5 and rank == 1:
+            given["small"][0, 0] = float("inf")
+        result = reduced(model, {name: g.to(device) for name, g in given.items()})
+        found.append({name: g.cpu() for name, g in result.items() if step != 5})
+    state.settle()
+    assert state.overflows == 1
+    return found, dict(state._factors.current), state.residual_norms()
+
+
+@pytest.mark.parametrize("way", ["kernels", "peers"])
+@pytest.mark.parametrize("codec", ["int8", "topk:0.01"])
+def test_devices_have_the_factors_of_the_cpu(fakes, codec, way):
+    want = run(fakes, way, check_factors, "cpu", codec)
+    got = run(fakes, way, check_factors, FAKE, codec)
+    for (results, factors, norms), (also, factors_there, norms_there) in zip(
+        got, want, strict=True
+    ):
+        assert equal(results, also)
+        assert equal(factors, factors_there)
+        assert set(factors) == {"large", "small"}
+        assert equal(norms, norms_there)
+
+
 @pytest.mark.parametrize("codec", ["int8", "int4", "sign", "eden2", "nvfp4", "topk:0.01", "bf16"])
 def test_default_options_take_kernels_on_any_carrier(fakes, codec):
     want = run(fakes, "kernels", check_matrices, "cpu", codec)

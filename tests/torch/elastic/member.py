@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,9 +12,15 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm import elastic
+from tests.torch.harness import check_sum
 from tests.torch.pool import OfRank, on_ranks
 
 LIMIT = timedelta(seconds=20)
+
+
+def until_lost() -> None:
+    while True:
+        dist.barrier()
 
 
 class Member:
@@ -44,22 +51,47 @@ class Member:
         assert handles[dist.get_rank()] == elastic.handle()
 
 
-def run(rank: int, size: int, store: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function on every process; the group, whatever has become of it, ends after it."""
-    try:
-        return function(rank, size, store, *args)
-    finally:
-        dist.destroy_process_group()
+def on_members(
+    ranks: int = 2,
+    formed: bool = True,
+    then: Callable[[list[Any]], None] | None = None,
+    **options: Any,
+) -> Callable[[OfRank], OfRank]:
+    """Make a test of a function of the processes of an elastic group, as `on_ranks` does.
 
+    The function names what it needs: `member`, `handles` (of all processes), `rank`, `size`,
+    `store`, and what its marks give, of which `transport` is the group's. The group, whatever has
+    become of it, ends after it.
 
-def on_members(ranks: int = 2, **options: Any) -> Callable[[OfRank], OfRank]:
-    """Make a test of a function as `on_ranks` does; `run` ends the group that it forms."""
+    Args:
+        formed: the group has all processes as members when the function begins, in uuid 1.
+        then, options: those of `on_ranks`.
+    """
 
     def decorate(function: OfRank) -> OfRank:
-        @functools.wraps(function)
-        def ended(rank: int, size: int, store: Any, *args: Any) -> Any:
-            return run(rank, size, store, function, *args)
+        ours = ["rank", "size", "store", "member", "handles"]
+        named = list(inspect.signature(function).parameters)
+        marked = [name for name in named if name not in ours]
 
-        return on_ranks(ranks, backend=None, **options)(ended)
+        @functools.wraps(function)
+        def of_member(rank: int, size: int, store: Any, *args: Any) -> Any:
+            given = dict(zip(marked, args, strict=True))
+            of_group = {name: given[name] for name in ("transport",) if name in given}
+            try:
+                member = Member(rank, size, store, **of_group)
+                handles = member.handles("all")
+                if formed:
+                    member.form(1, handles)
+                    check_sum()
+                values = dict(zip(ours, (rank, size, store, member, handles), strict=True))
+                return function(**given, **{name: values[name] for name in named if name in ours})
+            finally:
+                dist.destroy_process_group()
+
+        keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        of_member.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, keyword) for name in (*ours[:3], *marked)]
+        )
+        return on_ranks(ranks, then, backend=None, **options)(of_member)
 
     return decorate

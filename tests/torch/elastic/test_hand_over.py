@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import re
 import signal
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,11 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm import elastic
 from pycomm.elastic import transfer
+from pycomm.elastic.chunks import Chunks
 from pycomm.elastic.transfer import Member as Place
 from pycomm.elastic.transfer import order
 from tests.extent import each_value
-from tests.torch.elastic.member import Member, run
-from tests.torch.harness import check_sum
+from tests.torch.elastic.member import on_members
+from tests.torch.harness import all_equal, check_sum, equal, values
 from tests.torch.pool import on_ranks
 
 SMALL = 4096  # bytes of a chunk: the models here take many
@@ -166,12 +168,8 @@ def test_new_members_have_the_same_bits(pool, ranks, new, backend, optimizer, ch
         assert stepped == done[first][1]
 
 
-def test_momentum_goes_over_and_a_member_with_a_state_of_its_own_loses_it(pool):
-    done = pool.run(give_twice)
-    assert done[0] == done[1]
-
-
-def give_twice(rank: int, size: int) -> Any:
+@on_ranks(2, then=all_equal)
+def test_a_state_of_ones_own_is_lost_to_the_one_handed_over(rank, size):
     model = Net()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     train(model, optimizer, 3 + rank)
@@ -189,7 +187,8 @@ class Wide(torch.optim.SGD):
             self.state[parameter]["master"] = torch.randn(parameter.shape)
 
 
-def give_wide(rank: int, size: int) -> Any:
+@on_ranks(2, then=all_equal)
+def test_states_of_another_dtype_than_their_parameter_keep_it(rank, size):
     torch.manual_seed(rank)
     model = nn.Linear(300, 7, dtype=torch.bfloat16)
     optimizer = Wide(model.parameters(), lr=0.5)
@@ -200,13 +199,15 @@ def give_wide(rank: int, size: int) -> Any:
     return digest(model, optimizer)
 
 
-def test_states_of_another_dtype_than_their_parameter_keep_it(pool):
-    done = pool.run(give_wide)
-    assert done[0] == done[1]
+def each_link_once(done: list[Any]) -> None:
+    whole = done[0][0]
+    # 1 sends to 0, 0 to 2, 2 to 3, which sends to nobody.
+    assert all(whole < done[r][1] < 1.01 * whole for r in (0, 1, 2))
+    assert done[3][1] < 0.01 * whole
 
 
-def give_random(rank: int, size: int) -> tuple[int, int]:
-    """Return the bytes of a state, and those that its sender has sent."""
+@on_ranks(4, then=each_link_once)
+def test_each_link_carries_the_state_once(rank, size):
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(600, 700), nn.Linear(600, 700, dtype=torch.bfloat16))
     ours = pycomm.backend.find()
@@ -216,18 +217,9 @@ def give_random(rank: int, size: int) -> tuple[int, int]:
     return sum(p.nbytes for p in model.parameters()), ours.sent_bytes - before
 
 
-def test_each_link_carries_the_state_once(pool):
-    done = pool.run(give_random, ranks=4)
-    whole = done[0][0]
-    # 1 sends to 0, 0 to 2, 2 to 3, which sends to nobody.
-    assert all(whole < done[r][1] < 1.01 * whole for r in (0, 1, 2))
-    assert done[3][1] < 0.01 * whole
-
-
-def wrapped(rank: int, size: int, store: Any) -> list[Any]:
+@on_members(3, formed=False, then=all_equal)
+def test_a_member_that_joins_goes_on_with_the_others(rank, member, handles):
     """One of three joins a group of two that trains in DDP; afterwards all go on together."""
-    member = Member(rank, size, store)
-    handles = member.handles("all")
     member.form(1, handles[2:] if rank == 2 else handles[:2])
     torch.manual_seed(rank)
     net = nn.Linear(40, 30)
@@ -246,11 +238,6 @@ def wrapped(rank: int, size: int, store: Any) -> list[Any]:
     assert elastic.hand_over(net, optimizer, has=rank < 2) == 1
     step(DistributedDataParallel(net))
     return digest(net, optimizer)
-
-
-def test_a_member_that_joins_an_elastic_group_goes_on_with_the_others(pool):
-    done = pool.run(run, wrapped, ranks=3, backend=None)
-    assert done[0] == done[1] == done[2]
 
 
 # ------------------------------------------------------------------ who sends to whom
@@ -318,36 +305,34 @@ def changed(what: str, model: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
     return model, optimizer, options
 
 
-def unlike(rank: int, size: int, cases: list[tuple[str, str, str, int]]) -> None:
-    for what, kind, text, who in cases:
+UNLIKE = [  # what differs, the error on all ranks, its text, and the rank that is unlike the others
+    ("shape", "WireMismatch", r"rank 0 has .*scalar, float32 \[\].*rank 2 has .*\[2\]", 2),
+    ("dtype", "WireMismatch", "rank 0 has .*bfloat16.*rank 1 has .*float32", 1),
+    ("name", "WireMismatch", "another", 1),
+    ("tie", "WireMismatch", "which is embed.weight", 0),
+    ("chunk", "WireMismatch", "chunk_bytes=8192", 1),
+    ("optimizer", "WireMismatch", r"adamw.AdamW.*adam.Adam", 2),
+    ("groups", "WireMismatch", "group 0", 1),
+    ("none", "WireMismatch", "no optimizer", 1),
+    ("nobody", "Error", "no rank has the state", 1),
+    ("expanded", "Error", "rank 1 cannot take part .*mask is expanded", 1),
+    ("foreign", "Error", "rank 2 cannot take part .*none of the model's", 2),
+    ("pickle", "Error", "rank 0 cannot take part .*pickled", 0),
+    ("class", "Error", r"rank 0 cannot .*\['callback'\].*posix\.system is not allowed", 0),
+]
+
+
+@on_ranks(3)
+def test_what_does_not_fit_is_told_on_all_before_sending(rank, size):
+    for what, kind, text, who in UNLIKE:
         model, optimizer, options = changed(what if rank == who else "", Net())
         before = digest(model, optimizer)
-        with pytest.raises(getattr(pycomm, kind)) as raised:
+        with pytest.raises(getattr(pycomm, kind), match=text) as raised:
             elastic.hand_over(model, optimizer, has=rank == 0 and what != "nobody", **options)
         assert type(raised.value).__name__ == kind, what
-        assert re.search(text, str(raised.value)), raised.value
         assert str(raised.value).startswith(f"rank {rank}: ")
         assert digest(model, optimizer) == before
         check_sum()  # the group goes on
-
-
-def test_what_does_not_fit_is_told_on_all_before_anything_is_sent(pool):
-    cases = [
-        ("shape", "WireMismatch", r"rank 0 has .*scalar, float32 \[\].*rank 2 has .*\[2\]", 2),
-        ("dtype", "WireMismatch", "rank 0 has .*bfloat16.*rank 1 has .*float32", 1),
-        ("name", "WireMismatch", "another", 1),
-        ("tie", "WireMismatch", "which is embed.weight", 0),
-        ("chunk", "WireMismatch", "chunk_bytes=8192", 1),
-        ("optimizer", "WireMismatch", r"adamw.AdamW.*adam.Adam", 2),
-        ("groups", "WireMismatch", "group 0", 1),
-        ("none", "WireMismatch", "no optimizer", 1),
-        ("nobody", "Error", "no rank has the state", 1),
-        ("expanded", "Error", "rank 1 cannot take part .*mask is expanded", 1),
-        ("foreign", "Error", "rank 2 cannot take part .*none of the model's", 2),
-        ("pickle", "Error", "rank 0 cannot take part .*pickled", 0),
-        ("class", "Error", r"rank 0 cannot .*\['callback'\].*posix\.system is not allowed", 0),
-    ]
-    pool.run(unlike, cases, ranks=3)
 
 
 @on_ranks(2)
@@ -369,6 +354,33 @@ def test_bad_arguments_raise_at_the_call(rank, size):
 # ------------------------------------------------------------------ a member that is lost
 
 
+def give_up() -> None:
+    raise MemoryError
+
+
+@contextmanager
+def pass_on(
+    rank: int, last: Callable[[list[Any]], int], then: Callable[[], None]
+) -> Iterator[None]:
+    """Call `then` when this rank reads, or writes, the chunk of this number of all of them."""
+    role, calls = "read" if rank == 0 else "write", []
+    works = getattr(Chunks, role)
+
+    def counted(self: Any, *args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == last(self.all):
+            then()
+        return works(self, *args)
+
+    with patch.object(Chunks, role, counted):
+        yield
+
+
+@pytest.mark.parametrize(("who", "backend"), [(0, "pycomm"), (1, "gloo")])
+def test_a_lost_member_is_told_and_the_others_are_as_before(pool, who, backend):
+    pool.run(lost, who, backend, ranks=3, backend=backend, dies={who})
+
+
 def lost(rank: int, size: int, who: int, backend: str) -> None:
     """A rank of the chain 0, 1, 2 dies when it has sent or received some of the chunks."""
     torch.manual_seed(rank)
@@ -378,32 +390,17 @@ def lost(rank: int, size: int, who: int, backend: str) -> None:
         model(torch.ones(1, 300)).sum().backward()
         optimizer.step()
     before = digest(model, optimizer)
-    if rank == who:
-        from pycomm.elastic import chunks
-
-        role, calls = "read" if rank == 0 else "write", []
-        works = getattr(chunks.Chunks, role)
-
-        def dies(*args: Any) -> Any:
-            calls.append(args)
-            if len(calls) == 40:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return works(*args)
-
-        setattr(chunks.Chunks, role, dies)
+    die = partial(os.kill, os.getpid(), signal.SIGKILL)
+    dies = pass_on(rank, lambda chunks: 40, die) if rank == who else nullcontext()
+    told = pytest.raises(pycomm.Error, match=f"rank {rank}: the hand-over of rank 0's")
     start = time.monotonic()
-    with pytest.raises(pycomm.Error, match=f"rank {rank}: the hand-over of rank 0's") as raised:
+    with dies, told as raised:
         elastic.hand_over(model, optimizer, has=rank == 0, chunk_bytes=SMALL * 4)
     assert time.monotonic() - start < 15, "long before the group's timeout of 20 s"
     if backend == "pycomm":
         assert isinstance(raised.value, pycomm.PeerLost)
         assert raised.value.rank == who
     assert digest(model, optimizer) == before
-
-
-@pytest.mark.parametrize(("who", "backend"), [(0, "pycomm"), (1, "gloo")])
-def test_a_lost_member_is_told_and_the_others_are_as_before(pool, who, backend):
-    pool.run(lost, who, backend, ranks=3, backend=backend, dies={who})
 
 
 @on_ranks(3)
@@ -413,29 +410,15 @@ def test_a_rank_that_gives_up_tells_those_after_it(rank, size, who):
     """A rank of the chain 0, 1, 2 fails near the end, and lives: those after it change nothing."""
     torch.manual_seed(rank)
     model = nn.Linear(100, 100)
-    before = copy.deepcopy(model.state_dict())
-    if rank == who:
-        from pycomm.elastic import chunks
-
-        # The last chunk is passed on before it fails to be written.
-        role = "read" if rank == 0 else "write"
-        works, calls = getattr(chunks.Chunks, role), []
-
-        def fails(self: Any, *args: Any) -> Any:
-            calls.append(args)
-            if len(calls) == len(self.all):
-                raise MemoryError
-            return works(self, *args)
-
-        setattr(chunks.Chunks, role, fails)
-    if rank < who:
-        assert elastic.hand_over(model, has=rank == 0, chunk_bytes=SMALL) == 0
-    else:
-        with pytest.raises(MemoryError if rank == who else pycomm.Error):
-            elastic.hand_over(model, has=rank == 0, chunk_bytes=SMALL)
-    if rank == who:
-        setattr(chunks.Chunks, role, works)
-    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+    before = values(model)
+    # The last chunk is passed on before it fails to be written.
+    with pass_on(rank, len, give_up) if rank == who else nullcontext():
+        if rank < who:
+            assert elastic.hand_over(model, has=rank == 0, chunk_bytes=SMALL) == 0
+        else:
+            with pytest.raises(MemoryError if rank == who else pycomm.Error):
+                elastic.hand_over(model, has=rank == 0, chunk_bytes=SMALL)
+    assert equal(values(model), before)
 
 
 @on_ranks(3)
@@ -444,26 +427,16 @@ def test_a_new_member_that_fails_holds_nobody_up(rank, size, backend):
     """A new member fails while most is still to come: the others end, and the group goes on."""
     torch.manual_seed(rank)
     model = nn.Linear(300, 300)
-    before = copy.deepcopy(model.state_dict())
-    if rank == 1:
-        from pycomm.elastic import chunks
-
-        works = chunks.Chunks.write
-
-        def fails(self: Any, *args: Any) -> None:
-            raise MemoryError
-
-        chunks.Chunks.write = fails
+    before = values(model)
     start = time.monotonic()
     if rank == 0:
         assert elastic.hand_over(model, has=True, chunk_bytes=SMALL) == 0
     else:
-        with pytest.raises(MemoryError if rank == 1 else pycomm.Error):
+        fails = pass_on(rank, lambda chunks: 1, give_up) if rank == 1 else nullcontext()
+        with fails, pytest.raises(MemoryError if rank == 1 else pycomm.Error):
             elastic.hand_over(model, has=False, chunk_bytes=SMALL)
     assert time.monotonic() - start < 15, "long before the group's timeout of 20 s"
-    if rank == 1:
-        chunks.Chunks.write = works
-    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+    assert equal(values(model), before)
     if backend == "gloo":
         return  # its group does not bear receives that are given up
     check_sum()
@@ -478,7 +451,7 @@ def test_a_state_of_another_size_is_refused(rank, size):
     """A sender that lies sends less than the new member has tensors for."""
     torch.manual_seed(rank)
     model = nn.Linear(100, 100)
-    before = copy.deepcopy(model.state_dict())
+    before = values(model)
     if rank == 0:
         honest = transfer.state.send
         transfer.state.send = lambda to, known, *rest: honest(to, known[:-1], *rest)
@@ -487,7 +460,7 @@ def test_a_state_of_another_size_is_refused(rank, size):
     else:
         with pytest.raises(pycomm.Error, match="sends 40000 bytes of 40400 of its tensors"):
             elastic.hand_over(model, has=False, chunk_bytes=SMALL)
-    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+    assert equal(values(model), before)
     check_sum()
 
 

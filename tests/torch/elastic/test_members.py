@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from tests.torch.elastic.member import Member, on_members
-from tests.torch.harness import alike, network, train_step
+from tests.torch.elastic.member import Member, on_members, until_lost
+from tests.torch.harness import alike, equal, network, train_step, values
+from tests.torch.pool import on_ranks
 from tests.torch.torchrun import launch
 
 
@@ -69,12 +70,9 @@ def train(model: Any, optimizer: Any, steps: int, first: int = 0) -> None:
     ],
 )
 def test_members_keep_residuals_and_new_ones_have_none(
-    rank, size, store, codec, feedback, transport
+    rank, member, handles, codec, feedback, transport
 ):
     """Three train; the second leaves, the others go on with the same model; it comes back."""
-    member = Member(rank, size, store, transport=transport)
-    handles = member.handles("all")
-    member.form(1, handles)
     model, state, optimizer = wrap(network(), codec, feedback)
     train(model, optimizer, 3)
     owes = "powersgd" not in codec
@@ -101,11 +99,9 @@ def test_members_keep_residuals_and_new_ones_have_none(
     assert alike(*model.parameters(), torch.tensor(fresh.step))
 
 
-@on_members(4, dies={1})
-def test_a_killed_member_is_replaced(rank, size, store):
+@on_members(4, formed=False, dies={1})
+def test_a_killed_member_is_replaced(rank, member, handles):
     """One of three is killed in the middle of a backward; two go on, and another process joins."""
-    member = Member(rank, size, store)
-    handles = member.handles("all")
     joins, left = rank == 3, rank in (0, 2)
     state: Any = None
     net = network()
@@ -139,13 +135,13 @@ def test_a_killed_member_is_replaced(rank, size, store):
     assert alike(*model.parameters(), torch.tensor(fresh.step))
 
 
-def two(rank: int, size: int, store: Any, codec: str, steps: int) -> tuple[Any, Any, Any, Any]:
+def two(
+    rank: int, member: Member, handles: list[str], codec: str, steps: int
+) -> tuple[Any, Any, Any, Any]:
     """Two train; return what the third has, too, and a function by which it joins.
 
     Its buckets are fixed, and its first backward takes over the others'.
     """
-    member = Member(rank, size, store)
-    handles = member.handles("all")
     member.form(1, handles[2:] if rank == 2 else handles[:2])
     model, state, optimizer = wrap(network(), codec, "residual", find_unused_parameters=True)
     if rank < 2:
@@ -159,11 +155,11 @@ def two(rank: int, size: int, store: Any, codec: str, steps: int) -> tuple[Any, 
     return model, state, optimizer, join
 
 
-@on_members(3)
+@on_members(3, formed=False)
 @pytest.mark.parametrize("what", ["int4", "fp32", "remove", "removed before"])
-def test_a_member_joins_while_compression_goes_on_or_ends(rank, size, store, what):
+def test_a_member_joins_while_compression_goes_on_or_ends(rank, member, handles, what):
     """Only who stays has residuals to pay, and makes its buckets anew when they are paid."""
-    model, state, optimizer, join = two(rank, size, store, "int4", steps=3)
+    model, state, optimizer, join = two(rank, member, handles, "int4", steps=3)
     if what == "removed before":  # compression ends within two steps
         state.remove()
         if rank < 2:
@@ -180,11 +176,11 @@ def test_a_member_joins_while_compression_goes_on_or_ends(rank, size, store, wha
     assert alike(*model.parameters(), torch.tensor(state.step))
 
 
-@on_members(3)
+@on_members(3, formed=False)
 @pytest.mark.parametrize("codec", ["int4 warmup=4", "auto"])
-def test_policies_go_on_alike_on_old_and_new_members(rank, size, store, codec):
+def test_policies_go_on_alike_on_old_and_new_members(rank, member, handles, codec):
     """A schedule, a choice by measurements and a guard go on alike on all, new ones included."""
-    model, state, optimizer, join = two(rank, size, store, codec, steps=7)
+    model, state, optimizer, join = two(rank, member, handles, codec, steps=7)
     join()
     train(model, optimizer, 12, first=7)
     decided: list[Any] = [None] * 3
@@ -196,7 +192,7 @@ def test_policies_go_on_alike_on_old_and_new_members(rank, size, store, codec):
 # ------------------------------------------------------------------ what does not fit
 
 
-@on_members(3)
+@on_members(3, formed=False)
 @pytest.mark.parametrize(
     ("what", "text"),
     [
@@ -206,10 +202,8 @@ def test_policies_go_on_alike_on_old_and_new_members(rank, size, store, codec):
         ("buckets", "do not have the same buckets"),
     ],
 )
-def test_a_new_member_that_does_not_fit_is_named_on_all(rank, size, store, what, text):
+def test_a_new_member_that_does_not_fit_is_named_on_all(rank, member, handles, what, text):
     """What a new member brings differs: all are told before a value is averaged."""
-    member = Member(rank, size, store)
-    handles = member.handles("all")
     joins = rank == 2
     member.form(1, handles[2:] if joins else handles[:2])
     net: nn.Module = network()
@@ -225,11 +219,11 @@ def test_a_new_member_that_does_not_fit_is_named_on_all(rank, size, store, what,
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if not joins:
         train(model, optimizer, 3)
-    before = [p.detach().clone() for p in net.parameters()]
+    before = values(net)
     member.form(2, handles)
     with pytest.raises(pycomm.WireMismatch, match=text):
         train(model, optimizer, 1, first=3)
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before, strict=True))
+    assert equal(values(net), before)
     member.meet("seen")
     if joins:
         return
@@ -243,10 +237,7 @@ def test_a_new_member_that_does_not_fit_is_named_on_all(rank, size, store, what,
 
 
 @on_members(2)
-def test_a_state_that_cannot_follow_says_what_to_do(rank, size, store):
-    member = Member(rank, size, store)
-    handles = member.handles("all")
-    member.form(1, handles)
+def test_a_state_that_cannot_follow_says_what_to_do(member, handles):
     model = DistributedDataParallel(network())
     outer = pycomm.LocalSGD(model.module, every=1, codec="int4")
     outer.step()
@@ -324,32 +315,31 @@ def train_and_shrink(
     for number in range(KILLED, END):
         train_step(model, optimizer, dist.get_rank(), number)
     assert state.overflows == 0
-    return [p.detach() for p in model.parameters()]
+    return values(model)
 
 
 @pytest.mark.parametrize("victims", [{1}, {1, 2}])
 def test_survivors_train_on_with_their_residuals(pool, victims):
     feedback = "residual:storage=bf16"
-    ends = pool.run(
+    first, *_, last = pool.run(
         train_and_shrink, "int4", feedback, victims, ranks=2 + len(victims), dies=victims
     )
-    assert all(torch.equal(a, b) for a, b in zip(ends[0], ends[-1], strict=True))
+    assert equal(first, last)
 
 
-def until_lost(numbers: torch.Tensor) -> None:
-    while True:
-        dist.all_reduce(numbers)
+def both_survive(results: list[Any]) -> None:
+    assert results == [[5.0], None, None, [5.0]]
 
 
-def go_on_without_two(rank: int, size: int, store: Any) -> list[float]:
+@on_ranks(4, then=both_survive, backend=None, dies={1, 2})
+def test_two_deaths_at_once_are_both_named(rank, size, store):
     options = pycomm.Options(transport="tcp")  # the test above uses the other one
     dist.init_process_group("pycomm", store=store, rank=rank, world_size=size, pg_options=options)
     dist.barrier()
     if rank in (1, 2):
         os.kill(os.getpid(), signal.SIGKILL)
-    numbers = torch.full((1000,), rank + 1)
     with pytest.raises(pycomm.PeerLost) as caught:
-        until_lost(numbers)
+        until_lost()
     assert caught.value.rank in caught.value.ranks
     assert set(caught.value.ranks) <= {1, 2}
     with pytest.raises(pycomm.PeerLost, match="rank 2 of the group that shrinks") as caught:
@@ -359,11 +349,6 @@ def go_on_without_two(rank: int, size: int, store: Any) -> list[float]:
     numbers = torch.tensor([1.0 + rank])
     dist.all_reduce(numbers)
     return numbers.tolist()
-
-
-def test_two_deaths_at_once_are_both_named(pool):
-    sums = pool.run(go_on_without_two, ranks=4, backend=None, dies={1, 2})
-    assert sums == [[5.0], None, None, [5.0]]
 
 
 SCRIPT = """

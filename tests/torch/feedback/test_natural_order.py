@@ -102,13 +102,11 @@ def resume(rank: int, make: Maker, wrapper: str) -> int:
     return len(saved[2]["about"][0].get("buckets", ()))
 
 
-def check_feedback(rank: int, size: int, codec: str) -> list[int]:
-    return [resume(rank, compressed(codec, feedback), "plain") for feedback in FEEDBACKS]
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_each_feedback_resumes_with_the_same_bits(pool, codec):
-    assert pool.run(check_feedback, codec) == [[2] * len(FEEDBACKS)] * 2
+def test_each_feedback_resumes_with_the_same_bits(rank, size, codec):
+    for feedback in FEEDBACKS:
+        assert resume(rank, compressed(codec, feedback), "plain") == 2
 
 
 @on_ranks(3)
@@ -125,16 +123,13 @@ def test_shards_resume_with_the_same_bits(rank, size, wrapper):
         resume(rank, make, wrapper)
 
 
-def check_codecs(rank: int, size: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_each_codec_resumes_with_the_same_bits_also_on_gloo(rank, size):
     for codec in ("powersgd:2", "topk:0.1", "sign", "nvfp4", "eden:bits=2,size=128"):
         resume(rank, compressed(codec), "plain")
     for codec in ("quant:bits=4,block=64,rounding=stochastic", "multiples:unit=0.5"):
         resume(rank, compressed(codec), "find_unused")
-
-
-def test_each_codec_resumes_with_the_same_bits_also_on_gloo(pool):
-    for backend in ("pycomm", "gloo"):
-        pool.run(check_codecs, backend=backend)
 
 
 @on_ranks(2)

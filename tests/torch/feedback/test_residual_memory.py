@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.feedback import Feedback
 from tests.extent import FULL, each_value
-from tests.torch.harness import heard
+from tests.torch.harness import Chosen, heard, owed, reduced
 from tests.torch.pool import on_ranks
 from tests.torch.reduction.test_saved_state import PATIENT
 
@@ -40,24 +40,7 @@ def held(state: pycomm.HookState) -> int:
     return total
 
 
-def check_told(rank: int, size: int, kind: str, spec: str, feedback: str, each: float) -> None:
-    model = DistributedDataParallel(network()) if kind == "ddp" else fully_shard(network())
-    with heard(logging.INFO) as told:
-        state = pycomm.compress(model, spec, feedback=feedback)
-    assert not any(name in state.residuals for name in state.decisions)  # nothing is allocated yet
-    said = [text for text in told if text.startswith("feedback: residuals take up to")]
-    assert len(said) == (rank == 0)
-    values = 2 * WIDTH * WIDTH
-    assert state.residual_bytes == pytest.approx(
-        each * values, rel=5e-3
-    )  # biases have momentum, too
-    for step in range(2):
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
-        model(x).square().mean().backward()
-    assert held(state) == state.residual_bytes
-    assert "feedback: residuals take up to" in state.summary()
-
-
+@on_ranks(2, **PATIENT)
 @each_value
 @pytest.mark.parametrize(
     ("kind", "spec", "feedback", "each"),
@@ -68,21 +51,31 @@ def check_told(rank: int, size: int, kind: str, spec: str, feedback: str, each: 
         ("ddp", "topk:0.01", "residual", 8),  # few values a step, for which bf16 is too coarse
         ("ddp", "topk:0.01", "residual:storage=bf16", 4),
         ("ddp", "topk:0.01", "momentum", 16),
-        ("ddp", "eden:bits=2", "residual", 0),
         ("fsdp", "int4", "residual", 4),  # for the whole model, on each rank
         ("fsdp", "int4", "residual:storage=int8", 2.25),
     ],
 )
-def test_residuals_take_what_is_told_before(pool, kind, spec, feedback, each):
-    if each:
-        pool.run(check_told, kind, spec, feedback, each, **PATIENT)
-    else:
-        pool.run(check_nothing, spec, **PATIENT)
+def test_residuals_take_what_is_told_before(rank, size, kind, spec, feedback, each):
+    model = DistributedDataParallel(network()) if kind == "ddp" else fully_shard(network())
+    with heard(logging.INFO) as told:
+        state = pycomm.compress(model, spec, feedback=feedback)
+    assert not any(name in state.residuals for name in state.decisions)  # nothing is allocated yet
+    said = [text for text in told if text.startswith("feedback: residuals take up to")]
+    assert len(said) == (rank == 0)
+    values = 2 * WIDTH * WIDTH
+    # Biases have momentum, too.
+    assert state.residual_bytes == pytest.approx(each * values, rel=5e-3)
+    for step in range(2):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(x).square().mean().backward()
+    assert held(state) == state.residual_bytes
+    assert "feedback: residuals take up to" in state.summary()
 
 
-def check_nothing(rank: int, size: int, spec: str) -> None:
+@on_ranks(2, **PATIENT)
+def test_an_unbiased_codec_has_no_residuals(rank, size):
     with heard() as told:
-        state = pycomm.compress(DistributedDataParallel(network()), spec)
+        state = pycomm.compress(DistributedDataParallel(network()), "eden:bits=2")
     assert state.residual_bytes == 0
     assert not any("feedback:" in text for text in (*told, state.summary()))
 
@@ -100,8 +93,11 @@ def test_only_large_parameters_use_bf16_storage():
     assert Feedback.of("residual:storage=float32").kept(1 << 20).storage == "float32"
 
 
-def check_trains(rank: int, size: int, spec: str) -> list[float]:
-    """Return losses of a training with each storage; the student learns a teacher's outputs."""
+# int4 leaves less than int2 does, in blocks of the same form.
+@on_ranks(2, **PATIENT)
+@pytest.mark.parametrize("spec", [*(["int4", "sign"] if FULL else []), "int2", "topk:0.02"])
+def test_training_is_as_good_with_residuals_in_bf16(rank, size, spec):
+    """The student learns a teacher's outputs."""
     teacher = network().requires_grad_(False)
     torch.manual_seed(1)
     for p in teacher.parameters():
@@ -122,13 +118,7 @@ def check_trains(rank: int, size: int, spec: str) -> list[float]:
         dtype = state.residuals["0.weight"].worker[0].dtype
         assert dtype == (torch.float32 if storage == "float32" else torch.bfloat16)
     start = nn.functional.mse_loss(network()(x), teacher(x)).item()
-    return [*losses, start]
-
-
-# int4 leaves less than int2 does, in blocks of the same form.
-@pytest.mark.parametrize("spec", [*(["int4", "sign"] if FULL else []), "int2", "topk:0.02"])
-def test_training_is_as_good_with_residuals_in_bf16(pool, spec):
-    (wide, narrow, start), _ = pool.run(check_trains, spec, **PATIENT)
+    wide, narrow = losses
     assert wide < 0.5 * start  # training makes progress
     assert narrow < 1.03 * wide
 
@@ -153,22 +143,11 @@ def test_checkpoints_of_another_storage_are_read(rank, size, before, after):
     dist.barrier()
 
 
-class Given(nn.Module):
-    """A model whose gradient is its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
-
-    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
-        return (self.weight * gradient).sum()
-
-
 @on_ranks(2, **PATIENT)
 def test_codecs_of_few_values_lose_nothing_by_storage(rank, size):
     """Steady gradients under a codec of few values: none of what is owed is rounded away."""
-    module = Given()
-    model = DistributedDataParallel(module)
+    shapes = {"weight": (WIDTH, WIDTH)}
+    model = DistributedDataParallel(Chosen(shapes))
     state = pycomm.compress(model, "int4")
     gradient = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1))
     got = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
@@ -177,14 +156,7 @@ def test_codecs_of_few_values_lose_nothing_by_storage(rank, size):
             state.set_policy("topk:0.002 guard=off")
         if step == 200:
             state.load_state_dict(state.state_dict())
-        model.zero_grad()
-        model(gradient).backward()
-        got += module.weight.grad
-    owes = torch.zeros(WIDTH * WIDTH)
-    state.settle()
-    residual = state.residuals["weight"]
-    owes += residual.current("worker")
-    dist.all_reduce(owes)
-    lost = 402 * gradient.double() - got - owes.view(WIDTH, WIDTH).double() / size
+        got += reduced(model, {"weight": gradient})["weight"]
+    lost = 402 * gradient.double() - got - owed(state, shapes)["weight"]
     # float32 round-off of sums of 400; two steps of int4 in bf16. bf16 throughout loses a quarter.
     assert lost.norm() < 1e-4 * 402 * gradient.norm()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +14,26 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.feedback import Residuals
 from pycomm.reduction.rates import Rates
-from tests.torch.harness import SHAPES, Chosen, batch, gradients, network, reduced
-from tests.torch.hooks.test_ddp_compress import same_state
+from tests.torch.harness import (
+    CODED,
+    SHAPES,
+    Chosen,
+    batch,
+    compressed,
+    equal,
+    gradients,
+    lost,
+    mean,
+    near_zero,
+    network,
+    on_both,
+    owed,
+    reduced,
+    residuals_of,
+    values,
+)
 from tests.torch.pool import on_ranks
 
-CODED = ("big", "small")
 RULES = [
     "residual",
     "residual:storage=bf16",
@@ -30,36 +44,15 @@ RULES = [
 CALM = {"find_unused_parameters": True}
 
 
-def chosen(
-    spec: str, feedback: str, **options: Any
-) -> tuple[DistributedDataParallel, pycomm.HookState]:
-    model = DistributedDataParallel(Chosen(), **{"bucket_cap_mb": 0.02, **options})
-    return model, pycomm.compress(model, spec, feedback=feedback)
-
-
-def owed(state: pycomm.HookState) -> dict[str, torch.Tensor]:
-    """Return the sum of all ranks' residuals, as a part of each parameter's average."""
-    state.settle()
-    result = {}
-    for name in CODED:
-        numel = torch.Size(SHAPES[name]).numel()
-        mine = state.residuals.added(name, 0, numel) if state.residuals else None
-        result[name] = torch.zeros(numel) if mine is None else mine.clone()
-        dist.all_reduce(result[name])
-    return result
-
-
-def mean(step: int, size: int) -> dict[str, torch.Tensor]:
-    return {n: sum(gradients(r, step)[n] for r in range(size)).view(-1) / size for n in SHAPES}
-
-
 # ---------------------------------------------------------------- equal on all backends
 
 
-def steps(rank: int, size: int, spec: str) -> dict[str, list[torch.Tensor]]:
+@on_both()
+@pytest.mark.parametrize("spec", ["int4", "topk:0.1"])
+def test_other_backends_leave_the_same_bits(rank, size, spec):
     found = {}
     for feedback in RULES:
-        model, state = chosen(spec, feedback)
+        model, state = compressed(spec, feedback)
         got = [g for step in range(4) for g in reduced(model, gradients(rank, step)).values()]
         state.settle()
         pieces = [state.residuals[name] for name in CODED]
@@ -67,20 +60,12 @@ def steps(rank: int, size: int, spec: str) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("spec", ["int4", "topk:0.1"])
-def test_other_backends_leave_the_same_bits(pool, spec):
-    ours, theirs = (pool.run(steps, spec, backend=b) for b in ("pycomm", "gloo"))
-    for a, b in zip(ours, theirs, strict=True):
-        for rule in RULES:
-            assert all(torch.equal(x, y) for x, y in zip(a[rule], b[rule], strict=True)), rule
-
-
 # ---------------------------------------------------------------- codecs without residuals
 
 
 def debts(rank: int, size: int, codec: str) -> tuple[list[bool], list[bool]]:
     """Return after each step whether there is a residual, and whether the backend expects one."""
-    model, state = chosen(codec, "residual")
+    model, state = compressed(codec, "residual")
     found, expected = [], []
     for step in range(5):
         if step == 4:
@@ -107,32 +92,27 @@ def test_without_feedback_no_residual_is_expected(pool):
 # --------------------------------------------------------------------------- overflow
 
 
-def everything(saved: dict[str, Any]) -> list[torch.Tensor]:
-    (mine,) = (key for key in saved if key.startswith("rank"))
-    return [t for entry in saved[mine][1].values() for t in entry.values() if torch.is_tensor(t)]
-
-
 def check_overflow(rank: int, size: int, feedback: str, when: int) -> None:
-    model, state = chosen("int4", feedback)
-    calm, calm_state = chosen("int4", feedback)
+    model, state = compressed("int4", feedback)
+    calm, calm_state = compressed("int4", feedback)
     for step in range(when):
         reduced(model, gradients(rank, step))
         reduced(calm, gradients(rank, step))
-    before = state.state_dict()
+    before = residuals_of(state.state_dict())
     given = gradients(rank, 90)
     if rank == size - 1:
         given["small"].view(-1)[17] = float("inf")
-    got = reduced(model, given)
-    assert not got["small"].isfinite().all()
-    after = state.state_dict()
+    assert not reduced(model, given)["small"].isfinite().all()
+    after = residuals_of(state.state_dict())
     assert state.overflows == 1
-    # Zero residuals that were created in the step are not counted.
-    old = everything(before) or [torch.zeros_like(t) for t in everything(after)]
-    assert all(torch.equal(a, b) for a, b in zip(old, everything(after), strict=True))
+    if before:
+        assert equal(before, after)
+    else:  # the step has made them, and they are zero
+        assert not any(t.any() for roles in after.values() for t in roles.values())
     for step in (91, 92):  # both are in the same buckets by now
         got, want = reduced(model, gradients(rank, step)), reduced(calm, gradients(rank, step))
     if when > 2:
-        assert all(torch.equal(got[name], want[name]) for name in SHAPES)
+        assert equal(got, want)
     assert calm_state.overflows == 0
 
 
@@ -154,16 +134,14 @@ def check_scaler(rank: int, size: int, where: int) -> None:
         x, y = batch(rank, step)
         if step == 3 and rank == where:
             x = x * float("inf")
-        before = state.state_dict()
-        weights = [p.detach().clone() for p in model.parameters()]
+        before, weights = residuals_of(state.state_dict()), values(model)
         optimizer.zero_grad()
         scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
         scaler.step(optimizer)
         scaler.update()
-        skipped = all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
-        assert skipped == (step == 3)
+        assert equal(values(model), weights) == (step == 3)
         if step == 3:
-            assert same_state(before, state.state_dict())
+            assert equal(before, residuals_of(state.state_dict()))
         if step == 4:  # the scale and the residuals were halved before they were used
             assert state._rates.loss_scale == 2.0**15
     assert scaler.get_scale() == 2.0**15
@@ -180,36 +158,34 @@ class Scaler:
         return self.scale
 
 
-def test_residuals_are_in_the_unit_of_the_loss_scale():
-    rates, residuals = Rates(), Residuals(pycomm.Feedback(storage="float32"), 1)
-    residual = residuals.get("w", 4, torch.device("cpu"))
-    assert residual.worker is not None
-    residual.worker[0].copy_(torch.arange(4.0))
-    rates.scaler = scaler = Scaler(2.0**16)  # type: ignore[assignment]
-    rates.rescale(residuals, {})
-    assert residual.current("worker").tolist() == [0, 1, 2, 3]
-    scaler.scale = 2.0**15
-    rates.rescale(residuals, {})
-    assert residual.current("worker").tolist() == [0, 0.5, 1, 1.5]
-    later = Rates()
+@pytest.fixture
+def residual():
+    """Residuals of one parameter, which are 0, 1, 2, 3."""
+    residuals = Residuals(pycomm.Feedback(storage="float32"), 1)
+    residuals.get("w", 4, torch.device("cpu")).worker[0].copy_(torch.arange(4.0))
+    return residuals
+
+
+def test_residuals_are_in_the_unit_of_the_loss_scale(residual):
+    rates, later = Rates(), Rates()
+    rates.scaler = scaler = Scaler(2.0**16)
+    for scale, unit in ((2.0**16, 1), (2.0**15, 0.5)):
+        scaler.scale = scale
+        rates.rescale(residual, {})
+        assert residual["w"].current("worker").tolist() == [0, unit, 2 * unit, 3 * unit]
     later.load_state_dict(rates.state_dict())
     assert later.loss_scale == 2.0**15
 
 
-def test_units_of_residuals_are_saved():
+def test_units_of_residuals_are_saved(residual):
     parameter = nn.Parameter(torch.zeros(4))
-    names = {id(parameter): "w"}
-    rates, residuals = Rates(), Residuals(pycomm.Feedback(storage="float32"), 1)
-    residual = residuals.get("w", 4, torch.device("cpu"))
-    assert residual.worker is not None
-    residual.worker[0].copy_(torch.arange(4.0))
+    rates, later = Rates(), Rates()
     rates.optimizer = torch.optim.SGD([parameter], lr=0.5)
-    rates.rescale(residuals, names)
-    later = Rates()
+    rates.rescale(residual, {id(parameter): "w"})
     later.load_state_dict(rates.state_dict())
     later.optimizer = torch.optim.SGD([parameter], lr=0.25)
-    later.rescale(residuals, names)
-    assert residual.current("worker").tolist() == [0, 2, 4, 6]
+    later.rescale(residual, {id(parameter): "w"})
+    assert residual["w"].current("worker").tolist() == [0, 2, 4, 6]
 
 
 @on_ranks(2)
@@ -238,7 +214,7 @@ def test_a_loss_scaler_skips_on_all_ranks(rank, size):
 @on_ranks(2)
 @pytest.mark.parametrize("feedback", ["residual", "decay:0.8,storage=int8"])
 def test_an_unused_parameter_keeps_what_it_owes(rank, size, feedback):
-    model, state = chosen("int4", feedback, **CALM)
+    model, state = compressed("int4", feedback, **CALM)
     for step in range(3):
         reduced(model, gradients(rank, step))
     before = owed(state)
@@ -257,8 +233,8 @@ def test_an_unused_parameter_keeps_what_it_owes(rank, size, feedback):
 @on_ranks(2)
 @pytest.mark.parametrize("feedback", ["residual", "momentum", "decay:0.8,storage=int8"])
 def test_a_frozen_parameter_keeps_its_residual(rank, size, feedback):
-    model, state = chosen("int4", feedback, **CALM)
-    total = torch.zeros(SHAPES["small"]).view(-1)
+    model, state = compressed("int4", feedback, **CALM)
+    missing = torch.zeros(SHAPES["small"])
     for step in range(8):
         frozen = step in (3, 4)
         model.module.small.requires_grad_(not frozen)
@@ -268,32 +244,26 @@ def test_a_frozen_parameter_keeps_its_residual(rank, size, feedback):
             assert torch.equal(owed(state)["small"], before)
             assert state.residual_ages()["small"] == step - 2
         else:
-            total += got["small"].view(-1)
+            missing += mean(size, step)["small"] - got["small"]
     assert not any(state.residual_ages().values())
     if feedback == "residual":
-        want = sum(mean(step, size)["small"] for step in range(8) if step not in (3, 4))
-        # The tolerance is the round-off of a few dozen float32 additions of values around 1.
-        torch.testing.assert_close(total + owed(state)["small"], want, rtol=0, atol=1e-5)
+        near_zero(missing - owed(state)["small"])
 
 
 @on_ranks(2)
 def test_a_new_learning_rate_rescales_what_is_owed(rank, size):
-    model, state = chosen("int4", "residual", **CALM)
+    model, state = compressed("int4", "residual", **CALM)
     rates = [{"params": [model.module.big], "lr": 0.4}, {"params": [model.module.small]}]
     optimizer = torch.optim.SGD(rates, lr=0.1)
     state.follow(optimizer=optimizer)
     reduced(model, gradients(rank, 0))
-    before = state.state_dict()[f"rank{rank}"][1]
+    before = owed(state)
     optimizer.param_groups[0]["lr"] = 0.1
     zero = {name: torch.zeros(SHAPES[name]) for name in SHAPES}
     arrived = reduced(model, zero)
     after = owed(state)
-    for name, factor in (("big", 4.0), ("small", 1.0)):
-        debt = before[name]["worker"] / size + before[name]["owner"]
-        dist.all_reduce(debt)
-        # Only residuals were sent; the tolerance is the round-off of values around 1.
-        got = arrived[name].view(-1) + after[name]
-        torch.testing.assert_close(got, factor * debt, rtol=0, atol=1e-5)
+    for name, factor in (("big", 4.0), ("small", 1.0)):  # only residuals were sent
+        near_zero(arrived[name] + after[name] - factor * before[name])
 
 
 @on_ranks(2)
@@ -308,9 +278,9 @@ def test_a_new_learning_rate_rescales_what_is_owed(rank, size):
     ids=["plain", "bucket view", "static graph", "compiled"],
 )
 def test_accumulated_steps_lose_nothing(rank, size, options, compiled):
-    model, state = chosen("int4", "residual", **options)
+    model, state = compressed("int4", "residual", **options)
     run = torch.compile(model, backend="eager") if compiled else model
-    total = {name: torch.zeros(SHAPES[name]).view(-1) for name in SHAPES}
+    missing = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(5):
         model.zero_grad(set_to_none=step % 2 == 0)
         if step > 0:  # two micro-steps; static_graph=True learns from the first, which reduces
@@ -318,13 +288,11 @@ def test_accumulated_steps_lose_nothing(rank, size, options, compiled):
                 run(gradients(rank, 10 + step)).backward()
         run(gradients(rank, step)).backward()
         for name, p in model.module.named_parameters():
-            total[name] += p.grad.view(-1)
+            missing[name] += mean(size, step)[name] - p.grad
+            if step > 0:
+                missing[name] += mean(size, 10 + step)[name]
     debts = owed(state)
-    for name in CODED:
-        given = [*range(5), *range(11, 15)]
-        want = sum(mean(step, size)[name] for step in given)
-        # The tolerance is the round-off of a few dozen float32 additions of values around 1.
-        torch.testing.assert_close(total[name] + debts[name], want, rtol=0, atol=1e-5)
+    near_zero(*(missing[name] - debts[name] for name in CODED))
 
 
 @on_ranks(2)
@@ -347,18 +315,17 @@ def test_dgc_is_topk_with_its_warm_up_and_momentum(rank, size):
 @on_ranks(3)
 def test_clipping_is_bounded_by_the_ranks(rank, size):
     """All that has arrived or is owed is the mean of gradients of norm clip / sqrt(ranks)."""
-    model, state = chosen("topk:0.5", "momentum:0.5,clip=1,storage=float32")
+    model, state = compressed("topk:0.5", "momentum:0.5,clip=1,storage=float32")
     arrived = reduced(model, gradients(rank, 0))
     state.settle()
     assert state.residuals is not None
     for name in CODED:
-        residual = state.residuals[name]
+        residual = state.residuals[name]  # the errors alone, without what momentum adds
         still = residual.current("worker") / size + residual.current("owner")
         dist.all_reduce(still)
         clipped = [gradients(r, 0)[name].view(-1) for r in range(size)]
         want = sum(g / g.norm() for g in clipped) / size**1.5
-        # Round-off of a few float32 operations on values below 0.1.
-        torch.testing.assert_close(arrived[name].view(-1) + still, want, rtol=0, atol=1e-6)
+        near_zero(arrived[name].view(-1) + still - want, atol=1e-6)  # of values below 0.1
 
 
 # ------------------------------------------------------- checkpoints, other world sizes
@@ -370,39 +337,30 @@ def check_world(
     rank: int, size: int, path: str, first: int, feedback: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Load, train, save; return residuals before, the average's errors, and residuals after."""
-    model, state = chosen("int4", feedback)
+    model, state = compressed("int4", feedback)
     if first > 0:
         state.load_checkpoint(Path(path) / str(first))
         assert state.step == first
     began = owed(state)
-    total = {name: torch.zeros(SHAPES[name]).view(-1) for name in SHAPES}
-    for step in range(first, first + STEPS):
-        for name, g in reduced(model, gradients(rank, step)).items():
-            total[name] += g.view(-1) - mean(step, size)[name]
+    missing = lost(model, rank, range(first, first + STEPS))
     dcp.save({"pycomm": state.state_dict()}, checkpoint_id=Path(path) / str(first + STEPS))
-    return began, total, owed(state)
+    return began, missing, owed(state)
 
 
 @pytest.mark.parametrize(
-    "feedback",
-    [
-        "residual",
-        "residual:storage=bf16",
-        "residual:storage=int8",
-        "momentum",
-    ],
+    "feedback", ["residual", "residual:storage=bf16", "residual:storage=int8", "momentum"]
 )
 def test_other_numbers_of_ranks_owe_the_same(pool, tmp_path, feedback):
     before = None
     for i, ranks in enumerate((2, 3, 1)):
         answers = pool.run(check_world, str(tmp_path), i * STEPS, feedback, ranks=ranks)
-        began, lost, ended = answers[0]
+        began, missing, ended = answers[0]
         for name in CODED if before else ():
             # Float32 round-off of values around 1; 8 bits of bf16, or of the largest of 32 values.
             atol = 1e-2 if "storage" in feedback else 1e-5
-            torch.testing.assert_close(began[name], before[name], rtol=0, atol=atol)
+            near_zero(began[name] - before[name], atol=atol)
             if feedback == "residual":  # the loss is in the residuals
-                torch.testing.assert_close(lost[name], began[name] - ended[name], rtol=0, atol=1e-5)
+                near_zero(missing[name] - (ended[name] - began[name]))
         before = ended
     if feedback == "residual":  # a single rank applies all of them
         assert not any(t.any() for t in before.values())

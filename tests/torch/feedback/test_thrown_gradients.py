@@ -20,7 +20,19 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.reduction.taken import _holds
 from tests.extent import each_value, pairs
-from tests.torch.harness import SHAPES, Chosen, all_equal, equal, gradients
+from tests.torch.harness import (
+    CODED,
+    SHAPES,
+    Chosen,
+    all_equal,
+    equal,
+    gradients,
+    mean,
+    near_zero,
+    owed,
+    residuals_of,
+    whole,
+)
 from tests.torch.pool import on_ranks
 
 STEPS = 12  # twice the period of what the loops below do
@@ -48,32 +60,13 @@ def wrapped(kind: str, spec: str = "int4", **options: Any) -> tuple[nn.Module, A
     return model, pycomm.compress(model, spec, **options)
 
 
-def own(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def grads(model: nn.Module) -> list[torch.Tensor]:
-    return [own(p.grad).clone() for p in model.parameters() if p.grad is not None]
+    return [whole(p.grad).clone() for p in model.parameters() if p.grad is not None]
 
 
 def junk(rank: int, step: int) -> dict[str, torch.Tensor]:
     """Return gradients that are ten times larger, as those of another loss may be."""
     return {name: 10 * g for name, g in gradients(rank, 1000 + step).items()}
-
-
-def owed(state: Any) -> dict[str, dict[str, torch.Tensor]]:
-    (_, residuals) = state.state_dict()[f"rank{dist.get_rank()}"]
-    return residuals
-
-
-def same_owed(a: Any, b: Any) -> bool:
-    mine, theirs = owed(a), owed(b)
-    return mine.keys() == theirs.keys() and all(
-        torch.equal(mine[name][role], theirs[name][role])
-        for name in mine
-        for role in ("worker", "owner")
-        if role in mine[name]
-    )
 
 
 @on_ranks(2)
@@ -107,7 +100,7 @@ def check_tutorial(rank: int, size: int, kind: str, none: bool, how: dict[str, A
                 optimizer.zero_grad(set_to_none=none)
         other.step()
     calm_optimizer.zero_grad()
-    assert same_owed(state, calm_state)
+    assert equal(*(residuals_of(s.state_dict()) for s in (state, calm_state)))
     assert all(worker > 0 for worker, _ in state.residual_norms().values())
 
 
@@ -146,7 +139,7 @@ def test_gradients_that_add_up_are_not_thrown_away(rank, size, kind, update, syn
     """Gradients of two backwards add up and are then used: sent and residual values all count."""
     model, state = wrapped(kind)
     update = update(model)
-    got, want = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
+    missing = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(STEPS):
         model.zero_grad(set_to_none=step % 2 == 0)
         for part in (0, 1):
@@ -159,31 +152,28 @@ def test_gradients_that_add_up_are_not_thrown_away(rank, size, kind, update, syn
             else:
                 model(gradients(rank, 2 * step + part)).backward()
         update()
-        for i, p in enumerate(model.parameters()):
-            whole = p.grad.full_tensor() if kind == "fsdp2" else p.grad
-            got[i] = got[i] + whole
-        for r in range(size):
-            for part in (0, 1):
-                given = gradients(r, 2 * step + part).values()
-                want = [w + g / size for w, g in zip(want, given, strict=True)]
+        for name, p in getattr(model, "module", model).named_parameters():
+            both = (mean(size, 2 * step + part)[name] for part in (0, 1))
+            missing[name] += sum(both) - whole(p.grad)
     model.zero_grad()
-    for name, residual in owed(state).items():
-        i = list(SHAPES).index(name)
-        still = residual["worker"] / size
-        if kind == "fsdp2":  # a row per owner
-            rows = still.view(size, -1)[:, : SHAPES[name][0] // size * SHAPES[name][1]]
-            still = rows.reshape(SHAPES[name]).clone()
-        else:
-            still = (still + residual["owner"]).reshape(SHAPES[name]).clone()
-        assert still.norm() > 0
-        dist.all_reduce(still)
-        got[i] = got[i] + still
-    for mine, right in zip(got, want, strict=True):
-        # The tolerance is the round-off of dozens of float32 additions of values around 1.
-        torch.testing.assert_close(mine, right, rtol=0, atol=1e-4)
+    debts = owed(state)
+    assert all(debts[name].any() for name in CODED)
+    near_zero(*(missing[name] - debts[name] for name in SHAPES), atol=1e-4)
 
 
-def check_discard(rank: int, size: int, kind: str, feedback: str, spec: str) -> None:
+DISCARDED = [("residual", "int4"), ("momentum", "topk:0.1")]
+
+
+@on_ranks(2)
+@each_value
+@pytest.mark.parametrize(
+    ("kind", "feedback", "spec"),
+    [
+        *((kind, *how) for kind in ("ddp", "fsdp2") for how in DISCARDED),
+        ("ddp", "residual", "powersgd:2"),
+    ],
+)
+def test_discard(rank, size, kind, feedback, spec):
     """If it is unknown which code moves the parameters, or when, the user can call discard()."""
     (model, state), (calm, _) = (wrapped(kind, spec, feedback=feedback) for _ in range(2))
     state.discard()  # nothing to discard yet
@@ -198,17 +188,6 @@ def check_discard(rank: int, size: int, kind: str, feedback: str, spec: str) -> 
             model(junk(rank, step)).backward()
             state.discard()
             by_hand(model)()  # moves the parameters in any way
-
-
-@each_value
-@pytest.mark.parametrize(
-    ("feedback", "spec"),
-    [("residual", "int4"), ("momentum", "topk:0.1"), ("residual", "powersgd:2")],
-)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_discard(pool, kind, feedback, spec):
-    if (kind, spec) != ("fsdp2", "powersgd:2"):
-        pool.run(check_discard, kind, feedback, spec)
 
 
 # ---------------------------------------------------------------------------------- taken gradients
@@ -228,13 +207,6 @@ def given(rank: int, step: int, number: int = 0) -> torch.Tensor:
 def all_ranks(total: torch.Tensor) -> torch.Tensor:
     dist.all_reduce(total)
     return total / dist.get_world_size()
-
-
-def still_owed(state: Any, name: str) -> torch.Tensor:
-    """What all ranks owe to the average."""
-    residual = owed(state)[name]
-    owner = residual.get("owner", torch.zeros(1))
-    return all_ranks(residual["worker"].clone()) + all_ranks(owner * dist.get_world_size())
 
 
 class Experts(nn.Module):
@@ -270,14 +242,12 @@ def test_gradients_of_zeros_say_nothing_about_others(rank, size, kind, used):
             model(parts).backward()
             want = [total + part for total, part in zip(want, parts, strict=True)]
         for total, expert in zip(got, module.experts, strict=False):
-            gradient = expert.weight.grad
-            total += gradient if kind == "ddp" else gradient.full_tensor()
+            total += whole(expert.weight.grad)
         optimizer.step()
     optimizer.zero_grad()
-    for i in range(used):
-        still = still_owed(state, f"experts.{i}.weight").view(SIDE, SIDE)
-        # Round-off of some dozens of float32 additions of values around 10.
-        torch.testing.assert_close(got[i] + still, all_ranks(want[i]), rtol=0, atol=1e-4)
+    debts = owed(state, {f"experts.{i}.weight": (SIDE, SIDE) for i in range(used)}).values()
+    for arrived, debt, total in zip(got, debts, want, strict=True):  # of values around 10
+        near_zero(arrived + debt - all_ranks(total), atol=1e-4)
 
 
 @on_ranks(2, then=all_equal)
@@ -303,8 +273,8 @@ def test_join_stands_in_for_a_rank_without_data(rank, size, feedback, unused):
                 optimizer.zero_grad()
     if feedback == "residual":
         dist.broadcast(got, 0)  # of the rank that took them all
-        still = still_owed(state, "weight").view(SIDE, SIDE)
-        torch.testing.assert_close(got + still, all_ranks(want), rtol=0, atol=1e-4)
+        debt = owed(state, {"weight": (SIDE, SIDE)})["weight"]
+        near_zero(got + debt - all_ranks(want), atol=1e-4)
     return module.weight.detach()
 
 
@@ -324,13 +294,13 @@ def test_parameters_that_loading_replaces(rank, size):
                 optimizer = torch.optim.SGD(model.parameters(), 0.1 * 0.5**step)
                 state.follow(optimizer=optimizer)
             (model(torch.eye(SIDE)) * given(rank, step)).sum().backward()
-            found.append(own(model.weight.grad).clone())
+            found.append(whole(model.weight.grad).clone())
             optimizer.param_groups[0]["lr"] *= 0.5
             optimizer.step()
             optimizer.zero_grad()
         return found
 
-    assert all(map(torch.equal, train(True), train(False)))
+    assert equal(train(True), train(False))
 
 
 def test_one_value_that_is_not_zero_is_found():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +21,28 @@ from pycomm.hooks import fsdp_seams
 from pycomm.policy import Policy
 from tests.extent import FULL
 from tests.torch import harness
-from tests.torch.harness import Chosen, batch, equal, heard, network, reduced, train, values, whole
+from tests.torch.harness import (
+    CODED,
+    Chosen,
+    alike,
+    all_equal,
+    batch,
+    equal,
+    heard,
+    lost,
+    near_zero,
+    network,
+    on_both,
+    owed,
+    reduced,
+    residuals_of,
+    train,
+    values,
+    whole,
+)
 from tests.torch.pool import on_ranks
+
+BF16 = torch.bfloat16
 
 
 def mesh_of(size: int, shape: str) -> DeviceMesh:
@@ -77,18 +96,11 @@ def test_exact_gradients_are_those_without_a_codec(rank, size, shape):
     assert equal(a, b)
 
 
-def coded_twice(rank: int, size: int, shape: str) -> list[torch.Tensor]:
-    """Return the parameters after some steps with one codec, and with another."""
+@on_both(then=all_equal)
+@pytest.mark.parametrize(("shape", "ranks"), [("fsdp", 2), ("fsdp", 3), ("hsdp", 4)])
+def test_other_backends_give_the_same_bits(rank, size, shape):
     specs = ("int8", "int4:rounding=stochastic")
     return [p for spec in specs for p in trained(rank, size, spec, shape, 3)[0]]
-
-
-@pytest.mark.parametrize(("shape", "ranks"), [("fsdp", 2), ("fsdp", 3), ("hsdp", 4)])
-def test_other_backends_give_the_same_bits(pool, shape, ranks):
-    ours, theirs = (
-        pool.run(coded_twice, shape, backend=b, ranks=ranks) for b in ("pycomm", "gloo")
-    )
-    assert all(equal(parameters, ours[0]) for parameters in (*ours, *theirs))
 
 
 def final_losses(rank: int, size: int, shape: str, runs: list[Any]) -> list[float]:
@@ -137,14 +149,12 @@ def test_gradients_cost_what_the_codec_says(rank, size, store):
         dist.destroy_process_group()
 
 
-KINDS = ["decay:0.9", "residual:storage=int8", "momentum"]
-
-
 # ------------------------------------------------------- gradients chosen by the test
 
 # No number of ranks divides these sizes.
 SHAPES = {"big": (65, 96), "small": (41, 70), "bias": (50,)}
 gradients = partial(harness.gradients, shapes=SHAPES)
+average = partial(harness.mean, shapes=SHAPES)
 Odd = partial(Chosen, SHAPES)
 
 
@@ -156,36 +166,14 @@ def chosen(size: int, spec: Any = "int4", shape: str = "fsdp", **options: Any) -
     return model, pycomm.compress(model, spec)
 
 
-def average(size: int, step: int) -> dict[str, torch.Tensor]:
-    everybody = [gradients(r, step) for r in range(size)]
-    return {name: sum(g[name] for g in everybody) / size for name in SHAPES}
-
-
 @on_ranks()
 @pytest.mark.parametrize(("backend", "ranks"), CASES)
 def test_feedback_loses_nothing(rank, size):
     model, state = chosen(size)
-    steps, got = 6, {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    for step in range(steps):
-        for name, g in reduced(model, gradients(rank, step)).items():
-            got[name] += g
-    residuals = state.state_dict()[f"rank{rank}"][1]
-    assert set(residuals) == {"big", "small"}
-    for name, shape in SHAPES.items():
-        want = sum(average(size, step)[name] for step in range(steps))
-        owed = torch.zeros(shape)
-        if name in residuals:
-            owed = residuals[name]["worker"][: owed.numel()].view(shape) / size
-            assert owed.norm() > 0
-            dist.all_reduce(owed)
-        # The tolerance is the round-off of a few dozen float32 additions of values around 1.
-        torch.testing.assert_close(got[name] + owed, want, rtol=0, atol=1e-5)
-
-
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    (mine,) = (key for key in a if key.startswith("rank"))
-    (_, a), (_, b) = a[mine], b[mine]
-    return a.keys() == b.keys() and all(torch.equal(a[n]["worker"], b[n]["worker"]) for n in a)
+    missing = lost(model, rank, range(6), shapes=SHAPES)
+    debts = owed(state, SHAPES)
+    assert all(debts[name].any() == (name in CODED) for name in SHAPES)
+    near_zero(*(missing[name] - debts[name] for name in SHAPES))
 
 
 @on_ranks()
@@ -199,15 +187,14 @@ def test_overflow_leaves_no_trace_at_any_shard(rank, size, shape, where):
     for step in range(3):
         reduced(model, gradients(rank, step))
         reduced(calm, gradients(rank, step))
-    before = state.state_dict()
+    before = residuals_of(state.state_dict())
     given = gradients(rank, 3)
     if rank == size - 1:
         given[where].view(-1)[17] = float("inf")  # in a shard of the first rank
     assert not reduced(model, given)[where].isfinite().all()
-    assert same(before, state.state_dict())
+    assert equal(before, residuals_of(state.state_dict()))
     assert state.overflows == 1
-    got, want = (reduced(m, gradients(rank, 4)) for m in (model, calm))
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert equal(*(reduced(m, gradients(rank, 4)) for m in (model, calm)))
 
 
 @on_ranks()
@@ -245,18 +232,17 @@ def test_unused_and_frozen_parameters(rank, size):
     with heard() as records:
         model, state = chosen(size)
         reduced(model, gradients(rank, 0))
-        before = state.state_dict()
+        before = residuals_of(state.state_dict())
         for _ in range(2):
             got = reduced(model, gradients(rank, 1, ["big"]))
             assert set(got) == {"big"}
-            want = sum(gradients(r, 1, ["big"])["big"] for r in range(size)) / size
-            assert torch.equal(got["big"], want)
-        assert same(before, state.state_dict())
+            assert equal(got, average(size, 1, ["big"]))
+        assert equal(before, residuals_of(state.state_dict()))
         assert len(records) == 1
         assert "set_reduce_scatter_unused_params(True)" in records[0]
         model.set_reduce_scatter_unused_params(True)
         assert set(reduced(model, gradients(rank, 1, ["big"]))) == set(SHAPES)
-        assert not same(before, state.state_dict())
+        assert not equal(before, residuals_of(state.state_dict()))
 
     frozen = Odd()
     frozen.small.requires_grad_(False)
@@ -280,7 +266,10 @@ def test_divide_factors(rank, size, shape):
         torch.testing.assert_close(got, want * size / 8)
 
 
-def in_mixed_precision(rank: int, size: int, options: dict[str, Any]) -> list[torch.Tensor]:
+@on_ranks(2, then=all_equal)
+@pytest.mark.parametrize("dtypes", [(BF16, torch.float32), (BF16, BF16)], ids=str)
+def test_mixed_precision(rank, size, dtypes):
+    options = {"mp_policy": MixedPrecisionPolicy(*dtypes)}
     reached, losses = trained(rank, size, "int8", "fsdp", 20, "bf16", options)
     assert losses[-1] < losses[0] - 0.5
     plain, _ = trained(rank, size, None, "fsdp", 1, None, options)
@@ -289,15 +278,9 @@ def in_mixed_precision(rank: int, size: int, options: dict[str, Any]) -> list[to
     return reached
 
 
-@pytest.mark.parametrize(
-    "dtypes", [(torch.bfloat16, torch.float32), (torch.bfloat16,) * 2], ids=str
-)
-def test_mixed_precision(pool, dtypes):
-    a, b = pool.run(in_mixed_precision, {"mp_policy": MixedPrecisionPolicy(*dtypes)})
-    assert equal(a, b)
-
-
-def check_gathering(rank: int, size: int) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("backend", "ranks"), [("pycomm", 4), ("gloo", 2)])
+def test_weights_are_gathered_alike_on_all_ranks(rank, size):
     """Weights are prefetched asynchronously, and resharded to fewer ranks after forward."""
     model = network()
     mesh = init_device_mesh("cpu", (size,))
@@ -312,18 +295,11 @@ def check_gathering(rank: int, size: int) -> None:
     nn.functional.cross_entropy(model(x), y).backward()
     model[0].unshard()
     gathered = model[0].weight.detach().clone()
-    others = torch.empty(size, *gathered.shape)
-    dist.all_gather_into_tensor(others.view(-1, gathered.shape[1]), gathered)
-    assert all(torch.equal(gathered, other) for other in others)
+    assert alike(gathered)
     model[0].reshard()
     exact = model[0].weight.full_tensor().detach()
     assert 0 < (gathered - exact).norm() < 0.01 * exact.norm()
     assert torch.equal(model[0].bias.full_tensor(), network()[0].bias)
-
-
-def test_weights_are_gathered_alike_on_all_ranks(pool):
-    pool.run(check_gathering, ranks=4)
-    pool.run(check_gathering, ranks=2, backend="gloo")
 
 
 @on_ranks()
@@ -338,7 +314,7 @@ def test_post_accumulate_hooks_and_broken_backwards(rank, size, shape):
         )
     for step in range(2):
         got, want = (reduced(m, gradients(rank, step)) for m in (model, calm))
-        assert all(torch.equal(got[name], want[name]) for name in want)
+        assert equal(got, want)
         for name, parameter in model.named_parameters():
             assert torch.equal(seen[name], parameter.grad.to_local())
     assert state.step == 2
@@ -346,14 +322,13 @@ def test_post_accumulate_hooks_and_broken_backwards(rank, size, shape):
     def fail(*_: object) -> None:
         raise RuntimeError("broken off")
 
-    before, end = state.state_dict(), state._end_backward
+    before, end = residuals_of(state.state_dict()), state._end_backward
     state._end_backward = fail
     with pytest.raises(RuntimeError, match="broken off"):
         reduced(model, gradients(rank, 9))
     state._end_backward = end
-    assert same(before, state.state_dict())
-    got, want = (reduced(m, gradients(rank, 2)) for m in (model, calm))
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert equal(before, residuals_of(state.state_dict()))
+    assert equal(*(reduced(m, gradients(rank, 2)) for m in (model, calm)))
 
 
 # --------------------------------------------------------------------------------------- refusals
@@ -378,15 +353,6 @@ def test_refusals(rank, size):
         pycomm.compress(holder.module, weights="bf16")
 
 
-def check_other_weights(rank: int, size: int, shape: str, given: list[str | None]) -> list[str]:
-    """Return the error of each rank, before the parameters have been sent."""
-    model = sharded(size, shape)
-    with pytest.raises(pycomm.WireMismatch) as told:
-        pycomm.compress(model, "int8", weights=given[rank])
-    assert not any("CompressedAllGather" in repr(vars(unit)) for unit in model.modules())
-    return [str(told.value)]
-
-
 @on_ranks(4)
 def test_other_codecs_of_shards_are_told_on_all_ranks(rank, size):
     model = sharded(size, "hsdp")
@@ -398,61 +364,40 @@ def test_other_codecs_of_shards_are_told_on_all_ranks(rank, size):
 EXACT = "rank {} has .weights: exactly"
 
 
+@on_ranks()
 @pytest.mark.parametrize(
-    ("shape", "given", "differs"),
+    ("shape", "ranks", "given", "differs"),
     [
-        ("fsdp", ["int8", None], EXACT.format(1)),
-        ("fsdp", ["bf16", "int4"], r"rank 0 has .weights: .*bfloat16.*rank 1 has .weights: "),
-        ("hsdp", ["int8", None, "int8", None], EXACT.format(1)),  # replicas agree, shards do not
-        ("hsdp", ["int8", "int8", "int8", None], EXACT.format(3)),
+        ("fsdp", 2, ["int8", None], EXACT.format(1)),
+        ("fsdp", 2, ["bf16", "int4"], r"rank 0 has .weights: .*bfloat16.*rank 1 has .weights: "),
+        ("hsdp", 4, ["int8", None, "int8", None], EXACT.format(1)),  # shards do not agree
+        ("hsdp", 4, ["int8", "int8", "int8", None], EXACT.format(3)),
     ],
 )
-def test_other_weights_are_told_on_all_ranks(pool, shape, given, differs):
-    told = pool.run(check_other_weights, shape, given, ranks=len(given))
-    assert all(re.search(differs, text) for (text,) in told), told
+def test_other_weights_are_told_on_all_ranks(rank, size, shape, given, differs):
+    """They are told before the parameters have been sent."""
+    model = sharded(size, shape)
+    with pytest.raises(pycomm.WireMismatch, match=differs):
+        pycomm.compress(model, "int8", weights=given[rank])
+    assert not any("CompressedAllGather" in repr(vars(unit)) for unit in model.modules())
 
 
 # ---------------------------------------------------------------------------------- other layouts
 # Residuals of a reduce-scatter where the layout of its bucket changes between steps.
 
 
-SHAPE = (64, 48)
-
-
-class Model(nn.Module):
-    """A model whose gradient is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(SHAPE))
-
-    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
-        return (self.weight * gradient).sum()
-
-
-def gradient(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(100 * rank + step))
+ALONE = {"weight": (64, 48)}
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("codec", ["int2", "int2 3:int3 5:int2", "int2 3:topk:0.1 6:int2"])
 def test_codecs_that_take_turns_lose_nothing(rank, size, codec):
     """What was averaged in all steps, and what ranks still owe, is the sum of the gradients."""
-    model = Model()
-    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    model = fully_shard(Chosen(ALONE), mesh=init_device_mesh("cpu", (size,)))
     state = pycomm.compress(model, codec, feedback="residual:storage=float32")
-    wanted, found = torch.zeros(SHAPE), torch.zeros(SHAPE)
-    for step in range(8):
-        model(gradient(rank, step)).backward()
-        wanted += sum(gradient(r, step) for r in range(size)) / size
-        found += model.weight.grad.full_tensor()
-        model.zero_grad()
-    state.settle()
-    owed = state.residuals["weight"].current("worker")  # a row for each rank that owns a part
-    dist.all_reduce(owed)
-    assert float((wanted - found).abs().max()) > 0.5
-    # Round-off of eight sums.
-    torch.testing.assert_close(found + owed.view(SHAPE) / size, wanted, rtol=0, atol=1e-5)
+    missing = lost(model, rank, range(8), shapes=ALONE)["weight"]
+    assert float(missing.abs().max()) > 0.5
+    near_zero(missing - owed(state, ALONE)["weight"])
 
 
 # ------------------------------------------------------------------------ other versions of torch

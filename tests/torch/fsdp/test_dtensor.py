@@ -24,15 +24,30 @@ from torch.distributed.tensor.parallel import (
 
 import pycomm
 from pycomm.backend import find
-from tests.torch.fsdp.test_compress import SHAPES, Odd, average, chosen, gradients, reduced
-from tests.torch.harness import WIDTH, equal, inputs, perceptron, same_as_gloo
+from tests.torch.fsdp.test_compress import SHAPES, Odd, chosen, gradients, reduced
+from tests.torch.harness import (
+    CODED,
+    WIDTH,
+    all_equal,
+    equal,
+    inputs,
+    lost,
+    near_zero,
+    on_both,
+    owed,
+    perceptron,
+    same_as_gloo,
+)
+from tests.torch.pool import on_ranks
 
 
 def integers(*shape: int) -> torch.Tensor:
     return (torch.arange(torch.Size(shape).numel()) % 7 - 3).float().reshape(shape)
 
 
-def redistribute(rank: int, size: int) -> Any:
+@on_both()
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_redistribute_between_all_placements(rank, size):
     mesh = init_device_mesh("cpu", (size,))
     whole = integers(5, 6)  # no multiple of the number of ranks
     seen = [distribute_tensor(whole, mesh, [Shard(dim)]).to_local() for dim in (0, 1)]
@@ -47,11 +62,8 @@ def redistribute(rank: int, size: int) -> Any:
     return seen
 
 
-def test_redistribute_between_all_placements(pool):
-    same_as_gloo(pool, redistribute, ranks=3)
-
-
-def tensor_parallel(rank: int, size: int) -> Any:
+@on_both(2)
+def test_tensor_parallel_perceptron(rank, size):
     mesh = init_device_mesh("cpu", (size,))
     model = perceptron(layers=1)[0]
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -60,11 +72,8 @@ def tensor_parallel(rank: int, size: int) -> Any:
     return [y.detach().clone(), *(p.grad.full_tensor() for p in model.parameters())]
 
 
-def test_tensor_parallel_perceptron(pool):
-    same_as_gloo(pool, tensor_parallel)
-
-
-def meshes(rank: int, size: int) -> Any:
+@on_both(4)
+def test_device_mesh_of_two_dimensions(rank, size):
     mesh = init_device_mesh(
         "cpu", (2, 2), mesh_dim_names=("dp", "tp"), backend_override={"tp": dist.get_backend()}
     )
@@ -78,10 +87,6 @@ def meshes(rank: int, size: int) -> Any:
     matrix = integers(4, 6)
     spread = distribute_tensor(matrix, mesh, [Shard(0), Shard(1)])
     return [*seen, spread.to_local().clone(), spread.full_tensor()]
-
-
-def test_device_mesh_of_two_dimensions(pool):
-    same_as_gloo(pool, meshes, ranks=4)
 
 
 def save_and_load(rank: int, size: int, folder: str) -> None:
@@ -105,21 +110,17 @@ def save_and_load(rank: int, size: int, folder: str) -> None:
         assert torch.equal(loaded[name].full_tensor(), want)
 
 
-def test_checkpoint_loads_into_another_mesh(pool, tmp_path):
-    pool.run(save_and_load, str(tmp_path), ranks=4)
-    assert list(tmp_path.glob("*.distcp"))
-
-
 def read(rank: int, size: int, folder: str) -> Any:
     state = {"a": torch.zeros(10, 6), "b": torch.zeros(7), "step": 0}
     dcp.load(state, checkpoint_id=folder)
     return state
 
 
-def test_checkpoint_loads_on_gloo_and_other_ranks(pool, tmp_path):
+def test_checkpoint_loads_into_another_mesh_and_on_gloo(pool, tmp_path):
     pool.run(save_and_load, str(tmp_path / "saved"), ranks=4)
     state, _ = same_as_gloo(pool, read, str(tmp_path / "saved"))
     assert torch.equal(state["a"], integers(10, 6))
+    assert list((tmp_path / "saved").glob("*.distcp"))
 
 
 def pipeline(rank: int, size: int, schedule: type) -> Any:
@@ -175,7 +176,20 @@ def train(model: nn.Module, rank: int, clip: bool = False) -> list[torch.Tensor]
     return seen + [p.full_tensor().detach().clone() for p in model.parameters()]
 
 
-def fsdp(rank: int, size: int, dtypes: tuple[torch.dtype, torch.dtype] | None) -> Any:
+def one_state(results: list[Any]) -> None:
+    (a, whole), (b, nothing) = results
+    assert equal(a, b)
+    assert len(whole) == 8
+    assert equal(nothing, whole)
+
+
+@on_both(2, then=one_state)
+@pytest.mark.parametrize(
+    "dtypes",
+    [None, (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16,) * 2],
+    ids=str,
+)
+def test_fsdp2(rank, size, dtypes):
     mesh = init_device_mesh("cpu", (size,))
     policy = MixedPrecisionPolicy(*dtypes) if dtypes else MixedPrecisionPolicy()
     model = sharded(mesh, mp_policy=policy)
@@ -184,43 +198,28 @@ def fsdp(rank: int, size: int, dtypes: tuple[torch.dtype, torch.dtype] | None) -
     return seen, dict(whole)
 
 
-@pytest.mark.parametrize(
-    "dtypes",
-    [None, (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16,) * 2],
-    ids=str,
-)
-def test_fsdp2(pool, dtypes):
-    (a, whole), (b, nothing) = same_as_gloo(pool, fsdp, dtypes)
-    assert equal(a, b)
-    assert len(whole) == 8
-    assert equal(nothing, whole)
-
-
-def divided(rank: int, size: int, factor: float | None) -> list[torch.Tensor]:
-    model = sharded(init_device_mesh("cpu", (size,)))
-    if factor is not None:
-        for module in model.modules():
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradient_divide_factor(rank, size, dtype):
+    """Gloo fails here, so this compares with the plain average: powers of two are exact."""
+    found = []
+    for factor in (None, 8.0):
+        policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+        model = sharded(init_device_mesh("cpu", (size,)), mp_policy=policy)
+        for module in model.modules() if factor else ():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(factor)
-    model(inputs(rank, 0)).square().mean().backward()
-    return [p.grad.full_tensor() for p in model.parameters()]
-
-
-def test_gradient_divide_factor(pool):
-    """Gloo fails here, so this compares with the plain average: powers of two are exact."""
-    (plain, _), (scaled, _) = (pool.run(divided, factor) for factor in (None, 8.0))
+        model(inputs(rank, 0)).square().mean().backward()
+        found.append([p.grad.full_tensor() for p in model.parameters()])
+    plain, scaled = found
+    assert any(gradient.any() for gradient in plain)
     assert equal(scaled, [g / 4 for g in plain])
 
 
-def hsdp(rank: int, size: int) -> Any:
+@on_both(4, then=all_equal)
+def test_hsdp(rank, size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return train(sharded(mesh), rank, clip=True)
-
-
-def test_hsdp(pool):
-    a, *others = same_as_gloo(pool, hsdp, ranks=4)
-    for other in others:
-        assert equal(a, other)
 
 
 # -------------------------------------------------------------------------------------- checkpoints
@@ -230,34 +229,17 @@ def test_hsdp(pool):
 STEPS = 4
 
 
-def owed(state: Any, size: int) -> dict[str, torch.Tensor]:
-    """Return the sum of all ranks' residuals, as a part of the average."""
-    residuals, result = state.state_dict()[f"rank{dist.get_rank()}"][1], {}
-    for name in ("big", "small"):
-        result[name] = torch.zeros(SHAPES[name])
-        if name in residuals:  # otherwise it has taken over nothing
-            flat = residuals[name]["worker"][: result[name].numel()]
-            result[name] = flat.view(SHAPES[name]) / size
-        dist.all_reduce(result[name])
-    return result
-
-
 def check_world(
     rank: int, size: int, path: str, first: int, spec: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Load, take some steps, save; return residuals before, the averages, and residuals after."""
     model, state = chosen(size, spec)
-    began = {}
     if first > 0:
         state.load_checkpoint(Path(path) / str(first))
-        began = owed(state, size)
-    lost = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    for step in range(first, first + STEPS):
-        want = average(size, step)
-        for name, g in reduced(model, gradients(rank, step)).items():
-            lost[name] += want[name] - g
+    began = owed(state, SHAPES)
+    missing = lost(model, rank, range(first, first + STEPS), shapes=SHAPES)
     dcp.save({"pycomm": state.state_dict()}, checkpoint_id=Path(path) / str(first + STEPS))
-    return began, lost, owed(state, size)
+    return began, missing, owed(state, SHAPES)
 
 
 # sign also has errors in the padding; the third is a codec of tests/torch/harness.py
@@ -266,13 +248,10 @@ def test_other_numbers_of_shards_owe_the_same(pool, tmp_path, spec):
     before: dict[str, torch.Tensor] = {}
     for i, ranks in enumerate((3, 2, 4)):
         answers = pool.run(check_world, str(tmp_path), i * STEPS, spec, ranks=ranks)
-        began, lost, ended = answers[0]
-        for name in ended:
-            # The tolerance is the round-off of a few dozen float32 additions of values around 1.
-            if before:
-                torch.testing.assert_close(began[name], before[name], rtol=0, atol=1e-5)
-            paid = ended[name] - began[name] if before else ended[name]
-            torch.testing.assert_close(lost[name], paid, rtol=0, atol=2e-5)
+        began, missing, ended = answers[0]
+        for name in CODED:
+            near_zero(began[name] - (before[name] if before else 0))
+            near_zero(missing[name] - (ended[name] - began[name]), atol=2e-5)
         before = ended
 
 

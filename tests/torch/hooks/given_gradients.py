@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,6 +26,28 @@ class Net(nn.Module):
 def drawn(rank: int, step: int, scale: float = 1.0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     return [scale * torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def mean(step: int, ranks: int) -> list[torch.Tensor]:
+    every = [drawn(rank, step) for rank in range(ranks)]
+    return [sum(parts[1:], parts[0]) / ranks for parts in zip(*every, strict=True)]
+
+
+def lost_with_remove(
+    backward: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+    state: pycomm.HookState,
+    rank: int,
+    ranks: int,
+) -> list[torch.Tensor]:
+    """Return what two steps, and the one that remove() makes exact, lack of the means, in sum."""
+    total = [torch.zeros(shape) for shape in SHAPES]
+    for step in range(3):
+        if step == 2:
+            state.remove()
+        found = backward(drawn(rank, step))
+        for sum_, want, part in zip(total, mean(step, ranks), found, strict=True):
+            sum_ += want - part
+    return total
 
 
 def by_torch(rank: int, codec: str, steps: int) -> list[list[torch.Tensor]]:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.policy import Policy
 from tests.extent import each_value
-from tests.torch.harness import all_equal, inputs, perceptron, same_as_gloo
+from tests.torch.harness import all_equal, equal, inputs, on_both, perceptron, values
 from tests.torch.pool import on_ranks
 
 
@@ -35,7 +35,16 @@ class Branching(nn.Module):
         return self.halves[way % 2](x)
 
 
-def train(rank: int, size: int, options: dict[str, Any], way: str) -> list[torch.Tensor]:
+@on_both(2, then=all_equal)
+@pytest.mark.parametrize(
+    ("options", "way"),
+    [
+        ({"find_unused_parameters": True}, "branching"),
+        ({"static_graph": True}, "plain"),
+        ({"gradient_as_bucket_view": True}, "accumulate"),
+    ],
+)
+def test_options(rank, size, options, way):
     net = Branching() if way == "branching" else perceptron()
     model = DistributedDataParallel(net, bucket_cap_mb=0.002, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -47,23 +56,11 @@ def train(rank: int, size: int, options: dict[str, Any], way: str) -> list[torch
         if not unsynced:
             optimizer.step()
             optimizer.zero_grad()
-    return [p.detach().clone() for p in model.parameters()]
+    return values(model)
 
 
-@pytest.mark.parametrize(
-    ("options", "way"),
-    [
-        ({"find_unused_parameters": True}, "branching"),
-        ({"static_graph": True}, "plain"),
-        ({"gradient_as_bucket_view": True}, "accumulate"),
-    ],
-)
-def test_options(pool, options, way):
-    a, b = same_as_gloo(pool, train, options, way)
-    assert all(map(torch.equal, a, b))
-
-
-def join_uneven(rank: int, size: int) -> list[torch.Tensor]:
+@on_both(2, then=all_equal)
+def test_join_with_uneven_inputs(rank, size):
     model = DistributedDataParallel(perceptron(), bucket_cap_mb=0.002)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     with Join([model, optimizer]):
@@ -71,15 +68,11 @@ def join_uneven(rank: int, size: int) -> list[torch.Tensor]:
             optimizer.zero_grad()
             model(inputs(rank, step)).square().mean().backward()
             optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
+    return values(model)
 
 
-def test_join_with_uneven_inputs(pool):
-    a, b = same_as_gloo(pool, join_uneven)
-    assert all(map(torch.equal, a, b))
-
-
-def zero(rank: int, size: int) -> Any:
+@on_both(2)
+def test_zero_redundancy_optimizer(rank, size):
     model = DistributedDataParallel(perceptron())
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, lr=0.01, parameters_as_bucket_view=True
@@ -90,14 +83,11 @@ def zero(rank: int, size: int) -> Any:
         optimizer.step()
     optimizer.consolidate_state_dict(to=0)
     state = optimizer.state_dict() if rank == 0 else None
-    return [p.detach().clone() for p in model.parameters()], state
+    return values(model), state
 
 
-def test_zero_redundancy_optimizer(pool):
-    same_as_gloo(pool, zero)
-
-
-def compiled(rank: int, size: int) -> Any:
+@on_both(2)
+def test_torch_compile(rank, size):
     from torch.distributed import _functional_collectives as functional
 
     def reduce(x: torch.Tensor) -> torch.Tensor:
@@ -115,11 +105,8 @@ def compiled(rank: int, size: int) -> Any:
     return results + [p.grad.clone() for p in model.parameters()]
 
 
-def test_torch_compile(pool):
-    same_as_gloo(pool, compiled)
-
-
-def objects(rank: int, size: int) -> Any:
+@on_both(2)
+def test_object_collectives(rank, size):
     mine = {"rank": rank, "text": "x" * (10 + 1000 * rank), "set": {rank}}
     gathered = [None] * size
     dist.all_gather_object(gathered, mine)
@@ -138,24 +125,16 @@ def objects(rank: int, size: int) -> Any:
     return gathered, at_root, sent, scattered, received
 
 
-def test_object_collectives(pool):
-    same_as_gloo(pool, objects)
-
-
-def train_complex(rank: int, size: int, options: dict[str, Any]) -> list[torch.Tensor]:
+@on_both(2, then=all_equal)
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+def test_complex_parameters(rank, size, options):
     model = DistributedDataParallel(Waves(), bucket_cap_mb=0.002, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):  # after the first step torch rebuilds the buckets
         model(waves(rank, step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [p.detach().clone() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
-def test_complex_parameters(pool, options):
-    a, b = same_as_gloo(pool, train_complex, options)
-    assert all(map(torch.equal, a, b))
+    return values(model)
 
 
 @on_ranks(2)
@@ -232,13 +211,11 @@ def plain(pool):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ddp_has_the_bits_of_plain_ddp(pool, plain, backend):
     first, second = pool.run(in_each_way, "fp32", "int8", backend=backend)
-    for place, want in enumerate(plain):
-        for rank in (first, second):
-            assert all(torch.equal(a, b) for a, b in zip(rank[2 * place], want, strict=True))
-        a, b = first[2 * place + 1], second[2 * place + 1]
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert equal(first, second)
+    assert equal(first[::2], plain)
+    for coded, want in zip(first[1::2], plain, strict=True):
         # [turn, first.weight, ...]: the reals were compressed.
-        assert not torch.equal(a[1], want[1])
+        assert not torch.equal(coded[1], want[1])
 
 
 @on_ranks(2, backend="gloo", then=all_equal)
@@ -276,22 +253,15 @@ def sharded(rank: int, size: int, spec: Any, shape: str) -> list[torch.Tensor]:
     return train_waves(model, rank)
 
 
-def sharded_twice(rank: int, size: int, shape: str) -> list[torch.Tensor]:
-    """Return the parameters with int8; those with an exact codec have the bits of plain FSDP2."""
-    plain, exact, coded = (sharded(rank, size, spec, shape) for spec in (None, "fp32", "int8"))
-    assert all(torch.equal(a, b) for a, b in zip(exact, plain, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(coded, plain, strict=True))
-    return coded
-
-
+@on_ranks(then=all_equal)
 @each_value
-@pytest.mark.parametrize("shape", ["fsdp", "hsdp", "replicate"])
+@pytest.mark.parametrize(("shape", "ranks"), [("fsdp", 2), ("hsdp", 4), ("replicate", 2)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_fsdp2_has_the_bits_of_plain_fsdp2(pool, backend, shape):
-    ranks = 4 if shape == "hsdp" else 2
-    first, *others = pool.run(sharded_twice, shape, backend=backend, ranks=ranks)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+def test_fsdp2_has_the_bits_of_plain_fsdp2(rank, size, shape):
+    plain, exact, coded = (sharded(rank, size, spec, shape) for spec in (None, "fp32", "int8"))
+    assert equal(exact, plain)
+    assert not equal(coded, plain)
+    return coded
 
 
 @on_ranks(2)

@@ -21,19 +21,29 @@ from pycomm.policy import PROTECT, Policy, Rule
 from pycomm.reduction import batched
 from tests.extent import each_value
 from tests.torch.harness import (
+    CODED,
     SHAPES,
     Chosen,
     Multiples,
+    alike,
+    all_equal,
+    compressed,
     equal,
     gradients,
+    lost,
+    mean,
+    near_zero,
     network,
+    owed,
     reduced,
+    residuals_of,
     train,
     values,
 )
 from tests.torch.pool import on_ranks
 from tests.torch.reduction.test_saved_state import PATIENT
 
+BF16, FP16 = torch.bfloat16, torch.float16
 STEPS = 6  # DDP rebuilds its buckets after the first
 
 
@@ -66,9 +76,16 @@ def test_compressed_training_reaches_the_exact_loss(pool):
         assert loss == pytest.approx(exact, rel=0.02)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_other_gradient_dtypes(pool, dtype):
-    (a, losses), (b, _) = pool.run(trained, "int8", 20, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "spec"),
+    [
+        *((dtype, spec) for dtype in (BF16, FP16) for spec in ("int8", "powersgd:4")),
+        (torch.float64, "int8"),
+    ],
+    ids=str,
+)
+def test_other_gradient_dtypes(pool, dtype, spec):
+    (a, losses), (b, _) = pool.run(trained, spec, 20, dtype)
     assert equal(a, b)
     assert a[0].dtype == dtype
     assert losses[-1] < losses[0]
@@ -76,7 +93,9 @@ def test_other_gradient_dtypes(pool, dtype):
         assert equal(a, pool.run(trained, None, 20, dtype, backend="gloo")[0][0])
 
 
-def check_power_sgd(rank: int, size: int) -> list[torch.Tensor]:
+@on_ranks(2, then=all_equal)
+def test_torchs_powersgd_runs_over_several_buckets(rank, size):
+    """torch's own PowerSGD has callbacks that start collectives; on Gloo two buckets crash it."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 
     model = DistributedDataParallel(network(), bucket_cap_mb=0.02)
@@ -87,18 +106,7 @@ def check_power_sgd(rank: int, size: int) -> list[torch.Tensor]:
     return values(model)
 
 
-def test_torchs_powersgd_runs_over_several_buckets(pool):
-    """torch's own PowerSGD has callbacks that start collectives; on Gloo two buckets crash it."""
-    a, b = pool.run(check_power_sgd)
-    assert equal(a, b)
-
-
 # ------------------------------------------------------- gradients chosen by the test
-
-
-def chosen(spec: Any = "int4", **options: Any) -> tuple[DistributedDataParallel, pycomm.HookState]:
-    model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.02, **options)
-    return model, pycomm.compress(model, spec)
 
 
 @on_ranks()
@@ -107,58 +115,30 @@ def chosen(spec: Any = "int4", **options: Any) -> tuple[DistributedDataParallel,
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
 @pytest.mark.parametrize("spec", ["int4", "multiples"])  # the second is of tests/torch/harness.py
 def test_feedback_loses_nothing_over_new_buckets(rank, size, spec):
-    model, state = chosen(spec)
-    steps, names = 6, ["small", "bias", "big"]
-    got = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    for step in range(steps):
-        for name, g in reduced(model, gradients(rank, step, names)).items():
-            got[name] += g
+    model, state = compressed(spec)
+    missing = lost(model, rank, range(6), ["small", "bias", "big"])
     layouts = {tuple(p.name for p in b.pieces) for b in state._buckets.values()}
     assert len(layouts) > len(set(map(frozenset, layouts))) or len(layouts) > 2, layouts
-
-    residuals = state.state_dict()[f"rank{rank}"][1]
-    assert set(residuals) == {"big", "small"}
-    for name, shape in SHAPES.items():
-        want = sum(gradients(r, s, names)[name] for s in range(steps) for r in range(size)) / size
-        owed = torch.zeros(shape)
-        if name in residuals:
-            # An owner's error counts once, a worker's 1/size.
-            both = residuals[name]["worker"] / size + residuals[name]["owner"]
-            assert both.norm() > 0
-            owed = both.reshape(shape).clone()
-            dist.all_reduce(owed)
-        # The tolerance is the round-off of a few dozen float32 additions of values around 1.
-        torch.testing.assert_close(got[name] + owed, want, rtol=0, atol=1e-5)
-
-
-def same_state(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    (mine,) = (key for key in a if key.startswith("rank"))
-    (_, ours), (_, theirs) = a[mine], b[mine]
-    return ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name][kind], theirs[name][kind])
-        for name in ours
-        for kind in ("worker", "owner")
-    )
+    debts = owed(state)
+    assert all(debts[name].any() == (name in CODED) for name in SHAPES)
+    near_zero(*(missing[name] - debts[name] for name in SHAPES))
 
 
 def check_overflow(rank: int, size: int, spec: str, bad: float, where: str) -> None:
-    model, state = chosen(spec)
-    other, calm = chosen(spec)
+    model, state = compressed(spec)
+    other, calm = compressed(spec)
     for step in range(3):
         reduced(model, gradients(rank, step))
         reduced(other, gradients(rank, step))
-    before = state.state_dict()
+    before = residuals_of(state.state_dict())
     given = gradients(rank, 3)
     if rank == size - 1:
         given[where].view(-1)[17] = bad
     got = reduced(model, given)
     assert not got[where].isfinite().all()
     verdict = torch.tensor([0.0 if g.isfinite().all() else 1.0 for g in got.values()])
-    everybody = verdict.clone()
-    dist.all_reduce(everybody)
-    assert torch.equal(everybody, verdict * size)  # a loss scaler skips on all ranks or on none
-    after = state.state_dict()
-    assert same_state(before, after)
+    assert alike(verdict)  # a loss scaler skips on all ranks or on none
+    assert equal(before, residuals_of(state.state_dict()))
     assert state.overflows == 1
     # The skipped step has left the residuals unchanged.
     assert equal(*(reduced(m, gradients(rank, 4)) for m in (model, other)))
@@ -177,22 +157,19 @@ def test_overflow_reaches_all_ranks_and_leaves_no_trace(rank, size):
 @on_ranks(2)
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
 def test_accumulated_unused_and_frozen_parameters(rank, size):
-    model, state = chosen(Policy("fp32", ()), find_unused_parameters=True)
-
-    def average(steps: list[int], name: str) -> torch.Tensor:
-        mine = [sum(gradients(r, s)[name] for s in steps) for r in range(size)]
-        return sum(mine) / size
+    model, state = compressed(Policy("fp32", ()), find_unused_parameters=True)
 
     # There are two micro-steps, one of which is not reduced.
     model.zero_grad()
     for step, context in ((0, model.no_sync()), (1, nullcontext())):
         with context:
             model(gradients(rank, step)).backward()
-    torch.testing.assert_close(model.module.big.grad, average([0, 1], "big"))
+    both = [mean(size, step)["big"] for step in (0, 1)]
+    torch.testing.assert_close(model.module.big.grad, sum(both))
 
     # One parameter is used by no rank, and one only by rank 0.
     got = reduced(model, gradients(rank, 2, ["big"]))
-    assert torch.equal(got["big"], average([2], "big"))
+    assert torch.equal(got["big"], mean(size, 2)["big"])
     assert "small" not in got
     got = reduced(model, gradients(rank, 3, SHAPES if rank == 0 else ["big", "bias"]))
     assert torch.equal(got["small"], gradients(0, 3)["small"] / size)
@@ -203,7 +180,7 @@ def test_accumulated_unused_and_frozen_parameters(rank, size):
     pycomm.compress(frozen, "fp32")
     got = reduced(frozen, gradients(rank, 4))
     assert set(got) == {"small", "bias"}
-    assert torch.equal(got["small"], average([4], "small"))
+    assert torch.equal(got["small"], mean(size, 4)["small"])
     assert state.overflows == 0
 
 
@@ -212,11 +189,11 @@ def test_hook_without_the_model(rank, size):
     model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.02)
     state = pycomm.HookState("int4")
     model.register_comm_hook(state, pycomm.compress_hook)
-    named, _ = chosen("int4")
+    named, _ = compressed("int4")
     for step in range(4):
         got = reduced(model, gradients(rank, step))
         want = reduced(named, gradients(rank, step))
-        assert all(torch.equal(got[name], want[name]) for name in want)
+        assert equal(got, want)
     assert len(state.residual_norms()) == 2
     assert all(worker > 0 for worker, _ in state.residual_norms().values())
 
@@ -224,11 +201,11 @@ def test_hook_without_the_model(rank, size):
 @on_ranks(2)
 def test_policy_picks_codecs_by_parameter(rank, size):
     policy = Policy("int4", (Rule(codec="bf16", name="small", reason="because"), *PROTECT))
-    model, state = chosen(policy)
+    model, state = compressed(policy)
     got = reduced(model, gradients(rank, 0))
-    mean = {n: sum(gradients(r, 0)[n] for r in range(size)) / size for n in SHAPES}
-    assert torch.equal(got["bias"], mean["bias"])
-    error = {name: float((got[name] - mean[name]).norm() / mean[name].norm()) for name in SHAPES}
+    want = mean(size, 0)
+    assert torch.equal(got["bias"], want["bias"])
+    error = {name: float((got[name] - want[name]).norm() / want[name].norm()) for name in SHAPES}
     assert 0 < error["small"] < 0.01 < error["big"] < 0.3
     assert "because" in state.summary()
     assert "norms and biases stay exact" in state.summary()
@@ -239,7 +216,7 @@ def test_policy_picks_codecs_by_parameter(rank, size):
 
 @on_ranks(2)
 def test_a_registered_codec_goes_its_path_to_the_bit(rank, size):
-    model, state = chosen("multiples:unit=0.25")
+    model, state = compressed("multiples:unit=0.25")
     got = reduced(model, gradients(rank, 0))["big"]
     codec = pycomm.codec("multiples:unit=0.25")
     sent = [
@@ -377,26 +354,16 @@ def test_it_trains_over_several_buckets(pool, backend, spec, behind):
     assert final < want + behind
 
 
-def check_mixed(rank: int, size: int, dtype: torch.dtype) -> None:
+@on_ranks(2)
+def test_parameters_with_other_codecs_share_its_buckets(rank, size):
     policy = Policy("powersgd:2", (Rule(codec="int8", name="small", reason="because"), *PROTECT))
-    model, state = chosen(policy)
-    alone, _ = chosen("int8")
+    model, state = compressed(policy)
+    alone, _ = compressed("int8")
     got, want = (reduced(m, gradients(rank, 0)) for m in (model, alone))
     assert torch.equal(got["small"], want["small"])
     assert torch.equal(got["bias"], want["bias"])
     assert torch.linalg.matrix_rank(got["big"]) == 2
     assert "powersgd:rank=2" in state.summary()
-
-
-def test_parameters_with_other_codecs_share_its_buckets(pool):
-    pool.run(check_mixed, torch.float32)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_16_bit_gradients(pool, dtype):
-    (a, losses), (b, _) = pool.run(trained, "powersgd:4", 20, dtype)
-    assert equal(a, b)
-    assert losses[-1] < losses[0]
 
 
 # ---------------------------------------------------------------------------------- many parameters
@@ -412,7 +379,10 @@ def many_layers(dtype: torch.dtype) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(48, 48) for _ in range(LAYERS)]).to(dtype)
 
 
-def check_calls(rank: int, size: int, in_cpp: bool) -> None:
+@on_ranks(2, backend="gloo", **PATIENT)
+@pytest.mark.parametrize("in_cpp", [False, True])
+def test_exact_parameters_are_coded_together(rank, size, in_cpp):
+    """Where codecs are in C++, Python encodes nothing."""
     if not in_cpp:
         batched.BATCHED = replace(BATCHED, needs=lambda *_: "not here")
     model = DistributedDataParallel(many_layers(torch.float32))
@@ -440,11 +410,3 @@ def check_calls(rank: int, size: int, in_cpp: bool) -> None:
     assert lossy >= LAYERS
     # One call per owner rank, and one for the result, instead of one per bias.
     assert 0 < exact <= size + 1
-
-
-def test_exact_parameters_are_coded_together(pool):
-    pool.run(check_calls, False, backend="gloo", **PATIENT)
-
-
-def test_where_codecs_are_in_cpp_python_encodes_nothing(pool):
-    pool.run(check_calls, True, backend="gloo", **PATIENT)

@@ -16,8 +16,15 @@ from torch import nn
 import pycomm
 from pycomm.errors import Error
 from tests.extent import each_value
-from tests.torch.harness import equal, heard
-from tests.torch.hooks.given_gradients import SHAPES, Net, by_torch, drawn
+from tests.torch.harness import equal, heard, near_zero
+from tests.torch.hooks.given_gradients import (
+    SHAPES,
+    Net,
+    by_torch,
+    drawn,
+    lost_with_remove,
+    mean,
+)
 from tests.torch.pool import on_ranks
 
 STAGES = (0, 2)
@@ -141,11 +148,6 @@ DeepSpeedEngine.__module__ = "deepspeed.runtime.engine"
 def shard(flat: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     size = -(-flat.numel() // ranks)
     return flat[rank * size : (rank + 1) * size]
-
-
-def mean(step: int, ranks: int) -> list[torch.Tensor]:
-    every = [drawn(rank, step) for rank in range(ranks)]
-    return [sum(parts[1:], parts[0]) / ranks for parts in zip(*every, strict=True)]
 
 
 def exact(engine: DeepSpeedEngine) -> int:
@@ -287,19 +289,9 @@ def test_remove_sends_residuals_and_restores_deepspeed(rank, ranks):
     for stage in STAGES:
         engine = DeepSpeedEngine(stage)
         state = pycomm.compress(engine, "int4")
-        total = [torch.zeros(shape) for shape in SHAPES]
-        for step in range(3):
-            if step == 2:
-                state.remove()
-            found = engine.backward(drawn(rank, step))
-            assert torch.equal(found[1], mean(step, ranks)[1])  # it is too small to be coded
-            for sum_, part in zip(total, found, strict=True):
-                sum_ += part
-        # The step after remove() is exact and has the residuals: what was lost has come by then.
-        for step in range(3):
-            for sum_, part in zip(total, mean(step, ranks), strict=True):
-                sum_ -= part
-        assert max(float(sum_.abs().max()) for sum_ in total) < 1e-5  # sums of a few float32
+        missing = lost_with_remove(engine.backward, state, rank, ranks)
+        assert not missing[1].any()  # it is too small to be coded
+        near_zero(*missing)
         assert exact(engine) == 0
         assert equal(engine.backward(drawn(rank, 3)), mean(3, ranks))
         assert exact(engine) > 0

@@ -15,8 +15,8 @@ from torch import nn
 
 import pycomm
 from pycomm.errors import Error
-from tests.torch.harness import equal, heard
-from tests.torch.hooks.given_gradients import SHAPES, Net, by_torch, drawn
+from tests.torch.harness import equal, heard, near_zero
+from tests.torch.hooks.given_gradients import Net, by_torch, drawn, lost_with_remove, mean
 from tests.torch.pool import on_ranks
 
 
@@ -112,8 +112,7 @@ def test_sums_and_averages_follow_megatrons_config(rank, ranks):
         model = DistributedDataParallel(factor=factor, average_in_collective=averages)
         pycomm.compress(model, "fp32")
         found = model.backward(drawn(rank, 0))
-        total = [sum(pair) for pair in zip(*(drawn(r, 0) for r in range(ranks)), strict=True)]
-        assert equal(found, [wanted * each for each in total])
+        assert equal(found, [wanted * ranks * each for each in mean(0, ranks)])
 
 
 @on_ranks(2)
@@ -187,17 +186,7 @@ def test_remove_sends_residuals_and_restores_megatron(rank, ranks):
     model = DistributedDataParallel()
     state = pycomm.compress(model, "int4")
     assert pycomm.state_of(model) is state
-    total = [torch.zeros(shape) for shape in SHAPES]
-    for step in range(3):
-        if step == 2:
-            state.remove()
-        for sum_, found in zip(total, model.backward(drawn(rank, step)), strict=True):
-            sum_ += found
-    # The step after remove() is exact and has the residuals: what was lost has come by then.
-    for step in range(3):
-        for sum_, *parts in zip(total, *(drawn(r, step) for r in range(ranks)), strict=True):
-            sum_ -= torch.stack(parts).mean(0)
-    assert max(float(sum_.abs().max()) for sum_ in total) < 1e-5  # sums of a few float32
+    near_zero(*lost_with_remove(model.backward, state, rank, ranks))
     assert not any(group.exact for group in model.bucket_groups)
     model.backward(drawn(rank, 3))
     assert not any("start_grad_sync" in vars(group) for group in model.bucket_groups)

@@ -10,21 +10,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.codecs import codec
 from pycomm.policy import Guard, Parameter, Plan, Policy, Trial
 from tests.extent import part
-from tests.torch.harness import SHAPES, Chosen, gradients, heard, reduced
+from tests.torch.harness import (
+    SHAPES,
+    Chosen,
+    compressed,
+    gradients,
+    heard,
+    lost,
+    mean,
+    near_zero,
+    reduced,
+)
 from tests.torch.pool import on_ranks
 
 CPU = torch.device("cpu")
-
-
-def compressed(policy: Policy) -> tuple[DistributedDataParallel, pycomm.HookState]:
-    model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.02)
-    return model, pycomm.compress(model, policy)
 
 
 def same_everywhere(value: Any) -> Any:
@@ -38,11 +42,6 @@ def specs(plan: Plan) -> dict[str, str]:
     return {name: decision.codec.spec() for name, decision in plan.decisions.items()}
 
 
-def exact_mean(size: int, step: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
-    given = [gradients(r, step, scale=scale) for r in range(size)]
-    return {name: sum(g[name] for g in given) / size for name in SHAPES}
-
-
 # ------------------------------------------------------------------------- schedules
 
 
@@ -51,18 +50,13 @@ def exact_mean(size: int, step: int, scale: float = 1.0) -> dict[str, torch.Tens
 def test_a_schedule_loses_nothing(rank, size):
     """After int4, then int8, then exact steps, earlier codecs' residuals have all been applied."""
     model, state = compressed(Policy("int4", schedule=((3, "int8"), (5, "fp32"))))
-    got = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    seen = []
+    missing, seen = [], []
     for step in range(1, 7):
-        for name, g in reduced(model, gradients(rank, step)).items():
-            got[name] += g
+        missing.append(lost(model, rank, [step]))
         seen.append(state.plan.decisions["big"].codec.spec())
     assert seen == [codec(c).spec() for c in ("int4", "int4", "int8", "int8", "fp32", "fp32")]
     assert all(norms == (0, 0) for norms in state.residual_norms().values())
-    for name in SHAPES:
-        want = sum(exact_mean(size, step)[name] for step in range(1, 7))
-        # The tolerance is the round-off of a few dozen float32 additions of values around 1.
-        torch.testing.assert_close(got[name], want, rtol=0, atol=1e-5)
+    near_zero(*(sum(each[name] for each in missing) for name in SHAPES))
     assert "from step 5" in state.summary()
 
 
@@ -130,17 +124,13 @@ def test_auto_decides_alike_on_ranks_with_different_clocks(rank, size, seconds, 
 def test_auto_trains(rank, size):
     policy = Policy("auto", candidates=("fp32", "int8"), trial=Trial(first=1, steps=1))
     model, state = compressed(policy)
-    got = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    steps, chosen = 40, []
-    for step in range(steps):
-        for name, g in reduced(model, gradients(rank, step)).items():
-            got[name] += g
+    missing, chosen = [], []
+    for step in range(40):
+        missing.append(lost(model, rank, [step]))
         chosen.append(specs(state.plan))
     same_everywhere(chosen)
-    for name in SHAPES:
-        want = sum(exact_mean(size, step)[name] for step in range(steps))
-        # int8's residual is at most half a hundredth of the largest of values around 1, twice.
-        torch.testing.assert_close(got[name], want, rtol=0, atol=0.1)
+    # int8's residual is at most half a hundredth of the largest of values around 1, twice.
+    near_zero(*(sum(each[name] for each in missing) for name in SHAPES), atol=0.1)
 
 
 # ---------------------------------------------------------------------------- guard
@@ -158,7 +148,7 @@ def test_a_bad_codec_is_noticed_warned_about_and_left(rank, size):
     same_everywhere(specs(state.plan))
     assert all(d.codec == codec("fp32") for d in state.decisions.values())
     assert any("fp16 was off" in e for e in state.plan.events)
-    want = exact_mean(size, 8, 1e-9)
+    want = mean(size, 8, scale=1e-9)
     for name in SHAPES:
         torch.testing.assert_close(got[name], want[name], rtol=1e-6, atol=1e-15)
     # There is one report per cause, although there are two parameters, and on one rank only.
@@ -264,7 +254,7 @@ def test_shards_are_checked_by_those_who_own_them(rank, size, scale, becomes):
     same_everywhere(measured)
     specs_now = same_everywhere(specs(state.plan))
     assert specs_now["big"] == specs_now["small"] == codec(becomes).spec()
-    want = exact_mean(size, 8, scale)
+    want = mean(size, 8, scale=scale)
     for name, parameter in model.named_parameters():
         # fp16 has a relative error of 2^-11, and a residual of the same size from the step before.
         got = parameter.grad.full_tensor()

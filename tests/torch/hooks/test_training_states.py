@@ -22,7 +22,7 @@ import pycomm.horovod as hvd
 from pycomm.policy import PROTECT, Policy, Rule
 from pycomm.reduction.detached import DetachedState
 from tests.extent import each_value
-from tests.torch.harness import alike, batch, equal, network, values
+from tests.torch.harness import alike, batch, equal, inputs, near_zero, network, train_step, values
 from tests.torch.pool import on_ranks
 
 BACKENDS = ["pycomm", "gloo"]
@@ -65,7 +65,7 @@ def test_join_with_unused_parameters(pool, backend, uneven):
         pool.run(joined, spec, uneven, backend=backend) for spec in (None, "fp32", "int8")
     )
     # The last rank trains alone at the end, and DDP divides its gradients before the sum.
-    assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(plain, exact, strict=True))
+    near_zero(*(a - b for a, b in zip(plain, exact, strict=True)), atol=1e-6)
     for a, b in zip(plain, coded, strict=True):
         assert (a - b).norm() < 0.01 * a.norm()
 
@@ -118,16 +118,15 @@ def test_sparse_gradients_travel_exactly(pool, backend, mb):
 # --------------------------------------------------------------------------- copies
 
 
-def steps(model: nn.Module, rank: int, numbers: range, *others: Any) -> None:
+def steps(model: nn.Module, rank: int, numbers: range) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in numbers:
-        x, y = batch(rank, step)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        train_step(model, optimizer, rank, step)
 
 
-def check_copies(rank: int, size: int, spec: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("spec", ["int8", "powersgd:2"])
+def test_copies_and_whole_models_in_files(rank, size, spec):
     model = DistributedDataParallel(network())
     state = pycomm.compress(model, spec)
     steps(model, rank, range(3))
@@ -171,15 +170,8 @@ def check_copies(rank: int, size: int, spec: str) -> None:
         copy.deepcopy(state).state_dict()
 
 
-@pytest.mark.parametrize("spec", ["int8", "powersgd:2", "auto"])
-def test_copies_and_whole_models_in_files(pool, spec):
-    if spec == "auto":
-        pool.run(check_auto_copy)
-    else:
-        pool.run(check_copies, spec)
-
-
-def check_auto_copy(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_copies_of_a_model_that_chooses_its_codecs(rank, size):
     model = DistributedDataParallel(network())
     pycomm.compress(model, "auto")
     steps(model, rank, range(3))
@@ -189,7 +181,7 @@ def check_auto_copy(rank: int, size: int) -> None:
 
 def in_ddp(make: Any) -> Any:
     model = DistributedDataParallel(network())
-    return make(model, model.parameters())
+    return make(model.parameters(), model=model)
 
 
 def in_file(thing: Any) -> None:
@@ -197,8 +189,8 @@ def in_file(thing: Any) -> None:
 
 
 BOUND = {
-    "CodedAdamW": lambda: in_ddp(lambda model, p: pycomm.CodedAdamW(p, model=model)),
-    "CodedSGD": lambda: in_ddp(lambda model, p: pycomm.CodedSGD(p, model=model)),
+    "CodedAdamW": lambda: in_ddp(pycomm.CodedAdamW),
+    "CodedSGD": lambda: in_ddp(pycomm.CodedSGD),
     "LocalSGD": lambda: pycomm.LocalSGD(network(), every=2),
     "DistributedOptimizer": lambda: hvd.DistributedOptimizer(
         torch.optim.SGD(network().parameters(), lr=0.1)
@@ -226,21 +218,19 @@ def test_what_belongs_to_one_model_refuses_a_copy(rank, size, what):
 # ------------------------------------------------------------------ codecs added later
 
 
-def refusals(size: int) -> list[tuple[str, Any]]:
-    rule = Policy("int4", (Rule(codec="powersgd:2", name="3.*"), *PROTECT))
-    return [
-        ("averages whole matrices", "int4 4:powersgd:2"),
-        ("averages whole matrices", "int4 epoch2:powersgd:2"),
-        ("averages whole matrices", rule),
-        ("averages whole matrices", Policy("auto", candidates=("int8", "powersgd:2"))),
-    ]
+WHOLE_MATRICES = [
+    "int4 4:powersgd:2",
+    "int4 epoch2:powersgd:2",
+    Policy("int4", (Rule(codec="powersgd:2", name="3.*"), *PROTECT)),
+    Policy("auto", candidates=("int8", "powersgd:2")),
+]
 
 
 @on_ranks(2)
 def test_all_codecs_of_a_policy_are_checked_at_once(rank, size):
     mesh = init_device_mesh("cpu", (size,))
-    for why, spec in refusals(size):
-        with pytest.raises(ValueError, match=why):
+    for spec in WHOLE_MATRICES:
+        with pytest.raises(ValueError, match="averages whole matrices"):
             pycomm.compress(fully_shard(network(), mesh=mesh), spec)
     # "auto" does not consider such codecs.
     model = fully_shard(network(), mesh=mesh)
@@ -323,9 +313,8 @@ def layers(trained: int) -> nn.Sequential:
 def few_steps(model: nn.Module, rank: int, count: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(count):
-        generator = torch.Generator().manual_seed(10 * step + rank)
         optimizer.zero_grad()
-        model(torch.randn(8, SIDE, generator=generator)).square().mean().backward()
+        model(inputs(rank, step, width=SIDE)).square().mean().backward()
         optimizer.step()
 
 
@@ -376,8 +365,7 @@ def test_unused_parameters_beside_ignored_ones(rank, size):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = {}
     for step in range(6):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        wrapped(torch.randn(8, SIDE, generator=generator), step).square().mean().backward()
+        wrapped(inputs(rank, step, width=SIDE), step).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         unused = "second.weight" if step % 2 else "first.weight"

@@ -16,58 +16,46 @@ import pycomm
 from pycomm import monitor
 from pycomm.policy import Policy
 from tests.extent import each_value
-from tests.torch.harness import SHAPES, Chosen, gradients, reduced
+from tests.torch.harness import (
+    CODED,
+    SHAPES,
+    Chosen,
+    compressed,
+    gradients,
+    lost,
+    mean,
+    near_zero,
+    reduced,
+)
 from tests.torch.interpreter import launch
 from tests.torch.pool import on_ranks
-from tests.torch.reduction.test_saved_state import network, train
-
-CODED = ("big", "small")
-# For ranks that import torch on a busy machine.
-PATIENT = {"timeout": 60, "deadline": 180}
+from tests.torch.reduction.test_saved_state import PATIENT, network, train
 
 
-def mean(size: int, step: int, name: str) -> torch.Tensor:
-    return sum(gradients(r, step)[name] for r in range(size)) / size
-
-
-def check_nothing_is_lost(rank: int, size: int, feedback: str, then: str) -> None:
-    model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.02)
-    state = pycomm.compress(model, "int4", feedback=feedback)
-    lost = {name: torch.zeros(SHAPES[name]) for name in SHAPES}
-
-    def steps(first: int, last: int) -> dict[str, torch.Tensor]:
-        for step in range(first, last):
-            for name, got in reduced(model, gradients(rank, step)).items():
-                lost[name] += mean(size, step, name) - got
-        return lost
-
-    steps(0, 4)
-    assert max(float(lost[name].abs().max()) for name in CODED) > 1e-2
+@on_ranks(3, **PATIENT)
+@each_value
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+@pytest.mark.parametrize("then", ["remove", "fp32", "int8"])
+def test_what_is_owed_is_sent_with_the_next_step(rank, size, then):
+    model, state = compressed("int4", "residual")
+    before = lost(model, rank, range(4))
+    assert max(float(before[name].abs().max()) for name in CODED) > 1e-2
     if then == "remove":
         state.remove()
     else:
         state.set_policy(then)
-    exact = then in ("remove", "fp32")
-    paid = steps(4, 5)
-    if exact:
-        # The tolerance is the round-off of a few dozen float32 additions of values around 1.
-        assert all(float(paid[name].abs().max()) < 2e-5 for name in SHAPES)
-        for step in (5, 6):
-            for name, got in reduced(model, gradients(rank, step)).items():
-                torch.testing.assert_close(got, mean(size, step, name), rtol=0, atol=1e-6)
-        assert not state.residual_norms()
-    else:
+    after = lost(model, rank, [4])
+    paid = [before[name] + after[name] for name in SHAPES]
+    if then == "int8":
         assert {d.codec.name for n, d in state.decisions.items() if n in CODED} == {"quant"}
-        assert all(float(paid[name].abs().max()) < 0.1 for name in SHAPES)  # int8's residual
+        near_zero(*paid, atol=0.1)  # int8's residual
+    else:
+        near_zero(*paid, atol=2e-5)
+        for step in (5, 6):
+            near_zero(*lost(model, rank, [step]).values(), atol=1e-6)
+        assert not state.residual_norms()
     assert state.removed == (then == "remove")
     assert (pycomm.state_of(model) is None) == (then == "remove")
-
-
-@each_value
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-@pytest.mark.parametrize("then", ["remove", "fp32", "int8"])
-def test_what_is_owed_is_sent_with_the_next_step(pool, then, backend):
-    pool.run(check_nothing_is_lost, "residual", then, ranks=3, backend=backend, **PATIENT)
 
 
 @on_ranks(2)
@@ -91,34 +79,27 @@ def test_nothing_is_loaded_after_remove(rank, size):
 @on_ranks(2, **PATIENT)
 @pytest.mark.parametrize("feedback", ["decay:0.5", "residual:storage=int8"])
 def test_of_every_kind_of_feedback_nothing_stays(rank, size, feedback):
-    model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.02)
-    state = pycomm.compress(model, "topk:0.1", feedback=feedback)
-    for step in range(3):
-        reduced(model, gradients(rank, step))
+    model, state = compressed("topk:0.1", feedback)
+    lost(model, rank, range(3))
     state.remove()
-    for step in range(3, 6):
-        got = reduced(model, gradients(rank, step))
+    lost(model, rank, range(3, 5))
+    near_zero(*lost(model, rank, [5]).values(), atol=1e-6)
     assert state.removed
-    for name in SHAPES:
-        torch.testing.assert_close(got[name], mean(size, 5, name), rtol=0, atol=1e-6)
 
 
 @on_ranks(2, **PATIENT)
 def test_a_step_that_overflows_pays_nothing(rank, size):
     """A step that is not finite applies no residuals, so the next one does."""
-    model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.02)
-    state = pycomm.compress(model, "int4")
-    lost = torch.zeros(SHAPES["big"])
-    for step in range(3):
-        lost += mean(size, step, "big") - reduced(model, gradients(rank, step))["big"]
+    model, state = compressed("int4")
+    before = lost(model, rank, range(3))
     state.remove()
     bad = gradients(rank, 3)
     if rank == 0:
         bad["big"].view(-1)[0] = float("nan")
     reduced(model, bad)
-    lost += mean(size, 4, "big") - reduced(model, gradients(rank, 4))["big"]
+    after = lost(model, rank, [4])
     assert not state.removed
-    assert float(lost.abs().max()) < 2e-5
+    near_zero(before["big"] + after["big"], atol=2e-5)
     reduced(model, gradients(rank, 5))
     assert state.removed
 
@@ -258,17 +239,15 @@ def test_shards_leave_together(rank, size):
         model.zero_grad()
         model(gradients(rank, step)).backward()
     assert state.removed
-    for name, parameter in model.named_parameters():
-        got = parameter.grad.full_tensor()
-        torch.testing.assert_close(got, mean(size, 7, name), rtol=0, atol=1e-6)
+    want = mean(size, 7)
+    near_zero(*(p.grad.full_tensor() - want[n] for n, p in model.named_parameters()), atol=1e-6)
 
 
 @on_ranks(2, **PATIENT)
 def test_a_model_keeps_its_number_in_the_monitor(rank, size):
-    model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.02)
     gc.collect()  # what other tests have left
     others = pycomm.monitor.snapshot().keys()
-    state = pycomm.compress(model, "int8")
+    model, state = compressed("int8")
     (number,) = pycomm.monitor.snapshot().keys() - others
     for step in range(8):
         if step == 2:

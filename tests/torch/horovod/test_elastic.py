@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from pycomm.env import agent_folder
 from pycomm.errors import Error
 from tests.torch.harness import heard
 from tests.torch.pool import on_ranks
-from tests.torch.torchrun import agent, end, free_port, launch
+from tests.torch.torchrun import joined_by_another, launch
 
 # A rank begins with other weights than the others, since it is rank 0's that count.
 SCRIPT = """
@@ -87,32 +86,13 @@ def test_a_killed_run_goes_on_from_its_last_commit(tmp_path):
 def test_a_node_that_joins_gets_the_last_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("JOINS", "1")
     (tmp_path / "train.py").write_text(SCRIPT)
-    output, committed = tmp_path / "output", tmp_path / "committed"
-    output.touch()
+    committed = tmp_path / "committed"
 
-    def wait(ranks: int, after: int) -> int:
-        until = time.monotonic() + 100
-        while True:
-            told = committed.read_text().split() if committed.exists() else ["0", "0"]
-            if int(told[0]) == ranks and int(told[1]) > after:
-                return int(told[1])
-            assert time.monotonic() < until, output.read_text()[-4000:]
-            assert first.poll() is None, output.read_text()[-4000:]
-            time.sleep(0.05)
+    def reached() -> tuple[int, int]:
+        ranks, steps = committed.read_text().split() if committed.exists() else ("0", "0")
+        return int(ranks), int(steps)
 
-    port, second = free_port(), None
-    first = agent(tmp_path, port, 1)
-    try:
-        before = wait(1, 0)
-        second = agent(tmp_path, port, 1)
-        wait(2, before)
-        (tmp_path / "stop").touch()
-        for process in (first, second):
-            assert process.wait(100) == 0, output.read_text()[-4000:]
-    finally:
-        for process in filter(None, (first, second)):
-            end(process)
-    text = output.read_text()
+    before, text = joined_by_another(tmp_path, 1, reached, more=1)
     resets = re.findall(RESETS, text)
     assert sorted(rank for rank, _ in resets[-2:]) == ["0", "1"], text
     assert len({step for _, step in resets[-2:]}) == 1

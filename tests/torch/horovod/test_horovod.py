@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -21,120 +20,77 @@ from tests.torch.pool import on_ranks
 # ------------------------------------------------------------------------------ collectives
 
 
-def reductions(rank: int, size: int) -> dict[str, Any]:
+@on_ranks()
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_allreduce(rank, size):
     hvd.init()
-    x = torch.arange(5, dtype=torch.float32) * (rank + 1)
-    n = torch.arange(5) + rank
-    out = {
-        "average": hvd.allreduce(x),
-        "sum": hvd.allreduce(x, op=hvd.Sum),
-        "deprecated": hvd.allreduce(x, average=False),
-        "max": hvd.allreduce(n, op=hvd.Max),
-        "min": hvd.allreduce(n, op=hvd.Min),
-        "product": hvd.allreduce(n + 1, op=hvd.Product),
-        "integers": hvd.allreduce(n, op=hvd.Average),
-        "scaled": hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25),
-        "half": hvd.allreduce(x, compression=hvd.Compression.fp16),
-        "scalar": hvd.allreduce(torch.tensor(float(rank))),
-        "input": x.clone(),
-        "grouped": hvd.grouped_allreduce([x, n], op=hvd.Sum),
-        "async": hvd.synchronize(hvd.allreduce_async(x, op=hvd.Sum)),
-    }
+    base, ones = torch.arange(5, dtype=torch.float32), range(1, size + 1)
+    x, n = base * (rank + 1), torch.arange(5) + rank
+    total, integers = base * sum(ones), torch.arange(5) * size + sum(range(size))
+    product = torch.stack([torch.arange(5) + one for one in ones]).prod(0)
+    for got, want in (
+        (hvd.allreduce(x), total / size),
+        (hvd.allreduce(x, op=hvd.Sum), total),
+        (hvd.allreduce(x, average=False), total),  # the deprecated word
+        (hvd.allreduce(n, op=hvd.Max), torch.arange(5) + size - 1),
+        (hvd.allreduce(n, op=hvd.Min), torch.arange(5)),
+        (hvd.allreduce(n + 1, op=hvd.Product), product),
+        (hvd.allreduce(n, op=hvd.Average), (integers / size).to(torch.long)),
+        (hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25), total / 2),
+        (hvd.allreduce(x, compression=hvd.Compression.fp16), (total / size).half().float()),
+        (hvd.allreduce(torch.tensor(float(rank))), torch.tensor(sum(range(size)) / size)),
+        (x, base * (rank + 1)),  # none of these has changed it
+        (hvd.grouped_allreduce([x, n], op=hvd.Sum), [total, integers]),
+        (hvd.synchronize(hvd.allreduce_async(x, op=hvd.Sum)), total),
+    ):
+        assert equal(got, want)
     handle = hvd.grouped_allreduce_async_([x, n], op=hvd.Sum)
-    out["grouped in place"] = hvd.synchronize(handle)
+    assert equal(hvd.synchronize(handle), [total, integers])
     assert hvd.poll(handle)
-    out["in place"] = (x, n)
-    out["parameter"] = torch.nn.Parameter(torch.full((2,), rank + 1.0))
-    assert hvd.allreduce_(out["parameter"]) is out["parameter"]
-    out["turned"] = torch.nn.Parameter(torch.full((2, 3), rank + 1.0).t())
-    hvd.allreduce_(out["turned"], op=hvd.Sum)
+    assert equal([x, n], [total, integers])
+    parameter = torch.nn.Parameter(torch.full((2,), rank + 1.0))
+    assert hvd.allreduce_(parameter) is parameter
+    assert torch.equal(parameter, torch.full((2,), sum(ones) / size))
+    turned = torch.nn.Parameter(torch.full((2, 3), rank + 1.0).t())
+    hvd.allreduce_(turned, op=hvd.Sum)
+    assert torch.equal(turned, torch.full((3, 2), float(sum(ones))))
     table = torch.arange(6.0).view(2, 3) * (rank + 1)
     hvd.allreduce_(table.t(), op=hvd.Sum)  # not contiguous
-    out["transposed"] = table
-    return out
+    assert torch.equal(table, torch.arange(6.0).view(2, 3) * sum(ones))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_allreduce(pool, size):
-    ranks = range(1, size + 1)
-    base = torch.arange(5, dtype=torch.float32)
-    total, integers = base * sum(ranks), torch.arange(5) * size + sum(range(size))
-    product = torch.stack([torch.arange(5) + rank for rank in ranks]).prod(0)
-    for rank, out in enumerate(pool.run(reductions, ranks=size)):
-        assert torch.equal(out["average"], total / size)
-        assert torch.equal(out["parameter"], torch.full((2,), sum(ranks) / size))
-        assert torch.equal(out["turned"], torch.full((3, 2), float(sum(ranks))))
-        assert torch.equal(out["sum"], total)
-        assert torch.equal(out["deprecated"], total)
-        assert torch.equal(out["max"], torch.arange(5) + size - 1)
-        assert torch.equal(out["min"], torch.arange(5))
-        assert torch.equal(out["product"], product)
-        assert torch.equal(out["integers"], (integers / size).to(torch.long))
-        assert torch.equal(out["scaled"], total / 2)
-        assert torch.equal(out["half"], (total / size).half().float())
-        assert out["half"].dtype == torch.float32
-        assert torch.equal(out["scalar"], torch.tensor(sum(range(size)) / size))
-        assert torch.equal(out["input"], base * (rank + 1))
-        for name in ("grouped", "grouped in place", "in place"):
-            assert torch.equal(out[name][0], total), name
-            assert torch.equal(out[name][1], integers), name
-        assert torch.equal(out["async"], total)
-        assert torch.equal(out["transposed"], torch.arange(6.0).view(2, 3) * sum(ranks))
-
-
-def moves(rank: int, size: int) -> dict[str, Any]:
+@on_ranks(3)
+def test_allgather_and_broadcast(rank, size):
     hvd.init()
     rows = torch.full((rank, 2), float(rank))  # none on the first rank
     own = torch.full((3,), float(rank))
-    out = {
-        "rows": hvd.allgather(rows),
-        "sent": hvd.broadcast(own, root_rank=1),
-        "kept": own.clone(),
-        "objects": hvd.allgather_object({"rank": rank}),
-        "object": hvd.broadcast_object([rank] if rank == 1 else None, root_rank=1),
-        "places": (hvd.rank(), hvd.size(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()),
-        "homogeneous": hvd.is_homogeneous(),
-    }
+    gathered = torch.tensor([[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]])
+    assert torch.equal(hvd.allgather(rows), gathered)
+    assert torch.equal(hvd.broadcast(own, root_rank=1), torch.ones(3))
+    assert torch.equal(own, torch.full((3,), float(rank)))
     hvd.broadcast_(own, 1)
-    out["overwritten"] = own
+    assert torch.equal(own, torch.ones(3))
+    assert hvd.allgather_object({"rank": rank}) == [{"rank": r} for r in range(size)]
+    assert hvd.broadcast_object([rank] if rank == 1 else None, root_rank=1) == [1]
+    assert (hvd.rank(), hvd.size(), hvd.is_homogeneous()) == (rank, size, True)
+    assert (hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (size, 0, 1)
     hvd.barrier()
-    return out
 
 
-def test_allgather_and_broadcast(pool):
-    size = 3
-    for rank, out in enumerate(pool.run(moves, ranks=size)):
-        assert torch.equal(out["rows"], torch.tensor([[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]))
-        assert torch.equal(out["sent"], torch.ones(3))
-        assert torch.equal(out["kept"], torch.full((3,), float(rank)))
-        assert torch.equal(out["overwritten"], torch.ones(3))
-        assert out["objects"] == [{"rank": r} for r in range(size)]
-        assert out["object"] == [1]
-        assert out["places"][:2] == (rank, size)
-        assert out["homogeneous"]
-
-
-def flows(rank: int, size: int) -> list[torch.Tensor]:
+@on_ranks(2)
+def test_gradients_flow_through_collectives(rank, size):
     hvd.init()
     x = torch.full((rank + 1,), 2.0, requires_grad=True)
     (hvd.allgather(x) * torch.arange(float(sum(range(size + 1))))).sum().mul(rank + 1).backward()
+    assert torch.equal(x.grad, torch.tensor([1.0, 2.0]) * 1.5 if rank else torch.tensor([0.0]))
     y = torch.ones(2, requires_grad=True)
     hvd.allreduce(y, op=hvd.Sum).sum().mul(rank + 1).backward()
+    assert torch.equal(y.grad, torch.full((2,), 3.0))
     z = torch.ones(2, requires_grad=True)
     hvd.broadcast(z, 1).sum().mul(rank + 1).backward()
+    assert torch.equal(z.grad, torch.full((2,), 1.5 * rank))  # Horovod averages these
     with pytest.raises(pycomm.Error, match="no gradients flow through Max"):
         hvd.allreduce(y, op=hvd.Max)
-    return [x.grad, y.grad, z.grad]
-
-
-def test_gradients_flow_through_collectives(pool):
-    first, second = pool.run(flows)
-    assert torch.equal(first[0], torch.tensor([0.0]))
-    assert torch.equal(second[0], torch.tensor([1.0, 2.0]) * 1.5)
-    for grads in (first, second):
-        assert torch.equal(grads[1], torch.full((2,), 3.0))
-    assert torch.equal(first[2], torch.zeros(2))
-    assert torch.equal(second[2], torch.full((2,), 1.5))  # Horovod averages these
 
 
 # -------------------------------------------------------------------------------- the optimizer
@@ -264,7 +220,8 @@ def test_the_bits_are_those_of_ddp(pool):
     assert equal(pool.run(ddp)[0], pool.run(train, {})[0])
 
 
-def copies(rank: int, size: int) -> tuple[list[torch.Tensor], dict[str, Any]]:
+@on_ranks(2, then=all_equal)
+def test_parameters_and_optimizer_become_those_of_the_root(rank, size):
     hvd.init()
     torch.manual_seed(rank)
     model = nn.Linear(4, 4)
@@ -276,17 +233,10 @@ def copies(rank: int, size: int) -> tuple[list[torch.Tensor], dict[str, Any]]:
     hvd.broadcast_parameters(model.named_parameters(), root_rank=1)
     hvd.broadcast_parameters(list(model.parameters()), root_rank=1)
     hvd.broadcast_optimizer_state(optimizer, root_rank=1)
-    return [p.detach() for p in model.parameters()], copy.deepcopy(optimizer.state_dict())
-
-
-def test_parameters_and_optimizer_become_those_of_the_root(pool):
-    (weights, state), (roots, root_state) = pool.run(copies)
-    assert equal(weights, roots)
-    assert state["param_groups"] == root_state["param_groups"]
+    state = optimizer.state_dict()
     assert state["param_groups"][0]["lr"] == 0.2
-    assert state["state"].keys() == root_state["state"].keys() == {0, 1}
-    for key, entry in root_state["state"].items():
-        assert equal(list(state["state"][key].values()), list(entry.values()))
+    assert state["state"].keys() == {0, 1}
+    return values(model), state
 
 
 @on_ranks(2)
@@ -595,15 +545,12 @@ def test_asynchronous_calls_are_matched_by_name(rank, size):
         hvd.synchronize(handles[0])
 
 
-def many_names(rank: int, size: int) -> int:
+@on_ranks(2)
+def test_operations_that_have_ended_are_not_kept(rank, size):
     hvd.init()
     for step in range(50):
         hvd.allreduce(torch.ones(1), name=f"loss of step {step}")
-    return len(calls._running)
-
-
-def test_operations_that_have_ended_are_not_kept(pool):
-    assert max(pool.run(many_names)) <= 1
+    assert len(calls._running) <= 1
 
 
 EXTREMES = {
@@ -644,42 +591,35 @@ def test_averages_of_integers_are_exact(rank, size, way):
 # ----------------------------------------------------------------------------- more collectives
 
 
-def more(rank: int, size: int) -> dict[str, Any]:
+@on_ranks(3)
+def test_other_collectives_and_process_sets(rank, size):
     hvd.init()
     odd, even = (hvd.add_process_set(range(first, size, 2)) for first in (1, 0))
-    own = odd if rank % 2 else even
+    own, other = (odd, even) if rank % 2 else (even, odd)
     rows = torch.arange(float(2 * size)).view(size, 2) + 10 * rank
-    table = torch.full((size + 1, 2), float(rank + 1))
+    start = torch.tensor([2.0 * rank, 2.0 * rank + 1])
+    wanted = torch.stack([start + 10 * r for r in range(size)])
+    assert torch.equal(hvd.alltoall(rows), wanted)
     grid = torch.full((sum(range(size)),), float(rank))
-    return {
-        "equal": hvd.alltoall(rows),
-        "split": hvd.alltoall(grid, torch.arange(size, dtype=torch.int32)),
-        "scattered": hvd.reducescatter(table, op=hvd.Sum),
-        "grouped": hvd.grouped_reducescatter([table, table], op=hvd.Average),
-        "gathered": hvd.grouped_allgather([table[: rank + 1], table]),
-        "scalars": hvd.allgather(torch.tensor(float(rank))),
-        "sets": (own.size(), own.rank(), own.included(), (even if rank % 2 else odd).rank()),
-        "summed": hvd.allreduce(torch.tensor([rank]), op=hvd.Sum, process_set=own),
-        "sparse": hvd.sparse_allreduce_async(torch.eye(3).to_sparse() * (rank + 1))().to_dense(),
-        "large": hvd.allreduce(torch.tensor([2**60 + 1])),
-        "removed": (hvd.remove_process_set(own), own.size()),
-    }
+    parts, splits = hvd.alltoall(grid, torch.arange(size, dtype=torch.int32))
+    assert torch.equal(parts, torch.arange(3.0).repeat_interleave(rank))
+    assert splits.tolist() == [rank] * size
 
+    table = torch.full((size + 1, 2), float(rank + 1))
+    mine = 2 if rank == 0 else 1  # 4 rows on 3 ranks
+    assert torch.equal(hvd.reducescatter(table, op=hvd.Sum), torch.full((mine, 2), 6.0))
+    averages = hvd.grouped_reducescatter([table, table], op=hvd.Average)
+    assert equal(list(averages), [torch.full((mine, 2), 2.0)] * 2)
+    gathered = hvd.grouped_allgather([table[: rank + 1], table])
+    assert gathered[0][:, 0].tolist() == [1.0, 2.0, 2.0, 3.0, 3.0, 3.0]
+    assert hvd.allgather(torch.tensor(float(rank))).tolist() == [0.0, 1.0, 2.0]
 
-def test_other_collectives_and_process_sets(pool):
-    size = 3
-    for rank, out in enumerate(pool.run(more, ranks=size)):
-        start = torch.tensor([2.0 * rank, 2.0 * rank + 1])
-        assert torch.equal(out["equal"], torch.stack([start + 10 * r for r in range(size)]))
-        assert torch.equal(out["split"][0], torch.arange(3.0).repeat_interleave(rank))
-        assert out["split"][1].tolist() == [rank] * size
-        mine = 2 if rank == 0 else 1  # 4 rows on 3 ranks
-        assert torch.equal(out["scattered"], torch.full((mine, 2), 6.0))
-        assert all(torch.equal(part, torch.full((mine, 2), 2.0)) for part in out["grouped"])
-        assert out["gathered"][0][:, 0].tolist() == [1.0, 2.0, 2.0, 3.0, 3.0, 3.0]
-        assert out["scalars"].tolist() == [0.0, 1.0, 2.0]
-        assert out["sets"] == ((1, 0, True, None) if rank == 1 else (2, rank // 2, True, None))
-        assert out["summed"].tolist() == [1 if rank == 1 else 2]
-        assert torch.equal(out["sparse"], torch.eye(3) * 2)
-        assert out["large"].tolist() == [(2**60 + 1) * 3 // 3]
-        assert out["removed"] == (True, None)
+    assert (own.size(), own.rank()) == ((1, 0) if rank == 1 else (2, rank // 2))
+    assert (own.included(), other.rank()) == (True, None)
+    summed = hvd.allreduce(torch.tensor([rank]), op=hvd.Sum, process_set=own)
+    assert summed.tolist() == [1 if rank == 1 else 2]
+    sparse = hvd.sparse_allreduce_async(torch.eye(3).to_sparse() * (rank + 1))()
+    assert torch.equal(sparse.to_dense(), torch.eye(3) * 2)
+    assert hvd.allreduce(torch.tensor([2**60 + 1])).tolist() == [2**60 + 1]
+    assert hvd.remove_process_set(own) is True
+    assert own.size() is None

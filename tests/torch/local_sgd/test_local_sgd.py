@@ -13,7 +13,17 @@ from torch.distributed.fsdp import fully_shard
 
 import pycomm
 from pycomm.local_sgd import Blocking
-from tests.torch.harness import batch, equal, network, train_step, values
+from tests.torch.harness import (
+    alike,
+    all_equal,
+    batch,
+    equal,
+    near_zero,
+    network,
+    residuals_of,
+    train_step,
+    values,
+)
 from tests.torch.pool import on_ranks
 
 PLAIN = {"codec": "fp32", "lr": 1.0, "momentum": 0.0}
@@ -26,24 +36,21 @@ def train(
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=inner)
     local = pycomm.LocalSGD(model, **options)
-    losses, alike = [], True
+    losses, equal_then = [], True
     for step in range(steps):
         losses.append(train_step(model, optimizer, rank, step))
         if local.step():
-            mine = torch.cat([v.view(-1) for v in values(model)])
-            first = mine.clone()
-            dist.broadcast(first, 0)
-            alike = alike and torch.equal(first, mine)
+            equal_then = alike(*values(model)) and equal_then
     local.finish()
-    return values(model), losses, alike
+    return values(model), losses, equal_then
 
 
 @on_ranks(3)
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
 def test_without_momentum_it_averages_parameters(rank, size):
     options = {"every": 4, **PLAIN}
-    got, _, alike = train(rank, size, 8, options)
-    assert alike
+    got, _, equal_then = train(rank, size, 8, options)
+    assert equal_then
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(8):
@@ -53,8 +60,7 @@ def test_without_momentum_it_averages_parameters(rank, size):
                 dist.all_reduce(p.data)
                 p.data /= size
     # start - mean(start - end) rounds twice where mean(end) rounds once.
-    for a, b in zip(got, values(model), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    near_zero(*(a - b for a, b in zip(got, values(model), strict=True)), atol=1e-6)
 
 
 CONVERGES = [
@@ -69,8 +75,8 @@ CONVERGES = [
 @pytest.mark.parametrize("options", CONVERGES, ids=str)
 def test_it_converges_and_ranks_are_equal(pool, options):
     results = pool.run(train, 80, {"every": 4, **options})
-    (a, losses, alike), (b, more, _) = results
-    assert alike
+    (a, losses, equal_then), (b, more, _) = results
+    assert equal_then
     assert equal(a, b)
     # The loss started at ln 10 = 2.3; training step by step reaches 0.9 after 60 steps.
     assert sum(losses[-8:] + more[-8:]) / 16 < 1.3
@@ -127,7 +133,7 @@ def test_a_round_that_is_not_finite_leaves_no_trace(rank, size):
     with torch.no_grad():
         model[0].weight += 0.1 * (rank + 1)
     local.step()
-    before, owed = values(model), local.state.state_dict()[f"rank{rank}"][1]
+    before, owed = values(model), residuals_of(local.state.state_dict())
     with torch.no_grad():
         model[0].weight += 0.1
         if rank == 0:
@@ -135,8 +141,7 @@ def test_a_round_that_is_not_finite_leaves_no_trace(rank, size):
     local.step()
     assert (local.rounds, local.skipped) == (2, 1)
     assert equal(values(model), before)
-    after = local.state.state_dict()[f"rank{rank}"][1]
-    assert all(torch.equal(after[n]["worker"], owed[n]["worker"]) for n in owed)
+    assert equal(residuals_of(local.state.state_dict()), owed)
 
 
 @on_ranks(2)
@@ -144,14 +149,13 @@ def test_ranks_start_from_the_first_ranks_parameters(rank, size):
     torch.manual_seed(rank)
     model = nn.Linear(8, 8)
     pycomm.LocalSGD(model, every=4)
-    mine = model.weight.detach().clone()
-    dist.broadcast(mine, 0)
-    assert torch.equal(mine, model.weight)
+    assert alike(model.weight)
     with pytest.raises(ValueError, match="every=0"):
         pycomm.LocalSGD(model, every=0)
 
 
-def check_shards(rank: int, size: int) -> list[torch.Tensor]:
+@on_ranks(4, then=all_equal)
+def test_shards_of_fsdp2_meet_between_groups(rank, size):
     """Two groups of two ranks: FSDP2 inside, local SGD between them; in bfloat16."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("apart", "shard"))
     model = fully_shard(network().bfloat16(), mesh=mesh["shard"])
@@ -163,11 +167,5 @@ def check_shards(rank: int, size: int) -> list[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         local.step()
-    return [p.full_tensor().detach().clone() for p in model.parameters()]
-
-
-def test_shards_of_fsdp2_meet_between_groups(pool):
-    first, *others = pool.run(check_shards, ranks=4)
-    assert first[0].dtype == torch.bfloat16
-    for other in others:
-        assert equal(first, other)
+    assert model[0].weight.dtype == torch.bfloat16
+    return values(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import pycomm
 from pycomm.local_sgd import Blocking, Quorum, Streamed
 from pycomm.local_sgd.fragments import split
 from pycomm.local_sgd.progress import Progress, Round
-from tests.torch.harness import all_equal, equal, network, train_step, values
+from tests.torch.harness import alike, all_equal, equal, network, train_step, values
 from tests.torch.local_sgd.test_local_sgd import PLAIN, train
 from tests.torch.pool import on_ranks
 
@@ -92,10 +93,7 @@ def test_fragments_travel_as_in_streaming_diloco(rank, size, overlap, mixing):
     for a, b in zip(values(model), want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     local.finish()
-    for value in values(model):
-        first = value.clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(first, value)
+    assert alike(*values(model))
 
 
 STREAM = {"every": 4, "codec": "int8", "exchange": Streamed(2, overlap=1)}
@@ -282,23 +280,34 @@ def test_a_full_quorum_has_the_bits_of_blocking(pool):
     assert equal(a, b)
 
 
+def moving(every: int, exchange: Quorum) -> tuple[nn.Linear, pycomm.LocalSGD, Callable[..., None]]:
+    """Return a model of zeros, its LocalSGD, and a function that moves all weights by 1 a step."""
+    model = nn.Linear(40, 60, bias=False)
+    nn.init.zeros_(model.weight)
+    local = pycomm.LocalSGD(model, every=every, exchange=exchange, **PLAIN)
+
+    def move(steps: int = 1) -> None:
+        for _ in range(steps):
+            with torch.no_grad():
+                model.weight += 1.0
+            local.step()
+
+    return model, local, move
+
+
 def check_slow(rank: int, size: int, grace: float) -> tuple[list[float], int]:
     """Every step moves a rank by 1. Without a grace the last rank's first step takes all training.
 
     With one, the last rank's steps take a tenth of a second each.
     """
-    model = nn.Linear(40, 60, bias=False)
-    nn.init.zeros_(model.weight)
-    local = pycomm.LocalSGD(model, every=4, exchange=Quorum(2, grace=grace), **PLAIN)
+    model, local, move = moving(4, Quorum(2, grace=grace))
     store = dist.distributed_c10d._get_default_store()
     for step in range(3 if rank == 2 else 16):
-        with torch.no_grad():
-            model.weight += 1.0
         if rank == 2 and grace == 0 and step == 0:
             store.wait(["trained0", "trained1"])
         elif rank == 2:
             time.sleep(0.1)
-        local.step()
+        move()
     if rank < 2:
         assert local.rounds == 4
         store.set(f"trained{rank}", "")
@@ -326,102 +335,69 @@ def test_what_a_slow_rank_has_within_the_grace_takes_part(pool):
     assert any(a[0] == pytest.approx(end, abs=1e-4) for end in ends)
 
 
-def check_overlap(rank: int, size: int) -> list[float]:
+def where_all_steps_lead(results: list[list[float]]) -> None:
+    all_equal(results)
+    assert results[0] == pytest.approx([12.0] * 2, abs=1e-4)
+
+
+@on_ranks(2, then=where_all_steps_lead)
+def test_steps_during_an_exchange_are_not_lost(rank, size):
     """What a rank does while its offer travels is kept, and sent in its next round."""
-    model = nn.Linear(40, 60, bias=False)
-    nn.init.zeros_(model.weight)
-    local = pycomm.LocalSGD(model, every=4, exchange=Quorum(2, overlap=2), **PLAIN)
-    for _ in range(12):
-        with torch.no_grad():
-            model.weight += 1.0
-        local.step()
-        # Nothing is lost: all ranks move alike, so each is where its own steps have brought it.
+    model, local, move = moving(4, Quorum(2, overlap=2))
+    move(12)  # all ranks move alike, so each is where its own steps have brought it
     local.finish()
     return model.weight.detach().flatten()[:2].tolist()
 
 
-def test_steps_during_an_exchange_are_not_lost(pool):
-    a, b = pool.run(check_overlap)
-    assert a == b
-    assert a[0] == pytest.approx(12.0, abs=1e-4)
-
-
-def check_finish_twice(rank: int, size: int) -> float:
-    model = nn.Linear(40, 60, bias=False)
-    nn.init.zeros_(model.weight)
-    local = pycomm.LocalSGD(model, every=4, exchange=Quorum(1, grace=0.0), **PLAIN)
+@on_ranks(2)
+def test_training_goes_on_after_finish(rank, size):
+    model, local, move = moving(4, Quorum(1, grace=0.0))
     for _ in range(2):
-        for _ in range(5 + rank):
-            with torch.no_grad():
-                model.weight += 1.0
-            local.step()
+        move(5 + rank)
         with pytest.raises(pycomm.Error, match=r"call finish\(\)"):
             local.state_dict()
         local.finish()
-        mine = model.weight.detach().clone()
-        dist.broadcast(mine, 0)
-        assert torch.equal(mine, model.weight)
+        assert alike(model.weight)
     saved = local.state_dict()
-    other = nn.Linear(40, 60, bias=False)
+    other, resumed, _ = moving(4, Quorum(1, grace=0.0))
     other.load_state_dict(model.state_dict())
-    resumed = pycomm.LocalSGD(other, every=4, exchange=Quorum(1, grace=0.0), **PLAIN)
     resumed.load_state_dict(saved)
     resumed.step()
     resumed.finish()
     assert torch.equal(other.weight, model.weight)
-    return float(model.weight[0, 0])
 
 
-def test_training_goes_on_after_finish(pool):
-    assert len(set(pool.run(check_finish_twice))) == 1
+def as_many_rounds(results: list[int]) -> None:
+    all_equal(results)
+    assert results[0] > 0
 
 
-def check_late_load(rank: int, size: int) -> float:
+@on_ranks(2, then=as_many_rounds)
+def test_rounds_wait_for_a_rank_that_loads_late(rank, size):
     """One rank loads long after the other, whose rounds wait for it, and threads talk meanwhile."""
-    model = nn.Linear(40, 60, bias=False)
-    nn.init.zeros_(model.weight)
-    local = pycomm.LocalSGD(model, every=1, exchange=Quorum(1, grace=0.0), **PLAIN)
-
-    def train() -> None:
-        for _ in range(3):
-            with torch.no_grad():
-                model.weight += 1.0
-            local.step()
-        local.finish()
-
-    train()
-    saved, weights = local.state_dict(), model.weight.detach().clone()
-    resumed = pycomm.LocalSGD(model, every=1, exchange=Quorum(1, grace=0.0), **PLAIN)
-    with torch.no_grad():
-        model.weight.copy_(weights)
+    model, local, move = moving(1, Quorum(1, grace=0.0))
+    move(3)
+    local.finish()
+    again, resumed, move = moving(1, Quorum(1, grace=0.0))
+    again.load_state_dict(model.state_dict())
     if rank == 1:
         time.sleep(0.5)
-    resumed.load_state_dict(saved)
-    local = resumed
-    train()
-    mine = model.weight.detach().clone()
-    dist.broadcast(mine, 0)
-    assert torch.equal(mine, model.weight)
-    return local.rounds - saved["rounds"]
-
-
-def test_rounds_wait_for_a_rank_that_loads_late(pool):
-    one, other = pool.run(check_late_load)
-    assert one == other > 0
+    resumed.load_state_dict(local.state_dict())
+    move(3)
+    resumed.finish()
+    assert alike(again.weight)
+    return resumed.rounds - local.rounds
 
 
 @on_ranks(3, dies=[1])
 def test_a_rank_that_dies_is_named(rank, size):
-    model = nn.Linear(40, 60, bias=False)
-    local = pycomm.LocalSGD(model, every=2, exchange=Quorum(2, grace=0.0), **PLAIN)
+    _, local, move = moving(2, Quorum(2, grace=0.0))
 
     def go_on() -> None:
-        for step in range(400):
-            with torch.no_grad():
-                model.weight += 1.0
-            if rank == 1 and step == 5:
-                os._exit(3)
-            local.step()
+        move(5)
+        if rank == 1:
+            os._exit(3)
+        move(395)
         local.finish()
 
     with pytest.raises(pycomm.PeerLost, match="rank 1"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -18,10 +18,11 @@ import pycomm
 from pycomm.errors import Error, WireMismatch
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Decision, Parameter
-from pycomm.reduction import batched, two_shot
+from pycomm.reduction import batched, coding, two_shot
 from pycomm.reduction.batched import Batched
 from pycomm.reduction.bucket import Bucket
-from pycomm.reduction.coding import Coder, Run, whole
+from pycomm.reduction.coding import Coder, Plan, Run, whole
+from pycomm.reduction.payloads import Payloads
 from tests.extent import pairs
 from tests.torch.pool import on_ranks
 from tests.torch.reduction.test_saved_state import PATIENT
@@ -106,7 +107,7 @@ def sent_bytes() -> Iterator[list[bytes]]:
         sent.append(whole.numpy().tobytes())
         return function(values, sizes, *args, **options)
 
-    places = [(two_shot, "all_to_all"), (two_shot, "gather_payloads")]
+    places = [(coding, "all_to_all"), (coding, "gather_payloads")]
     places += [(batched, "all_to_all"), (batched, "all_gather")]
     with pytest.MonkeyPatch.context() as patch:
         for module, name in places:
@@ -184,42 +185,64 @@ def lossless_bucket() -> Bucket:
     return Bucket(decisions, range(2), None, torch.device("cpu"))
 
 
+def land(bucket: Bucket, change: Callable[[torch.Tensor, int], Payloads]) -> None:
+    """Let C++ add up what `change` makes of this rank's payloads, in memory, and their bytes."""
+
+    def came(payload: torch.Tensor, size: int, *args: Any, room: int, **options: Any) -> Payloads:
+        memory = torch.zeros(size + room, dtype=torch.uint8)
+        memory[:size] = payload[:size]
+        return change(memory, size)
+
+    plan = Plan(shown=whole(bucket.pieces))
+    values = torch.randn(200, generator=torch.Generator().manual_seed(0))
+    one = Batched(bucket, plan, Alone(), torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batched, "all_gather", came)
+        one.run(values, values, bucket.sides, Alone(), seed=1, step=1, divisor=1)
+
+
 @pytest.mark.parametrize("word", [0, 1, 3, 6, 4096, 2**31, 2**32 - 1])
 @pytest.mark.parametrize("second", [False, True])
 def test_sizes_in_payloads_that_cannot_be_true(word, second):
     bucket = lossless_bucket()
     runs = whole(bucket.pieces)
-    one = Batched(bucket, [runs], Alone(), torch.device("cpu"))
-    one.begin(bucket.sides, torch.float32, Alone(), seed=1, step=1, divisor=1)
-    values = torch.randn(200)
-    payload, size = one._contribute(values, 0)
-    memory = torch.zeros(size + max(one.most), dtype=torch.uint8)
-    memory[:size] = payload
-    place = int(payload[:4].view(torch.int32)) if second else 0
-    memory[place : place + 4] = torch.frombuffer(
-        bytearray(struct.pack("<I", word)), dtype=torch.uint8
-    )
+
+    def change(memory: torch.Tensor, size: int) -> Payloads:
+        place = int(memory[:4].view(torch.int32)) if second else 0
+        memory[place : place + 4] = torch.frombuffer(
+            bytearray(struct.pack("<I", word)), dtype=torch.uint8
+        )
+        return memory, [(0, size)]
+
     with pytest.raises(WireMismatch, match="are possible"):
-        one.add_up(values, 0, (memory, [(0, size)]))
-    parts = [torch.empty(100), torch.empty(100)]
+        land(bucket, change)
+    coder = Coder(0, seed=1, step=1)
+    payload = coder.encode(runs, torch.randn(200), None)
+    change(payload, payload.numel())
     with pytest.raises(WireMismatch, match="are possible"):
-        Coder(0, seed=1, step=1).decode(runs, memory[:size], parts, add=False)
+        coder.decode(runs, payload, [torch.empty(100), torch.empty(100)], add=False)
 
 
 def test_payloads_that_end_too_early():
     bucket = lossless_bucket()
-    one = Batched(bucket, [whole(bucket.pieces)], Alone(), torch.device("cpu"))
-    one.begin(bucket.sides, torch.float32, Alone(), seed=1, step=1, divisor=1)
-    values = torch.randn(200)
-    payload, size = one._contribute(values, 0)
-    memory = torch.zeros(size + max(one.most), dtype=torch.uint8)
-    memory[:size] = payload
-    for cut in range(0, size, 4):
+    sizes: list[int] = []
+
+    def whole_payload(memory: torch.Tensor, size: int) -> Payloads:
+        sizes.append(size)
+        return memory, [(0, size)]
+
+    land(bucket, whole_payload)
+    for cut in range(0, sizes[0], 4):
         with pytest.raises(WireMismatch, match="are possible"):
-            one.add_up(values, 0, (memory, [(0, cut)]))
-    for places in ([(0, memory.numel())], [(2, size)], [(memory.numel(), 0)], [(0, size)] * 2):
+            land(bucket, lambda memory, size, cut=cut: (memory, [(0, cut)]))
+    for places in (
+        lambda memory, size: [(0, memory.numel())],
+        lambda memory, size: [(2, size)],
+        lambda memory, size: [(memory.numel(), 0)],
+        lambda memory, size: [(0, size)] * 2,
+    ):
         with pytest.raises(Error):
-            one.add_up(values, 0, (memory, places))
+            land(bucket, lambda memory, size, places=places: (memory, places(memory, size)))
 
 
 @on_ranks(2, backend="gloo")
@@ -238,7 +261,8 @@ def test_runs_that_cannot_be_cut_so():
     decided = Decision(Parameter("p", (1000,), torch.float32), pycomm.codec("int4:block=64"), "")
     bucket = Bucket([decided], [0], None, torch.device("cpu"))
     (piece,) = bucket.pieces
-    Batched(bucket, [[Run(piece, 64, 128), Run(piece, 960, 1000)]], Alone(), torch.device("cpu"))
+    cpu = torch.device("cpu")
+    Batched(bucket, Plan([[Run(piece, 64, 128), Run(piece, 960, 1000)]]), Alone(), cpu)
     for begin, end in [(32, 64), (64, 100), (64, 1001), (1024, 1100), (1, 1000)]:
         with pytest.raises(Error, match="cannot be cut"):
-            Batched(bucket, [[Run(piece, begin, end)]], Alone(), torch.device("cpu"))
+            Batched(bucket, Plan([[Run(piece, begin, end)]]), Alone(), cpu)

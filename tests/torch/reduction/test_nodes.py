@@ -5,19 +5,27 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
+from torch.distributed import distributed_c10d, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm.codecs.convert import convert
 from pycomm.errors import WireMismatch
+from pycomm.feedback import Feedback, Residuals
+from pycomm.local_sgd import Blocking, Streamed
+from pycomm.policy import Decision, Parameter
 from pycomm.policy.exchange import bytes_of
-from pycomm.reduction.nodes import flat_text
+from pycomm.reduction import two_shot
+from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.nodes import Nodes, flat_text
 from tests.torch.harness import Chosen, all_equal, gradients, reduced
 from tests.torch.interpreter import ROOT, Interpreter
 from tests.torch.pool import on_ranks
@@ -57,9 +65,24 @@ def train(
 
 ON_NODE = """
 import sys
-from tests.torch.reduction.test_nodes import on_node
-on_node(int(sys.argv[1]), sys.argv[2])
+from tests.torch.reduction import test_nodes
+getattr(test_nodes, sys.argv[1])(int(sys.argv[2]), sys.argv[3])
 """
+
+
+def run_on_nodes(function: str, folder: Path, **env: str) -> None:
+    """Run a function of this file, of a rank and a folder, on four ranks of two nodes."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYCOMM_ALGO": "hierarchical", **env}
+    ranks = [
+        Interpreter(
+            *("-c", ON_NODE, function, str(rank), str(folder)),
+            env={**env, "PYCOMM_HOST_ID": f"node{rank // 2}"},
+            merged=True,
+        )
+        for rank in range(4)
+    ]
+    for rank in ranks:
+        assert rank.wait(200) == 0, rank.output()
 
 
 def on_node(rank: int, folder: str) -> None:
@@ -83,18 +106,41 @@ def on_node(rank: int, folder: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["native", "reference"])
 def test_gloo_has_the_bits_of_the_core(tmp_path, implementation):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYCOMM_ALGO": "hierarchical"}
-    env["PYCOMM_IMPL"] = implementation
-    ranks = [
-        Interpreter(
-            *("-c", ON_NODE, str(rank), str(tmp_path)),
-            env={**env, "PYCOMM_HOST_ID": f"node{rank // 2}"},
-            merged=True,
-        )
-        for rank in range(4)
-    ]
-    for rank in ranks:
-        assert rank.wait(200) == 0, rank.output()
+    run_on_nodes("on_node", tmp_path, PYCOMM_IMPL=implementation)
+
+
+EXCHANGES = [Blocking(), Streamed(fragments=2, overlap=1)]
+
+
+def train_apart(rank: int, exchange: Any, dtype: torch.dtype) -> tuple[list[bytes], str]:
+    """Return the parameters after three rounds of LocalSGD; and the summary."""
+    model = Chosen(SHAPES).to(dtype)
+    local = pycomm.LocalSGD(model, every=2, codec="int4", exchange=exchange)
+    for step in range(6):
+        with torch.no_grad():
+            for name, gradient in gradients(rank, step, shapes=SHAPES, scale=0.1).items():
+                getattr(model, name).sub_(gradient.to(dtype))
+        local.step()
+    local.finish()
+    return [bytes_of(p.detach()) for p in model.parameters()], local.summary()
+
+
+def apart_on_node(rank: int, folder: str) -> None:
+    """Train apart by the core, then by Gloo, and compare."""
+    for number, (exchange, dtype) in enumerate(itertools.product(EXCHANGES, DTYPES)):
+        found = []
+        for backend, told in (("pycomm", "core ("), ("gloo", "by nodes: 2 nodes of 2 ranks")):
+            store = dist.FileStore(f"{folder}/{backend}{number}", 4)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=4)
+            values, summary = train_apart(rank, exchange, dtype)
+            assert told in summary, summary
+            found.append(values)
+            dist.destroy_process_group()
+        assert found[0] == found[1], f"{exchange} {dtype}"
+
+
+def test_local_sgd_has_the_bits_of_the_core(tmp_path):
+    run_on_nodes("apart_on_node", tmp_path)
 
 
 @on_ranks(4, then=all_equal, backend="gloo")
@@ -233,3 +279,100 @@ def test_a_rank_that_dies_leaves_no_result(rank, ranks):
     state.discard()
     state.settle()
     assert state.residual_norms() == residuals
+
+
+# ------------------------------------------------------------------ rows, as FSDP2 has them
+
+CPU = torch.device("cpu")
+SIZES = [100, 4099]
+
+
+def bucket_of(codec: str, residuals: Residuals | None, rows: int, levels: Any = ()) -> Bucket:
+    decisions = [
+        Decision(Parameter(f"p{i}", (numel,), torch.float32), pycomm.codec(codec), "test")
+        for i, numel in enumerate(SIZES)
+    ]
+    return Bucket(decisions, range(len(SIZES)), residuals, CPU, rows=rows, levels=levels)
+
+
+@on_ranks(4, backend="gloo")
+@pytest.mark.parametrize("levels", [[0, 0, 1, 1], [0, 1, 1, 0]], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_coded_sums_of_nodes(rank, ranks, levels, dtype):
+    codec, residuals = pycomm.codec("int8"), Residuals(Feedback(storage="float32"), ranks)
+    bucket = bucket_of("int8", residuals, ranks, levels)
+    nodes = Nodes(dist.group.WORLD, levels, CPU)
+    errors = [[torch.zeros(numel) for numel in SIZES] for _ in range(2)]  # by node
+    for step in range(3):
+        rows = [
+            torch.randn(ranks, sum(SIZES), generator=torch.Generator().manual_seed(9 * step + r))
+            for r in range(ranks)
+        ]
+        rows = [row.to(dtype) for row in rows]
+        for piece in bucket.with_residual.values():
+            piece.residual.use(bucket.layout, ranks)
+        out = torch.empty(sum(SIZES), dtype=dtype)
+        how: dict[str, Any] = {"seed": 1, "step": step, "average": True}
+        assert nodes.reduce_scatter(out, rows[rank].view(-1), bucket, dist.group.WORLD, **how)
+        residuals.commit(bucket.with_residual)
+        for i, got in enumerate(torch.split(out, SIZES)):
+            total = torch.zeros(SIZES[i])
+            for node in range(2):
+                theirs = [torch.split(row[rank].float(), SIZES)[i] for row in rows]
+                first, second = (theirs[r] for r in range(ranks) if levels[r] == node)
+                sent = first + second + errors[node][i]
+                payload = torch.empty(codec.encoded_bytes(SIZES[i]), dtype=torch.uint8)
+                codec.encode(sent, payload)
+                value = codec.decode(payload, torch.empty(SIZES[i]))
+                errors[node][i], total = sent - value, total + value
+            assert torch.equal(got, convert(total, dtype, divisor=ranks)), (step, i)
+
+
+@on_ranks(4, backend="gloo")
+@pytest.mark.parametrize("levels", [[0, 0, 1, 1], [0, 1, 1, 0]], ids=str)
+@pytest.mark.parametrize("codec", ["int8", "bf16", "lossless"])
+def test_rows_are_gathered_alike_by_nodes(rank, ranks, levels, codec):
+    x = torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(rank))
+    want, got = torch.empty(2, ranks, sum(SIZES))
+    group, how = dist.group.WORLD, {"seed": 1, "step": 1}
+    assert two_shot.all_gather(want, x, bucket_of(codec, None, 1), group, **how)
+    Nodes(group, levels, CPU).all_gather(got, x, bucket_of(codec, None, 1), **how)
+    assert torch.equal(got, want)
+
+
+def train_shards(rank: int) -> tuple[list[torch.Tensor], str]:
+    """Return a rank's shards after three steps of FSDP2; and the summary."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(70, 90), nn.ReLU(), nn.Linear(90, 30))
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    state = pycomm.compress(model, "int8", weights="bf16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(16, 70, generator=torch.Generator().manual_seed(4 * step + rank))
+        model(x).square().mean().backward()
+        optimizer.step()
+    state.settle()
+    return [p.to_local().detach().clone() for p in model.parameters()], state.summary()
+
+
+def shards_on_node(rank: int, folder: str) -> None:
+    """Train shards over Gloo, and store them."""
+    way = os.environ["PYCOMM_ALGO"]
+    store = dist.FileStore(f"{folder}/{way}", 4)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    values, summary = train_shards(rank)
+    assert ("by nodes: 2 nodes of 2 ranks" in summary) == (way != "flat"), summary
+    torch.save(values, f"{folder}/{way}{rank}")
+    dist.destroy_process_group()
+
+
+def test_shards_of_fsdp_are_reduced_by_nodes(tmp_path):
+    ways = ("hierarchical", "flat")
+    for way in ways:
+        run_on_nodes("shards_on_node", tmp_path, PYCOMM_ALGO=way)
+    for rank in range(4):
+        by_nodes, alike = (torch.load(tmp_path / f"{way}{rank}") for way in ways)
+        for ours, theirs in zip(by_nodes, alike, strict=True):
+            assert not torch.equal(ours, theirs)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)

@@ -119,10 +119,15 @@ def checksum_in_next(checksum: int | None, last: bytes, our_hash: int, **follows
     return first + frame(last, before=crc, **follows)
 
 
-def test_checksum_in_the_next_header_is_taken(rank_0, our_hash):
+@pytest.mark.parametrize("crc", [None, 7], ids=["right", "wrong"])
+def test_a_checksum_in_the_next_header_is_compared(rank_0, our_hash, crc):
     follows = dict(offset=1000, size=3000, tag_hash=our_hash)
-    rank_0.connections[0, 0].sendall(checksum_in_next(None, pattern(2000, 2), our_hash, **follows))
-    assert rank_0.expect(3000) == pattern(1000, 1) + pattern(2000, 2)
+    rank_0.connections[0, 0].sendall(checksum_in_next(crc, pattern(2000, 2), our_hash, **follows))
+    if crc is None:
+        assert rank_0.expect(3000) == pattern(1000, 1) + pattern(2000, 2)
+        return
+    with pytest.raises(pycomm.errors.Error, match=r"from rank 1 .* bytes 0 to 1000 of 3000 were"):
+        rank_0.expect(3000)
 
 
 def test_a_message_waits_for_its_last_checksum(rank_0, our_hash):
@@ -136,23 +141,6 @@ def test_a_message_waits_for_its_last_checksum(rank_0, our_hash):
     rank_0.connections[0, 0].sendall(data[-1:])
     me.wait(goal)
     assert result() == pattern(1000, 1)
-
-
-def test_a_wrong_checksum_in_the_next_header_is_found(rank_0, our_hash):
-    follows = dict(offset=1000, size=3000, tag_hash=our_hash)
-    rank_0.connections[0, 0].sendall(checksum_in_next(7, pattern(2000, 2), our_hash, **follows))
-    with pytest.raises(pycomm.errors.Error, match=r"from rank 1 .* bytes 0 to 1000 of 3000 were"):
-        rank_0.expect(3000)
-
-
-def test_a_checksum_that_never_comes_is_a_lost_peer(rank_0, our_hash):
-    data = frame(pattern(1000, 1), tag_hash=our_hash, checks=NEXT)
-    rank_0.connections[0, 0].sendall(data)
-    for connection in rank_0.connections.values():
-        connection.close()
-    with pytest.raises(pycomm.errors.PeerLost) as lost:
-        rank_0.expect(1000)
-    assert lost.value.rank == 1
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["reading", "its checksum is to come"])
@@ -218,11 +206,10 @@ def test_payload_that_is_not_checked_is_taken_as_it_is(rank_0, our_hash):
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_sender_says_what_is_checked(checked):
-    def body(me):
-        return me.exchange({1 - me.rank: pattern(3 * MIB, me.rank)}, tag())
-
     got = threads(
-        2, body, options=lambda rank: {"checksum": "payload" if checked or rank == 0 else "header"}
+        2,
+        lambda me: me.exchange({1 - me.rank: pattern(3 * MIB, me.rank)}, tag()),
+        options=lambda rank: {"checksum": "payload" if checked or rank == 0 else "header"},
     )
     assert got == [{1: pattern(3 * MIB, 1)}, {0: pattern(3 * MIB, 0)}]
 
@@ -249,36 +236,37 @@ def test_payloads_that_leave_the_host_are_checked(checksum, interface, checks):
     rank_0.leave()
 
 
-@pytest.mark.parametrize("cut", [1, 127, 128, 131])
-def test_torn_frame_is_a_lost_peer(rank_0, our_hash, cut):
-    rank_0.connections[0, 0].sendall(frame(b"1234", tag_hash=our_hash)[:cut])
+@pytest.mark.parametrize(
+    ("data", "size"),
+    [
+        *((lambda h, cut=cut: frame(b"1234", tag_hash=h)[:cut], 4) for cut in (1, 127, 128, 131)),
+        (lambda h: frame(pattern(1000, 1), tag_hash=h, checks=NEXT), 1000),
+    ],
+    ids=["1", "127", "128", "131", "a checksum that never comes"],
+)
+def test_torn_frame_is_a_lost_peer(rank_0, our_hash, data, size):
+    rank_0.connections[0, 0].sendall(data(our_hash))
     for connection in rank_0.connections.values():
         connection.close()
     with pytest.raises(pycomm.errors.PeerLost) as lost:
-        rank_0.expect(4)
+        rank_0.expect(size)
     assert lost.value.rank == 1
 
 
-@pytest.mark.parametrize("cut", [1, 127])
-def test_a_frame_torn_on_one_connection_is_a_lost_peer(cut):
-    """The other connection is whole, and the rank has left: it will not connect again."""
+@pytest.mark.parametrize(
+    ("lane", "data"),
+    [
+        (0, frame(b"1234")[:1]),
+        (0, frame(b"1234")[:127]),
+        (1, frame(b"1234", message=2)),  # it has begun the next message
+    ],
+    ids=["1 byte", "127 bytes", "the next message"],
+)
+def test_bytes_of_a_rank_that_left_are_not_awaited(lane, data):
+    """One of its two connections is cut; it has left, and will not connect again."""
     rank = RankZero(sockets=2)
     connections = rank.come()
-    connections[0, 0].sendall(frame(b"1234")[:cut])
-    connections[CONTROL, 0].sendall(close_notice())
-    connections[0, 0].close()
-    try:
-        with pytest.raises(pycomm.errors.PeerLost, match=r"rank 1 .* has left the group"):
-            rank.expect(4)
-    finally:
-        rank.leave()
-
-
-def test_bytes_of_a_rank_that_left_are_not_awaited():
-    """One of its two connections is cut; the other has already begun the next message."""
-    rank = RankZero(sockets=2)
-    connections = rank.come()
-    connections[0, 1].sendall(frame(b"1234", message=2))
+    connections[0, lane].sendall(data)
     connections[CONTROL, 0].sendall(close_notice())
     connections[0, 0].close()
     try:

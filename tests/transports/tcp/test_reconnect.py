@@ -13,6 +13,7 @@ import pytest
 import pycomm
 from pycomm.errors import Error, PeerLost, Timeout
 from tests.extent import each_value
+from tests.ranks import good, on_threads
 from tests.transports import proxy
 from tests.transports.ranks import COLLECTIVE, POINT_TO_POINT, Rank, run_rank, tag
 from tests.transports.wire_peer import (
@@ -25,13 +26,6 @@ from tests.transports.wire_peer import (
 
 ROUNDS = 12
 SIZES = [1, 1000, 60_000, 300_000]
-
-
-def good(outcomes):
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-    return outcomes
 
 
 def storm(seed: int, pause: float):
@@ -71,14 +65,18 @@ def exact(c, network):
     finish(c, network)
 
 
+PAYLOAD, HEADER = {"checksum": "payload"}, {"checksum": "header"}
+TLS = {"tls": "on"}
+
+
 @each_value
 @pytest.mark.parametrize(
-    ("ranks", "sockets", "checksum"),
-    [(2, 1, "payload"), (2, 3, "payload"), (2, 3, "header"), (3, 2, "payload")],
+    ("ranks", "sockets", "options"),
+    [(2, 1, PAYLOAD), (2, 3, PAYLOAD), (2, 3, HEADER), (3, 2, PAYLOAD), (2, 1, TLS), (2, 3, TLS)],
 )
-def test_collectives_go_on_when_connections_are_cut(ranks, sockets, checksum):
+def test_collectives_go_on_when_connections_are_cut(ranks, sockets, options):
     weather = storm(ranks + sockets, 0.03)
-    good(proxy.run(ranks, exact, weather=weather, sockets=sockets, checksum=checksum))
+    good(proxy.run(ranks, exact, weather=weather, sockets=sockets, **options))
     assert next(weather.cuts) > 0
 
 
@@ -184,14 +182,9 @@ class Wires:
     def run(self, *bodies, **options):
         def target(rank):
             store = self.network.stores[rank]
-            outcomes[rank] = run_rank("tcp", store, "wires", rank, 2, bodies[rank], options)
+            return run_rank("tcp", store, "wires", rank, 2, bodies[rank], options)
 
-        outcomes = [None, None]
-        ranks = [threading.Thread(target=target, args=(rank,)) for rank in range(2)]
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join()
+        outcomes = on_threads(range(2), target, 100)
         self.network.close()
         return good(outcomes)
 
@@ -345,48 +338,37 @@ def fill(me):
 
 
 @pytest.mark.parametrize("tls", ["off", "on"])
-def test_an_abort_reaches_a_rank_that_reads_late(tls):
+@pytest.mark.parametrize(
+    ("aborts", "error", "says"),
+    [
+        (True, Error, "rank 0 aborted the group: the disk is full"),
+        (False, PeerLost, "rank 0 .* has left the group"),
+    ],
+)
+def test_an_end_reaches_a_rank_that_reads_late(tls, aborts, error, says):
     wires, heard, both = Wires(), threading.Event(), threading.Barrier(2)
 
-    def aborts(me):
+    def ends(me):
         greet(me)
         both.wait()
         wires.hold()
         fill(me)
-        me.transport.abort("the disk is full")
-        wires.release()
-        assert heard.wait(20)
+        if aborts:
+            me.transport.abort("the disk is full")
+            wires.release()
+            assert heard.wait(20)
+        else:
+            threading.Timer(0.2, wires.release).start()
 
     def hears(me):
         greet(me)
-        both.wait()
         goal, _ = me.recv(0, 4, tag(2))
-        with pytest.raises(Error, match="rank 0 aborted the group: the disk is full"):
+        both.wait()
+        with pytest.raises(error, match=says):
             me.wait(goal, timeout=20)
         heard.set()
 
-    wires.run(aborts, hears, tls=tls)
-
-
-@pytest.mark.parametrize("tls", ["off", "on"])
-def test_a_close_reaches_a_rank_that_reads_late(tls):
-    wires, both = Wires(), threading.Barrier(2)
-
-    def leaves(me):
-        greet(me)
-        both.wait()
-        wires.hold()
-        fill(me)
-        threading.Timer(0.2, wires.release).start()
-
-    def stays(me):
-        greet(me)
-        goal, _ = me.recv(0, 4, tag(2))
-        both.wait()
-        with pytest.raises(PeerLost, match=r"rank 0 .* has left the group"):
-            me.wait(goal)
-
-    wires.run(leaves, stays, tls=tls)
+    wires.run(ends, hears, tls=tls)
 
 
 @pytest.mark.parametrize("leaver", [0, 1])

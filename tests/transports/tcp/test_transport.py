@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import socket
 import subprocess
 import threading
@@ -235,35 +234,6 @@ def test_rank_that_computes_can_be_connected():
 
 
 # ------------------------------------------------------------------------------ faults
-
-
-def test_workers_forked_from_a_rank_do_not_keep_it_alive():
-    def body(me):
-        if me.rank == 0:
-            goal, _ = me.recv(1, 100, tag())
-            start = time.monotonic()
-            with pytest.raises(pycomm.errors.PeerLost, match=r"rank 1 .* died"):
-                me.wait(goal)
-            return time.monotonic() - start
-        if os.fork() == 0:
-            time.sleep(2)  # a data loader's worker that has not noticed yet
-            os._exit(0)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    assert processes(2, body, kind="tcp")[0] < 1.5
-
-
-def test_exit_of_a_forked_worker_leaves_the_group_alone():
-    def body(me):
-        if me.rank == 0:
-            worker = os.fork()
-            if worker == 0:
-                me.transport.close()
-                os._exit(0)
-            os.waitpid(worker, 0)
-        return me.exchange({1 - me.rank: b"still here"}, tag())
-
-    assert threads(2, body) == [{1: b"still here"}, {0: b"still here"}]
 
 
 def check_until(seconds, transport):
