@@ -3,7 +3,8 @@
 PYCOMM_CUDA (AUTO, ON, OFF), PYCOMM_CUDA_ARCH, PYCOMM_TORCH, PYCOMM_TORCHES and PYCOMM_SANITIZE
 are passed on to CMake. All flags are in CMakeLists.txt. With PYCOMM_BUILD=OFF nothing is compiled:
 the Makefile installs the package in place while another process compiles it. With BINDING only what
-needs no torch and takes longest is compiled, and nothing is installed.
+needs no torch and takes longest is compiled, and nothing is installed. PYCOMM_TEST_BINDING=ON also
+builds what only tests call, as a build in place does.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ PIP = (
 INSIDE = {"pycomm.bench": "bench", "pycomm.triton_kernels": "triton_kernels"}
 PARTS = [f"{inside}.{part}" for inside, folder in INSIDE.items() for part in find_packages(folder)]
 CUDA_WHEEL = runpy.run_path(str(ROOT / "pycomm/_cuda_wheel.py"))
+TESTS = "PYCOMM_TEST_BINDING"
 OPTIONS = ("PYCOMM_CUDA", "PYCOMM_CUDA_ARCH", "PYCOMM_TORCH", "PYCOMM_TORCHES", "PYCOMM_SANITIZE")
 
 
@@ -56,6 +58,8 @@ class CMakeBuild(build_ext):
         chosen = self.for_these_gpus() | chosen
         parts = [str(sys.implementation.cache_tag), *chosen.values()]
         build = ROOT / "build" / "-".join(parts).replace(os.sep, "_")
+        tests = (in_place or os.environ.get(TESTS)) and (ROOT / "tests/binding").is_dir()
+        chosen["PYCOMM_TESTS"] = "ON" if tests else "OFF"
         self.cmake(
             "-S", ROOT, "-B", build, *self.tools(), *(f"-D{k}={v}" for k, v in chosen.items())
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,6 @@ from pycomm.bench.common import harness, tables
 from pycomm.bench.common.tables import Row
 from pycomm.bench.figures.drawing import Axis, Chart, Panel, Series, ticks
 from pycomm.bench.ops import errors
-from pycomm.bench.peers.results import REFERENCE, seconds_to_loss
 from pycomm.plan.units import format_bytes, format_rate, format_time, parse_rate
 
 
@@ -180,29 +178,6 @@ def _ms(seconds: str) -> float:
     return 1e3 * float(seconds) if seconds not in ("", "None") else 0.0
 
 
-def round_trips(rows: Sequence[Row]) -> Chart:
-    """Plot the round trips of groups far apart against the number of nodes, by backend."""
-    x = Axis("nodes", True, [(n, str(n)) for n in sorted({int(row["nodes"]) for row in rows})])
-    panels = []
-    for step, title in (("init", "init_process_group"), ("operation", "A small all_reduce")):
-        lines = lines_of(
-            [row for row in rows if row["step"] == step],
-            "backend",
-            "nodes",
-            "round_trips",
-            {"pycomm": "pycomm", "gloo": "Gloo"},
-            "gloo",
-        )
-        most = max(value for line in lines for value in line.y)
-        panels.append(Panel(x, Axis("round trips", limits=(0, 1.1 * most)), lines, title))
-    return Chart(
-        "Round trips of groups far apart",
-        f"Nodes {rows[0]['round_trip_ms']} ms from each other, links of {_link(rows[0]['rate'])}; "
-        "time divided by the time of a round trip",
-        panels,
-    )
-
-
 def losses(rows: Sequence[Row]) -> Chart:
     """Plot the loss against steps, as the mean over the seeds, by method."""
     lines = []
@@ -250,90 +225,6 @@ def error(rows: Sequence[Row]) -> Chart:
     )
 
 
-def planner(rows: Sequence[Row]) -> Chart:
-    """Plot predicted against measured times."""
-    names = {rate: _link(rate) for rate in sorted({r["rate"] for r in rows}, key=parse_rate)}
-    panels = []
-    for kind, title in (("all_reduce", "All-reduces of 1 to 64 MiB"), ("step", "Training steps")):
-        mine = [row for row in rows if row["kind"] == kind]
-        every = [float(row[column]) for row in mine for column in ("measured", "predicted")]
-        low, high = min(every) / 1.3, max(every) * 1.3
-        marks = ticks(low, high, format_time)
-        lines = lines_of(mine, "rate", "measured", "predicted", names)
-        guides = [
-            Series("equal, or 30 % off", (low, high), (factor * low, factor * high))
-            for factor in (1.0, 1.3, 0.7)
-        ]
-        x, y = (Axis(label, True, marks, (low, high)) for label in ("measured", "predicted"))
-        points = [replace(line, kind="points") for line in lines]
-        panels.append(Panel(x, y, points, title, guides))
-    ranks = sorted({int(r["ranks"]) for r in rows})
-    return Chart(
-        "The planner's predictions",
-        f"{', '.join(map(str, ranks))} ranks in network namespaces on {rows[0]['cores']} cores; "
-        "no codec, int8, int4 and top-k 1 %",
-        panels,
-    )
-
-
-def wan(rows: Sequence[Row]) -> Chart:
-    """Plot the rate of large all-reduces against the round trip, and against the loss."""
-    by_trip: dict[float, set[str]] = {}
-    for row in rows:
-        by_trip.setdefault(_trip(row), set()).add(row["loss"])
-    middle = max(sorted(by_trip), key=lambda trip: len(by_trip[trip]))
-    shares = sorted(by_trip[middle], key=_share)
-    y = Axis("Mbit/s", limits=(0, 210))
-
-    def panel(title: str, x: Axis, place: Callable[[Row], float], shown: Sequence[Row]) -> Panel:
-        lines = lines_of(shown, "backend", place, "mbit_per_s", WAN, "gloo")
-        return Panel(x, y, lines, title)
-
-    return Chart(
-        "All-reduce over a link of 200 Mbit/s",
-        "16 MiB of float32, two ranks; iperf3 fills the link both ways with its best "
-        "number of streams",
-        [
-            panel(
-                "No loss",
-                Axis("round trip, ms", limits=(0, 1.1 * max(by_trip))),
-                _trip,
-                [row for row in rows if _share(row["loss"]) == 0],
-            ),
-            panel(
-                f"Round trip of {middle:g} ms",
-                Axis("packets lost", ticks=[(float(i), loss) for i, loss in enumerate(shares)]),
-                lambda row: float(shares.index(row["loss"])),
-                [row for row in rows if _trip(row) == middle],
-            ),
-        ],
-    )
-
-
-def peers(rows: Sequence[Row]) -> Chart:
-    """Plot the seconds to a loss against the rate of the link, by system."""
-    last = [row for row in rows if row["kind"] == "step"][-1]
-    target = int(re.findall(r"steps=(\d+)", last["settings"])[0])
-    found = {key: t for key, t in seconds_to_loss(rows, target).items() if t is not None}
-    places = sorted({(parse_rate(rate)[0], rate) for _, (rate, _) in found})
-    x = Axis("link", True, [(at, _link(rate)) for at, rate in places])
-    y = Axis("time to the loss", True, ticks(min(found.values()), max(found.values()), format_time))
-    panels = []
-    for delay in sorted({delay for _, (_, delay) in found}, key=float):
-        points: dict[str, list[tuple[float, float]]] = {}
-        for (name, (rate, ms)), seconds in found.items():
-            if ms == delay:
-                points.setdefault(name, []).append((parse_rate(rate)[0], seconds))
-        lines = [series(name, line, base=name == REFERENCE) for name, line in points.items()]
-        panels.append(Panel(x, y, lines, f"Round trip of {delay} ms"))
-    return Chart(
-        "Time to a loss, beside other systems",
-        "Until the held-out loss is that of DDP in float32 at its end; 2 ranks, each system as its "
-        "documentation has it; lower is better",
-        panels,
-    )
-
-
 # ------------------------------------------------------------------------ labels
 
 BASE_METHOD = "Gloo, fp32"
@@ -353,20 +244,11 @@ BACKENDS = {
     "pycomm": "pycomm",
     "pycomm-shared": "pycomm, shared memory",
 }
-WAN = {"pycomm": "pycomm", "gloo": "Gloo", "iperf3": "iperf3"}
 
 
 def _rate(row: Row) -> float:
     """Return bytes per second of a row's link."""
     return parse_rate(row["rate"])[0]
-
-
-def _trip(row: Row) -> float:
-    return float(row["round_trip_ms"])
-
-
-def _share(loss: str) -> float:
-    return float(loss.rstrip("%"))
 
 
 def _link(rate: str) -> str:

@@ -4,13 +4,14 @@
 
 The stages come in the order of what they tell a minute, and each ends within its minutes:
 
-    smoke      two ranks: exact and int4 averages, the path of default options, the CPU's bits
-    step       steps of a GPT beside what the link allows (`python -m pycomm.bench step`)
-    kernels    every kernel beside a copy, and all-reduces of several ranks, as in tasks.py
-    optimizer  CodedAdamW beside torch's fused AdamW
-    contract   the contract test of every implementation, and ranks on one GPU (checks.py)
-    sanitize   the kernels under compute-sanitizer
-    trace      torch's profile of steps in int4
+    smoke        two ranks, as `python -m pycomm.doctor --gpu`: averages, and their path
+    step         steps of a GPT beside what the link allows (`python -m pycomm.bench step`)
+    kernels      every kernel beside a copy, as in tasks.py
+    collectives  all-reduces of two ranks beside NCCL's (`bench all_reduce --device cuda`)
+    optimizer    CodedAdamW beside torch's fused AdamW
+    contract     the contract test of every implementation, ranks on one GPU (checks.py)
+    sanitize     the kernels under compute-sanitizer
+    trace        torch's profile of steps in int4
 
 Rows go to CSV files at once, so that a crash or a timeout keeps all earlier ones. `contract` and
 `sanitize` go on where an earlier run of the same sources has stopped. At the end stands what has
@@ -22,15 +23,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import re
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,14 @@ import torch
 from pycomm import triton_kernels
 from pycomm.bench.common import accelerator, arguments, tables
 from pycomm.bench.common.harness import Origin
-from pycomm.bench.gpu import checks, collectives
-from pycomm.bench.gpu.tasks import BROKEN, KINDS, RANKS, SPECS, TORCH, GpuRow, table
+from pycomm.bench.gpu import checks
+from pycomm.bench.gpu.tasks import BROKEN, KINDS, SPECS, TORCH, GpuRow, table
 from pycomm.codecs.cuda.sources import include_folder
+from pycomm.doctor import gpu as doctor
 
 NUMELS = (1 << 20, 1 << 26)  # a small bucket, and one that is bound by bandwidth
 KIND_SECONDS = 240.0  # for the times of one kind
-SMOKE, TASKS = "pycomm.bench.gpu.smoke", "pycomm.bench.gpu.tasks"
+TASKS = "pycomm.bench.gpu.tasks"
 NEEDS = (
     "pycomm.bench.gpu: torch sees no GPU here: this needs an NVIDIA GPU, its driver, and a torch "
     "that was built for CUDA"
@@ -169,9 +170,8 @@ class GpuRun:
         contract = f"{len(said)} of {len(names)} parts" if kind in KINDS else ""
         job = {"kind": kind, "numels": numels, "contract": contract}
         job |= {"folder": str(self.folder), "machine": self.machine, "specs": self.options.codec}
-        env = os.environ | (collectives.ENVIRONMENT if kind == RANKS else {})
         command = [*python(), TASKS, json.dumps(job)]
-        process = subprocess.Popen(command, env=env, start_new_session=True)
+        process = subprocess.Popen(command, start_new_session=True)
         left = min(KIND_SECONDS, self.deadline - time.monotonic())
         try:
             status = process.wait(max(left, 0.001))
@@ -214,30 +214,27 @@ def this_machine(command: str) -> dict[str, Any]:
 
 
 def smoke(run: GpuRun) -> None:
-    """Two ranks on this GPU; rank 0 says the path that default options take."""
-    with tempfile.TemporaryDirectory() as folder:
-        device = accelerator.kind()
-        job: dict[str, Any] = {"ranks": 2, "store": f"{folder}/store", "device": device}
-        other = subprocess.Popen([*python(), SMOKE, json.dumps(job | {"rank": 1})])
-        said = run.call("smoke", SMOKE, json.dumps(job | {"rank": 0}))
-        other.kill()
-        other.wait()
-    run.tell("smoke", said or "failed")
+    """Two ranks on this GPU, which say the path that default options take."""
+    found = doctor.run(accelerator.kind(), max(run.deadline - time.monotonic(), 1.0))
+    for finding in found:
+        print(f"{finding.name}: {finding.text}", flush=True)
+        if finding.level == "problem" or (finding.name, finding.level) == ("ranks", "note"):
+            run.problems.append(f"smoke: {finding.text}")
+    run.tell("smoke", found[-1].text)
+
+
+def measured(name: str, run: GpuRun, *more: str) -> None:
+    """Run a command of `pycomm.bench`, whose rows go to a file of its own."""
+    run.call(name, "pycomm.bench", *WORDS[name], *more, "--csv", str(run.file(name)))
 
 
 def step(run: GpuRun) -> None:
-    files = ("--csv", str(run.file("step")), "--picture", str(run.file("step", "png")))
-    run.call("step", "pycomm.bench", *WORDS["step"], *files)
+    measured("step", run, "--picture", str(run.file("step", "png")))
 
 
 def kernels(run: GpuRun) -> None:
-    for kind in (*run.options.kinds, TORCH, RANKS):
+    for kind in (*run.options.kinds, TORCH):
         run.time(kind, list(run.options.numel))
-
-
-def optimizer(run: GpuRun) -> None:
-    file = str(run.file("optimizers"))
-    run.call("optimizer", "pycomm.bench", *WORDS["optimizer"], "--csv", file)
 
 
 def contract(run: GpuRun) -> None:
@@ -269,7 +266,8 @@ STAGES: dict[str, tuple[float, Stage]] = {
     "smoke": (1, smoke),
     "step": (3, step),
     "kernels": (3, kernels),
-    "optimizer": (1, optimizer),
+    "collectives": (1, partial(measured, "collectives")),
+    "optimizer": (1, partial(measured, "optimizer")),
     "contract": (4, contract),
     "sanitize": (4, sanitize),
     "trace": (1, trace),
@@ -277,6 +275,10 @@ STAGES: dict[str, tuple[float, Stage]] = {
 """By name the minutes of each, and what it does."""
 WORDS = {
     "step": ("step", "--rounds", "1"),  # two take three minutes at 1 Gbit/s
+    "collectives": (
+        *("all_reduce", "--device", "cuda", "-b", "64M", "-e", "64M", "-n", "20"),
+        *("--codec", "none,int8,int4"),
+    ),
     "optimizer": ("training", "--only", "optimizer", "--models", "25m,124m"),
     "trace": ("step", "--methods", "int4", "--backend", "pycomm", "--rate", "10gbit"),
 }

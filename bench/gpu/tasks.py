@@ -22,7 +22,6 @@ import torch
 
 import pycomm
 from pycomm.bench.common import accelerator, tables
-from pycomm.bench.gpu import collectives
 from pycomm.bench.gpu.timing import (
     bytes_moved,
     call_of,
@@ -37,8 +36,8 @@ from pycomm.codecs import convert
 from pycomm.codecs.implementations import Unavailable, implementation
 
 KINDS = ("native", "nvrtc", "triton", "reference")
-TORCH, RANKS = "torch", "ranks"
-"""kinds besides: torch.topk, and all-reduces of several ranks on this GPU"""
+TORCH = "torch"
+"""a kind besides: torch.topk"""
 OPS = ("encode", "encode_feedback", "decode", "decode_add")
 SPECS = (
     "fp16",
@@ -76,7 +75,7 @@ copy_rate = cache(time_copy)
 class GpuRow:
     """One timed kernel or, where kind is "check", the result of one suite without times."""
 
-    kind: str  # native, nvrtc, triton, reference, torch, ranks; or check: `codec` names the suite
+    kind: str  # native, nvrtc, triton, reference, torch; or check: `codec` names the suite
     contract: str  # the contract test's result for this kind in this run: "767 passed"
     codec: str
     op: str = ""
@@ -106,11 +105,6 @@ def calls_of(
     kind: str, numels: Sequence[int], specs: Sequence[str] = SPECS
 ) -> Iterator[tuple[str, Timed]]:
     """Yield the name of each call of a kind, and what times it."""
-    if kind == RANKS:
-        device = "cuda" if accelerator.kind() == "cuda" else "cpu"
-        for case in collectives.cases(max(numels), device):
-            yield str(case), partial(time_ranks, case)
-        return
     most = min(REFERENCE_NUMEL, max(numels))
     for numel in (most,) if kind == "reference" else numels:
         if kind == TORCH:
@@ -153,13 +147,6 @@ def time_topk(numel: int) -> GpuRow:
     return _row(TORCH, "torch.topk 1 %", "topk", numel, 4 * numel, *timed)
 
 
-def time_ranks(case: collectives.GpuCase) -> GpuRow:
-    """Time an all-reduce between ranks on this GPU."""
-    seconds = collectives.measure(case)
-    codec = case.codec or "none"
-    return _row(RANKS, codec, case.op, case.numel, case.traffic, seconds, "events")
-
-
 def _row(
     kind: str, codec: str, op: str, numel: int, moved: int, seconds: float, method: str
 ) -> GpuRow:
@@ -188,7 +175,7 @@ def main(
     """Time all calls of a kind; return 1 if one has failed.
 
     Args:
-        kind: one of KINDS, TORCH or RANKS.
+        kind: one of KINDS, or TORCH.
         numels: values per call.
         specs: the codecs.
         contract: what the contract test has said of this kind.

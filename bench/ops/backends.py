@@ -53,8 +53,7 @@ class Core(BackendCalls):
         if codec != "none":
             pieces = _C.Pieces()
             pieces.add(case.count, _C.Codec(codec))
-        tag = _C.OpTag(case.op.name)
-        return self.communicator.explain(tag, case.size, pieces, case.core_dtype)
+        return self.communicator.explain(case.op.name, case.size, pieces, case.core_dtype)
 
     def sent_bytes(self) -> int:
         return self.communicator.sent_bytes()

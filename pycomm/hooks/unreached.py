@@ -1,8 +1,7 @@
 """Warnings about gradients that no hook compresses, under `pycomm.run --codec` or `--optimizer`.
 
 Without them only its speed would show that a script's gradients are not compressed. A warning names
-the reason and the line to write, in the words of the trainer that drives the script: the trainer is
-found among the callers.
+the reason and the line to write.
 """
 
 from __future__ import annotations
@@ -23,60 +22,24 @@ from pycomm.log import logger
 
 _STEPS = 3  # optimizer steps, after which a script with several ranks has wrapped its model
 
+TRAINERS = ". docs/trainers.md has the line for Accelerate, Lightning and HF Trainer"
 FSDP1 = (
     "FullyShardedDataParallel (FSDP1) reduces the gradients itself, in flat parameters that no "
-    "codec sees: they travel exactly. "
+    "codec sees: they travel exactly. Shard with FSDP2 instead: from torch.distributed.fsdp import "
+    "fully_shard; fully_shard(model)" + TRAINERS
 )
-FSDP1_LINES = {
-    "transformers": 'Use FSDP2: TrainingArguments(fsdp=True, fsdp_config={"version": 2})',
-    "accelerate": (
-        "Use FSDP2: Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)), or "
-        "accelerate launch --use_fsdp --fsdp_version 2"
-    ),
-    "lightning": (
-        "Use FSDP2: Trainer(strategy=ModelParallelStrategy()), with fully_shard(self.net) in the "
-        'module\'s configure_model(); or Trainer(strategy="ddp")'
-    ),
-    "": (
-        "Shard with FSDP2 instead: "
-        "from torch.distributed.fsdp import fully_shard; fully_shard(model)"
-    ),
-}
 DEEPSPEED = (
     "DeepSpeed has taken steps without the reductions that pycomm replaces in its engine: "
-    "gradients travel exactly. "
+    "gradients travel exactly. Instead of deepspeed.initialize write "
+    "model = DistributedDataParallel(model), or fully_shard(model) for sharded parameters"
+    + TRAINERS
 )
-DEEPSPEED_LINES = {
-    "transformers": (
-        "Leave out TrainingArguments(deepspeed=...), which gives DistributedDataParallel; for "
-        'sharded parameters write fsdp=True, fsdp_config={"version": 2}'
-    ),
-    "accelerate": (
-        "Leave out the DeepSpeedPlugin, which gives DistributedDataParallel; for sharded "
-        "parameters write Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))"
-    ),
-    "lightning": (
-        'Write Trainer(strategy="ddp"), or strategy=ModelParallelStrategy() and fully_shard for '
-        "sharded parameters, in place of the DeepSpeed strategy"
-    ),
-    "": (
-        "Instead of deepspeed.initialize write model = DistributedDataParallel(model), or "
-        "fully_shard(model) for sharded parameters"
-    ),
-}
 OWN = (
     "no model of this script is in DistributedDataParallel or fully_shard so far: gradients that "
     "it averages itself, with dist.all_reduce, travel exactly. Write "
     "model = DistributedDataParallel(model) in place of its all-reduces, or "
     "pycomm.LocalSGD(model, every=...) to average parameters now and then"
 )
-# The packages of each trainer. One that uses others goes before them.
-_TRAINERS = {
-    "transformers": ("transformers",),
-    "lightning": ("lightning", "pytorch_lightning", "lightning_fabric"),
-    "accelerate": ("accelerate",),
-}
-
 
 _told: set[str] = set()
 _option = "--codec"
@@ -98,10 +61,10 @@ def _watch() -> None:
     _GroupWatch()
 
 
-def tell(reason: str, line: str = "") -> None:
+def tell(reason: str) -> None:
     """Warn on the first rank, once for each reason, that gradients are not compressed."""
     if reason not in _told and dist.get_rank() == 0:
-        logger.warning("run: %s compresses nothing here: %s%s", _option, reason, line)
+        logger.warning("run: %s compresses nothing here: %s", _option, reason)
     _told.add(reason)
 
 
@@ -114,7 +77,7 @@ class _GroupWatch:
         def __init__(wrapped: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> None:
             construct(wrapped, *args, **kwargs)
             if wrapped.process_group is not None and wrapped.process_group.size() > 1:
-                tell(FSDP1, FSDP1_LINES[_trainer()])
+                tell(FSDP1)
 
         FullyShardedDataParallel.__init__ = __init__  # type: ignore[assignment,method-assign]
         register_optimizer_step_post_hook(self._stepped)
@@ -127,7 +90,7 @@ class _GroupWatch:
             return
         if "deepspeed" in set(_callers()):  # a part of the script, beside models in DDP
             if not deepspeed.reducing() and not _told:
-                tell(DEEPSPEED, DEEPSPEED_LINES[_trainer()])
+                tell(DEEPSPEED)
         elif not _told and not monitor.snapshot():
             tell(OWN)
 
@@ -138,10 +101,3 @@ def _callers() -> Iterator[str]:
     while frame is not None:
         yield str(frame.f_globals.get("__name__", "")).partition(".")[0]
         frame = frame.f_back  # type: ignore[assignment]
-
-
-def _trainer() -> str:
-    """Return the trainer that drives the script; empty: the script itself."""
-    callers = set(_callers())
-    found = (name for name, packages in _TRAINERS.items() if callers & set(packages))
-    return next(found, "")

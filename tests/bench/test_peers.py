@@ -6,7 +6,6 @@ import pytest
 import torch.distributed as dist
 
 from pycomm.bench.common import tables
-from pycomm.bench.figures import charts
 from pycomm.bench.lab.base import Paced
 from pycomm.bench.lab.jobs import Failed
 from pycomm.bench.lab.rates import UNLIMITED
@@ -89,21 +88,6 @@ def test_a_sentence_says_who_is_first():
         "1gbit, 0 ms: pycomm, int4 is first, 2.67 times as fast as the best of the others.",
         "100mbit, 50 ms: DDP on Gloo, fp32 is first; pycomm, int4 takes 1.50 times as long.",
     ]
-
-
-def test_the_figure_has_a_panel_for_each_delay():
-    more = [
-        row("step", name, rate=rate, delay_ms=delay, ms="10.00", bytes="1", settings="steps=20")
-        for name in (REFERENCE, OURS, "torchft DiLoCo", "detonation DeMo")
-        for rate, delay in (("10gbit", "0"), ("1gbit", "50"), ("100mbit", "50"))
-    ]
-    chart = charts.peers(ROWS + more)
-    assert [panel.title for panel in chart.panels] == ["Round trip of 0 ms", "Round trip of 50 ms"]
-    for panel in chart.panels:
-        assert [line.label for line in panel.series] == [REFERENCE, OURS]
-    first = chart.panels[0].series[0]  # its rates are in bytes a second
-    assert list(zip(first.x, first.y, strict=True)) == [(1.25e8, 2.0), (1.25e9, 0.2)]
-    assert first.base
 
 
 def test_ranks_take_as_many_steps_as_the_first_one_has_time_for(monkeypatch):

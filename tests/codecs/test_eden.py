@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pycomm
-from pycomm import _C
+from pycomm import _test
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.rotation import SIZES, hadamard, header, random_bits, rotate, unrotate
 from tests.codecs.harness import code_and_decode, relative_error
@@ -92,9 +92,9 @@ def test_all_lengths_change_alike(size):
 
 def test_signs_are_words_of_the_core():
     head = header(KEY, 96, torch.device("cpu"))
-    words = _C.random_words(KEY.seed, KEY.step, KEY.tensor, 2**62)
+    words = _test.random_words(KEY.seed, KEY.step, KEY.tensor, 2**62)
     assert head[:8].tolist() == list((words[1] << 32 | words[0]).to_bytes(8, "little"))
-    drawn = _C.random_words(words[1] << 32 | words[0], 0, 0, 0)[3]
+    drawn = _test.random_words(words[1] << 32 | words[0], 0, 0, 0)[3]
     assert random_bits(head, 32).tolist() == [drawn >> i & 1 for i in range(32)]
 
 

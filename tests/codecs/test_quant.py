@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pycomm
-from pycomm import _C
+from pycomm import _test
 from pycomm.codecs import Quant
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.philox import random_words
@@ -82,7 +82,7 @@ def test_key_and_index_change_the_rounding():
 def test_random_words_are_those_of_the_core(index):
     key = RandomKey(seed=0xFEDCBA9876543210, step=3, tensor=0x80000001)
     words = random_words(key, index, 7, torch.device("cpu")).tolist()
-    groups = [_C.random_words(key.seed, key.step, key.tensor, index // 4 + g) for g in (0, 1)]
+    groups = [_test.random_words(key.seed, key.step, key.tensor, index // 4 + g) for g in (0, 1)]
     assert words == [*groups[0], *groups[1]][:7]
 
 

@@ -403,7 +403,7 @@ def explained_and_taken(c):
         }
         for op, (size, call) in calls.items():
             coded = pieces if op == "coded" else None
-            text = c.core.explain(_C.OpTag("all_reduce" if coded else op), size, coded)
+            text = c.core.explain("all_reduce" if coded else op, size, coded)
             call()
             found.append((op, numel, text, c.core.trace()["records"][-1]["algo"]))
     return found

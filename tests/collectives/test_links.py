@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pycomm import _C
+from pycomm import _C, _test
 from pycomm.communicator import Piece
 from pycomm.errors import Error
 from tests.collectives.ways import bits, floats, integers
@@ -46,7 +46,7 @@ def time_of(rates: list[float], shares: list[float]) -> float:
 def test_the_shares_reach_the_lower_bound(rates):
     """Each rank sends its buffer, and all of them together 2 (n - 1) buffers."""
     rates = [float(rate) for rate in rates]
-    shares = _C.schedule.best_shares(rates)
+    shares = _test.schedule.best_shares(rates)
     assert abs(sum(shares) - 1) < 1e-9
     assert min(shares) >= 0
     n = len(rates)
@@ -57,13 +57,13 @@ def test_the_shares_reach_the_lower_bound(rates):
 
 
 def test_a_rank_whose_link_bounds_the_time_owns_nothing():
-    assert _C.schedule.best_shares([20, 100, 100, 100]) == [0, 1 / 3, 1 / 3, 1 / 3]
-    assert _C.schedule.best_shares([20, 0, 0]) == [0, 0.5, 0.5], "0 is no limit"
+    assert _test.schedule.best_shares([20, 100, 100, 100]) == [0, 1 / 3, 1 / 3, 1 / 3]
+    assert _test.schedule.best_shares([20, 0, 0]) == [0, 0.5, 0.5], "0 is no limit"
 
 
 @pytest.mark.parametrize("rates", [[], [5.0], [1.0, 9.0], [7.0, 7.0, 7.0], [0.0, 0.0, 0.0]])
 def test_equal_links_have_equal_shares(rates):
-    assert _C.schedule.best_shares(rates) == [1 / len(rates) for _ in rates]
+    assert _test.schedule.best_shares(rates) == [1 / len(rates) for _ in rates]
 
 
 @given(
@@ -72,7 +72,7 @@ def test_equal_links_have_equal_shares(rates):
     st.integers(1, 64),
 )
 def test_chunks_cover_and_follow_the_shares(numel, parts, granule):
-    chunks = _C.schedule.shares(numel, parts, granule)
+    chunks = _test.schedule.shares(numel, parts, granule)
     assert [0, *(end for _, end in chunks)] == [*(begin for begin, _ in chunks), numel]
     assert all(begin % granule == 0 or begin == numel for begin, _ in chunks)
     for (begin, end), part in zip(chunks, parts, strict=True):
@@ -84,7 +84,7 @@ def test_chunks_cover_and_follow_the_shares(numel, parts, granule):
 
 
 def by_links(declared: list[str], megabits: list[float]) -> tuple[list[int], list[int], str]:
-    return _C.schedule.shares_by_links(declared, [rate * MEGABIT for rate in megabits])
+    return _test.schedule.shares_by_links(declared, [rate * MEGABIT for rate in megabits])
 
 
 NONE = ["", "", "", ""]
@@ -267,7 +267,7 @@ def test_a_rate_that_makes_no_sense_is_refused(rate):
 
 
 def tag(op, dtype=_C.DType.float32):
-    return _C.OpTag(op, dtype=dtype, redop=_C.ReduceOp.sum)
+    return _test.OpTag(op, dtype=dtype, redop=_C.ReduceOp.sum)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
@@ -277,7 +277,7 @@ def tag(op, dtype=_C.DType.float32):
 def test_a_small_operation_takes_one_way_to_a_far_rank(op, ranks):
     for way in (0.03, 0.1):
         for size in (0, 16, 8192):
-            chosen = _C.schedule.select(tag(op), ranks, size, way=way, byte=8 / 100e6)
+            chosen = _test.schedule.select(tag(op), ranks, size, way=way, byte=8 / 100e6)
             assert chosen == "one_shot"
 
 
@@ -288,20 +288,22 @@ def test_far_ranks_use_no_tree_and_no_ring():
             for size in (0, 16, 8192, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 26):
                 for way in (0.001, 0.015, 0.1):
                     for rate in (5e6, 100e6, 1e9):
-                        chosen = _C.schedule.select(tag(op), ranks, size, way=way, byte=8 / rate)
+                        chosen = _test.schedule.select(tag(op), ranks, size, way=way, byte=8 / rate)
                         assert chosen not in ("tree", "ring"), (op, ranks, size, way, rate)
 
 
 def test_a_large_operation_sends_few_bytes():
     for way in (0.03, 0.1):
-        assert _C.schedule.select(tag("all_reduce"), 4, 1 << 24, way=way, byte=4e-8) == "two_shot"
+        assert (
+            _test.schedule.select(tag("all_reduce"), 4, 1 << 24, way=way, byte=4e-8) == "two_shot"
+        )
     # 2 MB take 0.48 s in one shot, and 0.44 s in two with one way more.
     rate = 8 / 100e6
-    assert _C.schedule.select(tag("all_reduce"), 4, 2_000_000, way=0.2, byte=rate) == "two_shot"
-    assert _C.schedule.select(tag("all_reduce"), 4, 1_600_000, way=0.2, byte=rate) == "one_shot"
+    assert _test.schedule.select(tag("all_reduce"), 4, 2_000_000, way=0.2, byte=rate) == "two_shot"
+    assert _test.schedule.select(tag("all_reduce"), 4, 1_600_000, way=0.2, byte=rate) == "one_shot"
     # The best shares halve the bytes of the slowest rank.
     assert (
-        _C.schedule.select(tag("all_reduce"), 4, 1_600_000, way=0.2, byte=rate, shared=1.0)
+        _test.schedule.select(tag("all_reduce"), 4, 1_600_000, way=0.2, byte=rate, shared=1.0)
         == "two_shot"
     )
 

@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from pycomm import _C
+from pycomm import _C, _test
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, Timeout, WireMismatch
 from tests.collectives.ways import WAYS, floats
@@ -345,9 +345,9 @@ class Peer:
         # A communicator publishes the host in its first value; a bare transport looks it up.
         host = word.partition("\x1etcp-host\x1f")[2].partition("\x1e")[0]
         store.set(f"{group}/tcp-host/0", host)
-        self.transport = _C.Transport(transport, store, group, 1, 2, timeout=SECONDS)
+        self.transport = _test.Transport(transport, store, group, 1, 2, timeout=SECONDS)
         self.channel = self.transport.channel(0, LANE)
-        self.tag = _C.OpTag("send", seq=0, dtype=_C.DType.uint8)
+        self.tag = _test.OpTag("send", seq=0, dtype=_C.DType.uint8)
         self.sent: list[ctypes.Array[ctypes.c_char]] = []  # must stay alive until it is sent
         self.lock, self.over = threading.Lock(), threading.Event()
         self.drives = threading.Thread(target=self.drive, daemon=True)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from pycomm._C import Queue
+from pycomm._test import Queue
 
 
 def test_submitted_operations_run_in_order():

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pycomm import _C
-from pycomm._C import schedule
+from pycomm import _C, _test
+from pycomm._test import schedule
 from pycomm.errors import Error
 from tests.collectives.ways import ALGOS_OF
 from tests.extent import each_value
@@ -83,7 +83,7 @@ ops = pytest.mark.parametrize("op", ALGOS_OF)
 
 
 def tag(op, dtype=_C.DType.float32, redop=_C.ReduceOp.sum):
-    return _C.OpTag(op, dtype=dtype, redop=redop)
+    return _test.OpTag(op, dtype=dtype, redop=redop)
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "reduce"])
@@ -92,7 +92,7 @@ def test_floats_are_never_summed_in_another_order(op):
         for redop in (_C.ReduceOp.sum, _C.ReduceOp.avg, _C.ReduceOp.min, _C.ReduceOp.prod):
             for ranks in GROUPS:
                 for size in SIZES:
-                    chosen = _C.schedule.select(tag(op, dtype, redop), ranks, size)
+                    chosen = _test.schedule.select(tag(op, dtype, redop), ranks, size)
                     assert chosen not in OTHER_ORDERS
 
 
@@ -105,15 +105,16 @@ def test_the_cheapest_one_is_chosen(op):
         allowed = [a for a in ALGOS_OF[op] if not (fixed and a in OTHER_ORDERS)]
         for ranks in GROUPS:
             for size in SIZES:
-                seconds = {a: _C.schedule.cost(call, ranks, size, a)[-1] for a in allowed}
-                chosen = _C.schedule.select(call, ranks, size)
+                seconds = {a: _test.schedule.cost(call, ranks, size, a)[-1] for a in allowed}
+                chosen = _test.schedule.select(call, ranks, size)
                 assert seconds[chosen] == min(seconds.values())
 
 
 def test_bytes_that_are_summed_take_time():
     """A reduce-scatter is an all-gather that also sums what arrives."""
     sums, moves = (
-        _C.schedule.cost(tag(op), 4, 10**6, "one_shot") for op in ("reduce_scatter", "all_gather")
+        _test.schedule.cost(tag(op), 4, 10**6, "one_shot")
+        for op in ("reduce_scatter", "all_gather")
     )
     assert sums[:3] == moves[:3]
     assert (sums[3], moves[3]) == (10**6, 0)
@@ -124,20 +125,20 @@ def test_bytes_that_are_summed_take_time():
 def test_a_named_algorithm_is_used_where_it_exists(op):
     for wanted in _C.ALGOS[1:]:
         for size in SIZES:
-            chosen = _C.schedule.select(tag(op), 8, size, wanted)
+            chosen = _test.schedule.select(tag(op), 8, size, wanted)
             if wanted in ALGOS_OF[op]:
                 assert chosen == wanted
             elif wanted == "direct":
                 assert chosen in ("one_shot", "two_shot")
             else:
-                assert chosen == _C.schedule.select(tag(op), 8, size)
+                assert chosen == _test.schedule.select(tag(op), 8, size)
 
 
 def test_an_operation_without_the_algorithm_says_so():
     with pytest.raises(Error, match="barrier has no algorithm ring"):
-        _C.schedule.cost(tag("barrier"), 4, 0, "ring")
+        _test.schedule.cost(tag("barrier"), 4, 0, "ring")
     with pytest.raises(Error, match='unknown algo "rings"; use one of auto'):
-        _C.schedule.select(tag("barrier"), 4, 0, "rings")
+        _test.schedule.select(tag("barrier"), 4, 0, "rings")
 
 
 @each_value
@@ -167,7 +168,7 @@ def test_the_table_knows_the_bytes(op, algo, ranks):
         return c.sent_bytes() - before
 
     sent = run(ranks, job, transport="local", algo=algo)
-    _, messages, expected, *_ = _C.schedule.cost(tag(op), ranks, 4 * numel, algo)
+    _, messages, expected, *_ = _test.schedule.cost(tag(op), ranks, 4 * numel, algo)
     if op in ("reduce", "all_gather", "reduce_scatter") or ranks & (ranks - 1):
         # Some rank receives what the table says, and all that is received has been sent. The table
         # assumes equal shares: a rank that acts for two may send one part more.

@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 import numpy as np
 import pytest
 
-from pycomm import _C
+from pycomm import _C, _test
 from pycomm.errors import Error, Timeout, WireMismatch
 from tests.extent import each_value
 from tests.transports.ranks import RUNNERS
@@ -58,7 +58,7 @@ def meaningful() -> list[tuple[_C.DType, _C.ReduceOp]]:
     for dtype in _C.DType.__members__.values():
         for op in _C.ReduceOp.__members__.values():
             try:
-                _C.check_reducible(dtype, op)
+                _test.check_reducible(dtype, op)
             except Error:
                 continue
             pairs.append((dtype, op))
@@ -76,7 +76,7 @@ def test_all_reduce_gives_the_same_bits_everywhere(kind, size):
     def job(me):
         for seq, numel in enumerate(SIZES, 1):
             data = values(FLOAT32, me.rank, numel)
-            tag = _C.OpTag("all_reduce", seq=seq, numel=numel)
+            tag = _test.OpTag("all_reduce", seq=seq, numel=numel)
             me.transport.run_shared(tag, out=address(data))
             assert np.array_equal(data, want[numel]), numel
 
@@ -90,7 +90,7 @@ def test_all_reduce_knows_every_dtype_and_op(numel):
     def job(me):
         for seq, (dtype, op) in enumerate(meaningful(), 1):
             data = values(dtype, me.rank, numel)
-            tag = _C.OpTag("all_reduce", seq=seq, numel=numel, dtype=dtype, redop=op)
+            tag = _test.OpTag("all_reduce", seq=seq, numel=numel, dtype=dtype, redop=op)
             me.transport.run_shared(tag, out=address(data))
             assert np.array_equal(data, want[seq - 1]), (dtype, op)
 
@@ -102,16 +102,16 @@ def test_all_reduce_knows_every_dtype_and_op(numel):
 @pytest.mark.parametrize(
     ("theirs", "words"),
     [
-        (_C.OpTag("barrier", seq=1), "barrier #1"),
-        (_C.OpTag("all_reduce", seq=1, numel=9999), "9999 float32"),
-        (_C.OpTag("all_reduce", seq=1, numel=10, dtype=_C.DType.float64), "10 float64"),
-        (_C.OpTag("all_reduce", seq=1, numel=10, redop=_C.ReduceOp.max), "max of 10"),
-        (_C.OpTag("all_reduce", seq=2, numel=10), "all_reduce #2"),
-        (_C.OpTag("all_reduce", seq=1, numel=10, label="int4"), "int4"),
+        (_test.OpTag("barrier", seq=1), "barrier #1"),
+        (_test.OpTag("all_reduce", seq=1, numel=9999), "9999 float32"),
+        (_test.OpTag("all_reduce", seq=1, numel=10, dtype=_C.DType.float64), "10 float64"),
+        (_test.OpTag("all_reduce", seq=1, numel=10, redop=_C.ReduceOp.max), "max of 10"),
+        (_test.OpTag("all_reduce", seq=2, numel=10), "all_reduce #2"),
+        (_test.OpTag("all_reduce", seq=1, numel=10, label="int4"), "int4"),
     ],
 )
 def test_calls_that_differ_are_described_on_every_rank(theirs, words, kind):
-    ours = _C.OpTag("all_reduce", seq=1, numel=10)
+    ours = _test.OpTag("all_reduce", seq=1, numel=10)
 
     def job(me):
         data = np.zeros(10**5, np.uint8)
@@ -134,7 +134,7 @@ def test_of_two_reasons_for_an_abort_the_first_counts(kind):
             time.sleep(0.3)
         else:
             time.sleep(0.3)
-            me.transport.run_shared(_C.OpTag("barrier", seq=1))
+            me.transport.run_shared(_test.OpTag("barrier", seq=1))
 
     outcomes = RUNNERS[kind](3, job, errors=True)
     assert "rank 0 aborted the group: reason 0" in str(outcomes[2])
@@ -144,9 +144,9 @@ def test_a_failed_call_ends_the_window():
     def job(me):
         if me.rank == 0:
             with pytest.raises(Timeout):
-                me.transport.run_shared(_C.OpTag("barrier", seq=1), timeout=0.05)
+                me.transport.run_shared(_test.OpTag("barrier", seq=1), timeout=0.05)
             with pytest.raises(Error, match=r"failed in its middle \(barrier #1\)"):
-                me.transport.run_shared(_C.OpTag("barrier", seq=2))
+                me.transport.run_shared(_test.OpTag("barrier", seq=2))
         else:
             time.sleep(0.3)
 

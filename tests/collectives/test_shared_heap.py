@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
+from pycomm import _test
 from pycomm.errors import Error
 from tests.collectives.ways import RANKS, bits, floats, integers
 from tests.extent import each_value, part
@@ -197,11 +198,11 @@ def test_a_freed_block_is_used_again():
         first = c.allocate(100000)
         place = address(first)
         assert place % PAGE == 0
-        assert c.core.heap_bytes() == (98 * PAGE, 0)
+        assert _test.heap_bytes(c.core) == (98 * PAGE, 0)
         assert address(c.allocate(3)) % 64 == 0
         del first
         gc.collect()
-        assert c.core.heap_bytes()[0] == 0
+        assert _test.heap_bytes(c.core)[0] == 0
         second = shared(c, np.full(100000, c.rank + 1, np.float32))
         assert second.ctypes.data == place
         c.all_reduce(second)
@@ -221,9 +222,9 @@ def test_blocks_never_overlap():
             else:
                 blocks[i] = shared(c, np.full(int(2 ** random.uniform(0, 16)), i))
         assert all((block == key).all() for key, block in blocks.items())
-        assert c.core.heap_bytes()[0] >= sum(block.nbytes for block in blocks.values())
+        assert _test.heap_bytes(c.core)[0] >= sum(block.nbytes for block in blocks.values())
         blocks.clear()
-        assert c.core.heap_bytes()[0] == 0
+        assert _test.heap_bytes(c.core)[0] == 0
 
     run(2, job)
 
@@ -251,7 +252,7 @@ def test_many_freed_bytes_go_back_to_the_system():
         np.asarray(block)[:: PAGE // 4] = 1
         del block
         gc.collect()
-        assert c.core.heap_bytes() == (0, 0)
+        assert _test.heap_bytes(c.core) == (0, 0)
         assert not np.asarray(c.allocate(big // 4))[:: PAGE // 4].any()
 
     run(2, job)
@@ -319,7 +320,7 @@ def test_threads_allocate_at_once():
         for thread in threads:
             thread.join()
         gc.collect()
-        return c.core.heap_bytes()[0]
+        return _test.heap_bytes(c.core)[0]
 
     assert run(2, job) == [0, 0]
 
@@ -335,7 +336,7 @@ def forked_child(c, block, pipe):
 
 def fork_from_a_rank(c):
     block = shared(c, integers(c.rank, 5000))
-    used = c.core.heap_bytes()
+    used = _test.heap_bytes(c.core)
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(
         target=forked_child, args=(c, block, theirs)
@@ -343,7 +344,7 @@ def fork_from_a_rank(c):
     child.start()
     text = ours.recv()
     child.join()
-    assert c.core.heap_bytes() == used
+    assert _test.heap_bytes(c.core) == used
     c.all_reduce(block)
     assert np.array_equal(block, sum(integers(r, 5000) for r in range(c.size)))
     return text

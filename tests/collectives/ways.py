@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from pycomm import _C
+from pycomm import _C, _test
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ TINY = {"segment_bytes": 404}
 
 def _reducible(dtype: _C.DType, op: _C.ReduceOp) -> bool:
     try:
-        _C.check_reducible(dtype, op)
+        _test.check_reducible(dtype, op)
     except RuntimeError:
         return False
     return True

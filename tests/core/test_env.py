@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pycomm import _C
+from pycomm import _test
 from pycomm.env import cache_home
 from pycomm.errors import Error
 from pycomm.folders import distrust, private
@@ -158,13 +158,13 @@ def test_two_secrets_are_one_too_many(tmp_path):
     ],
 )
 def test_rates(text, bytes_per_second):
-    assert _C.parse_rate(text) == bytes_per_second
+    assert _test.parse_rate(text) == bytes_per_second
 
 
 @pytest.mark.parametrize("text", ["", "mbit", "-1mbit", "0", "nan", "inf", "1 gbit", "1mb"])
 def test_bad_rates_are_refused(text):
     with pytest.raises(Error, match="cannot read the rate"):
-        _C.parse_rate(text)
+        _test.parse_rate(text)
 
 
 def test_a_user_without_an_account_has_no_cache(monkeypatch):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pycomm import _C
+from pycomm import _C, _test
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error
 from tests.collectives.ways import WAYS
@@ -247,7 +247,7 @@ def test_children_of_a_process_whose_ranks_are_threads():
 
 
 def test_a_device_group_in_a_child():
-    group = _C.DeviceGroup(_C.Store.local(), 0, 1)
+    group = _test.DeviceGroup(_C.Store.local(), 0, 1)
     x = np.ones(10, np.float32)
     args = (x.ctypes.data, 10, _C.DType.float32)
     assert in_child(lambda: raises(lambda: group.all_reduce(*args, _C.ReduceOp.sum))) == 0
@@ -272,7 +272,7 @@ def test_a_child_may_have_a_group_of_its_own(c):
 
 
 def test_a_child_drops_its_copy_of_a_queue():
-    queue, done = _C.Queue(), threading.Event()
+    queue, done = _test.Queue(), threading.Event()
     queue.submit(done.set)
     assert done.wait(10)
     held = [queue]

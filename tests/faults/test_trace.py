@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import pycomm.trace
-from pycomm import _C
+from pycomm import _C, _test
 from pycomm.errors import Error
 from tests.collectives.ways import WAYS
 from tests.extent import each_value
@@ -126,11 +126,11 @@ def test_an_entry_tells_what_ran_and_when(way):
 
 def test_an_operation_that_is_queued_is_there_before_it_runs():
     def job(c):
-        noted = c.core.note_issued(_C.OpTag("all_reduce", seq=0, numel=7))
-        later = c.core.note_issued(_C.OpTag("broadcast", seq=0, numel=7))
+        noted = _test.note_issued(c.core, _test.OpTag("all_reduce", seq=0, numel=7))
+        later = _test.note_issued(c.core, _test.OpTag("broadcast", seq=0, numel=7))
         before = pycomm.trace.collect(c)[0]["entries"]
         time.sleep(0.01)
-        c.core.resume(noted)
+        _test.resume(c.core, noted)
         c.all_reduce(ones(8))
         return noted, later, before, pycomm.trace.collect(c)[0]
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm import _C
+from pycomm import _C, _test
 from pycomm.codecs import CODECS
 from tests.codecs.test_golden import all_entries, golden
 from tests.compiling import ROOT, compile_cpp
@@ -124,7 +124,7 @@ def folds() -> list[tuple[str, str]]:
     for dtype in (*FLOATS, *INTEGERS):
         for op in ops:
             try:
-                _C.check_reducible(_C.DType.__members__[dtype], _C.ReduceOp.__members__[op])
+                _test.check_reducible(_C.DType.__members__[dtype], _C.ReduceOp.__members__[op])
             except RuntimeError:
                 continue
             found.append((dtype, op))

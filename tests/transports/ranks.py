@@ -12,7 +12,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from pycomm import _C
+from pycomm import _C, _test
 from tests.ranks import good, on_threads
 
 SECONDS = 30.0  # far beyond what any step needs; a test that waits this long has failed
@@ -69,7 +69,7 @@ Body = Callable[[Rank], Any]
 
 
 def tag(seq: int = 1, numel: int = 0, op: str = "all_reduce", **more: Any) -> Any:
-    return _C.OpTag(op, seq=seq, numel=numel, **more)
+    return _test.OpTag(op, seq=seq, numel=numel, **more)
 
 
 def pattern(size: int, seed: int) -> bytes:
@@ -85,7 +85,7 @@ def run_rank(
     transport = None
     try:
         options = {"timeout": SECONDS, **(options(rank) if callable(options) else options)}
-        transport = _C.Transport(kind, store, group, rank, size, **options)
+        transport = _test.Transport(kind, store, group, rank, size, **options)
         return body(Rank(rank, size, transport))
     except BaseException as error:
         return error

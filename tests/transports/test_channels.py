@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 import pycomm.errors
-from pycomm import _C, errors
+from pycomm import _C, _test, errors
 from pycomm.communicator import Communicator
 from tests.extent import each_value
 from tests.ranks import good, on_threads
@@ -277,7 +277,7 @@ def test_every_kind_by_the_control_page_of_a_device(kind):
     store = _C.Store.local()
 
     def job(rank):
-        group = _C.DeviceGroup(store, rank, 2, timeout=SECONDS)
+        group = _test.DeviceGroup(store, rank, 2, timeout=SECONDS)
         if rank == 1:
             group.abort(TEXT, kind, **KINDS[kind][1])
         error = heard(group.check)
@@ -291,7 +291,7 @@ def test_every_kind_by_the_control_page_of_a_device(kind):
 @every_kind
 def test_every_kind_by_the_store(kind):
     store = _C.Store.local()
-    notice = _C.encode_notice(TEXT, kind, from_rank=1, **KINDS[kind][1])
+    notice = _test.encode_notice(TEXT, kind, from_rank=1, **KINDS[kind][1])
     store.set("default/given up", notice)
     with pytest.raises(errors.Error) as raised:
         Communicator(store, 0, 2, timeout=SECONDS)
@@ -312,26 +312,26 @@ def test_a_text_is_never_taken_for_a_kind(text):
 
 @pytest.mark.parametrize("ranks", [[], [0, 3], list(range(1000))], ids=len)
 def test_a_long_notice_keeps_its_kind(ranks):
-    long = _C.encode_notice("ä" * 2000, "lost", rank=900, ranks=ranks, room=1000)
+    long = _test.encode_notice("ä" * 2000, "lost", rank=900, ranks=ranks, room=1000)
     assert len(long) <= 1000
     with pytest.raises(errors.PeerLost) as raised:
-        _C.raise_notice(long)
+        _test.raise_notice(long)
     assert set(str(raised.value)) == {"ä"}
     assert raised.value.rank == 900
     assert raised.value.ranks == sorted({*ranks[:128], 900})
 
 
 def test_bytes_that_are_no_notice_are_an_error():
-    notice = _C.encode_notice(TEXT, "lost", from_rank=1, rank=7, ranks=[5, 7])
+    notice = _test.encode_notice(TEXT, "lost", from_rank=1, rank=7, ranks=[5, 7])
     bad = [notice[:size] for size in range(len(notice))]
     bad += [b"\x07" + notice[1:], notice[:2] + b"\xff\xff" + notice[4:], b"\xff" * 1000]
     for data in bad:
         with pytest.raises(errors.Error, match="its reason cannot be read") as raised:
-            _C.raise_notice(data)
+            _test.raise_notice(data)
         assert type(raised.value) is errors.Error
     for place in range(len(notice)):
         for bit in range(8):
             data = bytearray(notice)
             data[place] ^= 1 << bit
             with suppress(errors.Error, UnicodeDecodeError):
-                _C.raise_notice(bytes(data))
+                _test.raise_notice(bytes(data))

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pycomm import _C
+from pycomm import _C, _test
 from pycomm.errors import Error, PeerLost, Timeout
 from tests.preload import library
 from tests.ranks import on_processes, run
@@ -27,7 +27,7 @@ def test_workers_forked_from_a_rank_do_not_keep_it_alive(kind):
     """DataLoader workers may outlive a killed trainer; its peers must not wait for them."""
 
     waits = {
-        "shm": lambda me: me.transport.run_shared(_C.OpTag("barrier")),
+        "shm": lambda me: me.transport.run_shared(_test.OpTag("barrier")),
         "tcp": lambda me: me.wait(me.recv(1, 100, tag())[0]),
     }
 
@@ -47,7 +47,7 @@ def test_workers_forked_from_a_rank_do_not_keep_it_alive(kind):
 
 def test_ranks_that_miss_the_rendezvous_are_all_named():
     with pytest.raises(Timeout, match=r"did not come .*: 1, 2"):
-        _C.Transport("local", _C.Store.local(), "group", 0, 3, timeout=0.1)
+        _test.Transport("local", _C.Store.local(), "group", 0, 3, timeout=0.1)
 
 
 def memfds() -> list[str]:
@@ -84,7 +84,7 @@ def test_nothing_is_left_behind_by_a_crash():
         if me.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(PeerLost):
-            me.transport.run_shared(_C.OpTag("barrier"))
+            me.transport.run_shared(_test.OpTag("barrier"))
         me.transport.close()
         assert len(memfds()) <= len(inherited)
         assert mapped_memfds() <= mapped
@@ -96,7 +96,7 @@ def test_nothing_is_left_behind_by_a_crash():
 
 def test_shm_needs_another_rank_on_this_host():
     with pytest.raises(Error, match="rank 0 shares memory with no other rank"):
-        _C.Transport("shm", _C.Store.local(), "alone", 0, 1, timeout=5.0)
+        _test.Transport("shm", _C.Store.local(), "alone", 0, 1, timeout=5.0)
 
 
 def reach(me):
@@ -211,7 +211,7 @@ def test_of_ranks_that_are_threads():
 
 
 def test_of_a_device_group():
-    group = _C.DeviceGroup(_C.Store.local(), 0, 1)
+    group = _test.DeviceGroup(_C.Store.local(), 0, 1)
     assert dumped() == []
     group.close()
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 import pycomm.errors
-from pycomm import _C
+from pycomm import _C, _test
 from tests.extent import each_value
 from tests.ranks import good, on_threads
 
@@ -93,7 +93,7 @@ def test_each_rank_hears_the_words_of_all(size, appends, word):
     words = [word(rank) for rank in range(size)]
 
     def meet(rank):
-        return store.exchange("g", "topic", rank, size, words[rank], 20)
+        return _test.exchange(store, "g", "topic", rank, size, words[rank], 20)
 
     assert on_threads(range(size), meet, 60) == [words] * size
 
@@ -106,7 +106,7 @@ def test_an_exchange_names_all_that_did_not_come(size, appends):
 
     def meet(rank):
         with pytest.raises(pycomm.errors.Timeout) as caught:
-            store.exchange("g", "topic", rank, size, "word", 0.3)
+            _test.exchange(store, "g", "topic", rank, size, "word", 0.3)
         return str(caught.value)
 
     for text in good(on_threads(set(range(size)) - absent, meet, 60)):

@@ -11,7 +11,7 @@ import struct
 import threading
 from contextlib import suppress
 
-from pycomm import _C
+from pycomm import _C, _test
 from tests.transports.ranks import SECONDS, Rank, tag
 
 GROUP = "wire"
@@ -128,7 +128,7 @@ class RankZero:
     def proof(self, role: str, hello: bytes, challenge: bytes, key: bytes = KEY) -> bytes:
         label = f"{GROUP}/{self.session}"
         text = f"pycomm tcp {role}\0{len(label)}:{label}".encode()
-        return _C.hmac_sha256(key, text + hello + challenge)
+        return _test.hmac_sha256(key, text + hello + challenge)
 
     def join(self, first: bytes, key: bytes = KEY):
         """Do a handshake; return the connection, and verdict and body of the last reply."""
@@ -154,7 +154,7 @@ class RankZero:
 
     def set_up(self) -> None:
         try:
-            self.transport = _C.Transport("tcp", self.store, GROUP, 0, 2, **self.options)
+            self.transport = _test.Transport("tcp", self.store, GROUP, 0, 2, **self.options)
         except BaseException as error:
             self.error = error
 

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <iterator>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -14,7 +13,6 @@
 #include "collectives/communicator.h"
 #include "core/deadline.h"
 #include "core/error.h"
-#include "core/notice.h"
 
 namespace pycomm {
 
@@ -34,19 +32,14 @@ inline Milliseconds milliseconds(double seconds) {
   return count < most ? Milliseconds(static_cast<int64_t>(count)) : kForever;
 }
 
-/// Returns the notice of rank `from` with this kind: error, timeout, mismatch or lost.
-inline Notice notice(const std::string& text, const std::string& kind, int from, int rank,
-                     std::vector<int> ranks) {
-  static constexpr const char* kKinds[] = {"error", "timeout", "mismatch", "lost"};
-  const auto found = std::find(std::begin(kKinds), std::end(kKinds), kind);
-  if (found == std::end(kKinds)) {
-    throw Error("unknown kind \"" + kind + "\" of a notice; use error, timeout, mismatch or lost");
+/// Returns the operation of this name.
+inline Op op_named(const std::string& text) {
+  Op op{};
+  while (name(op) != text) {
+    if (op == Op::recv) throw Error("unknown op \"" + text + "\"; use the name of a collective");
+    op = static_cast<Op>(static_cast<uint8_t>(op) + 1);
   }
-  Notice result = plain_notice(text, from);
-  result.kind = static_cast<Notice::Kind>(found - std::begin(kKinds));
-  result.rank = rank;
-  result.ranks = std::move(ranks);
-  return result;
+  return op;
 }
 
 /// A list of addresses and sizes in elements: one part per rank.

@@ -256,12 +256,13 @@ void bind_communicator(py::module_& m) {
       .def("describe", &Self::describe)
       .def(
           "explain",
-          [](const Self& c, const OpTag& tag, size_t bytes, const Pieces* pieces, DType dtype) {
-            if (!pieces) return c.explain(tag.op, bytes);
+          [](const Self& c, const std::string& op, size_t bytes, const Pieces* pieces,
+             DType dtype) {
+            if (!pieces) return c.explain(op_named(op), bytes);
             const CodedArgs args = pieces->args(0, 1, dtype);
-            return c.explain(tag.op, bytes, &args);
+            return c.explain(op_named(op), bytes, &args);
           },
-          py::arg("tag"), py::arg("bytes"), py::arg("pieces") = py::none(),
+          py::arg("op"), py::arg("bytes"), py::arg("pieces") = py::none(),
           py::arg("dtype") = DType::float32)
       .def_property_readonly("transports", &Self::transports)
       .def_property_readonly("levels", &Self::levels)
@@ -276,14 +277,7 @@ void bind_communicator(py::module_& m) {
             return SharedArray{c.allocate(numel * size_of(dtype)), numel, dtype};
           },
           py::arg("numel"), py::arg("dtype"))
-      .def("heap_bytes",
-           [](const Self& c) {
-             const auto heap = c.heap();
-             return heap ? std::pair(heap->used(), heap->kept()) : std::pair<size_t, size_t>();
-           })
       .def("trace", [](const Self& c) { return trace_records(c.trace()); })
-      .def("note_issued", &Self::note_issued, py::arg("tag"))
-      .def("resume", &Self::resume, py::arg("issued"))
       .def("wire_bytes", &Self::wire_bytes)
       .def("sent_bytes", &Self::sent_bytes)
       .def("all_reduce", of_core(&Self::all_reduce), py::arg("data"), py::arg("numel"),

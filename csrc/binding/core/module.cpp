@@ -7,10 +7,7 @@ PYBIND11_MODULE(_C, m) {
   pycomm::bind_core(m);
   pycomm::bind_codecs(m);
   pycomm::bind_coded(m);
-  pycomm::bind_transports(m);
+  pycomm::bind_stores(m);
   pycomm::bind_communicator(m);
-  pycomm::bind_device(m);
-  pycomm::bind_queue(m);
-  pycomm::bind_schedule(m);
   pycomm::bind_optimizers(m);
 }

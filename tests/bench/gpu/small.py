@@ -11,6 +11,7 @@ from pycomm.bench.gpu import checks
 STEP = ("--model", "1,32,2,8,300,2", "--paced", "--rate", "1gbit", "--turn-seconds", "0.05")
 gpu.WORDS |= {
     "step": (*gpu.WORDS["step"], *STEP, "--methods", "exact,sign"),
+    "collectives": (*gpu.WORDS["collectives"], "-b", "4K", "-e", "4K", "-n", "5"),
     "optimizer": ("training", "--only", "optimizer", "--models", "tiny"),
     "trace": (*gpu.WORDS["trace"], *STEP),
 }

@@ -16,7 +16,6 @@ import pycomm
 from pycomm.bench.common import accelerator, tables
 from pycomm.bench.gpu import __main__ as gpu
 from pycomm.bench.gpu import checks as gpu_checks
-from pycomm.bench.gpu import collectives as gpu_collectives
 from pycomm.bench.gpu import tasks as gpu_tasks
 from pycomm.bench.gpu.tasks import GpuRow
 from pycomm.bench.gpu.timing import bytes_moved, sets_needed
@@ -113,8 +112,6 @@ def pretend_gpu(monkeypatch):
     monkeypatch.setattr(gpu_tasks, "time_kernel", row)
     monkeypatch.setattr(gpu_tasks, "time_conversion", lambda *what: row(*what[:2], "", "convert"))
     monkeypatch.setattr(gpu_tasks, "time_topk", lambda numel: row("torch", numel, "", "topk"))
-    ranks = lambda case: row("ranks", case.numel, case.codec, case.op)  # noqa: E731
-    monkeypatch.setattr(gpu_tasks, "time_ranks", ranks)
     monkeypatch.setattr(gpu.subprocess, "Popen", InThisProcess)
     return monkeypatch
 
@@ -122,33 +119,11 @@ def pretend_gpu(monkeypatch):
 class InThisProcess:
     """Stands for the process of a kind's timings."""
 
-    def __init__(self, command, env=None, start_new_session=False) -> None:
-        ours = gpu_tasks.__name__ in command
-        self.status = gpu_tasks.main(**json.loads(command[-1])) if ours else 0
-
-    def kill(self) -> None:
-        """Of the second rank of the first stage."""
+    def __init__(self, command, start_new_session=False) -> None:
+        self.status = gpu_tasks.main(**json.loads(command[-1]))
 
     def wait(self, limit=None) -> int:
         return self.status
-
-
-def test_ranks_of_the_processor_take_the_way_of_those_of_a_gpu():
-    for case in gpu_collectives.cases(1000, "cpu"):
-        if case.ranks == 2:
-            assert gpu_collectives.measure(case) > 0
-
-
-def test_traffic_is_what_ranks_read_and_write():
-    def traffic(codec, algo, dtype=torch.float32):
-        return gpu_collectives.GpuCase(4, codec, algo, dtype, 1024).traffic
-
-    b = 4 * 1024
-    assert traffic("", "one_shot") == 4 * (b + b + 4 * b + b)
-    assert traffic("", "two_shot") == 4 * (2 * b + b + b // 4 + 2 * b)
-    k = pycomm.codec("int8").encoded_bytes(1024)
-    assert traffic("int8", "") == 4 * (b + k + k + k // 4 + k + b)
-    assert traffic("int8", "", torch.bfloat16) == 4 * (b // 2 + k + k + k // 4 + k + b // 2)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +160,6 @@ def test_every_kernel_is_called():
     assert len(list(gpu_tasks.calls_of("native", gpu.NUMELS))) == 2 * KERNELS
     assert len(list(gpu_tasks.calls_of("reference", gpu.NUMELS))) == KERNELS
     assert len(list(gpu_tasks.calls_of("torch", gpu.NUMELS))) == 2
-    assert len(list(gpu_tasks.calls_of("ranks", gpu.NUMELS))) == 24
 
 
 def test_a_failing_contract_fails_the_run(pretend_gpu, tmp_path, capsys):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pycomm
-from pycomm import _C
+from pycomm import _C, _test
 from pycomm.codecs import RandomKey
 from pycomm.communicator import Piece
 from tests.collectives.ways import WAYS, bits
@@ -89,7 +89,7 @@ def model(ranks: int, tensor: int, codec: str, average: bool = True, feedback: b
     gathered = codec.startswith("topk")
 
     def through(p: torch.Tensor, hop: int) -> torch.Tensor:
-        key = RandomKey(_C.hop_seed(SEED, hop), STEP, tensor)
+        key = RandomKey(_test.hop_seed(SEED, hop), STEP, tensor)
         return code.reference_decode(code.reference_encode(p, key, 0), numel)
 
     total, residuals = None, []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pycomm
-from pycomm import _C
+from pycomm import _test
 from pycomm.codecs import RandomKey
 from tests.collectives.coded.test_collectives import OWNED, SEED, STEP, TENSORS, Bucket, gradient
 from tests.collectives.test_hierarchical import NODES, SITES, options, sited
@@ -41,7 +41,7 @@ def check(outcomes, nodes, codecs):
         code, numel = pycomm.codec(codec), TENSORS[tensor]
 
         def through(p, hop, code=code, numel=numel, tensor=tensor):
-            key = RandomKey(_C.hop_seed(SEED, hop), STEP, tensor)
+            key = RandomKey(_test.hop_seed(SEED, hop), STEP, tensor)
             return code.reference_decode(code.reference_encode(p, key, 0), numel)
 
         total = None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm import _C
+from pycomm import _C, _test
 from pycomm.communicator import Piece
 from pycomm.errors import WireMismatch
 from tests.codecs.cases import SPECS
@@ -115,7 +115,7 @@ def faster(ranks: int, values: int, round_trip: float, rate: float, known: bool 
     """Return the choice for int8."""
     payload, byte = int(values * 8.25 / 8), 1 / (rate * MEGABIT)
     shared = 2 * (ranks - 1) / ranks if known else 0.0
-    one, two = _C.schedule.shot_costs(values, payload, ranks, round_trip / 2, byte, shared)
+    one, two = _test.schedule.shot_costs(values, payload, ranks, round_trip / 2, byte, shared)
     return "one" if one < two else "two"
 
 

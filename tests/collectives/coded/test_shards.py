@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pycomm
-from pycomm import _C
+from pycomm import _test
 from pycomm.codecs import RandomKey
 from pycomm.communicator import Piece
 from tests.collectives.ways import WAYS, bits
@@ -49,8 +49,8 @@ def pieces(owed: dict[int, np.ndarray]) -> list[Piece]:
 
 
 def seed_of(rank: int, row: int) -> int:
-    seed = _C.hop_seed(SEED, rank)
-    return _C.hop_seed(seed, row) if row > 0 else seed
+    seed = _test.hop_seed(SEED, rank)
+    return _test.hop_seed(seed, row) if row > 0 else seed
 
 
 def coded(row: np.ndarray, owed: dict[int, np.ndarray], at: int, seed: int) -> np.ndarray:

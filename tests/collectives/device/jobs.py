@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import pycomm
-from pycomm import _C
+from pycomm import _C, _test
 from tests.collectives.device.ranks import Buffer, Rank
 from tests.collectives.ways import floats, integers
 
@@ -37,7 +37,7 @@ OPS = ["sum", "avg", "premul_sum", "prod", "min", "max", "band", "bor", "bxor"]
 
 def has_meaning(dtype: str, op: str) -> bool:
     try:
-        _C.check_reducible(getattr(DType, dtype), getattr(ReduceOp, op))
+        _test.check_reducible(getattr(DType, dtype), getattr(ReduceOp, op))
     except pycomm.Error:
         return False
     return True

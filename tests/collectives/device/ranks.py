@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pycomm import _C
+from pycomm import _C, _test
 from tests.ranks import good, on_threads
 
 Job = Callable[["Rank"], Any]
@@ -65,7 +65,7 @@ class Rank:
             self.pinned = torch.empty(ARENA, dtype=torch.uint8, pin_memory=True)
             torch.cuda.synchronize()
         index = 0 if cuda else -1
-        self.group = _C.DeviceGroup(store, rank, size, index, **{**OPTIONS, **options})
+        self.group = _test.DeviceGroup(store, rank, size, index, **{**OPTIONS, **options})
 
     def put(self, array: np.ndarray, shift: int = 0) -> Buffer:
         return Buffer(self, array, shift)

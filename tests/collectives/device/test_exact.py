@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm import _C
+from pycomm import _C, _test
 from tests import ranks as channels
 from tests.collectives.device import jobs
 from tests.collectives.device.jobs import SPECS, Bucket, DType, ReduceOp
@@ -144,7 +144,7 @@ def test_an_abort_ends_what_runs_and_what_comes():
 
 def test_a_missing_rank_is_named_at_the_rendezvous():
     with pytest.raises(pycomm.Timeout, match=r"did not come .*: 1"):
-        _C.DeviceGroup(_C.Store.local(), 0, 2, timeout=0.2)
+        _test.DeviceGroup(_C.Store.local(), 0, 2, timeout=0.2)
 
 
 def test_other_options_are_an_error():
@@ -152,7 +152,7 @@ def test_other_options_are_an_error():
 
     def main(rank, staging):
         try:
-            _C.DeviceGroup(store, rank, 2, timeout=5.0, staging_bytes=staging)
+            _test.DeviceGroup(store, rank, 2, timeout=5.0, staging_bytes=staging)
         except Exception as error:
             errors.append(error)
 
@@ -174,7 +174,7 @@ def test_other_options_are_an_error():
 )
 def test_wrong_options_are_refused(options, text):
     with pytest.raises(pycomm.Error, match=text):
-        _C.DeviceGroup(_C.Store.local(), 0, 1, **options)
+        _test.DeviceGroup(_C.Store.local(), 0, 1, **options)
 
 
 def test_wrong_arguments_are_refused_before_anything_runs():
@@ -206,7 +206,7 @@ MOST = 32
 @pytest.mark.parametrize("room", [36, 81, 99])
 @pytest.mark.parametrize("groups", [1, 2, 4, 9])
 def test_groups_do_not_take_more_than_there_is(room, groups):
-    shares = [_C.BlockShare(7, room, MOST) for _ in range(groups)]
+    shares = [_test.BlockShare(7, room, MOST) for _ in range(groups)]
     counts = [share.count for share in shares]
     assert counts[0] == MOST
     assert min(counts) >= 1
@@ -215,19 +215,19 @@ def test_groups_do_not_take_more_than_there_is(room, groups):
 
 
 def test_what_a_group_gives_back_another_takes():
-    first = _C.BlockShare(7, 81, MOST)
-    second = _C.BlockShare(7, 81, MOST)
-    other = _C.BlockShare(8, 81, MOST)
+    first = _test.BlockShare(7, 81, MOST)
+    second = _test.BlockShare(7, 81, MOST)
+    other = _test.BlockShare(8, 81, MOST)
     assert (first.count, second.count, other.count) == (32, 24, 32)
     first.shrink(2)  # its peers have no more blocks
-    third = _C.BlockShare(7, 81, MOST)
+    third = _test.BlockShare(7, 81, MOST)
     assert (first.count, third.count) == (2, 27)
     del first, second, third
-    assert _C.BlockShare(7, 81, MOST).count == 32
+    assert _test.BlockShare(7, 81, MOST).count == 32
 
 
 def test_a_gpu_that_is_full_gives_one():
-    shares = [_C.BlockShare(7, 3, MOST) for _ in range(3)]
+    shares = [_test.BlockShare(7, 3, MOST) for _ in range(3)]
     assert [share.count for share in shares] == [3, 1, 1]
 
 
@@ -255,12 +255,12 @@ int ftruncate(int fd, off_t bytes) {
 SIZES = r"""
 import threading
 from pathlib import Path
-from pycomm import _C
+from pycomm import _C, _test
 
 store, groups, ranks = _C.Store.local(), {}, 3
 def make(rank):
     options = {"timeout": 20.0, "blocks": 1, "staging_bytes": 5 * 4096, "coded_bytes": 0}
-    groups[rank] = _C.DeviceGroup(store, rank, ranks, **options)
+    groups[rank] = _test.DeviceGroup(store, rank, ranks, **options)
 threads = [threading.Thread(target=make, args=(r,)) for r in range(ranks)]
 [t.start() for t in threads]; [t.join() for t in threads]
 lines = Path("/proc/self/maps").read_text().splitlines()
@@ -270,9 +270,9 @@ print(len(parts), all(part == int(part) > 0 for part in parts))
 """
 WAITING = r"""
 import os, signal, sys, threading
-from pycomm import _C
+from pycomm import _C, _test
 
-def meet(rank): _C.DeviceGroup(_C.Store.file(sys.argv[1]), rank, 2, timeout=30.0)
+def meet(rank): _test.DeviceGroup(_C.Store.file(sys.argv[1]), rank, 2, timeout=30.0)
 
 maker = os.fork()
 if maker == 0:

@@ -18,8 +18,8 @@ from torch import nn
 
 import pycomm
 from pycomm import _C, backend
-from pycomm.bench.gpu import smoke
 from pycomm.codecs import CODECS
+from pycomm.doctor import gpu as doctor
 from pycomm.feedback import Feedback, Residuals
 from pycomm.feedback.rule import LARGE
 from pycomm.policy import Decision, Parameter
@@ -61,16 +61,14 @@ def check_ddp(rank: int, ranks: int, device: str, codec: str) -> Any:
     return results, residuals, lines, chosen
 
 
-def check_smoke(rank: int, ranks: int, allowed: tuple[str, ...]) -> str:
-    return smoke.check(FAKE, allowed)
+def check_averages(rank: int, ranks: int) -> str:
+    return doctor.check(FAKE)
 
 
 @pytest.mark.parametrize("way", ["kernels", "peers"])
-def test_the_first_stage_on_a_gpu_runs(fakes, way):
-    for path in run(fakes, way, check_smoke, (way,)):
+def test_the_doctor_tells_the_path_on_a_gpu(fakes, way):
+    for path in run(fakes, way, check_averages):
         assert f"values: {way} (" in path
-    with pytest.raises(Exception, match="take no path of"):
-        run(fakes, way, check_smoke, ("core",))
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "sign", "topk:0.01", "bf16"])

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm import _C, elastic
+from pycomm import _test, elastic
 from tests.torch.elastic.member import LIMIT, Member, on_members, until_lost
 from tests.torch.harness import alike, check_sum
 from tests.torch.pool import on_ranks
@@ -406,7 +406,7 @@ class Stranger:
 
     def _proof(self, secret: bytes) -> bytes:
         text = f"pycomm tcp connect\0{len(self.label)}:{self.label}".encode()
-        return bytes(_C.hmac_sha256(secret, text + self.first + self.challenge))
+        return bytes(_test.hmac_sha256(secret, text + self.first + self.challenge))
 
     def verdict(self, proof: bytes | None = None) -> int:
         self.socket.sendall(proof or self.proof)

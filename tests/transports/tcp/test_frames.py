@@ -10,7 +10,7 @@ import threading
 import pytest
 
 import pycomm.errors
-from pycomm import _C
+from pycomm import _C, _test
 from tests.transports.ranks import SECONDS, Rank, pattern, tag, threads
 from tests.transports.wire_peer import (
     CONTROL,
@@ -216,7 +216,7 @@ def test_sender_says_what_is_checked(checked):
 
 def test_unknown_checksums_are_refused():
     with pytest.raises(pycomm.errors.Error, match="use one of auto, payload, header"):
-        _C.Transport("tcp", _C.Store.local(), GROUP, 0, 2, checksum="md5")
+        _test.Transport("tcp", _C.Store.local(), GROUP, 0, 2, checksum="md5")
 
 
 OUTER = next((ip for name, ip in _C.interfaces() if name != "lo" and ":" not in ip), None)

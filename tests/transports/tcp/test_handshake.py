@@ -12,7 +12,7 @@ import time
 import pytest
 
 import pycomm.errors
-from pycomm import _C
+from pycomm import _C, _test
 from tests.transports.ranks import SECONDS
 from tests.transports.wire_peer import (
     CHALLENGE,
@@ -152,7 +152,7 @@ def test_false_listener_is_asked_again_until_the_deadline(replies, text):
     false = threading.Thread(target=pretend)
     false.start()
     with pytest.raises(pycomm.errors.Timeout, match=text):
-        _C.Transport("tcp", store, GROUP, 1, 2, timeout=0.7, sockets=1)
+        _test.Transport("tcp", store, GROUP, 1, 2, timeout=0.7, sockets=1)
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
     false.join()
@@ -171,6 +171,6 @@ def test_listener_that_is_gone_is_a_lost_peer():
     false = threading.Thread(target=pretend)
     false.start()
     with pytest.raises(pycomm.errors.PeerLost, match=rf"rank 0 \(127.0.0.1:{port}\)") as lost:
-        _C.Transport("tcp", store, GROUP, 1, 2, timeout=SECONDS, sockets=1)
+        _test.Transport("tcp", store, GROUP, 1, 2, timeout=SECONDS, sockets=1)
     assert lost.value.rank == 0
     false.join()

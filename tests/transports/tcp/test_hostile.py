@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm import _C
+from pycomm import _C, _test
 from pycomm.communicator import Communicator, Store
 from tests.ranks import on_threads
 from tests.transports.wire_peer import HELLO, MAGIC, hello
@@ -203,7 +203,7 @@ def test_the_secret_is_not_told():
 
     def rank_main(rank):
         options = dict(timeout=1.0, secret=SECRET + "?" * rank)
-        _C.Transport("tcp", store, "g", rank, 2, **options).close()
+        _test.Transport("tcp", store, "g", rank, 2, **options).close()
 
     for error in map(str, on_threads(range(2), rank_main, 30)):
         assert "secret" in error

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import pycomm.errors
-from pycomm import _C, errors
+from pycomm import _C, _test, errors
 from pycomm.errors import Error
 from tests.compiling import ROOT, compile_cpp
 from tests.extent import each_value
@@ -48,7 +48,7 @@ def test_sockets_share_a_message(sockets, size):
 @pytest.mark.parametrize("sockets", [-1, 17])
 def test_number_of_sockets_is_checked(sockets):
     with pytest.raises(pycomm.errors.Error, match="PYCOMM_SOCKETS"):
-        _C.Transport("tcp", _C.Store.local(), "g", 0, 1, sockets=sockets)
+        _test.Transport("tcp", _C.Store.local(), "g", 0, 1, sockets=sockets)
 
 
 def test_sockets_must_be_equal_on_all_ranks():
@@ -71,7 +71,7 @@ def test_ranks_on_several_hosts_refuse_loopback():
     with pytest.raises(
         pycomm.errors.Error, match=r'"lo" is loopback.*PYCOMM_INTERFACE.*"lo": set it'
     ):
-        _C.Transport("tcp", store, "g", 0, 2, timeout=SECONDS, interface="lo")
+        _test.Transport("tcp", store, "g", 0, 2, timeout=SECONDS, interface="lo")
 
 
 def test_an_unproven_host_is_not_called_by_loopback():
@@ -83,7 +83,7 @@ def test_an_unproven_host_is_not_called_by_loopback():
 
     def meet():
         with pytest.raises(pycomm.errors.Timeout):
-            _C.Transport("tcp", store, "g", 0, 2, timeout=1.0)
+            _test.Transport("tcp", store, "g", 0, 2, timeout=1.0)
 
     rank = threading.Thread(target=meet)
     rank.start()
@@ -315,7 +315,7 @@ def test_congestion_control_that_the_kernel_refuses(name):
     with pytest.raises(
         pycomm.errors.Error, match=f'refuses the congestion control "{name}".*PYCOMM_CONGESTION'
     ):
-        _C.Transport("tcp", _C.Store.local(), "g", 0, 1, congestion=name)
+        _test.Transport("tcp", _C.Store.local(), "g", 0, 1, congestion=name)
 
 
 # -------------------------------------------------------------------------------- few descriptors
@@ -468,7 +468,7 @@ def test_what_cannot_be_advertised_is_refused(advertise, text):
     store = _C.Store.local()
     store.set("g/tcp-host/1", "another-host 1 - -")
     with pytest.raises(errors.Error) as raised:
-        _C.Transport("tcp", store, "g", 0, 2, timeout=SECONDS, advertise=advertise)
+        _test.Transport("tcp", store, "g", 0, 2, timeout=SECONDS, advertise=advertise)
     assert text in str(raised.value)
 
 
@@ -479,7 +479,7 @@ def test_an_address_that_is_mapped_to_ours_is_published():
     store = _C.Store.local()
     store.set("g/tcp-host/1", "another-host 1 - -")
     with pytest.raises(errors.Timeout):
-        _C.Transport("tcp", store, "g", 0, 2, timeout=0.5, advertise="203.0.113.7")
+        _test.Transport("tcp", store, "g", 0, 2, timeout=0.5, advertise="203.0.113.7")
     card = store.get("g/tcp-card/0", SECONDS).decode()
     assert card.startswith("203.0.113.7:")
 

@@ -1,14 +1,13 @@
-// Device groups for Python, with addresses, sizes in elements, and streams as torch's `cuda_stream`
-// has them. For tests and measurements; programs use the backend.
-#include "core/device.h"
-
+// Device groups for tests, with addresses, sizes in elements, and streams as torch's `cuda_stream`
+// has them. Programs use the backend.
 #include "binding/core/arguments.h"
 #include "binding/core/errors.h"
 #include "binding/core/gil.h"
-#include "binding/core/module.h"
 #include "collectives/device/blocks.h"
 #include "collectives/device/group.h"
+#include "core/device.h"
 #include "core/error.h"
+#include "tests/binding/module.h"
 
 namespace py = pybind11;
 
@@ -125,8 +124,6 @@ void bind_device(py::module_& m) {
       .def(py::init<int, int, int>(), py::arg("index"), py::arg("room"), py::arg("most"))
       .def_property_readonly("count", &device::BlockShare::count)
       .def("shrink", &device::BlockShare::shrink, py::arg("count"));
-
-  m.def("device_count", &device::count, "GPUs that this process can use; 0 without CUDA.");
 
   py::class_<OwnedGroup> group(m, "DeviceGroup");
   group

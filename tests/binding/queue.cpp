@@ -1,4 +1,4 @@
-// Queue for Python: runs callables in the order of submission, as collectives/queue.h says.
+// Queue for tests: runs callables in the order of submission, as collectives/queue.h says.
 #include "collectives/queue.h"
 
 #include <functional>
@@ -8,7 +8,7 @@
 
 #include "binding/core/arguments.h"
 #include "binding/core/gil.h"
-#include "binding/core/module.h"
+#include "tests/binding/module.h"
 
 namespace py = pybind11;
 

@@ -1,5 +1,5 @@
-// Schedules for Python: the index arithmetic of collectives and the seeds of hops, for tests and
-// for the hooks that code without the communicator.
+// Schedules for tests: the index arithmetic of collectives, the choice of algorithms, and the seeds
+// of hops.
 #include "collectives/common/schedule.h"
 
 #include <pybind11/stl.h>
@@ -7,11 +7,11 @@
 #include <tuple>
 #include <utility>
 
-#include "binding/core/module.h"
 #include "collectives/coded/coded.h"
 #include "collectives/coded/one_shot.h"
 #include "collectives/common/select.h"
 #include "core/env.h"
+#include "tests/binding/module.h"
 
 namespace py = pybind11;
 

@@ -1,4 +1,4 @@
-// Stores and transports for Python: for tests and measurements. Programs use the communicator.
+// Transports for tests. Programs use the communicator.
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -7,15 +7,11 @@
 #include "binding/core/arguments.h"
 #include "binding/core/errors.h"
 #include "binding/core/gil.h"
-#include "binding/core/module.h"
-#include "binding/core/python_store.h"
 #include "collectives/window/shared.h"
 #include "core/env.h"
+#include "tests/binding/module.h"
 #include "transports/rendezvous.h"
 #include "transports/seal.h"
-#include "transports/tcp/endpoint/group_formation.h"
-#include "transports/tcp/net/interface.h"
-#include "transports/tcp/tls/library.h"
 #include "transports/transport.h"
 
 namespace py = pybind11;
@@ -28,10 +24,7 @@ Deadline after_seconds(double seconds) { return Deadline::after(milliseconds(sec
 OpTag tag_of(const std::string& op, uint64_t seq, uint64_t numel, DType dtype, ReduceOp redop,
              int root, uint32_t codec, const std::string& label) {
   OpTag tag;
-  while (name(tag.op) != op) {
-    if (tag.op == Op::recv) throw Error("unknown op \"" + op + "\"; use the name of a collective");
-    tag.op = static_cast<Op>(static_cast<uint8_t>(tag.op) + 1);
-  }
+  tag.op = op_named(op);
   tag.seq = seq;
   tag.numel = numel;
   tag.dtype = dtype;
@@ -146,83 +139,9 @@ void run_shared(const OwnedTransport& owned, const OpTag& tag, uintptr_t in, uin
   }
 }
 
-tcp::Address address_of(const std::string& text) {
-  tcp::Address address;
-  if (tcp::Address::parse(text, address)) return address;
-  throw Error("\"" + text + "\" is no IP address with a port");
-}
-
-void bind_stores(py::module_& m) {
-  py::class_<Store, std::shared_ptr<Store>>(m, "Store")
-      .def_static(
-          "local", &make_local_store, py::arg("appends") = false,
-          "For ranks that are threads of this process. `appends`: as torch's TCPStore does.")
-      .def_static(
-          "of",
-          [](const py::object& target) -> std::shared_ptr<Store> {
-            return std::make_shared<PythonStore>(target);
-          },
-          py::arg("target"), "An object of Python: see binding/core/python_store.h.")
-      .def_static("file", &make_file_store, py::arg("folder"), "For processes that share a folder.")
-      .def(
-          "set",
-          [](Store& store, const std::string& key, const std::string& value) {
-            GilReleased release;
-            store.set(key, value);
-          },
-          py::arg("key"), py::arg("value"))
-      .def(
-          "get",
-          [](Store& store, const std::string& key, double timeout) {
-            std::string value;
-            {
-              GilReleased release;
-              value = store.get(key, after_seconds(timeout));
-            }
-            return py::bytes(value);
-          },
-          py::arg("key"), py::arg("timeout"))
-      .def(
-          "exchange",
-          [](std::shared_ptr<Store> store, const std::string& group, const std::string& topic,
-             int rank, int size, const std::string& word, double timeout,
-             const std::string& secret) {
-            GilReleased release;
-            const Rendezvous rendezvous =
-                make_rendezvous(std::move(store), group, rank, size, timeout, secret);
-            return all_gather_values(rendezvous, topic, all_ranks(rendezvous), word);
-          },
-          py::arg("group"), py::arg("topic"), py::arg("rank"), py::arg("size"), py::arg("word"),
-          py::arg("timeout"), py::arg("secret") = "",
-          "The words of all ranks, each of which calls this.")
-      .def_static(
-          "find",
-          [](const std::vector<std::string>& addresses, int64_t number, int rank, int size,
-             const GroupOptions& options, double timeout) {
-            std::vector<tcp::Address> parsed;
-            for (const std::string& address : addresses) parsed.push_back(address_of(address));
-            const GilReleased release;
-            return tcp::find_store(parsed, number, rank, size, TcpOptions(options),
-                                   milliseconds(timeout), &check_signals);
-          },
-          py::arg("addresses"), py::arg("number"), py::arg("rank"), py::arg("size"),
-          py::arg("options"), py::arg("timeout"),
-          "The store that rank 0 lends at an address, for which this waits.");
-
-  py::class_<tcp::Endpoint>(m, "StoreEndpoint")
-      .def(py::init([](const std::string& address, const GroupOptions& options) {
-             return std::make_unique<tcp::Endpoint>(address_of(address), TcpOptions(options));
-           }),
-           py::arg("address"), py::arg("options"), "Listens at an address until it is collected.")
-      .def("lend", &tcp::lend_store, py::arg("number"), py::arg("size"),
-           "The store of this number, which other ranks find; the endpoint must outlive it.");
-}
-
 }  // namespace
 
 void bind_transports(py::module_& m) {
-  bind_stores(m);
-
   py::class_<OpTag>(m, "OpTag")
       .def(py::init(&tag_of), py::arg("op"), py::kw_only(), py::arg("seq") = 1,
            py::arg("numel") = 0, py::arg_v("dtype", DType::float32, "DType.float32"),
@@ -290,6 +209,18 @@ void bind_transports(py::module_& m) {
       .def("close", [](OwnedTransport& t) { t.transport.reset(); }, py::call_guard<GilReleased>());
 
   m.def(
+      "exchange",
+      [](std::shared_ptr<Store> store, const std::string& group, const std::string& topic, int rank,
+         int size, const std::string& word, double timeout, const std::string& secret) {
+        GilReleased release;
+        const Rendezvous rendezvous =
+            make_rendezvous(std::move(store), group, rank, size, timeout, secret);
+        return all_gather_values(rendezvous, topic, all_ranks(rendezvous), word);
+      },
+      py::arg("store"), py::arg("group"), py::arg("topic"), py::arg("rank"), py::arg("size"),
+      py::arg("word"), py::arg("timeout"), py::arg("secret") = "",
+      "The words of all ranks, each of which calls this.");
+  m.def(
       "encode_notice",
       [](const std::string& text, const std::string& kind, int from, int rank,
          std::vector<int> ranks, size_t room) {
@@ -337,36 +268,6 @@ void bind_transports(py::module_& m) {
       },
       py::arg("secret"), py::arg("group"), py::arg("name"), py::arg("text"),
       "The value that was sealed; raises Error if it has no right proof.");
-  m.def("tls_version", &tcp::openssl::version, py::arg("file") = "",
-        "The OpenSSL that encrypts; raises Error if there is none. `file`: look at this one.");
-  m.def(
-      "interfaces",
-      [] {
-        std::vector<std::pair<std::string, std::string>> found;
-        for (const auto& i : tcp::interfaces()) found.emplace_back(i.name, i.address.ip());
-        return found;
-      },
-      "Names and addresses of the interfaces that are up.");
-  m.def(
-      "choose_interfaces",
-      [](const std::string& names, bool one_host,
-         const std::vector<std::pair<std::string, std::string>>& candidates,
-         const std::string& store_host) {
-        std::vector<tcp::Interface> interfaces;
-        for (const auto& [interface, ip] : candidates) {
-          interfaces.push_back({interface, {}});
-          if (!tcp::Address::parse(ip, interfaces.back().address))
-            throw Error("\"" + ip + "\" is not an IP address");
-        }
-        std::vector<std::pair<std::string, std::string>> chosen;
-        for (const auto& i : tcp::choose_interfaces({names, store_host, one_host}, interfaces)) {
-          chosen.emplace_back(i.name, i.address.ip());
-        }
-        return chosen;
-      },
-      py::arg("names"), py::arg("one_host"), py::arg("candidates"), py::arg("store_host") = "",
-      "Names and addresses of the interfaces that a group would use, of candidates (name, "
-      "address).");
 }
 
 }  // namespace pycomm
