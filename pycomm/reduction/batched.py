@@ -9,7 +9,6 @@ codecs: payloads, their order and all results are the same, so ranks may use eit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from pycomm.arrays import core_dtype
 from pycomm.codecs.implementations import Launcher, current_stream, launcher
 from pycomm.policy.rules import CODED
 from pycomm.reduction.bucket import Bucket
-from pycomm.reduction.coding import Plan, Runs, is_variable
+from pycomm.reduction.coding import ExchangePlan, Runs, is_variable
 from pycomm.reduction.paths import BATCHED, KERNELS
 from pycomm.reduction.payloads import Payloads, all_gather, all_to_all
 
@@ -42,7 +41,7 @@ class Batched:
     """
 
     def __init__(
-        self, bucket: Bucket, plan: Plan, group: dist.ProcessGroup, device: torch.device
+        self, bucket: Bucket, plan: ExchangePlan, group: dist.ProcessGroup, device: torch.device
     ) -> None:
         # The bucket is not stored here, since it holds this object: its memory would stay until the
         # cycle is collected.
@@ -87,7 +86,7 @@ class Batched:
         op: str,
         bucket: Bucket,
         group: dist.ProcessGroup,
-        plan: Callable[[], Plan],
+        plan: Callable[[], ExchangePlan],
         *tensors: torch.Tensor,
     ) -> Batched | None:
         """Return the cached `Batched` of a bucket; None: Python has to code it.
@@ -100,8 +99,9 @@ class Batched:
             tensors: the tensors that the operation reads and writes.
         """
         device = tensors[0].device
-        if not all(tensor.device == device and tensor.is_contiguous() for tensor in tensors):
-            return None
+        for tensor in tensors:
+            if tensor.device != device or not tensor.is_contiguous():
+                return None
         key = op, group.rank(), group.size()
         if key not in bucket.batched:
             path = BATCHED if device.type == "cpu" else KERNELS
@@ -156,7 +156,7 @@ class Batched:
         )
         kept = [empty(self._memory_bytes, device=self._device)]
         options: dict[str, Any] = {}
-        current: AbstractContextManager[Any] = nullcontext()
+        elsewhere = False  # torch's current device is another one
         if self._on_device:
             assert found_inf is not None
             room = self._native.scratch_bytes(dtype)
@@ -169,13 +169,14 @@ class Batched:
             )
             if self._launch is not None:
                 options["launch"] = partial(self._launch, device=self._device)
-            elif torch._C._cuda_getDevice() != self._device.index:
-                current = torch.cuda.device(self._device)
+            else:
+                elsewhere = torch._C._cuda_getDevice() != self._device.index
         memory = kept[0].data_ptr(), self._memory_bytes
-        with current:
-            return self._native.run(
-                call, memory, partial(self._move, group, kept, encoded), **options
-            )
+        move = partial(self._move, group, kept, encoded)
+        if elsewhere:
+            with torch.cuda.device(self._device):
+                return self._native.run(call, memory, move, **options)
+        return self._native.run(call, memory, move, **options)
 
     def _move(
         self,

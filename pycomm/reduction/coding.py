@@ -113,7 +113,7 @@ def whole(pieces: Sequence[BucketPiece]) -> list[Run]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExchangePlan:
     """What an operation exchanges, as in csrc/collectives/coded/exchange.h."""
 
     owned: Sequence[Runs] = ()
@@ -129,11 +129,11 @@ class Plan:
     """Owners send all ranks the result."""
 
 
-def all_reduce_plan(values: Runs, ranks: int) -> Plan:
+def all_reduce_plan(values: Runs, ranks: int) -> ExchangePlan:
     """Return the plan of an all-reduce of some values among so many owners."""
     dense = [run for run in values if run.piece.codec.combine != "gather"]
     shown = [run for run in values if run.piece.codec.combine == "gather"]
-    return Plan(chunks(dense, ranks) if dense else (), shown)
+    return ExchangePlan(chunks(dense, ranks) if dense else (), shown)
 
 
 class Coder:
@@ -248,7 +248,7 @@ def _room(runs: Runs, values: torch.Tensor) -> list[torch.Tensor]:
 
 
 def exchange(
-    plan: Plan,
+    plan: ExchangePlan,
     output: torch.Tensor,
     input: torch.Tensor,
     group: dist.ProcessGroup,

@@ -158,7 +158,7 @@ class Factors:
         then, self.current = self.current, {}
         for name in {**then, **exponents}:
             matrix = shape(name)
-            none = torch.zeros(matrix.size if matrix else 0, dtype=torch.int8)
+            none = torch.zeros(matrix.size if matrix else 0, dtype=torch.int8, device="cpu")
             old, new = then.get(name, none), exponents.get(name, none)
             if matrix is None or len(old) != matrix.size or len(new) != matrix.size:
                 continue
@@ -224,7 +224,7 @@ class Factors:
         if not matrices:
             return
         sizes = [one.size for one in matrices.values()]
-        none = {size: torch.zeros(size, device=device) for size in set(sizes)}
+        none = {size: torch.zeros(size, dtype=torch.float32, device=device) for size in set(sizes)}
         flat = torch.cat([sums.get(name, none[one.size]) for name, one in matrices.items()])
         for group in groups:
             dist.all_reduce(flat, group=group)
@@ -248,7 +248,8 @@ class Factors:
 
     def _decide(self, name: str, matrix: Matrix) -> torch.Tensor:
         """Return a parameter's exponents, int8 [rows + columns]; zeros: it needs no factors."""
-        known = self._decided.get(name, torch.zeros(matrix.size, dtype=torch.int8))
+        none = torch.zeros(matrix.size, dtype=torch.int8, device="cpu")
+        known = self._decided.get(name, none)
         mean = self._means.get(name)
         if mean is None:
             return known

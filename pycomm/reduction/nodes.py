@@ -23,7 +23,7 @@ from pycomm.errors import WireMismatch
 from pycomm.policy.exchange import gather_json, host
 from pycomm.reduction import own_group, two_shot
 from pycomm.reduction.bucket import Bucket
-from pycomm.reduction.coding import Plan, Run, chunks, hop_seed, whole
+from pycomm.reduction.coding import ExchangePlan, Run, chunks, hop_seed, whole
 
 
 class Nodes:
@@ -56,7 +56,7 @@ class Nodes:
         self.is_even = len(set(self._sizes)) == 1
         """All nodes have as many ranks: then rows can be scattered and gathered by nodes."""
         # The rank of each row, by place, then by node.
-        self._by_place = torch.tensor(rails, device=device).view(-1)
+        self._by_place = torch.tensor(rails, dtype=torch.int64, device=device).view(-1)
         # With "cpu:pycomm,cuda:nccl" a node has NCCL, whose sockets between hosts are slower than
         # pycomm's.
         mixed = backend.find(group) is not None and backend.find(group, device) is None
@@ -156,7 +156,7 @@ class Nodes:
         assert self._across is not None
         two_shot.exchange(
             "reduce_scatter",
-            lambda: Plan(
+            lambda: ExchangePlan(
                 [whole(bucket.pieces)] * len(self._numbers), (), self._numbers, gathers=False
             ),
             result,

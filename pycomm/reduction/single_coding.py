@@ -25,7 +25,7 @@ from pycomm.codecs import codec as parse_codec
 from pycomm.feedback.rule import EXACT
 from pycomm.policy.quality import nominal_error
 from pycomm.reduction.bucket import Bucket
-from pycomm.reduction.coding import GRAIN, Plan, chunks, total_bytes, whole
+from pycomm.reduction.coding import GRAIN, ExchangePlan, chunks, total_bytes, whole
 from pycomm.reduction.two_shot import exchange
 
 ANSWER = parse_codec("eden:bits=4,size=128")
@@ -65,7 +65,9 @@ class SingleCoding:
         """Whether all payloads go to all ranks; else owners answer."""
         self.wire_bytes = (self._ranks - 1) * sent
         """Bytes that a rank sends in a step, rounded up."""
-        plan = Plan(shown=runs) if self.gathers else Plan(self._chunks, gathers=False)
+        plan = (
+            ExchangePlan(shown=runs) if self.gathers else ExchangePlan(self._chunks, gathers=False)
+        )
         self._plan = lambda: plan
         if not self.gathers:
             self.wire_bytes = -(-(self._ranks - 1) * (sent + back) // self._ranks)
@@ -123,11 +125,11 @@ class SingleCoding:
         assert result is not None
         return result
 
-    def _plan_of_answers(self) -> Plan:
+    def _plan_of_answers(self) -> ExchangePlan:
         """Each owner sends all ranks the result of its chunk."""
         pieces = {piece.offset: piece for piece in self._answers.pieces}
         owned = [[replace(run, piece=pieces[run.piece.offset]) for run in c] for c in self._chunks]
-        return Plan(owned, scatters=False)
+        return ExchangePlan(owned, scatters=False)
 
 
 def _answers(bucket: Bucket) -> Bucket:

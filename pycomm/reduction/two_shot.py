@@ -17,12 +17,12 @@ import torch.distributed as dist
 from pycomm.reduction import coding
 from pycomm.reduction.batched import Batched
 from pycomm.reduction.bucket import Bucket
-from pycomm.reduction.coding import Plan, Run, all_reduce_plan, whole
+from pycomm.reduction.coding import ExchangePlan, Run, all_reduce_plan, whole
 
 
 def exchange(
     op: str,
-    plan: Callable[[], Plan],
+    plan: Callable[[], ExchangePlan],
     output: torch.Tensor,
     input: torch.Tensor,
     bucket: Bucket,
@@ -133,7 +133,7 @@ def all_reduce(
     ranks = group.size()
     runs, divisor = part or (None, ranks)
 
-    def plan() -> Plan:
+    def plan() -> ExchangePlan:
         return all_reduce_plan(whole(bucket.pieces) if runs is None else runs, ranks)
 
     if not bucket.gathers:
@@ -235,6 +235,6 @@ def all_gather(
 
 def _plan_of_rows(
     bucket: Bucket, ranks: int, *, scatters: bool = True, gathers: bool = True
-) -> Plan:
+) -> ExchangePlan:
     runs = [whole(bucket.pieces)] * ranks
-    return Plan(runs, rows=range(ranks), scatters=scatters, gathers=gathers)
+    return ExchangePlan(runs, rows=range(ranks), scatters=scatters, gathers=gathers)

@@ -32,7 +32,7 @@ BEFORE = ("int4", "int8", "coded sign")
 CHANGES = ("wait", "launches", "stream")
 # What the hook of a bucket asks for today, and how often the host waits in a step: these may only
 # fall. Of tensors of the host, calls of the hook alone: a thread does the rest.
-TODAY = {"launches": 7, "copies": 4, "calls": 19, "waits": 0, "held": 0}
+TODAY = {"launches": 7, "copies": 4, "calls": 17, "waits": 0, "held": 0}
 TODAY_ON_THE_HOST = 7
 WAITS_OF_A_LATE_CARRIER = 26  # for 13 buckets: its own
 

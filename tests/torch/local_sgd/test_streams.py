@@ -108,7 +108,7 @@ def test_overlap_gives_the_same_bits_on_all_backends(pool, options):
     assert equal(a, c)
 
 
-@pytest.mark.parametrize("options", [STREAM, LATER], ids=str)
+@pytest.mark.parametrize("options", [STREAM, {**LATER, "momentum": 0.9}], ids=str)
 def test_streams_converge_and_ranks_are_equal_in_the_end(pool, options):
     (a, losses, _), (b, more, _) = pool.run(train, 80, options)
     assert equal(a, b)

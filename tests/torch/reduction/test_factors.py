@@ -16,7 +16,7 @@ import pycomm
 from pycomm.feedback.storage import powers
 from pycomm.policy import Policy
 from pycomm.reduction.factors import EVERY, Factors, Matrix, is_look
-from tests.torch.elastic.member import Member, on_members
+from tests.torch.elastic.member import on_members
 from tests.torch.harness import Chosen, alike, all_equal, equal, gradients, reduced, same_as_gloo
 from tests.torch.pool import on_ranks
 
@@ -330,11 +330,8 @@ def test_half_precision_gradients_get_no_factors(rank, size):
 
 
 @on_members(3)
-def test_a_new_member_has_the_factors_of_the_others(rank, size, store):
+def test_a_new_member_has_the_factors_of_the_others(rank, member, handles):
     """Three train; the second leaves, and the columns change; it comes back as a new one."""
-    member = Member(rank, size, store)
-    handles = member.handles("all")
-    member.form(1, handles)
     model, state = wrapped("int4", "residual:storage=float32")
     for step in range(3):
         reduced(model, unequal(rank, step))
