@@ -126,7 +126,7 @@ class Bucket:
         self.layouts = [self.layout, self.layout]
         """Layouts of the two sides of a residual that has been reduced in this bucket alone."""
         self.plans: dict[tuple[str, int, int], Any] = {}
-        """By operation, rank and number of ranks: the `ExchangePlan` of a schedule that Python runs."""
+        """By operation, rank and number of ranks: the `ExchangePlan` of a schedule in Python."""
         self.parts: list[Any] = []
         """The runs of each rank of a node, where the bucket is reduced by nodes in Python."""
         self.batched: dict[tuple[str, int, int], Any] = {}

@@ -21,7 +21,7 @@ from pycomm.policy import Decision, Parameter
 from pycomm.reduction import batched, coding, two_shot
 from pycomm.reduction.batched import Batched
 from pycomm.reduction.bucket import Bucket
-from pycomm.reduction.coding import Coder, Plan, Run, whole
+from pycomm.reduction.coding import Coder, ExchangePlan, Run, whole
 from pycomm.reduction.payloads import Payloads
 from tests.extent import pairs
 from tests.torch.pool import on_ranks
@@ -193,7 +193,7 @@ def land(bucket: Bucket, change: Callable[[torch.Tensor, int], Payloads]) -> Non
         memory[:size] = payload[:size]
         return change(memory, size)
 
-    plan = Plan(shown=whole(bucket.pieces))
+    plan = ExchangePlan(shown=whole(bucket.pieces))
     values = torch.randn(200, generator=torch.Generator().manual_seed(0))
     one = Batched(bucket, plan, Alone(), torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
@@ -262,7 +262,7 @@ def test_runs_that_cannot_be_cut_so():
     bucket = Bucket([decided], [0], None, torch.device("cpu"))
     (piece,) = bucket.pieces
     cpu = torch.device("cpu")
-    Batched(bucket, Plan([[Run(piece, 64, 128), Run(piece, 960, 1000)]]), Alone(), cpu)
+    Batched(bucket, ExchangePlan([[Run(piece, 64, 128), Run(piece, 960, 1000)]]), Alone(), cpu)
     for begin, end in [(32, 64), (64, 100), (64, 1001), (1024, 1100), (1, 1000)]:
         with pytest.raises(Error, match="cannot be cut"):
-            Batched(bucket, Plan([[Run(piece, begin, end)]]), Alone(), cpu)
+            Batched(bucket, ExchangePlan([[Run(piece, begin, end)]]), Alone(), cpu)
