@@ -58,7 +58,11 @@ test: $(VENV)/dev.stamp build
 lint: $(VENV)/dev.stamp
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy $(if $(CI),--cache-dir=/dev/null)
+	rm -rf $(VENV)/typed && mkdir -p $(VENV)/typed/pycomm  # the package as it is installed, bench within
+	ln -s $(CURDIR)/pycomm/*.py* $(filter-out %__pycache__/,$(addprefix $(CURDIR)/,$(wildcard pycomm/*/))) $(CURDIR)/bench \
+		$(VENV)/typed/pycomm
+	cd $(VENV)/typed && $(CURDIR)/$(PY) -m mypy -p pycomm --config-file $(CURDIR)/pyproject.toml \
+		$(if $(CI),--cache-dir=/dev/null)
 	$(VENV)/bin/clang-format --dry-run -Werror $$(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 house:

@@ -204,7 +204,7 @@ def record(row: Row, origin: Origin) -> dict[str, Any]:
 
 def read_rows(path: Path, kind: type[Read]) -> list[Read]:
     """Read rows of a CSV as a dataclass. Missing columns get their default values."""
-    columns = fields(kind)  # type: ignore[arg-type]
+    columns = fields(kind)
     return [
         kind(**{f.name: _value(f, line[f.name]) for f in columns if line.get(f.name)})
         for line in tables.read(path)

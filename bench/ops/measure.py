@@ -18,6 +18,7 @@ from pycomm.bench.common.harness import Row
 from pycomm.bench.common.report import Report
 from pycomm.bench.common.timing import calls_within, in_turns, quantile
 from pycomm.bench.ops import backends, coded
+from pycomm.bench.ops.backend import BackendCalls
 from pycomm.bench.ops.cases import Array, Case, Run
 from pycomm.bench.ops.operations import OPERATIONS, make_case
 
@@ -30,7 +31,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")  # differs from machine to machin
 class Variant:
     """A backend with a codec, at one size: the unit that is timed in turns."""
 
-    backend: backends.BackendCalls
+    backend: BackendCalls
     codec: str
     spec: str
     case: Case

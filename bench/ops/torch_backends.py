@@ -56,7 +56,8 @@ class Torch(BackendCalls):
         return [t.view(torch.bfloat16) for t in found] if case.dtype == "bfloat16" else found
 
     def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
-        return self.call(case, *self.tensors(case, x, y), codec)
+        ours, result = self.tensors(case, x, y)
+        return self.call(case, ours, result, codec)
 
     def call(self, case: Case, x: torch.Tensor, y: torch.Tensor, codec: str) -> Run:
         """Return one call on tensors."""

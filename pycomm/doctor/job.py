@@ -192,7 +192,7 @@ def _group_result(store: Any, rank: int, ranks: int) -> self_test.Result:
 
     dist.init_process_group(
         "pycomm",
-        store=dist.PrefixStore(f"{KEY}/group", store),  # type: ignore[attr-defined]
+        store=dist.PrefixStore(f"{KEY}/group", store),
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=60),
