@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from copy import deepcopy
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -132,6 +132,10 @@ def test_steps_have_the_bits_of_the_reference(monkeypatch, rows, columns, limit)
     both(monkeypatch, scaled.land, [(a["x"], a["row"], a["column"])] * 2, 3.0)
     moves = [Move(a["x"], a["g"], a["m"], a["row"], a["column"], 0.1, 0.9, limit) for _ in "12"]
     both(monkeypatch, scaled.move, moves)
+    if rows:
+        (probe,) = scaled.land([(a["g"].clone(), None, None)], 1.0)
+        clipped = replace(moves[0], gradient=a["g"] * 0.3, probe=probe)
+        both(monkeypatch, scaled.move, [clipped, moves[1]])
     fresh, heard = torch.rand(rows + columns + 3), torch.rand(rows + columns)
     fresh[::3] = 0
     both(monkeypatch, scaled.fold, Sums(a["row"], a["column"], heard=heard), fresh, 0.75, 0.5)
