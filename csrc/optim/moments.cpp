@@ -501,7 +501,7 @@ void move(const std::vector<Move>& matrices, int threads) {
 
 void fold(const Sums& sums, const float* fresh, float decay, float weight, float rest) {
   for (size_t i = 0; i < sums.rows; i++) sums.row[i] = sums.row[i] * decay + fresh[i] * weight;
-  for (size_t i = 0; i < sums.rows + sums.columns; i++) {
+  for (size_t i = 0; sums.heard && i < sums.rows + sums.columns; i++) {
     sums.heard[i] = sums.heard[i] * decay + (fresh[i] > 0 ? rest : 0.0f);
   }
   fresh += sums.rows;

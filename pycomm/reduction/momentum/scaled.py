@@ -614,13 +614,13 @@ def fold(sums: Sums, fresh: torch.Tensor, decay: float, weight: float) -> None:
         weight: of the new ones.
     """
     row, column, heard = sums.row, sums.column, sums.heard
-    assert heard is not None
     rows, columns = row.numel(), column.numel()
-    if native(row, column, fresh, heard):
+    if native(row, column, fresh):
         _C.moments_fold(sums.at(), fresh.data_ptr(), decay, weight, 1 - decay)
         return
     given = fresh[: rows + columns]
     more = given * weight
     row.mul_(decay).add_(more[:rows])
     column.mul_(decay).add_(more[rows:])
-    heard.mul_(decay).add_(given > 0, alpha=1 - decay)
+    if heard is not None:
+        heard.mul_(decay).add_(given > 0, alpha=1 - decay)

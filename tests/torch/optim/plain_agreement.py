@@ -6,7 +6,7 @@ import torch
 
 import pycomm
 from pycomm.reduction.momentum import agreement
-from pycomm.reduction.momentum.scaled import HEARD_FLOOR, UNHEARD_FLOOR
+from pycomm.reduction.momentum.scaled import UNHEARD_FLOOR
 
 SIZES = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -48,7 +48,6 @@ class PlainAdamW:
         self.e = [[torch.zeros(size) for _ in range(shards)] for _ in range(ranks)]
         self.row, self.column = torch.zeros(start.shape[0]), torch.zeros(start.shape[1])
         self.weight = 0.0
-        self.heard = [torch.zeros(size) for size in start.shape]
         self.v = pycomm.policy.quality.nominal_error(self.codec) ** 2
         self.t, self.agreement = 0, Agreement(*start.shape)
 
@@ -83,10 +82,6 @@ class PlainAdamW:
         self.row = beta2 * self.row + (1 - beta2) * share * row
         self.column = beta2 * self.column + (1 - beta2) * share * column
         self.weight = beta2 * self.weight + 1 - beta2
-        self.heard = [
-            beta2 * before + (1 - beta2) * (sums > 0)
-            for before, sums in zip(self.heard, (row, column), strict=True)
-        ]
         if left > 0:
             self.v = 0.75 * self.v + 0.25 * left / coded
         self.t += 1
@@ -98,7 +93,6 @@ class PlainAdamW:
         moved = self.m / (1 - beta1**self.t) / full.sqrt()
         self.x = self.x * (1 - SIZES["lr"] * SIZES["weight_decay"]) - SIZES["lr"] * moved
 
-    def floors(self) -> list[torch.Tensor]:
-        """Return the least factors of rows and columns, by the share of steps with a gradient."""
-        shares = [heard / self.weight if self.t else heard for heard in self.heard]
-        return [UNHEARD_FLOOR - (UNHEARD_FLOOR - HEARD_FLOOR) * share for share in shares]
+    def floors(self) -> tuple[float, float]:
+        """Return the least factors of rows and of columns."""
+        return UNHEARD_FLOOR, UNHEARD_FLOOR

@@ -196,23 +196,6 @@ def test_the_groups_stay_the_same_objects(rank, size, which):
     assert held[0]["params"][0] is next(model.parameters())
 
 
-@on_ranks(2)
-def test_states_from_before_heard_load(rank, size):
-    model, optimizer = fresh("adamw")
-    train(model, optimizer, rank, range(3))
-    saved = copy.deepcopy(optimizer.state_dict())
-    for state in saved["state"].values():
-        state.pop("heard", None)
-    optimizer.load_state_dict(saved)
-    before = values(model)
-    train(model, optimizer, rank, range(3, 5))
-    assert all(one.isfinite().all() for one in values(model))
-    assert not equal(before, values(model))
-    heard = [state["heard"] for state in optimizer.state.values() if "heard" in state]
-    assert heard
-    assert all(float(one.max()) > 0 for one in heard)
-
-
 def steps_too_early(rank: int, size: int) -> str:
     model, optimizer = fresh("adamw")
     train(model, optimizer, rank, range(2))
