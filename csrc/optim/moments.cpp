@@ -201,17 +201,18 @@ PYCOMM_SIMD void multiply_row(float* __restrict x, const float* __restrict colum
 
 // Without __restrict, which would let gcc copy the momentum by a memcpy of its own.
 PYCOMM_SIMD void move_row(float* x, const float* g, float* momentum, const float* column,
-                          size_t columns, float row, float lr, float keep, float limit) {
+                          size_t columns, float row, float lr, float keep, float limit,
+                          float restore) {
   if (limit == 0) {
     for (size_t j = 0; j < columns; j++) {
-      const float now = g[j];
+      const float now = g[j] * restore;
       momentum[j] = now;
       x[j] = x[j] * keep - now * row * column[j] * lr;
     }
     return;
   }
   for (size_t j = 0; j < columns; j++) {
-    const float now = g[j];
+    const float now = g[j] * restore;
     float moved = now * row * column[j];
     moved = moved > limit ? limit : moved;  // a NaN stays one
     moved = moved < -limit ? -limit : moved;
@@ -458,15 +459,24 @@ void encode(const std::vector<Encode>& matrices, int threads) {
   });
 }
 
-void land(const std::vector<Matrix>& matrices, float unit, int threads) {
+std::vector<Probe> land(const std::vector<Matrix>& matrices, float unit, int threads) {
   std::vector<const Matrix*> shapes;
   for (const Matrix& one : matrices) shapes.push_back(&one);
   over_blocks(matrices, shapes, threads, [&](size_t n, size_t block) {
     const Matrix& x = matrices[n];
+    if (!x.row) return;
     for (size_t i = block * kBlock; i < std::min(x.rows, (block + 1) * kBlock); i++) {
       multiply_row(x.values + i * x.columns, x.column, x.columns, x.row[i] * unit);
     }
   });
+  std::vector<Probe> probes(matrices.size());
+  for (size_t n = 0; n < matrices.size(); n++) {
+    const Matrix& x = matrices[n];
+    const size_t count = std::min(kProbed, x.rows * x.columns);
+    for (size_t i = 0; i < count; i++) look_at(probes[n], static_cast<uint32_t>(i), x.values[i]);
+    for (float& value : probes[n].value) value /= unit;
+  }
+  return probes;
 }
 
 void sent(const std::vector<Sent>& matrices, int threads) {
@@ -477,51 +487,65 @@ void sent(const std::vector<Sent>& matrices, int threads) {
 void move(const std::vector<Move>& matrices, int threads) {
   over_blocks(matrices, matrices_of(matrices), threads, [&](size_t n, size_t block) {
     const Move& by = matrices[n];
+    const float* const g = by.gradient;
+    const bool any = by.probe.value[0] != 0;
+    const float restore =
+        any ? restoring(by.probe, g[by.probe.at[0]], g[by.probe.at[1]], kTolerance) : 1.0f;
     for (size_t i = block * kBlock; i < std::min(by.x.rows, (block + 1) * kBlock); i++) {
       const size_t at = i * by.x.columns;
       move_row(by.x.values + at, by.gradient + at, by.momentum + at, by.x.column, by.x.columns,
-               by.x.row[i], by.lr, by.keep, by.limit);
+               by.x.row[i], by.lr, by.keep, by.limit, restore);
     }
   });
 }
 
-void fold(const Sums& sums, const float* fresh, float decay, float weight) {
+void fold(const Sums& sums, const float* fresh, float decay, float weight, float rest) {
   for (size_t i = 0; i < sums.rows; i++) sums.row[i] = sums.row[i] * decay + fresh[i] * weight;
+  for (size_t i = 0; sums.heard && i < sums.rows + sums.columns; i++) {
+    sums.heard[i] = sums.heard[i] * decay + (fresh[i] > 0 ? rest : 0.0f);
+  }
   fresh += sums.rows;
   for (size_t j = 0; j < sums.columns; j++) {
     sums.column[j] = sums.column[j] * decay + fresh[j] * weight;
   }
 }
 
-void factors(const Sums& sums, float floor, float* row, float* column) {
+namespace {
+/// Returns the floor of row i, or of column i - rows.
+float least_of(const Sums& sums, size_t i) {
+  return sums.heard ? floor_of(sums.heard[i], sums.weight) : kUnheardFloor;
+}
+}  // namespace
+
+void factors(const Sums& sums, float* row, float* column) {
   const float of_columns = total(sums.column, sums.columns);
   const float all = std::max(kTiny, of_columns * sums.weight);
-  const float mean_row = of_columns / all / static_cast<float>(sums.rows);
-  const float mean_column = of_columns / static_cast<float>(sums.columns);
-  const float least_row = std::max(kTiny, floor * std::sqrt(mean_row));
-  const float least_column = std::max(kTiny, floor * std::sqrt(mean_column));
+  const float root_row = std::sqrt(of_columns / all / static_cast<float>(sums.rows));
+  const float root_column = std::sqrt(of_columns / static_cast<float>(sums.columns));
   for (size_t i = 0; i < sums.rows; i++) {
-    row[i] = std::max(least_row, std::sqrt(sums.row[i] / all));
+    const float least = std::max(kTiny, least_of(sums, i) * root_row);
+    row[i] = std::max(least, std::sqrt(sums.row[i] / all));
   }
   for (size_t j = 0; j < sums.columns; j++) {
-    column[j] = std::max(least_column, std::sqrt(sums.column[j]));
+    const float least = std::max(kTiny, least_of(sums, sums.rows + j) * root_column);
+    column[j] = std::max(least, std::sqrt(sums.column[j]));
   }
 }
 
-void reciprocal_factors(const Sums& sums, size_t all_rows, float least, float floor, float* row,
-                        float* column) {
+void reciprocal_factors(const Sums& sums, size_t all_rows, float least, float* row, float* column) {
   const auto rows = static_cast<float>(all_rows), columns = static_cast<float>(sums.columns);
   const float by_column = least * rows, by_row = least * columns;
   for (size_t j = 0; j < sums.columns; j++) column[j] = sums.column[j] + by_column;
   const float of_columns = total(column, sums.columns);
   const float all = of_columns * sums.weight;
-  const float least_row = floor * floor * (of_columns / rows);
-  const float least_column = floor * floor * (of_columns / columns);
+  const float mean_row = of_columns / rows, mean_column = of_columns / columns;
   for (size_t i = 0; i < sums.rows; i++) {
-    row[i] = std::sqrt(all / std::max(least_row, sums.row[i] + by_row));
+    const float floor = least_of(sums, i);
+    row[i] = std::sqrt(all / std::max(floor * floor * mean_row, sums.row[i] + by_row));
   }
   for (size_t j = 0; j < sums.columns; j++) {
-    column[j] = 1 / std::sqrt(std::max(least_column, column[j]));
+    const float floor = least_of(sums, sums.rows + j);
+    column[j] = 1 / std::sqrt(std::max(floor * floor * mean_column, column[j]));
   }
 }
 

@@ -19,6 +19,54 @@ namespace pycomm::moments {
 constexpr size_t kLanes = 32, kPatch = 256, kBlock = 64;
 constexpr float kTiny = 1e-30f;
 
+/// Least factor of a row or column in the denominators, relative to their root mean square: of one
+/// that no step has heard of, and of one that had a gradient in every step. In between it falls
+/// with the share of steps in which it was heard.
+constexpr float kUnheardFloor = 0.1f, kHeardFloor = 0.001f;
+/// `heard`: times `weight`, the share of steps.
+inline float floor_of(float heard, float weight) {
+  const auto slope = static_cast<float>((double{kHeardFloor} - kUnheardFloor) / weight);
+  return heard * slope + kUnheardFloor;
+}
+
+/// Two values of a momentum as a step gets it: the largest and the smallest that is not 0, of the
+/// first kProbed. They tell a step by how much its gradient was multiplied since: clipping scales
+/// gradients, of which Adam's steps do not depend, and here they are the momentum.
+struct Probe {
+  uint32_t at[2];
+  float value[2];  ///< 0: it is not known
+};
+constexpr size_t kProbed = 2048;
+
+/// Takes note of value i of the first kProbed, in any order.
+inline void look_at(Probe& probe, uint32_t i, float value) {
+  const float size = value < 0 ? -value : value;
+  if (!(size > 0)) return;
+  const float largest = probe.value[0] < 0 ? -probe.value[0] : probe.value[0];
+  const float smallest = probe.value[1] < 0 ? -probe.value[1] : probe.value[1];
+  if (size > largest || (size == largest && i < probe.at[0])) {
+    probe.at[0] = i;
+    probe.value[0] = value;
+  }
+  if (smallest == 0 || size < smallest || (size == smallest && i < probe.at[1])) {
+    probe.at[1] = i;
+    probe.value[1] = value;
+  }
+}
+
+/// Returns what gradients, of which `first` and `second` stand at the places of a probe, have to be
+/// multiplied by to be what they were. 1: they are that, or were changed otherwise.
+/// `tolerance`: of the values' rounding.
+inline float restoring(const Probe& probe, float first, float second, float tolerance) {
+  if (probe.value[0] == 0 || probe.at[0] == probe.at[1]) return 1.0f;
+  const float by = first / probe.value[0], other = second / probe.value[1];
+  if (!(by > 1e-12f && by < 1e12f)) return 1.0f;
+  const float change = by > 1 ? by - 1 : 1 - by;
+  const float apart = other > by ? other - by : by - other;
+  return change <= tolerance || !(apart <= tolerance * by) ? 1.0f : 1.0f / by;
+}
+constexpr float kTolerance = 0x1p-16f;  ///< of float32
+
 /// Values as residuals are stored.
 struct Stored {
   const uint8_t* at = nullptr;  ///< null: there are none
@@ -61,8 +109,9 @@ struct Matrix {
   const float* column;
 };
 
-/// Multiplies each matrix by unit row column.
-PYCOMM_API void land(const std::vector<Matrix>& matrices, float unit, int threads);
+/// Multiplies each matrix by unit row column, but those without factors. Returns a probe of each,
+/// divided by unit.
+PYCOMM_API std::vector<Probe> land(const std::vector<Matrix>& matrices, float unit, int threads);
 
 struct Sent {
   Matrix x;
@@ -82,9 +131,11 @@ struct Move {
   float lr;
   float keep;   ///< what weight decay leaves
   float limit;  ///< bound of a value that moves; 0: none
+  Probe probe;  ///< of g when it was landed
 };
 
-/// Takes a step: m <- g; x <- keep x - lr clip(g row column).
+/// Takes a step, where g is what it was when it was landed: m <- g;
+/// x <- keep x - lr clip(g row column).
 PYCOMM_API void move(const std::vector<Move>& matrices, int threads);
 
 /// Sums of second moments by row and column, which have the same total, times `weight`.
@@ -94,18 +145,20 @@ struct Sums {
   float* column;
   size_t columns;
   float weight;
+  float* heard;  ///< [rows + columns]: the steps with a gradient; null: none was heard of
 };
 
-/// Lets sums decay, and adds new ones [rows + columns] with a weight.
-PYCOMM_API void fold(const Sums& sums, const float* fresh, float decay, float weight);
+/// Lets sums decay, and adds new ones [rows + columns] with a weight; `rest` is that of their
+/// steps.
+PYCOMM_API void fold(const Sums& sums, const float* fresh, float decay, float weight, float rest);
 
 /// Writes factors by row and by column whose products are the roots of the second moments. None is
-/// below `floor` times the root mean square of its kind.
-PYCOMM_API void factors(const Sums& sums, float floor, float* row, float* column);
+/// below floor_of() times the root mean square of its kind.
+PYCOMM_API void factors(const Sums& sums, float* row, float* column);
 
 /// Writes the reciprocals of such factors, after `least` was added to every second moment.
 /// The rows are some of `all_rows`.
-PYCOMM_API void reciprocal_factors(const Sums& sums, size_t all_rows, float least, float floor,
-                                   float* row, float* column);
+PYCOMM_API void reciprocal_factors(const Sums& sums, size_t all_rows, float least, float* row,
+                                   float* column);
 
 }  // namespace pycomm::moments

@@ -183,8 +183,9 @@ class ShardedMomentumState(Momenta, FSDPState):
         )
         places = [output[p.offset : p.offset + p.numel] for _, _, p in parts]
         pairs = [(moment, place) for (moment, _, _), place in zip(parts, places, strict=True)]
-        scaled.land([moment.landing(place) for moment, place in pairs], self._scale)
-        for moment, place in pairs:
+        probes = scaled.land([moment.landing(place) for moment, place in pairs], self._scale)
+        for (moment, place), probe in zip(pairs, probes, strict=True):
+            moment.land(probe)
             moment.add_base(place)
 
 

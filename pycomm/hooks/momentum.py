@@ -238,6 +238,7 @@ class Momenta(SingleCodedState):
         """See `CompressionState`: a step also begins after gradients that were thrown away."""
         if self._lost is not None:  # a later wait for the same operations raises less
             raise self._lost
+        self._check_capture()  # before anything is changed
         kept = self._kept() if self._pending else set()
         if self._pending:
             self._thrown.update(self.moments.keys() - kept)
@@ -277,6 +278,7 @@ class Momenta(SingleCodedState):
         if self._sent is not None:
             self._sent.wait()  # those of an earlier part of the same step, which are in these
         sums = torch.cat([moment.local_sums() for moment in moments])
+        self._sum_places_in(sums).measure(sums)
         if self.process_group.size() > 1:
             self._sent = dist.all_reduce(sums, group=self.process_group, async_op=True)
         else:
@@ -305,12 +307,19 @@ class Momenta(SingleCodedState):
         bucket = self._bucket(tuple(names), tensor.device)
         # Else nodes code the sums of their ranks; and what one rank has sent is the momentum.
         alone = self.process_group.size() > 1 and not bucket.levels
+        # Not on one rank, where nothing is coded.
+        divides = self.process_group.size() > 1 or self._scale != 1 or self._is_fed(names)
         encodings = []
         for moment, part, piece in parts:
             sent = self._sent_before(moment, piece) if alone else None
             known = id(moment) in entered
             encodings.append(
-                moment.encoding(part, self._scale, piece.residual, sent, entered=known, looks=looks)
+                moment.encoding(
+                    *(part, self._scale, piece.residual, sent),
+                    entered=known,
+                    looks=looks,
+                    divides=divides,
+                )
             )
         values = [part for _, part, _ in parts]
         room: torch.Tensor | None = None
@@ -346,8 +355,10 @@ class Momenta(SingleCodedState):
             if room is not None:
                 keep()
                 self._spare.append(room)
-            scaled.land([moment.landing(part) for moment, part, _ in parts], self._scale)
-            for moment, part, _ in parts:
+            landings = [moment.landing(part, divides=divides) for moment, part, _ in parts]
+            probes = scaled.land(landings, self._scale)
+            for (moment, part, _), probe in zip(parts, probes, strict=True):
+                moment.land(probe)
                 moment.add_base(part)
             return result
 

@@ -51,7 +51,10 @@ class CodedAdamW(torch.optim.Optimizer):
 
     Collective: every rank makes one, after the model is wrapped and before the first backward. It
     takes over the gradient exchange of the model, so `pycomm.compress` is not called. After a
-    backward, the ``grad`` of a coded parameter is the momentum: clipping bounds that.
+    backward, the ``grad`` of a coded parameter is the momentum. A step takes back a number by which
+    a parameter's ``grad`` was multiplied since, as `torch.nn.utils.clip_grad_norm_` does: AdamW's
+    steps hardly depend on it, and a gradient that is too large is bounded before it is coded.
+    Changes of single values, as by `clip_grad_value_`, are changes of the momentum.
 
     Args:
         params: parameters or groups, as for `torch.optim.AdamW`.

@@ -615,12 +615,7 @@ class CompressionState(BucketReducer):
             WireMismatch: the group has other members now, with other models, codecs or options;
                 raised on all ranks.
         """
-        if self._device.type != "cpu" and _captures(self._device):
-            raise Error(
-                f"rank {self.process_group.rank()}: a step with compressed gradients cannot be "
-                "part of a CUDA graph, since a replay would use the residuals, the seed and the "
-                "step of the capture; capture the model alone (torch.cuda.make_graphed_callables)"
-            )
+        self._check_capture()
         if self.stays_because:
             self.follow_members()  # raises if they have changed
         if self._weights is not None and weigh:
@@ -657,6 +652,14 @@ class CompressionState(BucketReducer):
             self.plan.events.append(
                 f"step {self.step}: rows or columns differ, and are divided by {span} before they "
                 f"are coded: {named}"
+            )
+
+    def _check_capture(self) -> None:
+        if self._device.type != "cpu" and _captures(self._device):
+            raise Error(
+                f"rank {self.process_group.rank()}: a step with compressed gradients cannot be "
+                "part of a CUDA graph, since a replay would use the residuals, the seed and the "
+                "step of the capture; capture the model alone (torch.cuda.make_graphed_callables)"
             )
 
     def end_step(self) -> None:

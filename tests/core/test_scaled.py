@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from copy import deepcopy
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from pycomm.feedback import storage  # noqa: E402
 from pycomm.reduction.momentum import scaled  # noqa: E402
-from pycomm.reduction.momentum.scaled import Encoding, Move, Sent  # noqa: E402
+from pycomm.reduction.momentum.scaled import Encoding, Move, Sent, Sums  # noqa: E402
 from tests.extent import each_value  # noqa: E402
 
 SHAPES = [(1, 1), (3, 5), (64, 16), (65, 33), (7, 1000), (700, 31), (129, 1100), (0, 4)]
@@ -132,16 +132,23 @@ def test_steps_have_the_bits_of_the_reference(monkeypatch, rows, columns, limit)
     both(monkeypatch, scaled.land, [(a["x"], a["row"], a["column"])] * 2, 3.0)
     moves = [Move(a["x"], a["g"], a["m"], a["row"], a["column"], 0.1, 0.9, limit) for _ in "12"]
     both(monkeypatch, scaled.move, moves)
-    sums = torch.rand(rows + columns + 3)
-    both(monkeypatch, scaled.fold, a["row"], a["column"], sums, 0.75, 0.5)
+    if rows:
+        (probe,) = scaled.land([(a["g"].clone(), None, None)], 1.0)
+        clipped = replace(moves[0], gradient=a["g"] * 0.3, probe=probe)
+        both(monkeypatch, scaled.move, [clipped, moves[1]])
+    fresh, heard = torch.rand(rows + columns + 3), torch.rand(rows + columns)
+    fresh[::3] = 0
+    both(monkeypatch, scaled.fold, Sums(a["row"], a["column"], heard=heard), fresh, 0.75, 0.5)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [s for s in SHAPES if s[0]])
 def test_factors_have_the_bits_of_the_reference(monkeypatch, rows, columns):
     a = given(rows, columns)
     a["row"][0] = 0  # of no gradient: it gets the least factor
-    both(monkeypatch, scaled.factors, a["row"], a["column"], 0.3, 0.1, rows + 2)
-    both(monkeypatch, scaled.reciprocal_factors, a["row"], a["column"], 0.3, rows + 5, 1e-3, 0.1)
+    for heard in (None, 0.4 * torch.rand(rows + columns)):
+        sums = Sums(a["row"], a["column"], 0.3, heard)
+        both(monkeypatch, scaled.factors, sums, rows + 2)
+        both(monkeypatch, scaled.reciprocal_factors, sums, rows + 5, 1e-3)
 
 
 def test_threads_change_no_bits():
@@ -201,24 +208,26 @@ def test_operations_are_those_of_their_formulas(implementation, rows, columns):
 
 
 @pytest.mark.parametrize(("rows", "columns"), [s for s in SHAPES if s[0]])
-def test_factors_are_roots_of_the_second_moments(implementation, rows, columns):
+@pytest.mark.parametrize(("share", "floor"), [(0.0, 0.1), (0.5, 0.0505), (1.0, 0.001)])
+def test_factors_are_roots_of_the_second_moments(implementation, rows, columns, share, floor):
     squares = given(rows, columns)["x"].double().square()
     row, column = (squares.sum(i).float() for i in (1, 0))
     row[0] = 0  # of no gradient: it gets the least factor
-    by_row, by_column = scaled.factors(row, column, 0.5, 0.1, rows + 2)
+    sums = Sums(row, column, 0.5, torch.full((rows + columns,), 0.5 * share))
+    by_row, by_column = scaled.factors(sums, rows + 2)
     total = column.double().sum() * 0.5
     wants = (row.double() / total).sqrt(), column.double().sqrt()
     leasts = (
-        0.1 * (column.double().sum() / total / rows).sqrt(),
-        0.1 * wants[1].square().mean().sqrt(),
+        floor * (column.double().sum() / total / rows).sqrt(),
+        floor * wants[1].square().mean().sqrt(),
     )
     for found, want, least in zip((by_row[:rows], by_column), wants, leasts, strict=True):
         assert near(found, want.clamp_min(least))
     assert torch.equal(by_row[rows:], torch.ones(2))
-    by_row, by_column = scaled.reciprocal_factors(row, column, 0.5, rows, 1e-3, 0.1)
+    by_row, by_column = scaled.reciprocal_factors(sums, rows, 1e-3)
     r, c = row.double() + 1e-3 * columns, column.double() + 1e-3 * rows
     total = c.sum()
-    r, c = r.clamp_min(0.01 * total / rows), c.clamp_min(0.01 * total / columns)
+    r, c = r.clamp_min(floor**2 * total / rows), c.clamp_min(floor**2 * total / columns)
     assert near(torch.outer(by_row, by_column), (torch.outer(r, c) / total / 0.5).rsqrt())
 
 
@@ -226,17 +235,19 @@ def test_factors_are_roots_of_the_second_moments(implementation, rows, columns):
 def test_sums_decay_and_new_ones_are_added(implementation, rows, columns):
     a = given(rows, columns)
     row, column = a["row"].clone(), a["column"].clone()
-    sums = torch.rand(rows + columns + 3)
-    scaled.fold(row, column, sums, 0.75, 0.5)
-    assert near(row, 0.75 * a["row"].double() + 0.5 * sums[:rows])
-    assert near(column, 0.75 * a["column"].double() + 0.5 * sums[rows : rows + columns])
+    fresh, heard = torch.rand(rows + columns + 3), torch.full((rows + columns,), 0.5)
+    fresh[:1] = 0
+    scaled.fold(Sums(row, column, heard=heard), fresh, 0.75, 0.5)
+    assert near(row, 0.75 * a["row"].double() + 0.5 * fresh[:rows])
+    assert near(column, 0.75 * a["column"].double() + 0.5 * fresh[rows : rows + columns])
+    assert torch.equal(heard, 0.375 + 0.25 * (fresh[: rows + columns] > 0))
 
 
 def test_an_earlier_result_is_written_over(implementation):
     row, column = torch.rand(3), torch.rand(5)
-    first = scaled.reciprocal_factors(row, column, 0.5, 3, 1e-3, 0.1)
-    again = scaled.reciprocal_factors(2 * row, column, 0.5, 3, 1e-3, 0.1)
-    written = scaled.reciprocal_factors(2 * row, column, 0.5, 3, 1e-3, 0.1, out=first)
+    first = scaled.reciprocal_factors(Sums(row, column, 0.5), 3, 1e-3)
+    again = scaled.reciprocal_factors(Sums(2 * row, column, 0.5), 3, 1e-3)
+    written = scaled.reciprocal_factors(Sums(2 * row, column, 0.5), 3, 1e-3, out=first)
     assert all(map(torch.equal, written, again))
 
 
@@ -261,6 +272,26 @@ def test_a_gradient_above_the_bound_is_scaled_down_to_it(implementation, rows, c
         assert near(one.values, (0.75 * m + 0.25 * 2 * share * wide["g"]) / d)
         assert near(sums[0], 4 * wide["g"].square().sum(1))  # the whole gradient's
         assert near(sums[1], 4 * wide["g"].square().sum(0))
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES[1:-1])
+def test_a_step_takes_back_a_number_alone(implementation, rows, columns):
+    """It is what clipping by norm has multiplied a gradient by; other changes stay."""
+    a = given(rows, columns)
+    landed = a["x"].clone()
+    (probe,) = scaled.land([(landed, a["row"], a["column"])], 4.0)
+    landed /= 4
+    for changed, want in (
+        (landed * 0.125, landed),
+        (landed * 3, landed),
+        (landed.clone(), landed),
+        (landed.clamp(-0.1, 0.1), landed.clamp(-0.1, 0.1)),
+        (landed * 0, landed * 0),
+        (landed + 1, landed + 1),
+    ):
+        x, m = a["g"].clone(), a["m"].clone()
+        scaled.move([Move(x, changed, m, a["row"], a["column"], 0.1, 0.9, 0.0, probe)])
+        torch.testing.assert_close(m, want, rtol=1e-6, atol=0)
 
 
 def test_what_is_not_finite_stays_so(implementation):

@@ -78,12 +78,19 @@ void encode(const std::vector<EncodeAt>& matrices, int threads) {
   moments::encode(all, threads);
 }
 
-void land(const std::vector<MatrixAt>& matrices, float unit, int threads) {
+/// Places and values of a probe.
+using ProbeAt = std::tuple<uint32_t, uint32_t, float, float>;
+
+std::vector<ProbeAt> land(const std::vector<MatrixAt>& matrices, float unit, int threads) {
   GilReleased release;
   const DefaultArithmetic arithmetic;
   std::vector<moments::Matrix> all;
   for (const MatrixAt& at : matrices) all.push_back(matrix(at));
-  moments::land(all, unit, threads);
+  std::vector<ProbeAt> found;
+  for (const moments::Probe& probe : moments::land(all, unit, threads)) {
+    found.emplace_back(probe.at[0], probe.at[1], probe.value[0], probe.value[1]);
+  }
+  return found;
 }
 
 /// A matrix; the residual before and after; where it is stored; whether what is there is added.
@@ -100,41 +107,48 @@ void sent(const std::vector<SentAt>& matrices, int threads) {
   moments::sent(all, threads);
 }
 
-/// A matrix; gradient and momentum; lr, keep and limit.
-using MoveAt = std::tuple<MatrixAt, uintptr_t, uintptr_t, float, float, float>;
+/// A matrix; gradient and momentum; lr, keep and limit; a probe.
+using MoveAt = std::tuple<MatrixAt, uintptr_t, uintptr_t, float, float, float, ProbeAt>;
 
 void move(const std::vector<MoveAt>& matrices, int threads) {
   GilReleased release;
   const DefaultArithmetic arithmetic;
   std::vector<moments::Move> all;
-  for (const auto& [at, gradient, momentum, lr, keep, limit] : matrices) {
-    all.push_back({matrix(at), floats(gradient), floats(momentum), lr, keep, limit});
+  for (const auto& [at, gradient, momentum, lr, keep, limit, probe] : matrices) {
+    const auto& [first, second, largest, smallest] = probe;
+    all.push_back({matrix(at),
+                   floats(gradient),
+                   floats(momentum),
+                   lr,
+                   keep,
+                   limit,
+                   {{first, second}, {largest, smallest}}});
   }
   moments::move(all, threads);
 }
 
-/// Sums by row, their number, sums by column, their number, weight.
-using SumsAt = std::tuple<uintptr_t, size_t, uintptr_t, size_t, float>;
+/// Sums by row, their number, sums by column, their number, weight; steps with a gradient.
+using SumsAt = std::tuple<uintptr_t, size_t, uintptr_t, size_t, float, uintptr_t>;
 
 moments::Sums sums_at(const SumsAt& at) {
-  const auto& [row, rows, column, columns, weight] = at;
-  return {floats(row), rows, floats(column), columns, weight};
+  const auto& [row, rows, column, columns, weight, heard] = at;
+  return {floats(row), rows, floats(column), columns, weight, floats(heard)};
 }
 
-void fold(const SumsAt& sums, uintptr_t fresh, float decay, float weight) {
+void fold(const SumsAt& sums, uintptr_t fresh, float decay, float weight, float rest) {
   const DefaultArithmetic arithmetic;
-  moments::fold(sums_at(sums), floats(fresh), decay, weight);
+  moments::fold(sums_at(sums), floats(fresh), decay, weight, rest);
 }
 
-void factors(const SumsAt& sums, float floor, uintptr_t row, uintptr_t column) {
+void factors(const SumsAt& sums, uintptr_t row, uintptr_t column) {
   const DefaultArithmetic arithmetic;
-  moments::factors(sums_at(sums), floor, floats(row), floats(column));
+  moments::factors(sums_at(sums), floats(row), floats(column));
 }
 
-void reciprocal_factors(const SumsAt& sums, size_t all_rows, float least, float floor,
-                        uintptr_t row, uintptr_t column) {
+void reciprocal_factors(const SumsAt& sums, size_t all_rows, float least, uintptr_t row,
+                        uintptr_t column) {
   const DefaultArithmetic arithmetic;
-  moments::reciprocal_factors(sums_at(sums), all_rows, least, floor, floats(row), floats(column));
+  moments::reciprocal_factors(sums_at(sums), all_rows, least, floats(row), floats(column));
 }
 
 }  // namespace passes
@@ -166,6 +180,7 @@ void bind_optimizers(py::module_& m) {
   m.def("moments_factors", &passes::factors);
   m.def("moments_reciprocal_factors", &passes::reciprocal_factors);
   m.def("adamw_step", &adamw_step);
+  m.attr("MOMENT_FLOORS") = std::pair(moments::kUnheardFloor, moments::kHeardFloor);
 }
 
 }  // namespace pycomm

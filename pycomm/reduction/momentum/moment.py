@@ -14,10 +14,16 @@ The second moment is that of the mean gradient, as Adam's: the ranks' own square
 noise, times the share of them that `pycomm.reduction.momentum.agreement` measures. Of an n x m
 matrix it is the outer product of its row and column sums, divided by their total (Shazeer and Stern
 2018, "Adafactor", section 3): n + m numbers, which travel exactly. Division by d before coding
-makes all values of a block equally large, as they are in the update. No factor of d is below a
-tenth of the root mean square of all, where the gradient is divided as where the parameter moves:
-what the coding of a row errs by would else be multiplied by their quotient in the update. A rank's
-gradient counts at most `BOUND` times its root second moment.
+makes all values of a block equally large, as they are in the update.
+
+A factor of d has a floor, relative to the root mean square of all, where the gradient is divided as
+where the parameter moves: what the coding of a row errs by would else be multiplied by their
+quotient in the update. It is a tenth for a row or column without a gradient for long, whose second
+moment has decayed, and which would dominate the block in which it is coded: with a smaller one,
+coding errors of such rows moved an embedding by 50 learning rates a step, and a run of 2,000 steps
+diverged. A floor that falls to a thousandth with the share of steps with a gradient cost the demo's
+model 7 % of its loss after 1,000 steps. A rank's gradient counts at most `BOUND` times its root
+second moment.
 Sources: Tang et al. 2021, "1-bit Adam", algorithm 1, for a coded momentum with feedback.
 
 Ranks may share the parameter by rows (FSDP2). Its sums are then those of the whole parameter, on
@@ -41,17 +47,12 @@ from pycomm.reduction.momentum import agreement, scaled
 EXTRA = 3 + agreement.ROWS
 """Numbers besides the sums: squares of what the last coding has left, of its input, of this rank's
 projections, and these projections, whose mean over the ranks makes place for its squares."""
-FLOOR = 0.1
-"""Least factor of a row or column, relative to their root mean square. Rows that had no gradient
-for long would otherwise dominate the block in which they are coded. The denominators have the same:
-with smaller ones, the coding errors of such rows moved an embedding by 50 learning rates a step,
-and a run of 2,000 steps diverged."""
 BOUND = 3.0
 """Most that a rank's gradient counts in a step, as a multiple of its root second moment, over all
 values of a matrix. Second moments are known after the coding, up to some steps later: without a
 bound, one gradient that is a hundred times too large moves all values by dozens of learning rates,
 and stays in the momentum. Adam divides it by a root that it has enlarged itself."""
-FLOAT32_STATES = ("row", "column", "moment_weight", "coding_error", "mean_energy", "own_energy")
+FLOAT32_STATES = (*("row", "column", "moment_weight", "coding_error", "mean_energy", "own_energy"),)
 """States that are float32 whatever the parameter is; those without dimensions are on the CPU."""
 _TINY = 1e-30
 _STEPS = 1024  # of b, from 0 to 1
@@ -126,6 +127,8 @@ class CodedMoment:
         self._own = slice(begin, min(self.rows, begin + self.padded))
         self.base: torch.Tensor | None = None
         """The momentum of an earlier backward to which this one adds, before the same step."""
+        self.probe: scaled.Probe | None = None
+        """Of the momentum that this backward has left in the gradient."""
         self.looked = False
         self.again = False
         """This backward adds to an earlier one's momentum, before the same step."""
@@ -137,6 +140,9 @@ class CodedMoment:
         self._steps = 0  # steps in `_since`
         self._decay = 1.0  # of second moments in these steps and this one
         self._scale: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._no_factors: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._sums: scaled.Sums | None = None
+        """The second moments of now."""
         self._room: tuple[torch.Tensor, torch.Tensor] | None = None  # for the following
         self._reciprocals: tuple[float, torch.Tensor, torch.Tensor] | None = None
         """Of the second moments of now: eps, and the denominators' reciprocal factors."""
@@ -163,7 +169,7 @@ class CodedMoment:
         """Use another state, for example after a checkpoint was loaded."""
         self.settings, self.state = settings, state
         self._codec = None  # the error in the state belongs to the codec that comes
-        self._scale = self._reciprocals = self.base = None
+        self._scale = self._reciprocals = self._sums = self.base = self.probe = None
         self.looked = self.again = False
         self._since.zero_()
         self._steps, self._decay = 0, 1.0
@@ -223,12 +229,12 @@ class CodedMoment:
         if not again:
             self._fresh.zero_()
             self.base = None
-        self.looked = False
+        self.looked, self.probe = False, None
         weight = float(self.state["moment_weight"])
         if weight == 0:  # `provide` is to give one, anew for every step that was not taken
             self._scale = None
         elif self._scale is None:
-            self._scale = self._scales(self.state["row"], self.state["column"], weight)
+            self._scale = self._scales(self._second(weight))
 
     @property
     def has_scale(self) -> bool:
@@ -269,14 +275,16 @@ class CodedMoment:
         return slice(begin, min(self.rows, begin + self.padded))
 
     def local_sums(self) -> torch.Tensor:
-        """Return this rank's mean sums of the steps since the last exchange, to be averaged."""
+        """Return this rank's mean sums of the steps since the last exchange, to be averaged.
+
+        `SumPlaces.measure` adds the squares of projections, of all moments at once.
+        """
         projections = self._fresh[-agreement.ROWS :]  # those of this step alone
         if self._steps:
             sums = (self._since + self._fresh).div_(self._steps + 1)
             sums[-agreement.ROWS :] = projections
         else:
             sums = self._fresh.clone()
-        torch.dot(projections, projections, out=sums[-agreement.ROWS - 1])
         return sums
 
     def provide(self, sums: torch.Tensor) -> None:
@@ -285,16 +293,21 @@ class CodedMoment:
         if not sums.isfinite().all():  # this step overflows
             row = torch.full_like(row, self.columns)
             column = torch.full_like(column, self.rows)
-        self._scale = self._scales(row, column, 1.0)
+        self._scale = self._scales(scaled.Sums(row, column))
 
-    def _scales(
-        self, row: torch.Tensor, column: torch.Tensor, weight: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _second(self, weight: float) -> scaled.Sums:
+        """Return the second moments, with their weight."""
+        if self._sums is None:
+            state = self.state
+            self._sums = scaled.Sums(state["row"], state["column"], weight)
+        return self._sums
+
+    def _scales(self, sums: scaled.Sums) -> tuple[torch.Tensor, torch.Tensor]:
         """Return factors by row and by column whose products are the roots of the second moments.
 
         The rows' are those of all shards, with padding.
         """
-        return scaled.factors(row, column, weight, FLOOR, self._shards * self.padded)
+        return scaled.factors(sums, self._shards * self.padded)
 
     def _scale_of(self, shard: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._scale is not None
@@ -313,6 +326,7 @@ class CodedMoment:
         *,
         entered: bool = False,
         looks: bool = True,
+        divides: bool = True,
     ) -> scaled.Encoding:
         """Return what replaces a gradient by what is coded: (b o + (1 - b) g) / d.
 
@@ -327,9 +341,10 @@ class CodedMoment:
             shard: number of the shard; None: the own one.
             entered: `enter` was called for it; else this does the same.
             looks: measure the errors of the coding before.
+            divides: False: leave out the division by d, for one rank that codes nothing.
         """
         rows = self._rows_of(shard)
-        row, column = self._scale_of(shard)
+        row, column = self._scale_of(shard) if divides else self._ones()
         made = scaled.Encoding(
             values.view(self.padded, self.columns),
             *(rows.stop - rows.start, row, column),
@@ -361,9 +376,32 @@ class CodedMoment:
         own = weight * agreement.share(*energies, self._ranks)
         return state["row"][rows], BOUND**2 / own
 
-    def landing(self, values: torch.Tensor) -> scaled.Matrix:
-        """Return what makes the ranks' mean, of the own shard, a momentum; see `scaled.land`."""
-        return (values.view(self.padded, self.columns), *self._scale_of(None))
+    def _ones(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return factors that change nothing."""
+        if self._no_factors is None:
+            column = torch.ones_like(self.state["column"])
+            self._no_factors = column.new_ones(self.padded), column
+        return self._no_factors
+
+    def landing(self, values: torch.Tensor, *, divides: bool = True) -> scaled.Matrix:
+        """Return what makes the ranks' mean, of the own shard, a momentum; see `scaled.land`.
+
+        Args:
+            values: the mean.
+            divides: it was divided by d; see `encoding`.
+        """
+        matrix = values.view(self.padded, self.columns)
+        return (matrix, *self._scale_of(None)) if divides else (matrix, None, None)
+
+    def land(self, probe: scaled.Probe) -> None:
+        """Take note of a momentum that `scaled.land` has made; with a base it is not yet whole."""
+        real = (self._own.stop - self._own.start) * self.columns  # what is behind has no gradient
+        if self.again:
+            self.probe = None
+            return
+        if real < self.padded * self.columns:
+            probe.values = probe.values * (probe.places.amax() < real)
+        self.probe = probe
 
     def add_base(self, values: torch.Tensor) -> None:
         """Add the momentum of an earlier backward before the same step."""
@@ -424,7 +462,8 @@ class CodedMoment:
             )
             _decayed(state["moment_weight"], decay, 1.0)
             weight = (1 - decay) * agreement.share(*energies, self._ranks)
-            scaled.fold(state["row"], state["column"], sums, decay, weight)
+            scaled.fold(self._second(1.0), sums, decay, weight)
+            self._sums = None
             if left > 0 and coded > 0:
                 _decayed(state["coding_error"], 0.75, min(1.0, left / coded))
             self._since.zero_()
@@ -458,6 +497,7 @@ class CodedMoment:
             keep=1 - lr * weight_decay,
             # Second moments of an earlier step.
             limit=LIMIT * correction if self._steps else 0.0,
+            probe=self.probe,
         )
 
     @staticmethod
@@ -476,12 +516,10 @@ class CodedMoment:
             # eps^2 is added to every square, so that no denominator is below eps and all of them
             # are products of a row's and a column's factor (Shazeer and Stern 2018, algorithm 4).
             least = weight * max(eps, 1e-12) ** 2
-            row, column = self.state["row"], self.state["column"]
+            sums = self._second(weight)
             if self._shards > 1:
-                row = row[self._own]
-            self._room = scaled.reciprocal_factors(
-                *(row, column, weight, self.rows, least, FLOOR), out=self._room
-            )
+                sums = scaled.Sums(sums.row[self._own], sums.column, weight)
+            self._room = scaled.reciprocal_factors(sums, self.rows, least, out=self._room)
             self._reciprocals = (eps, *self._room)
         return self._reciprocals[1:]
 

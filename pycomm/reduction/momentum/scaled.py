@@ -2,14 +2,18 @@
 
 `pycomm.reduction.momentum.moment` has the formulas. Each pass takes all matrices of a bucket or of
 a step. On the CPU, float32 goes through C++ in one call (csrc/optim/moments.cpp), with as many
-threads as torch has; everything else in torch, which is the definition: the bits are the same. On a
-device sums have torch's own order, since that of C++ would take a launch for each few numbers.
+threads as torch has; everything else in torch, which is the definition: for finite values the bits
+are the same. On a device sums have torch's own order, since that of C++ would take a launch for
+each few numbers.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -117,14 +121,20 @@ def total(vector: torch.Tensor) -> torch.Tensor:
     return row_sums(vector.reshape(1, -1))[0]
 
 
-def _number(value: float, like: torch.Tensor) -> torch.Tensor:
-    """Return a float32 tensor, by which torch divides as it is: by a number it would multiply."""
-    return torch.full((), value, dtype=torch.float32, device=like.device)
+def _number(value: float, like: torch.Tensor) -> Any:
+    """Return a float32 tensor, by which torch divides on the CPU: by a number it would multiply.
+
+    On a device it is a number, which takes no launch.
+    """
+    return torch.tensor(value, dtype=torch.float32) if like.is_cpu else value
 
 
-def _root(x: torch.Tensor) -> torch.Tensor:
+def _root(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return square roots. Torch does not round those of float32 correctly on all processors."""
-    return x.double().sqrt().float() if x.is_cpu else x.sqrt()
+    if not x.is_cpu:
+        return torch.sqrt(x, out=out)
+    roots = x.double().sqrt()
+    return roots.float() if out is None else out.copy_(roots)
 
 
 # ----------------------------------------------------------------------------------------- encode
@@ -316,30 +326,83 @@ def _store_sent(s: Sent) -> None:
     storage.store(flat, s.to)
 
 
-Matrix = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Values [rows, columns], and their factors by row and by column, float32."""
+Matrix = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Values [rows, columns], and their factors by row and by column, float32; None: they have none."""
 
 
-def land(matrices: Sequence[Matrix], unit: float) -> None:
-    """Multiply matrices by unit row column."""
+@dataclass
+class Probe:
+    """Two values of a matrix, by which `move` finds out what its gradient was multiplied by since.
 
-    def reference(matrix: Matrix) -> None:
-        values, row, column = matrix
-        row = row[:, None] * unit if unit != 1 else row[:, None]
-        if values.dtype == torch.float32:
-            values.mul_(row).mul_(column)
-        else:
-            values.copy_(values.float() * row * column)
+    They are the largest and the smallest that is not 0, of the first 2,048.
+    """
 
-    chosen = _shared(matrices, lambda m: native(m[0]), reference)
+    places: torch.Tensor
+    """int64 [2], on the device of the values, as the processor is not to wait for a device."""
+    values: torch.Tensor
+    """float32 [2]; 0: they tell nothing."""
+
+
+_PROBED = 2048  # csrc/optim/moments.h
+
+
+def land(matrices: Sequence[Matrix], unit: float) -> list[Probe]:
+    """Multiply matrices by unit row column, but those without factors.
+
+    Returns:
+        A probe of each, divided by unit.
+    """
+    chosen = [one for one in matrices if native(one[0])]
+    found: list[Probe] = []
     if chosen:
-        _C.moments_land(
-            [
-                (values.data_ptr(), *values.shape, row.data_ptr(), column.data_ptr())
-                for values, row, column in chosen
-            ],
-            *(unit, torch.get_num_threads()),
-        )
+        found = [
+            Probe(torch.tensor(at[:2]), torch.tensor(at[2:]))
+            for at in _C.moments_land(
+                [
+                    (values.data_ptr(), *values.shape, _at(row), _at(column))
+                    for values, row, column in chosen
+                ],
+                *(unit, torch.get_num_threads()),
+            )
+        ]
+    if len(chosen) == len(matrices):
+        return found
+    others = [one for one in matrices if not native(one[0])]
+    for one in others:
+        _land(one, unit)
+    given, looked = iter(found), iter(_probes([values for values, _, _ in others], unit))
+    return [next(given if native(values) else looked) for values, _, _ in matrices]
+
+
+def _land(matrix: Matrix, unit: float) -> None:
+    values, row, column = matrix
+    if row is None or column is None:
+        return
+    row = row[:, None] * unit if unit != 1 else row[:, None]
+    if values.dtype == torch.float32:
+        values.mul_(row).mul_(column)
+    else:
+        values.copy_(values.float() * row * column)
+
+
+def _first(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the first values of each, float32 [tensors, 2,048], with zeros behind them."""
+    rows = [one.reshape(-1)[:_PROBED] for one in tensors]
+    short = [_PROBED - row.numel() for row in rows]
+    rows = [F.pad(row, (0, n)) if n else row for row, n in zip(rows, short, strict=True)]
+    return torch.stack(rows).float()
+
+
+def _probes(matrices: Sequence[torch.Tensor], unit: float) -> list[Probe]:
+    """Return the probes of all, in a dozen operations."""
+    first = _first(matrices)
+    sizes = first.abs()
+    there = sizes > 0
+    largest = sizes.where(there, -1).argmax(1)
+    smallest = sizes.where(there, math.inf).argmin(1)
+    places = torch.stack((largest, smallest), 1)
+    values = first.gather(1, places) / _number(unit, first)
+    return [Probe(*one) for one in zip(places.unbind(), values.unbind(), strict=True)]
 
 
 @dataclass
@@ -361,17 +424,25 @@ class Move:
     """What weight decay leaves of the parameter."""
     limit: float
     """Bound of the clipped values; 0: none."""
+    probe: Probe | None = None
+    """Of g when it was landed; None: it is not known."""
 
 
 def move(moves: Sequence[Move]) -> None:
-    """Take steps: m <- g; x <- keep x - lr clip(g row column)."""
-    chosen = _shared(moves, lambda m: native(m.parameter, m.gradient, m.momentum), _move)
+    """Take steps, where g is what it was when it was landed: m <- g; x <- keep x - lr clip(g row
+    column)."""
+    others: list[Move] = []
+    chosen = _shared(moves, lambda m: native(m.parameter, m.gradient, m.momentum), others.append)
+    if others:
+        for one, restore in zip(others, _restoring(others), strict=True):
+            _move(one, restore)
     if chosen:
         _C.moments_move(
             [
                 (
                     (_at(m.parameter), m.row.numel(), m.column.numel(), _at(m.row), _at(m.column)),
                     *(_at(m.gradient), _at(m.momentum), m.lr, m.keep, m.limit),
+                    (*m.probe.places.tolist(), *m.probe.values.tolist()) if m.probe else _NOTHING,
                 )
                 for m in chosen
             ],
@@ -380,12 +451,22 @@ def move(moves: Sequence[Move]) -> None:
         written([m.parameter for m in chosen])
 
 
-def _move(m: Move) -> None:
+_NOTHING = (0, 0, 0.0, 0.0)
+
+
+def _move(m: Move, restore: torch.Tensor | None) -> None:
     x, g, momentum = (
         t.view(m.row.numel(), m.column.numel()) for t in (m.parameter, m.gradient, m.momentum)
     )
-    momentum.copy_(g)
-    moved = (g.float() * m.row[:, None]).mul_(m.column)
+    if restore is None:
+        momentum.copy_(g)
+        now = g.float()
+    elif g.dtype == momentum.dtype == torch.float32:
+        now = torch.mul(g, restore, out=momentum)
+    else:
+        now = g.float() * restore
+        momentum.copy_(now)
+    moved = (now * m.row[:, None]).mul_(m.column)
     if m.limit:
         moved.clamp_(-m.limit, m.limit)
     moved.mul_(m.lr)
@@ -395,35 +476,96 @@ def _move(m: Move) -> None:
         x.copy_((x.float() * m.keep).sub_(moved))
 
 
+def _restoring(moves: Sequence[Move]) -> list[torch.Tensor | None]:
+    """Return what gradients have to be multiplied by to be what they were when they were landed.
+
+    Clipping multiplies gradients by a number, on which Adam's steps do not depend, and these are
+    the momentum. 1: it was not multiplied, or not all of it. Numbers stay on the device.
+    """
+    found: list[torch.Tensor | None] = [None] * len(moves)
+    known = [(i, m.gradient, m.probe) for i, m in enumerate(moves) if m.probe is not None]
+    if not known:
+        return found
+    gradients = [gradient for _, gradient, _ in known]
+    places = torch.stack([probe.places for _, _, probe in known])
+    by, other = (
+        _first(gradients).gather(1, places) / torch.stack([probe.values for _, _, probe in known])
+    ).unbind(1)
+    # Of the values' rounding.
+    tolerance = 2.0**-16 if all(g.dtype == torch.float32 for g in gradients) else 2.0**-6
+    scaled_ = ((by - 1).abs() > tolerance) & ((other - by).abs() <= by * tolerance)
+    scaled_ &= (by > 1e-12) & (by < 1e12) & (places[:, 0] != places[:, 1])
+    for (i, _, _), one in zip(known, (1 / by).where(scaled_, 1).unbind(), strict=True):
+        found[i] = one
+    return found
+
+
 # ---------------------------------------------------------------------------------------- factors
 
 
-def factors(
-    row: torch.Tensor, column: torch.Tensor, weight: float, floor: float, padded: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+UNHEARD_FLOOR, HEARD_FLOOR = _C.MOMENT_FLOORS
+"""Least factor of a row or column, relative to their root mean square: of one that had no gradient
+for long, and of one that had one in every step."""
+
+
+@dataclass
+class Sums:
+    """Second moments of a matrix."""
+
+    row: torch.Tensor
+    """Their sums by row, times `weight`, float32 [rows]."""
+    column: torch.Tensor
+    """[columns]."""
+    weight: float = 1.0
+    heard: torch.Tensor | None = None
+    """Of rows and columns the share of steps with a gradient, times `weight`, float32 [rows +
+    columns]; None: nothing is known of earlier steps."""
+
+    def at(self) -> tuple[float, ...]:
+        """Return the addresses, for C++."""
+        row, column = self.row, self.column
+        sizes = (row.data_ptr(), row.numel(), column.data_ptr(), column.numel())
+        return (*sizes, self.weight, _at(self.heard))
+
+    @cached_property
+    def floors(self) -> Any:
+        """The least factors of rows and of columns, one behind the other: a tensor, or a number."""
+        if self.heard is None:
+            return UNHEARD_FLOOR
+        weight = ctypes.c_float(self.weight).value
+        return (self.heard * ((HEARD_FLOOR - UNHEARD_FLOOR) / weight)).add_(UNHEARD_FLOOR)
+
+    def split(self, floors: Any) -> tuple[Any, Any]:
+        """Return what there is of rows and of columns."""
+        rows = self.row.numel()
+        return (floors, floors) if self.heard is None else (floors[:rows], floors[rows:])
+
+
+def factors(sums: Sums, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return factors by row and by column whose products are the roots of the second moments.
 
+    None is below its floor times the root mean square of its kind.
+
     Args:
-        row, column: sums of second moments by row and column, times `weight`, float32.
-        weight: 0 or more.
-        floor: least factor, relative to the root mean square of all of its kind.
+        sums: the second moments.
         padded: rows of the result; those behind the given ones, which have no values, have 1.
     """
+    row, column, weight = sums.row, sums.column, sums.weight
     rows, columns = row.numel(), column.numel()
     room = row.new_empty(padded + columns)
     whole, by_column = room[:padded], room[padded:]
     if padded > rows:
         whole[rows:] = 1
     if native(row, column):
-        sums = row.data_ptr(), rows, column.data_ptr(), columns, weight
-        _C.moments_factors(sums, floor, whole.data_ptr(), by_column.data_ptr())
+        _C.moments_factors(sums.at(), whole.data_ptr(), by_column.data_ptr())
         return whole, by_column
-    of_columns = total(column)
+    of_columns, floors = total(column), sums.split(sums.floors)
     all_ = (of_columns * weight).clamp_min(_TINY)
-    mean_row = of_columns / all_ / _number(rows, row)
-    mean_column = of_columns / _number(columns, row)
+    root_row = _root(of_columns / all_ / _number(rows, row))
+    root_column = _root(of_columns / _number(columns, row))
     least_row, least_column = (
-        (_root(mean) * floor).clamp_min(_TINY) for mean in (mean_row, mean_column)
+        (floor * root).clamp_min(_TINY)
+        for floor, root in zip(floors, (root_row, root_column), strict=True)
     )
     whole[:rows] = torch.maximum(_root(row / all_), least_row)
     torch.maximum(_root(column), least_column, out=by_column)
@@ -431,56 +573,54 @@ def factors(
 
 
 def reciprocal_factors(
-    row: torch.Tensor,
-    column: torch.Tensor,
-    weight: float,
+    sums: Sums,
     all_rows: int,
     least: float,
-    floor: float,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the reciprocals of such factors, after `least` was added to every second moment.
 
     Args:
-        row: the sums of some rows.
-        column, weight, floor: as for `factors`.
+        sums: the second moments, of some rows.
         all_rows: number of all rows.
         least: above 0.
         out: an earlier result of the same shapes, which is overwritten.
     """
+    row, column = sums.row, sums.column
     by_row, by_column = out or (torch.empty_like(row), torch.empty_like(column))
     if native(row, column):
-        sums = row.data_ptr(), row.numel(), column.data_ptr(), column.numel(), weight
-        places = by_row.data_ptr(), by_column.data_ptr()
-        _C.moments_reciprocal_factors(sums, all_rows, least, floor, *places)
+        _C.moments_reciprocal_factors(
+            sums.at(), all_rows, least, by_row.data_ptr(), by_column.data_ptr()
+        )
         return by_row, by_column
     rows, columns = _number(all_rows, row), _number(column.numel(), row)
-    floor_, least_ = _number(floor, row), _number(least, row)
+    least_ = _number(least, row)
     columns_, rows_ = column + least_ * rows, row + least_ * columns
-    of_columns = total(columns_)
-    least_row = floor_ * floor_ * (of_columns / rows)
-    least_column = floor_ * floor_ * (of_columns / columns)
-    by_row.copy_(_root(of_columns * weight / torch.maximum(rows_, least_row)))
-    by_column.copy_(1 / _root(torch.maximum(columns_, least_column)))
+    of_columns, (squares_row, squares_column) = total(columns_), sums.split(sums.floors**2)
+    least_row = squares_row * (of_columns / rows)
+    least_column = squares_column * (of_columns / columns)
+    _root(of_columns * sums.weight / torch.maximum(rows_, least_row), out=by_row)
+    torch.reciprocal(_root(torch.maximum(columns_, least_column)), out=by_column)
     return by_row, by_column
 
 
-def fold(
-    row: torch.Tensor, column: torch.Tensor, sums: torch.Tensor, decay: float, weight: float
-) -> None:
+def fold(sums: Sums, fresh: torch.Tensor, decay: float, weight: float) -> None:
     """Let sums of second moments decay, and add new ones with a weight.
 
     Args:
-        row, column: float32 [rows] and [columns].
-        sums: the new ones, float32 [rows + columns or more]; the rest is not read.
+        sums: the old ones; their own `weight` is not read.
+        fresh: the new ones, float32 [rows + columns or more]; the rest is not read.
         decay: what the old ones are multiplied by.
         weight: of the new ones.
     """
+    row, column, heard = sums.row, sums.column, sums.heard
     rows, columns = row.numel(), column.numel()
-    if native(row, column, sums):
-        place = row.data_ptr(), rows, column.data_ptr(), columns, 1.0
-        _C.moments_fold(place, sums.data_ptr(), decay, weight)
+    if native(row, column, fresh):
+        _C.moments_fold(sums.at(), fresh.data_ptr(), decay, weight, 1 - decay)
         return
-    more = sums[: rows + columns] * weight
+    given = fresh[: rows + columns]
+    more = given * weight
     row.mul_(decay).add_(more[:rows])
     column.mul_(decay).add_(more[rows:])
+    if heard is not None:
+        heard.mul_(decay).add_(given > 0, alpha=1 - decay)

@@ -26,12 +26,17 @@ class SumPlaces:
         self.sizes = list(sizes)
         ends = torch.tensor(self.sizes, dtype=torch.int64, device=device).cumsum(0)[:, None]
         self._numbers = _behind(ends - EXTRA, EXTRA - agreement.ROWS + 1)
+        self._own = ends[:, 0] - agreement.ROWS - 1
         self._projections = _behind(ends - agreement.ROWS, agreement.ROWS)
+
+    def measure(self, sums: torch.Tensor) -> None:
+        """Write the squares of this rank's projections."""
+        sums[self._own] = _squares(sums[self._projections])
 
     def condense(self, means: torch.Tensor) -> None:
         """Replace the ranks' mean of projections by its squares, which add up over shards."""
         projections = means[self._projections]
-        squares = projections.square().sum(1)
+        squares = _squares(projections)
         projections.zero_()[:, 0] = squares
         means[self._projections] = projections
 
@@ -52,3 +57,12 @@ class SumPlaces:
 
 def _behind(begin: torch.Tensor, count: int) -> torch.Tensor:
     return begin + torch.arange(count, dtype=torch.int64, device=begin.device)
+
+
+def _squares(projections: torch.Tensor) -> torch.Tensor:
+    """Return the sums of squares of rows: one half is added to the other, until one is left."""
+    squares = projections.square()
+    while squares.shape[1] > 1:
+        half = squares.shape[1] // 2
+        squares = squares[:, :half] + squares[:, half:]
+    return squares[:, 0]

@@ -140,12 +140,36 @@ def test_groups_schedules_and_clipping(rank, size):
     assert torch.equal(model.module.big, torch.ones(SHAPES["big"]))
     assert float(model.module.small.abs().max()) > 0.1
     assert optimizer.param_groups[1]["lr"] == 0.125
-    assert nn.utils.clip_grad_norm_(model.parameters(), 1e-3) > 1e-3
-    optimizer.step()  # by the clipped momentum, which is the new one
-    coded = [state["exp_avg"] for state in optimizer.state.values() if "row" in state]
-    assert len(coded) == 2
-    # The sum of their squares has the round-off of float32.
-    assert sum(float(m.square().sum()) for m in coded) <= 1.001e-6
+
+
+def distances(rank: int, size: int, codec: str, most: float) -> tuple[float, float]:
+    """Clip each step's gradients; return how far a matrix moves with AdamW and CodedAdamW."""
+    found = []
+    for coded in (False, True):
+        model = DistributedDataParallel(Chosen(unit=0.01), **CALM)
+        options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.0}
+        if coded:
+            options |= {"model": model, "codec": codec, **SIZES}
+        kind = pycomm.CodedAdamW if coded else torch.optim.AdamW
+        optimizer = kind(model.parameters(), **options)
+        before = model.module.big.detach().clone()
+        drift = gradients(0, 99)
+        for step in range(20):
+            optimizer.zero_grad()
+            own = gradients(rank, step)
+            model({name: 0.02 * (g + drift[name]) for name, g in own.items()}).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), most)
+            assert most > 1 or norm > 3 * most
+            optimizer.step()
+        found.append(float((model.module.big - before).norm()))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("codec", "ranks"), [("sign", 1), ("sign", 2), ("int4", 2)])
+def test_clipping_costs_no_more_distance_than_adamw(pool, codec, ranks):
+    for exact, coded in pool.run(distances, codec, 1e-2, ranks=ranks, backend="pycomm"):
+        free = pool.run(distances, codec, 1e9, ranks=ranks, backend="pycomm")[0]
+        assert coded / free[1] == pytest.approx(exact / free[0], rel=0.05)
 
 
 # ---------------------------------------------------------------- state
