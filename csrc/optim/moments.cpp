@@ -499,36 +499,26 @@ void move(const std::vector<Move>& matrices, int threads) {
   });
 }
 
-void fold(const Sums& sums, const float* fresh, float decay, float weight, float rest) {
+void fold(const Sums& sums, const float* fresh, float decay, float weight) {
   for (size_t i = 0; i < sums.rows; i++) sums.row[i] = sums.row[i] * decay + fresh[i] * weight;
-  for (size_t i = 0; sums.heard && i < sums.rows + sums.columns; i++) {
-    sums.heard[i] = sums.heard[i] * decay + (fresh[i] > 0 ? rest : 0.0f);
-  }
   fresh += sums.rows;
   for (size_t j = 0; j < sums.columns; j++) {
     sums.column[j] = sums.column[j] * decay + fresh[j] * weight;
   }
 }
 
-namespace {
-/// Returns the floor of row i, or of column i - rows.
-float least_of(const Sums& sums, size_t i) {
-  return sums.heard ? floor_of(sums.heard[i], sums.weight) : kUnheardFloor;
-}
-}  // namespace
-
 void factors(const Sums& sums, float* row, float* column) {
   const float of_columns = total(sums.column, sums.columns);
   const float all = std::max(kTiny, of_columns * sums.weight);
   const float root_row = std::sqrt(of_columns / all / static_cast<float>(sums.rows));
   const float root_column = std::sqrt(of_columns / static_cast<float>(sums.columns));
+  const float least_row = std::max(kTiny, kFloor * root_row);
+  const float least_column = std::max(kTiny, kFloor * root_column);
   for (size_t i = 0; i < sums.rows; i++) {
-    const float least = std::max(kTiny, least_of(sums, i) * root_row);
-    row[i] = std::max(least, std::sqrt(sums.row[i] / all));
+    row[i] = std::max(least_row, std::sqrt(sums.row[i] / all));
   }
   for (size_t j = 0; j < sums.columns; j++) {
-    const float least = std::max(kTiny, least_of(sums, sums.rows + j) * root_column);
-    column[j] = std::max(least, std::sqrt(sums.column[j]));
+    column[j] = std::max(least_column, std::sqrt(sums.column[j]));
   }
 }
 
@@ -538,14 +528,13 @@ void reciprocal_factors(const Sums& sums, size_t all_rows, float least, float* r
   for (size_t j = 0; j < sums.columns; j++) column[j] = sums.column[j] + by_column;
   const float of_columns = total(column, sums.columns);
   const float all = of_columns * sums.weight;
-  const float mean_row = of_columns / rows, mean_column = of_columns / columns;
+  const float least_row = kFloor * kFloor * (of_columns / rows);
+  const float least_column = kFloor * kFloor * (of_columns / columns);
   for (size_t i = 0; i < sums.rows; i++) {
-    const float floor = least_of(sums, i);
-    row[i] = std::sqrt(all / std::max(floor * floor * mean_row, sums.row[i] + by_row));
+    row[i] = std::sqrt(all / std::max(least_row, sums.row[i] + by_row));
   }
   for (size_t j = 0; j < sums.columns; j++) {
-    const float floor = least_of(sums, sums.rows + j);
-    column[j] = 1 / std::sqrt(std::max(floor * floor * mean_column, column[j]));
+    column[j] = 1 / std::sqrt(std::max(least_column, column[j]));
   }
 }
 

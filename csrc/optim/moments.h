@@ -19,15 +19,8 @@ namespace pycomm::moments {
 constexpr size_t kLanes = 32, kPatch = 256, kBlock = 64;
 constexpr float kTiny = 1e-30f;
 
-/// Least factor of a row or column in the denominators, relative to their root mean square: of one
-/// that no step has heard of, and of one that had a gradient in every step. In between it falls
-/// with the share of steps in which it was heard.
-constexpr float kUnheardFloor = 0.1f, kHeardFloor = 0.001f;
-/// `heard`: times `weight`, the share of steps.
-inline float floor_of(float heard, float weight) {
-  const auto slope = static_cast<float>((double{kHeardFloor} - kUnheardFloor) / weight);
-  return heard * slope + kUnheardFloor;
-}
+/// Least factor of a row or column, relative to their root mean square.
+constexpr float kFloor = 0.1f;
 
 /// Two values of a momentum as a step gets it: the largest and the smallest that is not 0, of the
 /// first kProbed. They tell a step by how much its gradient was multiplied since: clipping scales
@@ -145,15 +138,13 @@ struct Sums {
   float* column;
   size_t columns;
   float weight;
-  float* heard;  ///< [rows + columns]: the steps with a gradient; null: none was heard of
 };
 
-/// Lets sums decay, and adds new ones [rows + columns] with a weight; `rest` is that of their
-/// steps.
-PYCOMM_API void fold(const Sums& sums, const float* fresh, float decay, float weight, float rest);
+/// Lets sums decay, and adds new ones [rows + columns] with a weight.
+PYCOMM_API void fold(const Sums& sums, const float* fresh, float decay, float weight);
 
 /// Writes factors by row and by column whose products are the roots of the second moments. None is
-/// below floor_of() times the root mean square of its kind.
+/// below kFloor times the root mean square of its kind.
 PYCOMM_API void factors(const Sums& sums, float* row, float* column);
 
 /// Writes the reciprocals of such factors, after `least` was added to every second moment.

@@ -57,8 +57,14 @@ def is_look(step: int) -> bool:
 
 
 def is_divided(codec: Codec) -> bool:
-    """Whether a codec has one precision for values of several sizes, of which factors make one."""
-    return not isinstance(codec, Cast) and codec.name != "lossless" and codec.combine != "factors"
+    """Whether a codec has one precision for values of several sizes, of which factors make one.
+
+    Not one whose error of a small value is as large as that of a large one in its block: in factors
+    that come after it, what it has left over would be thousands of gradients, and spoil steps.
+    """
+    if isinstance(codec, Cast) or codec.name in ("lossless", "sign"):
+        return False
+    return codec.combine != "factors" and getattr(codec, "rounding", "nearest") == "nearest"
 
 
 @dataclass(frozen=True)

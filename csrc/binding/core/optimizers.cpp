@@ -127,17 +127,17 @@ void move(const std::vector<MoveAt>& matrices, int threads) {
   moments::move(all, threads);
 }
 
-/// Sums by row, their number, sums by column, their number, weight; steps with a gradient.
-using SumsAt = std::tuple<uintptr_t, size_t, uintptr_t, size_t, float, uintptr_t>;
+/// Sums by row, their number, sums by column, their number, weight.
+using SumsAt = std::tuple<uintptr_t, size_t, uintptr_t, size_t, float>;
 
 moments::Sums sums_at(const SumsAt& at) {
-  const auto& [row, rows, column, columns, weight, heard] = at;
-  return {floats(row), rows, floats(column), columns, weight, floats(heard)};
+  const auto& [row, rows, column, columns, weight] = at;
+  return {floats(row), rows, floats(column), columns, weight};
 }
 
-void fold(const SumsAt& sums, uintptr_t fresh, float decay, float weight, float rest) {
+void fold(const SumsAt& sums, uintptr_t fresh, float decay, float weight) {
   const DefaultArithmetic arithmetic;
-  moments::fold(sums_at(sums), floats(fresh), decay, weight, rest);
+  moments::fold(sums_at(sums), floats(fresh), decay, weight);
 }
 
 void factors(const SumsAt& sums, uintptr_t row, uintptr_t column) {
@@ -180,7 +180,7 @@ void bind_optimizers(py::module_& m) {
   m.def("moments_factors", &passes::factors);
   m.def("moments_reciprocal_factors", &passes::reciprocal_factors);
   m.def("adamw_step", &adamw_step);
-  m.attr("MOMENT_FLOORS") = std::pair(moments::kUnheardFloor, moments::kHeardFloor);
+  m.attr("MOMENT_FLOOR") = moments::kFloor;
 }
 
 }  // namespace pycomm

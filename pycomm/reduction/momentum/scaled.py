@@ -9,11 +9,9 @@ each few numbers.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -503,9 +501,8 @@ def _restoring(moves: Sequence[Move]) -> list[torch.Tensor | None]:
 # ---------------------------------------------------------------------------------------- factors
 
 
-UNHEARD_FLOOR, HEARD_FLOOR = _C.MOMENT_FLOORS
-"""Least factor of a row or column, relative to their root mean square: of one that had no gradient
-for long, and of one that had one in every step."""
+FLOOR: float = _C.MOMENT_FLOOR
+"""Least factor of a row or column, relative to their root mean square."""
 
 
 @dataclass
@@ -517,34 +514,18 @@ class Sums:
     column: torch.Tensor
     """[columns]."""
     weight: float = 1.0
-    heard: torch.Tensor | None = None
-    """Of rows and columns the share of steps with a gradient, times `weight`, float32 [rows +
-    columns]; None: nothing is known of earlier steps."""
 
     def at(self) -> tuple[float, ...]:
         """Return the addresses, for C++."""
         row, column = self.row, self.column
         sizes = (row.data_ptr(), row.numel(), column.data_ptr(), column.numel())
-        return (*sizes, self.weight, _at(self.heard))
-
-    @cached_property
-    def floors(self) -> Any:
-        """The least factors of rows and of columns, one behind the other: a tensor, or a number."""
-        if self.heard is None:
-            return UNHEARD_FLOOR
-        weight = ctypes.c_float(self.weight).value
-        return (self.heard * ((HEARD_FLOOR - UNHEARD_FLOOR) / weight)).add_(UNHEARD_FLOOR)
-
-    def split(self, floors: Any) -> tuple[Any, Any]:
-        """Return what there is of rows and of columns."""
-        rows = self.row.numel()
-        return (floors, floors) if self.heard is None else (floors[:rows], floors[rows:])
+        return (*sizes, self.weight)
 
 
 def factors(sums: Sums, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return factors by row and by column whose products are the roots of the second moments.
 
-    None is below its floor times the root mean square of its kind.
+    None is below `FLOOR` times the root mean square of its kind.
 
     Args:
         sums: the second moments.
@@ -559,14 +540,12 @@ def factors(sums: Sums, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
     if native(row, column):
         _C.moments_factors(sums.at(), whole.data_ptr(), by_column.data_ptr())
         return whole, by_column
-    of_columns, floors = total(column), sums.split(sums.floors)
+    of_columns = total(column)
     all_ = (of_columns * weight).clamp_min(_TINY)
     root_row = _root(of_columns / all_ / _number(rows, row))
     root_column = _root(of_columns / _number(columns, row))
-    least_row, least_column = (
-        (floor * root).clamp_min(_TINY)
-        for floor, root in zip(floors, (root_row, root_column), strict=True)
-    )
+    least_row = (FLOOR * root_row).clamp_min(_TINY)
+    least_column = (FLOOR * root_column).clamp_min(_TINY)
     whole[:rows] = torch.maximum(_root(row / all_), least_row)
     torch.maximum(_root(column), least_column, out=by_column)
     return whole, by_column
@@ -596,9 +575,9 @@ def reciprocal_factors(
     rows, columns = _number(all_rows, row), _number(column.numel(), row)
     least_ = _number(least, row)
     columns_, rows_ = column + least_ * rows, row + least_ * columns
-    of_columns, (squares_row, squares_column) = total(columns_), sums.split(sums.floors**2)
-    least_row = squares_row * (of_columns / rows)
-    least_column = squares_column * (of_columns / columns)
+    of_columns = total(columns_)
+    least_row = FLOOR**2 * (of_columns / rows)
+    least_column = FLOOR**2 * (of_columns / columns)
     _root(of_columns * sums.weight / torch.maximum(rows_, least_row), out=by_row)
     torch.reciprocal(_root(torch.maximum(columns_, least_column)), out=by_column)
     return by_row, by_column
@@ -613,14 +592,12 @@ def fold(sums: Sums, fresh: torch.Tensor, decay: float, weight: float) -> None:
         decay: what the old ones are multiplied by.
         weight: of the new ones.
     """
-    row, column, heard = sums.row, sums.column, sums.heard
+    row, column = sums.row, sums.column
     rows, columns = row.numel(), column.numel()
     if native(row, column, fresh):
-        _C.moments_fold(sums.at(), fresh.data_ptr(), decay, weight, 1 - decay)
+        _C.moments_fold(sums.at(), fresh.data_ptr(), decay, weight)
         return
     given = fresh[: rows + columns]
     more = given * weight
     row.mul_(decay).add_(more[:rows])
     column.mul_(decay).add_(more[rows:])
-    if heard is not None:
-        heard.mul_(decay).add_(given > 0, alpha=1 - decay)

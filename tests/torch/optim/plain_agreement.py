@@ -6,7 +6,7 @@ import torch
 
 import pycomm
 from pycomm.reduction.momentum import agreement
-from pycomm.reduction.momentum.scaled import UNHEARD_FLOOR
+from pycomm.reduction.momentum.scaled import FLOOR
 
 SIZES = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -57,9 +57,8 @@ class PlainAdamW:
         column = sum(g.square().sum(0) for g in gs) / self.ranks
         r, c, weight = (self.row, self.column, self.weight) if self.t else (row, column, 1.0)
         scales = []
-        roots = (r / (r.sum() * weight)).sqrt(), c.sqrt()
-        for root, floor in zip(roots, self.floors(), strict=True):
-            scales.append(torch.maximum(root, floor * root.square().mean().sqrt()))
+        for root in ((r / (r.sum() * weight)).sqrt(), c.sqrt()):
+            scales.append(root.clamp_min(FLOOR * root.square().mean().sqrt()))
         d = torch.outer(*scales)
         v = min(0.99, float(self.v))
         b = max(0.0, int(1024 * (beta1 - v) / (1 - v)) / 1024)
@@ -85,14 +84,7 @@ class PlainAdamW:
         if left > 0:
             self.v = 0.75 * self.v + 0.25 * left / coded
         self.t += 1
-        row, column = (
-            torch.maximum(s, floor**2 * s.mean())
-            for s, floor in zip((self.row, self.column), self.floors(), strict=True)
-        )
+        row, column = (s.clamp_min(FLOOR**2 * s.mean()) for s in (self.row, self.column))
         full = torch.outer(row, column) / self.row.sum() / self.weight
         moved = self.m / (1 - beta1**self.t) / full.sqrt()
         self.x = self.x * (1 - SIZES["lr"] * SIZES["weight_decay"]) - SIZES["lr"] * moved
-
-    def floors(self) -> tuple[float, float]:
-        """Return the least factors of rows and of columns."""
-        return UNHEARD_FLOOR, UNHEARD_FLOOR

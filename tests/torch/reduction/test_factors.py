@@ -90,13 +90,13 @@ def steps(rank: int, size: int, codec: str, feedback: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("feedback", ["residual:storage=float32", "decay:0.8,storage=int8"])
-@pytest.mark.parametrize("codec", ["int8", "int4:rounding=stochastic", "topk:0.1", "multiples"])
+@pytest.mark.parametrize("codec", ["int8", "nvfp4", "topk:0.1", "multiples"])
 def test_all_carriers_have_the_same_bits(pool, codec, feedback):
     results = same_as_gloo(pool, steps, codec, feedback, ranks=2)
     all_equal([[found, factors] for found, _, factors in results])
 
 
-@pytest.mark.parametrize("codec", ["int4", "sign"])
+@pytest.mark.parametrize("codec", ["int4", "mxfp4"])
 def test_three_ranks_have_the_same_factors(pool, codec):
     results = pool.run(steps, codec, "residual", ranks=3)
     all_equal([[found, factors] for found, _, factors in results])
@@ -117,6 +117,22 @@ def owed(state: Any, name: str) -> torch.Tensor:
         mine = (mine.view(len(factor(state, name)), -1) * factor(state, name)).view(-1)
     dist.all_reduce(mine)
     return mine
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "codec", ["int8", "int4", "int4:rounding=stochastic", "mxfp4", "nvfp4", "sign", "topk:0.05"]
+)
+def test_no_step_is_spoilt_when_factors_come(rank, size, codec):
+    """What was left over before them is not of the size of many gradients."""
+    model, _ = wrapped(codec)
+    shape = SHAPES["big"]
+    columns = 2.0 ** torch.linspace(-10, 10, torch.Size(shape[1:]).numel()).view(shape[1:])
+    for step in range(4):
+        ours = gradients(rank, step, shapes=SHAPES)
+        mean = sum(gradients(r, step, shapes=SHAPES)["big"] for r in range(size)) / size * columns
+        got = reduced(model, ours | {"big": ours["big"] * columns})["big"]
+        assert float((got - mean).norm() / mean.norm()) < 1.5
 
 
 @on_ranks(2)
