@@ -124,7 +124,7 @@ def _number(value: float, like: torch.Tensor) -> Any:
 
     On a device it is a number, which takes no launch.
     """
-    return torch.tensor(value, dtype=torch.float32) if like.is_cpu else value
+    return torch.tensor(value, dtype=torch.float32, device="cpu") if like.is_cpu else value
 
 
 def _root(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -354,7 +354,10 @@ def land(matrices: Sequence[Matrix], unit: float) -> list[Probe]:
     found: list[Probe] = []
     if chosen:
         found = [
-            Probe(torch.tensor(at[:2]), torch.tensor(at[2:]))
+            Probe(
+                torch.tensor(at[:2], dtype=torch.int64, device="cpu"),
+                torch.tensor(at[2:], dtype=torch.float32, device="cpu"),
+            )
             for at in _C.moments_land(
                 [
                     (values.data_ptr(), *values.shape, _at(row), _at(column))
