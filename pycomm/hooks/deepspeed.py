@@ -14,6 +14,7 @@ A backward is a step: ZeRO 2 and 3 reduce in each, also while gradients accumula
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -50,7 +51,7 @@ def deepspeed_state(codec: str | Codec | Policy, engine: Any, **options: Any) ->
     return kind(codec, engine, **options)
 
 
-class DeepSpeedState(ReplacedState):
+class DeepSpeedState(ReplacedState, ABC):
     """Codecs and feedback of an engine's parameters.
 
     Args:
@@ -100,8 +101,9 @@ class DeepSpeedState(ReplacedState):
             )
         return super()._refusal(codec)
 
+    @abstractmethod
     def _install(self, engine: Any) -> None:
-        raise NotImplementedError
+        """Take the reductions of an engine over."""
 
     def _loss_scale(self) -> float:
         found = getattr(self._optimizer, "loss_scale", 1.0)

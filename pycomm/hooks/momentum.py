@@ -13,6 +13,7 @@ nothing of its own, and goes on from m, as it does where it has no o.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -39,7 +40,7 @@ OTHERS = "another optimizer has it"
 Find = Callable[[torch.Tensor], "tuple[dict[str, Any], dict[str, Any]] | None"]
 
 
-class Momenta(SingleCodedState):
+class Momenta(SingleCodedState, ABC):
     """The part of a state whose coded parameters exchange momentum, whatever wraps the model.
 
     A subclass calls `_begin_momenta` after it has entered its parameters.
@@ -264,9 +265,9 @@ class Momenta(SingleCodedState):
             self._lost = self._lost or error
             raise
 
+    @abstractmethod
     def _kept(self) -> set[str]:
         """Return the parameters with a momentum that no step has used, and that is kept."""
-        raise NotImplementedError
 
     def end_step(self) -> None:
         """See `CompressionState`: the second moments travel behind the last bucket."""

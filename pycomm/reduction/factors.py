@@ -20,7 +20,7 @@ columns are alike costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,6 +184,12 @@ class Factors:
         for known in (self.current, self._matrices, self._decided, self._means, self._sums):
             known.pop(name, None)
         self._scales.clear()
+
+    def leave(self, names: Set[str], shape: MatrixOf, residuals: Residuals | None) -> None:
+        """Let some parameters have no factors until a look at them finds new ones."""
+        self.use({n: one for n, one in self.current.items() if n not in names}, shape, residuals)
+        for name in names:
+            self.forget(name)
 
     def start_look(self) -> None:
         """Begin a look; an error may have ended the last one."""

@@ -270,9 +270,7 @@ class BucketReducer:
             self._clip(bucket, tensor)
         if self._looks:
             self._factors.look(tensor, bucket, self.matrix)
-        divided = bool(self._factors.current) and self._factors.concern(bucket)
-        if divided:
-            self._factors.divide(tensor, bucket)
+        divided = bool(self._factors.current) and self._divide(tensor, bucket)
         for residual in bucket.residuals:
             if residual is not None and (residual.in_place or residual.layouts != bucket.layouts):
                 self._settle_deferred()
@@ -410,9 +408,7 @@ class BucketReducer:
         bucket = self._bucket(tuple(names), input.device)
         if self._looks:
             self._factors.look(input, bucket, self.matrix)
-        divided = bool(self._factors.current) and self._factors.concern(bucket)
-        if divided:
-            self._factors.divide(input, bucket)
+        divided = bool(self._factors.current) and self._divide(input, bucket)
         self._use(bucket.pieces, bucket, input)
         probe = self.plan.probe(
             input, bucket.pieces, self._residual_of, rows=self.rows, average=average
@@ -551,6 +547,18 @@ class BucketReducer:
     def part(self, decision: Decision) -> Decision:
         """Return the decision for a bucket's part of a parameter; here the whole parameter."""
         return decision
+
+    def _divide(self, values: torch.Tensor, bucket: Bucket) -> bool:
+        """Divide a bucket [rows * values] by its factors; return whether it has any."""
+        if not self._factors.concern(bucket):
+            return False
+        if values.dtype == torch.float16:  # of a checkpoint: it has no room for them
+            self._settle_deferred()
+            names = {piece.name for piece in bucket.pieces}
+            self._factors.leave(names, self._shape, self.residuals)
+            return False
+        self._factors.divide(values, bucket)
+        return True
 
     def matrix(self, name: str) -> Matrix | None:
         """Return a parameter as a matrix, if its rows and columns may get factors now."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,36 +69,17 @@ def exchange(
     flag = found_inf
     if flag is None and not host:
         flag = torch.zeros(1, dtype=torch.float32, device=output.device)
+    how: dict[str, Any] = {"seed": seed, "step": step, "divisor": divisor, "encoded": encoded}
     if batched is None:
         key = op, group.rank(), group.size()
         if key not in bucket.plans:
             bucket.plans[key] = plan()
         assert flag is not None
-        coding.exchange(
-            bucket.plans[key],
-            output,
-            input,
-            group,
-            seed=seed,
-            step=step,
-            divisor=divisor,
-            found_inf=flag,
-            senders=senders,
-            encoded=encoded,
-        )
+        how |= {"found_inf": flag, "senders": senders}
+        coding.exchange(bucket.plans[key], output, input, group, **how)
     else:
-        finite = batched.run(
-            output,
-            input,
-            bucket.sides,
-            group,
-            seed=seed,
-            step=step,
-            divisor=divisor,
-            found_inf=flag,
-            swapped=swapped,
-            encoded=encoded,
-        )
+        how |= {"found_inf": flag, "swapped": swapped}
+        finite = batched.run(output, input, bucket.sides, group, **how)
         if flag is None:
             return torch.tensor(finite, dtype=torch.bool, device="cpu")
         if not finite:  # which is known of host tensors alone

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -25,7 +26,7 @@ EXAMPLE = ROOT / "examples/trainers/train_torchft.py"
 LIMIT = 240  # seconds; a process takes a minute to start on a busy machine
 
 
-class Replica:
+class Replica(ABC):
     """A replica's process, and what it has printed about its steps."""
 
     def __init__(self, process: int, printed: IO[str]) -> None:
@@ -62,8 +63,9 @@ class Replica:
         self._wait()
         self._reader.join(10)
 
+    @abstractmethod
     def _wait(self) -> None:
-        raise NotImplementedError
+        """Wait until the process has ended."""
 
 
 class Started(Replica):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,8 +16,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm.codecs import Cast
 from pycomm.codecs.base import Codec
 from pycomm.policy import PROTECT, Policy, Rule
+from pycomm.reduction import batched
 from tests.extent import each_value
 from tests.torch.harness import (
     CODED,
@@ -377,9 +380,28 @@ def many_layers(dtype: torch.dtype) -> nn.Sequential:
 
 
 @on_ranks(2, backend="gloo", **PATIENT)
-def test_python_encodes_nothing_of_a_batched_bucket(rank, size):
+@pytest.mark.parametrize("in_cpp", [False, True])
+def test_exact_parameters_are_coded_together(rank, size, in_cpp):
+    """Where codecs are in C++, Python encodes nothing; else it calls those of the others alone."""
     model = DistributedDataParallel(many_layers(torch.float32))
     pycomm.compress(model, Policy("int8", guard=None))
-    with patch.object(Codec, "encode", side_effect=AssertionError("encoded in Python")):
+    needs = batched.BATCHED.needs if in_cpp else lambda *_: "not here"
+    encoded: list[Codec] = []
+    encode = Codec.encode
+
+    def counted(codec: Codec, *args: object, **options: object) -> object:
+        encoded.append(codec)
+        return encode(codec, *args, **options)
+
+    with (
+        patch.object(batched, "BATCHED", replace(batched.BATCHED, needs=needs)),
+        patch.object(Codec, "encode", counted),
+    ):
         for _ in range(3):
+            encoded.clear()
             model(torch.ones(2, 48)).sum().backward()
+    if in_cpp:
+        assert encoded == []
+        return
+    assert len(encoded) >= LAYERS
+    assert Cast("float32") not in encoded

@@ -345,6 +345,27 @@ def test_half_precision_gradients_get_no_factors(rank, size):
     assert set(state._factors.current) == set(CODED)
 
 
+@on_ranks(2)
+def test_float16_has_no_factors_not_even_loaded_ones(rank, size):
+    model, state = wrapped("int4", "residual:storage=float32")
+    for step in range(3):
+        reduced(model, unequal(rank, step))
+    owing = {name: owed(state, name) for name in CODED}
+    half = DistributedDataParallel(Chosen(SHAPES).half(), bucket_cap_mb=0.02)
+    fresh = pycomm.compress(half, "int4", feedback="residual:storage=float32")
+    fresh.load_state_dict(state.state_dict())
+    assert set(fresh._factors.current) == set(CODED)
+    sent = {name: g.half() for name, g in gradients(rank, 3, shapes=SHAPES).items()}
+    got = reduced(half, sent)
+    assert fresh._factors.current == {}
+    mean = {n: sum(gradients(r, 3, shapes=SHAPES)[n].half() for r in range(2)) / 2 for n in CODED}
+    for name in CODED:
+        total = got[name].view(-1).double() + owed(fresh, name)
+        torch.testing.assert_close(
+            total, mean[name].view(-1).double() + owing[name], rtol=2e-2, atol=2e-2
+        )
+
+
 @on_members(3)
 def test_a_new_member_has_the_factors_of_the_others(rank, member, handles):
     """Three train; the second leaves, and the columns change; it comes back as a new one."""
