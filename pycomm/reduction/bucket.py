@@ -132,7 +132,10 @@ class Bucket:
         self.batched: dict[tuple[str, int, int], Any] = {}
         """Likewise: the `Batched` of a schedule that C++ runs while Python moves the payloads."""
         self.single: Any = None
-        """The `SingleCoding` that averages the bucket, if it is averaged so."""
+        """The `SingleCoding` that averages the bucket; False: another way does; None: nobody has
+        asked yet."""
+        self.moments: Any = None
+        """The matrices of a coded optimizer, as kernels of a device know them."""
         self._native: Layout | None = None
 
     @cached_property

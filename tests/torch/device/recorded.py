@@ -33,7 +33,7 @@ from pycomm.reduction import paths, side_stream, two_shot
 from tests.torch.device import fake_device
 
 FAKE = fake_device.NAME
-STEPS = 3  # of which the last is recorded: before, buckets are made and residuals laid out
+STEPS = 4  # of which the last is recorded: before, buckets are made and residuals laid out
 VALUES, BYTES = 8, 12  # of a thread, and of memory for each: the value, and its residual
 
 # Kinds of notes beside those of fake_device.cpp.
@@ -220,6 +220,8 @@ def main(
         state = HookState(codec, wrapped)
     profile = Profile()
     for step in range(STEPS):
+        for moment in getattr(state, "moments", {}).values() if step else ():
+            moment.state["moment_weight"].fill_(1.0)  # kernels would have written it
         torch.ops.fakegpu.record_calls(True)  # from the start again
         take(given, state, optimizer, profile if step == STEPS - 1 else None)
     notes = torch.ops.fakegpu.recorded_calls()
