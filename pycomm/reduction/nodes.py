@@ -22,7 +22,7 @@ from pycomm.codecs.convert import convert
 from pycomm.errors import WireMismatch
 from pycomm.policy.exchange import gather_json, host
 from pycomm.reduction import own_group, two_shot
-from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.bucket import Bucket, BucketPiece
 from pycomm.reduction.coding import ExchangePlan, Run, chunks, hop_seed, whole
 
 
@@ -96,7 +96,7 @@ class Nodes:
             None: `found_inf` tells.
         """
         flag = torch.zeros_like(values[:1], dtype=torch.float32) if found_inf is None else found_inf
-        parts = bucket.parts = bucket.parts or chunks(whole(bucket.pieces), self._shards)
+        parts = bucket.parts = bucket.parts or self._parts(bucket.pieces)
         places = [values[_begin(runs) : _end(runs)] for runs in parts]
         sums = values
         if values.dtype != torch.float32:
@@ -190,6 +190,16 @@ class Nodes:
             rows = gathered
         output.view(self._ranks, -1)[self._by_place] = rows
 
+    def part_of(self, pieces: Sequence[BucketPiece]) -> tuple[int, int, Sequence[Run]]:
+        """Return our number among the ranks that code the same part, theirs, and the part.
+
+        Args:
+            pieces: those of a bucket that is all-reduced.
+        """
+        if self._across is None:
+            return 0, 1, ()
+        return self._across.rank(), self._across.size(), self._parts(pieces)[self._place]
+
     def check(self, device: torch.device) -> None:
         """Raise the error of an operation on device tensors in one of the groups; see
         `BucketReducer.check_operations`."""
@@ -197,6 +207,10 @@ class Nodes:
             ours = None if group is None else backend.find(group, device)
             if ours is not None:
                 ours.check()
+
+    def _parts(self, pieces: Sequence[BucketPiece]) -> list[list[Run]]:
+        """Return the runs of each rank of a node that has a part."""
+        return chunks(whole(pieces), self._shards)
 
     def _sum_in_node(self, places: Sequence[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
         """Return the node's sum of our part, rounded in float32; values behind it mean nothing.

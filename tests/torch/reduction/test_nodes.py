@@ -248,6 +248,47 @@ def test_a_node_sends_what_one_rank_would(pool):
     assert share["flat"] > 0.26
 
 
+@on_ranks(4, backend="gloo")
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 0, 0, 1], None], ids=str)
+def test_resharded_residuals_are_sent_whole(rank, ranks, nodes):
+    """Two ranks save; four load, of which each codes a part alone. Nothing is left behind."""
+    pair = dist.new_group([0, 1])
+    saved: list[Any] = [None] * ranks
+    if rank < 2:
+        model = DistributedDataParallel(Chosen(SHAPES), process_group=pair)
+        state = pycomm.compress(model, "int4")
+        for step in range(2):
+            reduced(model, gradients(rank, step, shapes=SHAPES))
+        mine = state.state_dict()
+    dist.all_gather_object(saved, mine if rank < 2 else {})
+    model = DistributedDataParallel(Chosen(SHAPES))
+    state = pycomm.compress(model, "int4", nodes=nodes)
+    state.load_state_dict(*saved[:2])
+    assert state.residuals is not None
+    before, sent = corrections(state), dict.fromkeys(SHAPES, 0)
+    for _ in range(4):
+        for name, value in reduced(model, {n: torch.zeros(s) for n, s in SHAPES.items()}).items():
+            sent[name] = sent[name] + value.view(-1).double()
+        state.settle()
+    after = corrections(state)
+    assert before["large"].norm() > 0
+    for name, owed in before.items():
+        assert after[name].norm() <= 1e-3 * owed.norm(), name
+        lost = sent[name] + after[name] - owed  # but for the rounding of residuals in bf16
+        assert lost.norm() <= 1e-2 * owed.norm(), name
+
+
+def corrections(state: Any) -> dict[str, torch.Tensor]:
+    """Return what the residuals of all ranks add to the average, by parameter."""
+    result = {}
+    for name, shape in SHAPES.items():
+        added = state.residuals.added(name, 0, torch.Size(shape).numel())
+        added = torch.zeros(torch.Size(shape).numel()) if added is None else added
+        dist.all_reduce(added)
+        result[name] = added.double()
+    return result
+
+
 def groups_of_torch() -> int:
     return len(distributed_c10d._world.pg_map)
 
