@@ -16,7 +16,7 @@ the spans with the layout of the bucket.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -134,22 +134,20 @@ class Residual:
             result[first - begin : last - begin] = held
         return result
 
-    def replace(self, role: str, side: int, span: Span, *, keep: bool) -> None:
-        """Give a side memory for another span.
+    def hold(self, spans: Spans, sides: Sequence[int] = (0, 1)) -> None:
+        """Give sides memory for these values, which keep what they are."""
+        for role in self.spans:
+            for side in sides:
+                self._replace(role, side, spans.get(role, self._all))
 
-        Args:
-            role: "worker" or "owner", of one row.
-            side: 0 or 1.
-            span: the values that get memory.
-            keep: they keep what they are; else they are zeros.
-        """
+    def _replace(self, role: str, side: int, span: Span) -> None:
         pair: Pair | None = getattr(self, role)
         before = self.spans[role][side]
         if pair is None or self.rows > 1 or before == span:
             return
         fresh = storage.zeros(self.rule.storage, span[1] - span[0], self.device)
         begin, end = max(before[0], span[0]), min(before[1], span[1])
-        if keep and begin < end:
+        if begin < end:
             to = storage.part(fresh, span[1] - span[0], 0, begin - span[0], end - span[0])
             to.copy_(self.stored(role, side, 0, begin, end))
         setattr(self, role, (fresh, pair[1]) if side == 0 else (pair[0], fresh))
@@ -171,7 +169,7 @@ class Residual:
     def take_all(self, role: str) -> None:
         """Give the current side memory for all values, which become zeros."""
         if role in self.spans:
-            self.replace(role, self.side, self._all, keep=False)
+            self._replace(role, self.side, self._all)
         pair: Pair = getattr(self, role)
         _clear(pair[self.side])
 
@@ -232,11 +230,8 @@ class Residual:
         now, then = self.sides
         same = self.layouts[now] in ("", layout)
         self.layouts[then] = layout
-        for role in self.spans if now != then else ():
-            span = spans.get(role, self._all)
-            self.replace(role, then, span, keep=False)
-            if same:
-                self.replace(role, now, span, keep=True)
+        if now != then:
+            self.hold(spans, [then, now] if same else [then])
         # Without an owner residual, what a rank keeps is of all its values in any layout.
         if same or self.worker is None or (self.owner is None and gradient is None):
             return

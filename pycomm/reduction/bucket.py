@@ -117,6 +117,9 @@ class Bucket:
         self.spans = {p.name: one for p, one in zip(self.pieces, spans, strict=True)}
         """By piece: the values whose residuals have memory."""
         self._memory = 0
+        for piece in self.pieces if held else ():
+            if piece.residual is not None and piece.residual.layouts == ["", ""]:
+                piece.residual.hold(self.spans[piece.name])
         # Where no rank has a residual, far ranks need no owners: one round in place of two.
         names = [piece.name for piece in self.pieces]
         self._may_owe = residuals is not None and residuals.may_owe(names)

@@ -53,8 +53,6 @@ class Nodes:
         rails = [sorted(node[place] for node in nodes) for place in range(self._shards)]
         across = rails[self._place] if self._place < self._shards else []
         self._numbers = tuple(across)  # of the ranks at our place, as theirs in that group
-        self.is_even = len(set(self._sizes)) == 1
-        """All nodes have as many ranks: then rows can be scattered and gathered by nodes."""
         # The rank of each row, by place, then by node.
         self._by_place = torch.tensor(rails, dtype=torch.int64, device=device).view(-1)
         # With "cpu:pycomm,cuda:nccl" a node has NCCL, whose sockets between hosts are slower than
@@ -288,22 +286,28 @@ def find_levels(
     return levels
 
 
-def flat_text(levels: Sequence[int], payload: int, values: int) -> str:
-    """Return what a node's card sends in a flat all-reduce, and in one of torch's bf16 hook.
+def flat_text(levels: Sequence[int], payload: int, values: int, *, scatters: bool = False) -> str:
+    """Return what a node's card sends, and what it would send for bf16 gradients in a ring.
 
     Args:
         levels: number of the node of each rank.
         payload: bytes of all values, coded once.
         values: number of all values.
+        scatters: gradients are reduce-scattered, as FSDP2's are, among nodes of unequal size; else
+            all-reduced, with feedback of the kind momentum.
     """
     ranks, most = len(levels), max(map(levels.count, levels))
-    coded = 2 * most * (ranks - most) / ranks * payload
-    ring = 2 * (ranks - 1) / ranks * 2 * values
+    shots = 1 if scatters else 2
+    coded = shots * most * (ranks - most) / ranks * payload
+    ring = shots * (ranks - 1) / ranks * 2 * values
+    why, cure = "momentum is of what each rank sends", "feedback residual or decay goes by nodes"
+    if scatters:
+        why, cure = "nodes have unequal numbers of ranks", "nodes of equal ones need less"
     told = (
-        f"flat, since momentum is of what each rank sends: a node's card sends {coded / 1e6:.3g} "
-        f"MB a step, where torch's bf16 hook sends {ring / 1e6:.3g} MB"
+        f"flat, since {why}: a node's card sends {coded / 1e6:.3g} MB a step for gradients, where "
+        f"a ring of bf16 sends {ring / 1e6:.3g} MB"
     )
-    return told + "; feedback residual or decay goes by nodes" * (coded > ring)
+    return told + f"; {cure}" * (coded > ring)
 
 
 def _begin(runs: Sequence[Run]) -> int:

@@ -131,7 +131,8 @@ class BucketReducer:
                 warn_once("nodes= has no effect here: the backend pycomm finds nodes by itself")
             return
         levels = find_levels(group, given, device)
-        if levels and self._kind == "momentum":  # of what each rank sends for itself
+        uneven = levels is not None and len(set(Counter(levels).values())) > 1
+        if levels and (self._kind == "momentum" or (uneven and self.rows > 1)):
             self._flat = levels
         elif levels:
             self._nodes = Nodes(group, levels, device)
@@ -522,8 +523,6 @@ class BucketReducer:
             alone = self.averages_senders or self.rows > 1  # each rank sends for itself
             owned = native if native and not alone else None
             nodes = self._nodes if native is None and not self.averages_senders else None
-            if nodes is not None and self.rows > 1 and not nodes.is_even:
-                nodes = None
             bucket = Bucket(
                 decisions,
                 numbers,

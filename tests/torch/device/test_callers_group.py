@@ -16,9 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.feedback import Residual
 from pycomm.policy import Rule
-from tests.torch.device.checks import slow
+from tests.torch.device.checks import every_value, slow
 from tests.torch.device.test_paths import FAKE, run
 from tests.torch.harness import Chosen, equal, gradients, reduced
 
@@ -197,11 +196,6 @@ def check_steps_before_the_host_knows(rank: int, ranks: int, device: str, rule: 
     assert state.residuals is not None
     kept = {name: on_host(every_value(state.residuals[name])) for name in saved}
     return ahead, [found, state.overflows, kept, about]
-
-
-def every_value(residual: Residual) -> dict[str, torch.Tensor]:
-    """Return residuals in float32, also of the values for which a device has no memory."""
-    return {role: residual.current(role) for role, _ in residual.pairs()}
 
 
 def check_memory(rank: int, ranks: int, device: str, nodes: list[int] | None) -> Any:

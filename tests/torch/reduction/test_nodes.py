@@ -197,8 +197,8 @@ def test_the_summary_says_what_a_flat_node_sends(rank, ranks):
     model = DistributedDataParallel(nn.Linear(1000, 1000, bias=False))
     state = pycomm.compress(model, "int4", feedback="momentum:0.9", nodes=[0, 0, 1, 1])
     sent = 2 * pycomm.codec("int4").encoded_bytes(1_000_000) / 1e6
-    told = f"a node's card sends {sent:.3g} MB a step, where torch's bf16 hook sends 3 MB"
-    assert state.summary().endswith(told)
+    told = f"a node's card sends {sent:.3g} MB a step for gradients, where a ring of bf16 sends 3"
+    assert state.summary().endswith(f"{told} MB")
 
 
 def test_flat_nodes_that_send_more_than_bf16_are_told_so():
@@ -207,6 +207,9 @@ def test_flat_nodes_that_send_more_than_bf16_are_told_so():
     told = flat_text(levels, 531_252, 1_000_000)
     assert "sends 6.38 MB a step" in told
     assert told.endswith("3.88 MB; feedback residual or decay goes by nodes")
+    told = flat_text([0] * 6 + [1] * 10, 531_252, 1_000_000, scatters=True)
+    assert "sends 1.99 MB" in told
+    assert told.endswith("1.88 MB; nodes of equal ones need less")
 
 
 def bytes_to_other_nodes(rank: int, ranks: int, nodes: list[int]) -> int:
