@@ -153,24 +153,22 @@ def write(page: Path, name: str, text: str) -> None:
 
 
 def kernels(counts: Path) -> str:
-    """Return the table with a row per call of a codec on a GPU: its instructions for a value.
+    """Return the table with a row per codec: what its calls on a GPU can reach of a copy's speed.
+
+    A call that takes `allowed` instructions for a value leaves time for `share` of that speed.
 
     Args:
         counts: calls.csv of tests/codecs/cuda.
     """
-    rows = tables.read(counts)
-    archs = [column for column in rows[0] if column.startswith("sm_")]
-    lines = []
-    for row in rows:
-        allowed = float(row["allowed"])
-        numbers = [
-            number + (" over" if float(number) > allowed else "")
-            for number in (row[arch] for arch in archs)
-        ]
-        share = f"{float(row['share']):.0%}"
-        lines.append([row["call"], row["bytes"], share, row["allowed"], *numbers, "not measured"])
-    head = ("call", "bytes", "share wanted", "allowed", *archs, "share on a GPU")
-    return table(head, lines)
+    found: dict[str, dict[str, str]] = {}
+    for row in tables.read(counts):
+        codec = re.sub(r",? (encode|own|decode)\b.*", "", row["call"])
+        call = row["call"][len(codec) :].lstrip(", ").removesuffix(", one payload")
+        reached = float(row["share"]) * float(row["allowed"]) / float(row["sm_90"])
+        found.setdefault(codec, {})[call] = f"{min(1.0, reached):.0%}"
+    calls = ("encode", "encode, feedback", "own", "decode")
+    lines = [[name, *(of.get(call, "") for call in calls)] for name, of in found.items()]
+    return table(("codec", *calls), [line for line in lines if any(line[1:])])
 
 
 def claims(results: Path) -> str:

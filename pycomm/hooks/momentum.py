@@ -399,7 +399,7 @@ class Momenta(SingleCodedState, ABC):
             )
 
         if alone:
-            befores = [self.residual_before(piece.residual, bucket) for _, _, piece in parts]
+            befores = [self.residual_before(piece, bucket) for _, _, piece in parts]
         if alone and self.coding_of(bucket) is not None:
             self._encoded = keep
         elif alone:  # what is coded may be gone before anybody can look at it
@@ -507,7 +507,7 @@ class Momenta(SingleCodedState, ABC):
         job.encode(scale=self._scale_on)
         if job.keeps:
             pieces = [piece for piece in bucket.pieces if piece.name in self.moments]
-            job.befores = [self.residual_before(piece.residual, bucket) for piece in pieces]
+            job.befores = [self.residual_before(piece, bucket) for piece in pieces]
 
     def _scale_on(self, moments: Sequence[DeviceMoment]) -> None:
         def sum_up(sums: torch.Tensor) -> int:
