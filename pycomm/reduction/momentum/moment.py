@@ -53,7 +53,8 @@ values of a matrix. Second moments are known after the coding, up to some steps 
 bound, one gradient that is a hundred times too large moves all values by dozens of learning rates,
 and stays in the momentum. Adam divides it by a root that it has enlarged itself."""
 FLOAT32_STATES = (*("row", "column", "moment_weight", "coding_error", "mean_energy", "own_energy"),)
-"""States that are float32 whatever the parameter is; those without dimensions are on the CPU."""
+"""States that are float32 whatever the parameter is. Those without dimensions are on the CPU; where
+`on_device` has the passes, on the device."""
 _TINY = 1e-30
 _STEPS = 1024  # of b, from 0 to 1
 LIMIT = 50.0
