@@ -60,7 +60,7 @@ FIRST, EACH, OPTIMIZER = 14e-3, 1e-3, 2e-3
 GOALS = {"launches": 8, "calls": 20, "waits": 0, "held": 0}
 """Most launches and Python calls of a bucket, waits of the host in a step, and exchanges for which
 the compute stream waits. A late carrier itself waits twice a bucket."""
-PASSES = {"launches": 4, "calls": 20}
+PASSES = {"launches": 4, "calls": 15}
 """What the passes of a coded optimizer over moments may add to these."""
 CALLS_OF_HOST = 12
 """Most Python calls of a bucket of tensors of the host."""

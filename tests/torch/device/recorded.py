@@ -30,10 +30,11 @@ from pycomm.codecs import convert, implementations
 from pycomm.codecs.cuda.launches import Launch
 from pycomm.hooks.ddp import HookState, compress_hook
 from pycomm.reduction import paths, side_stream, two_shot
+from pycomm.reduction.momentum.on_device.kernels import Kernels
 from tests.torch.device import fake_device
 
 FAKE = fake_device.NAME
-STEPS = 4  # of which the last is recorded: before, buckets are made and residuals laid out
+STEPS = 3  # of which the last is recorded: before, buckets are made and residuals laid out
 VALUES, BYTES = 8, 12  # of a thread, and of memory for each: the value, and its residual
 
 # Kinds of notes beside those of fake_device.cpp.
@@ -157,8 +158,8 @@ def change(change: str) -> None:
 
     Args:
         change: "wait": the host waits for the device once a bucket; "launches": each parameter has
-            launches of its own; "stream": reductions run on the caller's stream; "before": both of
-            these, as in November 2026; "": nothing.
+            launches of its own, and moments have operations of torch; "stream": reductions run on
+            the caller's stream; "before": both of these, as in November 2026; "": nothing.
     """
     if change == "wait":
         reduce = two_shot.all_reduce
@@ -171,6 +172,7 @@ def change(change: str) -> None:
         two_shot.all_reduce = waiting
     if change in ("launches", "before"):
         paths.KERNELS.__dict__["codecs"] = ()
+        Kernels.find = staticmethod(lambda name, device: None)
     if change in ("stream", "before"):
         side_stream.new_stream = torch.accelerator.current_stream
 
