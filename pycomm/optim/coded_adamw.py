@@ -259,8 +259,16 @@ class CodedAdamW(torch.optim.Optimizer):
 
         Args:
             previous: the old optimizer, for the same parameters in the same order.
+
+        Raises:
+            ValueError: the model is in `fully_shard` or `replicate`.
         """
         typed("previous", previous, CodedAdamW)
+        if not isinstance(self.compression, MomentumState):
+            raise ValueError(
+                "CodedAdamW adopts states of models in DistributedDataParallel, since shards of "
+                "lost ranks are gone with them; go on from a checkpoint, with load_checkpoint"
+            )
         group = self.compression.process_group
         saved = members.broadcast_object(previous.state_dict(), 0, group, device_of(group))
         self.load_state_dict(saved)
@@ -318,6 +326,7 @@ class CodedAdamW(torch.optim.Optimizer):
             [local(parameter) for parameter in parameters],
             [local(parameter.grad) for parameter in parameters],  # type: ignore[arg-type]
             states,
+            as_torch=not self.compression.moments,
         )
 
     def _unit(self) -> float:
@@ -359,6 +368,8 @@ def step_by_adamw(
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
     states: Sequence[Mapping[str, Any]],
+    *,
+    as_torch: bool,
 ) -> None:
     """Take a step of torch's AdamW with parameters of one group.
 
@@ -370,12 +381,14 @@ def step_by_adamw(
         parameters: the parameters, or this rank's shards.
         gradients: one for each parameter.
         states: likewise.
+        as_torch: with the bits of `torch.optim.AdamW` itself, where nothing is coded.
     """
     beta1, beta2 = settings["betas"]
     momenta = [local(state["exp_avg"]) for state in states]
     squares = [local(state["exp_avg_sq"]) for state in states]
     steps = [state["step"] for state in states]
-    if all(native(*each) for each in (parameters, gradients, momenta, squares, steps)):
+    each = (parameters, gradients, momenta, squares, steps)
+    if not as_torch and all(native(*one) for one in each):
         _C.adamw_step(
             [
                 (*(tensor.data_ptr() for tensor in tensors), tensors[0].numel())
@@ -394,7 +407,8 @@ def step_by_adamw(
         squares,
         [],
         steps,
-        foreach=True,  # torch's fused kernel has other bits at the ends of shards
+        # Torch's fused kernel has other bits at the ends of shards. None: the default of torch.
+        foreach=None if as_torch else True,
         amsgrad=False,
         beta1=float(beta1),
         beta2=float(beta2),
