@@ -78,17 +78,17 @@ def losses(rows: Sequence[Row], model: str) -> str:
         lines.append([
             method, str(len(by_seed)), percent(by_seed), number(whole.steps_to_loss, 0)
         ])  # fmt: skip
-    return table(("method", "seeds", "loss", "steps to the exact loss"), lines)
+    return table(("method", "seeds", "loss, %", "steps to the exact loss"), lines)
 
 
 def percent(values: Sequence[float]) -> str:
-    """Return the mean, with its standard error if there are at least two values."""
+    """Return the mean in percent, with its standard error if there are at least two values."""
     if not values:
         return ""
-    text = f"{statistics.fmean(values) * 100:+.2f}"
-    if len(values) > 1:
-        text += f" ± {statistics.stdev(values) / len(values) ** 0.5 * 100:.2f}"
-    return f"{text} %"
+    mean = f"{statistics.fmean(values) * 100:+.2f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5 * 100:.2f}"
 
 
 def number(value: float | None, digits: int, factor: float = 1.0) -> str:
@@ -191,8 +191,9 @@ def write_all() -> None:
         write(PAGE, f"steps 25m {rate}", training(rows, "25m", rate))  # a figure has the demo's
     for model in ("demo", "digits"):  # the others are sweeps of the demo's settings
         write(PAGE, f"losses {model}", losses(rows, model))
-    head, *lines = suite.table(load(tables.RESULTS / "suite-cpu.csv"))
-    write(PAGE, "suite", table(head, lines))
+    # A row per method, since there are more of them than of tasks.
+    tasks, *lines = zip(*suite.table(load(tables.RESULTS / "suite-cpu.csv")), strict=True)
+    write(PAGE, "suite", table(("method", *tasks[1:]), [line for line in lines if any(line[1:])]))
     write(PAGE, "codecs", codecs(CODECS))
     write(DOCS / "bench.md", "claims", claims(tables.RESULTS))
     write(PAGE, "planner", planner(tables.RESULTS / "plan-cpu.csv"))
