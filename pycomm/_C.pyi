@@ -294,6 +294,8 @@ class CodedBucket:
         worker: Sequence[int] = ...,
         owner: Sequence[int] = ...,
         momentum: Sequence[int] = ...,
+        worker_spans: Sequence[tuple[int, int]] = ...,
+        owner_spans: Sequence[tuple[int, int]] = ...,
     ) -> None: ...
     def plan(
         self,

@@ -338,7 +338,7 @@ class Momenta(SingleCodedState, ABC):
             )
 
         if alone:
-            befores = [self.residual_before(piece.residual, bucket) for _, _, piece in parts]
+            befores = [self.residual_before(piece, bucket) for _, _, piece in parts]
         if alone and self.coding_of(bucket) is not None:
             self._encoded = keep
         elif alone:  # what is coded may be gone before anybody can look at it

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from pycomm.feedback import Residual
+from pycomm.feedback.residual import ALL, Spans
 from pycomm.policy.exchange import gather
 from pycomm.reduction import paths
-from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.bucket import Bucket, BucketPiece
+from pycomm.reduction.nodes import Nodes
 from pycomm.reduction.reducer import completed
 from pycomm.reduction.single_coding import SingleCoding, is_coarse
 from pycomm.reduction.state import CompressionState
@@ -62,22 +63,34 @@ class SingleCodedState(CompressionState):
         """Return whether any rank has found something; collective."""
         return any(one for (one,) in gather([found], self.process_group, self._device))
 
-    def residual_before(self, residual: Residual | None, bucket: Bucket) -> torch.Tensor | None:
+    def held(self, pieces: Sequence[BucketPiece], nodes: Nodes | None) -> list[Spans]:
+        """See `BucketReducer`; a coarse payload has all values, by nodes, too."""
+        return super().held(pieces, None) if nodes is None else [ALL] * len(pieces)
+
+    @property
+    def shards(self) -> int:
+        """See `BucketReducer`; likewise."""
+        return 1
+
+    def residual_before(self, piece: BucketPiece, bucket: Bucket) -> torch.Tensor | None:
         """Return a copy of a worker residual that the coding of this step overwrites; else None.
 
         It does so if the bucket has another layout than the last one: `Residual.use` writes what
         the worker and the owner residual are together to where the new one is written.
 
         Args:
-            residual: that of a piece of the bucket; None: there is none.
+            piece: one of the bucket.
             bucket: a bucket that is reduced next, without levels.
 
         Returns:
             The residual as it is stored.
         """
+        residual = piece.residual
         if residual is None or residual.worker is None:
             return None
-        residual.use(bucket.layout, self.process_group.size())
+        ranks = self.process_group.size()
+        residual.use(bucket.layout, ranks, spans=bucket.spans[piece.name])
+        bucket.follow_memory()
         return residual.stored_worker().clone() if residual.in_place else None
 
 

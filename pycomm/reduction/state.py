@@ -142,7 +142,8 @@ class CompressionState(BucketReducer):
         lines = [self.plan.summary(), taken, nodes, cost.memory_text(self)]
         if self._flat:
             values = sum(one.parameter.numel for one in self.decisions.values())
-            lines.append(flat_text(self._flat, self.plan.report().payload_bytes, values))
+            payload = self.plan.report().payload_bytes
+            lines.append(flat_text(self._flat, payload, values, scatters=self.rows > 1))
         return "\n".join(filter(None, lines))
 
     def agree(self) -> None:
