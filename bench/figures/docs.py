@@ -26,6 +26,8 @@ from pycomm.bench.training.results import (
     totals,
     with_loss,
 )
+from pycomm.codecs import CODECS as KNOWN
+from pycomm.reduction.paths import KINDS, PATHS
 
 ROOT = Path(__file__).parents[2]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
@@ -185,6 +187,20 @@ def claims(results: Path) -> str:
     return table(("claim", "command", "rows", "newest"), lines, left=4)
 
 
+def paths() -> str:
+    """Return the table with a row per path of compressed collectives: what it takes."""
+
+    def names(taken: Sequence[str] | None, known: Sequence[str]) -> str:
+        return "all" if taken is None or set(taken) == set(known) else ", ".join(sorted(taken))
+
+    places = {"cpu": "CPU", "gpu": "GPU", "any": "CPU, GPU"}
+    lines = []
+    for path in PATHS:
+        coded, kinds = names(path.codecs, tuple(KNOWN)), names(path.kinds, KINDS)
+        lines.append([f"`{path.name}`", places[path.on], path.about, coded, kinds])
+    return table(("path", "values on", "what it does", "codecs", "feedback"), lines, left=5)
+
+
 def write_all() -> None:
     rows = load(TRAINING)
     for rate in dict.fromkeys(r.rate for r in rows if (r.kind, r.model) == ("step", "25m")):
@@ -198,4 +214,5 @@ def write_all() -> None:
     write(DOCS / "bench.md", "claims", claims(tables.RESULTS))
     write(PAGE, "planner", planner(tables.RESULTS / "plan-cpu.csv"))
     write(PAGE, "kernels", kernels(COUNTS))
+    write(DOCS / "gpu.md", "paths", paths())
     write(README, "demo", demo(DEMO))
