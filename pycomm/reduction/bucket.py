@@ -142,14 +142,17 @@ class Bucket:
         self.batched: dict[tuple[str, int, int], Any] = {}
         """Likewise: the `Batched` of a schedule that C++ runs while Python moves the payloads."""
         self.single: Any = None
-        """The `SingleCoding` that averages the bucket, if it is averaged so."""
+        """The `SingleCoding` that averages the bucket; False: another way does; None: nobody has
+        asked yet."""
+        self.moments: Any = None
+        """The matrices of a coded optimizer, as kernels of a device know them."""
         self._native: Layout | None = None
 
     def follow_memory(self) -> None:
         """Forget what has addresses of residuals, if some of these have got another memory."""
         memory = sum(residual.memory for residual in self.residuals if residual is not None)
         if memory != self._memory:
-            self._memory, self._native = memory, None
+            self._memory, self._native, self.moments = memory, None, None
             self.batched.clear()
 
     @cached_property

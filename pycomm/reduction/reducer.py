@@ -329,7 +329,7 @@ class BucketReducer:
             stream = side.stream
             stream.wait_stream(torch._C._accelerator_getStream(tensor.device.index))
             stream.__enter__()
-            if choice.path is paths.KERNELS:
+            if choice.path.decides:
                 if side.ahead and not bucket.with_residual.keys() <= self._deferred:
                     self._settle_deferred()  # the flag is not about the sides of the others
                 side.open = True

@@ -635,7 +635,7 @@ class CompressionState(BucketReducer):
         anew = bool(changed) or not self._buckets or known != self._known
         if self._factors.moved or anew:
             self._begin_factors()
-        self._looks = self.process_group.size() > 1 and (
+        self._looks = (self.has_factors and self.process_group.size() > 1) and (
             is_look(self.step) or (anew and not self._factors.knows(self._matrices()))
         )
         if self._looks:
