@@ -55,7 +55,7 @@ PYCOMM_SIMD void encode_all(uint32_t block, const EncodeArgs& args) {
     const size_t n = args.in.size - lo < block ? args.in.size - lo : block;
     const float* x = args.in.data + lo;
     const float* p = x;
-    const float* const residual = residuals.load(lo, n);
+    const float* const residual = kFeedback ? residuals.load(lo, n) : nullptr;
     if (kFeedback || n < block) {
       p = sum;
       load_block(x, residual, n, block, sum);
