@@ -26,6 +26,8 @@ from pycomm.bench.training.results import (
     totals,
     with_loss,
 )
+from pycomm.codecs import CODECS as KNOWN
+from pycomm.reduction.paths import KINDS, PATHS
 
 ROOT = Path(__file__).parents[2]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
@@ -78,17 +80,17 @@ def losses(rows: Sequence[Row], model: str) -> str:
         lines.append([
             method, str(len(by_seed)), percent(by_seed), number(whole.steps_to_loss, 0)
         ])  # fmt: skip
-    return table(("method", "seeds", "loss", "steps to the exact loss"), lines)
+    return table(("method", "seeds", "loss, %", "steps to the exact loss"), lines)
 
 
 def percent(values: Sequence[float]) -> str:
-    """Return the mean, with its standard error if there are at least two values."""
+    """Return the mean in percent, with its standard error if there are at least two values."""
     if not values:
         return ""
-    text = f"{statistics.fmean(values) * 100:+.2f}"
-    if len(values) > 1:
-        text += f" ± {statistics.stdev(values) / len(values) ** 0.5 * 100:.2f}"
-    return f"{text} %"
+    mean = f"{statistics.fmean(values) * 100:+.2f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5 * 100:.2f}"
 
 
 def number(value: float | None, digits: int, factor: float = 1.0) -> str:
@@ -185,16 +187,32 @@ def claims(results: Path) -> str:
     return table(("claim", "command", "rows", "newest"), lines, left=4)
 
 
+def paths() -> str:
+    """Return the table with a row per path of compressed collectives: what it takes."""
+
+    def names(taken: Sequence[str] | None, known: Sequence[str]) -> str:
+        return "all" if taken is None or set(taken) == set(known) else ", ".join(sorted(taken))
+
+    places = {"cpu": "CPU", "gpu": "GPU", "any": "CPU, GPU"}
+    lines = []
+    for path in PATHS:
+        coded, kinds = names(path.codecs, tuple(KNOWN)), names(path.kinds, KINDS)
+        lines.append([f"`{path.name}`", places[path.on], path.about, coded, kinds])
+    return table(("path", "values on", "what it does", "codecs", "feedback"), lines, left=5)
+
+
 def write_all() -> None:
     rows = load(TRAINING)
     for rate in dict.fromkeys(r.rate for r in rows if (r.kind, r.model) == ("step", "25m")):
         write(PAGE, f"steps 25m {rate}", training(rows, "25m", rate))  # a figure has the demo's
     for model in ("demo", "digits"):  # the others are sweeps of the demo's settings
         write(PAGE, f"losses {model}", losses(rows, model))
-    head, *lines = suite.table(load(tables.RESULTS / "suite-cpu.csv"))
-    write(PAGE, "suite", table(head, lines))
+    # A row per method, since there are more of them than of tasks.
+    tasks, *lines = zip(*suite.table(load(tables.RESULTS / "suite-cpu.csv")), strict=True)
+    write(PAGE, "suite", table(("method", *tasks[1:]), [line for line in lines if any(line[1:])]))
     write(PAGE, "codecs", codecs(CODECS))
     write(DOCS / "bench.md", "claims", claims(tables.RESULTS))
     write(PAGE, "planner", planner(tables.RESULTS / "plan-cpu.csv"))
     write(PAGE, "kernels", kernels(COUNTS))
+    write(DOCS / "gpu.md", "paths", paths())
     write(README, "demo", demo(DEMO))

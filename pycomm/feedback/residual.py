@@ -166,6 +166,13 @@ class Residual:
             if pair is not None:
                 yield role, pair
 
+    def move(self, device: torch.device) -> None:
+        """Move all buffers to another device."""
+        self.device = device
+        for role, pair in list(self.pairs()):
+            setattr(self, role, tuple(stored.to(device) for stored in pair))
+        self.memory += 1
+
     def take_all(self, role: str) -> None:
         """Give the current side memory for all values, which become zeros."""
         if role in self.spans:
@@ -229,9 +236,11 @@ class Residual:
         """
         now, then = self.sides
         same = self.layouts[now] in ("", layout)
-        self.layouts[then] = layout
         if now != then:
             self.hold(spans, [then, now] if same else [then])
+            if self.layouts[then] not in ("", layout):  # of a step that was taken back, perhaps
+                self.forget_other_side()
+        self.layouts[then] = layout
         # Without an owner residual, what a rank keeps is of all its values in any layout.
         if same or self.worker is None or (self.owner is None and gradient is None):
             return
@@ -284,12 +293,19 @@ class Residual:
         self.in_place = self.moved = False
 
     def forget_other_side(self) -> None:
-        """Clear what an owner wrote for other buckets to the side that the next step writes."""
-        if self.owner is not None:
-            _clear(self.owner[1 - self.side])
+        """Clear what was written for other buckets to the side that the next step writes.
+
+        That step writes the values that this rank codes and owns in its bucket, and no others.
+        """
+        for pair in (self.worker, self.owner):
+            if pair is not None:
+                _clear(pair[1 - self.side])
 
 
 def _clear(stored: torch.Tensor) -> None:
+    if not stored.is_cpu:
+        stored.zero_()
+        return
     for part in torch.split(stored, _SLICE):
         if part.any():  # else its pages stay unwritten
             part.zero_()

@@ -75,6 +75,8 @@ class Residuals:
             found = self._residuals[name] = fresh
         elif (found.rule.storage, rule.storage) == ("bf16", "float32"):
             found = self._residuals[name] = _widened(found, rule)
+        if found.device != device:  # of a state that was loaded to another one
+            found.move(device)
         if (found.numel, found.rows) != (numel, rows):
             raise ValueError(
                 f"feedback: {name} has {rows} x {numel} values, its residual "

@@ -420,8 +420,7 @@ class Momenta(SingleCodedState, ABC):
             landings = [moment.landing(part, divides=divides) for moment, part, _ in parts]
             probes = scaled.land(landings, self._scale)
             for (moment, part, _), probe in zip(parts, probes, strict=True):
-                moment.land(probe)
-                moment.add_base(part)
+                moment.land(probe, part, self._scale)
             return result
 
         return future.then(restore)

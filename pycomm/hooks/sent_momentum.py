@@ -120,7 +120,9 @@ class SentMomentumState(SingleCodedState):
             )
         parts = [saved[key][1] for key in keys]
         self.own = {
-            name: torch.stack([part[name] for part in parts if name in part]).mean(0)
+            name: torch.stack([part[name] for part in parts if name in part])
+            .mean(0)
+            .to(self._device)
             for name in dict.fromkeys(name for part in parts for name in part)
         }
 

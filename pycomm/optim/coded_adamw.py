@@ -261,8 +261,16 @@ class CodedAdamW(torch.optim.Optimizer):
 
         Args:
             previous: the old optimizer, for the same parameters in the same order.
+
+        Raises:
+            ValueError: the model is in `fully_shard` or `replicate`.
         """
         typed("previous", previous, CodedAdamW)
+        if not isinstance(self.compression, MomentumState):
+            raise ValueError(
+                "CodedAdamW adopts states of models in DistributedDataParallel, since shards of "
+                "lost ranks are gone with them; go on from a checkpoint, with load_checkpoint"
+            )
         group = self.compression.process_group
         saved = members.broadcast_object(previous.state_dict(), 0, group, device_of(group))
         self.load_state_dict(saved)
@@ -320,6 +328,7 @@ class CodedAdamW(torch.optim.Optimizer):
             [local(parameter) for parameter in parameters],
             [local(parameter.grad) for parameter in parameters],  # type: ignore[arg-type]
             states,
+            as_torch=not self.compression.moments,
         )
 
     def _unit(self) -> float:
@@ -361,6 +370,8 @@ def step_by_adamw(
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
     states: Sequence[Mapping[str, Any]],
+    *,
+    as_torch: bool,
 ) -> None:
     """Take a step of torch's AdamW with parameters of one group.
 
@@ -373,14 +384,16 @@ def step_by_adamw(
         parameters: the parameters, or this rank's shards.
         gradients: one for each parameter.
         states: likewise.
+        as_torch: with the bits of `torch.optim.AdamW` itself, where nothing is coded.
     """
     beta1, beta2 = settings["betas"]
     momenta = [local(state["exp_avg"]) for state in states]
     squares = [local(state["exp_avg_sq"]) for state in states]
     steps = [state["step"] for state in states]
     tensors = parameters, gradients, momenta, squares
-    on_cpu = all(native(*each) for each in (*tensors, steps))
-    kernels = _kernels_for(tensors) if not on_cpu and native(*steps) else None
+    on_cpu = not as_torch and all(native(*each) for each in (*tensors, steps))
+    on_device = not (as_torch or on_cpu) and native(*steps)
+    kernels = _kernels_for(tensors) if on_device else None
     if on_cpu or kernels is not None:
         given = (
             [
@@ -403,7 +416,8 @@ def step_by_adamw(
         squares,
         [],
         steps,
-        foreach=True,  # torch's fused kernel has other bits at the ends of shards
+        # Torch's fused kernel has other bits at the ends of shards. None: the default of torch.
+        foreach=None if as_torch else True,
         amsgrad=False,
         beta1=float(beta1),
         beta2=float(beta2),

@@ -395,20 +395,27 @@ class CodedMoment:
         matrix = values.view(self.padded, self.columns)
         return (matrix, *self._scale_of(None)) if divides else (matrix, None, None)
 
-    def land(self, probe: scaled.Probe) -> None:
-        """Take note of a momentum that `scaled.land` has made; with a base it is not yet whole."""
+    def land(self, probe: scaled.Probe, values: torch.Tensor, unit: float) -> None:
+        """Take note of a momentum that `scaled.land` has made, and complete it.
+
+        Args:
+            probe: that of the momentum.
+            values: the momentum; that of an earlier backward before the same step is added to it.
+            unit: the loss scale.
+        """
         real = (self._own.stop - self._own.start) * self.columns  # what is behind has no gradient
         if self.again:
-            self.probe = None
-            return
+            if self.base is not None:
+                values.add_(self.base.reshape(-1))
+                whole = values
+            else:  # torch adds it to the gradient (FSDP2)
+                assert self.parameter.grad is not None
+                earlier = local(self.parameter.grad).reshape(-1)
+                whole = earlier + values[:real].to(earlier.dtype)
+            (probe,) = scaled.probes([whole], unit)
         if real < self.padded * self.columns:
             probe.values = probe.values * (probe.places.amax() < real)
         self.probe = probe
-
-    def add_base(self, values: torch.Tensor) -> None:
-        """Add the momentum of an earlier backward before the same step."""
-        if self.again and self.base is not None:
-            values.add_(self.base.reshape(-1))
 
     def sent(
         self,
