@@ -135,8 +135,7 @@ def backward(all_: Followed, step: int, dtype: torch.dtype, unit: float, passes:
         ]
         probes = scaled.land(landings, unit)
         for moment, part, probe in zip(all_.moments, parts, probes, strict=True):
-            moment.land(probe)
-            moment.add_base(part)
+            moment.land(probe, part, unit)
     for i, (moment, part) in enumerate(zip(all_.moments, parts, strict=True)):
         moment.parameter.grad = part.view_as(moment.parameter) / unit
         if step == CLIPPED and i % 2:

@@ -116,8 +116,13 @@ class Job:
     def land(self) -> None:
         """Make the ranks' mean a momentum, with that of an earlier backward."""
         at = self._values.data_ptr()
-        self._passes.call(self._table.native.land, at, self._dtype, self._unit, self._divides)
+        land, added = self._table.native.land, False
+        self._passes.call(land, at, self._dtype, self._unit, self._divides)
         for moment, piece in self._table.parts:
-            moment.landed = not moment.again
-            if moment.again and piece is not None:
-                moment.add_base(self._values[piece.offset : piece.offset + piece.numel])
+            moment.landed = True
+            if moment.again and moment.base is not None and piece is not None:
+                part = self._values[piece.offset : piece.offset + piece.numel]
+                part.add_(moment.base.reshape(-1))
+                added = True
+        if added:  # look at what is whole now
+            self._passes.call(land, at, self._dtype, self._unit, False)
