@@ -185,8 +185,7 @@ class ShardedMomentumState(Momenta, FSDPState):
         pairs = [(moment, place) for (moment, _, _), place in zip(parts, places, strict=True)]
         probes = scaled.land([moment.landing(place) for moment, place in pairs], self._scale)
         for (moment, place), probe in zip(pairs, probes, strict=True):
-            moment.land(probe)
-            moment.add_base(place)
+            moment.land(probe, place, self._scale)
 
 
 def _nonzero(moment: CodedMoment) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -202,6 +203,7 @@ class LocalSGD:
 
     # ------------------------------------------------------------------ for users
 
+    @_disable_dynamo  # a round exchanges values, also within a compiled step of the optimizer
     def step(self, weight: float | None = None) -> bool:
         """Count one optimizer step; call it after each. Returns whether it ended a round.
 

@@ -71,9 +71,9 @@ class CodedSGD(torch.optim.Optimizer):
     where b is smaller than `momentum`: the codec's delay is a part of its horizon, as for
     `pycomm.CodedAdamW`. mean(q) is torch's momentum buffer, in the state under the same name, and
     o and e are in its unit, so that a schedule may change `momentum` as with torch. Where nothing
-    is coded, as for norms and biases by the default policy, a step is that of `torch.optim.SGD` to
-    rounding. Source: Tang et al. 2021, "1-bit Adam", arXiv 2102.02888, algorithm 1, without its
-    denominators.
+    is coded, as for norms and biases by the default policy, the mean gradient travels, and a step
+    is that of `torch.optim.SGD`. Source: Tang et al. 2021, "1-bit Adam", arXiv 2102.02888,
+    algorithm 1, without its denominators.
 
     Collective: every rank makes one, after the model is wrapped and before the first backward. DDP
     averages no gradients any more: after a backward each rank has those of its own data, and
@@ -306,7 +306,13 @@ class CodedSGD(torch.optim.Optimizer):
     def _take(self, parts: list[Part]) -> None:
         state = self.compression
         own = state.own
-        momenta = {part.name: self._momentum(part, own) for part in parts}
+        for part in parts:
+            self._start(part)
+        exact = {part.name for part in parts if self._codecs[part.name] == EXACT}
+        momenta = {
+            part.name: part.gradient if part.name in exact else self._momentum(part, own)
+            for part in parts
+        }
         means = self._exchange(momenta)
         if means is None:
             return
@@ -314,6 +320,9 @@ class CodedSGD(torch.optim.Optimizer):
         errors = []
         for part in parts:
             keeps = float(part.group["momentum"]) > 0  # else the buffer waits, as torch's does
+            if part.name in exact:
+                self._step_exact(part, means[part.name].view_as(part.parameter))
+                continue
             if alone:
                 sent, error = self._sent(part.name, momenta[part.name])
                 errors.append(error)
@@ -325,8 +334,18 @@ class CodedSGD(torch.optim.Optimizer):
             if keeps:
                 mean = self.state[part.parameter]["momentum_buffer"].copy_(mean)
             part.parameter.add_(mean, alpha=-float(part.group["lr"]))
-        if errors and self.process_group.size() > 1:
-            self._measure(parts, errors)
+        if errors:
+            self._measure([part for part in parts if part.name not in exact], errors)
+
+    def _step_exact(self, part: Part, gradient: torch.Tensor) -> None:
+        """Move a parameter by the mean gradient, in the order of operations of torch's SGD."""
+        self.compression.own.pop(part.name, None)  # a codec that comes goes on from the mean
+        group, buffer = part.group, self.state[part.parameter]["momentum_buffer"]
+        if group["weight_decay"]:
+            gradient = gradient.add(part.parameter, alpha=float(group["weight_decay"]))
+        if float(group["momentum"]) > 0:
+            gradient = buffer.mul_(float(group["momentum"])).add_(gradient)
+        part.parameter.add_(gradient, alpha=-float(group["lr"]))
 
     def _exchange(self, momenta: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
         """Average momenta over the ranks, coded; collective.
@@ -348,8 +367,8 @@ class CodedSGD(torch.optim.Optimizer):
         sizes = [value.numel() for value in momenta.values()]
         return dict(zip(momenta, torch.split(flat, sizes), strict=True))
 
-    def _start(self, part: Part) -> dict[str, Any]:
-        """Return a parameter's state, which begins if it is empty."""
+    def _start(self, part: Part) -> None:
+        """Begin a parameter's state if it is empty, and with another codec its error."""
         state: dict[str, Any] = self.state[part.parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(part.parameter)
@@ -363,11 +382,10 @@ class CodedSGD(torch.optim.Optimizer):
             if part.name in self._codecs or not state["coding_error"]:
                 state["coding_error"].fill_(0.0 if codec == EXACT else nominal_error(codec) ** 2)
             self._codecs[part.name] = codec
-        return state
 
     def _momentum(self, part: Part, own: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return b o + (1 - b) / (1 - momentum) (g + wd x), float32 [shape]."""
-        state, momentum = self._start(part), float(part.group["momentum"])
+        state, momentum = self.state[part.parameter], float(part.group["momentum"])
         before = own.get(part.name)
         if before is None:  # it goes on from what all have agreed on
             before = state["momentum_buffer"].float()

@@ -336,14 +336,14 @@ RESIDUALS = (
         "pycomm/reduction/momentum/moment.py::CodedMoment.subtract_base",
         "gradient.sub_(self.base.reshape(-1))",
         "pass",
-        "torch/optim/test_loops.py::test_two_backwards_before_a_step_add_up",
+        "torch/optim/contract/test_gradients.py::test_two_backwards_before_a_step_add_up",
     ),
     Mutant(
         "shards-that-others-own-have-the-own-momentum",
         "pycomm/hooks/fsdp_momentum.py::ShardedMomentumState._sent_before",
         "return self._own_of(piece).stored_worker(shard)",
         "return None",
-        "torch/optim/test_sharded_adamw.py::test_a_step_is_that_of_the_formula",
+        "torch/optim/test_coded_adamw.py::test_a_step_is_that_of_the_formula",
     ),
     Mutant(
         "deepspeed-residuals-keep-the-old-scale",
@@ -463,7 +463,7 @@ BOUNDS = (
         "pycomm/optim/coded_sgd.py::CodedSGD._take",
         "if means is None:\n            return",
         "if means is None:\n            own.update(momenta)\n            return",
-        "torch/optim/test_loops.py::test_a_step_that_overflows_leaves_no_trace",
+        "torch/optim/contract/test_gradients.py::test_a_step_that_overflows_leaves_no_trace",
     ),
     Mutant(
         "half-a-state-taken",

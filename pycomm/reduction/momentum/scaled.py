@@ -371,7 +371,7 @@ def land(matrices: Sequence[Matrix], unit: float) -> list[Probe]:
     others = [one for one in matrices if not native(one[0])]
     for one in others:
         _land(one, unit)
-    given, looked = iter(found), iter(_probes([values for values, _, _ in others], unit))
+    given, looked = iter(found), iter(probes([values for values, _, _ in others], unit))
     return [next(given if native(values) else looked) for values, _, _ in matrices]
 
 
@@ -394,8 +394,8 @@ def _first(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(rows).float()
 
 
-def _probes(matrices: Sequence[torch.Tensor], unit: float) -> list[Probe]:
-    """Return the probes of all, in a dozen operations."""
+def probes(matrices: Sequence[torch.Tensor], unit: float) -> list[Probe]:
+    """Return the probes of all, divided by `unit`, in a dozen operations."""
     first = _first(matrices)
     sizes = first.abs()
     there = sizes > 0

@@ -13,23 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.policy.quality import nominal_error
 from tests.extent import each_value
-from tests.torch.harness import Chosen, all_equal, gradients, values
+from tests.torch.harness import all_equal, equal, near, values
 from tests.torch.interpreter import ROOT, Interpreter
-from tests.torch.optim.test_coded_adamw import train
+from tests.torch.optim import table
+from tests.torch.optim.table import gradients, train
 from tests.torch.pool import on_ranks
 
 SIZES = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}
 STORED = "residual:storage=float32"  # as the formula has it
 
 
-def start() -> DistributedDataParallel:
-    return DistributedDataParallel(Chosen(unit=0.01))
-
-
-def make(codec: Any, **options: Any) -> tuple[DistributedDataParallel, pycomm.CodedSGD]:
-    model = start()
-    given: dict[str, Any] = {"model": model, "codec": codec, "feedback": STORED, **SIZES}
-    return model, pycomm.CodedSGD(model.parameters(), **{**given, **options})
+def make(codec: Any, **options: Any) -> tuple[Any, Any]:
+    return table.make("sgd", codec=codec, **{"feedback": STORED, **SIZES, **options})
 
 
 class Plain:
@@ -108,56 +103,30 @@ def test_what_was_sent_in_another_layout(rank, size, codec):
 
 
 @on_ranks()
-@pytest.mark.parametrize(("codec", "ranks"), [("fp32", 3), ("sign", 1), ("sign", 2)])
-def test_what_is_not_coded_moves_as_with_torch(rank, size, codec):
-    """Of `sign` with two ranks that is the bias, which the policy leaves exact."""
-    (a, one), b = make(codec), start()
-    two = torch.optim.SGD(b.parameters(), **SIZES)
-    for step in range(6):
-        train(a, one, rank, range(step, step + 1))
-        train(b, two, rank, range(step, step + 1))
-        if codec == "fp32" or size == 1:  # nothing is coded
-            torch.testing.assert_close(values(a), values(b), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(a.module.bias, b.module.bias, rtol=1e-5, atol=1e-6)
-    back = one.to_sgd()
-    buffer = back.state[a.module.bias]["momentum_buffer"]
-    torch.testing.assert_close(
-        buffer, two.state[b.module.bias]["momentum_buffer"], rtol=1e-5, atol=1e-6
-    )
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("codec", ["fp32", "sign"])
+@pytest.mark.parametrize(("codec", "ranks"), [("fp32", 2), ("fp32", 3), ("sign", 1), ("sign", 2)])
 def test_a_schedule_moves_exact_values_as_with_torch(rank, size, codec):
-    (a, one), b = make(codec), start()
+    """Of `sign` with two ranks that is the bias, which the policy leaves exact."""
+    (a, one), b = make(codec), table.wrap("sgd", table.net())
     two = torch.optim.SGD(b.parameters(), **SIZES)
     settings = [(0.01, 0.9, 0.1), (0.0, 0.5, 0.1), (0.02, 0.0, 0.0), (0.01, 0.95, 0.5)]
+    # DDP divides before the sum, which of three ranks is another rounding.
+    same = equal if size < 3 else near
     for step in range(12):
         for optimizer in (one, two):
             named = zip(("lr", "momentum", "weight_decay"), settings[step % 4], strict=True)
             optimizer.param_groups[0].update(named)
         train(a, one, rank, range(step, step + 1))
         train(b, two, rank, range(step, step + 1))
-        if codec == "fp32":
-            torch.testing.assert_close(values(a), values(b), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(a.module.bias, b.module.bias, rtol=1e-5, atol=1e-6)
+        coded = 2 if codec == "sign" and size == 2 else 0
+        assert same(values(a)[coded:], values(b)[coded:])
+    buffers = (
+        optimizer.state[model.module.bias]["momentum_buffer"]
+        for optimizer, model in ((one.to_sgd(), a), (two, b))
+    )
+    assert same(*([one] for one in buffers))
     one.param_groups[0]["momentum"] = 1.0
     with pytest.raises(ValueError, match=r"momentum=1\.0 must be from 0 to below 1"):
         one.step()
-
-
-@on_ranks(2)
-def test_torchs_sgd_is_replaced_during_training(rank, size):
-    a, b = start(), start()
-    old = torch.optim.SGD(a.parameters(), **SIZES)
-    train(a, old, rank, range(3))
-    new = pycomm.code_optimizer(old, a, "fp32")
-    assert isinstance(new, pycomm.CodedSGD)
-    assert new.param_groups[0]["momentum"] == SIZES["momentum"]
-    same = torch.optim.SGD(b.parameters(), **SIZES)
-    train(b, same, rank, range(6))
-    train(a, new, rank, range(3, 6))
-    torch.testing.assert_close(values(a), values(b), rtol=1e-5, atol=1e-6)
 
 
 def learns(rank: int, size: int, codec: str) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""code_optimizer replaces an optimizer that others hold: schedulers, trainers, gradient scalers."""
+"""An optimizer that becomes coded, which others hold: schedulers, trainers, gradient scalers."""
 
 from __future__ import annotations
 
@@ -9,34 +9,38 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
 import pycomm
 from pycomm.errors import Error
 from pycomm.optim.convert import code_in_place
-from tests.torch.hooks.test_ddp_compress import equal
-from tests.torch.optim.test_owned_parameters import batch, net, train, values
+from tests.torch.harness import equal, values
+from tests.torch.optim.table import (
+    SHAPES,
+    coded,
+    gradients,
+    in_ddp,
+    net,
+    plain,
+    rows,
+    step,
+    train,
+    wrap,
+)
 from tests.torch.pool import on_ranks
 
-OLD = {
-    "adamw": lambda params: torch.optim.AdamW(params, 1.0),
-    "sgd": lambda params: torch.optim.SGD(params, 1.0, momentum=0.9),
-}
-every = pytest.mark.parametrize("which", OLD)
 
-
-@on_ranks(2)
-@every
+@on_ranks()
+@rows()
 def test_a_scheduler_that_was_made_before_sets_the_rates(rank, size, which):
-    model = DistributedDataParallel(net())
-    old = OLD[which](model.parameters())
+    model = wrap(which, net())
+    old = plain(which, model.parameters(), lr=1.0)
     scheduler = lr_scheduler.LambdaLR(old, lambda step: 0.1**step)
     new = pycomm.code_optimizer(old, model, "sign")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for step in range(3):
-            train(model, [new], rank, range(step, step + 1))
+        for number in range(3):
+            train(model, new, rank, range(number, number + 1))
             scheduler.step()
     assert new.param_groups[0]["lr"] == pytest.approx(1e-3)
     saved = copy.deepcopy(new.state_dict())
@@ -48,36 +52,56 @@ def test_a_scheduler_that_was_made_before_sets_the_rates(rank, size, which):
     assert old.param_groups is new.param_groups
 
 
-@on_ranks(2)
-@every
+@on_ranks()
+@rows()
 def test_schedulers_of_before_and_after_do_the_same(rank, size, which):
     """Schedulers of momentum find the setting, and all ends where new ones bring it."""
     found = []
     for before in (True, False):
-        model = DistributedDataParallel(net())
-        optimizer: Any = OLD[which](model.parameters())
+        model = wrap(which, net())
+        optimizer: Any = plain(which, model.parameters())
         new = None if before else pycomm.code_optimizer(optimizer, model, "sign")
         scheduler = lr_scheduler.OneCycleLR(new or optimizer, max_lr=0.01, total_steps=8)
         new = new or pycomm.code_optimizer(optimizer, model, "sign")
-        for step in range(5):
-            train(model, [new], rank, range(step, step + 1))
+        for number in range(5):
+            train(model, new, rank, range(number, number + 1))
             scheduler.step()
         found.append(values(model))
     assert equal(*found)
 
 
-def used_on(rank: int, size: int, which: str) -> list[str]:
-    model = DistributedDataParallel(net())
-    old = OLD[which](model.parameters())
-    if which == "adamw":
-        lr_scheduler.LambdaLR(old, lambda _: 1.0)  # which wraps `step`
+@on_ranks(2)
+@in_ddp
+def test_settings_of_groups_and_a_schedule(rank, size, which):
+    model = wrap(which, net(unit=0.0))
+    with torch.no_grad():
+        model.module.big.fill_(1.0)
+    parts = [
+        {"params": [model.module.big], "lr": 0.0, "weight_decay": 0.5},
+        {"params": [model.module.small], "lr": 0.25, "weight_decay": 0.0},
+        {"params": [model.module.bias]},
+    ]
+    optimizer = coded(which, model, parts)
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 2.0**-step)
+    train(model, optimizer, rank, range(1))
+    scheduler.step()
+    assert torch.equal(model.module.big, torch.ones(SHAPES["big"]))
+    assert float(model.module.small.abs().max()) > 0.1
+    assert optimizer.param_groups[1]["lr"] == 0.125
+
+
+@on_ranks()
+@rows()
+def test_the_old_optimizer_raises_and_says_what_helps(rank, size, which):
+    model = wrap(which, net())
+    old = plain(which, model.parameters())
+    lr_scheduler.LambdaLR(old, lambda _: 1.0)  # which wraps `step`
     saved = old.state_dict()
     pycomm.code_optimizer(old, model, "sign")
     before = values(model)
-    (model(batch(rank, 0))).square().mean().backward()
+    model(gradients(rank, 0)).backward()
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     scaler.scale(torch.ones(()))
-    texts = []
     for use in (
         old.step,
         lambda: scaler.step(old),
@@ -87,93 +111,78 @@ def used_on(rank: int, size: int, which: str) -> list[str]:
         lambda: copy.deepcopy(old),
         lambda: copy.copy(old),
         lambda: pickle.dumps(old),
-        lambda: pycomm.code_optimizer(old, DistributedDataParallel(model.module)),
     ):
-        try:
+        with pytest.raises(Error, match=r"optimizer = pycomm\.code_optimizer\(optimizer, model"):
             use()
-        except Error as error:
-            texts.append(str(error))
+    with pytest.raises(Error, match="replaced before"):
+        pycomm.code_optimizer(old, wrap(which, net()))
     assert equal(values(model), before)
-    return texts
 
 
-@every
-def test_the_old_optimizer_raises_and_says_what_helps(pool, which):
-    for texts in pool.run(used_on, which):
-        *used, again = texts
-        assert len(used) == 8
-        assert all("optimizer = pycomm.code_optimizer(optimizer, model" in text for text in used)
-        assert "replaced before" in again
-
-
-@on_ranks(2)
-@every
+@on_ranks()
+@rows()
 def test_the_way_back_takes_its_own_options(rank, size, which):
     """Settings that torch's optimizer has left in the groups are not those of another one."""
-    model = DistributedDataParallel(net())
-    old = OLD[which](model.parameters())
-    new: Any = pycomm.code_optimizer(old, model, "sign")
-    back = (new.to_adamw if which == "adamw" else new.to_sgd)(fused=True)
+    model = wrap(which, net())
+    new: Any = pycomm.code_optimizer(plain(which, model.parameters(), lr=1.0), model, "sign")
+    back = (new.to_sgd if which == "sgd" else new.to_adamw)(fused=True)
     assert back.param_groups[0]["fused"]
     assert back.param_groups[0]["lr"] == 1.0
     refused = torch.optim.SGD(model.parameters(), 1.0)  # without momentum
-    try:
+    with pytest.raises(ValueError, match="no momentum"):
         pycomm.code_optimizer(refused, model)
-    except ValueError:
-        refused.step()  # it stays what it was
+    refused.step()  # it stays what it was
 
 
-@on_ranks(2)
-@every
+@on_ranks()
+@rows()
 def test_a_rate_that_is_a_tensor_acts_like_a_number(rank, size, which):
     found = []
     for rate in (1 / 128, torch.tensor(1 / 128)):  # one number in both
-        model = DistributedDataParallel(net())
-        optimizer: Any = OLD[which](model.parameters())
-        optimizer.param_groups[0]["lr"] = rate
-        new = pycomm.code_optimizer(optimizer, model, "sign")
-        train(model, [new], rank, range(2))
+        model = wrap(which, net())
+        new = pycomm.code_optimizer(plain(which, model.parameters(), lr=rate), model, "sign")
+        train(model, new, rank, range(2))
         new.param_groups[0]["lr"] *= 0.5  # in place, as torch's schedulers do
-        train(model, [new], rank, range(2, 4))
+        train(model, new, rank, range(2, 4))
         found.append(values(model))
     assert equal(*found)
 
 
-@on_ranks(2)
-def test_adam_without_weight_decay_is_coded_as_adamw(rank, size):
+@on_ranks()
+@rows(of="adamw")
+def test_adam_without_weight_decay_is_coded_as_adamw(rank, size, which):
     found = []
     for kind in (torch.optim.Adam, torch.optim.AdamW):
-        model = DistributedDataParallel(net())
+        model = wrap(which, net())
         old = kind(model.parameters(), 0.01, weight_decay=0.0)
-        train(model, [pycomm.code_optimizer(old, model, "sign")], rank, range(4))
+        train(model, pycomm.code_optimizer(old, model, "sign"), rank, range(4))
         found.append(values(model))
     assert equal(*found)
 
 
-@on_ranks(2)
-@every
+@on_ranks()
+@rows()
 def test_groups_that_are_added_have_the_old_settings(rank, size, which):
-    model = DistributedDataParallel(net())
+    model = wrap(which, net())
     *most, last = model.parameters()
-    new: Any = pycomm.code_optimizer(OLD[which](most), model, "sign")
+    new: Any = pycomm.code_optimizer(plain(which, most), model, "sign")
     new.add_param_group({"params": [last]})
     first, added = ({k: v for k, v in g.items() if k != "params"} for g in new.param_groups)
     assert added == {key: first[key] for key in added}
 
 
-@on_ranks(2)
-@every
+@on_ranks()
+@rows()
 def test_an_optimizer_that_becomes_coded_does_the_same(rank, size, which):
     """In the middle of training, with a scheduler that was made for it, and its hooks."""
     found = []
     for in_place in (True, False):
-        model = DistributedDataParallel(net())
-        optimizer: Any = OLD[which](model.parameters())
+        model = wrap(which, net())
+        optimizer: Any = plain(which, model.parameters(), lr=1.0)
         scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 ** (step + 1))
         steps: list[int] = []
         optimizer.register_step_post_hook(lambda *_, steps=steps: steps.append(1))
-        train(model, [optimizer], rank, range(2))
-        model = DistributedDataParallel(model.module)
+        train(model, optimizer, rank, range(2))
         if in_place:
             code_in_place(optimizer, model, "sign")
             assert isinstance(optimizer, (pycomm.CodedAdamW, pycomm.CodedSGD))
@@ -181,8 +190,8 @@ def test_an_optimizer_that_becomes_coded_does_the_same(rank, size, which):
             optimizer = pycomm.code_optimizer(optimizer, model, "sign")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            for step in range(2, 5):
-                train(model, [optimizer], rank, range(step, step + 1))
+            for number in range(2, 5):
+                train(model, optimizer, rank, range(number, number + 1))
                 scheduler.step()
         found.append(values(model))
         assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
@@ -190,35 +199,16 @@ def test_an_optimizer_that_becomes_coded_does_the_same(rank, size, which):
     assert equal(*found)
 
 
-@on_ranks(2)
-@every
+@on_ranks()
+@rows()
 def test_an_optimizer_that_cannot_become_coded_stays(rank, size, which):
     found = []
     for tried in (True, False):
-        model = DistributedDataParallel(net())
-        optimizer = OLD[which](model.parameters())
+        model = wrap(which, net())
+        optimizer = plain(which, model.parameters())
         if tried:
             with pytest.raises(ValueError, match="scale=mmse"):
                 code_in_place(optimizer, model, "eden:bits=1")
-        train(model, [optimizer], rank, range(2))
+        step(model, optimizer, gradients(rank, 0))
         found.append(values(model))
     assert equal(*found)
-
-
-@on_ranks(2)
-def test_a_coded_state_survives_torchs_adamw(rank, size):
-    """As a script loads it that runs under `pycomm.run`: torch gives states the model's dtype."""
-    model = DistributedDataParallel(net().bfloat16())
-    old = OLD["adamw"](model.parameters())
-    new: Any = pycomm.code_optimizer(old, model, "sign")
-    model(batch(rank, 0).bfloat16()).square().mean().backward()
-    new.step()
-    loaded = DistributedDataParallel(model.module)
-    other = OLD["adamw"](loaded.parameters())
-    other.load_state_dict(copy.deepcopy(new.state_dict()))
-    again: Any = pycomm.code_optimizer(other, loaded, "sign")
-    state, before = (one.state[model.module[0].weight] for one in (again, new))
-    assert state.keys() == before.keys()
-    for key, value in state.items():
-        assert value.dtype == before[key].dtype
-        assert torch.equal(value, before[key].bfloat16().to(value.dtype))

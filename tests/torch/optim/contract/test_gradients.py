@@ -1,0 +1,446 @@
+"""Which gradients count in a step, and what of them does not: accumulation, overflows, clipping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+
+import pycomm
+from pycomm.errors import Error
+from tests.extent import FULL, each_value
+from tests.torch.harness import all_equal, equal, near, values, whole
+from tests.torch.optim.table import (
+    ROWS,
+    SHAPES,
+    assert_alike,
+    coded,
+    gradients,
+    in_ddp,
+    integers,
+    make,
+    named,
+    net,
+    plain,
+    rows,
+    step,
+    train,
+    without_reduction,
+    wrap,
+)
+from tests.torch.pool import on_ranks
+
+LOCAL = ("local", 2)
+
+
+def trained(rank: int, size: int, which: str) -> list[torch.Tensor]:
+    model, optimizer = make(which)
+    train(model, optimizer, rank, range(5))
+    assert len(optimizer.state) == len(SHAPES)
+    return values(model)
+
+
+@in_ddp
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_have_the_same_bits_on_any_backend(pool, which, ranks):
+    # The sum of more than two numbers depends on the order in which a backend adds them.
+    backends = ["pycomm", "gloo"] if ranks == 2 or FULL else ["pycomm"]
+    native, *others = (pool.run(trained, which, ranks=ranks, backend=b) for b in backends)
+    for results in (native, *others):
+        all_equal(results)
+    if ranks == 2:
+        assert equal(native[0], others[0][0])
+
+
+@on_ranks(then=all_equal)
+@rows(LOCAL)
+def test_the_exact_codec_has_the_bits_of_torch(rank, size, which):
+    """With two groups, a schedule and clipping."""
+    found = []
+    for is_coded in (True, False):
+        model = wrap(which, net())
+        big, *others = model.parameters()
+        groups = [{"params": [big]}, {"params": others, "lr": 0.05, "weight_decay": 0.0}]
+        if which == "local":  # of which an outer step of one rank is the same, but for rounding
+            group = dist.new_group([rank], use_local_synchronization=True)
+            optimizer = plain(which, groups)
+            if is_coded:
+                local = pycomm.LocalSGD(
+                    *(model,), every=1, codec="fp32", lr=1.0, momentum=0.0, optimizer=optimizer,
+                    process_group=group,
+                )  # fmt: skip
+                local.__enter__()
+        else:
+            make_one = coded if is_coded else lambda w, _, p, codec: plain(w, p)
+            optimizer = make_one(which, model, groups, codec="fp32")
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.75)
+        for number in range(6):
+            optimizer.zero_grad()
+            model(gradients(0 if which == "local" else rank, number)).backward()
+            if which != "sgd":  # which clips each rank's own gradient
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+        found.append(values(model))
+    if which == "local":
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    else:
+        assert equal(*found)
+    return found[1]
+
+
+# ---------------------------------------------------------------- which gradients count
+
+
+@on_ranks()
+@rows()
+def test_gradients_add_up_until_a_step_uses_them(rank, size, which):
+    (a, one), (b, two) = make(which), make(which)
+    for number in range(4):
+        first, second = integers(rank, number), integers(rank, number + 50)
+        step(a, one, {name: first[name] + second[name] for name in first})
+        two.zero_grad()
+        if number % 2 or which != "sgd":  # of AdamW a second reduction changes the momentum
+            without_reduction(b, first)
+        else:
+            b(first).backward()
+        b(second).backward()
+        two.step()
+    assert equal(values(a), values(b))
+    assert_alike(one, two)
+
+
+@on_ranks()
+@rows(of="adamw")
+def test_two_backwards_before_a_step_add_up(rank, size, which):
+    """The momentum of two reductions: b m + (1 - b) (g1 + g2), since nothing is left over."""
+    model, optimizer = make(which, codec="topk:1.0", feedback="residual:storage=float32")
+    betas: dict[str, float] = {}
+    for number in range(3):
+        before = {
+            n: whole(optimizer.state[named(model)[n]]["exp_avg"]).clone() if number else 0.0
+            for n in ("big", "small")
+        }
+        step(model, optimizer, *(gradients(rank, 10 * number + part) for part in range(2)))
+        for name, moment in optimizer.compression.moments.items():
+            given = [gradients(r, 10 * number + p)[name] for r in range(size) for p in range(2)]
+            b = betas.get(name, 0.0)
+            want = (1 - b) * sum(given) / size + b * before[name]
+            if number:
+                # Round-off of a dozen operations on values of about 1.
+                torch.testing.assert_close(
+                    whole(named(model)[name].grad), want, rtol=1e-4, atol=2e-5
+                )
+            betas[name] = moment.beta
+
+
+@on_ranks()
+@rows()
+@each_value
+@pytest.mark.parametrize("to_none", [True, False])
+def test_discarded_gradients_leave_nothing(rank, size, which, to_none):
+    (a, one), (b, two) = make(which), make(which)
+    for number in range(4):
+        step(a, one, gradients(rank, number))
+        two.zero_grad(set_to_none=to_none)
+        b(gradients(rank, number + 50)).backward()
+        two.zero_grad(set_to_none=to_none)
+        b(gradients(rank, number)).backward()
+        two.step()
+    assert equal(values(a), values(b))
+    assert_alike(one, two)
+
+
+@on_ranks()
+@rows(LOCAL)
+def test_a_closure_may_do_the_backward_in_the_step(rank, size, which):
+    (a, one), (b, two) = make(which), make(which)
+    losses = []
+    for number in range(3):
+        given = gradients(rank, number)
+        step(a, one, given)
+
+        def backward(given: dict[str, torch.Tensor] = given) -> torch.Tensor:
+            two.zero_grad()
+            loss = b(given)
+            loss.backward()
+            losses.append(loss)
+            return loss
+
+        assert two.step(backward) is losses[number]
+    assert equal(values(a), values(b))
+    assert_alike(one, two)
+
+
+@on_ranks()
+@rows(LOCAL)
+def test_compiled_models_and_steps_do_the_same(rank, size, which):
+    # Buckets of the usual size: torch compiles no model with a smaller second one.
+    a, b = (wrap(which, net(), bucket_cap_mb=25) for _ in range(2))
+    b = torch.compile(b, backend="eager")
+    options = {"codec": "fp32"} if which == "local" else {}
+    one, two = coded(which, a, **options), coded(which, b, **options)
+    take = torch.compile(two.step, backend="eager")
+    for number in range(4):
+        step(a, one, gradients(rank, number))
+        two.zero_grad()
+        b(gradients(rank, number)).backward()
+        take()
+    if which == "local":  # torch's own compiled step rounds otherwise
+        assert near(values(a), values(b))
+        assert two.local.rounds == 2
+        return
+    assert equal(values(a), values(b))
+    assert_alike(one, two)
+
+
+@on_ranks(2, then=all_equal)
+@pytest.mark.parametrize("reduced", [True, False])
+def test_a_gradient_that_a_rank_lacks_counts_as_zero(rank, size, reduced):
+    (a, one), (b, two) = make("sgd"), make("sgd")
+    for number in range(4):
+        for model, optimizer in ((a, one), (b, two)):
+            optimizer.zero_grad()
+            given = gradients(rank, number)
+            model(given).backward() if reduced else without_reduction(model, given)
+            if number % 2 == 1 and rank == 1:
+                big = model.module.big
+                big.grad = None if model is a else torch.zeros_like(big)
+            optimizer.step()
+    assert equal(values(a), values(b))
+    assert_alike(one, two)
+    return values(a)
+
+
+@on_ranks(2, then=all_equal)
+def test_parameters_that_get_no_gradient(rank, size):
+    """A parameter that no rank uses at first, and one that only one rank uses."""
+    model, optimizer = make("sgd")
+    before = dict(zip(SHAPES, values(model), strict=True))
+    for number in range(6):
+        given = gradients(rank, number)
+        if number < 3:
+            del given["small"]
+        if rank == 1:
+            del given["big"]
+        step(model, optimizer, given)
+        now = dict(zip(SHAPES, values(model), strict=True))
+        assert torch.equal(now["small"], before["small"]) == (number < 3)
+        assert not torch.equal(now["big"], before["big"])
+    # One that joins late moves as far as learning rates allow, not by a second moment of zero.
+    assert float((now["small"] - before["small"]).abs().max()) < 0.2
+    return values(model)
+
+
+@on_ranks(2, timeout=60)
+@in_ddp
+def test_join_is_refused(rank, size, which):
+    model, optimizer = make(which)
+    # The other rank hears that this one has left.
+    match = "left the group" if rank else "equally many batches"
+    with pytest.raises(Error, match=match), Join([model]):
+        train(model, optimizer, rank, range(1 + rank))
+
+
+# ---------------------------------------------------------------- overflows
+
+
+# Without a scaler torch's AdamW takes what is not finite of an exact parameter, and so does ours.
+OVERFLOWS = [(*row, True, "big") for row in ROWS] + [("sgd", 2, False, "bias")]
+
+
+@on_ranks()
+@each_value
+@pytest.mark.parametrize(("which", "ranks", "scaled", "where"), OVERFLOWS)
+@pytest.mark.parametrize("what", [float("inf"), float("nan")])
+def test_a_step_that_overflows_leaves_no_trace(rank, size, which, scaled, where, what):
+    (a, one) = make(which)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    (b, two) = make(which, scaler=scaler if scaled else None)
+    for number in range(7):
+        bad = number in (1, 5)
+        if not bad:
+            step(a, one, gradients(rank, number))
+        two.zero_grad()
+        given = gradients(rank, number)
+        if bad and rank == size - 1:
+            given["big" if number == 1 else where].view(-1)[7] = what
+        loss = b(given)
+        if scaled:
+            scaler.scale(loss).backward()
+            if number in (5, 6):
+                scaler.unscale_(two)
+            scaler.step(two)
+            scaler.update()
+        else:
+            loss.backward()
+            two.step()
+    assert scaler.get_scale() == (256 if scaled else 1024)
+    # The loss scale is a power of two, so it changes no bit.
+    assert equal(values(a), values(b))
+    assert_alike(one, two)
+
+
+@on_ranks(2)
+def test_an_overflow_that_no_backward_shares_is_skipped(rank, size):
+    """Of CodedSGD no gradient travels in a backward: the ranks' scalers agree in the step."""
+    (a, one) = make("sgd")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    (b, two) = make("sgd", scaler=scaler)
+    for number in range(5):
+        given, bad = gradients(rank, number), number in (1, 3)
+        one.zero_grad()
+        two.zero_grad()
+        if not bad:
+            without_reduction(a, given)
+            one.step()
+        elif rank == 1:
+            given["big"].view(-1)[7] = torch.inf
+        with b.no_sync():
+            scaler.scale(b(given)).backward()
+        if number == 3:
+            scaler.unscale_(two)
+        scaler.step(two)
+        scaler.update()
+    assert scaler.get_scale() == 256
+    assert equal(values(a), values(b))
+    assert_alike(one, two)
+
+
+@on_ranks(2)
+@in_ddp
+def test_an_unknown_scaler_is_an_error(rank, size, which):
+    model, optimizer = make(which)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(gradients(rank, 0))).backward()
+    with pytest.raises(Error, match="scaler="):
+        scaler.step(optimizer)
+
+
+# ---------------------------------------------------------------- clipping
+
+
+def clipped(how: str, most: float, model: Any, optimizer: Any, scaler: Any, number: int) -> None:
+    """Take a step whose gradients are clipped."""
+    rank, drift = dist.get_rank(), gradients(0, 99)
+    parts = [
+        {n: 0.02 * (g + drift[n]) for n, g in gradients(rank, 10 * number + i).items()}
+        for i in range(2)
+    ]
+    optimizer.zero_grad()
+    if how == "accumulated":
+        without_reduction(model, parts[1])
+    elif how == "two backwards":
+        model(parts[1]).backward()
+    (scaler.scale(model(parts[0])) if how == "unscaled" else model(parts[0])).backward()
+    if how == "unscaled":
+        scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), most, foreach=how == "foreach" or None)
+    assert most > 1 or whole(norm) > 3 * most
+    if how == "unscaled":
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.step()
+
+
+def distance(which: str, how: str, most: float, *, is_coded: bool, codec: str = "sign") -> float:
+    """Return how far the matrices move in 12 steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model = wrap(which, net())
+    options: dict[str, Any] = {"weight_decay": 0.0}
+    if is_coded:
+        options |= {"codec": codec, "scaler": scaler if how == "unscaled" else None}
+    make_one = coded if is_coded else lambda w, m, **o: plain(w, m.parameters(), **o)
+    optimizer = make_one(which, model, **options)
+    before = values(model)
+    for number in range(12):
+        clipped(how, most, model, optimizer, scaler, number)
+    moved = [a - b for a, b in zip(values(model), before, strict=True)][:2]
+    return float(sum(one.square().sum() for one in moved).sqrt())
+
+
+@on_ranks()
+@rows(of="adamw")
+@each_value
+@pytest.mark.parametrize("how", ["", "accumulated", "two backwards", "unscaled", "foreach"])
+def test_clipping_costs_no_more_distance_than_adamw(rank, size, which, how):
+    lost = [
+        distance(which, how, 1e-2, is_coded=is_coded) / distance(which, how, 1e9, is_coded=is_coded)
+        for is_coded in (True, False)
+    ]
+    assert lost[0] == pytest.approx(lost[1], rel=0.05)
+
+
+@on_ranks()
+@pytest.mark.parametrize(("codec", "ranks"), [("sign", 1), ("int4", 2)])
+def test_clipping_codecs_and_ranks(rank, size, codec):
+    """Of one rank, and of a codec whose owners code the mean once more."""
+    lost = [
+        distance("adamw", "", 1e-2, is_coded=is_coded, codec=codec)
+        / distance("adamw", "", 1e9, is_coded=is_coded, codec=codec)
+        for is_coded in (True, False)
+    ]
+    assert lost[0] == pytest.approx(lost[1], rel=0.05)
+
+
+@on_ranks(2, then=all_equal)
+@pytest.mark.parametrize("how", ["", "accumulated", "two backwards", "unscaled"])
+def test_clipping_bounds_each_ranks_gradient_of_sgd(rank, size, how):
+    """What moves is the mean of the clipped gradients."""
+    model, alone = wrap("sgd", net()), net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    codes = {"codec": "fp32", "scaler": scaler if how == "unscaled" else None}
+    optimizer, torchs = coded("sgd", model, **codes), plain("sgd", alone.parameters())
+
+    class Averaged:
+        """Torch's SGD, which steps by the mean of the ranks' gradients."""
+
+        zero_grad = torchs.zero_grad
+
+        @staticmethod
+        def step() -> None:
+            for parameter in alone.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= size
+            torchs.step()
+
+    for number in range(5):
+        clipped(how, 1e-2, model, optimizer, scaler, number)
+        clipped(
+            {"unscaled": "", "accumulated": "two backwards"}.get(how, how),
+            1e-2,
+            alone,
+            Averaged,
+            None,
+            number,
+        )
+    for one, other in zip(values(model), values(alone), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    return values(model)
+
+
+@on_ranks(then=all_equal)
+@rows()
+def test_values_that_were_clipped_stay_so(rank, size, which):
+    """`clip_grad_value_` changes single values, which a step does not take back."""
+    (a, one), (b, two) = make(which), make(which)
+    before = values(a)
+    for number in range(4):
+        for model, optimizer in ((a, one), (b, two)):
+            optimizer.zero_grad()
+            model(gradients(rank, number)).backward()
+            if model is b:
+                nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            optimizer.step()
+    far, near_ = (
+        [float((now - was).norm()) for now, was in zip(values(model), before, strict=True)][:2]
+        for model in (a, b)
+    )
+    assert all(x < 0.1 * y for x, y in zip(near_, far, strict=True))
+    return values(b)
