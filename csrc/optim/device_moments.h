@@ -11,7 +11,7 @@
 namespace pycomm::moments {
 
 /// Two sides of stored values; nulls: there are none.
-struct StoredSides {
+struct StoredPair {
   std::array<uint8_t*, 2> at = {};
   uint32_t form = 0;  ///< moments_params.h
 };
@@ -26,8 +26,8 @@ struct DeviceMatrix {
   float* column;
   uint8_t* momentum;  ///< m, in the optimizer's state
   uint32_t momentum_form;
-  StoredSides residual;  ///< e
-  StoredSides own;       ///< o: what this rank has sent of the momentum
+  StoredPair residual;  ///< e
+  StoredPair own;       ///< o: what this rank has sent of the momentum
 };
 
 /// What a step has of its own for a matrix.
