@@ -191,6 +191,37 @@ def moments_reciprocal_factors(
 
 MOMENT_FLOOR: float
 
+# -- the same on a device (optim/device_moments.h)
+
+MOMENT_EXTRA: int
+MOMENT_NUMBERS: int
+
+class MomentUse:
+    nothing: ClassVar[MomentUse]
+    step: ClassVar[MomentUse]
+    scale: ClassVar[MomentUse]
+
+class DeviceMoments:
+    def __init__(self) -> None: ...
+    def add(
+        self,
+        place: tuple[int, int, int, int],
+        addresses: Sequence[int],
+        momentum: tuple[int, int],
+        residual: tuple[int, int, int],
+        own: tuple[int, int, int],
+        /,
+    ) -> None: ...
+    @property
+    def scratch_floats(self) -> int: ...
+    def squares(self, values: int, dtype: DType, turns: Sequence[Any], /, *args: Any) -> None: ...
+    def encode(self, values: int, dtype: DType, turns: Sequence[Any], /, *args: Any) -> None: ...
+    def sent(self, values: int, dtype: DType, sendings: Sequence[Any], /, *args: Any) -> None: ...
+    def land(self, values: int, dtype: DType, unit: float, /, *args: Any) -> None: ...
+    def collect(self, sums: int, stream: int, /) -> None: ...
+    def commit(self, sums: int, how: Sequence[Any], ranks: int, /, *args: Any) -> None: ...
+    def move(self, steps: Sequence[Any], dtype: DType, stream: int, /) -> None: ...
+
 # -- steps of optimizers (optim/adamw.cpp), by addresses
 
 def adamw_step(
@@ -201,6 +232,16 @@ def adamw_step(
     eps: float,
     weight_decay: float,
     threads: int,
+    /,
+) -> None: ...
+def adamw_step_on_device(
+    tensors: Sequence[tuple[int, ...]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    stream: int,
     /,
 ) -> None: ...
 
@@ -294,6 +335,8 @@ class CodedBucket:
         worker: Sequence[int] = ...,
         owner: Sequence[int] = ...,
         momentum: Sequence[int] = ...,
+        worker_spans: Sequence[tuple[int, int]] = ...,
+        owner_spans: Sequence[tuple[int, int]] = ...,
     ) -> None: ...
     def plan(
         self,

@@ -51,6 +51,8 @@ class Layout:
         worker: Pair | None = None,
         owner: Pair | None = None,
         momentum: Pair | None = None,
+        worker_spans: Sequence[tuple[int, int]] = ...,
+        owner_spans: Sequence[tuple[int, int]] = ...,
     ) -> None: ...
     @property
     def numel(self) -> int: ...

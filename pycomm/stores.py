@@ -120,12 +120,3 @@ class TorchStore:
         """Return the values of the keys if all of them are there now."""
         found: list[bytes] | None = self.store.multi_get(keys) if self.store.check(keys) else None
         return found
-
-    def get(self, key: str, seconds: float) -> bytes | None:
-        """Wait for a key and return its value; None: it was not set in time."""
-        try:
-            self.store.wait([key], timedelta(seconds=max(seconds, 0.001)))
-        except RuntimeError:
-            return self.find(key)
-        value: bytes = self.store.get(key)
-        return value

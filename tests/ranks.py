@@ -105,21 +105,48 @@ def attempt(
     return on_threads(range(size), rank_main, limit)
 
 
-def _process_main(
-    rank: int,
-    size: int,
-    folder: str,
-    job: Job,
-    prepare: Job,
-    options: dict[str, Any],
-    results: Any,
-) -> None:
+def _report(main: Callable[[int], Any], rank: int, results: Any) -> None:
     try:
-        prepare(rank)
-        with Communicator(Store.file(folder), rank, size, **options) as communicator:
-            results.put((rank, True, job(communicator)))
+        results.put((rank, True, main(rank)))
     except BaseException as error:
         results.put((rank, False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+
+
+def in_processes(
+    size: int, main: Callable[[int], Any], limit: float, method: str = "fork"
+) -> list[Any]:
+    """Call ``main(rank)`` in a process for each rank; return their results.
+
+    One that returns None may end by any means (a test kills it); others must return.
+    """
+    context: Any = multiprocessing.get_context(method)
+    results = context.Queue()
+    processes = [context.Process(target=_report, args=(main, r, results)) for r in range(size)]
+    for process in processes:
+        process.start()
+    outcomes: list[Any] = [None] * size
+    end = time.monotonic() + limit
+    missing = set(range(size))
+    try:
+        while missing and time.monotonic() < end:
+            try:
+                rank, fine, outcome = results.get(timeout=0.1)
+            except queue.Empty:
+                missing -= {r for r in missing if processes[r].exitcode not in (None, 0)}
+                continue
+            missing.discard(rank)
+            if not fine:
+                raise AssertionError(f"rank {rank} of {size}: {outcome}")
+            outcomes[rank] = outcome
+    finally:
+        for process in processes:
+            process.join(5.0 if not missing else 0.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    if missing:
+        raise Hung(f"ranks {sorted(missing)} did not end within {limit} s")
+    return outcomes
 
 
 def run_processes(
@@ -130,46 +157,19 @@ def run_processes(
     prepare: Job = lambda rank: None,
     **options: Any,
 ) -> list[Any]:
-    """Run ``job(communicator)``, a function of a module, on ranks that are forked processes.
+    """Run ``job(communicator)`` on ranks that are forked processes, as `in_processes` does.
 
     ``prepare(rank)`` runs in the process before the rendezvous.
-    A job that returns None may end by any means (a test kills it); others must return.
     """
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         options = {**OPTIONS, "transport": "shm", **options}
-        processes = [
-            context.Process(
-                target=_process_main, args=(r, size, folder, job, prepare, options, results)
-            )
-            for r in range(size)
-        ]
-        for process in processes:
-            process.start()
-        outcomes: list[Any] = [None] * size
-        end = time.monotonic() + limit
-        missing = set(range(size))
-        try:
-            while missing and time.monotonic() < end:
-                try:
-                    rank, fine, outcome = results.get(timeout=0.1)
-                except queue.Empty:
-                    missing -= {r for r in missing if processes[r].exitcode not in (None, 0)}
-                    continue
-                missing.discard(rank)
-                if not fine:
-                    raise AssertionError(f"rank {rank} of {size}: {outcome}")
-                outcomes[rank] = outcome
-        finally:
-            for process in processes:
-                process.join(5.0 if not missing else 0.0)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-        if missing:
-            raise Hung(f"ranks {sorted(missing)} did not end within {limit} s")
-        return outcomes
+
+        def main(rank: int) -> Any:
+            prepare(rank)
+            with Communicator(Store.file(folder), rank, size, **options) as communicator:
+                return job(communicator)
+
+        return in_processes(size, main, limit)
 
 
 def on_processes(

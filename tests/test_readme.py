@@ -17,6 +17,7 @@ from tests.torch.interpreter import ROOT, run
 from tests.torch.torchrun import launch
 
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_the_script_says_what_stands_below_it(tmp_path: Path):
@@ -86,10 +87,19 @@ def test_returns_are_one_paragraph():
     assert found > 15
 
 
-def test_every_link_leads_to_a_file():
-    links = re.findall(r"\]\(([^)#:]+)[^)]*\)", README)
-    assert len(links) > 15
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as mkdocs and GitHub name them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_heading_of_a_file(page: Path):
+    for link, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", page.read_text()):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
 
 
 def test_the_commands_are_there():

@@ -26,6 +26,8 @@ from pycomm.bench.training.results import (
     totals,
     with_loss,
 )
+from pycomm.codecs import CODECS as KNOWN
+from pycomm.reduction.paths import KINDS, PATHS
 
 ROOT = Path(__file__).parents[2]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
@@ -78,17 +80,17 @@ def losses(rows: Sequence[Row], model: str) -> str:
         lines.append([
             method, str(len(by_seed)), percent(by_seed), number(whole.steps_to_loss, 0)
         ])  # fmt: skip
-    return table(("method", "seeds", "loss", "steps to the exact loss"), lines)
+    return table(("method", "seeds", "loss, %", "steps to the exact loss"), lines)
 
 
 def percent(values: Sequence[float]) -> str:
-    """Return the mean, with its standard error if there are at least two values."""
+    """Return the mean in percent, with its standard error if there are at least two values."""
     if not values:
         return ""
-    text = f"{statistics.fmean(values) * 100:+.2f}"
-    if len(values) > 1:
-        text += f" ± {statistics.stdev(values) / len(values) ** 0.5 * 100:.2f}"
-    return f"{text} %"
+    mean = f"{statistics.fmean(values) * 100:+.2f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5 * 100:.2f}"
 
 
 def number(value: float | None, digits: int, factor: float = 1.0) -> str:
@@ -153,24 +155,22 @@ def write(page: Path, name: str, text: str) -> None:
 
 
 def kernels(counts: Path) -> str:
-    """Return the table with a row per call of a codec on a GPU: its instructions for a value.
+    """Return the table with a row per codec: what its calls on a GPU can reach of a copy's speed.
+
+    A call that takes `allowed` instructions for a value leaves time for `share` of that speed.
 
     Args:
         counts: calls.csv of tests/codecs/cuda.
     """
-    rows = tables.read(counts)
-    archs = [column for column in rows[0] if column.startswith("sm_")]
-    lines = []
-    for row in rows:
-        allowed = float(row["allowed"])
-        numbers = [
-            number + (" over" if float(number) > allowed else "")
-            for number in (row[arch] for arch in archs)
-        ]
-        share = f"{float(row['share']):.0%}"
-        lines.append([row["call"], row["bytes"], share, row["allowed"], *numbers, "not measured"])
-    head = ("call", "bytes", "share wanted", "allowed", *archs, "share on a GPU")
-    return table(head, lines)
+    found: dict[str, dict[str, str]] = {}
+    for row in tables.read(counts):
+        codec = re.sub(r",? (encode|own|decode)\b.*", "", row["call"])
+        call = row["call"][len(codec) :].lstrip(", ").removesuffix(", one payload")
+        reached = float(row["share"]) * float(row["allowed"]) / float(row["sm_90"])
+        found.setdefault(codec, {})[call] = f"{min(1.0, reached):.0%}"
+    calls = ("encode", "encode, feedback", "own", "decode")
+    lines = [[name, *(of.get(call, "") for call in calls)] for name, of in found.items()]
+    return table(("codec", *calls), [line for line in lines if any(line[1:])])
 
 
 def claims(results: Path) -> str:
@@ -187,16 +187,32 @@ def claims(results: Path) -> str:
     return table(("claim", "command", "rows", "newest"), lines, left=4)
 
 
+def paths() -> str:
+    """Return the table with a row per path of compressed collectives: what it takes."""
+
+    def names(taken: Sequence[str] | None, known: Sequence[str]) -> str:
+        return "all" if taken is None or set(taken) == set(known) else ", ".join(sorted(taken))
+
+    places = {"cpu": "CPU", "gpu": "GPU", "any": "CPU, GPU"}
+    lines = []
+    for path in PATHS:
+        coded, kinds = names(path.codecs, tuple(KNOWN)), names(path.kinds, KINDS)
+        lines.append([f"`{path.name}`", places[path.on], path.about, coded, kinds])
+    return table(("path", "values on", "what it does", "codecs", "feedback"), lines, left=5)
+
+
 def write_all() -> None:
     rows = load(TRAINING)
     for rate in dict.fromkeys(r.rate for r in rows if (r.kind, r.model) == ("step", "25m")):
         write(PAGE, f"steps 25m {rate}", training(rows, "25m", rate))  # a figure has the demo's
     for model in ("demo", "digits"):  # the others are sweeps of the demo's settings
         write(PAGE, f"losses {model}", losses(rows, model))
-    head, *lines = suite.table(load(tables.RESULTS / "suite-cpu.csv"))
-    write(PAGE, "suite", table(head, lines))
+    # A row per method, since there are more of them than of tasks.
+    tasks, *lines = zip(*suite.table(load(tables.RESULTS / "suite-cpu.csv")), strict=True)
+    write(PAGE, "suite", table(("method", *tasks[1:]), [line for line in lines if any(line[1:])]))
     write(PAGE, "codecs", codecs(CODECS))
     write(DOCS / "bench.md", "claims", claims(tables.RESULTS))
     write(PAGE, "planner", planner(tables.RESULTS / "plan-cpu.csv"))
     write(PAGE, "kernels", kernels(COUNTS))
+    write(DOCS / "gpu.md", "paths", paths())
     write(README, "demo", demo(DEMO))

@@ -51,18 +51,25 @@ template <typename T>
 PYCOMM_INLINE void encode_values(const EncodeArgs& args) {
   const float* __restrict x = args.in.data;
   auto* __restrict codes = reinterpret_cast<typename T::Code*>(args.out.data);
-  if (args.residual == nullptr) {
+  if (!args.has_residual()) {
     for (size_t i = 0; i < args.in.size; i++) codes[i] = T::encode(x[i]);
     return;
   }
-  // No __restrict: these two may be one buffer.
-  const float* residual = args.residual;
-  float* new_residual = args.new_residual;
-  for (size_t i = 0; i < args.in.size; i++) {
-    const float before = residual[i];
-    const float p = x[i] + before;
-    codes[i] = T::encode(p);
-    new_residual[i] = residual_of(p, T::decode(codes[i]), before);
+  BlockResiduals<> residuals(args);
+  for (size_t lo = 0; lo < args.in.size; lo += kMaxBlock) {
+    const size_t n = args.in.size - lo < kMaxBlock ? args.in.size - lo : kMaxBlock;
+    const float* residual = residuals.load(lo, n);
+    float* new_residual = residuals.fresh(lo);
+    // These two may be one buffer: then each value is read before it is written.
+#pragma GCC ivdep
+    for (size_t i = 0; i < n; i++) {
+      const float before = residual[i];
+      const float p = x[lo + i] + before;
+      const typename T::Code code = T::encode(p);
+      codes[lo + i] = code;
+      new_residual[i] = residual_of(p, T::decode(code), before);
+    }
+    residuals.store(lo, n);
   }
 }
 
@@ -159,6 +166,7 @@ class Cast final : public Codec {
   Combine combine() const override { return Combine::recode; }
   int wire_version() const override { return kWireVersion; }
   bool fuses_residual() const override { return true; }
+  bool loads_residual() const override { return true; }
   bool fuses_sum() const override { return true; }
   size_t granule() const override {
     return format_.block == 0 ? 4 / code_bytes(format_.kind) : format_.block;

@@ -43,6 +43,13 @@ struct BFloat16 {
   PYCOMM_HD static float decode(Code code) { return pycomm::BFloat16::decode(code); }
 };
 
+/// Returns the name of the struct of a dtype of gradients, in the names of kernels.
+inline const char* type_name(DType dtype) {
+  return dtype == DType::float16    ? "cast::Float16"
+         : dtype == DType::bfloat16 ? "cast::BFloat16"
+                                    : "cast::Float32";
+}
+
 struct Float8E4M3 {
   using Code = uint8_t;
   static constexpr float kTop = 448.0f;

@@ -66,12 +66,6 @@ bool finite(DType to, const uint8_t* out, size_t n) {
                        to == DType::float16 ? 0x7c00u : 0x7f80u);
 }
 
-const char* type_name(DType dtype) {
-  return dtype == DType::float16    ? "cast::Float16"
-         : dtype == DType::bfloat16 ? "cast::BFloat16"
-                                    : "cast::Float32";
-}
-
 void convert_cuda(const ConvertArgs& args) {
   Params params{};
   params.in = args.in;
@@ -84,8 +78,8 @@ void convert_cuda(const ConvertArgs& args) {
   params.clip = args.clip.value;
   params.divisor = args.divisor;
   const std::string kernel =
-      kernel_name("convert::convert_kernel", std::string(type_name(args.from)),
-                  std::string(type_name(args.to)));
+      kernel_name("convert::convert_kernel", std::string(cast::type_name(args.from)),
+                  std::string(cast::type_name(args.to)));
   launch("convert", kernel, params, args.numel, kRows * cuda::kRow, args.stream);
 }
 

@@ -52,7 +52,5 @@ PYCOMM_HD float scaled(float x, float by, float clip, float divisor) {
   return x * by * clip / divisor;
 }
 
-PYCOMM_HD bool is_finite(float x) { return magnitude_bits(x) < kInfBits; }
-
 }  // namespace codecs::convert
 }  // namespace pycomm

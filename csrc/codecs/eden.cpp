@@ -2,10 +2,12 @@
 #include "codecs/eden.h"
 
 #include <cmath>
+#include <cstring>
 
 #include "codecs/base/bits.h"
 #include "codecs/base/block_launch.h"
 #include "codecs/base/registry.h"
+#include "codecs/base/targets.h"
 #include "codecs/rotation/loops.h"
 #include "core/error.h"
 
@@ -23,13 +25,80 @@ PYCOMM_INLINE float add_halves(float* terms, uint32_t n) {
   return terms[0];
 }
 
+#ifdef PYCOMM_AVX2
+
+// Codes of 3 and 4 bits: the levels are in one vector, from which a permutation takes those of
+// eight places. It reads three bits of a place: with 3 bits the third is the sign, and the levels
+// repeat.
+
+template <int kBits>
+PYCOMM_AVX2 inline __m256 level_table() {
+  alignas(32) float levels[8];
+  for (int place = 0; place < 8; place++) levels[place] = level(kBits, place % num_levels(kBits));
+  return _mm256_load_ps(levels);
+}
+
+/// Writes codes, a byte each, and the products of what they represent and the values.
+template <int kBits>
+PYCOMM_AVX2 void code_avx2(const float* __restrict y, float inv, uint32_t size,
+                           uint8_t* __restrict codes, float* __restrict terms) {
+  const __m256 table = level_table<kBits>();
+  const __m256 minus = _mm256_set1_ps(-0.0f);
+  for (uint32_t i = 0; i < size; i += 8) {
+    const __m256 value = _mm256_loadu_ps(y + i);
+    const __m256 magnitude = _mm256_andnot_ps(minus, value * _mm256_set1_ps(inv));
+    __m256i place = _mm256_setzero_si256();
+    for (int k = 0; k < num_levels(kBits) - 1; k++) {
+      const __m256 beyond = _mm256_cmp_ps(magnitude, _mm256_set1_ps(border(kBits, k)), _CMP_GE_OQ);
+      place = _mm256_sub_epi32(place, _mm256_castps_si256(beyond));
+    }
+    const __m256 sign = _mm256_and_ps(value, minus);
+    const __m256 decoded = _mm256_or_ps(_mm256_permutevar8x32_ps(table, place), sign);
+    _mm256_storeu_ps(terms + i, decoded * value);
+    const __m256i top = _mm256_srli_epi32(_mm256_castps_si256(sign), 32 - kBits);
+    const __m256i code = _mm256_or_si256(place, top);
+    const __m128i words =
+        _mm_packs_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(codes + i), _mm_packus_epi16(words, words));
+  }
+}
+
+/// Decodes codes, a byte each.
+template <int kBits>
+PYCOMM_AVX2 void decode_avx2(const uint8_t* __restrict codes, float scale, uint32_t size,
+                             float* __restrict y) {
+  const __m256 table = level_table<kBits>();
+  for (uint32_t i = 0; i < size; i += 8) {
+    const __m256i code =
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
+    const __m256i sign = _mm256_slli_epi32(_mm256_srli_epi32(code, kBits - 1), 31);
+    const __m256 value = _mm256_permutevar8x32_ps(table, code);
+    _mm256_storeu_ps(y + i,
+                     _mm256_xor_ps(value, _mm256_castsi256_ps(sign)) * _mm256_set1_ps(scale));
+  }
+}
+
+#endif
+
+/// Writes codes, a byte each, and the products of what they represent and the values.
+template <int kBits>
+PYCOMM_INLINE void code_values(const float* __restrict y, float inv, uint32_t size,
+                               uint8_t* __restrict codes, float* __restrict terms) {
+#ifdef PYCOMM_AVX2
+  if (kBits > 2 && has_avx2()) return code_avx2<kBits>(y, inv, size, codes, terms);
+#endif
+  for (uint32_t i = 0; i < size; i++) {
+    const Coded coded = quantize<kBits>(y[i], inv);
+    codes[i] = static_cast<uint8_t>(coded.code);
+    terms[i] = coded.value * y[i];
+  }
+}
+
 /// Writes the codes of a used rotation; returns its scale.
 template <int kBits>
 PYCOMM_INLINE float write_block(float* __restrict y, int size_bits, float amax, bool mmse,
-                                uint8_t* out) {
+                                uint8_t* __restrict codes) {
   alignas(64) float terms[kMaxRotation];
-  alignas(64) float squares[kMaxRotation];
-  alignas(64) uint8_t codes[kMaxRotation];
   const uint32_t size = 1u << size_bits;
   const float exponent = exponent_of(amax), shrink = inverse_exponent(exponent);
   for (uint32_t i = 0; i < size; i++) {
@@ -38,56 +107,49 @@ PYCOMM_INLINE float write_block(float* __restrict y, int size_bits, float amax, 
   }
   const float energy = add_halves(terms, size);
   const float inv = std::sqrt(static_cast<float>(size) / energy);
-  for (uint32_t i = 0; i < size; i++) {
-    const Coded coded = quantize<kBits>(y[i], inv);
-    codes[i] = static_cast<uint8_t>(coded.code);
-    terms[i] = coded.value * y[i];
-    squares[i] = coded.value * coded.value;
-  }
-  for (uint32_t lo = 0; lo < size; lo += kMaxBlock) {
-    const uint32_t n = size - lo < kMaxBlock ? size - lo : kMaxBlock;
-    pack(kBits, codes + lo, n, out + lo * kBits / 8);
-  }
+  code_values<kBits>(y, inv, size, codes, terms);
   const float along = add_halves(terms, size);
-  return (mmse ? along / add_halves(squares, size) : energy / along) * exponent;
+  if (!mmse) return energy / along * exponent;
+  for (uint32_t i = 0; i < size; i++) {
+    const float value = dequantize<kBits>(codes[i]);
+    terms[i] = value * value;
+  }
+  return along / add_halves(terms, size) * exponent;
 }
 
-/// Implements dequantize() by the code: vectors gather from a table.
+/// Decodes a rotation's codes, a byte each.
 template <int kBits>
-struct Table {
-  constexpr Table() {
-    for (uint32_t code = 0; code <= kMask; code++) {
-      const float value = level(kBits, static_cast<int>(code & (kMask >> 1)));
-      values[code] = code > kMask >> 1 ? -value : value;
-    }
-  }
-  PYCOMM_INLINE float operator[](uint32_t code) const { return values[code & kMask]; }
-
-  static constexpr uint32_t kMask = (1u << kBits) - 1;
-  alignas(64) float values[kMask + 1] = {};
-};
-template <int kBits>
-constexpr Table<kBits> kTable;
-
-template <int kBits>
-PYCOMM_INLINE void read_block(const uint8_t* in, float scale, int size_bits, float* __restrict y) {
-  alignas(64) uint8_t codes[kMaxRotation];
+PYCOMM_INLINE void read_block(const uint8_t* codes, float scale, int size_bits,
+                              float* __restrict y) {
   const uint32_t size = 1u << size_bits;
-  const Table<kBits>& table = kTable<kBits>;
+#ifdef PYCOMM_AVX2
+  if (kBits > 2 && has_avx2()) return decode_avx2<kBits>(codes, scale, size, y);
+#endif
+  for (uint32_t i = 0; i < size; i++) y[i] = dequantize<kBits>(codes[i]) * scale;
+}
+
+template <int kBits>
+PYCOMM_INLINE void pack_block(uint8_t* codes, int size_bits, uint8_t* out) {
+  const uint32_t size = 1u << size_bits;
   for (uint32_t lo = 0; lo < size; lo += kMaxBlock) {
-    const uint32_t n = size - lo < kMaxBlock ? size - lo : kMaxBlock;
-    unpack(kBits, in + lo * kBits / 8, n, codes + lo);
+    pack(kBits, codes + lo, size - lo < kMaxBlock ? size - lo : kMaxBlock, out + lo * kBits / 8);
   }
-  for (uint32_t i = 0; i < size; i++) {
-    // With two levels the choice is faster than the table.
-    const float value = kBits <= 2 ? dequantize<kBits>(codes[i]) : table[codes[i]];
-    y[i] = value * scale;
+}
+
+template <int kBits>
+PYCOMM_INLINE void unpack_block(const uint8_t* in, int size_bits, uint8_t* codes) {
+  const uint32_t size = 1u << size_bits;
+  for (uint32_t lo = 0; lo < size; lo += kMaxBlock) {
+    unpack(kBits, in + lo * kBits / 8, size - lo < kMaxBlock ? size - lo : kMaxBlock, codes + lo);
   }
 }
 
 template <int kBits>
 PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
   alignas(64) float y[kMaxRotation];
+  alignas(64) uint8_t unpacked[kMaxRotation];
+  BlockResiduals<kMaxRotation> residuals(args);
+  const bool feedback = args.has_residual();
   const size_t size = size_t{1} << f.size_bits;
   const RotationHeader header{rotation_key(args.key.seed, args.key.step, args.key.tensor),
                               args.index / kSignsPerWord};
@@ -96,22 +158,25 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
   uint8_t* codes = args.out.data + codes_offset(f, args.in.size);
   for (size_t lo = 0; lo < args.in.size; lo += size, codes += code_bytes(f)) {
     const size_t n = args.in.size - lo < size ? args.in.size - lo : size;
+    prefetch_block(args, lo, size);
     const float* x = args.in.data + lo;
-    const float* residual = args.residual ? args.residual + lo : nullptr;
+    const float* const residual = feedback ? residuals.load(lo, n) : nullptr;
     const RotationSigns signs(header, lo, size);
     rotate_block(signs, x, residual, n, f.size_bits, y);
     const float amax = max_magnitude(y, size);
     float scale = codecs::scale(amax, 1.0f);
     if (used(amax)) {
-      scale = write_block<kBits>(y, f.size_bits, amax, f.mmse, codes);
+      scale = write_block<kBits>(y, f.size_bits, amax, f.mmse, unpacked);
     } else {
-      std::memset(codes, 0, code_bytes(f));
+      std::memset(unpacked, 0, size);
     }
+    pack_block<kBits>(unpacked, f.size_bits, codes);
     *scales++ = scale;
     if (residual) {
-      read_block<kBits>(codes, scale, f.size_bits, y);
-      const Sink sink{Then::store_residual, args.new_residual + lo, x, residual};
+      read_block<kBits>(unpacked, scale, f.size_bits, y);
+      const Sink sink{Then::store_residual, residuals.fresh(lo), x, residual};
       unrotate_block(signs, y, n, f.size_bits, sink);
+      residuals.store(lo, n);
     }
   }
   zero_padding(args.out, static_cast<size_t>(codes - args.out.data));
@@ -121,6 +186,7 @@ template <int kBits>
 PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<float> out,
                             Then then) {
   alignas(64) float y[kMaxRotation];
+  alignas(64) uint8_t unpacked[kMaxRotation];
   const size_t size = size_t{1} << f.size_bits;
   RotationHeader header;
   std::memcpy(&header, payload.data, kHeaderBytes);
@@ -128,7 +194,8 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
   const uint8_t* codes = payload.data + codes_offset(f, out.size);
   for (size_t lo = 0; lo < out.size; lo += size, codes += code_bytes(f)) {
     const size_t n = out.size - lo < size ? out.size - lo : size;
-    read_block<kBits>(codes, *scales++, f.size_bits, y);
+    unpack_block<kBits>(codes, f.size_bits, unpacked);
+    read_block<kBits>(unpacked, *scales++, f.size_bits, y);
     unrotate_block(RotationSigns(header, lo, size), y, n, f.size_bits, {then, out.data + lo});
   }
 }
@@ -174,6 +241,7 @@ class Eden final : public Codec {
   Combine combine() const override { return Combine::recode; }
   int wire_version() const override { return kWireVersion; }
   bool fuses_residual() const override { return true; }
+  bool loads_residual() const override { return true; }
   size_t granule() const override { return size_t{1} << format_.size_bits; }
   size_t encoded_bytes(size_t numel) const override { return eden::encoded_bytes(format_, numel); }
 

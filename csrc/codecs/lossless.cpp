@@ -134,18 +134,22 @@ PYCOMM_SIMD void encode_all(const EncodeArgs& args) {
     std::memset(out + from, 0, 16);
   }
   Writer stream{out + at.stream, end};
+  BlockResiduals<kBlock> residuals(args);
   alignas(64) uint32_t bits[kBlock];
   alignas(64) uint8_t exponent[kBlock];
   for (size_t lo = 0; lo < args.in.size; lo += kBlock) {
     const size_t n = std::min<size_t>(kBlock, args.in.size - lo);
     const float* x = args.in.data + lo;
-    const float* residual = args.residual + (kFeedback ? lo : 0);
-    float* new_residual = args.new_residual + (kFeedback ? lo : 0);
+    const float* residual = kFeedback ? residuals.load(lo, n) : nullptr;
+    float* new_residual = kFeedback ? residuals.fresh(lo) : nullptr;
+    // These two may be one buffer: then each value is read before it is written.
+#pragma GCC ivdep
     for (size_t i = 0; i < n; i++) {
       const float p = kFeedback ? x[i] + residual[i] : x[i];
       bits[i] = value_bits(p, kWide);
       if (kFeedback) new_residual[i] = residual_of(p, bits_float(bits[i]), residual[i]);
     }
+    if (kFeedback) residuals.store(lo, n);
     for (size_t i = n; i < kBlock; i++) bits[i] = 0;
     uint8_t* __restrict high = out + at.high + lo;
     for (size_t i = 0; i < n; i++) high[i] = static_cast<uint8_t>(high_of(bits[i]));
@@ -225,6 +229,7 @@ class Lossless final : public Codec {
   }
   Combine combine() const override { return Combine::recode; }
   int wire_version() const override { return kWireVersion; }
+  bool loads_residual() const override { return true; }
   size_t granule() const override { return kBlock; }
   bool variable() const override { return true; }
   size_t encoded_bytes(size_t numel) const override {
@@ -239,7 +244,7 @@ class Lossless final : public Codec {
     check_call(args.in.size, args.stream);
     if (args.in.size == 0) return;
     if (args.stream.device == Device::cuda) return encode_cuda(wide_, args);
-    if (args.residual) {
+    if (args.has_residual()) {
       (wide_ ? encode_all<true, true> : encode_all<false, true>)(args);
     } else {
       (wide_ ? encode_all<true, false> : encode_all<false, false>)(args);

@@ -78,30 +78,35 @@ PYCOMM_INLINE void scale_tile(bool ceil, const float* p, size_t n, uint8_t* __re
 template <typename Small, bool kFeedback>
 PYCOMM_INLINE void encode_block(const float* __restrict p, size_t n, float unit, float inv,
                                 uint8_t* __restrict codes, float* __restrict new_residual) {
+  // In one loop with the bytes, vectors would have as many values as a block of 16 has bytes.
+  uint32_t words[kBlock];
 #pragma GCC unroll 1
   for (size_t i = 0; i < n; i++) {
     const Rounded rounded = round_nearest<Small>(p[i] * inv);
-    codes[i] = static_cast<uint8_t>(rounded.code);
+    words[i] = rounded.code;
     if (kFeedback) new_residual[i] = p[i] - rounded.value * unit;
   }
+#pragma GCC unroll 1
+  for (size_t i = 0; i < n; i++) codes[i] = static_cast<uint8_t>(words[i]);
 }
 
 template <typename T, bool kFeedback>
 PYCOMM_INLINE void encode_tile(const EncodeArgs& args, const Scales<T>& scales, const float* p,
-                               size_t lo, size_t n, uint8_t* codes) {
+                               size_t lo, size_t n, uint8_t* codes, const float* residual,
+                               float* fresh) {
   const bool ahead = args.in.size - lo >= 2 * kTile;
   for (size_t b = 0, i = 0; i < n; b++, i += T::kBlock) {
     const size_t m = count(n, i, T::kBlock);
-    float* new_residual = kFeedback ? args.new_residual + lo + i : nullptr;
+    float* new_residual = kFeedback ? fresh + i : nullptr;
     // A tile is read in bursts that the hardware prefetcher does not follow.
     for (size_t line = 0; ahead && line < T::kBlock; line += 16) {
       __builtin_prefetch(args.in.data + lo + kTile + i + line);
-      if (kFeedback) __builtin_prefetch(args.residual + lo + kTile + i + line);
+      if (kFeedback && args.residual) __builtin_prefetch(args.residual + lo + kTile + i + line);
     }
     if (scales.inv[b] == 0.0f) {
       std::memset(codes + i, 0, m);
       if (kFeedback) {
-        std::memmove(new_residual, scales.unit[b] == 0.0f ? p + i : args.residual + lo + i, m * 4);
+        std::memmove(new_residual, scales.unit[b] == 0.0f ? p + i : residual + i, m * 4);
       }
     } else if (m == T::kBlock) {
       encode_block<typename T::Small, kFeedback>(p + i, T::kBlock, scales.unit[b], scales.inv[b],
@@ -119,22 +124,26 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
   alignas(64) float sum[kTile];
   alignas(64) uint8_t unpacked[kTile];
   Scales<T> scales;
+  BlockResiduals<kTile> residuals(args);
   auto* supers = reinterpret_cast<float*>(args.out.data);
   uint8_t* scale_codes = args.out.data + scales_offset(f.kind, args.in.size);
   uint8_t* out = args.out.data + codes_offset(f.kind, args.in.size);
   for (size_t lo = 0; lo < args.in.size; lo += kTile) {
     const size_t n = count(args.in.size, lo, kTile);
     const float* p = args.in.data + lo;
+    const float* residual = nullptr;
     if (args.has_residual()) {
-      for (size_t i = 0; i < n; i++) sum[i] = p[i] + args.residual[lo + i];
+      residual = residuals.load(lo, n);
+      for (size_t i = 0; i < n; i++) sum[i] = p[i] + residual[i];
       p = sum;
     }
     scale_tile<T>(f.ceil, p, n, scale_codes + lo / T::kBlock, supers + lo / kTile, scales);
     uint8_t* codes = kBits == 8 ? out + lo : unpacked;
     if (args.has_residual()) {
-      encode_tile<T, true>(args, scales, p, lo, n, codes);
+      encode_tile<T, true>(args, scales, p, lo, n, codes, residual, residuals.fresh(lo));
+      residuals.store(lo, n);
     } else {
-      encode_tile<T, false>(args, scales, p, lo, n, codes);
+      encode_tile<T, false>(args, scales, p, lo, n, codes, nullptr, nullptr);
     }
     if constexpr (kBits < 8) pack(kBits, unpacked, n, out + lo * kBits / 8);
   }
@@ -246,6 +255,7 @@ class Mx final : public Codec {
   Combine combine() const override { return Combine::recode; }
   int wire_version() const override { return kWireVersion; }
   bool fuses_residual() const override { return true; }
+  bool loads_residual() const override { return true; }
   bool fuses_sum() const override { return true; }
   size_t granule() const override { return format_.kind == Kind::nvfp4 ? kSuperBlock : kBlock; }
   size_t encoded_bytes(size_t numel) const override {

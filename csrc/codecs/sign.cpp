@@ -50,12 +50,12 @@ PYCOMM_SIMD void encode_all(uint32_t block, const EncodeArgs& args) {
   alignas(64) float half[kMaxBlock / 2];
   auto* scales = reinterpret_cast<float*>(args.out.data);
   auto* words = reinterpret_cast<uint32_t*>(args.out.data + codes_offset(block, args.in.size));
-  BlockResiduals residuals(args);
+  BlockResiduals<> residuals(args);
   for (size_t lo = 0; lo < args.in.size; lo += block) {
     const size_t n = args.in.size - lo < block ? args.in.size - lo : block;
     const float* x = args.in.data + lo;
     const float* p = x;
-    const float* const residual = residuals.load(lo, n);
+    const float* const residual = kFeedback ? residuals.load(lo, n) : nullptr;
     if (kFeedback || n < block) {
       p = sum;
       load_block(x, residual, n, block, sum);

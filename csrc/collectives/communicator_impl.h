@@ -147,11 +147,11 @@ class Communicator::Impl {
     return result;
   }
 
-  /// Called with an error in flight that no rank can recover from: tells all ranks. Afterwards the
-  /// group has a failure.
-  void over(Lane lane);
-  void end_with(const std::exception_ptr& thrown, Lane lane);
-  void abort(const std::string& reason) noexcept;
+  /// See Failure::end().
+  void over(Lane lane) { failure_.end(mesh_, lane, *trace_, callers_.advice(rank())); }
+  void abort(const std::string& reason) noexcept {
+    if (!in_child()) failure_.abort(mesh_, *trace_, reason);  // the parent's group stays usable
+  }
 
   /// Checks a buffer with elements of the given size: their number may come from anywhere, so their
   /// size in bytes may wrap.
@@ -255,7 +255,7 @@ class Communicator::Impl {
   }
 
   const ForkGuard fork_{};
-  const CommunicatorOptions options_;
+  CommunicatorOptions options_;
   const Algo algo_;
   std::atomic<Milliseconds::rep> timeout_;
   Failure failure_;

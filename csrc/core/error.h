@@ -27,7 +27,6 @@ class PYCOMM_API Timeout : public Error {
 /// A rank died or closed its connection.
 class PYCOMM_API PeerLost : public Error {
  public:
-  PeerLost(int rank, const std::string& what) : PeerLost(rank, what, {rank}) {}
   PeerLost(int rank, const std::string& what, std::vector<int> ranks)
       : Error(what), rank(rank), ranks(std::move(ranks)) {}
   int rank;                ///< its number in the group

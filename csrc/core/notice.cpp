@@ -131,22 +131,36 @@ Notice to_notice(const std::exception_ptr& error, int from) {
   return notice;
 }
 
+std::exception_ptr error_of(const Notice& notice) {
+  switch (notice.kind) {
+    case Notice::Kind::timeout:
+      return std::make_exception_ptr(Timeout(notice.text, notice.ranks));
+    case Notice::Kind::mismatch:
+      return std::make_exception_ptr(WireMismatch(notice.text));
+    case Notice::Kind::lost:
+      return std::make_exception_ptr(PeerLost(notice.rank, notice.text, all_lost(notice)));
+    case Notice::Kind::error:
+      break;
+  }
+  return std::make_exception_ptr(Error(notice.text));
+}
+
+void throw_error(const Notice& notice) { std::rethrow_exception(error_of(notice)); }
+
+Notice lost(int rank, const std::string& how, const std::string& where) {
+  Notice notice;
+  notice.kind = Notice::Kind::lost;
+  notice.rank = rank;
+  notice.text =
+      "rank " + std::to_string(rank) + (where.empty() ? "" : " (" + where + ")") + " " + how;
+  return notice;
+}
+
 std::exception_ptr from_notice(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const Aborted& e) {
-    const Notice& notice = e.notice;
-    switch (notice.kind) {
-      case Notice::Kind::timeout:
-        return std::make_exception_ptr(Timeout(notice.text, notice.ranks));
-      case Notice::Kind::mismatch:
-        return std::make_exception_ptr(WireMismatch(notice.text));
-      case Notice::Kind::lost:
-        return std::make_exception_ptr(PeerLost(notice.rank, notice.text, all_lost(notice)));
-      case Notice::Kind::error:
-        return error;
-    }
-    return error;
+    return e.notice.kind == Notice::Kind::error ? error : error_of(e.notice);
   } catch (...) {
     return error;
   }

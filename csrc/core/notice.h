@@ -50,7 +50,16 @@ PYCOMM_API Notice plain_notice(const std::string& text, int from) noexcept;
 
 /// Returns the notice by which rank `from` tells its peers of an error. An error that comes from a
 /// notice becomes that notice again.
-Notice to_notice(const std::exception_ptr& error, int from);
+PYCOMM_API Notice to_notice(const std::exception_ptr& error, int from);
+
+/// Returns the error of a notice's kind, with its text. Every PeerLost of a group is made here.
+PYCOMM_API std::exception_ptr error_of(const Notice& notice);
+/// Throws it.
+[[noreturn]] PYCOMM_API void throw_error(const Notice& notice);
+
+/// Returns the notice of a rank that is gone. `how` goes on after its name: "died: ...". `where`:
+/// its address, if it has one.
+PYCOMM_API Notice lost(int rank, const std::string& how, const std::string& where = "");
 
 /// Returns the error that a notice stands for: for Aborted an exception of the notice's kind, with
 /// the text of the rank that made it. Any other error, also Aborted of kind error, is returned as

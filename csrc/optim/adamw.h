@@ -31,4 +31,8 @@ struct Settings {
 /// can differ in the last one, since its square roots are not rounded correctly on all processors.
 PYCOMM_API void step(const std::vector<Tensor>& tensors, const Settings& settings, int threads);
 
+/// The same of tensors on a GPU, with the same bits; their `steps` are on the host.
+PYCOMM_API void step_on_device(const std::vector<Tensor>& tensors, const Settings& settings,
+                               const Stream& stream);
+
 }  // namespace pycomm::adamw

@@ -12,53 +12,9 @@
 #include <vector>
 
 #include "codecs/base/feedback.h"
-#include "core/types.h"
+#include "optim/moments_params.h"
 
 namespace pycomm::moments {
-
-constexpr size_t kLanes = 32, kPatch = 256, kBlock = 64;
-constexpr float kTiny = 1e-30f;
-
-/// Least factor of a row or column, relative to their root mean square.
-constexpr float kFloor = 0.1f;
-
-/// Two values of a momentum as a step gets it: the largest and the smallest that is not 0, of the
-/// first kProbed. They tell a step by how much its gradient was multiplied since: clipping scales
-/// gradients, of which Adam's steps do not depend, and here they are the momentum.
-struct Probe {
-  uint32_t at[2];
-  float value[2];  ///< 0: it is not known
-};
-constexpr size_t kProbed = 2048;
-
-/// Takes note of value i of the first kProbed, in any order.
-inline void look_at(Probe& probe, uint32_t i, float value) {
-  const float size = value < 0 ? -value : value;
-  if (!(size > 0)) return;
-  const float largest = probe.value[0] < 0 ? -probe.value[0] : probe.value[0];
-  const float smallest = probe.value[1] < 0 ? -probe.value[1] : probe.value[1];
-  if (size > largest || (size == largest && i < probe.at[0])) {
-    probe.at[0] = i;
-    probe.value[0] = value;
-  }
-  if (smallest == 0 || size < smallest || (size == smallest && i < probe.at[1])) {
-    probe.at[1] = i;
-    probe.value[1] = value;
-  }
-}
-
-/// Returns what gradients, of which `first` and `second` stand at the places of a probe, have to be
-/// multiplied by to be what they were. 1: they are that, or were changed otherwise.
-/// `tolerance`: of the values' rounding.
-inline float restoring(const Probe& probe, float first, float second, float tolerance) {
-  if (probe.value[0] == 0 || probe.at[0] == probe.at[1]) return 1.0f;
-  const float by = first / probe.value[0], other = second / probe.value[1];
-  if (!(by > 1e-12f && by < 1e12f)) return 1.0f;
-  const float change = by > 1 ? by - 1 : 1 - by;
-  const float apart = other > by ? other - by : by - other;
-  return change <= tolerance || !(apart <= tolerance * by) ? 1.0f : 1.0f / by;
-}
-constexpr float kTolerance = 0x1p-16f;  ///< of float32
 
 /// Values as residuals are stored.
 struct Stored {

@@ -2,14 +2,51 @@
 // value carries a proof of it (transports/seal.h), which covers the group, the topic and the rank,
 // and from the second exchange on the nonces of all ranks.
 #pragma once
+#include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "transports/transport.h"
+#include "core/deadline.h"
+#include "core/error.h"
+#include "transports/store.h"
 
 namespace pycomm {
+
+/// Published values by topic, so that one exchange serves several (transports/rendezvous.h).
+struct RendezvousExchange {
+  std::map<std::string, std::string> published;              ///< ours, for the next exchange
+  std::map<std::string, std::vector<std::string>> received;  ///< all ranks', of earlier exchanges
+  std::string first_topic;  ///< of the first exchange of the whole group
+  /// Hash of the nonces that all ranks have published in the first exchange; empty until then, and
+  /// without a secret. Proofs of later values and of connections cover it, so nothing that an
+  /// earlier group of this name has said is of use.
+  std::string session;
+};
+
+/// A rank's view of the bootstrap: the store, the group and the rank's place in it.
+struct Rendezvous {
+  std::shared_ptr<Store> store;
+  std::string group;  ///< unique name of the group; prefix of all its keys in the store
+  int rank = 0;
+  int size = 1;
+  Deadline deadline = Deadline::after(Milliseconds(300000));
+  /// The interrupt check, which every wait for other ranks calls: after poll_interval() at most, or
+  /// a few round trips to the store. Throws if the wait is in vain: a rank has died or given up, or
+  /// this rank is to stop.
+  std::function<void()> interrupt_check = [] {};
+  /// The longest pause between two polls of the store. No request ends by this time limit: it may
+  /// well be shorter than the store's answer takes.
+  Milliseconds poll_interval() const { return Milliseconds(40 + size / 4); }
+  std::shared_ptr<RendezvousExchange> exchange = std::make_shared<RendezvousExchange>();
+  /// Of the secret that was given to all ranks (transports/seal.h); empty: none was.
+  std::string key;
+};
+
+/// Returns 0 .. size - 1.
+PYCOMM_API std::vector<int> all_ranks(const Rendezvous& rendezvous);
 
 /// Publishes our value under "<group>/<topic>/<rank>" and returns those of all `ranks`, in their
 /// order (`ranks` includes ours, and is the same for each of them). Throws Timeout that names all

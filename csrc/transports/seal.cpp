@@ -114,18 +114,10 @@ void SealedStore::set(const std::string& key, const std::string& value) {
   store_->set(key, seal_.close(key, value));
 }
 
-std::string SealedStore::get(const std::string& key, Deadline deadline) {
-  return open(key, store_->get(key, deadline));
-}
-
 std::optional<std::string> SealedStore::find(const std::string& key) {
   const auto text = store_->find(key);
   if (!text) return std::nullopt;
-  return open(key, *text);
-}
-
-std::string SealedStore::open(const std::string& key, const std::string& text) const {
-  return seal_.open(key, text, "what the store has as \"" + key + "\"");
+  return seal_.open(key, *text, "what the store has as \"" + key + "\"");
 }
 
 }  // namespace pycomm

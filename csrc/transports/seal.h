@@ -53,13 +53,10 @@ class PYCOMM_API SealedStore final : public Store {
   SealedStore(std::shared_ptr<Store> store, Seal seal)
       : store_(std::move(store)), seal_(std::move(seal)) {}
   void set(const std::string& key, const std::string& value) override;
-  /// These two throw Error if the value has no right proof.
-  std::string get(const std::string& key, Deadline deadline) override;
+  /// Throws Error if the value has no right proof.
   std::optional<std::string> find(const std::string& key) override;
 
  private:
-  std::string open(const std::string& key, const std::string& text) const;
-
   const std::shared_ptr<Store> store_;
   const Seal seal_;
 };

@@ -5,9 +5,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <condition_variable>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -17,34 +17,18 @@
 
 #include "core/error.h"
 #include "core/interrupt.h"
-#include "transports/fd_passing.h"
+#include "transports/fd.h"
 
 namespace pycomm {
 namespace {
-
-[[noreturn]] void throw_timeout(const std::string& key, Deadline deadline) {
-  throw Timeout("store: nobody set the key \"" + key + "\" within " +
-                std::to_string(deadline.limit().count()) + " ms");
-}
 
 class LocalStore final : public Store {
  public:
   explicit LocalStore(bool appends) : appends_(appends) {}
 
   void set(const std::string& key, const std::string& value) override {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      values_[key] = value;
-    }
-    changed_.notify_all();
-  }
-
-  std::string get(const std::string& key, Deadline deadline) override {
-    std::unique_lock<std::mutex> lock(mutex_);
-    auto found = values_.find(key);
-    const auto there = [&] { return (found = values_.find(key)) != values_.end(); };
-    if (!InterruptPoll::wait(changed_, lock, deadline, there)) throw_timeout(key, deadline);
-    return found->second;
+    std::lock_guard<std::mutex> lock(mutex_);
+    values_[key] = value;
   }
 
   std::optional<std::string> find(const std::string& key) override {
@@ -57,11 +41,8 @@ class LocalStore final : public Store {
   bool appends() const override { return appends_; }
 
   void append(const std::string& key, const std::string& value) override {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      values_[key] += value;
-    }
-    changed_.notify_all();
+    std::lock_guard<std::mutex> lock(mutex_);
+    values_[key] += value;
   }
 
   int64_t count(const std::string& key) override {
@@ -77,7 +58,6 @@ class LocalStore final : public Store {
  private:
   const bool appends_;
   std::mutex mutex_;
-  std::condition_variable changed_;
   std::map<std::string, std::string> values_;
   std::map<std::string, int64_t> counts_;
 };
@@ -87,22 +67,11 @@ class LocalStore final : public Store {
               "; check the folder and its rights");
 }
 
-// An open file, closed on scope exit, so that errors may be thrown freely.
-class File {
- public:
-  /// Takes `folder` as openat() does (AT_FDCWD included). A symbolic link is no file of ours.
-  File(int folder, const std::string& path, int flags)
-      : fd_(::openat(folder, path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600)) {}
-  ~File() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
-  int fd() const { return fd_; }
-
- private:
-  int fd_;
-};
+/// Opens a file; takes `folder` as openat() does (AT_FDCWD included). A symbolic link is no file of
+/// ours.
+Fd open_file(int folder, const std::string& path, int flags) {
+  return Fd(::openat(folder, path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600));
+}
 
 // Keys may hold any character and be long (1,000 characters always fit), but names of files may
 // not: characters other than letters, digits, '-' and '_' are written as %XX, and a new folder
@@ -167,19 +136,6 @@ class FileStore final : public Store {
     }
   }
 
-  std::string get(const std::string& key, Deadline deadline) override {
-    const std::string path = relative_path(key);
-    auto pause = std::chrono::microseconds(50);
-    for (InterruptPoll interrupts;; interrupts.check()) {
-      const bool last = deadline.expired();
-      if (const auto value = read(path)) return *value;
-      if (last) throw_timeout(key, deadline);
-      std::this_thread::sleep_for(
-          std::min<std::chrono::microseconds>(pause, deadline.left() + Milliseconds(1)));
-      pause = std::min<std::chrono::microseconds>(pause * 2, Milliseconds(20));
-    }
-  }
-
   std::optional<std::string> find(const std::string& key) override {
     return read(relative_path(key));
   }
@@ -197,24 +153,24 @@ class FileStore final : public Store {
     std::snprintf(mode, sizeof mode, "%03o", static_cast<unsigned>(info.st_mode & 0777));
     return mode;
   }
-  static FileDescriptor open(const std::string& folder) {
+  static Fd open(const std::string& folder) {
     make_folders(folder + "/");
     const size_t slash = folder.rfind('/');
     const std::string above = slash == std::string::npos ? "." : folder.substr(0, slash + 1);
     const std::string name = folder == "/" ? "." : folder.substr(slash + 1);
-    const FileDescriptor parent(::open(above.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-    if (parent.get() < 0) throw_errno("open the folder", above);
+    const Fd parent(::open(above.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    if (!parent) throw_errno("open the folder", above);
     check_parent(parent.get(), above);
-    FileDescriptor opened(
-        ::openat(parent.get(), name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW));
+    // Children that are forked later may be ranks, and have this store.
+    Fd opened(::openat(parent.get(), name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW),
+              Fd::Scope::children);
     struct stat info = {};
-    if (opened.get() < 0 &&
-        ::fstatat(parent.get(), name.c_str(), &info, AT_SYMLINK_NOFOLLOW) == 0 &&
+    if (!opened && ::fstatat(parent.get(), name.c_str(), &info, AT_SYMLINK_NOFOLLOW) == 0 &&
         S_ISLNK(info.st_mode)) {
       throw Error("store: " + folder +
                   " is a link, which whoever made it can turn elsewhere; name the folder itself");
     }
-    if (opened.get() < 0) throw_errno("open the folder", folder);
+    if (!opened) throw_errno("open the folder", folder);
     return opened;
   }
   // In a sticky folder, as /tmp, others can neither rename nor remove what is ours.
@@ -237,18 +193,18 @@ class FileStore final : public Store {
                 ": it could pass for ranks; name a folder of your own");
   }
   void write(const std::string& path, const std::string& value) const {
-    File file(opened_.get(), path, O_WRONLY | O_CREAT | O_EXCL);
-    if (file.fd() < 0) throw_errno("create", folder_ + path);
+    const Fd file = open_file(opened_.get(), path, O_WRONLY | O_CREAT | O_EXCL);
+    if (!file) throw_errno("create", folder_ + path);
     for (size_t done = 0; done < value.size();) {
-      const ssize_t n = ::write(file.fd(), value.data() + done, value.size() - done);
+      const ssize_t n = ::write(file.get(), value.data() + done, value.size() - done);
       if (n < 0 && errno != EINTR) throw_errno("write", folder_ + path);
       done += n > 0 ? static_cast<size_t>(n) : 0;
     }
   }
   std::optional<std::string> read(const std::string& path) const {
-    File file(opened_.get(), path, O_RDONLY);
+    const Fd file = open_file(opened_.get(), path, O_RDONLY);
     struct stat info = {};
-    if (file.fd() < 0 || ::fstat(file.fd(), &info) != 0) {
+    if (!file || ::fstat(file.get(), &info) != 0) {
       if (errno == ENOENT) return std::nullopt;
       throw_errno("read", folder_ + path);
     }
@@ -257,7 +213,7 @@ class FileStore final : public Store {
     std::string value;
     char buffer[4096];
     for (;;) {
-      const ssize_t n = ::read(file.fd(), buffer, sizeof buffer);
+      const ssize_t n = ::read(file.get(), buffer, sizeof buffer);
       if (n == 0) return value;
       if (n > 0) {
         value.append(buffer, static_cast<size_t>(n));
@@ -295,10 +251,25 @@ class FileStore final : public Store {
   }
 
   const std::string folder_;
-  const FileDescriptor opened_;
+  const Fd opened_;
 };
 
 }  // namespace
+
+std::string Store::get(const std::string& key, Deadline deadline) {
+  auto pause = std::chrono::microseconds(50);
+  for (InterruptPoll interrupts;; interrupts.check()) {
+    const bool last = deadline.expired();
+    if (auto value = find(key)) return std::move(*value);
+    if (last) {
+      throw Timeout("store: nobody set the key \"" + key + "\" within " +
+                    std::to_string(deadline.limit().count()) + " ms");
+    }
+    std::this_thread::sleep_for(
+        std::min<std::chrono::microseconds>(pause, deadline.left() + Milliseconds(1)));
+    pause = std::min<std::chrono::microseconds>(pause * 2, Milliseconds(20));
+  }
+}
 
 std::shared_ptr<Store> make_local_store(bool appends) {
   return std::make_shared<LocalStore>(appends);

@@ -12,12 +12,12 @@
 
 namespace pycomm {
 
-class Store {
+class PYCOMM_API Store {
  public:
   virtual ~Store() = default;
   virtual void set(const std::string& key, const std::string& value) = 0;
   /// Waits for the key and returns its value. Throws Timeout, which names the key.
-  virtual std::string get(const std::string& key, Deadline deadline) = 0;
+  std::string get(const std::string& key, Deadline deadline);
   /// Returns the key's value if it is there now. A remote store does this in one round trip.
   virtual std::optional<std::string> find(const std::string& key) = 0;
   /// Returns the values of the keys if all of them are there now.

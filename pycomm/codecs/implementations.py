@@ -195,7 +195,7 @@ def implementation(name: str, kind: str, device: str) -> Implementation:
     if kind == "native":
         from pycomm import _C
 
-        if name not in _C.codec_names():
+        if name not in _C.codec_names() and not has_kernels(name):
             raise Unavailable(f"{name} is not among the codecs in C++")
         if device == "cuda":
             if not _C.cuda_built():

@@ -13,6 +13,8 @@ SIZES = tuple(2**k for k in range(5, 13))
 HEADER = 16  # bytes: the key of the signs, the number of their first word
 SECOND = 2  # the stream of the signs between the two transforms
 # Slopes of the first transform's steps, by size / distance; all other steps have slope 1.
+# They give the parts of one large value eight magnitudes that no common step divides, so that after
+# the second transform a single value, too, is close to normal.
 SLOPES = {2: 0.70710678, 4: 0.8660254, 8: 0.91287093}
 
 

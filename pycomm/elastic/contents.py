@@ -173,18 +173,21 @@ class Contents:
             self.problem = f"{what} is expanded, so it cannot be written: make it a clone()"
 
 
+def mapped(thing: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a state with `change` of each entry, in containers of the same types."""
+    if type(thing) in (dict, OrderedDict):
+        return type(thing)((mapped(k, change), mapped(v, change)) for k, v in thing.items())
+    if type(thing) in (list, tuple, set, frozenset):
+        return type(thing)(mapped(value, change) for value in thing)
+    return change(thing)
+
+
 def plain_numbers(thing: Any) -> Any:
     """Return a state with numbers of numpy as Python's, which all ranks can read."""
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(thing, numpy.generic):
-        return thing.item()
-    if type(thing) in (dict, OrderedDict):
-        return type(thing)(
-            (plain_numbers(key), plain_numbers(value)) for key, value in thing.items()
-        )
-    if type(thing) in (list, tuple, set, frozenset):
-        return type(thing)(plain_numbers(value) for value in thing)
-    return thing
+    if numpy is None:
+        return thing
+    return mapped(thing, lambda entry: entry.item() if isinstance(entry, numpy.generic) else entry)
 
 
 def unreadable(state: Any, check: Callable[[Any], Any], name: str = "") -> str:

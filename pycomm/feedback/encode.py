@@ -10,7 +10,7 @@ import torch
 
 from pycomm.codecs import Codec, RandomKey
 from pycomm.feedback import storage
-from pycomm.feedback.residual import Pair, Residual
+from pycomm.feedback.residual import Residual
 
 _KEY = RandomKey()
 
@@ -40,7 +40,7 @@ def encode(
         key: selects the random numbers.
     """
     rule, kind = residual.rule, residual.rule.kind if worker else "residual"
-    error, momentum = (residual.worker, residual.momentum) if worker else (residual.owner, None)
+    error, momentum = ("worker", "momentum") if worker else ("owner", "")
     end = begin + x.numel()
     old, fresh = _parts(residual, error, row, begin, end)
     old_u, fresh_u = _parts(residual, momentum, row, begin, end)
@@ -61,13 +61,11 @@ def encode(
 
 
 def _parts(
-    residual: Residual, pair: Pair | None, row: int, begin: int, end: int
+    residual: Residual, role: str, row: int, begin: int, end: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    if pair is None:
+    if getattr(residual, role, None) is None:
         return None, None
-    now, then = (
-        storage.part(pair[side], residual.numel, row, begin, end) for side in residual.sides
-    )
+    now, then = (residual.stored(role, side, row, begin, end) for side in residual.sides)
     return now, then
 
 

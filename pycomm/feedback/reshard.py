@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from pycomm.feedback import storage
+from pycomm.feedback.residual import RESHARDED, Span
 
 Saved = Mapping[str, Mapping[str, Any]]
 
@@ -71,13 +73,15 @@ def reshard(
         cut = cuts.get(name)
         if rows > 1 or cut is not None:
             _check_cut(name, numel, rows, before, cut)
-        about = (numel, rows, "", last_step) if cut is None else (cut.numel(), ranks, "", last_step)
+        form = (numel, rows) if cut is None else (cut.numel(), ranks)
+        about = (*form, RESHARDED, last_step)
         moved = _moved(entries, before, ranks)
         if cut is not None:
             moved = {role: _recut(values, cut) for role, values in moved.items()}
-        result[name] = moved | {"about": about}
-        if "worker" in result[name] and about[1] == 1:
-            result[name]["owner"] = torch.zeros_like(result[name]["worker"])
+        if "worker" in moved and about[1] == 1:
+            moved["owner"] = torch.zeros_like(moved["worker"])
+        spans = {role: (0, about[0]) for role in moved}
+        result[name] = moved | {"about": about, "spans": spans}
     return result
 
 
@@ -108,15 +112,19 @@ def _moved(
         for entry in entries:
             if role in entry:
                 numel, rows, *_ = entry["about"]
-                values = _load(entry[role], numel, 1 if role == "owner" else rows) * weight
+                held = entry[role], numel, 1 if role == "owner" else rows, entry["spans"][role]
+                values = _load(*held) * weight
                 moved[to] = moved[to] + values if to in moved else values
     return moved
 
 
-def _load(stored: torch.Tensor, numel: int, rows: int) -> torch.Tensor:
-    """Return stored rows as float32 [rows * numel]."""
-    parts = [storage.part(stored, numel, row, 0, numel) for row in range(rows)]
-    return torch.cat([storage.load(part, numel) for part in parts])
+def _load(stored: torch.Tensor, numel: int, rows: int, span: Span) -> torch.Tensor:
+    """Return stored rows as float32 [rows * numel], with zeros for values outside of the span."""
+    begin, end = span
+    held = end - begin
+    parts = [storage.part(stored, held, row, 0, held) for row in range(rows)]
+    loaded = [F.pad(storage.load(part, held), (begin, numel - end)) for part in parts]
+    return torch.cat(loaded)
 
 
 def _recut(values: torch.Tensor, cut: Cut) -> torch.Tensor:

@@ -7,11 +7,17 @@ residual is the error of the result that this rank sent back for the values that
 
 Each is a pair of buffers: a step reads one side and writes the other. `commit` makes the written
 side the current one; without it the step has no effect, as is right for a step that overflowed.
+
+An owner keeps errors of the values that it owns alone, and by nodes a worker those of its part of
+the node's sum. On the CPU all values have a place, since pages that nobody writes take no memory.
+On a device each side has memory for its span of the values, the rest are zeros, and `use` changes
+the spans with the layout of the bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -19,7 +25,14 @@ from pycomm.feedback import storage
 from pycomm.feedback.rule import Feedback
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Span = tuple[int, int]
+"""Values begin <= i < end; multiples of `storage.BLOCK`, or the end of the parameter."""
+Spans = Mapping[str, Span]
+"""By role; roles that are not there have all values."""
 ROLES = ("worker", "owner", "momentum")
+ALL: Spans = MappingProxyType({})
+RESHARDED = "resharded"
+"""Layout of residuals of which each worker has all values, and no owner has any."""
 
 _SLICE = 1 << 15  # values: a few pages, a multiple of storage.BLOCK
 
@@ -35,6 +48,7 @@ class Residual:
             owner residual.
         error: keep the error of payloads; without it there is only momentum.
         owner: there is an owner residual.
+        empty: worker and owner have no memory before `use`, which then gets spans.
     """
 
     def __init__(
@@ -46,6 +60,7 @@ class Residual:
         rows: int = 1,
         error: bool = True,
         owner: bool = True,
+        empty: bool = False,
     ) -> None:
         self.rule, self.numel, self.rows, self.device = rule.kept(rows * numel), numel, rows, device
         self.side = 0
@@ -60,15 +75,84 @@ class Residual:
         values each rank owns."""
         self.last_step = 0
         """Number of the last step in which this residual took part."""
-        self.worker: Pair | None = self._pair(rows) if error else None
+        self.memory = 0
+        """Number of times that a buffer has been replaced by another one."""
+        self._all = (0, numel)
+        here = (0, 0) if empty and rows == 1 else self._all
+        self.spans = {role: [here, here] for role in ("worker", "owner")}
+        """By role and side; with several rows all values."""
+        self.worker: Pair | None = self._pair("worker", rows) if error else None
         """e; for momentum v."""
-        self.owner: Pair | None = self._pair() if error and owner and rows == 1 else None
-        """Zero but for the values that this rank owns; unwritten zeros take no memory."""
-        self.momentum: Pair | None = self._pair(rows) if rule.kind == "momentum" else None
+        self.owner: Pair | None = self._pair("owner") if error and owner and rows == 1 else None
+        """Zero but for the values that this rank owns."""
+        has_momentum = rule.kind == "momentum"
+        self.momentum: Pair | None = self._pair("momentum", rows) if has_momentum else None
 
-    def _pair(self, rows: int = 1) -> Pair:
-        form = self.rule.storage, self.numel, self.device, rows
+    def _pair(self, role: str, rows: int = 1) -> Pair:
+        begin, end = self.span(role, 0)
+        form = self.rule.storage, end - begin, self.device, rows
         return storage.zeros(*form), storage.zeros(*form)
+
+    def span(self, role: str, side: int) -> Span:
+        spans = self.spans.get(role)
+        return spans[side] if spans else self._all
+
+    def span_options(self) -> dict[str, list[Span]]:
+        """Return the spans of both sides, as the core takes them; empty: all values."""
+        if self.rows > 1:
+            return {}
+        return {f"{role}_spans": spans for role, spans in self.spans.items()}
+
+    def stored(self, role: str, side: int, row: int, begin: int, end: int) -> torch.Tensor:
+        """Return values as they are stored, in place.
+
+        Args:
+            role: "worker", "owner" or "momentum"; there is such a buffer.
+            side: 0 or 1.
+            row: row of the worker's residual or of the momentum; 0 for an owner.
+            begin: first value, in the span of this side; a multiple of 32.
+            end: a multiple of 32, or the end of the parameter.
+        """
+        pair: Pair = getattr(self, role)
+        first, last = self.span(role, side)
+        assert first <= begin <= end <= last, (first, begin, end, last)
+        return storage.part(pair[side], last - first, row, begin - first, end - first)
+
+    def values(self, role: str, side: int, row: int, begin: int, end: int) -> torch.Tensor:
+        """Return the same as float32 [end - begin], with zeros outside of the span; not to write.
+
+        Args:
+            begin, end: as for `stored`, anywhere in the parameter.
+        """
+        first, last = self.span(role, side)
+        first, last = max(first, begin), min(last, end)
+        if (first, last) == (begin, end):
+            return storage.load(self.stored(role, side, row, begin, end), end - begin)
+        result = torch.zeros(end - begin, dtype=torch.float32, device=self.device)
+        if first < last:
+            held = storage.load(self.stored(role, side, row, first, last), last - first)
+            result[first - begin : last - begin] = held
+        return result
+
+    def hold(self, spans: Spans, sides: Sequence[int] = (0, 1)) -> None:
+        """Give sides memory for these values, which keep what they are."""
+        for role in self.spans:
+            for side in sides:
+                self._replace(role, side, spans.get(role, self._all))
+
+    def _replace(self, role: str, side: int, span: Span) -> None:
+        pair: Pair | None = getattr(self, role)
+        before = self.spans[role][side]
+        if pair is None or self.rows > 1 or before == span:
+            return
+        fresh = storage.zeros(self.rule.storage, span[1] - span[0], self.device)
+        begin, end = max(before[0], span[0]), min(before[1], span[1])
+        if begin < end:
+            to = storage.part(fresh, span[1] - span[0], 0, begin - span[0], end - span[0])
+            to.copy_(self.stored(role, side, 0, begin, end))
+        setattr(self, role, (fresh, pair[1]) if side == 0 else (pair[0], fresh))
+        self.spans[role][side] = span
+        self.memory += 1
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -82,38 +166,41 @@ class Residual:
             if pair is not None:
                 yield role, pair
 
+    def move(self, device: torch.device) -> None:
+        """Move all buffers to another device."""
+        self.device = device
+        for role, pair in list(self.pairs()):
+            setattr(self, role, tuple(stored.to(device) for stored in pair))
+        self.memory += 1
+
+    def take_all(self, role: str) -> None:
+        """Give the current side memory for all values, which become zeros."""
+        if role in self.spans:
+            self._replace(role, self.side, self._all)
+        pair: Pair = getattr(self, role)
+        _clear(pair[self.side])
+
     def current(self, role: str) -> torch.Tensor:
         """Return the values after the last committed step, float32 [rows * numel]."""
-        pair: Pair = getattr(self, role)
         rows = self.rows if role in ("worker", "momentum") else 1
-        whole = [
-            storage.load(storage.part(pair[self.side], self.numel, r, 0, self.numel), self.numel)
-            for r in range(rows)
-        ]
+        whole = [self.values(role, self.side, row, 0, self.numel) for row in range(rows)]
         return torch.cat(whole) if rows > 1 else whole[0]
 
     def load_worker(self, row: int = 0) -> torch.Tensor:
         """Return a row of the worker residual before this step, float32 [numel]."""
-        return self._worker(self.sides[0], row)
+        return self.values("worker", self.sides[0], row, 0, self.numel)
 
     def stored_worker(self, row: int = 0) -> torch.Tensor:
         """Return the same as it is stored."""
-        assert self.worker is not None
-        return storage.part(self.worker[self.sides[0]], self.numel, row, 0, self.numel)
+        return self.stored("worker", self.sides[0], row, 0, self.numel)
 
     def fresh_worker(self, row: int = 0) -> torch.Tensor:
         """Return a row of the worker residual after this step as it is stored."""
-        assert self.worker is not None
-        return storage.part(self.worker[self.sides[1]], self.numel, row, 0, self.numel)
+        return self.stored("worker", self.sides[1], row, 0, self.numel)
 
     def written_worker(self, row: int = 0) -> torch.Tensor:
         """Return a row of the worker residual after this step, float32 [numel]."""
-        return self._worker(self.sides[1], row)
-
-    def _worker(self, side: int, row: int) -> torch.Tensor:
-        assert self.worker is not None
-        stored = storage.part(self.worker[side], self.numel, row, 0, self.numel)
-        return storage.load(stored, self.numel)
+        return self.values("worker", self.sides[1], row, 0, self.numel)
 
     def room(self) -> torch.Tensor:
         """Return float32 [numel] for `store_worker`: the residual itself if in float32."""
@@ -123,12 +210,17 @@ class Residual:
 
     def store_worker(self, values: torch.Tensor, row: int = 0) -> None:
         """Write a row of the worker residual after this step, float32 [numel]."""
-        assert self.worker is not None
-        fresh = storage.part(self.worker[self.sides[1]], self.numel, row, 0, self.numel)
+        fresh = self.fresh_worker(row)
         if fresh.data_ptr() != values.data_ptr():
             storage.store(values, fresh)
 
-    def use(self, layout: str, ranks: int, gradient: torch.Tensor | None = None) -> None:
+    def use(
+        self,
+        layout: str,
+        ranks: int,
+        gradient: torch.Tensor | None = None,
+        spans: Spans = ALL,
+    ) -> None:
         """Set the layout of the bucket, which decides the owners of values, before a step.
 
         If the layout changes, the owner residual is added to the worker residual. An owner's error
@@ -140,9 +232,14 @@ class Residual:
             ranks: number of ranks that are averaged.
             gradient: [rows, numel]; if ranks are workers for some values only, both residuals are
                 added to it instead. Only the kinds residual and decay allow that.
+            spans: the values that each buffer needs memory for in this layout.
         """
         now, then = self.sides
         same = self.layouts[now] in ("", layout)
+        if now != then:
+            self.hold(spans, [then, now] if same else [then])
+            if self.layouts[then] not in ("", layout):  # of a step that was taken back, perhaps
+                self.forget_other_side()
         self.layouts[then] = layout
         # Without an owner residual, what a rank keeps is of all its values in any layout.
         if same or self.worker is None or (self.owner is None and gradient is None):
@@ -162,20 +259,17 @@ class Residual:
             _clear(self.owner[then])
 
     def _fold(self, now: int, then: int, ranks: int) -> None:
-        assert self.worker is not None
         assert self.owner is not None
         for begin in range(0, self.numel, _SLICE):
             end = min(begin + _SLICE, self.numel)
-
-            def part(pair: Pair, side: int, begin: int = begin, end: int = end) -> torch.Tensor:
-                return storage.part(pair[side], self.numel, 0, begin, end)
-
-            owned = storage.load(part(self.owner, now), end - begin)
-            if owned.any():
-                worker = storage.load(part(self.worker, now), end - begin)
-                storage.store(worker.add(owned, alpha=ranks), part(self.worker, then))
+            owned = self.values("owner", now, 0, begin, end)
+            fresh = self.stored("worker", then, 0, begin, end)
+            first, last = self.spans["worker"][now]
+            if owned.any() or begin < first or end > last:
+                worker = self.values("worker", now, 0, begin, end)
+                storage.store(worker.add(owned, alpha=ranks), fresh)
             else:
-                part(self.worker, then).copy_(part(self.worker, now))
+                fresh.copy_(self.stored("worker", now, 0, begin, end))
         _clear(self.owner[then])
 
     @property
@@ -199,12 +293,19 @@ class Residual:
         self.in_place = self.moved = False
 
     def forget_other_side(self) -> None:
-        """Clear what an owner wrote for other buckets to the side that the next step writes."""
-        if self.owner is not None:
-            _clear(self.owner[1 - self.side])
+        """Clear what was written for other buckets to the side that the next step writes.
+
+        That step writes the values that this rank codes and owns in its bucket, and no others.
+        """
+        for pair in (self.worker, self.owner):
+            if pair is not None:
+                _clear(pair[1 - self.side])
 
 
 def _clear(stored: torch.Tensor) -> None:
+    if not stored.is_cpu:
+        stored.zero_()
+        return
     for part in torch.split(stored, _SLICE):
         if part.any():  # else its pages stay unwritten
             part.zero_()

@@ -53,6 +53,7 @@ class Residuals:
         *,
         rows: int = 1,
         error: bool = True,
+        empty: bool = False,
         codec: Codec | None = None,
     ) -> Residual:
         """Return the residual of a parameter, initially zeros; arguments as for `Residual`.
@@ -67,12 +68,15 @@ class Residuals:
         found = self._residuals.get(name)
         rule = self.rule.kept(rows * numel, codec)
         if found is None or (error and found.worker is None):
-            fresh = Residual(rule, numel, device, rows=rows, error=error, owner=self._owners)
+            form: dict[str, Any] = {"rows": rows, "error": error, "owner": self._owners}
+            fresh = Residual(rule, numel, device, empty=empty, **form)
             if found is not None:  # has been exact, and keeps its momentum
                 fresh.momentum, fresh.side = found.momentum, found.side
             found = self._residuals[name] = fresh
         elif (found.rule.storage, rule.storage) == ("bf16", "float32"):
             found = self._residuals[name] = _widened(found, rule)
+        if found.device != device:  # of a state that was loaded to another one
+            found.move(device)
         if (found.numel, found.rows) != (numel, rows):
             raise ValueError(
                 f"feedback: {name} has {rows} x {numel} values, its residual "
@@ -88,35 +92,37 @@ class Residuals:
         found = self._residuals.get(name)
         if found is None:
             return None
-        first = begin // storage.BLOCK * storage.BLOCK
+        block = storage.BLOCK
+        first, last = begin // block * block, min(-(-end // block) * block, found.numel)
 
-        def values(pair: Pair | None) -> torch.Tensor | float:
-            if pair is None:
+        def values(role: str) -> torch.Tensor | float:
+            if getattr(found, role) is None:
                 return 0.0
-            stored = storage.part(pair[found.sides[0]], found.numel, row, first, end)
-            return storage.load(stored, end - first)[begin - first :]
+            kept = found.values(role, found.sides[0], row if role != "owner" else 0, first, last)
+            return kept[begin - first : end - first]
 
         share = self.rule.decay if self.rule.kind == "decay" else 1.0
-        errors = share * values(found.worker) + self.rule.decay * values(found.momentum)
+        errors = share * values("worker") + self.rule.decay * values("momentum")
         nothing = torch.zeros(end - begin, device=found.device, dtype=torch.float32)
-        return errors / self.ranks + values(found.owner) + nothing
+        return errors / self.ranks + values("owner") + nothing
 
-    def bytes_for(self, codec: Codec, numel: int, rows: int) -> int:
+    def bytes_for(self, codec: Codec, numel: int, rows: int, shards: int = 1) -> int:
         """Return the bytes of a parameter's residual when all of it has been written.
 
         Args:
             codec: codec of the parameter.
             numel: values of a row.
             rows: number of rows; see `Residual`.
+            shards: number of ranks of a node that code a part of its sum each.
         """
         errors = self.rule.keeps_errors(codec)
         if not errors and self.rule.kind != "momentum":
             return 0
         form = self.rule.kept(rows * numel, codec).storage
         row = storage.count(form, numel)
-        taken = row * rows * (errors + (self.rule.kind == "momentum"))
+        taken = row * rows // shards * (errors + (self.rule.kind == "momentum"))
         if errors and rows == 1 and codec.combine == "recode":
-            taken += row // self.ranks  # the owner residual, of which the rest is never written
+            taken += row // self.ranks  # the owner residual, of which the rest is zeros
         return 2 * taken  # each has two sides
 
     def may_owe(self, names: Iterable[str]) -> bool:
@@ -191,13 +197,15 @@ class Residuals:
         residual = self._residuals.get(name)
         if residual is None:
             return
-        for role, pair in residual.pairs():
+        for role, _ in residual.pairs():
             rows = residual.rows if role in ("worker", "momentum") else 1
             for row in range(rows):
-                stored = storage.part(pair[residual.side], residual.numel, row, 0, residual.numel)
-                values = storage.load(stored, residual.numel)
+                values = residual.values(role, residual.side, row, 0, residual.numel)
                 if values.any():  # else its pages stay unwritten
-                    storage.store(_times(values, factors, columns, row, rows), stored)
+                    begin, end = residual.span(role, residual.side)
+                    times = _times(values, factors, columns, row, rows)[begin:end]
+                    to = residual.stored(role, residual.side, row, begin, end)
+                    storage.store(times, to)
 
     def _scale(self, factor: float, names: Iterable[str] | None, roles: Iterable[str]) -> None:
         for name in self._residuals if names is None else names:
@@ -227,6 +235,7 @@ class Residuals:
             name: {
                 **{role: pair[r.side].clone() for role, pair in r.pairs()},
                 "about": (r.numel, r.rows, r.layouts[r.side], r.last_step),
+                "spans": {role: r.span(role, r.side) for role, _ in r.pairs()},
             }
             for name, r in self._residuals.items()
         }
@@ -269,16 +278,17 @@ class Residuals:
             mine.take_back()
             mine.forget_other_side()
             mine.layouts[mine.side], mine.last_step = layout, last_step
-            for role, pair in mine.pairs():
+            mine.layouts[1 - mine.side] = ""  # so that `use` gives both sides their spans
+            for role in [role for role, _ in mine.pairs()]:
+                mine.take_all(role)
+                begin, end = saved["spans"][role]
                 for row in range(mine.rows if role in ("worker", "momentum") else 1):
-                    there, to = (
-                        storage.part(stored, mine.numel, row, 0, mine.numel)
-                        for stored in (tensors[role], pair[mine.side])
-                    )
+                    there = storage.part(tensors[role], end - begin, row, 0, end - begin)
+                    to = mine.stored(role, mine.side, row, begin, end)
                     if there.dtype == to.dtype:
                         to.copy_(there)
                     else:
-                        storage.store(storage.load(there, mine.numel).to(device), to)
+                        storage.store(storage.load(there, end - begin).to(device), to)
 
 
 def _widened(residual: Residual, rule: Feedback) -> Residual:
@@ -292,8 +302,8 @@ def _widened(residual: Residual, rule: Feedback) -> Residual:
     )
     wide.layouts[wide.side] = residual.layouts[residual.side]
     wide.last_step = residual.last_step
-    for (_, to), (_, there) in zip(wide.pairs(), residual.pairs(), strict=True):
-        to[wide.side].copy_(there[residual.side])
+    for (role, to), _ in zip(wide.pairs(), residual.pairs(), strict=True):
+        to[wide.side].copy_(residual.current(role))
     return wide
 
 

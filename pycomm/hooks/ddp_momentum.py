@@ -29,6 +29,8 @@ class MomentumState(Momenta, HookState):
         options: feedback and seed; see `CompressionState`.
     """
 
+    has_whole = True
+
     def __init__(
         self,
         codec: str | Codec | Policy,
@@ -95,7 +97,10 @@ class MomentumState(Momenta, HookState):
         # Matrices have the rows and columns of the parameter's indices, also if a channels_last
         # model has another order in memory: so have second moments and residuals, which are saved.
         parameters = bucket.parameters()
-        if not any(map(_is_strided, parameters)):
+        for parameter in parameters:  # in most models there is none
+            if not parameter.is_contiguous() and _is_strided(parameter):
+                break
+        else:
             return super().reduce_bucket(bucket)
         strided = [
             (gradient, gradient.as_strided(parameter.shape, parameter.stride()))

@@ -305,7 +305,7 @@ class FSDPState(CompressionState):
                 output, input, bucket.native, bucket.sides, self.seed, self.step
             )
             return work
-        if self._nodes is not None and self._scatters and self._nodes.is_even:
+        if self._nodes is not None and self._scatters:
             self._nodes.all_gather(output, input, bucket, seed=self.seed, step=self.step)
         else:
             two_shot.all_gather(output, input, bucket, group, seed=self.seed, step=self.step)

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,13 @@ from pycomm.feedback import Residual, Residuals
 from pycomm.feedback.rule import EXACT
 from pycomm.hooks.single_coded import SingleCodedState
 from pycomm.policy import CODED
-from pycomm.reduction.bucket import BucketPiece
+from pycomm.reduction.bucket import Bucket, BucketPiece
 from pycomm.reduction.momentum import scaled
 from pycomm.reduction.momentum.moment import CodedMoment
+from pycomm.reduction.momentum.on_device.job import Job
+from pycomm.reduction.momentum.on_device.moment import DeviceMoment
+from pycomm.reduction.momentum.on_device.passes import DevicePasses
+from pycomm.reduction.momentum.on_device.table import Table
 from pycomm.reduction.momentum.sum_places import SumPlaces
 from pycomm.reduction.saved import known, residuals_of
 
@@ -52,6 +56,8 @@ class Momenta(SingleCodedState, ABC):
     """Optimizer steps so far."""
     own: Residuals
     """What this rank has sent of the momentum, also for the shards of other ranks."""
+    has_whole = False
+    """Each rank has whole parameters, which the kernels of a device take."""
 
     def _begin_momenta(self, find: Find, unit: Callable[[], float], refresh: int) -> None:
         """Begin with the parameters that were entered so far.
@@ -77,10 +83,16 @@ class Momenta(SingleCodedState, ABC):
         self._pending = False  # a reduction that no optimizer step has used
         self._stale = False  # a state was loaded since the last backward
         self._added = False  # the optimizer has got parameters since the last step began
+        # Of a device with kernels, which then have the passes over all moments.
+        self._passes = DevicePasses.find(self._device) if self.has_whole else None
+        self._job: Job | None = None  # of the bucket that is reduced
+        self.defers = self._passes is not None
         self.moments = {}
         for name in self.decisions:
             self._make_moment(name)
         self._spare: list[torch.Tensor] = []
+        # Of a device, whose memory another stream may read until backward's has waited for it.
+        self._held: list[Job] = []
         self._codecs_then: list[Codec] = []
         self._refresh_asked, self._refresh = refresh, refresh or 1
         self._set_refresh()
@@ -109,7 +121,7 @@ class Momenta(SingleCodedState, ABC):
             return None
         settings, kept = found
         shard, shards = self._shard_of(parameter)
-        made = CodedMoment(
+        made = (CodedMoment if self._passes is None else DeviceMoment)(
             *(parameter, settings, kept, decision.codec),
             shard=shard,
             shards=shards,
@@ -196,17 +208,36 @@ class Momenta(SingleCodedState, ABC):
             )
         if self._pending:
             self.own.commit(self._touched_moments, self.step)
+        if self._sent is not None:
+            with self._noting_loss(), self._beside():
+                self._sent.wait()
+        if self._passes is not None:
+            self._take_sums_on(self._passes)
+        else:
+            self._take_sums()
+        self._sent = self._sums = None
+        self._pending = False
+        self.steps += 1
+
+    def _take_sums_on(self, passes: DevicePasses) -> None:
+        """Take the sums by kernels, behind what was queued on the stream beside this one."""
+        if self._side is not None:
+            torch.accelerator.current_stream().wait_stream(self._side.stream)
+        if self.moments:
+            ranks = self.process_group.size()
+            passes.commit(
+                *(self._on_device, self._sums, ranks),
+                lambda moment: moment.parameter.grad is not None,
+            )
+
+    def _take_sums(self) -> None:
         received: Sequence[torch.Tensor] = ()
         numbers: list[list[float]] = []
-        if self._sent is not None:
-            with self._noting_loss():
-                self._sent.wait()
-            assert self._sums is not None
+        if self._sums is not None:
             means = self._sums.div_(self.process_group.size())
             places = self._sum_places_in(means)
             places.condense(means)
             received, numbers = places.split(self._total(means))
-            self._sent = self._sums = None
         waiting = []
         for i, moment in enumerate(self.moments.values()):
             part, of_part = (received[i], numbers[i]) if received else (None, [])
@@ -215,8 +246,19 @@ class Momenta(SingleCodedState, ABC):
             if moment.commit(part, of_part, used=moment.parameter.grad is not None):
                 waiting.append(moment)
         CodedMoment.wait(waiting)
-        self._pending = False
-        self.steps += 1
+
+    @property
+    def _on_device(self) -> Sequence[DeviceMoment]:
+        """The moments, of a device with kernels."""
+        return cast("list[DeviceMoment]", list(self.moments.values()))
+
+    def move(self, moments: Sequence[CodedMoment], lr: float, weight_decay: float) -> None:
+        """Move parameters of one group by their momenta, which are their gradients."""
+        if self._passes is None:
+            CodedMoment.move(moments, lr, weight_decay)
+        elif moments:
+            ours = cast("Sequence[DeviceMoment]", moments)
+            self._passes.move(self._on_device, ours, lr, weight_decay)
 
     def _sum_places_in(self, sums: torch.Tensor) -> SumPlaces:
         sizes = [moment.sums_numel for moment in self.moments.values()]
@@ -247,7 +289,8 @@ class Momenta(SingleCodedState, ABC):
                 self._sent.wait()  # its numbers belong to gradients that were not used
                 self._sent = self._sums = None
         super().begin_step(weigh=weigh, absent=absent)
-        self._stale = False
+        self._stale, self._job = False, None
+        self._held.clear()
         if self._added:
             self._pending = False
             self.take_added()
@@ -255,6 +298,8 @@ class Momenta(SingleCodedState, ABC):
         self._scale = self._unit()
         for name, moment in self.moments.items():
             moment.begin(again=name in kept)
+        if self._passes is not None:
+            self._passes.refresh(self._on_device)
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:
@@ -278,13 +323,28 @@ class Momenta(SingleCodedState, ABC):
             return
         if self._sent is not None:
             self._sent.wait()  # those of an earlier part of the same step, which are in these
-        sums = torch.cat([moment.local_sums() for moment in moments])
-        self._sum_places_in(sums).measure(sums)
-        if self.process_group.size() > 1:
-            self._sent = dist.all_reduce(sums, group=self.process_group, async_op=True)
-        else:
-            self._sent = _Complete()
+        if self._passes is not None:
+            # Made on backward's stream, on which the step reads it at last.
+            sums = self._passes.sums_of(self._on_device)
+        with self._beside():
+            if self._passes is not None:
+                self._passes.collect(self._on_device, sums)
+            else:
+                sums = torch.cat([moment.local_sums() for moment in moments])
+                self._sum_places_in(sums).measure(sums)
+            if self.process_group.size() > 1:
+                self._sent = dist.all_reduce(sums, group=self.process_group, async_op=True)
+            else:
+                self._sent = _Complete()
         self._sums = sums
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        """Return a context in which work is queued behind the reductions by kernels."""
+        if self._passes is None or self._side is None:
+            return nullcontext()
+        stream = self._side.stream
+        stream.wait_stream(torch.accelerator.current_stream())
+        return cast("AbstractContextManager[Any]", stream)
 
     @property
     def _exchanges_sums(self) -> bool:
@@ -295,12 +355,14 @@ class Momenta(SingleCodedState, ABC):
         self, tensor: torch.Tensor, names: Sequence[str]
     ) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket: gradients of exact parameters, and the momentum of the others."""
+        if self._passes is not None:
+            return self._reduce_on(tensor, tuple(names))
         parts = self._parts(tuple(names), tensor)
         if not parts:
             return super().reduce(tensor, names)
-        new = [(moment, part) for moment, part, _ in parts if not moment.has_scale]
         for moment, part, _ in parts:
             moment.subtract_base(part)
+        new = [(moment, part) for moment, part, _ in parts if not moment.has_scale]
         for moment, part in new:
             moment.enter(part, self._scale)
         self._share_scales([moment for moment, _ in new])
@@ -308,8 +370,7 @@ class Momenta(SingleCodedState, ABC):
         bucket = self._bucket(tuple(names), tensor.device)
         # Else nodes code the sums of their ranks; and what one rank has sent is the momentum.
         alone = self.process_group.size() > 1 and not bucket.levels
-        # Not on one rank, where nothing is coded.
-        divides = self.process_group.size() > 1 or self._scale != 1 or self._is_fed(names)
+        divides = self._divides(names)
         encodings = []
         for moment, part, piece in parts:
             sent = self._sent_before(moment, piece) if alone else None
@@ -338,7 +399,7 @@ class Momenta(SingleCodedState, ABC):
             )
 
         if alone:
-            befores = [self.residual_before(piece.residual, bucket) for _, _, piece in parts]
+            befores = [self.residual_before(piece, bucket) for _, _, piece in parts]
         if alone and self.coding_of(bucket) is not None:
             self._encoded = keep
         elif alone:  # what is coded may be gone before anybody can look at it
@@ -363,6 +424,120 @@ class Momenta(SingleCodedState, ABC):
             return result
 
         return future.then(restore)
+
+    def _divides(self, names: Sequence[str]) -> bool:
+        """Return whether a momentum is divided by d: not where it is not coded, on one rank."""
+        return self.process_group.size() > 1 or self._scale != 1 or self._is_fed(names)
+
+    # ------------------------------------------------------------------ kernels of a device
+
+    def _reduce_on(
+        self, tensor: torch.Tensor, names: tuple[str, ...]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket whose passes are kernels. Written with few calls, as `_reduce_coded`."""
+        assert self._passes is not None
+        bucket = self._buckets.get(names) or self._bucket(names, tensor.device)
+        ranks = self.process_group.size()
+        table: Table | None = bucket.moments
+        if table is None or not table.is_current:
+            table = bucket.moments = self._table_of(bucket)
+        if not table.parts:
+            return super().reduce(tensor, names)
+        for moment, piece in table.parts:
+            assert piece is not None
+            if ranks > 1 and moment.codec is not piece.codec:
+                moment.use(piece.codec)
+            if moment.again:
+                moment.subtract_base(tensor[piece.offset : piece.offset + piece.numel])
+        job = self._job = Job(
+            *(self._passes, table, tensor),
+            unit=self._scale,
+            ranks=ranks,
+            looks=self._exchanges_sums,
+            divides=ranks > 1 or self._divides(names),
+            copies=table.own is not None and self.coding_of(bucket) is None,
+        )
+        if not self._encodes_beside(bucket):
+            self._encode_now(job, bucket)
+            self._held.append(job)
+        future = super().reduce(tensor, names)
+        if self._job is None:  # `_exchange` has finished it
+            return future
+        self._job = None
+
+        def finish(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            with self._noting_loss():
+                result = done.value()
+            if job.keeps:
+                job.sent()
+            job.land()
+            return result
+
+        if ranks == 1 and future.done():
+            finish(future)
+            return future
+        return future.then(finish)
+
+    def _table_of(self, bucket: Bucket) -> Table:
+        parts = [(self.moments[p.name], p) for p in bucket.pieces if p.name in self.moments]
+        own = None
+        if self.process_group.size() > 1 and not bucket.levels:
+            own = [self._own_of(piece) for _, piece in parts]
+        return Table([(cast("DeviceMoment", moment), piece) for moment, piece in parts], own)
+
+    def _encodes_beside(self, bucket: Bucket) -> bool:
+        """Return whether `_exchange` may encode, as what comes before it has nothing to change."""
+        choice = bucket.agreed.paths.get(("all_reduce", False))
+        if choice is None or choice.path.in_core or self.process_group.size() == 1:
+            return False  # it is not called, or one cannot know
+        if self.plan.sampled or (self.residuals is not None and self.residuals.rule.clip):
+            return False
+        for moment, _ in bucket.moments.parts:
+            if not moment.knows:
+                return False
+        for residual in bucket.residuals:
+            if residual is not None and (residual.in_place or residual.layouts != bucket.layouts):
+                return False
+        return True
+
+    def _encode_now(self, job: Job, bucket: Bucket) -> None:
+        """Encode on the stream of backward, before the reduction looks at values and residuals."""
+        self._settle_deferred()
+        job.encode(scale=self._scale_on)
+        if job.keeps:
+            pieces = [piece for piece in bucket.pieces if piece.name in self.moments]
+            job.befores = [self.residual_before(piece, bucket) for piece in pieces]
+
+    def _scale_on(self, moments: Sequence[DeviceMoment]) -> None:
+        def sum_up(sums: torch.Tensor) -> int:
+            if self.process_group.size() > 1:
+                dist.all_reduce(sums, group=self.process_group)
+            return self.process_group.size()
+
+        assert self._passes is not None
+        self._passes.scale(moments, sum_up)
+
+    def _exchange(
+        self, tensor: torch.Tensor, bucket: Bucket, group: dist.ProcessGroup, **how: Any
+    ) -> torch.Tensor | None:
+        """See `BucketReducer`; kernels make the momentum of the gradients before it, and after."""
+        job, self._job = self._job, None
+        if job is None:
+            return super()._exchange(tensor, bucket, group, **how)
+        if not job.encoded:
+            job.encode(how.get("swapped"))
+        single = job.keeps and bool(bucket.single)
+        if single:
+            self._encoded = job.sent
+        try:
+            finite = super()._exchange(tensor, bucket, group, **how)
+        except PeerLost as error:
+            self._lost = self._lost or error
+            raise
+        if job.keeps and not single:
+            job.sent()
+        job.land()
+        return finite
 
     # ------------------------------------------------------------------ what a rank has sent
 

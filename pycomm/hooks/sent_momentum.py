@@ -81,7 +81,7 @@ class SentMomentumState(SingleCodedState):
         bucket = self._bucket(tuple(names), tensor.device)
         if self.process_group.size() > 1 and not bucket.levels:
             for piece in bucket.pieces:
-                stored = self.residual_before(piece.residual, bucket)
+                stored = self.residual_before(piece, bucket)
                 if stored is not None:
                     self.before[piece.name] = storage.load(stored, piece.numel)
         return super().reduce(tensor, names)
@@ -120,7 +120,9 @@ class SentMomentumState(SingleCodedState):
             )
         parts = [saved[key][1] for key in keys]
         self.own = {
-            name: torch.stack([part[name] for part in parts if name in part]).mean(0)
+            name: torch.stack([part[name] for part in parts if name in part])
+            .mean(0)
+            .to(self._device)
             for name in dict.fromkeys(name for part in parts for name in part)
         }
 

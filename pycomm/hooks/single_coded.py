@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from pycomm.feedback import Residual
+from pycomm.feedback.residual import ALL, Spans
 from pycomm.policy.exchange import gather
-from pycomm.reduction import paths
-from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.bucket import Bucket, BucketPiece
+from pycomm.reduction.nodes import Nodes
 from pycomm.reduction.reducer import completed
 from pycomm.reduction.single_coding import SingleCoding, is_coarse
 from pycomm.reduction.state import CompressionState
@@ -30,11 +32,14 @@ class SingleCodedState(CompressionState):
 
     def coding_of(self, bucket: Bucket) -> SingleCoding | None:
         """Return how a bucket is averaged; None: as gradients are."""
+        if bucket.single is None:  # it is asked for several times a step
+            bucket.single = self._find_coding(bucket) or False
+        return bucket.single or None
+
+    def _find_coding(self, bucket: Bucket) -> SingleCoding | None:
         if self.process_group.size() == 1 or not any(is_coarse(p.codec) for p in bucket.pieces):
             return None
-        if bucket.single is None:
-            bucket.single = SingleCoding(bucket, self.process_group)
-        single: SingleCoding = bucket.single
+        single = SingleCoding(bucket, self.process_group)
         dense = [p for p in bucket.pieces if p.codec.combine != "gather"]
         if single.gathers and not any(is_coarse(p.codec) for p in dense):
             return None  # payloads are gathered there, too
@@ -46,38 +51,70 @@ class SingleCodedState(CompressionState):
         single = self.coding_of(bucket)
         if single is None:
             return super()._reduce_coded(tensor, bucket)
-        bucket.agreed.paths["all_reduce", False] = paths.ChosenPath(paths.SINGLE)
+        bucket.agreed.paths["all_reduce", False] = single.path(bucket, tensor)
+        if not tensor.is_cpu:
+            return super()._reduce_coded(tensor, bucket)
+        if self.residuals is not None and self.residuals.rule.clip:
+            self._clip(bucket, tensor)
         self._use(bucket.pieces, bucket, tensor)
-        values, encoded = tensor.contiguous(), self._encoded
+        how: dict[str, Any] = {"senders": None, "probe": None, "divided": False}
+        finite = self._exchange(tensor, bucket, self.process_group, step=self.step, **how)
+        self._finite.append(lambda: bool(finite))
+        return completed(tensor)
+
+    def _exchange(
+        self, tensor: torch.Tensor, bucket: Bucket, group: dist.ProcessGroup, **how: Any
+    ) -> torch.Tensor | None:
+        single: SingleCoding = bucket.single  # which `_reduce_coded` has asked for
+        if not single:
+            return super()._exchange(tensor, bucket, group, **how)
+        values, encoded = tensor.contiguous(), self._encoded or _nothing
         self._encoded = None
         finite = single.average(
-            values, bucket, seed=self.seed, step=self.step, encoded=encoded or _nothing
+            values,
+            bucket,
+            seed=self.seed,
+            step=self.step,
+            encoded=encoded,
+            found_inf=how.get("found_inf"),
+            swapped=how.get("swapped"),
         )
-        self._finite.append(lambda: bool(finite))
         if values is not tensor:
             tensor.copy_(values)
-        return completed(tensor)
+        return finite
 
     def on_any_rank(self, found: bool) -> bool:
         """Return whether any rank has found something; collective."""
         return any(one for (one,) in gather([found], self.process_group, self._device))
 
-    def residual_before(self, residual: Residual | None, bucket: Bucket) -> torch.Tensor | None:
+    def held(self, pieces: Sequence[BucketPiece], nodes: Nodes | None) -> list[Spans]:
+        """See `BucketReducer`; a coarse payload has all values, by nodes, too."""
+        return super().held(pieces, None) if nodes is None else [ALL] * len(pieces)
+
+    @property
+    def shards(self) -> int:
+        """See `BucketReducer`; likewise."""
+        return 1
+
+    def residual_before(self, piece: BucketPiece, bucket: Bucket) -> torch.Tensor | None:
         """Return a copy of a worker residual that the coding of this step overwrites; else None.
 
         It does so if the bucket has another layout than the last one: `Residual.use` writes what
         the worker and the owner residual are together to where the new one is written.
 
         Args:
-            residual: that of a piece of the bucket; None: there is none.
+            piece: one of the bucket.
             bucket: a bucket that is reduced next, without levels.
 
         Returns:
             The residual as it is stored.
         """
+        residual = piece.residual
         if residual is None or residual.worker is None:
             return None
-        residual.use(bucket.layout, self.process_group.size())
+        ranks = self.process_group.size()
+        residual.use(bucket.layout, ranks, spans=bucket.spans[piece.name])
+        bucket.follow_memory()
         return residual.stored_worker().clone() if residual.in_place else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -31,7 +32,8 @@ from pycomm.optim.settings import (
 from pycomm.policy import Policy, agree_on_options, refused_together
 from pycomm.policy.exchange import device_of
 from pycomm.reduction import members
-from pycomm.reduction.momentum.moment import FLOAT32_STATES, CodedMoment, local
+from pycomm.reduction.momentum.moment import FLOAT32_STATES, local
+from pycomm.reduction.momentum.on_device.kernels import Kernels
 from pycomm.reduction.momentum.scaled import native, written
 
 _NAME = "CodedAdamW"
@@ -198,7 +200,7 @@ class CodedAdamW(torch.optim.Optimizer):
                     exact.append(parameter)
                 else:
                     moments.append(moment)
-            CodedMoment.move(moments, lr, weight_decay)
+            self.compression.move(moments, lr, weight_decay)
             if exact:
                 self._step_exact(group, exact)
         return loss
@@ -373,8 +375,9 @@ def step_by_adamw(
 ) -> None:
     """Take a step of torch's AdamW with parameters of one group.
 
-    On the CPU, float32 goes over each tensor once in C++ (csrc/optim/adamw.cpp), all tensors in one
-    call; everything else by torch. A shard's values have the bits that they have in the whole.
+    float32 goes over each tensor once, all tensors in one call: in C++ on the CPU
+    (csrc/optim/adamw.cpp), and by kernels with the same bits; everything else by torch. A shard's
+    values have the bits that they have in the whole.
 
     Args:
         settings: the group.
@@ -387,17 +390,23 @@ def step_by_adamw(
     momenta = [local(state["exp_avg"]) for state in states]
     squares = [local(state["exp_avg_sq"]) for state in states]
     steps = [state["step"] for state in states]
-    each = (parameters, gradients, momenta, squares, steps)
-    if not as_torch and all(native(*one) for one in each):
-        _C.adamw_step(
+    tensors = parameters, gradients, momenta, squares
+    on_cpu = not as_torch and all(native(*each) for each in (*tensors, steps))
+    on_device = not (as_torch or on_cpu) and native(*steps)
+    kernels = _kernels_for(tensors) if on_device else None
+    if on_cpu or kernels is not None:
+        given = (
             [
-                (*(tensor.data_ptr() for tensor in tensors), tensors[0].numel())
-                for tensors in zip(parameters, gradients, momenta, squares, steps, strict=True)
+                (*(tensor.data_ptr() for tensor in each), each[0].numel())
+                for each in zip(*tensors, steps, strict=True)
             ],
             *(float(settings["lr"]), float(beta1), float(beta2)),
             *(float(settings["eps"]), float(settings["weight_decay"])),
-            torch.get_num_threads(),
         )
+        if kernels is not None:
+            kernels.call(_C.adamw_step_on_device, *given)
+        else:
+            _C.adamw_step(*given, torch.get_num_threads())
         written(parameters)
         return
     adamw(
@@ -417,3 +426,12 @@ def step_by_adamw(
         eps=float(settings["eps"]),
         maximize=False,
     )
+
+
+def _kernels_for(tensors: Sequence[Sequence[torch.Tensor]]) -> Kernels | None:
+    """Return the kernels that take these tensors; None: torch does."""
+    device = tensors[0][0].device
+    for one in chain(*tensors):
+        if one.device != device or one.dtype != torch.float32 or not one.is_contiguous():
+            return None
+    return Kernels.find("adamw", device)

@@ -55,6 +55,7 @@ class Batched:
                 options["kind"] = getattr(_C.FeedbackKind, rule.kind)
                 options["storage"] = getattr(_C.FeedbackStorage, rule.storage)
                 options |= {"decay": rule.decay, "nesterov": rule.nesterov}
+                options |= piece.residual.span_options()
             native.add(piece.numel, piece.codec.native, tensor=piece.tensor, **options)
         numbers = {id(piece): i for i, piece in enumerate(bucket.pieces)}
 

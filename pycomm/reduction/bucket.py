@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pycomm.codecs import Codec
 from pycomm.feedback import Residual, Residuals
+from pycomm.feedback.residual import ALL, Spans
 from pycomm.policy import Decision
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ class Bucket:
             rank codes a part of its node's sum, and the owners of values change.
         shares: where each rank's share of the values begins, if shares differ (``Backend.shares``).
         agreed: what the ranks know about this bucket; None: nothing.
+        held: function that returns, for each piece, which of its values need memory for their
+            residuals; None: all of them.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Bucket:
         levels: Sequence[int] = (),
         shares: Sequence[int] = (),
         agreed: Agreed | None = None,
+        held: Callable[[Sequence[BucketPiece]], Sequence[Spans]] | None = None,
     ) -> None:
         self.agreed = agreed or Agreed()
         self.pieces: list[BucketPiece] = []
@@ -101,15 +105,21 @@ class Bucket:
             keeps_errors = residuals is not None and residuals.rule.keeps_errors(decision.codec)
             if residuals is not None and (keeps_errors or name in residuals or kind == "momentum"):
                 codec = decision.codec
-                residual = residuals.get(
-                    name, numel, device, rows=rows, error=keeps_errors, codec=codec
-                )
+                form: dict[str, Any] = {"rows": rows, "error": keeps_errors, "codec": codec}
+                residual = residuals.get(name, numel, device, empty=held is not None, **form)
             if residual is not None and not keeps_errors:
                 self.paying.add(name)
             self.pieces.append(
                 BucketPiece(name, self.numel, numel, decision.codec, number, residual)
             )
             self.numel += numel
+        spans = held(self.pieces) if held else [ALL] * len(self.pieces)
+        self.spans = {p.name: one for p, one in zip(self.pieces, spans, strict=True)}
+        """By piece: the values whose residuals have memory."""
+        self._memory = 0
+        for piece in self.pieces if held else ():
+            if piece.residual is not None and piece.residual.layouts == ["", ""]:
+                piece.residual.hold(self.spans[piece.name])
         # Where no rank has a residual, far ranks need no owners: one round in place of two.
         names = [piece.name for piece in self.pieces]
         self._may_owe = residuals is not None and residuals.may_owe(names)
@@ -132,8 +142,18 @@ class Bucket:
         self.batched: dict[tuple[str, int, int], Any] = {}
         """Likewise: the `Batched` of a schedule that C++ runs while Python moves the payloads."""
         self.single: Any = None
-        """The `SingleCoding` that averages the bucket, if it is averaged so."""
+        """The `SingleCoding` that averages the bucket; False: another way does; None: nobody has
+        asked yet."""
+        self.moments: Any = None
+        """The matrices of a coded optimizer, as kernels of a device know them."""
         self._native: Layout | None = None
+
+    def follow_memory(self) -> None:
+        """Forget what has addresses of residuals, if some of these have got another memory."""
+        memory = sum(residual.memory for residual in self.residuals if residual is not None)
+        if memory != self._memory:
+            self._memory, self._native, self.moments = memory, None, None
+            self.batched.clear()
 
     @cached_property
     def gathers(self) -> bool:
@@ -153,6 +173,7 @@ class Bucket:
                     rule, options = p.residual.rule, dict(p.residual.pairs())
                     options |= {"kind": rule.kind, "storage": rule.storage}
                     options |= {"decay": rule.decay, "nesterov": rule.nesterov}
+                    options |= p.residual.span_options()
                 self._native.add(p.offset, p.numel, p.codec.spec(), p.tensor, **options)
         return self._native
 

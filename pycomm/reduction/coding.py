@@ -118,6 +118,12 @@ def whole(pieces: Sequence[BucketPiece]) -> list[Run]:
     return [Run(piece, 0, piece.numel) for piece in pieces if piece.numel > 0]
 
 
+def spans(pieces: Sequence[BucketPiece], runs: Runs) -> list[tuple[int, int]]:
+    """Return the values of each piece that are in some runs, of which it has one or none."""
+    found = {id(run.piece): (run.begin, run.end) for run in runs}
+    return [found.get(id(piece), (0, 0)) for piece in pieces]
+
+
 @dataclass(frozen=True)
 class ExchangePlan:
     """What an operation exchanges, as in csrc/collectives/coded/exchange.h."""

@@ -13,7 +13,8 @@ def residual_bytes(reducer: BucketReducer) -> int:
     if residuals is None:
         return 0
     parts = [reducer.part(decision) for decision in reducer.decisions.values()]
-    each = (residuals.bytes_for(p.codec, p.parameter.numel, reducer.rows) for p in parts)
+    form = reducer.rows, reducer.shards
+    each = (residuals.bytes_for(p.codec, p.parameter.numel, *form) for p in parts)
     return sum(each) * reducer.kept_alike
 
 

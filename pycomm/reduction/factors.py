@@ -357,7 +357,7 @@ class Factors:
             for name, values in renamed(state.get(key, {}), names).items():
                 matrix = shape(name)
                 if matrix is not None and matrix.size == len(values):
-                    found[key][name] = values
+                    found[key][name] = values.cpu()  # whatever the state was loaded to
         self._decided, self._means = found["decided"], found["means"]
         self.use(found["current"], shape, residuals)
         self.moved = True

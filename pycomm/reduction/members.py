@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pycomm.elastic.contents import plain_numbers, unreadable
+from pycomm.elastic.contents import mapped, plain_numbers, unreadable
 from pycomm.errors import Error, WireMismatch
 from pycomm.policy.exchange import bytes_of, gather
 
@@ -131,13 +130,9 @@ def _write_and_read(thing: Any) -> None:
 
 def _without_values(thing: Any) -> Any:
     """Return a state with empty tensors in the place of its tensors."""
-    if type(thing) in (dict, OrderedDict):
-        return type(thing)((key, _without_values(value)) for key, value in thing.items())
-    if type(thing) in (list, tuple):
-        return type(thing)(_without_values(value) for value in thing)
-    if type(thing) in (torch.Tensor, torch.nn.Parameter):
-        return torch.empty(0, dtype=torch.float32, device="cpu")
-    return thing
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    empty = torch.empty(0, dtype=torch.float32, device="cpu")
+    return mapped(thing, lambda entry: empty if type(entry) in kinds else entry)
 
 
 def compare_bucket(names: Sequence[str], group: dist.ProcessGroup, device: torch.device) -> None:

@@ -22,7 +22,7 @@ from pycomm.codecs.convert import convert
 from pycomm.errors import WireMismatch
 from pycomm.policy.exchange import gather_json, host
 from pycomm.reduction import own_group, two_shot
-from pycomm.reduction.bucket import Bucket
+from pycomm.reduction.bucket import Bucket, BucketPiece
 from pycomm.reduction.coding import ExchangePlan, Run, chunks, hop_seed, whole
 
 
@@ -53,8 +53,6 @@ class Nodes:
         rails = [sorted(node[place] for node in nodes) for place in range(self._shards)]
         across = rails[self._place] if self._place < self._shards else []
         self._numbers = tuple(across)  # of the ranks at our place, as theirs in that group
-        self.is_even = len(set(self._sizes)) == 1
-        """All nodes have as many ranks: then rows can be scattered and gathered by nodes."""
         # The rank of each row, by place, then by node.
         self._by_place = torch.tensor(rails, dtype=torch.int64, device=device).view(-1)
         # With "cpu:pycomm,cuda:nccl" a node has NCCL, whose sockets between hosts are slower than
@@ -96,7 +94,7 @@ class Nodes:
             None: `found_inf` tells.
         """
         flag = torch.zeros_like(values[:1], dtype=torch.float32) if found_inf is None else found_inf
-        parts = bucket.parts = bucket.parts or chunks(whole(bucket.pieces), self._shards)
+        parts = bucket.parts = bucket.parts or self._parts(bucket.pieces)
         places = [values[_begin(runs) : _end(runs)] for runs in parts]
         sums = values
         if values.dtype != torch.float32:
@@ -190,6 +188,16 @@ class Nodes:
             rows = gathered
         output.view(self._ranks, -1)[self._by_place] = rows
 
+    def part_of(self, pieces: Sequence[BucketPiece]) -> tuple[int, int, Sequence[Run]]:
+        """Return our number among the ranks that code the same part, theirs, and the part.
+
+        Args:
+            pieces: those of a bucket that is all-reduced.
+        """
+        if self._across is None:
+            return 0, 1, ()
+        return self._across.rank(), self._across.size(), self._parts(pieces)[self._place]
+
     def check(self, device: torch.device) -> None:
         """Raise the error of an operation on device tensors in one of the groups; see
         `BucketReducer.check_operations`."""
@@ -197,6 +205,10 @@ class Nodes:
             ours = None if group is None else backend.find(group, device)
             if ours is not None:
                 ours.check()
+
+    def _parts(self, pieces: Sequence[BucketPiece]) -> list[list[Run]]:
+        """Return the runs of each rank of a node that has a part."""
+        return chunks(whole(pieces), self._shards)
 
     def _sum_in_node(self, places: Sequence[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
         """Return the node's sum of our part, rounded in float32; values behind it mean nothing.
@@ -274,22 +286,28 @@ def find_levels(
     return levels
 
 
-def flat_text(levels: Sequence[int], payload: int, values: int) -> str:
-    """Return what a node's card sends in a flat all-reduce, and in one of torch's bf16 hook.
+def flat_text(levels: Sequence[int], payload: int, values: int, *, scatters: bool = False) -> str:
+    """Return what a node's card sends, and what it would send for bf16 gradients in a ring.
 
     Args:
         levels: number of the node of each rank.
         payload: bytes of all values, coded once.
         values: number of all values.
+        scatters: gradients are reduce-scattered, as FSDP2's are, among nodes of unequal size; else
+            all-reduced, with feedback of the kind momentum.
     """
     ranks, most = len(levels), max(map(levels.count, levels))
-    coded = 2 * most * (ranks - most) / ranks * payload
-    ring = 2 * (ranks - 1) / ranks * 2 * values
+    shots = 1 if scatters else 2
+    coded = shots * most * (ranks - most) / ranks * payload
+    ring = shots * (ranks - 1) / ranks * 2 * values
+    why, cure = "momentum is of what each rank sends", "feedback residual or decay goes by nodes"
+    if scatters:
+        why, cure = "nodes have unequal numbers of ranks", "nodes of equal ones need less"
     told = (
-        f"flat, since momentum is of what each rank sends: a node's card sends {coded / 1e6:.3g} "
-        f"MB a step, where torch's bf16 hook sends {ring / 1e6:.3g} MB"
+        f"flat, since {why}: a node's card sends {coded / 1e6:.3g} MB a step for gradients, where "
+        f"a ring of bf16 sends {ring / 1e6:.3g} MB"
     )
-    return told + "; feedback residual or decay goes by nodes" * (coded > ring)
+    return told + f"; {cure}" * (coded > ring)
 
 
 def _begin(runs: Sequence[Run]) -> int:

@@ -10,13 +10,14 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
 
 from pycomm import backend
-from pycomm.policy.exchange import device_of
+from pycomm.policy.exchange import device_of, gather
 
 T = TypeVar("T")
 
 
 def make(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a new group of the same ranks, with the same backends and timeout; collective."""
+    _count_alike(group)
     return _make(group, range(group.size()), dist.get_backend(group))
 
 
@@ -32,6 +33,7 @@ def make_part(
         members: their numbers in `group`, ascending.
         backend: name of the new group's backend; None: as the default group's.
     """
+    _count_alike(group)
     if len(members) < 2:
         _count(f"no group {len(c10d._world.pg_names)}")
         return None
@@ -79,6 +81,18 @@ def close(group: dist.ProcessGroup) -> None:
     name = c10d._world.pg_names[group]
     dist.destroy_process_group(group)
     _count(name)
+
+
+def _count_alike(group: dist.ProcessGroup) -> None:
+    """Let the ranks of a group count as many groups as that of them with most; collective.
+
+    Some of them may have made groups without the others, such as those of a model of half of the
+    ranks.
+    """
+    ours = len(c10d._world.pg_names)
+    counts = gather([ours], group, device_of(group))
+    for number in range(ours, int(max(count for (count,) in counts))):
+        _count(f"no group {number}")
 
 
 def _count(name: str) -> None:

@@ -7,7 +7,7 @@ table `PATHS`, and what a group offers is answered by its backend. Ranks agree o
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -44,6 +44,8 @@ def _peers(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> st
         return _core(bucket, group, device)
     if why := native.why_no_peers(device):
         return why
+    if bucket.levels:
+        return "nodes= makes it go by nodes"
     most = native.most_payload_bytes(device)
     for piece in bucket.pieces:
         payload = piece.codec.encoded_bytes(piece.numel)
@@ -100,6 +102,8 @@ class Path:
     dtypes: tuple[torch.dtype, ...] = CODED
     senders: bool = False
     """It can average a value over the ranks that have sent it."""
+    decides: bool = False
+    """Kernels tell each other whether a step is finite; see `SideStream`."""
 
     def refusal(self, bucket: Bucket, op: str, dtype: torch.dtype, senders: bool) -> str:
         """Return which column of the table excludes a bucket; "" if none does."""
@@ -145,6 +149,7 @@ KERNELS = Path(
     needs=_kernels,
     codecs=tuple(name for name in CODECS if name != "lossless"),
     kinds=("residual", "decay"),
+    decides=True,
 )
 """Not of payloads whose size varies, which the host would have to read before they are sent."""
 PAYLOADS = Path(
@@ -169,6 +174,13 @@ SINGLE = Path(
     codecs=None,
 )
 """Of the coded optimizers, which choose it themselves."""
+SINGLE_KERNELS = replace(
+    SINGLE,
+    about="coded once by kernels on a stream beside backward, payloads by the group's all-gather "
+    "or all-to-all",
+    on="gpu",
+    decides=True,
+)
 FACTORS = Path(
     "factors",
     "the codec's own collectives",

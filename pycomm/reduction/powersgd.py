@@ -50,12 +50,15 @@ class Memory:
         self._kept: dict[str, Factor] = {}
         self._next: dict[str, Factor] = {}
 
-    def factor(self, name: str, left: tuple[int, int], right: tuple[int, int]) -> Factor | None:
+    def factor(
+        self, name: str, left: tuple[int, int], right: tuple[int, int], device: torch.device
+    ) -> Factor | None:
         """Return a matrix's factor, or None if there is none of the shape for its side."""
         kept = self._kept.get(name)
         if kept is None or tuple(kept.values.shape) != (left if kept.left else right):
             return None
-        return kept
+        # A state may have been loaded to another device.
+        return Factor(kept.values.to(device), kept.left)
 
     def put(self, name: str, factor: Factor) -> None:
         """Propose the factor for the next step."""
@@ -130,7 +133,8 @@ class _Matrix(_Part):
                 rows, columns
             )
         self.codec, self.numel = codec, piece.numel
-        self.kept = memory.factor(piece.name, (rows, width), (width, columns))
+        shapes = (rows, width), (width, columns)
+        self.kept = memory.factor(piece.name, *shapes, target.device)
 
     def start(self, key: RandomKey) -> torch.Tensor:
         """Return the very first Q, transposed."""

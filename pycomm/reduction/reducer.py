@@ -6,6 +6,7 @@ It is the base class of `CompressionState`, which says when a step begins and en
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from pycomm.arguments import typed, whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback, Residuals
+from pycomm.feedback.residual import Spans
 from pycomm.feedback.rule import EXACT
 from pycomm.log import warn_once
 from pycomm.policy import (
@@ -32,7 +34,7 @@ from pycomm.policy import (
     usual_feedback,
 )
 from pycomm.policy.samples import BucketProbe
-from pycomm.reduction import members, paths, powersgd, two_shot
+from pycomm.reduction import coding, members, paths, powersgd, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
 from pycomm.reduction.exchange_thread import ExchangeThread
 from pycomm.reduction.factors import Factors, Matrix, is_divided
@@ -129,7 +131,8 @@ class BucketReducer:
                 warn_once("nodes= has no effect here: the backend pycomm finds nodes by itself")
             return
         levels = find_levels(group, given, device)
-        if levels and self._kind == "momentum":  # of what each rank sends for itself
+        uneven = levels is not None and len(set(Counter(levels).values())) > 1
+        if levels and (self._kind == "momentum" or (uneven and self.rows > 1)):
             self._flat = levels
         elif levels:
             self._nodes = Nodes(group, levels, device)
@@ -326,7 +329,7 @@ class BucketReducer:
             stream = side.stream
             stream.wait_stream(torch._C._accelerator_getStream(tensor.device.index))
             stream.__enter__()
-            if choice.path is paths.KERNELS:
+            if choice.path.decides:
                 if side.ahead and not bucket.with_residual.keys() <= self._deferred:
                     self._settle_deferred()  # the flag is not about the sides of the others
                 side.open = True
@@ -448,8 +451,9 @@ class BucketReducer:
                     rows = tensor.view(bucket.rows, -1)
                     gradient = rows[:, piece.offset : piece.offset + piece.numel]
                 if residual.in_place or residual.layouts != [bucket.layout, bucket.layout]:
-                    residual.use(bucket.layout, ranks, gradient)
+                    residual.use(bucket.layout, ranks, gradient, bucket.spans[piece.name])
                 self._touched[piece.name] = piece
+        bucket.follow_memory()
         self._paying |= bucket.paying
 
     def _clip(self, bucket: Bucket, tensor: torch.Tensor) -> None:
@@ -519,8 +523,6 @@ class BucketReducer:
             alone = self.averages_senders or self.rows > 1  # each rank sends for itself
             owned = native if native and not alone else None
             nodes = self._nodes if native is None and not self.averages_senders else None
-            if nodes is not None and self.rows > 1 and not nodes.is_even:
-                nodes = None
             bucket = Bucket(
                 decisions,
                 numbers,
@@ -530,9 +532,37 @@ class BucketReducer:
                 levels=owned.levels if owned else nodes.levels if nodes else (),
                 shares=owned.shares if owned else (),
                 agreed=agreed,
+                held=partial(self.held, nodes=nodes) if device.type != "cpu" else None,
             )
             self._buckets[names] = bucket
         return bucket
+
+    def held(self, pieces: Sequence[BucketPiece], nodes: Nodes | None) -> list[Spans]:
+        """Return which values of each piece have residuals on this rank, by role.
+
+        Args:
+            pieces: those of a bucket.
+            nodes: by which the bucket is reduced; None: flat.
+        """
+        group = self.process_group
+        flat: tuple[int, int, coding.Runs] = group.rank(), group.size(), coding.whole(pieces)
+        rank, ranks, runs = flat if nodes is None else nodes.part_of(pieces)
+        owned = coding.all_reduce_plan(runs, ranks).owned
+        contributed = coding.spans(pieces, runs)
+        kept = coding.spans(pieces, owned[rank] if owned else ())
+        return [
+            {"owner": own} if one.codec.combine == "factors" else {"worker": worker, "owner": own}
+            for one, worker, own in zip(pieces, contributed, kept, strict=True)
+        ]
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks of a node that code a part of its sum each; 1: ranks code all values."""
+        levels: Sequence[int] = self._nodes.levels if self._nodes else ()
+        if self._device.type == "cpu" and not self._nodes and self._kind != "momentum":
+            native = backend.find_native(self.process_group)
+            levels = native.levels if native and not self.averages_senders else ()
+        return min(Counter(levels).values(), default=1) if self.rows == 1 else 1
 
     @property
     def kept_alike(self) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import lcm
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
 from pycomm.feedback.rule import EXACT
 from pycomm.policy.quality import nominal_error
+from pycomm.reduction import paths
+from pycomm.reduction.batched import Batched
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.coding import GRAIN, ExchangePlan, chunks, total_bytes, whole
 from pycomm.reduction.two_shot import exchange
@@ -69,6 +72,7 @@ class SingleCoding:
             ExchangePlan(shown=runs) if self.gathers else ExchangePlan(self._chunks, gathers=False)
         )
         self._plan = lambda: plan
+        self._path: paths.ChosenPath | None = None
         if not self.gathers:
             self.wire_bytes = -(-(self._ranks - 1) * (sent + back) // self._ranks)
 
@@ -80,7 +84,9 @@ class SingleCoding:
         seed: int,
         step: int,
         encoded: Callable[[], None],
-    ) -> torch.Tensor:
+        found_inf: torch.Tensor | None = None,
+        swapped: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
         """Average `values` over the group, in place.
 
         Args:
@@ -90,14 +96,16 @@ class SingleCoding:
             step: number of the step, below 2^32.
             encoded: is called when this rank's contribution and its residuals are written, and
                 `values` are as they were.
+            found_inf, swapped: as for `two_shot.exchange`.
 
         Returns:
             A bool tensor without dimensions: whether the result is finite everywhere, equal on all
-            ranks.
+            ranks; None: `found_inf` tells.
 
         Raises:
             WireMismatch: a rank sends payloads of impossible sizes.
         """
+        flags: dict[str, Any] = {"found_inf": found_inf, "swapped": swapped}
         result = exchange(
             "single",
             self._plan,
@@ -109,6 +117,7 @@ class SingleCoding:
             step=step,
             divisor=self._ranks,
             encoded=encoded,
+            **flags,
         )
         if not self.gathers:
             result = exchange(
@@ -121,9 +130,24 @@ class SingleCoding:
                 seed=seed ^ _ANSWER_SEED,
                 step=step,
                 divisor=1,
+                # What is not finite in our chunk is so in its answer, too, which all ranks get.
+                **flags,
             )
-        assert result is not None
         return result
+
+    def path(self, bucket: Bucket, values: torch.Tensor) -> paths.ChosenPath:
+        """Return the path of `average`, whose arguments these are."""
+        if self._path is None:
+            way, found = paths.SINGLE, None
+            if not values.is_cpu:
+                found = Batched.find("single", bucket, self._group, self._plan, values)
+            if found is not None and not self.gathers:
+                answers, plan = self._answers, self._plan_of_answers
+                found = Batched.find("answers", answers, self._group, plan, values)
+            if found is not None:
+                way = paths.SINGLE_KERNELS
+            self._path = paths.ChosenPath(way)
+        return self._path
 
     def _plan_of_answers(self) -> ExchangePlan:
         """Each owner sends all ranks the result of its chunk."""

@@ -142,7 +142,8 @@ class CompressionState(BucketReducer):
         lines = [self.plan.summary(), taken, nodes, cost.memory_text(self)]
         if self._flat:
             values = sum(one.parameter.numel for one in self.decisions.values())
-            lines.append(flat_text(self._flat, self.plan.report().payload_bytes, values))
+            payload = self.plan.report().payload_bytes
+            lines.append(flat_text(self._flat, payload, values, scatters=self.rows > 1))
         return "\n".join(filter(None, lines))
 
     def agree(self) -> None:
@@ -634,7 +635,7 @@ class CompressionState(BucketReducer):
         anew = bool(changed) or not self._buckets or known != self._known
         if self._factors.moved or anew:
             self._begin_factors()
-        self._looks = self.process_group.size() > 1 and (
+        self._looks = (self.has_factors and self.process_group.size() > 1) and (
             is_look(self.step) or (anew and not self._factors.knows(self._matrices()))
         )
         if self._looks:

@@ -43,12 +43,12 @@ std::vector<std::vector<std::vector<Triple>>> bucket_runs(const std::vector<Pair
   std::vector<std::vector<std::vector<Triple>>> result(ranks);
   for (int r = 0; r < ranks; r++) {
     const schedule::Range chunk = schedule::chunk(all, numel, ranks, r);
-    for (const auto& segment : schedule::segments(all, chunk, segment_numel)) {
-      std::vector<schedule::Run> runs;
-      schedule::append_runs(all, segment, runs);
+    schedule::for_segments(all, chunk, segment_numel, [&](const schedule::Range& segment) {
       auto& out = result[r].emplace_back();
-      for (const auto& run : runs) out.emplace_back(run.part, run.offset, run.numel);
-    }
+      schedule::for_runs(all, segment, [&](const schedule::Run& run) {
+        out.emplace_back(run.part, run.offset, run.numel);
+      });
+    });
   }
   return result;
 }

@@ -12,7 +12,8 @@
 #include "tests/binding/module.h"
 #include "transports/rendezvous.h"
 #include "transports/seal.h"
-#include "transports/transport.h"
+#include "transports/shm/transport.h"
+#include "transports/tcp/transport.h"
 
 namespace py = pybind11;
 
@@ -44,6 +45,11 @@ struct OwnedTransport {
     if (!transport) throw Error("the transport is closed; make a new one");
     return *transport;
   }
+  /// Null if there is none of all ranks.
+  Window* window() const {
+    auto* shared = dynamic_cast<ShmTransport*>(&**this);
+    return shared == nullptr ? nullptr : shared->window();
+  }
 };
 
 Rendezvous make_rendezvous(std::shared_ptr<Store> store, const std::string& group, int rank,
@@ -73,13 +79,13 @@ std::unique_ptr<OwnedTransport> make_transport(const std::string& kind,
   if (kind == "local") {
     owned->transport = make_local(rendezvous, all_ranks(rendezvous));
   } else if (kind == "shm") {
-    owned->transport = make_shm(rendezvous, all_ranks(rendezvous));
+    owned->transport = ShmSetup().make(rendezvous, all_ranks(rendezvous));
     if (!owned->transport) {
       throw Error("shm: rank " + std::to_string(rank) +
                   " shares memory with no other rank; use tcp");
     }
   } else if (kind == "tcp") {
-    owned->transport = make_tcp(rendezvous, all_ranks(rendezvous), TcpOptions(options));
+    owned->transport = TcpSetup(options).make(rendezvous, all_ranks(rendezvous));
   } else {
     throw Error("unknown transport \"" + kind + "\"; use one of local, shm, tcp");
   }
@@ -117,7 +123,7 @@ void wait_for(const OwnedTransport& owned, int lane, const std::vector<Goal>& go
 void run_shared(const OwnedTransport& owned, const OpTag& tag, uintptr_t in, uintptr_t out,
                 double seconds) {
   GilReleased release;
-  Window* window = (*owned).window();
+  Window* window = owned.window();
   if (!window)
     throw Error("the transport has no window of all ranks; use one whose ranks share a host");
   const auto* input = reinterpret_cast<const void*>(in);
@@ -194,7 +200,7 @@ void bind_transports(py::module_& m) {
       .def("wait", &wait_for, py::arg("lane"), py::arg("goals"), py::arg("timeout"),
            "Moves bytes on channels of a lane until each has sent and received its tickets.")
       .def_property_readonly("has_window",
-                             [](const OwnedTransport& t) { return (*t).window() != nullptr; })
+                             [](const OwnedTransport& t) { return t.window() != nullptr; })
       .def("run_shared", &run_shared, py::arg("tag"), py::arg("input") = 0, py::arg("out") = 0,
            py::kw_only(), py::arg("timeout") = 20.0,
            "Runs the collective that the tag names over shared memory; in-place ones use `out`.")

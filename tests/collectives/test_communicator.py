@@ -26,6 +26,7 @@ from pycomm.errors import Error
 from pycomm.pieces import built
 from tests.collectives.ways import WAYS
 from tests.ranks import attempt, run
+from tests.torch.interpreter import free_port
 
 
 def test_one_rank_needs_no_store():
@@ -172,10 +173,7 @@ def joined_at(port, size, timeout=20, **variables):
     return outputs, [one.returncode for one in started]
 
 
-@pytest.fixture
-def port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+port = pytest.fixture(free_port)
 
 
 @pytest.mark.parametrize("secrets", [("", "", ""), ("a secret of 24 characters",) * 3])

@@ -9,25 +9,17 @@ from tests.conformance.judged import BOUND_TO_A_NAME, NOT_ON_CPU, Row, read, wor
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "conformance.md"
-STATUSES = ("pass", "fail", "timeout", "skip")
 
 INTRODUCTION = """\
 # Conformance
 
 PyTorch tests its own backends with a suite of 285 tests that ships in the wheel
 (`torch/testing/_internal/distributed/distributed_test.py`). `make conformance` runs it against
-pycomm, with Gloo beside it in the same run, and writes this page and
-`tests/conformance/results.csv.xz`, which has every test. The part that runs in a few minutes is in
-`make test`.
+pycomm and Gloo, and writes this page; `tests/conformance/results.csv.xz` has every test. The part
+that runs in a few minutes is in `make test`.
 
-The suite decides by the *name* of the backend which tests run. Here pycomm takes Gloo's place and
-then NCCL's (the tests that torch reserves for NCCL; on CPU tensors), with the tests that torch
-keeps for MPI (list all_to_all) and for eight ranks switched on as well. Gloo under another name
-gets the same chances.
-"""
-
-OTHER = """\
-The machine was busy: tests that ended late, or that a mended defect had failed, were run again.
+The suite decides by the *name* of the backend which tests run. pycomm and Gloo take Gloo's place
+and then NCCL's (on CPU tensors), with the tests that torch keeps for MPI and for eight ranks.
 """
 
 
@@ -40,14 +32,18 @@ def write_page(rows: list[Row]) -> None:
 
 
 def _table(rows: list[Row]) -> str:
-    lines = [
-        "| in the place of | ranks | backend | " + " | ".join(STATUSES) + " |",
-        "| --- " * (len(STATUSES) + 3) + "|",
-    ]
-    for place in sorted({(r.like, r.world_size, r.backend) for r in rows}):
-        mine = [r for r in rows if (r.like, r.world_size, r.backend) == place]
-        counts = Counter(r.status for r in mine)
-        cells = [*map(str, place), *(str(counts[s]) for s in STATUSES)]
+    """Return what passed, failed (or timed out) and was skipped, by the place that was taken."""
+    counts = Counter((r.like, r.world_size, r.backend, r.status) for r in rows)
+    head = "| in the place of | ranks | pycomm passes | fails | Gloo passes | fails | skipped |"
+    lines = [head, "| --- " * 7 + "|"]
+    for like, ranks in sorted({(r.like, r.world_size) for r in rows}):
+        cells = [like, str(ranks)]
+        for backend in ("pycomm", "gloo"):
+            passed, failed, late = (
+                counts[like, ranks, backend, status] for status in ("pass", "fail", "timeout")
+            )
+            cells += [str(passed), str(failed + late)]
+        cells.append(str(counts[like, ranks, "pycomm", "skip"]))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -61,8 +57,8 @@ def _bugs(rows: list[Row]) -> str:
 
 def _better(rows: list[Row]) -> str:
     passed = {r.key for r in rows if r.backend == "pycomm" and r.status == "pass"}
-    found = [r for r in rows if r.backend == "gloo" and r.status != "pass" and r.key in passed]
-    return _list("pycomm passes, Gloo does not", found)
+    found = {r.test for r in rows if r.backend == "gloo" and r.status != "pass" and r.key in passed}
+    return f"pycomm passes {len(found)} tests that Gloo does not.\n"
 
 
 def _open(rows: list[Row]) -> str:
@@ -72,7 +68,7 @@ def _open(rows: list[Row]) -> str:
 
 
 def _list(title: str, rows: list[Row]) -> str:
-    """One line per reason: what a test says there first, and all tests that say so."""
+    """One line per reason: what a test says there first, and the tests that say so."""
     if not rows:
         return f"## {title}\n\nNone.\n"
     first: dict[str, Row] = {}
@@ -84,15 +80,20 @@ def _list(title: str, rows: list[Row]) -> str:
         said = row.reason[:60].replace("|", "/")
         reasons.setdefault(f"{said} | {sizes}", []).append(f"`{test}`")
     lines = [f"## {title}", "", "| says | ranks | tests |", "| --- | --- | --- |"]
-    lines += [f"| {reason} | {', '.join(tests)} |" for reason, tests in reasons.items()]
+    lines += [f"| {reason} | {_names(tests)} |" for reason, tests in reasons.items()]
     return "\n".join(lines) + "\n"
+
+
+def _names(tests: list[str]) -> str:
+    """Return the first of the tests' names, and the number of the others."""
+    return tests[0] + (f" and {len(tests) - 1} more" if len(tests) > 1 else "")
 
 
 def _other(path: Path, known: list[Row]) -> str:
     """Return the section of a run on another torch, `results-VERSION.csv.xz`."""
     rows = read(path)
     version = path.name.removeprefix("results-").removesuffix(".csv.xz")
-    parts = [f"## On torch {version}", "", OTHER, _table(rows)]
+    parts = [f"## On torch {version}", "", _table(rows)]
     bugs = worse(rows)
     parts.append(_list("Gloo passes, pycomm does not", bugs).replace("## ", "### ", 1))
     named = {r.test for r in bugs} | {r.test for r in known if r.status in ("fail", "timeout")}
@@ -104,6 +105,6 @@ def _other(path: Path, known: list[Row]) -> str:
 
 def _not_judged() -> str:
     lines = ["## Not judged", ""]
-    lines += [f"* {why}: {', '.join(f'`{t}`' for t in ts)}" for why, ts in NOT_ON_CPU.items()]
+    lines += [f"* {why}: {_names([f'`{t}`' for t in ts])}" for why, ts in NOT_ON_CPU.items()]
     lines += [f"* `{test}`: {why}" for test, why in BOUND_TO_A_NAME.items()]
     return "\n".join(lines) + "\n"

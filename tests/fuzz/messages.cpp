@@ -13,7 +13,7 @@
 #include "collectives/communicator.h"
 #include "collectives/point_to_point/wire.h"
 #include "tests/fuzz/target.h"
-#include "transports/transport.h"
+#include "transports/shm/transport.h"
 
 namespace {
 

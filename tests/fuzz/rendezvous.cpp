@@ -58,7 +58,6 @@ class HostileStore final : public Store {
   void set(const std::string& key, const std::string& value) override { values_[key] = value; }
   void append(const std::string& key, const std::string& value) override { values_[key] += value; }
   bool appends() const override { return appends_; }
-  std::string get(const std::string& key, Deadline) override { return find(key).value_or(""); }
   std::optional<std::string> find(const std::string& key) override {
     const auto known = answers_.find(key);
     if (known != answers_.end()) return known->second;
@@ -123,11 +122,12 @@ void addresses(Reader& reader) {
   CommunicatorOptions options;
   options.tls = "off";
   options.secret = rendezvous.key;
-  const TcpOptions tcp(options);
-  if (reader.byte() % 2) announce_tcp(rendezvous, tcp);
+  AnnouncedPeer announced;
+  if (reader.byte() % 2) announced = announce_peer(rendezvous, options, true);
   std::vector<int> peers = all_ranks(rendezvous);
   peers.erase(peers.begin());
-  for (const Peer& peer : exchange_addresses(rendezvous, peers, tcp).peers) {
+  for (const Peer& peer :
+       exchange_addresses(rendezvous, peers, options, std::move(announced)).peers) {
     require(!peer.addresses.empty(), "a peer that was taken has an address");
   }
   require(rendezvous.key.empty(), "no card is believed without a proof");
@@ -166,7 +166,7 @@ std::unique_ptr<Endpoint>& endpoint() {
     options.tls = "off";
     options.secret.clear();
     options.interface = "127.0.0.1";
-    endpoint = std::make_unique<Endpoint>(kGroup, TcpOptions(options));
+    endpoint = std::make_unique<Endpoint>(kGroup, options);
   }
   return endpoint;
 }

@@ -71,7 +71,7 @@ WAITS = (
     Mutant(
         "coded-owner-does-not-wait",
         "csrc/collectives/coded/two_shot.cpp::TwoShot::own",
-        "return exchange_.has(Shot::contribution, peer, s);",
+        "return have_all(Shot::contribution, s);",
         "return true;",
         "collectives/coded/test_collectives.py::test_bytes_of_the_model",
     ),

@@ -171,10 +171,7 @@ def launch(*command: str, folder: Path, ranks: int = 2, **environment: str) -> s
 
     The ranks are finalized as users' scripts are, which may leave their groups as they are.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    sizes = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    sizes = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": free_port()}
     common = {key: str(value) for key, value in sizes.items()}
     common |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT), **environment}
     started = [
@@ -197,6 +194,11 @@ def launch(*command: str, folder: Path, ranks: int = 2, **environment: str) -> s
     texts = "".join(rank.output() for rank in started)
     assert not any(rank.returncode for rank in started), texts
     return texts
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def _read(file: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.extent import FULL
-from tests.torch.interpreter import ROOT, run
+from tests.torch.interpreter import ROOT, free_port, run
 
 # Ranks are forks of the agent, which has imported torch; they end without their exit functions.
 FORKED = ["--run-path", "--start-method", "fork"]
@@ -38,12 +37,6 @@ def launch(
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return int(found.getsockname()[1])
 
 
 def agent(folder: Path, port: int, ranks: int) -> subprocess.Popen[bytes]:

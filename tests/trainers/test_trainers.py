@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.torch.interpreter import ROOT, free_port
+
 LIMIT = 280  # seconds of one run
 
 
@@ -325,9 +325,7 @@ def test_skips_a_trainer_without_its_package():
 
 def workers_of_tensorflow(folder: Path, codec: str) -> list[str]:
     """The output of each of two workers, which TF_CONFIG describes."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    workers = [f"127.0.0.1:{port}", "127.0.0.1:1"]
+    workers = [f"127.0.0.1:{free_port()}", "127.0.0.1:1"]
     script = ROOT / "examples/trainers/train_tensorflow.py"
     started = []
     for index in range(2):

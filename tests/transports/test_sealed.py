@@ -53,9 +53,6 @@ class OpenStore:
         with self.lock:
             return [self.values[k] for k in keys] if self.values.keys() >= set(keys) else None
 
-    def get(self, key: str, seconds: float) -> bytes | None:
-        return self.find(key)
-
 
 def exchange(store: OpenStore, size: int = 2, secrets=lambda rank: SECRET) -> list:
     """Return what each rank gets of an exchange: the values of all, or an error."""

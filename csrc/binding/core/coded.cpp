@@ -29,6 +29,9 @@ using coded::Shot;
 
 /// The two sides of a feedback memory; zeros: there is none.
 using Addresses = std::array<uintptr_t, 2>;
+using feedback::kAllValues;
+using feedback::shared_span;
+using feedback::Spans;
 /// The side that a step reads, and the one that it writes.
 using Sides = std::pair<size_t, size_t>;
 /// An address or offset, and a number of bytes or elements.
@@ -182,7 +185,8 @@ class CodedBucket {
 
   void add(size_t numel, const py::object& codec, uint32_t tensor, feedback::Kind kind,
            feedback::Storage storage, double decay, bool nesterov, Addresses worker,
-           Addresses owner, Addresses momentum) {
+           Addresses owner, Addresses momentum, const Spans& worker_spans,
+           const Spans& owner_spans) {
     if (numel > kLargestBuffer / sizeof(float) / rows_ - numel_) {
       throw Error("no memory holds pieces of " + std::to_string(numel) + " elements and " +
                   std::to_string(numel_) + " before them");
@@ -196,7 +200,8 @@ class CodedBucket {
     piece.worker.storage = piece.owner.storage = storage;
     piece.worker.decay = static_cast<float>(decay);
     piece.worker.nesterov = nesterov;
-    memories_.push_back({worker, owner, momentum});
+    memories_.push_back(
+        {Pair{worker, worker_spans}, Pair{owner, owner_spans}, Pair{momentum, kAllValues}});
     set_memory(piece, memories_.back(), 0, 0);
     pieces_.push_back(piece);
     codecs_.push_back(codec);
@@ -303,10 +308,15 @@ class CodedBucket {
   }
 
  private:
-  static void set_memory(Piece& piece, const std::array<Addresses, 3>& memory, size_t old,
+  /// Two sides of a residual; each has the values of its span.
+  using Pair = std::pair<Addresses, Spans>;
+
+  static void set_memory(Piece& piece, const std::array<Pair, 3>& memory, size_t old,
                          size_t fresh) {
-    const auto of = [&](const Addresses& at) {
-      return feedback::Memory{bytes(at[old]), bytes(at[fresh])};
+    const auto of = [&](const Pair& pair) {
+      const auto& [at, spans] = pair;
+      const auto [begin, end] = shared_span(spans, old, fresh);
+      return feedback::Memory{bytes(at[old]), bytes(at[fresh]), begin, end};
     };
     const auto& [worker, owner, momentum] = memory;
     piece.worker.error = of(worker);
@@ -354,8 +364,8 @@ class CodedBucket {
   const int rank_, ranks_;
   const size_t rows_;
   std::vector<Piece> pieces_;
-  std::vector<std::array<Addresses, 3>> memories_;  ///< worker, owner, momentum
-  std::vector<py::object> codecs_;                  ///< kept alive
+  std::vector<std::array<Pair, 3>> memories_;  ///< worker, owner, momentum
+  std::vector<py::object> codecs_;             ///< kept alive
   size_t numel_ = 0, room_behind_ = 0;
   coded::Plan plan_;
   bool by_rows_ = false;
@@ -386,7 +396,8 @@ void bind_coded(py::module_& m) {
            py::arg("tensor") = 0, py::arg("kind") = feedback::Kind::residual,
            py::arg("storage") = feedback::Storage::float32, py::arg("decay") = 0.0,
            py::arg("nesterov") = false, py::arg("worker") = Addresses{},
-           py::arg("owner") = Addresses{}, py::arg("momentum") = Addresses{})
+           py::arg("owner") = Addresses{}, py::arg("momentum") = Addresses{},
+           py::arg("worker_spans") = kAllValues, py::arg("owner_spans") = kAllValues)
       .def("plan", &CodedBucket::plan, py::arg("owned"), py::arg("shown"), py::kw_only(),
            py::arg("rows") = std::vector<size_t>(), py::arg("scatters") = true,
            py::arg("gathers") = true)

@@ -156,17 +156,27 @@ void reciprocal_factors(const SumsAt& sums, size_t all_rows, float least, uintpt
 /// Addresses of a tensor, its gradient, momentum, squares and steps, and its number of values.
 using AdamwTensor = std::array<uintptr_t, 6>;
 
-void adamw_step(const std::vector<AdamwTensor>& tensors, double lr, double beta1, double beta2,
-                double eps, double weight_decay, int threads) {
-  GilReleased release;
-  const DefaultArithmetic arithmetic;
+std::vector<adamw::Tensor> adamw_tensors(const std::vector<AdamwTensor>& tensors) {
   std::vector<adamw::Tensor> all;
   all.reserve(tensors.size());
   for (const auto& [x, gradient, momentum, squares, steps, numel] : tensors) {
     all.push_back(
         {floats(x), floats(gradient), floats(momentum), floats(squares), floats(steps), numel});
   }
-  adamw::step(all, {lr, beta1, beta2, eps, weight_decay}, threads);
+  return all;
+}
+
+void adamw_step(const std::vector<AdamwTensor>& tensors, double lr, double beta1, double beta2,
+                double eps, double weight_decay, int threads) {
+  GilReleased release;
+  const DefaultArithmetic arithmetic;
+  adamw::step(adamw_tensors(tensors), {lr, beta1, beta2, eps, weight_decay}, threads);
+}
+
+void adamw_step_on_device(const std::vector<AdamwTensor>& tensors, double lr, double beta1,
+                          double beta2, double eps, double weight_decay, uintptr_t stream) {
+  adamw::step_on_device(adamw_tensors(tensors), {lr, beta1, beta2, eps, weight_decay},
+                        {Device::cuda, pointer(stream), {}});
 }
 
 }  // namespace
@@ -180,6 +190,7 @@ void bind_optimizers(py::module_& m) {
   m.def("moments_factors", &passes::factors);
   m.def("moments_reciprocal_factors", &passes::reciprocal_factors);
   m.def("adamw_step", &adamw_step);
+  m.def("adamw_step_on_device", &adamw_step_on_device);
   m.attr("MOMENT_FLOOR") = moments::kFloor;
 }
 

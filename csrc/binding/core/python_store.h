@@ -15,10 +15,10 @@
 
 namespace pycomm {
 
-/// Calls the methods of an object that has those of Store: `set(key, value)`, `get(key, seconds)`
-/// and `find(key)`, which return None for a key that is not there, `find_all(keys)`, `append(key,
-/// value)`, if they count `add(key, amount)` and `erase(key)`, and the properties `appends` and
-/// `round_trip` (in seconds). Values are bytes.
+/// Calls the methods of an object that has those of Store: `set(key, value)`, `find(key)`, which
+/// returns None for a key that is not there, `find_all(keys)`, `append(key, value)`, if they count
+/// `add(key, amount)` and `erase(key)`, and the properties `appends` and `round_trip` (in seconds).
+/// Values are bytes.
 class PythonStore final : public Store {
  public:
   explicit PythonStore(pybind11::object target)
@@ -36,13 +36,6 @@ class PythonStore final : public Store {
 
   void set(const std::string& key, const std::string& value) override {
     asking(key, [&] { target_.attr("set")(key, pybind11::bytes(value)); });
-  }
-  std::string get(const std::string& key, Deadline deadline) override {
-    const double seconds = static_cast<double>(deadline.left().count()) / 1e3;
-    auto value = asking(key, [&] { return text(target_.attr("get")(key, seconds)); });
-    if (value) return std::move(*value);
-    throw Timeout("no rank set the key " + key + " in the store within " +
-                  std::to_string(deadline.limit().count()) + " ms");
   }
   std::optional<std::string> find(const std::string& key) override {
     return asking(key, [&] { return text(target_.attr("find")(key)); });

@@ -64,8 +64,8 @@ void bind_stores(py::module_& m) {
             std::vector<tcp::Address> parsed;
             for (const std::string& address : addresses) parsed.push_back(address_of(address));
             const GilReleased release;
-            return tcp::find_store(parsed, number, rank, size, TcpOptions(options),
-                                   milliseconds(timeout), &check_signals);
+            return tcp::find_store(parsed, number, rank, size, options, milliseconds(timeout),
+                                   &check_signals);
           },
           py::arg("addresses"), py::arg("number"), py::arg("rank"), py::arg("size"),
           py::arg("options"), py::arg("timeout"),
@@ -73,7 +73,7 @@ void bind_stores(py::module_& m) {
 
   py::class_<tcp::Endpoint>(m, "StoreEndpoint")
       .def(py::init([](const std::string& address, const GroupOptions& options) {
-             return std::make_unique<tcp::Endpoint>(address_of(address), TcpOptions(options));
+             return std::make_unique<tcp::Endpoint>(address_of(address), options);
            }),
            py::arg("address"), py::arg("options"), "Listens at an address until it is collected.")
       .def("lend", &tcp::lend_store, py::arg("number"), py::arg("size"),

@@ -858,9 +858,12 @@ intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& ranks_t
       return make(store_, rank, size, options, options->group_name, as_parent(kept));
     } catch (const PeerLost& lost) {
       if (lost.rank < 0 || lost.rank >= size) throw;
-      const int ours = kept[lost.rank];  // for the next call
-      throw PeerLost(ours, std::string(lost.what()) + "; it is rank " + std::to_string(ours) +
-                               " of the group that shrinks: exclude it, too");
+      Notice notice = to_notice(std::current_exception(), rank);
+      notice.rank = kept[lost.rank];  // for the next call
+      notice.ranks.clear();
+      notice.text += "; it is rank " + std::to_string(notice.rank) +
+                     " of the group that shrinks: exclude it, too";
+      throw_error(notice);
     }
   });
 }
@@ -966,7 +969,7 @@ std::vector<int> places(const std::vector<std::string>& handles,
 }  // namespace
 
 void Backend::open_endpoint() {
-  endpoint_ = std::make_unique<tcp::Endpoint>(group_, TcpOptions(communicator_options()));
+  endpoint_ = std::make_unique<tcp::Endpoint>(group_, communicator_options());
 }
 
 std::string Backend::handle() const {

@@ -212,9 +212,9 @@ void Engine::interrupt_check() {
   if (const std::exception_ptr error = comm_.over()) std::rethrow_exception(error);
   for (int r = 0; r < comm_.size(); r++) {
     if (r != comm_.rank() && comm_.lost(r))
-      throw PeerLost(r, "rank " + std::to_string(r) +
-                            " died or left before the ranks had set up the memory that their " +
-                            "devices share; look at its own log");
+      throw_error(lost(r,
+                       "died or left before the ranks had set up the memory that their devices "
+                       "share; look at its own log"));
   }
 }
 

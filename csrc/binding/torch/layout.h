@@ -22,6 +22,7 @@ struct Memories {
   float decay = 0.0f;
   bool nesterov = false;
   Pair worker, owner, momentum;
+  feedback::Spans worker_spans = feedback::kAllValues, owner_spans = feedback::kAllValues;
 };
 
 /// The parameters of one bucket, as compressed collectives need them. Made once per bucket; keeps
@@ -43,10 +44,17 @@ class Layout {
       throw Error("a part begins at " + std::to_string(offset) +
                   ", but the one before it ends at " + std::to_string(this->numel()) +
                   "; parts must follow each other without gaps");
-    const size_t row = feedback::stored_bytes(memories.storage, numel);
-    check(memories.worker, rows_ * row);
-    check(memories.owner, row);
-    check(memories.momentum, rows_ * row);
+    const auto bytes = [&](std::pair<size_t, size_t> span, size_t rows) {
+      const auto place = [&](size_t value) {
+        return feedback::stored_bytes(memories.storage, std::min(value, numel));
+      };
+      return rows * (place(span.second) - place(span.first));
+    };
+    for (const size_t side : {0, 1}) {
+      check(memories.worker, side, bytes(memories.worker_spans[side], rows_));
+      check(memories.owner, side, bytes(memories.owner_spans[side], 1));
+      check(memories.momentum, side, bytes(feedback::kAllValues[side], rows_));
+    }
     parts_.push_back({offset, numel, make_codec(codec), tensor, memories});
   }
   size_t rows() const { return rows_; }
@@ -82,10 +90,10 @@ class Layout {
                       m.storage,
                       m.decay,
                       m.nesterov,
-                      memory(m.worker, sides[i]),
-                      memory(m.momentum, sides[i])};
+                      memory(m.worker, m.worker_spans, sides[i]),
+                      memory(m.momentum, feedback::kAllValues, sides[i])};
       piece.owner.storage = m.storage;
-      piece.owner.error = memory(m.owner, sides[i]);
+      piece.owner.error = memory(m.owner, m.owner_spans, sides[i]);
       pieces.push_back(piece);
     }
     return pieces;
@@ -98,20 +106,20 @@ class Layout {
     uint32_t tensor;
     Memories memories;
   };
-  static feedback::Memory memory(const Memories::Pair& pair, const Sides& sides) {
+  static feedback::Memory memory(const Memories::Pair& pair, const feedback::Spans& spans,
+                                 const Sides& sides) {
     if (!pair) return {};
+    const auto [begin, end] = feedback::shared_span(spans, sides.old, sides.fresh);
     return {static_cast<const uint8_t*>((*pair)[sides.old].const_data_ptr()),
-            static_cast<uint8_t*>((*pair)[sides.fresh].mutable_data_ptr())};
+            static_cast<uint8_t*>((*pair)[sides.fresh].mutable_data_ptr()), begin, end};
   }
-  void check(const Memories::Pair& pair, size_t bytes) {
+  void check(const Memories::Pair& pair, size_t side, size_t bytes) {
     if (!pair) return;
-    for (const at::Tensor& t : *pair) {
-      if (!t.is_contiguous() || t.nbytes() != bytes)
-        throw Error("a residual must be a contiguous tensor of " + std::to_string(bytes) +
-                    " bytes");
-      if (!device_) device_ = t.device();
-      if (*device_ != t.device()) throw Error("all residuals must be on one device");
-    }
+    const at::Tensor& t = (*pair)[side];
+    if (!t.is_contiguous() || t.nbytes() != bytes)
+      throw Error("a residual must be a contiguous tensor of " + std::to_string(bytes) + " bytes");
+    if (!device_) device_ = t.device();
+    if (*device_ != t.device()) throw Error("all residuals must be on one device");
   }
 
   size_t rows_;

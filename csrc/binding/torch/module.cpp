@@ -39,7 +39,8 @@ T one_of(const char* what, const std::string& name,
 
 void add_part(Layout& layout, size_t offset, size_t numel, const std::string& codec,
               uint32_t tensor, const std::string& kind, const std::string& storage, float decay,
-              bool nesterov, Memories::Pair worker, Memories::Pair owner, Memories::Pair momentum) {
+              bool nesterov, Memories::Pair worker, Memories::Pair owner, Memories::Pair momentum,
+              const feedback::Spans& worker_spans, const feedback::Spans& owner_spans) {
   using feedback::Kind;
   using feedback::Storage;
   Memories memories;
@@ -54,6 +55,8 @@ void add_part(Layout& layout, size_t offset, size_t numel, const std::string& co
   memories.worker = std::move(worker);
   memories.owner = std::move(owner);
   memories.momentum = std::move(momentum);
+  memories.worker_spans = worker_spans;
+  memories.owner_spans = owner_spans;
   layout.add(offset, numel, codec, tensor, memories);
 }
 
@@ -157,7 +160,8 @@ void bind(py::module_& m) {
            py::arg("tensor"), py::kw_only(), py::arg("kind") = "residual",
            py::arg("storage") = "float32", py::arg("decay") = 0.0f, py::arg("nesterov") = false,
            py::arg("worker") = std::nullopt, py::arg("owner") = std::nullopt,
-           py::arg("momentum") = std::nullopt)
+           py::arg("momentum") = std::nullopt, py::arg("worker_spans") = feedback::kAllValues,
+           py::arg("owner_spans") = feedback::kAllValues)
       .def_property_readonly("numel", &Layout::numel)
       .def_property_readonly("owner_residuals", &Layout::owner_residuals);
 

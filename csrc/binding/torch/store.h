@@ -26,19 +26,6 @@ class TorchStore final : public Store {
   void set(const std::string& key, const std::string& value) override {
     asking(key, [&] { store_->set(key, as_bytes(value)); });
   }
-  // Torch's own wait lets no signal in, and its FileStore ends one at the next whole second.
-  std::string get(const std::string& key, Deadline deadline) override {
-    auto pause = Milliseconds(1);
-    for (InterruptPoll interrupts;; interrupts.check()) {
-      const bool last = deadline.expired();
-      if (auto value = find(key)) return *value;
-      if (last)
-        throw Timeout("no rank set the key " + key + " in the store within " +
-                      std::to_string(deadline.limit().count()) + " ms");
-      std::this_thread::sleep_for(std::min(pause, deadline.left() + Milliseconds(1)));
-      pause = std::min(2 * pause, Milliseconds(50));
-    }
-  }
   std::optional<std::string> find(const std::string& key) override {
     return asking(key, [&]() -> std::optional<std::string> {
       if (is_tcp_) {  // one round trip where check() and get() take three

@@ -19,6 +19,7 @@ constexpr uint32_t kMaxBlock = 2048;
 /// Bits of |x|. Their order as integers is the order of the values, with Inf and then NaN on top,
 /// so the largest |x| of a block is an integer maximum: exact, order-free, and it vectorises.
 PYCOMM_HD uint32_t magnitude_bits(float x) { return float_bits(x) & 0x7fffffffu; }
+PYCOMM_HD bool is_finite(float x) { return magnitude_bits(x) < kInfBits; }
 
 PYCOMM_HD size_t num_blocks(size_t numel, uint32_t block) { return (numel + block - 1) / block; }
 PYCOMM_HD size_t padded(size_t bytes) { return (bytes + 3) / 4 * 4; }

@@ -220,11 +220,24 @@ void store(Storage storage, Span<const float> in, uint8_t* stored) {
   }
 }
 
-Feedback Feedback::at(size_t row, size_t numel, size_t offset) const {
-  const size_t bytes = row * stored_bytes(storage, numel) + stored_bytes(storage, offset);
+std::pair<size_t, size_t> shared_span(const Spans& spans, size_t old, size_t fresh) {
+  if (spans[old] != spans[fresh]) {
+    throw Error("a residual is read for other values than it is written for");
+  }
+  return spans[old];
+}
+
+Feedback Feedback::at(size_t row, size_t numel, size_t offset, size_t count) const {
   Feedback moved = *this;
-  if (error) moved.error = error.at(bytes);
-  if (momentum) moved.momentum = momentum.at(bytes);
+  for (Memory* memory : {&moved.error, &moved.momentum}) {
+    if (!*memory) continue;
+    if (offset < memory->begin || count > memory->end || offset > memory->end - count) {
+      throw Error("a residual has no memory for " + std::to_string(count) + " values from " +
+                  std::to_string(offset) + " on");
+    }
+    *memory = memory->at(row * stored_bytes(storage, numel) + stored_bytes(storage, offset) -
+                         stored_bytes(storage, memory->begin));
+  }
   return moved;
 }
 

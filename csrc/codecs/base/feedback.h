@@ -4,6 +4,7 @@
 #pragma once
 #include <array>
 #include <memory>
+#include <utility>
 
 #include "codecs/base/codec.h"
 #include "codecs/base/stored.h"
@@ -36,10 +37,18 @@ PYCOMM_API void store(Storage storage, Span<const float> in, uint8_t* stored);
 struct Memory {
   const uint8_t* old = nullptr;
   uint8_t* fresh = nullptr;
+  /// The values that have memory, if there is one row: from and to multiples of kBlock, or the end.
+  size_t begin = 0, end = SIZE_MAX;
 
-  explicit operator bool() const { return old != nullptr; }
+  explicit operator bool() const { return old != nullptr || begin == end; }
   Memory at(size_t bytes) const { return {old + bytes, fresh + bytes}; }
 };
+
+/// Of each side of a memory, the values that it has: the first one, and the one behind the last.
+using Spans = std::array<std::pair<size_t, size_t>, 2>;
+inline constexpr Spans kAllValues{{{0, SIZE_MAX}, {0, SIZE_MAX}}};
+/// Returns the values that both sides have. Throws Error if they have different ones.
+PYCOMM_API std::pair<size_t, size_t> shared_span(const Spans& spans, size_t old, size_t fresh);
 
 /// Feedback of one tensor; without memory there is none.
 struct Feedback {
@@ -51,9 +60,9 @@ struct Feedback {
   Memory momentum;        ///< u
 
   explicit operator bool() const { return error || momentum; }
-  /// Returns the feedback of the values from `offset` on, a multiple of kBlock or 0, in row `row`
-  /// of rows of `numel`.
-  Feedback at(size_t row, size_t numel, size_t offset) const;
+  /// Returns the feedback of `count` values from `offset` on, a multiple of kBlock or 0, in row
+  /// `row` of rows of `numel`. Throws Error if they have no memory.
+  Feedback at(size_t row, size_t numel, size_t offset, size_t count) const;
 };
 
 /// Float32 copies of the working data of one encode, in memory that the next one uses again: the

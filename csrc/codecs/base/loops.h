@@ -39,25 +39,28 @@ PYCOMM_INLINE float add_max_magnitude(const float* __restrict x, const float* __
   return bits_float(top);
 }
 
-/// Prefetches what the third block from here will read: the two passes over a block come in bursts
-/// that the hardware prefetcher does not follow. Encoding with a residual becomes a quarter faster.
-PYCOMM_INLINE void prefetch_block(const float* x, const float* residual, uint32_t block) {
-  for (size_t i = 3 * block; i < 4 * block; i += 16) {
-    __builtin_prefetch(x + i);
-    if (residual) __builtin_prefetch(residual + i);
+/// Prefetches what the third block from value `lo` on will read: the passes over a block come in
+/// bursts that the hardware prefetcher does not follow. Encoding with a residual becomes a quarter
+/// faster.
+PYCOMM_INLINE void prefetch_block(const EncodeArgs& args, size_t lo, size_t block) {
+  if (args.in.size - lo < 4 * block) return;
+  for (size_t i = lo + 3 * block; i < lo + 4 * block; i += 16) {
+    __builtin_prefetch(args.in.data + i);
+    if (args.residual) __builtin_prefetch(args.residual + i);
   }
 }
 
-/// Residuals of one block at a time: where they are, or in buffers if they are stored otherwise.
+/// Residuals of one block at a time, of kMost values and less: where they are, or in buffers if
+/// they are stored otherwise.
+template <uint32_t kMost = kMaxBlock>
 class BlockResiduals {
  public:
   PYCOMM_INLINE explicit BlockResiduals(const EncodeArgs& args) : args_(args) {}
-  PYCOMM_INLINE explicit operator bool() const { return args_.has_residual(); }
 
-  /// Returns those of `n` values from value lo on; null: there are none.
+  /// Returns those of `n` values from value lo on.
   PYCOMM_INLINE const float* load(size_t lo, size_t n) {
     const StoredResidual& stored = args_.stored;
-    if (!stored.old) return args_.residual ? args_.residual + lo : nullptr;
+    if (!stored.old) return args_.residual + lo;
     feedback::load(storage(), stored.old + feedback::stored_bytes(storage(), lo), {old_, n});
     if (stored.decay != 1.0f) {
       for (size_t i = 0; i < n; i++) old_[i] = stored.decay * old_[i];
@@ -80,8 +83,8 @@ class BlockResiduals {
   }
 
   const EncodeArgs& args_;
-  alignas(64) float old_[kMaxBlock];
-  alignas(64) float fresh_[kMaxBlock];
+  alignas(64) float old_[kMost];
+  alignas(64) float fresh_[kMost];
 };
 
 /// Encodes block after block, each while it is in the first-level cache. A Writer has
@@ -93,33 +96,32 @@ class BlockResiduals {
 /// A block's new residual is written after its residual has been read, so they may be one buffer.
 template <typename Writer>
 PYCOMM_INLINE void encode_blocks(const EncodeArgs& args, uint32_t block, const Writer& writer) {
-  alignas(64) float sum[kMaxBlock];
-  BlockResiduals residuals(args);
-  const bool feedback{residuals};
-  size_t index = 0;
-  for (size_t lo = 0; lo < args.in.size; lo += block, index++) {
-    const size_t n = args.in.size - lo < block ? args.in.size - lo : block;
-    const float* x = args.in.data + lo;
-    const float* p = feedback ? sum : x;
-    if (args.in.size - lo >= 4 * block) {
-      prefetch_block(x, args.residual ? args.residual + lo : nullptr, block);
+  const size_t numel = args.in.size;
+  const auto count = [&](size_t lo) { return numel - lo < block ? numel - lo : block; };
+  if (!args.has_residual()) {
+    for (size_t lo = 0, index = 0; lo < numel; lo += block, index++) {
+      const size_t n = count(lo);
+      const float* const x = args.in.data + lo;
+      prefetch_block(args, lo, block);
+      const Scale scale = writer.scale(index, x, n);
+      scale.used ? writer.write(lo, x, n, scale) : writer.zero(lo, n);
     }
+    return;
+  }
+  alignas(64) float sum[kMaxBlock];
+  BlockResiduals<> residuals(args);
+  for (size_t lo = 0, index = 0; lo < numel; lo += block, index++) {
+    const size_t n = count(lo);
+    prefetch_block(args, lo, block);
     const float* const residual = residuals.load(lo, n);
-    const Scale scale =
-        feedback ? writer.scale(index, x, residual, n, sum) : writer.scale(index, x, n);
+    const Scale scale = writer.scale(index, args.in.data + lo, residual, n, sum);
     if (scale.used) {
-      if (feedback) {
-        writer.write(lo, p, n, scale, residuals.fresh(lo));
-      } else {
-        writer.write(lo, p, n, scale);
-      }
+      writer.write(lo, sum, n, scale, residuals.fresh(lo));
     } else {
       writer.zero(lo, n);
       // The residual of a tiny block is all of p; a block that is not finite keeps its old
       // residual.
-      if (feedback) {
-        std::memmove(residuals.fresh(lo), scale.unit == 0.0f ? p : residual, n * 4);
-      }
+      std::memmove(residuals.fresh(lo), scale.unit == 0.0f ? sum : residual, n * 4);
     }
     residuals.store(lo, n);
   }

@@ -1,102 +1,105 @@
 // Transforms of a rotation, compiled for several x86 levels. Wire format: docs/wire/eden.md.
+#include <cstring>
+
+#include "codecs/base/targets.h"
 #include "codecs/rotation/loops.h"
 
 namespace pycomm::codecs {
 namespace {
 
-/// One step: values half a block apart become neighbours, a + t b and t a - b. After log2(size)
-/// steps that is the transform in its natural order, and no step shuffles within a vector except
-/// where it stores.
-PYCOMM_INLINE void butterfly(const float* __restrict in, uint32_t size, float* __restrict out,
-                             float t = 1.0f) {
-  const float* __restrict far = in + size / 2;
-  for (uint32_t i = 0; i < size / 2; i++) {
-    out[2 * i] = in[i] + t * far[i];
-    out[2 * i + 1] = t * in[i] - far[i];
-  }
-}
-
-/// Two steps at once, with the same operations and half the memory traffic.
-PYCOMM_INLINE void butterfly_twice(const float* __restrict in, uint32_t size, float* __restrict out,
-                                   float t = 1.0f, float u = 1.0f) {
-  const uint32_t quarter = size / 4;
-  for (uint32_t i = 0; i < quarter; i++) {
-    const float a = in[i], b = in[i + quarter], c = in[i + 2 * quarter], d = in[i + 3 * quarter];
-    const float ac = a + t * c, bd = b + t * d, a_c = t * a - c, b_d = t * b - d;
-    out[4 * i] = ac + u * bd;
-    out[4 * i + 1] = u * ac - bd;
-    out[4 * i + 2] = a_c + u * b_d;
-    out[4 * i + 3] = u * a_c - b_d;
-  }
-}
-
-PYCOMM_INLINE void swap(float*& a, float*& b) {
-  float* const c = a;
-  a = b;
-  b = c;
-}
-
-/// Transforms `from`; returns the place of the result, `from` or `other`.
-PYCOMM_INLINE float* hadamard(float* from, float* other, int size_bits) {
-  const uint32_t size = 1u << size_bits;
-  if (size_bits % 2) {
-    butterfly(from, size, other);
-    swap(from, other);
-  }
-  for (int pair = 0; pair < size_bits / 2; pair++) {
-    butterfly_twice(from, size, other);
-    swap(from, other);
-  }
-  return from;
-}
-
-/// Three steps in place, at distances of 4, 2 and 1 times `apart`, on whole vectors.
-PYCOMM_INLINE void butterfly_thrice(float* __restrict y, uint32_t apart, float t = 1.0f,
-                                    float u = 1.0f, float w = 1.0f) {
+/// kSteps steps in place, at distances from 2^(kSteps - 1) times `apart` down to `apart`, on whole
+/// vectors where `apart` has some. A step makes a + t b and t a - b of values a and b.
+template <int kSteps>
+PYCOMM_INLINE void steps_from(float* __restrict y, uint32_t apart, float t, float u, float w) {
+  constexpr int kValues = 1 << kSteps;
+  const float slopes[] = {t, u, w};
 #pragma GCC ivdep
   for (uint32_t i = 0; i < apart; i++) {
-    float v[8];
-    for (int k = 0; k < 8; k++) v[k] = y[i + k * apart];
-    for (int k = 0; k < 4; k++) {
-      const float a = v[k], b = v[k + 4];
-      v[k] = a + t * b;
-      v[k + 4] = t * a - b;
+    float v[kValues];
+    for (int k = 0; k < kValues; k++) v[k] = y[i + k * apart];
+#pragma GCC unroll 3
+    for (int step = 0; step < kSteps; step++) {
+      const int far = kValues >> (step + 1);
+      const float slope = slopes[step];
+#pragma GCC unroll 8
+      for (int k = 0; k < kValues; k++) {
+        if (k & far) continue;
+        const float a = v[k], b = v[k + far];
+        v[k] = a + slope * b;
+        v[k + far] = slope * a - b;
+      }
     }
-    for (int k = 0; k < 8; k++) {
-      if (k & 2) continue;
-      const float a = v[k], b = v[k + 2];
-      v[k] = a + u * b;
-      v[k + 2] = u * a - b;
-    }
-    for (int k = 0; k < 8; k += 2) {
-      const float a = v[k], b = v[k + 1];
-      v[k] = a + w * b;
-      v[k + 1] = w * a - b;
-    }
-    for (int k = 0; k < 8; k++) y[i + k * apart] = v[k];
+    for (int k = 0; k < kValues; k++) y[i + k * apart] = v[k];
   }
 }
 
-/// First transform of `from`; returns the place of the result, `from` or `other`.
-PYCOMM_INLINE float* spread(float* from, float* other, int size_bits) {
+/// The same on each `size` / `span` of y.
+template <int kSteps>
+PYCOMM_INLINE void steps(float* y, uint32_t size, uint32_t span, float t = 1.0f, float u = 1.0f,
+                         float w = 1.0f) {
+  for (uint32_t lo = 0; lo < size; lo += span) steps_from<kSteps>(y + lo, span >> kSteps, t, u, w);
+}
+
+#ifdef PYCOMM_AVX2
+
+using Eight = float __attribute__((vector_size(32)));
+using Places = int __attribute__((vector_size(32)));
+
+/// A step at a distance below eight: the values whose place has the bit kApart are negated, and all
+/// get the value at that distance added.
+template <int kApart>
+PYCOMM_AVX2 inline Eight step_within(Eight y) {
+  const Places place = {0, 1, 2, 3, 4, 5, 6, 7};
+  const Places negated = (place & kApart) << (kApart == 1 ? 31 : kApart == 2 ? 30 : 29);
+  return __builtin_shuffle(y, place ^ kApart) +
+         reinterpret_cast<Eight>(reinterpret_cast<Places>(y) ^ negated);
+}
+
+/// The steps at distances of less than 16 that are less than `span`, which is 4, 8 or 16.
+PYCOMM_AVX2 void last_steps_avx2(float* y, uint32_t size, uint32_t span) {
+  for (uint32_t lo = 0; lo < size; lo += 16) {
+    Eight a, b;
+    std::memcpy(&a, y + lo, sizeof a);
+    std::memcpy(&b, y + lo + 8, sizeof b);
+    if (span == 16) {
+      const Eight sum = a + b;
+      b = a - b;
+      a = sum;
+    }
+    if (span >= 8) {
+      a = step_within<4>(a);
+      b = step_within<4>(b);
+    }
+    a = step_within<1>(step_within<2>(a));
+    b = step_within<1>(step_within<2>(b));
+    std::memcpy(y + lo, &a, sizeof a);
+    std::memcpy(y + lo + 8, &b, sizeof b);
+  }
+}
+
+#endif
+
+/// The steps at distances of less than `span`, which is a power of two of at least 4.
+PYCOMM_INLINE void hadamard(float* y, uint32_t size, uint32_t span) {
+  for (; span >= 128; span /= 8) steps<3>(y, size, span);
+  if (span == 64) steps<2>(y, size, span);
+  if (span == 32) steps<1>(y, size, span);
+  if (span > 16) span = 16;
+#ifdef PYCOMM_AVX2
+  if (has_avx2()) return last_steps_avx2(y, size, span);
+#endif
+  for (; span > 1; span /= 2) steps<1>(y, size, span);
+}
+
+/// First transform, whose first three steps have slopes.
+PYCOMM_INLINE void spread(float* y, int size_bits) {
   const uint32_t size = 1u << size_bits;
+  steps<3>(y, size, size, kSlope0, kSlope1, kSlope2);
   if (spread_bits(size_bits) < size_bits) {  // six steps
-    butterfly_thrice(from, size / 8, kSlope0, kSlope1, kSlope2);
-    for (uint32_t lo = 0; lo < size; lo += size / 8) butterfly_thrice(from + lo, size / 64);
-    return from;
-  }
-  if (size_bits % 2) {
-    butterfly(from, size, other, kSlope0);
-    butterfly_twice(other, size, from, kSlope1, kSlope2);
+    steps<3>(y, size, size / 8);
   } else {
-    butterfly_twice(from, size, other, kSlope0, kSlope1);
-    butterfly_twice(other, size, from, kSlope2);
+    hadamard(y, size, size / 8);
   }
-  for (int pair = 2 - size_bits % 2; pair < size_bits / 2; pair++) {
-    butterfly_twice(from, size, other);
-    swap(from, other);
-  }
-  return from;
 }
 
 PYCOMM_INLINE void flip(const Signs& signs, uint32_t size, float scale, float* __restrict y) {
@@ -142,23 +145,19 @@ Signs::Signs(const RotationHeader& header, size_t value, size_t size, uint32_t s
 }
 
 PYCOMM_SIMD void rotate_block(const RotationSigns& signs, const float* x, const float* residual,
-                              size_t n, int size_bits, float* y) {
-  alignas(64) float spare[kMaxRotation];
+                              size_t n, int size_bits, float* __restrict y) {
   const uint32_t size = 1u << size_bits;
-  // In small rotations both transforms have the same number of passes.
-  const bool swaps = spread_bits(size_bits) < size_bits && (size_bits + 1) / 2 % 2;
-  float* __restrict first = swaps ? spare : y;
   const float scale = scale_before(size_bits);
   size_t lo = 0;
   for (; lo + kSignsPerWord <= n; lo += kSignsPerWord) {
     const uint32_t word = signs.first[lo / kSignsPerWord];
     if (residual) {
       for (uint32_t i = 0; i < kSignsPerWord; i++) {
-        first[lo + i] = signed_by(word, i, (x[lo + i] + residual[lo + i]) * scale);
+        y[lo + i] = signed_by(word, i, (x[lo + i] + residual[lo + i]) * scale);
       }
     } else {
       for (uint32_t i = 0; i < kSignsPerWord; i++) {
-        first[lo + i] = signed_by(word, i, x[lo + i] * scale);
+        y[lo + i] = signed_by(word, i, x[lo + i] * scale);
       }
     }
   }
@@ -166,29 +165,28 @@ PYCOMM_SIMD void rotate_block(const RotationSigns& signs, const float* x, const 
     for (uint32_t i = 0; i < kSignsPerWord; i++) {
       float p = 0.0f;
       if (lo + i < n) p = residual ? x[lo + i] + residual[lo + i] : x[lo + i];
-      first[lo + i] = signed_by(signs.first[lo / kSignsPerWord], i, p * scale);
+      y[lo + i] = signed_by(signs.first[lo / kSignsPerWord], i, p * scale);
     }
   }
-  float* const other = swaps ? y : spare;
-  float* const mixed = spread(first, other, size_bits);
-  flip(signs.second, size, 1.0f, mixed);
-  hadamard(mixed, mixed == first ? other : first, size_bits);
+  spread(y, size_bits);
+  flip(signs.second, size, 1.0f, y);
+  hadamard(y, size, size);
 }
 
 PYCOMM_SIMD void unrotate_block(const RotationSigns& signs, float* y, size_t n, int size_bits,
                                 const Sink& sink) {
-  alignas(64) float spare[kMaxRotation];
-  float* mixed = hadamard(y, spare, size_bits);
-  flip(signs.second, 1u << size_bits, scale_between(size_bits), mixed);
-  const float* values = spread(mixed, mixed == y ? spare : y, size_bits);
+  const uint32_t size = 1u << size_bits;
+  hadamard(y, size, size);
+  flip(signs.second, size, scale_between(size_bits), y);
+  spread(y, size_bits);
   const float scale = scale_after(size_bits);
   switch (sink.then) {
     case Then::store:
-      return finish_block<Then::store>(signs.first, values, n, scale, sink);
+      return finish_block<Then::store>(signs.first, y, n, scale, sink);
     case Then::add:
-      return finish_block<Then::add>(signs.first, values, n, scale, sink);
+      return finish_block<Then::add>(signs.first, y, n, scale, sink);
     case Then::store_residual:
-      return finish_block<Then::store_residual>(signs.first, values, n, scale, sink);
+      return finish_block<Then::store_residual>(signs.first, y, n, scale, sink);
   }
 }
 }  // namespace pycomm::codecs

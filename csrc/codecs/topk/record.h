@@ -75,9 +75,9 @@ inline void write_values(const Record& record, uint8_t* to, size_t first, const 
 /// Writer of the chosen values of one record, group by group.
 class Writer {
  public:
-  /// `residual` and `new_residual` are those of the record; null without feedback.
-  Writer(const Record& record, uint8_t* to, const float* residual, float* new_residual)
-      : record_(record), to_(to), residual_(residual), new_residual_(new_residual) {}
+  /// `new_residual` is that of the record, and has p; null without feedback.
+  Writer(const Record& record, uint8_t* to, float* new_residual)
+      : record_(record), to_(to), new_residual_(new_residual) {}
 
   // A caller may change values while they are encoded. More may be chosen then than there is room
   // for; fewer leave at the end what was in the memory before.
@@ -89,14 +89,13 @@ class Writer {
     write_indices(record_.indices, index, count_, n, to_ + record_.indices_at);
     count_ += n;
     if (!new_residual_) return;
-    for (size_t j = 0; j < n; j++)
-      new_residual_[index[j]] = residual_of(p[j], value[j], residual_[index[j]]);
+    // Values of a record that is not void are finite, and decoded they are, too.
+    for (size_t j = 0; j < n; j++) new_residual_[index[j]] = p[j] - value[j];
   }
 
  private:
   const Record& record_;
   uint8_t* to_;
-  const float* residual_;
   float* new_residual_;
   size_t count_ = 0;
 };
@@ -122,7 +121,7 @@ inline void encode_record(const Record& record, const Cut& cut, const Source& fr
     return;
   }
   clear_padding(record, to);
-  Writer writer(record, to, from.residual, new_residual);
+  Writer writer(record, to, new_residual);
   walk(from, cut, new_residual, writer);
 }
 

@@ -9,7 +9,6 @@
 #include <cmath>
 #include <memory>
 
-#include "codecs/base/avx512.h"
 #include "codecs/base/loops.h"
 
 namespace pycomm::codecs::topk {
@@ -42,7 +41,7 @@ struct Counts {
   size_t at_high = 0;  ///< == high
   size_t inside = 0;
   size_t at_low = 0;  ///< == low, if low < high
-  uint32_t top = 0;   ///< the largest magnitude
+  uint32_t top = 0;   ///< the largest magnitude, if one reaches `low`
   bool overflow = false;
 };
 
@@ -51,84 +50,72 @@ constexpr size_t kRoom = 256 * 1024;
 /// Longer records are sampled; they are longer than any chunk.
 constexpr size_t kSampled = 64 * 1024;
 
-template <bool kFeedback>
-Counts count_plain(const Source& from, size_t begin, Bracket b, uint32_t* inside, size_t room,
-                   Counts counts) {
-  for (size_t i = begin; i < from.n; i++) {
-    const uint32_t bits = magnitude_bits(kFeedback ? from.x[i] + from.residual[i] : from.x[i]);
-    counts.top = bits > counts.top ? bits : counts.top;
-    if (bits < b.low) continue;
-    if (bits > b.high) {
-      counts.above++;
-    } else if (bits == b.high) {
-      counts.at_high++;
-    } else if (bits == b.low) {
-      counts.at_low++;
+/// Values that are looked at at once. Few of those are of interest.
+constexpr size_t kAtOnce = 32;
+
+/// Values of one step: those from `begin` on, but none from `end` on.
+struct Step {
+  template <bool kFeedback>
+  PYCOMM_INLINE void load(const Source& from, size_t begin, size_t end) {
+    n = std::min(kAtOnce, end - begin);
+    for (size_t i = n; i < kAtOnce; i++) p[i] = 0.0f;
+    const float* __restrict x = from.x + begin;
+    const float* __restrict residual = kFeedback ? from.residual + begin : nullptr;
+    if (n == kAtOnce) {
+      for (size_t i = 0; i < kAtOnce; i++) p[i] = kFeedback ? x[i] + residual[i] : x[i];
     } else {
-      if (counts.inside == room) {
-        counts.overflow = true;
-        return counts;
-      }
-      inside[counts.inside++] = bits;
+      for (size_t i = 0; i < n; i++) p[i] = kFeedback ? x[i] + residual[i] : x[i];
     }
+  }
+
+  /// Calls f(i, magnitude bits) for the values from a magnitude on, in their order.
+  template <typename F>
+  PYCOMM_INLINE void for_each_from(uint32_t low, const F& f) const {
+    uint32_t reached = 0;
+    const int limit = static_cast<int>(low);
+    for (size_t i = 0; i < kAtOnce; i++) {
+      reached |= (static_cast<int>(magnitude_bits(p[i])) >= limit ? 1u : 0u) << i;
+    }
+    if (n < kAtOnce) reached &= (1u << n) - 1;
+    for (; reached != 0; reached &= reached - 1) {
+      const auto i = static_cast<size_t>(__builtin_ctz(reached));
+      f(i, magnitude_bits(p[i]));
+    }
+  }
+
+  size_t n;
+  alignas(64) float p[kAtOnce];
+};
+
+namespace {
+
+template <bool kFeedback>
+PYCOMM_SIMD Counts count(const Source& from, Bracket b, uint32_t* inside, size_t room) {
+  Counts counts;
+  Step step;
+  for (size_t begin = 0; begin < from.n; begin += kAtOnce) {
+    if (counts.inside + kAtOnce > room) {
+      counts.overflow = true;
+      break;
+    }
+    step.load<kFeedback>(from, begin, from.n);
+    step.for_each_from(b.low, [&](size_t, uint32_t bits) {
+      counts.top = bits > counts.top ? bits : counts.top;
+      if (bits > b.high) {
+        counts.above++;
+      } else if (bits == b.high) {
+        counts.at_high++;
+      } else if (bits == b.low) {
+        counts.at_low++;
+      } else {
+        inside[counts.inside++] = bits;
+      }
+    });
   }
   return counts;
 }
 
-#ifdef PYCOMM_AVX512
-
-template <bool kFeedback>
-PYCOMM_AVX512 inline __m512 load_sum(const Source& from, size_t i) {
-  const __m512 x = _mm512_loadu_ps(from.x + i);
-  return kFeedback ? _mm512_add_ps(x, _mm512_loadu_ps(from.residual + i)) : x;
-}
-
-PYCOMM_AVX512 inline __m512i magnitudes(__m512 p) {
-  return _mm512_and_epi32(_mm512_castps_si512(p), _mm512_set1_epi32(0x7fffffff));
-}
-
-template <bool kFeedback>
-PYCOMM_AVX512 Counts count_avx512(const Source& from, Bracket b, uint32_t* inside, size_t room) {
-  Counts counts;
-  const __m512i low = _mm512_set1_epi32(static_cast<int>(b.low));
-  const __m512i high = _mm512_set1_epi32(static_cast<int>(b.high));
-  __m512i top = _mm512_setzero_si512();
-  size_t i = 0;
-  for (; i + 16 <= from.n; i += 16) {
-    const __m512i bits = magnitudes(load_sum<kFeedback>(from, i));
-    top = _mm512_mask_max_epi32(top, 0xffff, top, bits);  // without a mask gcc 12 warns
-    const __mmask16 reached = _mm512_cmpge_epi32_mask(bits, low);
-    if (reached == 0) continue;
-    const __mmask16 above = _mm512_cmpgt_epi32_mask(bits, high);
-    const __mmask16 at_high = _mm512_cmpeq_epi32_mask(bits, high);
-    const __mmask16 at_low = _mm512_mask_cmpeq_epi32_mask(~at_high, bits, low);
-    const __mmask16 between = reached & ~(above | at_high | at_low);
-    counts.above += _mm_popcnt_u32(above);
-    counts.at_high += _mm_popcnt_u32(at_high);
-    counts.at_low += _mm_popcnt_u32(at_low);
-    if (between == 0) continue;
-    if (counts.inside + 16 > room) {
-      counts.overflow = true;
-      return counts;
-    }
-    _mm512_storeu_si512(inside + counts.inside, _mm512_maskz_compress_epi32(between, bits));
-    counts.inside += _mm_popcnt_u32(between);
-  }
-  alignas(64) uint32_t tops[16];
-  _mm512_store_si512(tops, top);
-  counts.top = *std::max_element(tops, tops + 16);
-  return count_plain<kFeedback>(from, i, b, inside, room, counts);
-}
-
-#endif
-
-template <bool kFeedback>
-Counts count(const Source& from, Bracket b, uint32_t* inside, size_t room) {
-#ifdef PYCOMM_AVX512
-  if (has_avx512()) return count_avx512<kFeedback>(from, b, inside, room);
-#endif
-  return count_plain<kFeedback>(from, 0, b, inside, room, Counts{});
-}
+}  // namespace
 
 /// Returns the cut of the k largest, if the bracket holds the k-th; else false.
 inline bool cut_in(const Counts& counts, Bracket b, size_t k, uint32_t* inside, Cut& cut) {
@@ -228,7 +215,9 @@ class Finder {
  public:
   /// `limit`: a record with a magnitude from here on is void.
   Finder(size_t largest_record, uint32_t limit)
-      : limit_(limit), room_(std::min(largest_record + 16, kRoom)), scratch_(new uint32_t[room_]) {}
+      : limit_(limit),
+        room_(std::min(largest_record + kAtOnce, kRoom)),
+        scratch_(new uint32_t[room_]) {}
 
   /// Returns the cut of the k largest of n, 1 <= k <= n.
   Cut find(const Source& from, size_t k) {

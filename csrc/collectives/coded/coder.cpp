@@ -205,7 +205,8 @@ size_t Coder::encode(Hop hop, const Part& part, const Floats& values, uint8_t* o
     args.stream = part.stream;
     args.sum = sum;
     const feedback::Feedback& feedback = hop == Hop::worker ? piece.worker : piece.owner;
-    feedback::encode(*piece.codec, feedback.at(row, piece.numel, run.offset), args, scratch_);
+    feedback::encode(*piece.codec, feedback.at(row, piece.numel, run.offset, run.numel), args,
+                     scratch_);
     out += is_close(*piece.codec) ? used_bytes(out) : args.out.size;
   });
   return static_cast<size_t>(out - begin);

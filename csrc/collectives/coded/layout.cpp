@@ -27,19 +27,17 @@ class Cuts {
   schedule::Range chunk(int owners, int index, const Shares& shares = {}) const {
     return schedule::chunk(parts(), numel_, owners, index, shares);
   }
-  std::vector<schedule::Range> segments(const schedule::Range& chunk, size_t numel) const {
-    return schedule::segments(parts(), chunk, numel);
+  template <typename F>
+  void for_segments(const schedule::Range& chunk, size_t numel, const F& f) const {
+    schedule::for_segments(parts(), chunk, numel, f);
   }
-  PieceRuns runs(const schedule::Range& range) const {
-    std::vector<schedule::Run> found;
-    schedule::append_runs(parts(), range, found);
-    PieceRuns runs;
-    runs.reserve(found.size());
-    for (const schedule::Run& run : found) {
+  /// Calls f(run) for the runs of a range, each with its piece.
+  template <typename F>
+  void for_runs(const schedule::Range& range, const F& f) const {
+    schedule::for_runs(parts(), range, [&](const schedule::Run& run) {
       const PieceRun& whole = values_[run.part];
-      runs.push_back({whole.piece, whole.offset + run.offset, run.numel});
-    }
-    return runs;
+      f(PieceRun{whole.piece, whole.offset + run.offset, run.numel});
+    });
   }
 
  private:
@@ -60,7 +58,9 @@ PieceRuns values_of(Span<const Piece> pieces) {
 
 PieceRuns share_of(Span<const Piece> pieces, const PieceRuns& values, int owners, int index) {
   const Cuts cuts(pieces, values);
-  return cuts.runs(cuts.chunk(owners, index));
+  PieceRuns runs;
+  cuts.for_runs(cuts.chunk(owners, index), [&](const PieceRun& run) { runs.push_back(run); });
+  return runs;
 }
 
 size_t numel_of(Span<const PieceRun> values) {
@@ -71,14 +71,19 @@ size_t numel_of(Span<const PieceRun> values) {
 
 BucketLayout::BucketLayout(Span<const Piece> pieces, const PieceRuns& values, int owners,
                            size_t segment_numel, const Shares& shares) {
+  if (values.empty()) return;
+  const size_t chunks = static_cast<size_t>(owners);
+  first_.reserve(chunks + 1);
+  segments_.reserve(chunks);
+  runs_.reserve(values.size() + chunks);
   const Cuts cuts(pieces, values);
   for (int owner = 0; owner < owners; owner++) {
     begin_chunk();
     const schedule::Range chunk = cuts.chunk(owners, owner, shares);
-    for (const schedule::Range& range : cuts.segments(chunk, segment_numel)) {
-      const PieceRuns runs = cuts.runs(range);
-      add(pieces, {runs.data(), runs.size()});
-    }
+    cuts.for_segments(chunk, segment_numel, [&](const schedule::Range& range) {
+      begin_segment(0, 0);
+      cuts.for_runs(range, [&](const PieceRun& run) { add(pieces, run); });
+    });
   }
   begin_chunk();
 }
@@ -90,7 +95,8 @@ BucketLayout BucketLayout::of_rows(Span<const Piece> pieces, const std::vector<s
   for (size_t owner = 0; owner < numbers.size(); owner++) {
     layout.begin_chunk();
     for (const Segment& segment : row.segments_) {
-      layout.add(pieces, row.runs(segment), owner, numbers[owner]);
+      layout.begin_segment(owner, numbers[owner]);
+      for (const PieceRun& run : row.runs(segment)) layout.add(pieces, run);
     }
   }
   layout.begin_chunk();
@@ -102,7 +108,8 @@ BucketLayout BucketLayout::of_chunks(Span<const Piece> pieces,
   BucketLayout layout;
   for (const PieceRuns& chunk : chunks) {
     layout.begin_chunk();
-    if (!chunk.empty()) layout.add(pieces, {chunk.data(), chunk.size()});
+    if (!chunk.empty()) layout.begin_segment(0, 0);
+    for (const PieceRun& run : chunk) layout.add(pieces, run);
   }
   layout.begin_chunk();
   return layout;
@@ -114,17 +121,15 @@ size_t BucketLayout::most() const {
   return most;
 }
 
-void BucketLayout::add(Span<const Piece> pieces, Span<const PieceRun> runs, size_t row,
-                       size_t number) {
-  Segment segment{runs_.size(), runs_.size() + runs.size, row, number, bytes_, 0, false};
-  for (const PieceRun& run : runs) {
-    const Codec& codec = *pieces[run.piece].codec;
-    segment.bytes += codec.encoded_bytes(run.numel);
-    segment.variable |= codec.variable();
-  }
-  runs_.insert(runs_.end(), runs.begin(), runs.end());
-  segments_.push_back(segment);
-  bytes_ += segment.bytes;
+void BucketLayout::add(Span<const Piece> pieces, const PieceRun& run) {
+  const Codec& codec = *pieces[run.piece].codec;
+  const size_t bytes = codec.encoded_bytes(run.numel);
+  Segment& segment = segments_.back();
+  segment.variable |= codec.variable();
+  segment.bytes += bytes;
+  segment.last_run++;
+  bytes_ += bytes;
+  runs_.push_back(run);
 }
 
 }  // namespace pycomm::coded

@@ -62,7 +62,11 @@ class PYCOMM_API BucketLayout {
   int owners() const { return first_.empty() ? 0 : static_cast<int>(first_.size()) - 1; }
   size_t place(size_t s) const { return s < segments_.size() ? segments_[s].payload : bytes_; }
   void begin_chunk() { first_.push_back(segments_.size()); }
-  void add(Span<const Piece> pieces, Span<const PieceRun> runs, size_t row = 0, size_t number = 0);
+  void begin_segment(size_t row, size_t number) {
+    segments_.push_back({runs_.size(), runs_.size(), row, number, bytes_, 0, false});
+  }
+  /// Adds a run to the last segment.
+  void add(Span<const Piece> pieces, const PieceRun& run);
 
   PieceRuns runs_;
   std::vector<Segment> segments_;

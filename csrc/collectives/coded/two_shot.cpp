@@ -78,12 +78,10 @@ void TwoShot::own(size_t s) {
   const Segment& segment = plan_.owned.at(me_, s);
   const Span<const PieceRun> runs = plan_.owned.runs(segment);
   if (plan_.scatters) {
-    for (int i = 1; i < n_; i++) {
-      exchange_.wait([this, s, peer = exchange_.after(i)] {
-        land();
-        return exchange_.has(Shot::contribution, peer, s);
-      });
-    }
+    exchange_.wait([this, s] {
+      land();
+      return have_all(Shot::contribution, s);
+    });
     collect(Shot::contribution, s);
     if (!plan_.gathers) return coder_.add_up(runs, received_);
   }
@@ -114,9 +112,7 @@ bool TwoShot::land_from(int owner) {
 // Decodes in rank order. Our own values there are encoded.
 bool TwoShot::land_shown() {
   for (; added_up_ < shown_; added_up_++) {
-    for (int i = 1; i < n_; i++) {
-      if (!exchange_.has(Shot::shown, exchange_.after(i), added_up_)) return false;
-    }
+    if (!have_all(Shot::shown, added_up_)) return false;
     const Span<const PieceRun> runs = plan_.shown.runs(plan_.shown.at(0, added_up_));
     collect(Shot::shown, added_up_);
     if (plan_.one_shot) {
@@ -128,6 +124,13 @@ bool TwoShot::land_shown() {
     }
   }
   return added_up_ == in_stage(plan_.shown.count(0));
+}
+
+bool TwoShot::have_all(Shot shot, size_t s) {
+  for (int i = 1; i < n_; i++) {
+    if (!exchange_.has(shot, exchange_.after(i), s)) return false;
+  }
+  return true;
 }
 
 void TwoShot::collect(Shot shot, size_t s) {

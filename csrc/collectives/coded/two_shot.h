@@ -28,6 +28,8 @@ class PYCOMM_API TwoShot {
   bool land();
   bool land_from(int owner);
   bool land_shown();
+  /// Returns true once segment s of all other ranks' payloads has come.
+  bool have_all(Shot shot, size_t s);
   /// Lists the payloads of all ranks for a segment in received_.
   void collect(Shot shot, size_t s);
   size_t in_stage(size_t count) const { return std::min(count, last_); }

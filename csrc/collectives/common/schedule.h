@@ -91,21 +91,21 @@ inline Range chunk(Span<const Part> parts, size_t numel, int count, int index,
   return {start(static_cast<size_t>(index)), start(static_cast<size_t>(index) + 1)};
 }
 
-/// Returns the segments of a chunk of a bucket, about `segment_numel` elements each; none is empty.
-inline std::vector<Range> segments(Span<const Part> parts, const Range& chunk,
-                                   size_t segment_numel) {
-  std::vector<Range> result;
+/// Calls f(range) for the segments of a chunk of a bucket, about `segment_numel` elements each;
+/// none is empty.
+template <typename F>
+void for_segments(Span<const Part> parts, const Range& chunk, size_t segment_numel, const F& f) {
   size_t begin = chunk.begin;
   for (size_t goal = chunk.begin + segment_numel; begin < chunk.end; goal += segment_numel) {
     const size_t end = goal >= chunk.end ? chunk.end : cut(parts, goal);
-    if (end > begin) result.push_back({begin, end});
+    if (end > begin) f(Range{begin, end});
     begin = std::max(begin, end);
   }
-  return result;
 }
 
-/// Appends the runs of `range`, whose ends are cuts.
-inline void append_runs(Span<const Part> parts, const Range& range, std::vector<Run>& runs) {
+/// Calls f(run) for the runs of `range`, whose ends are cuts.
+template <typename F>
+void for_runs(Span<const Part> parts, const Range& range, const F& f) {
   const Part* part = std::upper_bound(parts.begin(), parts.end(), range.begin,
                                       [](size_t p, const Part& q) { return p < q.offset; });
   if (part != parts.begin()) --part;
@@ -113,8 +113,7 @@ inline void append_runs(Span<const Part> parts, const Range& range, std::vector<
     const size_t begin = std::max(range.begin, part->offset);
     const size_t end = std::min(range.end, part->offset + part->numel);
     if (begin < end)
-      runs.push_back(
-          {static_cast<size_t>(part - parts.begin()), begin - part->offset, end - begin});
+      f(Run{static_cast<size_t>(part - parts.begin()), begin - part->offset, end - begin});
   }
 }
 

@@ -5,7 +5,6 @@
 
 #include "core/decimal.h"
 #include "core/error.h"
-#include "transports/rendezvous.h"
 
 namespace pycomm {
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <vector>
 
-#include "transports/transport.h"
+#include "transports/rendezvous.h"
 
 namespace pycomm {
 

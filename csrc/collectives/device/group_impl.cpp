@@ -241,10 +241,8 @@ void DeviceGroup::Impl::abort(const Notice& notice) noexcept {
 
 void DeviceGroup::Impl::lose(int rank) noexcept {
   if (load(workspace_.control(rank).left) != 0 || failure_.happened()) return;
-  const PeerLost lost(rank, "rank " + std::to_string(rank) +
-                                " died: its process is gone (seen by rank " +
-                                std::to_string(rank_) + "); look at its own log");
-  failure_.set(std::make_exception_ptr(lost));
+  failure_.set(error_of(lost(rank, "died: its process is gone (seen by rank " +
+                                       std::to_string(rank_) + "); look at its own log")));
   abort(to_notice(failure_.error(), rank_));
 }
 

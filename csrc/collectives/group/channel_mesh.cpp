@@ -5,9 +5,6 @@
 #include <algorithm>
 #include <thread>
 
-#include "transports/shm/heap.h"
-#include "transports/shm/window.h"
-
 namespace pycomm {
 namespace {
 
@@ -107,20 +104,6 @@ void ChannelMesh::measure_rate() {
     return sum;
   };
   meter_.look(look);
-}
-
-std::shared_ptr<SharedHeap> ChannelMesh::heap() const {
-  for (const auto& transport : transports_) {
-    if (auto heap = transport->heap()) return heap;
-  }
-  return nullptr;
-}
-
-std::shared_ptr<const KeptHeaps> ChannelMesh::kept_heaps() const {
-  for (const auto& transport : transports_) {
-    if (auto heaps = transport->kept_heaps()) return heaps;
-  }
-  return nullptr;
 }
 
 std::string ChannelMesh::take_back_heap() noexcept {

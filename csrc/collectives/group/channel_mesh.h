@@ -15,7 +15,7 @@
 #include "collectives/group/failure.h"
 #include "collectives/group/rate_meter.h"
 #include "core/trace.h"
-#include "transports/transport.h"
+#include "transports/shm/transport.h"
 
 namespace pycomm {
 
@@ -63,9 +63,11 @@ class ChannelMesh {
   /// TCP if it connects any pair of ranks.
   Medium slowest() const { return slowest_; }
   /// Heap of this rank that all ranks of the window address in place, or null.
-  std::shared_ptr<SharedHeap> heap() const;
+  std::shared_ptr<SharedHeap> heap() const { return shared_ ? shared_->heap() : nullptr; }
   /// The heaps of all ranks of the window, for a later group, or null.
-  std::shared_ptr<const KeptHeaps> kept_heaps() const;
+  std::shared_ptr<const KeptHeaps> kept_heaps() const {
+    return shared_ ? shared_->kept_heaps() : nullptr;
+  }
   /// To be called when a collective has failed in its middle, before its caller gets the error: if
   /// its buffer lies in the heap, the buffer belongs to this rank alone from then on, whatever
   /// stopped peers do. Returns "", or a sentence that says why this was not possible. Called by the
@@ -163,6 +165,7 @@ class ChannelMesh {
   Failure& failure_;
   std::vector<std::unique_ptr<Transport>> transports_;
   std::vector<Transport*> by_rank_;  ///< null for ourselves
+  ShmTransport* shared_ = nullptr;   ///< of ours, or null
   Window* window_ = nullptr;
   Topology topology_;
   mutable std::mutex learning_;  ///< guards what other threads read while a first collective learns

@@ -6,23 +6,17 @@
 #include "collectives/group/membership.h"
 #include "core/decimal.h"
 #include "core/env.h"
-#include "transports/rendezvous.h"
 #include "transports/shm/transport.h"
 #include "transports/shm/window.h"
 #include "transports/tcp/connect/handshake.h"
-#include "transports/tcp/connect/peers.h"
+#include "transports/tcp/tls/library.h"
+#include "transports/tcp/transport.h"
 
 namespace pycomm {
 namespace {
 
 // Stages of a wait: spins poll at once, then so many polls yield, then it sleeps.
 constexpr int kYields = 32;
-
-TcpOptions tcp_options(const CommunicatorOptions& options) {
-  TcpOptions tcp(options);
-  tcp.may_span_hosts = !options.parent || options.parent->uses_network();
-  return tcp;
-}
 
 std::string numbers(const std::vector<int>& list) {
   std::string text;
@@ -114,12 +108,10 @@ Links declared_links(const std::vector<std::string>& values, bool& far) {
 // Every rank publishes that it is here and what it expects. This is done before any transport
 // starts, so that an absent rank is named and no rank sends to one that would not understand.
 void bootstrap(const Rendezvous& rendezvous, const CommunicatorOptions& options,
-               Membership& membership) {
+               Membership& membership, ShmSetup& shm, TcpSetup& tcp) {
   const std::string ours = compatibility_text(rendezvous, options);
-  if (options.transport == "auto" || options.transport == "shm") announce_shm(rendezvous);
-  if (options.transport == "auto" || options.transport == "tcp") {
-    announce_tcp(rendezvous, tcp_options(options));
-  }
+  if (options.transport == "auto" || options.transport == "shm") shm.announce(rendezvous);
+  if (options.transport == "auto" || options.transport == "tcp") tcp.announce(rendezvous);
   announce(rendezvous, kLinkTopic, link_value(rendezvous, options));
   const std::vector<std::string> values = all_gather_values(
       rendezvous, Membership::kTopic, all_ranks(rendezvous), membership.first_value(ours));
@@ -174,7 +166,9 @@ ChannelMesh::ChannelMesh(Rendezvous rendezvous, const CommunicatorOptions& optio
 
 void ChannelMesh::connect(const Rendezvous& rendezvous, const CommunicatorOptions& options,
                           Membership& membership) {
-  bootstrap(rendezvous, options, membership);
+  ShmSetup shm(options.kept_heaps);
+  TcpSetup tcp(options, !options.parent || options.parent->uses_network());
+  bootstrap(rendezvous, options, membership, shm, tcp);
   const std::vector<std::string> links =
       all_gather_values(rendezvous, kLinkTopic, all_ranks(rendezvous), "");  // announced
   links_between_ = declared_links(links, may_be_far_);
@@ -184,8 +178,6 @@ void ChannelMesh::connect(const Rendezvous& rendezvous, const CommunicatorOption
     for (int r = 0; r < size_; r++) {
       if (r != rank_ && !by_rank_[r] && transport->reaches(r)) by_rank_[r] = transport.get();
     }
-    if (!window_) window_ = transport->window();
-    if (SharedRankState* shared = transport->rank_state()) rank_state_ = shared;
     transports_.push_back(std::move(transport));
   };
   const auto unreached = [&] {
@@ -198,8 +190,15 @@ void ChannelMesh::connect(const Rendezvous& rendezvous, const CommunicatorOption
 
   const std::vector<int> candidates = near(rendezvous, options.nodes);
   if (candidates.size() > 1) {
-    if (wanted == "local") add(make_local(rendezvous, candidates));
-    if (wanted == "shm" || wanted == "auto") add(make_shm(rendezvous, candidates));
+    std::unique_ptr<ShmTransport> shared;
+    if (wanted == "local") shared = make_local(rendezvous, candidates);
+    if (wanted == "shm" || wanted == "auto") shared = shm.make(rendezvous, candidates);
+    shared_ = shared.get();
+    add(std::move(shared));
+  }
+  if (shared_) {
+    window_ = shared_->window();
+    rank_state_ = shared_->rank_state();
   }
   const bool mixed = wanted == "auto" || candidates.size() < static_cast<size_t>(size_);
   const bool one_node = window_ && window_->size() == size_;
@@ -207,9 +206,7 @@ void ChannelMesh::connect(const Rendezvous& rendezvous, const CommunicatorOption
   const bool alone_on_hosts = wanted == "tcp" || hosts_differ(rendezvous);
   if (!alone_on_hosts && !one_node) announce_node(rendezvous, lowest);
   if (wanted == "tcp" || (mixed && !unreached().empty())) {
-    TcpOptions tcp = tcp_options(options);
-    tcp.rank_state = rank_state_;
-    add(make_tcp(rendezvous, unreached(), tcp));
+    add(tcp.make(rendezvous, unreached(), rank_state_));
   }
   // A single transport knows how many ranks share the cores, and polls by itself before it sleeps.
   const bool alone = transports_.size() == 1;

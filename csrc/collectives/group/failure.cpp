@@ -5,18 +5,19 @@
 
 #include "collectives/group/channel_mesh.h"
 #include "collectives/group/report.h"
+#include "core/interrupt.h"
+#include "core/notice.h"
 
 namespace pycomm {
 namespace {
 
-// `lost` and the other ranks that have died.
-std::vector<int> all_gone(const PeerLost& lost, const std::vector<PeerStatus>& ranks) {
-  std::vector<int> gone;
-  for (int r = 0; r < static_cast<int>(ranks.size()); r++) {
-    const bool known = std::find(lost.ranks.begin(), lost.ranks.end(), r) != lost.ranks.end();
-    if (known || ranks[r].liveness == PeerStatus::Liveness::died) gone.push_back(r);
-  }
-  return gone;
+/// " in all_reduce #7 (...)" or " after all_reduce #7", for the middle of a sentence.
+std::string doing(const RankState& rank_state) {
+  if (rank_state.inside()) return " in " + describe(rank_state.call);
+  if (rank_state.waits.op != Op::none) return " in " + describe(rank_state.waits);
+  if (rank_state.completed == 0) return "";
+  return std::string(" after ") + name(rank_state.completed_op) + " #" +
+         std::to_string(rank_state.completed);
 }
 
 /// Adds what to do about a mismatch of two calls, if that is known.
@@ -29,6 +30,38 @@ std::string with_advice(std::string text) {
          "ranks";
 }
 
+/// Returns `error` with the state of every rank in its text, if it is an error that ends a group
+/// because of other ranks. May take a moment. `lane` is the one that the caller drives. `advice`:
+/// is added to the text of calls that differ.
+std::exception_ptr with_rank_states(const std::exception_ptr& error, ChannelMesh& mesh, Lane lane,
+                                    const std::string& advice) {
+  const RankState own = mesh.rank_state().load();
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::bad_alloc&) {
+    return std::make_exception_ptr(Error("rank " + std::to_string(mesh.rank()) +
+                                         ": no memory is left for " +
+                                         describe(own.inside() ? own.call : own.waits)));
+  } catch (...) {
+  }
+  Notice notice = to_notice(error, mesh.rank());
+  if (notice.kind == Notice::Kind::error) return error;
+  Report report;
+  report.rank = mesh.rank();
+  report.mismatch = notice.kind == Notice::Kind::mismatch;
+  if (report.mismatch) notice.text = with_advice(notice.text) + advice;
+  if (notice.kind == Notice::Kind::timeout) report.waited_for = notice.ranks;
+  report.ranks = mesh.survey(lane, report.mismatch && own.inside() ? own.call.seq : 0);
+  notice.text += table(report);
+  std::vector<int> gone;
+  for (int r = 0; r < mesh.size(); r++) {
+    const bool known = std::count(notice.ranks.begin(), notice.ranks.end(), r) > 0;
+    if (known || report.ranks[r].liveness == PeerStatus::Liveness::died) gone.push_back(r);
+  }
+  if (notice.kind == Notice::Kind::lost) notice.ranks = gone;
+  return error_of(notice);
+}
+
 }  // namespace
 
 void Failure::set(std::exception_ptr error) {
@@ -38,35 +71,21 @@ void Failure::set(std::exception_ptr error) {
   happened_.store(true, std::memory_order_release);
 }
 
-void Failure::add(const std::string& sentence) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  added_ = sentence;
-}
-
 void Failure::rethrow_in(const OpTag& call, int rank) const {
+  Notice notice = to_notice(first_, rank);
+  notice.text = text();
   const std::string ours = describe(call);
   std::string more;
+  if (notice.text.find(ours) == std::string::npos) {
+    more = " (seen by rank " + std::to_string(rank) + " in " + ours + ")";
+  }
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    more = added_;
+    more += added_;
   }
   // In a text of several lines the first says what happened, the others what ranks were doing.
-  const auto with_call = [&](std::string text) {
-    const std::string where = " (seen by rank " + std::to_string(rank) + " in " + ours + ")";
-    const bool known = text.find(ours) != std::string::npos;
-    return text.insert(std::min(text.find('\n'), text.size()), (known ? "" : where) + more);
-  };
-  try {
-    std::rethrow_exception(first_);
-  } catch (const Timeout& e) {
-    throw Timeout(with_call(e.what()), e.waited_for);
-  } catch (const PeerLost& e) {
-    throw PeerLost(e.rank, with_call(e.what()), e.ranks);
-  } catch (const WireMismatch& e) {
-    throw WireMismatch(with_call(e.what()));
-  } catch (const Error& e) {
-    throw Error(with_call(e.what()));
-  }
+  notice.text.insert(std::min(notice.text.find('\n'), notice.text.size()), more);
+  throw_error(notice);
 }
 
 std::string Failure::text() const {
@@ -80,34 +99,47 @@ std::string Failure::text() const {
   return "";
 }
 
-std::exception_ptr with_rank_states(const std::exception_ptr& error, ChannelMesh& mesh, Lane lane,
-                                    const std::string& order) {
-  Report report;
-  report.rank = mesh.rank();
-  const auto text = [&](const std::string& what) {
-    const RankState own = mesh.rank_state().load();
-    report.ranks = mesh.survey(lane, report.mismatch && own.inside() ? own.call.seq : 0);
-    return what + table(report);
-  };
+void Failure::end(ChannelMesh& mesh, Lane lane, Trace& trace, const std::string& advice) {
+  std::exception_ptr thrown;
   try {
-    std::rethrow_exception(error);
-  } catch (const Timeout& e) {
-    report.waited_for = e.waited_for;
-    return std::make_exception_ptr(Timeout(text(e.what()), e.waited_for));
-  } catch (const WireMismatch& e) {
-    report.mismatch = true;
-    return std::make_exception_ptr(WireMismatch(text(with_advice(e.what()) + order)));
-  } catch (const PeerLost& e) {
-    const std::string what = text(e.what());
-    return std::make_exception_ptr(PeerLost(e.rank, what, all_gone(e, report.ranks)));
-  } catch (const std::bad_alloc&) {
-    const RankState own = mesh.rank_state().load();
-    return std::make_exception_ptr(Error("rank " + std::to_string(mesh.rank()) +
-                                         ": no memory is left for " +
-                                         describe(own.inside() ? own.call : own.waits)));
+    throw;
+  } catch (const Interrupted& e) {  // its cause is for the caller alone
+    thrown =
+        std::make_exception_ptr(Error("rank " + std::to_string(mesh.rank()) + " was interrupted" +
+                                      doing(mesh.rank_state().load()) + ": " + e.what()));
   } catch (...) {
-    return error;
+    thrown = from_notice(std::current_exception());
   }
+  if (happened()) {
+    // The thread that was first may not have told the others yet; all must be able to know before
+    // our caller continues.
+    mesh.abort(to_notice(error(), mesh.rank()));
+  } else {
+    try {
+      const std::exception_ptr error =
+          mesh.aborted() ? thrown : with_rank_states(thrown, mesh, lane, advice);
+      // What another rank has reported meanwhile is the cause.
+      const std::exception_ptr cause = mesh.aborted();
+      set(cause ? cause : error);
+      mesh.abort(to_notice(cause ? cause : error, mesh.rank()));
+      trace.set_error(text());
+    } catch (const std::bad_alloc&) {  // not enough memory for the full text
+      set(thrown);
+      mesh.abort(plain_notice("out of memory", mesh.rank()));
+    }
+  }
+  if (lane != Lane::collective) return;
+  const std::string problem = mesh.take_back_heap();
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!problem.empty()) added_ = problem;
+}
+
+void Failure::abort(ChannelMesh& mesh, Trace& trace, const std::string& reason) noexcept {
+  const std::string text = "rank " + std::to_string(mesh.rank()) + " was aborted" +
+                           doing(mesh.rank_state().load()) + ": " + reason;
+  set(std::make_exception_ptr(Error(text)));
+  mesh.abort(plain_notice(text, mesh.rank()));
+  trace.set_error(text);
 }
 
 std::string describe_ranks(ChannelMesh& mesh) {

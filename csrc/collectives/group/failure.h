@@ -1,5 +1,16 @@
 // Failure: the first error of a group. After it every rank stores it, and every later call throws
 // it again.
+//
+// When a rank dies in the middle of an operation:
+//   1. Transports notice it: on its host that its process has ended (shm/failure_detector.h),
+//      elsewhere that its port refuses connections (tcp/connect/connector.h, control.h). What they
+//      throw is made by lost() and error_of() (core/notice.h), with the rank, its address, and how
+//      it is known.
+//   2. ChannelMesh::check() lets an operation go on that needs nothing of this rank any more.
+//   3. end(), on each rank that gets the error so, asks all ranks what they are doing, stores the
+//      error with that table, and sends it to all (Transport::abort).
+//   4. Waits of the others throw Aborted, of which end() makes the same error (from_notice).
+//   5. The caller gets it by rethrow_in(), and so does every later call.
 #pragma once
 #include <atomic>
 #include <exception>
@@ -10,6 +21,10 @@
 #include "core/op.h"
 
 namespace pycomm {
+
+class ChannelMesh;
+class Trace;
+enum class Lane : uint8_t;
 
 class Failure {
  public:
@@ -23,26 +38,21 @@ class Failure {
   void rethrow() const {
     if (happened()) std::rethrow_exception(first_);
   }
-  /// Adds a sentence to what rethrow_in() throws, on this rank only.
-  void add(const std::string& sentence);
   /// Throws the error to a caller of `call`, which the error then names. There must be an error.
   [[noreturn]] void rethrow_in(const OpTag& call, int rank) const;
+  /// Called with an error in flight that no rank can recover from: tells all ranks. Afterwards
+  /// there is an error. `lane` is the one that the caller drives; `advice` is added to the text of
+  /// calls that differ.
+  void end(ChannelMesh& mesh, Lane lane, Trace& trace, const std::string& advice);
+  /// Ends every running and later operation on all ranks with `reason`. Any thread, any time.
+  void abort(ChannelMesh& mesh, Trace& trace, const std::string& reason) noexcept;
 
  private:
   std::atomic<bool> happened_{false};
   mutable std::mutex mutex_;
   std::exception_ptr first_;
-  std::string added_;
+  std::string added_;  ///< to what rethrow_in() throws, on this rank only
 };
-
-class ChannelMesh;
-enum class Lane : uint8_t;
-
-/// Returns `error` with the state of every rank in its text, if it is an error that ends a group
-/// because of other ranks. May take a moment. `lane` is the one that the caller drives. `order`:
-/// adds this to the text of calls that differ.
-std::exception_ptr with_rank_states(const std::exception_ptr& error, ChannelMesh& mesh, Lane lane,
-                                    const std::string& order);
 
 /// State of every rank, one line each. Any thread.
 std::string describe_ranks(ChannelMesh& mesh);

@@ -7,7 +7,7 @@
 #include "collectives/group/failure.h"
 #include "core/error.h"
 #include "core/interrupt.h"
-#include "transports/rendezvous.h"
+#include "core/notice.h"
 
 namespace pycomm {
 
@@ -173,9 +173,9 @@ void Membership::throw_died(int rank, const std::string& how) {
   }
   if (reason) throw_reason(*reason);
   knows_ = true;
-  throw PeerLost(rank, "rank " + std::to_string(rank) + " died while group \"" + rendezvous_.group +
-                           "\" was made: " + how + " (seen by rank " +
-                           std::to_string(rendezvous_.rank) + "); look at its own log");
+  throw_error(lost(rank, "died while group \"" + rendezvous_.group + "\" was made: " + how +
+                             " (seen by rank " + std::to_string(rendezvous_.rank) +
+                             "); look at its own log"));
 }
 
 void Membership::leave() { set_word(rendezvous_, word_name("met", rendezvous_.rank), "yes"); }

@@ -10,7 +10,7 @@
 
 #include "collectives/common/options.h"
 #include "transports/process.h"
-#include "transports/transport.h"
+#include "transports/rendezvous.h"
 
 namespace pycomm {
 

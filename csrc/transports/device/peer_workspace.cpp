@@ -1,6 +1,5 @@
 #include "transports/device/peer_workspace.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -12,8 +11,7 @@
 #include <system_error>
 
 #include "core/device.h"
-#include "transports/fd_passing.h"
-#include "transports/rendezvous.h"
+#include "transports/shared_file.h"
 #include "transports/shm/region.h"
 
 namespace pycomm {
@@ -23,8 +21,6 @@ using device::ControlPage;
 using device::Flags;
 using device::Progress;
 
-constexpr char kYes[] = "yes";
-constexpr char kUnavailable[] = "none";
 constexpr char kReady[] = "device/ready";  // topic of each rank's outcome
 /// The unit in which CUDA allocates; memory of this size is not shared with another allocation,
 /// whose bytes an exported handle would expose too.
@@ -36,15 +32,7 @@ size_t rounded(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * u
   throw Error("device: cannot " + what + ": " + std::generic_category().message(errno));
 }
 
-FileDescriptor make_file(size_t bytes) {
-  FileDescriptor fd(::memfd_create("pycomm-device", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (fd.get() < 0) throw_errno("make a memory file");
-  if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) throw_errno("size a memory file");
-  ::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
-  return fd;
-}
-
-std::shared_ptr<void> map(const FileDescriptor& file, size_t bytes) {
+std::shared_ptr<void> map(const Fd& file, size_t bytes) {
   struct stat info = {};
   if (::fstat(file.get(), &info) != 0 || static_cast<size_t>(info.st_size) != bytes) {
     throw Error("device: the memory file has another size; give all ranks the same options");
@@ -56,43 +44,19 @@ std::shared_ptr<void> map(const FileDescriptor& file, size_t bytes) {
   return {base, [bytes](void* memory) { ::munmap(memory, bytes); }};
 }
 
-/// Passes on the file until every other rank has it, or has published what it lacks.
-void pass_on(const Rendezvous& rendezvous, FdServer& server, int fd) {
-  const std::vector<int> ranks = all_ranks(rendezvous);
-  const std::vector<int> others(ranks.begin() + 1, ranks.end());
-  size_t served = 0, answers = 0;
-  while (served < others.size() && answers < others.size() && !rendezvous.deadline.expired()) {
-    if (server.serve(fd, rendezvous.poll_interval())) {
-      served += 1;
-      continue;
-    }
-    rendezvous.interrupt_check();
-    answers =
-        published_values(rendezvous, kReady, ranks, others, rendezvous.poll_interval()).size();
-  }
-}
-
 /// Shares the file: rank 0 makes it and passes it to all others.
-std::shared_ptr<void> share_file(const Rendezvous& rendezvous, size_t bytes) {
-  constexpr char kFile[] = "device/file";
-  if (rendezvous.rank != 0) {
-    const std::string name = word_of(rendezvous, kFile, 0);
-    if (name == kUnavailable)
-      throw Error("device: rank 0 could not make the memory file; look at its own log");
-    return map(receive_fd(name, rendezvous.deadline, rendezvous.interrupt_check), bytes);
-  }
-  const std::string name = word_name(kFile, 0);
-  try {
-    FdServer server;
-    const FileDescriptor file = make_file(bytes);
-    std::shared_ptr<void> base = map(file, bytes);
-    set_word(rendezvous, name, server.name());
-    pass_on(rendezvous, server, file.get());
-    return base;
-  } catch (const Error&) {
-    set_word(rendezvous, name, kUnavailable);
-    throw;
-  }
+std::shared_ptr<void> share_memory(const Rendezvous& rendezvous, size_t bytes) {
+  std::shared_ptr<void> base;
+  Fd file;
+  const auto take = [&](const Fd& theirs) { base = map(theirs, bytes); };
+  const auto make = [&] {
+    file = make_memory_file("device", bytes);
+    take(file);
+    return file.get();
+  };
+  share_file(rendezvous, all_ranks(rendezvous), {"device", "device/file", kReady}, nullptr, make,
+             take);
+  return base;
 }
 
 void check(const Rendezvous& rendezvous, int index, const PeerWorkspace::Options& options) {
@@ -126,20 +90,6 @@ std::string agree(const Rendezvous& rendezvous, const std::string& topic, const 
     if (words[r] != kYes) return "rank " + std::to_string(r) + ": " + words[r];
   }
   return "";
-}
-
-template <typename Try>
-std::string outcome(const Try& attempt) {
-  try {
-    attempt();
-    return kYes;
-  } catch (const Timeout&) {
-    throw;
-  } catch (const PeerLost&) {
-    throw;
-  } catch (const Error& problem) {
-    return problem.what();
-  }
 }
 
 }  // namespace
@@ -181,8 +131,8 @@ PeerWorkspace::PeerWorkspace(const Rendezvous& rendezvous, int index, const Opti
     if (on_host_ && options.memory == "device") throw Error("device: " + problem);
   }
   const std::string problem =
-      agree(rendezvous, kReady, outcome([&] {
-              file_ = share_file(rendezvous, region() * static_cast<size_t>(rendezvous.size));
+      agree(rendezvous, kReady, outcome_of([&] {
+              file_ = share_memory(rendezvous, region() * static_cast<size_t>(rendezvous.size));
               if (on_host_) {
                 use_host(index);
               } else {
@@ -206,7 +156,7 @@ PeerWorkspace::RankInfo PeerWorkspace::own_info(int index, const Options& option
   if (index < 0) return ours;
   device::properties(index).uuid.copy(ours.gpu, sizeof ours.gpu);
   if (options.memory == "host") return ours;
-  outcome([&] {  // peers will see what is missing
+  outcome_of([&] {  // peers will see what is missing
     shown_ = device::allocate(index, rounded(sizeof(Flags) + bytes_, kWhole));
     ours.shown = reinterpret_cast<uint64_t>(shown_.get());
     device::export_memory(shown_.get()).copy(ours.ipc_handle, sizeof ours.ipc_handle);
@@ -253,7 +203,7 @@ void PeerWorkspace::keep() noexcept {
 
 std::string PeerWorkspace::try_devices(const std::vector<RankInfo>& infos, int index) {
   const RankInfo& ours = infos[pointers_.rank];
-  return outcome([&] {
+  return outcome_of([&] {
     for (int r = 0; r < pointers_.ranks; r++) {
       const RankInfo& info = infos[r];
       if (info.shown == 0)

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "transports/device/peer_pointers.h"
-#include "transports/transport.h"
+#include "transports/rendezvous.h"
 
 namespace pycomm {
 

@@ -132,16 +132,14 @@ void FailureDetector::throw_if_dead(int rank, bool dead) const {
   if (!dead || left(rank)) return;
   const auto found = std::lower_bound(watched_.begin(), watched_.end(), rank);
   const char* how = processes_[static_cast<size_t>(found - watched_.begin())]->how();
-  throw PeerLost(member(rank), "rank " + std::to_string(member(rank)) + " died: " + how +
-                                   " (seen by rank " + std::to_string(member(self_)) +
-                                   "); look at its own log");
+  throw_error(lost(member(rank), std::string("died: ") + how + " (seen by rank " +
+                                     std::to_string(member(self_)) + "); look at its own log"));
 }
 
 void FailureDetector::throw_left(int rank) {
   check_now();
-  throw PeerLost(member(rank), "rank " + std::to_string(member(rank)) +
-                                   " left the group while rank " + std::to_string(member(self_)) +
-                                   " still waits for it; let all ranks make the same calls");
+  throw_error(lost(member(rank), "left the group while rank " + std::to_string(member(self_)) +
+                                     " still waits for it; let all ranks make the same calls"));
 }
 
 void FailureDetector::abort(const Notice& notice) noexcept {

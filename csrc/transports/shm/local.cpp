@@ -5,7 +5,6 @@
 
 #include <cstdlib>
 
-#include "transports/rendezvous.h"
 #include "transports/shm/transport.h"
 
 namespace pycomm {
@@ -45,7 +44,8 @@ std::shared_ptr<void> hold(void* base, int ranks) {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_local(const Rendezvous& rendezvous, const std::vector<int>& ranks) {
+std::unique_ptr<ShmTransport> make_local(const Rendezvous& rendezvous,
+                                         const std::vector<int>& ranks) {
   const int size = static_cast<int>(ranks.size());
   if (size > kMaxRanks) {
     throw Error("local: the group has " + std::to_string(size) +

@@ -1,6 +1,5 @@
-// Shm transport: ranks are processes of one host, and the shared region is a memfd, which the
-// lowest rank makes and passes to the others. Nothing has a name in a file system, so nothing can
-// be left behind.
+// Shm transport: ranks are processes of one host, and the shared region is a memory file of the
+// lowest of them.
 //
 // host_id() tells which ranks are candidates, and trying tells which are members: a rank that
 // cannot receive or map the file publishes that in the store, and the others go on without it.
@@ -19,8 +18,7 @@
 #include <thread>
 #include <utility>
 
-#include "transports/fd_passing.h"
-#include "transports/rendezvous.h"
+#include "transports/shared_file.h"
 #include "transports/shm/cma.h"
 #include "transports/shm/read_permit.h"
 #include "transports/shm/transport.h"
@@ -28,13 +26,9 @@
 namespace pycomm {
 namespace {
 
-/// A candidate publishes this once it has the region; any other value says why it has not.
-constexpr char kYes[] = "yes";
 constexpr char kName[] = "shm/name";  ///< name of the socket that passes on the region
 constexpr char kOutcomes[] = "shm/outcome";
 constexpr char kHeaps[] = "shm/heaps";  ///< of a former group (shm/kept_heaps.h)
-/// The name that is published when there is no region, and so no socket.
-constexpr char kUnavailable[] = "none";
 /// The time that ranks may take to fetch each other's handles.
 constexpr Milliseconds kHandleWait(5000);
 
@@ -57,9 +51,7 @@ size_t largest_file() {
 }
 
 /// Makes the file, with heaps unless there are some, if a file may be so large.
-FileDescriptor make_region_file(int ranks, bool heaps) {
-  FileDescriptor fd(::memfd_create("pycomm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (fd.get() < 0) throw_errno("make a memfd");
+Fd make_region_file(int ranks, bool heaps) {
   size_t bytes = heaps ? SharedRegion::bytes_with_heaps(ranks) : SharedRegion::bytes(ranks);
   // Exceeding the limit would raise a signal that ends the process.
   if (bytes > largest_file()) bytes = SharedRegion::bytes(ranks);
@@ -67,14 +59,11 @@ FileDescriptor make_region_file(int ranks, bool heaps) {
     throw Error("shm: the limit of file sizes (ulimit -f) is " + std::to_string(largest_file()) +
                 " bytes, but shared memory needs " + std::to_string(bytes) + "; raise the limit");
   }
-  if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) throw_errno("size a memfd");
-  // The seals keep peers from shrinking it under us.
-  ::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
-  return fd;
+  return make_memory_file("shm", bytes);
 }
 
 /// Maps the file, with the heaps if there is address space for them.
-std::shared_ptr<void> map_region(FileDescriptor file, int ranks, bool& heaps) {
+std::shared_ptr<void> map_region(Fd file, int ranks, bool& heaps) {
   size_t bytes = SharedRegion::bytes_with_heaps(ranks);
   struct stat info = {};
   const bool known = ::fstat(file.get(), &info) == 0;
@@ -103,12 +92,6 @@ std::shared_ptr<void> map_region(FileDescriptor file, int ranks, bool& heaps) {
           }};
 }
 
-/// Returns the name of the word by which the creator of the region, one rank of each host,
-/// publishes its socket.
-std::string name_key(const std::vector<int>& candidates) {
-  return word_name(kName, candidates.front());
-}
-
 /// The heaps of a former group, if the candidates keep them, and the number of ours.
 struct Kept {
   std::shared_ptr<const KeptHeaps> heaps;
@@ -116,21 +99,22 @@ struct Kept {
 };
 
 /// All candidates come to the same result, since they see the same values.
-Kept kept_heaps(const Rendezvous& rendezvous, const std::vector<int>& candidates) {
-  const std::vector<std::string> values = all_gather_values(
-      rendezvous, kHeaps, candidates, KeptHeaps::value(rendezvous.kept_heaps.get()));
+Kept kept_heaps(const Rendezvous& rendezvous, const std::vector<int>& candidates,
+                const std::shared_ptr<const KeptHeaps>& ours) {
+  const std::vector<std::string> values =
+      all_gather_values(rendezvous, kHeaps, candidates, KeptHeaps::value(ours.get()));
   if (KeptHeaps::numbers(values).empty()) return {};
-  if (!rendezvous.kept_heaps) {
+  if (!ours) {
     throw Error("shm: rank " + std::to_string(rendezvous.rank) +
                 " keeps no memory of a former group, and the store says that it does: somebody "
                 "else writes to the store; set PYCOMM_SECRET, and let nobody else reach the store");
   }
-  return {rendezvous.kept_heaps, rendezvous.kept_heaps->own};
+  return {ours, ours->own};
 }
 
 /// Maps the region and takes our place in it.
-SharedMemory join(const Rendezvous& rendezvous, const std::vector<int>& candidates,
-                  FileDescriptor file, const Kept& kept) {
+SharedMemory join(const Rendezvous& rendezvous, const std::vector<int>& candidates, Fd file,
+                  const Kept& kept) {
   SharedMemory memory;
   memory.members = candidates;
   memory.rank = rendezvous.rank;
@@ -156,67 +140,29 @@ void leave(const SharedMemory& memory) {
   region.rank_slot(memory.place(memory.rank)).process[0] = 0;
 }
 
-/// Passes on the file until every other candidate has published its outcome.
-void pass_on(const Rendezvous& rendezvous, const std::vector<int>& candidates, FdServer& server,
-             int fd) {
-  std::set<int> silent(candidates.begin() + 1, candidates.end());
-  size_t served = 0;
-  while (served < candidates.size() - 1 && !silent.empty() && !rendezvous.deadline.expired()) {
-    if (server.serve(fd, rendezvous.poll_interval())) {
-      served += 1;
-      continue;
-    }
-    rendezvous.interrupt_check();
-    const std::vector<int> wanted(silent.begin(), silent.end());
-    for (const auto& [rank, word] :
-         published_values(rendezvous, kOutcomes, candidates, wanted, rendezvous.poll_interval())) {
-      silent.erase(rank);
-    }
-  }
-}
-
-/// Returns the name of the creator's socket: either all possible creators have announced theirs, or
-/// the creator publishes it when it has the region.
-std::string name_of(const Rendezvous& rendezvous, int creator) {
-  const auto received = rendezvous.exchange->received.find(kName);
-  if (received == rendezvous.exchange->received.end()) return word_of(rendezvous, kName, creator);
-  return received->second[static_cast<size_t>(creator)];
-}
-
 /// Shares the region: the lowest rank makes it, the others fetch it. Throws Error if we cannot have
 /// it.
 SharedMemory share(const Rendezvous& rendezvous, const std::vector<int>& candidates,
-                   const Kept& kept) {
-  if (rendezvous.rank != candidates.front()) {
-    const std::string name = name_of(rendezvous, candidates.front());
-    if (name == kUnavailable) {
-      throw Error("shm: rank " + std::to_string(candidates.front()) +
-                  " could not make the shared memory; look at its own log");
-    }
-    return join(rendezvous, candidates,
-                receive_fd(name, rendezvous.deadline, rendezvous.interrupt_check), kept);
-  }
-  // The server is closed at the end, so that no rank waits for a file in vain.
-  const std::shared_ptr<FdServer> announced = std::exchange(rendezvous.exchange->server, nullptr);
+                   const Kept& kept, const std::shared_ptr<HostSocket>& announced) {
   SharedMemory memory;
-  try {
-    const auto made = announced ? announced : std::make_shared<FdServer>();
-    FdServer& server = *made;
-    const int ranks = static_cast<int>(candidates.size());
-    FileDescriptor file = make_region_file(ranks, !kept.heaps);
+  const int ranks = static_cast<int>(candidates.size());
+  const auto make = [&] {
+    Fd file = make_region_file(ranks, !kept.heaps);
     const int fd = file.get();
     memory = join(rendezvous, candidates, std::move(file), kept);
     Header& header = SharedRegion(memory.base.get(), ranks).header();
     header.permits = read_permit::wanted() ? 1 : 0;
     header.heaps_name = random_name();
-    if (!announced) set_word(rendezvous, name_key(candidates), server.name());
-    pass_on(rendezvous, candidates, server, fd);
-    return memory;
+    return fd;
+  };
+  const auto take = [&](Fd file) { memory = join(rendezvous, candidates, std::move(file), kept); };
+  try {
+    share_file(rendezvous, candidates, {"shm", kName, kOutcomes}, announced, make, take);
   } catch (const Error&) {
     if (memory.base) leave(memory);
-    if (!announced) set_word(rendezvous, name_key(candidates), kUnavailable);
     throw;
   }
+  return memory;
 }
 
 /// Fetches descriptors of the processes that we do not see, since they are in another PID namespace
@@ -234,7 +180,7 @@ FailureDetector::Handles fetch_handles(const Rendezvous& rendezvous, const Share
     if (r != self && !sees) foreign.push_back(r);
   }
   FailureDetector::Handles handles;
-  const FileDescriptor own(PidFd::of_self());
+  const Fd own(PidFd::of_self());
   // All ranks see all rank slots, so either all or none of them exchange names.
   bool all_visible = true;
   for (const int rank : sharers) {
@@ -243,8 +189,8 @@ FailureDetector::Handles fetch_handles(const Rendezvous& rendezvous, const Share
                   FailureDetector::visible(region.rank_slot(memory.place(sharers[0])), rank_slot);
   }
   if (all_visible) return handles;
-  std::unique_ptr<FdServer> server;
-  if (own.get() >= 0) server = std::make_unique<FdServer>();
+  std::unique_ptr<HostSocket> server;
+  if (own) server = std::make_unique<HostSocket>();
   const std::vector<std::string> names =
       all_gather_values(rendezvous, "shm/handle", sharers, server ? server->name() : kUnavailable);
   const Deadline handle_deadline =
@@ -297,19 +243,20 @@ std::shared_ptr<void> permit_reading(const Rendezvous& rendezvous, const SharedM
 
 }  // namespace
 
-void announce_shm(const Rendezvous& rendezvous) {
-  announce(rendezvous, kHostIdTopic, host_id());
-  announce(rendezvous, kHeaps, KeptHeaps::value(rendezvous.kept_heaps.get()));
+void ShmSetup::announce(const Rendezvous& rendezvous) {
+  pycomm::announce(rendezvous, kHostIdTopic, host_id());
+  pycomm::announce(rendezvous, kHeaps, KeptHeaps::value(kept_.get()));
   std::string name = kUnavailable;
   try {
-    rendezvous.exchange->server = std::make_shared<FdServer>();
-    name = rendezvous.exchange->server->name();
+    socket_ = std::make_shared<HostSocket>();
+    name = socket_->name();
   } catch (const Error&) {  // ranks that would share memory with us learn it when they try
   }
-  announce(rendezvous, kName, name);
+  pycomm::announce(rendezvous, kName, name);
 }
 
-std::unique_ptr<Transport> make_shm(const Rendezvous& rendezvous, const std::vector<int>& ranks) {
+std::unique_ptr<ShmTransport> ShmSetup::make(const Rendezvous& rendezvous,
+                                             const std::vector<int>& ranks) {
   const std::string host = host_id();
   const std::vector<std::string> hosts = all_gather_values(rendezvous, kHostIdTopic, ranks, host);
   std::vector<int> candidates;
@@ -318,18 +265,10 @@ std::unique_ptr<Transport> make_shm(const Rendezvous& rendezvous, const std::vec
   }
   if (candidates.size() < 2 || candidates.size() > kMaxRanks) return nullptr;
 
-  const Kept kept = kept_heaps(rendezvous, candidates);
+  const Kept kept = kept_heaps(rendezvous, candidates, kept_);
   SharedMemory memory;
-  std::string outcome = kYes;
-  try {
-    memory = share(rendezvous, candidates, kept);
-  } catch (const Timeout&) {
-    throw;
-  } catch (const PeerLost&) {
-    throw;
-  } catch (const Error& problem) {
-    outcome = problem.what();
-  }
+  const std::string outcome = outcome_of(
+      [&] { memory = share(rendezvous, candidates, kept, std::exchange(socket_, nullptr)); });
   const std::vector<std::string> outcomes =
       all_gather_values(rendezvous, kOutcomes, candidates, outcome);
   const auto sharers = std::count(outcomes.begin(), outcomes.end(), kYes);

@@ -1,11 +1,12 @@
-// Shared-memory transport: the Transport over a SharedRegion that make_local and make_shm build
-// once they have the memory.
+// Shared-memory transport: the Transport over a SharedRegion, and how ranks come by one.
 #pragma once
 #include <array>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "transports/host_socket.h"
+#include "transports/rendezvous.h"
 #include "transports/shm/failure_detector.h"
 #include "transports/shm/heap.h"
 #include "transports/shm/kept_heaps.h"
@@ -30,7 +31,7 @@ struct SharedMemory {
   int place(int rank) const;
 };
 
-class ShmTransport final : public Transport {
+class PYCOMM_API ShmTransport final : public Transport {
  public:
   ShmTransport(std::string name, const SharedMemory& memory);
   ~ShmTransport() override;
@@ -38,13 +39,18 @@ class ShmTransport final : public Transport {
   std::string_view name() const override { return name_; }
   bool reaches(int rank) const override;
   Channel& channel(int rank, Lane lane) override;
-  Window* window() override { return window_.get(); }
-  std::shared_ptr<SharedHeap> heap() override { return heaps_ ? heaps_->heap : nullptr; }
-  std::shared_ptr<const KeptHeaps> kept_heaps() override { return heaps_; }
+  /// Returns the memory shared by the ranks for which it was made, or null if one of them has no
+  /// part in it. Window::size() and member() name them.
+  Window* window() { return window_.get(); }
+  /// Returns memory of ours that all ranks of the window address in place, or null.
+  std::shared_ptr<SharedHeap> heap() { return heaps_ ? heaps_->heap : nullptr; }
+  /// Returns the heaps of all ranks of the window, for a later group of theirs, or null.
+  std::shared_ptr<const KeptHeaps> kept_heaps() { return heaps_; }
   void idle(Lane lane, std::chrono::microseconds limit) override;
   void check() override { detector_.check(); }
   PeerStatus look(int rank) override;
-  SharedRankState* rank_state() override { return &region_.rank_slot(self_).rank_state; }
+  /// Returns where the peers read our state.
+  SharedRankState* rank_state() { return &region_.rank_slot(self_).rank_state; }
   void abort(const Notice& notice) noexcept override { detector_.abort(notice); }
   uint64_t sent_bytes() const override;
   std::string describe() const override;
@@ -69,8 +75,31 @@ class ShmTransport final : public Transport {
   std::array<LaneState, kLanes> lanes_;
 };
 
-/// Returns true if all ranks have announced different hosts (announce_shm()): then none of them
-/// shares memory with another, and all ranks know it.
+/// Makes the transport for ranks that are threads of one process. It reaches all of `ranks`.
+PYCOMM_API std::unique_ptr<ShmTransport> make_local(const Rendezvous& rendezvous,
+                                                    const std::vector<int>& ranks);
+
+/// Makes the transport for ranks that are processes.
+class PYCOMM_API ShmSetup {
+ public:
+  /// `kept`: the heaps of a former group, which this one keeps if all ranks that share memory had
+  /// them; or null.
+  explicit ShmSetup(std::shared_ptr<const KeptHeaps> kept = nullptr) : kept_(std::move(kept)) {}
+
+  /// Announces what make() publishes about this rank's host, with the exchange that begins a group,
+  /// so that it needs none of its own.
+  void announce(const Rendezvous& rendezvous);
+  /// Returns the transport to those of `ranks` that are on this host, found by trying, never by
+  /// LOCAL_WORLD_SIZE. Null if there is no other.
+  std::unique_ptr<ShmTransport> make(const Rendezvous& rendezvous, const std::vector<int>& ranks);
+
+ private:
+  const std::shared_ptr<const KeptHeaps> kept_;
+  std::shared_ptr<HostSocket> socket_;  ///< passes on the region, if we create it
+};
+
+/// Returns true if all ranks have announced different hosts (ShmSetup): then none of them shares
+/// memory with another, and all ranks know it.
 bool hosts_differ(const Rendezvous& rendezvous);
 
 }  // namespace pycomm

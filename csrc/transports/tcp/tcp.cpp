@@ -4,15 +4,14 @@
 #include <mutex>
 #include <thread>
 
-#include "transports/rendezvous.h"
 #include "transports/tcp/channel.h"
 #include "transports/tcp/connect/connector.h"
 #include "transports/tcp/connect/control.h"
-#include "transports/tcp/connect/peers.h"
 #include "transports/tcp/net/congestion.h"
 #include "transports/tcp/net/pacer.h"
 #include "transports/tcp/poller.h"
 #include "transports/tcp/tls/library.h"
+#include "transports/tcp/transport.h"
 
 namespace pycomm {
 namespace tcp {
@@ -33,14 +32,16 @@ bool all_loopback(const std::vector<Interface>& interfaces) {
 class TcpTransport final : public Transport {
  public:
   TcpTransport(const Rendezvous& rendezvous, const std::vector<int>& peers,
-               const TcpOptions& options)
+               const GroupOptions& options, AnnouncedPeer announced,
+               const SharedRankState* rank_state)
       : peers_(peers),
         pacer_(options.link_bytes_per_second),
-        control_(options.rank_state),
-        connector_(rendezvous, exchange_addresses(rendezvous, peers, options)),
+        control_(rank_state),
+        connector_(rendezvous,
+                   exchange_addresses(rendezvous, peers, options, std::move(announced))),
         checks_payload_(options.checksum == "payload" ||
-                        (options.checksum == "auto" && !options.encrypts &&
-                         !all_loopback(connector_.directory().interfaces))),
+                        (options.checksum == "auto" && !encrypts(options) &&
+                         !all_loopback(connector_.directory().own.interfaces))),
         channels_(static_cast<size_t>(rendezvous.size)) {
     connector_.connect_all(control_, rendezvous.interrupt_check);
     control_.on_ask([this](int rank, int lane) { connector_.open(rank, lane); });
@@ -106,7 +107,7 @@ class TcpTransport final : public Transport {
     for (const int peer : peers_) text += (peer == peers_[0] ? "" : ",") + std::to_string(peer);
     text += " by ";
     const PeerDirectory& directory = connector_.directory();
-    for (const Interface& interface : directory.interfaces) {
+    for (const Interface& interface : directory.own.interfaces) {
       text += interface.name + " (" + interface.address.ip() + "), ";
     }
     const auto [least, most] = connector_.sockets();
@@ -216,28 +217,26 @@ class TcpTransport final : public Transport {
 }  // namespace
 }  // namespace tcp
 
-void announce_tcp(const Rendezvous& rendezvous, const TcpOptions& options) {
-  rendezvous.exchange->host_proof = std::make_shared<HostProof>();
-  try {
-    announce(rendezvous, tcp::kHostTopic, tcp::host_value(*rendezvous.exchange->host_proof));
-    if (!options.may_span_hosts) return;
-    auto listeners = std::make_shared<TcpListeners>(tcp::listen(options, false));
-    announce(rendezvous, tcp::kFarCardTopic, listeners->card);
-    rendezvous.exchange->listeners = std::move(listeners);
-  } catch (const Error&) {  // of no importance unless make_tcp() needs it, which says so then
-  }
+TcpSetup::TcpSetup(const GroupOptions& options, bool may_span_hosts)
+    : options_(options), may_span_hosts_(may_span_hosts) {}
+TcpSetup::~TcpSetup() = default;
+
+void TcpSetup::announce(const Rendezvous& rendezvous) {
+  announced_ = tcp::announce_peer(rendezvous, options_, may_span_hosts_);
 }
 
-std::unique_ptr<Transport> make_tcp(const Rendezvous& rendezvous, const std::vector<int>& ranks,
-                                    const TcpOptions& options) {
-  if (options.sockets < 0 || options.sockets > tcp::kMostSockets) {
-    throw Error("tcp: " + std::to_string(options.sockets) +
+std::unique_ptr<Transport> TcpSetup::make(const Rendezvous& rendezvous,
+                                          const std::vector<int>& ranks,
+                                          const SharedRankState* rank_state) {
+  if (options_.sockets < 0 || options_.sockets > tcp::kMostSockets) {
+    throw Error("tcp: " + std::to_string(options_.sockets) +
                 " sockets per peer are not possible; set PYCOMM_SOCKETS to 1 to 16");
   }
-  tcp::check_congestion_control(options.congestion);
-  tcp::openssl::warn_of_weakness(options);
-  if (options.checksum != "auto" && options.checksum != "payload" && options.checksum != "header") {
-    throw Error("unknown checksum \"" + options.checksum + "\"; use one of auto, payload, header");
+  tcp::check_congestion_control(options_.congestion);
+  tcp::openssl::warn_of_weakness(options_);
+  if (options_.checksum != "auto" && options_.checksum != "payload" &&
+      options_.checksum != "header") {
+    throw Error("unknown checksum \"" + options_.checksum + "\"; use one of auto, payload, header");
   }
   std::vector<int> peers;
   for (const int rank : ranks) {
@@ -249,7 +248,8 @@ std::unique_ptr<Transport> make_tcp(const Rendezvous& rendezvous, const std::vec
   }
   std::sort(peers.begin(), peers.end());
   try {
-    return std::make_unique<tcp::TcpTransport>(rendezvous, peers, options);
+    return std::make_unique<tcp::TcpTransport>(rendezvous, peers, options_, std::move(announced_),
+                                               rank_state);
   } catch (const Timeout&) {
     throw_if_absent(rendezvous, {tcp::kHostTopic, tcp::kCardTopic});
     throw;

@@ -16,9 +16,12 @@ def include_folder() -> Path:
 
 
 def source_file(name: str) -> Path:
-    """Return the file of a codec's kernels, in :func:`include_folder`."""
-    room = Path("codecs", name, f"{name}.cu")
-    return room if (include_folder() / room).exists() else Path("codecs", f"{name}.cu")
+    """Return the file of some kernels, in :func:`include_folder`: by default a codec's."""
+    folder = include_folder()
+    for room in (Path("codecs", name), Path("optim")):
+        if (folder / room / f"{name}.cu").exists():
+            return room / f"{name}.cu"
+    return Path("codecs", f"{name}.cu")
 
 
 def has_kernels(name: str) -> bool:

@@ -42,13 +42,19 @@ def turn(begin: int, rows: int, step: int) -> tuple[int, int, int]:
 
 def signs_of(columns: int, step: int, device: torch.device) -> torch.Tensor:
     """Return the random signs of a step, float32 [columns]."""
-    begin = step * _STRIDE % _TURNS
-    return _table(columns + _TURNS, device)[begin : begin + columns]
+    begin = place_of_signs(step)
+    return table(columns, device)[begin : begin + columns]
+
+
+def place_of_signs(step: int) -> int:
+    """Return where the signs of a step begin in `table`."""
+    return step * _STRIDE % _TURNS
 
 
 @lru_cache(maxsize=64)
-def _table(count: int, device: torch.device) -> torch.Tensor:
-    words = random_words(RandomKey(_SEED, 0, 0), 0, count, device)
+def table(columns: int, device: torch.device) -> torch.Tensor:
+    """Return the signs of all steps, one behind the other, float32."""
+    words = random_words(RandomKey(_SEED, 0, 0), 0, columns + _TURNS, device)
     return 1.0 - 2.0 * (words >> 31).float()
 
 

@@ -53,7 +53,8 @@ values of a matrix. Second moments are known after the coding, up to some steps 
 bound, one gradient that is a hundred times too large moves all values by dozens of learning rates,
 and stays in the momentum. Adam divides it by a root that it has enlarged itself."""
 FLOAT32_STATES = (*("row", "column", "moment_weight", "coding_error", "mean_energy", "own_energy"),)
-"""States that are float32 whatever the parameter is; those without dimensions are on the CPU."""
+"""States that are float32 whatever the parameter is. Those without dimensions are on the CPU; where
+`on_device` has the passes, on the device."""
 _TINY = 1e-30
 _STEPS = 1024  # of b, from 0 to 1
 LIMIT = 50.0
@@ -133,7 +134,8 @@ class CodedMoment:
         self.again = False
         """This backward adds to an earlier one's momentum, before the same step."""
         self._error = nominal_error(codec) ** 2
-        self._codec: Codec | None = codec
+        self.codec: Codec | None = codec
+        """That of now; None: a state was loaded, whose error belongs to the one that comes."""
         self._fresh = self._zeros()  # sums of this step
         self._of_step = self._fresh[: self.rows], self._fresh[self.rows : -EXTRA]
         self._since = self._zeros()  # sums of the steps since the last exchange
@@ -168,7 +170,7 @@ class CodedMoment:
     def rebind(self, settings: dict[str, Any], state: dict[str, Any]) -> None:
         """Use another state, for example after a checkpoint was loaded."""
         self.settings, self.state = settings, state
-        self._codec = None  # the error in the state belongs to the codec that comes
+        self.codec = None
         self._scale = self._reciprocals = self._sums = self.base = self.probe = None
         self.looked = self.again = False
         self._since.zero_()
@@ -243,9 +245,9 @@ class CodedMoment:
 
     def use(self, codec: Codec) -> None:
         """Set the codec of this step: another one's error is not known yet."""
-        if self._codec is not None and codec != self._codec:
+        if self.codec is not None and codec != self.codec:
             self.state["coding_error"].fill_(nominal_error(codec) ** 2)
-        self._codec = codec
+        self.codec = codec
 
     def enter(self, gradient: torch.Tensor, scale: float, shard: int | None = None) -> None:
         """Add the gradient's squares to this step's sums.
@@ -257,7 +259,7 @@ class CodedMoment:
         """
         rows = self._rows_of(shard)
         matrix = gradient.view(self.padded, self.columns)[: rows.stop - rows.start]
-        scaled.add_squares(matrix, *self._sums_of(rows), scale**-2)
+        scaled.add_squares(matrix, *self._sums_of(rows), (1 / scale) ** 2)
 
     def _sums_of(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         row, column = self._of_step

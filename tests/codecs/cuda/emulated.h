@@ -173,6 +173,7 @@ inline int __syncthreads_or(int vote) {
 
 inline void __syncwarp() { emulated::wait(emulated::Wait::warp); }
 inline void __syncthreads() { emulated::wait(emulated::Wait::block); }
+inline void __threadfence() {}
 
 inline uint32_t atomicAdd(uint32_t* to, uint32_t value) { return (*to += value) - value; }
 inline void atomicOr(uint32_t* to, uint32_t value) { *to |= value; }
@@ -192,6 +193,8 @@ inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t sum) {
   return sum;
 }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+
+inline float __ldcg(const float* from) { return *from; }
 
 template <typename Word>
 void __stcs(Word* to, const Word& value) {

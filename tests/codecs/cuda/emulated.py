@@ -85,7 +85,7 @@ def run(launches: list[Launch], compiled: ctypes.CDLL) -> None:
 @cache
 def all_kernels() -> ctypes.CDLL:
     """Return the kernels of all .cu files, which are compiled once for the sources as they are."""
-    files = [source_file(name) for name in (*CODECS, "convert", "feedback")]
+    files = [source_file(name) for name in (*CODECS, "convert", "feedback", "moments", "adamw")]
     digest = hashlib.sha256()
     for source in sorted(p for p in include_folder().rglob("*") if p.suffix in (".h", ".cu")):
         digest.update(source.read_bytes())

@@ -52,6 +52,7 @@ SOURCES = {
 LONG = () if FULL else ("eden", "mx")
 # And nvcc for each of the others up to a quarter of one: those of few kernels stand for them.
 BY_NVCC = list(SOURCES) if FULL else ["lossless", "sign"]
+OPTIMIZERS = {"moments": 17, "adamw": 1}  # of csrc/optim
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 # Codecs of blocks with a scale.
 SCALED = [name for name in SOURCES if name != "lossless"]
@@ -227,16 +228,24 @@ def test_cuda_kernels_are_exact(nvcc, name, arch):
     assert ("div.rn.f32" in instructions(ptx)) == (name in SCALED)
 
 
-@every_source
+@every_arch
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_kernels_of_optimizers_are_exact(nvcc, name, arch):
+    ptx = kept(nvcc(name), name, arch, "ptx").read_text()
+    assert inexact(ptx) == []
+    assert {"sqrt.rn.f32", "div.rn.f32"} <= set(instructions(ptx))
+
+
+@pytest.mark.parametrize("name", [*BY_NVCC, *OPTIMIZERS])
 def test_cuda_kernels_spill_no_register(nvcc, name):
     """But for encoders in SPILLED, up to what is there; decoders never."""
-    log = (nvcc(name) / f"{name}.log").read_text()
+    log, least = (nvcc(name) / f"{name}.log").read_text(), {**SOURCES, **OPTIMIZERS}[name]
     spilled = re.findall(
         r"Compiling entry function '(\w+)'[^\n]*\n(?:[^\n]*\n)?"
         r"\s*(\d+) bytes stack frame, (\d+) bytes spill stores",
         log,
     )
-    assert len(spilled) == log.count("Compiling entry function") >= SOURCES[name] * len(ARCHS)
+    assert len(spilled) == log.count("Compiling entry function") >= least * len(ARCHS)
     for kernel, frame, stores in spilled:
         most = SPILLED.get(name, 0) if "encode_kernel" in kernel else 0
         assert int(stores) <= most, kernel

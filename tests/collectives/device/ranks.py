@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
-from multiprocessing import get_context
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pycomm import _C, _test
-from tests.ranks import good, on_threads
+from tests.ranks import good, in_processes, on_threads
 
 Job = Callable[["Rank"], Any]
 ARENA = 64 << 20
@@ -132,32 +132,15 @@ def run(size: int, job: Job, *, cuda: bool = False, **options: Any) -> list[Any]
     return good(attempt(size, job, cuda=cuda, **options))
 
 
-def _process_main(
-    folder: str, rank: int, size: int, cuda: bool, job: Job, options: Any, results: Any
-) -> None:
-    try:
-        with joined(_C.Store.file(folder), rank, size, cuda, options) as one:
-            results.put((rank, job(one)))
-    except Exception as error:
-        results.put((rank, f"{type(error).__name__}: {error}"))
+def _of_process(
+    folder: str, size: int, cuda: bool, job: Job, options: dict[str, Any], rank: int
+) -> Any:
+    with joined(_C.Store.file(folder), rank, size, cuda, options) as one:
+        return job(one)
 
 
 def run_processes(size: int, job: Job, *, cuda: bool = False, **options: Any) -> list[Any]:
-    """Run as `run` does, on processes; an error arrives as its text, which no job returns."""
-    context = get_context("spawn" if cuda else "fork")
-    results = context.Queue()
+    """Run as `run` does, on processes."""
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(
-                target=_process_main, args=(folder, r, size, cuda, job, options, results)
-            )
-            for r in range(size)
-        ]
-        for process in processes:
-            process.start()
-        outcomes = dict(results.get(timeout=100) for _ in processes)
-        for process in processes:
-            process.join()
-    failed = {r: outcome for r, outcome in outcomes.items() if isinstance(outcome, str)}
-    assert not failed, failed
-    return [outcomes[r] for r in range(size)]
+        main = partial(_of_process, folder, size, cuda, job, options)
+        return in_processes(size, main, 100, "spawn" if cuda else "fork")

@@ -19,7 +19,7 @@ from torch import nn
 
 import pycomm
 from pycomm import backend, elastic
-from pycomm.feedback import Feedback, Residuals
+from pycomm.feedback import Feedback, Residual, Residuals
 from pycomm.policy import Decision, Parameter
 from pycomm.reduction.bucket import Bucket, BucketPiece
 from pycomm.reduction.paths import native_backend
@@ -30,6 +30,11 @@ def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
     """Return small integers that differ by rank."""
     numel = torch.Size(shape).numel()
     return ((torch.arange(numel) * 7 + rank * 5) % 11).to(dtype).reshape(shape)
+
+
+def every_value(residual: Residual) -> dict[str, torch.Tensor]:
+    """Return residuals in float32, also of the values for which a device has no memory."""
+    return {role: residual.current(role) for role, _ in residual.pairs()}
 
 
 def operations(rank: int, ranks: int) -> dict[str, Callable[[Callable], list[torch.Tensor]]]:

@@ -157,7 +157,8 @@ def load(way: str) -> None:
     Args:
         way: the data path of collectives. "held": through the host, with streams that pycomm can
             hold; "late": through the host, without; "peers": kernels work on the peers' memory;
-            "kernels": as "held", with the codecs' CUDA kernels, which g++ has compiled.
+            "kernels": as "held", with the CUDA kernels, which g++ has compiled; "both": as "peers",
+            with these.
     """
     from pycomm import _build
 
@@ -169,11 +170,12 @@ def load(way: str) -> None:
     c10d = _build.load_c10d()
     held = way in ("held", "kernels")
     c10d.set_stream_hold(NAME, torch.ops.fakegpu.hold_address() if held else 0)
-    implementations.ORDER[NAME] = ("nvrtc",) if way == "kernels" else ("reference",)
+    compiled = way in ("kernels", "both")
+    implementations.ORDER[NAME] = ("nvrtc",) if compiled else ("reference",)
     implementations._select.cache_clear()
-    if way == "kernels":
+    if compiled:
         implementations.nvrtc = Kernels
-    c10d.set_host_addressable(NAME, way == "peers")
+    c10d.set_host_addressable(NAME, way in ("peers", "both"))
 
 
 def run(

@@ -30,6 +30,7 @@ from pycomm.codecs import convert, implementations
 from pycomm.codecs.cuda.launches import Launch
 from pycomm.hooks.ddp import HookState, compress_hook
 from pycomm.reduction import paths, side_stream, two_shot
+from pycomm.reduction.momentum.on_device.kernels import Kernels
 from tests.torch.device import fake_device
 
 FAKE = fake_device.NAME
@@ -157,8 +158,8 @@ def change(change: str) -> None:
 
     Args:
         change: "wait": the host waits for the device once a bucket; "launches": each parameter has
-            launches of its own; "stream": reductions run on the caller's stream; "before": both of
-            these, as in November 2026; "": nothing.
+            launches of its own, and moments have operations of torch; "stream": reductions run on
+            the caller's stream; "before": both of these, as in November 2026; "": nothing.
     """
     if change == "wait":
         reduce = two_shot.all_reduce
@@ -171,6 +172,7 @@ def change(change: str) -> None:
         two_shot.all_reduce = waiting
     if change in ("launches", "before"):
         paths.KERNELS.__dict__["codecs"] = ()
+        Kernels.find = staticmethod(lambda name, device: None)
     if change in ("stream", "before"):
         side_stream.new_stream = torch.accelerator.current_stream
 
@@ -220,6 +222,8 @@ def main(
         state = HookState(codec, wrapped)
     profile = Profile()
     for step in range(STEPS):
+        for moment in getattr(state, "moments", {}).values() if step else ():
+            moment.state["moment_weight"].fill_(1.0)  # kernels would have written it
         torch.ops.fakegpu.record_calls(True)  # from the start again
         take(given, state, optimizer, profile if step == STEPS - 1 else None)
     notes = torch.ops.fakegpu.recorded_calls()

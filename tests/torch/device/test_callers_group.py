@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.policy import Rule
-from tests.torch.device.checks import slow
+from tests.torch.device.checks import every_value, slow
 from tests.torch.device.test_paths import FAKE, run
 from tests.torch.harness import Chosen, equal, gradients, reduced
 
@@ -192,9 +192,25 @@ def check_steps_before_the_host_knows(rank: int, ranks: int, device: str, rule: 
                 torch.ops.fakegpu.busy(40)
     state.settle()
     _, saved = state.state_dict()[f"rank{rank}"]
-    kept = {name: {k: v for k, v in one.items() if k != "about"} for name, one in saved.items()}
     about = {name: one["about"] for name, one in saved.items()}
-    return ahead, [found, state.overflows, {n: on_host(one) for n, one in kept.items()}, about]
+    assert state.residuals is not None
+    kept = {name: on_host(every_value(state.residuals[name])) for name in saved}
+    return ahead, [found, state.overflows, kept, about]
+
+
+def check_memory(rank: int, ranks: int, device: str, nodes: list[int] | None) -> Any:
+    """Return what a rank's residuals take, what its state tells, and the values that they have."""
+    ddp = DistributedDataParallel(Chosen(SHAPES).to(device), bucket_cap_mb=0.3)
+    state = pycomm.compress(ddp, "int4", nodes=nodes)
+    for step in range(4):
+        reduced(ddp, given(rank, step, device))
+    state.settle()
+    assert state.residuals is not None
+    residuals = [state.residuals[name] for name in state.residuals.norms()]
+    pairs = [(role, pair) for residual in residuals for role, pair in residual.pairs()]
+    taken = sum(tensor.nbytes for _, pair in pairs for tensor in pair)
+    held = {role: sum(pair[0].numel() for name, pair in pairs if name == role) for role, _ in pairs}
+    return taken, state.residual_bytes, held, sum(residual.numel for residual in residuals)
 
 
 CHECKS: list[tuple[Callable[..., Any], int]] = [
@@ -220,6 +236,18 @@ def test_results_are_those_of_the_host(fakes, check, ranks):
     got = run(fakes, "kernels", check, FAKE, ranks=ranks)
     for rank in range(ranks):
         assert equal(got[rank], want[rank]), f"rank {rank}"
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(2, None), (4, None), (4, [0, 0, 1, 1])], ids=str)
+def test_residuals_take_memory_for_values_that_have_them(fakes, ranks, nodes):
+    """Workers for what they code, owners for what they own; the summary tells the same."""
+    found = run(fakes, "kernels", check_memory, FAKE, nodes, ranks=ranks)
+    shards = 2 if nodes else 1
+    for taken, told, _, _ in found:
+        assert taken == pytest.approx(told, rel=0.02)
+    held = {role: sum(one[2][role] for one in found) for role in ("worker", "owner")}
+    values = found[0][3]
+    assert held == {"worker": ranks // shards * values, "owner": values}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -23,7 +23,7 @@ from pycomm import backend
 from pycomm.codecs import implementations
 from pycomm.errors import WireMismatch
 from tests.torch.device import fake_device
-from tests.torch.device.checks import operations
+from tests.torch.device.checks import every_value, operations
 from tests.torch.harness import equal, inputs, perceptron
 from tests.torch.hooks.given_gradients import SHAPES, Net
 from tests.torch.pool import Pool
@@ -138,8 +138,7 @@ def compressed(rank: int, ranks: int, device: str, codec: str) -> list[Any]:
         seen += [p.grad.cpu().clone() for p in model.parameters()]
     # Every rank has errors of its own, which the next step would send.
     kept = state.state_dict()[f"rank{rank}"][1]
-    sides = [side for entry in kept.values() for side in entry.values()]
-    return seen + [side.cpu() for side in sides if isinstance(side, torch.Tensor)]
+    return seen + [x.cpu() for name in kept for x in every_value(state.residuals[name]).values()]
 
 
 @pytest.mark.timeout(2 * LIMIT)

@@ -297,3 +297,15 @@ def test_only_contracting_codecs_keep_errors(spec, needs):
     assert rule_of("decay").keeps_errors(codec) is needs
     # Momentum keeps more than an error.
     assert rule_of("momentum").keeps_errors(codec) is (spec != "fp32")
+
+
+@pytest.mark.parametrize("role", ["worker", "owner"])
+def test_a_step_taken_back_leaves_nothing_in_other_buckets(role):
+    """What it wrote is not of the values that this rank has in the next step's bucket."""
+    residual = Residual(Feedback(), 100, CPU)
+    residual.use("one", 2)
+    getattr(residual, role)[residual.sides[1]][:50] = 1
+    residual.take_back()
+    residual.use("other", 2)
+    residual.commit(1)
+    assert residual.current(role).count_nonzero() == 0

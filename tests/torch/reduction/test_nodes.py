@@ -197,8 +197,8 @@ def test_the_summary_says_what_a_flat_node_sends(rank, ranks):
     model = DistributedDataParallel(nn.Linear(1000, 1000, bias=False))
     state = pycomm.compress(model, "int4", feedback="momentum:0.9", nodes=[0, 0, 1, 1])
     sent = 2 * pycomm.codec("int4").encoded_bytes(1_000_000) / 1e6
-    told = f"a node's card sends {sent:.3g} MB a step, where torch's bf16 hook sends 3 MB"
-    assert state.summary().endswith(told)
+    told = f"a node's card sends {sent:.3g} MB a step for gradients, where a ring of bf16 sends 3"
+    assert state.summary().endswith(f"{told} MB")
 
 
 def test_flat_nodes_that_send_more_than_bf16_are_told_so():
@@ -207,6 +207,9 @@ def test_flat_nodes_that_send_more_than_bf16_are_told_so():
     told = flat_text(levels, 531_252, 1_000_000)
     assert "sends 6.38 MB a step" in told
     assert told.endswith("3.88 MB; feedback residual or decay goes by nodes")
+    told = flat_text([0] * 6 + [1] * 10, 531_252, 1_000_000, scatters=True)
+    assert "sends 1.99 MB" in told
+    assert told.endswith("1.88 MB; nodes of equal ones need less")
 
 
 def bytes_to_other_nodes(rank: int, ranks: int, nodes: list[int]) -> int:
@@ -246,6 +249,47 @@ def test_a_node_sends_what_one_rank_would(pool):
     }
     assert share["by nodes"] < 0.15
     assert share["flat"] > 0.26
+
+
+@on_ranks(4, backend="gloo")
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 0, 0, 1], None], ids=str)
+def test_resharded_residuals_are_sent_whole(rank, ranks, nodes):
+    """Two ranks save; four load, of which each codes a part alone. Nothing is left behind."""
+    pair = dist.new_group([0, 1])
+    saved: list[Any] = [None] * ranks
+    if rank < 2:
+        model = DistributedDataParallel(Chosen(SHAPES), process_group=pair)
+        state = pycomm.compress(model, "int4")
+        for step in range(2):
+            reduced(model, gradients(rank, step, shapes=SHAPES))
+        mine = state.state_dict()
+    dist.all_gather_object(saved, mine if rank < 2 else {})
+    model = DistributedDataParallel(Chosen(SHAPES))
+    state = pycomm.compress(model, "int4", nodes=nodes)
+    state.load_state_dict(*saved[:2])
+    assert state.residuals is not None
+    before, sent = corrections(state), dict.fromkeys(SHAPES, 0)
+    for _ in range(4):
+        for name, value in reduced(model, {n: torch.zeros(s) for n, s in SHAPES.items()}).items():
+            sent[name] = sent[name] + value.view(-1).double()
+        state.settle()
+    after = corrections(state)
+    assert before["large"].norm() > 0
+    for name, owed in before.items():
+        assert after[name].norm() <= 1e-3 * owed.norm(), name
+        lost = sent[name] + after[name] - owed  # but for the rounding of residuals in bf16
+        assert lost.norm() <= 1e-2 * owed.norm(), name
+
+
+def corrections(state: Any) -> dict[str, torch.Tensor]:
+    """Return what the residuals of all ranks add to the average, by parameter."""
+    result = {}
+    for name, shape in SHAPES.items():
+        added = state.residuals.added(name, 0, torch.Size(shape).numel())
+        added = torch.zeros(torch.Size(shape).numel()) if added is None else added
+        dist.all_reduce(added)
+        result[name] = added.double()
+    return result
 
 
 def groups_of_torch() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from pycomm import run
 from tests.extent import FULL
 from tests.torch import torchrun
-from tests.torch.interpreter import ROOT, Interpreter, launch
+from tests.torch.interpreter import ROOT, Interpreter, free_port, launch
 from tests.torch.interpreter import run as run_python
 
 UNMODIFIED = """
@@ -256,15 +255,12 @@ dist.destroy_process_group()
 def test_ranks_that_srun_starts_find_each_other(tmp_path, way):
     call = "import pycomm\npycomm.launch_env()" if way == "function" else ""
     (tmp_path / "script.py").write_text(call + BY_SRUN)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     step = {
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_TASKS_PER_NODE": "2",
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_NODEID": "0",
-        "MASTER_PORT": str(port),  # the one that follows from the job might be taken here
+        "MASTER_PORT": str(free_port()),  # the one that follows from the job might be taken here
         "PYTHONPATH": str(ROOT),
         **({"PYCOMM_RUN": "--codec int4"} if way == "variable" else {}),
     }

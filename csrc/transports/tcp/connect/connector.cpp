@@ -10,6 +10,7 @@
 #include <cerrno>
 
 #include "core/error.h"
+#include "core/notice.h"
 #include "transports/tcp/connect/control.h"
 #include "transports/tcp/net/buffers.h"
 #include "transports/tcp/net/congestion.h"
@@ -106,8 +107,10 @@ void Connector::connect_all(Control& control, const std::function<void()>& inter
     turn();
     for (const auto& link : links_) {
       if (link->connection_error.empty()) continue;
-      throw PeerLost(link->peer.rank, "tcp: rank " + std::to_string(rank_) +
-                                          " cannot join: " + link->connection_error);
+      throw_error(lost(
+          link->peer.rank,
+          "is gone, and rank " + std::to_string(rank_) + " cannot join: " + link->connection_error,
+          link->peer.addresses[0].text()));
     }
   }
   for (const auto& link : links_) {
@@ -274,7 +277,7 @@ bool Connector::wait() {
   std::vector<pollfd> polls = {{wake_.get(), POLLIN, 0}};
   auto wake = Clock::time_point::max();
   const bool deaf = Clock::now() < accept_backoff_until_;
-  for (const Fd& listener : directory_.listeners) {
+  for (const Fd& listener : directory_.own.sockets) {
     polls.push_back({deaf ? -1 : listener.get(), POLLIN, 0});
   }
   if (control_ != nullptr) {
@@ -319,7 +322,7 @@ void Connector::turn() {
   const auto now = Clock::now();
   pending_connections_.remove_if(
       [&](const PendingConnection& pending) { return !pending.fd || now >= pending.wake; });
-  for (const Fd& listener : directory_.listeners) accept_all(listener);
+  for (const Fd& listener : directory_.own.sockets) accept_all(listener);
 }
 
 void Connector::join(Link& link, const Hello& hello, SecureSocket sock) {
@@ -453,7 +456,7 @@ void Connector::serve(Outgoing& out) {
     const size_t pair = out.attempt % directory_.paths();
     // Connections leave by the interfaces that the user has named.
     const bool bound = !directory_.options.interface.empty();
-    const Address* from = bound ? &directory_.interfaces[pair].address : nullptr;
+    const Address* from = bound ? &directory_.own.interfaces[pair].address : nullptr;
     out.fd = connect_to(peer.addresses[pair], from, error);
     out.wake = Clock::now() + connect_limit();
     if (lacks_descriptor(error) && !out.returns) {
@@ -536,7 +539,7 @@ void Connector::retry(Outgoing& out, int error) {
   }
   const Peer& peer = out.link->peer;
   const bool gone = peer.has_died() || (control_ != nullptr && control_->gone(peer.rank));
-  if (refused && (gone || now - out.refused_since >= kRefusedFor)) return give_up(out);
+  if (refused && (gone || now - out.refused_since >= kRefusedFor)) return give_up(out, how);
   out.attempt++;
   out.wake = now + (refused ? std::min(out.pause, kRefusedPause) : out.pause);
   out.pause = std::min(out.pause * 2, kLastRetry);
@@ -553,8 +556,8 @@ void Connector::starve(Clock::time_point& since, int error, bool may_wait) const
 }
 
 // The peer's listener is gone, and so is its process.
-void Connector::give_up(Outgoing& out) {
-  out.link->connection_error = last_error_ + "; it died or gave up, or a firewall stands between";
+void Connector::give_up(Outgoing& out, const std::string& how) {
+  out.link->connection_error = how + "; it died or gave up, or a firewall stands between";
   out.over = true;
   has_errors_ = true;
   if (control_ != nullptr) control_->refused(out.link->peer.rank);
@@ -568,7 +571,7 @@ void Connector::accept_all(const Fd& listener) {
     if (pending_connections_.size() == kMaxPending) pending_connections_.pop_front();
     pending_connections_.push_back(
         {std::move(fd),
-         Greeting(Handshake(directory_.secret, label_, rank_, size_, directory_.options.sockets,
+         Greeting(Handshake(directory_.own.secret, label_, rank_, size_, directory_.options.sockets,
                             directory_.encrypts)),
          Clock::now() + kGreetingLimit});
   }

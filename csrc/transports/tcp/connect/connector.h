@@ -29,6 +29,7 @@
 #include "transports/tcp/connect/handshake.h"
 #include "transports/tcp/connect/peers.h"
 #include "transports/tcp/net/secure_socket.h"
+#include "transports/transport.h"
 
 namespace pycomm::tcp {
 
@@ -164,7 +165,7 @@ class Connector {
   void retry(Outgoing& out, int error);
   void starve(Clock::time_point& since, int error, bool may_wait) const;
   bool expects() const;
-  void give_up(Outgoing& out);
+  void give_up(Outgoing& out, const std::string& how);
   bool is_outdated(const Outgoing& out) const;
   std::chrono::milliseconds connect_limit() const;
   void join(Link& link, const Hello& hello, SecureSocket sock);

@@ -402,8 +402,7 @@ void Control::throw_aborted() const {
 }
 
 void Control::throw_died(const Peer& peer, const std::string& how) const {
-  throw PeerLost(peer.rank, "rank " + std::to_string(peer.rank) + " (" + peer.address.text() +
-                                ") died: " + how);
+  throw_error(lost(peer.rank, "died: " + how, peer.address.text()));
 }
 
 void Control::throw_lost(int rank, const std::string& what) {
@@ -430,8 +429,7 @@ void Control::throw_lost(int rank, const std::string& what) {
     throw_died(*dead, "and rank " + std::to_string(rank) + (left ? " left" : " is gone, too"));
   }
   if (!left) throw_died(peer, what);
-  throw PeerLost(rank, "rank " + std::to_string(rank) + " (" + peer.address.text() +
-                           ") has left the group: " + what);
+  throw_error(lost(rank, "has left the group: " + what, peer.address.text()));
 }
 
 }  // namespace pycomm::tcp

@@ -8,8 +8,6 @@
 
 #include "core/env.h"
 #include "core/error.h"
-#include "transports/fd_passing.h"
-#include "transports/rendezvous.h"
 #include "transports/seal.h"
 #include "transports/tcp/connect/handshake.h"
 #include "transports/tcp/tls/library.h"
@@ -32,14 +30,27 @@ bool spans_hosts(const std::vector<std::string>& hosts) {
                      [&](const std::string& value) { return name(value) != name(hosts.front()); });
 }
 
+// Returns a host socket; null if this host has none.
+std::shared_ptr<const HostSocket> make_host_proof() {
+  try {
+    return std::make_shared<HostSocket>();
+  } catch (const Error&) {
+    return nullptr;
+  }
+}
+
+std::string host_value(const HostSocket* proof) {
+  const std::string cpus = cpu_mask();
+  return host_id() + " " + (cpus.empty() ? "0" : cpus) + " " +
+         (proof == nullptr ? kNoProof : proof->name()) + " " + process_name();
+}
+
 // Returns what PYCOMM_ADVERTISE says, one address for each interface, or none.
-std::vector<Address> advertised_addresses(const TcpOptions& options, size_t interfaces) {
+std::vector<Address> advertised_addresses(const GroupOptions& options, size_t interfaces) {
   std::vector<Address> addresses;
   const std::string& text = options.advertise;
   const std::string what = "tcp: PYCOMM_ADVERTISE=" + text;
-  for (size_t begin = 0; begin < text.size();) {
-    const size_t end = std::min(text.find(',', begin), text.size());
-    const std::string one = text.substr(begin, end - begin);
+  for (const std::string& one : split_list(text)) {
     addresses.emplace_back();
     if (!Address::parse(one, addresses.back()) || addresses.back().is_link_local()) {
       throw Error(what + ": \"" + one +
@@ -50,7 +61,6 @@ std::vector<Address> advertised_addresses(const TcpOptions& options, size_t inte
     if (addresses.back().port() != 0 && (ports.first == 0 || ports.first != ports.last)) {
       throw Error(what + ": a mapped port leads to one port; set PYCOMM_PORTS to that one");
     }
-    begin = end + 1;
   }
   if (addresses.empty() || addresses.size() == interfaces) return addresses;
   throw Error(what + " has " + std::to_string(addresses.size()) + " addresses for " +
@@ -76,10 +86,14 @@ void check_families(const std::string& us, const Peer& peer) {
 class AddressExchange {
  public:
   AddressExchange(const Rendezvous& rendezvous, const std::vector<int>& peers,
-                  const TcpOptions& options)
-      : rendezvous_(rendezvous), options_(options), us_("rank " + std::to_string(rendezvous.rank)) {
+                  const GroupOptions& options, AnnouncedPeer announced)
+      : rendezvous_(rendezvous),
+        options_(options),
+        us_("rank " + std::to_string(rendezvous.rank)),
+        announced_(std::move(announced)) {
     directory_.options = options;
-    directory_.encrypts = options.encrypts;
+    directory_.encrypts = encrypts(options);
+    directory_.host_proof = announced_.host_proof ? announced_.host_proof : make_host_proof();
     for (const int peer : peers) {
       directory_.peers.emplace_back();
       directory_.peers.back().rank = peer;
@@ -90,7 +104,7 @@ class AddressExchange {
     // All ranks of the group take part: where one rank does not reach another by shared memory,
     // each rank has some that it does not reach so.
     const auto hosts = all_gather_values(rendezvous_, kHostTopic, all_ranks(rendezvous_),
-                                         host_value(host_proof()));
+                                         host_value(directory_.host_proof.get()));
     const bool one_host = look_at_hosts(hosts);
     take_cards(exchange_cards(hosts, one_host));
     directory_.session = rendezvous_.exchange->session;
@@ -98,12 +112,6 @@ class AddressExchange {
   }
 
  private:
-  const HostProof& host_proof() {
-    directory_.host_proof = rendezvous_.exchange->host_proof;
-    if (!directory_.host_proof) directory_.host_proof = std::make_shared<HostProof>();
-    return *directory_.host_proof;
-  }
-
   // True if a rank has another host id than ours among those by which ranks have looked for whom
   // they share memory with.
   bool shares_no_memory(int rank) const {
@@ -116,7 +124,7 @@ class AddressExchange {
   // leaves shared memory for an address of his.
   void refuse_false_host(int rank, const std::string& proof) const {
     const bool user_decides = !env().host_id.empty();
-    if (user_decides || !rendezvous_.key.empty() || !HostProof::is_ours(proof)) return;
+    if (user_decides || !rendezvous_.key.empty() || !HostSocket::is_ours(proof)) return;
     throw Error("tcp: " + us_ + " and rank " + std::to_string(rank) +
                 " run on one host, since its socket answers here, but the store says that they do "
                 "not: somebody else writes to the store, or two containers of this host have other "
@@ -137,11 +145,10 @@ class AddressExchange {
       peer.process = Process(process);
       if (their_host != host || shares_no_memory(peer.rank)) refuse_false_host(peer.rank, proof);
       if (their_host != host) continue;
-      const bool no_proof =
-          proof.empty() || proof == kNoProof || directory_.host_proof->name().empty();
-      const auto state = no_proof ? HostProof::State::unknown : HostProof::probe(proof);
-      if (state == HostProof::State::closed) continue;  // another machine that seems to be ours
-      if (state == HostProof::State::open) peer.host_proof = proof;
+      const bool no_proof = proof.empty() || proof == kNoProof || !directory_.host_proof;
+      const auto state = no_proof ? HostSocket::State::unknown : HostSocket::probe(proof);
+      if (state == HostSocket::State::closed) continue;  // another machine that seems to be ours
+      if (state == HostSocket::State::open) peer.host_proof = proof;
       same++;
       cpus.resize(std::max(cpus.size(), mask.size()), '0');
       for (size_t k = 0; k < mask.size(); k++) cpus[k] = std::max(cpus[k], mask[k]);
@@ -157,13 +164,12 @@ class AddressExchange {
   std::vector<std::string> exchange_cards(const std::vector<std::string>& hosts, bool one_host) {
     RendezvousExchange& exchange = *rendezvous_.exchange;
     const auto card = exchange.received.find(kFarCardTopic);
-    std::shared_ptr<TcpListeners> listeners = std::exchange(exchange.listeners, nullptr);
-    TcpListeners ours;
-    if (listeners && card != exchange.received.end() && spans_hosts(hosts)) {
-      ours = std::move(*listeners);
+    TcpListeners& ours = directory_.own;
+    if (announced_.listeners && card != exchange.received.end() && spans_hosts(hosts)) {
+      ours = std::move(*announced_.listeners);
       exchange.received[kCardTopic] = card->second;
     } else {
-      listeners.reset();  // its ports may be all that PYCOMM_PORTS has
+      announced_.listeners.reset();  // its ports may be all that PYCOMM_PORTS has
       ours = listen(options_, one_host);
     }
     for (const Interface& interface : ours.interfaces) {
@@ -173,9 +179,6 @@ class AddressExchange {
                   "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME) says \"" +
                   options_.interface + "\": set it to an interface of your network");
     }
-    directory_.interfaces = std::move(ours.interfaces);
-    directory_.listeners = std::move(ours.sockets);
-    directory_.secret = std::move(ours.secret);
     return all_gather_values(rendezvous_, kCardTopic, all_ranks(rendezvous_), ours.card);
   }
 
@@ -189,22 +192,14 @@ class AddressExchange {
       const size_t mark = card.size() - std::min(card.size(), std::strlen(kTls));
       const bool tls = card.compare(mark, std::string::npos, kTls) == 0;
       if (tls) card.resize(mark);
-      if (tls != options_.encrypts) {
+      if (tls != encrypts(options_)) {
         throw Error(
             "tcp: " + who + ": only rank " + std::to_string(tls ? peer.rank : rendezvous_.rank) +
             " encrypts; set the same PYCOMM_TLS and PYCOMM_SECRET on all ranks, and install "
             "OpenSSL 3 on all hosts");
       }
       const size_t space = std::min(card.find(' '), card.size());
-      for (size_t begin = 0; begin < space;) {
-        const size_t end = std::min(card.find(',', begin), space);
-        peer.addresses.emplace_back();
-        if (!Address::parse(card.substr(begin, end - begin), peer.addresses.back())) {
-          peer.addresses.clear();
-          break;
-        }
-        begin = end + 1;
-      }
+      peer.addresses = Address::parse_list(card.substr(0, space));
       if (peer.addresses.empty()) {
         throw Error("tcp: " + who + ": the store holds \"" + card + "\" instead of an address");
       }
@@ -215,7 +210,7 @@ class AddressExchange {
             "tcp: " + who +
             ": only one of them was given a secret; set the same PYCOMM_SECRET on all ranks");
       }
-      peer.secret = given ? directory_.secret : card.substr(space + 1);
+      peer.secret = given ? directory_.own.secret : card.substr(space + 1);
     }
   }
 
@@ -228,15 +223,16 @@ class AddressExchange {
     };
     if (peer.addresses.size() == directory_.paths()) return;
     throw Error("tcp: " + who + " have different sets of paths: " + us_ + " has " +
-                list(directory_.interfaces, [](const Interface& i) { return i.name; }) + ", rank " +
-                std::to_string(peer.rank) + " has " +
+                list(directory_.own.interfaces, [](const Interface& i) { return i.name; }) +
+                ", rank " + std::to_string(peer.rank) + " has " +
                 list(peer.addresses, [](const Address& a) { return a.ip(); }) +
                 "; let PYCOMM_INTERFACE name as many interfaces on each host, in the same order");
   }
 
   const Rendezvous& rendezvous_;
-  const TcpOptions& options_;
+  const GroupOptions& options_;
   const std::string us_;
+  AnnouncedPeer announced_;
   PeerDirectory directory_;
 };
 
@@ -249,13 +245,7 @@ int PeerDirectory::sockets_at(std::chrono::milliseconds round_trip) const {
   return std::min(std::max(static_cast<int>(paths()), wanted), kMostSockets);
 }
 
-std::string host_value(const HostProof& proof) {
-  const std::string cpus = cpu_mask();
-  return host_id() + " " + (cpus.empty() ? "0" : cpus) + " " +
-         (proof.name().empty() ? kNoProof : proof.name()) + " " + process_name();
-}
-
-TcpListeners listen(const TcpOptions& options, bool one_host) {
+TcpListeners listen(const GroupOptions& options, bool one_host) {
   TcpListeners ours;
   InterfaceRequest request;
   request.names = options.interface;
@@ -272,21 +262,37 @@ TcpListeners listen(const TcpOptions& options, bool one_host) {
       const uint16_t mapped = advertised[i].port();
       address = advertised[i].with_port(mapped != 0 ? mapped : address.port());
     }
-    ours.card += (ours.card.empty() ? "" : ",") + address.text();
+    ours.addresses.push_back(address);
   }
+  ours.card = list_text(ours.addresses);
   const bool given = !options.secret.empty();
   ours.secret = given ? key_of_secret(options.secret) : random_secret();
   if (!given) ours.card += " " + ours.secret;
-  if (options.encrypts) {
+  if (encrypts(options)) {
     openssl::library();  // throws what to install, before any rank waits for us
     ours.card += kTls;
   }
   return ours;
 }
 
+AnnouncedPeer announce_peer(const Rendezvous& rendezvous, const GroupOptions& options,
+                            bool may_span_hosts) {
+  AnnouncedPeer announced;
+  announced.host_proof = make_host_proof();
+  try {
+    announce(rendezvous, kHostTopic, host_value(announced.host_proof.get()));
+    if (!may_span_hosts) return announced;
+    TcpListeners listeners = listen(options, false);
+    announce(rendezvous, kFarCardTopic, listeners.card);
+    announced.listeners = std::move(listeners);
+  } catch (const Error&) {  // of no importance unless the exchange needs it, which says so then
+  }
+  return announced;
+}
+
 PeerDirectory exchange_addresses(const Rendezvous& rendezvous, const std::vector<int>& peers,
-                                 const TcpOptions& options) {
-  return AddressExchange(rendezvous, peers, options).run();
+                                 const GroupOptions& options, AnnouncedPeer announced) {
+  return AddressExchange(rendezvous, peers, options, std::move(announced)).run();
 }
 
 }  // namespace pycomm::tcp

@@ -41,7 +41,7 @@ struct Endpoint::Caller {
 
 namespace {
 
-TcpListeners listen_anywhere(const TcpOptions& options) {
+TcpListeners listen_anywhere(const GroupOptions& options) {
   try {
     return listen(options, false);
   } catch (const Error&) {
@@ -52,30 +52,24 @@ TcpListeners listen_anywhere(const TcpOptions& options) {
 
 }  // namespace
 
-Endpoint::Endpoint(const std::string& group, const TcpOptions& options) {
+Endpoint::Endpoint(const std::string& group, const GroupOptions& options) {
   TcpListeners ours = listen_anywhere(options);
   secret_ = ours.secret;
   listeners_ = std::move(ours.sockets);
   handle_.group = hash_of_group(group);
   handle_.id = random_secret().substr(0, 16);
   openssl::warn_of_weakness(options);
-  handle_.tls = options.encrypts;
+  handle_.tls = encrypts(options);
   if (!options.secret.empty()) handle_.tag = proof_of_secret(secret_, handle_.id);
   if (options.secret.empty()) handle_.secret = secret_;
-  const std::string list = ours.card.substr(0, ours.card.find(' '));
-  for (size_t begin = 0; begin < list.size();) {
-    const size_t end = std::min(list.find(',', begin), list.size());
-    handle_.addresses.emplace_back();
-    Address::parse(list.substr(begin, end - begin), handle_.addresses.back());
-    begin = end + 1;
-  }
+  handle_.addresses = std::move(ours.addresses);
   start();
 }
 
-Endpoint::Endpoint(const Address& at, const TcpOptions& options)
+Endpoint::Endpoint(const Address& at, const GroupOptions& options)
     : handle_(known_handle({at}, options)) {
   secret_ = options.secret.empty() ? handle_.secret : key_of_secret(options.secret);
-  if (options.encrypts) openssl::library();  // throws what to install
+  if (encrypts(options)) openssl::library();  // throws what to install
   openssl::warn_of_weakness(options);
   listeners_.push_back(listen_on(at, {at.port(), at.port()}));
   start();

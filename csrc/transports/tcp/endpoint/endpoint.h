@@ -20,16 +20,15 @@
 #include "transports/tcp/endpoint/group_store.h"
 #include "transports/tcp/endpoint/handle.h"
 #include "transports/tcp/endpoint/message.h"
-#include "transports/transport.h"
 
 namespace pycomm::tcp {
 
 class PYCOMM_API Endpoint {
  public:
   /// Listens, on the interfaces and ports that the options name. Throws Error if it cannot.
-  Endpoint(const std::string& group, const TcpOptions& options);
+  Endpoint(const std::string& group, const GroupOptions& options);
   /// Listens at an address and port of this host that others know beforehand: see lend_store().
-  Endpoint(const Address& at, const TcpOptions& options);
+  Endpoint(const Address& at, const GroupOptions& options);
   ~Endpoint();
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;

@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "core/error.h"
-#include "core/interrupt.h"
+#include "core/notice.h"
 #include "transports/seal.h"
 #include "transports/tcp/endpoint/connection.h"
 
@@ -39,29 +39,6 @@ std::string silence(const Timeout& late) {
 
 }  // namespace
 
-/// The store of the member that lends it.
-class LentStore final : public Store {
- public:
-  explicit LentStore(std::shared_ptr<GroupStore> store) : store_(std::move(store)) {}
-  void set(const std::string& key, const std::string& value) override { store_->set(key, value); }
-  std::string get(const std::string& key, Deadline deadline) override {
-    for (InterruptPoll interrupts;; interrupts.check()) {
-      if (auto value = store_->find(key)) return *value;
-      if (deadline.expired()) throw Timeout("store: nothing was published as \"" + key + "\"");
-      std::this_thread::sleep_for(Milliseconds(1));
-    }
-  }
-  std::optional<std::string> find(const std::string& key) override { return store_->find(key); }
-  bool appends() const override { return true; }
-  void append(const std::string& key, const std::string& value) override {
-    store_->append(key, value);
-  }
-  MemberStatus member_status() { return store_->member_status(); }
-
- private:
-  const std::shared_ptr<GroupStore> store_;
-};
-
 /// The store of the other members. Any thread, after the group was formed.
 ///
 /// Answers come in the order of the questions. So after one that did not come in time, none can be
@@ -79,13 +56,6 @@ class RemoteStore final : public Store {
   }
   void set(const std::string& key, const std::string& value) override {
     tell(MessageWriter(MessageKind::set).string(key).string(value));
-  }
-  std::string get(const std::string& key, Deadline deadline) override {
-    for (;;) {
-      if (auto value = find(key)) return *value;
-      if (deadline.expired()) throw Timeout("store: nothing was published as \"" + key + "\"");
-      std::this_thread::sleep_for(Milliseconds(1));
-    }
   }
   std::optional<std::string> find(const std::string& key) override {
     MessageReader value = ask(MessageWriter(MessageKind::find).string(key), MessageKind::value);
@@ -153,8 +123,8 @@ class RemoteStore final : public Store {
       silent_ = late.what();
       throw Timeout(silence(late), {0});
     } catch (const Refused& gone) {
-      throw PeerLost(0, std::string("rank 0 is gone, at whose endpoint the members meet: ") +
-                            gone.what() + "; look at its own log");
+      throw_error(lost(0, std::string("is gone, at whose endpoint the members meet: ") +
+                              gone.what() + "; look at its own log"));
     }
   }
 
@@ -167,12 +137,11 @@ class RemoteStore final : public Store {
 };
 
 std::shared_ptr<Store> lend_store(Endpoint& endpoint, int64_t number, int size) {
-  return std::make_shared<LentStore>(
-      endpoint.lend({number, 0, size, hash_of({std::to_string(size)})}));
+  return endpoint.lend({number, 0, size, hash_of({std::to_string(size)})});
 }
 
 std::shared_ptr<Store> find_store(const std::vector<Address>& addresses, int64_t number, int rank,
-                                  int size, const TcpOptions& options, Milliseconds timeout,
+                                  int size, const GroupOptions& options, Milliseconds timeout,
                                   std::function<void()> interrupt) {
   const Deadline deadline = Deadline::after(timeout);
   const Handle there = known_handle(addresses, options);
@@ -259,9 +228,16 @@ std::string GroupFormation::name_of(int rank) const {
   return "rank " + std::to_string(rank) + " (" + handles_[static_cast<size_t>(rank)].where() + ")";
 }
 
+void GroupFormation::throw_gone(int rank, const Error& how) const {
+  throw_error(lost(rank,
+                   std::string("is gone: ") + how.what() +
+                       "; its process has ended, leave its handle out of the list",
+                   handles_[static_cast<size_t>(rank)].where()));
+}
+
 std::shared_ptr<Store> GroupFormation::store() {
   if (request_.rank == 0) {
-    lent_ = std::make_shared<LentStore>(endpoint_.lend(request_));
+    lent_ = endpoint_.lend(request_);
     return lent_;
   }
   for (int refusals = 0;;) {
@@ -270,9 +246,7 @@ std::shared_ptr<Store> GroupFormation::store() {
           EndpointConnection(handles_[0], key_, deadline_, interrupt_), request_, deadline_);
       return remote_;
     } catch (const Refused& gone) {
-      if (++refusals > kRefusals)
-        throw PeerLost(0, name_of(0) + " is gone: " + gone.what() +
-                              "; its process has ended, leave its handle out of the list");
+      if (++refusals > kRefusals) throw_gone(0, gone);
       std::this_thread::sleep_for(std::min(kCheckInterval, refusals * kRetry));
     } catch (const Timeout& late) {
       throw Timeout(silence(late), {0});
@@ -320,8 +294,7 @@ void GroupFormation::ask(int rank, bool lost) {
   } catch (const Refused& gone) {
     // One that was here has no listener that is only about to begin.
     if (!lost && (++refusals < kRefusals || here())) return;
-    throw PeerLost(rank, who + " is gone: " + gone.what() +
-                             "; its process has ended, leave its handle out of the list");
+    throw_gone(rank, gone);
   } catch (const Timeout&) {  // it is slow, or stopped: the deadline decides
     return;
   } catch (const Unproven& stranger) {

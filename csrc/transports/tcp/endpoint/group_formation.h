@@ -8,12 +8,12 @@
 #include <vector>
 
 #include "core/deadline.h"
+#include "core/error.h"
 #include "transports/store.h"
 #include "transports/tcp/endpoint/endpoint.h"
 
 namespace pycomm::tcp {
 
-class LentStore;
 class RemoteStore;
 
 /// Returns the store of ranks that know of each other only where rank 0 can be reached; rank 0
@@ -22,7 +22,7 @@ class RemoteStore;
 /// throws Timeout, and Error if something else answers there.
 PYCOMM_API std::shared_ptr<Store> lend_store(Endpoint& endpoint, int64_t number, int size);
 PYCOMM_API std::shared_ptr<Store> find_store(const std::vector<Address>& addresses, int64_t number,
-                                             int rank, int size, const TcpOptions& options,
+                                             int rank, int size, const GroupOptions& options,
                                              Milliseconds timeout, std::function<void()> interrupt);
 
 class PYCOMM_API GroupFormation {
@@ -51,6 +51,7 @@ class PYCOMM_API GroupFormation {
   void ask(int rank, bool lost);
   MemberStatus member_status();
   std::string name_of(int rank) const;
+  [[noreturn]] void throw_gone(int rank, const Error& how) const;
 
   Endpoint& endpoint_;
   std::vector<Handle> handles_;
@@ -58,7 +59,7 @@ class PYCOMM_API GroupFormation {
   const Deadline deadline_;
   const std::function<void()> interrupt_;
   GroupRequest request_;
-  std::shared_ptr<LentStore> lent_;
+  std::shared_ptr<GroupStore> lent_;  ///< of rank 0
   std::shared_ptr<RemoteStore> remote_;
   Deadline next_check_;
   int last_asked_ = 0;

@@ -58,7 +58,7 @@ void GroupStore::append(const std::string& key, const std::string& value) {
   if (bytes_ <= kLargestStore) values_[key] += value;
 }
 
-std::optional<std::string> GroupStore::find(const std::string& key) const {
+std::optional<std::string> GroupStore::find(const std::string& key) {
   const std::lock_guard<std::mutex> lock(mutex_);
   check();
   const auto found = values_.find(key);

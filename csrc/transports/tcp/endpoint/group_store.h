@@ -11,6 +11,7 @@
 
 #include "core/sha256.h"
 #include "core/types.h"
+#include "transports/store.h"
 
 namespace pycomm::tcp {
 
@@ -28,7 +29,7 @@ struct MemberStatus {
   std::set<int> present, lost;
 };
 
-class GroupStore {
+class GroupStore final : public Store {
  public:
   /// Notes that a rank is here. One that names other handles than the first spoils the store.
   void join(const GroupRequest& request);
@@ -36,10 +37,11 @@ class GroupStore {
   void formed(int rank);
   /// Notes that the connection of a rank has ended.
   void left(int rank);
-  void set(const std::string& key, const std::string& value);
-  void append(const std::string& key, const std::string& value);
+  void set(const std::string& key, const std::string& value) override;
+  bool appends() const override { return true; }
+  void append(const std::string& key, const std::string& value) override;
   /// These throw WireMismatch if members have named different handles.
-  std::optional<std::string> find(const std::string& key) const;
+  std::optional<std::string> find(const std::string& key) override;
   MemberStatus member_status() const;
 
  private:

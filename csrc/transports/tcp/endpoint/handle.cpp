@@ -1,12 +1,14 @@
 // Text of handles.
 #include "transports/tcp/endpoint/handle.h"
 
+#include <algorithm>
 #include <cstring>
 #include <sstream>
 
 #include "core/error.h"
 #include "core/sha256.h"
 #include "transports/seal.h"
+#include "transports/tcp/tls/library.h"
 
 namespace pycomm::tcp {
 namespace {
@@ -29,10 +31,10 @@ std::string proof_of_secret(const std::string& key, const std::string& id) {
   return digits(hmac_sha256(key, "pycomm handle " + id));
 }
 
-Handle known_handle(const std::vector<Address>& addresses, const TcpOptions& options) {
+Handle known_handle(const std::vector<Address>& addresses, const GroupOptions& options) {
   Handle handle;
   handle.id = "store";
-  handle.tls = options.encrypts;
+  handle.tls = encrypts(options);
   // As any store, it is open to whoever reaches it, unless a secret was given.
   if (options.secret.empty()) handle.secret = "pycomm store";
   handle.addresses = addresses;
@@ -42,8 +44,7 @@ Handle known_handle(const std::vector<Address>& addresses, const TcpOptions& opt
 std::string Handle::text() const {
   std::string text = std::string(kVersion) + " " + group + " " + id + (tls ? " tls " : " plain ") +
                      or_none(tag) + " " + or_none(secret) + " ";
-  for (size_t i = 0; i < addresses.size(); i++) text += (i > 0 ? "," : "") + addresses[i].text();
-  return text;
+  return text + list_text(addresses);
 }
 
 Handle Handle::parse(const std::string& text) {
@@ -67,15 +68,10 @@ Handle Handle::parse(const std::string& text) {
   handle.tls = encryption == "tls";
   if (handle.tag == kNone) handle.tag.clear();
   if (handle.secret == kNone) handle.secret.clear();
-  for (size_t begin = 0; begin < list.size();) {
-    const size_t end = std::min(list.find(',', begin), list.size());
-    handle.addresses.emplace_back();
-    if (!Address::parse(list.substr(begin, end - begin), handle.addresses.back()) ||
-        handle.addresses.back().port() == 0) {
-      throw wrong("it has the address \"" + list.substr(begin, end - begin) + "\"");
-    }
-    begin = end + 1;
-  }
+  handle.addresses = Address::parse_list(list);
+  const bool all_listen = std::all_of(handle.addresses.begin(), handle.addresses.end(),
+                                      [](const Address& address) { return address.port() != 0; });
+  if (handle.addresses.empty() || !all_listen) throw wrong("it has the addresses \"" + list + "\"");
   if (handle.tag.empty() == handle.secret.empty()) throw wrong("it has no secret, or two");
   return handle;
 }

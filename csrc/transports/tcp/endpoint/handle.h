@@ -12,7 +12,6 @@
 
 #include "core/types.h"
 #include "transports/tcp/net/socket.h"
-#include "transports/transport.h"
 
 namespace pycomm::tcp {
 
@@ -32,7 +31,7 @@ struct PYCOMM_API Handle {
 };
 
 /// Returns the handle of a process that others know by its addresses and the secret alone.
-PYCOMM_API Handle known_handle(const std::vector<Address>& addresses, const TcpOptions& options);
+PYCOMM_API Handle known_handle(const std::vector<Address>& addresses, const GroupOptions& options);
 
 /// Return 16 hexadecimal digits: a hash of a group's name, and a proof of the key of a secret
 /// (transports/seal.h) for the handle with this ID.

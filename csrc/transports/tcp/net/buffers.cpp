@@ -11,8 +11,8 @@
 #include <fstream>
 #include <limits>
 
+#include "transports/fd.h"
 #include "transports/tcp/net/congestion.h"
-#include "transports/tcp/net/fd.h"
 
 namespace pycomm::tcp {
 namespace {

@@ -48,12 +48,9 @@ struct NameList {
   std::vector<std::string> wanted, unwanted;
   bool whole = false;
 
-  explicit NameList(std::string text) {
+  explicit NameList(const std::string& text) {
     bool negated = false;
-    for (size_t begin = 0; begin <= text.size();) {
-      const size_t end = std::min(text.find(',', begin), text.size());
-      std::string name = text.substr(begin, end - begin);
-      begin = end + 1;
+    for (std::string name : split_list(text)) {
       // Both marks hold for the rest of the list, as in NCCL.
       while (!name.empty() && (name[0] == '^' || name[0] == '=')) {
         (name[0] == '^' ? negated : whole) = true;

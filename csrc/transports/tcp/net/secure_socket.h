@@ -6,7 +6,7 @@
 #include <memory>
 #include <utility>
 
-#include "transports/tcp/net/fd.h"
+#include "transports/fd.h"
 #include "transports/tcp/tls/session.h"
 
 namespace pycomm::tcp {

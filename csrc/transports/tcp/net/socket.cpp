@@ -9,6 +9,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <system_error>
@@ -52,6 +53,31 @@ bool Address::parse(const std::string& text, Address& out) {
   }
   out = out.with_port(static_cast<uint16_t>(number));
   return true;
+}
+
+std::vector<Address> Address::parse_list(const std::string& text) {
+  std::vector<Address> addresses;
+  for (const std::string& one : split_list(text)) {
+    addresses.emplace_back();
+    if (!parse(one, addresses.back())) return {};
+  }
+  return addresses;
+}
+
+std::string list_text(const std::vector<Address>& addresses) {
+  std::string text;
+  for (const Address& address : addresses) text += (text.empty() ? "" : ",") + address.text();
+  return text;
+}
+
+std::vector<std::string> split_list(const std::string& text) {
+  std::vector<std::string> parts;
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = std::min(text.find(',', begin), text.size());
+    parts.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return parts;
 }
 
 Address Address::local(int fd) {

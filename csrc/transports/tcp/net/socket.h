@@ -7,11 +7,12 @@
 #include <cerrno>
 #include <chrono>
 #include <string>
+#include <vector>
 
 #include "core/env.h"
 #include "core/op_timing.h"
 #include "core/types.h"
-#include "transports/tcp/net/fd.h"
+#include "transports/fd.h"
 
 namespace pycomm::tcp {
 
@@ -23,6 +24,8 @@ class PYCOMM_API Address {
   /// Parses "10.0.0.5", "10.0.0.5:4711", "fd00::2" or "[fd00::2]:4711". Returns false for anything
   /// else.
   static bool parse(const std::string& text, Address& out);
+  /// Parses "address,address"; empty if one of them is none.
+  static std::vector<Address> parse_list(const std::string& text);
   /// Return the address of our end and of the other end of a socket; size() is 0 if there is none.
   static Address local(int fd);
   static Address remote(int fd);
@@ -46,6 +49,11 @@ class PYCOMM_API Address {
   sockaddr_storage storage_ = {};
   socklen_t size_ = 0;
 };
+
+/// Returns what parse_list() reads back.
+std::string list_text(const std::vector<Address>& addresses);
+/// Returns the parts of "a,b,c".
+std::vector<std::string> split_list(const std::string& text);
 
 /// Returns "Connection refused" and the like.
 std::string error_text(int error);

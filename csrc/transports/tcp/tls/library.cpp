@@ -82,14 +82,14 @@ bool available() {
   return found;
 }
 
-void warn_of_weakness(const TcpOptions& options) {
-  if (options.encrypts && options.secret.empty()) {
+void warn_of_weakness(const GroupOptions& options) {
+  if (encrypts(options) && options.secret.empty()) {
     warn_once(
         "connections are encrypted, but no secret was given: their keys come from one that ranks "
         "share through the store, and who reads it there can stand between them; set the same "
         "PYCOMM_SECRET on all ranks");
   }
-  if (!options.encrypts && options.tls == "auto" && !options.secret.empty()) {
+  if (!encrypts(options) && options.tls == "auto" && !options.secret.empty()) {
     warn_once(std::string("a secret was given, but without OpenSSL 3 nothing is encrypted: who is "
                           "on the way between two hosts can read and change what they send; ") +
               kInstall);

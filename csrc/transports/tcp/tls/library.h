@@ -4,8 +4,16 @@
 #pragma once
 #include <string>
 
+#include "core/env.h"
 #include "core/types.h"
-#include "transports/transport.h"
+
+namespace pycomm {
+
+/// True if these options mean that connections are encrypted: `tls` is on, or it is auto, a secret
+/// is given, and OpenSSL is there. Throws Error if it has another value.
+PYCOMM_API bool encrypts(const GroupOptions& options);
+
+}  // namespace pycomm
 
 namespace pycomm::tcp::openssl {
 
@@ -84,7 +92,7 @@ const Library& library();
 /// True if there is a library.
 bool available();
 /// Warns, once, where encryption is weaker than its options suggest.
-void warn_of_weakness(const TcpOptions& options);
+void warn_of_weakness(const GroupOptions& options);
 
 /// Returns "OpenSSL 3.0.17 1 Jul 2025", of the file if one is named. Throws Error as library().
 PYCOMM_API std::string version(const std::string& file = "");

@@ -1,5 +1,5 @@
-// Process-private file descriptors.
-#include "transports/tcp/net/fd.h"
+// Owned file descriptors.
+#include "transports/fd.h"
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -7,10 +7,11 @@
 
 #include <mutex>
 #include <set>
+#include <utility>
 
 #include "core/descriptor.h"
 
-namespace pycomm::tcp {
+namespace pycomm {
 namespace {
 
 // The descriptors that children must not keep. The kernel closes descriptors on exec, but not on
@@ -31,6 +32,11 @@ class Registry {
     std::lock_guard<std::mutex> lock(mutex_);
     fds_.erase(fd);
     ::close(fd);
+  }
+
+  void forget(int fd) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    fds_.erase(fd);
   }
 
  private:
@@ -56,15 +62,14 @@ class Registry {
 
 }  // namespace
 
-Fd::Fd(int fd) : fd_(beyond_streams(fd)) {
-  if (fd_ >= 0) Registry::get().add(fd_);
+Fd::Fd(int fd, Scope scope) : fd_(beyond_streams(fd)) {
+  if (fd_ >= 0 && scope == Scope::process) Registry::get().add(fd_);
 }
 
 Fd& Fd::operator=(Fd&& other) noexcept {
   if (this != &other) {
     reset();
-    fd_ = other.fd_;
-    other.fd_ = -1;
+    fd_ = std::exchange(other.fd_, -1);
   }
   return *this;
 }
@@ -74,4 +79,9 @@ void Fd::reset() {
   fd_ = -1;
 }
 
-}  // namespace pycomm::tcp
+int Fd::release() {
+  if (fd_ >= 0) Registry::get().forget(fd_);
+  return std::exchange(fd_, -1);
+}
+
+}  // namespace pycomm

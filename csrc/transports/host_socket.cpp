@@ -1,20 +1,20 @@
-#include "transports/fd_passing.h"
+#include "transports/host_socket.h"
 
 #include <poll.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdint>
+#include <cstddef>
 #include <cstring>
 #include <system_error>
 
 #include "core/error.h"
-#include "transports/abstract_address.h"
 #include "transports/process.h"
+#include "transports/seal.h"
 
 namespace pycomm {
 namespace {
@@ -28,21 +28,25 @@ constexpr Milliseconds kLongest = std::chrono::hours(24);  // that poll() can co
               (error == EMFILE ? "; raise the limit of open files (ulimit -n)" : ""));
 }
 
-std::string random_name() {
-  uint8_t bytes[16];
-  if (::getrandom(bytes, sizeof bytes, 0) != sizeof bytes) throw_errno("get random bytes");
-  std::string name = "pycomm-";
-  for (const uint8_t byte : bytes) {
-    name += "0123456789abcdef"[byte >> 4];
-    name += "0123456789abcdef"[byte & 15];
-  }
-  return name;
+Fd make_socket(int flags = SOCK_NONBLOCK) {
+  return Fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | flags, 0));
 }
 
-bool same_user(int socket) {
+/// Calls bind() or connect() with an abstract name.
+template <typename Call>
+int with_name(const Call& call, const Fd& socket, const std::string& name) {
+  sockaddr_un address = {};
+  address.sun_family = AF_UNIX;
+  const size_t bytes = std::min(name.size(), sizeof address.sun_path - 1);
+  std::memcpy(address.sun_path + 1, name.data(), bytes);
+  return call(socket.get(), reinterpret_cast<const sockaddr*>(&address),
+              static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + bytes));
+}
+
+bool same_user(const Fd& socket) {
   ucred peer = {};
   socklen_t length = sizeof peer;
-  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 &&
+  return ::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 &&
          peer.uid == ::geteuid();
 }
 
@@ -62,14 +66,14 @@ struct Message {
   Message(const Message&) = delete;
 };
 
-bool send_fd(int socket, int fd) {
+bool send_fd(const Fd& socket, int fd) {
   Message message;
   cmsghdr* item = CMSG_FIRSTHDR(&message.header);
   item->cmsg_level = SOL_SOCKET;
   item->cmsg_type = SCM_RIGHTS;
   item->cmsg_len = CMSG_LEN(sizeof fd);
   std::memcpy(CMSG_DATA(item), &fd, sizeof fd);
-  return ::sendmsg(socket, &message.header, MSG_NOSIGNAL) == 1;
+  return ::sendmsg(socket.get(), &message.header, MSG_NOSIGNAL) == 1;
 }
 
 }  // namespace
@@ -81,52 +85,44 @@ std::string host_id() {
          std::to_string(network.st_ino) + "/" + std::to_string(::geteuid());
 }
 
-FileDescriptor::~FileDescriptor() {
-  if (fd_ >= 0) ::close(fd_);
-}
-
-FileDescriptor& FileDescriptor::operator=(FileDescriptor&& other) noexcept {
-  if (this != &other) {
-    if (fd_ >= 0) ::close(fd_);
-    fd_ = other.release();
-  }
-  return *this;
-}
-
-int FileDescriptor::release() {
-  const int fd = fd_;
-  fd_ = -1;
-  return fd;
-}
-
-FdServer::FdServer()
-    : name_(random_name()), listener_(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-  if (listener_.get() < 0) throw_errno("make a Unix socket");
-  const AbstractAddress address(name_);
-  if (::bind(listener_.get(), address.get(), address.length) != 0 ||
-      ::listen(listener_.get(), SOMAXCONN) != 0) {
+HostSocket::HostSocket() : name_("pycomm-" + random_secret()), listener_(make_socket()) {
+  if (!listener_) throw_errno("make a Unix socket");
+  if (with_name(::bind, listener_, name_) != 0 || ::listen(listener_.get(), SOMAXCONN) != 0) {
     throw_errno("listen on an abstract Unix socket");
   }
 }
 
-bool FdServer::serve(int fd, Milliseconds limit) {
+bool HostSocket::serve(int fd, Milliseconds limit) const {
   pollfd wanted = {listener_.get(), POLLIN, 0};
   if (::poll(&wanted, 1, static_cast<int>(std::min(limit, kLongest).count())) <= 0) return false;
-  const FileDescriptor peer(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  const Fd peer(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
   // The peer would stay in the queue, and each further call would find it there.
-  if (peer.get() < 0 && (errno == EMFILE || errno == ENFILE)) throw_errno("accept a peer");
-  return peer.get() >= 0 && same_user(peer.get()) && send_fd(peer.get(), fd);
+  if (!peer && (errno == EMFILE || errno == ENFILE)) throw_errno("accept a peer");
+  return peer && same_user(peer) && send_fd(peer, fd);
 }
 
-FileDescriptor receive_fd(const std::string& name, Deadline deadline,
-                          const std::function<void()>& interrupt_check) {
-  const FileDescriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (socket.get() < 0) throw_errno("make a Unix socket");
-  const AbstractAddress address(name);
-  if (::connect(socket.get(), address.get(), address.length) != 0) {
+HostSocket::State HostSocket::probe(const std::string& name) {
+  const Fd socket = make_socket();
+  if (!socket) return State::unknown;  // no descriptor is left: not the other's fault
+  if (with_name(::connect, socket, name) == 0) return State::open;
+  // Nobody takes connections in; many may wait already.
+  if (errno == EAGAIN) return State::open;
+  return errno == ECONNREFUSED ? State::closed : State::unknown;
+}
+
+bool HostSocket::is_ours(const std::string& name) {
+  const Fd socket = make_socket();
+  return socket && with_name(::connect, socket, name) == 0 && same_user(socket);
+}
+
+Fd receive_fd(const std::string& name, Deadline deadline,
+              const std::function<void()>& interrupt_check) {
+  const Fd socket = make_socket(0);  // it waits where many others do
+  if (!socket) throw_errno("make a Unix socket");
+  if (with_name(::connect, socket, name) != 0) {
     throw_errno("connect to the rank that made the shared memory");
   }
-  if (!same_user(socket.get()))
+  if (!same_user(socket))
     throw Error("shm: the shared memory belongs to another user; start all ranks as one user");
   pollfd wanted = {socket.get(), POLLIN, 0};
   const auto step = [&] { return static_cast<int>(std::min(deadline.left(), kStep).count()); };
@@ -153,7 +149,7 @@ FileDescriptor receive_fd(const std::string& name, Deadline deadline,
   }
   int fd = -1;
   std::memcpy(&fd, CMSG_DATA(item), sizeof fd);
-  return FileDescriptor(fd);
+  return Fd(fd);
 }
 
 }  // namespace pycomm

@@ -1,15 +1,18 @@
-// Fd: an owner of a file descriptor that does not outlive its process in forked children.
+// Fd: the owner of a file descriptor.
 #pragma once
 
-namespace pycomm::tcp {
+namespace pycomm {
 
 /// An owned file descriptor. In a forked child (a data loader's worker, say) it becomes a handle of
 /// /dev/null: a child that held copies of our sockets would hide our death from the peers, and its
 /// exit would send a close in our name.
 class Fd {
  public:
+  /// Who has it: this process alone, or its forked children as well.
+  enum class Scope : bool { process, children };
+
   Fd() = default;
-  explicit Fd(int fd);
+  explicit Fd(int fd, Scope scope = Scope::process);
   ~Fd() { reset(); }
   Fd(Fd&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
   Fd& operator=(Fd&& other) noexcept;
@@ -17,9 +20,11 @@ class Fd {
   int get() const { return fd_; }
   explicit operator bool() const { return fd_ >= 0; }
   void reset();
+  /// Gives it to the caller, and to children that are forked from then on.
+  int release();
 
  private:
   int fd_ = -1;
 };
 
-}  // namespace pycomm::tcp
+}  // namespace pycomm

@@ -1,0 +1,190 @@
+// What the passes over moments have in common on all processors: the order of sums (moments.h), and
+// the arguments of the kernels of a device. Compiled by gcc, nvcc and NVRTC.
+#pragma once
+#include "codecs/base/batch.h"
+#include "core/types.h"
+
+namespace pycomm::moments {
+
+constexpr size_t kLanes = 32, kPatch = 256, kBlock = 64;
+constexpr size_t kEncodeRows = 8;  ///< that a warp takes in `encode` on a device
+constexpr float kTiny = 1e-30f;
+
+/// Least factor of a row or column, relative to their root mean square.
+constexpr float kFloor = 0.1f;
+
+/// Two values of a momentum as a step gets it: the largest and the smallest that is not 0, of the
+/// first kProbed. They tell a step by how much its gradient was multiplied since: clipping scales
+/// gradients, of which Adam's steps do not depend, and here they are the momentum.
+struct Probe {
+  uint32_t at[2];
+  float value[2];  ///< 0: it is not known
+};
+constexpr size_t kProbed = 2048;
+
+/// Takes note of value i of the first kProbed, in any order.
+PYCOMM_HD void look_at(Probe& probe, uint32_t i, float value) {
+  const float size = value < 0 ? -value : value;
+  if (!(size > 0)) return;
+  const float largest = probe.value[0] < 0 ? -probe.value[0] : probe.value[0];
+  const float smallest = probe.value[1] < 0 ? -probe.value[1] : probe.value[1];
+  if (size > largest || (size == largest && i < probe.at[0])) {
+    probe.at[0] = i;
+    probe.value[0] = value;
+  }
+  if (smallest == 0 || size < smallest || (size == smallest && i < probe.at[1])) {
+    probe.at[1] = i;
+    probe.value[1] = value;
+  }
+}
+
+/// Returns what gradients, of which `first` and `second` stand at the places of a probe, have to be
+/// multiplied by to be what they were. 1: they are that, or were changed otherwise.
+/// `tolerance`: of the values' rounding.
+PYCOMM_HD float restoring(const Probe& probe, float first, float second, float tolerance) {
+  if (probe.value[0] == 0 || probe.at[0] == probe.at[1]) return 1.0f;
+  const float by = first / probe.value[0], other = second / probe.value[1];
+  if (!(by > 1e-12f && by < 1e12f)) return 1.0f;
+  const float change = by > 1 ? by - 1 : 1 - by;
+  const float apart = other > by ? other - by : by - other;
+  return change <= tolerance || !(apart <= tolerance * by) ? 1.0f : 1.0f / by;
+}
+constexpr float kTolerance = 0x1p-16f, kTolerance16 = 0x1p-6f;  ///< of float32; of 16 bits
+
+/// Numbers behind the sums of a matrix by row and by column: the squares of what the last coding
+/// has left, of its input, and of this rank's projections; then these projections.
+constexpr size_t kProjections = 64;
+constexpr size_t kLeft = 0, kCoded = 1, kOwn = 2, kExtra = 3 + kProjections;
+
+/// What a device knows of a matrix's moment. The first five, and `decay`, are equal on all ranks.
+struct Numbers {
+  float weight;  ///< of the second moments, which are sums times this
+  float coding_error, mean_energy, own_energy;
+  float steps;  ///< whose sums wait for an exchange
+  // Of the current step: p = (g rest + m beta) / d, and of a gradient that is too large
+  // p share + m other / d.
+  float beta, rest, share;
+  double decay;      ///< of second moments in those steps and this one
+  uint32_t done[2];  ///< blocks of threads that are done with a pass; zeros between passes
+  Probe probe;
+};
+static_assert(sizeof(Numbers) == 64);
+
+/// What is kept of a matrix beside the optimizer's state, one behind the other.
+struct Room {
+  Numbers* numbers;
+  float* fresh;   ///< sums of this step [rows + columns + kExtra]
+  float* since;   ///< and of the steps that wait for an exchange
+  float* by_row;  ///< factors of the denominators in the next coding
+  float* by_column;
+  float* reciprocal_row;  ///< and their reciprocals in the next step
+  float* reciprocal_column;
+};
+PYCOMM_HD Room room_at(float* at, size_t rows, size_t columns) {
+  const size_t sums = rows + columns + kExtra;
+  float* const fresh = at + sizeof(Numbers) / sizeof(float);
+  float* const by_row = fresh + 2 * sums;
+  float* const reciprocal_row = by_row + rows + columns;
+  return {
+      reinterpret_cast<Numbers*>(at), fresh, fresh + sums, by_row, by_row + rows, reciprocal_row,
+      reciprocal_row + rows};
+}
+
+/// Forms of momenta and residuals: those of feedback::Storage, and float16.
+constexpr uint32_t kFloat16 = 3;
+
+// Arguments of the kernels. Members are those of moments.h; `room` is a Room.
+
+struct SquaresParams {
+  codecs::Blocks blocks;
+  const void* values;
+  float* room;
+  uint32_t rows, columns;
+  const float* bounds;  ///< [rows]
+  float* scratch;
+  const float* signs;  ///< null: rows have no projections
+  uint32_t first, stride;
+  double momentum;  ///< coefficient of an exact momentum
+  float unit, unit_squared;
+  float bound;     ///< g's squares count at most bound^2 times the second moment
+  uint32_t ranks;  ///< that average their momenta
+  uint32_t adds;   ///< not 0: the sums of an earlier backward stay
+  uint32_t unused;
+};
+
+struct EncodeParams {
+  codecs::Blocks blocks;
+  void* values;
+  float* room;
+  uint32_t rows, columns;
+  const void* momentum;       ///< null: it is left out
+  const uint8_t* stored;      ///< the residual; null: its errors are not wanted
+  const uint8_t* other_side;  ///< in place of it, if the batch says so
+  void* copy;                 ///< null: nowhere
+  float* scratch;
+  uint32_t momentum_form, form;
+  uint32_t divides;  ///< 0: factors are 1
+  uint32_t unused;
+};
+
+struct SentParams {
+  codecs::Blocks blocks;
+  const void* values;
+  float* room;
+  uint32_t rows, columns;
+  const uint8_t* before;  ///< null: there is no residual
+  const uint8_t* after;
+  uint8_t* out;
+  uint32_t form, out_form;
+  uint32_t swapped;  ///< not 0: `before` and `after` are exchanged
+  uint32_t adds;     ///< not 0: what is at `out` is added
+};
+
+struct LandParams {
+  codecs::Blocks blocks;
+  void* values;
+  float* room;
+  uint32_t rows, columns;
+  float unit;
+  uint32_t divides;  ///< 0: values stay as they are
+};
+
+struct MoveParams {
+  codecs::Blocks blocks;
+  void* values;
+  float* room;
+  uint32_t rows, columns;
+  const void* gradient;
+  void* momentum;
+  float lr, keep;
+  float limit;      ///< while second moments are some steps old
+  uint32_t probed;  ///< not 0: `land` of this step has made the gradient
+};
+
+struct CollectParams {
+  codecs::Blocks blocks;
+  float* room;
+  float* out;
+  uint32_t rows, columns;
+};
+
+/// What `commit` does with the ranks' sums.
+enum Use : uint32_t {
+  kNothing = 0,  ///< factors are computed of the second moments as they are
+  kStep = 1,     ///< a step is taken
+  kScale = 2,    ///< they are the scale of the first coding, and no second moments yet
+};
+
+struct CommitParams {
+  codecs::Blocks blocks;
+  const float* sums;  ///< of all ranks; null: they were not exchanged
+  float* room;
+  float* row;  ///< of the second moments
+  float* column;
+  uint32_t rows, columns;
+  uint32_t ranks;
+  uint32_t use;  ///< Use
+  double beta2, eps;
+};
+
+}  // namespace pycomm::moments

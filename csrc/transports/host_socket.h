@@ -1,0 +1,52 @@
+// Host socket: a Unix socket with an abstract name that nobody can guess. It has no file that could
+// be left behind, and only processes of the same running kernel and network namespace can connect
+// to it, as long as its process lives. So it proves that two processes share a host and its
+// loopback interface, which the name that a host reports does not: machines that were cloned from
+// one snapshot report the same. And it passes open files on to such processes.
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "core/deadline.h"
+#include "transports/fd.h"
+
+namespace pycomm {
+
+class HostSocket {
+ public:
+  /// Listens. Throws Error.
+  HostSocket();
+  const std::string& name() const { return name_; }
+  /// Passes the file to one process of our user that connects within `limit`. Returns true if it
+  /// has. Throws Error if there is no descriptor for it.
+  bool serve(int fd, Milliseconds limit) const;
+
+  /// Tells whether a socket of this name is open on our host; unknown if we may not try (a policy
+  /// of the system, no descriptors).
+  enum class State : uint8_t { open, closed, unknown };
+  static State probe(const std::string& name);
+  /// True if a process of our user has it open on our host.
+  static bool is_ours(const std::string& name);
+
+ private:
+  std::string name_;
+  Fd listener_;  // not in forked children, which would keep it open
+};
+
+/// Receives the file from the socket of this name. Throws Error with the reason, and whatever
+/// `interrupt_check` throws, which is called now and then during the wait.
+Fd receive_fd(
+    const std::string& name, Deadline deadline,
+    const std::function<void()>& interrupt_check = [] {});
+
+/// Returns a string that is equal for processes that may share memory: same machine
+/// (transports/process.h), same user, and same network namespace. Whether they do share it shows
+/// when one passes the other a file. Ranks in different network namespaces count as different
+/// hosts, and could not connect to each other's socket anyway.
+std::string host_id();
+/// Topic under which ranks publish it.
+constexpr char kHostIdTopic[] = "shm/host";
+
+}  // namespace pycomm
