@@ -37,6 +37,8 @@ class Candidate:
 
     name: str
     bytes: int
+    note: str = ""
+    """What else is to be known of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +268,8 @@ class Auto:
         if seconds <= (1 + self.trial.margin) * least:
             return ""
         saved = f"{self._other.bytes / 1e6:.3g} instead of {mine.bytes / 1e6:.3g} MB"
-        return f"; {self._other.name} would send {saved}, in at least {least:.3g} s a step"
+        note = f" ({self._other.note})" if self._other.note else ""
+        return f"; {self._other.name} would send {saved}, in at least {least:.3g} s a step{note}"
 
     # ------------------------------------------------------------------ afterwards
 

@@ -298,6 +298,8 @@ if kind == "other":
     optimizer = torch.optim.RMSprop(net.parameters(), 1e-2)
 elif kind == "sgd":
     optimizer = torch.optim.SGD(net.parameters(), 1e-2, momentum=0.9)
+elif kind == "adam":  # with a rate that is a tensor
+    optimizer = torch.optim.Adam(net.parameters(), torch.tensor(1e-2))
 else:
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
@@ -321,7 +323,7 @@ if dist.get_rank() == 0:
 """
 
 
-@pytest.mark.parametrize("kind", ["adamw", "scaler", "shards", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", "adam", "scaler", "shards", "sgd"])
 def test_momentum_of_a_script_travels_coded(tmp_path, kind):
     """The script holds the optimizer, its scheduler and its scaler, which go on."""
     (tmp_path / "script.py").write_text(MOMENTUM)
