@@ -148,7 +148,9 @@ class Communicator::Impl {
   }
 
   /// See Failure::end().
-  void over(Lane lane) { failure_.end(mesh_, lane, *trace_, callers_.advice(rank())); }
+  void over(Lane lane) {
+    failure_.end(mesh_, lane, *trace_, [this] { return callers_.advice(rank()); });
+  }
   void abort(const std::string& reason) noexcept {
     if (!in_child()) failure_.abort(mesh_, *trace_, reason);  // the parent's group stays usable
   }

@@ -31,10 +31,10 @@ std::string with_advice(std::string text) {
 }
 
 /// Returns `error` with the state of every rank in its text, if it is an error that ends a group
-/// because of other ranks. May take a moment. `lane` is the one that the caller drives. `advice`:
-/// is added to the text of calls that differ.
+/// because of other ranks. May take a moment. `lane` is the one that the caller drives. What
+/// `advice` returns is added to the text of calls that differ.
 std::exception_ptr with_rank_states(const std::exception_ptr& error, ChannelMesh& mesh, Lane lane,
-                                    const std::string& advice) {
+                                    const std::function<std::string()>& advice) {
   const RankState own = mesh.rank_state().load();
   try {
     std::rethrow_exception(error);
@@ -49,7 +49,7 @@ std::exception_ptr with_rank_states(const std::exception_ptr& error, ChannelMesh
   Report report;
   report.rank = mesh.rank();
   report.mismatch = notice.kind == Notice::Kind::mismatch;
-  if (report.mismatch) notice.text = with_advice(notice.text) + advice;
+  if (report.mismatch) notice.text = with_advice(notice.text) + advice();
   if (notice.kind == Notice::Kind::timeout) report.waited_for = notice.ranks;
   report.ranks = mesh.survey(lane, report.mismatch && own.inside() ? own.call.seq : 0);
   notice.text += table(report);
@@ -99,7 +99,8 @@ std::string Failure::text() const {
   return "";
 }
 
-void Failure::end(ChannelMesh& mesh, Lane lane, Trace& trace, const std::string& advice) {
+void Failure::end(ChannelMesh& mesh, Lane lane, Trace& trace,
+                  const std::function<std::string()>& advice) {
   std::exception_ptr thrown;
   try {
     throw;

@@ -14,6 +14,7 @@
 #pragma once
 #include <atomic>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <string>
 
@@ -41,9 +42,9 @@ class Failure {
   /// Throws the error to a caller of `call`, which the error then names. There must be an error.
   [[noreturn]] void rethrow_in(const OpTag& call, int rank) const;
   /// Called with an error in flight that no rank can recover from: tells all ranks. Afterwards
-  /// there is an error. `lane` is the one that the caller drives; `advice` is added to the text of
-  /// calls that differ.
-  void end(ChannelMesh& mesh, Lane lane, Trace& trace, const std::string& advice);
+  /// there is an error. `lane` is the one that the caller drives; what `advice` returns is added to
+  /// the text of calls that differ.
+  void end(ChannelMesh& mesh, Lane lane, Trace& trace, const std::function<std::string()>& advice);
   /// Ends every running and later operation on all ranks with `reason`. Any thread, any time.
   void abort(ChannelMesh& mesh, Trace& trace, const std::string& reason) noexcept;
 
