@@ -1,8 +1,9 @@
 """What a kernel's SASS computes from the arguments of a call: the branches that they decide.
 
-Bits of registers and predicates are followed from the arguments and from the place of a block's
-first warp; what comes from memory, from other lanes or by an instruction that is not among those
-below is unknown. A branch that is not decided stays with both of its ways.
+Bits of registers and predicates are followed from the arguments and from the place of the first
+warp of the second block, since the first block also writes headers and clears what is unused. What
+comes from memory, from other lanes or by an instruction that is not among those below is unknown. A
+branch that is not decided stays with both of its ways.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def is_predicate(name: str) -> bool:
 
 
 class Thread:
-    """A thread of the first warp of a grid: what is known when it runs instructions."""
+    """A thread of a block's first warp: what is known when it runs instructions."""
 
     def __init__(self, arguments: bytes, base: int) -> None:
         self.arguments = arguments
@@ -218,7 +219,7 @@ class Thread:
     _ldcu = _ldc
 
     def _s2r(self, _: State, modifiers: list[str], operands: list[str]) -> list:
-        known = {"SR_CTAID.X": Bits(0), "SR_TID.X": Bits(0, 31)}
+        known = {"SR_CTAID.X": Bits(1), "SR_TID.X": Bits(0, 31)}
         return [(operands[0], known.get(operands[1], UNKNOWN))]
 
     _s2ur = _s2r

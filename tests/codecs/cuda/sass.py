@@ -6,7 +6,7 @@ the residuals, whether contributions are averaged, that the arrays are aligned a
 whole. What the values decide stays open, so that the count is an upper bound, but for the accesses:
 they leave out the paths of blocks that hold Inf or NaN, which load residuals once more, and store
 them value by value. Each loop is run once. Slow paths of divisions, and those of warps that
-diverge, are left out, and jumps by a table lead nowhere. An average is that of one contribution,
+diverge, are left out. An average is that of one contribution,
 with 2 as the divisor: one that is no power of two costs a division for each value.
 
 ``budgets.csv`` has the kernels, their accesses, and the counts that they may not exceed, with nvcc
@@ -37,6 +37,7 @@ LINE = re.compile(
     r"^\s*/\*([0-9a-f]{4,6})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);", re.MULTILINE
 )
 FREE = ("load4", "store4", "barrier")  # accesses of 4 bytes and fewer; barriers of a block
+TABLES = ("BRX", "BRXU")
 BUDGETS = Path(__file__).with_name("budgets.csv")
 CALLS = Path(__file__).with_name("calls.csv")
 # Thread instructions of an H200 for each byte that a copy moves: 30.9e12 and 3.9e12 a second.
@@ -116,9 +117,14 @@ class Kernel:
             if word == "BRA" and op != "BRA.DIV" and target is not None:
                 sometimes = guard or re.match(r"\s+!?U?P\d", rest)
                 follows = [place[int(target[1], 16)], *(follows if sometimes else [])]
-            elif word in ("CALL", "BRX", "BRXU") or (word in ("EXIT", "RET", "BRA") and not guard):
+            elif word in (*TABLES, "CALL") or (word in ("EXIT", "RET", "BRA") and not guard):
                 follows = [i + 1] if op == "BRA.DIV" else []
             self.next.append(follows)
+        # A jump by a table leads to any instruction that no other one leads to.
+        led_to = {0, *(each for follows in self.next for each in follows)}
+        for i, op in enumerate(self.ops):
+            if op.split(".")[0] in TABLES:
+                self.next[i] = [each for each in range(len(lines)) if each not in led_to]
         if arguments is not None:
             self.next = decided(lines, self.next, arguments, arch)
 

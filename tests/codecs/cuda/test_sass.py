@@ -14,37 +14,24 @@ from tests.codecs.cuda.sass import CALLS, Kernel, budgets, calls, counted, summa
 pytestmark = pytest.mark.timeout(600)
 
 # Calls whose instructions leave no time for the share that is wanted, and why.
-ENCODES_BF16 = "residuals are rounded to bf16 by integers; counted with the branches of an average"
-OWN = "each value is divided, and each form of a residual has a branch that is counted"
-RANDOM = "Philox takes 16 instructions for each random word, and each value has its own"
+ROTATED_BACK = "the rotation back takes 35 instructions, and the search of a level stands beside it"
+LEVELS = "the search of a level takes 14 instructions"
 OVER = {
-    "fp8_e4m3 encode, feedback": ENCODES_BF16,
-    "fp8_e4m3 own, one payload": OWN,
-    "int8 own, one payload": OWN,
-    "int8, random encode": RANDOM,
-    "int4 encode, feedback": ENCODES_BF16,
-    "int4 own, one payload": OWN,
-    "int4, random encode": RANDOM,
-    "int4, random encode, feedback": RANDOM,
-    "int6 encode": "codes cross the borders of words",
-    "int6 encode, feedback": ENCODES_BF16,
-    "sign own, one payload": OWN,
-    "mxfp4 encode, feedback": ENCODES_BF16,
-    "mxfp4 own, one payload": OWN,
-    "nvfp4 encode, feedback": ENCODES_BF16,
-    "nvfp4 own, one payload": OWN,
-    "eden, 2 bits of 1024, encode": "eight steps cross lanes: one hundredth too many",
-    "eden, 2 bits of 1024, encode, feedback": ENCODES_BF16,
-    "eden, 2 bits of 128, encode, feedback": ENCODES_BF16,
-    "eden, 4 bits of 1024, encode": "the search of a level takes 14 instructions",
-    "eden, 4 bits of 128, encode": "the search of a level takes 14 instructions",
+    "nvfp4 own, one payload": "scales of both levels are decoded for 16 values, and four rounded",
+    "eden, 2 bits of 1024, encode, feedback": ROTATED_BACK,
+    "eden, 2 bits of 128, encode, feedback": ROTATED_BACK,
+    "eden, 4 bits of 1024, encode": LEVELS,
+    "eden, 4 bits of 128, encode": LEVELS,
     "lossless encode": "codes are packed by a kernel of their own",
     "topk, encode": "the values are read twice, and counted by shared atomics",
 }
 # Those of one architecture alone.
 OVER_ON = {
-    90: {"nvfp4 encode": "two scales, of which one is rounded to a small float"},
-    100: {"sign encode, feedback": ENCODES_BF16},
+    90: {},
+    100: {
+        "mxfp4 own, one payload": "codes and their signs are shifted by two instructions each",
+        "eden, 2 bits of 1024, encode": "eight steps cross lanes: a thousandth too many",
+    },
 }
 
 # A loop, a branch around a load of 16 bytes, a shuffle and a call.
