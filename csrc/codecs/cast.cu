@@ -9,6 +9,7 @@ namespace pycomm::codecs::cast {
 /// float8: four codes are one word.
 template <typename Type>
 struct Coder : WholeCodes<uint32_t, 8> {
+  static constexpr bool kSignedZeros = true;
   __device__ static float top(const EncodeParams&) { return Type::kTop; }
 
   __device__ static Encoded<Codes> encode(const cuda::Vector<float>& p, float inv,
@@ -19,13 +20,15 @@ struct Coder : WholeCodes<uint32_t, 8> {
       out.codes |= rounded.code << (8 * k);
       out.value.v[k] = rounded.value;
     }
+    if (inv == 0.0f) out.codes = 0;
     return out;
   }
 
   template <typename Params>
   __device__ static cuda::Vector<float> decode(const Params&, Codes codes, float scale) {
     cuda::Vector<float> value;
-    for (int k = 0; k < 4; k++) value.v[k] = Type::decode((codes >> (8 * k)) & 255) * scale;
+    for (int k = 0; k < 4; k++)
+      value.v[k] = Type::decode_by_product((codes >> (8 * k)) & 255) * scale;
     return value;
   }
 };
@@ -41,31 +44,40 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_plain(const Batch<Encod
   const cuda::Tile<kSmall> tile = tile_of<kSmall>(args, codes);
   if (tile.empty()) return;
 
-  cuda::Vector<float> p[kSmall], residual[kSmall];
+  cuda::Vector<float> p[kSmall];
   // The values of an exact payload of any rank may be aligned to four bytes alone.
-  load_input(tile, args, p, [&](const uint8_t* payload, size_t i) {
-    const auto* from = reinterpret_cast<const Code*>(payload) + i;
+  load_values<kFeedback>(tile, args, p, [&](const uint8_t* payload, int row) {
+    const auto* from = reinterpret_cast<const Code*>(payload) + tile.index(row);
     cuda::Vector<float> value{};
-    for (int k = 0; k < cuda::kVector && i + k < args.numel; k++)
-      value.v[k] = Type::decode(from[k]);
+    const int left = tile.left_of(args.numel) - row * cuda::kRow;
+    for (int k = 0; k < cuda::kVector && k < left; k++) value.v[k] = Type::decode(from[k]);
     return value;
   });
-  for (int row = 0; kFeedback && row < kSmall; row++)
-    residual[row] = load_residual(tile, args, row);
   cuda::Vector<Code> code[kSmall];
+  bool lost = false;  // a value travels as Inf or NaN
 #pragma unroll
   for (int row = 0; row < kSmall; row++) {
     for (int k = 0; k < cuda::kVector; k++) {
-      float value = p[row].v[k];
-      if (kFeedback) value = value + residual[row].v[k];
+      const float value = p[row].v[k];
       code[row].v[k] = Type::encode(value);
-      if (kFeedback) {
-        residual[row].v[k] = residual_of(value, Type::decode(code[row].v[k]), residual[row].v[k]);
-      }
+      if (!kFeedback) continue;
+      const float decoded = Type::decode(code[row].v[k]);
+      p[row].v[k] = value - decoded;
+      lost |= magnitude_bits(decoded) >= kInfBits;
     }
   }
   tile.store(codes, padded(args.numel * sizeof(Code)) / sizeof(Code), code);
-  if (kFeedback) store_residual(tile, args, residual);
+  if constexpr (kFeedback) {
+#pragma unroll
+    for (int row = 0; row < kSmall && lost; row++) {
+      const cuda::Vector<float> kept = load_residual(tile, args, row);
+      for (int k = 0; k < cuda::kVector; k++) {
+        const float decoded = Type::decode(code[row].v[k]);
+        if (magnitude_bits(decoded) >= kInfBits) p[row].v[k] = kept.v[k];
+      }
+    }
+    store_residual(tile, args, p);
+  }
 }
 
 template <typename Type, bool kAdd>

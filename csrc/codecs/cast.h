@@ -56,6 +56,9 @@ struct Float8E4M3 {
   /// No finite p of a used block is out of range: p * inv is at most top * (1 + 2^-23).
   PYCOMM_HD static Rounded round(float v) { return round_in_range<pycomm::Float8E4M3>(v); }
   PYCOMM_HD static float decode(Code code) { return pycomm::Float8E4M3::decode(code); }
+  PYCOMM_HD static float decode_by_product(Code code) {
+    return pycomm::Float8E4M3::decode_by_product(code);
+  }
 };
 
 struct Float8E5M2 {
@@ -64,6 +67,9 @@ struct Float8E5M2 {
   /// No finite p of a used block is out of range: p * inv is at most top * (1 + 2^-23).
   PYCOMM_HD static Rounded round(float v) { return round_in_range<pycomm::Float8E5M2>(v); }
   PYCOMM_HD static float decode(Code code) { return pycomm::Float8E5M2::decode(code); }
+  PYCOMM_HD static float decode_by_product(Code code) {
+    return pycomm::Float8E5M2::decode_by_product(code);
+  }
 };
 
 enum class Kind : uint8_t { float32, float16, bfloat16, float8_e4m3, float8_e5m2 };

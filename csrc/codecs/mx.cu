@@ -30,13 +30,37 @@ __device__ __forceinline__ BlockScale nv_block_scale(uint32_t amax, float super_
   return {first.code, unit, unit > 0.0f ? 1.0f / unit : 0.0f};
 }
 
-/// Returns the unit of the codes of value i, from the scales at the start of a payload.
-template <bool kNv>
-__device__ __forceinline__ float unit_of(const float* scales, size_t i, size_t numel) {
-  const size_t at = kNv ? num_blocks(numel, kSuperBlock) * sizeof(float) : 0;
-  const uint32_t code =
-      reinterpret_cast<const uint8_t*>(scales)[at + i / (kNv ? kNvBlock : kBlock)];
-  return kNv ? Float8E4M3::decode(code) * scales[i / kSuperBlock] : decode_scale(code);
+/// How four codes of a row are loaded and stored.
+template <int kBits>
+struct Chunks {
+  template <typename Params, typename Tile>
+  __device__ static uint32_t load(const Params& args, const uint8_t* codes, const Tile& tile,
+                                  int row) {
+    return load_codes(codes, tile.index(row), args.numel, kBits);
+  }
+  template <typename Tile>
+  __device__ static void store(const EncodeParams& args, const Tile& tile, int row,
+                               uint32_t chunk) {
+    store_codes(args.codes, tile.index(row), args.numel, kBits, chunk);
+  }
+};
+template <>
+struct Chunks<4> : WholeCodes<uint16_t, 4> {};
+template <>
+struct Chunks<8> : WholeCodes<uint32_t, 8> {};
+
+/// Returns the unit of a lane's codes of a row, from the scales at the start of a payload.
+template <bool kNv, typename Tile>
+__device__ __forceinline__ float unit_of(const void* scales, const Tile& tile, int row,
+                                         size_t numel) {
+  const auto* codes = static_cast<const uint8_t*>(scales);
+  if (kNv) codes += num_blocks(numel, kSuperBlock) * sizeof(float);
+  constexpr uint32_t kBits = kNv ? kNvBlockBits : kBlockBits;
+  const uint32_t code = (codes + tile.first_block(kBits))[tile.next_block(row, kBits)];
+  if (!kNv) return decode_scale(code);
+  // A tile is a part of one super-block.
+  return Float8E4M3::decode_by_product(code) *
+         static_cast<const float*>(scales)[tile.index(0) / kSuperBlock];
 }
 
 /// Decodes four codes.
@@ -45,9 +69,29 @@ __device__ __forceinline__ cuda::Vector<float> decode_row(uint32_t chunk, float 
   cuda::Vector<float> value;
   for (int k = 0; k < cuda::kVector; k++) {
     const uint32_t code = (chunk >> (k * Small::kBits)) & ((1u << Small::kBits) - 1);
-    value.v[k] = Small::decode(code) * unit;
+    value.v[k] = Small::decode_by_product(code) * unit;
   }
   return value;
+}
+
+/// Does what round_nearest() does; of numbers alone the code comes from a product that makes the
+/// value subnormal, as its bits then are those of the code.
+template <typename Small>
+__device__ __forceinline__ Rounded round_row(float v) {
+  if constexpr (Small::kTop == Small::kMagnitude + 1) {
+    const float magnitude = fminf(fabsf(v), bits_float(Small::kLargestBits));
+    constexpr uint32_t kShifted = static_cast<uint32_t>(Small::kShift) << 23;
+    const float anchor = bits_float(
+        max((float_bits(magnitude) & kInfBits) + kShifted, Small::kSmallestNormal + kShifted));
+    const float value =
+        bits_float(float_bits((magnitude + anchor) - anchor) | (float_bits(v) & ~0x7fffffffu));
+    const uint32_t small =
+        float_bits(value * bits_float(static_cast<uint32_t>(Small::kBias) << 23));
+    const uint32_t sign = small >> Small::kSignShift;
+    return {(small >> Small::kShift & Small::kMagnitude) | (sign & ~Small::kMagnitude), value};
+  } else {
+    return round_nearest<Small>(v);
+  }
 }
 
 /// Encodes values. args.options is 1 if scales are rounded up. A super-block of nvfp4 is the tiles
@@ -56,16 +100,17 @@ template <typename Small, bool kNv, bool kFeedback>
 __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const Batch<EncodeParams> batch) {
   const EncodeParams args = tensor_of_block(batch);
   constexpr int kRows = kSmall;
-  constexpr uint32_t kSize = kNv ? kNvBlock : kBlock;
+  constexpr uint32_t kSizeBits = kNv ? kNvBlockBits : kBlockBits, kSize = 1 << kSizeBits;
   const cuda::Tile<kRows> tile = tile_of<kRows>(args);
   if (!kNv && tile.empty()) return;
   const size_t scales_at = kNv ? num_blocks(args.numel, kSuperBlock) * 4 : 0;
   auto* scale_codes = reinterpret_cast<uint8_t*>(args.scales) + scales_at;
 
   cuda::Vector<float> p[kRows];
-  load_values<kFeedback>(tile, args, p, [&](const uint8_t* payload, size_t i) {
-    return decode_row<Small>(load_codes(payload + codes_offset(args), i, args.numel, Small::kBits),
-                             unit_of<kNv>(reinterpret_cast<const float*>(payload), i, args.numel));
+  load_values<kFeedback>(tile, args, p, [&](const uint8_t* payload, int row) {
+    return decode_row<Small>(
+        Chunks<Small::kBits>::load(args, payload + codes_offset(args), tile, row),
+        unit_of<kNv>(payload, tile, row, args.numel));
   });
 
   uint32_t top[kRows];
@@ -91,39 +136,35 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const Batch<Enco
     if (i % kSuperBlock == 0) args.scales[i / kSuperBlock] = second.unit;
   }
 
+  scale_codes += tile.first_block(kSizeBits);
+  // Scales end at a multiple of four bytes, in zeros, which are the scales of blocks of zeros.
+  const uint32_t there = tile.left_of_tile(padded(num_blocks(args.numel, kSize)) * kSize);
+  float units[2][kRows];  // of codes, and their inverses
+  each_block(top, units, [&](uint32_t at, float amax, float (&of)[2]) {
+    const BlockScale scale = kNv ? nv_block_scale(float_bits(amax), super_amax, second)
+                                 : mx_scale<Small>(float_bits(amax), args.options != 0);
+    of[0] = unit_of_residual<true>(scale.unit);
+    of[1] = scale.inv;
+    if (at % kSize == 0 && at < there) {
+      scale_codes[at / kSize] = static_cast<uint8_t>(scale.code);
+    }
+  });
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
-    const size_t i = tile.index(row);
-    BlockScale scale;
-    if constexpr (kNv) {
-      scale = nv_block_scale(top[row], super_amax, second);
-    } else {
-      scale = mx_scale<Small>(top[row], args.options != 0);
-    }
-    // Scales end at a multiple of four bytes, in zeros, which are the scales of blocks of zeros.
-    if (i % kSize == 0 && i / kSize < padded(num_blocks(args.numel, kSize))) {
-      scale_codes[i / kSize] = static_cast<uint8_t>(i < args.numel ? scale.code : 0);
-    }
-
-    cuda::Vector<float> value{};
+    const float unit = units[0][row], inverse = units[1][row];
     uint32_t chunk = 0;
-    for (int k = 0; k < cuda::kVector && scale.inv != 0.0f; k++) {
-      const Rounded rounded = round_nearest<Small>(p[row].v[k] * scale.inv);
+    for (int k = 0; k < cuda::kVector; k++) {
+      const Rounded rounded = round_row<Small>(p[row].v[k] * inverse);
       chunk |= rounded.code << (k * Small::kBits);
-      value.v[k] = rounded.value * scale.unit;
+      if (kFeedback) p[row].v[k] = p[row].v[k] - rounded.value * unit;
     }
-    store_codes(args.codes, i, args.numel, Small::kBits, chunk);
-
-    if (kFeedback) {
-      const bool lost = !(scale.unit < kHuge);  // the block travels as NaN
-      cuda::Vector<float> kept{};
-      if (lost) kept = load_residual(tile, args, row);
-      for (int k = 0; k < cuda::kVector; k++) {
-        p[row].v[k] = lost ? kept.v[k] : p[row].v[k] - value.v[k];
-      }
-    }
+    Chunks<Small::kBits>::store(args, tile, row, inverse != 0.0f ? chunk : 0);
   }
-  if (kFeedback) store_residual(tile, args, p);
+  if (kFeedback) {
+    for (int row = 0; kNv && row < kRows; row++) top[row] = float_bits(super_amax);
+    Lost<kRows>(top).keep(tile, args, top, p);
+    store_residual(tile, args, p);
+  }
 }
 
 template <typename Small, bool kNv, bool kAdd>
@@ -131,9 +172,9 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const Batch<Deco
   const DecodeParams args = tensor_of_block(batch);
   decode_tile<kAdd, uint32_t>(
       args,
-      [&](size_t i) {
-        return Scaled<uint32_t>{load_codes(args.codes, i, args.numel, Small::kBits),
-                                unit_of<kNv>(args.scales, i, args.numel)};
+      [&](const auto& tile, int row) {
+        return Scaled<uint32_t>{Chunks<Small::kBits>::load(args, args.codes, tile, row),
+                                unit_of<kNv>(args.scales, tile, row, args.numel)};
       },
       [](const Scaled<uint32_t>& row) { return decode_row<Small>(row.codes, row.scale); });
 }

@@ -10,9 +10,9 @@ namespace pycomm::codecs::mx {
 
 constexpr int kWireVersion = 2;
 /// Values that share a scale in NVFP4, and that share its second, float32 scale.
-constexpr uint32_t kNvBlock = 16;
+constexpr uint32_t kNvBlockBits = 4, kNvBlock = 1 << kNvBlockBits;
 constexpr uint32_t kSuperBlock = 2048;
-constexpr uint32_t kBlock = 32;
+constexpr uint32_t kBlockBits = 5, kBlock = 1 << kBlockBits;
 
 enum class Kind : uint8_t { fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, nvfp4 };
 

@@ -43,6 +43,26 @@ __device__ __forceinline__ float sum_magnitudes(const cuda::Vector<float> (&p)[k
   return (lane.v[0] + lane.v[2]) + (lane.v[1] + lane.v[3]);
 }
 
+/// Replaces the sum of each row's block by its scale. A product by the inverse of a power of two
+/// rounds as the division does.
+template <int kBlock, int kRows>
+__device__ __forceinline__ void each_mean(const cuda::Tile<kRows>& tile, size_t numel,
+                                          uint32_t (&sum)[kRows]) {
+  if (tile.whole()) {
+#pragma unroll
+    for (int row = 0; row < kRows; row++) {
+      sum[row] = float_bits(scale(bits_float(sum[row]) * (1.0f / kBlock), 1.0f));
+    }
+    return;
+  }
+#pragma unroll
+  for (int row = 0; row < kRows; row++) {
+    const size_t begin = tile.index(row) / kBlock * kBlock;
+    const size_t left = begin < numel ? numel - begin : 1;
+    sum[row] = float_bits(mean_scale(bits_float(sum[row]), left < kBlock ? left : kBlock));
+  }
+}
+
 /// Decodes four bits.
 __device__ __forceinline__ cuda::Vector<float> decode_row(uint32_t bits, float scale) {
   cuda::Vector<float> value;
@@ -55,41 +75,44 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const Batch<Enco
   const EncodeParams args = tensor_of_block(batch);
   constexpr int kRows = tile_rows(kBlock);
   constexpr int kBlockRows = kBlock > cuda::kRow ? kBlock / cuda::kRow : 1;
+  constexpr uint32_t kBlockBits = bits_below(kBlock);
   const cuda::Tile<kRows> tile = tile_of<kRows>(args);
   if (tile.empty()) return;
 
   cuda::Vector<float> p[kRows];
-  load_values<kFeedback>(tile, args, p, [&](const uint8_t* payload, size_t i) {
-    const auto* words = reinterpret_cast<const uint32_t*>(payload + codes_offset(args));
-    return decode_row(words[i / 32] >> i % 32, reinterpret_cast<const float*>(payload)[i / kBlock]);
+  load_values<kFeedback>(tile, args, p, [&](const uint8_t* payload, int row) {
+    const uint32_t bits = load_bits(payload + codes_offset(args), tile, row);
+    return decode_row(bits, scale_of(payload, tile, row, kBlockBits));
   });
 
-  float mean = 0.0f;
+  uint32_t mean[kRows];
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
-    const size_t i = tile.index(row);
-    if (row % kBlockRows == 0) {
-      const float sum = sum_magnitudes<kBlock>(p, row);
-      const size_t begin = i / kBlock * kBlock;
-      const size_t left = begin < args.numel ? args.numel - begin : 1;
-      mean = mean_scale(sum, left < kBlock ? left : kBlock);
+    const bool again = row % kBlockRows != 0;
+    mean[row] = again ? mean[row - 1] : float_bits(sum_magnitudes<kBlock>(p, row));
+  }
+  each_mean<kBlock>(tile, args.numel, mean);
+  const int left = tile.left_of(args.numel);
+  float* const scales = args.scales + tile.first_block(kBlockBits);
+  uint32_t bits[kRows];
+#pragma unroll
+  for (int row = 0; row < kRows; row++) {
+    const float unit = bits_float(mean[row]);
+    if (tile.index(row) % kBlock == 0 && row * cuda::kRow < left) {
+      scales[tile.next_block(row, kBlockBits)] = unit;
     }
-    if (i % kBlock == 0 && i < args.numel) args.scales[i / kBlock] = mean;
-
     uint32_t chunk = 0;
-    if (used(mean)) {
-      for (int k = 0; k < cuda::kVector; k++) chunk |= quantize(p[row].v[k]) << k;
-    }
-    store_bits(args.codes, i, args.numel, chunk);
-    if (kFeedback) {
-      cuda::Vector<float> kept{};
-      if (!(mean < kHuge)) kept = load_residual(tile, args, row);  // the block travels as NaN
-      for (int k = 0; k < cuda::kVector; k++) {
-        p[row].v[k] = residual_of(p[row].v[k], dequantize(chunk >> k, mean), kept.v[k]);
-      }
+    for (int k = 0; k < cuda::kVector; k++) chunk |= quantize(p[row].v[k]) << k;
+    bits[row] = used(unit) ? chunk : 0;
+    for (int k = 0; kFeedback && k < cuda::kVector; k++) {
+      p[row].v[k] = p[row].v[k] - dequantize(bits[row] >> k, unit);
     }
   }
-  if (kFeedback) store_residual(tile, args, p);
+  store_bits(args.codes, tile, args.numel, bits);
+  if (kFeedback) {
+    Lost<kRows>(mean).keep(tile, args, mean, p);
+    store_residual(tile, args, p);
+  }
 }
 
 template <bool kAdd>
@@ -97,9 +120,9 @@ __global__ void __launch_bounds__(cuda::kThreads) decode_kernel(const Batch<Deco
   const DecodeParams args = tensor_of_block(batch);
   decode_tile<kAdd, uint32_t>(
       args,
-      [&](size_t i) {
-        return Scaled<uint32_t>{reinterpret_cast<const uint32_t*>(args.codes)[i / 32] >> i % 32,
-                                args.scales[i >> args.block_bits]};
+      [&](const auto& tile, int row) {
+        return Scaled<uint32_t>{load_bits(args.codes, tile, row),
+                                scale_of(args.scales, tile, row, args.block_bits)};
       },
       [](const Scaled<uint32_t>& row) { return decode_row(row.codes, row.scale); });
 }

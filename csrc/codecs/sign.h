@@ -30,6 +30,11 @@ PYCOMM_HD float dequantize(uint32_t bits, float scale) {
   return bits_float(float_bits(scale) ^ bits << 31);
 }
 
+/// Returns the place of the only bit of a power of two.
+PYCOMM_HD constexpr uint32_t bits_below(uint32_t power) {
+  return power > 1 ? 1 + bits_below(power / 2) : 0;
+}
+
 /// Returns the rows of a tile: at least a block.
 PYCOMM_HD constexpr int tile_rows(int block) {
   return block > kSmall * cuda::kRow ? block / cuda::kRow : kSmall;

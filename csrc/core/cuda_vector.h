@@ -25,6 +25,15 @@ __device__ __forceinline__ void store_vector(T* to, const Vector<T>& from) {
   }
 }
 
+/// Returns x as something that a compiler does not know: else it computes each comparison with it
+/// once more, before all branches, or makes a table of jumps of several.
+__device__ __forceinline__ int opaque(int x) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
 /// Memory of a warp for a row of values of up to four bytes.
 __device__ __forceinline__ void* row_of_warp() {
   __shared__ Vector<float> rows[kThreads];
@@ -55,24 +64,46 @@ class Tile {
   __device__ bool empty() const { return empty_; }
   /// Index of the lane's first value in a row.
   __device__ size_t index(int row) const { return first_ + row * kRow; }
+  /// The same in vectors: with the distance of rows a constant, addresses of all rows are one.
+  __device__ size_t vector(int row) const { return first_ / kVector + row * kLanes; }
+  /// Number of the first block of 1 << bits values of the tile, which holds whole blocks; and of
+  /// that in which the lane's values of a row lie, from there on.
+  __device__ size_t first_block(uint32_t bits) const { return (first_ - in_tile(0)) >> bits; }
+  __device__ uint32_t next_block(int row, uint32_t bits) const { return in_tile(row) >> bits; }
+  /// True if vectors of all arrays can be moved by one access.
+  __device__ bool aligned() const { return form_ == kAligned; }
+  /// True if the end of the array does not cut the tile.
+  __device__ bool whole() const { return form_ != kCut; }
 
   /// Loads the rows. Values beyond the end are 0. Called by all lanes of a warp, as store().
   template <typename T>
   __device__ void load(const T* from, Vector<T> (&to)[kRows]) const {
+    each(from, [&](int row, const Vector<T>& values) { to[row] = values; });
+  }
+
+  /// Calls f(row, values) for each row, when all are loaded: for each form of a tile, so that what
+  /// f computes of two values at once is not taken apart where the forms meet.
+  template <typename T, typename F>
+  __device__ __forceinline__ void each(const T* from, const F& f) const {
+    Vector<T> values[kRows];
     if (form_ == kAligned) {
 #pragma unroll
-      for (int row = 0; row < kRows; row++) to[row] = load_aligned(from, row);
+      for (int row = 0; row < kRows; row++) values[row] = load_aligned(from, row);
+#pragma unroll
+      for (int row = 0; row < kRows; row++) f(row, values[row]);
     } else if (form_ == kShifted) {
 #pragma unroll
       for (int row = 0; row < kRows; row++) {
-        for (int k = 0; k < kVector; k++) to[row].v[k] = from[strided(row, k)];
+        for (int k = 0; k < kVector; k++) values[row].v[k] = from[strided(row, k)];
       }
 #pragma unroll
-      for (int row = 0; row < kRows; row++) to[row] = gathered(to[row]);
+      for (int row = 0; row < kRows; row++) f(row, gathered(values[row]));
     } else {
       const int left = left_of(size_);
 #pragma unroll
-      for (int row = 0; row < kRows; row++) to[row] = load_cut(from, row, left);
+      for (int row = 0; row < kRows; row++) values[row] = load_cut(from, row, left);
+#pragma unroll
+      for (int row = 0; row < kRows; row++) f(row, values[row]);
     }
   }
 
@@ -80,6 +111,20 @@ class Tile {
   template <typename T>
   __device__ Vector<T> load(const T* from, int row) const {
     return form_ == kAligned ? load_aligned(from, row) : load_cut(from, row, left_of(size_));
+  }
+
+  /// Loads a row of a tile that is aligned().
+  template <typename T>
+  __device__ Vector<T> load_aligned(const T* from, int row) const {
+    const T* const at = from + index(row);
+    if constexpr (sizeof(Vector<T>) == 8) {  // as words, of which each has two values
+      const uint2 words = *reinterpret_cast<const uint2*>(at);
+      Vector<T> values;
+      memcpy(&values, &words, sizeof values);
+      return values;
+    } else {
+      return *reinterpret_cast<const Vector<T>*>(at);
+    }
   }
 
   /// `to` has `size` values: those of the tile's arrays, or more if it is padded.
@@ -107,6 +152,11 @@ class Tile {
     }
   }
 
+  /// Returns how many of `size` values the tile has.
+  __device__ uint32_t left_of_tile(size_t size) const {
+    const size_t begin = first_ - in_tile(0), rest = begin < size ? size - begin : 0;
+    return rest < kValues ? static_cast<uint32_t>(rest) : kValues;
+  }
   /// Returns how many of `size` values there are from the lane's first one on, up to those of the
   /// tile.
   __device__ int left_of(size_t size) const {
@@ -116,11 +166,6 @@ class Tile {
 
  private:
   enum Form : int { kCut, kAligned, kShifted };
-
-  template <typename T>
-  __device__ Vector<T> load_aligned(const T* from, int row) const {
-    return *reinterpret_cast<const Vector<T>*>(from + index(row));
-  }
 
   template <typename T>
   __device__ Vector<T> load_cut(const T* from, int row, int left) const {
@@ -159,15 +204,7 @@ class Tile {
     return to;
   }
   __device__ static uint32_t lane() { return threadIdx.x % kLanes; }
-
-  /// Returns x as something that a compiler does not know: else it computes each comparison with it
-  /// once more, before all branches.
-  __device__ static int opaque(int x) {
-#ifdef __CUDA_ARCH__
-    asm volatile("" : "+r"(x));
-#endif
-    return x;
-  }
+  __device__ static uint32_t in_tile(int row) { return lane() * kVector + row * kRow; }
 
   size_t first_;
   size_t size_;

@@ -72,6 +72,21 @@ struct SmallFloat {
     return bits_float(bits | (code & (kMagnitude + 1)) << kSignShift);
   }
 
+  /// The same by a product, whose operand may be subnormal: CPUs take long for that.
+  PYCOMM_HD static float decode_by_product(uint32_t code) {
+    const uint32_t sign = (code & (kMagnitude + 1)) << kSignShift;
+    const uint32_t wide = (code & kMagnitude) << kShift;
+    const float value =
+        bits_float(wide | sign) * bits_float(static_cast<uint32_t>(254 - kBias) << 23);
+    if (kLast == Last::one_nan) {
+      return (code & kMagnitude) == kNan ? bits_float(0x7fc00000u | sign) : value;
+    }
+    if (kLast == Last::ieee) {
+      return (code & kMagnitude) >= kTop ? bits_float(wide | 0x7f800000u | sign) : value;
+    }
+    return value;
+  }
+
   PYCOMM_HD static uint32_t encode(float x) { return encode_with(x, kOverflow); }
   PYCOMM_HD static uint32_t encode_saturating(float x) { return encode_with(x, kLargest); }
 

@@ -13,14 +13,84 @@ union Codes {
   int8_t code[cuda::kVector];
 };
 
-/// Loads the four values of a form with a code for each, in a row of a tile. Beyond the end zeros.
-template <typename Form, int kTileRows>
-__device__ __forceinline__ cuda::Vector<float> load_row(const cuda::Tile<kTileRows>& tile,
-                                                        const uint8_t* from, int row) {
-  const auto codes = tile.load(reinterpret_cast<const typename Form::Code*>(from), row);
+/// Codes of four values of bfloat16, as words of two.
+union Pairs {
+  cuda::Vector<uint16_t> code;
+  uint32_t word[2];
+};
+
+/// Returns the four values of a form with a code for each.
+template <typename Form>
+__device__ __forceinline__ cuda::Vector<float> decode_row(
+    const cuda::Vector<typename Form::Code>& codes) {
   cuda::Vector<float> value;
-  for (int k = 0; k < cuda::kVector; k++) value.v[k] = Form::decode(codes.v[k]);
+  if constexpr (sizeof(typename Form::Code) == sizeof(uint16_t)) {
+    const Pairs pairs{codes};
+    for (int k = 0; k < cuda::kVector; k++) {
+      const uint32_t word = pairs.word[k / 2];
+      value.v[k] = bits_float(k % 2 == 0 ? word << 16 : word & 0xffff0000u);
+    }
+  } else {
+    for (int k = 0; k < cuda::kVector; k++) value.v[k] = Form::decode(codes.v[k]);
+  }
   return value;
+}
+
+/// Makes codes of bfloat16 of all rows, as pycomm::BFloat16 does. Returns whether they are those of
+/// BFloat16 above: it differs where one is Inf, and instructions that round two values at once do
+/// where one is NaN.
+template <int kRows>
+__device__ __forceinline__ bool encode_rows(const cuda::Vector<float> (&value)[kRows],
+                                            cuda::Vector<uint16_t> (&code)[kRows]) {
+  constexpr uint32_t kInf = kInfBits >> 16;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t largest = 0;  // of both halves
+#pragma unroll
+  for (int row = 0; row < kRows; row++) {
+    Pairs pairs;
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      uint32_t magnitudes;
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
+          : "=r"(pairs.word[k])
+          : "f"(value[row].v[2 * k + 1]), "f"(value[row].v[2 * k]));
+      asm("abs.bf16x2 %0, %1;" : "=r"(magnitudes) : "r"(pairs.word[k]));
+      asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(largest) : "r"(largest), "r"(magnitudes));
+    }
+    code[row] = pairs.code;
+  }
+  return (largest & kInf) != kInf && (largest >> 16 & kInf) != kInf;
+#else
+  bool same = true;
+#pragma unroll
+  for (int row = 0; row < kRows; row++) {
+    for (int k = 0; k < cuda::kVector; k++) {
+      code[row].v[k] = static_cast<uint16_t>(pycomm::BFloat16::encode(value[row].v[k]));
+      same = same && (code[row].v[k] & kInf) != kInf;
+    }
+  }
+  return same;
+#endif
+}
+
+/// Stores all rows of a tile as bfloat16. Where one does not fit, they are rounded and stored value
+/// by value.
+template <int kRows>
+__device__ __forceinline__ void store_rows(const cuda::Tile<kRows>& tile, uint16_t* to,
+                                           size_t numel,
+                                           const cuda::Vector<float> (&value)[kRows]) {
+  cuda::Vector<uint16_t> code[kRows];
+  if (encode_rows(value, code)) {
+    tile.store(to, numel, code);
+    return;
+  }
+  const int left = tile.left_of(numel);
+#pragma unroll
+  for (int row = 0; row < kRows; row++) {
+    for (int k = 0; k < cuda::kVector; k++) {
+      if (row * cuda::kRow + k < left) to[tile.index(row) + k] = BFloat16::encode(value[row].v[k]);
+    }
+  }
 }
 
 /// Loads the four values from value i on, of int8. Beyond the end zeros.
@@ -72,7 +142,31 @@ __device__ __forceinline__ cuda::Tile<kRows> tile_of(const EncodeParams& args, c
                            by_block ? nullptr : args.new_residual, others...);
 }
 
-/// Loads the residuals of a row. Beyond the end zeros.
+/// Calls f(row, residuals) for each row. Beyond the end they are zeros.
+template <int kRows, typename F>
+__device__ __forceinline__ void each_residual(const cuda::Tile<kRows>& tile,
+                                              const EncodeParams& args, bool swapped, const F& f) {
+  const uint8_t* const from = swapped ? args.new_residual : args.residual;
+  const auto decayed = [&](int row, cuda::Vector<float> value) {
+    for (int k = 0; k < cuda::kVector; k++) value.v[k] = args.decay * value.v[k];
+    f(row, value);
+  };
+  if (args.form == stored::kFloat32) {
+    tile.each(reinterpret_cast<const float*>(from), decayed);
+  } else if (cuda::opaque(args.form) == stored::kBFloat16) {
+    using Code = stored::BFloat16::Code;
+    tile.each(reinterpret_cast<const Code*>(from), [&](int row, const cuda::Vector<Code>& codes) {
+      decayed(row, stored::decode_row<stored::BFloat16>(codes));
+    });
+  } else {
+#pragma unroll
+    for (int row = 0; row < kRows; row++) {
+      decayed(row, stored::load_int8(from, tile.index(row), args.numel));
+    }
+  }
+}
+
+/// Loads the residuals of a row. The other lanes need not call it. Beyond the end zeros.
 template <int kRows>
 __device__ __forceinline__ cuda::Vector<float> load_residual(const cuda::Tile<kRows>& tile,
                                                              const EncodeParams& args, int row,
@@ -80,9 +174,10 @@ __device__ __forceinline__ cuda::Vector<float> load_residual(const cuda::Tile<kR
   const uint8_t* const from = swapped ? args.new_residual : args.residual;
   cuda::Vector<float> value;
   if (args.form == stored::kFloat32) {
-    value = stored::load_row<stored::Float32>(tile, from, row);
+    value = tile.load(reinterpret_cast<const float*>(from), row);
   } else if (args.form == stored::kBFloat16) {
-    value = stored::load_row<stored::BFloat16>(tile, from, row);
+    value = stored::decode_row<stored::BFloat16>(
+        tile.load(reinterpret_cast<const stored::BFloat16::Code*>(from), row));
   } else {
     value = stored::load_int8(from, tile.index(row), args.numel);
   }
@@ -104,15 +199,8 @@ __device__ __forceinline__ void store_residual(const cuda::Tile<kRows>& tile,
   uint8_t* const to = swapped ? const_cast<uint8_t*>(args.residual) : args.new_residual;
   if (args.form == stored::kFloat32) {
     tile.store(reinterpret_cast<float*>(to), args.numel, value);
-  } else if (args.form == stored::kBFloat16) {
-    cuda::Vector<uint16_t> code[kRows];
-#pragma unroll
-    for (int row = 0; row < kRows; row++) {
-      for (int k = 0; k < cuda::kVector; k++) {
-        code[row].v[k] = stored::BFloat16::encode(value[row].v[k]);
-      }
-    }
-    tile.store(reinterpret_cast<uint16_t*>(to), args.numel, code);
+  } else if (cuda::opaque(args.form) == stored::kBFloat16) {
+    stored::store_rows(tile, reinterpret_cast<uint16_t*>(to), args.numel, value);
   } else {
     const int left = tile.left_of(args.numel);
 #pragma unroll
@@ -133,8 +221,60 @@ __device__ __forceinline__ void store_residual(const cuda::Tile<kRows>& tile,
   store_residual(tile, args, value, args.swapped != 0);
 }
 
-/// Loads the input of a tile: the values, or the average of contributions, which `decode(payload,
-/// i)` reads from value i on. Beyond the end zeros.
+/// Adds the contributions of all ranks: decode(payload, row) makes the values of a row, all of them
+/// if `kWhole`. Beyond the end zeros.
+template <bool kWhole, int kRows, typename Decode>
+__device__ __forceinline__ void add_payloads(const cuda::Tile<kRows>& tile,
+                                             const EncodeParams& args,
+                                             cuda::Vector<float> (&x)[kRows],
+                                             const Decode& decode) {
+  const uint8_t* payload = args.payloads;
+  const int left = kWhole ? kRows * cuda::kRow : tile.left_of(args.numel);
+  const auto there = [&](int row) { return kWhole || row * cuda::kRow < left; };
+#pragma unroll
+  for (int row = 0; row < kRows; row++) {
+    x[row] = cuda::Vector<float>{};
+    if (there(row)) x[row] = decode(payload, row);
+  }
+#pragma unroll 1
+  for (uint32_t rank = 1; rank < args.ranks; rank++) {
+    payload += args.stride;
+#pragma unroll
+    for (int row = 0; row < kRows; row++) {
+      if (!there(row)) continue;
+      const cuda::Vector<float> value = decode(payload, row);
+      for (int k = 0; k < cuda::kVector; k++) x[row].v[k] = x[row].v[k] + value.v[k];
+    }
+  }
+#pragma unroll
+  for (int row = 0; row < kRows; row++) {
+    for (int k = 0; k < cuda::kVector; k++) {
+      if (row * cuda::kRow + k >= left) x[row].v[k] = 0.0f;
+    }
+  }
+}
+
+/// Divides values by the divisor of an average. A product by the inverse of a power of two rounds
+/// as the division does.
+template <int kRows>
+__device__ __forceinline__ void divide(float divisor, cuda::Vector<float> (&x)[kRows]) {
+  const uint32_t bits = float_bits(divisor);
+  if ((bits & 0x7fffffu) == 0) {
+    const float inverse = bits_float((254u << 23) - bits);
+#pragma unroll
+    for (int row = 0; row < kRows; row++) {
+      for (int k = 0; k < cuda::kVector; k++) x[row].v[k] = x[row].v[k] * inverse;
+    }
+  } else {
+#pragma unroll
+    for (int row = 0; row < kRows; row++) {
+      for (int k = 0; k < cuda::kVector; k++) x[row].v[k] = x[row].v[k] / divisor;
+    }
+  }
+}
+
+/// Loads the input of a tile: the values, or the average of contributions, of which
+/// `decode(payload, row)` makes those of a row. Beyond the end zeros.
 template <int kRows, typename Decode>
 __device__ __forceinline__ void load_input(const cuda::Tile<kRows>& tile, const EncodeParams& args,
                                            cuda::Vector<float> (&x)[kRows], const Decode& decode) {
@@ -142,26 +282,12 @@ __device__ __forceinline__ void load_input(const cuda::Tile<kRows>& tile, const 
     tile.load(args.in, x);
     return;
   }
-  const uint8_t* payload = args.payloads;
-  for (uint32_t rank = 0; rank < args.ranks; rank++, payload += args.stride) {
-#pragma unroll
-    for (int row = 0; row < kRows; row++) {
-      const size_t i = tile.index(row);
-      cuda::Vector<float> value{};
-      if (i < args.numel) value = decode(payload, i);
-      for (int k = 0; k < cuda::kVector; k++) {
-        x[row].v[k] = rank == 0 ? value.v[k] : x[row].v[k] + value.v[k];
-      }
-    }
+  if (tile.whole()) {
+    add_payloads<true>(tile, args, x, decode);
+  } else {
+    add_payloads<false>(tile, args, x, decode);
   }
-  const int left = tile.left_of(args.numel);
-#pragma unroll
-  for (int row = 0; row < kRows; row++) {
-    for (int k = 0; k < cuda::kVector; k++) {
-      const bool there = row * cuda::kRow + k < left;
-      x[row].v[k] = there ? x[row].v[k] / args.divisor : 0.0f;
-    }
-  }
+  divide(args.divisor, x);
 }
 
 }  // namespace pycomm::codecs

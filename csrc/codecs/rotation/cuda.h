@@ -351,11 +351,24 @@ __device__ __forceinline__ void load_sum(const Tile& tile, const EncodeParams& a
                                          const float* swaps, Values& y) {
   tile.load(args.in, y);
   if (args.residual == nullptr) return;
-  const bool swapped = is_swapped(swaps);
+  each_residual(tile, args, is_swapped(swaps),
+                [&](int row, const cuda::Vector<float>& residual) { add(y[row], residual); });
+}
+
+/// Replaces what has travelled of a tile by what remains, if all arrays are aligned and it is
+/// finite.
+template <typename Form>
+__device__ __forceinline__ void rest_of_aligned(const Tile& tile, const EncodeParams& args,
+                                                bool swapped, Values& y) {
+  const uint8_t* const from = swapped ? args.new_residual : args.residual;
 #pragma unroll
   for (int row = 0; row < kTileRows; row++) {
-    const cuda::Vector<float> residual = load_residual(tile, args, row, swapped);
-    for (int k = 0; k < cuda::kVector; k++) y[row].v[k] = y[row].v[k] + residual.v[k];
+    const cuda::Vector<float> x = tile.load_aligned(args.in, row);
+    const cuda::Vector<float> residual = stored::decode_row<Form>(
+        tile.load_aligned(reinterpret_cast<const typename Form::Code*>(from), row));
+    for (int k = 0; k < cuda::kVector; k++) {
+      y[row].v[k] = (x.v[k] + args.decay * residual.v[k]) - y[row].v[k];
+    }
   }
 }
 
@@ -364,12 +377,24 @@ __device__ __forceinline__ void load_sum(const Tile& tile, const EncodeParams& a
 __device__ __forceinline__ void store_rest(const Tile& tile, const EncodeParams& args,
                                            const float* swaps, Values& y) {
   const bool swapped = is_swapped(swaps);
+  float largest = 0.0f;
 #pragma unroll
   for (int row = 0; row < kTileRows; row++) {
-    const cuda::Vector<float> x = tile.load(args.in, row);
-    const cuda::Vector<float> residual = load_residual(tile, args, row, swapped);
-    for (int k = 0; k < cuda::kVector; k++) {
-      y[row].v[k] = residual_of(x.v[k] + residual.v[k], y[row].v[k], residual.v[k]);
+    for (const float value : y[row].v) largest = larger(largest, fabsf(value));
+  }
+  const bool plain = tile.aligned() && float_bits(largest) < kInfBits;
+  if (plain && args.form == stored::kFloat32) {
+    rest_of_aligned<stored::Float32>(tile, args, swapped, y);
+  } else if (plain && cuda::opaque(args.form) == stored::kBFloat16) {
+    rest_of_aligned<stored::BFloat16>(tile, args, swapped, y);
+  } else {
+#pragma unroll
+    for (int row = 0; row < kTileRows; row++) {
+      const cuda::Vector<float> x = tile.load(args.in, row);
+      const cuda::Vector<float> residual = load_residual(tile, args, row, swapped);
+      for (int k = 0; k < cuda::kVector; k++) {
+        y[row].v[k] = residual_of(x.v[k] + residual.v[k], y[row].v[k], residual.v[k]);
+      }
     }
   }
   store_residual(tile, args, y, swapped);

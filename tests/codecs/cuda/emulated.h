@@ -147,8 +147,10 @@ inline uint32_t __shfl_xor_sync(unsigned mask, uint32_t value, int other) {
   return emulated::exchange(mask, value)[emulated::lane() ^ other];
 }
 
-inline uint32_t __shfl_sync(unsigned mask, uint32_t value, int from) {
-  return emulated::exchange(mask, value)[static_cast<unsigned>(from) % emulated::kLanes];
+inline uint32_t __shfl_sync(unsigned mask, uint32_t value, int from,
+                            unsigned width = emulated::kLanes) {
+  const uint32_t* words = emulated::exchange(mask, value);
+  return words[emulated::lane() / width * width + static_cast<unsigned>(from) % width];
 }
 
 inline uint32_t __shfl_up_sync(unsigned mask, uint32_t value, unsigned by) {

@@ -1,10 +1,13 @@
 """Counts in a kernel's SASS: what a thread runs for its values, registers and stack, without a GPU.
 
-Counted is the longest path through the kernel that makes given accesses of memory and calls
-nothing: that of a tile that is whole and aligned, and of a residual in the form that the accesses
-say. It is an upper bound, since it may take branches that exclude each other (those of feedback
-include the divisions of an average, which an encode of values does not make); but each loop is run
-once. Slow paths of divisions, and those of warps that diverge, are left out.
+Counted is the longest path through the kernel that its call can take, makes given accesses of
+memory and calls nothing. What the arguments of the call decide is followed (known.py): the form of
+the residuals, whether contributions are averaged, that the arrays are aligned and the first tile is
+whole. What the values decide stays open, so that the count is an upper bound, but for the accesses:
+they leave out the paths of blocks that hold Inf or NaN, which load residuals once more, and store
+them value by value. Each loop is run once. Slow paths of divisions, and those of warps that
+diverge, are left out. An average is that of one contribution,
+with 2 as the divisor: one that is no power of two costs a division for each value.
 
 ``budgets.csv`` has the kernels, their accesses, and the counts that they may not exceed, with nvcc
 13.0. ``calls.csv`` has the calls that they make up: the bytes that a value moves, the share of a
@@ -26,12 +29,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pycomm.codecs.cuda.sources import include_folder, source_file
+from tests.codecs.cuda.arguments import arguments_of
+from tests.codecs.cuda.known import decided
 from tests.codecs.cuda.ptx import cuobjdump
 
 LINE = re.compile(
     r"^\s*/\*([0-9a-f]{4,6})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);", re.MULTILINE
 )
 FREE = ("load4", "store4", "barrier")  # accesses of 4 bytes and fewer; barriers of a block
+TABLES = ("BRX", "BRXU")
 BUDGETS = Path(__file__).with_name("budgets.csv")
 CALLS = Path(__file__).with_name("calls.csv")
 # Thread instructions of an H200 for each byte that a copy moves: 30.9e12 and 3.9e12 a second.
@@ -97,9 +103,9 @@ def access(op: str) -> str | None:
 
 
 class Kernel:
-    """A kernel's instructions as a graph."""
+    """A kernel's instructions as a graph, in a call with given arguments or in any."""
 
-    def __init__(self, sass: str) -> None:
+    def __init__(self, sass: str, arguments: bytes | None = None, arch: int = 90) -> None:
         lines = [(int(at, 16), guard, op, rest) for at, guard, op, rest in LINE.findall(sass)]
         place = {at: i for i, (at, *_) in enumerate(lines)}
         self.ops = [op for _, _, op, _ in lines]
@@ -111,9 +117,16 @@ class Kernel:
             if word == "BRA" and op != "BRA.DIV" and target is not None:
                 sometimes = guard or re.match(r"\s+!?U?P\d", rest)
                 follows = [place[int(target[1], 16)], *(follows if sometimes else [])]
-            elif word == "CALL" or (word in ("EXIT", "RET", "BRA") and not guard):
+            elif word in (*TABLES, "CALL") or (word in ("EXIT", "RET", "BRA") and not guard):
                 follows = [i + 1] if op == "BRA.DIV" else []
             self.next.append(follows)
+        # A jump by a table leads to any instruction that no other one leads to.
+        led_to = {0, *(each for follows in self.next for each in follows)}
+        for i, op in enumerate(self.ops):
+            if op.split(".")[0] in TABLES:
+                self.next[i] = [each for each in range(len(lines)) if each not in led_to]
+        if arguments is not None:
+            self.next = decided(lines, self.next, arguments, arch)
 
     def longest(self, accesses: dict[str, int]) -> tuple[int, int] | None:
         """Return (instructions, shuffles) of the longest path with these accesses.
@@ -213,10 +226,14 @@ def functions(cubin: Path, what: str) -> dict[str, str]:
 def count(cubin: Path, rows: list[Budget]) -> list[Counts]:
     """Return the counts of each kernel, on its path with the given accesses."""
     sass, usage = functions(cubin, "--dump-sass"), functions(cubin, "--dump-resource-usage")
-    kernels = {name: Kernel(text) for name, text in sass.items()}
+    known = {call.call: call for call in calls()}
     counts = []
     for row in rows:
-        kernel = kernels[row.kernel]
+        call = known[row.call]
+        launched = arguments_of(call.spec, call.op)
+        assert not launched or row.kernel in launched, f"{call} launches {list(launched)}"
+        arguments = launched.get(row.kernel)
+        kernel = Kernel(sass[row.kernel], arguments, row.arch)
         path = kernel.longest(row.accesses)
         assert path is not None, f"{row.kernel}: no path has {row.accesses}: {kernel.accesses()}"
         used = dict(re.findall(r"(\w+):(\d+)", usage[row.kernel]))

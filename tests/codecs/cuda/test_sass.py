@@ -7,43 +7,31 @@ import shutil
 
 import pytest
 
+from tests.codecs.cuda.known import UNKNOWN, Bits, Thread
 from tests.codecs.cuda.ptx import ARCHS, cuobjdump
 from tests.codecs.cuda.sass import CALLS, Kernel, budgets, calls, counted, summary
 
 pytestmark = pytest.mark.timeout(600)
 
 # Calls whose instructions leave no time for the share that is wanted, and why.
-ENCODES_BF16 = "residuals are rounded to bf16 by integers; counted with the branches of an average"
-OWN = "each value is divided, and each form of a residual has a branch that is counted"
-RANDOM = "Philox takes 16 instructions for each random word, and each value has its own"
+ROTATED_BACK = "the rotation back takes 35 instructions, and the search of a level stands beside it"
+LEVELS = "the search of a level takes 14 instructions"
 OVER = {
-    "fp8_e4m3 encode, feedback": ENCODES_BF16,
-    "fp8_e4m3 own, one payload": OWN,
-    "int8 own, one payload": OWN,
-    "int8, random encode": RANDOM,
-    "int4 encode, feedback": ENCODES_BF16,
-    "int4 own, one payload": OWN,
-    "int4, random encode": RANDOM,
-    "int4, random encode, feedback": RANDOM,
-    "int6 encode": "codes cross the borders of words",
-    "int6 encode, feedback": ENCODES_BF16,
-    "sign own, one payload": OWN,
-    "mxfp4 encode, feedback": ENCODES_BF16,
-    "mxfp4 own, one payload": OWN,
-    "nvfp4 encode, feedback": ENCODES_BF16,
-    "nvfp4 own, one payload": OWN,
-    "eden, 2 bits of 1024, encode": "eight steps cross lanes: one hundredth too many",
-    "eden, 2 bits of 1024, encode, feedback": ENCODES_BF16,
-    "eden, 2 bits of 128, encode, feedback": ENCODES_BF16,
-    "eden, 4 bits of 1024, encode": "the search of a level takes 14 instructions",
-    "eden, 4 bits of 128, encode": "the search of a level takes 14 instructions",
+    "nvfp4 own, one payload": "scales of both levels are decoded for 16 values, and four rounded",
+    "eden, 2 bits of 1024, encode, feedback": ROTATED_BACK,
+    "eden, 2 bits of 128, encode, feedback": ROTATED_BACK,
+    "eden, 4 bits of 1024, encode": LEVELS,
+    "eden, 4 bits of 128, encode": LEVELS,
     "lossless encode": "codes are packed by a kernel of their own",
     "topk, encode": "the values are read twice, and counted by shared atomics",
 }
 # Those of one architecture alone.
 OVER_ON = {
-    90: {"nvfp4 encode": "two scales, of which one is rounded to a small float"},
-    100: {"sign encode, feedback": ENCODES_BF16},
+    90: {},
+    100: {
+        "mxfp4 own, one payload": "codes and their signs are shifted by two instructions each",
+        "eden, 2 bits of 1024, encode": "eight steps cross lanes: a thousandth too many",
+    },
 }
 
 # A loop, a branch around a load of 16 bytes, a shuffle and a call.
@@ -76,6 +64,77 @@ SASS = """
 )
 def test_the_longest_path_has_the_wanted_accesses(accesses, path):
     assert Kernel(SASS).longest(accesses) == path
+
+
+# The flag at 0x8 of the arguments decides one branch, a value in memory another, and the place of a
+# thread in its first warp a third.
+DECIDED = """
+        /*0000*/                   ULDC.64 UR4, c[0x0][0x218] ;
+        /*0010*/                   ISETP.NE.AND P0, PT, RZ, UR4, PT ;
+        /*0020*/               @P0 BRA 0x50 ;
+        /*0030*/                   MOV R1, R1 ;
+        /*0040*/                   MOV R1, R1 ;
+        /*0050*/                   LDG.E R2, desc[UR8][R2.64] ;
+        /*0060*/                   ISETP.NE.AND P1, PT, R2, RZ, PT ;
+        /*0070*/               @P1 BRA 0x90 ;
+        /*0080*/                   MOV R1, R1 ;
+        /*0090*/                   S2R R3, SR_TID.X ;
+        /*00a0*/                   IMAD.SHL.U32 R3, R3, 0x4, RZ ;
+        /*00b0*/                   ISETP.GE.U32.AND P2, PT, R3, 0x80, PT ;
+        /*00c0*/              @!P2 BRA 0x110 ;
+        /*00d0*/                   MOV R1, R1 ;
+        /*00e0*/                   MOV R1, R1 ;
+        /*00f0*/                   MOV R1, R1 ;
+        /*0100*/                   MOV R1, R1 ;
+        /*0110*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "length"),
+    [(None, 18), (0, 14), (1, 12)],
+)
+def test_the_arguments_of_a_call_decide_branches(flag, length):
+    """What a loaded value decides is open: the longer way of the branch at 0x70 is counted."""
+    arguments = None if flag is None else bytes(8) + flag.to_bytes(8, "little")
+    assert Kernel(DECIDED, arguments).longest({}) == (length, 0)
+
+
+@pytest.mark.parametrize(
+    ("operation", "operands", "written"),
+    [
+        ("IADD3", "R9, P0, R1, -R2, RZ", {"R9": 3, "P0": 1}),
+        ("IADD3", "R9, P0, R2, -R1, RZ", {"R9": 2**32 - 3, "P0": 0}),
+        ("IADD3", "R9, P0, PT, R3, R1, RZ", {"R9": 4, "P0": 1}),
+        ("IMAD.X", "R9, R2, 0x1, ~R1, P1", {"R9": 2**32 - 3}),
+        ("IMAD.WIDE.U32", "R8, R3, 0x10, R4", {"R8": 2**32 - 16 + 7, "R9": 15}),
+        ("LOP3.LUT", "P0, RZ, R1, 0x2, RZ, 0xc0, !PT", {"P0": 0}),
+        ("LOP3.LUT", "R9, R1, 0x2, R2, 0xfe, !PT", {"R9": 7}),
+        ("SHF.R.U64", "R9, R4, 0x1, R1", {"R9": 2**31 + 3}),
+        ("SHF.R.U32.HI", "R9, RZ, 0x1, R3", {"R9": 2**31 - 1}),
+        ("PRMT", "R9, R3, 0x4410, R1", {"R9": 0x0505FFFF}),
+        ("SEL", "R9, R1, R2, !P1", {"R9": 2}),
+        ("ISETP.GT.U32.AND.EX", "P0, PT, R1, R1, PT, P1", {"P0": 1}),
+        ("ISETP.GT.U32.AND.EX", "P0, PT, R1, R2, PT, !P1", {"P0": 1}),
+        ("PLOP3.LUT", "P0, PT, PT, PT, P1, 0x80, 0x8", {"P0": 1}),
+        ("ISETP.LT.U32.AND", "P0, PT, R6, 0x20, PT", {"P0": 1}),
+        ("ISETP.LT.U32.AND", "P0, PT, R6, 0x1f, PT", {}),
+        ("FADD", "R1, R1, R2", {"R1": None}),
+        ("LDG.E.64", "R1, desc[UR8][R4.64]", {"R1": None, "R2": None}),
+        ("MOV", "R9, R7", {}),
+    ],
+)
+def test_instructions_have_their_meaning(operation, operands, written):
+    known = {"R1": 5, "R2": 2, "R3": 2**32 - 1, "R4": 7, "R5": 0, "P1": 1}
+    state = {name: Bits(value) for name, value in known.items()} | {"R6": Bits(0, 31)}
+    wanted = dict(state)
+    Thread(b"", 0).run(state, "", operation, operands)
+    for name, value in written.items():
+        wanted[name] = UNKNOWN if value is None else Bits(value)
+    closed = [
+        {k: v for k, v in each.items() if not v.open or k == "R6"} for each in (state, wanted)
+    ]
+    assert closed[0] == closed[1]
 
 
 @pytest.mark.parametrize("arch", sorted({row.arch for row in budgets()} & set(ARCHS)))
