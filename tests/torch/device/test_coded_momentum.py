@@ -15,8 +15,9 @@ from tests.torch.device.test_paths import FAKE, run
 from tests.torch.harness import Chosen, equal
 
 STEPS = 10
-# Of the steps that have a second backward, whose gradients are clipped, whose gradient overflows on
-# one rank and which is skipped, as by a GradScaler, and of that after which states are loaded.
+# Of the steps that have a second backward and are clipped, whose gradients are clipped, whose
+# gradient overflows on one rank and which is skipped, as by a GradScaler, and of that after which
+# states are loaded.
 TWICE, CLIPPED, SKIPPED, LOADED = 2, 3, 5, 7
 KINDS = {"adamw": pycomm.CodedAdamW, "sgd": pycomm.CodedSGD}
 
@@ -39,7 +40,7 @@ def check_training(
             if step == SKIPPED and rank == ranks - 1:
                 mine["a"][3, 3] = torch.inf
             ddp(mine).backward()
-        if step == CLIPPED:
+        if step in (TWICE, CLIPPED):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if step != SKIPPED or kind == "sgd":
             optimizer.step()

@@ -117,7 +117,12 @@ class Job:
         """Make the ranks' mean a momentum, with that of an earlier backward."""
         at = self._values.data_ptr()
         self._passes.call(self._table.native.land, at, self._dtype, self._unit, self._divides)
+        added = False
         for moment, piece in self._table.parts:
-            moment.landed = not moment.again
-            if moment.again and piece is not None:
-                moment.add_base(self._values[piece.offset : piece.offset + piece.numel])
+            moment.landed = True
+            if moment.base is not None and piece is not None:
+                part = self._values[piece.offset : piece.offset + piece.numel]
+                part.add_(moment.base.reshape(-1))
+                added = True
+        if added:  # the kernels look at what has become of it
+            self._passes.call(self._table.native.land, at, self._dtype, self._unit, False)
