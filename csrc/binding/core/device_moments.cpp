@@ -20,7 +20,7 @@ namespace on_device {
 /// The two sides of stored values, and their form.
 using SidesAt = std::tuple<uintptr_t, uintptr_t, uint32_t>;
 
-moments::Sides sides(const SidesAt& at) {
+moments::StoredPair sides(const SidesAt& at) {
   const auto& [first, second, form] = at;
   return {{bytes(first), bytes(second)}, form};
 }
