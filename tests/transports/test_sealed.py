@@ -440,7 +440,7 @@ sys.stdin.read()
 @pytest.mark.parametrize("owner", ["the same user", "another user"])
 def test_a_socket_of_another_user_proves_no_host(owner):
     """He could otherwise end each set-up of ranks that do run on two hosts."""
-    name = f"pycomm-host-{os.urandom(8).hex()}"
+    name = f"pycomm-{os.urandom(32).hex()}"
     source = SQUATTER if owner == "another user" else SQUATTER.replace("65534", "0")
     with subprocess.Popen(
         [sys.executable, "-c", source, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -459,7 +459,7 @@ def test_a_socket_of_another_user_proves_no_host(owner):
                 for topic in (b"shm/host", b"tcp-host") if 1 in entries else ():
                     head, mark, rest = entries[1].partition(topic + b"\x1f")
                     entries[1] = head + mark + b"another-host" + rest[12:]
-                    entries[1] = re.sub(rb"pycomm-host-[0-9a-f]+", name.encode(), entries[1])
+                    entries[1] = re.sub(rb"pycomm-[0-9a-f]{64}", name.encode(), entries[1])
                 return b"".join(entry(rank, text) for rank, text in entries.items())
 
         store = OpenStore(True)
