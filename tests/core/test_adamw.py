@@ -35,7 +35,7 @@ def given(sizes=SIZES, steps=0.0):
 
 
 def step(parameters, gradients, states, settings=SETTINGS):
-    coded_adamw.step_by_adamw(settings, parameters, gradients, states)
+    coded_adamw.step_by_adamw(settings, parameters, gradients, states, as_torch=False)
 
 
 def by_formula(parameter, gradient, state):

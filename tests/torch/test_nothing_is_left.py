@@ -31,7 +31,7 @@ from tests.soak.held import COUNTS, held_at_rest
 from tests.torch import ways
 from tests.torch.pool import on_ranks
 
-ROUNDS = 20 if FULL else 6
+ROUNDS = 20 if FULL else 9
 WIDTH = 160  # a model has 100 KiB, and so has its gradient, its residual, its bucket
 LEAST = 50  # KiB of each round that count as a leak
 Use = Callable[[int, int, int], None]

@@ -158,6 +158,6 @@ def test_saved_factors_continue():
     memory.commit(True)
     other = Memory()
     other.load_state_dict(memory.state_dict())
-    found: Any = other.factor("a", (7, 2), (2, 5))
+    found: Any = other.factor("a", (7, 2), (2, 5), torch.device("cpu"))
     assert torch.equal(found.values, torch.ones(2, 5))
-    assert other.factor("a", (7, 3), (3, 5)) is None  # the rank has changed: it begins anew
+    assert other.factor("a", (7, 3), (3, 5), torch.device("cpu")) is None  # another rank: anew
