@@ -490,7 +490,7 @@ class Momenta(SingleCodedState, ABC):
         choice = bucket.agreed.paths.get(("all_reduce", False))
         if choice is None or choice.path.in_core or self.process_group.size() == 1:
             return False  # it is not called, or one cannot know
-        if self.plan.sampled or (self.residuals is not None and self.residuals.rule.clip):
+        if self.plan.sampled:
             return False
         for moment, _ in bucket.moments.parts:
             if not moment.knows:

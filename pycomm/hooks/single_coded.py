@@ -54,8 +54,6 @@ class SingleCodedState(CompressionState):
         bucket.agreed.paths["all_reduce", False] = single.path(bucket, tensor)
         if not tensor.is_cpu:
             return super()._reduce_coded(tensor, bucket)
-        if self.residuals is not None and self.residuals.rule.clip:
-            self._clip(bucket, tensor)
         self._use(bucket.pieces, bucket, tensor)
         how: dict[str, Any] = {"senders": None, "probe": None, "divided": False}
         finite = self._exchange(tensor, bucket, self.process_group, step=self.step, **how)

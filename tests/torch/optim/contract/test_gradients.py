@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join
 
 import pycomm
 from pycomm.errors import Error
-from tests.extent import FULL, each_value
+from tests.extent import FULL
 from tests.torch.harness import all_equal, equal, near, values, whole
 from tests.torch.optim.table import (
     ROWS,
@@ -141,7 +141,6 @@ def test_two_backwards_before_a_step_add_up(rank, size, which):
 
 @on_ranks()
 @rows()
-@each_value
 @pytest.mark.parametrize("to_none", [True, False])
 def test_discarded_gradients_leave_nothing(rank, size, which, to_none):
     (a, one), (b, two) = make(which), make(which)
@@ -255,7 +254,6 @@ OVERFLOWS = [(*row, True, "big") for row in ROWS] + [("sgd", 2, False, "bias")]
 
 
 @on_ranks()
-@each_value
 @pytest.mark.parametrize(("which", "ranks", "scaled", "where"), OVERFLOWS)
 @pytest.mark.parametrize("what", [float("inf"), float("nan")])
 def test_a_step_that_overflows_leaves_no_trace(rank, size, which, scaled, where, what):
@@ -372,7 +370,6 @@ CLIPPED += [("adamw", 1, "", "sign"), ("adamw", 2, "", "int4")]
 
 
 @on_ranks()
-@each_value
 @pytest.mark.parametrize(("which", "ranks", "how", "codec"), CLIPPED)
 def test_clipping_costs_no_more_distance_than_adamw(rank, size, which, how, codec):
     clipped_, free = (

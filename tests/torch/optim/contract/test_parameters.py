@@ -16,7 +16,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import pycomm
 from pycomm.errors import Error
-from tests.extent import each_value
 from tests.torch.harness import all_equal, equal, values, whole
 from tests.torch.optim.table import (
     ROWS,
@@ -43,7 +42,6 @@ def parts_of(model: Any) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 @on_ranks(then=all_equal)
 @rows()
-@each_value
 @pytest.mark.parametrize("bucket_mb", [25.0, 1e-6])  # one bucket for all, and one for each
 def test_parameters_of_another_optimizer_are_averaged(rank, size, which, bucket_mb):
     """With the gradients of a model without a hook, to the bit."""
@@ -110,7 +108,6 @@ def test_an_overflow_beside_another_optimizer(rank, size, which):
 
 @on_ranks(then=all_equal)
 @rows()
-@each_value
 @pytest.mark.parametrize("when", ["after a step", "after a backward", "before a step"])
 def test_a_group_that_is_added_later_travels_coded(rank, size, which, when):
     model = wrap(which, net())
@@ -166,7 +163,6 @@ def test_a_group_that_does_not_fit_is_refused(rank, size, which):
 
 @on_ranks(then=all_equal)
 @rows(("local", 2))
-@each_value
 @pytest.mark.parametrize("to_none", [True, False])
 def test_a_parameter_is_frozen_and_thawed(rank, size, which, to_none):
     model, optimizer = make(which)
