@@ -1,21 +1,27 @@
-"""Chain: messages from one rank along others, each of which passes them on as they come.
+"""The way of a state: a pickle and many tensors, along a chain of ranks.
 
-The first message is the header, and the sizes of the others follow from it. Every message ends with
-a byte that says whether its sender goes on: one that has failed, or has lost its own sender, says
-so in its next message, which has the size that is waited for.
+Each rank of the chain passes messages on as they come. The first one is the header, with the bytes
+of the preface and of all tensors; then come the preface, the tensors in chunks, and an empty
+message at the end: the sender's word that it had all of them itself. Every message ends with a byte
+that says whether its sender goes on: one that has failed, or has lost its own sender, says so in
+its next message, which has the size that is waited for.
 """
 
 from __future__ import annotations
 
+import pickle
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import tee
+from itertools import accumulate, tee
 
 import torch
 import torch.distributed as dist
 
+from pycomm.elastic.contents import Form, StateError, empty, read_forms
 from pycomm.errors import Error
+from pycomm.policy.exchange import bytes_of
 
 # Tags that a program will not use for its own sends: one for each transfer, since receives that
 # were posted for one that has failed would take messages of the next.
@@ -157,3 +163,127 @@ class Receiver:
         while len(self._coming) < _AHEAD and (size := next(self._sizes, None)) is not None:
             buffer = torch.empty(size + 1, dtype=torch.uint8, device=self._device)
             self._coming.append((self._group.recv([buffer], self._peer, self._tag), buffer))
+
+
+def cut(total: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the begin and the end of each chunk of so many bytes, but for the last one."""
+    for begin in range(0, total, nbytes):
+        yield begin, min(begin + nbytes, total)
+
+
+class Chunks:
+    """The chunks of a list of tensors, equal on all ranks whose tensors have equal forms.
+
+    Args:
+        tensors: dense tensors of any device, layout and dtype, which are read; or contiguous ones
+            on the CPU, which may also be written.
+        nbytes: the largest size of a chunk.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], nbytes: int) -> None:
+        self._tensors = [tensor for tensor in tensors if tensor.numel()]
+        sizes = (tensor.numel() * tensor.element_size() for tensor in self._tensors)
+        *self._begins, self.total = accumulate(sizes, initial=0)
+        self.all = list(cut(self.total, nbytes))
+        self._flat: tuple[int, torch.Tensor] | None = None
+
+    def read(self, chunk: tuple[int, int]) -> torch.Tensor:
+        """Return the bytes of a chunk: uint8, on the CPU."""
+        return torch.cat(list(self._parts(*chunk)))
+
+    def write(self, chunk: tuple[int, int], content: torch.Tensor) -> None:
+        """Write the bytes of a chunk into its tensors."""
+        at = 0
+        for part in self._parts(*chunk):
+            part.copy_(content[at : at + part.numel()])
+            at += part.numel()
+
+    def _parts(self, begin: int, end: int) -> Iterator[torch.Tensor]:
+        number = bisect_right(self._begins, begin) - 1
+        while begin < end:
+            row, first = self._bytes_of(number), self._begins[number]
+            part = row[begin - first : end - first]
+            yield part
+            begin, number = begin + part.numel(), number + 1
+
+    def _bytes_of(self, number: int) -> torch.Tensor:
+        """Return a tensor's values as one row of bytes: the tensor's memory, if it is one."""
+        if self._flat is None or self._flat[0] != number:
+            tensor = self._tensors[number].detach().resolve_conj().resolve_neg()
+            self._flat = number, tensor.reshape(-1).contiguous().cpu().view(torch.uint8)
+        return self._flat[1]
+
+
+Packed = tuple[bytes, list[Form], list[torch.Tensor]]
+"""A pickle, and the tensors that it refers to, with their forms."""
+
+
+def _sizes(preface: int, total: int, chunk_bytes: int) -> Iterator[int]:
+    """Yield the sizes of the messages after the header."""
+    yield preface
+    yield from (end - begin for begin, end in cut(total, chunk_bytes))
+    yield 0
+
+
+def send(to: Sender, known: Sequence[torch.Tensor], packed: Packed, chunk_bytes: int) -> None:
+    """Send a state; if it fails, the receiver is told.
+
+    Args:
+        to: where to.
+        known: tensors whose forms the receiver knows.
+        packed: the rest.
+        chunk_bytes: size of a chunk, the same on all ranks.
+    """
+    try:
+        pickled, forms, rest = packed
+        preface = torch.frombuffer(bytearray(pickle.dumps((pickled, forms))), dtype=torch.uint8)
+        chunks = Chunks([*known, *rest], chunk_bytes)
+        sizes = preface.numel(), chunks.total
+        to.send(torch.tensor(sizes, dtype=torch.int64, device="cpu").view(torch.uint8))
+        to.announce(_sizes(*sizes, chunk_bytes))
+        to.send(preface)
+        for chunk in chunks.all:
+            to.send(chunks.read(chunk))
+        to.send(preface[:0])
+        to.finish()
+    except BaseException:
+        to.fail()
+        raise
+
+
+def receive(
+    receiver: Receiver, known: Sequence[Form], chunk_bytes: int
+) -> tuple[list[torch.Tensor], Packed]:
+    """Receive a state. An error of this rank alone does not hold up the sender.
+
+    Args:
+        receiver: from where.
+        known: the forms of what the sender sends as `known`.
+        chunk_bytes: size of a chunk, the same on all ranks.
+
+    Returns:
+        the tensors of `known`, and the rest; on the CPU.
+    """
+    try:
+        return _receive(receiver, known, chunk_bytes)
+    except Exception:
+        receiver.fail()
+        raise
+
+
+def _receive(
+    receiver: Receiver, known: Sequence[Form], chunk_bytes: int
+) -> tuple[list[torch.Tensor], Packed]:
+    preface, total = receiver.receive().view(torch.int64).tolist()
+    receiver.expect(_sizes(max(0, preface), max(0, total), chunk_bytes))
+    pickled, forms = read_forms(bytes_of(receiver.receive()))
+    staged = [empty(form) for form in known]
+    rest = [empty(form) for form in forms]
+    chunks = Chunks([*staged, *rest], chunk_bytes)
+    if chunks.total != total:
+        raise StateError(f"another member sends {total} bytes of {chunks.total} of its tensors")
+    for chunk in chunks.all:
+        chunks.write(chunk, receiver.receive())
+    receiver.receive()
+    receiver.finish()
+    return staged, (pickled, forms, rest)

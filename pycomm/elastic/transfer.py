@@ -14,8 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from pycomm import backend
 from pycomm.arguments import typed, whole
-from pycomm.elastic import state
-from pycomm.elastic.chain import TRANSFERS, Receiver, Sender
+from pycomm.elastic.chain import TRANSFERS, Receiver, Sender, receive, send
 from pycomm.elastic.contents import Contents, form
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
 from pycomm.policy.exchange import gather, gather_json, host
@@ -102,10 +101,10 @@ def hand_over(
     try:
         if place == 0:
             assert to is not None
-            state.send(to, contents.tensors, packed, chunk_bytes)
+            send(to, contents.tensors, packed, chunk_bytes)
             return chain[0]
         receiver = Receiver(group, chain[place - 1], device, transfer, to)
-        arrived = state.receive(receiver, list(map(form, contents.tensors)), chunk_bytes)
+        arrived = receive(receiver, list(map(form, contents.tensors)), chunk_bytes)
     except RuntimeError as error:
         raise _told(error, chain, place) from error
     contents.take(*arrived)

@@ -467,7 +467,7 @@ BOUNDS = (
     ),
     Mutant(
         "half-a-state-taken",
-        "pycomm/elastic/state.py::_receive",
+        "pycomm/elastic/chain.py::_receive",
         "    receiver.receive()\n    receiver.finish()",
         "    receiver.finish()",
         "torch/elastic/test_hand_over.py::test_a_rank_that_gives_up_tells_those_after_it",

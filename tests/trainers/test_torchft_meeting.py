@@ -19,7 +19,8 @@ import torch.distributed as dist
 pytest.importorskip("torchft")
 
 from pycomm import Error
-from pycomm.torchft import ProcessGroupPycomm, meeting
+from pycomm.torchft import ProcessGroupPycomm
+from pycomm.torchft import group as torchft_group
 
 LIMIT = timedelta(seconds=60)
 
@@ -65,7 +66,7 @@ def replicas(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replicas]:
 def test_a_dead_former_member_is_told_early(
     replicas: Replicas, monkeypatch: pytest.MonkeyPatch, gone: int
 ) -> None:
-    monkeypatch.setattr(meeting, "UNKNOWN_MEMBER_TIMEOUT", 60.0)
+    monkeypatch.setattr(torchft_group, "UNKNOWN_MEMBER_TIMEOUT", 60.0)
     assert replicas.configure(1, [0, 1, 2], 3) == ["formed"] * 3
     replicas.groups[gone].shutdown()  # its port refuses from now on
     rest = [rank for rank in range(3) if rank != gone]
@@ -77,7 +78,7 @@ def test_a_dead_former_member_is_told_early(
 
 
 def test_a_replacement_is_awaited(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "UNKNOWN_MEMBER_TIMEOUT", 60.0)
+    monkeypatch.setattr(torchft_group, "UNKNOWN_MEMBER_TIMEOUT", 60.0)
     assert replicas.configure(1, [0, 1, 2], 3) == ["formed"] * 3
     replicas.groups[2].shutdown()
     replicas.groups[2] = ProcessGroupPycomm(LIMIT)
@@ -97,7 +98,7 @@ def test_a_late_former_member_is_awaited(
 def test_an_unknown_member_is_awaited_longer(
     replicas: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "UNKNOWN_MEMBER_TIMEOUT", 0.5)
+    monkeypatch.setattr(torchft_group, "UNKNOWN_MEMBER_TIMEOUT", 0.5)
     assert replicas.configure(1, [0, 1], 2) == ["formed"] * 2
     outcomes = replicas.configure(2, [0, 1], 3)
     assert any(o.startswith("Timeout") and "replica 2 of 3" in o for o in outcomes)
@@ -122,16 +123,16 @@ def test_a_store_whose_process_is_gone_is_told(replicas: Replicas) -> None:
 
 def test_all_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one publishes at the moment at which the others lose patience, again and again."""
-    monkeypatch.setattr(meeting, "UNKNOWN_MEMBER_TIMEOUT", 0.05)
-    monkeypatch.setattr(meeting, "_LOOK", 0.0)
-    monkeypatch.setattr(meeting, "_SUCCESSOR", 0.0)
+    monkeypatch.setattr(torchft_group, "UNKNOWN_MEMBER_TIMEOUT", 0.05)
+    monkeypatch.setattr(torchft_group, "_LOOK", 0.0)
+    monkeypatch.setattr(torchft_group, "_SUCCESSOR", 0.0)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     outcomes: list[set[str]] = []
     for turn in range(30):
         address, begin = f"localhost:{store.port}/{turn}", threading.Barrier(3)
 
         def meet(rank: int, address: str = address, begin: threading.Barrier = begin) -> str:
-            one = meeting.QuorumRendezvous(f"handle {rank}", lambda _: False)
+            one = torchft_group.QuorumRendezvous(f"handle {rank}", lambda _: False)
             one.formed([f"handle {rank}"])
             begin.wait()
             time.sleep(0.05 * (rank == 2))

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm import elastic
 from pycomm.elastic import transfer
-from pycomm.elastic.chunks import Chunks
+from pycomm.elastic.chain import Chunks
 from pycomm.elastic.transfer import Member as Place
 from pycomm.elastic.transfer import order
 from tests.extent import each_value
@@ -453,10 +453,10 @@ def test_a_state_of_another_size_is_refused(rank, size):
     model = nn.Linear(100, 100)
     before = values(model)
     if rank == 0:
-        honest = transfer.state.send
-        transfer.state.send = lambda to, known, *rest: honest(to, known[:-1], *rest)
+        honest = transfer.send
+        transfer.send = lambda to, known, *rest: honest(to, known[:-1], *rest)
         assert elastic.hand_over(model, has=True, chunk_bytes=SMALL) == 0
-        transfer.state.send = honest
+        transfer.send = honest
     else:
         with pytest.raises(pycomm.Error, match="sends 40000 bytes of 40400 of its tensors"):
             elastic.hand_over(model, has=False, chunk_bytes=SMALL)
