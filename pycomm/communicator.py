@@ -143,7 +143,7 @@ class Communicator:
             )
             shared = {name: value for name, value in options.items() if name not in others}
             made = _options(options.get("timeout"), shared)
-            store = stores.at_master(rank, size, made)
+            store = stores.at_master(rank, made)
         return cls(store, rank, size, **options)
 
     @property

@@ -21,12 +21,11 @@ _numbers: Counter[tuple[str, int]] = Counter()
 _endpoints: dict[tuple[str, int], _C.StoreEndpoint] = {}
 
 
-def at_master(rank: int, size: int, options: _C.CommunicatorOptions) -> _C.Store:
+def at_master(rank: int, options: _C.CommunicatorOptions) -> _C.Store:
     """Return a new store of these ranks, each of which calls this equally often.
 
     Args:
         rank: this rank; rank 0 listens, the others wait for it.
-        size: number of ranks.
         options: options of the group, of which the secret, tls and the timeout count.
 
     Raises:
@@ -53,7 +52,7 @@ def at_master(rank: int, size: int, options: _C.CommunicatorOptions) -> _C.Store
         raise Error(f"rank {rank}: MASTER_ADDR={host} has no address: {error}") from None
     addresses = list(dict.fromkeys(_text(str(address[0]), port) for *_, address in found))
     if rank != 0:
-        return _C.Store.find(addresses, number, rank, size, options, options.timeout)
+        return _C.Store.find(addresses, number, rank, options, options.timeout)
     if (host, port) not in _endpoints:
         everywhere = _text("::" if found[0][0] == socket.AF_INET6 else "0.0.0.0", port)
         try:
@@ -63,7 +62,7 @@ def at_master(rank: int, size: int, options: _C.CommunicatorOptions) -> _C.Store
         except ValueError:  # a name, which this host may know by another address than the others do
             own = everywhere
         _endpoints[host, port] = _listen(own, everywhere, options)
-    return _endpoints[host, port].lend(number, size)
+    return _endpoints[host, port].lend(number)
 
 
 def _listen(own: str, everywhere: str, options: _C.CommunicatorOptions) -> _C.StoreEndpoint:
@@ -115,8 +114,3 @@ class TorchStore:
     def find(self, key: str) -> bytes | None:
         """Return the value of a key if it is there now."""
         return self.store.get(key) if self.store.check([key]) else None
-
-    def find_all(self, keys: list[str]) -> list[bytes] | None:
-        """Return the values of the keys if all of them are there now."""
-        found: list[bytes] | None = self.store.multi_get(keys) if self.store.check(keys) else None
-        return found

@@ -6,37 +6,25 @@
 #include <utility>
 
 #include "collectives/coded/one_shot.h"
-#include "transports/seal.h"
 
 namespace pycomm {
 namespace {
 
 Rendezvous rendezvous(std::shared_ptr<Store> store, int rank, int size,
                       const CommunicatorOptions& options) {
-  if (size < 1 || rank < 0 || rank >= size) {
-    throw Error("rank " + std::to_string(rank) + " of " + std::to_string(size) +
-                " ranks: the rank must be at least 0 and less than the number of ranks");
-  }
   if (options.timeout <= Milliseconds(0)) {
     throw Error("rank " + std::to_string(rank) + ": the timeout of the group is " +
                 std::to_string(options.timeout.count()) +
                 " ms; give one that is more than 0, in which all ranks can join");
   }
-  if (!store && size > 1) throw Error("a group of more than one rank needs a store; pass one");
   constexpr const char* kTransports[] = {"auto", "shm", "tcp", "local"};
   if (std::find(std::begin(kTransports), std::end(kTransports), options.transport) ==
       std::end(kTransports)) {
     throw Error("unknown transport \"" + options.transport +
                 "\"; use one of auto, shm, tcp, local");
   }
-  Rendezvous result;
-  result.store = std::move(store);
-  result.group = options.group;
-  result.rank = rank;
-  result.size = size;
-  result.key = key_of_secret(options.secret);
-  result.deadline = Deadline::after(options.timeout);
-  return result;
+  return make_rendezvous(std::move(store), options.group, rank, size, options.secret,
+                         options.timeout);
 }
 
 std::shared_ptr<Trace> make_trace(int rank, int size, const CommunicatorOptions& options) {

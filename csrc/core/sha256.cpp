@@ -84,10 +84,4 @@ Digest hmac_sha256(std::string_view key, std::string_view message) {
   return sha256(outer.append(view(sha256(inner.append(message)))));
 }
 
-bool equal_digests(const Digest& a, const Digest& b) {
-  uint8_t difference = 0;
-  for (size_t i = 0; i < a.size(); i++) difference |= a[i] ^ b[i];
-  return difference == 0;
-}
-
 }  // namespace pycomm

@@ -191,9 +191,13 @@ std::optional<std::vector<std::string>> collect(const Rendezvous& rendezvous,
     if (!joint) return std::nullopt;
     return in_order(parse_joint_value(rendezvous, topic, *joint), ranks);
   }
-  std::vector<std::string> keys;
-  for (const int rank : ranks) keys.push_back(own_key(rendezvous, topic, rank));
-  return rendezvous.store->find_all(keys);
+  std::vector<std::string> values;
+  for (const int rank : ranks) {
+    auto value = rendezvous.store->find(own_key(rendezvous, topic, rank));
+    if (!value) return std::nullopt;
+    values.push_back(std::move(*value));
+  }
+  return values;
 }
 
 /// Does the same as collect(), but in a large group only the first rank reads each rank's value.
@@ -268,6 +272,23 @@ void take_announcements(const Rendezvous& rendezvous, std::vector<std::string>& 
 
 }  // namespace
 
+Rendezvous make_rendezvous(std::shared_ptr<Store> store, const std::string& group, int rank,
+                           int size, const std::string& secret, Milliseconds timeout) {
+  if (size < 1 || rank < 0 || rank >= size) {
+    throw Error("rank " + std::to_string(rank) + " of " + std::to_string(size) +
+                " ranks: the rank must be at least 0 and less than the number of ranks");
+  }
+  if (!store && size > 1) throw Error("a group of more than one rank needs a store; pass one");
+  Rendezvous rendezvous;
+  rendezvous.store = store ? std::move(store) : make_local_store();
+  rendezvous.group = group;
+  rendezvous.rank = rank;
+  rendezvous.size = size;
+  rendezvous.key = key_of_secret(secret);
+  rendezvous.deadline = Deadline::after(timeout);
+  return rendezvous;
+}
+
 std::vector<std::string> all_gather_values(const Rendezvous& rendezvous, const std::string& topic,
                                            const std::vector<int>& ranks,
                                            const std::string& value) {
@@ -337,19 +358,6 @@ std::map<int, std::string> published_values(const Rendezvous& rendezvous, const 
 
 std::string plain_value(const std::string& value) {
   return unescaped(value.substr(0, value.find(kNext)));
-}
-
-void throw_if_absent(const Rendezvous& rendezvous, const std::vector<std::string>& topics) {
-  const std::vector<int> ranks = all_ranks(rendezvous);
-  for (const std::string& topic : topics) {
-    if (rendezvous.exchange->received.count(topic) > 0) continue;
-    const auto known = published_values(rendezvous, topic, ranks, ranks, kAllTheTime);
-    std::vector<int> missing;
-    for (const int rank : ranks) {
-      if (known.count(rank) == 0) missing.push_back(rank);
-    }
-    if (!missing.empty()) throw not_complete(rendezvous, topic, missing);
-  }
 }
 
 void forget(const Rendezvous& rendezvous, const std::vector<std::string>& topics) {

@@ -45,6 +45,12 @@ struct Rendezvous {
   std::string key;
 };
 
+/// `secret`: that was given to all ranks. Throws Error for a rank that is none, and if there is no
+/// store and more than one rank.
+PYCOMM_API Rendezvous make_rendezvous(std::shared_ptr<Store> store, const std::string& group,
+                                      int rank, int size, const std::string& secret,
+                                      Milliseconds timeout);
+
 /// Returns 0 .. size - 1.
 PYCOMM_API std::vector<int> all_ranks(const Rendezvous& rendezvous);
 
@@ -75,11 +81,6 @@ std::map<int, std::string> published_values(const Rendezvous& rendezvous, const 
                                             Milliseconds time_limit);
 
 std::string plain_value(const std::string& value);
-
-/// Throws Timeout that names the ranks of the group that have published nothing under one of these
-/// topics, for the first topic where there are any. The ranks that a rank waits for in vain may
-/// themselves be waiting for those.
-void throw_if_absent(const Rendezvous& rendezvous, const std::vector<std::string>& topics);
 
 /// Takes the values of these topics out of the store once all ranks have called this, if the store
 /// can count: the last rank does it. Where the store is remote, its answer is waited for by a

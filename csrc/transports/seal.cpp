@@ -67,14 +67,6 @@ std::string key_of_secret(const std::string& secret) {
   return key;
 }
 
-bool equal_proofs(const std::string& a, const std::string& b) {
-  uint8_t difference = a.size() == b.size() ? 0 : 1;
-  for (size_t i = 0; i < std::min(a.size(), b.size()); i++) {
-    difference |= static_cast<uint8_t>(a[i] ^ b[i]);
-  }
-  return difference == 0;
-}
-
 std::string Seal::proof(const std::string& name, const std::string& value) const {
   std::string text("pycomm store\0", 13);
   for (const std::string& part : {group_, name}) text += std::to_string(part.size()) + ':' + part;

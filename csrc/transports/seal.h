@@ -25,9 +25,6 @@ void fill_random(Span<uint8_t> out);
 /// Returns a secret for a group that was given none: 32 random bytes, in hexadecimal.
 std::string random_secret();
 
-/// Compares in a time that does not depend on where the texts differ.
-bool equal_proofs(const std::string& a, const std::string& b);
-
 class PYCOMM_API Seal {
  public:
   Seal() = default;

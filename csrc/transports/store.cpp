@@ -17,22 +17,27 @@
 
 #include "core/error.h"
 #include "core/interrupt.h"
+#include "core/sha256.h"
 #include "transports/fd.h"
+#include "transports/seal.h"
 
 namespace pycomm {
 namespace {
 
 class LocalStore final : public Store {
  public:
-  explicit LocalStore(bool appends) : appends_(appends) {}
+  LocalStore(bool appends, size_t most_bytes) : appends_(appends), most_bytes_(most_bytes) {}
 
   void set(const std::string& key, const std::string& value) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    values_[key] = value;
+    const auto kept = values_.find(key);
+    if (kept != values_.end()) bytes_ -= kept->second.size();
+    if (takes(value.size() + (kept == values_.end() ? key.size() : 0))) values_[key] = value;
   }
 
   std::optional<std::string> find(const std::string& key) override {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (bytes_ > most_bytes_) throw Error("store: the ranks have published too much");
     const auto found = values_.find(key);
     if (found == values_.end()) return std::nullopt;
     return found->second;
@@ -42,7 +47,7 @@ class LocalStore final : public Store {
 
   void append(const std::string& key, const std::string& value) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    values_[key] += value;
+    if (takes(key.size() + value.size())) values_[key] += value;
   }
 
   int64_t count(const std::string& key) override {
@@ -56,8 +61,15 @@ class LocalStore final : public Store {
   }
 
  private:
+  bool takes(size_t bytes) {
+    bytes_ += bytes;
+    return bytes_ <= most_bytes_;
+  }
+
   const bool appends_;
+  const size_t most_bytes_;
   std::mutex mutex_;
+  size_t bytes_ = 0;  ///< of keys and values, those that were erased included
   std::map<std::string, std::string> values_;
   std::map<std::string, int64_t> counts_;
 };
@@ -73,32 +85,28 @@ Fd open_file(int folder, const std::string& path, int flags) {
   return Fd(::openat(folder, path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600));
 }
 
-// Keys may hold any character and be long (1,000 characters always fit), but names of files may
-// not: characters other than letters, digits, '-' and '_' are written as %XX, and a new folder
-// begins every 180 characters. The endings ('+' of folders, ".value", ".part") cannot occur in an
-// encoded key, so no two keys collide.
-std::string relative_path(const std::string& key) {
-  constexpr size_t kNameLimit = 180;
+// Keys may hold any character and be long, but names of files may not: characters other than
+// letters, digits, '-' and '_' are written as %XX, and a hash takes the place of what is too long.
+// '+' and '.' cannot occur in an encoded key, so no two keys collide.
+std::string file_name(const std::string& key) {
+  constexpr size_t kLongest = 180;
   constexpr char kHex[] = "0123456789abcdef";
-  std::string path;
-  size_t name = 0;
+  std::string name;
   for (const char c : key) {
     const auto byte = static_cast<unsigned char>(c);
     const bool plain = (byte >= 'a' && byte <= 'z') || (byte >= 'A' && byte <= 'Z') ||
                        (byte >= '0' && byte <= '9') || byte == '-' || byte == '_';
-    if (name + 3 > kNameLimit) {
-      path += "+/";
-      name = 0;
-    }
     if (plain) {
-      path += c;
-      name += 1;
+      name += c;
     } else {
-      path += {'%', kHex[byte >> 4], kHex[byte & 15]};
-      name += 3;
+      name += {'%', kHex[byte >> 4], kHex[byte & 15]};
     }
   }
-  return path + ".value";
+  if (name.size() > kLongest) {
+    const Digest digest = sha256(key);
+    name = name.substr(0, kLongest / 2) + "+" + hexadecimal({digest.data(), digest.size()});
+  }
+  return name + ".value";
 }
 
 // A store in a folder. Ranks take addresses and secrets from it, so nobody else may write here: the
@@ -120,10 +128,9 @@ class FileStore final : public Store {
 
   void set(const std::string& key, const std::string& value) override {
     static std::atomic<uint64_t> serial{0};
-    const std::string path = relative_path(key);
+    const std::string path = file_name(key);
     const std::string part = path + "." + host() + "-" + std::to_string(::getpid()) + "-" +
                              std::to_string(serial++) + ".part";
-    make_folders_in(path);
     try {
       write(part, value);
       // Readers see the whole value or none.
@@ -136,9 +143,7 @@ class FileStore final : public Store {
     }
   }
 
-  std::optional<std::string> find(const std::string& key) override {
-    return read(relative_path(key));
-  }
+  std::optional<std::string> find(const std::string& key) override { return read(file_name(key)); }
 
  private:
   static constexpr mode_t kOthersWrite = S_IWGRP | S_IWOTH;
@@ -233,15 +238,6 @@ class FileStore final : public Store {
       }
     }
   }
-  void make_folders_in(const std::string& path) const {
-    for (size_t slash = path.find('/'); slash != std::string::npos;
-         slash = path.find('/', slash + 1)) {
-      const std::string folder = path.substr(0, slash);
-      if (::mkdirat(opened_.get(), folder.c_str(), 0700) != 0 && errno != EEXIST) {
-        throw_errno("make the folder", folder_ + folder);
-      }
-    }
-  }
 
   // Names this host, because process ids repeat between the hosts of a shared folder.
   static std::string host() {
@@ -271,8 +267,8 @@ std::string Store::get(const std::string& key, Deadline deadline) {
   }
 }
 
-std::shared_ptr<Store> make_local_store(bool appends) {
-  return std::make_shared<LocalStore>(appends);
+std::shared_ptr<Store> make_local_store(bool appends, size_t most_bytes) {
+  return std::make_shared<LocalStore>(appends, most_bytes);
 }
 
 std::shared_ptr<Store> make_file_store(const std::string& folder) {

@@ -2,10 +2,10 @@
 // binding/torch/store.h adapts torch's c10d::Store to this interface.
 #pragma once
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "core/deadline.h"
 #include "core/types.h"
@@ -20,16 +20,6 @@ class PYCOMM_API Store {
   std::string get(const std::string& key, Deadline deadline);
   /// Returns the key's value if it is there now. A remote store does this in one round trip.
   virtual std::optional<std::string> find(const std::string& key) = 0;
-  /// Returns the values of the keys if all of them are there now.
-  virtual std::optional<std::vector<std::string>> find_all(const std::vector<std::string>& keys) {
-    std::vector<std::string> values;
-    for (const std::string& key : keys) {
-      auto value = find(key);
-      if (!value) return std::nullopt;
-      values.push_back(std::move(*value));
-    }
-    return values;
-  }
   /// True if several ranks may append() to one key, so that one find() returns the values of all.
   virtual bool appends() const { return false; }
   /// Returns how long the fastest answer took so far; 0: not known, or the store is not remote.
@@ -42,8 +32,10 @@ class PYCOMM_API Store {
   virtual void erase([[maybe_unused]] const std::string& key) {}
 };
 
-/// Makes a store for ranks that are threads of one process. `appends`: as remote stores do.
-PYCOMM_API std::shared_ptr<Store> make_local_store(bool appends = false);
+/// Makes a store in this process. `appends`: as remote stores do. It takes no more values once they
+/// have more than `most_bytes`: then find() throws Error.
+PYCOMM_API std::shared_ptr<Store> make_local_store(bool appends = false,
+                                                   size_t most_bytes = SIZE_MAX);
 /// Makes a store for processes that share a folder: one file per key, written by rename.
 PYCOMM_API std::shared_ptr<Store> make_file_store(const std::string& folder);
 

@@ -29,6 +29,21 @@ namespace pycomm {
 enum class Lane : uint8_t { collective, point_to_point };
 constexpr int kLanes = 2;
 
+/// What one end of a channel expects or sends.
+struct MessageEnd {
+  int rank;
+  uint64_t bytes;
+  const OpTag& tag;
+};
+/// The error of two ends that expect different messages.
+inline WireMismatch mismatch(const MessageEnd& wanted, const MessageEnd& sent) {
+  const auto text = [](const MessageEnd& end, const char* verb) {
+    return "rank " + std::to_string(end.rank) + verb + std::to_string(end.bytes) + " bytes of " +
+           describe_fully(end.tag);
+  };
+  return WireMismatch(text(wanted, " expects ") + ", " + text(sent, " sends "));
+}
+
 class Channel {
  public:
   virtual ~Channel() = default;

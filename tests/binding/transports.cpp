@@ -52,18 +52,6 @@ struct OwnedTransport {
   }
 };
 
-Rendezvous make_rendezvous(std::shared_ptr<Store> store, const std::string& group, int rank,
-                           int size, double timeout, const std::string& secret) {
-  Rendezvous rendezvous;
-  rendezvous.store = std::move(store);
-  rendezvous.group = group;
-  rendezvous.rank = rank;
-  rendezvous.size = size;
-  rendezvous.deadline = after_seconds(timeout);
-  rendezvous.key = key_of_secret(secret);
-  return rendezvous;
-}
-
 std::unique_ptr<OwnedTransport> make_transport(const std::string& kind,
                                                std::shared_ptr<Store> store,
                                                const std::string& group, int rank, int size,
@@ -73,7 +61,7 @@ std::unique_ptr<OwnedTransport> make_transport(const std::string& kind,
   for (const auto& [name, value] : given) py::setattr(fields, name, value);
   GilReleased release;
   const Rendezvous rendezvous =
-      make_rendezvous(std::move(store), group, rank, size, timeout, options.secret);
+      make_rendezvous(std::move(store), group, rank, size, options.secret, milliseconds(timeout));
   auto owned = std::make_unique<OwnedTransport>();
   owned->rank = rank;
   if (kind == "local") {
@@ -220,7 +208,7 @@ void bind_transports(py::module_& m) {
          int size, const std::string& word, double timeout, const std::string& secret) {
         GilReleased release;
         const Rendezvous rendezvous =
-            make_rendezvous(std::move(store), group, rank, size, timeout, secret);
+            make_rendezvous(std::move(store), group, rank, size, secret, milliseconds(timeout));
         return all_gather_values(rendezvous, topic, all_ranks(rendezvous), word);
       },
       py::arg("store"), py::arg("group"), py::arg("topic"), py::arg("rank"), py::arg("size"),

@@ -72,6 +72,6 @@ def test_the_stamp_tells_of_every_header(tmp_path):
     shutil.copytree(_build.source_root() / "csrc", csrc)
     before = _cuda_wheel.hash_of_headers(csrc)
     assert before == (PACKAGE / _cuda_wheel.STAMP).read_text()
-    header = csrc / "transports/tcp/frame.h"
+    header = csrc / "transports/tcp/stream.h"
     header.write_text(header.read_text() + " ")
     assert _cuda_wheel.hash_of_headers(csrc) != before

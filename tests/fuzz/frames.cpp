@@ -12,7 +12,6 @@
 
 #include "core/crc32c.h"
 #include "tests/fuzz/target.h"
-#include "transports/tcp/frame.h"
 #include "transports/tcp/connect/handshake.h"
 #include "transports/tcp/stream.h"
 

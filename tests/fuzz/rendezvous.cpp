@@ -22,9 +22,8 @@
 #include "collectives/group/membership.h"
 #include "tests/fuzz/target.h"
 #include "transports/seal.h"
-#include "transports/tcp/connect/greeting.h"
+#include "transports/tcp/connect/handshake.h"
 #include "transports/tcp/connect/peers.h"
-#include "transports/tcp/endpoint/connection.h"
 #include "transports/tcp/endpoint/group_formation.h"
 
 namespace {
@@ -239,8 +238,7 @@ class Liar {
     for (char buffer[4096];;) {
       while (take_message(heard, message)) {
         const MessageKind kind = MessageReader(message).kind();
-        const bool asks = kind == MessageKind::find || kind == MessageKind::present ||
-                          kind == MessageKind::question;
+        const bool asks = kind == MessageKind::find || kind == MessageKind::question;
         std::string next;
         if (asks && !take_answer(next)) return;
         for (size_t done = 0; done < next.size();) {
@@ -296,7 +294,7 @@ void form_group(Reader& reader) {
     for (int i = 0; i < 16; i++) {
       store->find("a key");
       if (asks && i == 0) std::this_thread::sleep_for(Milliseconds(250));
-      if (asks) formation.check_missing();
+      if (asks) formation.check_members();
     }
   } catch (const Error& error) {
     formation.end(error.what());
@@ -371,41 +369,24 @@ std::vector<std::string> seeds() {
     }
   }
   // Messages to an endpoint.
-  const auto join = [](int64_t uuid, int32_t rank, int32_t size) {
-    return MessageWriter(MessageKind::join)
-        .number(uuid)
-        .number(rank)
-        .number(size)
-        .number(Digest{})
-        .finished();
+  const auto join = [](int64_t uuid) {
+    return MessageWriter(MessageKind::join).number(uuid).number(Digest{}).finished();
   };
   const auto find = MessageWriter(MessageKind::find).string("key").finished();
-  const auto present = MessageWriter(MessageKind::present).finished();
   const auto set = MessageWriter(MessageKind::set).string("key").string("value").finished();
   const auto append = MessageWriter(MessageKind::append).string("key").string("value").finished();
-  const auto formed = MessageWriter(MessageKind::formed).finished();
   const auto question = MessageWriter(MessageKind::question).number(int64_t{1}).finished();
-  for (const std::string& first : {join(1, 0, 2), join(2, 1, 2), join(-1, 7, 2), join(1, 0, 3),
-                                   join(1, -1, -1), std::string()}) {
-    for (const std::string& then : {find, present, set + find, append + append + find, formed,
-                                    question, set + formed + present}) {
+  for (const std::string& first : {join(1), join(2), join(-1), std::string()}) {
+    for (const std::string& then : {find, set + find, append + append + find, question}) {
       result.push_back(number(0) + first + then);
     }
   }
-  result.push_back(number(0) + join(1, 0, 2) + std::string("\xff\xff\xff\xff", 4));
-  result.push_back(number(0) + join(1, 0, 2) + std::string("\x05\0\0\0\x04\xff\xff\xff\xff", 9));
+  result.push_back(number(0) + join(1) + std::string("\xff\xff\xff\xff", 4));
+  result.push_back(number(0) + join(1) + std::string("\x05\0\0\0\x04\xff\xff\xff\xff", 9));
   // Answers to a member.
   const auto piece = [&](const std::string& text) { return number(text.size()) + text; };
   const auto value = [](uint8_t there, const std::string& text) {
     return MessageWriter(MessageKind::value).number(there).string(text).finished();
-  };
-  const auto ranks = [](uint32_t count, int32_t first, uint32_t lost) {
-    return MessageWriter(MessageKind::ranks)
-        .number(count)
-        .number(first)
-        .number(lost)
-        .number(int32_t{1})
-        .finished();
   };
   const auto answer = [](FormationState state) {
     return MessageWriter(MessageKind::answer)
@@ -414,22 +395,16 @@ std::vector<std::string> seeds() {
         .string("why")
         .finished();
   };
-  const auto problem = MessageWriter(MessageKind::problem).string("other handles").finished();
   result.push_back(
       "\x02"
       "aa" +
-      piece(value(1, "text")) + piece(value(0, "")) + piece(problem));
-  result.push_back(
-      "\x02"
-      "aa" +
-      piece(ranks(1, 0, 1)) + piece(std::string(9, '\xff')));
+      piece(value(1, "text")) + piece(value(0, "")) + piece(answer(FormationState::failed)));
   result.push_back(
       "\x02"
       "aa" +
       piece(std::string("\0\0\0\0", 4)));
-  result.push_back("\x02pq" + piece(value(1, "text")) + piece(ranks(1, 0, 1)) +
-                   piece(answer(FormationState::formed)));
-  result.push_back("\x02pq" + piece(value(0, "")) + piece(ranks(0xffffffff, -1, 7)));
+  result.push_back("\x02pq" + piece(value(1, "text")) + piece(answer(FormationState::formed)));
+  result.push_back("\x02pq" + piece(value(0, "")) + piece(std::string(9, '\xff')));
   // Handles.
   const std::string handle = "pycomm-handle-2 0123456789abcdef 0123456789abcdef ";
   for (const char* rest : {"plain - 00ff 10.0.0.5:4711", "tls 00ff - [fd00::2]:4711,10.0.0.5:9",

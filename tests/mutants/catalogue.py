@@ -439,7 +439,7 @@ BOUNDS = (
     ),
     Mutant(
         "frame-beyond-its-message-taken",
-        "csrc/transports/tcp/frame.cpp::flaw_of",
+        "csrc/transports/tcp/stream.cpp::flaw_of",
         "header.length > header.size - header.offset",
         "false",
         "transports/tcp/test_frames.py::test_false_frame_is_described",

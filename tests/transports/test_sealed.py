@@ -49,10 +49,6 @@ class OpenStore:
         with self.lock:
             return self.values.get(key)
 
-    def find_all(self, keys: list[str]) -> list[bytes] | None:
-        with self.lock:
-            return [self.values[k] for k in keys] if self.values.keys() >= set(keys) else None
-
 
 def exchange(store: OpenStore, size: int = 2, secrets=lambda rank: SECRET) -> list:
     """Return what each rank gets of an exchange: the values of all, or an error."""

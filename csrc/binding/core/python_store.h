@@ -1,13 +1,11 @@
 // Python store: an object of Python as a Store.
 #pragma once
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "binding/core/gil.h"
 #include "core/error.h"
@@ -16,9 +14,8 @@
 namespace pycomm {
 
 /// Calls the methods of an object that has those of Store: `set(key, value)`, `find(key)`, which
-/// returns None for a key that is not there, `find_all(keys)`, `append(key, value)`, if they count
-/// `add(key, amount)` and `erase(key)`, and the properties `appends` and `round_trip` (in seconds).
-/// Values are bytes.
+/// returns None for a key that is not there, `append(key, value)`, if they count `add(key, amount)`
+/// and `erase(key)`, and the properties `appends` and `round_trip` (in seconds). Values are bytes.
 class PythonStore final : public Store {
  public:
   explicit PythonStore(pybind11::object target)
@@ -39,13 +36,6 @@ class PythonStore final : public Store {
   }
   std::optional<std::string> find(const std::string& key) override {
     return asking(key, [&] { return text(target_.attr("find")(key)); });
-  }
-  std::optional<std::vector<std::string>> find_all(const std::vector<std::string>& keys) override {
-    if (keys.size() < 2 || !appends_) return Store::find_all(keys);
-    return asking(keys[0], [&] {
-      const pybind11::object values = target_.attr("find_all")(keys);
-      return values.cast<std::optional<std::vector<std::string>>>();
-    });
   }
   bool appends() const override { return appends_; }
   void append(const std::string& key, const std::string& value) override {
@@ -83,7 +73,7 @@ class PythonStore final : public Store {
   }
 
   pybind11::object target_;
-  const bool appends_;  ///< several ranks may append to one key, and one call finds several keys
+  const bool appends_;  ///< several ranks may append to one key
   const bool counts_;
 };
 

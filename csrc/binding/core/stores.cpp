@@ -30,7 +30,8 @@ tcp::Address address_of(const std::string& text) {
 void bind_stores(py::module_& m) {
   py::class_<Store, std::shared_ptr<Store>>(m, "Store")
       .def_static(
-          "local", &make_local_store, py::arg("appends") = false,
+          "local", [](bool appends) { return make_local_store(appends); },
+          py::arg("appends") = false,
           "For ranks that are threads of this process. `appends`: as torch's TCPStore does.")
       .def_static(
           "of",
@@ -59,25 +60,26 @@ void bind_stores(py::module_& m) {
           py::arg("key"), py::arg("timeout"))
       .def_static(
           "find",
-          [](const std::vector<std::string>& addresses, int64_t number, int rank, int size,
+          [](const std::vector<std::string>& addresses, int64_t number, int rank,
              const GroupOptions& options, double timeout) {
             std::vector<tcp::Address> parsed;
             for (const std::string& address : addresses) parsed.push_back(address_of(address));
             const GilReleased release;
-            return tcp::find_store(parsed, number, rank, size, options, milliseconds(timeout),
+            return tcp::find_store(parsed, number, rank, options, milliseconds(timeout),
                                    &check_signals);
           },
-          py::arg("addresses"), py::arg("number"), py::arg("rank"), py::arg("size"),
-          py::arg("options"), py::arg("timeout"),
-          "The store that rank 0 lends at an address, for which this waits.");
+          py::arg("addresses"), py::arg("number"), py::arg("rank"), py::arg("options"),
+          py::arg("timeout"), "The store that rank 0 lends at an address, for which this waits.");
 
   py::class_<tcp::Endpoint>(m, "StoreEndpoint")
       .def(py::init([](const std::string& address, const GroupOptions& options) {
              return std::make_unique<tcp::Endpoint>(address_of(address), options);
            }),
            py::arg("address"), py::arg("options"), "Listens at an address until it is collected.")
-      .def("lend", &tcp::lend_store, py::arg("number"), py::arg("size"),
-           "The store of this number, which other ranks find; the endpoint must outlive it.");
+      .def(
+          "lend", [](tcp::Endpoint& endpoint, int64_t number) { return endpoint.lend(number); },
+          py::arg("number"),
+          "The store of this number, which other ranks find; the endpoint must outlive it.");
 
   m.def("tls_version", &tcp::openssl::version, py::arg("file") = "",
         "The OpenSSL that encrypts; raises Error if there is none. `file`: look at this one.");

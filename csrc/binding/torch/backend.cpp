@@ -1027,7 +1027,7 @@ void Backend::form(tcp::GroupFormation& formation, int64_t uuid,
   communicator.group = group_ + "/members " + std::to_string(uuid);
   communicator.timeout = limit;
   if (former) communicator.kept_heaps = former->comm().kept_heaps();
-  communicator.interrupt = [&] { formation.check_missing(); };
+  communicator.interrupt = [&] { formation.check_members(); };
   std::optional<FormerGroup> parent;
   communicator.parent_ranks = places(handles, handles_);
   if (former && !communicator.parent_ranks.empty()) {

@@ -9,7 +9,6 @@
 #include "binding/torch/engine.h"
 #include "binding/torch/layout.h"
 #include "binding/torch/open_group.h"
-#include "transports/tcp/endpoint/connection.h"
 #include "transports/tcp/endpoint/group_formation.h"
 
 namespace pycomm::torch_binding {

@@ -40,17 +40,6 @@ class TorchStore final : public Store {
       return as_text(store_->get(key));
     });
   }
-  std::optional<std::vector<std::string>> find_all(const std::vector<std::string>& keys) override {
-    if (keys.size() < 2 || !extended_) return Store::find_all(keys);
-    return asking(keys[0], [&]() -> std::optional<std::vector<std::string>> {
-      // check() never waits. A wait that ends before the keys are there makes torch log warnings,
-      // and one that is shorter than a round trip never succeeds.
-      if (!store_->check(keys)) return std::nullopt;
-      std::vector<std::string> values;
-      for (const auto& value : store_->multiGet(keys)) values.push_back(as_text(value));
-      return values;
-    });
-  }
   const intrusive_ptr<c10d::Store>& torch_store() const { return store_; }
   /// Adds to a counter and returns its value, in one round trip.
   int64_t add(const std::string& key, int64_t amount) {
@@ -110,7 +99,7 @@ class TorchStore final : public Store {
     }
   }
   const intrusive_ptr<c10d::Store> store_;
-  const bool extended_;  ///< it has append() and multiGet()
+  const bool extended_;  ///< it has append()
   const bool is_tcp_;
   std::atomic<int64_t> round_trip_;  ///< in microseconds; 0: not known
 };

@@ -53,7 +53,7 @@ struct CommunicatorOptions : GroupOptions {
   const ParentGroup* parent = nullptr;
   std::vector<int> parent_ranks;
   /// The heaps of a former group of these processes, which the ranks of a host keep if all of them
-  /// had them (transports/shm/kept_heaps.h). Only used to create the group.
+  /// had them (transports/shm/heap.h). Only used to create the group.
   std::shared_ptr<const KeptHeaps> kept_heaps;
   /// Called regularly while this rank waits for the others to join; an exception from it ends the
   /// rendezvous.

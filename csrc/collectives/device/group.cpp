@@ -4,7 +4,6 @@
 #include "core/crc32c.h"
 #include "core/reduce.h"
 #include "transports/rendezvous.h"
-#include "transports/seal.h"
 
 namespace pycomm {
 namespace {
@@ -16,22 +15,9 @@ using device::Runs;
 
 Rendezvous rendezvous(std::shared_ptr<Store> store, int rank, int size,
                       const DeviceGroupOptions& options) {
-  if (size < 1 || rank < 0 || rank >= size) {
-    throw Error("rank " + std::to_string(rank) + " is not in a group of " + std::to_string(size) +
-                " ranks; ranks count from 0");
-  }
-  if (!store) {
-    if (size > 1) throw Error("a group of more than one rank needs a store; pass one");
-    store = make_local_store();
-  }
-  Rendezvous result;
-  result.store = std::move(store);
-  result.group = options.group;
-  result.rank = rank;
-  result.size = size;
-  result.deadline = Deadline::after(options.timeout);
+  Rendezvous result =
+      make_rendezvous(std::move(store), options.group, rank, size, options.secret, options.timeout);
   result.interrupt_check = options.interrupt_check;
-  result.key = key_of_secret(options.secret);
   return result;
 }
 

@@ -75,7 +75,11 @@ void Membership::interrupt_check() {
   const auto start = Deadline::Clock::now();
   try {
     check_interrupt();
-    if (options_.interrupt) options_.interrupt();
+    try {
+      if (options_.interrupt) options_.interrupt();
+    } catch (const PeerLost& gone) {
+      if (!has_met(gone.rank)) throw;
+    }
     if (options_.parent && !parent_was_over_) {
       if (const std::exception_ptr error = options_.parent->over()) std::rethrow_exception(error);
     }
@@ -134,14 +138,14 @@ void Membership::look_at_store() {
   const auto reason = find_word(rendezvous_, kReason);
   answers_in_ = duration_cast<Milliseconds>(Deadline::Clock::now() - start);
   if (reason) throw_reason(*reason);
-  std::vector<int> unseen;  // starts from another one each time, if there is time for few
-  for (int i = 0; i <= 2 * kNear; i++) {
-    const int r = rendezvous_.rank - kNear + (i + looks_) % (2 * kNear + 1);
-    const bool near = r >= 0 && r < rendezvous_.size && r != rendezvous_.rank;
-    if (near && processes_.count(r) == 0) unseen.push_back(r);
+  std::vector<int> unseen;
+  const int last = std::min(rendezvous_.rank + kNear, rendezvous_.size - 1);
+  for (int r = std::max(rendezvous_.rank - kNear, 0); r <= last; r++) {
+    if (r != rendezvous_.rank && processes_.count(r) == 0) unseen.push_back(r);
   }
-  looks_++;
   if (unseen.empty()) return;
+  // From another one each time, if there is time for few.
+  std::rotate(unseen.begin(), unseen.begin() + looks_++ % unseen.size(), unseen.end());
   const auto ranks = all_ranks(rendezvous_);
   for (const auto& [rank, value] :
        published_values(rendezvous_, kTopic, ranks, unseen, rendezvous_.poll_interval() / 2)) {

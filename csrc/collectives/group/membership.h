@@ -50,7 +50,7 @@ class Membership {
   const Rendezvous rendezvous_;
   const CommunicatorOptions& options_;
   bool parent_was_over_ = false;
-  int looks_ = 0;
+  size_t looks_ = 0;
   std::map<int, Deadline> asked_;  ///< until when a rank may answer that it is alive
   bool answered_ = false;
   const Deadline::Clock::time_point start_ = Deadline::Clock::now();

@@ -2,10 +2,10 @@
 //
 //   Header | RankSlot of each rank | staging of each rank | Ring of each ordered pair and lane
 //   and behind it, where address space permits: the heap of each rank (shm/heap.h), unless the
-//   ranks keep those of a former group (shm/kept_heaps.h)
+//   ranks keep those of a former group (shm/heap.h)
 //
 // A region starts as zero pages and is valid as such; pages that no rank touches cost nothing. It
-// depends neither on how the memory was made (local.cpp: one process; shm.cpp: memfd) nor on its
+// depends neither on how the memory was made (shm.cpp) nor on its
 // use (window.h, ring_channel.h, shm/failure_detector.h). Ranks are numbered here by their place
 // among those who share it.
 #pragma once
@@ -74,7 +74,7 @@ struct alignas(kPart) Header {
   enum Abort : uint32_t { kNone, kWriting, kAborted, kStep = 4 };
   std::atomic<uint32_t> abort;
   uint8_t notice[Notice::kBytes];  ///< encoded
-  /// 1 if ranks must name who may read them (read_permit.h), as the rank that made the region has
+  /// 1 if ranks must name who may read them (cma.h), as the rank that made the region has
   /// found.
   uint32_t permits;
   /// The name of the heaps in this memory: random, so that it is that of no others.

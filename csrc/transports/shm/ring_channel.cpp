@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "transports/mismatch.h"
 
 namespace pycomm {
 namespace {

@@ -9,7 +9,6 @@
 #include "transports/rendezvous.h"
 #include "transports/shm/failure_detector.h"
 #include "transports/shm/heap.h"
-#include "transports/shm/kept_heaps.h"
 #include "transports/shm/pace.h"
 #include "transports/shm/ring_channel.h"
 #include "transports/shm/window.h"

@@ -16,8 +16,7 @@
 #include <utility>
 
 #include "core/crc32c.h"
-#include "transports/mismatch.h"
-#include "transports/tcp/net/buffers.h"
+#include "transports/tcp/net/tuning.h"
 #include "transports/tcp/stream.h"
 
 namespace pycomm::tcp {

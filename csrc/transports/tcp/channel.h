@@ -10,9 +10,9 @@
 
 #include "transports/tcp/connect/connector.h"
 #include "transports/tcp/flow.h"
-#include "transports/tcp/frame.h"
 #include "transports/tcp/net/socket.h"
 #include "transports/tcp/poller.h"
+#include "transports/tcp/stream.h"
 #include "transports/transport.h"
 
 namespace pycomm::tcp {

@@ -1,6 +1,7 @@
-// Sent stream: the bytes that one socket of a channel sends, over any number of consecutive
-// connections. It holds the bytes that the other end has not acknowledged, so that a new connection
-// resumes where the old one was cut.
+// Frames, the pieces into which a message is cut, each of which travels whole on one socket of its
+// channel; and the sent stream, the bytes of one such socket over any number of consecutive
+// connections. The stream holds the bytes that the other end has not acknowledged, so that a new
+// connection resumes where the old one was cut.
 //
 //   acknowledged | kept here as a copy | frames, in the memory of their sender | end
 //
@@ -11,11 +12,42 @@
 #include <algorithm>
 #include <array>
 #include <deque>
+#include <string>
 #include <vector>
 
-#include "transports/tcp/frame.h"
+#include "core/op.h"
+#include "core/types.h"
 
 namespace pycomm::tcp {
+
+/// The header of every frame, sent as it is in memory: little-endian, without padding.
+struct FrameHeader {
+  static constexpr uint32_t kMagic = 0x4d435950;  // "PYCM"
+  /// The place of the payload's CRC-32C: nowhere, in `payload`, or in `before` of the next header
+  /// on this socket, whichever frame that is of.
+  enum Checks : uint32_t { kUnchecked, kHere, kNext };
+
+  uint32_t magic = kMagic;
+  uint16_t version = 0;
+  uint16_t lane = 0;
+  uint64_t message = 0;  ///< number in its channel and direction, from 1; 0: an acknowledgement
+  uint64_t offset = 0;   ///< of this frame in its message
+  uint64_t size = 0;     ///< of the message
+  uint32_t length = 0;   ///< of this frame, without header
+  uint32_t tag_hash = 0;
+  OpTag tag;              ///< in every frame, since frames of one message overtake each other
+  uint64_t received = 0;  ///< bytes that have arrived of the other end's stream on this socket
+  uint32_t checks = kUnchecked;
+  uint32_t payload = 0;
+  uint32_t before = 0;
+  uint32_t checksum = 0;  ///< CRC-32C of all fields above
+};
+static_assert(sizeof(FrameHeader) == 128, "FrameHeader travels without padding");
+
+/// Sets version and checksum.
+void seal(FrameHeader& header);
+/// Returns what is wrong with a header from the network; empty if it may be used.
+std::string flaw_of(const FrameHeader& header, uint16_t lane);
 
 /// The first message of each end on a connection that resumes the streams of an earlier one.
 struct Resume {

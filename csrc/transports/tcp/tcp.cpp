@@ -7,8 +7,8 @@
 #include "transports/tcp/channel.h"
 #include "transports/tcp/connect/connector.h"
 #include "transports/tcp/connect/control.h"
-#include "transports/tcp/net/congestion.h"
 #include "transports/tcp/net/pacer.h"
+#include "transports/tcp/net/tuning.h"
 #include "transports/tcp/poller.h"
 #include "transports/tcp/tls/library.h"
 #include "transports/tcp/transport.h"
@@ -247,13 +247,8 @@ std::unique_ptr<Transport> TcpSetup::make(const Rendezvous& rendezvous,
     if (rank != rendezvous.rank) peers.push_back(rank);
   }
   std::sort(peers.begin(), peers.end());
-  try {
-    return std::make_unique<tcp::TcpTransport>(rendezvous, peers, options_, std::move(announced_),
-                                               rank_state);
-  } catch (const Timeout&) {
-    throw_if_absent(rendezvous, {tcp::kHostTopic, tcp::kCardTopic});
-    throw;
-  }
+  return std::make_unique<tcp::TcpTransport>(rendezvous, peers, options_, std::move(announced_),
+                                             rank_state);
 }
 
 }  // namespace pycomm

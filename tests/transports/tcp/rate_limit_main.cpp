@@ -12,7 +12,7 @@
 #include <cstdlib>
 #include <random>
 
-#include "transports/tcp/rate_limit.h"
+#include "transports/tcp/flow.h"
 
 int main(int argc, char** argv) {
   constexpr double kWindow = 0.2, kPacket = 1448;

@@ -12,8 +12,7 @@
 #include "core/error.h"
 #include "core/notice.h"
 #include "transports/tcp/connect/control.h"
-#include "transports/tcp/net/buffers.h"
-#include "transports/tcp/net/congestion.h"
+#include "transports/tcp/net/tuning.h"
 
 namespace pycomm::tcp {
 namespace {

@@ -25,10 +25,9 @@
 #include <thread>
 #include <vector>
 
-#include "transports/tcp/connect/greeting.h"
 #include "transports/tcp/connect/handshake.h"
 #include "transports/tcp/connect/peers.h"
-#include "transports/tcp/net/secure_socket.h"
+#include "transports/tcp/tls/session.h"
 #include "transports/transport.h"
 
 namespace pycomm::tcp {

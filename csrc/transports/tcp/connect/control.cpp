@@ -15,7 +15,7 @@
 
 #include "core/crc32c.h"
 #include "core/error.h"
-#include "transports/tcp/net/buffers.h"
+#include "transports/tcp/net/tuning.h"
 #include "transports/transport.h"
 
 namespace pycomm::tcp {

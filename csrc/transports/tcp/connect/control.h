@@ -14,8 +14,8 @@
 #include "core/notice.h"
 #include "core/types.h"
 #include "transports/tcp/connect/handshake.h"
-#include "transports/tcp/net/secure_socket.h"
 #include "transports/tcp/net/socket.h"
+#include "transports/tcp/tls/session.h"
 #include "transports/transport.h"
 
 namespace pycomm::tcp {
@@ -58,7 +58,7 @@ class Control {
   /// True if the peer has sent its close or has died.
   bool gone(int rank) const;
 
-  /// Treats connections whose path is silent (tcp/net/buffers.h) as cut, where another path may
+  /// Treats connections whose path is silent (tcp/net/tuning.h) as cut, where another path may
   /// serve.
   void leave_silent_paths();
   /// True while a connection is cut and not yet made again.

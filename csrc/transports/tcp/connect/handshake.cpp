@@ -1,6 +1,11 @@
-// Handshake of one TCP connection, without its input and output.
+// Handshake of one TCP connection, without its input and output, and the greeting, which moves its
+// bytes.
 #include "transports/tcp/connect/handshake.h"
 
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <cerrno>
 #include <cstring>
 #include <utility>
 
@@ -90,7 +95,7 @@ void Handshake::on_hello() {
 }
 
 void Handshake::on_proof() {
-  if (!equal_digests(message<Digest>(), proof_of("connect"))) {
+  if (!equal_proofs(message<Digest>(), proof_of("connect"))) {
     return refuse(Verdict::wrong_secret, "its secret is not ours");
   }
   const auto rank = static_cast<uint32_t>(rank_);
@@ -135,7 +140,7 @@ void Handshake::on_welcome() {
   const auto verdict = message<Reply>();
   switch (verdict.verdict) {
     case Verdict::welcome:
-      if (equal_digests(verdict.body, proof_of("listen"))) {
+      if (equal_proofs(verdict.body, proof_of("listen"))) {
         state_ = State::done;
         return;
       }
@@ -172,5 +177,50 @@ void Handshake::refuse(Verdict verdict, std::string problem) {
   reply(refusal);
   refuse(std::move(problem));
 }
+
+Greeting::Progress Greeting::advance(int fd, int& error) {
+  while (!tls_) {
+    while (handshake_.to_send().size > 0) {
+      const auto out = handshake_.to_send();
+      const ssize_t n = ::send(fd, out.data, out.size, MSG_NOSIGNAL);
+      if (n < 0) {
+        error = errno;
+        return error == EAGAIN || error == EINTR ? Progress::waits : Progress::closed;
+      }
+      handshake_.sent(static_cast<size_t>(n));
+    }
+    if (handshake_.state() == Handshake::State::refused) return Progress::refused;
+    if (handshake_.state() == Handshake::State::done) {
+      // A call back carries nothing more.
+      if (hello().tls == 0 || hello().lane == kCallBack) return Progress::done;
+      tls_ = std::make_unique<TlsSession>(fd, !handshake_.listens(), handshake_.key(),
+                                          hello().lane != kControl);
+      break;
+    }
+    const auto in = handshake_.wanted();
+    const ssize_t n = ::recv(fd, in.data, in.size, 0);
+    if (n <= 0) {
+      error = n < 0 ? errno : 0;
+      return error == EAGAIN || error == EINTR ? Progress::waits : Progress::closed;
+    }
+    handshake_.received(static_cast<size_t>(n));
+  }
+  switch (tls_->shake_hands()) {
+    case TlsSession::Progress::waits:
+      return Progress::waits;
+    case TlsSession::Progress::done:
+      return Progress::done;
+    default:  // a third party, or the network: another connection may succeed
+      error = EPROTO;
+      return Progress::closed;
+  }
+}
+
+short Greeting::events() const {
+  const bool sending = tls_ ? tls_->sending() : handshake_.to_send().size > 0;
+  return sending ? POLLOUT : POLLIN;
+}
+
+std::string Greeting::problem() const { return tls_ ? tls_->problem() : handshake_.problem(); }
 
 }  // namespace pycomm::tcp

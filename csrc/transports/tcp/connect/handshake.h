@@ -15,10 +15,13 @@
 // its caller feeds it received bytes and sends what to_send() returns.
 #pragma once
 #include <array>
+#include <memory>
+#include <optional>
 #include <string>
 
 #include "core/sha256.h"
 #include "core/types.h"
+#include "transports/tcp/tls/session.h"
 
 namespace pycomm::tcp {
 
@@ -124,6 +127,33 @@ class Handshake {
   std::array<uint8_t, sizeof(Hello)> in_ = {}, out_ = {};
   size_t in_done_ = 0, in_size_ = 0, out_done_ = 0, out_size_ = 0;
   int step_ = 0;  // messages that have arrived
+};
+
+/// The first messages on a connection, which are the handshake and then, if the group encrypts,
+/// that of TLS. After the handshake such a connection neither sends nor accepts a plain byte.
+class Greeting {
+ public:
+  enum class Progress : uint8_t {
+    waits,
+    closed,   ///< by the other side or by the network
+    refused,  ///< by one of the two; problem() says why
+    done,
+  };
+
+  explicit Greeting(Handshake handshake) : handshake_(std::move(handshake)) {}
+
+  /// Advances as far as it can now. `error` gets the reason of `closed`, 0 for an orderly end.
+  Progress advance(int fd, int& error);
+  /// Returns the events to poll() for in state `waits`.
+  short events() const;
+  const Hello& hello() const { return handshake_.hello(); }
+  std::string problem() const;
+  /// Returns the connection, once done.
+  SecureSocket sock(Fd fd) { return SecureSocket(std::move(fd), std::move(tls_)); }
+
+ private:
+  Handshake handshake_;
+  std::unique_ptr<TlsSession> tls_;
 };
 
 }  // namespace pycomm::tcp

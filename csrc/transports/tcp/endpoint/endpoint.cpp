@@ -10,7 +10,7 @@
 
 #include "core/error.h"
 #include "transports/seal.h"
-#include "transports/tcp/connect/greeting.h"
+#include "transports/tcp/connect/handshake.h"
 #include "transports/tcp/connect/peers.h"
 #include "transports/tcp/tls/library.h"
 
@@ -23,6 +23,10 @@ constexpr auto kAcceptBackoff = Milliseconds(50);
 constexpr int kLongestPause = 1000;
 // What is kept of the text of an error, for members that ask.
 constexpr size_t kLongestFailure = 500;
+// A store that nobody uses any more is kept while it is among the last few.
+constexpr size_t kKeptStores = 8;
+// What members publish is some hundred bytes for each rank and topic.
+constexpr size_t kLargestStore = size_t{64} << 20;
 // What waits for a caller that asks and does not read; until it does, it is not read from.
 constexpr size_t kMostUnread = size_t{1} << 20;
 
@@ -32,8 +36,7 @@ struct Endpoint::Caller {
   Deadline::Clock::time_point wake;  ///< when to give up the greeting
   SecureSocket socket;
   std::string in, out;
-  std::shared_ptr<GroupStore> store;
-  int rank = -1;  ///< in the group that is formed
+  std::shared_ptr<Store> store;
   bool over = false;
 
   int descriptor() const { return greeting ? fd.get() : socket.get(); }
@@ -110,9 +113,16 @@ void Endpoint::release(const std::string& failure) {
   current_.reset();
 }
 
-std::shared_ptr<GroupStore> Endpoint::lend(const GroupRequest& request) {
-  auto store = stores_.store(request.uuid);
-  store->join(request);
+std::shared_ptr<Store> Endpoint::lend(int64_t uuid, const Digest& list) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (const auto store = stores_[{uuid, list}].lock()) return store;
+  const auto store = make_local_store(true, kLargestStore);
+  stores_[{uuid, list}] = store;
+  last_stores_.push_back(store);
+  if (last_stores_.size() > kKeptStores) last_stores_.pop_front();
+  for (auto it = stores_.begin(); it != stores_.end();) {
+    it = it->second.expired() ? stores_.erase(it) : std::next(it);
+  }
   return store;
 }
 
@@ -145,7 +155,6 @@ void Endpoint::run() {
       const bool late = caller.greeting && Deadline::Clock::now() >= caller.wake;
       if (fds[i++].revents != 0) serve(caller);
       caller.over = caller.over || (late && caller.greeting);
-      if (caller.over && caller.store) caller.store->left(caller.rank);
     }
     callers_.remove_if([](const Caller& caller) { return caller.over; });
     for (const Fd& listener : listeners_) {
@@ -236,53 +245,25 @@ void Endpoint::obey(Caller& caller, const std::string& text) {
     return;
   }
   if (kind == MessageKind::join) {
-    GroupRequest request;
-    request.uuid = message.number<int64_t>();
-    request.rank = message.number<int32_t>();
-    request.size = message.number<int32_t>();
-    request.list = message.number<Digest>();
-    caller.store = stores_.store(request.uuid);
-    caller.rank = request.rank;
-    caller.store->join(request);
+    const auto uuid = message.number<int64_t>();
+    caller.store = lend(uuid, message.number<Digest>());
     return;
   }
   if (!caller.store) throw Error("endpoint: a caller has joined no group");
-  const auto answer = [&](const auto& ask) {
-    try {
-      caller.out += ask();
-    } catch (const WireMismatch& problem) {
-      caller.out += MessageWriter(MessageKind::problem).string(problem.what()).finished();
-    }
-  };
+  const std::string key = message.string();
   switch (kind) {
-    case MessageKind::set: {
-      const std::string key = message.string();
+    case MessageKind::set:
       return caller.store->set(key, message.string());
-    }
-    case MessageKind::append: {
-      const std::string key = message.string();
+    case MessageKind::append:
       return caller.store->append(key, message.string());
+    case MessageKind::find: {
+      const auto value = caller.store->find(key);
+      caller.out += MessageWriter(MessageKind::value)
+                        .number(static_cast<uint8_t>(value ? 1 : 0))
+                        .string(value.value_or(""))
+                        .finished();
+      return;
     }
-    case MessageKind::formed:
-      return caller.store->formed(caller.rank);
-    case MessageKind::find:
-      return answer([&] {
-        const auto value = caller.store->find(message.string());
-        return MessageWriter(MessageKind::value)
-            .number(static_cast<uint8_t>(value ? 1 : 0))
-            .string(value.value_or(""))
-            .finished();
-      });
-    case MessageKind::present:
-      return answer([&] {
-        const MemberStatus status = caller.store->member_status();
-        MessageWriter answer(MessageKind::ranks);
-        for (const auto& ranks : {status.present, status.lost}) {
-          answer.number(static_cast<uint32_t>(ranks.size()));
-          for (const int rank : ranks) answer.number(static_cast<int32_t>(rank));
-        }
-        return answer.finished();
-      });
     default:
       throw Error("endpoint: a caller asks what is not known");
   }

@@ -1,14 +1,18 @@
-// Formation of a group from handles, and the stores of its members.
+// Client side of endpoints: connections, the store of a group, its formation from handles.
 #include "transports/tcp/endpoint/group_formation.h"
 
+#include <poll.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <map>
 #include <thread>
+#include <utility>
 
 #include "core/error.h"
 #include "core/notice.h"
 #include "transports/seal.h"
-#include "transports/tcp/endpoint/connection.h"
+#include "transports/tcp/connect/handshake.h"
 
 namespace pycomm::tcp {
 namespace {
@@ -18,14 +22,19 @@ constexpr Milliseconds kFirstCheck(250);
 constexpr Milliseconds kCheckInterval(300);
 // Time that a question may take: four round trips, and a process that is busy.
 constexpr Milliseconds kQuestion(3000);
-// A port that refuses this often in a row, with kCheckInterval between, belongs to a process that
-// is gone.
+// Refusals of rank 0's port after which one more tells that its process is gone.
 constexpr int kRefusals = 2;
 // An operation on the store after the group was formed, by the straggler monitor.
 constexpr Milliseconds kLateRequest(10000);
-// What a member still says when the group was not formed in time; rank 0 had all the time before.
+// What a member still asks and says when the time is over, or nearly.
 constexpr Milliseconds kLastWords(250);
 constexpr Milliseconds kRetry(20);
+// How often a wait looks whether this rank is to stop.
+constexpr Milliseconds kInterruptCheck(50);
+// Time that a process has to answer before nothing is known of it.
+constexpr Milliseconds kSign(1000);
+// Pauses before one who has proven nothing is asked again.
+constexpr Milliseconds kFirstPause(10), kLastPause(kInterruptCheck);
 
 Digest hash_of(const std::vector<std::string>& handles) {
   std::string text;
@@ -45,20 +54,17 @@ std::string silence(const Timeout& late) {
 /// told from another, and the store is not used again.
 class RemoteStore final : public Store {
  public:
-  RemoteStore(EndpointConnection connection, const GroupRequest& request, const Deadline& deadline)
+  RemoteStore(EndpointConnection connection, int64_t uuid, const Digest& list,
+              const Deadline& deadline)
       : connection_(std::move(connection)), deadline_(deadline) {
     round_trip_ = connection_.round_trip().count();
-    tell(MessageWriter(MessageKind::join)
-             .number(request.uuid)
-             .number(static_cast<int32_t>(request.rank))
-             .number(static_cast<int32_t>(request.size))
-             .number(request.list));
+    tell(MessageWriter(MessageKind::join).number(uuid).number(list));
   }
   void set(const std::string& key, const std::string& value) override {
     tell(MessageWriter(MessageKind::set).string(key).string(value));
   }
   std::optional<std::string> find(const std::string& key) override {
-    MessageReader value = ask(MessageWriter(MessageKind::find).string(key), MessageKind::value);
+    MessageReader value = ask(MessageWriter(MessageKind::find).string(key));
     if (value.number<uint8_t>() == 0) return std::nullopt;
     return value.string();
   }
@@ -70,33 +76,18 @@ class RemoteStore final : public Store {
     return std::chrono::microseconds(round_trip_.load());
   }
   /// The group was formed: later requests have their own time.
-  void formed() noexcept {
-    formed_ = true;
-    try {
-      tell(MessageWriter(MessageKind::formed));
-    } catch (const std::exception&) {  // whoever has lost us or rank 0 notices it in the group
-    }
-  }
-  MemberStatus member_status() {
-    MessageReader answer = ask(MessageWriter(MessageKind::present), MessageKind::ranks);
-    MemberStatus status;
-    for (auto* ranks : {&status.present, &status.lost}) {
-      for (auto count = answer.number<uint32_t>(); count > 0; count--)
-        ranks->insert(answer.number<int32_t>());
-    }
-    return status;
-  }
+  void formed() { formed_ = true; }
 
  private:
   Deadline deadline() const {
-    if (!deadline_.expired()) return deadline_;
+    if (deadline_.left() > kLastWords) return deadline_;
     return Deadline::after(formed_ ? kLateRequest : kLastWords);
   }
   void tell(const MessageWriter& message) {
     const std::lock_guard<std::mutex> lock(mutex_);
     explain([&] { connection_.send(message.finished(), deadline()); });
   }
-  MessageReader ask(const MessageWriter& message, MessageKind wanted) {
+  MessageReader ask(const MessageWriter& message) {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::string text;
     const auto start = Deadline::Clock::now();
@@ -109,10 +100,8 @@ class RemoteStore final : public Store {
         std::chrono::duration_cast<std::chrono::microseconds>(Deadline::Clock::now() - start);
     round_trip_ = std::min<int64_t>(round_trip_, took.count());
     MessageReader answer(text);
-    const MessageKind kind = answer.kind();
-    if (kind == MessageKind::problem) throw WireMismatch(answer.string());
-    if (kind != wanted) throw Error("endpoint: rank 0 answers what was not asked");
-    return answer;
+    if (answer.kind() == MessageKind::value) return answer;
+    throw Error("endpoint: rank 0 answers what was not asked");
   }
   template <typename F>
   void explain(const F& act) {
@@ -136,38 +125,32 @@ class RemoteStore final : public Store {
   std::atomic<int64_t> round_trip_{0};
 };
 
-std::shared_ptr<Store> lend_store(Endpoint& endpoint, int64_t number, int size) {
-  return endpoint.lend({number, 0, size, hash_of({std::to_string(size)})});
-}
-
 std::shared_ptr<Store> find_store(const std::vector<Address>& addresses, int64_t number, int rank,
-                                  int size, const GroupOptions& options, Milliseconds timeout,
+                                  const GroupOptions& options, Milliseconds timeout,
                                   std::function<void()> interrupt) {
   const Deadline deadline = Deadline::after(timeout);
   const Handle there = known_handle(addresses, options);
+  const std::string who = "rank " + std::to_string(rank) + ": rank 0 ";
+  const std::string where = "listen at MASTER_ADDR and MASTER_PORT";
   for (;;) {
     std::string problem;
     try {
       auto store = std::make_shared<RemoteStore>(
-          EndpointConnection(there, key_of_secret(options.secret), deadline, interrupt),
-          GroupRequest{number, rank, size, hash_of({std::to_string(size)})}, deadline);
-      store->formed();  // the group's own connections tell who is lost
+          EndpointConnection(there, key_of_secret(options.secret), deadline, interrupt), number,
+          Digest{}, deadline);
+      store->formed();  // groups have their own deadlines
       return store;
     } catch (const Refused& early) {  // rank 0 may start last
       problem = early.what();
     } catch (const Timeout& late) {
-      throw Timeout("rank " + std::to_string(rank) +
-                        ": rank 0 does not listen at MASTER_ADDR and " +
-                        "MASTER_PORT: " + late.what(),
-                    {0});
+      throw Timeout(who + "does not " + where + ": " + late.what(), {0});
     } catch (const Error& other) {
-      throw Error("rank " + std::to_string(rank) + ": rank 0 of pycomm does not listen at " +
-                  "MASTER_ADDR and MASTER_PORT, or with other PYCOMM_SECRET or PYCOMM_TLS: " +
-                  other.what());
+      throw Error(who + "of pycomm does not " + where +
+                  ", or with other PYCOMM_SECRET or PYCOMM_TLS: " + other.what());
     }
     if (deadline.expired()) {
-      throw Timeout("rank " + std::to_string(rank) + ": rank 0 did not listen at MASTER_ADDR and " +
-                        "MASTER_PORT within " + std::to_string(timeout.count()) + " ms: " + problem,
+      throw Timeout(who + "did not " + where + " within " + std::to_string(timeout.count()) +
+                        " ms: " + problem,
                     {0});
     }
     if (interrupt) interrupt();
@@ -182,19 +165,16 @@ GroupFormation::GroupFormation(Endpoint& endpoint, int64_t uuid,
       key_(key_of_secret(secret)),
       deadline_(Deadline::after(timeout)),
       interrupt_(std::move(interrupt)),
-      next_check_(Deadline::after(kFirstCheck)),
-      refusals_(handles.size(), 0) {
+      uuid_(uuid),
+      list_(hash_of(handles)),
+      next_check_(Deadline::after(kFirstCheck)) {
   if (handles.empty()) throw Error("the list of handles is empty; pass one for each rank");
   const Handle& ours = endpoint.handle();
-  request_.uuid = uuid;
-  request_.rank = -1;
-  request_.size = static_cast<int>(handles.size());
-  request_.list = hash_of(handles);
   std::map<std::string, int> known;
-  for (int r = 0; r < request_.size; r++) {
-    Handle handle;
+  for (const std::string& text : handles) {
+    const int r = size();
     const std::string who = "the handle of rank " + std::to_string(r);
-    handle = Handle::parse(handles[static_cast<size_t>(r)]);
+    Handle handle = Handle::parse(text);
     if (handle.group != ours.group)
       throw Error(who + " (" + handle.where() +
                   ") belongs to another group than this one; pass the handles that "
@@ -209,23 +189,19 @@ GroupFormation::GroupFormation(Endpoint& endpoint, int64_t uuid,
     if (const auto [before, fresh] = known.emplace(handle.id, r); !fresh)
       throw Error(who + " is that of rank " + std::to_string(before->second) +
                   ", too; name each process once");
-    if (handle.id == ours.id) request_.rank = r;
+    if (handle.id == ours.id) rank_ = r;
     handles_.push_back(std::move(handle));
   }
-  if (request_.rank < 0)
-    throw Error("the handle of this process is not in the list of " +
-                std::to_string(request_.size) +
+  if (rank_ < 0)
+    throw Error("the handle of this process is not in the list of " + std::to_string(size()) +
                 " handles; only members of the new group call reconfigure");
-  endpoint.claim(uuid, request_.list);
+  asked_ = rank_;
+  endpoint.claim(uuid, list_);
 }
 
 void GroupFormation::end(const std::string& failure) {
   if (remote_ && failure.empty()) remote_->formed();
   endpoint_.release(failure);
-}
-
-std::string GroupFormation::name_of(int rank) const {
-  return "rank " + std::to_string(rank) + " (" + handles_[static_cast<size_t>(rank)].where() + ")";
 }
 
 void GroupFormation::throw_gone(int rank, const Error& how) const {
@@ -236,14 +212,11 @@ void GroupFormation::throw_gone(int rank, const Error& how) const {
 }
 
 std::shared_ptr<Store> GroupFormation::store() {
-  if (request_.rank == 0) {
-    lent_ = endpoint_.lend(request_);
-    return lent_;
-  }
+  if (rank_ == 0) return endpoint_.lend(uuid_, list_);
   for (int refusals = 0;;) {
     try {
       remote_ = std::make_shared<RemoteStore>(
-          EndpointConnection(handles_[0], key_, deadline_, interrupt_), request_, deadline_);
+          EndpointConnection(handles_[0], key_, deadline_, interrupt_), uuid_, list_, deadline_);
       return remote_;
     } catch (const Refused& gone) {
       if (++refusals > kRefusals) throw_gone(0, gone);
@@ -254,65 +227,168 @@ std::shared_ptr<Store> GroupFormation::store() {
   }
 }
 
-void GroupFormation::check_missing() {
-  if (!next_check_.expired() || request_.size == 1) return;
-  const MemberStatus now = member_status();
-  for (const int rank : now.lost) {
-    if (rank >= 0 && rank < request_.size) ask(rank, true);  // rank 0 may say anything
-  }
-  for (int i = 1; i <= request_.size; i++) {
-    const int rank = (last_asked_ + i) % request_.size;
-    if (now.present.count(rank)) continue;
-    last_asked_ = rank;
-    ask(rank, false);
-    break;
-  }
+void GroupFormation::check_members() {
+  if (!next_check_.expired() || size() == 1) return;
   next_check_ = Deadline::after(kCheckInterval);
+  if (!doubtful_) asked_ = (asked_ + 1) % size();
+  if (asked_ == rank_) asked_ = (asked_ + 1) % size();
+  doubtful_ = ask(asked_, std::exchange(doubtful_, false));
 }
 
-MemberStatus GroupFormation::member_status() {
-  return lent_ ? lent_->member_status() : remote_->member_status();
-}
-
-void GroupFormation::ask(int rank, bool lost) {
-  const auto here = [&] { return !lost && member_status().present.count(rank) > 0; };
-  const std::string who = name_of(rank);
-  int& refusals = refusals_[static_cast<size_t>(rank)];
+/// Returns true if the answer only counts when it is given again.
+bool GroupFormation::ask(int rank, bool again) {
+  const Handle& handle = handles_[static_cast<size_t>(rank)];
+  const std::string who = "rank " + std::to_string(rank) + " (" + handle.where() + ")";
   FormationState state = FormationState::unknown;
   Digest list = {};
   std::string failure;
   try {
     const Deadline limit = Deadline::after(std::min(kQuestion, deadline_.left()));
-    EndpointConnection connection(handles_[static_cast<size_t>(rank)], key_, limit, interrupt_);
-    connection.send(MessageWriter(MessageKind::question).number(request_.uuid).finished(), limit);
+    EndpointConnection connection(handle, key_, limit, interrupt_);
+    connection.send(MessageWriter(MessageKind::question).number(uuid_).finished(), limit);
     MessageReader answer(connection.receive(limit));
-    if (answer.kind() != MessageKind::answer) return;
+    if (answer.kind() != MessageKind::answer) return false;
     state = answer.number<FormationState>();
     list = answer.number<Digest>();
     failure = answer.string();
-    refusals = 0;
-  } catch (const Refused& gone) {
-    // One that was here has no listener that is only about to begin.
-    if (!lost && (++refusals < kRefusals || here())) return;
-    throw_gone(rank, gone);
+  } catch (const Refused& gone) {  // the queue of its listener may be full
+    if (again) throw_gone(rank, gone);
+    return true;
   } catch (const Timeout&) {  // it is slow, or stopped: the deadline decides
-    return;
+    return false;
   } catch (const Unproven& stranger) {
-    if (!deadline_.expired()) return;
+    if (!deadline_.expired()) return false;
     throw Error(who + " has not proven who it is: " + stranger.what());
   }
-  if (state == FormationState::unknown || here()) return;
-  if (lost && state == FormationState::formed) return;
+  if (state == FormationState::unknown) return false;
+  if (list == list_) {
+    // A member that gives up says more of its reason in the store, which is looked at before.
+    if (state == FormationState::failed && again) throw Error(who + " has given up: " + failure);
+    return state == FormationState::failed;
+  }
   if (state == FormationState::formed)
-    throw Error("the uuid " + std::to_string(request_.uuid) + " was already used by " + who +
+    throw Error("the uuid " + std::to_string(uuid_) + " was already used by " + who +
                 "; give each reconfigure a new one, on all ranks");
-  if (!equal_digests(list, request_.list))
-    throw WireMismatch(who + " names different handles, or another order, for the group with " +
-                       "uuid " + std::to_string(request_.uuid) + " than rank " +
-                       std::to_string(request_.rank) + "; pass the same list on all ranks");
-  // A member that gives up says more of its reason in the store, which is looked at next.
-  if (lost && gave_up_.insert(rank).second) return;
-  if (state == FormationState::failed) throw Error(who + " has given up: " + failure);
+  throw WireMismatch(who + " names different handles, or another order, for the group with uuid " +
+                     std::to_string(uuid_) + " than rank " + std::to_string(rank_) +
+                     "; pass the same list on all ranks");
+}
+
+EndpointConnection::EndpointConnection(const Handle& to, const std::string& given,
+                                       const Deadline& deadline, std::function<void()> interrupt)
+    : where_(to.where()), interrupt_(std::move(interrupt)) {
+  const std::string& secret = to.secret.empty() ? given : to.secret;
+  for (Milliseconds pause = kFirstPause;; pause = std::min(2 * pause, kLastPause)) {
+    const std::string problem = greet(call(to, deadline), to, secret, deadline);
+    if (problem.empty()) return;
+    if (deadline.left() <= pause) {
+      throw Unproven("the process at " + where_ + " is not the one of the handle (" + problem +
+                     "); exchange the handles anew");
+    }
+    std::this_thread::sleep_for(pause);
+    if (interrupt_) interrupt_();
+  }
+}
+
+Fd EndpointConnection::call(const Handle& to, const Deadline& deadline) {
+  std::string problem;
+  for (const Address& address : to.addresses) {
+    const auto start = Deadline::Clock::now();
+    int error = 0;
+    Fd fd = connect_to(address, nullptr, error);
+    if (!fd) throw Error("no connection to " + where_ + ": " + error_text(error));
+    if (error == 0) {
+      wait(fd.get(), POLLOUT, deadline);
+      error = pending_error(fd.get());
+    }
+    if (error == 0) {
+      round_trip_ =
+          std::chrono::duration_cast<std::chrono::microseconds>(Deadline::Clock::now() - start);
+      return fd;
+    }
+    problem = error_text(error);
+    if (error == ECONNREFUSED) continue;
+    if (&address == &to.addresses.back()) throw Error("no way to " + where_ + ": " + problem);
+  }
+  throw Refused("nobody listens at " + where_ + " (" + problem + ")");
+}
+
+std::string EndpointConnection::greet(Fd fd, const Handle& to, const std::string& secret,
+                                      const Deadline& deadline) {
+  Hello hello;  // as from rank 1 of 2 to rank 0, on its control connection
+  hello.size = 2;
+  hello.rank = 1;
+  hello.sockets = 1;
+  hello.lane = kControl;
+  hello.tls = to.tls ? 1 : 0;
+  Greeting greeting(Handshake(secret, "endpoint " + to.id, hello));
+  for (;;) {
+    int error = 0;
+    switch (greeting.advance(fd.get(), error)) {
+      case Greeting::Progress::waits:
+        wait(fd.get(), greeting.events(), deadline);
+        continue;
+      case Greeting::Progress::done:
+        socket_ = greeting.sock(std::move(fd));
+        return "";
+      case Greeting::Progress::refused:
+        return greeting.problem();
+      case Greeting::Progress::closed:
+        return "it closed the connection" + (error != 0 ? ": " + error_text(error) : "");
+    }
+  }
+}
+
+void EndpointConnection::wait(int fd, short events, const Deadline& deadline) const {
+  for (;;) {
+    pollfd wanted{fd, events, 0};
+    const auto pause = std::min<Milliseconds>(kInterruptCheck, deadline.left() + Milliseconds(1));
+    if (::poll(&wanted, 1, static_cast<int>(pause.count())) > 0) return;
+    if (deadline.expired()) {
+      throw Timeout(where_ + " does not answer within " + std::to_string(deadline.limit().count()) +
+                    " ms");
+    }
+    if (interrupt_) interrupt_();
+  }
+}
+
+void EndpointConnection::send(const std::string& message, const Deadline& deadline) {
+  for (size_t done = 0; done < message.size();) {
+    const ssize_t n = socket_.send(message.data() + done, message.size() - done);
+    if (n >= 0) {
+      done += static_cast<size_t>(n);
+    } else if (errno == EAGAIN || errno == EINTR) {
+      wait(socket_.get(), POLLOUT, deadline);
+    } else {
+      throw Refused("the connection with " + where_ + " is gone: " + error_text(errno));
+    }
+  }
+}
+
+std::string EndpointConnection::receive(const Deadline& deadline) {
+  std::string message;
+  while (!take_message(arrived_, message)) {
+    char buffer[4096];
+    const ssize_t n = socket_.receive(buffer, sizeof buffer);
+    if (n > 0) {
+      arrived_.append(buffer, static_cast<size_t>(n));
+    } else if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
+      wait(socket_.get(), POLLIN, deadline);
+    } else {
+      throw Refused("the connection with " + where_ + " is gone");
+    }
+  }
+  return message;
+}
+
+bool is_gone(const Handle& handle, const std::string& secret, std::function<void()> interrupt) {
+  try {
+    EndpointConnection(handle, key_of_secret(secret), Deadline::after(kSign), std::move(interrupt));
+  } catch (const Refused&) {
+    return true;
+  } catch (const Error&) {  // it does not answer, or there is no way to it
+  }
+  return false;
 }
 
 }  // namespace pycomm::tcp

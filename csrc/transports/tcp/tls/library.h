@@ -29,7 +29,6 @@ using PskClient = unsigned(SSL*, const char* hint, char* identity, unsigned iden
 using PskServer = unsigned(SSL*, const char* identity, unsigned char* psk, unsigned psk_room);
 
 constexpr long kTls13 = 0x0304;          // TLS1_3_VERSION
-constexpr int kCtrlMode = 33;            // SSL_CTRL_MODE
 constexpr int kCtrlSessionCache = 44;    // SSL_CTRL_SET_SESS_CACHE_MODE
 constexpr int kCtrlMinVersion = 123;     // SSL_CTRL_SET_MIN_PROTO_VERSION
 constexpr int kCtrlMaxVersion = 124;     // SSL_CTRL_SET_MAX_PROTO_VERSION

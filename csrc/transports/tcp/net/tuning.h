@@ -1,6 +1,8 @@
-// Buffers of TCP connections: how much the kernel holds for a connection at each end, and how much
-// of that waits there unsent.
+// What is set on a TCP connection in the kernel, and what the kernel says of it: its buffers, how
+// much of them waits unsent, and its congestion control (PYCOMM_CONGESTION).
 #pragma once
+#include <string>
+
 #include "core/types.h"
 
 namespace pycomm::tcp {
@@ -40,5 +42,22 @@ void limit_rate(int fd, double bytes_per_second);
 /// True if the kernel has repeated packets more than once without any answer: the path is cut, or
 /// loses nearly all.
 bool is_silent(int fd);
+
+/// Throws Error unless `wanted` is "auto" or a congestion control that the kernel lets us use.
+PYCOMM_API void check_congestion_control(const std::string& wanted);
+
+/// Gives a new connection the congestion control `wanted`; each end does so for what it sends.
+/// "auto":
+///   - reno between ends with one address. There is no network to be fair to, and controls that
+///     pace (bbr) halve the bandwidth there;
+///   - bbr from a round trip of 1 ms on. It keeps its rate where packets are lost at random, and
+///     after a pause, when others begin with ten packets again (tcp_slow_start_after_idle): then
+///     each step of a training would begin slowly;
+///   - else the system's. On a short way others recover from a loss within a millisecond.
+/// A control that the kernel refuses is left out: the connection keeps the system's.
+void choose_congestion_control(int fd, const std::string& wanted);
+
+/// Returns the congestion control of a connection: "bbr" and the like.
+std::string congestion_control(int fd);
 
 }  // namespace pycomm::tcp
