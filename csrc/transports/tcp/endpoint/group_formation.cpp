@@ -256,7 +256,7 @@ bool GroupFormation::ask(int rank, bool again) {
     return true;
   } catch (const Timeout&) {  // it is slow, or stopped: the deadline decides
     return false;
-  } catch (const Unproven& stranger) {
+  } catch (const Unproven& stranger) {  // it may have come although it cannot be reached from here
     if (!deadline_.expired()) return false;
     throw Error(who + " has not proven who it is: " + stranger.what());
   }
@@ -296,7 +296,7 @@ Fd EndpointConnection::call(const Handle& to, const Deadline& deadline) {
     const auto start = Deadline::Clock::now();
     int error = 0;
     Fd fd = connect_to(address, nullptr, error);
-    if (!fd) throw Error("no connection to " + where_ + ": " + error_text(error));
+    if (!fd) throw Unproven("no connection to " + where_ + ": " + error_text(error));
     if (error == 0) {
       wait(fd.get(), POLLOUT, deadline);
       error = pending_error(fd.get());
@@ -308,7 +308,7 @@ Fd EndpointConnection::call(const Handle& to, const Deadline& deadline) {
     }
     problem = error_text(error);
     if (error == ECONNREFUSED) continue;
-    if (&address == &to.addresses.back()) throw Error("no way to " + where_ + ": " + problem);
+    if (&address == &to.addresses.back()) throw Unproven("no way to " + where_ + ": " + problem);
   }
   throw Refused("nobody listens at " + where_ + " (" + problem + ")");
 }

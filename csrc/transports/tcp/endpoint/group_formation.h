@@ -21,7 +21,7 @@ class Refused : public Error {
   using Error::Error;
 };
 
-/// Who answers at the address has not proven that it is the process of the handle.
+/// Nobody has proven at the address to be the process of the handle, or there is no way to it.
 class Unproven : public Error {
  public:
   using Error::Error;
@@ -33,7 +33,7 @@ class EndpointConnection {
   /// Connects and proves the secret: the handle's own, or else that of the key `given`, which all
   /// ranks have. Whoever refuses it or hangs up has proven nothing, and may be somebody on the
   /// path: it is asked again until the deadline. `interrupt` is called while it waits, and may
-  /// throw. Throws Refused, Unproven, Timeout, and Error if there is no way to the address.
+  /// throw. Throws Refused, Unproven, and Timeout.
   EndpointConnection(const Handle& to, const std::string& given, const Deadline& deadline,
                      std::function<void()> interrupt);
 
