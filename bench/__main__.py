@@ -21,7 +21,7 @@ SUBCOMMANDS = {
     "peers": ("peers.table", "time to a loss beside other systems, over the same links"),
     "plan": ("plan.command", "the planner's predictions beside measurements"),
     "report": ("figures.report", "measures what docs claim, and writes their tables"),
-    "step": ("step.command", "training steps beside what the link allows"),
+    "step": ("step.__main__", "training steps beside what the link allows"),
     "training": ("training.time_to_loss", "losses of a model with each codec, and torch's"),
 }
 OPTIONAL = ("matplotlib", "numpy", "torch")

@@ -11,13 +11,11 @@ A speed-up that means nothing is held back.
 
 from __future__ import annotations
 
-import json
 import math
-import shlex
 import statistics
 import sys
-import tempfile
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,9 +30,10 @@ from pycomm.bench.common.harness import Origin
 from pycomm.bench.figures import charts
 from pycomm.bench.figures.drawing import save
 from pycomm.bench.lab import jobs
+from pycomm.bench.training.methods import Method
 from pycomm.bench.training.results import DEMO_HEAD as HEAD
 from pycomm.bench.training.results import demo_cells
-from pycomm.bench.training.train import Config, Transformer
+from pycomm.bench.training.train import Config, parameters, ranks_train
 from pycomm.plan import show
 from pycomm.plan.units import format_rate, parse_rate
 
@@ -74,19 +73,18 @@ def runs(with_gloo: bool, *, cuda: bool = False) -> list[DemoRun]:
     return rows if with_gloo else rows[1:]
 
 
-def read(done: list[DemoRun], lines: list[str], progress: Progress, bars: list[TaskID]) -> None:
-    """Read rank 0's new output."""
-    for row in map(json.loads, lines):
-        run, bar = done[row["turn"]], bars[row["turn"]]
-        if "step_seconds" in row:
-            run.result = row
-        if "step" in row:
-            speed = row["seconds"] / row["step"] * 1e3
-            words = f"loss {row['loss']:.2f}, {speed:.0f} ms a step"
-            progress.update(bar, completed=row["step"], words=words)
-            if "held_out" in row:
-                run.seconds.append(row["seconds"])
-                run.held_out.append(row["held_out"])
+def hear(done: list[DemoRun], progress: Progress, bars: list[TaskID], row: dict[str, Any]) -> None:
+    """Take a record of rank 0."""
+    run, bar = done[row["turn"]], bars[row["turn"]]
+    if "step_seconds" in row:
+        run.result = row
+    if "step" in row:
+        speed = row["seconds"] / row["step"] * 1e3
+        words = f"loss {row['loss']:.2f}, {speed:.0f} ms a step"
+        progress.update(bar, completed=row["step"], words=words)
+        if "held_out" in row:
+            run.seconds.append(row["seconds"])
+            run.held_out.append(row["held_out"])
 
 
 def waited(done: list[DemoRun]) -> float:
@@ -157,7 +155,7 @@ def records(
     done: list[DemoRun], lab: netlab.Lab, config: Config, origin: Origin
 ) -> list[dict[str, Any]]:
     """Return a row per run for a result table; `curve` is "seconds:loss" of every evaluation."""
-    size = sum(p.numel() for p in Transformer(config).parameters())
+    size = parameters(config)
     return [
         {
             "run": run.label,
@@ -181,7 +179,7 @@ def records(
 
 
 def train_all(
-    done: list[DemoRun], lab: netlab.Lab, steps: int, console: Console, *, cuda: bool = False
+    done: list[DemoRun], lab: netlab.Lab, config: Config, console: Console, *, cuda: bool = False
 ) -> None:
     """Train all rows in turns, each with a bar that shows its loss and its speed.
 
@@ -194,18 +192,18 @@ def train_all(
         TextColumn("{task.completed}/{task.total} steps"),
         TextColumn("{task.fields[words]}", markup=False),
     )
-    with Progress(*columns, console=console) as progress, tempfile.NamedTemporaryFile("r") as log:
-        bars = [progress.add_task(f"{run.label:<24}", total=steps, words="") for run in done]
-        turns = [f"{run.backend}:{run.codec or ''}" for run in done]
-        command = [sys.executable, "-m", "pycomm.bench.training.train", "--log", log.name]
-        command += ["--steps", str(steps), "--device", "cuda" if cuda else "cpu"]
-        command += ["--turns", *turns]
-
-        def watch() -> None:
-            read(done, log.readlines(), progress, bars)
-
-        jobs.run(lab, command, {"NCCL_SOCKET_IFNAME": lab.interface}, watch=watch)
-        watch()
+    methods = [Method("", run.backend, run.codec or "") for run in done]
+    with Progress(*columns, console=console) as progress:
+        bars = [progress.add_task(f"{run.label:<24}", total=config.steps, words="") for run in done]
+        jobs.ask(
+            lab,
+            ranks_train,
+            config,
+            methods,
+            accelerator.kind() if cuda else "cpu",
+            env={"NCCL_SOCKET_IFNAME": lab.interface},
+            heard=partial(hear, done, progress, bars),
+        )
 
 
 def main() -> int:
@@ -216,8 +214,8 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true", help="train on no GPU, though there is one")
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for pictures")
     parser.add_argument("--csv", type=Path, help="append the table to this file, too")
-    args = parser.parse_args()
-    origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench.demo", *sys.argv[1:]]))
+    args = parser.parse(sys.argv[1:])
+    origin = Origin.here(args.command)
     cuda = bool(accelerator.kind()) and not args.cpu
     origin = replace(origin, device=accelerator.describe() if cuda else origin.device)
     config = Config(steps=args.steps)
@@ -231,7 +229,7 @@ def main() -> int:
             console.print(f"no namespaces: {reason}", highlight=False, markup=False)
             console.print("Gloo is left out: it cannot be slowed down without them")
         try:
-            train_all(done, lab, config.steps, console, cuda=cuda)
+            train_all(done, lab, config, console, cuda=cuda)
         except jobs.Failed as error:
             console.print(str(error), markup=False, highlight=False)
             return 1

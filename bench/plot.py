@@ -20,7 +20,7 @@ from pathlib import Path
 from pycomm.bench.common.arguments import Parser, unknown
 from pycomm.bench.common.tables import RESULTS
 from pycomm.bench.figures.catalogue import FIGURES, Figure, fitting
-from pycomm.bench.figures.drawing import picture_digest, save
+from pycomm.bench.figures.drawing import digest, picture_digest, save
 
 ROOT = Path(__file__).parent.parent
 IMAGES = Path("docs/img")
@@ -64,7 +64,7 @@ def faults(root: Path, figures: Sequence[Figure] = FIGURES) -> list[str]:
             wrong += mixed
         elif not path.exists():
             wrong.append(f"{path.name} has not been drawn")
-        elif picture_digest(path) != figure.of(root / "bench/results").digest():
+        elif picture_digest(path) != digest(figure.of(root / "bench/results")):
             wrong.append(f"{path.name} shows something else than {figure.table}: draw it again")
     made_names = {path.name for path in made}
     strangers = sorted(p.name for p in images.glob("*") if p.name not in made_names)
@@ -109,7 +109,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _draw(figure: Figure, results: Path, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     save(figure.of(results), path)
     print(path)
 

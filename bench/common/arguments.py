@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Iterable
+import shlex
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from pycomm import _C
@@ -17,6 +19,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter} | options)
 
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Return the options, and as `command` the whole line, which rows of results have."""
+        options = self.parse_args(argv)
+        options.command = f"{self.prog} {shlex.join(argv)}".rstrip()
+        return options
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
@@ -29,84 +37,77 @@ def unknown(what: str, word: str, known: Iterable[str]) -> str:
     return f"there is no {what} {word!r}{guess} Use one of {', '.join(names)}"
 
 
+def shown(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return an argparse type that tells what is wrong in the words of its error."""
+
+    def checked(text: str) -> Any:
+        try:
+            return parse(text)
+        except (ValueError, RuntimeError) as error:
+            raise argparse.ArgumentTypeError(str(error).splitlines()[0]) from None
+
+    return checked
+
+
+def listed(parse: Callable[[str], Any] = str) -> Callable[[str], list[Any]]:
+    """Return an argparse type of values joined by commas."""
+    return shown(lambda text: [parse(word) for word in text.split(",")])
+
+
 def one_of(what: str, known: Collection[str]) -> Callable[[str], str]:
     """Return an argparse type that accepts one of the known words."""
 
     def parse(text: str) -> str:
         if text not in known:
-            raise argparse.ArgumentTypeError(unknown(what, text, known))
+            raise ValueError(unknown(what, text, known))
         return text
 
-    return parse
+    return shown(parse)
 
 
 def some_of(what: str, known: Collection[str]) -> Callable[[str], list[str]]:
     """Return an argparse type that accepts distinct known words joined by commas."""
     check = one_of(what, known)
-
-    def parse(text: str) -> list[str]:
-        return _once([check(word) for word in text.split(",")], text)
-
-    return parse
+    return shown(lambda text: _once([check(word) for word in text.split(",")], text))
 
 
 def all_or_one_of(what: str, known: Collection[str]) -> Callable[[str], list[str]]:
     """Return an argparse type that accepts one of the known words, or "all" for each of them."""
     check = one_of(what, [*known, "all"])
-
-    def parse(text: str) -> list[str]:
-        return list(known) if check(text) == "all" else [text]
-
-    return parse
+    return lambda text: list(known) if check(text) == "all" else [text]
 
 
-def size(text: str) -> int:
-    """Call parse_size with an exception that argparse prints."""
-    try:
-        return harness.parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _rate(text: str) -> str:
+    link_rates.parse(text)
+    return text
 
 
-def rates(text: str) -> list[str]:
-    """Parse links' rates, as netlab takes them, joined by commas."""
-    try:
-        for word in text.split(","):
-            link_rates.parse(word)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text.split(",")
-
-
-def count(text: str) -> int:
-    """Parse a whole number >= 0."""
+def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no count: want a whole number from 0 on")
+        raise ValueError(f"{text!r} is no count: want a whole number from 0 on")
     return int(text)
 
 
-def counts(text: str) -> list[int]:
-    """Parse whole numbers >= 0 joined by commas."""
-    return [count(word) for word in text.split(",")]
-
-
-def seconds(text: str) -> float:
-    """Parse a number of seconds > 0."""
+def _seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: want seconds above 0")
+        raise ValueError(f"{text!r} is no time: want seconds above 0")
     return value
 
 
-def codecs(text: str) -> list[str]:
-    """Parse codecs joined by commas; a codec may itself contain commas: "topk:0.01,values=int8".
+size, sizes = shown(harness.parse_size), listed(harness.parse_size)
+count, counts = shown(_count), listed(_count)
+seconds = shown(_seconds)
+rates = listed(_rate)
+"""links' rates, as netlab takes them"""
 
-    Raises:
-        argparse.ArgumentTypeError: a codec or one of its options is unknown.
-    """
+
+@shown
+def codecs(text: str) -> list[str]:
+    """Parse codecs joined by commas; a codec may itself contain commas: "topk:0.01,values=int8"."""
     found: list[str] = []
     for word in text.replace(";", ",").split(","):
         if found and "=" in word and ":" not in word.partition("=")[0]:
@@ -122,19 +123,14 @@ def core_spec(text: str) -> str:
     """Return a codec's text in the core's form, "none" for none. Short names are accepted.
 
     Raises:
-        argparse.ArgumentTypeError: the codec or one of its options is unknown.
+        RuntimeError: the codec or one of its options is unknown.
     """
-    if text == "none":
-        return text
-    try:
-        return _C.Codec(text).spec
-    except RuntimeError as error:
-        raise argparse.ArgumentTypeError(str(error).splitlines()[0]) from None
+    return text if text == "none" else _C.Codec(text).spec
 
 
 def _once(words: list[str], text: str) -> list[str]:
     if len(set(words)) < len(words):
-        raise argparse.ArgumentTypeError(f"{text!r} names something twice")
+        raise ValueError(f"{text!r} names something twice")
     return words
 
 
@@ -158,8 +154,12 @@ def checked_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     return list(harness.sizes(options.first, options.last, options.factor))
 
 
+def add_csv(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--csv", metavar="FILE", type=Path, help="append all rows to this file")
+
+
 def add_files(parser: argparse.ArgumentParser) -> None:
     """Add the options that name the output files."""
-    add = parser.add_argument
-    add("-J", "--json", "--output_file", metavar="FILE", help="write all rows to this file")
-    add("--csv", metavar="FILE", help="append all rows to this file")
+    add_csv(parser)
+    names = "-J", "--json", "--output_file"
+    parser.add_argument(*names, metavar="FILE", type=Path, help="write all rows to this file")

@@ -6,14 +6,13 @@ CSV, and in JSON.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import Field, asdict, dataclass, fields
 from datetime import datetime, timezone
 from functools import cache
@@ -198,8 +197,9 @@ COLUMNS = [f.name for f in fields(Row)] + [f.name for f in fields(Origin)]
 Read = TypeVar("Read")
 
 
-def record(row: Row, origin: Origin) -> dict[str, Any]:
-    return asdict(row) | asdict(origin)
+def record(row: Row | dict[str, Any], origin: Origin) -> dict[str, Any]:
+    """Return a row as tables have it."""
+    return (row if isinstance(row, dict) else asdict(row)) | asdict(origin)
 
 
 def read_rows(path: Path, kind: type[Read]) -> list[Read]:
@@ -215,11 +215,6 @@ def _value(column: Field[Any], text: str) -> str | int | float:
     kinds: dict[str, type[int | float]] = {"int": int, "float": float}
     kind = kinds.get(str(column.type).removesuffix(" | None"))
     return text if kind is None else kind(text)
-
-
-def write_json(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(records, indent=1) + "\n")
 
 
 @cache

@@ -1,77 +1,111 @@
-"""Printed results: a table that grows row by row, and ratios between backends."""
+"""Results of a command: a table that grows row by row, files, and ratios between backends."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import argparse
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pycomm.bench.common import tables
-from pycomm.bench.common.harness import Origin, Row, format_size, record, write_json
-
-Column = tuple[str, int, str]
-"""name of a value, its width (below 0: on the left), its number format"""
+from pycomm.bench.common.harness import Origin, Row, record
 
 
-def head(columns: Sequence[Column]) -> str:
-    """Return the line above a table."""
-    return " ".join(_aligned(TITLES.get(name, name), width) for name, width, _ in columns)
+@dataclass(frozen=True)
+class Column:
+    """A column of a printed table."""
+
+    name: str
+    """of the value in a row"""
+    width: int
+    """below 0: on the left"""
+    spec: str | Callable[[Any], str] = ""
+    """a number's format, or what spells a value"""
+    title: str = ""
+    """empty: the name"""
+    factor: float | None = None
+    """what a number is multiplied by"""
+
+    def head(self) -> str:
+        return self._aligned(self.title or self.name)
+
+    def cell(self, row: Mapping[str, Any]) -> str:
+        """Return the value of a row; one that is None or not there is a dash."""
+        value = row.get(self.name)
+        if value is None:
+            return self._aligned("-")
+        if self.factor is not None:
+            value *= self.factor
+        return self._aligned(self.spec(value) if callable(self.spec) else format(value, self.spec))
+
+    def _aligned(self, text: str) -> str:
+        return f"{text:>{self.width}}" if self.width > 0 else f"{text:<{-self.width}}"
 
 
-def line(columns: Sequence[Column], values: Mapping[str, Any]) -> str:
-    """Return a line of a table; a value that is None or not there is a dash."""
-    cells = []
-    for name, width, spec in columns:
-        value = values.get(name)
-        cells.append(_aligned("-" if value is None else format(value, spec), width))
-    return " ".join(cells).rstrip()
-
-
-def _aligned(text: str, width: int) -> str:
-    return f"{text:>{width}}" if width > 0 else f"{text:<{-width}}"
-
-
-@dataclass
 class Report:
-    """Prints and keeps rows as they arrive."""
+    """Prints rows as they come, keeps them, and appends each to a CSV at once: what comes later may
+    be cut off.
 
-    columns: Sequence[Column]
-    """of :class:`Row`"""
-    quiet: bool = False
-    """keep rows and print nothing: for ranks other than 0"""
-    rows: list[Row] = field(default_factory=list)
+    Args:
+        columns: of the printed table.
+        options: of `arguments.Parser`: the command, and its `csv`; None: there is no file.
+        quiet: keep rows and do nothing else: for ranks other than 0.
+        device: on which was measured; empty: the processor.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        options: argparse.Namespace | None = None,
+        *,
+        quiet: bool = False,
+        device: str = "",
+    ) -> None:
+        self.columns, self.quiet = columns, quiet
+        self.origin = Origin.here(options.command if options else "")
+        if device:
+            self.origin = replace(self.origin, device=device)
+        self.rows: list[Any] = []
+        self._csv = Path(options.csv) if options and options.csv and not quiet else None
 
     def header(self, *comments: str) -> None:
         for comment in comments:
             self.note(f"# {comment}")
-        self.note(head(self.columns))
+        self.note(" ".join(column.head() for column in self.columns))
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Row | dict[str, Any]) -> None:
+        self.show(row)
+        self.keep(row)
+
+    def show(self, row: Row | dict[str, Any]) -> None:
+        values = row if isinstance(row, dict) else vars(row)
+        self.note(" ".join(column.cell(values) for column in self.columns).rstrip())
+
+    def keep(self, row: Row | dict[str, Any]) -> None:
+        """Add a row without printing it."""
         self.rows.append(row)
-        self.note(line(self.columns, vars(row) | {"size": format_size(row.size)}))
+        if self._csv:
+            tables.append(self._csv, [record(row, self.origin)])
 
     def note(self, text: str) -> None:
         if not self.quiet:
             print(text, flush=True)
 
-    def save(self, origin: Origin, *, json_path: str | None, csv_path: str | None) -> None:
-        records = [record(row, origin) for row in self.rows]
-        if json_path:
-            write_json(Path(json_path), records)
-        if csv_path:
-            tables.append(Path(csv_path), records)
+    def records(self) -> list[dict[str, Any]]:
+        """Return all rows, with their origin."""
+        return [record(row, self.origin) for row in self.rows]
+
+    def write_json(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.records(), indent=1) + "\n")
 
 
-TITLES = {
-    "time_p50": "p50(us)",
-    "time_p99": "p99(us)",
-    "time_device": "GPU(us)",
-    "wrong": "#wrong",
-    "wire_bytes": "wire(B)",
-    "cpu_seconds": "cpu(s)",
-    "of_copy": "of copy",
-}
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """Return a Markdown table; all columns but the first `left` are right-aligned numbers."""
+    rule = ["---"] * left + ["--:"] * (len(head) - left)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows))
 
 
 def ratios(rows: Sequence[Row], baseline: str) -> list[Row]:

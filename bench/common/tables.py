@@ -59,7 +59,7 @@ def newest(rows: Iterable[Row], *columns: str) -> list[Row]:
     return list(found.values())
 
 
-def parse_curve(text: str) -> list[tuple[float, float]]:
-    """Parse "1:4.5 10:3.2" into pairs of numbers."""
+def parse_curve(text: str) -> dict[float, float]:
+    """Parse "1:4.5 10:3.2", the values y by their places x."""
     pairs = (item.split(":") for item in text.split())
-    return [(float(x), float(y)) for x, y in pairs]
+    return {float(x): float(y) for x, y in pairs}

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import MEASURED, Origin
 from pycomm.bench.common.tables import Row
 from pycomm.bench.figures import charts
-from pycomm.bench.figures.claims import CLAIMS
-from pycomm.bench.figures.drawing import Chart
+from pycomm.bench.figures.report import CLAIMS
 
 CHECKED = ("device", "cores")
 """Columns of a row's origin that figures must share, too."""
@@ -30,7 +30,7 @@ class Figure:
     name: str
     table: str
     """the table's file name in bench/results"""
-    chart: Callable[[Sequence[Row]], Chart]
+    chart: Callable[[Sequence[Row]], Any]
     where: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """by column: the values of the rows that are shown"""
     panel: Sequence[str] = ()
@@ -82,7 +82,7 @@ class Figure:
                     wrong.append(f"{self.name}: {column} is {told} in the rows{place}")
         return wrong
 
-    def of(self, results: Path) -> Chart:
+    def of(self, results: Path) -> Any:
         """Return the chart of a folder's table.
 
         Raises:

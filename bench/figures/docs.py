@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Row, read_rows
-from pycomm.bench.figures.claims import CLAIMS
+from pycomm.bench.common.report import markdown
 from pycomm.bench.plan import command as plan
 from pycomm.bench.training import suite
 from pycomm.bench.training.methods import METHODS
@@ -35,13 +35,6 @@ PAGE = DOCS / "results.md"
 TRAINING, CODECS = tables.RESULTS / "training-cpu.csv", tables.RESULTS / "codecs-cpu.csv"
 DEMO = tables.RESULTS / "demo-cpu.csv"
 COUNTS = ROOT / "tests" / "codecs" / "cuda" / "calls.csv"
-NUMERIC = "--:"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Return a Markdown table; all columns but the first `left` are right-aligned numbers."""
-    rule = ["---"] * left + [NUMERIC] * (len(head) - left)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows))
 
 
 def training(rows: Sequence[Row], model: str, rate: str) -> str:
@@ -65,7 +58,7 @@ def training(rows: Sequence[Row], model: str, rate: str) -> str:
         for row in chosen
     ]
     head = ("method", "step, ms", "MB a step", "x fp16 hook", "seconds to the exact loss")
-    return table(head, lines)
+    return markdown(head, lines)
 
 
 def losses(rows: Sequence[Row], model: str) -> str:
@@ -80,7 +73,7 @@ def losses(rows: Sequence[Row], model: str) -> str:
         lines.append([
             method, str(len(by_seed)), percent(by_seed), number(whole.steps_to_loss, 0)
         ])  # fmt: skip
-    return table(("method", "seeds", "loss, %", "steps to the exact loss"), lines)
+    return markdown(("method", "seeds", "loss, %", "steps to the exact loss"), lines)
 
 
 def percent(values: Sequence[float]) -> str:
@@ -115,7 +108,7 @@ def codecs(path: Path) -> str:
             *(f"{float(largest[op]['algbw']):.1f}" if op in largest else "" for op in OPS),
         ])  # fmt: skip
     head = ("codec", "bits", "squared error", *(op.replace("_", " ") for op in OPS))
-    return table(head, lines)
+    return markdown(head, lines)
 
 
 def demo(path: Path) -> str:
@@ -123,7 +116,7 @@ def demo(path: Path) -> str:
     rows = tables.newest(tables.read(path), "run")
     first = float(rows[0]["step_seconds"])
     numbers = [[float(row[c]) for c in ("step_seconds", "wire_bytes", "loss")] for row in rows]
-    return table(DEMO_HEAD, [
+    return markdown(DEMO_HEAD, [
         demo_cells(row["run"], step, first, sent, loss)
         for row, (step, sent, loss) in zip(rows, numbers, strict=True)
     ])  # fmt: skip
@@ -132,7 +125,7 @@ def demo(path: Path) -> str:
 def planner(path: Path) -> str:
     """Return the planner's prediction errors over all cases; `bench plan --judge` has them all."""
     *_, (_, _, _, *cells) = plan.summary(read_rows(path, plan.PlanCase))
-    return table(("cases", "median error", "worst", "fastest codec picked"), [cells], left=0)
+    return markdown(("cases", "median error", "worst", "fastest codec picked"), [cells], left=0)
 
 
 OPS = ("encode", "encode+residual", "decode", "decode_add")
@@ -170,13 +163,13 @@ def kernels(counts: Path) -> str:
         found.setdefault(codec, {})[call] = f"{min(1.0, reached):.0%}"
     calls = ("encode", "encode, feedback", "own", "decode")
     lines = [[name, *(of.get(call, "") for call in calls)] for name, of in found.items()]
-    return table(("codec", *calls), [line for line in lines if any(line[1:])])
+    return markdown(("codec", *calls), [line for line in lines if any(line[1:])])
 
 
-def claims(results: Path) -> str:
+def claims(claimed: Sequence[tables.Row], results: Path) -> str:
     """Return the table with a row per claim: its command, and where it was measured last."""
     lines = []
-    for claim in CLAIMS:
+    for claim in claimed:
         last = max(tables.read(results / claim["table"]), key=lambda row: row["time"])
         lines.append([
             claim["claim"],
@@ -184,7 +177,7 @@ def claims(results: Path) -> str:
             f"`{claim['table']}`",
             f"{last['time'][:10]}, {last['commit']}",
         ])  # fmt: skip
-    return table(("claim", "command", "rows", "newest"), lines, left=4)
+    return markdown(("claim", "command", "rows", "newest"), lines, left=4)
 
 
 def paths() -> str:
@@ -198,10 +191,11 @@ def paths() -> str:
     for path in PATHS:
         coded, kinds = names(path.codecs, tuple(KNOWN)), names(path.kinds, KINDS)
         lines.append([f"`{path.name}`", places[path.on], path.about, coded, kinds])
-    return table(("path", "values on", "what it does", "codecs", "feedback"), lines, left=5)
+    return markdown(("path", "values on", "what it does", "codecs", "feedback"), lines, left=5)
 
 
-def write_all() -> None:
+def write_all(claimed: Sequence[tables.Row]) -> None:
+    """Write all tables; those of what docs claim has a row for each of these claims."""
     rows = load(TRAINING)
     for rate in dict.fromkeys(r.rate for r in rows if (r.kind, r.model) == ("step", "25m")):
         write(PAGE, f"steps 25m {rate}", training(rows, "25m", rate))  # a figure has the demo's
@@ -209,9 +203,10 @@ def write_all() -> None:
         write(PAGE, f"losses {model}", losses(rows, model))
     # A row per method, since there are more of them than of tasks.
     tasks, *lines = zip(*suite.table(load(tables.RESULTS / "suite-cpu.csv")), strict=True)
-    write(PAGE, "suite", table(("method", *tasks[1:]), [line for line in lines if any(line[1:])]))
+    methods = [line for line in lines if any(line[1:])]
+    write(PAGE, "suite", markdown(("method", *tasks[1:]), methods))
     write(PAGE, "codecs", codecs(CODECS))
-    write(DOCS / "bench.md", "claims", claims(tables.RESULTS))
+    write(DOCS / "bench.md", "claims", claims(claimed, tables.RESULTS))
     write(PAGE, "planner", planner(tables.RESULTS / "plan-cpu.csv"))
     write(PAGE, "kernels", kernels(COUNTS))
     write(DOCS / "gpu.md", "paths", paths())

@@ -23,10 +23,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -51,11 +51,6 @@ NEEDS = (
     "pycomm.bench.gpu: torch sees no GPU here: this needs an NVIDIA GPU, its driver, and a torch "
     "that was built for CUDA"
 )
-
-
-def python() -> tuple[str, str]:
-    """Return the words before the name of a module."""
-    return sys.executable, "-m"
 
 
 def sources() -> str:
@@ -97,28 +92,20 @@ class GpuRun:
         self.deadline, self.unfinished = min(self.end, time.monotonic() + 60 * minutes), False
         return time.monotonic() < self.end
 
-    def file(self, name: str, suffix: str = "csv") -> Path:
-        """Return a file of results of this device."""
-        return (
-            table(self.folder, self.machine)
-            .with_name(table(self.folder, self.machine).name.replace("gpu-", f"{name}-", 1))
-            .with_suffix(f".{suffix}")
-        )
+    def file(self, name: str = "gpu") -> Path:
+        """Return a CSV of this device."""
+        return table(self.folder, self.machine, name)
 
     def checked(self, name: str) -> str:
         """Return what a suite has said of these sources; "" if it has not run, or has failed."""
-        path = table(self.folder, self.machine)
-        rows = tables.read(path) if path.exists() else []
+        rows = tables.read(self.file()) if self.file().exists() else []
+        wanted = "check", name, str(self.machine.get("sources", ""))
         said = [
             row["contract"]
             for row in rows
-            if (row["kind"], row["codec"], row.get("sources")) == ("check", name, self._sources)
+            if (row["kind"], row["codec"], row.get("sources")) == wanted
         ]
         return said[-1] if said and "failed" not in said[-1] else ""
-
-    @property
-    def _sources(self) -> str:
-        return str(self.machine.get("sources", ""))
 
     def check(self, suites: Sequence[checks.Suite]) -> None:
         """Run suites side by side and add a row for each, but for those that have passed."""
@@ -135,33 +122,23 @@ class GpuRun:
 
     def tell(self, name: str, said: str) -> None:
         """Add the row of a check."""
-        row = asdict(GpuRow("check", said, name)) | self.machine
-        tables.append(table(self.folder, self.machine), [row])
+        tables.append(self.file(), [asdict(GpuRow("check", said, name)) | self.machine])
 
-    def call(self, name: str, *command: str) -> str:
-        """Run a command to its end, or that of the stage, and show its output.
-
-        Returns:
-            Its last line; "" if it has not ended well.
-        """
-        last = ""
-        process = subprocess.Popen(
-            [*python(), *command], stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        assert process.stdout is not None
-        ender = threading.Timer(self.deadline - time.monotonic(), checks.end, [process])
-        ender.start()
-        for line in process.stdout:  # shown at once: what a stage has said when it was ended
-            print(line, end="", flush=True)
-            last = line.strip()
-        status = process.wait()
-        ender.cancel()
-        if status and time.monotonic() >= self.deadline:
+    def call(self, name: str, *command: str, seconds: float = math.inf) -> None:
+        """Run a module to its end, for so many seconds at most, and not longer than the stage."""
+        process = subprocess.Popen([sys.executable, "-m", *command], start_new_session=True)
+        try:
+            left = min(seconds, self.deadline - time.monotonic())
+            status = process.wait(max(left, 0.001))
+        except subprocess.TimeoutExpired:
+            checks.end(process)
             self.unfinished = True
-            self.problems.append(f"{name}: out of time")
-        elif status:
-            self.problems.append(f"{name}: its process ended with status {status}")
-        return "" if status else last
+            self.problems.append(f"{name}: out of time, its later rows are missing")
+            return
+        if status:
+            how = {BROKEN: "a call broke the GPU's context"}
+            what = how.get(status, f"its process ended with status {status}")
+            self.problems.append(f"{name}: {what}, see above")
 
     def time(self, kind: str, numels: list[int]) -> None:
         """Time a kind in another process; a crash, or too long a time, loses its later rows."""
@@ -170,20 +147,7 @@ class GpuRun:
         contract = f"{len(said)} of {len(names)} parts" if kind in KINDS else ""
         job = {"kind": kind, "numels": numels, "contract": contract}
         job |= {"folder": str(self.folder), "machine": self.machine, "specs": self.options.codec}
-        command = [*python(), TASKS, json.dumps(job)]
-        process = subprocess.Popen(command, start_new_session=True)
-        left = min(KIND_SECONDS, self.deadline - time.monotonic())
-        try:
-            status = process.wait(max(left, 0.001))
-        except subprocess.TimeoutExpired:
-            checks.end(process)
-            self.unfinished = True
-            self.problems.append(f"{kind}: out of time, its later rows are missing")
-            return
-        if status:
-            how = {1: "calls failed", BROKEN: "a call broke the GPU's context"}
-            what = how.get(status, f"its process ended with status {status}")
-            self.problems.append(f"{kind}: {what}, see above")
+        self.call(kind, TASKS, json.dumps(job), seconds=KIND_SECONDS)
 
 
 def this_machine(command: str) -> dict[str, Any]:
@@ -229,7 +193,7 @@ def measured(name: str, run: GpuRun, *more: str) -> None:
 
 
 def step(run: GpuRun) -> None:
-    measured("step", run, "--picture", str(run.file("step", "png")))
+    measured("step", run, "--picture", str(run.file("step").with_suffix(".png")))
 
 
 def kernels(run: GpuRun) -> None:
@@ -289,18 +253,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = arguments.Parser(prog="python -m pycomm.bench gpu", description=__doc__)
     add = parser.add_argument
     add("--results", type=Path, default=Path("bench/results"), help="folder of CSV")
-    known = ",".join(STAGES)
-    add(
-        "--stages", type=arguments.some_of("stage", STAGES), default=list(STAGES), help=f"({known})"
-    )
+    known = arguments.some_of("stage", STAGES)
+    add("--stages", type=known, default=list(STAGES), help=f"({','.join(STAGES)})")
     whole = sum(minutes for minutes, _ in STAGES.values())
     add("--minutes", type=float, default=whole, help=f"then it ends ({whole})")
-    add(
-        "--kinds",
-        type=arguments.some_of("kind", KINDS),
-        default=KINDS,
-        help="such as native,triton",
-    )
+    known = arguments.some_of("kind", KINDS)
+    add("--kinds", type=known, default=KINDS, help="such as native,triton")
     add("--numel", type=int, nargs="+", default=NUMELS, help="values per call")
     what = "whose kernels are timed (all)"
     add("--codec", type=arguments.codecs, default=SPECS, metavar="CODEC,...", help=what)
@@ -327,7 +285,7 @@ def main(argv: list[str]) -> int:
         ran.append(name + " (problems)" * (len(run.problems) > before))
         if run.unfinished:
             left.append(name)
-    print(f"ran: {', '.join(ran) or 'nothing'}; rows are in {table(options.results, machine)}")
+    print(f"ran: {', '.join(ran) or 'nothing'}; rows are in {run.file()}")
     if left:
         print(f"left: make gpu STAGES={','.join(left)}")
     for problem in run.problems:

@@ -92,10 +92,10 @@ class GpuRow:
         return f"{self.kind:<9} {self.numel:>9} {self.codec:<46} {self.op:<16} {speed}"
 
 
-def table(folder: Path, machine: dict[str, Any]) -> Path:
-    """Return the CSV of a device: of the "NVIDIA H200" gpu-nvidia-h200.csv."""
+def table(folder: Path, machine: dict[str, Any], name: str = "gpu") -> Path:
+    """Return a CSV of a device: of the "NVIDIA H200" gpu-nvidia-h200.csv."""
     slug = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
-    return folder / f"gpu-{slug}.csv"
+    return folder / f"{name}-{slug}.csv"
 
 
 Timed = Callable[[], GpuRow]

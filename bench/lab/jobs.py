@@ -1,14 +1,20 @@
-"""Jobs of a lab's ranks: a command that each runs, and what the first one answers."""
+"""Jobs of a lab's ranks: a command that each runs, or a function, and what the first one yields.
+
+    python -m pycomm.bench.lab.jobs FILE LOG
+
+is a rank of `ask`.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,36 +70,46 @@ def run(
             raise fail("a rank failed")
 
 
-def ask(
-    lab: Lab,
-    module: str,
-    env: Mapping[str, str] | None = None,
-    *,
-    limit: float = math.inf,
-    ranks_per_node: int = 1,
-    heard: Callable[[Any], object] = lambda _: None,
-    **job: Any,
-) -> list[Any]:
-    """Run `python -m MODULE JOB` once per rank, JOB being JSON, and end the ranks.
+def command_of(
+    function: Callable[..., Iterable[Any]], values: Sequence[Any], log: Path
+) -> list[str]:
+    """Return the command of a rank that calls a generator function of a module.
 
     Args:
-        lab, env, limit, ranks_per_node: as of `run`.
-        module: its first argument is the job, which also names a new `folder` that the ranks share,
-            and a file in it, `log`, to which rank 0 writes lines of JSON.
-        heard: called with each of them, as soon as it is there.
-        job: what the ranks are to know.
+        function: what it yields on the first rank goes to a file: values that JSON has.
+        values: its arguments, which are pickled beside the file.
+        log: the file, which does not exist yet.
+    """
+    log.touch()
+    job = log.with_suffix(".job")
+    job.write_bytes(pickle.dumps((function, values)))
+    return [sys.executable, "-m", "pycomm.bench.lab.jobs", str(job), str(log)]
+
+
+def ask(
+    lab: Lab,
+    function: Callable[..., Iterable[Any]],
+    *values: Any,
+    heard: Callable[[Any], object] = lambda _: None,
+    **options: Any,
+) -> list[Any]:
+    """Call a generator function of a module on each rank, and end the ranks.
+
+    Args:
+        lab: the nodes.
+        function, values: as of `command_of`.
+        heard: called with each value as soon as it is there.
+        options: `env`, `limit` and `ranks_per_node`, as of `run`.
 
     Returns:
-        The lines.
+        The values.
 
     Raises:
         Failed: a rank failed, or has not ended in time.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
-        log.touch()
-        words = json.dumps(job | {"folder": folder, "log": str(log)})
-        command = [sys.executable, "-m", module, words]
+        command = command_of(function, values, log)
         found: list[Any] = []
 
         def look() -> None:
@@ -102,12 +118,19 @@ def ask(
                 found.append(json.loads(line))
                 heard(found[-1])
 
-        run(lab, command, env, limit=limit, watch=look, ranks_per_node=ranks_per_node)
+        run(lab, command, watch=look, **options)
         look()
         return found
 
 
-def answer(log: str, **record: Any) -> None:
-    """Write a line to a job's log."""
-    with Path(log).open("a") as file:
-        print(json.dumps(record), file=file, flush=True)
+def main(job: str, log: str) -> None:
+    """Be one rank."""
+    function, values = pickle.loads(Path(job).read_bytes())
+    first = os.environ["RANK"] == "0"
+    with open(log if first else os.devnull, "a") as file:
+        for found in function(*values):
+            print(json.dumps(found), file=file, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -90,15 +90,20 @@ class Netlab(Lab):
             ]
         self._shell(0, lines)
         for node in range(self.nodes):
-            lines = [
-                "ip link set dev lo up",
-                f"ip addr add 10.77.{link}.{node + 1}/24 dev {interface}",
-                f"ip link set dev {interface} up",
-                f"echo {self.congestion} >/proc/sys/net/ipv4/tcp_congestion_control || true",
-                "cat /proc/sys/net/ipv4/tcp_congestion_control",
-                _limit(interface, self._links[node][link].sent),
-            ]
-            self.congestion = self._shell(node + 1, lines).strip()
+            self._bring_up(link, node)
+            self._shell(node + 1, [_limit(interface, self._links[node][link].sent)])
+
+    def _bring_up(self, link: int, node: int, options: str = "") -> None:
+        """Give a node's interface its address, and the node its congestion control."""
+        control = "/proc/sys/net/ipv4/tcp_congestion_control"
+        lines = [
+            "ip link set dev lo up",
+            f"ip addr add 10.77.{link}.{node + 1}/24 dev eth{link}",
+            f"ip link set dev eth{link} up {options}",
+            f"echo {self.congestion} >{control} || true",
+            f"cat {control}",
+        ]
+        self.congestion = self._shell(node + 1, lines).strip()
 
     def _hold(self, enter: list[str]) -> int:
         """Create a namespace and return the process that keeps it alive."""

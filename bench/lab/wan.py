@@ -108,17 +108,7 @@ class WanLab(Netlab):
             assert self._link.stderr is not None
             raise LabUnavailable(self._link.stderr.read().strip() or "the link program failed")
         for node in range(self.nodes):
-            device = f"eth{link}"
-            self.congestion = self._shell(
-                node + 1,
-                [
-                    "ip link set dev lo up",
-                    f"ip addr add 10.77.{link}.{node + 1}/24 dev {device}",
-                    f"ip link set dev {device} up mtu 1500 txqueuelen 4000",
-                    f"echo {self.congestion} >/proc/sys/net/ipv4/tcp_congestion_control || true",
-                    "cat /proc/sys/net/ipv4/tcp_congestion_control",
-                ],
-            ).strip()
+            self._bring_up(link, node, "mtu 1500 txqueuelen 4000")
 
     def _say(self, line: str) -> None:
         assert self._link is not None

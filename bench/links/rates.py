@@ -19,42 +19,58 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from pycomm import _C
-from pycomm.bench.common.arguments import some_of
+from pycomm.bench.common.arguments import counts, listed, some_of
+from pycomm.bench.common.report import Column
+from pycomm.bench.common.timing import in_turns
 from pycomm.bench.lab.jobs import ask
 from pycomm.bench.lab.namespaces import Netlab
 from pycomm.bench.lab.shape import seconds, share
 from pycomm.bench.lab.wan import lab_of
-from pycomm.bench.links.rates_rank import CODEC, CODED
+from pycomm.bench.ops.operations import OPERATIONS, make_case
+from pycomm.bench.ops.torch_backends import coded_run
 
+CODEC = "quant:bits=8"
+CODED = "_int8"
+"""ending of the operations with this codec, which groups of pycomm have"""
 STREAMS = (1, 2, 4, 8)
 SENT = dict.fromkeys(("all_reduce", "all_reduce_int8", "broadcast", "sendrecv"), 1.0)
 SENT |= dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), 0.5)
 """the operations, each with the share of the tensor that a rank of two sends"""
 BACKENDS = ("pycomm", "gloo")
 COLUMNS = (
-    *(("rate", 8, ""), ("control", -7, ""), ("round_trip_ms", 13, ""), ("loss", 6, "")),
-    *(("operation", -15, ""), ("bytes", 9, ""), ("backend", -8, "")),
-    *(("ms", 8, ""), ("mbit_per_s", 10, ""), ("how", -10, "")),
+    *(Column("rate", 8), Column("control", -7), Column("round_trip_ms", 13), Column("loss", 6)),
+    *(Column("operation", -15), Column("bytes", 9), Column("backend", -8)),
+    *(Column("ms", 8), Column("mbit_per_s", 10), Column("how", -10)),
 )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--rate", default="200mbit", help="comma-separated, of each node (200mbit)")
-    add("--round-trip", default="30ms,100ms,200ms", help="comma-separated (30ms,100ms,200ms)")
-    add("--loss", default="0,0.1%,1%", help="comma-separated (0,0.1%%,1%%)")
-    add("--control", default="reno", help="TCP's congestion controls, comma-separated (reno)")
+    lists = {
+        "rate": ("200mbit", "of each node"),
+        "round-trip": ("30ms,100ms,200ms", "of the link"),
+        "loss": ("0,0.1%,1%", "of packets"),
+        "control": ("reno", "TCP's congestion controls"),
+    }
+    for name, (default, what) in lists.items():
+        told = f"comma-separated, {what} ({default})".replace("%", "%%")
+        add(f"--{name}", type=listed(), default=default, help=told)
     for name, known in (("operation", SENT), ("backend", BACKENDS)):
         what = f"comma-separated ({','.join(known)})"
         add(f"--{name}", type=some_of(name, known), default=list(known), help=what)
     what = "instead: rates of several links between two nodes, without delay: 1gbit,100mbit"
     add("--paths", action="append", default=[], help=what)
     add("--link", default="", help="PYCOMM_LINK: the rate to which pycomm paces itself (none)")
-    add("--bytes", default="8192,16777216", help="of a call's tensor (8192,16777216)")
+    what = "of a call's tensor (8192,16777216)"
+    add("--bytes", type=counts, default="8192,16777216", help=what)
     add("--repeats", type=int, default=5, help="calls of each backend, in turns (5)")
     add("--iperf-time", type=int, default=5, help="seconds of each run of iperf3, 0: none (5)")
 
@@ -101,16 +117,8 @@ def measure(lab: Netlab, options: argparse.Namespace) -> Iterator[dict[str, Any]
     paths = range(lab.rate.count(",") + 1)
     env = {"PYCOMM_INTERFACE": ",".join(f"eth{path}" for path in paths)}
     env |= {"PYCOMM_LINK": options.link} if options.link else {}
-    found = ask(
-        lab,
-        "pycomm.bench.links.rates_rank",
-        env,
-        operations=options.operation,
-        sizes=[int(size) for size in options.bytes.split(",")],
-        repeats=options.repeats,
-        backends=options.backend,
-    )
-    for one in found:
+    words = options.operation, options.bytes, options.repeats, options.backend
+    for one in ask(lab, time_calls, *words, env=env):
         operation, size, backend = one["operation"], one["bytes"], one["backend"]
         if options.link and backend == "pycomm":
             backend += f", link {options.link}"
@@ -133,10 +141,72 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the rows of all links."""
     lists = (options.rate, options.control, options.round_trip, options.loss)
     links = [[paths, "", "0", "0"] for paths in options.paths]
-    for rate, control, trip, loss in links or itertools.product(*(t.split(",") for t in lists)):
+    for rate, control, trip, loss in links or itertools.product(*lists):
         ms = f"{1e3 * seconds('round trip', trip):g}"
         share("loss", loss)
         far = "" if ms == "0" and loss == "0" else f"@{trip}@{loss}"
         with lab_of(2, rate + far, congestion=control or "reno") as lab:
             place = {"rate": rate, "control": control or lab.congestion, "round_trip_ms": ms}
             yield from (place | {"loss": loss} | row for row in measure(lab, options))
+
+
+# ------------------------------------------------------------------------ ranks
+
+
+def begin(_: object = None) -> None:
+    """Wait for an instant that rank 0 chooses. The nodes of a lab share one clock.
+
+    A barrier would release ranks half a round trip apart. A rank that hears of the instant too late
+    begins later, and the others wait for it.
+    """
+    before = time.monotonic()
+    dist.barrier()
+    lead = 0.25 + 2 * (time.monotonic() - before)  # one packet may be lost and repeated
+    instant = torch.tensor([time.monotonic() + lead], dtype=torch.float64)
+    dist.broadcast(instant, 0)
+    time.sleep(max(0.0, instant.item() - time.monotonic()))
+
+
+def slowest(calls: Mapping[str, Callable[[], object]], count: int) -> dict[str, list[float]]:
+    """Return the seconds of each call on the slowest rank, `count` of each. Collective."""
+    found = {}
+    for name, samples in in_turns(calls, count, settle=0, before=begin).items():
+        most = torch.tensor(samples, dtype=torch.float64)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        found[name] = most.tolist()
+    return found
+
+
+def time_calls(
+    operations: list[str], sizes: list[int], repeats: int, backends: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the seconds of the calls of each operation and size, by backend. Collective."""
+    limit = timedelta(seconds=300)
+    dist.init_process_group("gloo", timeout=limit)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    groups = {name: dist.new_group(backend=name, timeout=limit) for name in backends}
+    for size, operation in itertools.product(sizes, operations):
+        op = OPERATIONS[operation.removesuffix(CODED)]
+        case = make_case(op, size, dtype="float32", redop="sum", rank=rank, ranks=ranks)
+        if case is None:
+            raise ValueError(f"{size} bytes are too few for {operation} of {ranks} ranks")
+        calls = {}
+        for name, group in groups.items():
+            x, y = map(torch.from_numpy, case.buffers())
+            if not operation.endswith(CODED):
+                call = op.torch(dist, group, case, x, y)
+            elif name == "pycomm":
+                call = coded_run(group, case, x, y, CODEC)
+            else:
+                continue
+            try:
+                call()
+            except RuntimeError:  # Gloo lacks some
+                continue
+            calls[name] = call
+        for name, times in slowest(calls, repeats).items():
+            yield {"operation": operation, "bytes": size, "backend": name, "seconds": times}
+    dist.barrier()
+    for group in groups.values():
+        dist.destroy_process_group(group)
+    dist.destroy_process_group()

@@ -16,8 +16,7 @@ import numpy as np
 
 from pycomm import _C
 from pycomm.bench.ops import coded
-from pycomm.bench.ops.backend import BackendCalls
-from pycomm.bench.ops.cases import Array, Case, Run
+from pycomm.bench.ops.cases import Array, BackendCalls, Case, Run
 
 CORE = ("pycomm", "pycomm-shared", "pycomm-tls", "pycomm-unchecked")
 NAMES = (
@@ -75,7 +74,7 @@ class SharedCore(Core):
 
 
 ON_DEVICE = ("pycomm-torch", "pycomm-host", "nccl", "pycomm-nccl")
-"""Those of `--device cuda`; see `device.py`."""
+"""Those of `--device cuda`; see torch_backends.py."""
 
 
 def usual() -> list[str]:
@@ -93,17 +92,13 @@ def connect(
     """Connect to the other ranks in every backend, in the order of the names."""
     backends: list[BackendCalls] = []
     for name in names:
-        if cuda:
-            from pycomm.bench.ops import device
-
-            backends.append(device.make(name, folder, rank, ranks))
-        elif name.partition(":")[0] in CORE:
+        if name.partition(":")[0] in CORE:
             core = SharedCore if name == "pycomm-shared" else Core
             backends.append(core(name, _C.Store.file(str(folder)), rank, ranks))
         else:
             from pycomm.bench.ops.torch_backends import make
 
-            backends.append(make(name, folder, rank, ranks))
+            backends.append(make(name, folder, rank, ranks, cuda=cuda))
     return backends
 
 
@@ -113,7 +108,9 @@ def missing(names: Sequence[str], *, cuda: bool = False) -> str:
     if with_torch and importlib.util.find_spec("torch") is None:
         return f"--backend {with_torch[0]} needs torch, which is not installed here"
     if cuda:
-        from pycomm.bench.ops import device
+        from pycomm.bench.common import accelerator
 
-        return device.missing()
+        if not accelerator.kind():
+            needs = "an NVIDIA GPU, its driver, and a torch that was built for CUDA"
+            return f"--device cuda needs {needs}"
     return ""

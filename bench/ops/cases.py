@@ -1,7 +1,11 @@
-"""One operation at one size: buffers, inputs and right results. `operations.py` has the list."""
+"""One operation at one size, its buffers, inputs and right results; and what runs it.
+
+`operations.py` has the operations, `backends.py` what runs them.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -144,3 +148,45 @@ class Operation:
     reduces: bool = False
     to_root: bool = False
     """only rank 0 has a result"""
+
+
+class BackendCalls(ABC):
+    """One way to run every operation of :mod:`pycomm.bench.ops.operations`."""
+
+    name: str
+    has_codecs = False
+
+    def buffers(self, case: Case) -> tuple[Any, Any]:
+        """Return zeroed input and output buffers for `case`; the same one if it is in place."""
+        return case.buffers()
+
+    def fill(self, buffer: Any, stored: Array) -> None:
+        """Put stored values into a buffer."""
+        buffer[:] = stored
+
+    def stored(self, case: Case, buffer: Any) -> Array:
+        """Return the stored values of a buffer of a case."""
+        return buffer
+
+    def refuses(self, case: Case) -> str:
+        """Return why this backend cannot run the case; empty if it can."""
+        return ""
+
+    @abstractmethod
+    def prepare(self, case: Case, x: Any, y: Any, codec: str = "none") -> Run:
+        """Return a callable that runs the operation once, from `x` to `y`, with all set-up done."""
+
+    def event_time(self, run: Run) -> float | None:
+        """Return the median of the calls of what `prepare` has returned, by the device's own clock,
+        in us; None: it has none."""
+        return None
+
+    @abstractmethod
+    def sent_bytes(self) -> int | None:
+        """Return the bytes this rank has sent since the start; None if they are not counted."""
+
+    @abstractmethod
+    def describe(self) -> str: ...
+
+    @abstractmethod
+    def close(self) -> None: ...

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +18,8 @@ import numpy as np
 
 from pycomm import _C
 from pycomm.bench.common import arguments
-from pycomm.bench.common.harness import Origin, Row
-from pycomm.bench.common.report import Report
+from pycomm.bench.common.harness import Row, format_size
+from pycomm.bench.common.report import Column, Report
 from pycomm.bench.common.timing import calls_within, in_turns, quantile
 from pycomm.codecs import ALIASES
 from pycomm.codecs import codec as parse_codec
@@ -28,16 +27,16 @@ from pycomm.codecs import codec as parse_codec
 SECONDS = 0.3  # of the slowest call at one size
 FEWEST, MOST = 6, 5000  # timed calls
 COLUMNS = (
-    ("codec", 40, ""),
-    ("op", 20, ""),
-    ("backend", 10, ""),
-    ("size", 5, ""),
-    ("time_p50", 10, ".1f"),
-    ("algbw", 7, ".2f"),
-    ("copybw", 7, ".2f"),
-    ("of_copy", 7, ".2f"),
-    ("ratio", 6, ".2f"),
-    ("err", 8, ".1e"),
+    Column("codec", 40),
+    Column("op", 20),
+    Column("backend", 10),
+    Column("size", 5, format_size),
+    Column("time_p50", 10, ".1f", "p50(us)"),
+    Column("algbw", 7, ".2f"),
+    Column("copybw", 7, ".2f"),
+    Column("of_copy", 7, ".2f", "of copy"),
+    Column("ratio", 6, ".2f"),
+    Column("err", 8, ".1e"),
 )
 DEFAULT = [
     *ALIASES,
@@ -165,14 +164,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     kind = arguments.codecs
     parser.add_argument("--codec", type=kind, metavar="CODEC,...", help=what)
     parser.add_argument("--errors", action="store_true", help="instead: bits, errors; no times")
-    what = "of the values (cpu); cuda: every kernel beside a copy, as `bench gpu --stages kernels`"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=what)
     arguments.add_files(parser)
-    options = parser.parse_args(argv)
+    options = parser.parse(argv)
     options.sizes = arguments.checked_sizes(parser, options)
-    if options.device == "cuda" and (options.errors or options.csv or options.json):
-        words = "--device cuda writes bench/results/gpu-DEVICE.csv; errors are those of the CPU"
-        parser.error(f"{words}: leave out --csv, --json and --errors")
     return options
 
 
@@ -188,23 +182,18 @@ def _on_one_core() -> Iterator[None]:
 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
-    if options.device == "cuda":
-        from pycomm.bench.gpu.__main__ import main as on_gpu  # needs torch
-
-        chosen = ["--codec", ",".join(options.codec)] if options.codec else []
-        sizes = (str(n // 4) for n in options.sizes)
-        return on_gpu(["--stages", "kernels", *chosen, "--numel", *sizes])
     chosen, sizes = specs(options.codec or []), options.sizes
-    origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "codecs", *argv]))
     if options.errors:
         from pycomm.bench.ops import errors  # needs torch
 
-        return errors.run(origin, options.csv)
-    report = Report(COLUMNS)
+        return errors.run(options)
+    report = Report(COLUMNS, options)
     with _on_one_core():
+        origin = report.origin
         report.header(f"codecs on one core of {origin.device}, {origin.simd}", origin.command)
         for size in sizes:
             for spec in chosen:
                 measure(spec, size, report)
-    report.save(origin, json_path=options.json, csv_path=options.csv)
+    if options.json:
+        report.write_json(options.json)
     return 0

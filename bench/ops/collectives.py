@@ -13,18 +13,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shlex
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from pycomm.bench.common import arguments, harness
-from pycomm.bench.common.harness import Origin
-from pycomm.bench.common.report import Column, Report, head, line, ratios
+from pycomm.bench.common import arguments
+from pycomm.bench.common.harness import format_size
+from pycomm.bench.common.report import Column, Report, ratios
 from pycomm.bench.lab.base import Paced, wait
 from pycomm.bench.lab.rates import UNLIMITED
 from pycomm.bench.ops import backends, coded
@@ -37,28 +35,34 @@ GRACE = 5.0  # seconds that rank 0 waits for the others to finish
 STORE = "BENCH_STORE"  # the variable with the folder in which ranks of `launch` meet
 
 
-def columns(options: argparse.Namespace) -> tuple[tuple[str, int, str], ...]:
-    """Return name, width and format of each column."""
-    return (
-        ("size", 7, ""),
-        ("count", 9, "d"),
-        ("type", 8, ""),
-        ("redop", 5, ""),
-        ("backend", max(map(len, ["backend", *options.backend])), ""),
-        ("codec", max(map(len, ["codec", *options.codec])), ""),
-        ("place", 5, ""),
-        ("time_p50", 10, ".2f"),
-        ("time_p99", 10, ".2f"),
-        *([("time_device", 9, ".2f")] if options.device == "cuda" else ()),
-        ("algbw", 7, ".3f"),
-        ("busbw", 7, ".3f"),
-        ("effbw", 7, ".3f"),
-        ("wrong", 6, "d"),
-        ("ratio", 6, ".2f"),
-        ("err", 8, ".1e"),
-        ("wire_bytes", 9, ".0f"),
-        ("cpu_seconds", 8, ".2e"),
-    )
+def named(options: argparse.Namespace) -> list[Column]:
+    """Return the columns of what was asked for."""
+    return [
+        Column("backend", max(map(len, ["backend", *options.backend]))),
+        Column("codec", max(map(len, ["codec", *options.codec]))),
+    ]
+
+
+def columns(options: argparse.Namespace) -> list[Column]:
+    return [
+        Column("size", 7, format_size),
+        Column("count", 9, "d"),
+        Column("type", 8),
+        Column("redop", 5),
+        *named(options),
+        Column("place", 5),
+        Column("time_p50", 10, ".2f", "p50(us)"),
+        Column("time_p99", 10, ".2f", "p99(us)"),
+        *([Column("time_device", 9, ".2f", "GPU(us)")] if options.device == "cuda" else ()),
+        Column("algbw", 7, ".3f"),
+        Column("busbw", 7, ".3f"),
+        Column("effbw", 7, ".3f"),
+        Column("wrong", 6, "d", "#wrong"),
+        Column("ratio", 6, ".2f"),
+        Column("err", 8, ".1e"),
+        Column("wire_bytes", 9, ".0f", "wire(B)"),
+        Column("cpu_seconds", 8, ".2e", "cpu(s)"),
+    ]
 
 
 def print_averages(report: Report) -> None:
@@ -72,35 +76,31 @@ def print_averages(report: Report) -> None:
         report.note(f"# Avg bus bandwidth of {name}: {sum(found) / len(found):.3f} GB/s")
 
 
-def print_ratios(report: Report, baseline: str) -> None:
+def print_ratios(report: Report, options: argparse.Namespace) -> None:
     """Print by which factor each backend beats the baseline, and add those rows to the report."""
-    found = ratios(report.rows, baseline)
+    found = ratios(report.rows, options.baseline)
     if not found:
         return
-    report.note(f"\n# times better than {baseline} (p50, p99: shorter; effbw: higher)")
-    wide = max(len(row.backend) for row in found), max(5, *(len(row.codec) for row in found))
-    columns: list[Column] = [("size", 7, ""), ("backend", wide[0], ""), ("codec", wide[1], "")]
-    columns += [(name, 8, "") for name in ("p50", "p99", "effbw")]
-    report.note(head(columns))
+    titles = {"time_p50": "p50", "time_p99": "p99", "effbw": "effbw"}
+    times = [Column(name, 8, lambda by: f"{by:.1f}x", title) for name, title in titles.items()]
+    report.columns = [Column("size", 7, format_size), *named(options), *times]
+    what = f"times better than {options.baseline} (p50, p99: shorter; effbw: higher)"
+    report.note("")
+    report.header(what)
     for row in found:
-        times = zip(("p50", "p99", "effbw"), (row.time_p50, row.time_p99, row.effbw), strict=True)
-        values = {name: f"{value:.1f}x" for name, value in times if value}
-        size = harness.format_size(row.size)
-        values |= {"size": size, "backend": row.backend, "codec": row.codec}
-        report.note(line(columns, values))
-    report.rows += found
+        report.add(row)
 
 
-def rank_main(
-    options: argparse.Namespace, command: str, folder: Path, rank: int, ranks: int
-) -> int:
+def rank_main(options: argparse.Namespace, folder: Path, rank: int, ranks: int) -> int:
     member = Rank(options, rank, ranks, folder)
-    origin = Origin.here(command)
+    device = ""
     if options.device == "cuda":
         from pycomm.bench.common import accelerator  # needs torch
 
-        origin = replace(origin, device=accelerator.describe())
-    report = Report(() if options.explain else columns(options), quiet=rank != 0)
+        device = accelerator.describe()
+    shown = [] if options.explain else columns(options)
+    report = Report(shown, options, quiet=rank != 0, device=device)
+    origin = report.origin
     connections = [f"{b.name}: {b.describe()}" for b in member.backends]
     where = f"{origin.device}, {origin.cores} cores, commit {origin.commit or 'unknown'}"
     report.header(f"{options.op}, {ranks} ranks on {where}", *connections)
@@ -111,11 +111,11 @@ def rank_main(
     right = member.run(report)
     print_averages(report)
     if len(options.backend) > 1:
-        print_ratios(report, options.baseline)
-    if rank == 0:
-        report.save(origin, json_path=options.json, csv_path=options.csv)
-        if not right:
-            print("WRONG: the column #wrong counts elements with a wrong value", file=sys.stderr)
+        print_ratios(report, options)
+    if rank == 0 and options.json:
+        report.write_json(options.json)
+    if rank == 0 and not right:
+        print("WRONG: the column #wrong counts elements with a wrong value", file=sys.stderr)
     member.close()
     return 0 if right or rank != 0 else 1
 
@@ -185,7 +185,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--explain", action="store_true", help=what)
     arguments.add_files(parser)
     add("--store", help="folder where ranks meet: shared by all nodes, if there are several")
-    options = parser.parse_args(argv)
+    options = parser.parse(argv)
     known: Sequence[str] = backends.ON_DEVICE if options.device == "cuda" else backends.NAMES
     usual = backends.usual() if options.device == "cuda" else ["pycomm"]
     options.backend = options.backend or usual
@@ -240,7 +240,6 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(options.store or os.environ.get(STORE) or own)
     folder.mkdir(mode=0o700, exist_ok=True)  # private, since ranks trust its contents
     try:
-        command = shlex.join(["python", "-m", "pycomm.bench", *argv])
-        return rank_main(options, command, folder, rank, ranks)
+        return rank_main(options, folder, rank, ranks)
     finally:
         _leave(folder, rank, ranks)

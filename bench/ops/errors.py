@@ -10,15 +10,13 @@ is timed. Bits and errors do not depend on the machine, except for the last bits
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from pycomm.bench.common import tables
-from pycomm.bench.common.harness import Origin
-from pycomm.bench.common.report import head, line
+from pycomm.bench.common.report import Column, Report
 from pycomm.bench.training.train import alone
 from pycomm.codecs import codec as parse_codec
 
@@ -60,18 +58,22 @@ def rows(values: str, vectors: Sequence[torch.Tensor]) -> Iterator[dict[str, Any
             yield row | {"bits": bits, "error": error}
 
 
-def run(origin: Origin, path: str | None) -> int:
-    """Print a table; append its rows to a CSV if a path is given."""
+COLUMNS = (
+    Column("values", -10),
+    Column("codec", -45),
+    Column("bits", 6, ".3f"),
+    Column("error", 9, ".2e"),
+)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure all codecs."""
     torch.set_num_threads(1)  # fixes the order of sums, so that every run has the same gradients
     normal = torch.randn(VALUES, generator=torch.Generator().manual_seed(0))
     gradients = [g.flatten() for g in alone(STEPS) if g.ndim > 1]
-    records = []
-    columns = (("values", -10, ""), ("codec", -45, ""), ("bits", 6, ".3f"), ("error", 9, ".2e"))
-    print(head(columns))
+    report = Report(COLUMNS, options)
+    report.header()
     for values, vectors in ((NORMAL, [normal]), (GRADIENTS, gradients)):
         for row in rows(values, vectors):
-            print(line(columns, row))
-            records.append(row | vars(origin))
-    if path:
-        tables.append(Path(path), records)
+            report.add(row)
     return 0

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +19,7 @@ from pycomm.bench.common.harness import Row
 from pycomm.bench.common.report import Report
 from pycomm.bench.common.timing import calls_within, in_turns, quantile
 from pycomm.bench.ops import backends, coded
-from pycomm.bench.ops.backend import BackendCalls
-from pycomm.bench.ops.cases import Array, Case, Run
+from pycomm.bench.ops.cases import Array, BackendCalls, Case, Run
 from pycomm.bench.ops.operations import OPERATIONS, make_case
 
 SECONDS = 0.5  # time budget of the slowest backend at one size, unless -n is given
@@ -36,7 +36,7 @@ class Variant:
     spec: str
     case: Case
     run: Run
-    buffers: tuple[Array, Array] | None = None
+    buffers: tuple[Any, Any] | None = None
     """the memory of `run`, kept alive here since the core takes raw addresses"""
     wrong: int = 0
     err: float | None = None
@@ -97,10 +97,8 @@ class Rank:
         op, options = OPERATIONS[self.options.op], self.options
         redops = options.redops if op.reduces else [""]
         for dtype, redop, size in itertools.product(options.dtypes, redops, options.sizes):
-            yield (
-                size,
-                make_case(op, size, dtype=dtype, redop=redop, rank=self.rank, ranks=self.ranks),
-            )
+            place = {"rank": self.rank, "ranks": self.ranks}
+            yield size, make_case(op, size, dtype=dtype, redop=redop, **place)
 
     def run(self, report: Report) -> bool:
         """Measure everything; return True if every result was correct."""
@@ -168,19 +166,20 @@ class Rank:
     def verify(self, variant: Variant) -> None:
         """Run once on values with a known result. Adds to `wrong`; with a codec, sets `err`."""
         case = variant.case
-        x, y = variant.backend.buffers(case)
-        run = variant.backend.prepare(case, x, y, variant.spec)
+        backend = variant.backend
+        x, y = backend.buffers(case)
+        run = backend.prepare(case, x, y, variant.spec)
         exact = variant.codec == "none"
-        x[:] = case.stored(case.inputs(self.rank)) if exact else coded.inputs(case, self.rank)
-        variant.backend.push(x)
+        given = case.stored(case.inputs(self.rank)) if exact else coded.inputs(case, self.rank)
+        backend.fill(x, given)
         run()
-        variant.backend.pull(y)
+        result = backend.stored(case, y)
         if exact:
             ours = not case.op.to_root or self.rank == 0
-            wrong = int(np.count_nonzero(y != case.expected())) if ours else 0
+            wrong = int(np.count_nonzero(result != case.expected())) if ours else 0
             variant.wrong += int(self.agree([wrong], "sum")[0])
         else:
-            variant.wrong += self.verify_coded(case, variant, y)
+            variant.wrong += self.verify_coded(case, variant, result)
 
     def verify_coded(self, case: Case, variant: Variant, y: Array) -> int:
         """Return 0, or the count of all elements if the error is too large or ranks differ."""
@@ -203,8 +202,7 @@ class Rank:
             x, y = variant.backend.buffers(case)
             variant.run = variant.backend.prepare(case, x, y, variant.spec)
             if variant.codec != "none":
-                x[:] = coded.inputs(case, self.rank)
-                variant.backend.push(x)
+                variant.backend.fill(x, coded.inputs(case, self.rank))
             variant.buffers = (x, y)
 
     def warm_up(self, variant: Variant) -> float:

@@ -1,7 +1,14 @@
-"""Backends of torch.distributed in the benchmark: pycomm's and Gloo."""
+"""Backends of torch.distributed in the benchmark of collectives.
+
+On the CPU those are pycomm's and Gloo. On a GPU (`--device cuda`) `pycomm-torch` takes the way that
+pycomm chooses: kernels among peers, or the host; `pycomm-host` goes by way of the host, `nccl` is
+torch's own, and `pycomm-nccl` codes what NCCL moves. A call on a GPU is timed by the clock until
+the GPU has done it, and by events of the GPU.
+"""
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 import pycomm
+import pycomm.backend  # registers the name, which installed packages do without this
 from pycomm import takeover
-from pycomm.bench.ops.backend import BackendCalls
-from pycomm.bench.ops.cases import STORAGE, Array, Case, Run
+from pycomm.bench.common import accelerator
+from pycomm.bench.ops import coded
+from pycomm.bench.ops.cases import STORAGE, Array, BackendCalls, Case, Run
 from pycomm.policy import Decision, Parameter
 from pycomm.reduction import two_shot
 from pycomm.reduction.bucket import Bucket
@@ -28,7 +37,22 @@ NAMES = {
 }
 CPU = torch.device("cpu")
 UNKNOWN = ("uint32", "uint64")
-"""types that Gloo does not reduce or send"""
+"""types that Gloo and GPUs do not reduce or send"""
+
+
+class TimedRun:
+    """Calls that are done when they return, and that events of the GPU time."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._seconds: list[float] = []
+
+    def __call__(self) -> None:
+        self._seconds.append(accelerator.seconds(self._run))
+
+    def time(self) -> float:
+        """Return the median of the calls, in us."""
+        return 1e6 * statistics.median(self._seconds)
 
 
 class Torch(BackendCalls):
@@ -44,26 +68,41 @@ class Torch(BackendCalls):
         self.name, self.group, self.device = name, group, device
         self.has_codecs = name.startswith("pycomm")
 
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of the device; shared: that of the group, where DDP keeps its buckets."""
+        if not self.name.endswith("-shared"):
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        backend = self.group._get_backend(self.device)
+        shared: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=self.device)
+        return shared
+
+    def buffers(self, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+        return case.buffers(lambda numel: self.allocate(numel, getattr(torch, case.dtype)))
+
+    def fill(self, buffer: torch.Tensor, stored: Array) -> None:
+        buffer.view(torch.uint8).copy_(torch.from_numpy(stored).view(torch.uint8))
+
+    def stored(self, case: Case, buffer: torch.Tensor) -> Array:
+        return buffer.view(torch.uint8).cpu().numpy().view(STORAGE[case.dtype])
+
     def refuses(self, case: Case) -> str:
-        if self.name == "gloo" and case.dtype in UNKNOWN:
-            return f"gloo has no {case.dtype}"
+        if case.dtype in UNKNOWN and (self.name == "gloo" or self.device != CPU):
+            return f"{self.name} has no {case.dtype}"
         if self.name == "gloo" and case.redop == "avg":
             return "gloo has no avg"
+        if self.name == "pycomm-nccl" and case.op.name not in coded.CORE:
+            return f"{self.name} codes {', '.join(coded.CORE)}"
         return ""
 
-    def tensors(self, case: Case, *arrays: Array) -> list[torch.Tensor]:
-        found = [torch.from_numpy(array) for array in arrays]
-        return [t.view(torch.bfloat16) for t in found] if case.dtype == "bfloat16" else found
-
-    def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
-        ours, result = self.tensors(case, x, y)
-        return self.call(case, ours, result, codec)
-
-    def call(self, case: Case, x: torch.Tensor, y: torch.Tensor, codec: str) -> Run:
-        """Return one call on tensors."""
+    def prepare(self, case: Case, x: torch.Tensor, y: torch.Tensor, codec: str = "none") -> Run:
         if codec == "none":
-            return case.op.torch(dist, self.group, case, x, y)
-        return coded_run(self.group, case, x, y, codec)
+            run = case.op.torch(dist, self.group, case, x, y)
+        else:
+            run = coded_run(self.group, case, x, y, codec)
+        return run if self.device == CPU else TimedRun(run)
+
+    def event_time(self, run: Run) -> float | None:
+        return run.time() if isinstance(run, TimedRun) else None
 
     def sent_bytes(self) -> int | None:
         if NAMES[self.name] != "pycomm":
@@ -72,26 +111,13 @@ class Torch(BackendCalls):
         return sent
 
     def describe(self) -> str:
-        return f"torch {torch.__version__} {NAMES[self.name]}"
+        shared = "" if self.device == CPU else accelerator.sharing(self.group.size())
+        told = f"torch {torch.__version__} {NAMES[self.name]}"
+        return ", ".join(filter(None, [told, shared]))
 
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-class SharedTorch(Torch):
-    """The backend on memory from the group's allocate_tensor(), where DDP keeps its buckets."""
-
-    def buffers(self, case: Case) -> tuple[Array, Array]:
-        backend = self.group._get_backend(CPU)
-        dtype = getattr(torch, case.dtype)
-
-        def allocate(numel: int) -> Array:
-            tensor = backend.allocate_tensor(numel, dtype=dtype, device=CPU)
-            array: Array = tensor.view(torch.uint8).numpy().view(STORAGE[case.dtype])
-            return array
-
-        return case.buffers(allocate)
 
 
 def coded_run(group: Any, case: Case, x: torch.Tensor, y: torch.Tensor, spec: str) -> Run:
@@ -109,20 +135,14 @@ def coded_run(group: Any, case: Case, x: torch.Tensor, y: torch.Tensor, spec: st
     return lambda: call(*tensors, bucket, group, seed=0, step=0)
 
 
-def make(name: str, folder: Path, rank: int, ranks: int) -> Torch:
-    """Connect to the other ranks in one backend of torch."""
-    kind = SharedTorch if name == "pycomm-torch-shared" else Torch
-    return kind(name, _group(NAMES[name], folder, rank, ranks))
-
-
-def _group(backend: str, folder: Path, rank: int, ranks: int) -> Any:
-    """Return the default group, or a further group if there is one already."""
-    if backend == "pycomm":
-        import pycomm.backend  # noqa: F401  (installed packages register the name without this)
-
+def make(name: str, folder: Path, rank: int, ranks: int, *, cuda: bool = False) -> Torch:
+    """Connect to the other ranks in one backend, with tensors of the CPU or of this rank's GPU."""
+    device = accelerator.take(rank, ranks) if cuda else CPU
     with takeover.released():  # ignores PYCOMM_TAKEOVER
-        if dist.is_initialized():
-            return dist.new_group(backend=backend)
-        store = dist.FileStore(str(folder / "torch"), ranks)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
-        return dist.group.WORLD
+        if not dist.is_initialized():
+            store = dist.FileStore(str(folder / "torch"), ranks)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        options = accelerator.group(NAMES[name], device.type)
+        if name == "pycomm-host":
+            options["pg_options"] = pycomm.Options(device_path="host")
+        return Torch(name, dist.new_group(**options), device)

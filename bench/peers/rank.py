@@ -1,12 +1,7 @@
-"""One rank of the peers' table: trains with one system, and answers what it has measured.
-
-With `seconds` it takes steps for so long, of which it answers the mean time and bytes; else it
-trains by the whole schedule, and answers the loss on held-out text now and then.
-"""
+"""One rank of the peers' table, which trains with one system."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -17,9 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from pycomm.bench.lab.jobs import answer
 from pycomm.bench.peers.systems import PEERS, Shared, Training
 from pycomm.bench.training.corpora import standard_library
 from pycomm.bench.training.train import (
@@ -28,21 +21,13 @@ from pycomm.bench.training.train import (
     Transformer,
     batches,
     loss_of,
+    loss_on,
     schedule,
-    windows,
     wire_bytes,
 )
 
 SETTLE = 3  # untimed steps
 MOST = 40  # timed steps, or two rounds of those that communicate now and then
-
-
-@torch.no_grad()
-def held_out(model: nn.Module, text: torch.Tensor, config: Config) -> float:
-    """Return the loss of this rank's model on held-out text."""
-    starts = torch.linspace(0, text.numel() - config.context - 1, WINDOWS).long()
-    losses = [loss_of(model, windows(text, part, config.context)) for part in starts.split(16)]
-    return float(torch.stack(losses).mean())
 
 
 def take(training: Training, sequences: torch.Tensor) -> None:
@@ -94,9 +79,11 @@ def time_of_steps(
     return {"seconds": seconds / count, "bytes": (wire_bytes() - before) / count}
 
 
-def main(
-    peer: str, steps: int, layers: int, width: int, seconds: float, log: str, folder: str
-) -> None:
+def train(
+    peer: str, steps: int, layers: int, width: int, seconds: float
+) -> Iterator[dict[str, float]]:
+    """Yield the loss on held-out text now and then; with `seconds` instead the mean time and bytes
+    of the steps that it takes in so long."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1
     torch.set_num_threads(1)
@@ -112,9 +99,7 @@ def main(
     text, other = standard_library()
     data = batches(text, config, rank, ranks)
     if seconds:
-        found = time_of_steps(training, data, store, system.every, seconds)
-        if rank == 0:
-            answer(log, **found)
+        yield time_of_steps(training, data, store, system.every, seconds)
     else:
         rates = torch.optim.lr_scheduler.LambdaLR(
             training.optimizer, lambda step: schedule(step, config)
@@ -122,16 +107,12 @@ def main(
         for step in range(1, steps + steps // 4 + 1):
             take(training, next(data))
             rates.step()
-            if step % config.evaluate_every == 0 and rank == 0:
-                answer(log, step=step, held_out=held_out(net, other, config))
+            if step % config.evaluate_every == 0:
+                yield {"step": step, "held_out": float(loss_on(other, net, config, WINDOWS))}
     training.close()
     if rank == 0:  # it has the store: it leaves last
         meet(store, "closed", ranks)
     else:
         store.add("closed", 1)
-
-
-if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
     sys.stdout.flush()
     os._exit(0)  # some systems leave threads and processes that would keep this one

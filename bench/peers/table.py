@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from pycomm.bench.common import tables
-from pycomm.bench.common.arguments import Parser
-from pycomm.bench.common.harness import Origin
+from pycomm.bench.common import arguments, report, tables
+from pycomm.bench.common.report import Column, Report
 from pycomm.bench.lab.base import Lab, Paced
 from pycomm.bench.lab.jobs import Failed, ask
 from pycomm.bench.lab.rates import UNLIMITED
 from pycomm.bench.lab.wan import lab_of
-from pycomm.bench.peers.results import link, markdown, verdicts
+from pycomm.bench.peers import rank
 from pycomm.bench.peers.systems import PEERS, Peer
+from pycomm.bench.training.results import steps_to_loss
+from pycomm.plan.units import parse_rate
 
 RANKS = 2
 RATES, DELAYS = "100mbit,1gbit,10gbit", "0,50"
@@ -46,15 +46,8 @@ def last_line(error: Failed) -> str:
 
 def measured(lab: Lab, peer: Peer, options: argparse.Namespace, seconds: float = 0.0) -> list[Any]:
     """Run a system's ranks; return what the first one has answered."""
-    return ask(
-        lab,
-        "pycomm.bench.peers.rank",
-        peer.environment,
-        limit=PATIENCE,
-        peer=peer.name,
-        seconds=seconds,
-        **{name: getattr(options, name) for name in MODEL},
-    )
+    model = (getattr(options, name) for name in MODEL)
+    return ask(lab, rank.train, peer.name, *model, seconds, env=peer.environment, limit=PATIENCE)
 
 
 # ------------------------------------------------------------------------ measurements
@@ -109,31 +102,40 @@ def blank(kind: str, peer: Peer) -> dict[str, Any]:
     return row | {"kind": kind, "system": peer.name, "lines": str(peer.lines), "note": peer.note}
 
 
+COLUMNS = (
+    Column("kind", -4),
+    Column("rate", -8),
+    Column("delay_ms", 8),
+    Column("system", -34),
+    Column("ms", 8),
+    Column("bytes", 9),
+    Column("curve", 15, lambda curve: curve.rpartition(" ")[2], "step:loss"),
+    Column("broke", -40),
+)
+
+
 def main(argv: Sequence[str]) -> int:
-    parser = Parser(prog="python -m pycomm.bench peers", description=__doc__)
+    parser = arguments.Parser(prog="python -m pycomm.bench peers", description=__doc__)
     add = parser.add_argument
-    add("--rates", default=RATES, help=f"of links, joined by commas ({RATES})")
-    add("--delays", default=DELAYS, help=f"of round trips, in ms ({DELAYS})")
+    add("--rates", type=arguments.rates, default=RATES, help=f"of links ({RATES})")
+    add("--delays", type=arguments.listed(float), default=DELAYS, help=f"in ms ({DELAYS})")
     add("--peers", default="", help="only those in whose name this pattern is found")
     add("--seconds", type=float, default=6.0, help="of timed steps on each link (6)")
     add("--steps", type=int, default=200, help="of the learning rate's schedule (200)")
     add("--layers", type=int, default=2, help="of the model (2)")
     add("--width", type=int, default=224, help="of the model (224)")
-    add("--csv", type=Path, default=None, help="file to which rows are added")
+    arguments.add_csv(parser)
     add("--show", action="store_true", help="measure nothing: print the table of --csv")
-    options = parser.parse_args(argv)
-    origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "peers", *argv]))
-    rows = tables.read(options.csv) if options.csv and options.csv.exists() else []
+    options = parser.parse(argv)
+    before = tables.read(options.csv) if options.csv and options.csv.exists() else []
+    output = Report(COLUMNS, options)
+    output.header()
     for row in () if options.show else measure(options):
-        what = row["broke"] or row["curve"].rpartition(" ")[2] or f"{row['ms']} ms a step"
-        print(" ".join(filter(None, (row["kind"], *link(row), row["system"]))), what, flush=True)
-        rows.append(row | vars(origin))
-        if options.csv:
-            tables.append(options.csv, rows[-1:])
+        output.add(row)
     same = {settings(kind, options) for kind in ("loss", "step")}
-    shown = [{k: str(v) for k, v in row.items()} for row in rows if row["settings"] in same]
+    rows = [row for row in (*before, *output.records()) if row["settings"] in same]
+    shown = [{k: str(v) for k, v in row.items()} for row in rows]
     print(markdown(shown, options.steps))
-    print("\n".join(["", *verdicts(shown, options.steps)]))
     return 0
 
 
@@ -145,6 +147,62 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield row
         broken |= {row["system"]} if row["broke"] else set()
     peers = [peer for peer in peers if peer.name not in broken]
-    for delay in options.delays.split(","):
-        for rate in options.rates.split(","):
-            yield from steps(peers, rate, float(delay), options)
+    for delay, rate in itertools.product(options.delays, options.rates):
+        yield from steps(peers, rate, delay, options)
+
+
+# ------------------------------------------------------------------------ seconds to the loss
+
+REFERENCE = PEERS[0].name
+
+
+def link(row: tables.Row) -> tuple[str, str]:
+    return row["rate"], row["delay_ms"]
+
+
+def seconds_to_loss(rows: Sequence[tables.Row], target_step: int) -> dict[Any, float | None]:
+    """Return the seconds to the reference's loss, by system and link; None: never, or broken."""
+    rows = tables.newest(rows, "kind", "system", "rate", "delay_ms")
+    curves = {r["system"]: tables.parse_curve(r["curve"]) for r in rows if r["curve"]}
+    if REFERENCE not in curves:
+        return {}
+    target = curves[REFERENCE][target_step]
+    counts = {name: steps_to_loss([curve], target) for name, curve in curves.items()}
+    found: dict[Any, float | None] = {}
+    for row in rows:
+        if row["kind"] == "step":
+            count = counts.get(row["system"])
+            known = count is not None and row["ms"]
+            found[row["system"], link(row)] = count * float(row["ms"]) / 1e3 if known else None
+    return found
+
+
+def links_of(rows: Sequence[tables.Row]) -> list[tuple[str, str]]:
+    """Return the links of the rows' steps, by their round trip and then by their rate."""
+    links = {link(row) for row in rows if row["kind"] == "step"}
+    return sorted(links, key=lambda place: (float(place[1]), parse_rate(place[0])[0]))
+
+
+def markdown(rows: Sequence[tables.Row], target_step: int) -> str:
+    """Return the table of seconds to the loss, with the times of the first in each column bold."""
+    found = seconds_to_loss(rows, target_step)
+    links = links_of(rows)
+    best = {}
+    for place in links:
+        times = [t for (_, where), t in found.items() if where == place and t is not None]
+        best[place] = min(times, default=None)
+    names = [f"{rate}, {delay} ms" for rate, delay in links]
+    head = ["system", "lines", *names, "MB a step", "what broke"]
+    lines = []
+    for name in dict.fromkeys(row["system"] for row in rows):
+        mine = tables.newest([r for r in rows if r["system"] == name], "kind", "rate", "delay_ms")
+        cells = []
+        for place in links:
+            seconds = found.get((name, place))
+            text = "" if seconds is None else f"{seconds:.1f}"
+            cells.append(f"**{text}**" if text and seconds == best[place] else text or "-")
+        sent = [float(r["bytes"]) for r in mine if r["bytes"]]
+        cells.append(f"{min(sent) / 1e6:.3f}" if sent else "-")
+        cells.append("; ".join(dict.fromkeys(r["broke"] for r in mine if r["broke"])))
+        lines.append([name, mine[0]["lines"], *cells])
+    return report.markdown(head, lines, left=len(head))

@@ -13,8 +13,8 @@ of it; the exit status is 1 if a promise of the planner is broken.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
-import shlex
 import statistics
 import sys
 import tempfile
@@ -23,18 +23,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pycomm.bench.common import harness, tables
-from pycomm.bench.common.arguments import Parser
-from pycomm.bench.common.harness import Origin
-from pycomm.bench.common.report import head, line
+from pycomm.bench.common import arguments
+from pycomm.bench.common.harness import format_size, read_rows
+from pycomm.bench.common.report import Column, Report
 from pycomm.bench.lab.jobs import ask, run
 from pycomm.bench.lab.wan import lab_of
+from pycomm.bench.plan import ranks as rank_functions
 from pycomm.plan import CODINGS, ClusterProbe, Model, clock, of_tensors
 from pycomm.plan.algorithms import Size, all_reduce
 
 CODECS = ("none", "int8", "int4", "topk:0.01")
 MEDIAN, WORST, CLOSE, PICKED = 0.10, 0.30, 1.10, 0.95  # the promised accuracy
-RANKS = "pycomm.bench.plan.ranks"
 PROBED = 8  # ranks of a probe: two measure a link, more also measure the sharing of cores
 
 
@@ -76,13 +75,15 @@ def probe(rate: str, path: Path) -> ClusterProbe:
 # ------------------------------------------------------------------ predicting
 
 
-def predict_all_reduce(found: ClusterProbe, ranks: int, codec: str, size: int) -> tuple[str, float]:
+def algorithm_of(codec: str) -> str:
+    return "gather" if CODINGS[codec].combine == "gather" else "two_shot"
+
+
+def predict_all_reduce(found: ClusterProbe, ranks: int, codec: str, size: int) -> float:
+    """Return the seconds of an all-reduce."""
     coding = CODINGS[codec]
-    algorithm = "gather" if coding.combine == "gather" else "two_shot"
-    cluster = found.cluster(ranks)
-    values = size // 4
-    seconds = all_reduce(cluster, coding, algorithm, Size.of(values, coding)).seconds
-    return algorithm, seconds
+    values = Size.of(size // 4, coding)
+    return all_reduce(found.cluster(ranks), coding, algorithm_of(codec), values).seconds
 
 
 def model_of(parts: dict[str, Any], ranks: int) -> Model:
@@ -104,11 +105,10 @@ def model_of(parts: dict[str, Any], ranks: int) -> Model:
     )
 
 
-def predict_step(found: ClusterProbe, ranks: int, codec: str, model: Model) -> tuple[str, float]:
-    coding = CODINGS[codec]
-    algorithm = "gather" if coding.combine == "gather" else "two_shot"
+def predict_step(found: ClusterProbe, ranks: int, codec: str, model: Model) -> float:
+    """Return the seconds of a step."""
     cluster = found.cluster(ranks, compute_on_cores=True)
-    return algorithm, clock.step(model, cluster, coding, algorithm).step
+    return clock.step(model, cluster, CODINGS[codec], algorithm_of(codec)).step
 
 
 # -------------------------------------------------------------------- judging
@@ -157,22 +157,21 @@ def summary(cases: Sequence[PlanCase]) -> Iterable[list[str]]:
         ]
 
 
-def record(case: PlanCase, origin: Origin) -> dict[str, Any]:
+def record(case: PlanCase) -> dict[str, Any]:
     """Return a case as a row of a table."""
-    return asdict(case) | {"error": round(case.error, 4)} | asdict(origin)
+    return asdict(case) | {"error": round(case.error, 4)}
 
 
 COLUMNS = (
-    *(("kind", -10, ""), ("rate", -8, ""), ("ranks", 5, ""), ("size", 5, ""), ("codec", -10, "")),
-    *(("predicted ms", 12, ".2f"), ("measured ms", 11, ".2f"), ("error", 8, ".1%")),
+    Column("kind", -10),
+    Column("rate", -8),
+    Column("ranks", 5),
+    Column("size", 5, lambda size: format_size(size) if size else "demo"),
+    Column("codec", -10),
+    Column("predicted", 12, ".2f", "predicted ms", 1e3),
+    Column("measured", 11, ".2f", "measured ms", 1e3),
+    Column("error", 8, ".1%"),
 )
-
-
-def show(case: PlanCase) -> None:
-    values = {"predicted ms": 1e3 * case.predicted, "measured ms": 1e3 * case.measured}
-    values["error"] = case.error
-    size = harness.format_size(case.size) if case.size else "demo"
-    print(line(COLUMNS, vars(case) | values | {"size": size}), flush=True)
 
 
 def measure(
@@ -181,44 +180,41 @@ def measure(
     """Yield all cases of one link rate and number of ranks."""
     with lab_of(ranks, rate) as lab:
         if "all_reduce" in options.kind:
-            rows = ask(lab, RANKS, kind="all_reduces", sizes=options.size, codecs=CODECS)
-            for row in rows:
-                predicted = predict_all_reduce(found, ranks, row["codec"], row["size"])
-                yield PlanCase(
-                    "all_reduce", rate, ranks, row["size"], row["codec"], *predicted, row["seconds"]
-                )
+            for row in ask(lab, rank_functions.all_reduces, options.size, CODECS):
+                size, codec = row["size"], row["codec"]
+                predicted = predict_all_reduce(found, ranks, codec, size)
+                what = "all_reduce", rate, ranks, size, codec, algorithm_of(codec)
+                yield PlanCase(*what, predicted, row["seconds"])
         if "step" in options.kind:
-            parts, *rows = ask(lab, RANKS, kind="steps", codecs=CODECS)
+            parts, *rows = ask(lab, rank_functions.steps, CODECS)
             model = model_of(parts, ranks)
             for row in rows:
                 predicted = predict_step(found, ranks, row["codec"], model)
-                yield PlanCase("step", rate, ranks, 0, row["codec"], *predicted, row["seconds"])
+                what = "step", rate, ranks, 0, row["codec"], algorithm_of(row["codec"])
+                yield PlanCase(*what, predicted, row["seconds"])
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = Parser(prog="python -m pycomm.bench plan", description=__doc__)
+    parser = arguments.Parser(prog="python -m pycomm.bench plan", description=__doc__)
     add = parser.add_argument
-    rates = "comma-separated; with round trip and loss: 200mbit@60ms@0.1%%"
-    add("--rate", default="100mbit,1gbit,10gbit", help=rates)
-    add("--ranks", default="2,4,8", help="comma-separated")
-    add("--size", default="1M,4M,16M,64M", help="of all-reduces, comma-separated")
-    add("--kind", default="all_reduce,step", help="comma-separated")
-    add("--csv", type=Path, help="append all rows to this file")
+    what = "comma-separated; with round trip and loss: 200mbit@60ms@0.1%%"
+    add("--rate", type=arguments.listed(), default="100mbit,1gbit,10gbit", help=what)
+    add("--ranks", type=arguments.counts, default="2,4,8", help="comma-separated")
+    what = "of all-reduces, comma-separated"
+    add("--size", type=arguments.sizes, default="1M,4M,16M,64M", help=what)
+    kinds = arguments.some_of("kind", ("all_reduce", "step"))
+    add("--kind", type=kinds, default="all_reduce,step", help="comma-separated")
+    arguments.add_csv(parser)
     add("--judge", type=Path, help="measure nothing: judge the rows of this file")
-    options = parser.parse_args(argv)
+    options = parser.parse(argv)
     if options.judge:
-        return 0 if judge(harness.read_rows(options.judge, PlanCase)) else 1
-    options.size = [harness.parse_size(text) for text in options.size.split(",")]
-    origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "plan", *argv]))
-    cases: list[PlanCase] = []
+        return 0 if judge(read_rows(options.judge, PlanCase)) else 1
+    report, cases = Report(COLUMNS, options), []
+    report.header()
     with tempfile.TemporaryDirectory() as folder:
-        print(head(COLUMNS))
-        for rate in options.rate.split(","):
-            for ranks in map(int, options.ranks.split(",")):
-                found = probe(rate, Path(folder, f"{rate}-{ranks}.json"))
-                for case in measure(options, rate, ranks, found):
-                    show(case)
-                    cases.append(case)
-                    if options.csv:
-                        tables.append(options.csv, [record(case, origin)])
+        for rate, ranks in itertools.product(options.rate, options.ranks):
+            found = probe(rate, Path(folder, f"{rate}-{ranks}.json"))
+            for case in measure(options, rate, ranks, found):
+                report.add(record(case))
+                cases.append(case)
     return 0 if judge(cases) else 1

@@ -1,23 +1,17 @@
-"""Ranks of `python -m pycomm.bench plan`: all-reduces, or training steps, of all codecs in turns.
-
-Rank 0 writes a line of JSON for each case to a file.
-"""
+"""Ranks of `python -m pycomm.bench plan`: all-reduces or training steps of all codecs in turns."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import pycomm
 from pycomm.bench.common.timing import calls_within, in_turns
-from pycomm.bench.lab.jobs import answer
 from pycomm.communicator import Communicator, Piece
 from pycomm.plan.codecs import CODINGS, Coding
 
@@ -42,9 +36,9 @@ def piece(coding: Coding, residual: np.ndarray[Any, Any]) -> Piece:
     return Piece(residual.size, codec, owner_residual=residual if owed else None)
 
 
-def all_reduces(folder: str, sizes: Sequence[int], codecs: Sequence[str], log: str) -> None:
-    """Measure the median seconds of all-reduces, of the slowest rank."""
-    with Communicator.from_env(folder, transport="tcp", timeout=300) as group:
+def all_reduces(sizes: Sequence[int], codecs: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the median seconds of all-reduces, of the slowest rank."""
+    with Communicator.from_env(transport="tcp", timeout=300) as group:
         source = np.random.default_rng(group.rank).standard_normal(max(sizes) // 4, np.float32)
         buffer, residual = np.empty_like(source), np.zeros_like(source)
 
@@ -77,9 +71,8 @@ def all_reduces(folder: str, sizes: Sequence[int], codecs: Sequence[str], log: s
             samples = in_turns(calls[size], counts[size] + 1, settle=0, before=rest)
             for codec in codecs:
                 found.setdefault((size, codec), []).extend(slowest(samples[codec][1:]))
-        if group.rank == 0:
-            for (size, codec), times in found.items():
-                answer(log, size=size, codec=codec, seconds=statistics.median(times))
+        for (size, codec), times in found.items():
+            yield {"size": size, "codec": codec, "seconds": statistics.median(times)}
 
 
 class Trained:
@@ -119,10 +112,10 @@ class Trained:
         self.parts.append([end - begin for begin, end in itertools.pairwise(clock)])
 
 
-def steps(codecs: Sequence[str], log: str) -> None:
-    """Measure training steps with each codec, in turns with ranks that do not communicate.
+def steps(codecs: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield training steps with each codec, in turns with ranks that do not communicate.
 
-    The parts of a step of the latter add up to the slowest rank's time.
+    The parts of a step of the latter come first; they add up to the slowest rank's time.
     """
     import torch
     import torch.distributed as dist
@@ -151,25 +144,12 @@ def steps(codecs: Sequence[str], log: str) -> None:
         slowest = torch.tensor(times, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         middle[name] = statistics.median(slowest.tolist())
-    if rank == 0:
-        alone = trained["alone"]
-        parts = [statistics.median(part) for part in zip(*alone.parts, strict=True)]
-        scaled = [middle["alone"] * part / sum(parts) for part in parts]
-        names = ("forward", "backward", "optimizer")
-        shapes = [list(p.shape) for p in alone.net.parameters()]
-        answer(log, **dict(zip(names, scaled, strict=True)), shapes=shapes)
-        for codec in codecs:
-            answer(log, codec=codec, seconds=middle[codec])
+    alone = trained["alone"]
+    parts = [statistics.median(part) for part in zip(*alone.parts, strict=True)]
+    scaled = [middle["alone"] * part / sum(parts) for part in parts]
+    names = ("forward", "backward", "optimizer")
+    shapes = [list(p.shape) for p in alone.net.parameters()]
+    yield {**dict(zip(names, scaled, strict=True)), "shapes": shapes}
+    for codec in codecs:
+        yield {"codec": codec, "seconds": middle[codec]}
     dist.destroy_process_group()
-
-
-def main(kind: str, folder: str, log: str, **what: Any) -> None:
-    """Run the measurement that command.py asks for."""
-    if kind == "all_reduces":
-        all_reduces(folder, log=log, **what)
-    else:
-        steps(log=log, **what)
-
-
-if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))

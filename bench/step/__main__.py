@@ -1,8 +1,348 @@
-"""Makes `python -m pycomm.bench.step` a program."""
+"""A DDP step beside the shortest one that the link allows, for each method in turns.
 
+    python -m pycomm.bench step
+    python -m pycomm.bench step --model 124m --rate 10gbit,1gbit --backend nccl,pycomm
+    python -m pycomm.bench step --nodes 2 --ranks-per-node 2 --backend cpu:pycomm,cuda:nccl
+    python -m pycomm.bench step --model demo --trainings FSDP2
+    python -m pycomm.bench step --stand-in
+
+Ranks train a GPT on links between network namespaces (netlab.py): on GPUs, which ranks share where
+there are fewer, in bf16 autocast with fused AdamW; else on the CPU, a smaller one. Every row has
+the bytes that a node has sent, the wire's time for them at 95 % of its rate, the bound
+
+    B = max(C, first + wire, C + last * wire) + optimizer
+
+and the ratio to it. C is forward and backward, `first` the time until the first bucket is ready,
+`last` the share of the last bucket; `alone` is a step whose hook sends nothing. Where there are no
+namespaces, pycomm paces its own sockets, which is checked; other backends then need a lab.
+
+`--stand-in` models the step of a GPU on a virtual clock (stand_in.py), from a checkout: nothing
+runs on one. Its parts are launches, copies and Python calls of a bucket, waits of the host in a
+step, and the share of the step in which each stage is busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from pycomm.bench.step.command import main
+import torch
+
+from pycomm.bench import netlab
+from pycomm.bench.common import accelerator, arguments, tables
+from pycomm.bench.common.harness import Row, record
+from pycomm.bench.common.report import Column, Report
+from pycomm.bench.lab import jobs
+from pycomm.bench.step import rank, stand_in
+from pycomm.bench.step.bound import Pace, wire_seconds
+from pycomm.bench.step.stages import StageTime
+from pycomm.bench.training.methods import METHODS, ONE_BUCKET, Method
+from pycomm.bench.training.results import describe
+from pycomm.bench.training.train import MODELS, Config, parameters
+from pycomm.plan.units import parse_rate
+
+NAMES = {
+    "exact": Method(""),
+    "bf16": Method("", hook="bf16"),
+    "fp16": Method("", hook="fp16"),
+    "powersgd:4": Method("", hook="powersgd:4"),
+    "int8": Method("", codec="int8"),
+    "int4": Method("", codec="int4"),
+    "sign": Method("", momentum="sign"),
+}
+"""The methods by name; sign travels as the momentum of CodedAdamW."""
+OF_TORCH = ("exact", "bf16", "fp16", "powersgd:4", "int4")
+"""Those of backends that are not pycomm's."""
+GPU_ONLY = "bf16"  # torch's hook refuses CPUs, which have the one of fp16
+COLUMNS = (
+    Column("method", -28),
+    Column("rate", -9),
+    Column("seconds", 8, ".1f", "ms", 1e3),
+    Column("wire_bytes", 9, ".2f", "MB/node", 1e-6),
+    Column("wire_seconds", 8, ".1f", "wire ms", 1e3),
+    Column("bound", 9, ".1f", "bound ms", 1e3),
+    Column("ratio", 8, ".2f", "of bound"),
+    Column("memory", 7, ".0f", "MiB", 2.0**-20),
+    Column("parts", -40),
+)
+
+
+def backends(text: str) -> list[str]:
+    """Return the backends of "nccl,pycomm,cpu:pycomm,cuda:nccl", of which the last is one."""
+    found: list[str] = []
+    for word in text.split(","):
+        if found and ":" in word and ":" in found[-1]:
+            found[-1] += f",{word}"
+        else:
+            found.append(word)
+    return found
+
+
+def model(text: str) -> tuple[str, Config]:
+    """Return a known model, or one of "layers,width,heads,length,vocabulary,batch"."""
+    if text in MODELS:
+        return text, MODELS[text]
+    try:
+        layers, width, heads, context, vocabulary, batch = map(int, text.split(","))
+    except ValueError:
+        words = f"{', '.join(MODELS)}, or layers,width,heads,length,vocabulary,batch"
+        raise argparse.ArgumentTypeError(f"there is no model {text!r}: want {words}") from None
+    shape = {"layers": layers, "width": width, "heads": heads, "context": context}
+    return text, Config(**shape, vocabulary=vocabulary, batch=batch)
+
+
+def methods_of(names: Sequence[str], carriers: Sequence[str]) -> list[Method]:
+    """Return each method on each backend that has it."""
+    found = []
+    for backend in carriers:
+        for name in names:
+            if "pycomm" in backend and NAMES[name].hook:
+                continue
+            if "pycomm" not in backend and name not in OF_TORCH:
+                continue
+            # PowerSGD on Gloo aborts with more than one bucket.
+            mb = ONE_BUCKET if (backend, name) == ("gloo", "powersgd:4") else Method.bucket_mb
+            label = f"{backend}, {name}"
+            found.append(replace(NAMES[name], label=label, backend=backend, bucket_mb=mb))
+    return found
+
+
+class Answers:
+    """Rows of what ranks answer on links of a rate, each as soon as its last answer is there.
+
+    Args:
+        steps: what is timed.
+        rate: of the links.
+        where: how ranks are connected.
+        paced: bytes are counted by the group, of one rank.
+        add: takes the rows.
+    """
+
+    def __init__(
+        self, steps: Steps, rate: str, where: str, paced: bool, add: Callable[[Row], object]
+    ) -> None:
+        self._steps, self._paced, self._add = steps, paced, add
+        self._speed = speed_of(rate)
+        self._found: dict[str, list[dict[str, Any]]] = {}
+        self._pace = Pace(0.0, 0.0, 0.0, 0.0)
+        alone = describe("step", steps.name, parameters(steps.config), Method("alone", "none"))
+        self._base = replace(alone, ranks=steps.ranks, rate=rate, connection=where)
+
+    def hear(self, answer: dict[str, Any]) -> None:
+        """Take an answer of rank.py."""
+        name = answer["method"]
+        if name == "links":
+            rate = 8e-9 * answer["rate"]
+            print(f"# links: {answer['sent']} bytes at {rate:.3g} Gbit/s a rank", flush=True)
+        elif name == "trace":
+            label = self._steps.methods[-1].label
+            spans = (StageTime(**each) for each in answer["spans"])
+            self._steps.traces += [span.row(label, self._base.rate) for span in spans]
+        elif name == "alone":
+            self._add(self._alone(answer))
+        else:
+            mine = self._found.setdefault(name, [])
+            mine.append(answer)
+            if len(mine) == self._steps.options.rounds:
+                method = next(m for m in self._steps.methods if m.label == name)
+                self._add(self._row(method, mine))
+
+    def _alone(self, answer: dict[str, Any]) -> Row:
+        parts = answer["parts"]
+        compute = parts["forward"] + parts["backward"]
+        self._pace = Pace(answer["first"], compute, parts["optimizer"], answer["last"])
+        return replace(
+            self._base,
+            steps=len(answer["seconds"]),
+            seconds=statistics.median(answer["seconds"]),
+            memory=answer["memory"],
+            parts=_parts(parts | {"first": answer["first"]}),
+        )
+
+    def _row(self, method: Method, mine: Sequence[dict[str, Any]]) -> Row:
+        seconds = [s for one in mine for s in one["seconds"]]
+        middle = statistics.fmean(seconds) if method.local else statistics.median(seconds)
+        sent = statistics.median(one["sent"] for one in mine)
+        if self._paced:
+            sent *= self._steps.options.ranks_per_node
+        wire = wire_seconds(sent, self._speed) if self._speed else None
+        bound = self._pace.bound(wire) if wire is not None and not method.local else None
+        ratio = middle / bound if bound else None
+        if self._steps.options.compute:  # the share of the time in which a step computes
+            bound, ratio = None, self._steps.options.compute / middle
+        return replace(
+            self._base,
+            method=method.label,
+            backend=method.backend,
+            codec=method.codec or method.momentum or "none",
+            hook=method.hook,
+            steps=len(seconds),
+            seconds=middle,
+            wire_bytes=sent,
+            wire_seconds=wire,
+            bound=bound,
+            ratio=ratio,
+            memory=max(one["memory"] for one in mine),
+            parts=_parts(mine[-1]["parts"]),
+        )
+
+
+def speed_of(rate: str) -> float:
+    """Return bytes per second of links, in the direction from a node; 0: unlimited."""
+    return 0.0 if rate == netlab.UNLIMITED else parse_rate(rate.partition("/")[0])[0]
+
+
+class Steps:
+    """Steps of ranks on links.
+
+    Args:
+        name, config: of the model.
+        methods: that are timed, in turns.
+        options: of the command line.
+        device: "cpu", or the type of the accelerator.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        methods: Sequence[Method],
+        options: argparse.Namespace,
+        device: str = "cpu",
+    ) -> None:
+        self.name, self.config, self.methods = name, config, methods
+        self.options, self.device = options, device
+        self.ranks = options.nodes * options.ranks_per_node
+        self.traces: list[dict[str, Any]] = []
+        """The stages of a step of the last method on each link."""
+
+    def steps(self, rate: str, add: Callable[[Row], object]) -> None:
+        """Time all methods on links of a rate.
+
+        Args:
+            rate: of the links.
+            add: takes each row, as soon as it is measured.
+
+        Raises:
+            Failed: a rank failed, or the links are not what they are to be.
+        """
+        options, speed = self.options, speed_of(rate)
+        lab, reason = netlab.open_lab(options.nodes, rate, paced=options.paced)
+        methods, paced = self.methods, 0.0
+        if reason:
+            print(f"# no lab: {reason}; pycomm paces its sockets, and other backends need a lab")
+            methods, paced = [m for m in methods if m.backend == "pycomm"], speed
+            lab = netlab.Paced(options.nodes, f"{8 * speed / options.ranks_per_node:.0f}bit")
+        if not methods:
+            return
+        profile = str(options.trace.with_suffix(".json").absolute()) if options.trace else ""
+        on_gpu = self.device != "cpu"
+        with lab:
+            shared = accelerator.sharing(self.ranks) if on_gpu else ""
+            where = ", ".join(filter(None, [f"tcp ({lab.congestion})", shared]))
+            jobs.ask(
+                lab,
+                rank.time_methods,
+                *(self.config, methods, self.device, options.rounds, options.turn_seconds),
+                *(options.compute, paced / options.ranks_per_node, profile),
+                env={"NCCL_SOCKET_IFNAME": lab.interface} if on_gpu else {},
+                ranks_per_node=options.ranks_per_node,
+                heard=Answers(self, rate, where, bool(reason), add).hear,
+            )
+
+
+def _parts(seconds: dict[str, float]) -> str:
+    return " ".join(f"{name}:{1e3 * value:.1f}" for name, value in seconds.items())
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = arguments.Parser(prog="python -m pycomm.bench step", description=__doc__)
+    add = parser.add_argument
+    cuda = bool(accelerator.kind())
+    known = "a name of MODELS, or layers,width,heads,length,vocabulary,batch"
+    small = "124m" if cuda else "demo"
+    add("--model", type=model, help=f"{known} ({small})")
+    first = "gloo,pycomm"
+    if cuda:
+        first = "nccl,pycomm" if torch.distributed.is_nccl_available() else "pycomm"
+    add("--backend", type=backends, default=first, help=f"such as cpu:pycomm,cuda:nccl ({first})")
+    what = "of links, as tc has them"
+    add("--rate", type=arguments.rates, default="10gbit,1gbit", help=what)
+    add("--nodes", type=arguments.count, default=2, help="(2)")
+    add("--ranks-per-node", type=arguments.count, default=1, help="which share the node's link (1)")
+    some = [name for name in NAMES if name != ("fp16" if cuda else GPU_ONLY)]
+    known = arguments.some_of("method", NAMES)
+    add("--methods", type=known, default=some, help=f"of {', '.join(NAMES)} ({', '.join(some)})")
+    what = "instead: methods of `bench training` in whose label this pattern is found"
+    add("--trainings", metavar="PATTERN", type=re.compile, help=what)
+    add("--rounds", type=arguments.count, default=2, help="turns of every method on a link (2)")
+    what = "of timed steps a turn, but at least two (1)"
+    add("--turn-seconds", type=arguments.seconds, default=1.0, help=what)
+    what = "that a timed step computes at least, as a faster or larger model's would"
+    add("--compute", type=arguments.seconds, default=0.0, help=what)
+    add("--paced", action="store_true", help="no namespaces: pycomm paces its own sockets")
+    what = "write the stages of a step of the last method, as CSV; beside it as PNG and, of ranks, \
+torch's profile as JSON"
+    add("--trace", metavar="FILE", type=Path, help=what)
+    add("--cpu", action="store_true", help="use no GPU")
+    add("--stand-in", action="store_true", help="model the steps of a GPU with a virtual clock")
+    what = "with --stand-in: end with 1 where the engine's goals do not hold, which are told"
+    add("--check", action="store_true", help=what)
+    add("--picture", metavar="FILE", type=Path, help="draw the steps beside their bounds, as PNG")
+    arguments.add_csv(parser)
+    options = parser.parse(argv)
+    if options.nodes < 2 or options.ranks_per_node < 1:
+        parser.error("want at least two --nodes, and one rank on each")
+    if options.check and not options.stand_in:
+        parser.error("--check belongs to --stand-in")
+    options.model = options.model or model("124m" if options.stand_in else small)
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    name, config = options.model
+    if options.stand_in:
+        steps: Steps | stand_in.Steps = stand_in.Steps(name, config, options.methods)
+        device = "stand-in for an H200"
+    else:
+        kind = "cpu" if options.cpu else accelerator.kind() or "cpu"
+        chosen = methods_of(options.methods, options.backend)
+        if options.trainings:
+            chosen = [m for m in METHODS if options.trainings.search(m.label) and not m.scheduled]
+        steps = Steps(name, config, chosen, options, kind)
+        device = "" if kind == "cpu" else accelerator.describe()
+    report = Report(COLUMNS, options, device=device)
+    report.header(f"{report.origin.device}, torch {torch.__version__}, {name}")
+    if options.trace:
+        options.trace.parent.mkdir(parents=True, exist_ok=True)
+    for rate in options.rate:
+        steps.steps(rate, report.add)
+    if options.picture:
+        draw("bars_of_steps", report.records(), options.picture)
+    if options.trace and steps.traces:
+        rows = [record({"model": name} | row, report.origin) for row in steps.traces]
+        tables.append(options.trace, rows)
+        draw("timeline", rows, options.trace.with_suffix(".png"))
+    wrong = steps.broken if isinstance(steps, stand_in.Steps) and options.check else []
+    for goal in wrong:
+        report.note(f"not yet: {goal}")
+    return 1 if wrong else 0
+
+
+def draw(chart: str, records: list[dict[str, Any]], path: Path) -> None:
+    """Draw a chart of rows as their table would have them."""
+    from pycomm.bench.figures import charts, drawing  # need matplotlib
+
+    rows = [{k: str(v) for k, v in one.items()} for one in records]
+    drawing.save(getattr(charts, chart)(rows), path)
+
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -2,11 +2,9 @@
 
 # No `from __future__ import annotations` here: DDP checks a hook's annotations, as types.
 import gc
-import json
 import os
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from pycomm.backend import find
 from pycomm.bench.common import accelerator
 from pycomm.bench.common.timing import in_turns
-from pycomm.bench.lab.jobs import answer
 from pycomm.bench.step.stages import Stages, StageTime
 from pycomm.bench.training.corpora import CORPORA
 from pycomm.bench.training.methods import Method
@@ -211,19 +208,17 @@ def check_links(group: dist.ProcessGroup, rate: float) -> dict[str, float]:
     return {"sent": sent, "rate": sent / seconds}
 
 
-def main(
-    config: dict[str, Any],
-    methods: list[dict[str, Any]],
+def time_methods(
+    config: Config,
+    methods: list[Method],
     device: str,
     rounds: int,
     turn_seconds: float,
     compute: float,
     paced: float,
     traced: str,
-    log: str,
-    folder: str,
-) -> None:
-    """Time methods in turns; rank 0 answers the samples. Most share one model.
+) -> Iterator[dict[str, Any]]:
+    """Time methods in turns; yield the samples. Most share one model. Collective.
 
     Args:
         config: of the model.
@@ -232,9 +227,8 @@ def main(
         rounds, turn_seconds: turns of each method, and timed seconds of one.
         compute: see `Stepper`.
         paced: bytes per second of each rank where pycomm paces itself; 0: links do.
-        traced: file for rank 0's profile of steps of the last method, whose stages are answered,
+        traced: file for rank 0's profile of steps of the last method, whose stages are yielded,
             too; "": none.
-        log, folder: of `jobs.ask`.
     """
     if device != "cpu":
         ranks = int(os.environ["WORLD_SIZE"])
@@ -243,27 +237,21 @@ def main(
         torch.set_num_threads(1)
         clock = Clock(torch.device("cpu"))
     dist.init_process_group("gloo")
-    chosen, shape = [Method(**method) for method in methods], Config(**config)
-    names = dict.fromkeys(method.backend for method in chosen)
+    names = dict.fromkeys(method.backend for method in methods)
     groups = {name: dist.new_group(**accelerator.group(name, device)) for name in names}
     torch.manual_seed(0)
-    net = Transformer(shape).to(clock.device)
-    first = dist.get_rank() == 0
+    net = Transformer(config).to(clock.device)
     if paced:
         group = next(group for name, group in groups.items() if "pycomm" in name)
-        checked = check_links(group, paced)
-        if first:
-            answer(log, method="links", **checked)
-    found = alone(shape, net, next(iter(groups.values())), clock)
-    if first:
-        answer(log, method="alone", **found)
+        yield {"method": "links", **check_links(group, paced)}
+    yield {"method": "alone", **alone(config, net, next(iter(groups.values())), clock)}
     gc.collect()
-    for method in chosen * rounds:
+    for method in methods * rounds:
         group = groups[method.backend]
         clock.memory(begins=True)
         stages = Stages(clock.device)
-        with stages.noted() if traced and method is chosen[-1] else nullcontext():
-            stepper = Stepper(shape, method, net, group, clock, compute)
+        with stages.noted() if traced and method is methods[-1] else nullcontext():
+            stepper = Stepper(config, method, net, group, clock, compute)
         every = method.local.get("every", 1)
         begin = settle_steps(method) - 1
         (last,) = in_turns({"": stepper.step}, 1, settle=begin, clock=clock)[""]
@@ -274,23 +262,18 @@ def main(
         dist.barrier()
         sent = (wire_bytes(group) - before) / timed
         parts = {} if method.local else stepper.parts()
-        if traced and method is chosen[-1]:
+        if traced and method is methods[-1]:
             with stages.noted():
                 spans = trace(stepper, stages, clock)
-            if first:  # before the profiler, which some machines do not allow
-                answer(log, method="trace", spans=[asdict(span) for span in spans])
+            # Before the profiler, which some machines do not allow.
+            yield {"method": "trace", "spans": [asdict(span) for span in spans]}
             with torch.profiler.profile() as profile:
                 stepper.parts()
-            if first:
+            if dist.get_rank() == 0:
                 profile.export_chrome_trace(traced)
-        if first:
-            made = {"seconds": seconds, "sent": sent, "memory": clock.memory(), "parts": parts}
-            answer(log, method=method.label, **made)
+        made = {"seconds": seconds, "sent": sent, "memory": clock.memory(), "parts": parts}
+        yield {"method": method.label, **made}
         stepper.finish()
         del stepper
         gc.collect()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -46,9 +46,10 @@ class StageTime:
     begin: float
     end: float
 
-
-Trace = tuple[str, str, list[StageTime]]
-"""A step's stages, with the method and the rate of its links."""
+    def row(self, method: str, rate: str) -> dict[str, Any]:
+        """Return the row of a trace, of a method on links of a rate: times to a microsecond."""
+        rounded = replace(self, begin=round(self.begin, 6), end=round(self.end, 6))
+        return {"method": method, "rate": rate} | asdict(rounded)
 
 
 class Stages:

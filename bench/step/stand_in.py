@@ -29,7 +29,7 @@ import torch
 
 from pycomm.bench.common.harness import Row
 from pycomm.bench.step.bound import FULL, Pace, wire_seconds
-from pycomm.bench.step.stages import StageTime, Trace, joined
+from pycomm.bench.step.stages import StageTime, joined
 from pycomm.bench.training.methods import Method
 from pycomm.bench.training.results import describe
 from pycomm.bench.training.train import Config, Transformer, parameters
@@ -333,7 +333,7 @@ class Steps:
         if calls > CALLS_OF_HOST:
             self.broken.append(f"{calls:g} calls on the host, where {CALLS_OF_HOST} are the goal")
 
-        self.traces: list[Trace] = []
+        self.traces: list[dict[str, Any]] = []
         """The stages of a step of each method."""
 
     def steps(self, rate: str, add: Callable[[Row], object]) -> None:
@@ -364,4 +364,4 @@ class Steps:
             )
             add(row)
             if carrier == "ordered":
-                self.traces.append((name, rate, found.spans))
+                self.traces += [span.row(name, rate) for span in found.spans]

@@ -11,10 +11,10 @@ disturb less than those of a clock.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.bench.common import accelerator, tables
-from pycomm.bench.common.harness import Origin
+from pycomm.bench.common import accelerator
+from pycomm.bench.common.report import Column, Report
 from pycomm.bench.common.timing import in_turns
-from pycomm.bench.training.train import Config, Transformer
+from pycomm.bench.training.train import MODELS, Config, Transformer
 
 SETTLE = 17  # steps before the second moments are exchanged every 16 steps at most
 STEPS = 60  # that are timed
@@ -79,22 +79,26 @@ def _device_time() -> float:
     return time.perf_counter()
 
 
-def run(models: dict[str, Config], origin: Origin, path: Path | None) -> int:
-    """Print a line for each model; append its row to a CSV if a path is given."""
+COLUMNS = (
+    Column("model", -6),
+    Column("fused_seconds", 9, ".2f", "fused ms", 1e3),
+    Column("hook_seconds", 9, ".2f", "hook ms", 1e3),
+    Column("step_seconds", 9, ".2f", "step ms", 1e3),
+    Column("step_ratio", 13, ".2f", "step of fused"),
+    Column("ratio", 13, ".2f", "both of fused"),
+)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure the models that were asked for."""
     torch.set_num_threads(1)
+    report = Report(COLUMNS, options, device=accelerator.describe())
+    report.header()
     with tempfile.NamedTemporaryFile() as store:
         device = accelerator.kind() or "cpu"
         group = accelerator.group("pycomm", device)
         dist.init_process_group(**group, init_method=f"file://{store.name}", rank=0, world_size=1)
-        for name, config in models.items():
-            row = measure(name, config, device)
-            fused, hook, step = (row[f"{n}_seconds"] * 1e3 for n in ("fused", "hook", "step"))
-            print(
-                f"{name}: fused AdamW {fused:.2f} ms; CodedAdamW's step {step:.2f} ms, "
-                f"{row['step_ratio']:.2f} of that; with its hook {hook + step:.2f} ms, "
-                f"{row['ratio']:.2f}"
-            )
-            if path:
-                tables.append(path, [row | vars(origin)])
+        for name in options.models:
+            report.add(measure(name, MODELS[name], device))
         dist.destroy_process_group()
     return 0

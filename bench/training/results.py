@@ -7,12 +7,14 @@ The rows are of three kinds: `loss` is one training, whose `curve` has the loss 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pycomm.bench.common.harness import Row, read_rows
-from pycomm.bench.common.report import head, line
+from pycomm.bench.common.report import Column
+from pycomm.bench.common.tables import parse_curve
 from pycomm.bench.training.methods import METHODS, Method
 
 RANKS = 2
@@ -59,7 +61,7 @@ def exact_of(label: str) -> str:
     return (EXACT_SGD if by_sgd else EXACT).label
 
 
-def steps_to_loss(curves: Sequence[dict[int, float]], target: float) -> float | None:
+def steps_to_loss(curves: Sequence[Mapping[Any, float]], target: float) -> float | None:
     """Return the steps until the mean curve reaches the target, interpolated; None: never."""
     places = sorted(curves[0])
     means = [statistics.fmean(curve[step] for curve in curves) for step in places]
@@ -92,17 +94,24 @@ def totals(rows: Sequence[Row], losses_of: str = "") -> Iterable[Row]:
 
 
 def pairs(
-    method: str, model: str, rows: Iterable[Row], ranks: int = RANKS
+    method: str,
+    model: str,
+    rows: Iterable[Row],
+    ranks: int = RANKS,
+    *,
+    kind: str = "loss",
+    exact: str = "",
 ) -> list[tuple[Row, Row]]:
     """Return a method's trainings, one per seed, each with the exact one of the same seed.
 
     Of repeated trainings the last counts.
     """
-    found = [r for r in rows if (r.kind, r.model, r.ranks) == ("loss", model, ranks)]
-    mine, exact = (
-        {r.seed: r for r in found if r.method == wanted} for wanted in (method, exact_of(method))
+    found = [r for r in rows if (r.kind, r.model, r.ranks) == (kind, model, ranks)]
+    mine, theirs = (
+        {r.seed: r for r in found if r.method == wanted}
+        for wanted in (method, exact or exact_of(method))
     )
-    return [(mine[seed], exact[seed]) for seed in mine if seed in exact]
+    return [(mine[seed], theirs[seed]) for seed in mine if seed in theirs]
 
 
 def changes(method: str, model: str, rows: Iterable[Row], ranks: int = RANKS) -> list[float]:
@@ -146,11 +155,6 @@ def curve_end(row: Row) -> float:
     return parse_curve(row.curve)[row.steps or 0]
 
 
-def parse_curve(text: str) -> dict[int, float]:
-    pairs = (item.split(":") for item in text.split())
-    return {int(step): float(loss) for step, loss in pairs}
-
-
 def over(a: float | None, b: float | None) -> float | None:
     return a / b if a and b else None
 
@@ -161,16 +165,14 @@ def load(path: Path) -> list[Row]:
 
 
 COLUMNS = (
-    *(("model", -6, ""), ("rate", -8, ""), ("method", -40, ""), ("step ms", 8, ".1f")),
-    *(("MB/step", 8, ".3f"), ("loss %", 8, ".2f"), ("steps_to_loss", 13, ".0f")),
-    *(("seconds_to_loss", 15, ".1f"), ("vs_fp16_hook", 12, ".2f"), ("vs_best_of_gloo", 15, ".2f")),
+    Column("model", -6),
+    Column("rate", -8),
+    Column("method", -40),
+    Column("seconds", 8, ".1f", "step ms", 1e3),
+    Column("wire_bytes", 8, ".3f", "MB/step", 1e-6),
+    Column("change", 8, ".2f", "loss %", 100),
+    Column("steps_to_loss", 13, ".0f"),
+    Column("seconds_to_loss", 15, ".1f"),
+    Column("vs_fp16_hook", 12, ".2f"),
+    Column("vs_best_of_gloo", 15, ".2f"),
 )
-
-
-def show(rows: Iterable[Row]) -> None:
-    print(head(COLUMNS))
-    for row in rows:
-        scaled = {"step ms": (row.seconds, 1e3), "MB/step": (row.wire_bytes, 1e-6)}
-        scaled["loss %"] = row.change, 100
-        found = {name: value * by for name, (value, by) in scaled.items() if value is not None}
-        print(line(COLUMNS, vars(row) | found))

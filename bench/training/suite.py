@@ -10,11 +10,9 @@ CSV holds are not measured again.
 
 from __future__ import annotations
 
-import json
-import os
+import itertools
 import statistics
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pycomm.bench import netlab
 from pycomm.bench.common.harness import Row
-from pycomm.bench.lab import jobs
 from pycomm.bench.training.methods import Method
+from pycomm.bench.training.results import describe, loss, pairs
 from pycomm.bench.training.tasks import TASKS, Task, batch, rate
 
 KIND = "suite"
@@ -87,93 +84,43 @@ def missing(
     return [one for one in wanted if one not in there]
 
 
-def measure(wanted: Sequence[tuple[str, str, int]], heard: Callable[[Row], object]) -> None:
-    """Train on two ranks, and tell each result as it comes.
-
-    Raises:
-        Failed: a rank failed.
-    """
-    env = {"PYCOMM_TRANSPORT": os.environ.get("PYCOMM_TRANSPORT", "tcp")}
-    with netlab.Paced(2, netlab.UNLIMITED) as lab:
-        lab.timed = False  # losses do not depend on it
-        jobs.ask(
-            lab,
-            "pycomm.bench.training.suite",
-            env,
-            heard=lambda found: heard(_row(**found)),
-            wanted=[list(one) for one in wanted],
-        )
+def ranks_train(wanted: Sequence[tuple[str, str, int]]) -> Iterator[dict[str, Any]]:
+    """Be a rank of `jobs.ask` that trains each task with a method and a seed."""
+    torch.set_num_threads(1)
+    dist.init_process_group("pycomm")
+    for task, label, seed in wanted:
+        held_out, count = train(TASKS[task], METHODS[label], seed)
+        yield {"task": task, "label": label, "seed": seed, "loss": held_out, "count": count}
+    dist.destroy_process_group()
 
 
-def _row(task: str, label: str, seed: int, loss: float, count: int) -> Row:
+def row(task: str, label: str, seed: int, loss: float, count: int) -> Row:
+    """Return the row of what a rank has yielded."""
     method = METHODS[label]
-    return Row(
-        kind=KIND,
-        op="training",
-        backend=method.backend,
-        ranks=2,
-        size=4 * count,
-        count=count,
-        type="float32",
-        codec=method.codec or method.momentum or method.local.get("codec", "none"),
-        model=task,
-        parameters=count,
-        method=label,
-        seed=seed,
-        steps=TASKS[task].steps,
-        loss=loss,
-    )
+    blank = describe(KIND, task, count, method)
+    codec = method.local.get("codec", blank.codec)
+    return replace(blank, codec=codec, seed=seed, steps=TASKS[task].steps, loss=loss)
 
 
-def changes(rows: Iterable[Row]) -> list[Row]:
-    """Return the last row of each training with its change against the exact one of its seed."""
-    last = {(row.model, row.method, row.seed): row for row in rows if row.kind == KIND}
-    found = []
-    for (task, _, seed), row in last.items():
-        exact = last.get((task, EXACT, seed))
-        if exact is not None and exact.loss is not None and row.loss is not None:
-            found.append(replace(row, change=row.loss / exact.loss - 1))
-    return found
-
-
-def table(rows: Iterable[Row]) -> list[list[str]]:
+def table(rows: Sequence[Row]) -> list[list[str]]:
     """Return the changes in percent, a line for each task; the first line names the methods.
 
     With several seeds a change is the mean over seeds, after it the spread of the exact losses
     among seeds: their standard deviation over their mean.
     """
-    done = changes(rows)
-    tasks = [task for task in TASKS if any(row.model == task for row in done)]
-    methods = [label for label in METHODS if any(row.method == label for row in done)]
-    lines = [["task", *(label for label in methods if label != EXACT), "spread of exact"]]
-    for task in tasks:
-        mine = [row for row in done if row.model == task]
+    done = {
+        (task, label): found
+        for task, label in itertools.product(TASKS, METHODS)
+        if (found := pairs(label, task, rows, kind=KIND, exact=EXACT))
+    }
+    labels = [label for label in METHODS if label in {label for _, label in done} - {EXACT}]
+    lines = [["task", *labels, "spread of exact"]]
+    for task in dict.fromkeys(task for task, _ in done):
         cells = []
-        for label in methods:
-            found = [
-                100 * row.change for row in mine if row.method == label and row.change is not None
-            ]
+        for label in labels:
+            found = [100 * (loss(a) / loss(b) - 1) for a, b in done.get((task, label), ())]
             cells.append(f"{statistics.fmean(found):+.1f}" if found else "")
-        exact = [row.loss for row in mine if row.method == EXACT and row.loss is not None]
-        several = len(exact) > 1
-        spread = 100 * statistics.stdev(exact) / statistics.fmean(exact) if several else None
-        del cells[methods.index(EXACT)]
+        exact = [loss(row) for row, _ in done[task, EXACT]]
+        spread = 100 * statistics.stdev(exact) / statistics.fmean(exact) if exact[1:] else None
         lines.append([task, *cells, "" if spread is None else f"{spread:.1f}"])
     return lines
-
-
-def main(argv: Sequence[str]) -> int:
-    """Be one rank: train what the job asks for."""
-    job: dict[str, Any] = json.loads(argv[0])
-    torch.set_num_threads(1)
-    dist.init_process_group("pycomm")
-    for task, label, seed in job["wanted"]:
-        loss, count = train(TASKS[task], METHODS[label], seed)
-        if dist.get_rank() == 0:
-            jobs.answer(job["log"], task=task, label=label, seed=seed, loss=loss, count=count)
-    dist.destroy_process_group()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

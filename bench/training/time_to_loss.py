@@ -19,59 +19,57 @@ which the CSV has the rows.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
-import shlex
 import sys
-import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pycomm.arguments import guess
-from pycomm.bench import netlab
-from pycomm.bench.common import arguments, tables
-from pycomm.bench.common.harness import Origin, Row, record, write_json
+from pycomm.bench.common import arguments
+from pycomm.bench.common.harness import Row
+from pycomm.bench.common.report import Column, Report
 from pycomm.bench.lab import jobs
+from pycomm.bench.lab.base import Paced
+from pycomm.bench.lab.rates import UNLIMITED
 from pycomm.bench.training import optimizer, suite
 from pycomm.bench.training.methods import METHODS, Method
-from pycomm.bench.training.results import RANKS, describe, load, show, totals
+from pycomm.bench.training.results import COLUMNS, RANKS, describe, load, totals
 from pycomm.bench.training.tasks import TASKS
-from pycomm.bench.training.train import FINAL_WINDOWS, MODELS, Config, parameters
+from pycomm.bench.training.train import FINAL_WINDOWS, MODELS, parameters, ranks_train
 
-# -------------------------------------------------------------------- losses
+LOSSES = (
+    Column("model", -12),
+    Column("ranks", 5),
+    Column("seed", 4),
+    Column("method", -40),
+    Column("loss", 8, ".4f"),
+)
 
 
-def train(config: Config, method: Method, ranks: int) -> list[dict[str, float]]:
-    """Train on an unlimited loopback; return rank 0's rows.
+def train(ranks: int, function: Callable[..., Any], *values: Any, **options: Any) -> list[Any]:
+    """Train on an unlimited loopback; return what rank 0 yields.
 
     Raises:
         Failed: a rank failed.
     """
-    arguments = asdict(config) | {"method": method.label}
-    os.environ.setdefault("PYCOMM_TRANSPORT", "tcp")  # which counts what travels
-    command = [sys.executable, "-m", "pycomm.bench.training.train"]
-    for name, value in arguments.items():
-        command += [f"--{name.replace('_', '-')}={value}"]
-    with tempfile.TemporaryDirectory() as folder, netlab.Paced(ranks, netlab.UNLIMITED) as lab:
+    env = {"PYCOMM_TRANSPORT": os.environ.get("PYCOMM_TRANSPORT", "tcp")}  # which counts bytes
+    with Paced(ranks, UNLIMITED) as lab:
         lab.timed = False  # losses do not depend on it
-        log = Path(folder, "log")
-        print(f"training {method.label}, seed {config.seed} ...", file=sys.stderr, flush=True)
-        jobs.run(lab, [*command, f"--log={log}"])
-        return [json.loads(line) for line in log.read_text().splitlines()]
+        return jobs.ask(lab, function, *values, env=env, **options)
 
 
 def losses(
     model: str, methods: Sequence[Method], seeds: Sequence[int], ranks: int
-) -> Iterable[Row]:
+) -> Iterator[Row]:
     """Train every method with every seed on so many ranks."""
     for seed in seeds:
         for method in methods:
             base = replace(MODELS[model], seed=seed)
             config = replace(base, extra=base.steps // 4)
-            rows = train(config, method, ranks)
+            print(f"training {method.label}, seed {seed} ...", file=sys.stderr, flush=True)
+            rows = train(ranks, ranks_train, config, [method])
             end = next(row for row in rows if "final" in row)
             curve = {int(r["step"]): r["held_out"] for r in rows if "step" in r and "held_out" in r}
             yield replace(
@@ -97,8 +95,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     each = "of the trainings; each rank has a batch of its own"
     add("--ranks", type=arguments.counts, default=[RANKS], help=each)
     add("--seeds", type=arguments.counts, default=[0, 1, 2], help="of the trainings")
-    arguments.add_files(parser)
-    options = parser.parse_args(argv)
+    arguments.add_csv(parser)
+    options = parser.parse(argv)
     if 0 in options.ranks:
         parser.error("--ranks 0 starts nothing: want at least 1")
     known = {method.label: method for method in METHODS}
@@ -124,42 +122,29 @@ def _found(
 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
-    methods = options.methods
-    origin = Origin.here(shlex.join(["python", "-m", "pycomm.bench", "training", *argv]))
-    csv_path = Path(options.csv) if options.csv else None
     if options.only == "optimizer":
-        return optimizer.run({name: MODELS[name] for name in options.models}, origin, csv_path)
+        return optimizer.run(options)
     try:
-        rows = load(csv_path) if csv_path and csv_path.exists() else []
+        before = load(options.csv) if options.csv and options.csv.exists() else []
     except (KeyError, TypeError, ValueError) as error:
-        print(
-            f"python -m pycomm.bench training: --csv {csv_path} holds no rows of this benchmark: "
-            f"{error}",
-            file=sys.stderr,
-        )
+        where = f"--csv {options.csv} holds no rows of this benchmark"
+        print(f"python -m pycomm.bench training: {where}: {error}", file=sys.stderr)
         return 2
-    records: list[dict[str, Any]] = []
-
-    def keep(row: Row) -> None:
-        rows.append(row)
-        what = f"{row.model} {row.ranks} ranks, seed {row.seed}, {row.method}"
-        print(f"{what}: loss {row.loss:.4f}", flush=True)
-        records.append(record(row, origin))
-        if csv_path:
-            tables.append(csv_path, records[-1:])
-
+    report = Report(LOSSES, options)
+    report.header()
     if options.suite:
-        wanted = suite.missing(rows, options.tasks, methods, options.seeds)
+        wanted = suite.missing(before, options.tasks, options.methods, options.seeds)
         if wanted:
-            suite.measure(wanted, keep)
-        for line in suite.table(rows):
+            train(2, suite.ranks_train, wanted, heard=lambda got: report.add(suite.row(**got)))
+        for line in suite.table([*before, *report.rows]):
             print(" | ".join(line))
-    else:
-        for model in options.models:
-            for ranks in options.ranks:
-                for row in losses(model, methods, options.seeds, ranks):
-                    keep(row)
-        show(totals(rows))
-    if options.json:
-        write_json(Path(options.json), records)
+        return 0
+    for model in options.models:
+        for ranks in options.ranks:
+            for row in losses(model, options.methods, options.seeds, ranks):
+                report.add(row)
+    report.columns = COLUMNS
+    report.header()
+    for row in totals([*before, *report.rows]):
+        report.show(row)
     return 0

@@ -1,25 +1,20 @@
 """Data-parallel training of a small language model, written as a user of DDP would.
 
-    torchrun --nproc-per-node 2 -m pycomm.bench.training.train --backend pycomm --codec int4
-    torchrun --nproc-per-node 2 -m pycomm.bench.training.train --turns gloo pycomm pycomm:int4
-
 A byte-level transformer learns Python from the standard library's own sources. All runs share
 weights, data and their order, and differ only in the backend and the codec, so two exact runs have
-equal losses. Rank 0 writes one JSON object per step to `--log`. With `--turns` several runs take
-turns in one job, ten steps each, so that what else the machine does meets all of them alike.
+equal losses. Several runs take turns in one job, ten steps each, so that what else the machine does
+meets all of them alike.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -29,10 +24,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from pycomm.bench.common import accelerator
-from pycomm.bench.common.arguments import Parser
-from pycomm.bench.netlab import interface_bytes
+from pycomm.bench.lab.base import interface_bytes
 from pycomm.bench.training.corpora import CORPORA
-from pycomm.bench.training.methods import METHODS, Method
+from pycomm.bench.training.methods import Method
 
 WINDOWS, FINAL_WINDOWS = 256, 2048  # of held-out text: on the way, and at the schedule's end
 
@@ -147,6 +141,15 @@ def loss_of(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
+def loss_on(
+    text: torch.Tensor, model: nn.Module, config: Config, count: int, rank: int = 0, ranks: int = 1
+) -> torch.Tensor:
+    """Return the mean loss on a rank's share of `count` windows that are spread over a text."""
+    starts = torch.linspace(0, text.numel() - config.context - 1, count).long()[rank::ranks]
+    parts = [loss_of(model, windows(text, part, config.context)) for part in starts.split(16)]
+    return torch.stack(parts).mean()
+
+
 def evaluate(
     model: nn.Module,
     text: torch.Tensor,
@@ -155,10 +158,7 @@ def evaluate(
     group: dist.ProcessGroup | None = None,
 ) -> float:
     """Return the loss on `count` windows spread over the text; each rank takes its share."""
-    starts = torch.linspace(0, text.numel() - config.context - 1, count).long()
-    share = starts[dist.get_rank() :: dist.get_world_size()]
-    losses = [loss_of(model, windows(text, part, config.context)) for part in share.split(16)]
-    mean = torch.stack(losses).mean()
+    mean = loss_on(text, model, config, count, dist.get_rank(), dist.get_world_size())
     dist.all_reduce(mean, group=group)
     return float(mean) / dist.get_world_size()
 
@@ -285,40 +285,16 @@ def alone(steps: int) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def main() -> int:
-    parser = Parser(prog="python -m pycomm.bench.training.train", description=__doc__)
-    parser.add_argument("--backend", default="pycomm")
-    parser.add_argument("--codec", default="", help="compress gradients: int8, int4, ...")
-    parser.add_argument("--method", help="instead: the label of one of methods.py")
-    parser.add_argument("--turns", nargs="+", metavar="BACKEND[:CODEC]", help="instead: several")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the model")
-    parser.add_argument("--log", default="/dev/stdout", help="JSON lines of rank 0 go here")
-    for name, default in asdict(Config()).items():
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=type(default), default=default)
-    args = vars(parser.parse_args())
-    names = ("backend", "codec", "method", "log", "turns", "device")
-    backend, codec, label, log, turns, device = (args.pop(name) for name in names)
-    method = Method("", backend, codec)
-    if label:
-        method = next(m for m in METHODS if m.label == label)
-
+def ranks_train(
+    config: Config, methods: Sequence[Method], device: str = "cpu"
+) -> Iterator[dict[str, float]]:
+    """Be a rank of `jobs.ask` that trains with several methods in turns."""
     torch.set_num_threads(1)
     if device != "cpu":
         accelerator.take(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    dist.init_process_group(**accelerator.group(method.backend, device))
-    several = [Method("", name, spec) for name, _, spec in (t.partition(":") for t in turns or ())]
-    config = Config(**args)
-    with open(log if dist.get_rank() == 0 else os.devnull, "a") as file:
-        rows = train(config, method, None, device)
-        for row in take_turns(config, several, device) if several else rows:
-            print(json.dumps(row), file=file, flush=True)
+    dist.init_process_group("gloo")
+    yield from take_turns(config, methods, device)
     # DDP is part of a reference cycle that holds the group. Gloo's threads live as long as the
     # group, and one that releases a tensor at interpreter exit aborts the process (pytorch#190489).
     gc.collect()
     dist.destroy_process_group()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

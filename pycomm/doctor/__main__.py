@@ -66,13 +66,13 @@ def alone(options: argparse.Namespace) -> list[Finding]:
         bad = [f.name for f in findings if f.level == "problem" and blocks_ranks(f)]
         if bad:
             text = f"is left out: no rank can start before {', '.join(bad)} is mended"
-            findings.append(Finding("note", self_test.TOPIC, "self-test", text))
+            findings.append(self_test.TOPIC.note("self-test", text))
         else:
             findings += self_test.run(options.ranks)
     if options.gpu:
         sees = any((f.level, f.name) == ("ok", "CUDA") for f in findings)
         text = "torch sees no GPU: this needs one, its driver, and a torch for CUDA"
-        none = Finding("problem", gpu.TOPIC, "ranks", text, "see what stands above of CUDA")
+        none = gpu.TOPIC.problem("ranks", text, "see what stands above of CUDA")
         findings += gpu.run() if sees else [none]
     return findings
 

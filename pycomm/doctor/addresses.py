@@ -7,9 +7,9 @@ import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 
-from pycomm.doctor.finding import Finding
+from pycomm.doctor.finding import Finding, Topic
 
-TOPIC = "network"
+TOPIC = Topic("network")
 LOOKED_AT = 100
 """Ports of a range that are tried at most."""
 
@@ -40,20 +40,20 @@ def _range(text: str) -> tuple[int, int] | None:
 def _ports(text: str, addresses: Sequence[str]) -> Finding:
     bounds = _range(text)
     if bounds is None:
-        return _problem(
+        return TOPIC.problem(
             "PYCOMM_PORTS", f"PYCOMM_PORTS={text} is no range", "want 29600-29700 or 29600"
         )
     tried = range(bounds[0], min(bounds[1], bounds[0] + LOOKED_AT - 1) + 1)
     for address in addresses:
         free = sum(_is_free(address, port) for port in tried)
         if not free:
-            return _problem(
+            return TOPIC.problem(
                 "PYCOMM_PORTS",
                 f"no port of PYCOMM_PORTS={text} is free on {address}",
                 "end what listens there (ss -ltnp), or open other ports in the firewall",
             )
     here = ", ".join(addresses) or "no address"
-    return Finding("ok", TOPIC, "PYCOMM_PORTS", f"ports of {text} are free on {here}")
+    return TOPIC.ok("PYCOMM_PORTS", f"ports of {text} are free on {here}")
 
 
 def _is_free(address: str, port: int) -> bool:
@@ -77,27 +77,23 @@ def _advertised(text: str, ports: str, interfaces: int) -> Finding:
             parsed = ipaddress.ip_address(address)
         except ValueError:
             advice = "want 203.0.113.7, fd00::2, 203.0.113.7:40000 or [fd00::2]:40000"
-            return _problem(name, f"{name}={text}: {word!r} is no address", advice)
+            return TOPIC.problem(name, f"{name}={text}: {word!r} is no address", advice)
         if parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified:
             advice = "give the address that other machines see"
-            return _problem(name, f"{name}={text}: no other machine reaches {address}", advice)
+            return TOPIC.problem(name, f"{name}={text}: no other machine reaches {address}", advice)
         bounds = _range(ports)
         if port and (bounds is None or bounds[0] != bounds[1]):
             advice = "set PYCOMM_PORTS to the one port that it is mapped to"
-            return _problem(name, f"{name}={text}: port {port} is mapped to one port", advice)
+            return TOPIC.problem(name, f"{name}={text}: port {port} is mapped to one port", advice)
     if interfaces and len(words) != interfaces:
-        return _problem(
+        return TOPIC.problem(
             name,
             f"{name}={text} has {len(words)} addresses for {interfaces} interfaces",
             "give one for each, or name the interfaces in PYCOMM_INTERFACE",
         )
-    return Finding("ok", TOPIC, name, f"other machines are told {text}")
+    return TOPIC.ok(name, f"other machines are told {text}")
 
 
 def _split(word: str) -> tuple[str, str]:
     found = re.fullmatch(r"\[(.+)\](?::(\d+))?", word) or re.fullmatch(r"([^:]+):(\d+)", word)
     return (found[1], found[2] or "") if found else (word, "")
-
-
-def _problem(name: str, text: str, advice: str) -> Finding:
-    return Finding("problem", TOPIC, name, text, advice)

@@ -34,6 +34,28 @@ class Finding:
             raise ValueError(f"a {self.level} must say what to do: {self.text}")
 
 
+@dataclass(frozen=True)
+class Topic:
+    """A heading of the report, and what makes the findings below it."""
+
+    title: str
+
+    def finding(self, level: str, name: str, text: str, advice: str = "") -> Finding:
+        return Finding(level, self.title, name, text, advice)
+
+    def ok(self, name: str, text: str) -> Finding:
+        return self.finding("ok", name, text)
+
+    def note(self, name: str, text: str, advice: str = "") -> Finding:
+        return self.finding("note", name, text, advice)
+
+    def warning(self, name: str, text: str, advice: str) -> Finding:
+        return self.finding("warning", name, text, advice)
+
+    def problem(self, name: str, text: str, advice: str) -> Finding:
+        return self.finding("problem", name, text, advice)
+
+
 def worst(findings: Iterable[Finding]) -> str:
     """Return the worst level of all findings."""
     return max((finding.level for finding in findings), key=LEVELS.index, default="ok")

@@ -8,7 +8,6 @@ that a crash becomes a line of the report. It is also the first stage of `make g
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,10 +15,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from pycomm.doctor.finding import Finding
-from pycomm.env import given, variables_of_rank
+from pycomm.doctor.finding import Finding, Topic
+from pycomm.doctor.self_test import outcomes_of_ranks
+from pycomm.env import given
 
-TOPIC = "GPU"
+TOPIC = Topic("GPU")
 RANKS, STEPS = 2, 3
 LIMIT = 180.0  # seconds of a rank; NVRTC and Triton compile their kernels at first use
 KINDS = ("native", "nvrtc", "triton", "reference")
@@ -49,53 +49,36 @@ def run(device: str = "cuda", limit: float = LIMIT) -> list[Finding]:
         limit: seconds of a rank.
     """
     with tempfile.TemporaryDirectory(prefix="pycomm-doctor-") as folder:
-        command = [sys.executable, "-m", __name__]
-        started = [
-            subprocess.Popen(
-                [*command, str(rank), f"{folder}/store", device],
-                env=variables_of_rank(rank, RANKS) | {"NCCL_HOSTID": f"rank{rank}"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(RANKS)
-        ]
-        said = []
-        for process in started:
-            try:
-                said.append(process.communicate(timeout=limit))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                said.append((process.communicate()[0], f"did not end within {limit:.0f} s"))
-    for rank, (process, (_, cried)) in enumerate(zip(started, said, strict=True)):
-        if process.returncode:
-            last = (cried.strip().splitlines() or ["without a word"])[-1]
-            text = f"rank {rank} of {RANKS} on the GPU ended: {last}"
+        found = outcomes_of_ranks(__name__, RANKS, [f"{folder}/store", device], limit)
+    for rank, (_, why) in enumerate(found):
+        if why:
+            text = f"rank {rank} of {RANKS} on the GPU ended: {why}"
             cure = "see what stands above of CUDA; `nvidia-smi` and the kernel's log have more"
-            return [Finding("problem", TOPIC, "ranks", text, cure)]
-    return list(judge(json.loads(said[0][0].splitlines()[-1])))
+            return [TOPIC.problem("ranks", text, cure)]
+    said, _ = found[0]
+    return list(judge(said[-1]))
 
 
 def judge(found: dict[str, Any]) -> Iterator[Finding]:
     """Yield the findings of what rank 0 has found."""
     for kind, why in found["kinds"].items():
         if not why:
-            yield Finding("ok", TOPIC, kind, f"codes {CODEC} with the reference's bytes")
+            yield TOPIC.ok(kind, f"codes {CODEC} with the reference's bytes")
             continue
         level = "problem" if "bytes" in why else "note"
         cure = CURES.get(kind, "report it, with this line")
-        yield Finding(level, TOPIC, kind, why, cure)
+        yield TOPIC.finding(level, kind, why, cure)
     if found["mps"]:
-        yield Finding("ok", TOPIC, "MPS", "runs: processes share a GPU at the same time")
+        yield TOPIC.ok("MPS", "runs: processes share a GPU at the same time")
     else:
         text = "does not run: processes on one GPU take turns, which a kernel that waits fills"
-        yield Finding("note", TOPIC, "MPS", text, "nvidia-cuda-mps-control -d, to share a GPU")
+        yield TOPIC.note("MPS", text, "nvidia-cuda-mps-control -d, to share a GPU")
     path = found["path"]
     if any(f"values: {name} (" in path for name in FAST):
-        yield Finding("ok", TOPIC, "ranks", f"{RANKS} ranks average right; {path}")
+        yield TOPIC.ok("ranks", f"{RANKS} ranks average right; {path}")
     else:
         text = f"{RANKS} ranks average right, and default options take a slow path: {path}"
-        yield Finding("note", TOPIC, "ranks", text, KERNELS)
+        yield TOPIC.note("ranks", text, KERNELS)
 
 
 # ------------------------------------------------------------------------ one rank

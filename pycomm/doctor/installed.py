@@ -9,10 +9,10 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from pycomm._build import OLDEST_TORCH, PACKAGE
-from pycomm.doctor.finding import Finding
+from pycomm.doctor.finding import Finding, Topic
 from pycomm.doctor.probe import ProbeOutcome
 
-TOPIC = "installed"
+TOPIC = Topic("installed")
 BUILD = "build it with `pip install --no-build-isolation .`, or `make build` in a checkout"
 KERNELS = "pip install pycomm-cuda13, or build pycomm where nvcc is found"
 CUPY = 'pip install "pycomm[cuda13]" (or cuda12, as the driver has it)'
@@ -30,10 +30,6 @@ def judge(found: Mapping[str, ProbeOutcome], package: Path = PACKAGE) -> list[Fi
     ]
 
 
-def _finding(level: str, name: str, text: str, advice: str = "") -> Finding:
-    return Finding(level, TOPIC, name, text, advice)
-
-
 def _core(core: ProbeOutcome, package: Path) -> Iterator[Finding]:
     if core.error:
         absent = [name for name in ("libpycomm.so", "_C") if not _has(package, name)]
@@ -44,29 +40,27 @@ def _core(core: ProbeOutcome, package: Path) -> Iterator[Finding]:
             why = f"there is no {' and no '.join(absent)} in {package}"
         else:
             why = f"does not load: {core.error}"
-        yield _finding("problem", "core", why, BUILD)
+        yield TOPIC.problem("core", why, BUILD)
         return
     simd = core.facts["simd"]
     if simd == "default" and platform.machine() == "x86_64":
-        yield _finding(
-            "note",
+        yield TOPIC.note(
             "core",
             "loads; this processor has no AVX2, so codecs run at a fraction of their speed",
             "prefer machines with AVX2 (x86-64-v3) or AVX-512 for ranks that compress",
         )
     else:
-        yield _finding("ok", "core", f"loads; SIMD level {simd}")
+        yield TOPIC.ok("core", f"loads; SIMD level {simd}")
     if core.facts.get("cuda_wheel"):
-        yield _finding(
-            "warning",
+        yield TOPIC.warning(
             "pycomm-cuda13",
             f"is installed and not used: {core.facts['cuda_wheel']}",
             "as above, or pip uninstall pycomm-cuda13",
         )
     if core.facts.get("tls"):
-        yield _finding("ok", "encryption", f"{core.facts['tls']} is there for PYCOMM_TLS=on")
+        yield TOPIC.ok("encryption", f"{core.facts['tls']} is there for PYCOMM_TLS=on")
     elif core.facts.get("tls_error"):
-        yield _finding("note", "encryption", core.facts["tls_error"])
+        yield TOPIC.note("encryption", core.facts["tls_error"])
 
 
 def _has(package: Path, name: str) -> bool:
@@ -78,8 +72,7 @@ def _torch(torch: ProbeOutcome) -> Iterator[Finding]:
     if torch.error:
         oldest = ".".join(map(str, OLDEST_TORCH))
         text = "is not installed" if torch.missing else f"does not load: {torch.error}"
-        yield _finding(
-            "problem",
+        yield TOPIC.problem(
             "torch",
             f"{text}; the backend and compression need it",
             f"install torch {oldest} or newer: https://pytorch.org/get-started",
@@ -89,21 +82,17 @@ def _torch(torch: ProbeOutcome) -> Iterator[Finding]:
     number = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if number < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        yield _finding(
-            "problem", "torch", f"{version} is too old", f"install torch {oldest} or newer"
-        )
+        yield TOPIC.problem("torch", f"{version} is too old", f"install torch {oldest} or newer")
     elif not torch.facts["distributed"]:
-        yield _finding(
-            "problem",
+        yield TOPIC.problem(
             "torch",
             f"{version} was built without torch.distributed",
             "install a build of torch that has it, such as the wheels of pytorch.org",
         )
     else:
-        yield _finding("ok", "torch", version)
+        yield TOPIC.ok("torch", version)
     if not torch.facts["entry_point"]:
-        yield _finding(
-            "warning",
+        yield TOPIC.warning(
             "entry point",
             'torch does not find the backend "pycomm" by itself: the package is only on the path',
             f"import pycomm.backend before init_process_group, or install the package: {BUILD}",
@@ -115,8 +104,7 @@ def _c10d(c10d: ProbeOutcome, torch: ProbeOutcome) -> Iterator[Finding]:
         return
     name = "_c10d"
     if c10d.error:
-        yield _finding(
-            "problem",
+        yield TOPIC.problem(
             name,
             f"does not load: {c10d.error}",
             f"remove the file, or {PACKAGE / '_c10d.torch'} if it is the package's own, and it is "
@@ -127,21 +115,19 @@ def _c10d(c10d: ProbeOutcome, torch: ProbeOutcome) -> Iterator[Finding]:
     if facts["binary"]:
         of = {"installed": "built by the installation", "prebuilt": "the wheel's prebuilt one"}
         how = of.get(facts["kind"], f"compiled at first use, in {Path(facts['binary']).parent}")
-        yield _finding("ok", name, f"fits torch {facts['torch']}, and loads: {how}")
+        yield TOPIC.ok(name, f"fits torch {facts['torch']}, and loads: {how}")
         return
     built_for = facts["built_for"] or ", ".join(facts["prebuilt_for"])
     text = f"is built for torch {built_for}, not for {facts['torch']}" if built_for else "is absent"
     if facts["missing"]:
-        yield _finding(
-            "problem",
+        yield TOPIC.problem(
             name,
             f"{text}, and cannot be compiled here: there is no {', '.join(facts['missing'])}",
             'install them: `pip install "pycomm[compile]"` for cmake and ninja, and a C++ compiler '
             "and Python's headers from the system (g++, python3-dev)",
         )
     else:
-        yield _finding(
-            "warning",
+        yield TOPIC.warning(
             name,
             f"{text}: the first process group will wait until it is compiled, half a minute to "
             "three",
@@ -160,38 +146,34 @@ def _cuda(found: Mapping[str, ProbeOutcome]) -> Iterator[Finding]:
     text = f"{len(gpus)} GPUs ({', '.join(sorted(set(gpus)))})" if len(gpus) > 1 else gpus[0]
     driver_is = f"driver for CUDA {version // 1000}.{version % 1000 // 10}"
     if not torch.error and not torch.facts["cuda"]:
-        yield _finding(
-            "warning",
+        yield TOPIC.warning(
             name,
             f"{text}, {driver_is}, but this torch is built without CUDA",
             "install a build of torch for CUDA to use them; nothing, if training is on the CPU",
         )
         return
     if not torch.error and torch.facts["gpus"] < len(gpus):
-        yield _finding(
-            "problem",
+        yield TOPIC.problem(
             name,
             f"{text}, {driver_is}, of which torch {torch.facts['version']} sees "
             f"{torch.facts['gpus']}",
             f"install a torch for this driver: it is built for CUDA {torch.facts['cuda']}",
         )
         return
-    yield _finding("ok", name, f"{text}, {driver_is}")
+    yield TOPIC.ok(name, f"{text}, {driver_is}")
     if driver.facts["apart"]:
-        yield _finding(
-            "note",
+        yield TOPIC.note(
             "GPU peers",
             f"{driver.facts['apart']} pairs of GPUs do not reach each other's memory: kernels "
             "meet in memory of the host",
             "nothing where the hardware has no peer access (GeForce); else look at IOMMU and ACS",
         )
     elif len(gpus) > 1:
-        yield _finding("ok", "GPU peers", "every GPU reaches the memory of every other")
+        yield TOPIC.ok("GPU peers", "every GPU reaches the memory of every other")
     if driver.facts.get("holds", True):
-        yield _finding("ok", "held streams", "streams can wait for words in memory")
+        yield TOPIC.ok("held streams", "streams can wait for words in memory")
     else:
-        yield _finding(
-            "note",
+        yield TOPIC.note(
             "held streams",
             "streams cannot wait for words in memory: wait() of operations by way of the host "
             "blocks the thread that calls it",
@@ -204,14 +186,13 @@ def _no_gpu(driver: ProbeOutcome) -> Finding:
     advice = "nothing, if there should be no GPU; else install NVIDIA's driver, or start the "
     advice += "container with its GPUs (docker run --gpus all)"
     if driver.missing:
-        return _finding("note", "CUDA", "there is no NVIDIA driver: ranks are on the CPU", advice)
+        return TOPIC.note("CUDA", "there is no NVIDIA driver: ranks are on the CPU", advice)
     if driver.error:
-        return _finding("problem", "CUDA", f"the driver does not load: {driver.error}", advice)
+        return TOPIC.problem("CUDA", f"the driver does not load: {driver.error}", advice)
     if driver.facts["error"] not in (0, 100):  # 100: no device
         text = f"the driver answers with error {driver.facts['error']}"
-        return _finding("problem", "CUDA", text, "look into `nvidia-smi` and the kernel's log")
-    return _finding(
-        "note",
+        return TOPIC.problem("CUDA", text, "look into `nvidia-smi` and the kernel's log")
+    return TOPIC.note(
         "CUDA",
         "there is a driver and no GPU that this process may use",
         "look at CUDA_VISIBLE_DEVICES and at the container's options, if there should be one",
@@ -223,9 +204,8 @@ def _kernels(core: ProbeOutcome, nvrtc: ProbeOutcome, triton: ProbeOutcome) -> F
     name = "CUDA kernels"
     if not core.error and core.facts["cuda"]:
         if core.facts["gpus"]:
-            return _finding("ok", name, "are compiled into the core")
-        return _finding(
-            "warning",
+            return TOPIC.ok(name, "are compiled into the core")
+        return TOPIC.warning(
             name,
             "are compiled into the core, whose CUDA runtime finds no GPU",
             "use a driver that is not older than the toolkit that compiled them (CUDA 13 for "
@@ -236,39 +216,36 @@ def _kernels(core: ProbeOutcome, nvrtc: ProbeOutcome, triton: ProbeOutcome) -> F
     elif not triton.error:
         text = "are Triton's; GPUs of a host talk through pinned memory"
     else:
-        return _finding(
-            "warning",
+        return TOPIC.warning(
             name,
             "are absent: codecs of CUDA tensors run as plain torch, which is slow",
             f"{KERNELS}, or {CUPY}",
         )
-    return _finding("note", name, text, f"{KERNELS}, for the fast way")
+    return TOPIC.note(name, text, f"{KERNELS}, for the fast way")
 
 
 def _triton(triton: ProbeOutcome) -> Iterator[Finding]:
     if triton.missing:
-        yield _finding("note", "Triton", "is not installed", "nothing: CUDA kernels do the same")
+        yield TOPIC.note("Triton", "is not installed", "nothing: CUDA kernels do the same")
     elif triton.error:
-        yield _finding(
-            "warning",
+        yield TOPIC.warning(
             "Triton",
             f"does not load: {triton.error}",
             "install the version that this torch asks for, or remove it",
         )
     else:
-        yield _finding("ok", "Triton", triton.facts["version"])
+        yield TOPIC.ok("Triton", triton.facts["version"])
 
 
 def _nvrtc(nvrtc: ProbeOutcome) -> Iterator[Finding]:
     if nvrtc.missing:
-        yield _finding(
-            "note",
+        yield TOPIC.note(
             "NVRTC",
             "CuPy, which brings it, is not installed",
             f"nothing without a GPU, or if the core has CUDA kernels; else {CUPY}",
         )
     elif nvrtc.error:
-        yield _finding("warning", "NVRTC", f"CuPy does not load: {nvrtc.error}", CUPY)
+        yield TOPIC.warning("NVRTC", f"CuPy does not load: {nvrtc.error}", CUPY)
     else:
         version = nvrtc.facts["version"]
-        yield _finding("ok", "NVRTC", f"CUDA {version} by CuPy {nvrtc.facts['cupy']}")
+        yield TOPIC.ok("NVRTC", f"CUDA {version} by CuPy {nvrtc.facts['cupy']}")

@@ -17,10 +17,10 @@ from datetime import timedelta
 from typing import Any
 
 from pycomm.doctor import probe, self_test, variables
-from pycomm.doctor.finding import STATUS, Finding, worst
+from pycomm.doctor.finding import STATUS, Finding, Topic, worst
 from pycomm.env import SECRETS, env, given, proofs_of_secrets
 
-TOPIC = "between ranks"
+TOPIC = Topic("between ranks")
 SECONDS = 90.0
 """Time limit for a rank's report."""
 GROUP_SECONDS = 180.0
@@ -78,7 +78,7 @@ def examine(look: Look, rank: int, ranks: int, self_test_wanted: bool) -> tuple[
     except ImportError:
         findings, _ = look()
         text = "ranks cannot be compared without torch: each tells of itself"
-        findings.append(Finding("problem", TOPIC, "ranks", text, "install torch on every host"))
+        findings.append(TOPIC.problem("ranks", text, "install torch on every host"))
         return findings, STATUS[worst(findings)]
     limit = timedelta(seconds=SECONDS)
     try:
@@ -87,7 +87,7 @@ def examine(look: Look, rank: int, ranks: int, self_test_wanted: bool) -> tuple[
         findings, _ = look()
         advice = "start all ranks with torchrun; is MASTER_ADDR the first host, its port open?"
         text = f"rank {rank} does not reach the job's store: {str(error).splitlines()[0]}"
-        findings.append(Finding("problem", TOPIC, "store", text, advice))
+        findings.append(TOPIC.problem("store", text, advice))
         return findings, STATUS[worst(findings)]
     # The first rank that comes decides the salt.
     salt = store.compare_set(f"{KEY}/salt", "", secrets.token_hex(16))
@@ -111,7 +111,7 @@ def examine(look: Look, rank: int, ranks: int, self_test_wanted: bool) -> tuple[
         store.set(f"{KEY}/go", "no")
         if self_test_wanted:
             text = "is left out: no group can work before the problems above are mended"
-            findings.append(Finding("note", self_test.TOPIC, "group", text))
+            findings.append(self_test.TOPIC.note("group", text))
     status = STATUS[worst(findings)]
     store.set(f"{KEY}/status", str(status))
     _collect(store, range(1, ranks), "left/", 5.0)  # this process may serve the store
@@ -157,7 +157,7 @@ def _collect(
 def _absent(ranks: Sequence[int], seconds: float) -> Finding:
     text = f"{named(ranks)} did not report within {seconds:.0f} s"
     advice = "is it started, on a machine that is up, and does it run this version of pycomm?"
-    return Finding("problem", TOPIC, "ranks", text, advice)
+    return TOPIC.problem("ranks", text, advice)
 
 
 # ------------------------------------------------------------------------------- the group
@@ -179,7 +179,7 @@ def _try_group(store: Any, rank: int, ranks: int) -> list[Finding]:
     errors = [line["error"] for line in lines if "error" in line]
     if errors:
         advice = "look at interfaces and firewalls between the hosts: all TCP ports must be open"
-        return [Finding("problem", self_test.TOPIC, "group", errors[0], advice)]
+        return [self_test.TOPIC.problem("group", errors[0], advice)]
     return list(self_test.judge_results([self_test.Result(**line) for line in lines]))
 
 
@@ -254,11 +254,11 @@ def differences(reports: dict[int, RankReport]) -> Iterator[Finding]:
                 f"{'one' if secret else value or 'empty'} on {_places(ranks, reports)}"
                 for value, ranks in by_value.items()
             )
-            yield Finding(level, TOPIC, name, text, advice)
+            yield TOPIC.finding(level, name, text, advice)
     if same:
         hosts = len({report.host for report in reports.values()})
         text = f"{len(reports)} ranks on {hosts} host{'s' * (hosts > 1)} have the same of all this"
-        yield Finding("ok", TOPIC, "differences", text)
+        yield TOPIC.ok("differences", text)
 
 
 def _places(ranks: Sequence[int], reports: dict[int, RankReport]) -> str:

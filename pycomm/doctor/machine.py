@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pycomm.doctor.finding import Finding
+from pycomm.doctor.finding import Finding, Topic
 
-TOPIC = "this machine"
+TOPIC = Topic("this machine")
 MIB = 1 << 20
 SHARED_BYTES = 64 * MIB
 """Memory mapped to test whether ranks can share it; a group of a few ranks takes as much."""
@@ -66,25 +66,22 @@ def judge(machine: Machine, ranks_here: int, ranks: int) -> Iterator[Finding]:
     yield _cores(machine, ranks_here)
     yield _files(machine, ranks)
     if machine.memfd_error:
-        yield _finding(
-            "warning",
+        yield TOPIC.warning(
             "shared memory",
             f"cannot be had ({machine.memfd_error}): ranks of this machine talk by TCP",
             "allow memfd_create and mmap in the container (its seccomp profile, its memory limit)",
         )
     else:
-        yield _finding("ok", "shared memory", "can be had (memfd); nothing is left after a crash")
+        yield TOPIC.ok("shared memory", "can be had (memfd); nothing is left after a crash")
     if machine.address_space is not None or machine.overcommit == 2:
         what = "vm.overcommit_memory=2" if machine.overcommit == 2 else "ulimit -v"
-        yield _finding(
-            "warning",
+        yield TOPIC.warning(
             "address space",
             f"{what}: DDP's buckets may not get the sparse memory in which peers reduce in place",
             "ulimit -v unlimited, and sysctl vm.overcommit_memory=0 or 1",
         )
     if machine.file_size is not None and machine.file_size < HEAP_BYTES * max(2, ranks_here):
-        yield _finding(
-            "warning",
+        yield TOPIC.warning(
             "file size",
             f"{_size(machine.file_size)} (ulimit -f): the sparse memory in which peers reduce "
             "DDP's buckets in place is a larger file; tensors are copied instead",
@@ -92,22 +89,16 @@ def judge(machine: Machine, ranks_here: int, ranks: int) -> Iterator[Finding]:
         )
     yield _reads(machine)
     yield _dev_shm(machine)
-    yield _finding(
-        "ok",
+    yield TOPIC.ok(
         "locked memory",
         f"{_size(machine.locked_memory)} (ulimit -l); pycomm locks none, CUDA's is not counted",
     )
 
 
-def _finding(level: str, name: str, text: str, advice: str = "") -> Finding:
-    return Finding(level, TOPIC, name, text, advice)
-
-
 def _cores(machine: Machine, ranks_here: int) -> Finding:
     cores, quota, name = machine.cores, machine.quota, "cores"
     if quota is not None and quota < cores:
-        return _finding(
-            "warning",
+        return TOPIC.warning(
             name,
             f"{cores}, of whose time the container may use that of {quota:g}: ranks that wait by "
             "spinning use it up and are stopped in the middle of operations",
@@ -115,63 +106,57 @@ def _cores(machine: Machine, ranks_here: int) -> Finding:
             f"{max(1, int(quota))} ranks and set PYCOMM_SPIN=0 and OMP_NUM_THREADS",
         )
     if ranks_here > cores:
-        return _finding(
-            "warning",
+        return TOPIC.warning(
             name,
             f"{cores} for {ranks_here} ranks: they take turns, and every wait is for the scheduler",
             f"start at most {cores} ranks here, or give the job more cores (taskset, cgroups)",
         )
     plural = "s" * (ranks_here != 1)
-    return _finding(
-        "ok", name, f"{cores} for {ranks_here} rank{plural}" if ranks_here else f"{cores}"
-    )
+    return TOPIC.ok(name, f"{cores} for {ranks_here} rank{plural}" if ranks_here else f"{cores}")
 
 
 def _files(machine: Machine, ranks: int) -> Finding:
     name, limit = "open files", machine.open_files
     needed = OTHER_FILES + FILES_PER_RANK * ranks
     if limit is not None and limit < needed:
-        return _finding(
+        return TOPIC.finding(
             "problem" if ranks else "warning",
             name,
             f"{limit} (ulimit -n); {ranks or 'a few'} ranks want about {needed}",
             f"ulimit -n {max(4096, 2 * needed)}, or LimitNOFILE= of the service",
         )
-    return _finding("ok", name, f"{limit or 'no limit'} (ulimit -n)")
+    return TOPIC.ok(name, f"{limit or 'no limit'} (ulimit -n)")
 
 
 def _reads(machine: Machine) -> Finding:
     name = "reads between ranks"
     if machine.ptrace_scope == 1:
-        return _finding(
-            "ok",
+        return TOPIC.ok(
             name,
             "kernel.yama.ptrace_scope=1: ranks name the launcher that has started them all "
             "(PR_SET_PTRACER), whose processes may then read and debug them; without one, large "
             "tensors outside of shared memory are copied twice",
         )
     if machine.ptrace_scope:
-        return _finding(
-            "note",
+        return TOPIC.note(
             name,
             f"kernel.yama.ptrace_scope={machine.ptrace_scope} forbids them: large tensors outside "
             "of shared memory are copied twice, not once; DDP's buckets lie in shared memory",
             "sysctl kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE",
         )
-    return _finding("ok", name, "no limit of yama; the self-test tries")
+    return TOPIC.ok(name, "no limit of yama; the self-test tries")
 
 
 def _dev_shm(machine: Machine) -> Finding:
     name, free = "/dev/shm", machine.shm_free
     if free is None or free < 64 * MIB:
         text = "is absent" if free is None else f"has {_size(free)} free"
-        return _finding(
-            "note",
+        return TOPIC.note(
             name,
             f"{text}; pycomm does not use it, workers of torch's data loaders do",
             "docker run --shm-size 8g, if there are such workers",
         )
-    return _finding("ok", name, f"{_size(free)} free; pycomm does not use it")
+    return TOPIC.ok(name, f"{_size(free)} free; pycomm does not use it")
 
 
 # ------------------------------------------------------------------------------- looking

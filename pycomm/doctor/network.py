@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pycomm.doctor import addresses
-from pycomm.doctor.finding import Finding
+from pycomm.doctor.finding import Finding, Topic
 
-TOPIC = "network"
+TOPIC = Topic("network")
 # In the order of csrc/core/env.cpp: the first that is set counts.
 VARIABLES = ("PYCOMM_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SMALLEST_MTU = 1280
@@ -95,19 +95,17 @@ def look(given: Mapping[str, str]) -> HostNetwork:
 def judge(network: HostNetwork, hosts: int) -> Iterator[Finding]:
     """Yield findings for ranks on a number of hosts; 0: not known."""
     if network.store_error:
-        yield _finding(
-            "problem",
+        yield TOPIC.problem(
             "MASTER_ADDR",
             network.store_error,
             "give the address of rank 0's host, or a name that every host resolves (/etc/hosts)",
         )
     if not network.up:
         text = "no interface is up, not even loopback: ranks can use shared memory alone"
-        yield _finding("problem", "interface", text, "ip link set lo up, and start a network")
+        yield TOPIC.problem("interface", text, "ip link set lo up, and start a network")
         return
     if network.error:
-        yield _finding(
-            "problem",
+        yield TOPIC.problem(
             "interface",
             network.error,
             f"name one that is up: {_names(network.up)}; or unset the variable",
@@ -115,36 +113,31 @@ def judge(network: HostNetwork, hosts: int) -> Iterator[Finding]:
         return
     if network.here:
         text = f"{_names(network.here)}, where all ranks are on this machine"
-        yield _finding("ok", "inside", text)
+        yield TOPIC.ok("inside", text)
     if not network.far:
         level = "problem" if hosts > 1 else "note"
         advice = "bring up an interface that other machines reach, or name it in PYCOMM_INTERFACE"
-        yield _finding(level, "interface", network.error_far, advice)
+        yield TOPIC.finding(level, "interface", network.error_far, advice)
         return
     chosen = _names([(link.name, link.address) for link in network.far])
-    yield _finding("ok", "interface", f"{chosen} to other machines: {network.why}")
+    yield TOPIC.ok("interface", f"{chosen} to other machines: {network.why}")
     for link in network.far:
         yield _link(link)
     yield from network.addresses
     if network.congestion:
-        yield _finding("ok", "congestion", f"{network.congestion} controls TCP's rate")
-
-
-def _finding(level: str, name: str, text: str, advice: str = "") -> Finding:
-    return Finding(level, TOPIC, name, text, advice)
+        yield TOPIC.ok("congestion", f"{network.congestion} controls TCP's rate")
 
 
 def _link(link: NetworkCard) -> Finding:
     rate = f", {link.mbit} Mbit/s by its driver" if link.mbit else ""
     name = f"{link.name}"
     if link.mtu is not None and link.mtu < SMALLEST_MTU:
-        return _finding(
-            "warning",
+        return TOPIC.warning(
             name,
             f"MTU {link.mtu}{rate}: packets are small, and each costs the processor as much",
             f"ip link set {link.name} mtu {WIRE_USUALLY}, if the way to the peers carries it",
         )
-    return _finding("ok", name, f"MTU {link.mtu or 'unknown'}{rate}")
+    return TOPIC.ok(name, f"MTU {link.mtu or 'unknown'}{rate}")
 
 
 def _names(interfaces: Sequence[Interface]) -> str:

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from pycomm.doctor.finding import Finding
+from pycomm.doctor.finding import Finding, Topic
 from pycomm.env import variables_of_rank
 
 if TYPE_CHECKING:
     from pycomm import _C
 
-TOPIC = "self-test"
+TOPIC = Topic("self-test")
 CODEC = "quant:bits=8,block=256,rounding=nearest"
 BLOCK = 256
 NUMEL = 1 << 22
@@ -199,37 +199,55 @@ def _can_read(store: _C.Store, rank: int, ranks: int) -> str:
 # ------------------------------------------------------------------------------- all ranks
 
 
+def outcomes_of_ranks(
+    module: str, ranks: int, words: Sequence[str], seconds: float
+) -> list[tuple[list[Any], str]]:
+    """Run `python -m MODULE RANK WORDS` once per rank on this machine.
+
+    Args:
+        module: of the ranks.
+        ranks: how many there are.
+        words: arguments after the rank.
+        seconds: after which those that still run are ended.
+
+    Returns:
+        Of each rank the values of the lines of JSON that it has printed, and why it has failed;
+        "" if it has not.
+    """
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(rank), *words],
+            # Of ranks that share a GPU NCCL wants to know them as hosts.
+            env=variables_of_rank(rank, ranks) | {"NCCL_HOSTID": f"rank{rank}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    deadline = time.monotonic() + seconds
+    found = []
+    for process in started:
+        try:
+            out, cries = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, cries = process.communicate()[0], f"did not end within {seconds:.0f} s"
+        last = (cries.strip().splitlines() or ["without a word"])[-1]
+        said = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        found.append((said, last if process.returncode else ""))
+    return found
+
+
 def run(ranks: int) -> list[Finding]:
     """Start ranks on this machine and return findings from what they print."""
     with tempfile.TemporaryDirectory(prefix="pycomm-doctor-") as folder:
-        command = [sys.executable, "-m", __name__]
-        started = [
-            subprocess.Popen(
-                [*command, str(rank), str(ranks), folder],
-                env=variables_of_rank(rank, ranks),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
-        deadline = time.monotonic() + LIMIT
-        said, cries = [], []
-        for process in started:
-            try:
-                out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                out, err = process.communicate()
-                err = f"did not end within {LIMIT:.0f} s"
-            said.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
-            cries.append(err.strip().splitlines()[-1:] if process.returncode else [])
-    broken = {rank: words for rank, words in enumerate(cries) if words or not said[rank]}
-    if broken:
-        rank, words = next(iter(broken.items()))
-        text = f"rank {rank} ended: {' '.join(words) or 'without a word'}"
-        return [Finding("problem", TOPIC, "ranks", text, "fix the problems above, then try again")]
-    return list(judge(said))
+        found = outcomes_of_ranks(__name__, ranks, [str(ranks), folder], LIMIT)
+    for rank, (said, why) in enumerate(found):
+        if why or not said:
+            text = f"rank {rank} ended: {why or 'without a word'}"
+            return [TOPIC.problem("ranks", text, "fix the problems above, then try again")]
+    return list(judge([said for said, _ in found]))
 
 
 def judge(said: Sequence[Sequence[dict[str, Any]]]) -> Iterator[Finding]:
@@ -237,12 +255,10 @@ def judge(said: Sequence[Sequence[dict[str, Any]]]) -> Iterator[Finding]:
     reads = {line["reads"] for lines in said for line in lines if "reads" in line}
     if reads == {"yes"}:
         text = "ranks may read each other's memory: large tensors are copied once"
-        yield Finding("ok", TOPIC, "reads", text)
+        yield TOPIC.ok("reads", text)
     else:
         why = ", ".join(sorted(reads - {"yes"}))
-        yield Finding(
-            "note",
-            TOPIC,
+        yield TOPIC.note(
             "reads",
             f"ranks may not read each other's memory ({why}): large tensors outside of shared "
             "memory are copied twice",
@@ -253,7 +269,7 @@ def judge(said: Sequence[Sequence[dict[str, Any]]]) -> Iterator[Finding]:
         errors = [line["error"] for line in lines if "error" in line]
         if errors or len(lines) < len(said):
             advice = "look at what stands above about shared memory and the interface"
-            yield Finding("problem", TOPIC, way, (errors or ["a rank said nothing"])[0], advice)
+            yield TOPIC.problem(way, (errors or ["a rank said nothing"])[0], advice)
             continue
         yield from judge_results([Result(**line) for line in lines])
 
@@ -263,9 +279,7 @@ def judge_results(results: Sequence[Result]) -> Iterator[Finding]:
     first = results[0]
     wrong = [name for name in ("exact", "coded") if not all(getattr(r, name) for r in results)]
     if wrong:
-        yield Finding(
-            "problem",
-            TOPIC,
+        yield TOPIC.problem(
             first.way,
             f"{' and '.join(wrong)} sums are WRONG ({first.connection})",
             "do not train on this machine; test its memory, and tell us with this report",
@@ -279,9 +293,9 @@ def judge_results(results: Sequence[Result]) -> Iterator[Finding]:
     )
     if first.way == "shm" and exact < SLOW_GBS:
         advice = "look at what else runs here, and at the container's share of the processor"
-        yield Finding("warning", TOPIC, first.way, rates, advice)
+        yield TOPIC.warning(first.way, rates, advice)
     else:
-        yield Finding("ok", TOPIC, first.way, rates)
+        yield TOPIC.ok(first.way, rates)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from pycomm.doctor.finding import Finding
+from pycomm.doctor.finding import Finding, Topic
 from pycomm.doctor.probe import AT_IMPORT
 from pycomm.env import BUILD, PREFIX, VARIABLES, Variable, guess, with_only
 
-TOPIC = "environment"
+TOPIC = Topic("environment")
 # Other projects' variables: the core takes its interface from them if PYCOMM_INTERFACE is not set.
 OTHERS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR")
 # Variables meant for experiments, and their cost if they are left set.
@@ -55,35 +55,31 @@ def judge(
     for name, value in given.items():
         text = f"{value}: {known[name].meaning}" if name in known else value
         if name in refused:
-            yield _finding("problem", name, refused[name], "correct it, or unset it")
+            yield TOPIC.problem(name, refused[name], "correct it, or unset it")
         elif name == "PYCOMM_IMPL" and impl_error:
             advice = "unset it, and the best that is there is taken"
-            yield _finding("problem", name, f"{value} cannot be had: {impl_error}", advice)
+            yield TOPIC.problem(name, f"{value} cannot be had: {impl_error}", advice)
         elif name in AT_IMPORT and no_effect:
             advice = "correct it, or unset it; `python -m pycomm.run --help` has the options"
-            yield _finding("problem", name, f"{value} has no effect: {no_effect[0]}", advice)
+            yield TOPIC.problem(name, f"{value} has no effect: {no_effect[0]}", advice)
         elif name == "PYCOMM_TRACE" and not _can_be_written(Path(value)):
             advice = "name a folder that every rank can write, shared or of its host"
-            yield _finding("problem", name, f"{value} cannot be written", advice)
+            yield TOPIC.problem(name, f"{value} cannot be written", advice)
         elif value and name in FORGOTTEN and value != "auto":
             advice = "unset it, unless you are trying something out"
-            yield _finding("note", name, f"{value}: {FORGOTTEN[name]}", advice)
+            yield TOPIC.note(name, f"{value}: {FORGOTTEN[name]}", advice)
         elif name in known:
-            yield _finding("ok", name, text if value else "empty, as if it were not set")
+            yield TOPIC.ok(name, text if value else "empty, as if it were not set")
         elif name in BUILD:
-            yield _finding("ok", name, f"{value}: read when pycomm is built, not later")
+            yield TOPIC.ok(name, f"{value}: read when pycomm is built, not later")
         elif name in OTHERS:
-            yield _finding("ok", name, value)
+            yield TOPIC.ok(name, value)
         elif not core():
-            yield _finding("note", name, f"{value}: the core, which may read it, does not load")
+            yield TOPIC.note(name, f"{value}: the core, which may read it, does not load")
         else:
-            yield _finding("warning", name, "nothing of pycomm reads it", guess(name, known))
+            yield TOPIC.warning(name, "nothing of pycomm reads it", guess(name, known))
     if not any(name.startswith(PREFIX) for name in given):
-        yield _finding("ok", f"{PREFIX}*", "none is set: everything is as we chose it")
-
-
-def _finding(level: str, name: str, text: str, advice: str = "") -> Finding:
-    return Finding(level, TOPIC, name, text, advice)
+        yield TOPIC.ok(f"{PREFIX}*", "none is set: everything is as we chose it")
 
 
 def _can_be_written(folder: Path) -> bool:

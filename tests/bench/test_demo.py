@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 pytest.importorskip("rich", reason="the demo's display: pip install pycomm[bench]")
@@ -14,7 +12,7 @@ from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin
 from pycomm.bench.demo import DemoRun
 from pycomm.bench.figures import charts
-from pycomm.bench.figures.drawing import STYLE, Axis, Chart, Panel, Series, figure_of, save
+from pycomm.bench.figures.drawing import save
 from pycomm.bench.netlab import Paced
 
 
@@ -41,8 +39,8 @@ def three_runs(gains: tuple[float, ...] = (3.0,) * TURNS, waited: float = 0.01) 
             seconds += 10 * (0.3 / gain if run.codec else 0.3 * (1 + i % 2 / 100))
             lines.append({"step": 10 * (i + 1), "seconds": seconds, "loss": loss, "held_out": loss})
         end = {"step_seconds": step, "wire_bytes": 1.5e6, "held_out": loss, "waited": waited}
-        text = [json.dumps({"turn": turn, **line}) for line in (*lines, end)]
-        demo.read(done, text, Bar(), [None] * len(done))
+        for row in (*lines, end):
+            demo.hear(done, Bar(), [None] * len(done), {"turn": turn, **row})
     return done
 
 
@@ -98,39 +96,7 @@ def test_the_picture_shows_the_table(tmp_path):
     assert rows[2]["curve"].startswith("0.1000:5.000000 1.1000:2.010000 ")
     assert rows[2]["command"] == "demo"
     chart = charts.loss(rows)
-    assert [line.label for line in chart.panels[0].series] == [run.label for run in done]
+    named = [text.get_text().partition(": ")[0] for text in chart.legends[0].get_texts()]
+    assert named == [run.label for run in done]
     save(chart, png)
     assert png.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    "ends",
-    [
-        [(60, 2.04), (58, 2.04), (22, 2.04), (15, 2.05)],  # of README's picture
-        [(60, 2.0), (60, 2.0), (60, 2.0), (60, 2.0)],
-        [(60, 2.6), (60, 2.0), (55, 2.3), (50, 2.0)],  # a row apart, at the offset of their ends
-        [(1, 2.0), (2, 2.0), (59, 2.0), (60, 2.0)],  # at the edges
-        [(60, 2.0)],
-    ],
-)
-def test_labels_do_not_overlap(ends):
-    import matplotlib
-    from matplotlib.text import Text
-
-    names = "Gloo, float32", "pycomm, float32", "pycomm, int8 + feedback", "pycomm, int4 + feedback"
-    lines = [Series(name, (0.1, x), (5.0, y)) for name, (x, y) in zip(names, ends, strict=False)]
-    x = Axis("seconds", limits=(0, 1.08 * max(end for end, _ in ends)))
-    panel = Panel(x, Axis("loss", limits=(1.9, 5)), lines)
-    with matplotlib.rc_context(STYLE):
-        figure = figure_of(Chart("Loss", "of a model", [panel], labels="ends"))
-        figure.draw_without_rendering()
-    (axes,) = figure.axes
-    # Of the texts alone: an annotation's own extent includes its connecting line.
-    boxes = [Text.get_window_extent(text) for text in (*axes.texts, *figure.texts)]
-    assert len(boxes) == len(ends) + 2
-    for i, one in enumerate(boxes):
-        assert figure.bbox.x0 <= one.x0
-        assert one.x1 <= figure.bbox.x1
-        assert not any(one.overlaps(other) for other in boxes[:i])
-    lowest = axes.transData.transform([(x, y) for x, y in ends])[:, 1].min()
-    assert max(box.y1 for box in boxes[: len(ends)]) < lowest

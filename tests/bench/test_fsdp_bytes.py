@@ -8,10 +8,10 @@ import pytest
 
 from pycomm.bench import netlab
 from pycomm.bench.common.harness import Row
-from pycomm.bench.step.command import Setting, parse, steps
+from pycomm.bench.step.__main__ import Steps, parse
 from pycomm.bench.training.methods import METHODS
 from pycomm.bench.training.time_to_loss import train
-from pycomm.bench.training.train import MODELS
+from pycomm.bench.training.train import MODELS, ranks_train
 from tests.extent import FULL
 
 GLOO, PYCOMM = (m for m in METHODS if m.sharded)
@@ -24,9 +24,8 @@ def test_half_of_the_gradient_bytes():
     except netlab.LabUnavailable as error:
         pytest.skip(f"no network namespaces: {error}")
     options = parse(["--rounds", "1", "--turn-seconds", "1"])
-    setting = Setting("demo", MODELS["demo"], [GLOO, PYCOMM], 2, 1, "cpu", options)
     found: list[Row] = []
-    steps(setting, "1gbit", found.append)
+    Steps("demo", MODELS["demo"], [GLOO, PYCOMM], options).steps("1gbit", found.append)
     _, gloo, ours = found
     # Two ranks: half of the parameters go out before forward. A reduce-scatter sends half of the
     # gradients, Gloo's all-reduce all of them. Up to a hundredth is headers and what TCP repeats.
@@ -37,6 +36,8 @@ def test_half_of_the_gradient_bytes():
 @pytest.mark.skipif(not FULL, reason="takes half a minute: make soak")
 def test_equal_losses():
     config = replace(MODELS["demo"], steps=3)
-    gloo, ours = ([row["loss"] for row in train(config, m, 2)[:3]] for m in (GLOO, PYCOMM))
+    gloo, ours = (
+        [row["loss"] for row in train(2, ranks_train, config, [m])[:3]] for m in (GLOO, PYCOMM)
+    )
     assert gloo == ours
     assert ours[-1] < ours[0]

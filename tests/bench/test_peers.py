@@ -9,7 +9,7 @@ from pycomm.bench.common import tables
 from pycomm.bench.lab.base import Paced
 from pycomm.bench.lab.jobs import Failed
 from pycomm.bench.lab.rates import UNLIMITED
-from pycomm.bench.peers import rank, results, table
+from pycomm.bench.peers import rank, table
 from pycomm.bench.peers.systems import PEERS, Training
 
 REFERENCE, OURS = PEERS[0].name, "pycomm, int4"
@@ -32,7 +32,7 @@ ROWS = [
 
 
 def test_seconds_are_steps_times_a_step():
-    found = results.seconds_to_loss(ROWS, 20)
+    found = table.seconds_to_loss(ROWS, 20)
     place = ("1gbit", "0")
     assert found[REFERENCE, place] == 2.0  # 20 steps of 0.1 s
     assert found[OURS, place] == pytest.approx(15 * 0.05)  # its curve passes 3.0 at step 15
@@ -40,7 +40,7 @@ def test_seconds_are_steps_times_a_step():
 
 
 def test_the_table_marks_the_first_of_each_column():
-    lines = results.markdown(ROWS, 20).splitlines()
+    lines = table.markdown(ROWS, 20).splitlines()
     assert "| 1gbit, 0 ms |" in lines[0]
     by_name = {line.split(" | ")[0].strip("| "): line for line in lines[2:]}
     assert "| **0.8** | 0.500 |" in by_name[OURS]
@@ -76,18 +76,6 @@ def test_a_broken_system_takes_no_steps(tmp_path, monkeypatch, capsys):
     assert table.main([*words, "--show"]) == 0
     assert measured == [REFERENCE, "pycomm, exact"]
     assert capsys.readouterr().out.count(f"| {REFERENCE} | 0 | **0.1** |") == 2
-
-
-def test_a_sentence_says_who_is_first():
-    place = {"rate": "100mbit", "delay_ms": "50"}
-    slow = [
-        row("step", REFERENCE, **place, ms="10.00", bytes="1"),
-        row("step", OURS, **place, ms="20.00", bytes="1"),
-    ]
-    assert results.verdicts(ROWS + slow, 20) == [
-        "1gbit, 0 ms: pycomm, int4 is first, 2.67 times as fast as the best of the others.",
-        "100mbit, 50 ms: DDP on Gloo, fp32 is first; pycomm, int4 takes 1.50 times as long.",
-    ]
 
 
 def test_ranks_take_as_many_steps_as_the_first_one_has_time_for(monkeypatch):

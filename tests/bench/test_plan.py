@@ -7,8 +7,10 @@ import pytest
 from pycomm.bench import netlab
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin, read_rows
+from pycomm.bench.common.harness import record as with_origin
 from pycomm.bench.lab.jobs import ask
-from pycomm.bench.plan.command import RANKS, PlanCase, judge, model_of, picks, record, summary
+from pycomm.bench.plan import ranks
+from pycomm.bench.plan.command import PlanCase, judge, model_of, picks, record, summary
 from tests.extent import FULL
 
 
@@ -39,7 +41,7 @@ def test_each_promise_is_held(capsys):
 
 def test_rows_come_back(tmp_path):
     path = tmp_path / "plan.csv"
-    tables.append(path, [record(case, Origin.here("test")) for case in GOOD])
+    tables.append(path, [with_origin(record(case), Origin.here("test")) for case in GOOD])
     assert read_rows(path, PlanCase) == GOOD
 
 
@@ -60,7 +62,7 @@ def lab():
 
 
 def test_ranks_time_an_all_reduce_of_each_size_and_codec(lab):
-    rows = ask(lab, RANKS, kind="all_reduces", sizes=[4096, 65536], codecs=["none", "int8"])
+    rows = ask(lab, ranks.all_reduces, [4096, 65536], ["none", "int8"])
     assert [(row["size"], row["codec"]) for row in rows] == [
         *((4096, codec) for codec in ("none", "int8")),
         *((65536, codec) for codec in ("none", "int8")),
@@ -73,7 +75,7 @@ def test_ranks_time_steps_and_the_parts_of_one_that_does_not_talk(lab):
     pytest.importorskip("torch")
     from pycomm.bench.training.train import Config, Transformer
 
-    parts, *rows = ask(lab, RANKS, kind="steps", codecs=["none", "int8"])
+    parts, *rows = ask(lab, ranks.steps, ["none", "int8"])
     assert [row["codec"] for row in rows] == ["none", "int8"]
     assert all(row["seconds"] > 0 for row in rows)
     assert all(parts[part] > 0 for part in ("forward", "backward", "optimizer"))

@@ -14,7 +14,7 @@ from pycomm.bench import plot
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Row
 from pycomm.bench.figures.catalogue import FIGURES, Figure, fitting, widest_run
-from pycomm.bench.figures.drawing import Axis, Chart, Panel, Series, save
+from pycomm.bench.figures.drawing import chart, line, log_scale, panels, save
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,9 +24,12 @@ def test_committed_figures_are_up_to_date():
     assert not wrong, f"{wrong}: python -m pycomm.bench.plot --docs"
 
 
-def lines(rows: list[tables.Row]) -> Chart:
-    x, y = ([float(row[name]) for row in rows] for name in ("x", "y"))
-    return Chart("A", "b", [Panel(Axis("x"), Axis("y", log=True), [Series("c", x, y)])])
+@chart
+def lines(rows: list[tables.Row]):
+    figure, (axes,) = panels("A", "b")
+    line(axes, "c", [(float(row["x"]), float(row["y"])) for row in rows])
+    log_scale(axes, "y", str)
+    return figure
 
 
 FIGURE = Figure("line", "line.csv", lines, line=("name",), point=("x",), measured=("y",))
@@ -116,10 +119,9 @@ def test_every_figure_names_the_command_that_makes_it():
 
 
 def test_equal_charts_make_equal_files(tmp_path, checkout):
-    chart = FIGURE.of(checkout / "bench/results")
     files = [tmp_path / f"{name}.png" for name in "ab"]
     for file in files:
-        save(chart, file)
+        save(FIGURE.of(checkout / "bench/results"), file)
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
@@ -159,7 +161,7 @@ def test_a_table_of_ones_own_is_drawn_beside_it(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "mine-bandwidth.png\n"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine-bandwidth.png", "mine.csv"]
     (figure,) = fitting(tmp_path / "mine.csv")
-    assert "all_gather of float32 by 5 ranks" in figure.of(tmp_path).subtitle
+    assert "all_gather of float32 by 5 ranks" in figure.of(tmp_path).texts[1].get_text()
 
 
 def test_every_table_of_the_project_can_be_drawn_alone(tmp_path):

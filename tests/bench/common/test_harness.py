@@ -11,7 +11,7 @@ import pytest
 
 from pycomm.bench.common import harness, tables
 from pycomm.bench.common.harness import COLUMNS, Origin, Row
-from pycomm.bench.common.report import Report, ratios
+from pycomm.bench.common.report import Column, Report, ratios
 from pycomm.bench.common.timing import calls_within, in_turns, quantile
 
 RESULTS = Path(harness.__file__).parents[1] / "results"
@@ -121,8 +121,9 @@ def test_committed_results_say_where_they_come_from(path):
 
 
 def test_json_has_the_same_rows(tmp_path):
-    path = tmp_path / "out.json"
-    harness.write_json(path, [harness.record(ROW, Origin.here("command"))])
+    path, report = tmp_path / "out.json", Report([])
+    report.add(ROW)
+    report.write_json(path)
     (row,) = json.loads(path.read_text())
     assert list(row) == COLUMNS
     assert row["time_p50"] == 2.0
@@ -145,7 +146,8 @@ def test_ratios_compare_with_the_exact_row_of_the_same_size():
 
 
 def test_table_lines_up_and_marks_what_has_no_meaning(capsys):
-    report = Report((("size", 6, ""), ("time_p50", 8, ".2f"), ("err", 8, ".1e")))
+    times = Column("time_p50", 8, ".2f", "p50(us)")
+    report = Report((Column("size", 6), times, Column("err", 8, ".1e")))
     report.header("a comment")
     report.add(ROW)
     comment, header, line = capsys.readouterr().out.splitlines()
@@ -155,7 +157,7 @@ def test_table_lines_up_and_marks_what_has_no_meaning(capsys):
 
 
 def test_quiet_reports_keep_rows(capsys):
-    report = Report((("size", 6, ""),), quiet=True)
+    report = Report([Column("size", 6)], quiet=True)
     report.add(ROW)
     assert report.rows == [ROW]
     assert capsys.readouterr().out == ""

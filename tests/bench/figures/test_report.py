@@ -8,7 +8,7 @@ from pycomm.bench.__main__ import SUBCOMMANDS
 from pycomm.bench.common import tables
 from pycomm.bench.figures import report
 from pycomm.bench.figures.catalogue import FIGURES
-from pycomm.bench.figures.claims import CLAIMS, commands
+from pycomm.bench.figures.report import CLAIMS, commands
 from pycomm.bench.ops.operations import OPERATIONS
 
 

@@ -15,7 +15,7 @@ import torch
 
 from pycomm.bench.common import tables
 from pycomm.bench.figures.charts import timeline
-from pycomm.bench.figures.drawing import picture_digest
+from pycomm.bench.figures.drawing import digest, picture_digest
 from pycomm.bench.gpu import __main__ as gpu
 from pycomm.bench.gpu import tasks
 from pycomm.bench.step.stages import STAGES
@@ -132,7 +132,7 @@ def test_the_trace_shows_the_stages_of_each_bucket(done, folder):
     times = [float(span[at]) for span in spans for at in ("begin", "end")]
     assert times == sorted(times)
     picture = folder / "results" / "trace-stand-in.png"
-    assert picture_digest(picture) == timeline(spans).digest()
+    assert picture_digest(picture) == digest(timeline(spans))
     assert "traceEvents" in picture.with_suffix(".json").read_text()
 
 

@@ -20,7 +20,7 @@ from pycomm import _C
 from pycomm.bench import __main__ as cli
 from pycomm.bench.common import arguments, harness
 from pycomm.bench.ops import backends, coded, collectives, measure
-from pycomm.bench.ops.cases import REDUCTIONS, STORAGE
+from pycomm.bench.ops.cases import REDUCTIONS, STORAGE, BackendCalls
 from pycomm.bench.ops.operations import OPERATIONS, make_case
 from pycomm.env import env
 from tests.extent import each_value
@@ -253,7 +253,7 @@ def test_backends_take_turns_and_are_compared(played):
     assert rows[2]["time_p50"] == pytest.approx(rows[1]["time_p50"] / rows[0]["time_p50"])
 
 
-class Fake(backends.BackendCalls):
+class Fake(BackendCalls):
     """Does what a test says."""
 
     name = "pycomm"

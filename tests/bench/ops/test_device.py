@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm.bench.__main__ import main
-from pycomm.bench.ops.device import OnDevice
 from pycomm.bench.ops.operations import OPERATIONS, make_case
-from pycomm.bench.ops.torch_backends import coded_run
+from pycomm.bench.ops.torch_backends import Torch, coded_run
 
 
 @pytest.fixture
@@ -23,7 +22,7 @@ def alone(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("argv", [["all_reduce"], ["all_gather", "--backend", "nccl"], ["codecs"]])
+@pytest.mark.parametrize("argv", [["all_reduce"], ["all_gather", "--backend", "nccl"]])
 def test_cuda_without_a_gpu_is_one_line(argv, capsys):
     assert main([*argv, "--device", "cuda"]) == 2
     said = capsys.readouterr().err
@@ -37,27 +36,18 @@ def test_backends_of_the_other_device_are_refused(capsys):
     assert "--backend nccl is not for --device cpu" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("word", ["--errors", "--csv=x", "--json=x"])
-def test_kernels_have_a_table_of_their_own(word, capsys):
-    with pytest.raises(SystemExit):
-        main(["codecs", "--device", "cuda", word])
-    assert "leave out --csv, --json and --errors" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", [n for n in OPERATIONS if n != "sendrecv"])  # with itself
 @pytest.mark.parametrize("place", ["in", "out"])
-def test_copies_on_a_device_lie_as_the_arrays_do(alone, name, place):
+def test_tensors_lie_in_and_out_of_place(alone, name, place):
     """Of a group of one rank, on the CPU in place of a GPU."""
-    backend = OnDevice("pycomm-torch", alone, torch.device("cpu"))
+    backend = Torch("pycomm-torch", alone)
     case = make_case(OPERATIONS[name], 256, dtype="float32", redop="sum", rank=0, ranks=1)
     case = replace(case, place=place if case.op.in_part else "")
     x, y = backend.buffers(case)
     run = backend.prepare(case, x, y)
-    x[:] = case.stored(case.inputs(0))
-    backend.push(x)
+    backend.fill(x, case.stored(case.inputs(0)))
     run()
-    backend.pull(y)
-    assert (y == case.expected()).all()
+    assert (backend.stored(case, y) == case.expected()).all()
 
 
 def test_payloads_of_another_backend_are_coded_alike(alone):

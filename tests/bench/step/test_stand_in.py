@@ -9,8 +9,9 @@ import pytest
 
 from pycomm.bench.common import tables
 from pycomm.bench.figures.charts import timeline
-from pycomm.bench.figures.drawing import picture_digest
-from pycomm.bench.step import command, stand_in
+from pycomm.bench.figures.drawing import digest, picture_digest
+from pycomm.bench.step import __main__ as command
+from pycomm.bench.step import stand_in
 from pycomm.bench.step.bound import wire_seconds
 from pycomm.bench.step.stages import STAGES
 from pycomm.bench.step.stand_in import broken, buckets, modelled, pace_of, record, scale_of
@@ -165,4 +166,4 @@ def test_the_command_ends_with_1_where_goals_do_not_hold(recorded, monkeypatch, 
     assert {span["stage"] for span in spans} == set(STAGES) - {"reduce"}
     for span in spans:
         assert 0 <= float(span["begin"]) < float(span["end"]) < 0.2
-    assert picture_digest(tmp_path / "t.png") == timeline(spans).digest()
+    assert picture_digest(tmp_path / "t.png") == digest(timeline(spans))

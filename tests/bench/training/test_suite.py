@@ -12,7 +12,7 @@ from pycomm.bench.training.tasks import TASKS, batch, rate
 
 
 def row(task: str, label: str, seed: int, loss: float):
-    return suite._row(task, label, seed, loss, 1000)
+    return suite.row(task, label, seed, loss, 1000)
 
 
 def test_rows_that_are_there_are_not_trained_again():
