@@ -14,10 +14,9 @@ from pycomm.codecs import Cast, Eden, Quant, Sign
 from pycomm.codecs.base import Codec
 from pycomm.codecs.implementations import Reference
 from pycomm.codecs.mx import ELEMENTS
-from tests.codecs.harness import never_sent, relative_error, same
+from tests.codecs.harness import NORMAL, never_sent, relative_error, same
 from tests.extent import each_value
 
-NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
 BITS = [1, 2, 3, 4]
 FORMS = [f"mx:format={form}" for form in ELEMENTS]
 VALUES = ["float32", "int8", "bins2"]
