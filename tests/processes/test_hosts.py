@@ -26,7 +26,7 @@ from tests.faults.injection.judge import breaches
 from tests.faults.injection.play import lab_of, play
 from tests.processes.labs import far_hosts, near_hosts, printed_by
 
-JOB = [sys.executable, "-m", "tests.processes.hosts_job"]
+JOB = [sys.executable, "-m", "tests.processes.jobs", "check_all"]
 
 
 def run(
@@ -294,7 +294,7 @@ def test_sites_are_found_by_round_trips(tmp_path, matrix, levels, told):
 # The host whose link is slow is named by what the kernels of all hosts count.
 
 
-STEPS_ON_LINKS = [sys.executable, "-m", "tests.processes.slow_link_job"]
+STEPS_ON_LINKS = [sys.executable, "-m", "tests.processes.jobs", "step"]
 
 
 def test_the_rank_with_the_slow_link_is_named():

@@ -14,8 +14,7 @@ from pycomm.bench.lab.wan import WanLab
 from pycomm.bench.links.steps import PROMISED, run_steps
 from pycomm.bench.links.steps_rank import STEPS
 from tests.extent import part
-from tests.processes.labs import far_hosts, printed_by
-from tests.torch.lab_ranks import fork_ranks
+from tests.processes.labs import far_hosts, fork_ranks, printed_by
 
 
 @pytest.mark.parametrize(
