@@ -9,8 +9,9 @@ import contextlib
 import ctypes
 import gc
 import os
+import socket
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -20,6 +21,24 @@ COUNTS = ("files", "sockets", "threads", "mappings", "children")
 MEMORY = ("rss_kib", "shared_kib", "heap_kib")
 
 
+def descriptors(pid: int | str = "self") -> dict[int, str]:
+    """Return what a process's descriptors lead to, but for those that it closes meanwhile."""
+    found = {}
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found[int(name)] = os.readlink(f"/proc/{pid}/fd/{name}")
+    return found
+
+
+def connections() -> Iterator[tuple[int, socket.socket]]:
+    """Yield this process's TCP sockets: their numbers, and twins, which are closed again."""
+    for number, target in descriptors().items():
+        if target.startswith("socket:"):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as twin:
+                if twin.family in (socket.AF_INET, socket.AF_INET6):
+                    yield number, twin
+
+
 def held(pid: int | str) -> dict[str, int]:
     """Count what a process holds at this moment, as the kernel sees it.
 
@@ -27,10 +46,7 @@ def held(pid: int | str) -> dict[str, int]:
         OSError: it is gone.
     """
     process = Path(f"/proc/{pid}")
-    files = []
-    for name in os.listdir(process / "fd"):
-        with contextlib.suppress(FileNotFoundError):
-            files.append(os.readlink(process / "fd" / name))
+    files = descriptors(pid).values()
     maps = (process / "maps").read_text().splitlines()
     status = dict(
         line.split(":", 1) for line in (process / "status").read_text().splitlines() if ":" in line

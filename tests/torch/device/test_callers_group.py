@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.policy import Rule
 from tests.torch.device.checks import every_value, slow
-from tests.torch.device.test_paths import FAKE, run
+from tests.torch.device.fake_device import NAME as FAKE
+from tests.torch.device.fake_device import run, same_as_cpu
 from tests.torch.harness import Chosen, equal, gradients, reduced
 
 SHAPES = {"a": (256, 257), "b": (255, 257), "bias": (50,), "c": (300, 130)}
@@ -232,10 +233,7 @@ CHECKS: list[tuple[Callable[..., Any], int]] = [
 
 @pytest.mark.parametrize(("check", "ranks"), CHECKS, ids=lambda it: getattr(it, "__name__", it))
 def test_results_are_those_of_the_host(fakes, check, ranks):
-    want = run(fakes, "kernels", check, "cpu", group="gloo", ranks=ranks)
-    got = run(fakes, "kernels", check, FAKE, ranks=ranks)
-    for rank in range(ranks):
-        assert equal(got[rank], want[rank]), f"rank {rank}"
+    same_as_cpu(fakes, "kernels", check, host="gloo", ranks=ranks)
 
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, None), (4, None), (4, [0, 0, 1, 1])], ids=str)

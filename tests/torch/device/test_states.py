@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from tests.torch.device.checks import every_value
-from tests.torch.device.test_paths import FAKE, run
+from tests.torch.device.fake_device import NAME as FAKE
+from tests.torch.device.fake_device import run
 from tests.torch.harness import Chosen, equal, gradients, reduced
 
 SHAPES = {"a": (256, 257), "b": (255, 257), "bias": (50,), "c": (300, 130), "d": (70000,)}
