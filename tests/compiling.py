@@ -47,6 +47,20 @@ def compiler() -> str:
     return found
 
 
+def library(source: str, folder: Path) -> str:
+    """Compile C source to a library for LD_PRELOAD; skip the test where no compiler is.
+
+    It stands for another kernel, which answers some calls of a program.
+    """
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    (folder / "kernel.c").write_text(source)
+    made = folder / "kernel.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", made, folder / "kernel.c"], check=True)
+    return str(made)
+
+
 def _run(command: Sequence[str | Path], root: Path) -> None:
     done = subprocess.run(
         list(map(str, command)),

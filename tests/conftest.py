@@ -46,6 +46,13 @@ COUNTS: Counter[tuple[str, str]] = Counter()
 SECONDS: Counter[str] = Counter()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out folders whose tests run when they are asked for: `make trainers`, `make world`."""
+    words = config.invocation_params.args
+    asked = any(collection_path.name in word for word in words)
+    return True if collection_path.name in ("trainers", "world") and not asked else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Start the server that forks torch's processes for all workers, before they start."""
     if getattr(config.option, "numprocesses", None) and SHARED not in os.environ:

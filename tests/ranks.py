@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from pycomm.communicator import Communicator, Store
+from pycomm.errors import Error
 from tests.noting import noting
 
 Job = Callable[..., Any]
@@ -103,6 +104,23 @@ def attempt(
             return job(communicator)
 
     return on_threads(range(size), rank_main, limit)
+
+
+def in_child(call: Callable[[], Any]) -> str:
+    """Return what became of a call in a forked child: "refused" if it has raised for being one."""
+    child = os.fork()
+    if child == 0:
+        code = 3
+        try:
+            call()
+            code = 0
+        except Exception as error:
+            code = 1 if isinstance(error, Error) and "forked child" in str(error) else 2
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    outcomes = {0: "returned", 1: "refused", 2: "another error"}
+    return outcomes.get(code, f"exit status {code}")
 
 
 def _report(main: Callable[[int], Any], rank: int, results: Any) -> None:

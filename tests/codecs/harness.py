@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.base import Codec
 from pycomm.codecs.cuda.sources import OPTIONS, include_folder, source
-from tests.codecs.cuda import nvrtc_library
-from tests.codecs.cuda.ptx import ARCHS, inexact
+from tests.codecs.cuda.ptx import ARCHS, compile_to_ptx, inexact, run_nvcc, spilled
 
 STEPS = 50
+NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+"""Values that nobody may change."""
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> bool:
@@ -57,27 +54,12 @@ def never_sent(codec: Codec, numel: int) -> float:
 def check_ptx(name: str, kernels: Sequence[str], arch: str) -> None:
     """Compile kernels of a file with NVRTC, and check that no instruction contracts or flushes."""
     options = [*OPTIONS, f"-I{include_folder()}", f"-arch=sm_{arch}"]
-    ptx = nvrtc_library.compile_to_ptx(source(name), kernels, options)
+    ptx = compile_to_ptx(source(name), kernels, options)
     assert ptx.count(".entry") == len(kernels)
     assert inexact(ptx) == []
 
 
 def spills(name: str, folder: Path, archs: Sequence[str] = ARCHS) -> list[tuple[str, ...]]:
     """Compile a file of kernels with nvcc; return each kernel's stack, and what registers spill."""
-    compiler = shutil.which("nvcc")
-    if compiler is None:
-        pytest.skip(f"there is no nvcc to compile csrc/codecs/{name}.cu")
-    done = subprocess.run(
-        [
-            *(compiler, "-std=c++17", "-O3", "-fmad=false", "--threads=0", "-Xptxas=-v"),
-            *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs),
-            *(f"-I{include_folder()}", "-c", include_folder() / "codecs" / f"{name}.cu"),
-            *("-o", folder / f"{name}.o"),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)"
-    return re.findall(found, done.stderr)
+    source = include_folder() / "codecs" / f"{name}.cu"
+    return spilled(run_nvcc(source, folder, archs))

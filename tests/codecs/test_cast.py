@@ -6,9 +6,7 @@ import pytest
 import torch
 
 import pycomm
-from tests.codecs.harness import relative_error
-
-NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+from tests.codecs.harness import NORMAL, relative_error
 
 
 @pytest.mark.parametrize(

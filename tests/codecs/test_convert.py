@@ -22,6 +22,10 @@ KINDS = [("native", "cpu"), ("emulated-cuda", "cpu"), ("triton", "cpu")]
 if GPU := accelerator.kind():
     KINDS = KINDS[:2] + [(kind, GPU) for kind in ("reference", "native", "nvrtc", "triton")]
 SIZES = (0, 1, 127, 4096, 5003)
+# Two factors and a divisor: none of them, all, and each alone.
+CLIP = torch.tensor([0.7])
+FACTORS = ((1.0, 1.0, 1.0), (1 / 3, CLIP, 7.0))
+ALONE = ((1 / 3, 1.0, 1.0), (1.0, CLIP, 1.0), (1.0, 1.0, 7.0))
 everywhere = pytest.mark.parametrize(("kind", "device"), KINDS, ids=["-".join(k) for k in KINDS])
 every_pair = pytest.mark.parametrize(("source_type", "target_type"), PAIRS)
 
@@ -54,39 +58,24 @@ def values(numel: int, dtype: torch.dtype) -> torch.Tensor:
 @every_pair
 def test_same_bits(kind, device, source_type, target_type):
     run = runner(kind, device)
-    for numel in SIZES[::2] if kind == "triton" else SIZES:
-        for by, clip, divisor in ((1.0, 1.0, 1.0), (1 / 3, torch.tensor([0.7]), 7.0)):
-            x = values(numel, source_type)
-            want = torch.empty(numel, dtype=target_type)
-            want_found = torch.zeros(1)
-            module.reference(Conversion(x, want, by, clip, divisor, want_found))
-            there = x.to(device)
-            got = torch.full_like(want, 12.0, device=device)
-            found = torch.zeros(1, device=device)
-            put = clip.to(device) if isinstance(clip, torch.Tensor) else clip
-            run(Conversion(there, got, by, put, divisor, found))
-            assert same(got, want)
-            assert torch.equal(found.cpu(), want_found)
-            run(Conversion(there, got, by, put, divisor, None))
-            assert same(got, want)
-            if source_type == target_type:
-                run(Conversion(there, there, by, put, divisor, None))
-                assert same(there, want)
-
-
-@each_pair
-@everywhere
-@every_pair
-def test_each_factor_counts_alone(kind, device, source_type, target_type):
-    run = runner(kind, device)
-    for by, clip, divisor in ((1 / 3, 1.0, 1.0), (1.0, torch.tensor([0.7]), 1.0), (1.0, 1.0, 7.0)):
-        x = values(257, source_type)
-        want = torch.empty(257, dtype=target_type)
-        module.reference(Conversion(x, want, by, clip, divisor, None))
+    sizes = SIZES[::2] if kind == "triton" else SIZES
+    for numel, (by, clip, divisor) in [*product(sizes, FACTORS), *product([257], ALONE)]:
+        x = values(numel, source_type)
+        want = torch.empty(numel, dtype=target_type)
+        want_found = torch.zeros(1)
+        module.reference(Conversion(x, want, by, clip, divisor, want_found))
+        there = x.to(device)
         got = torch.full_like(want, 12.0, device=device)
+        found = torch.zeros(1, device=device)
         put = clip.to(device) if isinstance(clip, torch.Tensor) else clip
-        run(Conversion(x.to(device), got, by, put, divisor, None))
+        run(Conversion(there, got, by, put, divisor, found))
         assert same(got, want)
+        assert torch.equal(found.cpu(), want_found)
+        run(Conversion(there, got, by, put, divisor, None))
+        assert same(got, want)
+        if source_type == target_type:
+            run(Conversion(there, there, by, put, divisor, None))
+            assert same(there, want)
 
 
 @everywhere

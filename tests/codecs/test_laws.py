@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,10 +16,10 @@ from pycomm.codecs import Cast, Eden, Quant, Sign
 from pycomm.codecs.base import Codec
 from pycomm.codecs.implementations import Reference
 from pycomm.codecs.mx import ELEMENTS
-from tests.codecs.harness import never_sent, relative_error, same
+from pycomm.errors import Error
+from tests.codecs.harness import NORMAL, never_sent, relative_error, same
 from tests.extent import each_value
 
-NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
 BITS = [1, 2, 3, 4]
 FORMS = [f"mx:format={form}" for form in ELEMENTS]
 VALUES = ["float32", "int8", "bins2"]
@@ -121,3 +123,37 @@ def test_a_wrong_payload_is_read_within_its_bounds(spec, data):
     assert same(guard[32:-32], want)
     assert bool((guard[:32] == 7).all())
     assert bool((guard[-32:] == 7).all())
+
+
+LIARS = [
+    *("fp8_e5m2", "int3", "int8:block=2048", "mx:fp6_e2m3", "nvfp4", "sign:block=32"),
+    *("topk:0.05", "topk:0.05,values=int8,indices=int12", "topk:0.3,values=bins2,indices=int12"),
+    *("eden:bits=3,size=4096", "eden:bits=4,size=64", "lossless", "lossless:bfloat16"),
+]
+
+
+def lie(payload: np.ndarray, rng: np.random.Generator, how: int) -> None:
+    """Change one bit, forty bytes, the first words, or everything."""
+    if how == 0:
+        payload[rng.integers(len(payload))] ^= 1 << rng.integers(8)
+    elif how == 1:
+        payload[rng.integers(len(payload), size=40)] = rng.choice([0, 1, 0x7F, 0x80, 0xFF], 40)
+    else:
+        most = min(16, len(payload)) if how == 2 else len(payload)
+        payload[:most] = rng.integers(256, size=most)
+
+
+@pytest.mark.parametrize("spec", LIARS)
+def test_decoders_stay_inside_whatever_a_payload_says(spec):
+    """They may give any values, or an Error; `make asan` sees what they read."""
+    codec, rng = pycomm.codec(spec), np.random.default_rng(0)
+    for numel in (1, 33, 2047, 5001):
+        honest = codec.encode(NORMAL[:numel]).numpy()
+        out = np.full(numel + 64, 7, np.float32)
+        for turn in range(100):
+            payload = honest.copy()
+            lie(payload, rng, turn % 4)
+            for decode in (codec.native.decode, codec.native.decode_add):
+                with contextlib.suppress(Error):
+                    decode(payload.ctypes.data, out.ctypes.data, numel)
+            assert (out[numel:] == 7).all(), (numel, turn)

@@ -8,10 +8,8 @@ import torch
 
 import pycomm
 from tests.codecs.cases import CASES
+from tests.codecs.harness import NORMAL
 from tests.codecs.test_contract import check, check_decode, everywhere, runner, same
-
-NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
-
 
 used = pycomm.codec("lossless").used_bytes
 

@@ -11,11 +11,10 @@ from pycomm.codecs import Quant
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.philox import random_words
 from tests.codecs.cases import KEYS
-from tests.codecs.harness import code_and_decode
+from tests.codecs.harness import NORMAL, code_and_decode
 from tests.extent import each_value
 
 SPECS = ["int8", "int8:block=32", "int4", "int4:block=32", "int7", "int3", "int2"]
-NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
 
 
 @each_value

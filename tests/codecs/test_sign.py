@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import pycomm
-from tests.codecs.harness import code_and_decode
+from tests.codecs.harness import NORMAL, code_and_decode
 
-NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
 SPECS = ["sign", "sign:block=32", "sign:block=2048"]
 
 

@@ -14,15 +14,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import pycomm
-from pycomm import _C
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.implementations import Reference, native_codec
 from pycomm.triton_kernels import topk as triton_topk
-from tests.codecs.harness import code_and_decode
+from tests.codecs.harness import NORMAL, code_and_decode
 from tests.codecs.test_contract import IMPLEMENTATIONS, check, runner
 from tests.extent import each_pair, each_value, part
 
-NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
 VALUES = ["float32", "int8", "bins2"]
 FORMS = ["int32", "int12"]
 
@@ -247,28 +245,6 @@ def test_triton_writes_no_more_than_it_has_counted(monkeypatch):
     assert seen
     assert bool((seen[0] == 7).all())
     assert bool((behind == 5).all())
-
-
-# --------------------------------------------------------------------------------- the options
-
-
-@pytest.mark.parametrize(
-    ("text", "spec"),
-    [
-        ("topk", "topk:density=0.01,values=float32,indices=int32"),
-        ("topk:1", "topk:density=1.0,values=float32,indices=int32"),
-        ("topk:1e-3", "topk:density=0.001,values=float32,indices=int32"),
-        ("topk:0.00002", "topk:density=2e-05,values=float32,indices=int32"),
-        ("topk:0.1,indices=int12", "topk:density=0.1,values=float32,indices=int12"),
-    ],
-)
-def test_texts_become_canonical(text, spec):
-    assert pycomm.codec(text).spec() == spec
-    rest = text.replace("topk:1,", "topk:density=1,")
-    if "=" in rest:
-        options = rest.removeprefix("topk:")
-        options = options if options.split(",")[0].count("=") else f"density={options}"
-        assert _C.Codec(f"topk:{options}").spec == spec
 
 
 def test_a_key_changes_nothing():

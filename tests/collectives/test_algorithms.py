@@ -13,7 +13,7 @@ import pytest
 
 from pycomm import _C
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
-from tests.collectives.ways import ALGOS_OF, REDUCIBLE, TINY, bits, floats, integers
+from tests.collectives.ways import ALGOS_OF, REDUCIBLE, TINY, bits, floats, folded, integers
 from tests.extent import each_value, pairs
 from tests.ranks import attempt, run, run_processes
 
@@ -193,15 +193,10 @@ def test_every_dtype_and_op(way):
 
     want = []
     for dtype, op in REDUCIBLE:
-        inputs = []
-        for r in range(ranks):
-            data = small_values(r, dtype, numel)
-            inputs.append((ctypes.c_uint8 * len(data)).from_buffer_copy(data))
-        addresses = [ctypes.addressof(x) for x in inputs]
-        for address in addresses if op == _C.ReduceOp.premul_sum else []:
-            _C.scale(dtype, address, address, numel, 2.0)
-        _C.reduce(dtype, op, addresses, addresses[0], numel)
-        want.append(bytes(inputs[0]))
+        inputs = [np.array(bytearray(small_values(r, dtype, numel))) for r in range(ranks)]
+        for x in inputs if op == _C.ReduceOp.premul_sum else []:
+            _C.scale(dtype, x.ctypes.data, x.ctypes.data, numel, 2.0)
+        want.append(folded(dtype, op, inputs).tobytes())
     for results in run(ranks, job, **options):
         for combination, result, expected in zip(REDUCIBLE, results, want, strict=True):
             assert result == expected, combination

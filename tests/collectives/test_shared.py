@@ -10,6 +10,7 @@ import pytest
 
 from pycomm import _C, _test
 from pycomm.errors import Error, Timeout, WireMismatch
+from tests.collectives.ways import REDUCIBLE, folded
 from tests.extent import each_value
 from tests.transports.ranks import RUNNERS
 
@@ -44,27 +45,6 @@ def sums(size: int) -> dict[int, np.ndarray]:
     }
 
 
-def folded(dtype: _C.DType, op: _C.ReduceOp, inputs: list[np.ndarray]) -> np.ndarray:
-    """Reduce the inputs in rank order, by the core's one-process reduction."""
-    out = np.empty_like(inputs[0])
-    numel = out.nbytes // _C.size_of(dtype)
-    pointers = [address(x) for x in inputs]
-    _C.reduce(dtype, op, pointers, address(out), numel)
-    return out
-
-
-def meaningful() -> list[tuple[_C.DType, _C.ReduceOp]]:
-    pairs = []
-    for dtype in _C.DType.__members__.values():
-        for op in _C.ReduceOp.__members__.values():
-            try:
-                _test.check_reducible(dtype, op)
-            except Error:
-                continue
-            pairs.append((dtype, op))
-    return pairs
-
-
 @each_value
 @pytest.mark.parametrize(
     ("kind", "size"),
@@ -85,10 +65,10 @@ def test_all_reduce_gives_the_same_bits_everywhere(kind, size):
 
 @pytest.mark.parametrize("numel", [5, 3000, 140000])
 def test_all_reduce_knows_every_dtype_and_op(numel):
-    want = [folded(t, op, [values(t, r, numel) for r in range(3)]) for t, op in meaningful()]
+    want = [folded(t, op, [values(t, r, numel) for r in range(3)]) for t, op in REDUCIBLE]
 
     def job(me):
-        for seq, (dtype, op) in enumerate(meaningful(), 1):
+        for seq, (dtype, op) in enumerate(REDUCIBLE, 1):
             data = values(dtype, me.rank, numel)
             tag = _test.OpTag("all_reduce", seq=seq, numel=numel, dtype=dtype, redop=op)
             me.transport.run_shared(tag, out=address(data))

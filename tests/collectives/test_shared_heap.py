@@ -18,8 +18,8 @@ import pytest
 from pycomm import _test
 from pycomm.errors import Error
 from tests.collectives.ways import RANKS, bits, floats, integers
+from tests.compiling import library
 from tests.extent import each_value, part
-from tests.preload import library
 from tests.ranks import run, run_processes
 
 # In-place operation begins at 2 KiB; one slot is 128 KiB, and a call that needs more than four of

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pycomm import _C
+from tests.collectives.ways import folded
 from tests.core.test_nan import CANONICAL, ops, special
 
 ROOT = Path(__file__).parents[2]
@@ -55,12 +56,11 @@ def test_reductions_ignore_the_threads_settings(program):
                 inputs = [special(10 * i + r, dtype, numel) for r in range(3)]
                 for x in inputs:
                     x[: numel // 3] >>= np.array(8 * x.itemsize - 4, x.dtype)  # tiny values
-                out = np.zeros_like(inputs[0])
-                addresses = [x.ctypes.data for x in inputs]
                 if op == "premul_sum":
-                    _C.scale(kind, addresses[0], out.ctypes.data, numel, 0.3)
+                    out = np.zeros_like(inputs[0])
+                    _C.scale(kind, inputs[0].ctypes.data, out.ctypes.data, numel, 0.3)
                 else:
-                    _C.reduce(kind, reduction, addresses, out.ctypes.data, numel)
+                    out = folded(kind, reduction, inputs)
                 for fpcr in SETTINGS:
                     head = struct.pack("<iiiiQ", kind.value, reduction.value, 3, numel, fpcr)
                     jobs.append(head + b"".join(x.tobytes() for x in inputs))

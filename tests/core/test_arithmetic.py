@@ -15,7 +15,7 @@ from pycomm.codecs.implementations import Native
 from tests.arithmetic import KINDS, arithmetic
 from tests.codecs.cases import CASES, SPECS
 from tests.collectives.device import ranks as device_ranks
-from tests.collectives.ways import WAYS
+from tests.collectives.ways import WAYS, folded
 from tests.extent import each_value, part
 from tests.ranks import run
 
@@ -41,13 +41,10 @@ def raw(rank: int, dtype: str, numel: int) -> np.ndarray:
 
 def reduced(dtype: str, op: str, inputs: list[np.ndarray]) -> bytes:
     kind = _C.DType.__members__[dtype]
+    if op != "scale":
+        return folded(kind, _C.ReduceOp.__members__[op], inputs).tobytes()
     out = np.zeros_like(inputs[0])
-    numel = len(out) // _C.size_of(kind)
-    addresses = [x.ctypes.data for x in inputs]
-    if op == "scale":
-        _C.scale(kind, addresses[0], out.ctypes.data, numel, 0.3)
-    else:
-        _C.reduce(kind, _C.ReduceOp.__members__[op], addresses, out.ctypes.data, numel)
+    _C.scale(kind, inputs[0].ctypes.data, out.ctypes.data, len(out) // _C.size_of(kind), 0.3)
     return out.tobytes()
 
 
@@ -204,10 +201,7 @@ def test_kernels_of_devices_on_the_processor(kind, algo):
         return x.get().tobytes()
 
     first, *others = device_ranks.run(3, job)
-    inputs = [tiny(r, 5003) for r in range(3)]
-    want = np.zeros_like(inputs[0])
-    addresses = [x.ctypes.data for x in inputs]
-    _C.reduce(_C.DType.float32, _C.ReduceOp.avg, addresses, want.ctypes.data, 5003)
+    want = folded(_C.DType.float32, _C.ReduceOp.avg, [tiny(r, 5003) for r in range(3)])
     assert first == want.tobytes()
     assert all(other == first for other in others)
 

@@ -7,7 +7,7 @@ import pytest
 
 from pycomm import _C
 from tests.collectives.device import ranks as device_ranks
-from tests.collectives.ways import WAYS
+from tests.collectives.ways import WAYS, folded
 from tests.extent import each_value
 from tests.ranks import run
 
@@ -76,8 +76,7 @@ def test_of_reductions(dtype, numel):
                     _C.scale(kind, x.ctypes.data, x.ctypes.data, numel, -0.5)
                     if nans(x, dtype).any():
                         check(x, dtype, "scale")
-            out = np.zeros_like(inputs[0])
-            _C.reduce(kind, OPS[op], [x.ctypes.data for x in inputs], out.ctypes.data, numel)
+            out = folded(kind, OPS[op], inputs)
             assert nans(out, dtype).all(), (op, count)
             check(out, dtype, (op, count))
 

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import TypedDict
 
-from tests.mutants.functions import functions
+from tests.mutants.mutant import functions
 from tests.mutants.staged import ROOT, Staged
 
 HERE = Path(__file__).parent

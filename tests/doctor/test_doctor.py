@@ -83,6 +83,11 @@ def level_of(findings, name: str) -> str:
     return finding.worst(f for f in findings if f.name == name)
 
 
+def only(findings, name: str) -> Finding:
+    (found,) = (f for f in findings if f.name == name)
+    return found
+
+
 # ------------------------------------------------------------------------------- the whole
 
 
@@ -192,11 +197,11 @@ def test_the_probe_that_crashes_is_to_blame(program, errors):
 
 def test_missing_binaries_are_named(copied):
     broken = WELL | {"core": probed("core", copied)}
-    (core,) = (f for f in installed.judge(broken, copied) if f.name == "core")
+    core = only(installed.judge(broken, copied), "core")
     assert (core.level, "libpycomm.so and no _C" in core.text) == ("problem", True)
     (copied / "_C.cpython-27-x86_64-linux-gnu.so").touch()
     (copied / "libpycomm.so").touch()
-    (core,) = (f for f in installed.judge(broken, copied) if f.name == "core")
+    core = only(installed.judge(broken, copied), "core")
     assert "_C.cpython-27-x86_64-linux-gnu.so is for another Python" in core.text
 
 
@@ -222,10 +227,10 @@ def test_a_binary_for_another_torch_is_found(copied):
     found = probed("c10d", copied, has_torch=True)
     assert (found.facts["built_for"], found.facts["binary"]) == ("1.13.1", "")
     level = "problem" if found.facts["missing"] else "warning"
-    (c10d,) = (f for f in installed.judge(WELL | {"c10d": found}) if f.name == "_c10d")
+    c10d = only(installed.judge(WELL | {"c10d": found}), "_c10d")
     assert (c10d.level, "for torch 1.13.1, not for" in c10d.text) == (level, True)
     found.facts["missing"] = ["ninja"]
-    (c10d,) = (f for f in installed.judge(WELL | {"c10d": found}) if f.name == "_c10d")
+    c10d = only(installed.judge(WELL | {"c10d": found}), "_c10d")
     assert (c10d.level, "no ninja" in c10d.text) == ("problem", True)
 
 
@@ -235,73 +240,52 @@ def test_a_binary_for_another_torch_is_found(copied):
 )
 def test_the_binary_in_use_is_told(kind, text):
     facts = WELL["c10d"].facts | {"kind": kind, "binary": "/cache/_c10d.so"}
-    (c10d,) = (
-        f for f in installed.judge(WELL | {"c10d": ProbeOutcome(facts)}) if f.name == "_c10d"
-    )
+    c10d = only(installed.judge(WELL | {"c10d": ProbeOutcome(facts)}), "_c10d")
     assert (c10d.level, text in c10d.text) == ("ok", True)
 
 
-GPU = {
+GPU = WELL | {
     "driver": ProbeOutcome({"error": 0, "version": 13000, "gpus": ["NVIDIA H200"] * 2, "apart": 0}),
     "torch": ProbeOutcome(WELL["torch"].facts | {"cuda": "13.0", "gpus": 2}),
     "nvrtc": ProbeOutcome({"version": "13.0", "cupy": "14.0"}),
 }
 
 
+def but(well: dict[str, ProbeOutcome], probe: str, **facts: object) -> dict[str, ProbeOutcome]:
+    """Return outcomes of which one has these facts."""
+    return well | {probe: ProbeOutcome(well[probe].facts | facts)}
+
+
+def lacks(well: dict[str, ProbeOutcome], probe: str, error: str, missing: bool = False):
+    return well | {probe: ProbeOutcome(error=error, missing=missing)}
+
+
 @pytest.mark.parametrize(
-    ("changed", "name", "level"),
+    ("outcomes", "name", "level"),
     [
-        ({}, "CUDA", "note"),
+        (WELL, "CUDA", "note"),
         (GPU, "CUDA", "ok"),
         (GPU, "GPU peers", "ok"),
-        (
-            GPU | {"driver": ProbeOutcome(GPU["driver"].facts | {"apart": 1})},
-            "GPU peers",
-            "note",
-        ),
+        (but(GPU, "driver", apart=1), "GPU peers", "note"),
         (GPU, "CUDA kernels", "note"),
-        (
-            GPU | {"core": ProbeOutcome({"simd": "x", "cuda": True, "gpus": 2})},
-            "CUDA kernels",
-            "ok",
-        ),
-        (
-            GPU | {"core": ProbeOutcome({"simd": "x", "cuda": True, "gpus": 0})},
-            "CUDA kernels",
-            "warning",
-        ),
-        (
-            GPU | {"nvrtc": ProbeOutcome(error="-"), "triton": ProbeOutcome(error="-")},
-            "CUDA kernels",
-            "warning",
-        ),
+        (but(GPU, "core", cuda=True, gpus=2), "CUDA kernels", "ok"),
+        (but(GPU, "core", cuda=True, gpus=0), "CUDA kernels", "warning"),
+        (lacks(lacks(GPU, "nvrtc", "-"), "triton", "-"), "CUDA kernels", "warning"),
         (GPU | {"torch": WELL["torch"]}, "CUDA", "warning"),
-        (
-            GPU | {"torch": ProbeOutcome(GPU["torch"].facts | {"gpus": 0})},
-            "CUDA",
-            "problem",
-        ),
-        (
-            GPU | {"driver": ProbeOutcome(GPU["driver"].facts | {"holds": False})},
-            "held streams",
-            "note",
-        ),
-        ({"driver": ProbeOutcome({"error": 803, "version": 0, "gpus": []})}, "CUDA", "problem"),
-        ({"driver": ProbeOutcome({"error": 100, "version": 13000, "gpus": []})}, "CUDA", "note"),
-        ({"core": ProbeOutcome(error="crashed: SIGILL")}, "core", "problem"),
-        ({"torch": ProbeOutcome(WELL["torch"].facts | {"version": "2.4.1"})}, "torch", "problem"),
-        (
-            {"torch": ProbeOutcome(WELL["torch"].facts | {"entry_point": False})},
-            "entry point",
-            "warning",
-        ),
-        ({"c10d": ProbeOutcome(error="undefined symbol: _ZN3c10")}, "_c10d", "problem"),
-        ({"triton": ProbeOutcome(error="no module triton", missing=True)}, "Triton", "note"),
-        ({"triton": ProbeOutcome(error="crashed: SIGSEGV")}, "Triton", "warning"),
+        (but(GPU, "torch", gpus=0), "CUDA", "problem"),
+        (but(GPU, "driver", holds=False), "held streams", "note"),
+        (but(WELL, "driver", error=803, version=0, gpus=[]), "CUDA", "problem"),
+        (but(WELL, "driver", error=100, version=13000, gpus=[]), "CUDA", "note"),
+        (lacks(WELL, "core", "crashed: SIGILL"), "core", "problem"),
+        (but(WELL, "torch", version="2.4.1"), "torch", "problem"),
+        (but(WELL, "torch", entry_point=False), "entry point", "warning"),
+        (lacks(WELL, "c10d", "undefined symbol: _ZN3c10"), "_c10d", "problem"),
+        (lacks(WELL, "triton", "no module triton", missing=True), "Triton", "note"),
+        (lacks(WELL, "triton", "crashed: SIGSEGV"), "Triton", "warning"),
     ],
 )
-def test_what_is_installed_is_judged(changed, name, level):
-    assert level_of(installed.judge(WELL | changed), name) == level
+def test_what_is_installed_is_judged(outcomes, name, level):
+    assert level_of(installed.judge(outcomes), name) == level
 
 
 # ------------------------------------------------------------------------------- variables

@@ -15,16 +15,17 @@ clang those of libFuzzer's earlier runs that reach code which no input of the ar
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import tarfile
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tests.fuzz.corpus import read_corpus, unpack_corpus, write_corpus
-
 ROOT = Path(__file__).parents[2]
+ARCHIVE = Path(__file__).parent / "corpus.tar.xz"  # the inputs, in a folder for each target
 CLANG = shutil.which("clang++") is not None
 BUILD = ROOT / "build" / ("fuzz-clang" if CLANG else "fuzz-gcc")
 CORPUS = BUILD / "corpus"  # the archive, unpacked
@@ -59,6 +60,35 @@ def program(target: str) -> list[str]:
     if target in IN_PYTHON:
         return [sys.executable, "-m", f"tests.fuzz.{target}"]
     return [str(BUILD / f"fuzz_{target}")]
+
+
+def read_corpus() -> dict[str, set[bytes]]:
+    """Return the inputs of each target."""
+    inputs: dict[str, set[bytes]] = {}
+    with tarfile.open(ARCHIVE) as archive:
+        for member in archive:
+            file = archive.extractfile(member)
+            assert file is not None
+            inputs.setdefault(member.name.partition("/")[0], set()).add(file.read())
+    return inputs
+
+
+def write_corpus(inputs: Mapping[str, Iterable[bytes]]) -> None:
+    """Write the archive. Its bytes depend on the inputs alone."""
+    with tarfile.open(ARCHIVE, "w:xz", format=tarfile.USTAR_FORMAT) as archive:
+        for target in sorted(inputs):
+            for number, data in enumerate(sorted(set(inputs[target]))):
+                member = tarfile.TarInfo(f"{target}/{number}.bin")
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
+
+
+def unpack_corpus(folder: Path) -> None:
+    """Write each input to FOLDER/TARGET/NUMBER.bin."""
+    for target, inputs in read_corpus().items():
+        (folder / target).mkdir(parents=True, exist_ok=True)
+        for number, data in enumerate(sorted(inputs)):
+            (folder / target / f"{number}.bin").write_bytes(data)
 
 
 def add(targets: Sequence[str], found: Sequence[str]) -> None:

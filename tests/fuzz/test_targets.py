@@ -15,8 +15,7 @@ from pycomm import _C
 from pycomm.codecs import ALIASES
 from pycomm.elastic.contents import StateError, empty, read, read_forms
 from tests.fuzz import contents
-from tests.fuzz.__main__ import IN_PYTHON, TARGETS
-from tests.fuzz.corpus import read_corpus
+from tests.fuzz.__main__ import IN_PYTHON, TARGETS, read_corpus
 
 HERE = Path(__file__).parent
 

@@ -27,8 +27,7 @@ from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin
 from tests.mutants.catalogue import MUTANTS
 from tests.mutants.mutant import Mutant, Stale
-from tests.mutants.running import Ran, run
-from tests.mutants.staged import ROOT, BuildFailed, Staged
+from tests.mutants.staged import ROOT, BuildFailed, Ran, Staged, run
 
 BUILD = ROOT / "build" / "mutants"
 RESULTS = ROOT / "bench" / "results" / "mutants.csv"

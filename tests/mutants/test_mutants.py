@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.catalogue import MUTANTS
-from tests.mutants.functions import functions
-from tests.mutants.mutant import Mutant, Stale
+from tests.mutants.mutant import Mutant, Stale, functions
 
 ROOT = Path(__file__).parents[2]
 

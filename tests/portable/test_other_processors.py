@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm import _C, _test
+from pycomm import _C
 from pycomm.codecs import CODECS
 from tests.codecs.test_golden import all_entries, golden
+from tests.collectives.ways import REDUCIBLE, folded
 from tests.compiling import ROOT, compile_cpp
 from tests.portable.__main__ import AARCH64
 
@@ -117,28 +118,14 @@ def numbers(dtype: str, count: int, seed: int) -> np.ndarray:
     return raw
 
 
-def folds() -> list[tuple[str, str]]:
-    """Return every dtype with every reduction that it has."""
-    ops = ["sum", "avg", "prod", "min", "max", "band", "bxor"]
-    found = []
-    for dtype in (*FLOATS, *INTEGERS):
-        for op in ops:
-            try:
-                _test.check_reducible(_C.DType.__members__[dtype], _C.ReduceOp.__members__[op])
-            except RuntimeError:
-                continue
-            found.append((dtype, op))
-    return found
-
-
 def test_reductions_and_checksums_have_the_same_bits(processor):
     request, wanted = b"", b""
-    for dtype, op in folds():
-        core, how = _C.DType.__members__[dtype], _C.ReduceOp.__members__[op]
-        numel, size = 1003, (FLOATS | INTEGERS)[dtype]
-        inputs = [numbers(dtype, numel * size, seed) for seed in range(3)]
-        out = np.empty(numel * size, np.uint8)
-        _C.reduce(core, how, [i.ctypes.data for i in inputs], out.ctypes.data, numel)
+    for core, how in REDUCIBLE:
+        if core.name not in FLOATS | INTEGERS or how.name in ("bor", "premul_sum"):
+            continue
+        numel, size = 1003, (FLOATS | INTEGERS)[core.name]
+        inputs = [numbers(core.name, numel * size, seed) for seed in range(3)]
+        out = folded(core, how, inputs)
         request += b"fold" + struct.pack("<QQQQ", core.value, how.value, len(inputs), numel)
         for values in inputs:
             request += values.tobytes()

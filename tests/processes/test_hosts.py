@@ -26,7 +26,7 @@ from tests.faults.injection.judge import breaches
 from tests.faults.injection.play import lab_of, play
 from tests.processes.labs import far_hosts, near_hosts, printed_by
 
-JOB = [sys.executable, "-m", "tests.processes.hosts_job"]
+JOB = [sys.executable, "-m", "tests.processes.jobs", "check_all"]
 
 
 def run(
@@ -69,13 +69,6 @@ def test_loopback_between_hosts_is_refused():
         for status, _, errors in run("unlimited", 1, JOB, {variable: "lo"}):
             assert status != 0
             assert '"lo" is loopback, which no other host can reach; PYCOMM_INTERFACE' in errors
-
-
-def test_interface_that_is_not_there_lists_those_that_are():
-    for status, _, errors in run("unlimited", 1, JOB, {"PYCOMM_INTERFACE": "eth7"}):
-        assert status != 0
-        assert '"eth7"' in errors
-        assert "eth0 (10.77.0." in errors
 
 
 def test_a_master_name_for_loopback_does_no_harm():
@@ -294,7 +287,7 @@ def test_sites_are_found_by_round_trips(tmp_path, matrix, levels, told):
 # The host whose link is slow is named by what the kernels of all hosts count.
 
 
-STEPS_ON_LINKS = [sys.executable, "-m", "tests.processes.slow_link_job"]
+STEPS_ON_LINKS = [sys.executable, "-m", "tests.processes.jobs", "step"]
 
 
 def test_the_rank_with_the_slow_link_is_named():

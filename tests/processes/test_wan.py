@@ -13,8 +13,7 @@ from pycomm.bench.lab.shape import Shape
 from pycomm.bench.lab.wan import WanLab
 from pycomm.bench.links.steps import PROMISED, STEPS, run_steps
 from tests.extent import part
-from tests.processes.labs import far_hosts, printed_by
-from tests.torch.lab_ranks import fork_ranks
+from tests.processes.labs import far_hosts, fork_ranks, printed_by
 
 
 @pytest.mark.parametrize(

@@ -7,5 +7,5 @@ python -m tests.soak --seed 7 --cycle 12
 python -m tests.soak --minutes 30 --joins
 
 `schedule` draws cycles, `rank` is what a process does, `director` leads the processes through the
-cycles, `held` looks at what they hold, `verdict` says whether that is flat.
+cycles, `held` looks at what they hold, and says whether that is flat.
 """

@@ -9,9 +9,8 @@ import tempfile
 import time
 
 from tests.soak.director import Broken, Director
-from tests.soak.held import COUNTS, MEMORY
+from tests.soak.held import COUNTS, MEMORY, SETTLED, breaches, growths
 from tests.soak.schedule import ELDER
-from tests.soak.verdict import SETTLED, breaches, growths
 
 TELLS = 300.0
 """Seconds after which a line says that it goes on."""

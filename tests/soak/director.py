@@ -8,7 +8,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.soak.held import held
+from tests.soak.held import Sample, held
 from tests.soak.rank import serve
 from tests.soak.schedule import RANKS, Event, GroupSetup, draw, draw_joins
 
@@ -28,20 +27,6 @@ LEARNED = 0.8
 
 class Broken(AssertionError):
     """A promise was not kept."""
-
-
-@dataclass
-class Sample:
-    """What a process held."""
-
-    seconds: float
-    cycle: int
-    events: int
-    """so far, of all cycles"""
-    process: int
-    at_rest: bool
-    """between cycles, when everything has been given back"""
-    held: dict[str, int]
 
 
 class Director:

@@ -1,4 +1,7 @@
-"""Resources that a process holds: memory, files, threads, mappings, children."""
+"""Resources that a process holds: memory, files, threads, mappings, children.
+
+Those that the soak finds between cycles must not grow.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,34 @@ import contextlib
 import ctypes
 import gc
 import os
+import socket
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 COUNTS = ("files", "sockets", "threads", "mappings", "children")
 """What must not grow by one. `mappings` are those of memfds and of /dev/shm."""
 MEMORY = ("rss_kib", "shared_kib", "heap_kib")
+
+
+def descriptors(pid: int | str = "self") -> dict[int, str]:
+    """Return what a process's descriptors lead to, but for those that it closes meanwhile."""
+    found = {}
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found[int(name)] = os.readlink(f"/proc/{pid}/fd/{name}")
+    return found
+
+
+def connections() -> Iterator[tuple[int, socket.socket]]:
+    """Yield this process's TCP sockets: their numbers, and twins, which are closed again."""
+    for number, target in descriptors().items():
+        if target.startswith("socket:"):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as twin:
+                if twin.family in (socket.AF_INET, socket.AF_INET6):
+                    yield number, twin
 
 
 def held(pid: int | str) -> dict[str, int]:
@@ -20,10 +46,7 @@ def held(pid: int | str) -> dict[str, int]:
         OSError: it is gone.
     """
     process = Path(f"/proc/{pid}")
-    files = []
-    for name in os.listdir(process / "fd"):
-        with contextlib.suppress(FileNotFoundError):
-            files.append(os.readlink(process / "fd" / name))
+    files = descriptors(pid).values()
     maps = (process / "maps").read_text().splitlines()
     status = dict(
         line.split(":", 1) for line in (process / "status").read_text().splitlines() if ":" in line
@@ -64,3 +87,69 @@ def held_at_rest() -> dict[str, int]:
     libc.mallinfo2.restype = _Mallinfo
     info = libc.mallinfo2()
     return {**held("self"), "heap_kib": (info.uordblks + info.hblkhd) // 1024}
+
+
+# ------------------------------------------------------------------ the verdict
+
+
+@dataclass
+class Sample:
+    """What a process held."""
+
+    seconds: float
+    cycle: int
+    events: int
+    """so far, of all cycles"""
+    process: int
+    at_rest: bool
+    """between cycles, when everything has been given back"""
+    held: dict[str, int]
+
+
+SETTLED = 0.25
+"""The share of the cycles in which everything that is made once has been made."""
+GROWTH = 512.0
+"""KiB per 100 events by which memory may grow: a fifth of what one group that is not given back
+would hold, of which there is at least one per event."""
+ENOUGH = 12
+"""Cycles from which on a slope says something."""
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """Theil's: the median of the slopes between all pairs of points, which bears outliers."""
+    steps = [
+        (y2 - y1) / (x2 - x1)
+        for (x1, y1), (x2, y2) in combinations(zip(x, y, strict=True), 2)
+        if x2 > x1
+    ]
+    return statistics.median(steps) if steps else 0.0
+
+
+def growths(samples: Sequence[Sample]) -> dict[str, float]:
+    """KiB per 100 events by which a process's memory grows, at rest, when it has settled."""
+    late = samples[int(SETTLED * len(samples)) :]
+    events = [float(sample.events) for sample in late]
+    return {
+        name: 100 * slope(events, [float(sample.held[name]) for sample in late]) for name in MEMORY
+    }
+
+
+def breaches(samples: Sequence[Sample]) -> list[str]:
+    """Everything that is not flat in the samples of one process at rest, oldest first."""
+    wrong: list[str] = []
+    if not samples:
+        return wrong
+    early = samples[: max(1, int(SETTLED * len(samples)))]
+    for name in COUNTS:
+        most = max(sample.held[name] for sample in early)
+        last = samples[-1].held[name]
+        # What is left behind stays, so the last sample shows it.
+        if last > most:
+            wrong.append(f"{last} {name}, at most {most} in the first cycles")
+    if len(samples) >= ENOUGH:
+        for name, growth in growths(samples).items():
+            if growth > GROWTH:
+                wrong.append(
+                    f"{name} grows by {growth:.0f} in 100 events, allowed are {GROWTH:.0f}"
+                )
+    return wrong

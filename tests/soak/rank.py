@@ -34,7 +34,7 @@ import pycomm.backend
 from pycomm import elastic
 from tests.faults.injection.case import OPS, Call
 from tests.faults.injection.groups import TorchGroup
-from tests.soak.held import held_at_rest
+from tests.soak.held import connections, held_at_rest
 from tests.soak.schedule import Event, GroupSetup
 
 INPUTS, CLASSES = 64, 10
@@ -58,15 +58,10 @@ def cut_connections(rng: random.Random, spared_port: int) -> None:
     """Reset some of this process's TCP connections, as `ss -K` does; not those with a store."""
     libc = ctypes.CDLL(None)
     nowhere = (ctypes.c_uint16 * 8)(socket.AF_UNSPEC)  # to connect there is to reset
-    for name in os.listdir("/proc/self/fd"):
+    for _, twin in connections():
         with contextlib.suppress(OSError):
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as twin:
-                if twin.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                if twin.getpeername()[1] != spared_port and rng.random() < 0.5:
-                    libc.connect(twin.fileno(), nowhere, ctypes.sizeof(nowhere))
+            if twin.getpeername()[1] != spared_port and rng.random() < 0.5:
+                libc.connect(twin.fileno(), nowhere, ctypes.sizeof(nowhere))
 
 
 def all_collectives(group: dist.ProcessGroup | None, numel: int) -> None:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.soak.director import Sample
-from tests.soak.held import COUNTS, MEMORY, held_at_rest
+from tests.soak.held import (
+    COUNTS,
+    GROWTH,
+    MEMORY,
+    Sample,
+    breaches,
+    growths,
+    held_at_rest,
+)
 from tests.soak.schedule import ELDER, RANKS, draw
-from tests.soak.verdict import GROWTH, breaches, growths
 
 EVENTS = 10
 

@@ -188,45 +188,48 @@ def on_ranks(
     ranks: int = 2,
     then: Callable[[list[Any]], None] | None = None,
     run: Callable[..., list[Any]] = Pool.run,
+    *,
+    fixture: str = "pool",
+    marks: Collection[str] = ("ranks", "backend"),
     **options: Any,
 ) -> Callable[[OfRank], OfRank]:
     """Make a test of a function that runs on every rank of the pool, with ``(rank, ranks, ...)``.
 
-    It stands above the marks of the function. What these call "ranks" and "backend" are options of
-    the run, and the function's further parameters come from them, too.
+    It stands above the marks of the function. Those named by ``marks`` are options of the run, and
+    the function's further parameters come from them, too.
 
     Args:
         ranks: how many there are, unless a mark says so.
         then: is called with the results of all ranks.
         run: runs the function on a pool, and returns the results.
+        fixture: the name of the pool's.
         options: of `Pool.run`. With ``backend=None`` the function's third parameter is the store.
     """
 
     def decorate(function: OfRank) -> OfRank:
-        marks = getattr(function, "pytestmark", [])
         marked = {
             argument
-            for mark in marks
+            for mark in getattr(function, "pytestmark", [])
             if mark.name == "parametrize"
             for argument in _names(mark.args[0])
-            if argument in ("ranks", "backend")
+            if argument in marks
         }
         given = 3 if options.get("backend", "") is None else 2
         further = list(inspect.signature(function).parameters)[given:]
 
-        def test(pool: Pool, **values: Any) -> None:
+        def test(**values: Any) -> None:
             args = [values[name] for name in further]
             chosen = {"ranks": ranks, **options, **{name: values[name] for name in marked}}
-            results = run(pool, functools.partial(_of_test, *names), *args, **chosen)
+            results = run(values[fixture], functools.partial(_of_test, *names), *args, **chosen)
             if then:
                 then(results)
 
         names = function.__module__, function.__name__
         functools.update_wrapper(test, function)
         keyword = inspect.Parameter.KEYWORD_ONLY
-        fixtures = ["pool", *dict.fromkeys([*further, *sorted(marked)])]
+        fixtures = [fixture, *dict.fromkeys([*further, *sorted(marked)])]
         test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [inspect.Parameter(fixture, keyword) for fixture in fixtures]
+            [inspect.Parameter(name, keyword) for name in fixtures]
         )
         return test
 

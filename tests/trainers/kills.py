@@ -23,8 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.soak.held import COUNTS, held
-from tests.soak.verdict import slope
+from tests.soak.held import COUNTS, held, slope
 from tests.trainers.replicas import Forked, Lab, Replica
 
 OPTIONS = ("--codec", "int4", "--pause", "0", "--steps", "1000000")

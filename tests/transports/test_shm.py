@@ -17,7 +17,7 @@ import pytest
 
 from pycomm import _C, _test
 from pycomm.errors import Error, PeerLost, Timeout
-from tests.preload import library
+from tests.compiling import library
 from tests.ranks import on_processes, run
 from tests.transports.ranks import processes, tag
 

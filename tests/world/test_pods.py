@@ -24,8 +24,8 @@ pytest.importorskip("yaml", reason="PyYAML is not installed: make world")
 import yaml
 
 from pycomm.bench.netlab import LabUnavailable
-from tests.world.manifests import CLOUD, ROOT, containers, policy_ports
 from tests.world.nodes import Nodes
+from tests.world.test_manifests import CLOUD, ROOT, containers, policy_ports
 
 MORE = ["--steps", "200", "--pause", "0.1"]
 SECRET = "c2VjcmV0IG9mIHRoZSB0ZXN0"

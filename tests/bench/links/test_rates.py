@@ -8,7 +8,7 @@ import pytest
 
 from pycomm.bench.lab.wan import WanLab
 from pycomm.bench.links.command import main
-from tests.torch import lab_ranks
+from tests.processes import labs
 
 SMALL = (
     "--round-trip 2ms --loss 0 --operation all_reduce,all_reduce_int8,all_gather --bytes 4096"
@@ -18,7 +18,7 @@ SMALL = (
 
 @pytest.fixture(autouse=True)
 def _ranks_have_imported_torch(monkeypatch):
-    monkeypatch.setattr(WanLab, "_keep", lab_ranks.keep)
+    monkeypatch.setattr(WanLab, "_keep", labs.keep)
 
 
 def test_rows_of_both_backends(tmp_path, capsys):

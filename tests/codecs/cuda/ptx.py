@@ -6,13 +6,22 @@ operation that names its rounding (mul.rn).
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
+import site
+import subprocess
+import sys
 from collections import Counter
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
+import pytest
+
 from pycomm.codecs.convert import DTYPES
+from pycomm.codecs.cuda.sources import include_folder
 from tests.extent import FULL
 
 # `make test` compiles for one GPU and `make soak` for all: a compiler takes minutes for each.
@@ -108,6 +117,37 @@ def inexact(ptx: str) -> list[str]:
     return found
 
 
+def run_nvcc(source: Path, folder: Path, archs: Sequence[int | str], *options: str) -> str:
+    """Compile a file of kernels, and return what ptxas reports; skip the test without nvcc."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip(f"there is no nvcc to compile {source.name}")
+    done = subprocess.run(
+        [
+            *(nvcc, "-std=c++17", "-O3", "-fmad=false", "--threads=0", f"-I{include_folder()}"),
+            *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs),
+            *("-Xptxas=-v", *options, "-c", source, "-o", folder / f"{source.stem}.o"),
+        ],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def run_nvcc_and_keep(source: Path, folder: Path, archs: Sequence[int | str]) -> None:
+    """Compile a file of kernels; keep the PTX, the cubins, and the report as a .log."""
+    report = run_nvcc(source, folder, archs, "--keep", "--keep-dir", str(folder))
+    (folder / f"{source.stem}.log").write_text(report)
+
+
+def spilled(report: str) -> list[tuple[str, ...]]:
+    """Return each kernel's bytes of stack, and of registers that are stored and loaded there."""
+    return re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", report)
+
+
 def kept(folder: Path, name: str, arch: int, ending: str) -> Path:
     """Return an output of ``nvcc --keep``; its name includes the GPU if there are several."""
     of_several = folder / f"{name}.compute_{arch}.{ending}"
@@ -128,3 +168,50 @@ def cuobjdump() -> str | None:
         return None
     brought = Path(nvidia.__path__[0]) / "bin" / "cuobjdump"
     return str(brought) if brought.exists() else None
+
+
+@cache
+def nvrtc() -> ctypes.CDLL:
+    """Load libnvrtc from NVIDIA's wheel or from a CUDA toolkit; skip the test without one."""
+    packages = [*site.getsitepackages(), site.getusersitepackages(), *sys.path]
+    folders = [Path(p, "nvidia", d, "lib") for p in packages for d in ("cu13", "cuda_nvrtc")]
+    folders.append(Path("/usr/local/cuda/lib64"))
+    for folder in folders:
+        libraries = sorted(folder.glob("libnvrtc.so.*"))
+        if libraries:
+            # This is loaded first: NVRTC loads it by name, which may not be on the library path.
+            for builtins in sorted(folder.glob("libnvrtc-builtins.so.*")):
+                if "alt" not in builtins.name:
+                    ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+            return ctypes.CDLL(str(libraries[0]))
+    pytest.skip("there is no libnvrtc: pip install nvidia-cuda-nvrtc")
+
+
+def compile_to_ptx(source: str, kernels: list[str], options: list[str]) -> str:
+    """Return the PTX of the named template instances, by NVRTC: it needs no GPU.
+
+    Raises:
+        AssertionError: with NVRTC's message.
+    """
+    library = nvrtc()
+    program = ctypes.c_void_p()
+    assert (
+        library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"", 0, None, None) == 0
+    )
+    try:
+        for kernel in kernels:
+            assert library.nvrtcAddNameExpression(program, kernel.encode()) == 0
+        words = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+        status = library.nvrtcCompileProgram(program, len(options), words)
+        assert status == 0, _read(library, program, "ProgramLog")
+        return _read(library, program, "PTX")
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> str:
+    size = ctypes.c_size_t()
+    assert getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)) == 0
+    text = ctypes.create_string_buffer(size.value)
+    assert getattr(library, f"nvrtcGet{what}")(program, text) == 0
+    return text.value.decode()

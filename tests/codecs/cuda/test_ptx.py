@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +16,6 @@ import pytest
 import pycomm
 from pycomm.codecs.cuda.sources import compile_options, include_folder, source, source_file
 from tests.codecs.cases import ROTATIONS, SPECS
-from tests.codecs.cuda import nvrtc_library
 from tests.codecs.cuda.emulated import kernels
 from tests.codecs.cuda.ptx import (
     ARCHS,
@@ -25,10 +23,12 @@ from tests.codecs.cuda.ptx import (
     CONVERSIONS,
     TRITON_SPECS,
     calls_of,
+    compile_to_ptx,
     cuobjdump,
     inexact,
     instructions,
     kept,
+    run_nvcc_and_keep,
 )
 from tests.compiling import GENERATED
 from tests.extent import FULL
@@ -192,28 +192,11 @@ def test_triton_without_fusion_is_exact(triton_folder, arch):
 @pytest.fixture(scope="session")
 def nvcc(tmp_path_factory) -> Callable[[str], Path]:
     """Compile a .cu file on first use; return the folder with PTX, cubins and ptxas's report."""
-    compiler = shutil.which("nvcc")
-    if compiler is None:
-        pytest.skip("there is no nvcc to compile csrc/codecs/*.cu")
-    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
 
     @cache
     def compiled(name: str) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        file, output = include_folder() / source_file(name), folder / f"{name}.o"
-        done = subprocess.run(
-            [
-                *(compiler, "-std=c++17", "-O3", "-fmad=false", f"-I{include_folder()}", *targets),
-                *("--threads=0", "-Xptxas=-v", "--keep", "--keep-dir", folder),
-                *("-c", file, "-o", output),
-            ],
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout
-        (folder / f"{name}.log").write_text(done.stdout)
+        folder: Path = tmp_path_factory.mktemp(name)
+        run_nvcc_and_keep(include_folder() / source_file(name), folder, ARCHS)
         return folder
 
     return compiled
@@ -317,7 +300,7 @@ def wide_accesses(folder: Path, name: str, arch: int) -> dict[str, tuple[int, in
 @pytest.mark.parametrize("name", [name for name in SOURCES if name not in LONG])
 def test_nvrtc_compiles_the_packaged_sources(name, arch):
     wanted = list(kernels([spec for spec in SPECS + ROTATIONS if pycomm.codec(spec).name == name]))
-    ptx = nvrtc_library.compile_to_ptx(source(name), wanted, list(compile_options(arch)))
+    ptx = compile_to_ptx(source(name), wanted, list(compile_options(arch)))
     assert ptx.count(".entry") == len(wanted)
     assert inexact(ptx) == []
 
@@ -325,7 +308,7 @@ def test_nvrtc_compiles_the_packaged_sources(name, arch):
 def test_nvrtc_with_contraction_is_found():
     wanted = [kernel for kernel in kernels(["int4"]) if "quant" in kernel]
     options = [word for word in compile_options(90) if word != "-fmad=false"]
-    ptx = nvrtc_library.compile_to_ptx(source("quant"), wanted, options)
+    ptx = compile_to_ptx(source("quant"), wanted, options)
     assert {instruction.split(".")[0] for instruction in inexact(ptx)} >= {"fma"}
 
 
@@ -333,5 +316,5 @@ def test_nvrtc_that_flushes_denormals_is_found():
     """CuPy's own compile adds this option; see `pycomm.codecs.cuda.nvrtc`."""
     wanted = [kernel for kernel in kernels(["int4"]) if "quant" in kernel]
     options = [*compile_options(90), "-ftz=true"]
-    ptx = nvrtc_library.compile_to_ptx(source("quant"), wanted, options)
+    ptx = compile_to_ptx(source("quant"), wanted, options)
     assert "mul.rn.ftz.f32" in inexact(ptx)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 import pycomm
-from pycomm import _C, _test
+from pycomm import _C
+from tests.collectives import ways
 from tests.collectives.device.ranks import Buffer, Rank
-from tests.collectives.ways import floats, integers
+from tests.collectives.ways import REDUCIBLE, floats, integers
 
 DType, ReduceOp = _C.DType, _C.ReduceOp
 ALGOS = ["one_shot", "two_shot"]
@@ -36,11 +37,7 @@ OPS = ["sum", "avg", "premul_sum", "prod", "min", "max", "band", "bor", "bxor"]
 
 
 def has_meaning(dtype: str, op: str) -> bool:
-    try:
-        _test.check_reducible(getattr(DType, dtype), getattr(ReduceOp, op))
-    except pycomm.Error:
-        return False
-    return True
+    return (getattr(DType, dtype), getattr(ReduceOp, op)) in REDUCIBLE
 
 
 def contribution(rank: int, numel: int, dtype: str) -> np.ndarray:
@@ -69,13 +66,10 @@ def own_factor(rank: int) -> float:
 
 def folded(inputs: list[np.ndarray], dtype: str, op: str) -> np.ndarray:
     """Reduce in rank order on the CPU; premul_sum scales each input by its rank's factor first."""
-    kind, out = getattr(DType, dtype), np.empty_like(inputs[0])
-    inputs = [x.copy() for x in inputs]
-    addresses = [x.ctypes.data for x in inputs]
-    for r, address in enumerate(addresses if op == "premul_sum" else []):
-        _C.scale(kind, address, address, out.size, own_factor(r))
-    _C.reduce(kind, getattr(ReduceOp, op), addresses, out.ctypes.data, out.size)
-    return out
+    kind, inputs = getattr(DType, dtype), [x.copy() for x in inputs]
+    for r, x in enumerate(inputs if op == "premul_sum" else []):
+        _C.scale(kind, x.ctypes.data, x.ctypes.data, x.size, own_factor(r))
+    return ways.folded(kind, getattr(ReduceOp, op), inputs)
 
 
 def reduce_all_types(c: Rank) -> int:

@@ -24,8 +24,8 @@ from tests.collectives.device import jobs
 from tests.collectives.device.jobs import SPECS, Bucket, DType, ReduceOp
 from tests.collectives.device.ranks import Rank, attempt, run, run_processes
 from tests.collectives.ways import RANKS, integers
+from tests.compiling import library
 from tests.extent import each_value
-from tests.preload import library
 
 every_count = pytest.mark.parametrize("ranks", RANKS)
 

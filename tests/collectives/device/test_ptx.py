@@ -4,14 +4,12 @@ accesses, and with system scope for synchronization between ranks."""
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from pycomm.codecs.cuda.sources import include_folder
-from tests.codecs.cuda.ptx import ARCHS, inexact, instructions
+from tests.codecs.cuda.ptx import ARCHS, inexact, instructions, run_nvcc_and_keep, spilled
 from tests.extent import part
 
 pytestmark = pytest.mark.timeout(600)
@@ -30,27 +28,10 @@ WIDE = re.compile(r"\b(ld|st)(?:\.global)?(?:\.cs)?\.v(?:2\.[bu]64|4\.[bfu]32|2\
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> Path:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("there is no nvcc to compile csrc/collectives/device/*.cu")
     folder = tmp_path_factory.mktemp("nvcc")
     for name in COMPILED:
-        archs = SOURCES[name][1]
-        targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
         file = include_folder() / "collectives/device" / f"{name}.cu"
-        done = subprocess.run(
-            [
-                *(nvcc, "-std=c++17", "-O3", "-fmad=false", f"-I{include_folder()}", *targets),
-                *("-Xptxas=-v", "--keep", "--keep-dir", folder, "-c", file),
-                *("-o", folder / f"{name}.o"),
-            ],
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout
-        (folder / f"{name}.log").write_text(done.stdout)
+        run_nvcc_and_keep(file, folder, SOURCES[name][1])
     return folder
 
 
@@ -74,10 +55,9 @@ def test_kernels_are_exact(compiled, name):
 
 @every_source
 def test_kernels_spill_no_register(compiled, name):
-    log = (compiled / f"{name}.log").read_text()
-    spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", log)
-    assert len(spilled) == SOURCES[name][0] * len(SOURCES[name][1])
-    assert set(spilled) == {("0", "0", "0")}
+    number, archs = SOURCES[name]
+    found = spilled((compiled / f"{name}.log").read_text())
+    assert found == [("0", "0", "0")] * number * len(archs)
 
 
 @every_source

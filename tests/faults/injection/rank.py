@@ -17,7 +17,8 @@ from typing import Any
 
 from tests.faults.injection.case import FROM_OUTSIDE, HUNGRY, LASTS, MEET, MEETING, Call, Case
 from tests.faults.injection.groups import CoreGroup, Place, TorchGroup, make_group
-from tests.soak.held import COUNTS
+from tests.ranks import in_child
+from tests.soak.held import COUNTS, connections, descriptors
 from tests.soak.held import held as held_by
 
 SETTLE = 2.0
@@ -53,35 +54,17 @@ def leaks(before: dict[str, int], limit: float) -> dict[str, int]:
 def cut_sockets(rng: random.Random) -> None:
     """Cut this rank's TCP connections: in both directions, or only in the sending direction."""
     way = rng.choice((socket.SHUT_RDWR, socket.SHUT_WR))
-    for name in os.listdir("/proc/self/fd"):
+    for _, twin in connections():
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as twin:
-                    if twin.family in (socket.AF_INET, socket.AF_INET6):
-                        twin.shutdown(way)
+            twin.shutdown(way)
 
 
 def close_descriptors() -> None:
     """Close the group's descriptors of shared memory and of watched processes."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if "memfd:pycomm" in target or "pidfd" in target:
-                os.close(int(name))
-
-
-def call_in_child(group: Any) -> str:
-    """Fork a child that calls an operation of this group; return its outcome."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            group.call(Call("all_reduce", 10), False)
-        except Exception as error:
-            code = 0 if "forked child" in str(error) else 2
-        os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return {0: "refused", 1: "no error", 2: "another error"}.get(code, f"exit status {code}")
+    for number, target in descriptors().items():
+        if "memfd:pycomm" in target or "pidfd" in target:
+            with contextlib.suppress(OSError):
+                os.close(number)
 
 
 class Rank:
@@ -247,7 +230,8 @@ class Rank:
         if case.fault == "socket":
             cut_sockets(random.Random(case.how))
         elif case.fault == "fork":
-            self.child = call_in_child(self.group)
+            group: Any = self.group
+            self.child = in_child(lambda: group.call(Call("all_reduce", 10), False))
         elif case.fault == "descriptors":
             close_descriptors()
         elif case.fault == "slow":

@@ -2,25 +2,87 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import pycomm
-from tests.torch.backend.far_store import FarStore, client
-from tests.torch.interpreter import run, run_ranks
+from tests.torch.interpreter import ROOT, run, run_ranks
 from tests.torch.pool import on_ranks
 
-ROOT = Path(__file__).parents[3]
+
+class FarStore:
+    """A server with a delaying proxy in front of it.
+
+    Args:
+        round_trip: seconds between a request and its answer.
+    """
+
+    def __init__(self, round_trip: float) -> None:
+        self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.delay = round_trip / 2
+        self.answers = 0  # that all clients together have received
+        self._lock = threading.Lock()
+        self._start(self._accept)
+
+    @staticmethod
+    def _start(target, *args) -> None:
+        threading.Thread(target=target, args=args, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client = self.listener.accept()[0]
+                server = socket.create_connection(("127.0.0.1", self.server.port))
+                for end in (client, server):
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._start(self._read, client, server, False)
+                self._start(self._read, server, client, True)
+
+    def _read(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
+        late: queue.Queue[tuple[float, bytes]] = queue.Queue()
+        self._start(self._write, late, sink)
+        data = b"start"
+        while data:
+            try:
+                data = source.recv(1 << 16)
+            except OSError:
+                data = b""
+            if answers and data:
+                with self._lock:
+                    self.answers += 1
+            late.put((time.monotonic() + self.delay, data))
+
+    @staticmethod
+    def _write(late: queue.Queue[tuple[float, bytes]], sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                when, data = late.get()
+                time.sleep(max(0.0, when - time.monotonic()))
+                if not data:
+                    break
+                sink.sendall(data)
+        sink.close()
+
+    def close(self) -> None:
+        self.listener.close()
+
+
+def client(port: int) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=40))
 
 
 @pytest.fixture(params=[0.06, 0.2], ids=["60ms", "200ms"])
@@ -67,9 +129,8 @@ def test_a_group_takes_few_round_trips(pool):
 
 LATE = """
 import sys, time, torch.distributed as dist
-from tests.torch.backend.far_store import client
 rank, size, port = map(int, sys.argv[1:])
-store = client(port)
+store = dist.TCPStore("127.0.0.1", port)
 if rank == 1: time.sleep(1.5)
 dist.init_process_group("pycomm", store=store, rank=rank, world_size=size)
 dist.barrier()

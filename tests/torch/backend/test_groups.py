@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import datetime
 import os
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ import torch.distributed as dist
 import pycomm
 from pycomm import backend
 from pycomm._build import load_c10d
+from tests.soak.held import held
 from tests.torch.harness import check_sum
 from tests.torch.interpreter import run, run_ranks
 from tests.torch.pool import on_ranks
@@ -242,13 +241,9 @@ def test_failed_work_says_how(rank, size):
 # ------------------------------------------------------------------ groups made from groups
 
 
-def shared_mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("/memfd:pycomm")
-
-
 @on_ranks(4)
 def test_split_group(rank, size):
-    before = shared_mappings()
+    before = held("self")["mappings"]
     native = backend.find()
     assert native.supports_splitting
     options = copy.deepcopy(native.options)
@@ -263,7 +258,8 @@ def test_split_group(rank, size):
     twin = dist.group.WORLD.split_group(ranks)  # torch calls it by the same name
     for group in (half, again, twin):
         group.shutdown()
-    assert shared_mappings() == before  # torch had asked for one for the CPU and one for CUDA
+    # Torch had asked for one for the CPU and one for CUDA.
+    assert held("self")["mappings"] == before
     assert native.perform_nocolor_split(CPU) is None
     native.eager_connect_single_device(torch.device("cpu:0"))
 
@@ -280,28 +276,20 @@ def test_a_split_group_has_its_parents_timeout(rank, size):
         half.shutdown()
 
 
-def sockets() -> int:
-    found = 0
-    for file in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of the folder itself
-            found += os.readlink(file).startswith("socket:")
-    return found
-
-
 @on_ranks(2)
 def test_what_a_group_holds_goes_with_it(rank, size):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = [server.port]
     dist.broadcast_object_list(port)  # both use rank 0's port, which it closes at any time
-    before = sockets()
+    before = held("self")["sockets"]
     for way in ("shut down", "dropped"):
         store = dist.TCPStore("127.0.0.1", port[0], is_master=False)
         group = load_c10d().Backend(store, rank, size, pycomm.Options(transport="shm"), way)
-        assert rank == 0 or sockets() > before
+        assert rank == 0 or held("self")["sockets"] > before
         if way == "shut down":
             group.shutdown()
         del group, store
-        assert rank == 0 or sockets() == before, way
+        assert rank == 0 or held("self")["sockets"] == before, way
     dist.barrier()
 
 

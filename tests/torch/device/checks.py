@@ -40,15 +40,13 @@ def every_value(residual: Residual) -> dict[str, torch.Tensor]:
 def operations(rank: int, ranks: int) -> dict[str, Callable[[Callable], list[torch.Tensor]]]:
     """Return calls that make tensors with a given function and return the collective's outputs."""
 
-    def all_reduce(new):
-        x = new(values(rank, 1000))
-        dist.all_reduce(x)
-        return [x]
+    def changed(x, call, *args, **how):
+        def operation(new):
+            y = new(x)
+            call(y, *args, **how)
+            return [y]
 
-    def large(new):  # in parts, the last of which is small
-        x = new(values(rank, (3 << 20) + 5))
-        dist.all_reduce(x)
-        return [x]
+        return operation
 
     def large_strided(new):
         x = new(values(rank, 2048, 1100)).t()
@@ -58,26 +56,6 @@ def operations(rank: int, ranks: int) -> dict[str, Callable[[Callable], list[tor
     def strided(new):
         x = new(values(rank, 6, 10)).t()
         dist.all_reduce(x[::2], op=dist.ReduceOp.MAX)
-        return [x]
-
-    def bfloat16_average(new):
-        x = new(values(rank, 77, dtype=torch.bfloat16))
-        dist.all_reduce(x, op=dist.ReduceOp.AVG)
-        return [x]
-
-    def premultiplied(new):
-        x = new(values(rank, 12))
-        dist.all_reduce(x, op=dist._make_nccl_premul_sum(0.5))
-        return [x]
-
-    def broadcast(new):
-        x = new(values(rank, 5, 3))
-        dist.broadcast(x, 1)
-        return [x]
-
-    def reduce(new):
-        x = new(values(rank, 300))
-        dist.reduce(x, 1)
         return [x]
 
     def gather(new):
@@ -149,7 +127,22 @@ def operations(rank: int, ranks: int) -> dict[str, Callable[[Callable], list[tor
             dist.recv(out[1], 0, tag=5)
         return out
 
-    return {f.__name__: f for f in locals().values() if callable(f)}
+    reduce, half = dist.all_reduce, dist._make_nccl_premul_sum(0.5)
+    bfloat16 = values(rank, 77, dtype=torch.bfloat16)
+    others = (
+        *(large_strided, strided, gather, scatter, all_gather, all_gather_single, reduce_scatter),
+        *(reduce_scatter_single, all_to_all, all_to_all_single, coalesced, peers),
+    )
+    return {
+        "all_reduce": changed(values(rank, 1000), reduce),
+        # In parts, the last of which is small.
+        "large": changed(values(rank, (3 << 20) + 5), reduce),
+        "bfloat16_average": changed(bfloat16, reduce, op=dist.ReduceOp.AVG),
+        "premultiplied": changed(values(rank, 12), reduce, op=half),
+        "broadcast": changed(values(rank, 5, 3), dist.broadcast, 1),
+        "reduce": changed(values(rank, 300), dist.reduce, 1),
+        **{f.__name__: f for f in others},
+    }
 
 
 def check_operations(rank: int, ranks: int, device: str) -> None:

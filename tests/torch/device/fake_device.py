@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,9 @@ from pycomm.codecs.cuda.launches import Launch, decode_launches, encode_launches
 from tests.codecs.cuda import emulated
 from tests.compiling import GENERATED, compile_cpp
 from tests.torch import interpreter
+from tests.torch.harness import equal
 from tests.torch.interpreter import ROOT
-from tests.torch.pool import Pool
+from tests.torch.pool import OfRank, Pool, on_ranks
 
 NAME = "fakegpu"
 GROUP = "cpu:pycomm,fakegpu:pycomm"
@@ -52,6 +54,20 @@ class Kernels:
     def decode_add(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
         scratch = make_scratch(codec, out)
         self.launch(decode_launches(codec, payload, out, scratch, add=True), out.device)
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[list[str]]:
+    """Collect the names of the kernels that are launched meanwhile."""
+    names: list[str] = []
+    launch = Kernels.launch
+
+    def noted(self: Kernels, launches: list[Launch], device: torch.device) -> None:
+        names.extend(each.kernel for each in launches)
+        launch(self, launches, device)
+
+    with patch.object(Kernels, "launch", noted):
+        yield names
 
 
 def built() -> Path:
@@ -185,14 +201,50 @@ def run(
     *args: Any,
     group: str = GROUP,
     timeout: float = 20,
+    settles: bool = False,
     **more: Any,
 ) -> list[Any]:
     """Run ``check(rank, ranks, *args)`` on ranks that have the device, in a group for it.
 
     Args:
+        settles: the streams have ended before the group does.
         more: options of `Pool.run`.
     """
-    return fakes.run(_with_device, way, group, timeout, check, *args, backend=None, **more)
+    how = way, group, timeout, settles
+    return fakes.run(_with_device, *how, check, *args, backend=None, **more)
+
+
+def same_as_cpu(
+    fakes: Pool, way: str, check: Callable[..., Any], *args: Any, host: str = GROUP, **more: Any
+) -> list[Any]:
+    """Run ``check(rank, ranks, device, *args)`` with tensors of the CPU, and with those of the
+    device; compare what each rank returns, and return it.
+
+    Args:
+        host: the group of the first run.
+    """
+    want = run(fakes, way, check, "cpu", *args, group=host, **more)
+    got = run(fakes, way, check, NAME, *args, **more)
+    for rank, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+        assert equal(ours, theirs), f"rank {rank}"
+    return got
+
+
+def on_fakes(way: str = "", ranks: int = 2, **options: Any) -> Callable[[OfRank], OfRank]:
+    """Make a test of a function that runs on ranks with the device, as `on_ranks` does.
+
+    Args:
+        way: the data path, unless a mark says so.
+        options: of `on_ranks` and of `run`.
+    """
+    how = {"fixture": "fakes", "marks": ("ranks", "way"), "way": way, **options}
+    return on_ranks(ranks, run=_run_on_fakes, **how)
+
+
+def _run_on_fakes(
+    fakes: Pool, check: Callable[..., Any], *args: Any, way: str, **options: Any
+) -> list[Any]:
+    return run(fakes, way, check, *args, **options)
 
 
 def _with_device(
@@ -202,6 +254,7 @@ def _with_device(
     way: str,
     group: str,
     timeout: float,
+    settles: bool,
     check: Callable[..., Any],
     *args: Any,
 ) -> Any:
@@ -211,5 +264,7 @@ def _with_device(
     try:
         return check(rank, ranks, *args)
     finally:
+        if settles:
+            torch.accelerator.synchronize()
         if dist.is_initialized():
             dist.destroy_process_group()

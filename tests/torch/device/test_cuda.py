@@ -25,7 +25,7 @@ from tests.torch.device.checks import (
     check_order,
     check_sends_during_a_copy,
 )
-from tests.torch.harness import inputs, perceptron
+from tests.torch.harness import equal, inputs, perceptron
 from tests.torch.pool import Pool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -91,55 +91,39 @@ def mean_of_ranks(ranks: int, steps: int) -> list[torch.Tensor]:
     return [p.detach().cpu() for p in model.parameters()]
 
 
-def close(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    # One process sums over the ranks in another order, inside of the gradients.
-    for g, w in zip(got, want, strict=True):
-        torch.testing.assert_close(g, w)
-
-
-@PATHS
-def test_ddp_trains_on_the_mean_of_the_gradients(pool, path):
-    want = mean_of_ranks(2, 3)
-    for got in run(pool, path, check_ddp, device="cuda"):
-        close(got, want)
-
-
-def check_fsdp(rank: int, ranks: int) -> list[torch.Tensor]:
+def check_fsdp(rank: int, ranks: int, device: str) -> list[torch.Tensor]:
     from torch.distributed.fsdp import fully_shard
 
-    mesh = dist.init_device_mesh("cuda", (ranks,))
-    model = perceptron().cuda()
+    mesh = dist.init_device_mesh(device, (ranks,))
+    model = perceptron().to(device)
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     for step in range(3):
         optimizer.zero_grad()
-        model(inputs(rank, step).cuda()).square().mean().backward()
+        model(inputs(rank, step).to(device)).square().mean().backward()
         optimizer.step()
     return [p.detach().full_tensor().cpu() for p in model.parameters()]
 
 
 @PATHS
-def test_fsdp_trains_on_the_mean_of_the_gradients(pool, path):
+@pytest.mark.parametrize("check", [check_ddp, check_fsdp])
+def test_training_is_on_the_mean_of_the_gradients(pool, path, check):
     want = mean_of_ranks(2, 3)
-    for got in run(pool, path, check_fsdp):
-        close(got, want)
+    for got in run(pool, path, check, device="cuda"):
+        # One process sums over the ranks in another order, inside of the gradients.
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compressed_collectives_have_the_cpus_bits(pool, dtype):
     want = run(pool, "auto", check_compressed_collectives, device="cpu", dtype=dtype)
     got = run(pool, "auto", check_compressed_collectives, device="cuda", dtype=dtype)
-    for mine, theirs in zip(got, want, strict=True):
-        for g, w in zip(mine, theirs, strict=True):
-            assert torch.equal(g, w)
+    assert equal(got, want)
 
 
 @PATHS
 def test_compressed_gradients_have_the_same_bits_as_on_the_cpu(pool, path):
     want = run(pool, path, check_compressed, device="cpu")
-    got = run(pool, path, check_compressed, device="cuda")
-    for mine, theirs in zip(got, want, strict=True):
-        for g, w in zip(mine, theirs, strict=True):
-            assert torch.equal(g, w)
+    assert equal(run(pool, path, check_compressed, device="cuda"), want)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -31,11 +32,12 @@ from pycomm.reduction import batched, coding, payloads, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket
 from pycomm.reduction.nodes import Nodes
 from pycomm.reduction.paths import native_backend
+from tests.soak.held import connections
 from tests.torch.device import fake_device
 from tests.torch.device.fake_device import GROUP
+from tests.torch.device.fake_device import NAME as FAKE
 from tests.torch.pool import Pool
 
-FAKE = "fakegpu"
 LATE = 1200  # milliseconds that a stream is busy, longer than the limit of an operation
 LIMIT = 0.4
 
@@ -47,71 +49,34 @@ def ours(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(count, device=FAKE, dtype=dtype).fill_(3)
 
 
-def all_reduce(group: Any) -> tuple[dist.Work, torch.Tensor]:
-    x = ours(1000)
-    return dist.all_reduce(x, group=group, async_op=True), x
+def operation(
+    call: Callable[..., Any], result: Callable[[], torch.Tensor], *inputs: int
+) -> Callable[[Any], tuple[dist.Work, torch.Tensor]]:
+    """Return what begins an operation of a group, with inputs of these sizes."""
+
+    def begin(group: Any) -> tuple[dist.Work, torch.Tensor]:
+        x = result()
+        return call(x, *map(ours, inputs), group=group, async_op=True), x
+
+    return begin
 
 
-def all_reduce_of_many(group: Any) -> tuple[dist.Work, torch.Tensor]:
-    """In parts, each with a hold of its own."""
-    x = ours((3 << 20) + 5)
-    return dist.all_reduce(x, group=group, async_op=True), x
-
-
-def all_reduce_of_columns(group: Any) -> tuple[dist.Work, torch.Tensor]:
-    x = ours(1000).view(10, 100).t()
-    return dist.all_reduce(x, group=group, async_op=True), x
-
-
-def all_reduce_of_bytes(group: Any) -> tuple[dist.Work, torch.Tensor]:
-    x = ours(1000, torch.uint8)
-    return dist.all_reduce(x, group=group, async_op=True), x
-
-
-def all_reduce_of_bfloat16(group: Any) -> tuple[dist.Work, torch.Tensor]:
-    x = ours(1001, torch.bfloat16)
-    return dist.all_reduce(x, group=group, async_op=True), x
-
-
-def reduce_scatter(group: Any) -> tuple[dist.Work, torch.Tensor]:
-    x = ours(500)
-    return dist.reduce_scatter_tensor(x, ours(1000), group=group, async_op=True), x
-
-
-def all_gather(group: Any) -> tuple[dist.Work, torch.Tensor]:
-    x = ours(1000)
-    return dist.all_gather_into_tensor(x, ours(500), group=group, async_op=True), x
-
-
-def all_to_all(group: Any) -> tuple[dist.Work, torch.Tensor]:
-    x = ours(1000)
-    return dist.all_to_all_single(x, ours(1000), group=group, async_op=True), x
-
-
-def broadcast_of_0(group: Any) -> tuple[dist.Work, torch.Tensor]:
-    x = ours(1000)
-    return dist.broadcast(x, 0, group=group, async_op=True), x
-
-
-def broadcast_of_1(group: Any) -> tuple[dist.Work, torch.Tensor]:
-    x = ours(1000)
-    return dist.broadcast(x, 1, group=group, async_op=True), x
+def broadcast_of(root: int) -> Callable[[Any], tuple[dist.Work, torch.Tensor]]:
+    return operation(partial(dist.broadcast, src=root), lambda: ours(1000))
 
 
 OPERATIONS = {
-    f.__name__: f
-    for f in (
-        all_reduce,
-        all_reduce_of_many,
-        all_reduce_of_columns,
-        all_reduce_of_bytes,
-        all_reduce_of_bfloat16,
-        reduce_scatter,
-        all_gather,
-        all_to_all,
-        broadcast_of_0,
-        broadcast_of_1,
-    )
+    "all_reduce": operation(dist.all_reduce, lambda: ours(1000)),
+    # In parts, each with a hold of its own.
+    "all_reduce_of_many": operation(dist.all_reduce, lambda: ours((3 << 20) + 5)),
+    "all_reduce_of_columns": operation(dist.all_reduce, lambda: ours(1000).view(10, 100).t()),
+    "all_reduce_of_bytes": operation(dist.all_reduce, lambda: ours(1000, torch.uint8)),
+    "all_reduce_of_bfloat16": operation(dist.all_reduce, lambda: ours(1001, torch.bfloat16)),
+    "reduce_scatter": operation(dist.reduce_scatter_tensor, lambda: ours(500), 1000),
+    "all_gather": operation(dist.all_gather_into_tensor, lambda: ours(1000), 500),
+    "all_to_all": operation(dist.all_to_all_single, lambda: ours(1000), 1000),
+    "broadcast_of_0": broadcast_of(0),
+    "broadcast_of_1": broadcast_of(1),
 }
 
 
@@ -138,18 +103,27 @@ def check_failed(name: str, work: dist.Work, x: torch.Tensor, way: str) -> None:
     assert work.is_completed()
 
 
+def check_all_fail(
+    made: dict[str, Any], way: str, unless: type[Error] | tuple[()] = ()
+) -> list[dist.Work]:
+    """Begin the operation of each group, unless that raises, and check what its caller has then."""
+    begun = {}
+    for name, group in made.items():
+        with contextlib.suppress(unless):
+            begun[name] = OPERATIONS[name](group)
+    for name, (work, x) in begun.items():
+        check_failed(name, work, x, way)
+    return [work for work, _ in begun.values()]
+
+
 # ------------------------------------------------------------------ the ranks
 
 
-def settled(rank: int, ranks: int, way: str, check: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return check(rank, way, *args)
-    finally:
-        torch.accelerator.synchronize()
+on_fakes = partial(fake_device.on_fakes, settles=True)
 
 
 def run(fakes: Pool, way: str, check: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    return fake_device.run(fakes, way, settled, way, check, *args, **more)
+    return fake_device.run(fakes, way, check, way, *args, settles=True, **more)
 
 
 def groups(
@@ -173,12 +147,16 @@ def abort(group: Any) -> None:
     group._get_backend(torch.device(FAKE)).abort()
 
 
-WAYS = pytest.mark.parametrize("way", ["held", "late", "peers"])
+def each_way(*ways: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("way", ways)
+
 
 # ------------------------------------------------------------------ faults
 
 
-def check_abort_by_a_peer(rank: int, way: str) -> None:
+@on_fakes()
+@each_way("held", "late", "peers")
+def test_an_operation_that_a_peer_aborts_leaves_no_result(rank, ranks, way):
     made = groups(20)
     if rank == 1:
         for group in made.values():
@@ -193,47 +171,32 @@ def check_abort_by_a_peer(rank: int, way: str) -> None:
         check_failed(name, work, x, way)
 
 
-@WAYS
-def test_an_operation_that_a_peer_aborts_leaves_no_result(fakes, way):
-    run(fakes, way, check_abort_by_a_peer)
-
-
-def check_death(rank: int, way: str) -> None:
+@on_fakes(dies={1})
+@each_way("held", "peers")
+def test_an_operation_whose_peer_dies_leaves_no_result(rank, ranks, way):
     made = groups(1000)
     if rank == 1:
         dist.barrier()
         os._exit(0)
-    begun = {}
     dist.barrier()
-    for name, group in made.items():
-        begun[name] = OPERATIONS[name](group)
-    for name, (work, x) in begun.items():
-        check_failed(name, work, x, way)
+    for work in check_all_fail(made, way, unless=PeerLost):  # where the death was seen before
         with pytest.raises(PeerLost, match="rank 1"):
             work.wait()
 
 
-@pytest.mark.parametrize("way", ["held", "peers"])
-def test_an_operation_whose_peer_dies_leaves_no_result(fakes, way):
-    run(fakes, way, check_death, dies={1})
-
-
-def check_late_stream(rank: int, way: str) -> None:
+@on_fakes()
+@each_way("held", "late")
+def test_an_operation_whose_stream_is_late_leaves_no_result(rank, ranks, way):
+    """Its input is copied to the host after its deadline, where its results lie."""
     made = groups(LIMIT)
     if rank == 1:
         torch.ops.fakegpu.busy(LATE)
-    begun = {name: OPERATIONS[name](group) for name, group in made.items()}
-    for name, (work, x) in begun.items():
-        check_failed(name, work, x, way)
+    check_all_fail(made, way)
 
 
-@pytest.mark.parametrize("way", ["held", "late"])
-def test_an_operation_whose_stream_is_late_leaves_no_result(fakes, way):
-    """Its input is copied to the host after its deadline, where its results lie."""
-    run(fakes, way, check_late_stream)
-
-
-def check_abort_by_another_thread(rank: int, way: str) -> None:
+@on_fakes()
+@each_way("held", "late")
+def test_an_operation_that_another_thread_aborts_leaves_no_result(rank, ranks, way):
     made = groups(20)
 
     def abort_all() -> None:
@@ -244,47 +207,32 @@ def check_abort_by_another_thread(rank: int, way: str) -> None:
     torch.ops.fakegpu.busy(LATE // 2)
     thread = threading.Thread(target=abort_all)
     thread.start()
-    begun = {name: OPERATIONS[name](group) for name, group in made.items()}
-    for name, (work, x) in begun.items():
-        check_failed(name, work, x, way)
+    check_all_fail(made, way)
     thread.join()
-
-
-@pytest.mark.parametrize("way", ["held", "late"])
-def test_an_operation_that_another_thread_aborts_leaves_no_result(fakes, way):
-    run(fakes, way, check_abort_by_another_thread)
 
 
 def close_sockets() -> None:
     """End this rank's TCP connections, and listen for no others: they cannot be resumed."""
     nothing = os.open(os.devnull, os.O_RDWR)
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as twin:
-                    if twin.family in (socket.AF_INET, socket.AF_INET6):
-                        with contextlib.suppress(OSError):  # one that listens
-                            twin.shutdown(socket.SHUT_RDWR)
-                        os.dup2(nothing, int(name))
+    for number, twin in connections():
+        with contextlib.suppress(OSError):  # one that listens
+            twin.shutdown(socket.SHUT_RDWR)
+        os.dup2(nothing, number)
     os.close(nothing)
 
 
-def check_lost_connection(rank: int, way: str) -> None:
+@on_fakes("held")
+def test_an_operation_whose_connection_is_lost_leaves_no_result(rank, ranks):
     made = groups(LIMIT, "tcp")
     if rank == 1:
         close_sockets()
     dist.barrier()  # in shared memory
-    begun = {name: OPERATIONS[name](group) for name, group in made.items()} if rank == 0 else {}
-    for name, (work, x) in begun.items():
-        check_failed(name, work, x, way)
+    check_all_fail(made if rank == 0 else {}, "held")
     dist.barrier()
 
 
-def test_an_operation_whose_connection_is_lost_leaves_no_result(fakes):
-    run(fakes, "held", check_lost_connection)
-
-
-def check_queued_after_a_failure(rank: int, way: str) -> None:
+@on_fakes("held")
+def test_what_was_queued_behind_a_failed_operation_leaves_no_result(rank, ranks):
     """All that was queued behind a failed operation fails, in order, each behind its own copy."""
     group = dist.new_group(backend=GROUP, timeout=timedelta(seconds=LIMIT))
     dist.all_reduce(ours(10), group=group)
@@ -301,17 +249,14 @@ def check_queued_after_a_failure(rank: int, way: str) -> None:
         dist.all_reduce(ours(10), group=group)
 
 
-def test_what_was_queued_behind_a_failed_operation_leaves_no_result(fakes):
-    run(fakes, "held", check_queued_after_a_failure)
-
-
-def check_held_gil(rank: int, way: str) -> None:
+@on_fakes("held")
+def test_a_hold_ends_while_another_thread_has_the_gil(rank, ranks):
     group = dist.new_group(backend=GROUP, timeout=timedelta(seconds=LIMIT))
-    work, x = all_reduce(group)
+    work, x = OPERATIONS["all_reduce"](group)
     work.wait()
     library = ctypes.PyDLL(str(fake_device.built()))  # whose functions are called with the GIL
     if rank == 0:
-        work, x = all_reduce(group)
+        work, x = OPERATIONS["all_reduce"](group)
         work.wait()
         begun = time.monotonic()
         assert library.fake_device_synchronize(5000) == 1, "the stream waits for the GIL"
@@ -319,13 +264,10 @@ def check_held_gil(rank: int, way: str) -> None:
         assert is_spoiled(x)
 
 
-def test_a_hold_ends_while_another_thread_has_the_gil(fakes):
-    run(fakes, "held", check_held_gil)
-
-
-def check_refused_hold(rank: int, way: str) -> None:
+@on_fakes("held")
+def test_an_operation_that_is_queued_in_part_is_rolled_back(rank, ranks):
     group = dist.new_group(backend=GROUP, timeout=timedelta(seconds=20))
-    work, _ = all_reduce(group)
+    work, _ = OPERATIONS["all_reduce"](group)
     work.wait()
     if rank == 0:
         x = ours((3 << 20) + 5)
@@ -340,10 +282,6 @@ def check_refused_hold(rank: int, way: str) -> None:
         part = (4 << 20) // 4
         assert is_spoiled(parts[: 2 * part])
         assert parts[2 * part :].eq(3).all()
-
-
-def test_an_operation_that_is_queued_in_part_is_rolled_back(fakes):
-    run(fakes, "held", check_refused_hold)
 
 
 # ------------------------------------------------------------------ what the hooks make of it
@@ -367,7 +305,7 @@ def no_second_shot(rank: int, way: str, how: str) -> Iterator[None]:
         yield
 
 
-def check_ddp_between_shots(rank: int, way: str, how: str) -> None:
+def check_ddp_between_shots(rank: int, ranks: int, way: str, how: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(64, 64).to(FAKE)
     ddp = nn.parallel.DistributedDataParallel(model)
@@ -393,13 +331,17 @@ def check_ddp_between_shots(rank: int, way: str, how: str) -> None:
         step()
 
 
-@pytest.mark.parametrize("way", ["held", "kernels"])
+@each_way("held", "kernels")
 @pytest.mark.parametrize("how", ["dies", "aborts"])
 def test_a_step_of_ddp_whose_peer_ends_between_the_shots_is_nan(fakes, how, way):
     run(fakes, way, check_ddp_between_shots, how, dies={1} if how == "dies" else ())
 
 
-def check_ddp_until_death(rank: int, way: str, after: float) -> None:
+@on_fakes(dies={1}, timeout=3600)
+@each_way("held", "late", "kernels", "peers")
+@pytest.mark.parametrize("after", [0.0, 0.21, 0.47])
+def test_a_rank_that_dies_in_a_step_of_ddp_is_named(rank, ranks, after):
+    """At any moment of a step; the limit of an operation is an hour."""
     torch.manual_seed(0)
     ddp = nn.parallel.DistributedDataParallel(nn.Linear(256, 256).to(FAKE))  # 65,536 weights
     state = pycomm.compress(ddp, "int4")
@@ -422,13 +364,6 @@ def check_ddp_until_death(rank: int, way: str, after: float) -> None:
         next_operation()
 
 
-@pytest.mark.parametrize("way", ["held", "late", "kernels", "peers"])
-@pytest.mark.parametrize("after", [0.0, 0.21, 0.47])
-def test_a_rank_that_dies_in_a_step_of_ddp_is_named(fakes, way, after):
-    """At any moment of a step; the limit of an operation is an hour."""
-    run(fakes, way, check_ddp_until_death, after, dies={1}, timeout=3600)
-
-
 STAGES: dict[str, tuple[Any, str]] = {
     "sum in the node": (Nodes, "_sum_in_node"),
     "contributions": (batched, "all_to_all"),
@@ -437,7 +372,7 @@ STAGES: dict[str, tuple[Any, str]] = {
 }
 
 
-def check_nodes(rank: int, way: str, stage: str) -> bool:
+def check_nodes(rank: int, ranks: int, way: str, stage: str) -> bool:
     """Return whether this rank has got an error."""
     model = nn.Linear(300, 300).to(FAKE)
     ddp = nn.parallel.DistributedDataParallel(model)
@@ -487,7 +422,7 @@ def test_a_rank_that_dies_by_nodes_leaves_no_result(fakes, stage):
     assert failed[2]
 
 
-def check_local_sgd_between_shots(rank: int, way: str, how: str) -> None:
+def check_local_sgd_between_shots(rank: int, ranks: int, way: str, how: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(64, 64).to(FAKE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25, foreach=False)
@@ -505,14 +440,15 @@ def check_local_sgd_between_shots(rank: int, way: str, how: str) -> None:
         train(local)
 
 
-@pytest.mark.parametrize("way", ["held", "kernels"])
+@each_way("held", "kernels")
 @pytest.mark.parametrize("how", ["dies", "aborts"])
 def test_a_round_of_local_sgd_whose_peer_ends_between_the_shots_is_an_error(fakes, how, way):
     """It is not skipped, as one whose average is not finite."""
     run(fakes, way, check_local_sgd_between_shots, how, dies={1} if how == "dies" else ())
 
 
-def check_variable(rank: int, way: str) -> None:
+@on_fakes("held")
+def test_payloads_of_variable_size_that_did_not_come_are_an_error(rank, ranks):
     """Bytes of ones are values of lossless: only the error tells."""
     codec = pycomm.codec("lossless")
     decision = Decision(Parameter("p", (4000,), torch.float32), codec, "test")
@@ -532,10 +468,6 @@ def check_variable(rank: int, way: str) -> None:
         two_shot.all_reduce(x, bucket, dist.group.WORLD, seed=1, step=2)
 
 
-def test_payloads_of_variable_size_that_did_not_come_are_an_error(fakes):
-    run(fakes, "held", check_variable)
-
-
 CODED: dict[str, tuple[int, int, int]] = {  # rows of the residual, and of the tensors
     "all_reduce": (1, 1, 0),
     "reduce_scatter": (2, 1, 2),
@@ -543,7 +475,8 @@ CODED: dict[str, tuple[int, int, int]] = {  # rows of the residual, and of the t
 }
 
 
-def check_coded_among_peers(rank: int, way: str) -> None:
+@on_fakes("peers")
+def test_a_compressed_operation_among_peers_that_fails_leaves_no_result(rank, ranks):
     decision = Decision(Parameter("p", (5000,), torch.float32), pycomm.codec("int8"), "test")
     made = {op: dist.new_group(backend=GROUP, timeout=timedelta(seconds=20)) for op in CODED}
     agreed = {op: Agreed() for op in CODED}  # the first call asks the ranks for the path
@@ -581,11 +514,8 @@ def check_coded_among_peers(rank: int, way: str) -> None:
     assert rank == 1 or failed
 
 
-def test_a_compressed_operation_among_peers_that_fails_leaves_no_result(fakes):
-    run(fakes, "peers", check_coded_among_peers)
-
-
-def check_answers(rank: int, way: str) -> None:
+@on_fakes("held")
+def test_numbers_that_ranks_decide_by_are_an_error_if_they_did_not_come(rank, ranks):
     """What a rank decides by is no answer, either, if it did not come."""
     assert gather([1.0 + rank], dist.group.WORLD, torch.device(FAKE)) == [[1.0], [2.0]]
     if rank == 1:
@@ -593,7 +523,3 @@ def check_answers(rank: int, way: str) -> None:
         return
     with pytest.raises(Error, match="abort"):
         gather([1.0], dist.group.WORLD, torch.device(FAKE))
-
-
-def test_numbers_that_ranks_decide_by_are_an_error_if_they_did_not_come(fakes):
-    run(fakes, "held", check_answers)

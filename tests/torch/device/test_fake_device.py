@@ -6,10 +6,8 @@ test_cuda.py has the same tests on a GPU.
 
 from __future__ import annotations
 
-import functools
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -40,18 +38,9 @@ from tests.torch.device.checks import (
     check_sends_during_a_copy,
     slow,
 )
-from tests.torch.device.fake_device import GROUP, run
-from tests.torch.harness import equal
-from tests.torch.pool import Pool
-
-FAKE = "fakegpu"
-
-
-def run_on(
-    fakes: Pool, check: Callable[..., Any], way: str, device: str = FAKE, **more: Any
-) -> Any:
-    return run(fakes, way, functools.partial(check, device=device, **more))
-
+from tests.torch.device.fake_device import GROUP, on_fakes, run, same_as_cpu
+from tests.torch.device.fake_device import NAME as FAKE
+from tests.torch.pool import on_ranks
 
 WAYS = pytest.mark.parametrize("way", ["held", "late", "peers"])
 
@@ -61,37 +50,34 @@ WAYS = pytest.mark.parametrize("way", ["held", "late", "peers"])
     "check", [check_operations, check_lifetimes, check_futures, check_sends_during_a_copy]
 )
 def test_operations_do_what_they_do_on_the_cpu(fakes, way, check):
-    run_on(fakes, check, way)
+    run(fakes, way, check, FAKE)
 
 
 @WAYS
 def test_operations_are_in_the_order_of_streams(fakes, way):
-    run_on(fakes, functools.partial(check_order, way=way), way)
+    run(fakes, way, check_order, FAKE, way)
 
 
 def test_a_new_member_gets_a_model_on_its_device(fakes):
-    run_on(fakes, check_hand_over, "held")
+    run(fakes, "held", check_hand_over, FAKE)
 
 
 def test_a_graph_captures_operations_among_peers(fakes):
     """No event is queried, no memory pinned and no stream left unjoined; see fake_device.cpp."""
-    run_on(fakes, check_capture, "peers")
+    run(fakes, "peers", check_capture, FAKE)
 
 
 def test_operations_by_way_of_the_host_refuse_to_be_captured(fakes):
-    run_on(fakes, check_no_capture, "held")
+    run(fakes, "held", check_no_capture, FAKE)
 
 
-def check_priority(rank: int, ranks: int) -> None:
+@on_fakes()
+@WAYS
+def test_streams_of_a_group_have_high_priority(rank, ranks):
     """Kernels of backward have the default priority, and would keep ours waiting."""
     before = torch.ops.fakegpu.prioritized()
     dist.all_reduce(torch.ones(10, device=FAKE))
     assert torch.ops.fakegpu.prioritized() == before + 2
-
-
-@pytest.mark.parametrize("way", ["held", "late", "peers"])
-def test_streams_of_a_group_have_high_priority(fakes, way):
-    run(fakes, way, check_priority)
 
 
 def check_shared_queue(rank: int, ranks: int, queues: str) -> bool:
@@ -123,10 +109,11 @@ def test_no_stream_is_held_where_all_share_a_queue(fakes, queues, waits):
 
 @pytest.mark.parametrize("way", ["held", "late", "kernels", "peers"])
 def test_a_compressed_step_refuses_to_be_captured(fakes, way):
-    run_on(fakes, check_no_capture_of_a_step, way)
+    run(fakes, way, check_no_capture_of_a_step, FAKE)
 
 
-def check_stuck(rank: int, ranks: int) -> None:
+@on_fakes("held", timeout=1)
+def test_a_stream_that_is_stuck_ends_the_group_in_time(rank, ranks):
     x = slow(rank, FAKE, 3000 if rank == 1 else 0)
     work = dist.all_reduce(x, async_op=True)
     # The other rank gets the error, or times out at the same moment.
@@ -142,11 +129,9 @@ def check_stuck(rank: int, ranks: int) -> None:
         dist.all_reduce(torch.ones(3, device=FAKE), async_op=True).wait()
 
 
-def test_a_stream_that_is_stuck_ends_the_group_in_time(fakes):
-    run(fakes, "held", check_stuck, timeout=1)
-
-
-def check_abort(rank: int, ranks: int, way: str) -> None:
+@on_fakes()
+@pytest.mark.parametrize("way", ["held", "peers"])
+def test_an_abort_ends_what_waits_for_peers(rank, ranks, way):
     x = slow(0, FAKE, 0)
     dist.all_reduce(x)
     if rank == 1:
@@ -167,12 +152,8 @@ def check_abort(rank: int, ranks: int, way: str) -> None:
         dist.all_reduce(x, async_op=True)
 
 
-@pytest.mark.parametrize("way", ["held", "peers"])
-def test_an_abort_ends_what_waits_for_peers(fakes, way):
-    run(fakes, way, check_abort, way)
-
-
-def check_arguments(rank: int, ranks: int) -> None:
+@on_fakes("held")
+def test_tensors_must_be_on_one_device(rank, ranks):
     with pytest.raises(Error, match="on one device, got some on fakegpu:0 and on cpu"):
         dist.all_gather_into_tensor(torch.zeros(ranks), torch.zeros(1, device=FAKE))
     with pytest.raises(Error, match="all tensors must be on one device"):
@@ -185,11 +166,11 @@ def check_arguments(rank: int, ranks: int) -> None:
     assert x.cpu().eq(ranks).all()
 
 
-def test_tensors_must_be_on_one_device(fakes):
-    run(fakes, "held", check_arguments)
-
-
-def check_split(rank: int, ranks: int, store: dist.Store) -> None:
+@on_ranks(fixture="fakes", backend=None)
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11."), reason="split_group of torch 2.11 knows CUDA only"
+)
+def test_groups_are_split_where_a_device_is_bound(rank, ranks, store):
     fake_device.load("held")
     device = torch.device(FAKE, 0)
     dist.init_process_group(
@@ -212,33 +193,23 @@ def check_split(rank: int, ranks: int, store: dist.Store) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.11."), reason="split_group of torch 2.11 knows CUDA only"
-)
-def test_groups_are_split_where_a_device_is_bound(fakes):
-    fakes.run(check_split, backend=None)
-
-
 @WAYS
 def test_ddp_trains_as_on_the_cpu(fakes, way):
-    want = run_on(fakes, check_ddp, way, "cpu")
-    got = run_on(fakes, check_ddp, way)
-    assert equal(got, want)
+    same_as_cpu(fakes, way, check_ddp)
 
 
 @pytest.mark.parametrize("way", ["held", "peers"])
 def test_compressed_gradients_have_the_same_bits_as_on_the_cpu(fakes, way):
-    want = run_on(fakes, check_compressed, way, "cpu")
-    assert equal(run_on(fakes, check_compressed, way), want)
+    same_as_cpu(fakes, way, check_compressed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compressed_collectives_have_the_cpus_bits(fakes, dtype):
-    want = run_on(fakes, check_compressed_collectives, "peers", "cpu", dtype=dtype)
-    assert equal(run_on(fakes, check_compressed_collectives, "peers", dtype=dtype), want)
+    same_as_cpu(fakes, "peers", check_compressed_collectives, dtype)
 
 
-def check_trace(rank: int, ranks: int) -> None:
+@on_fakes("peers")
+def test_operations_among_peers_are_in_the_trace(rank, ranks):
     x = slow(rank, FAKE, 200)
     for _ in range(2):
         dist.all_reduce(x)
@@ -258,11 +229,8 @@ def check_trace(rank: int, ranks: int) -> None:
     }
 
 
-def test_operations_among_peers_are_in_the_trace(fakes):
-    run(fakes, "peers", check_trace)
-
-
-def check_refused(rank: int, ranks: int) -> None:
+@on_fakes("held")
+def test_compressed_collectives_need_peers(rank, ranks):
     native, there = backend.find(), torch.device(FAKE)
     decision = Decision(Parameter("p", (64,), torch.float32), pycomm.codec("int8"), "test")
     x = torch.ones(64, device=FAKE)
@@ -275,11 +243,10 @@ def check_refused(rank: int, ranks: int) -> None:
         native.compressed_all_reduce(x, bucket.native, bucket.sides, seed=1, step=1)
 
 
-def test_compressed_collectives_need_peers(fakes):
-    run(fakes, "held", check_refused)
-
-
-def check_hook_of_early_message(rank: int, ranks: int) -> None:
+@on_fakes()
+@pytest.mark.parametrize("way", ["held", "late"])
+def test_a_message_that_has_come_already_is_received_with_a_hook(rank, ranks):
+    """The receive is done when it is posted, and its hook is called at once."""
     group: Any = dist.group.WORLD
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # which hooks go to
     heard: list[Any] = []
@@ -293,9 +260,3 @@ def check_hook_of_early_message(rank: int, ranks: int) -> None:
         dist.recv(x, 0, tag=1)
         assert x.cpu().tolist() == [1.0] * 3
     assert len(heard) == 2
-
-
-@pytest.mark.parametrize("way", ["held", "late"])
-def test_a_message_that_has_come_already_is_received_with_a_hook(fakes, way):
-    """The receive is done when it is posted, and its hook is called at once."""
-    run(fakes, way, check_hook_of_early_message)

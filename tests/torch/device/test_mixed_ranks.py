@@ -23,10 +23,10 @@ from pycomm import backend
 from pycomm.codecs import implementations
 from pycomm.errors import WireMismatch
 from tests.torch.device import fake_device
-from tests.torch.device.checks import every_value, operations
+from tests.torch.device.checks import check_ddp, every_value, operations
 from tests.torch.harness import equal, inputs, perceptron
 from tests.torch.hooks.given_gradients import SHAPES, Net
-from tests.torch.pool import Pool
+from tests.torch.pool import Pool, on_ranks
 
 CPU, FAKE, TRITON = "cpu", "fakegpu", "triton"
 STEPS = 2
@@ -86,9 +86,6 @@ def run(fakes: Pool, kinds: tuple[str, ...], check: Callable[..., Any], *args: A
     return fakes.run(on_own_device, *every, ranks=len(kinds), backend=None, deadline=LIMIT)
 
 
-MIXED = pytest.mark.parametrize("kinds", [(CPU, FAKE), (FAKE, CPU)])
-
-
 def results(rank: int, ranks: int, device: str) -> list[torch.Tensor]:
     """Return the outputs of all operations, and those of sums that rounding makes differ."""
     seen = [
@@ -104,26 +101,6 @@ def results(rank: int, ranks: int, device: str) -> list[torch.Tensor]:
             seen.append(x.cpu())
     dist.barrier()
     return seen
-
-
-@MIXED
-def test_every_operation_has_the_bits_of_ranks_on_the_cpu(fakes, kinds):
-    assert equal(run(fakes, kinds, results), run(fakes, (CPU, CPU), results))
-
-
-def trained(rank: int, ranks: int, device: str) -> list[torch.Tensor]:
-    model = nn.parallel.DistributedDataParallel(perceptron().to(device), bucket_cap_mb=0.001)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, foreach=False)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(inputs(rank, step).to(device)).square().mean().backward()
-        optimizer.step()
-    return [p.detach().cpu() for p in model.parameters()]
-
-
-@MIXED
-def test_ddp_trains_as_on_the_cpu(fakes, kinds):
-    assert equal(run(fakes, kinds, trained), run(fakes, (CPU, CPU), trained))
 
 
 def compressed(rank: int, ranks: int, device: str, codec: str) -> list[Any]:
@@ -151,10 +128,9 @@ def test_compressed_gradients_have_the_bits_of_ranks_on_the_cpu(fakes, codec):
     kinds = (CPU, FAKE, CPU if codec.startswith("eden") else TRITON)
     found = run(fakes, kinds, compressed, codec)
     want = run(fakes, (CPU,) * len(kinds), compressed, codec)
-    for rank, (ours, theirs) in enumerate(zip(found, want, strict=True)):
-        assert len(ours) == len(theirs) >= STEPS * len(SHAPES)
-        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            assert torch.equal(a, b), f"tensor {i} of rank {rank}, which is of kind {kinds[rank]}"
+    for kind, ours, theirs in zip(kinds, found, want, strict=True):
+        assert len(ours) >= STEPS * len(SHAPES)
+        assert equal(ours, theirs), f"a rank of the kind {kind}"
 
 
 def local_steps(rank: int, ranks: int, device: str) -> list[torch.Tensor]:
@@ -169,9 +145,10 @@ def local_steps(rank: int, ranks: int, device: str) -> list[torch.Tensor]:
     return [p.detach().cpu() for p in model.parameters()]
 
 
-@MIXED
-def test_local_steps_have_the_bits_of_ranks_on_the_cpu(fakes, kinds):
-    assert equal(run(fakes, kinds, local_steps), run(fakes, (CPU, CPU), local_steps))
+@pytest.mark.parametrize("kinds", [(CPU, FAKE), (FAKE, CPU)])
+@pytest.mark.parametrize("check", [results, check_ddp, local_steps])
+def test_results_have_the_bits_of_ranks_on_the_cpu(fakes, kinds, check):
+    assert equal(run(fakes, kinds, check), run(fakes, (CPU, CPU), check))
 
 
 def sub_group(rank: int, ranks: int, device: str) -> None:
@@ -204,7 +181,8 @@ def test_without_the_option_every_rank_reads_what_to_do(fakes):
         assert 'make the group with pycomm.Options(device_path="mixed") on all ranks' in text
 
 
-def check_alone(rank: int, ranks: int, store: dist.Store) -> None:
+@on_ranks(fixture="fakes", backend=None)
+def test_a_rank_that_alone_has_the_option_is_refused(rank, ranks, store):
     path = "mixed" if rank == 1 else "auto"
     with pytest.raises(WireMismatch, match=r"device_path=mixed.*start all ranks with the same"):
         dist.init_process_group(
@@ -215,7 +193,3 @@ def check_alone(rank: int, ranks: int, store: dist.Store) -> None:
             timeout=timedelta(seconds=20),
             pg_options=pycomm.Options(device_path=path),
         )
-
-
-def test_a_rank_that_alone_has_the_option_is_refused(fakes):
-    fakes.run(check_alone, backend=None)

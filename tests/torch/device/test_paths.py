@@ -23,13 +23,11 @@ from pycomm.feedback.rule import LARGE
 from pycomm.policy import CODED, Decision, Parameter
 from pycomm.reduction import paths, two_shot
 from pycomm.reduction.bucket import Bucket
-from tests.torch.device import fake_device
 from tests.torch.device.checks import generator, kept
-from tests.torch.device.fake_device import run
+from tests.torch.device.fake_device import NAME as FAKE
+from tests.torch.device.fake_device import launched, on_fakes, run, same_as_cpu
 from tests.torch.harness import Chosen, equal, gradients, heard, reduced
-from tests.torch.pool import Pool
 
-FAKE = "fakegpu"
 # On both sides of the size from which a residual is kept in bf16.
 SHAPES = {"large": (LARGE,), "small": (LARGE - 1,), "bias": (50,)}
 
@@ -37,19 +35,21 @@ SHAPES = {"large": (LARGE,), "small": (LARGE - 1,), "bias": (50,)}
 # ------------------------------------------------------------------ default options
 
 
-def check_ddp(rank: int, ranks: int, device: str, codec: str) -> Any:
+def check_ddp(
+    rank: int, ranks: int, device: str, codec: str, shapes: Any = SHAPES, nodes: Any = None
+) -> Any:
     with heard(logging.INFO) as log:
-        model = nn.parallel.DistributedDataParallel(Chosen(SHAPES).to(device))
-        state = pycomm.compress(model, codec)
+        model = nn.parallel.DistributedDataParallel(Chosen(shapes).to(device))
+        state = pycomm.compress(model, codec, nodes=nodes)
         results = []
         for step in range(3):
-            given = gradients(rank, step, shapes=SHAPES)
+            given = gradients(rank, step, shapes=shapes)
             result = reduced(model, {name: g.to(device) for name, g in given.items()})
             results.append({name: g.cpu() for name, g in result.items()})
         state.settle()
     residuals = {
         name: (str(residual.worker[0].dtype), residual.load_worker(0).cpu())
-        for name in SHAPES
+        for name in shapes
         if state.residuals is not None and name in state.residuals
         for residual in [state.residuals[name]]
         if residual.worker is not None
@@ -59,14 +59,10 @@ def check_ddp(rank: int, ranks: int, device: str, codec: str) -> Any:
     return results, residuals, lines, chosen
 
 
-def check_averages(rank: int, ranks: int) -> str:
-    return doctor.check(FAKE)
-
-
+@on_fakes()
 @pytest.mark.parametrize("way", ["kernels", "peers"])
-def test_the_doctor_tells_the_path_on_a_gpu(fakes, way):
-    for path in run(fakes, way, check_averages):
-        assert f"values: {way} (" in path
+def test_the_doctor_tells_the_path_on_a_gpu(rank, ranks, way):
+    assert f"values: {way} (" in doctor.check(FAKE)
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "sign", "topk:0.01", "bf16"])
@@ -92,20 +88,10 @@ def test_default_options_take_kernels_among_peers(fakes, codec):
 MATRICES = {"large": (LARGE // 256, 256), "small": (255, 257), "bias": (50,)}
 
 
-def check_matrices(rank: int, ranks: int, device: str, codec: str) -> Any:
+def check_matrices(rank: int, ranks: int, device: str, codec: str, nodes: Any = None) -> Any:
     """Return what `check_ddp` does for matrices, which default options code, and the launches."""
-    launched: list[str] = []
-    launch = fake_device.Kernels.launch
-
-    def counted(self: Any, launches: Any, device: torch.device) -> None:
-        launched.extend(each.kernel for each in launches)
-        launch(self, launches, device)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fake_device.Kernels, "launch", counted)
-        patch.setitem(globals(), "SHAPES", MATRICES)
-        results = check_ddp(rank, ranks, device, codec)
-    return *results, launched
+    with launched() as kernels:
+        return *check_ddp(rank, ranks, device, codec, MATRICES, nodes), kernels
 
 
 def check_factors(rank: int, ranks: int, device: str, codec: str) -> Any:
@@ -124,28 +110,21 @@ def check_factors(rank: int, ranks: int, device: str, codec: str) -> Any:
         found.append({name: g.cpu() for name, g in result.items() if step != 5})
     state.settle()
     assert state.overflows == 1
+    assert set(state._factors.current) == {"large", "small"}
     return found, dict(state._factors.current), state.residual_norms()
 
 
 @pytest.mark.parametrize("way", ["kernels", "peers"])
 @pytest.mark.parametrize("codec", ["int8", "topk:0.01"])
 def test_devices_have_the_factors_of_the_cpu(fakes, codec, way):
-    want = run(fakes, way, check_factors, "cpu", codec)
-    got = run(fakes, way, check_factors, FAKE, codec)
-    for (results, factors, norms), (also, factors_there, norms_there) in zip(
-        got, want, strict=True
-    ):
-        assert equal(results, also)
-        assert equal(factors, factors_there)
-        assert set(factors) == {"large", "small"}
-        assert equal(norms, norms_there)
+    same_as_cpu(fakes, way, check_factors, codec)
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "sign", "eden2", "nvfp4", "topk:0.01", "bf16"])
 def test_default_options_take_kernels_on_any_carrier(fakes, codec):
     want = run(fakes, "kernels", check_matrices, "cpu", codec)
     got = run(fakes, "kernels", check_matrices, FAKE, codec)
-    for (results, residuals, _, chosen, launched), (also, kept_there, *_) in zip(
+    for (results, residuals, _, chosen, kernels), (also, kept_there, *_) in zip(
         got, want, strict=True
     ):
         assert equal(results, also)
@@ -154,29 +133,21 @@ def test_default_options_take_kernels_on_any_carrier(fakes, codec):
         for line in chosen:
             assert "values: kernels (coded by kernels on a stream beside backward" in line
             assert line.endswith("; not peers: this pycomm has no kernels for fakegpu:0")
-        assert launched
+        assert kernels
 
 
 def check_launches(rank: int, ranks: int, codec: str) -> int:
     """Return the launches for a bucket of four matrices and eight biases."""
-    launched: list[str] = []
-    launch = fake_device.Kernels.launch
-
-    def counted(self: Any, launches: Any, device: torch.device) -> None:
-        launched.extend(each.kernel for each in launches)
-        launch(self, launches, device)
-
     shapes = {f"w{i}": (256, 256 + i) for i in range(4)} | {f"b{i}": (50 + i,) for i in range(8)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fake_device.Kernels, "launch", counted)
+    with launched() as kernels:
         model = nn.parallel.DistributedDataParallel(Chosen(shapes).to(FAKE))
         state = pycomm.compress(model, codec)
         for step in range(3):
-            launched.clear()
+            kernels.clear()
             given = gradients(rank, step, shapes=shapes)
             reduced(model, {name: g.to(FAKE) for name, g in given.items()})
         state.settle()
-    return len(launched)
+    return len(kernels)
 
 
 @pytest.mark.parametrize(("codec", "most"), [("int4", 7), ("sign", 7), ("eden2", 10)])
@@ -263,12 +234,6 @@ def check_bits(
     return seen
 
 
-def bits(fakes: Pool, way: str, rule: Feedback, dtype: torch.dtype, ranks: int) -> list[Any]:
-    """Return what `check_bits` does on the CPU and on the device."""
-    check = partial(check_bits, exchanged=way == "kernels")
-    return [run(fakes, way, check, where, rule, dtype, ranks=ranks) for where in ("cpu", FAKE)]
-
-
 CASES = [
     *((2, rule, torch.float32) for rule in RULES),
     (2, RULES[0], torch.bfloat16),
@@ -280,8 +245,8 @@ CASES = [
 @pytest.mark.parametrize("way", ["peers", "kernels"])
 @pytest.mark.parametrize(("ranks", "rule", "dtype"), CASES)
 def test_kernels_give_the_bits_of_the_cpu(fakes, way, ranks, rule, dtype):
-    want, got = bits(fakes, way, rule, dtype, ranks)
-    assert equal(got, want)
+    check = partial(check_bits, exchanged=way == "kernels")
+    same_as_cpu(fakes, way, check, rule, dtype, ranks=ranks)
 
 
 # A launch takes the arguments of 28 encodes or of 63 decodes. Each of two ranks encodes what it
@@ -319,21 +284,13 @@ def check_many(
     Args:
         fits: so many of the runs fit into the scratch memory; None: as usual.
     """
-    launched: list[str] = []
-    launch = fake_device.Kernels.launch
-
-    def counted(self: Any, launches: Any, device: torch.device) -> None:
-        launched.extend(each.kernel for each in launches)
-        launch(self, launches, device)
-
     # Each rank owns whole parameters.
     decisions = [
         Decision(Parameter(f"p{i}", (256,), torch.float32), pycomm.codec(spec), "test")
         for i in range(ranks * parameters)
     ]
     rule = Feedback(storage="bf16")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fake_device.Kernels, "launch", counted)
+    with launched() as kernels, pytest.MonkeyPatch.context() as patch:
         if fits is not None:
             all_of_them = _C.CodedBucket.scratch_bytes
             patch.setattr(
@@ -346,11 +303,11 @@ def check_many(
         )
         results = []
         for step in range(2):
-            launched.clear()
+            kernels.clear()
             x = torch.randn(bucket.numel, generator=generator(rank, step)).to(device)
             assert two_shot.all_reduce(x, bucket, dist.group.WORLD, seed=5, step=step)
             results.append(x.cpu())
-    return results, launched
+    return results, kernels
 
 
 # ------------------------------------------------------------------ the table
@@ -362,7 +319,8 @@ def bucket_of(spec: str, rule: Feedback | None, device: str) -> Bucket:
     return Bucket([decision], [0], residuals, torch.device(device))
 
 
-def check_table(rank: int, ranks: int) -> None:
+@on_fakes("peers")
+def test_the_table_says_what_kernels_among_peers_take(rank, ranks):
     group, x = dist.group.WORLD, torch.ones(64, device=FAKE)
     for kind in paths.KINDS:
         for storage in paths.STORAGES:
@@ -395,19 +353,12 @@ def check_table(rank: int, ranks: int) -> None:
         native.compressed_all_reduce(x, bucket.native, bucket.sides, seed=1, step=1)
 
 
-def test_the_table_says_what_kernels_among_peers_take(fakes):
-    run(fakes, "peers", check_table)
-
-
-def check_one_rank(rank: int, ranks: int) -> None:
+@on_fakes("peers", ranks=1)
+def test_a_group_of_one_rank_has_no_peers(rank, ranks):
     x = torch.ones(64, device=FAKE)
     chosen = paths.choose(bucket_of("int8", None, FAKE), dist.group.WORLD, "all_reduce", x)
     assert chosen.path is paths.PAYLOADS
     assert chosen.why.startswith("peers: the group has one rank; kernels: ")
-
-
-def test_a_group_of_one_rank_has_no_peers(fakes):
-    run(fakes, "peers", check_one_rank, ranks=1)
 
 
 def test_paths_take_all_that_the_documentation_says_of_all():
@@ -421,20 +372,15 @@ def test_paths_take_all_that_the_documentation_says_of_all():
 # ------------------------------------------------------------------ by nodes
 
 
-def check_nodes(rank: int, ranks: int, device: str, codec: str) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pycomm, "compress", partial(pycomm.compress, nodes=[0, 0, 1, 1]))
-        return check_matrices(rank, ranks, device, codec)
-
-
 @pytest.mark.parametrize("codec", ["int4", "sign", "topk:0.01"])
 def test_devices_reduce_by_nodes_with_the_bits_of_the_host(fakes, codec):
-    want = run(fakes, "kernels", check_nodes, "cpu", codec, group="gloo", ranks=4)
-    got = run(fakes, "kernels", check_nodes, FAKE, codec, ranks=4)
-    for (results, residuals, _, chosen, launched), (also, kept_there, *_) in zip(
+    nodes = [0, 0, 1, 1]
+    want = run(fakes, "kernels", check_matrices, "cpu", codec, nodes, group="gloo", ranks=4)
+    got = run(fakes, "kernels", check_matrices, FAKE, codec, nodes, ranks=4)
+    for (results, residuals, _, chosen, kernels), (also, kept_there, *_) in zip(
         got, want, strict=True
     ):
         assert equal(results, also)
         assert equal(residuals, kept_there)
         assert all("values: kernels (" in line for line in chosen)
-        assert launched
+        assert kernels

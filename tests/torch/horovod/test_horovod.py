@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 import pycomm.horovod as hvd
@@ -206,20 +205,6 @@ def test_compressed_gradients_are_near_and_equal(pool, codec):
     assert all(torch.allclose(a, b, atol=0.02) for a, b in zip(first, exact, strict=True))
 
 
-def ddp(rank: int, size: int) -> list[torch.Tensor]:
-    model = DistributedDataParallel(network(), find_unused_parameters=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(4):
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return values(model)
-
-
-def test_the_bits_are_those_of_ddp(pool):
-    assert equal(pool.run(ddp)[0], pool.run(train, {})[0])
-
-
 @on_ranks(2, then=all_equal)
 def test_parameters_and_optimizer_become_those_of_the_root(rank, size):
     hvd.init()
@@ -361,10 +346,10 @@ def check_step_is_told(rank: int, size: int, model: nn.Module, optimizer: Any, t
         assert torch.allclose(parameter.grad, average)
 
 
-def two_layers(**options: Any) -> tuple[nn.Module, Any]:
+def two_layers(frozen: bool = False, **options: Any) -> tuple[nn.Module, Any]:
     hvd.init()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model = nn.Sequential(nn.Linear(16, 16).requires_grad_(not frozen), nn.Linear(16, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
 
@@ -386,12 +371,7 @@ def test_different_trained_parameters_are_told(rank, size, codec):
 
 @on_ranks(2)
 def test_a_layer_that_one_rank_thaws_is_told(rank, size):
-    hvd.init()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    model, optimizer = two_layers(frozen=True)
     model[0].requires_grad_(rank == 0)  # no rank has entered it before
     model(inputs(rank, 0)).square().mean().backward()
     text = r"a step that trains 4 .* a step that trains 2"

@@ -13,7 +13,7 @@ import pytest
 import pycomm
 from pycomm import _C
 from pycomm.errors import Error, Timeout
-from tests.preload import library
+from tests.compiling import library
 from tests.ranks import good
 from tests.transports import proxy
 from tests.transports.ranks import threads

@@ -1,4 +1,4 @@
-"""README and docs/start.md: scripts have the output that stands below them, tables are true."""
+"""Documentation: scripts have the output that stands below them, blocks run, tables are true."""
 
 from __future__ import annotations
 
@@ -106,3 +106,44 @@ def test_the_commands_are_there():
     for module in set(re.findall(r"python -m ([\w.]+)", README)):
         done = run("-m", module, "--help", timeout=100)
         assert done.returncode == 0, (module, done.stderr)
+
+
+# ------------------------------------------------------------------------------------ Python blocks
+# They run on one rank, in the order of their page, after the names that they use.
+#
+# Not here: pages whose examples have tests of their own (start, policy, README), what needs other
+# packages (trainers: `make trainers`), GPUs (gpu) or ranks that die or join (elastic, reliability).
+
+NAMES = """
+import dataclasses
+import torch, torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.nn.parallel import DistributedDataParallel
+import pycomm
+DDP = DistributedDataParallel
+dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1)
+path = "saved"
+batches = [torch.randn(4, 64) for _ in range(4)]
+loss = lambda model, batch: model(batch).square().mean()
+"""
+BEFORE_EACH = "net = torch.nn.Linear(64, 64)\n"
+ADAMW = "optimizer = torch.optim.AdamW(model.parameters())\n"
+# What the blocks of a page assume.
+TAKEN_FOR_GRANTED = {
+    "choosing": "",
+    "feedback": "model = DDP(net)\n",
+    "index": "",
+    "local_sgd": f"model = net\n{ADAMW}",
+    "optimizers": f"model = DDP(net)\n{ADAMW}",
+    "trace": "",
+}
+
+
+@pytest.mark.parametrize("page", TAKEN_FOR_GRANTED)
+def test_blocks_of_a_page_run(page: str, tmp_path: Path):
+    text = (ROOT / f"docs/{page}.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert blocks
+    script = NAMES + "".join(BEFORE_EACH + TAKEN_FOR_GRANTED[page] + block for block in blocks)
+    done = run("-c", script, timeout=100, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -1,19 +1,28 @@
-"""Program of a rank of test_hosts.py, in a network namespace that stands for its host: all
-collectives and messages, checked by `==`. Prints how the rank is connected.
+"""Programs of a rank of test_hosts.py, in a network namespace that stands for its host.
 
-    python -m tests.processes.hosts_job FOLDER
+python -m tests.processes.jobs check_all|step FOLDER
 """
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 
 import numpy as np
 
 from pycomm.communicator import Communicator
+from pycomm.straggler.stats import rank_stats
 
 
-def check_all(c: Communicator, numel: int) -> None:
+def check_all(c: Communicator) -> None:
+    """Check all collectives and messages by `==`; print how the rank is connected."""
+    for numel in (1, 1000, 100_003):
+        check_size(c, numel)
+    print(c.describe())
+
+
+def check_size(c: Communicator, numel: int) -> None:
     def values(rank: int, seed: int = 0) -> np.ndarray:
         return np.random.default_rng([seed, rank, numel]).integers(0, 9, numel).astype("f")
 
@@ -59,8 +68,17 @@ def check_all(c: Communicator, numel: int) -> None:
     c.barrier()
 
 
+def step(c: Communicator) -> None:
+    """Make a few all-reduces; print what the rank knows of them."""
+    # The kernel's counts are noted about once a second, at the end of an operation.
+    goes_on, start = np.ones(1, np.float32), time.monotonic()
+    while goes_on[0] > 0:
+        c.all_reduce(np.ones(100_000, np.float32))
+        goes_on[0] = time.monotonic() - start < 1.8
+        c.all_reduce(goes_on, "min")
+    print(json.dumps(rank_stats(c.core.trace()).to_json()))
+
+
 if __name__ == "__main__":
-    with Communicator.from_env(sys.argv[1], timeout=30.0) as c:
-        for numel in (1, 1000, 100_003):
-            check_all(c, numel)
-        print(c.describe())
+    with Communicator.from_env(sys.argv[2], timeout=30.0) as c:
+        {"check_all": check_all, "step": step}[sys.argv[1]](c)

@@ -1,11 +1,12 @@
-"""Compressed buckets of a device in a group that its caller uses meanwhile.
+"""Training on a device: its results are those of the CPU over Gloo, with `==`.
 
 Hooks call the group from the thread of backward, in the order of the buckets, on a stream of their
-own. Results are those of the CPU over Gloo, with `==`.
+own.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.policy import Rule
 from tests.torch.device.checks import every_value, slow
-from tests.torch.device.test_paths import FAKE, run
+from tests.torch.device.fake_device import NAME as FAKE
+from tests.torch.device.fake_device import run, same_as_cpu
 from tests.torch.harness import Chosen, equal, gradients, reduced
+
+# ------------------------------------------------------------------------------- the caller's group
+# Compressed buckets travel in a group that its caller uses meanwhile.
 
 SHAPES = {"a": (256, 257), "b": (255, 257), "bias": (50,), "c": (300, 130)}
 STEPS = 4
@@ -232,10 +237,7 @@ CHECKS: list[tuple[Callable[..., Any], int]] = [
 
 @pytest.mark.parametrize(("check", "ranks"), CHECKS, ids=lambda it: getattr(it, "__name__", it))
 def test_results_are_those_of_the_host(fakes, check, ranks):
-    want = run(fakes, "kernels", check, "cpu", group="gloo", ranks=ranks)
-    got = run(fakes, "kernels", check, FAKE, ranks=ranks)
-    for rank in range(ranks):
-        assert equal(got[rank], want[rank]), f"rank {rank}"
+    same_as_cpu(fakes, "kernels", check, host="gloo", ranks=ranks)
 
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, None), (4, None), (4, [0, 0, 1, 1])], ids=str)
@@ -260,3 +262,145 @@ def test_the_device_decides_as_a_host_that_waits(fakes, rule, ranks):
         assert never == 0
         assert ahead >= 8
         assert equal(device, host)
+
+
+# --------------------------------------------------------------------------- from run to run
+# A state is saved after a few steps, of which some overflow, and loaded by a run that may differ in
+# buckets, nodes, codecs and devices.
+
+MORE_SHAPES = {**SHAPES, "d": (70000,)}
+CODECS = ["powersgd:2", "int4", "int8", "topk:density=0.05", "sign", "eden2"]
+RULES = ["residual", "residual:storage=int8", "residual:storage=float32"]
+
+
+def moved(state: Any, device: str) -> Any:
+    """Return a state as ``torch.load(..., map_location=device)`` would."""
+    if isinstance(state, torch.Tensor):
+        return state.to(device)
+    if isinstance(state, dict):
+        return {key: moved(value, device) for key, value in state.items()}
+    return type(state)(moved(x, device) for x in state) if type(state) in (tuple, list) else state
+
+
+def check_runs(rank: int, ranks: int, devices: list[str], nodes: Any, seed: int) -> list[Any]:
+    """Return the results and residuals of runs, each on the next of some devices."""
+    same, found, saved = random.Random(seed), [], None
+    rule = same.choice(RULES)
+    codecs = CODECS[ranks > 2 :]  # PowerSGD's sums over four ranks have the carrier's order
+    for number in range(5):
+        device = devices[number % len(devices)]
+        names = same.sample(list(MORE_SHAPES), len(MORE_SHAPES))
+        model = Chosen({name: MORE_SHAPES[name] for name in names}).to(device)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=same.choice([0.05, 0.3, 25]))
+        policy = pycomm.Policy(same.choice(codecs), guard=None)
+        state = pycomm.compress(ddp, policy, feedback=rule, nodes=same.choice([None, nodes]))
+        loaded_to = same.choice([device, "cpu"])
+        if saved is not None:
+            state.load_state_dict(moved(saved, loaded_to))
+        for step in range(same.randrange(1, 5)):
+            given = gradients(rank, 10 * number + step, shapes=MORE_SHAPES)
+            if same.random() < 0.3 and rank == step % ranks:
+                given["a"][0, 0] = torch.inf
+            result = reduced(ddp, {name: g.to(device) for name, g in given.items()})
+            found.append({name: value.cpu().nan_to_num(0.5) for name, value in result.items()})
+        saved = moved(state.state_dict(), "cpu")
+        assert state.residuals is not None
+        for name in saved[f"rank{rank}"][1]:
+            residual = state.residuals[name]
+            buffers = [buffer for _, pair in residual.pairs() for buffer in pair]
+            assert {buffer.device.type for buffer in buffers} == {device}
+            found.append({role: x.cpu() for role, x in every_value(residual).items()})
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("devices", "ranks"),
+    [([FAKE], 2), ([FAKE, "cpu"], 2), ([FAKE], 4)],
+    ids=["gpu", "both", "by nodes"],
+)
+def test_runs_continue_as_on_the_cpu(fakes, devices, ranks, seed):
+    nodes = [0, 0, 1, 1] if ranks == 4 else None
+    want = run(fakes, "kernels", check_runs, ["cpu"], nodes, seed, group="gloo", ranks=ranks)
+    got = run(fakes, "kernels", check_runs, devices, nodes, seed, ranks=ranks)
+    for rank in range(ranks):
+        assert equal(got[rank], want[rank]), f"rank {rank}"
+
+
+# --------------------------------------------------------------------------- coded optimizers
+# Their kernels wait for nothing.
+
+OPTIMIZED = 10
+# Of the steps that have a second backward and are clipped, that are clipped, whose gradient
+# overflows on one rank and which is skipped, as by a GradScaler, and of that after which states are
+# loaded.
+TWICE, CLIPPED, SKIPPED, LOADED = 2, 3, 5, 7
+KINDS = {"adamw": pycomm.CodedAdamW, "sgd": pycomm.CodedSGD}
+
+
+def check_training(
+    rank: int, ranks: int, device: str, kind: str, codec: str, dtype: torch.dtype, feedback: str
+) -> tuple[int, list[Any]]:
+    """Train; return how many steps began before the host knew of the last one, and the results."""
+    model = Chosen(SHAPES).to(device, dtype)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.3)
+    options: dict[str, Any] = {"feedback": feedback} if feedback else {}
+    if kind == "sgd":
+        options["momentum"] = 0.9
+    optimizer: Any = KINDS[kind](model.parameters(), lr=0.01, model=ddp, codec=codec, **options)
+    state, found, ahead = optimizer.compression, [], 0
+    for step in range(OPTIMIZED):
+        optimizer.zero_grad()
+        for turn in range(2 if step == TWICE else 1):
+            mine = {n: g.to(dtype) for n, g in given(rank, 10 * turn + step, device).items()}
+            if step == SKIPPED and rank == ranks - 1:
+                mine["a"][3, 3] = torch.inf
+            ddp(mine).backward()
+        if step in (TWICE, CLIPPED):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if step != SKIPPED or kind == "sgd":
+            optimizer.step()
+        if step == LOADED:
+            optimizer.load_state_dict(optimizer.state_dict())
+            state.load_state_dict(state.state_dict())
+        ahead += state._side is not None and state._side.ahead
+        found.append(on_host({name: p.detach() for name, p in model.named_parameters()}))
+    state.settle()
+    found.append((state.overflows, state.residual_norms()))
+    for parameter in model.parameters():
+        found.append(
+            on_host({k: torch.as_tensor(v) for k, v in optimizer.state[parameter].items()})
+        )
+    for name in getattr(state, "moments", ()):
+        if name in state.own:
+            found.append(state.own[name].current("worker").cpu())
+    return ahead, found
+
+
+def trained_alike(fakes, kind, codec, dtype=torch.float32, *, way="kernels", feedback="", ranks=2):
+    """Compare trainings on the CPU and on the device; return how far each rank's host was ahead."""
+    how = kind, codec, dtype, feedback
+    want = run(fakes, way, check_training, "cpu", *how, ranks=ranks)
+    got = run(fakes, way, check_training, FAKE, *how, ranks=ranks)
+    for (_, host), (_, device) in zip(want, got, strict=True):
+        for i, (a, b) in enumerate(zip(device, host, strict=True)):
+            assert equal(a, b), i
+    return [ahead for ahead, _ in got]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("codec", ["sign", "int4", "eden:bits=2,size=128,scale=mmse", "topk:0.05"])
+def test_training_has_the_bits_of_the_host(fakes, kind, codec, dtype):
+    ahead = trained_alike(fakes, kind, codec, dtype)
+    assert kind == "sgd" or min(ahead) >= 2
+
+
+@pytest.mark.parametrize(("ranks", "feedback"), [(1, ""), (4, "residual:storage=int8")])
+def test_ranks_have_the_bits_of_the_host(fakes, ranks, feedback):
+    trained_alike(fakes, "adamw", "sign", feedback=feedback, ranks=ranks)
+
+
+@pytest.mark.parametrize("codec", ["sign", "int4"])
+def test_kernels_work_among_peers(fakes, codec):
+    trained_alike(fakes, "adamw", codec, way="both")
