@@ -182,7 +182,7 @@ class Momenta(SingleCodedState, ABC):
     def drop_step(self) -> None:
         """Drop what a backward has left that no optimizer step has used: a state is loaded."""
         if self._pending:
-            self._thrown.update(self.moments)
+            self._current.discarded.update(self.moments)
             self._stale = True
         if self._sent is not None:
             self._sent.wait()
@@ -284,7 +284,7 @@ class Momenta(SingleCodedState, ABC):
         self._check_capture()  # before anything is changed
         kept = self._kept() if self._pending else set()
         if self._pending:
-            self._thrown.update(self.moments.keys() - kept)
+            self._current.discarded.update(self.moments.keys() - kept)
             if self._sent is not None:
                 self._sent.wait()  # its numbers belong to gradients that were not used
                 self._sent = self._sums = None

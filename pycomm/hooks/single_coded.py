@@ -57,7 +57,7 @@ class SingleCodedState(CompressionState):
         self._use(bucket.pieces, bucket, tensor)
         how: dict[str, Any] = {"senders": None, "probe": None, "divided": False}
         finite = self._exchange(tensor, bucket, self.process_group, step=self.step, **how)
-        self._finite.append(lambda: bool(finite))
+        self._current.checks.append(lambda: bool(finite))
         return completed(tensor)
 
     def _exchange(

@@ -87,8 +87,8 @@ class Bucket:
         self.pieces: list[BucketPiece] = []
         self.rows, self.levels = rows, tuple(levels)
         self.numel = 0
-        self.paying: set[str] = set()
-        """Names of the pieces that have a residual although their codec leaves none."""
+        self.flushed: set[str] = set()
+        """Names of the pieces whose old residual is still to be sent: their codec leaves none."""
         for decision, number in zip(decisions, numbers, strict=True):
             name, numel = decision.parameter.name, decision.parameter.numel
             residual = None
@@ -108,7 +108,7 @@ class Bucket:
                 form: dict[str, Any] = {"rows": rows, "error": keeps_errors, "codec": codec}
                 residual = residuals.get(name, numel, device, empty=held is not None, **form)
             if residual is not None and not keeps_errors:
-                self.paying.add(name)
+                self.flushed.add(name)
             self.pieces.append(
                 BucketPiece(name, self.numel, numel, decision.codec, number, residual)
             )

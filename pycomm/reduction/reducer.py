@@ -40,6 +40,7 @@ from pycomm.reduction.exchange_thread import ExchangeThread
 from pycomm.reduction.factors import Factors, Matrix, is_divided
 from pycomm.reduction.nodes import Nodes, find_levels
 from pycomm.reduction.side_stream import SideStream
+from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.weights import weigh
 
 _NO_FLAGS: dict[str, Any] = {}
@@ -94,17 +95,13 @@ class BucketReducer:
         self._buckets: dict[tuple[str, ...], Bucket] = {}
         self._agreed: dict[tuple[str, ...], Agreed] = {}  # about buckets; equal on all ranks
         self._factors = Factors()
-        self._looks = False  # at the sizes of rows and columns, in this step
         self._exchanges = powersgd.Exchanges(process_group)
         self._side: SideStream | None = None  # of the device, where hooks exchange payloads
-        self._deferred: set[str] = set()  # parameters of the steps that `_side` has deferred
         self._nodes: Nodes | None = None  # where hooks exchange payloads by nodes
         self._flat: Sequence[int] = ()  # the node of each rank, where nodes are of no use
         self._thread: ExchangeThread | None = None  # that does so beside backward, of host tensors
         self._formed_with = self._formed()
-        self._finite: list[Callable[[], bool]] = []  # checks of the current step, one per bucket
-        self._touched: dict[str, BucketPiece] = {}  # the current step's pieces with a residual
-        self._paying: set[str] = set()  # parameters without a residual after the current step
+        self._current = Step(StepStatus.COMMITTED)
 
     def _refusal(self, codec: Codec) -> str:
         """Return why this group cannot use a codec; "" if it can."""
@@ -257,10 +254,8 @@ class BucketReducer:
             for place, part in zip(places, parts, strict=True):
                 place.copy_(part)
 
-        exchange, future = self._exchanges.start(
-            tensor, taken, put_back, seed=self.seed, step=self.step
-        )
-        self._finite.append(lambda: exchange.finite)
+        exchange, future = self._exchanges.start(tensor, taken, put_back, seed=self.seed)
+        self._current.checks.append(lambda: exchange.finite)
         if probe is None:
             return future
         return future.then(lambda done: probe.finish(done.value()))
@@ -271,7 +266,8 @@ class BucketReducer:
         # A step calls this for every bucket: what is rare is a flag, so that it costs no call.
         if self.residuals is not None and self.residuals.rule.clip:
             self._clip(bucket, tensor)
-        if self._looks:
+        step = self._current
+        if step.looks:
             self._factors.look(tensor, bucket, self.matrix)
         divided = bool(self._factors.current) and self._divide(tensor, bucket)
         for residual in bucket.residuals:
@@ -279,8 +275,8 @@ class BucketReducer:
                 self._settle_deferred()
                 self._use(bucket.pieces, bucket, tensor)
                 break
-        self._touched.update(bucket.with_residual)
-        self._paying |= bucket.paying
+        step.pieces.update(bucket.with_residual)
+        step.flushed |= bucket.flushed
         probe = None
         if self.plan.sampled:
             self._settle_deferred()
@@ -296,7 +292,7 @@ class BucketReducer:
             work = native.compressed_all_reduce(
                 tensor, bucket.native, bucket.sides, self.seed, self.step
             )
-            self._finite.append(lambda: work.finite)
+            step.checks.append(lambda: work.finite)
             coded: torch.futures.Future[torch.Tensor]
             if probe is None and tensor.is_cpu and not divided:
                 coded = work.get_future()
@@ -320,7 +316,7 @@ class BucketReducer:
             coded, is_finite = self._thread.run(
                 tensor, lambda: self._exchange(tensor, bucket, group, **how)
             )
-            self._finite.append(is_finite)
+            step.checks.append(is_finite)
             return coded
         future: Any = torch._C.Future([] if tensor.is_cpu else [tensor.device])
         stream, flags = None, _NO_FLAGS
@@ -330,7 +326,7 @@ class BucketReducer:
             stream.wait_stream(torch._C._accelerator_getStream(tensor.device.index))
             stream.__enter__()
             if choice.path.decides:
-                if side.ahead and not bucket.with_residual.keys() <= self._deferred:
+                if side.ahead and not bucket.with_residual.keys() <= side.names:
                     self._settle_deferred()  # the flag is not about the sides of the others
                 side.open = True
                 flags = side.flags
@@ -344,7 +340,7 @@ class BucketReducer:
                 stream.__exit__(None, None, None)
         if finite is not None:
             read = bool if stream is None else side.read
-            self._finite.append(partial(read, finite))
+            step.checks.append(partial(read, finite))
         return future  # type: ignore[no-any-return]
 
     def _exchange(
@@ -378,7 +374,7 @@ class BucketReducer:
 
     def _all_finite(self) -> bool:
         """Wait for this step's buckets; return whether their results are finite."""
-        finite = all([check() for check in self._finite])
+        finite = all([check() for check in self._current.checks])
         if self._side is not None and self._side.open:
             finite &= self._side.end_step()
         return finite
@@ -409,7 +405,8 @@ class BucketReducer:
             A function that waits for the result.
         """
         bucket = self._bucket(tuple(names), input.device)
-        if self._looks:
+        step = self._current
+        if step.looks:
             self._factors.look(input, bucket, self.matrix)
         divided = bool(self._factors.current) and self._divide(input, bucket)
         self._use(bucket.pieces, bucket, input)
@@ -421,7 +418,7 @@ class BucketReducer:
             work = native.compressed_reduce_scatter(
                 output, input, bucket.native, bucket.sides, self.seed, self.step, average
             )
-            self._finite.append(lambda: work.finite)
+            step.checks.append(lambda: work.finite)
         else:
             scatter: Callable[..., torch.Tensor] = two_shot.reduce_scatter
             if self._nodes is not None and bucket.levels:
@@ -429,7 +426,7 @@ class BucketReducer:
             finite = scatter(
                 output, input, bucket, group, seed=self.seed, step=self.step, average=average
             )
-            self._finite.append(lambda: bool(finite))
+            step.checks.append(lambda: bool(finite))
 
         def wait() -> None:
             if native is not None:
@@ -452,9 +449,9 @@ class BucketReducer:
                     gradient = rows[:, piece.offset : piece.offset + piece.numel]
                 if residual.in_place or residual.layouts != [bucket.layout, bucket.layout]:
                     residual.use(bucket.layout, ranks, gradient, bucket.spans[piece.name])
-                self._touched[piece.name] = piece
+                self._current.pieces[piece.name] = piece
         bucket.follow_memory()
-        self._paying |= bucket.paying
+        self._current.flushed |= bucket.flushed
 
     def _clip(self, bucket: Bucket, tensor: torch.Tensor) -> None:
         """Bound the norm of each gradient of this rank (DGC, Lin et al. 2018, section 3.3)."""
@@ -498,7 +495,7 @@ class BucketReducer:
 
         tensor.div_(self.process_group.size())
         work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
-        self._finite.append(lambda: verdict == [True])
+        self._current.checks.append(lambda: verdict == [True])
         plain: torch.futures.Future[torch.Tensor]
         if backend.find_native(self.process_group, tensor.device):
             plain = load_c10d().then(work, finish)
