@@ -11,7 +11,6 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm import backend
-from pycomm._build import load_c10d
 from pycomm.arguments import typed
 from pycomm.codecs import Codec
 from pycomm.errors import Error
@@ -20,6 +19,7 @@ from pycomm.policy import Policy
 from pycomm.policy.exchange import gather
 from pycomm.policy.names import clean, matching
 from pycomm.reduction.exchange_thread import ExchangeThread
+from pycomm.reduction.reducer import average
 from pycomm.reduction.state import CompressionState, Usage
 from pycomm.reduction.taken import DiscardedGradients
 
@@ -214,18 +214,6 @@ class HookState(CompressionState):
                 f"{tuple(parameter.shape)} belongs to no parameter of this state's model"
             )
         return f"parameter{len(self._names)}"
-
-
-def average(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-    """Average a tensor exactly, in place, as DDP does without a hook."""
-    tensor.div_(group.size())
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    plain: torch.futures.Future[torch.Tensor]
-    if backend.find_native(group, tensor.device):
-        plain = load_c10d().then(work, lambda results: results[0])
-    else:
-        plain = work.get_future().then(lambda future: future.value()[0])
-    return plain
 
 
 def _settle_joined(model: DistributedDataParallel, *_: Any) -> None:

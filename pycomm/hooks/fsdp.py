@@ -269,18 +269,6 @@ class FSDPState(CompressionState):
         """
         self.enter(names)
         self._weigh(input)
-        self._scatter(output, input, names, group, average=average, later=later)
-
-    def _scatter(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        names: Sequence[str],
-        group: dist.ProcessGroup,
-        *,
-        average: bool,
-        later: bool,
-    ) -> None:
         wait = self.scatter(output, input, names, group, average=average)
         if later:
             self._waits.append(wait)

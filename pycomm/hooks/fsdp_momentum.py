@@ -7,7 +7,6 @@ reduce-scatter each rank gets its own shard of the momentum, and knows that of n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -132,7 +131,7 @@ class ShardedMomentumState(Momenta, FSDPState):
             return self._own_of(piece).stored_worker(shard)
         return super()._sent_before(moment, piece, shard)
 
-    def _scatter(
+    def scatter(
         self,
         output: torch.Tensor,
         input: torch.Tensor,
@@ -140,8 +139,8 @@ class ShardedMomentumState(Momenta, FSDPState):
         group: dist.ProcessGroup,
         *,
         average: bool,
-        later: bool,
-    ) -> None:
+    ) -> Callable[[], None]:
+        """See `BucketReducer`; this rank gets its shards of the momentum."""
         rows = input.view(self._ranks, -1)
         parts = self._parts(tuple(names), rows)
         if parts and not average:
@@ -163,12 +162,13 @@ class ShardedMomentumState(Momenta, FSDPState):
                 for r in range(self._ranks)
             ]
         )
-        super()._scatter(output, input, names, group, average=average, later=later)
-        finish = partial(self._finish, parts, output)
-        if later:
-            self._waits.append(finish)
-        else:
-            finish()
+        wait = super().scatter(output, input, names, group, average=average)
+
+        def finish() -> None:
+            wait()
+            self._finish(parts, output)
+
+        return finish
 
     def _finish(
         self, parts: Sequence[tuple[CodedMoment, torch.Tensor, BucketPiece]], output: torch.Tensor

@@ -12,9 +12,8 @@ from torch._C._distributed_c10d import GradBucket
 from pycomm import backend
 from pycomm.errors import Error
 from pycomm.feedback import storage
-from pycomm.hooks.ddp import average
 from pycomm.hooks.single_coded import SingleCodedState
-from pycomm.reduction.reducer import completed
+from pycomm.reduction.reducer import average, completed
 from pycomm.reduction.state import CompressionState
 
 

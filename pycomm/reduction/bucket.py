@@ -93,10 +93,6 @@ class Bucket:
             name, numel = decision.parameter.name, decision.parameter.numel
             residual = None
             kind = residuals.rule.kind if residuals is not None else None
-            if decision.codec.combine == "factors" and kind not in (None, "residual"):
-                raise ValueError(
-                    f"{name}: {decision.codec.name} has feedback of the kind residual, not {kind}"
-                )
             if levels and kind == "momentum":
                 raise ValueError(
                     "feedback of the kind momentum needs ranks that send for themselves, and here "

@@ -487,21 +487,14 @@ class BucketReducer:
         """Reduce by the group's own all_reduce: float64 and sparse tensors, which codecs refuse."""
         verdict: list[bool] = []
 
-        def finish(results: list[torch.Tensor]) -> torch.Tensor:
-            result = results[0]
+        def look(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            result = done.value()
             values = result._values() if result.is_sparse else result
             verdict.append(bool(values.isfinite().all()))
             return result
 
-        tensor.div_(self.process_group.size())
-        work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
         self._current.checks.append(lambda: verdict == [True])
-        plain: torch.futures.Future[torch.Tensor]
-        if backend.find_native(self.process_group, tensor.device):
-            plain = load_c10d().then(work, finish)
-        else:
-            plain = work.get_future().then(lambda future: finish(future.value()))
-        return plain
+        return average(tensor, self.process_group).then(look)
 
     def _bucket(self, names: tuple[str, ...], device: torch.device) -> Bucket:
         bucket = self._buckets.get(names)
@@ -634,6 +627,18 @@ class BucketReducer:
         for kept in everything:
             for bucket in [one for one in kept if names is None or not names.isdisjoint(one)]:
                 del kept[bucket]
+
+
+def average(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+    """Average a tensor exactly, in place, as DDP does without a hook."""
+    tensor.div_(group.size())
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    plain: torch.futures.Future[torch.Tensor]
+    if backend.find_native(group, tensor.device):
+        plain = load_c10d().then(work, lambda results: results[0])
+    else:
+        plain = work.get_future().then(lambda future: future.value()[0])
+    return plain
 
 
 def completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
