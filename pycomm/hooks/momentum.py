@@ -518,19 +518,24 @@ class Momenta(SingleCodedState, ABC):
         self._passes.scale(moments, sum_up)
 
     def _exchange(
-        self, tensor: torch.Tensor, bucket: Bucket, group: dist.ProcessGroup, **how: Any
+        self,
+        tensor: torch.Tensor,
+        bucket: Bucket,
+        group: dist.ProcessGroup,
+        finish: Callable[[torch.Tensor], object] | None = None,
+        **options: Any,
     ) -> torch.Tensor | None:
         """See `BucketReducer`; kernels make the momentum of the gradients before it, and after."""
         job, self._job = self._job, None
         if job is None:
-            return super()._exchange(tensor, bucket, group, **how)
+            return super()._exchange(tensor, bucket, group, finish, **options)
         if not job.encoded:
-            job.encode(how.get("swapped"))
+            job.encode(options.get("swapped"))
         single = job.keeps and bool(bucket.single)
         if single:
             self._encoded = job.sent
         try:
-            finite = super()._exchange(tensor, bucket, group, **how)
+            finite = super()._exchange(tensor, bucket, group, finish, **options)
         except PeerLost as error:
             self._lost = self._lost or error
             raise

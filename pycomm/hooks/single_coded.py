@@ -55,28 +55,25 @@ class SingleCodedState(CompressionState):
         if not tensor.is_cpu:
             return super()._reduce_coded(tensor, bucket)
         self._use(bucket.pieces, bucket, tensor)
-        how: dict[str, Any] = {"senders": None, "probe": None, "divided": False}
-        finite = self._exchange(tensor, bucket, self.process_group, step=self.step, **how)
+        how: dict[str, Any] = {"seed": self.seed, "step": self.step}
+        finite = self._exchange(tensor, bucket, self.process_group, **how)
         self._current.checks.append(lambda: bool(finite))
         return completed(tensor)
 
     def _exchange(
-        self, tensor: torch.Tensor, bucket: Bucket, group: dist.ProcessGroup, **how: Any
+        self,
+        tensor: torch.Tensor,
+        bucket: Bucket,
+        group: dist.ProcessGroup,
+        finish: Callable[[torch.Tensor], object] | None = None,
+        **options: Any,
     ) -> torch.Tensor | None:
         single: SingleCoding = bucket.single  # which `_reduce_coded` has asked for
         if not single:
-            return super()._exchange(tensor, bucket, group, **how)
-        values, encoded = tensor.contiguous(), self._encoded or _nothing
+            return super()._exchange(tensor, bucket, group, finish, **options)
+        values, encoded = tensor.contiguous(), self._encoded
         self._encoded = None
-        finite = single.average(
-            values,
-            bucket,
-            seed=self.seed,
-            step=self.step,
-            encoded=encoded,
-            found_inf=how.get("found_inf"),
-            swapped=how.get("swapped"),
-        )
+        finite = single.average(values, bucket, encoded=encoded, **options)
         if values is not tensor:
             tensor.copy_(values)
         return finite
@@ -114,7 +111,3 @@ class SingleCodedState(CompressionState):
         residual.use(bucket.layout, ranks, spans=bucket.spans[piece.name])
         bucket.follow_memory()
         return residual.stored_worker().clone() if residual.in_place else None
-
-
-def _nothing() -> None:
-    """Do what has to be done without anybody to tell."""

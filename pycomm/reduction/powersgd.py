@@ -15,7 +15,6 @@ All ranks have the same bits if they run the same kernels, since each orthonorma
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -73,40 +72,8 @@ class Memory:
         self._next.clear()
 
 
-Following = tuple[torch.Tensor, Callable[[torch.Tensor], None]]
-"""The tensor that a rank sends next, and the function that takes its mean over all ranks."""
-
-
-class _Part(ABC):
-    """One parameter in an exchange, which averages the tensors that its parts send."""
-
-    @abstractmethod
-    def first(self) -> torch.Tensor:
-        """Return the tensor that this rank sends first."""
-
-    @abstractmethod
-    def second(self, mean: torch.Tensor) -> Following | None:
-        """Take the mean of the tensors that all sent; return the next message, if there is one."""
-
-
-class _Exact(_Part):
-    """Values that are averaged exactly."""
-
-    def __init__(self, target: torch.Tensor, piece: BucketPiece) -> None:
-        self.target = target
-        if piece.residual is not None:  # from the codec that it had before
-            target.add_(piece.residual.load_worker())
-            piece.residual.store_worker(torch.zeros_like(target))
-
-    def first(self) -> torch.Tensor:
-        return self.target
-
-    def second(self, mean: torch.Tensor) -> None:
-        self.target.copy_(mean)
-
-
-class _Matrix(_Part):
-    """A matrix; M is computed in the new residual's memory, if there is one."""
+class _Matrix:
+    """A matrix in an exchange; M is computed in the new residual's memory, if there is one."""
 
     def __init__(
         self, target: torch.Tensor, piece: BucketPiece, memory: Memory, key: RandomKey
@@ -126,17 +93,20 @@ class _Matrix(_Part):
         self.right = codec.start(piece.numel, key, target.device).t() if kept is None else kept
 
     def first(self) -> torch.Tensor:
+        """Return what this rank sends first, its P."""
         return product(self.matrix, self.right.t())
 
-    def second(self, mean: torch.Tensor) -> Following:
+    def second(self, mean: torch.Tensor) -> torch.Tensor:
+        """Take the mean of all ranks' P; return what this rank sends then, its Q."""
         self.left = orthonormal(mean.view(len(self.matrix), -1))
         mine = product(self.left.t(), self.matrix)
         if self.residual is not None:
             self.matrix.addmm_(self.left, mine, alpha=-1)
             self.residual.store_worker(self.matrix.view(-1))
-        return mine, self._finish
+        return mine
 
-    def _finish(self, mean: torch.Tensor) -> None:
+    def finish(self, mean: torch.Tensor) -> None:
+        """Take the mean of all ranks' Q, and write the result."""
         right = mean.view_as(self.right)
         torch.mm(self.left, right, out=self.target)
         # The scale of Q is irrelevant, and would be squared in each step.
@@ -169,27 +139,35 @@ class Exchange:
         seed: int,
     ) -> None:
         self._group = group
-        parts: list[_Part] = []
+        self._parts: list[torch.Tensor | _Matrix] = []
         for piece in pieces:
             target = values[piece.offset : piece.offset + piece.numel]
             if isinstance(piece.codec, PowerSGD):
-                parts.append(_Matrix(target, piece, memory, RandomKey(seed, 0, piece.tensor)))
-            else:
-                parts.append(_Exact(target, piece))
+                key = RandomKey(seed, 0, piece.tensor)
+                self._parts.append(_Matrix(target, piece, memory, key))
+                continue
+            if piece.residual is not None:  # from the codec that it had before
+                target.add_(piece.residual.load_worker())
+                piece.residual.store_worker(torch.zeros_like(target))
+            self._parts.append(target)
+        self._matrices = [part for part in self._parts if isinstance(part, _Matrix)]
         self._finite = [values.new_ones((), dtype=torch.bool)]
-        self._takers: list[Callable[[torch.Tensor], Following | None]]
-        self._takers = [part.second for part in parts]
-        self._send([part.first() for part in parts])
+        self._send([p.first() if isinstance(p, _Matrix) else p for p in self._parts])
 
     def turn(self) -> None:
         """Wait for the first message, and send the second."""
-        following = [found for found in self._receive() if found is not None]
-        self._takers = [take for _, take in following]
-        self._send([mine for mine, _ in following])
+        following = []
+        for part, mean in zip(self._parts, self._receive(), strict=True):
+            if isinstance(part, _Matrix):
+                following.append(part.second(mean))
+            else:
+                part.copy_(mean)
+        self._send(following)
 
     def finish(self) -> None:
         """Wait for the second message, and write the result."""
-        self._receive()
+        for matrix, mean in zip(self._matrices, self._receive(), strict=True):
+            matrix.finish(mean)
 
     @property
     def finite(self) -> bool:
@@ -202,16 +180,15 @@ class Exchange:
             self._sent = torch.cat([tensor.reshape(-1) for tensor in mine])
             self._work = dist.all_reduce(self._sent, group=self._group, async_op=True)
 
-    def _receive(self) -> list[Following | None]:
-        if not self._takers:
+    def _receive(self) -> Sequence[torch.Tensor]:
+        if not self._sizes:
             return []
         self._work.wait()
         # The divisor is a tensor: for a number torch multiplies by its reciprocal, which rounds
         # differently.
         mean = self._sent.div_(torch.full_like(self._sent, self._group.size()))
         self._finite.append(mean.isfinite().all())
-        means = torch.split(mean, self._sizes)
-        return [take(part) for take, part in zip(self._takers, means, strict=True)]
+        return torch.split(mean, self._sizes)
 
 
 def takes(piece: BucketPiece) -> bool:

@@ -33,7 +33,6 @@ from pycomm.policy import (
     refused_together,
     usual_feedback,
 )
-from pycomm.policy.samples import BucketProbe
 from pycomm.reduction import coding, members, paths, powersgd, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
 from pycomm.reduction.exchange_thread import ExchangeThread
@@ -42,8 +41,6 @@ from pycomm.reduction.nodes import Nodes, find_levels
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.weights import weigh
-
-_NO_FLAGS: dict[str, Any] = {}
 
 
 class BucketReducer:
@@ -287,6 +284,15 @@ class BucketReducer:
             choice = paths.chosen(
                 bucket, self.process_group, "all_reduce", tensor, senders=senders is not None
             )
+
+        def land(result: torch.Tensor) -> torch.Tensor:
+            if probe is not None:
+                probe.finish(result)
+            if divided:
+                self._factors.multiply(result, bucket)
+            return result
+
+        finish = land if probe is not None or divided else None
         native = choice.path.in_core and choice.native(self.process_group, tensor.device)
         if native:
             work = native.compressed_all_reduce(
@@ -294,32 +300,25 @@ class BucketReducer:
             )
             step.checks.append(lambda: work.finite)
             coded: torch.futures.Future[torch.Tensor]
-            if probe is None and tensor.is_cpu and not divided:
+            if tensor.is_cpu and finish is None:
                 coded = work.get_future()
                 return coded
-
-            def finish(result: torch.Tensor) -> torch.Tensor:
-                if probe is not None:
-                    probe.finish(result)
-                if divided:
-                    self._factors.multiply(result, bucket)
-                return result
-
             # For tensors that are not on the CPU, the work's result is a list.
-            last = finish if tensor.is_cpu else lambda results: finish(results[0])
+            last = land if tensor.is_cpu else lambda results: land(results[0])
             coded = load_c10d().then(work, last)
             return coded
-        how: dict[str, Any] = {"senders": senders, "probe": probe, "step": self.step}
-        how["divided"] = divided
+        options: dict[str, Any] = {"seed": self.seed, "step": self.step}
+        if senders is not None:
+            options["senders"] = senders
         if self._thread is not None:
             group = self._thread.group
             coded, is_finite = self._thread.run(
-                tensor, lambda: self._exchange(tensor, bucket, group, **how)
+                tensor, lambda: self._exchange(tensor, bucket, group, finish, **options)
             )
             step.checks.append(is_finite)
             return coded
         future: Any = torch._C.Future([] if tensor.is_cpu else [tensor.device])
-        stream, flags = None, _NO_FLAGS
+        stream = None
         if not tensor.is_cpu:
             side = self._side = self._side or SideStream(tensor.device)
             stream = side.stream
@@ -329,11 +328,11 @@ class BucketReducer:
                 if side.ahead and not bucket.with_residual.keys() <= side.names:
                     self._settle_deferred()  # the flag is not about the sides of the others
                 side.open = True
-                flags = side.flags
+                options |= side.flags
             else:
                 self._settle_deferred()
         try:
-            finite = self._exchange(tensor, bucket, self.process_group, **how, **flags)
+            finite = self._exchange(tensor, bucket, self.process_group, finish, **options)
             future.set_result(tensor)
         finally:
             if stream is not None:
@@ -348,28 +347,19 @@ class BucketReducer:
         tensor: torch.Tensor,
         bucket: Bucket,
         group: dist.ProcessGroup,
-        *,
-        senders: Sequence[float] | None,
-        probe: BucketProbe | None,
-        step: int,
-        divided: bool,
-        **flags: Any,
+        finish: Callable[[torch.Tensor], object] | None = None,
+        **options: Any,
     ) -> torch.Tensor | None:
         """Average a bucket; Python moves the payloads. See `two_shot.all_reduce`."""
         values = tensor if tensor.is_contiguous() else tensor.contiguous()
-        seed = self.seed
         if self._nodes is not None and bucket.levels:
-            finite = self._nodes.all_reduce(values, bucket, seed=seed, step=step, **flags)
+            finite = self._nodes.all_reduce(values, bucket, **options)
         else:
-            finite = two_shot.all_reduce(
-                values, bucket, group, seed=seed, step=step, senders=senders, **flags
-            )
+            finite = two_shot.all_reduce(values, bucket, group, **options)
         if values is not tensor:
             tensor.copy_(values)
-        if probe is not None:
-            probe.finish(tensor)
-        if divided:
-            self._factors.multiply(tensor, bucket)
+        if finish is not None:
+            finish(tensor)
         return finite
 
     def _all_finite(self) -> bool:
