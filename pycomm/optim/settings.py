@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,18 +26,6 @@ _OFF = ("amsgrad", "nesterov", "dampening", "maximize", "capturable", "different
 def plain(setting: Any) -> Any:
     """Return a setting; the number of a tensor with one value, which torch takes as a rate."""
     return setting.item() if isinstance(setting, torch.Tensor) and setting.numel() == 1 else setting
-
-
-def refuse_copy(optimizer: torch.optim.Optimizer, method: str) -> NoReturn:
-    """Refuse to copy or to pickle an optimizer, whose exchange belongs to one model.
-
-    Raises:
-        Error: always; `method` returns an optimizer of torch that can be copied.
-    """
-    raise Error(
-        f"{type(optimizer).__name__} cannot be copied or pickled, since it exchanges the "
-        f"momentum of one wrapped model: keep its state_dict(), or copy what its {method}() returns"
-    )
 
 
 def check_settings(who: str, settings: dict[str, Any]) -> None:

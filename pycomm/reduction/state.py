@@ -25,13 +25,12 @@ from pycomm.policy import EXACT, Policy, refused_together
 from pycomm.policy.exchange import gather
 from pycomm.policy.names import few, matching, renamed
 from pycomm.reduction import members, paths
-from pycomm.reduction.checkpoint import load_saved
 from pycomm.reduction.detached import DetachedState
 from pycomm.reduction.factors import Matrix, is_look, names_in
 from pycomm.reduction.nodes import flat_text
 from pycomm.reduction.rates import Rates
 from pycomm.reduction.reducer import BucketReducer
-from pycomm.reduction.saved import check_sizes, known, residuals_of
+from pycomm.reduction.saved import check_sizes, known, load_saved, residuals_of
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.taken import DiscardedGradients
