@@ -100,7 +100,7 @@ class ShardedMomentumState(Momenta, FSDPState):
         return sums
 
     def on_any_rank(self, found: bool) -> bool:
-        """See `SingleCodedState`: a shard may be zero on one rank only."""
+        """See `CompressionState`: a shard may be zero on one rank only."""
         found = super().on_any_rank(found)
         if self._shard_group is None:
             return found

@@ -26,7 +26,6 @@ from pycomm.codecs import codec as parse_codec
 from pycomm.errors import Error, PeerLost
 from pycomm.feedback import Residual, Residuals
 from pycomm.feedback.rule import EXACT
-from pycomm.hooks.single_coded import SingleCodedState
 from pycomm.policy import CODED
 from pycomm.reduction.bucket import Bucket, BucketPiece
 from pycomm.reduction.momentum import scaled
@@ -37,6 +36,7 @@ from pycomm.reduction.momentum.on_device.passes import DevicePasses
 from pycomm.reduction.momentum.on_device.table import Table
 from pycomm.reduction.momentum.sum_places import SumPlaces
 from pycomm.reduction.saved import known, residuals_of
+from pycomm.reduction.state import CompressionState
 
 OTHERS = "another optimizer has it"
 """Why a parameter travels exactly that the optimizer does not have."""
@@ -44,12 +44,14 @@ OTHERS = "another optimizer has it"
 Find = Callable[[torch.Tensor], "tuple[dict[str, Any], dict[str, Any]] | None"]
 
 
-class Momenta(SingleCodedState, ABC):
+class Momenta(CompressionState, ABC):
     """The part of a state whose coded parameters exchange momentum, whatever wraps the model.
 
     A subclass calls `_begin_momenta` after it has entered its parameters.
     """
 
+    codes_once = True
+    has_factors = False  # the momentum has second moments of rows and columns
     moments: dict[str, CodedMoment]
     """The coded parameters, by name."""
     steps = 0

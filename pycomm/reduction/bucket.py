@@ -139,7 +139,7 @@ class Bucket:
         """Likewise: the `Batched` of a schedule that C++ runs while Python moves the payloads."""
         self.single: Any = None
         """The `SingleCoding` that averages the bucket; False: another way does; None: nobody has
-        asked yet."""
+        asked yet. See `BucketReducer.coding_of`."""
         self.moments: Any = None
         """The matrices of a coded optimizer, as kernels of a device know them."""
         self._native: Layout | None = None

@@ -21,7 +21,7 @@ from pycomm.arguments import typed, whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback, Residuals
-from pycomm.feedback.residual import Spans
+from pycomm.feedback.residual import ALL, Spans
 from pycomm.feedback.rule import EXACT
 from pycomm.log import warn_once
 from pycomm.policy import (
@@ -39,6 +39,7 @@ from pycomm.reduction.exchange_thread import ExchangeThread
 from pycomm.reduction.factors import Factors, Matrix, is_divided
 from pycomm.reduction.nodes import Nodes, find_levels
 from pycomm.reduction.side_stream import SideStream
+from pycomm.reduction.single_coding import SingleCoding
 from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.weights import weigh
 
@@ -99,6 +100,12 @@ class BucketReducer:
         self._thread: ExchangeThread | None = None  # that does so beside backward, of host tensors
         self._formed_with = self._formed()
         self._current = Step(StepStatus.COMMITTED)
+
+    codes_once = False
+    """What is averaged is a momentum, whose coarse payloads are gathered, or answered without a
+    residual; see `pycomm.reduction.single_coding`."""
+    _encoded: Callable[[], None] | None = None
+    """Is called once, by the next reduction that `coding_of` tells of; see `two_shot.exchange`."""
 
     def _refusal(self, codec: Codec) -> str:
         """Return why this group cannot use a codec; "" if it can."""
@@ -280,7 +287,9 @@ class BucketReducer:
             probe = self.plan.probe(tensor, bucket.pieces, self._residual_of)
         senders = self._senders() if self.averages_senders and bucket.gathers else None
         choice = bucket.agreed.paths.get(("all_reduce", senders is not None))
-        if choice is None:
+        if self.codes_once and (single := self.coding_of(bucket)) is not None:
+            choice = bucket.agreed.paths["all_reduce", False] = single.path(bucket, tensor)
+        elif choice is None:
             choice = paths.chosen(
                 bucket, self.process_group, "all_reduce", tensor, senders=senders is not None
             )
@@ -310,7 +319,7 @@ class BucketReducer:
         options: dict[str, Any] = {"seed": self.seed, "step": self.step}
         if senders is not None:
             options["senders"] = senders
-        if self._thread is not None:
+        if self._thread is not None and not bucket.single:
             group = self._thread.group
             coded, is_finite = self._thread.run(
                 tensor, lambda: self._exchange(tensor, bucket, group, finish, **options)
@@ -352,7 +361,11 @@ class BucketReducer:
     ) -> torch.Tensor | None:
         """Average a bucket; Python moves the payloads. See `two_shot.all_reduce`."""
         values = tensor if tensor.is_contiguous() else tensor.contiguous()
-        if self._nodes is not None and bucket.levels:
+        finite: torch.Tensor | None
+        if bucket.single:
+            encoded, self._encoded = self._encoded, None
+            finite = bucket.single.average(values, bucket, encoded=encoded, **options)
+        elif self._nodes is not None and bucket.levels:
             finite = self._nodes.all_reduce(values, bucket, **options)
         else:
             finite = two_shot.all_reduce(values, bucket, group, **options)
@@ -517,6 +530,33 @@ class BucketReducer:
             self._buckets[names] = bucket
         return bucket
 
+    def coding_of(self, bucket: Bucket) -> SingleCoding | None:
+        """Return how a bucket that is coded once is averaged; None: as gradients are."""
+        if bucket.single is None:  # it is asked for several times a step
+            bucket.single = SingleCoding.of(bucket, self.process_group) or False
+        return bucket.single or None
+
+    def residual_before(self, piece: BucketPiece, bucket: Bucket) -> torch.Tensor | None:
+        """Return a copy of a worker residual that the coding of this step overwrites; else None.
+
+        It does so if the bucket has another layout than the last one: `Residual.use` writes what
+        the worker and the owner residual are together to where the new one is written.
+
+        Args:
+            piece: one of the bucket.
+            bucket: a bucket that is reduced next, without levels.
+
+        Returns:
+            The residual as it is stored.
+        """
+        residual = piece.residual
+        if residual is None or residual.worker is None:
+            return None
+        ranks = self.process_group.size()
+        residual.use(bucket.layout, ranks, spans=bucket.spans[piece.name])
+        bucket.follow_memory()
+        return residual.stored_worker().clone() if residual.in_place else None
+
     def held(self, pieces: Sequence[BucketPiece], nodes: Nodes | None) -> list[Spans]:
         """Return which values of each piece have residuals on this rank, by role.
 
@@ -524,6 +564,8 @@ class BucketReducer:
             pieces: those of a bucket.
             nodes: by which the bucket is reduced; None: flat.
         """
+        if self.codes_once and nodes is not None:  # a coarse payload has all values
+            return [ALL] * len(pieces)
         group = self.process_group
         flat: tuple[int, int, coding.Runs] = group.rank(), group.size(), coding.whole(pieces)
         rank, ranks, runs = flat if nodes is None else nodes.part_of(pieces)
@@ -542,7 +584,8 @@ class BucketReducer:
         if self._device.type == "cpu" and not self._nodes and self._kind != "momentum":
             native = backend.find_native(self.process_group)
             levels = native.levels if native and not self.averages_senders else ()
-        return min(Counter(levels).values(), default=1) if self.rows == 1 else 1
+        alone = self.rows > 1 or self.codes_once
+        return 1 if alone else min(Counter(levels).values(), default=1)
 
     @property
     def kept_alike(self) -> int:

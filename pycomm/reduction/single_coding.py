@@ -76,6 +76,17 @@ class SingleCoding:
         if not self.gathers:
             self.wire_bytes = -(-(self._ranks - 1) * (sent + back) // self._ranks)
 
+    @staticmethod
+    def of(bucket: Bucket, group: dist.ProcessGroup) -> SingleCoding | None:
+        """Return how a momentum's bucket is averaged; None: as gradients are, with fine codecs."""
+        if group.size() == 1 or not any(is_coarse(p.codec) for p in bucket.pieces):
+            return None
+        single = SingleCoding(bucket, group)
+        dense = [p for p in bucket.pieces if p.codec.combine != "gather"]
+        if single.gathers and not any(is_coarse(p.codec) for p in dense):
+            return None  # payloads are gathered there, too
+        return single
+
     def average(
         self,
         values: torch.Tensor,

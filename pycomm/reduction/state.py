@@ -307,7 +307,7 @@ class CompressionState(BucketReducer):
         if begins and self._formed() != self._formed_with:
             return False  # a new member does not know of it before the step begins
         has_residual = self.residuals is not None and self.residuals.has_residual
-        return not any(one for (one,) in gather([has_residual], self.process_group, self._device))
+        return not self.on_any_rank(has_residual)
 
     def _leave(self) -> None:
         """Complete `remove`."""
@@ -810,6 +810,10 @@ class CompressionState(BucketReducer):
             self.residuals.set_step(side.names, side.last_finite)
         if self._overflows > before:
             self.check_operations()
+
+    def on_any_rank(self, found: bool) -> bool:
+        """Return whether any rank has found something; collective."""
+        return any(one for (one,) in gather([found], self.process_group, self._device))
 
     def _find_unused(self) -> None:
         """Let the step know the parameters that no rank has used, before it is settled."""
