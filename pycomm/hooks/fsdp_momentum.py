@@ -145,23 +145,7 @@ class ShardedMomentumState(Momenta, FSDPState):
         parts = self._parts(tuple(names), rows)
         if parts and not average:
             raise Error(f"rank {self.process_group.rank()}: {_DIVIDES}")
-        new = [(moment, part) for moment, part, _ in parts if not moment.has_scale]
-        for moment, part in new:
-            for r in range(self._ranks):
-                moment.enter(part[r], self._scale, r)
-        self._share_scales([moment for moment, _ in new])
-        entered, looks = {id(moment) for moment, _ in new}, self._exchanges_sums
-        scaled.encode(
-            [
-                moment.encoding(
-                    *(part[r], self._scale, piece.residual, self._sent_before(moment, piece, r), r),
-                    entered=id(moment) in entered,
-                    looks=looks,
-                )
-                for moment, part, piece in parts
-                for r in range(self._ranks)
-            ]
-        )
+        scaled.encode(self._encodings(parts, range(self._ranks)))
         wait = super().scatter(output, input, names, group, average=average)
 
         def finish() -> None:
@@ -182,10 +166,7 @@ class ShardedMomentumState(Momenta, FSDPState):
             ]
         )
         places = [output[p.offset : p.offset + p.numel] for _, _, p in parts]
-        pairs = [(moment, place) for (moment, _, _), place in zip(parts, places, strict=True)]
-        probes = scaled.land([moment.landing(place) for moment, place in pairs], self._scale)
-        for (moment, place), probe in zip(pairs, probes, strict=True):
-            moment.land(probe, place, self._scale)
+        self._land([(moment, place) for (moment, _, _), place in zip(parts, places, strict=True)])
 
 
 def _nonzero(moment: CodedMoment) -> bool:

@@ -364,27 +364,11 @@ class Momenta(CompressionState, ABC):
             return super().reduce(tensor, names)
         for moment, part, _ in parts:
             moment.subtract_base(part)
-        new = [(moment, part) for moment, part, _ in parts if not moment.has_scale]
-        for moment, part in new:
-            moment.enter(part, self._scale)
-        self._share_scales([moment for moment, _ in new])
-        entered, looks = {id(moment) for moment, _ in new}, self._exchanges_sums
         bucket = self._bucket(tuple(names), tensor.device)
         # Else nodes code the sums of their ranks; and what one rank has sent is the momentum.
         alone = self.process_group.size() > 1 and not bucket.levels
         divides = self._divides(names)
-        encodings = []
-        for moment, part, piece in parts:
-            sent = self._sent_before(moment, piece) if alone else None
-            known = id(moment) in entered
-            encodings.append(
-                moment.encoding(
-                    *(part, self._scale, piece.residual, sent),
-                    entered=known,
-                    looks=looks,
-                    divides=divides,
-                )
-            )
+        encodings = self._encodings(parts, [None], alone=alone, divides=divides)
         values = [part for _, part, _ in parts]
         room: torch.Tensor | None = None
         befores: list[torch.Tensor | None] = []
@@ -419,10 +403,7 @@ class Momenta(CompressionState, ABC):
             if room is not None:
                 keep()
                 self._spare.append(room)
-            landings = [moment.landing(part, divides=divides) for moment, part, _ in parts]
-            probes = scaled.land(landings, self._scale)
-            for (moment, part, _), probe in zip(parts, probes, strict=True):
-                moment.land(probe, part, self._scale)
+            self._land([(moment, part) for moment, part, _ in parts], divides=divides)
             return result
 
         return future.then(restore)
@@ -601,17 +582,60 @@ class Momenta(CompressionState, ABC):
             parts.append((moment, part, piece))
         return parts
 
-    def _share_scales(self, moments: Sequence[CodedMoment]) -> None:
-        """Exchange the second moments of parameters that have none yet, before they are coded."""
-        if not moments:
-            return
-        sums = torch.cat([moment.local_sums() for moment in moments])
-        if self.process_group.size() > 1:
-            dist.all_reduce(sums, group=self.process_group)
-            sums.div_(self.process_group.size())
-        parts = torch.split(self._total(sums), [moment.sums_numel for moment in moments])
-        for moment, part in zip(moments, parts, strict=True):
-            moment.provide(part)
+    def _encodings(
+        self,
+        parts: Sequence[tuple[CodedMoment, torch.Tensor, BucketPiece]],
+        shards: Sequence[int | None],
+        *,
+        alone: bool = True,
+        divides: bool = True,
+    ) -> list[scaled.Encoding]:
+        """Return what `scaled.encode` makes of gradients; ranks exchange missing second moments.
+
+        Args:
+            parts: coded parameters with their gradients [numel], or [shards, numel].
+            shards: numbers of the shards in a reduce-scatter; [None]: each has its own, or all.
+            alone: this rank goes on from what itself has sent.
+            divides: see `CodedMoment.encoding`.
+        """
+        places = [
+            (moment, part if shard is None else part[shard], piece, shard)
+            for moment, part, piece in parts
+            for shard in shards
+        ]
+        new = {id(moment): moment for moment, _, _ in parts if not moment.has_scale}
+        for moment, part, _, shard in places:
+            if id(moment) in new:
+                moment.enter(part, self._scale, shard)
+        if new:
+            moments = list(new.values())
+            sums = torch.cat([moment.local_sums() for moment in moments])
+            if self.process_group.size() > 1:
+                dist.all_reduce(sums, group=self.process_group)
+                sums.div_(self.process_group.size())
+            totals = torch.split(self._total(sums), [moment.sums_numel for moment in moments])
+            for moment, total in zip(moments, totals, strict=True):
+                moment.provide(total)
+        return [
+            moment.encoding(
+                *(part, self._scale, piece.residual),
+                self._sent_before(moment, piece, shard) if alone else None,
+                shard,
+                entered=id(moment) in new,
+                looks=self._exchanges_sums,
+                divides=divides,
+            )
+            for moment, part, piece, shard in places
+        ]
+
+    def _land(
+        self, places: Sequence[tuple[CodedMoment, torch.Tensor]], *, divides: bool = True
+    ) -> None:
+        """Make the ranks' means momenta; see `CodedMoment.landing`."""
+        landings = [moment.landing(place, divides=divides) for moment, place in places]
+        probes = scaled.land(landings, self._scale)
+        for (moment, place), probe in zip(places, probes, strict=True):
+            moment.land(probe, place, self._scale)
 
     # ------------------------------------------------------------------ checkpoints
 

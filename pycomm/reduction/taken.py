@@ -94,7 +94,7 @@ class DiscardedGradients:
         if self._calm < _QUIET_STEPS:
             self._arm()
         else:
-            self._disarm()
+            self.release()
         self._gone.clear()
         self._reached.clear()
         self._found.clear()
@@ -117,10 +117,6 @@ class DiscardedGradients:
     def replaced(self, name: str) -> None:
         """Record that a parameter's tensor was replaced since the last step."""
         self._versions.pop(name, None)  # so it counts as changed
-
-    def release(self) -> None:
-        """Remove the hooks from backward: no step follows."""
-        self._disarm()
 
     def look(self, name: str) -> None:
         """Record the state of a parameter's gradient before a backward adds to it."""
@@ -185,7 +181,8 @@ class DiscardedGradients:
                 handle = parameter.register_hook(GradientHook(self, name))  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
 
-    def _disarm(self) -> None:
+    def release(self) -> None:
+        """Remove the hooks from backward."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
