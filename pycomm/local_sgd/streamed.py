@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -91,22 +91,12 @@ class Streamed:
 
 
 @dataclass(frozen=True)
-class Blocking:
+class Blocking(Streamed):
     """Training stops while the outer gradients of the whole model travel: DiLoCo."""
 
-    fragments = 1
-    overlap = 0
-
-    def check(self, every: int, ranks: int) -> None:
-        """See `Streamed.check`; every round will do."""
-
-    def needs_own_group(self, *, is_async: bool) -> bool:
-        """See `Streamed.needs_own_group`."""
-        return False
-
-    def start(self, shared: SharedModel, every: int, own: dist.ProcessGroup | None) -> Stream:
-        """See `Streamed.start`."""
-        return Stream(shared, every, 0, 0.0, own)
+    fragments: int = field(default=1, init=False, repr=False)
+    overlap: int = field(default=0, init=False, repr=False)
+    mixing: float = field(default=0.0, init=False, repr=False)
 
 
 class Stream:

@@ -79,8 +79,6 @@ class BucketReducer:
         self.step = 0
         """Number of the current step, from 1."""
 
-        self.weighted = weighted
-        """The average is weighted: every rank sets its weight for each step."""
         self.averages_senders = False
         """A value of a sparse payload is averaged over the ranks that have sent it."""
         self.factors: list[float] | None = None

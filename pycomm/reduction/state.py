@@ -274,7 +274,7 @@ class CompressionState(BucketReducer):
         """
         if self.removed:
             return
-        if self.weighted:
+        if self._weights is not None:
             raise Error(
                 "remove() would leave an average without weights: use set_policy('fp32'), which "
                 "is exact and weighted"
@@ -283,7 +283,7 @@ class CompressionState(BucketReducer):
         self._usage = Usage.REQUESTED
 
     def __enter__(self) -> CompressionState:
-        if self.weighted:
+        if self._weights is not None:
             raise Error(
                 "a weighted state is no context manager: the block would end in remove(), and the "
                 "average after it would have no weights"
