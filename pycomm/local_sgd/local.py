@@ -235,7 +235,7 @@ class LocalSGD:
     def summary(self) -> str:
         """Return the codecs, and the bytes that this rank sends in a round and at most at once."""
         parts = self._shared.parts
-        sizes = [self._sent_bytes(part.outer.parameters) for part in parts]
+        sizes = [self._sent_bytes(part.parameters) for part in parts]
         tokens = ""
         if self.weighted and self.weight:
             exchanged = self.rounds / len(parts) * sum(sizes)

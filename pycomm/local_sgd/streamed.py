@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pycomm.arguments import number, put, whole
-from pycomm.local_sgd.fragments import Fragment
+from pycomm.local_sgd.outer import Fragment
 from pycomm.local_sgd.shared import Average, SharedModel, copies
 from pycomm.reduction import own_group
 
@@ -155,7 +155,7 @@ class Stream:
         all_finish = False
         while not all_finish:
             part = self._next()
-            gradient = part.outer.gradient()
+            gradient = part.gradient()
             announced = self._shared.announce(
                 gradient, part.weight, finishing=True, dirty=self._dirty
             )
@@ -190,7 +190,7 @@ class Stream:
 
     def _exchange(self, part: Fragment) -> Callable[[], Average]:
         """Send a fragment's outer gradient; return a function that waits for the average."""
-        gradient, weight = part.outer.gradient(), part.weight
+        gradient, weight = part.gradient(), part.weight
 
         def exchange() -> Callable[[], Average]:
             announced = self._shared.announce(gradient, weight)
@@ -208,7 +208,7 @@ class Stream:
     def _complete(self, part: Fragment, wait: Callable[[], Average], *, renewed: bool) -> None:
         """Wait for an average, and begin the fragment's next round from its start."""
         self._shared.move(part, wait())
-        part.outer.write()
+        part.write()
         if renewed:
             self._shared.renew()
         self._dirty = len(self._shared.parts) > 1 or self._overlap > 0
@@ -219,7 +219,7 @@ class Stream:
             return
         (part, wait), self._in_flight = self._in_flight, None
         if self._shared.move(part, wait()):
-            part.outer.mix(mixing)
+            part.mix(mixing)
 
     # ------------------------------------------------------------------ checkpoints
 
