@@ -616,13 +616,14 @@ class Momenta(CompressionState, ABC):
             totals = torch.split(self._total(sums), [moment.sums_numel for moment in moments])
             for moment, total in zip(moments, totals, strict=True):
                 moment.provide(total)
+        looks = self._exchanges_sums
         return [
             moment.encoding(
                 *(part, self._scale, piece.residual),
                 self._sent_before(moment, piece, shard) if alone else None,
                 shard,
                 entered=id(moment) in new,
-                looks=self._exchanges_sums,
+                looks=looks,
                 divides=divides,
             )
             for moment, part, piece, shard in places
