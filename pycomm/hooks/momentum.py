@@ -74,7 +74,7 @@ class Momenta(CompressionState, ABC):
         self._find, self._unit, self._scale = find, unit, 1.0
         assert self.residuals is not None
         self.own = Residuals(self.residuals.rule, self.process_group.size(), owners=False)
-        self._sent: dist.Work | _Complete | None = None  # the exchange of second moments
+        self._sent: dist.Work | None = None  # the exchange of second moments, of several ranks
         self.stays_because = (
             "CodedAdamW keeps second moments that members share: wrap the module in a new "
             "DistributedDataParallel, make a new CodedAdamW and call its adopt_state on all ranks"
@@ -289,7 +289,7 @@ class Momenta(CompressionState, ABC):
             self._current.discarded.update(self.moments.keys() - kept)
             if self._sent is not None:
                 self._sent.wait()  # its numbers belong to gradients that were not used
-                self._sent = self._sums = None
+            self._sent = self._sums = None
         super().begin_step(weigh=weigh, absent=absent)
         self._stale, self._job = False, None
         self._held.clear()
@@ -336,8 +336,6 @@ class Momenta(CompressionState, ABC):
                 self._sum_places_in(sums).measure(sums)
             if self.process_group.size() > 1:
                 self._sent = dist.all_reduce(sums, group=self.process_group, async_op=True)
-            else:
-                self._sent = _Complete()
         self._sums = sums
 
     def _beside(self) -> AbstractContextManager[Any]:
@@ -660,10 +658,3 @@ class Momenta(CompressionState, ABC):
 
     def _needed_besides(self, before: int) -> list[str]:
         return [key.replace("rank", "own") for key in self._needed(before)]
-
-
-class _Complete:
-    """The work of a group of one rank."""
-
-    def wait(self) -> bool:
-        return True
