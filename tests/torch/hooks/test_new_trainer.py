@@ -67,7 +67,7 @@ def test_the_exact_codec_has_the_bits_of_the_trainer(rank, size):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("codec", ["int4", "topk:0.1", "powersgd:2"])
+@pytest.mark.parametrize("codec", ["int4", "topk:0.1"])
 def test_what_is_owed_is_sent_before_compression_ends(rank, size, codec):
     trainer = Trainer(Chosen())
     exactly = trainer.average
