@@ -35,10 +35,6 @@ class PowerSGD(Codec):
 
     rank: int = 4
     """Columns of the factors; more is closer and larger: 1, 2 and 4 are usual."""
-    alternate: int = 0
-    """1: steps send P and Q alternately, one all-reduce each (Zhang et al. 2023, "ACP-SGD")."""
-    restart: int = 0
-    """1: every step starts from a new random Q instead of the last one."""
     min_compression: float = 2.0
     """Parameters whose factors are not smaller by more than this factor are sent exactly."""
     rows: int = 0
@@ -47,10 +43,6 @@ class PowerSGD(Codec):
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"powersgd: rank={self.rank} must be at least 1")
-        if self.alternate not in (0, 1) or self.restart not in (0, 1):
-            raise ValueError("powersgd: alternate and restart are 0 or 1")
-        if self.alternate and self.restart:
-            raise ValueError("powersgd: alternate=1 needs the factor of the step before: restart=0")
         if self.min_compression < 1:
             raise ValueError(f"powersgd: min_compression={self.min_compression} must be at least 1")
 

@@ -178,13 +178,21 @@ class Residuals:
             if residual := self._residuals.get(name):
                 residual.take_back()
 
-    def scale(self, factor: float, names: Iterable[str] | None = None) -> None:
-        """Multiply these parameters' residuals, but not momentum; None: all parameters."""
-        self._scale(factor, names, ("worker", "owner"))
+    def scale(
+        self, factor: float, names: Iterable[str] | None = None, *, momentum: bool = False
+    ) -> None:
+        """Multiply these parameters' residuals; None: all parameters.
 
-    def scale_units(self, factor: float) -> None:
-        """Multiply residuals and momentum, for a new unit of the gradients."""
-        self._scale(factor, None, ROLES)
+        Args:
+            factor: what they are multiplied by.
+            names: names of the parameters.
+            momentum: multiply momentum, too, as for a new unit of the gradients.
+        """
+        for name in self._residuals if names is None else names:
+            if residual := self._residuals.get(name):
+                for role, pair in residual.pairs():
+                    if momentum or role != "momentum":
+                        storage.scale(pair[residual.side], factor)
 
     def scale_matrix(self, name: str, factors: Iterable[torch.Tensor], columns: int) -> None:
         """Multiply the rows and columns of a parameter's residual, for new units of them.
@@ -206,13 +214,6 @@ class Residuals:
                     times = _times(values, factors, columns, row, rows)[begin:end]
                     to = residual.stored(role, residual.side, row, begin, end)
                     storage.store(times, to)
-
-    def _scale(self, factor: float, names: Iterable[str] | None, roles: Iterable[str]) -> None:
-        for name in self._residuals if names is None else names:
-            if residual := self._residuals.get(name):
-                for role, pair in residual.pairs():
-                    if role in roles:
-                        storage.scale(pair[residual.side], factor)
 
     def norms(self) -> dict[str, tuple[float, float]]:
         """Return the L2 norms of each parameter's worker and owner residual."""

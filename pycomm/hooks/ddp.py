@@ -11,7 +11,6 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm import backend
-from pycomm._build import load_c10d
 from pycomm.arguments import typed
 from pycomm.codecs import Codec
 from pycomm.errors import Error
@@ -20,7 +19,8 @@ from pycomm.policy import Policy
 from pycomm.policy.exchange import gather
 from pycomm.policy.names import clean, matching
 from pycomm.reduction.exchange_thread import ExchangeThread
-from pycomm.reduction.state import CompressionState
+from pycomm.reduction.reducer import average
+from pycomm.reduction.state import CompressionState, Usage
 from pycomm.reduction.taken import DiscardedGradients
 
 
@@ -77,9 +77,7 @@ class HookState(CompressionState):
                 self._thread = ExchangeThread(self.process_group)
         if self.residuals:
             self._taken = DiscardedGradients(self._names, self._by_name)
-        self._nobody_used: set[str] = set()  # in the last step
-        self._settles = False  # the forward hook `_settle_joined` is registered
-        self._paid = False  # a step has begun since `remove`
+        self._settles: Any = None  # the handle of the forward hook `_settle_joined`
         self.successor: HookState | None = None
         """The new state, if the model was compressed again after `remove`."""
         self._reduced = [self._names[id(parameter)] for parameter in reduced]
@@ -101,20 +99,13 @@ class HookState(CompressionState):
 
     def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a DDP bucket over the group; see `compress_hook`."""
-        if self._leaving and bucket.index() == 0 and self._paid and self._may_leave(begins=True):
-            self._leave()
-        if self.removed:
-            return average(bucket.buffer(), self.process_group)
-        if bucket.index() == 0:
-            joined = torch._C._current_graph_task_id() == -1
-            self.begin_step(absent=joined)
-            self._paid = self._leaving
-            self._joined = joined
+        if bucket.index() == 0 and self.open_step(absent=torch._C._current_graph_task_id() == -1):
             self._order = []
             self._saved_buckets = self._take_loaded()
-            if self._joined and not self._settles and (model := self._looks_for_unused()):
-                model.register_forward_pre_hook(_settle_joined, prepend=True)
-                self._settles = True
+            if self._current.absent and not self._settles and (model := self._looks_for_unused()):
+                self._settles = model.register_forward_pre_hook(_settle_joined, prepend=True)
+        if self._usage is Usage.REMOVED:
+            return average(bucket.buffer(), self.process_group)
         parameters = bucket.parameters()
         for parameter in parameters:
             if id(parameter) not in self._names:
@@ -130,7 +121,7 @@ class HookState(CompressionState):
             if self._saved_buckets is not None:
                 self._saved_buckets.finish()
             self._saved_buckets = None
-            if not self._joined and self._looks_for_unused() is not None:
+            if not self._current.absent and self._looks_for_unused() is not None:
                 # Queued twice: DDP queues the callback that ends the backward after this one, and
                 # the look must come after that.
                 queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -181,12 +172,11 @@ class HookState(CompressionState):
         why = "its gradient is sparse" if id(parameter) in self._sparse else ""
         self.add(clean(name), parameter, exact=why)
 
-    def _unused(self) -> set[str]:
+    def _find_unused(self) -> None:
         # A joined rank had no backward, and the others have shared their map of used parameters by
         # now. Inside a backward the reducer already holds the lock that this would take.
-        if self._joined and torch._C._current_graph_task_id() == -1:
+        if self._current.absent and torch._C._current_graph_task_id() == -1:
             self._look_for_unused()
-        return self._nobody_used
 
     def _looks_for_unused(self) -> DistributedDataParallel | None:
         """The model, if it was wrapped with `find_unused_parameters`."""
@@ -202,7 +192,7 @@ class HookState(CompressionState):
             return
         used = model.reducer._get_local_used_map()  # summed over all ranks
         if used.numel() == len(self._reduced):  # else some were frozen after the model was wrapped
-            self._nobody_used = {
+            self._current.unused = {
                 name for name, n in zip(self._reduced, used.tolist(), strict=True) if not n
             }
 
@@ -226,22 +216,10 @@ class HookState(CompressionState):
         return f"parameter{len(self._names)}"
 
 
-def average(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-    """Average a tensor exactly, in place, as DDP does without a hook."""
-    tensor.div_(group.size())
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    plain: torch.futures.Future[torch.Tensor]
-    if backend.find_native(group, tensor.device):
-        plain = load_c10d().then(work, lambda results: results[0])
-    else:
-        plain = work.get_future().then(lambda future: future.value()[0])
-    return plain
-
-
 def _settle_joined(model: DistributedDataParallel, *_: Any) -> None:
     """Settle the last step in which Join shadowed this rank, before the rank's own backward."""
     for _hook, state in model._comm_hooks:
-        if isinstance(state, HookState) and state._joined:
+        if isinstance(state, HookState) and state._current.absent:
             state.settle()
 
 

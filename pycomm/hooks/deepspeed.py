@@ -109,12 +109,12 @@ class DeepSpeedState(ReplacedState, ABC):
         found = getattr(self._optimizer, "loss_scale", 1.0)
         return float(found) if isinstance(found, (int, float)) else 1.0
 
-    def open_step(self) -> bool:
+    def open_step(self, *, absent: bool = False) -> bool:
         """See `ReplacedState`. Residuals follow the loss scale, in whose units gradients are."""
-        if not self._open and not self.removed and (now := self._loss_scale()) != self._scale:
+        if not self.is_open and not self.removed and (now := self._loss_scale()) != self._scale:
             self.rescale(now / self._scale)
             self._scale = now
-        return super().open_step()
+        return super().open_step(absent=absent)
 
     def _after(self, owner: Any, name: str) -> None:
         """Let a method end the step: DeepSpeed's last bucket of a backward is reduced in it."""

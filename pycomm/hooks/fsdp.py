@@ -20,28 +20,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Cut
-from pycomm.hooks.fsdp_seams import (
-    Comm,
-    CompressedAllGather,
-    CompressedReduceScatter,
-    ReplicaHook,
-    Unit,
-    leave_replicas_to_the_hook,
-    units,
+from pycomm.hooks.fsdp_seams import Unit, leave_replicas_to_the_hook, units
+from pycomm.log import logger
+from pycomm.policy import (
+    CODED,
+    Decision,
+    Parameter,
+    Policy,
+    agree_on_options,
+    refused_together,
+    summary,
 )
-from pycomm.policy import Decision, Parameter, Policy, agree_on_options, refused_together, summary
 from pycomm.policy import agree as agree_on
 from pycomm.policy.exchange import gather
 from pycomm.reduction import paths, two_shot
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.factors import Matrix
-from pycomm.reduction.state import CompressionState
+from pycomm.reduction.state import CompressionState, Usage
 from pycomm.reduction.taken import DiscardedGradients
+
+# torch 2.13 renamed them, and warns about the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_KNOWN = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
 
 
 class FSDPState(CompressionState):
@@ -198,7 +206,7 @@ class FSDPState(CompressionState):
     def _end_backward(self) -> None:
         self.end_step()
         self._backward = None
-        if self._leaving and self._may_leave(begins=False):
+        if self._usage is Usage.LEAVING and self._may_leave(begins=False):
             self._leave()
 
     def _may_leave(self, *, begins: bool) -> bool:
@@ -226,7 +234,8 @@ class FSDPState(CompressionState):
         finite = self._all_finite()
         verdict = torch.tensor(finite, dtype=torch.uint8, device=self._device)
         dist.all_reduce(verdict, dist.ReduceOp.MIN, group=self._shard_group)
-        self._finite = [lambda: int(verdict) == 1]  # neither 0 nor the bytes of a failure
+        # Neither 0 nor the bytes of a failure.
+        self._current.checks = [lambda: int(verdict) == 1]
 
     # ------------------------------------------------------------------ exchanges
 
@@ -260,18 +269,6 @@ class FSDPState(CompressionState):
         """
         self.enter(names)
         self._weigh(input)
-        self._scatter(output, input, names, group, average=average, later=later)
-
-    def _scatter(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        names: Sequence[str],
-        group: dist.ProcessGroup,
-        *,
-        average: bool,
-        later: bool,
-    ) -> None:
         wait = self.scatter(output, input, names, group, average=average)
         if later:
             self._waits.append(wait)
@@ -360,6 +357,130 @@ class FSDPState(CompressionState):
         shape = tuple(self._shards[decision.parameter.name])
         parameter = replace(decision.parameter, shape=shape)
         return replace(decision, parameter=parameter, codec=decision.codec.fit(shape))
+
+
+class Comm:
+    """Base of the classes that replace torch's collectives of a unit."""
+
+    def __init__(self, state: FSDPState, unit: Unit) -> None:
+        self.state = state
+        self._unit = unit
+        self._told = False
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return a buffer for a message."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def _reducible(self, tensor: torch.Tensor, numel: int) -> bool:
+        """Return whether all parameters have gradients; logs once if they do not."""
+        names, exactly = self._unit.trained(), self.state.plan.exactly
+        if tensor.dtype not in CODED:
+            what = str(tensor.dtype).removeprefix("torch.")
+            self.state.travel_exactly(names, f"no codec takes {what}")
+            return False
+        if numel != self.state.expects(names):
+            self.state.travel_exactly(names, "some of its unit have no gradients")
+            if not self._told:
+                logger.warning(
+                    "fsdp: some of %s have no gradient in this step, and it is not known which: "
+                    "the others travel exactly. set_reduce_scatter_unused_params(True) on their "
+                    "module makes them zero, and then all are compressed",
+                    ", ".join(names),
+                )
+                self._told = True
+            return False
+        for name in names if exactly else ():
+            exactly.pop(name, None)
+        return True
+
+
+class CompressedReduceScatter(Comm, ReduceScatter):
+    """Compressed reduce-scatter for `FSDPModule.set_custom_reduce_scatter`."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce; the result is ready when this returns, or when backward ends."""
+        # Not `op in _KNOWN`: an operation with a factor equals its kind, but its kind does not
+        # equal the operation.
+        known = any(op == kind for kind in _KNOWN)
+        if not known or not self._reducible(input_tensor, output_tensor.numel()):
+            _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+            return None
+        if op == dist.ReduceOp.PREMUL_SUM:  # each rank has a factor of its own
+            _, factor = op.__getstate__()
+            input_tensor = input_tensor * factor
+        self.state.reduce_scatter(
+            output_tensor,
+            input_tensor,
+            self._unit.trained(),
+            group,
+            average=op == dist.ReduceOp.AVG,
+            later=self._unit.only_views(output_tensor),
+        )
+        return None
+
+
+class CompressedAllGather(Comm, AllGather):
+    """Compressed all-gather for `FSDPModule.set_custom_all_gather`."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather; other shards, such as those of fewer ranks after forward, travel exactly."""
+        names = tuple(self._unit.parameters)
+        if input_tensor.dtype in CODED and input_tensor.numel() == self.state.expects(names):
+            work = self.state.all_gather(output_tensor, input_tensor, names, group)
+        else:
+            work = _all_gather(output_tensor, input_tensor, group=group, async_op=True)
+        if work is None or async_op:
+            return work
+        work.wait()
+        return None
+
+
+class ReplicaHook(Comm):
+    """Average over the replicas, for `FSDPModule.set_all_reduce_hook`."""
+
+    def __init__(self, state: FSDPState, unit: Unit) -> None:
+        super().__init__(state, unit)
+        self._partial: torch.Tensor | None = None  # sum of micro-steps that are not reduced yet
+
+    def __call__(self, reduce_output: torch.Tensor) -> None:
+        """Average the shards of a unit in place."""
+        group = self._unit.group
+        if not group.all_reduce_grads:
+            self._keep(reduce_output)
+            return
+        if self._partial is not None:
+            reduce_output.add_(self._partial)
+            self._partial = None
+        if self._reducible(reduce_output, reduce_output.numel()):
+            later = self._unit.only_views(reduce_output)
+            self.state.all_reduce(reduce_output, self._unit.trained(), later=later)
+        else:
+            dist.all_reduce(reduce_output, group=self.state.process_group)
+            reduce_output.div_(self.state.process_group.size())
+        if group.gradient_divide_factor is not None:  # then torch sums instead of averaging
+            reduce_output.mul_(self.state.process_group.size())
+
+    def _keep(self, reduce_output: torch.Tensor) -> None:
+        if self._partial is None:
+            self._partial = reduce_output.clone()
+        else:
+            self._partial.add_(reduce_output)
+        reduce_output.zero_()
 
 
 def _mesh_info(found: Sequence[Unit]) -> Any:

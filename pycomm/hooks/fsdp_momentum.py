@@ -7,7 +7,6 @@ reduce-scatter each rank gets its own shard of the momentum, and knows that of n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -101,7 +100,7 @@ class ShardedMomentumState(Momenta, FSDPState):
         return sums
 
     def on_any_rank(self, found: bool) -> bool:
-        """See `SingleCodedState`: a shard may be zero on one rank only."""
+        """See `CompressionState`: a shard may be zero on one rank only."""
         found = super().on_any_rank(found)
         if self._shard_group is None:
             return found
@@ -132,7 +131,7 @@ class ShardedMomentumState(Momenta, FSDPState):
             return self._own_of(piece).stored_worker(shard)
         return super()._sent_before(moment, piece, shard)
 
-    def _scatter(
+    def scatter(
         self,
         output: torch.Tensor,
         input: torch.Tensor,
@@ -140,35 +139,20 @@ class ShardedMomentumState(Momenta, FSDPState):
         group: dist.ProcessGroup,
         *,
         average: bool,
-        later: bool,
-    ) -> None:
+    ) -> Callable[[], None]:
+        """See `BucketReducer`; this rank gets its shards of the momentum."""
         rows = input.view(self._ranks, -1)
         parts = self._parts(tuple(names), rows)
         if parts and not average:
             raise Error(f"rank {self.process_group.rank()}: {_DIVIDES}")
-        new = [(moment, part) for moment, part, _ in parts if not moment.has_scale]
-        for moment, part in new:
-            for r in range(self._ranks):
-                moment.enter(part[r], self._scale, r)
-        self._share_scales([moment for moment, _ in new])
-        entered, looks = {id(moment) for moment, _ in new}, self._exchanges_sums
-        scaled.encode(
-            [
-                moment.encoding(
-                    *(part[r], self._scale, piece.residual, self._sent_before(moment, piece, r), r),
-                    entered=id(moment) in entered,
-                    looks=looks,
-                )
-                for moment, part, piece in parts
-                for r in range(self._ranks)
-            ]
-        )
-        super()._scatter(output, input, names, group, average=average, later=later)
-        finish = partial(self._finish, parts, output)
-        if later:
-            self._waits.append(finish)
-        else:
-            finish()
+        scaled.encode(self._encodings(parts, range(self._ranks)))
+        wait = super().scatter(output, input, names, group, average=average)
+
+        def finish() -> None:
+            wait()
+            self._finish(parts, output)
+
+        return finish
 
     def _finish(
         self, parts: Sequence[tuple[CodedMoment, torch.Tensor, BucketPiece]], output: torch.Tensor
@@ -182,10 +166,7 @@ class ShardedMomentumState(Momenta, FSDPState):
             ]
         )
         places = [output[p.offset : p.offset + p.numel] for _, _, p in parts]
-        pairs = [(moment, place) for (moment, _, _), place in zip(parts, places, strict=True)]
-        probes = scaled.land([moment.landing(place) for moment, place in pairs], self._scale)
-        for (moment, place), probe in zip(pairs, probes, strict=True):
-            moment.land(probe, place, self._scale)
+        self._land([(moment, place) for (moment, _, _), place in zip(parts, places, strict=True)])
 
 
 def _nonzero(moment: CodedMoment) -> bool:

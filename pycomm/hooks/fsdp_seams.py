@@ -1,31 +1,18 @@
-"""Hooks into torch's FSDP2: the units of a wrapped model, and classes that replace its collectives.
-
-`pycomm.hooks.fsdp` implements the collectives.
-"""
+"""The units of a model in torch's FSDP2, whose collectives `pycomm.hooks.fsdp` replaces."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo
 
 from pycomm.errors import Error
-from pycomm.log import logger
-from pycomm.policy import CODED, Plan
 from pycomm.policy.names import clean
-
-# torch 2.13 renamed them, and warns about the old names.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-_KNOWN = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
 
 # The attributes of FSDPParamGroup that compression replaces.
 _SEAMS = (
@@ -42,36 +29,6 @@ _OF_GROUP = (
     "force_sum_reduction_for_comms",
 )
 _OF_PARAMETER = ("_module_info", "sharded_param")
-
-
-class UnitReducer(Protocol):
-    """The interface of the state, which `pycomm.hooks.fsdp.FSDPState` implements and documents."""
-
-    process_group: dist.ProcessGroup
-    plan: Plan
-
-    def expects(self, names: Sequence[str]) -> int: ...
-    def travel_exactly(self, names: Sequence[str], why: str) -> None: ...
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        names: Sequence[str],
-        group: dist.ProcessGroup,
-        *,
-        average: bool,
-        later: bool = False,
-    ) -> None: ...
-    def all_gather(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        names: Sequence[str],
-        group: dist.ProcessGroup,
-    ) -> dist.Work | None: ...
-    def all_reduce(
-        self, tensor: torch.Tensor, names: Sequence[str], *, later: bool = False
-    ) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,127 +150,3 @@ def leave_replicas_to_the_hook(group: Any) -> None:
     if group.post_forward_mesh_info == old:
         group.post_forward_mesh_info = new
     group.mesh_info = new
-
-
-class Comm:
-    """Base of the classes below."""
-
-    def __init__(self, state: UnitReducer, unit: Unit) -> None:
-        self.state = state
-        self._unit = unit
-        self._told = False
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return a buffer for a message."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def _reducible(self, tensor: torch.Tensor, numel: int) -> bool:
-        """Return whether all parameters have gradients; logs once if they do not."""
-        names, exactly = self._unit.trained(), self.state.plan.exactly
-        if tensor.dtype not in CODED:
-            what = str(tensor.dtype).removeprefix("torch.")
-            self.state.travel_exactly(names, f"no codec takes {what}")
-            return False
-        if numel != self.state.expects(names):
-            self.state.travel_exactly(names, "some of its unit have no gradients")
-            if not self._told:
-                logger.warning(
-                    "fsdp: some of %s have no gradient in this step, and it is not known which: "
-                    "the others travel exactly. set_reduce_scatter_unused_params(True) on their "
-                    "module makes them zero, and then all are compressed",
-                    ", ".join(names),
-                )
-                self._told = True
-            return False
-        for name in names if exactly else ():
-            exactly.pop(name, None)
-        return True
-
-
-class CompressedReduceScatter(Comm, ReduceScatter):
-    """Compressed reduce-scatter for `FSDPModule.set_custom_reduce_scatter`."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduce; the result is ready when this returns, or when backward ends."""
-        # Not `op in _KNOWN`: an operation with a factor equals its kind, but its kind does not
-        # equal the operation.
-        known = any(op == kind for kind in _KNOWN)
-        if not known or not self._reducible(input_tensor, output_tensor.numel()):
-            _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
-            return None
-        if op == dist.ReduceOp.PREMUL_SUM:  # each rank has a factor of its own
-            _, factor = op.__getstate__()
-            input_tensor = input_tensor * factor
-        self.state.reduce_scatter(
-            output_tensor,
-            input_tensor,
-            self._unit.trained(),
-            group,
-            average=op == dist.ReduceOp.AVG,
-            later=self._unit.only_views(output_tensor),
-        )
-        return None
-
-
-class CompressedAllGather(Comm, AllGather):
-    """Compressed all-gather for `FSDPModule.set_custom_all_gather`."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Gather; other shards, such as those of fewer ranks after forward, travel exactly."""
-        names = tuple(self._unit.parameters)
-        if input_tensor.dtype in CODED and input_tensor.numel() == self.state.expects(names):
-            work = self.state.all_gather(output_tensor, input_tensor, names, group)
-        else:
-            work = _all_gather(output_tensor, input_tensor, group=group, async_op=True)
-        if work is None or async_op:
-            return work
-        work.wait()
-        return None
-
-
-class ReplicaHook(Comm):
-    """Average over the replicas, for `FSDPModule.set_all_reduce_hook`."""
-
-    def __init__(self, state: UnitReducer, unit: Unit) -> None:
-        super().__init__(state, unit)
-        self._partial: torch.Tensor | None = None  # sum of micro-steps that are not reduced yet
-
-    def __call__(self, reduce_output: torch.Tensor) -> None:
-        """Average the shards of a unit in place."""
-        group = self._unit.group
-        if not group.all_reduce_grads:
-            self._keep(reduce_output)
-            return
-        if self._partial is not None:
-            reduce_output.add_(self._partial)
-            self._partial = None
-        if self._reducible(reduce_output, reduce_output.numel()):
-            later = self._unit.only_views(reduce_output)
-            self.state.all_reduce(reduce_output, self._unit.trained(), later=later)
-        else:
-            dist.all_reduce(reduce_output, group=self.state.process_group)
-            reduce_output.div_(self.state.process_group.size())
-        if group.gradient_divide_factor is not None:  # then torch sums instead of averaging
-            reduce_output.mul_(self.state.process_group.size())
-
-    def _keep(self, reduce_output: torch.Tensor) -> None:
-        if self._partial is None:
-            self._partial = reduce_output.clone()
-        else:
-            self._partial.add_(reduce_output)
-        reduce_output.zero_()

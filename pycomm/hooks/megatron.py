@@ -95,7 +95,7 @@ class MegatronState(ReplacedState):
         if len(self._started) == len(self._groups):
             self.close_step()
             self._started.clear()
-        if not self._open:
+        if not self.is_open:
             for each in self._groups:
                 each.complete()
 

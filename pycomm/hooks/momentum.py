@@ -26,7 +26,6 @@ from pycomm.codecs import codec as parse_codec
 from pycomm.errors import Error, PeerLost
 from pycomm.feedback import Residual, Residuals
 from pycomm.feedback.rule import EXACT
-from pycomm.hooks.single_coded import SingleCodedState
 from pycomm.policy import CODED
 from pycomm.reduction.bucket import Bucket, BucketPiece
 from pycomm.reduction.momentum import scaled
@@ -37,6 +36,7 @@ from pycomm.reduction.momentum.on_device.passes import DevicePasses
 from pycomm.reduction.momentum.on_device.table import Table
 from pycomm.reduction.momentum.sum_places import SumPlaces
 from pycomm.reduction.saved import known, residuals_of
+from pycomm.reduction.state import CompressionState
 
 OTHERS = "another optimizer has it"
 """Why a parameter travels exactly that the optimizer does not have."""
@@ -44,12 +44,14 @@ OTHERS = "another optimizer has it"
 Find = Callable[[torch.Tensor], "tuple[dict[str, Any], dict[str, Any]] | None"]
 
 
-class Momenta(SingleCodedState, ABC):
+class Momenta(CompressionState, ABC):
     """The part of a state whose coded parameters exchange momentum, whatever wraps the model.
 
     A subclass calls `_begin_momenta` after it has entered its parameters.
     """
 
+    codes_once = True
+    has_factors = False  # the momentum has second moments of rows and columns
     moments: dict[str, CodedMoment]
     """The coded parameters, by name."""
     steps = 0
@@ -72,7 +74,7 @@ class Momenta(SingleCodedState, ABC):
         self._find, self._unit, self._scale = find, unit, 1.0
         assert self.residuals is not None
         self.own = Residuals(self.residuals.rule, self.process_group.size(), owners=False)
-        self._sent: dist.Work | _Complete | None = None  # the exchange of second moments
+        self._sent: dist.Work | None = None  # the exchange of second moments, of several ranks
         self.stays_because = (
             "CodedAdamW keeps second moments that members share: wrap the module in a new "
             "DistributedDataParallel, make a new CodedAdamW and call its adopt_state on all ranks"
@@ -182,7 +184,7 @@ class Momenta(SingleCodedState, ABC):
     def drop_step(self) -> None:
         """Drop what a backward has left that no optimizer step has used: a state is loaded."""
         if self._pending:
-            self._thrown.update(self.moments)
+            self._current.discarded.update(self.moments)
             self._stale = True
         if self._sent is not None:
             self._sent.wait()
@@ -284,10 +286,10 @@ class Momenta(SingleCodedState, ABC):
         self._check_capture()  # before anything is changed
         kept = self._kept() if self._pending else set()
         if self._pending:
-            self._thrown.update(self.moments.keys() - kept)
+            self._current.discarded.update(self.moments.keys() - kept)
             if self._sent is not None:
                 self._sent.wait()  # its numbers belong to gradients that were not used
-                self._sent = self._sums = None
+            self._sent = self._sums = None
         super().begin_step(weigh=weigh, absent=absent)
         self._stale, self._job = False, None
         self._held.clear()
@@ -334,8 +336,6 @@ class Momenta(SingleCodedState, ABC):
                 self._sum_places_in(sums).measure(sums)
             if self.process_group.size() > 1:
                 self._sent = dist.all_reduce(sums, group=self.process_group, async_op=True)
-            else:
-                self._sent = _Complete()
         self._sums = sums
 
     def _beside(self) -> AbstractContextManager[Any]:
@@ -362,27 +362,11 @@ class Momenta(SingleCodedState, ABC):
             return super().reduce(tensor, names)
         for moment, part, _ in parts:
             moment.subtract_base(part)
-        new = [(moment, part) for moment, part, _ in parts if not moment.has_scale]
-        for moment, part in new:
-            moment.enter(part, self._scale)
-        self._share_scales([moment for moment, _ in new])
-        entered, looks = {id(moment) for moment, _ in new}, self._exchanges_sums
         bucket = self._bucket(tuple(names), tensor.device)
         # Else nodes code the sums of their ranks; and what one rank has sent is the momentum.
         alone = self.process_group.size() > 1 and not bucket.levels
         divides = self._divides(names)
-        encodings = []
-        for moment, part, piece in parts:
-            sent = self._sent_before(moment, piece) if alone else None
-            known = id(moment) in entered
-            encodings.append(
-                moment.encoding(
-                    *(part, self._scale, piece.residual, sent),
-                    entered=known,
-                    looks=looks,
-                    divides=divides,
-                )
-            )
+        encodings = self._encodings(parts, [None], alone=alone, divides=divides)
         values = [part for _, part, _ in parts]
         room: torch.Tensor | None = None
         befores: list[torch.Tensor | None] = []
@@ -417,10 +401,7 @@ class Momenta(SingleCodedState, ABC):
             if room is not None:
                 keep()
                 self._spare.append(room)
-            landings = [moment.landing(part, divides=divides) for moment, part, _ in parts]
-            probes = scaled.land(landings, self._scale)
-            for (moment, part, _), probe in zip(parts, probes, strict=True):
-                moment.land(probe, part, self._scale)
+            self._land([(moment, part) for moment, part, _ in parts], divides=divides)
             return result
 
         return future.then(restore)
@@ -518,19 +499,24 @@ class Momenta(SingleCodedState, ABC):
         self._passes.scale(moments, sum_up)
 
     def _exchange(
-        self, tensor: torch.Tensor, bucket: Bucket, group: dist.ProcessGroup, **how: Any
+        self,
+        tensor: torch.Tensor,
+        bucket: Bucket,
+        group: dist.ProcessGroup,
+        finish: Callable[[torch.Tensor], object] | None = None,
+        **options: Any,
     ) -> torch.Tensor | None:
         """See `BucketReducer`; kernels make the momentum of the gradients before it, and after."""
         job, self._job = self._job, None
         if job is None:
-            return super()._exchange(tensor, bucket, group, **how)
+            return super()._exchange(tensor, bucket, group, finish, **options)
         if not job.encoded:
-            job.encode(how.get("swapped"))
+            job.encode(options.get("swapped"))
         single = job.keeps and bool(bucket.single)
         if single:
             self._encoded = job.sent
         try:
-            finite = super()._exchange(tensor, bucket, group, **how)
+            finite = super()._exchange(tensor, bucket, group, finish, **options)
         except PeerLost as error:
             self._lost = self._lost or error
             raise
@@ -594,17 +580,61 @@ class Momenta(SingleCodedState, ABC):
             parts.append((moment, part, piece))
         return parts
 
-    def _share_scales(self, moments: Sequence[CodedMoment]) -> None:
-        """Exchange the second moments of parameters that have none yet, before they are coded."""
-        if not moments:
-            return
-        sums = torch.cat([moment.local_sums() for moment in moments])
-        if self.process_group.size() > 1:
-            dist.all_reduce(sums, group=self.process_group)
-            sums.div_(self.process_group.size())
-        parts = torch.split(self._total(sums), [moment.sums_numel for moment in moments])
-        for moment, part in zip(moments, parts, strict=True):
-            moment.provide(part)
+    def _encodings(
+        self,
+        parts: Sequence[tuple[CodedMoment, torch.Tensor, BucketPiece]],
+        shards: Sequence[int | None],
+        *,
+        alone: bool = True,
+        divides: bool = True,
+    ) -> list[scaled.Encoding]:
+        """Return what `scaled.encode` makes of gradients; ranks exchange missing second moments.
+
+        Args:
+            parts: coded parameters with their gradients [numel], or [shards, numel].
+            shards: numbers of the shards in a reduce-scatter; [None]: each has its own, or all.
+            alone: this rank goes on from what itself has sent.
+            divides: see `CodedMoment.encoding`.
+        """
+        places = [
+            (moment, part if shard is None else part[shard], piece, shard)
+            for moment, part, piece in parts
+            for shard in shards
+        ]
+        new = {id(moment): moment for moment, _, _ in parts if not moment.has_scale}
+        for moment, part, _, shard in places:
+            if id(moment) in new:
+                moment.enter(part, self._scale, shard)
+        if new:
+            moments = list(new.values())
+            sums = torch.cat([moment.local_sums() for moment in moments])
+            if self.process_group.size() > 1:
+                dist.all_reduce(sums, group=self.process_group)
+                sums.div_(self.process_group.size())
+            totals = torch.split(self._total(sums), [moment.sums_numel for moment in moments])
+            for moment, total in zip(moments, totals, strict=True):
+                moment.provide(total)
+        looks = self._exchanges_sums
+        return [
+            moment.encoding(
+                *(part, self._scale, piece.residual),
+                self._sent_before(moment, piece, shard) if alone else None,
+                shard,
+                entered=id(moment) in new,
+                looks=looks,
+                divides=divides,
+            )
+            for moment, part, piece, shard in places
+        ]
+
+    def _land(
+        self, places: Sequence[tuple[CodedMoment, torch.Tensor]], *, divides: bool = True
+    ) -> None:
+        """Make the ranks' means momenta; see `CodedMoment.landing`."""
+        landings = [moment.landing(place, divides=divides) for moment, place in places]
+        probes = scaled.land(landings, self._scale)
+        for (moment, place), probe in zip(places, probes, strict=True):
+            moment.land(probe, place, self._scale)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -628,10 +658,3 @@ class Momenta(SingleCodedState, ABC):
 
     def _needed_besides(self, before: int) -> list[str]:
         return [key.replace("rank", "own") for key in self._needed(before)]
-
-
-class _Complete:
-    """The work of a group of one rank."""
-
-    def wait(self) -> bool:
-        return True

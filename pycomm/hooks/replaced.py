@@ -9,6 +9,7 @@ from torch import nn
 
 from pycomm.errors import Error
 from pycomm.reduction.state import CompressionState
+from pycomm.reduction.step import StepStatus
 
 _ATTRIBUTE = "_pycomm_state"
 _NONE = object()
@@ -28,8 +29,6 @@ class ReplacedState(CompressionState):
         vars(wrapper)[_ATTRIBUTE] = self
         self._wrapper = wrapper
         self._originals: list[tuple[Any, str, Any]] = []
-        self._open = False
-        self._paid = False  # a step has begun since `remove`
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Replace a method of one object, and return the original.
@@ -52,24 +51,19 @@ class ReplacedState(CompressionState):
         self._originals.append((owner, name, vars(owner).get(name, _NONE)))
         setattr(owner, name, value)
 
-    def open_step(self) -> bool:
-        """Begin a step if none is open; False: compression has been removed just now."""
-        if self._open:
-            return True
-        if self._leaving and self._paid and self._may_leave(begins=True):
-            self._leave()
-        if self.removed:
-            return False
-        self.begin_step()
-        self._paid = self._leaving
-        self._open = True
-        return True
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has begun, and not all of its buckets have been given to `reduce`."""
+        return self._current.status is StepStatus.OPEN
+
+    def open_step(self, *, absent: bool = False) -> bool:
+        """See `CompressionState`; begins a step if none is open."""
+        return self.is_open or super().open_step(absent=absent)
 
     def close_step(self) -> None:
-        """End the step, if one is open: all of its buckets have been given to `reduce`."""
-        if self._open:
+        """End the step, if one is open."""
+        if self.is_open:
             self.end_step()
-            self._open = False
 
     def _leave(self) -> None:
         super()._leave()

@@ -12,13 +12,11 @@ from torch._C._distributed_c10d import GradBucket
 from pycomm import backend
 from pycomm.errors import Error
 from pycomm.feedback import storage
-from pycomm.hooks.ddp import average
-from pycomm.hooks.single_coded import SingleCodedState
-from pycomm.reduction.reducer import completed
+from pycomm.reduction.reducer import average, completed
 from pycomm.reduction.state import CompressionState
 
 
-class SentMomentumState(SingleCodedState):
+class SentMomentumState(CompressionState):
     """Codecs of the momentum, and what each rank has sent of it.
 
     Each rank keeps the gradients of its own data for the optimizer's parameters. Those of other
@@ -28,6 +26,8 @@ class SentMomentumState(SingleCodedState):
         codec, options: as for `CompressionState`.
     """
 
+    codes_once = True
+    has_factors = False
     before: dict[str, torch.Tensor]
     """Residuals before the last coding, where that has overwritten them."""
 

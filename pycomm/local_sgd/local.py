@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from pycomm.local_sgd.quorum import Quorum
 from pycomm.local_sgd.shared import SharedModel
 from pycomm.local_sgd.streamed import Blocking, Streamed
 from pycomm.policy import Policy, agree_on_options
-from pycomm.reduction import cost, own_group
+from pycomm.reduction import own_group
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.weights import checked
 
@@ -233,9 +234,8 @@ class LocalSGD:
 
     def summary(self) -> str:
         """Return the codecs, and the bytes that this rank sends in a round and at most at once."""
-        ranks = self.state.process_group.size()
         parts = self._shared.parts
-        sizes = [cost.sent_bytes(self.state, p.outer.parameters, ranks) for p in parts]
+        sizes = [self._sent_bytes(part.parameters) for part in parts]
         tokens = ""
         if self.weighted and self.weight:
             exchanged = self.rounds / len(parts) * sum(sizes)
@@ -248,6 +248,17 @@ class LocalSGD:
                 f"each step, at most {max(sizes) / 1e6:.3g} MB at once{tokens}",
             ]
         )
+
+    def _sent_bytes(self, names: Iterable[str]) -> int:
+        """Return the bytes that a rank sends to average these parameters once, at most.
+
+        Payloads with owners go to the owners, and their results to all; sparse ones to all ranks.
+        """
+        total, ranks = 0.0, self.state.process_group.size()
+        for decision in map(self.state.decisions.__getitem__, names):
+            gathered = decision.codec.combine == "gather"
+            total += decision.encoded_bytes * (ranks - 1) * (1 if gathered else 2 / ranks)
+        return round(total)
 
     def __enter__(self) -> LocalSGD:
         if self._optimizer is None:

@@ -1,4 +1,4 @@
-"""Outer parameters: the parameters that all ranks share between rounds of `pycomm.LocalSGD`.
+"""Fragments: the parameters that all ranks share between rounds of `pycomm.LocalSGD`.
 
 They are kept in float32, or in float64 if the model's are: a bfloat16 parameter cannot represent
 the small steps of an outer optimizer. Its rounding must not count as a step either, so a rank's
@@ -40,19 +40,22 @@ def broadcast(module: nn.Module, group: dist.ProcessGroup) -> None:
         _broadcast_coalesced(group, tensors, _MESSAGE, 0)
 
 
-class OuterParameters:
-    """The common start of the ranks' rounds, and the momentum of the outer optimizer.
+class Fragment:
+    """The common start of parameters that are averaged together, and their outer momentum.
 
     Args:
         parameters: parameters by name, floats or complex numbers; equal on all ranks.
         momentum: momentum of the outer optimizer; 0: none is kept.
         nesterov: look ahead by the momentum.
+        end: number of the step of a round, from 1, after which they are averaged.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], *, momentum: float, nesterov: bool
+        self, parameters: Mapping[str, nn.Parameter], *, momentum: float, nesterov: bool, end: int
     ) -> None:
-        self.momentum, self.nesterov = momentum, nesterov
+        self.momentum, self.nesterov, self.end = momentum, nesterov, end
+        self.weight = 0.0
+        """Samples, tokens or steps since they were last sent."""
         self.parameters = dict(parameters)
         self.start: Values = self._gather()
         self.velocity: Values | None = _zeros(self.start) if momentum else None
@@ -170,6 +173,7 @@ class OuterParameters:
             "velocity": None
             if self.velocity is None
             else {width: values.clone() for width, values in self.velocity.items()},
+            "weight": self.weight,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], model: Mapping[str, nn.Parameter]) -> None:
@@ -206,6 +210,7 @@ class OuterParameters:
             values.copy_(state["start"][width])
             if self.velocity is not None:
                 self.velocity[width].copy_(state["velocity"][width])
+        self.weight = state["weight"]
 
     def _of(self, width: str) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.parameters.items():
@@ -232,6 +237,45 @@ class OuterParameters:
             width = _width(part)
             flat.setdefault(width, []).append(part.to(_WIDE[width]).reshape(-1))
         return {width: torch.cat(parts) for width, parts in flat.items()}
+
+
+def split(
+    parameters: Mapping[str, nn.Parameter], fragments: int, every: int
+) -> list[tuple[dict[str, nn.Parameter], int]]:
+    """Split parameters into fragments of about equal size, in the model's order.
+
+    Args:
+        parameters: parameters by name.
+        fragments: number of fragments.
+        every: steps in a round, at least as many.
+
+    Returns:
+        Each fragment's parameters, and the step after which it is averaged.
+
+    Raises:
+        ValueError: there are fewer parameters than fragments.
+    """
+    if len(parameters) < fragments:
+        raise ValueError(
+            f"LocalSGD: exchange=Streamed(fragments={fragments}), and the model has "
+            f"{len(parameters)} parameters, which are not divided"
+        )
+    sizes = [reals(parameter).numel() for parameter in parameters.values()]
+    names, left = list(parameters), sum(sizes)
+    parts, at = [], 0
+    for index in range(fragments):
+        first, size, others = at, 0, fragments - index - 1
+        share = left / (others + 1)
+        # A parameter joins if that brings the fragment nearer to its share; each gets one.
+        while at < len(names) - others and (
+            at == first or others == 0 or size + sizes[at] / 2 <= share
+        ):
+            size += sizes[at]
+            at += 1
+        left -= size
+        part = {name: parameters[name] for name in names[first:at]}
+        parts.append((part, -(-(index + 1) * every // fragments)))
+    return parts
 
 
 def _width(part: torch.Tensor) -> str:

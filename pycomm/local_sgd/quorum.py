@@ -105,7 +105,7 @@ class QuorumRounds:
         def average(gradient: Values | None, weights: list[float]) -> Values:
             shared.state.factors = factors(weights)
             # The offer itself is still needed, and the average is taken in place.
-            own = copies(gradient) if gradient is not None else part.outer.zeros()
+            own = copies(gradient) if gradient is not None else part.zeros()
             return shared.reduce(part, own)()
 
         return average
@@ -140,7 +140,7 @@ class QuorumRounds:
             self._come(outcome)
             last = outcome.last
         self._thread.join()
-        self._part.outer.write()
+        self._part.write()
         self.local_steps, self._dirty = 0, False
 
     def _wait(self) -> Outcome:
@@ -155,13 +155,13 @@ class QuorumRounds:
                 "with exchange=Quorum(...): ranks are in different rounds. Make a new LocalSGD "
                 "after finish()"
             )
-        self._thread.offer(self._part.outer.gradient(), self._part.weight, finishing=finishing)
+        self._thread.offer(self._part.gradient(), self._part.weight, finishing=finishing)
         self._part.weight, self.local_steps = 0.0, 0
         self._offered, self._void = True, False
 
     def _come(self, outcome: Outcome) -> None:
         """Apply an average; this rank may have gone on since its offer, or be late."""
-        outer = self._part.outer
+        outer = self._part
         sent = outcome.offer.gradient if outcome.offer is not None else None
         if sent is None:
             self.late += 1

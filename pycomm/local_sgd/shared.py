@@ -9,9 +9,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from pycomm.local_sgd.fragments import Fragment, split
 from pycomm.local_sgd.inner import InnerOptimizers
-from pycomm.local_sgd.outer import OuterParameters, Values, broadcast
+from pycomm.local_sgd.outer import Fragment, Values, broadcast, split
 from pycomm.log import logger
 from pycomm.policy.exchange import start_gather
 from pycomm.policy.names import clean, few
@@ -74,7 +73,7 @@ class SharedModel:
         broadcast(model, group)
         trained = self.trained()
         self.parts = [
-            Fragment(OuterParameters(part, momentum=momentum, nesterov=nesterov), end)
+            Fragment(part, momentum=momentum, nesterov=nesterov, end=end)
             for part, end in split(trained, fragments, every)
         ]
         self._enter(trained)
@@ -118,7 +117,7 @@ class SharedModel:
 
     def reduce(self, part: Fragment, gradient: Values) -> Callable[[], Values]:
         """Start a compressed all-reduce of outer gradients, with the state's factors."""
-        names = part.outer.names
+        names = part.names
         self.state.begin_step()
         futures = {width: self.state.reduce(gradient[width], names[width]) for width in gradient}
         self.state.end_step()
@@ -133,7 +132,7 @@ class SharedModel:
         """
         self.rounds += 1
         if is_finite(average.values):  # on all ranks alike
-            part.outer.apply(average.values, self._lr)
+            part.apply(average.values, self._lr)
             return True
         self.state.check_operations()
         self.skipped += 1
@@ -156,13 +155,13 @@ class SharedModel:
                     few(names),
                 )
         else:
-            part.outer.write()
+            part.write()
         return False
 
     def write(self) -> None:
         """Write the start of all fragments to the model."""
         for part in self.parts:
-            part.outer.write()
+            part.write()
 
     # ------------------------------------------------------------------ parameters
 
@@ -173,7 +172,7 @@ class SharedModel:
     def differ(self) -> bool:
         """Whether trained parameters were added, removed or replaced."""
         trained = self.trained()
-        known = {name: p for part in self.parts for name, p in part.outer.parameters.items()}
+        known = {name: p for part in self.parts for name, p in part.parameters.items()}
         return known.keys() != trained.keys() or any(
             known[name] is not parameter for name, parameter in trained.items()
         )
@@ -184,13 +183,13 @@ class SharedModel:
         rest = dict(trained)
         *others, last = self.parts
         for part in others:
-            before = part.outer.parameters
+            before = part.parameters
             kept = {name: p for name, p in rest.items() if before.get(name) is p}
-            part.outer.renew(kept, group)
+            part.renew(kept, group)
             rest = {name: p for name, p in rest.items() if name not in kept}
-        new = last.outer.renew(rest, group)
+        new = last.renew(rest, group)
         self._enter({name: trained[name] for name in new})
-        last.outer.write()
+        last.write()
 
     def _enter(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Decide the codecs of parameters, and check that all ranks have decided alike."""
@@ -209,7 +208,7 @@ class SharedModel:
         """
         return {
             "fragments": [part.state_dict() for part in self.parts],
-            "own": [part.outer.values() for part in self.parts] if dirty else None,
+            "own": [part.values() for part in self.parts] if dirty else None,
             "rounds": self.rounds,
             "skipped": self.skipped,
             "compression": self.state.state_dict(),
@@ -242,11 +241,11 @@ class SharedModel:
                 )
             part.load_state_dict(one, named(self._model))
             if agree:
-                self._enter(part.outer.parameters)
+                self._enter(part.parameters)
         self.state.load_state_dict(state["compression"])
         self.rounds, self.skipped = state["rounds"], state["skipped"]
         for index, part in enumerate(self.parts):
-            part.outer.write(state["own"] and state["own"][index])
+            part.write(state["own"] and state["own"][index])
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:

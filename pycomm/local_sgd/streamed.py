@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
 from pycomm.arguments import number, put, whole
-from pycomm.local_sgd.fragments import Fragment
+from pycomm.local_sgd.outer import Fragment
 from pycomm.local_sgd.shared import Average, SharedModel, copies
 from pycomm.reduction import own_group
 
@@ -91,22 +91,12 @@ class Streamed:
 
 
 @dataclass(frozen=True)
-class Blocking:
+class Blocking(Streamed):
     """Training stops while the outer gradients of the whole model travel: DiLoCo."""
 
-    fragments = 1
-    overlap = 0
-
-    def check(self, every: int, ranks: int) -> None:
-        """See `Streamed.check`; every round will do."""
-
-    def needs_own_group(self, *, is_async: bool) -> bool:
-        """See `Streamed.needs_own_group`."""
-        return False
-
-    def start(self, shared: SharedModel, every: int, own: dist.ProcessGroup | None) -> Stream:
-        """See `Streamed.start`."""
-        return Stream(shared, every, 0, 0.0, own)
+    fragments: int = field(default=1, init=False, repr=False)
+    overlap: int = field(default=0, init=False, repr=False)
+    mixing: float = field(default=0.0, init=False, repr=False)
 
 
 class Stream:
@@ -165,7 +155,7 @@ class Stream:
         all_finish = False
         while not all_finish:
             part = self._next()
-            gradient = part.outer.gradient()
+            gradient = part.gradient()
             announced = self._shared.announce(
                 gradient, part.weight, finishing=True, dirty=self._dirty
             )
@@ -200,7 +190,7 @@ class Stream:
 
     def _exchange(self, part: Fragment) -> Callable[[], Average]:
         """Send a fragment's outer gradient; return a function that waits for the average."""
-        gradient, weight = part.outer.gradient(), part.weight
+        gradient, weight = part.gradient(), part.weight
 
         def exchange() -> Callable[[], Average]:
             announced = self._shared.announce(gradient, weight)
@@ -218,7 +208,7 @@ class Stream:
     def _complete(self, part: Fragment, wait: Callable[[], Average], *, renewed: bool) -> None:
         """Wait for an average, and begin the fragment's next round from its start."""
         self._shared.move(part, wait())
-        part.outer.write()
+        part.write()
         if renewed:
             self._shared.renew()
         self._dirty = len(self._shared.parts) > 1 or self._overlap > 0
@@ -229,7 +219,7 @@ class Stream:
             return
         (part, wait), self._in_flight = self._in_flight, None
         if self._shared.move(part, wait()):
-            part.outer.mix(mixing)
+            part.mix(mixing)
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -21,11 +21,11 @@ from pycomm.feedback import Feedback
 from pycomm.hooks.ddp_momentum import MomentumState
 from pycomm.hooks.fsdp_momentum import ShardedMomentumState, check_averages
 from pycomm.optim.loading import has_gradient, is_filling, load
+from pycomm.optim.optimizer import CodedOptimizer
 from pycomm.optim.settings import (
     GroupChecks,
     policy_of,
     prepare,
-    refuse_copy,
     rule_of,
     settings_only,
 )
@@ -39,7 +39,7 @@ from pycomm.reduction.momentum.scaled import native, written
 _NAME = "CodedAdamW"
 
 
-class CodedAdamW(torch.optim.Optimizer):
+class CodedAdamW(CodedOptimizer):
     """AdamW that exchanges its momentum, in one bit a value or one value of a hundred.
 
     Feedback on gradients and Adam's momentum are two delays in series, which training does not
@@ -90,7 +90,7 @@ class CodedAdamW(torch.optim.Optimizer):
         ... )  # doctest: +SKIP
     """
 
-    _step_supports_amp_scaling = True  # `step` skips what overflows, and can tell of a scaler
+    _plain = "to_adamw"
 
     def __init__(
         self,
@@ -140,25 +140,6 @@ class CodedAdamW(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ for users
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`; collective, between two steps.
-
-        Raises:
-            ValueError: a setting is out of range, or a parameter does not belong to the model.
-            WireMismatch: ranks add groups with different settings or parameters; on all ranks.
-        """
-        super().add_param_group(param_group)
-        if hasattr(self, "compression"):  # else the constructor treats all groups at once
-            added = self.param_groups[-1:]
-            try:
-                self._checks.check(added)
-                agree_on_options(self._checks.terms(added), *self._ranks)
-            except Exception:
-                self.param_groups.pop()
-                raise
-            self._groups.clear()
-            self.compression.take_added()
-
     @_disable_dynamo  # a step exchanges values, which no graph has
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -204,14 +185,6 @@ class CodedAdamW(torch.optim.Optimizer):
             if exact:
                 self._step_exact(group, exact)
         return loss
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Refuse a copy.
-
-        Raises:
-            Error: always.
-        """
-        refuse_copy(self, "to_adamw")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, on any number of ranks, or torch's AdamW.
@@ -330,6 +303,10 @@ class CodedAdamW(torch.optim.Optimizer):
             states,
             as_torch=not self.compression.moments,
         )
+
+    def _enter(self, groups: list[dict[str, Any]]) -> None:
+        self._groups.clear()
+        self.compression.take_added()
 
     def _unit(self) -> float:
         return float(self._scaler.get_scale()) if self._scaler is not None else 1.0

@@ -21,11 +21,11 @@ from pycomm.feedback import Feedback, Residual
 from pycomm.feedback.rule import EXACT
 from pycomm.hooks.sent_momentum import SentMomentumState, sent_momentum_hook
 from pycomm.optim.loading import has_gradient, is_filling, load
+from pycomm.optim.optimizer import CodedOptimizer
 from pycomm.optim.settings import (
     GroupChecks,
     policy_of,
     prepare,
-    refuse_copy,
     rule_of,
     settings_only,
 )
@@ -58,7 +58,7 @@ class Part:
         return self.parameter.grad.float()
 
 
-class CodedSGD(torch.optim.Optimizer):
+class CodedSGD(CodedOptimizer):
     """SGD whose momentum travels coded, in one bit a value or one value of a hundred.
 
     Feedback on gradients and momentum are two delays in series; here the momentum itself is coded,
@@ -108,7 +108,7 @@ class CodedSGD(torch.optim.Optimizer):
         ... )  # doctest: +SKIP
     """
 
-    _step_supports_amp_scaling = True  # `step` skips what overflows, and can tell of a scaler
+    _plain = "to_sgd"
 
     def __init__(
         self,
@@ -136,10 +136,10 @@ class CodedSGD(torch.optim.Optimizer):
         self._codecs: dict[str, Codec] = {}  # of the steps before, by parameter
         self._used: set[int] = set()  # ids of the parameters that take part in this step
         self._checks = GroupChecks(_NAME, model.module, defaults)
-        self._checks.check(self.param_groups)
         self._ignored = set(map(clean, model.parameters_to_ignore))
-        self._check_reduced(self.param_groups)
+        self._check(self.param_groups)
         self.process_group: dist.ProcessGroup = model.process_group
+        self._ranks = [self.process_group]
         lines = [f"{_NAME}, {'with' if scaler is not None else 'without'} a GradScaler"]
         lines += self._checks.terms(self.param_groups)
         agree_on_options(lines, self.process_group)
@@ -159,27 +159,9 @@ class CodedSGD(torch.optim.Optimizer):
         self._enter(self.param_groups)
         model.register_comm_hook(self.compression, sent_momentum_hook)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`; collective, between two steps.
-
-        Raises:
-            ValueError: a setting is out of range, or a parameter does not belong to the model.
-            WireMismatch: ranks add groups with different settings or parameters; on all ranks.
-        """
-        super().add_param_group(param_group)
-        if hasattr(self, "compression"):  # else the constructor treats all groups at once
-            added = self.param_groups[-1:]
-            try:
-                self._checks.check(added)
-                self._check_reduced(added)
-                agree_on_options(self._checks.terms(added), self.process_group)
-            except Exception:
-                self.param_groups.pop()
-                raise
-            self._enter(added)
-
-    def _check_reduced(self, groups: list[dict[str, Any]]) -> None:
-        """Check that DDP ignores no parameter, since the step averages all of them."""
+    def _check(self, groups: list[dict[str, Any]]) -> None:
+        """See `CodedOptimizer`: the step averages all parameters, also those that DDP ignores."""
+        super()._check(groups)
         for group in groups:
             for name in (self._checks.names[id(p)] for p in group["params"]):
                 if name in self._ignored:
@@ -189,7 +171,6 @@ class CodedSGD(torch.optim.Optimizer):
                     )
 
     def _enter(self, groups: list[dict[str, Any]]) -> None:
-        """Let the parameters of groups travel; collective."""
         added = {id(p) for group in groups for p in group["params"]}
         self.compression.owned |= added
         for name, parameter in self._checks.parameters.items():
@@ -217,14 +198,6 @@ class CodedSGD(torch.optim.Optimizer):
             buffer = state.get("momentum_buffer")
             if buffer is not None:
                 self.state[parameter] = {"momentum_buffer": buffer.clone()}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Refuse a copy.
-
-        Raises:
-            Error: always.
-        """
-        refuse_copy(self, "to_sgd")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, on any number of ranks."""

@@ -151,8 +151,11 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> type[CodedAdamW] | type[CodedS
         TypeError, ValueError: it has none; as for `code_optimizer`.
     """
     groups = optimizer.param_groups
-    if isinstance(optimizer, torch.optim.Adam):  # AdamW is one of its kind
-        _check(optimizer, "CodedAdamW")
+    is_adam = isinstance(optimizer, torch.optim.Adam)  # AdamW is one of its kind
+    if is_adam or isinstance(optimizer, torch.optim.SGD):
+        for group in groups:
+            check_settings(f"code_optimizer: Coded{'AdamW' if is_adam else 'SGD'}", group)
+    if is_adam:
         coupled = not isinstance(optimizer, torch.optim.AdamW)
         if any(
             coupled and group["weight_decay"] and not group.get("decoupled_weight_decay")
@@ -165,7 +168,6 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> type[CodedAdamW] | type[CodedS
             )
         return CodedAdamW
     if isinstance(optimizer, torch.optim.SGD):
-        _check(optimizer, "CodedSGD")
         if not all(group["momentum"] for group in groups):
             raise ValueError(
                 "code_optimizer: the SGD has no momentum that could travel: compress its "
@@ -176,12 +178,6 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> type[CodedAdamW] | type[CodedS
         f"code_optimizer takes torch.optim.AdamW, Adam or SGD, not {type(optimizer).__name__}: "
         "compress the gradients of another optimizer, pycomm.compress(model, ...)"
     )
-
-
-def _check(optimizer: torch.optim.Optimizer, who: str) -> None:
-    """Check that a coded optimizer can take the place of one of torch's."""
-    for group in optimizer.param_groups:
-        check_settings(f"code_optimizer: {who}", group)
 
 
 def _defaults(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

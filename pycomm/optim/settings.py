@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,18 +26,6 @@ _OFF = ("amsgrad", "nesterov", "dampening", "maximize", "capturable", "different
 def plain(setting: Any) -> Any:
     """Return a setting; the number of a tensor with one value, which torch takes as a rate."""
     return setting.item() if isinstance(setting, torch.Tensor) and setting.numel() == 1 else setting
-
-
-def refuse_copy(optimizer: torch.optim.Optimizer, method: str) -> NoReturn:
-    """Refuse to copy or to pickle an optimizer, whose exchange belongs to one model.
-
-    Raises:
-        Error: always; `method` returns an optimizer of torch that can be copied.
-    """
-    raise Error(
-        f"{type(optimizer).__name__} cannot be copied or pickled, since it exchanges the "
-        f"momentum of one wrapped model: keep its state_dict(), or copy what its {method}() returns"
-    )
 
 
 def check_settings(who: str, settings: dict[str, Any]) -> None:
@@ -175,38 +163,25 @@ def prepare(
     closure: Callable[[], float] | None,
     overflows: Callable[[bool], bool] = bool,
 ) -> tuple[bool, float | None]:
-    """Do what every step begins with.
+    """Do what every step begins with; unscale the gradients if the scaler leaves that to us.
 
     Args:
-        optimizer, scaler, overflows: as for `is_ready`, whose error this raises.
+        optimizer: one with `_step_supports_amp_scaling`, to which a scaler tells what it has found.
+        scaler: the scaler with which it was made.
         closure: function that computes the gradients again and returns the loss.
+        overflows: function from whether the scaler has found Inf or NaN on this rank to whether
+            the step overflows.
 
     Returns:
         Whether to take the step, and the closure's loss.
+
+    Raises:
+        Error: a GradScaler scales the gradients, and the optimizer was made without it.
     """
     loss = None
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    return is_ready(optimizer, scaler, overflows), loss
-
-
-def is_ready(
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler | None,
-    overflows: Callable[[bool], bool] = bool,
-) -> bool:
-    """Return whether to take a step; unscale the gradients if the scaler leaves that to us.
-
-    Args:
-        optimizer: one with `_step_supports_amp_scaling`, to which a scaler tells what it has found.
-        scaler: the scaler with which it was made.
-        overflows: function from whether the scaler has found Inf or NaN on this rank to whether
-            the step overflows.
-
-    Raises:
-        Error: a GradScaler scales the gradients, and the optimizer was made without it.
-    """
     found_inf = getattr(optimizer, "found_inf", None)
     if found_inf is not None and scaler is None:
         raise Error(
@@ -214,11 +189,11 @@ def is_ready(
             "travels must be in their unit: make the optimizer with scaler=..."
         )
     if overflows(found_inf is not None and bool(float(found_inf))):
-        return False
+        return False, loss
     scale = getattr(optimizer, "grad_scale", None)
     if scale is not None:
         inverse = 1.0 / float(scale)
         groups = optimizer.param_groups
         grads = [p.grad for g in groups for p in g["params"] if p.grad is not None]
         torch._foreach_mul_(grads, inverse)
-    return True
+    return True, loss

@@ -87,16 +87,12 @@ class Bucket:
         self.pieces: list[BucketPiece] = []
         self.rows, self.levels = rows, tuple(levels)
         self.numel = 0
-        self.paying: set[str] = set()
-        """Names of the pieces that have a residual although their codec leaves none."""
+        self.flushed: set[str] = set()
+        """Names of the pieces whose old residual is still to be sent: their codec leaves none."""
         for decision, number in zip(decisions, numbers, strict=True):
             name, numel = decision.parameter.name, decision.parameter.numel
             residual = None
             kind = residuals.rule.kind if residuals is not None else None
-            if decision.codec.combine == "factors" and kind not in (None, "residual"):
-                raise ValueError(
-                    f"{name}: {decision.codec.name} has feedback of the kind residual, not {kind}"
-                )
             if levels and kind == "momentum":
                 raise ValueError(
                     "feedback of the kind momentum needs ranks that send for themselves, and here "
@@ -108,7 +104,7 @@ class Bucket:
                 form: dict[str, Any] = {"rows": rows, "error": keeps_errors, "codec": codec}
                 residual = residuals.get(name, numel, device, empty=held is not None, **form)
             if residual is not None and not keeps_errors:
-                self.paying.add(name)
+                self.flushed.add(name)
             self.pieces.append(
                 BucketPiece(name, self.numel, numel, decision.codec, number, residual)
             )
@@ -143,7 +139,7 @@ class Bucket:
         """Likewise: the `Batched` of a schedule that C++ runs while Python moves the payloads."""
         self.single: Any = None
         """The `SingleCoding` that averages the bucket; False: another way does; None: nobody has
-        asked yet."""
+        asked yet. See `BucketReducer.coding_of`."""
         self.moments: Any = None
         """The matrices of a coded optimizer, as kernels of a device know them."""
         self._native: Layout | None = None

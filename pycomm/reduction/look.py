@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from typing import Any
 
 import torch
-
-
-class GradientObserver(Protocol):
-    """Keeps what it has to know of gradients that a backward is about to change."""
-
-    def look(self, name: str) -> None: ...
 
 
 class GradientHook:
@@ -20,13 +14,13 @@ class GradientHook:
     The reference is weak, since parameters outlive a state.
 
     Args:
-        owner: the object.
+        owner: the object, whose `look` is called.
         name: the parameter's name, with which it is called.
     """
 
     __torch_unserializable__ = True  # torch.save of the parameter leaves the hook out silently
 
-    def __init__(self, owner: GradientObserver, name: str) -> None:
+    def __init__(self, owner: Any, name: str) -> None:
         self._owner, self._name = weakref.ref(owner), name
 
     def __call__(self, _: torch.Tensor) -> None:

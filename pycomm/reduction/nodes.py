@@ -12,6 +12,7 @@ from __future__ import annotations
 import socket
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,17 +78,15 @@ class Nodes:
         values: torch.Tensor,
         bucket: Bucket,
         *,
-        seed: int,
-        step: int,
         found_inf: torch.Tensor | None = None,
-        swapped: torch.Tensor | None = None,
+        **options: Any,
     ) -> torch.Tensor | None:
         """Average values over all ranks; see `two_shot.all_reduce`, which this has the results of.
 
         Args:
             values: floats of 16 or 32 bits [bucket.numel], contiguous; holds the result afterwards.
             bucket: made with ``levels=self.levels``.
-            seed, step, found_inf, swapped: as for `two_shot.all_reduce`.
+            found_inf, options: as for `two_shot.all_reduce`.
 
         Returns:
             A bool tensor without dimensions, equal on all ranks: whether the result is finite;
@@ -107,16 +106,8 @@ class Nodes:
             node_sum = self._sum_in_node(places, values)
             ours.copy_(node_sum[: ours.numel()])
             assert self._across is not None
-            two_shot.all_reduce(
-                sums,
-                bucket,
-                self._across,
-                seed=seed,
-                step=step,
-                part=(runs, self._ranks),
-                found_inf=flag,
-                swapped=swapped,
-            )
+            options |= {"part": (runs, self._ranks), "found_inf": flag}
+            two_shot.all_reduce(sums, bucket, self._across, **options)
             if place.dtype != torch.float32:
                 convert(ours, place, found_inf=flag)
         self._gather_in_node(places, flag)
@@ -129,9 +120,8 @@ class Nodes:
         bucket: Bucket,
         group: dist.ProcessGroup,
         *,
-        seed: int,
-        step: int,
         average: bool,
+        **options: Any,
     ) -> torch.Tensor:
         """Sum or average rows; see `two_shot.reduce_scatter`.
 
@@ -139,7 +129,7 @@ class Nodes:
         codes the sums for these. Only for even nodes.
 
         Args:
-            output, input, seed, step, average: as there.
+            output, input, average, options: as there.
             bucket: made with ``levels=self.levels`` and a row for each rank.
             group: the ranks for which this was made.
         """
@@ -161,10 +151,9 @@ class Nodes:
             rows,
             bucket,
             self._across,
-            seed=seed,
-            step=step,
             divisor=self._ranks if average else 1,
             found_inf=found_inf,
+            **options,
         )
         if not wide:
             convert(result, output, found_inf=found_inf)

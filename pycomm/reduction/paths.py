@@ -241,18 +241,13 @@ def choose(
 
 
 def native_backend(
-    bucket: Bucket,
-    group: dist.ProcessGroup,
-    op: str,
-    tensor: torch.Tensor,
-    *,
-    senders: bool = False,
+    bucket: Bucket, group: dist.ProcessGroup, op: str, tensor: torch.Tensor
 ) -> Backend | None:
     """Return the backend that runs an operation in C++; None: hooks exchange the payloads.
 
     The arguments are those of `choose`, and all ranks call it together.
     """
-    return chosen(bucket, group, op, tensor, senders=senders).native(group, tensor.device)
+    return chosen(bucket, group, op, tensor).native(group, tensor.device)
 
 
 def chosen(

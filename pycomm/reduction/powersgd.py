@@ -4,9 +4,7 @@ Let M be a rank's contribution to a matrix: its gradient plus its residual. P is
 over all ranks, orthonormalized; Q is then the mean of M^T P; the result is P Q^T. Both means are
 plain all-reduces in float32, in which a bucket travels as one tensor. The next step starts from
 this step's Q. If the rank of the mean of M is at most that of the factors, the result is that mean,
-but for rounding. With ``alternate=1`` steps send P and Q in turns, against the other factor of the
-step before (Zhang et al. 2023, "Evaluation and Optimization of Gradient Compression for Distributed
-Deep Learning", ACP-SGD).
+but for rounding.
 
 A rank's residual is the error of its own M, M - P (M^T P)^T with its own M^T P. The paper uses the
 global P Q^T, whose mean over the ranks is the same; but then the differences between the ranks
@@ -17,7 +15,6 @@ All ranks have the same bits if they run the same kernels, since each orthonorma
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -31,36 +28,27 @@ from pycomm.codecs.products import product
 from pycomm.reduction.bucket import BucketPiece
 
 
-@dataclass(frozen=True)
-class Factor:
-    """One factor of a matrix: P [rows, width], or Q transposed [width, columns]."""
-
-    values: torch.Tensor
-    left: bool
-
-
 class Memory:
-    """The factors from which each matrix's next step starts, by parameter name.
+    """The Q from which each matrix's next step starts, transposed, by parameter name.
 
     They are equal on all ranks. `commit` replaces them with those of the step; without it the step
     has no effect.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, Factor] = {}
-        self._next: dict[str, Factor] = {}
+        self._kept: dict[str, torch.Tensor] = {}
+        self._next: dict[str, torch.Tensor] = {}
 
     def factor(
-        self, name: str, left: tuple[int, int], right: tuple[int, int], device: torch.device
-    ) -> Factor | None:
-        """Return a matrix's factor, or None if there is none of the shape for its side."""
+        self, name: str, shape: tuple[int, int], device: torch.device
+    ) -> torch.Tensor | None:
+        """Return a matrix's factor, or None if there is none of this shape."""
         kept = self._kept.get(name)
-        if kept is None or tuple(kept.values.shape) != (left if kept.left else right):
+        if kept is None or tuple(kept.shape) != shape:
             return None
-        # A state may have been loaded to another device.
-        return Factor(kept.values.to(device), kept.left)
+        return kept.to(device)  # a state may have been loaded to another one
 
-    def put(self, name: str, factor: Factor) -> None:
+    def put(self, name: str, factor: torch.Tensor) -> None:
         """Propose the factor for the next step."""
         self._next[name] = factor
 
@@ -73,55 +61,24 @@ class Memory:
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return copies of all factors by parameter name."""
         return {
-            name: {"values": factor.values.clone(), "left": factor.left}
-            for name, factor in self._kept.items()
+            name: {"values": factor.clone(), "left": False} for name, factor in self._kept.items()
         }
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
         """Restore the factors from `state_dict`, on any number of ranks."""
         self._kept = {
-            name: Factor(saved["values"].clone(), saved["left"]) for name, saved in state.items()
+            name: saved["values"].clone() for name, saved in state.items() if not saved["left"]
         }
         self._next.clear()
 
 
-Following = tuple[torch.Tensor, Callable[[torch.Tensor], None]]
-"""The tensor that a rank sends next, and the function that takes its mean over all ranks."""
+class _Matrix:
+    """A matrix in an exchange; M is computed in the new residual's memory, if there is one."""
 
-
-class _Part(ABC):
-    """One parameter in an exchange, which averages the tensors that its parts send."""
-
-    @abstractmethod
-    def first(self) -> torch.Tensor:
-        """Return the tensor that this rank sends first."""
-
-    @abstractmethod
-    def second(self, mean: torch.Tensor) -> Following | None:
-        """Take the mean of the tensors that all sent; return the next message, if there is one."""
-
-
-class _Exact(_Part):
-    """Values that are averaged exactly."""
-
-    def __init__(self, target: torch.Tensor, piece: BucketPiece) -> None:
-        self.target = target
-        if piece.residual is not None:  # from the codec that it had before
-            target.add_(piece.residual.load_worker())
-            piece.residual.store_worker(torch.zeros_like(target))
-
-    def first(self) -> torch.Tensor:
-        return self.target
-
-    def second(self, mean: torch.Tensor) -> None:
-        self.target.copy_(mean)
-
-
-class _Matrix(_Part):
-    """A matrix; M is computed in the new residual's memory, if there is one."""
-
-    def __init__(self, target: torch.Tensor, piece: BucketPiece, memory: Memory) -> None:
-        codec = cast(PowerSGD, piece.codec)
+    def __init__(
+        self, target: torch.Tensor, piece: BucketPiece, memory: Memory, key: RandomKey
+    ) -> None:
+        codec = cast("PowerSGD", piece.codec)
         (rows, columns), width = codec.shape(piece.numel), codec.width(piece.numel)
         self.name, self.memory = piece.name, memory
         self.target = target.view(rows, columns)
@@ -132,81 +89,29 @@ class _Matrix(_Part):
             self.matrix = torch.add(target, piece.residual.load_worker(), out=room).view(
                 rows, columns
             )
-        self.codec, self.numel = codec, piece.numel
-        shapes = (rows, width), (width, columns)
-        self.kept = memory.factor(piece.name, *shapes, target.device)
-
-    def start(self, key: RandomKey) -> torch.Tensor:
-        """Return the very first Q, transposed."""
-        return self.codec.start(self.numel, key, self.target.device).t()
-
-    def keep_error(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Write the residual: M minus the product of this rank's own factors."""
-        if self.residual is not None:
-            self.matrix.addmm_(left, right, alpha=-1)
-            self.residual.store_worker(self.matrix.view(-1))
-
-
-class _BothTurns(_Matrix):
-    """A matrix whose P and Q are both sent in each step."""
-
-    def __init__(
-        self, target: torch.Tensor, piece: BucketPiece, memory: Memory, key: RandomKey
-    ) -> None:
-        super().__init__(target, piece, memory)
-        self.right = self.kept.values if self.kept else self.start(key)
+        kept = memory.factor(piece.name, (width, columns), target.device)
+        self.right = codec.start(piece.numel, key, target.device).t() if kept is None else kept
 
     def first(self) -> torch.Tensor:
+        """Return what this rank sends first, its P."""
         return product(self.matrix, self.right.t())
 
-    def second(self, mean: torch.Tensor) -> Following:
+    def second(self, mean: torch.Tensor) -> torch.Tensor:
+        """Take the mean of all ranks' P; return what this rank sends then, its Q."""
         self.left = orthonormal(mean.view(len(self.matrix), -1))
         mine = product(self.left.t(), self.matrix)
-        self.keep_error(self.left, mine)
-        return mine, self._finish
+        if self.residual is not None:
+            self.matrix.addmm_(self.left, mine, alpha=-1)
+            self.residual.store_worker(self.matrix.view(-1))
+        return mine
 
-    def _finish(self, mean: torch.Tensor) -> None:
+    def finish(self, mean: torch.Tensor) -> None:
+        """Take the mean of all ranks' Q, and write the result."""
         right = mean.view_as(self.right)
         torch.mm(self.left, right, out=self.target)
         # The scale of Q is irrelevant, and would be squared in each step.
         top = right.abs().max()
-        self.memory.put(self.name, Factor(torch.where(top > 0, right / top, self.right), False))
-
-
-class _OneTurn(_Matrix):
-    """A matrix that sends P in one step and Q in the next."""
-
-    def __init__(
-        self, target: torch.Tensor, piece: BucketPiece, memory: Memory, key: RandomKey
-    ) -> None:
-        super().__init__(target, piece, memory)
-        self.basis = self.kept or _right_basis(self.start(key))
-
-    def first(self) -> torch.Tensor:
-        basis = self.basis.values
-        if self.basis.left:
-            mine = product(basis.t(), self.matrix)
-            self.keep_error(basis, mine)
-        else:
-            mine = product(self.matrix, basis.t())
-            self.keep_error(mine, basis)
-        return mine
-
-    def second(self, mean: torch.Tensor) -> None:
-        basis = self.basis.values
-        if self.basis.left:
-            right = mean.view(-1, self.target.shape[1])
-            torch.mm(basis, right, out=self.target)
-            following = _right_basis(right)
-        else:
-            left = mean.view(self.target.shape[0], -1)
-            torch.mm(left, basis, out=self.target)
-            following = Factor(orthonormal(left), True)
-        self.memory.put(self.name, following)
-
-
-def _right_basis(right: torch.Tensor) -> Factor:
-    return Factor(orthonormal(right.t()).t().contiguous(), False)
+        self.memory.put(self.name, torch.where(top > 0, right / top, self.right))
 
 
 class Exchange:
@@ -222,7 +127,6 @@ class Exchange:
         memory: the factors from which matrices start.
         group: the ranks that average.
         seed: equal on all ranks.
-        step: number of the step, below 2^32.
     """
 
     def __init__(
@@ -233,34 +137,37 @@ class Exchange:
         group: dist.ProcessGroup,
         *,
         seed: int,
-        step: int,
     ) -> None:
         self._group = group
-        parts: list[_Part] = []
+        self._parts: list[torch.Tensor | _Matrix] = []
         for piece in pieces:
             target = values[piece.offset : piece.offset + piece.numel]
-            codec = piece.codec
-            if not isinstance(codec, PowerSGD):
-                parts.append(_Exact(target, piece))
+            if isinstance(piece.codec, PowerSGD):
+                key = RandomKey(seed, 0, piece.tensor)
+                self._parts.append(_Matrix(target, piece, memory, key))
                 continue
-            key = RandomKey(seed, step if codec.restart else 0, piece.tensor)
-            kind = _OneTurn if codec.alternate else _BothTurns
-            kept = Memory() if codec.restart else memory
-            parts.append(kind(target, piece, kept, key))
+            if piece.residual is not None:  # from the codec that it had before
+                target.add_(piece.residual.load_worker())
+                piece.residual.store_worker(torch.zeros_like(target))
+            self._parts.append(target)
+        self._matrices = [part for part in self._parts if isinstance(part, _Matrix)]
         self._finite = [values.new_ones((), dtype=torch.bool)]
-        self._takers: list[Callable[[torch.Tensor], Following | None]]
-        self._takers = [part.second for part in parts]
-        self._send([part.first() for part in parts])
+        self._send([p.first() if isinstance(p, _Matrix) else p for p in self._parts])
 
     def turn(self) -> None:
         """Wait for the first message, and send the second."""
-        following = [found for found in self._receive() if found is not None]
-        self._takers = [take for _, take in following]
-        self._send([mine for mine, _ in following])
+        following = []
+        for part, mean in zip(self._parts, self._receive(), strict=True):
+            if isinstance(part, _Matrix):
+                following.append(part.second(mean))
+            else:
+                part.copy_(mean)
+        self._send(following)
 
     def finish(self) -> None:
         """Wait for the second message, and write the result."""
-        self._receive()
+        for matrix, mean in zip(self._matrices, self._receive(), strict=True):
+            matrix.finish(mean)
 
     @property
     def finite(self) -> bool:
@@ -273,16 +180,15 @@ class Exchange:
             self._sent = torch.cat([tensor.reshape(-1) for tensor in mine])
             self._work = dist.all_reduce(self._sent, group=self._group, async_op=True)
 
-    def _receive(self) -> list[Following | None]:
-        if not self._takers:
+    def _receive(self) -> Sequence[torch.Tensor]:
+        if not self._sizes:
             return []
         self._work.wait()
         # The divisor is a tensor: for a number torch multiplies by its reciprocal, which rounds
         # differently.
         mean = self._sent.div_(torch.full_like(self._sent, self._group.size()))
         self._finite.append(mean.isfinite().all())
-        means = torch.split(mean, self._sizes)
-        return [take(part) for take, part in zip(self._takers, means, strict=True)]
+        return torch.split(mean, self._sizes)
 
 
 def takes(piece: BucketPiece) -> bool:
@@ -312,7 +218,8 @@ class Exchanges:
         tensor: torch.Tensor,
         pieces: Sequence[BucketPiece],
         at_last: Callable[[], None],
-        **options: int,
+        *,
+        seed: int,
     ) -> tuple[Exchange, torch.futures.Future[torch.Tensor]]:
         """Begin to average pieces of a tensor of any float type.
 
@@ -320,10 +227,10 @@ class Exchanges:
             tensor: holds the result when the future is done.
             pieces: see `Exchange`.
             at_last: function that is called before the future is done.
-            options: arguments of `Exchange`.
+            seed: equal on all ranks.
         """
         values = tensor.float().contiguous()
-        exchange = Exchange(values, pieces, self.memory, self._group, **options)
+        exchange = Exchange(values, pieces, self.memory, self._group, seed=seed)
         devices: list[int | str | torch.device] = [] if tensor.is_cpu else [tensor.device]
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         self._under_way.append(_UnderWay(exchange, values, tensor, at_last, future))

@@ -34,7 +34,7 @@ class Rates:
         """
         if self.scaler is not None and (now := self.scaler.get_scale()) > 0:
             if self.loss_scale not in (0.0, now):
-                residuals.scale_units(now / self.loss_scale)
+                residuals.scale(now / self.loss_scale, momentum=True)
             self.loss_scale = now
         for group in self.optimizer.param_groups if self.optimizer else ():
             rate = float(group["lr"])

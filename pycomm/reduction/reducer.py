@@ -21,7 +21,7 @@ from pycomm.arguments import typed, whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback, Residuals
-from pycomm.feedback.residual import Spans
+from pycomm.feedback.residual import ALL, Spans
 from pycomm.feedback.rule import EXACT
 from pycomm.log import warn_once
 from pycomm.policy import (
@@ -33,16 +33,15 @@ from pycomm.policy import (
     refused_together,
     usual_feedback,
 )
-from pycomm.policy.samples import BucketProbe
 from pycomm.reduction import coding, members, paths, powersgd, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
 from pycomm.reduction.exchange_thread import ExchangeThread
 from pycomm.reduction.factors import Factors, Matrix, is_divided
 from pycomm.reduction.nodes import Nodes, find_levels
 from pycomm.reduction.side_stream import SideStream
+from pycomm.reduction.single_coding import SingleCoding
+from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.weights import weigh
-
-_NO_FLAGS: dict[str, Any] = {}
 
 
 class BucketReducer:
@@ -80,8 +79,6 @@ class BucketReducer:
         self.step = 0
         """Number of the current step, from 1."""
 
-        self.weighted = weighted
-        """The average is weighted: every rank sets its weight for each step."""
         self.averages_senders = False
         """A value of a sparse payload is averaged over the ranks that have sent it."""
         self.factors: list[float] | None = None
@@ -94,17 +91,19 @@ class BucketReducer:
         self._buckets: dict[tuple[str, ...], Bucket] = {}
         self._agreed: dict[tuple[str, ...], Agreed] = {}  # about buckets; equal on all ranks
         self._factors = Factors()
-        self._looks = False  # at the sizes of rows and columns, in this step
         self._exchanges = powersgd.Exchanges(process_group)
         self._side: SideStream | None = None  # of the device, where hooks exchange payloads
-        self._deferred: set[str] = set()  # parameters of the steps that `_side` has deferred
         self._nodes: Nodes | None = None  # where hooks exchange payloads by nodes
         self._flat: Sequence[int] = ()  # the node of each rank, where nodes are of no use
         self._thread: ExchangeThread | None = None  # that does so beside backward, of host tensors
         self._formed_with = self._formed()
-        self._finite: list[Callable[[], bool]] = []  # checks of the current step, one per bucket
-        self._touched: dict[str, BucketPiece] = {}  # the current step's pieces with a residual
-        self._paying: set[str] = set()  # parameters without a residual after the current step
+        self._current = Step(StepStatus.COMMITTED)
+
+    codes_once = False
+    """What is averaged is a momentum, whose coarse payloads are gathered, or answered without a
+    residual; see `pycomm.reduction.single_coding`."""
+    _encoded: Callable[[], None] | None = None
+    """Is called once, by the next reduction that `coding_of` tells of; see `two_shot.exchange`."""
 
     def _refusal(self, codec: Codec) -> str:
         """Return why this group cannot use a codec; "" if it can."""
@@ -257,10 +256,8 @@ class BucketReducer:
             for place, part in zip(places, parts, strict=True):
                 place.copy_(part)
 
-        exchange, future = self._exchanges.start(
-            tensor, taken, put_back, seed=self.seed, step=self.step
-        )
-        self._finite.append(lambda: exchange.finite)
+        exchange, future = self._exchanges.start(tensor, taken, put_back, seed=self.seed)
+        self._current.checks.append(lambda: exchange.finite)
         if probe is None:
             return future
         return future.then(lambda done: probe.finish(done.value()))
@@ -271,7 +268,8 @@ class BucketReducer:
         # A step calls this for every bucket: what is rare is a flag, so that it costs no call.
         if self.residuals is not None and self.residuals.rule.clip:
             self._clip(bucket, tensor)
-        if self._looks:
+        step = self._current
+        if step.looks:
             self._factors.look(tensor, bucket, self.matrix)
         divided = bool(self._factors.current) and self._divide(tensor, bucket)
         for residual in bucket.residuals:
@@ -279,72 +277,76 @@ class BucketReducer:
                 self._settle_deferred()
                 self._use(bucket.pieces, bucket, tensor)
                 break
-        self._touched.update(bucket.with_residual)
-        self._paying |= bucket.paying
+        step.pieces.update(bucket.with_residual)
+        step.flushed |= bucket.flushed
         probe = None
         if self.plan.sampled:
             self._settle_deferred()
             probe = self.plan.probe(tensor, bucket.pieces, self._residual_of)
         senders = self._senders() if self.averages_senders and bucket.gathers else None
         choice = bucket.agreed.paths.get(("all_reduce", senders is not None))
-        if choice is None:
+        if self.codes_once and (single := self.coding_of(bucket)) is not None:
+            choice = bucket.agreed.paths["all_reduce", False] = single.path(bucket, tensor)
+        elif choice is None:
             choice = paths.chosen(
                 bucket, self.process_group, "all_reduce", tensor, senders=senders is not None
             )
+
+        def land(result: torch.Tensor) -> torch.Tensor:
+            if probe is not None:
+                probe.finish(result)
+            if divided:
+                self._factors.multiply(result, bucket)
+            return result
+
+        finish = land if probe is not None or divided else None
         native = choice.path.in_core and choice.native(self.process_group, tensor.device)
         if native:
             work = native.compressed_all_reduce(
                 tensor, bucket.native, bucket.sides, self.seed, self.step
             )
-            self._finite.append(lambda: work.finite)
+            step.checks.append(lambda: work.finite)
             coded: torch.futures.Future[torch.Tensor]
-            if probe is None and tensor.is_cpu and not divided:
+            if tensor.is_cpu and finish is None:
                 coded = work.get_future()
                 return coded
-
-            def finish(result: torch.Tensor) -> torch.Tensor:
-                if probe is not None:
-                    probe.finish(result)
-                if divided:
-                    self._factors.multiply(result, bucket)
-                return result
-
             # For tensors that are not on the CPU, the work's result is a list.
-            last = finish if tensor.is_cpu else lambda results: finish(results[0])
+            last = land if tensor.is_cpu else lambda results: land(results[0])
             coded = load_c10d().then(work, last)
             return coded
-        how: dict[str, Any] = {"senders": senders, "probe": probe, "step": self.step}
-        how["divided"] = divided
-        if self._thread is not None:
+        options: dict[str, Any] = {"seed": self.seed, "step": self.step}
+        if senders is not None:
+            options["senders"] = senders
+        if self._thread is not None and not bucket.single:
             group = self._thread.group
             coded, is_finite = self._thread.run(
-                tensor, lambda: self._exchange(tensor, bucket, group, **how)
+                tensor, lambda: self._exchange(tensor, bucket, group, finish, **options)
             )
-            self._finite.append(is_finite)
+            step.checks.append(is_finite)
             return coded
         future: Any = torch._C.Future([] if tensor.is_cpu else [tensor.device])
-        stream, flags = None, _NO_FLAGS
+        stream = None
         if not tensor.is_cpu:
             side = self._side = self._side or SideStream(tensor.device)
             stream = side.stream
             stream.wait_stream(torch._C._accelerator_getStream(tensor.device.index))
             stream.__enter__()
             if choice.path.decides:
-                if side.ahead and not bucket.with_residual.keys() <= self._deferred:
+                if side.ahead and not bucket.with_residual.keys() <= side.names:
                     self._settle_deferred()  # the flag is not about the sides of the others
                 side.open = True
-                flags = side.flags
+                options |= side.flags
             else:
                 self._settle_deferred()
         try:
-            finite = self._exchange(tensor, bucket, self.process_group, **how, **flags)
+            finite = self._exchange(tensor, bucket, self.process_group, finish, **options)
             future.set_result(tensor)
         finally:
             if stream is not None:
                 stream.__exit__(None, None, None)
         if finite is not None:
             read = bool if stream is None else side.read
-            self._finite.append(partial(read, finite))
+            step.checks.append(partial(read, finite))
         return future  # type: ignore[no-any-return]
 
     def _exchange(
@@ -352,33 +354,28 @@ class BucketReducer:
         tensor: torch.Tensor,
         bucket: Bucket,
         group: dist.ProcessGroup,
-        *,
-        senders: Sequence[float] | None,
-        probe: BucketProbe | None,
-        step: int,
-        divided: bool,
-        **flags: Any,
+        finish: Callable[[torch.Tensor], object] | None = None,
+        **options: Any,
     ) -> torch.Tensor | None:
         """Average a bucket; Python moves the payloads. See `two_shot.all_reduce`."""
         values = tensor if tensor.is_contiguous() else tensor.contiguous()
-        seed = self.seed
-        if self._nodes is not None and bucket.levels:
-            finite = self._nodes.all_reduce(values, bucket, seed=seed, step=step, **flags)
+        finite: torch.Tensor | None
+        if bucket.single:
+            encoded, self._encoded = self._encoded, None
+            finite = bucket.single.average(values, bucket, encoded=encoded, **options)
+        elif self._nodes is not None and bucket.levels:
+            finite = self._nodes.all_reduce(values, bucket, **options)
         else:
-            finite = two_shot.all_reduce(
-                values, bucket, group, seed=seed, step=step, senders=senders, **flags
-            )
+            finite = two_shot.all_reduce(values, bucket, group, **options)
         if values is not tensor:
             tensor.copy_(values)
-        if probe is not None:
-            probe.finish(tensor)
-        if divided:
-            self._factors.multiply(tensor, bucket)
+        if finish is not None:
+            finish(tensor)
         return finite
 
     def _all_finite(self) -> bool:
         """Wait for this step's buckets; return whether their results are finite."""
-        finite = all([check() for check in self._finite])
+        finite = all([check() for check in self._current.checks])
         if self._side is not None and self._side.open:
             finite &= self._side.end_step()
         return finite
@@ -409,7 +406,8 @@ class BucketReducer:
             A function that waits for the result.
         """
         bucket = self._bucket(tuple(names), input.device)
-        if self._looks:
+        step = self._current
+        if step.looks:
             self._factors.look(input, bucket, self.matrix)
         divided = bool(self._factors.current) and self._divide(input, bucket)
         self._use(bucket.pieces, bucket, input)
@@ -421,7 +419,7 @@ class BucketReducer:
             work = native.compressed_reduce_scatter(
                 output, input, bucket.native, bucket.sides, self.seed, self.step, average
             )
-            self._finite.append(lambda: work.finite)
+            step.checks.append(lambda: work.finite)
         else:
             scatter: Callable[..., torch.Tensor] = two_shot.reduce_scatter
             if self._nodes is not None and bucket.levels:
@@ -429,7 +427,7 @@ class BucketReducer:
             finite = scatter(
                 output, input, bucket, group, seed=self.seed, step=self.step, average=average
             )
-            self._finite.append(lambda: bool(finite))
+            step.checks.append(lambda: bool(finite))
 
         def wait() -> None:
             if native is not None:
@@ -452,9 +450,9 @@ class BucketReducer:
                     gradient = rows[:, piece.offset : piece.offset + piece.numel]
                 if residual.in_place or residual.layouts != [bucket.layout, bucket.layout]:
                     residual.use(bucket.layout, ranks, gradient, bucket.spans[piece.name])
-                self._touched[piece.name] = piece
+                self._current.pieces[piece.name] = piece
         bucket.follow_memory()
-        self._paying |= bucket.paying
+        self._current.flushed |= bucket.flushed
 
     def _clip(self, bucket: Bucket, tensor: torch.Tensor) -> None:
         """Bound the norm of each gradient of this rank (DGC, Lin et al. 2018, section 3.3)."""
@@ -490,21 +488,14 @@ class BucketReducer:
         """Reduce by the group's own all_reduce: float64 and sparse tensors, which codecs refuse."""
         verdict: list[bool] = []
 
-        def finish(results: list[torch.Tensor]) -> torch.Tensor:
-            result = results[0]
+        def look(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            result = done.value()
             values = result._values() if result.is_sparse else result
             verdict.append(bool(values.isfinite().all()))
             return result
 
-        tensor.div_(self.process_group.size())
-        work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
-        self._finite.append(lambda: verdict == [True])
-        plain: torch.futures.Future[torch.Tensor]
-        if backend.find_native(self.process_group, tensor.device):
-            plain = load_c10d().then(work, finish)
-        else:
-            plain = work.get_future().then(lambda future: finish(future.value()))
-        return plain
+        self._current.checks.append(lambda: verdict == [True])
+        return average(tensor, self.process_group).then(look)
 
     def _bucket(self, names: tuple[str, ...], device: torch.device) -> Bucket:
         bucket = self._buckets.get(names)
@@ -537,6 +528,33 @@ class BucketReducer:
             self._buckets[names] = bucket
         return bucket
 
+    def coding_of(self, bucket: Bucket) -> SingleCoding | None:
+        """Return how a bucket that is coded once is averaged; None: as gradients are."""
+        if bucket.single is None:  # it is asked for several times a step
+            bucket.single = SingleCoding.of(bucket, self.process_group) or False
+        return bucket.single or None
+
+    def residual_before(self, piece: BucketPiece, bucket: Bucket) -> torch.Tensor | None:
+        """Return a copy of a worker residual that the coding of this step overwrites; else None.
+
+        It does so if the bucket has another layout than the last one: `Residual.use` writes what
+        the worker and the owner residual are together to where the new one is written.
+
+        Args:
+            piece: one of the bucket.
+            bucket: a bucket that is reduced next, without levels.
+
+        Returns:
+            The residual as it is stored.
+        """
+        residual = piece.residual
+        if residual is None or residual.worker is None:
+            return None
+        ranks = self.process_group.size()
+        residual.use(bucket.layout, ranks, spans=bucket.spans[piece.name])
+        bucket.follow_memory()
+        return residual.stored_worker().clone() if residual.in_place else None
+
     def held(self, pieces: Sequence[BucketPiece], nodes: Nodes | None) -> list[Spans]:
         """Return which values of each piece have residuals on this rank, by role.
 
@@ -544,6 +562,8 @@ class BucketReducer:
             pieces: those of a bucket.
             nodes: by which the bucket is reduced; None: flat.
         """
+        if self.codes_once and nodes is not None:  # a coarse payload has all values
+            return [ALL] * len(pieces)
         group = self.process_group
         flat: tuple[int, int, coding.Runs] = group.rank(), group.size(), coding.whole(pieces)
         rank, ranks, runs = flat if nodes is None else nodes.part_of(pieces)
@@ -562,7 +582,8 @@ class BucketReducer:
         if self._device.type == "cpu" and not self._nodes and self._kind != "momentum":
             native = backend.find_native(self.process_group)
             levels = native.levels if native and not self.averages_senders else ()
-        return min(Counter(levels).values(), default=1) if self.rows == 1 else 1
+        alone = self.rows > 1 or self.codes_once
+        return 1 if alone else min(Counter(levels).values(), default=1)
 
     @property
     def kept_alike(self) -> int:
@@ -637,6 +658,18 @@ class BucketReducer:
         for kept in everything:
             for bucket in [one for one in kept if names is None or not names.isdisjoint(one)]:
                 del kept[bucket]
+
+
+def average(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+    """Average a tensor exactly, in place, as DDP does without a hook."""
+    tensor.div_(group.size())
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    plain: torch.futures.Future[torch.Tensor]
+    if backend.find_native(group, tensor.device):
+        plain = load_c10d().then(work, lambda results: results[0])
+    else:
+        plain = work.get_future().then(lambda future: future.value()[0])
+    return plain
 
 
 def completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -45,6 +45,10 @@ class SideStream:
         """The current step has written `found_inf`."""
         self.ahead = False
         """Steps have been deferred since `settle`."""
+        self.names: set[str] = set()
+        """The parameters of the steps that were deferred last."""
+        self.last_finite = 0
+        """The last one of them that was finite, as far as the host knows; 0: none."""
         # Of which the host has not heard: number, the host's copy of `found_inf`, when it is there.
         self._deferred: deque[tuple[int, torch.Tensor, torch.Event]] = deque()
 
@@ -62,9 +66,11 @@ class SideStream:
                 self.found_inf.zero_()
         return not found
 
-    def defer(self, step: int) -> None:
-        """End the current step, and let the device decide about it."""
-        self.open, self.ahead = False, True
+    def defer(self, step: int, names: set[str]) -> None:
+        """End the current step, of these parameters, and let the device decide about it."""
+        if not self.ahead:
+            self.last_finite = 0
+        self.open, self.ahead, self.names = False, True, names
         copy = torch.empty(1, dtype=torch.float32, device="cpu", pin_memory=True)
         with self.stream:
             copy.copy_(self.found_inf, non_blocking=True)
@@ -79,13 +85,16 @@ class SideStream:
         """Whether the host should wait before another step is deferred."""
         return len(self._deferred) >= _ROOM
 
-    def heard(self) -> list[tuple[int, bool]]:
-        """Return the deferred steps that have ended by now, and whether each was finite."""
-        found = []
+    def hear(self) -> int:
+        """Return how many of the deferred steps that have ended since were not finite."""
+        overflows = 0
         while self._deferred and self._deferred[0][2].query():
             step, copy, _ = self._deferred.popleft()
-            found.append((step, float(copy) == 0))
-        return found
+            if float(copy) == 0:
+                self.last_finite = step
+            else:
+                overflows += 1
+        return overflows
 
     def settle(self) -> bool:
         """Wait for all deferred steps; return whether sides were swapped, and no longer are."""

@@ -76,62 +76,48 @@ class SingleCoding:
         if not self.gathers:
             self.wire_bytes = -(-(self._ranks - 1) * (sent + back) // self._ranks)
 
+    @staticmethod
+    def of(bucket: Bucket, group: dist.ProcessGroup) -> SingleCoding | None:
+        """Return how a momentum's bucket is averaged; None: as gradients are, with fine codecs."""
+        if group.size() == 1 or not any(is_coarse(p.codec) for p in bucket.pieces):
+            return None
+        single = SingleCoding(bucket, group)
+        dense = [p for p in bucket.pieces if p.codec.combine != "gather"]
+        if single.gathers and not any(is_coarse(p.codec) for p in dense):
+            return None  # payloads are gathered there, too
+        return single
+
     def average(
         self,
         values: torch.Tensor,
         bucket: Bucket,
         *,
         seed: int,
-        step: int,
-        encoded: Callable[[], None],
-        found_inf: torch.Tensor | None = None,
-        swapped: torch.Tensor | None = None,
+        encoded: Callable[[], None] | None,
+        **options: Any,
     ) -> torch.Tensor | None:
         """Average `values` over the group, in place.
 
         Args:
             values: floats of 16 or 32 bits [bucket.numel], contiguous.
             bucket: the bucket for which this was made.
-            seed: equal on all ranks.
-            step: number of the step, below 2^32.
-            encoded: is called when this rank's contribution and its residuals are written, and
-                `values` are as they were.
-            found_inf, swapped: as for `two_shot.exchange`.
-
-        Returns:
-            A bool tensor without dimensions: whether the result is finite everywhere, equal on all
-            ranks; None: `found_inf` tells.
-
-        Raises:
-            WireMismatch: a rank sends payloads of impossible sizes.
+            seed, encoded, options: as for `two_shot.exchange`, whose result and errors it has.
         """
-        flags: dict[str, Any] = {"found_inf": found_inf, "swapped": swapped}
+        both = values, values
         result = exchange(
-            "single",
-            self._plan,
-            values,
-            values,
-            bucket,
-            self._group,
+            *("single", self._plan, *both, bucket, self._group),
             seed=seed,
-            step=step,
             divisor=self._ranks,
             encoded=encoded,
-            **flags,
+            **options,
         )
         if not self.gathers:
             result = exchange(
-                "answers",
-                self._plan_of_answers,
-                values,
-                values,
-                self._answers,
-                self._group,
+                *("answers", self._plan_of_answers, *both, self._answers, self._group),
                 seed=seed ^ _ANSWER_SEED,
-                step=step,
                 divisor=1,
                 # What is not finite in our chunk is so in its answer, too, which all ranks get.
-                **flags,
+                **options,
             )
         return result
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,22 +20,35 @@ from pycomm.arguments import number, typed, whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Cut, Feedback, reshard, sources
-from pycomm.log import logger, tell
+from pycomm.log import tell, warn_once
 from pycomm.policy import EXACT, Policy, refused_together
 from pycomm.policy.exchange import gather
 from pycomm.policy.names import few, matching, renamed
-from pycomm.reduction import cost, members, paths
-from pycomm.reduction.checkpoint import load_saved
+from pycomm.reduction import members, paths
 from pycomm.reduction.detached import DetachedState
 from pycomm.reduction.factors import Matrix, is_look, names_in
 from pycomm.reduction.nodes import flat_text
 from pycomm.reduction.rates import Rates
 from pycomm.reduction.reducer import BucketReducer
-from pycomm.reduction.saved import check_sizes, known, residuals_of
+from pycomm.reduction.saved import check_sizes, known, load_saved, residuals_of
+from pycomm.reduction.side_stream import SideStream
+from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.taken import DiscardedGradients
 from pycomm.reduction.weights import Weights
 
 STATE_VERSION = 1
+
+
+class Usage(Enum):
+    """What a state does for its model: `remove` leads on, and `set_policy` back."""
+
+    ACTIVE = "active"
+    REQUESTED = "requested"
+    """`remove` was called, and no step has begun since."""
+    LEAVING = "leaving"
+    """Steps send what residuals are left."""
+    REMOVED = "removed"
+    """The model no longer uses the state."""
 
 
 class CompressionState(BucketReducer):
@@ -73,20 +87,13 @@ class CompressionState(BucketReducer):
         self._weights = Weights(self.process_group) if weighted else None
         self._overflows = 0
         self._rates = Rates()
-        self._complete = False
-        self._known = 0  # parameters when the last step began
-        self._was_finite = True
-        self._copied = False
         self._taken: DiscardedGradients | None = None
         """Observer that detects unused gradients, if the hook has one."""
-        self._thrown: set[str] = set()  # the last step's gradients that were thrown away
-        self._joined = False  # Join shadows this rank, which has no more data
-        self._discarded = False
         self._told = 0  # bytes of residuals that were reported, the most so far
-        self._leaving = False  # after remove(), until no residual is left
-        self._last_finite = 0  # of these steps, as far as the host knows; 0: none
+        self._usage = Usage.ACTIVE
         self._rank = self.process_group.rank()  # in the group for which residuals are laid out
-        self._met = not self._formed_with  # the members have compared where they stand
+        self._met_in = 0 if not self._formed_with else -1
+        """How often the group's members had been set when they compared where they stand."""
         self.stays_because = ""
         """Reason why this state cannot go on with other members of its group; "": it can."""
         if weighted:
@@ -94,8 +101,6 @@ class CompressionState(BucketReducer):
                 "weights travel in a group of their own, which keeps its members: wrap the module "
                 "in a new DistributedDataParallel, and call pycomm.compress and adopt_state"
             )
-        self.removed = False
-        """`remove` is complete: the model no longer uses this state."""
         self.busy = False
         """Reductions of a step run, which a hook that does not wait for them in backward says."""
 
@@ -104,6 +109,11 @@ class CompressionState(BucketReducer):
     defers = False
     """On a device a step may begin before the host knows whether the last one is finite. Whoever
     reads residuals on the host between two steps cannot have that."""
+
+    @property
+    def removed(self) -> bool:
+        """`remove` is complete: the model no longer uses this state."""
+        return self._usage is Usage.REMOVED
 
     @property
     def overflows(self) -> int:
@@ -124,14 +134,11 @@ class CompressionState(BucketReducer):
         return DetachedState, (str(self.plan.policy), self.state_dict())
 
     def _warn_of_copies(self) -> None:
-        if not self._copied:
-            logger.warning(
-                "rank %d: a model that is compressed was copied or saved whole; the copy's "
-                "gradients travel exactly until pycomm.compress is called on it. A checkpoint "
-                "keeps the residuals by state.state_dict()",
-                self.process_group.rank(),
-            )
-        self._copied = True
+        warn_once(
+            f"rank {self.process_group.rank()}: a model that is compressed was copied or saved "
+            "whole; the copy's gradients travel exactly until pycomm.compress is called on it. A "
+            "checkpoint keeps the residuals by state.state_dict()"
+        )
 
     def summary(self) -> str:
         """Return the current decisions, a line for each codec and reason, their changes, the paths
@@ -139,7 +146,7 @@ class CompressionState(BucketReducer):
         residuals on this rank."""
         taken = paths.summary(self._buckets.values())
         nodes = f"by nodes: {self._nodes}" if self._nodes else ""
-        lines = [self.plan.summary(), taken, nodes, cost.memory_text(self)]
+        lines = [self.plan.summary(), taken, nodes, self._memory_text()]
         if self._flat:
             values = sum(one.parameter.numel for one in self.decisions.values())
             payload = self.plan.report().payload_bytes
@@ -152,16 +159,33 @@ class CompressionState(BucketReducer):
         The report comes before any residual is allocated. See `Plan.agree`.
         """
         super().agree()
-        taken = cost.residual_bytes(self)
+        taken = self.residual_bytes
         if taken > self._told and self.process_group.size() > 1:
             self._told = taken  # so that trials of "auto", and schedules, report it once
             if self.process_group.rank() == 0:
-                tell(cost.memory_text(self))
+                tell(self._memory_text())
 
     @property
     def residual_bytes(self) -> int:
         """Memory of the residuals on this rank when all of them have been written, in bytes."""
-        return cost.residual_bytes(self)
+        if self.residuals is None:
+            return 0
+        parts = [self.part(decision) for decision in self.decisions.values()]
+        form = self.rows, self.shards
+        each = (self.residuals.bytes_for(p.codec, p.parameter.numel, *form) for p in parts)
+        return sum(each) * self.kept_alike
+
+    def _memory_text(self) -> str:
+        """Return the memory of the residuals as a line of text; empty if there are none."""
+        taken = self.residual_bytes
+        if not taken:
+            return ""
+        values = sum(decision.parameter.numel for decision in self.decisions.values())
+        return (
+            f"feedback: residuals take up to {taken / 1e6:.3g} MB on each rank, "
+            f"{taken / values:.2g} bytes for each of {values} values "
+            f"({self.residuals.rule if self.residuals else None})"
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the epoch, from 0, for schedules by epoch; equal on all ranks."""
@@ -219,7 +243,7 @@ class CompressionState(BucketReducer):
         with refused_together(self.process_group):
             self.plan = self.plan.followed_by(Policy.of(codec), self._device)
         self._forget_buckets()
-        self._leaving = False
+        self._usage = Usage.ACTIVE
 
     def _check_in_use(self) -> None:
         """Check that the model uses this state, and that no step is under way.
@@ -250,16 +274,16 @@ class CompressionState(BucketReducer):
         """
         if self.removed:
             return
-        if self.weighted:
+        if self._weights is not None:
             raise Error(
                 "remove() would leave an average without weights: use set_policy('fp32'), which "
                 "is exact and weighted"
             )
         self.set_policy(Policy(EXACT, rules=(), guard=None))
-        self._leaving = True
+        self._usage = Usage.REQUESTED
 
     def __enter__(self) -> CompressionState:
-        if self.weighted:
+        if self._weights is not None:
             raise Error(
                 "a weighted state is no context manager: the block would end in remove(), and the "
                 "average after it would have no weights"
@@ -278,16 +302,16 @@ class CompressionState(BucketReducer):
                 not have been used yet.
         """
         if begins and self._taken:
-            self._thrown |= self._taken.begin(self._touched)
+            self._current.discarded |= self._taken.begin(self._current.pieces)
         self.settle(last=begins)
         if begins and self._formed() != self._formed_with:
             return False  # a new member does not know of it before the step begins
         has_residual = self.residuals is not None and self.residuals.has_residual
-        return not any(one for (one,) in gather([has_residual], self.process_group, self._device))
+        return not self.on_any_rank(has_residual)
 
     def _leave(self) -> None:
         """Complete `remove`."""
-        self._leaving, self.removed = False, True
+        self._usage = Usage.REMOVED
         monitor.forget(self.plan)
         if self._taken:
             self._taken.release()
@@ -479,7 +503,7 @@ class CompressionState(BucketReducer):
                 f"rank {self.process_group.rank()}: the members of the process group have changed, "
                 f"and {self.stays_because}"
             )
-        if not self.stays_because and not (self._met and self._formed() == self._formed_with):
+        if not self.stays_because and self._formed() != self._met_in:
             self._meet(self)
 
     def _meet(self, previous: CompressionState | None) -> None:
@@ -502,7 +526,7 @@ class CompressionState(BucketReducer):
         standings = members.exchange_states(standing, group, self._device)
         root = members.source(standings)
         if all(one.agreed and one.step == standings[root].step for one in standings):
-            self._met = True  # these members have made their states together
+            self._met_in = formed  # these members have made their states together
             return
         common = (previous or self)._common() if group.rank() == root else None
         common = members.broadcast_object(common, root, group, self._device)
@@ -521,7 +545,7 @@ class CompressionState(BucketReducer):
             now, self._factors.current = self._factors.current, units
             self._factors.use(now, self._shape, self.residuals)
         self._forget_buckets()
-        self._formed_with, self._met, self._rank = formed, True, group.rank()
+        self._formed_with, self._met_in, self._rank = formed, formed, group.rank()
 
     def _rebuilds(self) -> bool:
         """Return whether a wrapper makes new buckets after the next backward."""
@@ -597,10 +621,22 @@ class CompressionState(BucketReducer):
         without this call; see docs/feedback.md.
         """
         if self._has_results:  # there was a backward, and nothing has settled it
-            self._thrown.update(self._touched)
-            self._discarded = True
+            self._current.status = StepStatus.ROLLED_BACK
 
     # ------------------------------------------------------------------ for hooks
+
+    def open_step(self, *, absent: bool = False) -> bool:
+        """Begin a step of a hook; False: `remove` is complete, and gradients travel exactly.
+
+        Args:
+            absent: as for `begin_step`.
+        """
+        if self._usage is Usage.LEAVING and self._may_leave(begins=True):
+            self._leave()
+        if self.removed:
+            return False
+        self.begin_step(absent=absent)
+        return True
 
     def begin_step(self, *, weigh: bool = True, absent: bool = False) -> None:
         """Settle the last step and begin the next, before its first `reduce`, on all ranks.
@@ -621,25 +657,28 @@ class CompressionState(BucketReducer):
             self.follow_members()  # raises if they have changed
         if self._weights is not None and weigh:
             self.factors = self._weights.begin(self._device, absent=absent)
+        before = self._current
         if self._taken:
-            self._thrown |= self._taken.begin(self._touched)
+            before.discarded |= self._taken.begin(before.pieces)
         self.settle(ahead=True)
         self._exchanges.forget()
         self.follow_members()
         self.step = (self.step + 1) % 2**32
         if self.residuals:
             self._rates.rescale(self.residuals, self._names)
-        changed = self.plan.advance(self.step, self._device, finite=self._was_finite)
+        changed = self.plan.advance(self.step, self._device, finite=before.finite)
         self._forget_buckets(changed)
-        known, self._known = self._known, len(self.decisions)
-        anew = bool(changed) or not self._buckets or known != self._known
+        step = self._current = Step(absent=absent, parameters=len(self.decisions))
+        anew = bool(changed) or not self._buckets or before.parameters != step.parameters
         if self._factors.moved or anew:
             self._begin_factors()
-        self._looks = (self.has_factors and self.process_group.size() > 1) and (
+        step.looks = (self.has_factors and self.process_group.size() > 1) and (
             is_look(self.step) or (anew and not self._factors.knows(self._matrices()))
         )
-        if self._looks:
+        if step.looks:
             self._factors.start_look()
+        if self._usage is Usage.REQUESTED:
+            self._usage = Usage.LEAVING
 
     def _matrices(self) -> dict[str, Matrix]:
         """Return all parameters that may get factors now."""
@@ -665,13 +704,14 @@ class CompressionState(BucketReducer):
 
     def end_step(self) -> None:
         """End a step: every bucket of it has been given to `reduce`."""
-        if self._looks:
+        step = self._current
+        if step.looks:
             self._factors.end(self._matrices(), self._all_groups, self._device)
-            self._looks = False
+            step.looks = False
         self._exchanges.finish()
-        self._complete = True
+        step.reduced()
         if self._taken:
-            self._taken.end(self._touched, elsewhere=self._joined)
+            self._taken.end(step.pieces, elsewhere=step.absent)
 
     def settle(self, *, last: bool = True, ahead: bool = False) -> None:
         """Wait for the last step; keep its residuals if it completed and is finite.
@@ -686,9 +726,8 @@ class CompressionState(BucketReducer):
                 a step is under way.
         """
         self._check_idle()
-        if not self._has_results:
-            self._thrown.clear()  # nothing is undecided
-        elif ahead and self._may_defer():
+        step = self._current
+        if ahead and self._has_results and self._may_defer():
             self._defer()
             return
         if not ahead or self._has_results:
@@ -696,36 +735,30 @@ class CompressionState(BucketReducer):
         if not self._has_results:
             return
         finite = self._all_finite()
-        came = finite and self._complete and not self._discarded
-        waiting = self._taken.waiting(self._touched) if came and not last and self._taken else set()
+        came = finite and step.status is StepStatus.REDUCED
+        waiting = self._taken.waiting(step.pieces) if came and not last and self._taken else set()
+        if came:
+            self._find_unused()
         if self.residuals:
-            names = self._touched.keys() - waiting
-            kept = names - self._unused() - self._thrown if came else set()
+            names = step.pieces.keys() - waiting
+            kept = step.kept() - waiting if came else set()
             self.residuals.take_back(names - kept)
             self.residuals.commit(kept, self.step)
-            self._drop_paid(kept)
+            self._drop_flushed(kept)
         self._exchanges.memory.commit(came)
         if waiting:
-            self._touched = {name: self._touched[name] for name in waiting}
-            self._finite = [lambda: True]
+            step.pieces = {name: step.pieces[name] for name in waiting}
+            step.checks = [lambda: True]
             return
         self._overflows += not finite
-        self._was_finite = finite
-        self._forget_step()
+        step.end(finite=finite, committed=came)
         if not finite:
             self.check_operations()
 
     @property
     def _has_results(self) -> bool:
         """Whether buckets have been reduced since the last step was settled."""
-        return bool(self._finite) or (self._side is not None and self._side.open)
-
-    def _forget_step(self) -> None:
-        self._finite.clear()
-        self._touched.clear()
-        self._paying.clear()
-        self._thrown.clear()
-        self._complete = self._discarded = False
+        return bool(self._current.checks) or (self._side is not None and self._side.open)
 
     # ------------------------------------------------------------------ ahead of the device
 
@@ -733,68 +766,66 @@ class CompressionState(BucketReducer):
         """Whether the device alone decides about the last step, and about all residuals alike."""
         if self._side is None or not self._side.open:
             return False
-        rates, pieces = self._rates, self._touched.values()
+        self._find_unused()
+        rates, step = self._rates, self._current
         return (
             self.defers
-            and not (self._finite or self._paying or self._thrown or self._discarded)
-            and self._complete
-            and not (self._leaving or self.plan.judges or self._side.is_full)
+            and step.status is StepStatus.REDUCED
+            and not (step.checks or step.flushed or step.discarded or step.unused)
+            and self._usage is Usage.ACTIVE
+            and not (self.plan.judges or self._side.is_full)
             and rates.optimizer is None
             and rates.scaler is None
-            and (not self._side.ahead or self._deferred == self._touched.keys())
-            and not any(p.residual is not None and p.residual.has_moved for p in pieces)
-            and not self._unused()
+            and (not self._side.ahead or self._side.names == step.pieces.keys())
+            and not any(
+                p.residual is not None and p.residual.has_moved for p in step.pieces.values()
+            )
         )
 
     def _defer(self) -> None:
         """Commit the last step as if it were finite, and let the device keep account."""
         assert self._side is not None
-        self._deferred = set(self._touched)
-        self._side.defer(self.step)
+        self._side.defer(self.step, set(self._current.pieces))
         if self.residuals:
-            self.residuals.swap(self._deferred)
-        self._was_finite = True
-        self._forget_step()
-        self._hear()
+            self.residuals.swap(self._side.names)
+        self._current.end(finite=True, committed=True)
+        self._hear(self._side)
         self.check_operations()
 
-    def _hear(self) -> int:
-        """Count the deferred steps of which the host knows by now; return the last finite one."""
-        last = 0
-        for step, finite in self._side.heard() if self._side is not None else ():
-            last = step if finite else last
-            self._overflows += not finite
-            self.plan.overflows += not finite
-        self._last_finite = last or self._last_finite
-        return self._last_finite
+    def _hear(self, side: SideStream) -> None:
+        """Count the deferred steps of which the host knows by now."""
+        overflows = side.hear()
+        self._overflows += overflows
+        self.plan.overflows += overflows
 
     def _settle_deferred(self) -> None:
-        if self._side is None or not self._side.ahead:
+        side, before = self._side, self._overflows
+        if side is None or not side.ahead:
             return
-        swapped = self._side.settle()
-        before, step = self._overflows, self._hear()
+        swapped = side.settle()
+        self._hear(side)
         if self.residuals:
             if swapped:
-                self.residuals.swap(self._deferred)
-            self.residuals.set_step(self._deferred, step)
-        self._deferred, self._last_finite = set(), 0
+                self.residuals.swap(side.names)
+            self.residuals.set_step(side.names, side.last_finite)
         if self._overflows > before:
             self.check_operations()
 
-    def _unused(self) -> set[str]:
-        """Return the parameters whose last result was not used, since no rank used them.
+    def on_any_rank(self, found: bool) -> bool:
+        """Return whether any rank has found something; collective."""
+        return any(one for (one,) in gather([found], self.process_group, self._device))
 
-        Their residuals are kept as they were.
-        """
-        return set()
+    def _find_unused(self) -> None:
+        """Let the step know the parameters that no rank has used, before it is settled."""
 
-    def _drop_paid(self, names: Set[str]) -> None:
+    def _drop_flushed(self, names: Set[str]) -> None:
         """Drop the residuals that have been sent with a codec that leaves no new error."""
         assert self.residuals is not None
-        paid = {name for name in self._paying & names if self.residuals[name].worker is not None}
-        for name in paid:
-            self.residuals.drop(name)
-        self._forget_buckets(paid, alone=True)
+        flushed, residuals = self._current.flushed & names, self.residuals
+        sent = {name for name in flushed if residuals[name].worker is not None}
+        for name in sent:
+            residuals.drop(name)
+        self._forget_buckets(sent, alone=True)
 
 
 def _captures(device: torch.device) -> bool:

@@ -52,8 +52,6 @@ class DiscardedGradients:
         self._versions: dict[str, int] = {}  # versions when the gradients were reduced
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since then
         self._moved: set[str] | None = set()  # moved by `_stepped`; None: not looked up yet
-        self._moves: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], set[str]]]
-        self._moves = weakref.WeakKeyDictionary()
         self._tracked: set[str] = set()  # parameters that have been moved before
         self._gone: set[str] = set()  # backward has found no gradient, or zero
         self._reached: set[str] = set()  # reached by a backward since the last step
@@ -96,7 +94,7 @@ class DiscardedGradients:
         if self._calm < _QUIET_STEPS:
             self._arm()
         else:
-            self._disarm()
+            self.release()
         self._gone.clear()
         self._reached.clear()
         self._found.clear()
@@ -119,11 +117,6 @@ class DiscardedGradients:
     def replaced(self, name: str) -> None:
         """Record that a parameter's tensor was replaced since the last step."""
         self._versions.pop(name, None)  # so it counts as changed
-        self._moves.clear()
-
-    def release(self) -> None:
-        """Remove the hooks from backward: no step follows."""
-        self._disarm()
 
     def look(self, name: str) -> None:
         """Record the state of a parameter's gradient before a backward adds to it."""
@@ -143,16 +136,9 @@ class DiscardedGradients:
     def _all_moved(self) -> set[str]:
         """Return the parameters of all optimizers that have stepped."""
         if self._moved is None:
-            found: set[str] = set()
-            for optimizer in self._stepped:
-                sizes = [len(group["params"]) for group in optimizer.param_groups]
-                known = self._moves.get(optimizer)
-                if known is None or known[0] != sizes:
-                    ids = (id(p) for group in optimizer.param_groups for p in group["params"])
-                    known = sizes, {self._names[i] for i in ids if i in self._names}
-                    self._moves[optimizer] = known
-                found |= known[1]
-            self._moved = found
+            groups = [group for optimizer in self._stepped for group in optimizer.param_groups]
+            ids = {id(p) for group in groups for p in group["params"]}
+            self._moved = {self._names[i] for i in ids & self._names.keys()}
         return self._moved
 
     def _changed(self, name: str) -> bool:
@@ -195,7 +181,8 @@ class DiscardedGradients:
                 handle = parameter.register_hook(GradientHook(self, name))  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
 
-    def _disarm(self) -> None:
+    def release(self) -> None:
+        """Remove the hooks from backward."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -65,26 +65,26 @@ def exchange(
         WireMismatch: a rank sends payloads of impossible sizes.
     """
     batched = None if senders else Batched.find(op, bucket, group, plan, output, input)
-    host = batched is not None and output.is_cpu
-    flag = found_inf
-    if flag is None and not host:
-        flag = torch.zeros(1, dtype=torch.float32, device=output.device)
     how: dict[str, Any] = {"seed": seed, "step": step, "divisor": divisor, "encoded": encoded}
-    if batched is None:
+    if batched is not None and output.is_cpu:
+        finite = batched.run(output, input, bucket.sides, group, **how)
+        if found_inf is None:
+            return torch.tensor(finite, dtype=torch.bool, device="cpu")
+        if not finite:
+            found_inf.fill_(1)
+        return None
+    flag = found_inf
+    if flag is None:
+        flag = torch.zeros(1, dtype=torch.float32, device=output.device)
+    if batched is not None:
+        batched.run(output, input, bucket.sides, group, found_inf=flag, swapped=swapped, **how)
+    else:
         key = op, group.rank(), group.size()
         if key not in bucket.plans:
             bucket.plans[key] = plan()
-        assert flag is not None
         how |= {"found_inf": flag, "senders": senders}
         coding.exchange(bucket.plans[key], output, input, group, **how)
-    else:
-        how |= {"found_inf": flag, "swapped": swapped}
-        finite = batched.run(output, input, bucket.sides, group, **how)
-        if flag is None:
-            return torch.tensor(finite, dtype=torch.bool, device="cpu")
-        if not finite:  # which is known of host tensors alone
-            flag.fill_(1)
-    return flag[0] == 0 if found_inf is None and flag is not None else None
+    return flag[0] == 0 if found_inf is None else None
 
 
 def all_reduce(
@@ -92,12 +92,9 @@ def all_reduce(
     bucket: Bucket,
     group: dist.ProcessGroup,
     *,
-    seed: int,
-    step: int,
     senders: Sequence[float] | None = None,
     part: tuple[Sequence[Run], int] | None = None,
-    found_inf: torch.Tensor | None = None,
-    swapped: torch.Tensor | None = None,
+    **options: Any,
 ) -> torch.Tensor | None:
     """Average `values` over all ranks of a group, encoded on the way.
 
@@ -106,34 +103,19 @@ def all_reduce(
 
     Args:
         values: floats of 16 or 32 bits [bucket.numel], contiguous; holds the result afterwards.
-        bucket, group, seed, step, senders, found_inf, swapped: as for `exchange`, whose result and
-            errors it has, too.
+        bucket, group, senders, options: as for `exchange`, whose result and errors it has, too.
         part: the runs of a part of the bucket, the same in every call for it, whose values alone
             are read and written, and the divisor of their sums, which are sums already; None: all
             values, and the number of ranks.
     """
     ranks = group.size()
-    runs, divisor = part or (None, ranks)
+    runs, options["divisor"] = part or (None, ranks)
 
     def plan() -> ExchangePlan:
         return all_reduce_plan(whole(bucket.pieces) if runs is None else runs, ranks)
 
-    if not bucket.gathers:
-        senders = None
-    return exchange(
-        "all_reduce",
-        plan,
-        values,
-        values,
-        bucket,
-        group,
-        seed=seed,
-        step=step,
-        divisor=divisor,
-        senders=senders,
-        found_inf=found_inf,
-        swapped=swapped,
-    )
+    options["senders"] = senders if bucket.gathers else None
+    return exchange("all_reduce", plan, values, values, bucket, group, **options)
 
 
 def reduce_scatter(
@@ -142,9 +124,8 @@ def reduce_scatter(
     bucket: Bucket,
     group: dist.ProcessGroup,
     *,
-    seed: int,
-    step: int,
     average: bool = True,
+    **options: Any,
 ) -> torch.Tensor:
     """Average rows over all ranks of a group, encoded on the way; `output` gets our row.
 
@@ -157,8 +138,8 @@ def reduce_scatter(
         output: floats of 16 or 32 bits [bucket.numel], contiguous.
         input: likewise [ranks, bucket.numel], contiguous.
         bucket: layout of a row; made with ``rows=ranks``.
-        group, seed, step: as for `exchange`, whose errors it raises.
         average: divide the sum by the number of ranks.
+        group, options: as for `exchange`, whose errors it raises.
 
     Returns:
         A bool tensor without dimensions, equal on all ranks: whether all rows' results are finite.
@@ -166,9 +147,8 @@ def reduce_scatter(
     ranks = group.size()
     plan = partial(_plan_of_rows, bucket, ranks, gathers=False)
     divisor = ranks if average else 1
-    ours = exchange(
-        "reduce_scatter", plan, output, input, bucket, group, seed=seed, step=step, divisor=divisor
-    )
+    name = "reduce_scatter"
+    ours = exchange(name, plan, output, input, bucket, group, divisor=divisor, **options)
     assert ours is not None
     return all_finite(ours.view(1), group)
 
@@ -190,9 +170,7 @@ def all_gather(
     input: torch.Tensor,
     bucket: Bucket,
     group: dist.ProcessGroup,
-    *,
-    seed: int,
-    step: int,
+    **options: Any,
 ) -> torch.Tensor:
     """Gather the encoded rows of all ranks and decode them to `output`, in rank order.
 
@@ -202,15 +180,13 @@ def all_gather(
         output: floats of 16 or 32 bits [ranks, bucket.numel], contiguous.
         input: likewise [bucket.numel], contiguous; may be our row of the output.
         bucket: layout of a row.
-        group, seed, step: as for `exchange`, whose errors it raises.
+        group, options: as for `exchange`, whose errors it raises.
 
     Returns:
         A bool tensor without dimensions: whether the output is finite everywhere.
     """
     plan = partial(_plan_of_rows, bucket, group.size(), scatters=False)
-    finite = exchange(
-        "all_gather", plan, output, input, bucket, group, seed=seed, step=step, divisor=1
-    )
+    finite = exchange("all_gather", plan, output, input, bucket, group, divisor=1, **options)
     assert finite is not None
     return finite
 

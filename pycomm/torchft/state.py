@@ -114,7 +114,7 @@ class ManagedState(CompressionState):
     def follow_members(self) -> None:
         """See `CompressionState`. A replica that heals brings nothing."""
         new = self._heals or self._loaded
-        if not self._met or self._formed() != self._formed_with:
+        if self._formed() != self._met_in:
             self._meet(None if new else self)
         elif new and self.residuals:
             self.residuals.load_state_dict({})

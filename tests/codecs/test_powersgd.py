@@ -92,8 +92,6 @@ def test_a_policy_fits_it_to_each_parameter():
     ("spec", "text"),
     [
         ("powersgd:0", "rank=0"),
-        ("powersgd:alternate=2", "0 or 1"),
-        ("powersgd:alternate=1,restart=1", "the factor of the step before"),
         ("powersgd:min_compression=0.5", "at least 1"),
     ],
 )

@@ -266,15 +266,15 @@ RESIDUALS = (
     Mutant(
         "discarded-step-kept",
         "pycomm/reduction/state.py::CompressionState.settle",
-        "finite and self._complete and not self._discarded",
-        "finite and self._complete",
+        "finite and step.status is StepStatus.REDUCED",
+        "finite and step.status is not StepStatus.OPEN",
         "torch/feedback/test_thrown_gradients.py::test_discard",
     ),
     Mutant(
         "residuals-of-an-overflow-kept",
         "pycomm/reduction/state.py::CompressionState.settle",
-        "- self._unused() - self._thrown if came else set()",
-        "- self._unused() - self._thrown",
+        "step.kept() - waiting if came else set()",
+        "step.kept() - waiting",
         (
             "torch/hooks/test_ddp_compress.py::test_overflow_reaches_all_ranks_and_leaves_no_trace "
             "torch/feedback/test_state.py::test_an_overflow_leaves_no_trace"
@@ -290,7 +290,7 @@ RESIDUALS = (
     Mutant(
         "paid-residual-sent-again",
         "pycomm/reduction/reducer.py::BucketReducer._use",
-        "self._paying |= bucket.paying",
+        "self._current.flushed |= bucket.flushed",
         "pass",
         (
             "torch/hooks/test_policy.py::test_a_schedule_loses_nothing "
@@ -309,7 +309,7 @@ RESIDUALS = (
     ),
     Mutant(
         "powersgd-exact-pieces-owe-again",
-        "pycomm/reduction/powersgd.py::_Exact.__init__",
+        "pycomm/reduction/powersgd.py::Exchange.__init__",
         "piece.residual.store_worker(torch.zeros_like(target))",
         "pass",
         "torch/reduction/test_powersgd_factors.py::test_an_exact_piece_sends_its_residual_once",

@@ -155,17 +155,27 @@ class CodedMoment:
 
     def start(self) -> None:
         """Fill an empty state."""
-        parameter, state = self.parameter, self.state
-        if "exp_avg" not in state:
-            device = local(parameter).device
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-            state["row"] = torch.zeros(self.rows, dtype=torch.float32, device=device)
-            state["column"] = torch.zeros(self.columns, dtype=torch.float32, device=device)
-            state["moment_weight"] = torch.zeros((), dtype=torch.float32, device="cpu")
-            state["coding_error"] = torch.tensor(self._error, dtype=torch.float32, device="cpu")
-            state["mean_energy"] = torch.zeros((), dtype=torch.float32, device="cpu")
-            state["own_energy"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        if "exp_avg" not in self.state:
+            parameter, step = self.parameter, torch.zeros((), dtype=torch.float32, device="cpu")
+            momentum = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            self.state.update(self._begun(step, momentum, self._zeros(), 0.0))
+
+    def _begun(
+        self, step: torch.Tensor, momentum: torch.Tensor, sums: torch.Tensor, weight: float
+    ) -> dict[str, Any]:
+        """Return a state without a coding so far."""
+        numbers = {"moment_weight": weight, "coding_error": self._error}
+        numbers |= {"mean_energy": 0.0, "own_energy": 0.0}
+        return {
+            "step": step,
+            "exp_avg": momentum,
+            "row": sums[: self.rows].clone(),
+            "column": sums[self.rows : -EXTRA].clone(),
+            **{
+                name: torch.tensor(number, dtype=torch.float32, device="cpu")
+                for name, number in numbers.items()
+            },
+        }
 
     def rebind(self, settings: dict[str, Any], state: dict[str, Any]) -> None:
         """Use another state, for example after a checkpoint was loaded."""
@@ -192,16 +202,7 @@ class CodedMoment:
             sums: the total of `squares_of` over the shards.
         """
         weight = 1 - float(self.settings["betas"][1]) ** float(state["step"])
-        return {
-            "step": state["step"],
-            "exp_avg": state["exp_avg"].contiguous(),
-            "row": sums[: self.rows].clone(),
-            "column": sums[self.rows : -EXTRA].clone(),
-            "moment_weight": torch.tensor(weight, dtype=torch.float32, device="cpu"),
-            "coding_error": torch.tensor(self._error, dtype=torch.float32, device="cpu"),
-            "mean_energy": torch.zeros((), dtype=torch.float32, device="cpu"),
-            "own_energy": torch.zeros((), dtype=torch.float32, device="cpu"),
-        }
+        return self._begun(state["step"], state["exp_avg"].contiguous(), sums, weight)
 
     def unfactored(self) -> dict[str, Any]:
         """Return a copy of the state as torch's AdamW has it."""

@@ -339,20 +339,17 @@ def test_layouts_cover_the_bucket_for_any_number_of_ranks():
 
 
 @each_value
-@pytest.mark.parametrize(
-    ("spec", "behind"), [("powersgd:4", 0.15), ("powersgd:4,alternate=1", 0.3)]
-)
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_it_trains_over_several_buckets(pool, backend, spec, behind):
-    (a, losses), (b, more) = pool.run(trained, spec, 60, backend=backend)
+def test_it_trains_over_several_buckets(pool, backend):
+    (a, losses), (b, more) = pool.run(trained, "powersgd:4", 60, backend=backend)
     assert equal(a, b)
     exact = pool.run(trained, None, 60, backend=backend)
     final = sum(losses[-10:] + more[-10:]) / 20
     want = sum(sum(losses[-10:]) for _, losses in exact) / 20
     assert want < 1.0  # it started at ln 10 = 2.3
     # The mean of 64 samples of ten classes has a rank of 9. What rank 4 omits comes later: after 60
-    # steps the last of it is still in the residual; in turns it takes twice as long.
-    assert final < want + behind
+    # steps the last of it is still in the residual.
+    assert final < want + 0.15
 
 
 @on_ranks(2)

@@ -13,7 +13,7 @@ from torch import nn
 
 import pycomm
 from pycomm.local_sgd import Blocking, Quorum, Streamed
-from pycomm.local_sgd.fragments import split
+from pycomm.local_sgd.outer import split
 from pycomm.local_sgd.progress import Progress, Round
 from tests.torch.harness import alike, all_equal, equal, network, train_step, values
 from tests.torch.local_sgd.test_local_sgd import PLAIN, train

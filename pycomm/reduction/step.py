@@ -1,0 +1,73 @@
+"""One step of a state: what its buckets have left behind, and whether that is kept.
+
+The order of events is that of `StepStatus`. A step is open from `begin_step` on; `end_step` makes
+it reduced. `settle`, at the latest when the next step begins, commits it if all of its results are
+finite; else, and if its gradients were discarded or an exception has ended it before `end_step`, it
+is rolled back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+from pycomm.reduction.bucket import BucketPiece
+
+
+class StepStatus(Enum):
+    """Where a step is; from one status only later ones follow."""
+
+    OPEN = "open"
+    """Buckets may still be reduced."""
+    REDUCED = "reduced"
+    """All of its buckets have been given to `reduce`."""
+    COMMITTED = "committed"
+    """The residuals that it has written are the current ones."""
+    ROLLED_BACK = "rolled back"
+    """Residuals are as they were before it."""
+
+
+class Step:
+    """What belongs to one step of a state on this rank.
+
+    Args:
+        status: where it is.
+        absent: this rank has no data in it: Join shadows the rank.
+        parameters: number of parameters that the state had when it began.
+    """
+
+    def __init__(
+        self, status: StepStatus = StepStatus.OPEN, *, absent: bool = False, parameters: int = 0
+    ) -> None:
+        self.status = status
+        self.absent, self.parameters = absent, parameters
+        self.finite = True
+        """Its results are finite; known when it is settled."""
+        self.looks = False
+        """It sums the squares of rows and columns; see `pycomm.reduction.factors`."""
+        self.checks: list[Callable[[], bool]] = []
+        """Wait for a result each, and return whether it is finite."""
+        self.pieces: dict[str, BucketPiece] = {}
+        """The pieces with a residual that took part, by name."""
+        self.flushed: set[str] = set()
+        """Parameters that have no residual any more once it is committed."""
+        self.discarded: set[str] = set()
+        """Parameters whose gradients were thrown away: their residuals stay as they were."""
+        self.unused: set[str] = set()
+        """Parameters that no rank has used, whose gradients DDP leaves as they are: likewise."""
+
+    def kept(self) -> set[str]:
+        """Return the parameters whose residuals are kept if the step is committed."""
+        return self.pieces.keys() - self.unused - self.discarded
+
+    def reduced(self) -> None:
+        """All buckets were given to `reduce`."""
+        if self.status is StepStatus.OPEN:
+            self.status = StepStatus.REDUCED
+
+    def end(self, *, finite: bool, committed: bool) -> None:
+        """End the step: the residuals of all of its parameters are decided."""
+        self.finite = finite
+        self.status = StepStatus.COMMITTED if committed else StepStatus.ROLLED_BACK
+        for left in (self.checks, self.pieces, self.flushed, self.discarded):
+            left.clear()
