@@ -67,7 +67,7 @@ LIMIT = 300.0  # seconds for one step: a rank that hangs must not hang this
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCost:
     """Cost of one step.
 
     Attributes:
@@ -83,7 +83,7 @@ class Step:
     results: list[Any]
 
 
-def run_steps(lab: WanLab, backend: str, env: dict[str, str]) -> tuple[list[Step], str]:
+def run_steps(lab: WanLab, backend: str, env: dict[str, str]) -> tuple[list[StepCost], str]:
     """Return the steps of one job with one rank per node, and all that its ranks have printed.
 
     Raises:
@@ -119,7 +119,7 @@ def run_steps(lab: WanLab, backend: str, env: dict[str, str]) -> tuple[list[Step
             results = [one["result"] for one in done]
             if any(isinstance(result, str) for result in results):
                 continue
-            steps.append(Step(step, max(one["seconds"] for one in done), trips / 2, results))
+            steps.append(StepCost(step, max(one["seconds"] for one in done), trips / 2, results))
         for rank in ranks:
             if rank.wait(LIMIT) != 0:
                 raise Failed(f"{backend}: a rank failed at its end:\n{text()}")
@@ -153,7 +153,7 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for text in options.round_trip:
         trip = seconds("round trip", text)
         for nodes in options.nodes:
-            found: dict[tuple[str, str], list[Step]] = {}
+            found: dict[tuple[str, str], list[StepCost]] = {}
             with WanLab(nodes, options.rate, shape=Shape(delay=trip / 2)) as lab:
                 for backend in options.backend * options.jobs:
                     steps, printed = run_steps(lab, backend, dict(os.environ))

@@ -309,7 +309,8 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     name, config = options.model
     if options.stand_in:
-        steps: Steps | stand_in.Steps = stand_in.Steps(name, config, options.methods)
+        modelled = stand_in.ModelledSteps(name, config, options.methods)
+        steps: Steps | stand_in.ModelledSteps = modelled
         device = "stand-in for an H200"
     else:
         kind = "cpu" if options.cpu else accelerator.kind() or "cpu"
@@ -330,7 +331,7 @@ def main(argv: Sequence[str]) -> int:
         rows = [record({"model": name} | row, report.origin) for row in steps.traces]
         tables.append(options.trace, rows)
         draw("timeline", rows, options.trace.with_suffix(".png"))
-    wrong = steps.broken if isinstance(steps, stand_in.Steps) and options.check else []
+    wrong = steps.broken if isinstance(steps, stand_in.ModelledSteps) and options.check else []
     for goal in wrong:
         report.note(f"not yet: {goal}")
     return 1 if wrong else 0

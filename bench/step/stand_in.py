@@ -312,7 +312,7 @@ def broken(recorded: Recorded, seconds: float, bound: float, *, coded: bool = Fa
     return wrong
 
 
-class Steps:
+class ModelledSteps:
     """The modelled steps of `bench step --stand-in`.
 
     Args:
