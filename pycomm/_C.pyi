@@ -2,7 +2,7 @@
 
 from builtins import bool as _bool
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Literal
 
 # -- core (core/core.cpp)
 
@@ -275,7 +275,8 @@ def choose_interfaces(
     names: str, one_host: _bool, candidates: Sequence[tuple[str, str]], store_host: str = ""
 ) -> list[tuple[str, str]]: ...
 
-# -- communicator (core/communicator.cpp): times are in seconds, 0 is the group's timeout
+# -- communicator (core/communicator.cpp): times are in seconds, 0 is the group's timeout; a side of
+# a collective is an address, of `numel` elements or of as many for each rank, or parts
 
 def buffer(array: object, write: _bool) -> tuple[int, int, int, str]: ...
 
@@ -294,7 +295,7 @@ class CommunicatorOptions(GroupOptions):
     sites: list[int]
     def __init__(self) -> None: ...
 
-# -- buckets whose payloads Python moves (bind_coded.cpp)
+# -- buckets of pieces with codecs, also those whose payloads Python moves (core/coded.cpp)
 
 class Shot:
     contribution: ClassVar[Shot]
@@ -319,8 +320,8 @@ class CodedDevice:
         self, stream: int, scratch: tuple[int, int], found_inf: int, swapped: int = 0
     ) -> None: ...
 
-class CodedBucket:
-    def __init__(self, rank: int, ranks: int, rows: int = 1) -> None: ...
+class Pieces:
+    def __init__(self) -> None: ...
     def add(
         self,
         numel: int,
@@ -337,6 +338,12 @@ class CodedBucket:
         worker_spans: Sequence[tuple[int, int]] = ...,
         owner_spans: Sequence[tuple[int, int]] = ...,
     ) -> None: ...
+    @property
+    def numel(self) -> int: ...
+    def __len__(self) -> int: ...
+
+class CodedBucket(Pieces):
+    def __init__(self, rank: int, ranks: int, rows: int = 1) -> None: ...
     def plan(
         self,
         owned: Sequence[Sequence[tuple[int, int, int]]],
@@ -363,23 +370,6 @@ class CodedBucket:
         device: CodedDevice | None = None,
         launch: Callable[[list[Launch]], None] | None = None,
     ) -> _bool: ...
-
-class Pieces:
-    def __init__(self) -> None: ...
-    def add(
-        self,
-        numel: int,
-        codec: Codec,
-        *,
-        tensor: int = 0,
-        residual: int = 0,
-        new_residual: int = 0,
-        owner_residual: int = 0,
-        new_owner_residual: int = 0,
-    ) -> None: ...
-    @property
-    def numel(self) -> int: ...
-    def __len__(self) -> int: ...
 
 class Parts:
     def __init__(self, parts: Sequence[tuple[int, int]]) -> None: ...
@@ -416,18 +406,23 @@ class Communicator:
     def compare_sizes(
         self, op: str, own: int, parts: Sequence[int], dtype: DType, redop: ReduceOp, timeout: float
     ) -> None: ...
-    def all_reduce(
+    def run(
         self,
-        data: int,
-        numel: int,
-        dtype: DType,
-        op: ReduceOp,
+        op: str,
+        input: int | Parts = 0,
+        out: int | Parts = 0,
+        numel: int = 0,
+        dtype: DType = ...,
+        redop: ReduceOp = ...,
+        root: int = -1,
         factor: float = 1.0,
         timeout: float = 0.0,
     ) -> None: ...
-    def all_reduce_coded(
+    def run_coded(
         self,
-        data: int,
+        op: str,
+        input: int,
+        out: int,
         pieces: Pieces,
         *,
         average: _bool = True,
@@ -436,78 +431,6 @@ class Communicator:
         dtype: DType = ...,
         timeout: float = 0.0,
     ) -> _bool: ...
-    def reduce_scatter_coded(
-        self,
-        input: int,
-        out: int,
-        pieces: Pieces,
-        *,
-        average: _bool = True,
-        seed: int = 0,
-        step: int = 0,
-        dtype: DType = ...,
-        timeout: float = 0.0,
-    ) -> _bool: ...
-    def all_gather_coded(
-        self,
-        input: int,
-        out: int,
-        pieces: Pieces,
-        *,
-        seed: int = 0,
-        step: int = 0,
-        dtype: DType = ...,
-        timeout: float = 0.0,
-    ) -> _bool: ...
-    @overload
-    def reduce_scatter(
-        self,
-        input: int,
-        out: int,
-        numel: int,
-        dtype: DType,
-        op: ReduceOp,
-        factor: float = 1.0,
-        timeout: float = 0.0,
-    ) -> None: ...
-    @overload
-    def reduce_scatter(
-        self,
-        input: Parts,
-        out: int,
-        dtype: DType,
-        op: ReduceOp,
-        factor: float = 1.0,
-        timeout: float = 0.0,
-    ) -> None: ...
-    @overload
-    def all_gather(
-        self, input: int, out: int, numel: int, dtype: DType, timeout: float = 0.0
-    ) -> None: ...
-    @overload
-    def all_gather(self, input: int, out: Parts, dtype: DType, timeout: float = 0.0) -> None: ...
-    def all_to_all(self, input: Parts, out: Parts, dtype: DType, timeout: float = 0.0) -> None: ...
-    def broadcast(
-        self, data: int, numel: int, dtype: DType, root: int, timeout: float = 0.0
-    ) -> None: ...
-    def reduce(
-        self,
-        input: int,
-        out: int,
-        numel: int,
-        dtype: DType,
-        op: ReduceOp,
-        root: int,
-        factor: float = 1.0,
-        timeout: float = 0.0,
-    ) -> None: ...
-    def gather(
-        self, input: int, numel: int, out: Parts, dtype: DType, root: int, timeout: float = 0.0
-    ) -> None: ...
-    def scatter(
-        self, input: Parts, out: int, numel: int, dtype: DType, root: int, timeout: float = 0.0
-    ) -> None: ...
-    def barrier(self, timeout: float = 0.0) -> None: ...
     def send(
         self, data: int, bytes: int, dst: int, tag: int = 0, keep: object = None
     ) -> Request: ...

@@ -246,7 +246,7 @@ class Communicator:
         """
         how, core = reduce_op(op), self.core
         with joined("all_reduce", data) as (address, numel, dtype):
-            core.all_reduce(address, numel, dtype, how, factor, timeout)
+            core.run("all_reduce", address, address, numel, dtype, how, -1, factor, timeout)
 
     def all_reduce_coded(
         self,
@@ -293,9 +293,13 @@ class Communicator:
                 raise Error(
                     f"the pieces cover {pieces.numel} of {numel} elements: they must cover all"
                 )
-            return core.all_reduce_coded(
-                address, pieces, average=average, seed=seed, step=step, timeout=timeout
-            )
+            how: dict[str, Any] = {
+                "average": average,
+                "seed": seed,
+                "step": step,
+                "timeout": timeout,
+            }
+            return core.run_coded("all_reduce", address, address, pieces, **how)
 
     def reduce_scatter_coded(
         self,
@@ -336,9 +340,8 @@ class Communicator:
                 f"reduce_scatter_coded: input has {numel} elements, out has {row} and the pieces "
                 f"cover {pieces.numel}; {self.size} ranks need {self.size} rows of that size"
             )
-        return self.core.reduce_scatter_coded(
-            source, target, pieces, average=average, seed=seed, step=step, timeout=timeout
-        )
+        how: dict[str, Any] = {"average": average, "seed": seed, "step": step, "timeout": timeout}
+        return self.core.run_coded("reduce_scatter", source, target, pieces, **how)
 
     def all_gather_coded(
         self,
@@ -374,9 +377,8 @@ class Communicator:
                 f"all_gather_coded: input has {row} elements, out has {numel} and the pieces "
                 f"cover {pieces.numel}; {self.size} ranks need {self.size} rows of that size"
             )
-        return self.core.all_gather_coded(
-            source, target, pieces, seed=seed, step=step, timeout=timeout
-        )
+        how: dict[str, Any] = {"seed": seed, "step": step, "timeout": timeout}
+        return self.core.run_coded("all_gather", source, target, pieces, **how)
 
     def reduce_scatter(
         self,
@@ -397,15 +399,15 @@ class Communicator:
             factor: as in :meth:`all_reduce`.
             timeout: seconds.
         """
+        how = reduce_op(op)
         if isinstance(input, list | tuple):
             sources, dtype = parts("reduce_scatter: input", input, self.size, False)
             target, numel, out_dtype = span(out, True)
-            how, core = reduce_op(op), self.core
-            check_part(core, "reduce_scatter", sources, dtype, numel, out_dtype, timeout, how)
-            core.reduce_scatter(_C.Parts(sources), target, dtype, how, factor, timeout)
-            return
-        source, target, numel, dtype = pair(input, out, "reduce_scatter", self.size, 1)
-        self.core.reduce_scatter(source, target, numel, dtype, reduce_op(op), factor, timeout)
+            check_part(self.core, "reduce_scatter", sources, dtype, numel, out_dtype, timeout, how)
+            source: int | _C.Parts = _C.Parts(sources)
+        else:
+            source, target, numel, dtype = pair(input, out, "reduce_scatter", self.size, 1)
+        self.core.run("reduce_scatter", source, target, numel, dtype, how, -1, factor, timeout)
 
     def all_gather(self, input: Any, out: Any, *, timeout: float = 0.0) -> None:
         """Put every rank's ``input`` (n elements) in ``out`` (size * n elements), in rank order.
@@ -417,10 +419,10 @@ class Communicator:
             targets, dtype = parts("all_gather: out", out, self.size, True)
             source, numel, in_dtype = span(input, False)
             check_part(self.core, "all_gather", targets, dtype, numel, in_dtype, timeout)
-            self.core.all_gather(source, _C.Parts(targets), dtype, timeout)
-            return
-        source, target, numel, dtype = pair(input, out, "all_gather", 1, self.size)
-        self.core.all_gather(source, target, numel, dtype, timeout)
+            target: int | _C.Parts = _C.Parts(targets)
+        else:
+            source, target, numel, dtype = pair(input, out, "all_gather", 1, self.size)
+        self.core.run("all_gather", source, target, numel, dtype, timeout=timeout)
 
     def all_to_all(
         self,
@@ -444,12 +446,12 @@ class Communicator:
         targets, out_dtype = parts("all_to_all: out", out, self.size, True, recv_counts)
         own = sources[self.rank][1], targets[self.rank][1]
         check_own("all_to_all", *own, dtype, out_dtype)
-        self.core.all_to_all(_C.Parts(sources), _C.Parts(targets), dtype, timeout)
+        self.core.run("all_to_all", _C.Parts(sources), _C.Parts(targets), 0, dtype, timeout=timeout)
 
     def broadcast(self, data: Any, root: int = 0, *, timeout: float = 0.0) -> None:
         """Replace ``data`` on every rank by the root's data."""
         address, numel, dtype = span(data, True)
-        self.core.broadcast(address, numel, dtype, root, timeout)
+        self.core.run("broadcast", address, address, numel, dtype, root=root, timeout=timeout)
 
     def reduce(
         self,
@@ -464,7 +466,7 @@ class Communicator:
         """Reduce ``input`` over all ranks into the root's ``out``, which may be None elsewhere."""
         source, numel, dtype = span(input, False)
         target = 0 if out is None else pair(input, out, "reduce", 1, 1)[1]
-        self.core.reduce(source, target, numel, dtype, reduce_op(op), root, factor, timeout)
+        self.core.run("reduce", source, target, numel, dtype, reduce_op(op), root, factor, timeout)
 
     def gather(self, input: Any, out: Any, root: int = 0, *, timeout: float = 0.0) -> None:
         """Put every rank's ``input`` (n elements) in the root's ``out`` (size * n elements).
@@ -476,7 +478,8 @@ class Communicator:
         if self.rank == root:
             targets, out_dtype = parts("gather: out", out, self.size, True)
             check_own("gather", numel, targets[root][1], dtype, out_dtype)
-        self.core.gather(source, numel, _C.Parts(targets), dtype, root, timeout)
+        got = _C.Parts(targets)
+        self.core.run("gather", source, got, numel, dtype, root=root, timeout=timeout)
 
     def scatter(self, input: Any, out: Any, root: int = 0, *, timeout: float = 0.0) -> None:
         """Put part r of the root's ``input`` (size * n elements) in rank r's ``out``.
@@ -488,11 +491,12 @@ class Communicator:
         if self.rank == root:
             sources, in_dtype = parts("scatter: input", input, self.size, False)
             check_own("scatter", sources[root][1], numel, in_dtype, dtype)
-        self.core.scatter(_C.Parts(sources), target, numel, dtype, root, timeout)
+        sent = _C.Parts(sources)
+        self.core.run("scatter", sent, target, numel, dtype, root=root, timeout=timeout)
 
     def barrier(self, *, timeout: float = 0.0) -> None:
         """Wait until all ranks have called this."""
-        self.core.barrier(timeout)
+        self.core.run("barrier", timeout=timeout)
 
     def send(self, data: Any, dst: int, tag: int = 0) -> Request:
         """Post a send of ``data`` to rank ``dst``.

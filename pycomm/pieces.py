@@ -93,10 +93,8 @@ def built(codec: Any, numel: int, rows: int = 1) -> _C.Pieces:
             piece.numel,
             codec,
             tensor=piece.tensor,
-            residual=residual,
-            new_residual=residual,
-            owner_residual=owner,
-            new_owner_residual=owner,
+            worker=(residual, residual),
+            owner=(owner, owner),
         )
     return result
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,9 +43,15 @@ class Core(BackendCalls):
         self.communicator: _C.Communicator = _C.Communicator(store, rank, ranks, options)
 
     def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
-        if codec == "none":
-            return case.op.core(self.communicator, case, x, y)
-        return coded.core_run(self.communicator, case, x, y, codec)
+        op = case.op
+        if codec != "none":
+            return coded.core_run(self.communicator, case, x, y, codec)
+        if op.core is not None:
+            return op.core(self.communicator, case, x, y)
+        source, target = x.ctypes.data, (x if op.in_place else y).ctypes.data
+        how = case.core_redop if op.reduces else _C.ReduceOp.sum
+        call = op.name, source, target, case.count, case.core_dtype, how, op.root
+        return partial(self.communicator.run, *call)
 
     def explain(self, case: Case, codec: str = "none") -> str:
         """Return which algorithm runs a case, and why."""

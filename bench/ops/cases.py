@@ -138,7 +138,6 @@ class Operation:
     parts: Callable[[int], tuple[int, int]]
     """input and output in units of `Case.count`, by number of ranks"""
     expected: Callable[[Case, Inputs], Array]
-    core: Callable[[_C.Communicator, Case, Array, Array], Run]
     torch: Callable[[Any, Any, Case, Any, Any], Run]
     """makes a call from torch.distributed, group, case, input and output tensor"""
     in_place: bool = False
@@ -146,8 +145,11 @@ class Operation:
     in_part: bool = False
     """the smaller of its two buffers may be this rank's part of the larger one"""
     reduces: bool = False
+    root: int = -1
     to_root: bool = False
     """only rank 0 has a result"""
+    core: Callable[[_C.Communicator, Case, Array, Array], Run] | None = None
+    """makes a call of the core that is not `run` of its name"""
 
 
 class BackendCalls(ABC):

@@ -27,9 +27,8 @@ def core_run(c: _C.Communicator, case: Case, x: Array, y: Array, spec: str) -> R
     """Return one call of the core."""
     pieces = _C.Pieces()
     pieces.add(case.count, _C.Codec(spec))
-    call = getattr(c, f"{case.op.name}_coded")
-    buffers = [x.ctypes.data] if case.op.in_place else [x.ctypes.data, y.ctypes.data]
-    return partial(call, *buffers, pieces, dtype=case.core_dtype)
+    buffers = x.ctypes.data, (x if case.op.in_place else y).ctypes.data
+    return partial(c.run_coded, case.op.name, *buffers, pieces, dtype=case.core_dtype)
 
 
 def gradient(count: int, rank: int) -> Array:

@@ -89,7 +89,8 @@ class Rank:
         """Reduce float64 values over the ranks."""
         values = np.array(values, np.float64)
         member = _C.ReduceOp.__members__[op]
-        self.control.all_reduce(values.ctypes.data, values.size, _C.DType.float64, member)
+        at = values.ctypes.data
+        self.control.run("all_reduce", at, at, values.size, _C.DType.float64, member)
         return values
 
     def cases(self) -> Iterator[tuple[int, Case | None]]:
@@ -117,9 +118,9 @@ class Rank:
         links in their first call."""
         cores = [backend for backend in self.backends if isinstance(backend, backends.Core)]
         for backend in cores:
-            backend.communicator.all_reduce(
-                np.zeros(1).ctypes.data, 1, _C.DType.float64, _C.ReduceOp.sum
-            )
+            x = np.zeros(1)
+            at = x.ctypes.data
+            backend.communicator.run("all_reduce", at, at, 1, _C.DType.float64)
         for (_, case), backend, codec in itertools.product(self.cases(), cores, self.options.codec):
             if case is not None:
                 name = " ".join([harness.format_size(case.size), case.dtype, backend.name, codec])
@@ -209,7 +210,7 @@ class Rank:
         """Warm up without a fixed count; return seconds per call, equal on all ranks."""
         count = max(1, self.options.warmup)
         before = variant.backend.sent_bytes()
-        self.control.barrier()
+        self.control.run("barrier")
         begin = time.perf_counter()
         for _ in range(count):
             variant.run()
@@ -224,7 +225,7 @@ class Rank:
         cpus = dict.fromkeys(range(len(variants)), 0.0)
 
         def before(v: int) -> None:
-            self.control.barrier()
+            self.control.run("barrier")
             cpus[v] -= time.process_time()
 
         def after(v: int) -> None:

@@ -13,18 +13,13 @@ import numpy as np
 from pycomm import _C
 from pycomm.bench.ops.cases import STORAGE, Array, Case, Inputs, Operation, Run
 
-# `core` takes a communicator, a case, and the input and output array; `torch` takes
-# torch.distributed, a group, a case, and the input and output tensor. Both return a callable that
-# runs the operation once.
+# `torch` takes torch.distributed, a group, a case, and the input and output tensor, and returns a
+# callable that runs the operation once; so does `core`, of a communicator and arrays, where the
+# core has no collective of that name.
 
 
 def _at(array: Array) -> int:
     return int(array.ctypes.data)
-
-
-def _parts(case: Case, array: Array) -> _C.Parts:
-    step = array.nbytes // case.ranks
-    return _C.Parts([(_at(array) + r * step, case.count) for r in range(case.ranks)])
 
 
 def _redop(dist: Any, case: Case) -> Any:
@@ -98,9 +93,6 @@ _LIST = (
         parts=_one_each,
         in_place=True,
         expected=lambda case, inputs: case.reduced(inputs),
-        core=lambda c, case, x, y: partial(
-            c.all_reduce, _at(x), case.count, case.core_dtype, case.core_redop
-        ),
         torch=lambda dist, group, case, x, y: partial(
             dist.all_reduce, x, _redop(dist, case), group
         ),
@@ -112,9 +104,6 @@ _LIST = (
         in_part=True,
         parts=lambda ranks: (ranks, 1),
         expected=lambda case, inputs: case.part(case.reduced(inputs), case.rank),
-        core=lambda c, case, x, y: partial(
-            c.reduce_scatter, _at(x), _at(y), case.count, case.core_dtype, case.core_redop
-        ),
         torch=lambda dist, group, case, x, y: partial(
             _single(dist, "reduce_scatter_single", "reduce_scatter_tensor"),
             *(y, x, _redop(dist, case), group),
@@ -127,30 +116,25 @@ _LIST = (
         in_part=True,
         parts=lambda ranks: (1, ranks),
         expected=_all,
-        core=lambda c, case, x, y: partial(
-            c.all_gather, _at(x), _at(y), case.count, case.core_dtype
-        ),
         torch=lambda dist, group, case, x, y: partial(
             _single(dist, "all_gather_single", "all_gather_into_tensor"), y, x, group
         ),
     ),
     Operation(
         name="broadcast",
+        root=0,
         bus_factor=lambda ranks: 1.0,
         parts=_one_each,
         in_place=True,
         expected=lambda case, inputs: inputs(0),
-        core=lambda c, case, x, y: partial(c.broadcast, _at(x), case.count, case.core_dtype, 0),
         torch=lambda dist, group, case, x, y: partial(dist.broadcast, x, 0, group),
     ),
     Operation(
         name="reduce",
+        root=0,
         bus_factor=lambda ranks: 1.0,
         parts=_one_each,
         expected=lambda case, inputs: case.reduced(inputs),
-        core=lambda c, case, x, y: partial(
-            c.reduce, _at(x), _at(y), case.count, case.core_dtype, case.core_redop, 0
-        ),
         torch=_torch_reduce,
         reduces=True,
         to_root=True,
@@ -162,30 +146,23 @@ _LIST = (
         expected=lambda case, inputs: np.concatenate(
             [case.part(inputs(rank), case.rank) for rank in range(case.ranks)]
         ),
-        core=lambda c, case, x, y: partial(
-            c.all_to_all, _parts(case, x), _parts(case, y), case.core_dtype
-        ),
         torch=lambda dist, group, case, x, y: partial(dist.all_to_all_single, y, x, group=group),
     ),
     Operation(
         name="gather",
+        root=0,
         bus_factor=_shares,
         parts=lambda ranks: (1, ranks),
         expected=_all,
-        core=lambda c, case, x, y: partial(
-            c.gather, _at(x), case.count, _parts(case, y), case.core_dtype, 0
-        ),
         torch=lambda dist, group, case, x, y: partial(dist.gather, x, _chunks(case, y), 0, group),
         to_root=True,
     ),
     Operation(
         name="scatter",
+        root=0,
         bus_factor=_shares,
         parts=lambda ranks: (ranks, 1),
         expected=lambda case, inputs: case.part(inputs(0), case.rank),
-        core=lambda c, case, x, y: partial(
-            c.scatter, _parts(case, x), _at(y), case.count, case.core_dtype, 0
-        ),
         torch=lambda dist, group, case, x, y: partial(dist.scatter, y, _chunks(case, x), 0, group),
     ),
     Operation(

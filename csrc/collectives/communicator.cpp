@@ -1,40 +1,254 @@
 // Public face of the collectives: checks arguments, numbers each call, runs an algorithm for it,
 // and makes sure that an error on one rank is an error on all.
+#include "collectives/communicator.h"
+
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
+#include <mutex>
 #include <numeric>
+#include <thread>
 
 #include "collectives/algorithms/dispatch.h"
+#include "collectives/algorithms/rails.h"
+#include "collectives/algorithms/round_trips.h"
+#include "collectives/coded/coded.h"
+#include "collectives/coded/one_shot.h"
 #include "collectives/common/contribution.h"
-#include "collectives/communicator_impl.h"
-#include "core/crc32c.h"
-#include "core/reduce.h"
+#include "collectives/point_to_point/point_to_point.h"
+#include "collectives/queue.h"
+#include "core/arithmetic.h"
+#include "core/fork_guard.h"
+#include "core/interrupt.h"
 
 namespace pycomm {
 namespace {
 
-void add_sizes(OpTag& tag, std::string label, const std::vector<size_t>& sizes) {
-  for (size_t r = 0; r < sizes.size(); r++) {
-    const uint64_t numel = sizes[r];
-    tag.codec = crc32c({reinterpret_cast<const uint8_t*>(&numel), sizeof numel}, tag.codec);
-    label += (r == 0 ? "" : ",") + std::to_string(numel);
+Rendezvous rendezvous(std::shared_ptr<Store> store, int rank, int size,
+                      const CommunicatorOptions& options) {
+  if (options.timeout <= Milliseconds(0)) {
+    throw Error("rank " + std::to_string(rank) + ": the timeout of the group is " +
+                std::to_string(options.timeout.count()) +
+                " ms; give one that is more than 0, in which all ranks can join");
   }
-  label.copy(tag.label, sizeof tag.label - 1);
+  constexpr const char* kTransports[] = {"auto", "shm", "tcp", "local"};
+  if (std::find(std::begin(kTransports), std::end(kTransports), options.transport) ==
+      std::end(kTransports)) {
+    throw Error("unknown transport \"" + options.transport +
+                "\"; use one of auto, shm, tcp, local");
+  }
+  return make_rendezvous(std::move(store), options.group, rank, size, options.secret,
+                         options.timeout);
 }
 
-/// True if an op's parts have the same sizes on all ranks. Uneven sizes are hashed into the tag.
-template <typename T>
-OpTag make_tag(Op op, const BasicParts<T>& parts, int ranks, DType dtype,
-               ReduceOp redop = ReduceOp::sum) {
-  if (parts.even(ranks)) return make_tag(op, parts.numel(0), dtype, redop);
-  OpTag tag = make_tag(op, parts.total(ranks), dtype, redop);
-  std::vector<size_t> sizes;
-  for (int r = 0; r < ranks; r++) sizes.push_back(parts.numel(r));
-  add_sizes(tag, "parts of ", sizes);
-  return tag;
+std::shared_ptr<Trace> make_trace(int rank, int size, const CommunicatorOptions& options) {
+  TraceOwner owner{options.group, options.description, rank, options.global_ranks};
+  if (owner.global_ranks.size() != static_cast<size_t>(size)) {
+    owner.global_ranks.resize(static_cast<size_t>(size));
+    std::iota(owner.global_ranks.begin(), owner.global_ranks.end(), 0);
+  }
+  return Trace::make(std::move(owner), static_cast<size_t>(options.trace_size));
 }
 
 }  // namespace
+
+/// A group's mesh, its trace, the numbers of its calls, and the error that it failed with.
+class Communicator::Impl {
+ public:
+  Impl(std::shared_ptr<Store> store, int rank, int size, CommunicatorOptions options)
+      : options_(std::move(options)),
+        algo_(parse_algo(options_.algo)),
+        timeout_(options_.timeout.count()),
+        mesh_(rendezvous(std::move(store), rank, size, options_), options_, failure_),
+        trace_(make_trace(rank, size, options_)),
+        point_to_point_(std::make_shared<PointToPoint>(mesh_, failure_, *trace_,
+                                                       [this] { over(Lane::point_to_point); })) {
+    options_.kept_heaps = nullptr;  // what the group does not keep is unmapped with its last tensor
+    if (Window* window = mesh_.node_window()) window->note_waits(&timing_);
+  }
+  ~Impl() {
+    point_to_point_->close();
+    mesh_.leave();
+    point_to_point_->forget();
+  }
+
+  bool in_child() const { return fork_.in_child(); }
+  /// Throws Error if this process is a forked child, which must not use anything that peers see.
+  void check_process(const char* what) const {
+    if (in_child()) fork_.refuse("rank " + std::to_string(rank()), what);
+  }
+  ChannelMesh& mesh() { return mesh_; }
+  const Failure& failure() const { return failure_; }
+  int rank() const { return mesh_.rank(); }
+  int size() const { return mesh_.size(); }
+  PointToPoint& point_to_point() { return *point_to_point_; }
+  const Trace& trace() const { return *trace_; }
+  Algo algo() const { return algo_; }
+  std::vector<int> levels() const {
+    std::vector<int> nodes;
+    const Topology topology = mesh_.known_network().first;
+    if (!goes_by_levels(topology, algo_)) return nodes;
+    for (int r = 0; r < size(); r++) nodes.push_back(topology.node_of(r));
+    return nodes;
+  }
+  std::vector<uint32_t> shares() const {
+    const auto [topology, links] = mesh_.known_network();
+    if (!goes_by_levels(topology, algo_)) return links.shares().begins();
+    return links.shares(hierarchical::rail(topology, 0)).begins();
+  }
+  Milliseconds timeout() const { return Milliseconds(timeout_.load()); }
+  void set_timeout(Milliseconds timeout) { timeout_ = timeout.count(); }
+  /// Runs one collective: body(deadline), with the call's number in the tag.
+  template <typename Body>
+  void run(OpTag& tag, Milliseconds timeout, const Body& body) {
+    check_process(name(tag.op));
+    callers_.note();
+    const auto turn = take_turn(tag.op);
+    tag.seq = ++seq_;
+    if (failure_.happened()) failure_.rethrow_in(tag, rank());
+    recording_ = trace_->start(tag, issued_);
+    issued_ = 0;
+    timing_ = {};
+    trace_->set_algo(recording_, "window");  // over channels the algorithms say more
+    const DefaultArithmetic arithmetic;
+    try {
+      body(Deadline::on_demand(timeout.count() > 0 ? timeout : this->timeout()));
+    } catch (const Interrupted&) {
+      trace_->end(recording_, false);
+      over(Lane::collective);
+      throw;
+    } catch (...) {
+      trace_->end(recording_, false);
+      over(Lane::collective);
+      failure_.rethrow_in(tag, rank());
+    }
+    trace_->end(recording_, tag, timing_);
+  }
+
+  /// Records that the calling thread issues a collective, perhaps for another one to run.
+  void note_caller() { callers_.note(); }
+
+  /// Records in the trace what this rank sends and receives in an all_to_all; called in a body.
+  void note_parts(size_t sent, size_t received) { trace_->set_parts(recording_, sent, received); }
+  /// Links the operation that runs next to the record `issued`.
+  void resume(uint64_t issued) {
+    if (issued == 0) trace_->end(issued_);  // it had nothing to run
+    issued_ = issued;
+  }
+  uint64_t note_issued(const OpTag& tag) {
+    check_process(name(tag.op));
+    return trace_->schedule(tag);
+  }
+
+  /// Runs one collective: body(route), where the call goes over memory that all ranks share, unless
+  /// there is none or an algorithm over channels was asked for.
+  template <typename Body>
+  void collective(OpTag& tag, Milliseconds timeout, const Body& body) {
+    Window* const window = this->window();
+    if (window == nullptr) {
+      return exchange(tag, timeout,
+                      [&](CollectiveContext& context) { body(dispatch::Route(context, algo_)); });
+    }
+    run(tag, timeout,
+        [&](const Deadline& deadline) { body(dispatch::Route(*window, tag, deadline)); });
+  }
+
+  /// Runs one collective over channels.
+  template <typename Body>
+  void exchange(OpTag& tag, Milliseconds timeout, const Body& body) {
+    const auto over_channels = [&](const Deadline& deadline) {
+      CollectiveContext context(mesh_, scratch_, tag, deadline, options_.segment_bytes,
+                                {*trace_, recording_, timing_});
+      if (mesh_.learns_links()) learn_links(context);
+      body(context);
+      mesh_.rank_state().end(tag);
+      mesh_.note_links(*trace_);
+    };
+    run(tag, timeout, over_channels);
+  }
+
+  void learn_links(CollectiveContext& context) {
+    if (!mesh_.links().has_round_trips()) {
+      mesh_.set_round_trips(gather_round_trips(context, mesh_));
+    } else {
+      mesh_.set_rates(gather_rates(context, mesh_.measured_rate()));
+      context.links_changed();
+    }
+  }
+
+  /// See Failure::end().
+  void over(Lane lane) {
+    failure_.end(mesh_, lane, *trace_, [this] { return callers_.advice(rank()); });
+  }
+  void abort(const std::string& reason) noexcept {
+    if (!in_child()) failure_.abort(mesh_, *trace_, reason);  // the parent's group stays usable
+  }
+
+  CallCheck check(Op op) const { return {rank(), size(), op}; }
+  /// Returns the memory over which exact collectives go; null: they go over channels.
+  Window* window() const {
+    const bool over_channels = algo_ != Algo::automatic && algo_ != Algo::hierarchical;
+    return over_channels ? nullptr : mesh_.window();
+  }
+
+ private:
+  /// The threads that call collectives. Those of two threads have no order that ranks share.
+  class Callers {
+   public:
+    void note() {
+      if (Queue::inside_any()) return;  // a group's own thread keeps the order of its callers
+      const uint64_t call = calls_.fetch_add(1, std::memory_order_relaxed) + 1;
+      const std::thread::id here = std::this_thread::get_id();
+      const std::thread::id last = last_.exchange(here, std::memory_order_relaxed);
+      if (last != here && last != std::thread::id()) changed_ = call;
+    }
+    /// Returns a part of a sentence if several threads have called lately, or "".
+    std::string advice(int rank) const {
+      constexpr uint64_t kLately = 100;
+      if (changed_ == 0 || calls_ - changed_ > kLately) return "";
+      return "; rank " + std::to_string(rank) +
+             " calls this group from several threads, whose calls have no order that ranks share: "
+             "give each thread a group of its own (dist.new_group(); dcp.async_save takes it as "
+             "process_group)";
+    }
+
+   private:
+    std::atomic<uint64_t> calls_{0}, changed_{0};
+    std::atomic<std::thread::id> last_{};
+  };
+
+  using Turn = std::unique_lock<std::timed_mutex>;
+  /// Waits for the end of another thread's call.
+  Turn take_turn(Op op) {
+    Turn turn(one_at_a_time_, std::try_to_lock);
+    while (!turn.owns_lock() && !turn.try_lock_for(Milliseconds(100))) {
+      try {
+        check_interrupt();
+      } catch (const Interrupted& e) {
+        abort("its " + std::string(name(op)) +
+              " was interrupted while another thread ran a collective: " + e.what());
+        throw;
+      }
+    }
+    return turn;
+  }
+
+  const ForkGuard fork_{};
+  CommunicatorOptions options_;
+  const Algo algo_;
+  std::atomic<Milliseconds::rep> timeout_;
+  Failure failure_;
+  ChannelMesh mesh_;
+  Scratch scratch_;
+  std::timed_mutex one_at_a_time_;
+  uint64_t seq_ = 0;
+  Callers callers_;
+  const std::shared_ptr<Trace> trace_;
+  // Numbers in the trace: of the running collective, and of the one that runs next if it is known.
+  uint64_t recording_ = 0, issued_ = 0;
+  OpTiming timing_;  // of the running collective
+  std::shared_ptr<PointToPoint> point_to_point_;
+};
 
 Communicator::Communicator(std::shared_ptr<Store> store, int rank, int size,
                            CommunicatorOptions options)
@@ -67,7 +281,19 @@ std::string Communicator::describe_ranks() const {
 bool Communicator::lost(int rank) const { return impl_->mesh().lost(rank); }
 
 std::string Communicator::explain(Op op, size_t bytes, const CodedArgs* coded) const {
-  return impl_->explain(op, bytes, coded);
+  if (size() == 1) return "nothing travels: the group has one rank";
+  if (!coded && impl_->window()) return "window: all ranks share memory";
+  const auto [topology, links] = impl_->mesh().known_network();
+  if (goes_by_levels(topology, impl_->algo()) && !(coded && op != Op::all_reduce)) {
+    return std::string("hierarchical: ranks of a node share memory") +
+           (coded ? ", and nodes exchange payloads" : "");
+  }
+  if (!coded) {
+    return pycomm::explain({op, size(), bytes, impl_->mesh().slowest(), links.speed()},
+                           impl_->algo());
+  }
+  if (op != Op::all_reduce) return "one_shot, its only algorithm";
+  return coded::explain(*coded, impl_->algo(), size(), links.speed());
 }
 
 bool Communicator::uses_network() const { return impl_->mesh().slowest() == Medium::tcp; }
@@ -90,167 +316,62 @@ std::shared_ptr<void> Communicator::allocate(size_t bytes) {
   return {data, &std::free};
 }
 
-// ------------------------------------------------------------------ collectives that reduce
+// ------------------------------------------------------------------ collectives
 
-void Communicator::all_reduce(void* data, size_t numel, DType dtype, ReduceOp op, double factor,
-                              Milliseconds timeout) {
-  impl_->check_dtype(Op::all_reduce, dtype);
-  check_reducible(dtype, op);
-  impl_->check_buffer(Op::all_reduce, data, numel, size_of(dtype));
-  OpTag tag = make_tag(Op::all_reduce, numel, dtype, op);
-  const Contribution ours(dtype, op, factor);
+void Communicator::run(const Collective& given, Milliseconds timeout) {
+  const Collective call = given.checked(rank(), size());
+  const std::string mismatch = call.own_mismatch(rank());
+  if (!mismatch.empty()) {
+    // The other ranks' calls may be right, and they would wait for this one until their deadline.
+    const bool alone = size() > 1 && !call.all_parts_are_even(size());
+    if (alone) impl_->abort(std::string("its ") + name(call.op) + " " + mismatch);
+    impl_->check(call.op).fail(mismatch);
+  }
+  OpTag tag = call.tag(size());
+  Contribution ours;
   impl_->collective(tag, timeout, [&](const dispatch::Route& route) {
-    ours.in_place(data, numel);
-    dispatch::all_reduce(route, data, numel, {dtype, op});
+    if (call.op == Op::all_to_all) impl_->note_parts(call.in.total(size()), call.out.total(size()));
+    dispatch::run(route, ours.of(call, size()));
   });
-}
-
-bool Communicator::all_reduce_coded(const CodedArgs& args, Milliseconds timeout) {
-  impl_->check_buffer(Op::all_reduce, args.data.data, args.data.size, size_of(args.data.dtype));
-  coded::check("all_reduce_coded", args, 1);
-  return impl_->exchange_coded(Op::all_reduce, args, timeout, [&](CollectiveContext& context) {
-    return coded::all_reduce(context, impl_->algo(), args);
-  });
-}
-
-bool Communicator::reduce_scatter_coded(const CodedArgs& args, void* out, Milliseconds timeout) {
-  const auto ranks = static_cast<size_t>(size());
-  impl_->check_buffer(Op::reduce_scatter, args.data.data, args.data.size, size_of(args.data.dtype));
-  impl_->check_buffer(Op::reduce_scatter, out, args.data.size / ranks, size_of(args.data.dtype));
-  coded::check("reduce_scatter_coded", args, ranks);
-  return impl_->exchange_coded(Op::reduce_scatter, args, timeout, [&](CollectiveContext& context) {
-    return coded::reduce_scatter(context, args, out);
-  });
-}
-
-bool Communicator::all_gather_coded(const CodedArgs& args, void* out, Milliseconds timeout) {
-  impl_->check_buffer(Op::all_gather, args.data.data, args.data.size, size_of(args.data.dtype));
-  impl_->check_parts(Op::all_gather, Parts(out, args.data.size), size_of(args.data.dtype));
-  coded::check("all_gather_coded", args, 1);
-  return impl_->exchange_coded(Op::all_gather, args, timeout, [&](CollectiveContext& context) {
-    return coded::all_gather(context, args, out);
-  });
-}
-
-void Communicator::reduce_scatter(const ConstParts& in, void* out, DType dtype, ReduceOp op,
-                                  double factor, Milliseconds timeout) {
-  impl_->check_dtype(Op::reduce_scatter, dtype);
-  check_reducible(dtype, op);
-  impl_->check_parts(Op::reduce_scatter, in, size_of(dtype));
-  impl_->check_buffer(Op::reduce_scatter, out, in.numel(rank()), size_of(dtype));
-  OpTag tag = make_tag(Op::reduce_scatter, in, size(), dtype, op);
-  Contribution ours(dtype, op, factor);
-  impl_->collective(tag, timeout, [&](const dispatch::Route& route) {
-    dispatch::reduce_scatter(route, ours.of(in, size()), out, {dtype, op});
-  });
-}
-
-void Communicator::reduce(const void* in, void* out, size_t numel, DType dtype, ReduceOp op,
-                          int root, double factor, Milliseconds timeout) {
-  impl_->check_dtype(Op::reduce, dtype);
-  check_reducible(dtype, op);
-  impl_->check_rank(Op::reduce, "root", root);
-  impl_->check_buffer(Op::reduce, in, numel, size_of(dtype));
-  if (rank() == root) impl_->check_buffer(Op::reduce, out, numel, size_of(dtype));
-  OpTag tag = make_tag(Op::reduce, numel, dtype, op, root);
-  Contribution ours(dtype, op, factor);
-  void* result = rank() == root ? out : nullptr;
-  impl_->collective(tag, timeout, [&](const dispatch::Route& route) {
-    dispatch::reduce(route, ours.of(in, numel, result), out, numel, {dtype, op}, root);
-  });
-}
-
-// ------------------------------------------------------------------ collectives that move
-
-void Communicator::all_gather(const void* in, const Parts& out, DType dtype, Milliseconds timeout) {
-  impl_->check_dtype(Op::all_gather, dtype);
-  impl_->check_parts(Op::all_gather, out, size_of(dtype));
-  impl_->check_buffer(Op::all_gather, in, out.numel(rank()), size_of(dtype));
-  OpTag tag = make_tag(Op::all_gather, out, size(), dtype);
-  const Parts parts = out.of(size_of(dtype));
-  impl_->collective(tag, timeout,
-                    [&](const dispatch::Route& route) { dispatch::all_gather(route, in, parts); });
 }
 
 void Communicator::exchange_paths(const void* in, void* out, size_t bytes) {
-  OpTag tag = make_tag(Op::all_gather, bytes, DType::uint8);
+  const Collective call{Op::all_gather, DType::uint8, {in, bytes}, {out, bytes}};
+  OpTag tag = call.tag(size());
   std::snprintf(tag.label, sizeof tag.label, "%s", kPathsLabel);
-  const Parts parts = Parts(out, bytes).of(1);
-  impl_->collective(tag, {},
-                    [&](const dispatch::Route& route) { dispatch::all_gather(route, in, parts); });
+  impl_->collective(tag, {}, [&](const dispatch::Route& route) { dispatch::run(route, call); });
 }
 
-void Communicator::all_to_all(const ConstParts& in, const Parts& out, DType dtype,
-                              Milliseconds timeout) {
-  impl_->check_dtype(Op::all_to_all, dtype);
-  impl_->check_parts(Op::all_to_all, in, size_of(dtype));
-  impl_->check_parts(Op::all_to_all, out, size_of(dtype));
-  impl_->check_own(Op::all_to_all, in.numel(rank()), out.numel(rank()),
-                   !in.even(size()) || !out.even(size()));
-  OpTag tag = make_tag(Op::all_to_all, in.total(size()), dtype);
-  const size_t element = size_of(dtype);
-  impl_->collective(tag, timeout, [&](const dispatch::Route& route) {
-    impl_->note_parts(in.total(size()), out.total(size()));
-    dispatch::all_to_all(route, in.of(element), out.of(element));
-  });
-}
-
-void Communicator::broadcast(void* data, size_t numel, DType dtype, int root,
-                             Milliseconds timeout) {
-  impl_->check_dtype(Op::broadcast, dtype);
-  impl_->check_rank(Op::broadcast, "root", root);
-  impl_->check_buffer(Op::broadcast, data, numel, size_of(dtype));
-  OpTag tag = make_tag(Op::broadcast, numel, dtype, ReduceOp::sum, root);
-  const size_t bytes = numel * size_of(dtype);
-  impl_->collective(tag, timeout, [&](const dispatch::Route& route) {
-    dispatch::broadcast(route, data, bytes, root);
-  });
-}
-
-void Communicator::gather(const void* in, size_t numel, const Parts& out, DType dtype, int root,
-                          Milliseconds timeout) {
-  impl_->check_dtype(Op::gather, dtype);
-  impl_->check_rank(Op::gather, "root", root);
-  impl_->check_buffer(Op::gather, in, numel, size_of(dtype));
-  if (rank() == root) {
-    impl_->check_parts(Op::gather, out, size_of(dtype));
-    impl_->check_own(Op::gather, numel, out.numel(root), true);
+bool Communicator::run_coded(Op op, const CodedArgs& args, void* out, Milliseconds timeout) {
+  const size_t ranks = static_cast<size_t>(size()), element = size_of(args.data.dtype);
+  const bool scatters = op == Op::reduce_scatter;
+  const CallCheck check = impl_->check(op);
+  if (op != Op::all_reduce && op != Op::reduce_scatter && op != Op::all_gather) {
+    check.fail("takes no codecs");
   }
-  OpTag tag = make_tag(Op::gather, numel, dtype, ReduceOp::sum, root);
-  const size_t element = size_of(dtype);
-  impl_->collective(tag, timeout, [&](const dispatch::Route& route) {
-    dispatch::gather(route, in, numel * element, out.of(element), root);
+  check.buffer(args.data.data, args.data.size, element);
+  if (scatters) check.buffer(out, args.data.size / ranks, element);
+  if (op == Op::all_gather) check.parts(Parts(out, args.data.size), element);
+  coded::check(name(op), args, scatters ? ranks : 1);
+  const ReduceOp redop = args.average ? ReduceOp::avg : ReduceOp::sum;
+  OpTag tag = make_tag(op, args.data.size, args.data.dtype, redop);
+  tag.codec = coded::signature(args);
+  coded::label(args).copy(tag.label, sizeof tag.label - 1);
+  bool finite = false;
+  impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
+    finite = coded::run(context, op, impl_->algo(), args, out);
   });
-}
-
-void Communicator::scatter(const ConstParts& in, void* out, size_t numel, DType dtype, int root,
-                           Milliseconds timeout) {
-  impl_->check_dtype(Op::scatter, dtype);
-  impl_->check_rank(Op::scatter, "root", root);
-  impl_->check_buffer(Op::scatter, out, numel, size_of(dtype));
-  if (rank() == root) {
-    impl_->check_parts(Op::scatter, in, size_of(dtype));
-    impl_->check_own(Op::scatter, in.numel(root), numel, true);
-  }
-  OpTag tag = make_tag(Op::scatter, numel, dtype, ReduceOp::sum, root);
-  const size_t element = size_of(dtype);
-  impl_->collective(tag, timeout, [&](const dispatch::Route& route) {
-    dispatch::scatter(route, in.of(element), out, numel * element, root);
-  });
-}
-
-void Communicator::barrier(Milliseconds timeout) {
-  OpTag tag = make_tag(Op::barrier, 0, DType::uint8);
-  impl_->collective(tag, timeout, [](const dispatch::Route& route) { dispatch::barrier(route); });
+  return finite;
 }
 
 void Communicator::compare_sizes(Op op, size_t own, const std::vector<size_t>& parts, DType dtype,
                                  ReduceOp redop, Milliseconds timeout) {
+  const CallCheck check = impl_->check(op);
   if (parts.size() != static_cast<size_t>(size())) {
-    impl_->fail(op, "needs one part per rank, " + std::to_string(size()) + ", and got " +
-                        std::to_string(parts.size()));
+    check.fail("needs one part per rank, " + std::to_string(size()) + ", and got " +
+               std::to_string(parts.size()));
   }
-  impl_->check_dtype(op, dtype);
+  check.dtype(dtype);
   // Ranks whose lists differ read about the call that they made, so this one is named after it; its
   // messages are whole elements of every dtype.
   struct alignas(16) Message {
@@ -258,16 +379,18 @@ void Communicator::compare_sizes(Op op, size_t own, const std::vector<size_t>& p
   };
   const Message mine{own};
   std::vector<Message> theirs(parts.size());
+  const size_t numel = sizeof mine / size_of(dtype);
+  Collective call{Op::all_gather, dtype, {&mine, numel}, {theirs.data(), numel}};
+  call = call.checked(rank(), size());
   OpTag tag = make_tag(op, std::accumulate(parts.begin(), parts.end(), size_t{0}), dtype, redop);
-  add_sizes(tag, "parts of ", parts);
-  const Parts out = Parts(theirs.data(), sizeof mine / size_of(dtype)).of(size_of(dtype));
+  add_sizes(tag, parts);
   impl_->collective(tag, timeout,
-                    [&](const dispatch::Route& route) { dispatch::all_gather(route, &mine, out); });
+                    [&](const dispatch::Route& route) { dispatch::run(route, call); });
   for (int r = 0; r < size(); r++) {
     if (theirs[r].own == parts[r]) continue;
-    impl_->fail(op, "has a part of " + std::to_string(parts[r]) + " elements for rank " +
-                        std::to_string(r) + " in its list, but rank " + std::to_string(r) +
-                        " brings " + std::to_string(theirs[r].own));
+    check.fail("has a part of " + std::to_string(parts[r]) + " elements for rank " +
+               std::to_string(r) + " in its list, but rank " + std::to_string(r) + " brings " +
+               std::to_string(theirs[r].own));
   }
 }
 
@@ -276,16 +399,16 @@ void Communicator::compare_sizes(Op op, size_t own, const std::vector<size_t>& p
 std::shared_ptr<Communicator::Request> Communicator::send(const void* data, size_t bytes, int dst,
                                                           int tag) {
   impl_->check_process("send");
-  impl_->check_rank(Op::send, "destination", dst);
-  impl_->check_buffer(Op::send, data, bytes, 1);
+  impl_->check(Op::send).rank("destination", dst);
+  impl_->check(Op::send).buffer(data, bytes, 1);
   return impl_->point_to_point().send(data, bytes, dst, tag, impl_->timeout());
 }
 
 std::shared_ptr<Communicator::Request> Communicator::recv(void* data, size_t bytes, int src,
                                                           int tag) {
   impl_->check_process("recv");
-  if (src != -1) impl_->check_rank(Op::recv, "source", src);
-  impl_->check_buffer(Op::recv, data, bytes, 1);
+  if (src != -1) impl_->check(Op::recv).rank("source", src);
+  impl_->check(Op::recv).buffer(data, bytes, 1);
   return impl_->point_to_point().recv(data, bytes, src, tag, impl_->timeout());
 }
 

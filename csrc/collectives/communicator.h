@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "collectives/common/collective.h"
 #include "collectives/common/options.h"
-#include "collectives/common/parts.h"
 #include "collectives/common/transfer.h"
 #include "core/deadline.h"
 #include "core/env.h"
@@ -67,57 +67,22 @@ class PYCOMM_API Communicator final : public ParentGroup {
   // Collectives. A timeout of 0 means the group's. After an error in the middle of one, every rank
   // gets an error and the group has failed: all later calls throw that error again.
 
-  void all_reduce(void* data, size_t numel, DType dtype, ReduceOp op, double factor = 1.0,
-                  Milliseconds timeout = {});
-  /// All-reduce with codecs. Returns true if every value of the result is finite (the same answer
-  /// on all ranks), also as 16 bits.
-  bool all_reduce_coded(const CodedArgs& args, Milliseconds timeout = {});
-  /// First half of all_reduce_coded: `args.data` has a row for each rank, laid out as the pieces
-  /// say, and `out`, of the same dtype, gets the sum or average of our rows. `out` may be our row
-  /// of the data.
-  bool reduce_scatter_coded(const CodedArgs& args, void* out, Milliseconds timeout = {});
-  /// Second half: row r of `out` gets what rank r has encoded of its row, `args.data`, also on rank
-  /// r itself. `args.data` may be our row of `out`.
-  bool all_gather_coded(const CodedArgs& args, void* out, Milliseconds timeout = {});
-  /// `out` gets the reduced part of this rank. Part r has one size on all ranks, but parts may
-  /// differ.
-  void reduce_scatter(const ConstParts& in, void* out, DType dtype, ReduceOp op,
-                      double factor = 1.0, Milliseconds timeout = {});
-  void reduce_scatter(const void* in, void* out, size_t numel, DType dtype, ReduceOp op,
-                      double factor = 1.0, Milliseconds timeout = {}) {
-    reduce_scatter(ConstParts(in, numel), out, dtype, op, factor, timeout);
-  }
-  /// Part r of `out` gets the `in` of rank r, which has its size: equal on all ranks, but parts may
-  /// differ. `in` may be our part of `out`.
-  void all_gather(const void* in, const Parts& out, DType dtype, Milliseconds timeout = {});
+  /// Runs a collective. A `reduce_scatter` gets the reduced part of this rank, an `all_gather` the
+  /// input of rank r as part r: part r has one size on all ranks, but parts may differ. In an
+  /// `all_to_all`, a `gather` and a `scatter` only the two ranks of a part know its size.
+  void run(const Collective& call, Milliseconds timeout = {});
+  void barrier(Milliseconds timeout = {}) { run({Op::barrier, DType::uint8}, timeout); }
   /// Gathers `bytes` of each rank, by which ranks agree on the path of tensors on accelerators. A
   /// rank that makes another call meanwhile, since its tensors are on the CPU, is told so.
   void exchange_paths(const void* in, void* out, size_t bytes);
-  void all_gather(const void* in, void* out, size_t numel, DType dtype, Milliseconds timeout = {}) {
-    all_gather(in, Parts(out, numel), dtype, timeout);
-  }
-  /// Part r of `in` goes to rank r, which expects as many elements; all sizes may differ.
-  void all_to_all(const ConstParts& in, const Parts& out, DType dtype, Milliseconds timeout = {});
-  void broadcast(void* data, size_t numel, DType dtype, int root, Milliseconds timeout = {});
-  /// `out` is written at the root only; elsewhere it may be null.
-  void reduce(const void* in, void* out, size_t numel, DType dtype, ReduceOp op, int root,
-              double factor = 1.0, Milliseconds timeout = {});
-  /// Part r of the root's `out` gets the `numel` elements of rank r; sizes may differ. Elsewhere
-  /// `out` is ignored.
-  void gather(const void* in, size_t numel, const Parts& out, DType dtype, int root,
-              Milliseconds timeout = {});
-  void gather(const void* in, void* out, size_t numel, DType dtype, int root,
-              Milliseconds timeout = {}) {
-    gather(in, numel, Parts(out, numel), dtype, root, timeout);
-  }
-  /// `out` gets this rank's part of the root's `in`: `numel` elements. Elsewhere `in` is ignored.
-  void scatter(const ConstParts& in, void* out, size_t numel, DType dtype, int root,
-               Milliseconds timeout = {});
-  void scatter(const void* in, void* out, size_t numel, DType dtype, int root,
-               Milliseconds timeout = {}) {
-    scatter(ConstParts(in, numel), out, numel, dtype, root, timeout);
-  }
-  void barrier(Milliseconds timeout = {});
+
+  /// Runs an operation with codecs, and returns true if every value of the result is finite (the
+  /// same answer on all ranks), also as 16 bits. An all-reduce works on `args.data`, `out` is
+  /// ignored. A reduce_scatter, its first half: `args.data` has a row for each rank, laid out as
+  /// the pieces say, and `out`, of the same dtype, gets the sum or average of our rows; it may be
+  /// our row of the data. An all_gather, its second half: row r of `out` gets what rank r has
+  /// encoded of its row, `args.data`, also on rank r itself; that may be our row of `out`.
+  bool run_coded(Op op, const CodedArgs& args, void* out = nullptr, Milliseconds timeout = {});
 
   /// Throws on every rank if one of them passes `own` elements to an op whose list of part sizes,
   /// equal on all ranks, expects another number. It runs before an all_gather or reduce_scatter of

@@ -157,7 +157,7 @@ thread_local Queue::Impl* Queue::Impl::served_here = nullptr;
 
 namespace {
 
-/// Registry of the threads that wait for each other's queues.
+/// For each queue whose thread waits in an operation of its own for one of another queue: that one.
 struct Waits {
   std::mutex mutex;
   std::map<const void*, const void*> awaited;
@@ -168,33 +168,28 @@ Waits& waits() {
   return *all;
 }
 
-}  // namespace
+/// Sets what a queue's thread waits for, null for nothing, and returns what it was.
+const void* set_awaited(const void* queue, const void* other) {
+  const std::lock_guard<std::mutex> lock(waits().mutex);
+  auto& awaited = waits().awaited;
+  const void* const before = std::exchange(awaited[queue], other);
+  if (!other) awaited.erase(queue);
+  return before;
+}
 
-Queue::Waiting::Waiting(const Queue& other) {
-  const std::lock_guard<std::mutex> lock(waits().mutex);
-  before_ = std::exchange(waits().awaited[Impl::served_here], other.impl_.get());
-}
-Queue::Waiting::~Waiting() {
-  const std::lock_guard<std::mutex> lock(waits().mutex);
-  if (before_) {
-    waits().awaited[Impl::served_here] = before_;
-  } else {
-    waits().awaited.erase(Impl::served_here);
-  }
-}
-bool Queue::Waiting::in_a_circle() const {
+/// True if the queue's thread waits for itself in the end, possibly through further queues.
+bool waits_in_a_circle(const void* queue) {
   const std::lock_guard<std::mutex> lock(waits().mutex);
   const auto& awaited = waits().awaited;
-  auto next = awaited.find(Impl::served_here);
+  auto next = awaited.find(queue);
   for (size_t steps = 0; next != awaited.end() && steps <= awaited.size(); steps++) {
-    if (next->second == Impl::served_here) return true;
+    if (next->second == queue) return true;
     next = awaited.find(next->second);
   }
   return false;
 }
-bool Queue::Waiting::run_until(const std::function<bool()>& done, Deadline deadline) const {
-  return Impl::served_here->run_until(done, deadline);
-}
+
+}  // namespace
 
 Queue::Queue() : impl_(std::make_shared<Impl>()) {}
 Queue::~Queue() { impl_->close(); }
@@ -205,10 +200,13 @@ bool Queue::run_until(const std::function<bool()>& done, Deadline deadline) {
   return impl_->run_until(done, deadline);
 }
 void Queue::wait_from_another(const std::function<bool()>& done, Deadline deadline) const {
-  const Waiting waiting(*this);
+  Impl* const here = Impl::served_here;
+  // What an operation around this one waits for stays its own.
+  const void* const before = set_awaited(here, impl_.get());
+  const std::shared_ptr<void> restored(nullptr, [&](void*) { set_awaited(here, before); });
   for (auto pause = std::chrono::microseconds(20); !done() && !deadline.expired();
        pause = std::min<std::chrono::microseconds>(2 * pause, Milliseconds(5))) {
-    if (waiting.in_a_circle()) waiting.run_until(done, deadline);
+    if (waits_in_a_circle(here)) here->run_until(done, deadline);
     std::this_thread::sleep_for(pause);
   }
 }

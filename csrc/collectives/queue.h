@@ -43,25 +43,6 @@ class PYCOMM_API Queue {
   /// True on the thread of any queue.
   static bool inside_any();
 
-  /// Marks, during its lifetime, that the thread of some queue waits in an operation for one of
-  /// `other`.
-  class PYCOMM_API Waiting {
-   public:
-    explicit Waiting(const Queue& other);
-    ~Waiting();
-    Waiting(const Waiting&) = delete;
-    /// True if the other queue's thread waits for this one's in turn, possibly through further
-    /// queues.
-    bool in_a_circle() const;
-    /// Runs what is queued on this thread, as run_until() does: in a cycle no other thread makes
-    /// progress.
-    bool run_until(const std::function<bool()>& done, Deadline deadline) const;
-
-   private:
-    const void* before_ =
-        nullptr;  ///< the queue that an operation around this one waits for, if there is one
-  };
-
   /// True if an operation that is run now would not wait, unless another thread is faster.
   bool idle() const;
 

@@ -28,19 +28,6 @@ int count() noexcept {
   return 0;
 }
 
-int current() {
-  int index = 0;
-  check(cudaGetDevice(&index), "ask for the current device");
-  return index;
-}
-
-int of(const void* memory) {
-  cudaPointerAttributes about{};
-  check(cudaPointerGetAttributes(&about, memory), "find out where memory is");
-  const bool device = about.type == cudaMemoryTypeDevice || about.type == cudaMemoryTypeManaged;
-  return device ? about.device : -1;
-}
-
 Properties properties(int index) {
   cudaDeviceProp found{};
   check(cudaGetDeviceProperties(&found, index), "ask for the properties of a device");
@@ -50,7 +37,8 @@ Properties properties(int index) {
 
 Guard::Guard(int index) : before_(-1) {
   if (index < 0) return;
-  const int before = current();
+  int before = 0;
+  check(cudaGetDevice(&before), "ask for the current device");
   if (before == index) return;
   check(cudaSetDevice(index), "switch to a device");
   before_ = before;
@@ -69,16 +57,10 @@ std::shared_ptr<void> allocate(int index, size_t bytes) {
   std::shared_ptr<void> owned(memory, [](void* p) { cudaFree(p); });
   // A stream of its own is used: kernels of others may be waiting for this rank.
   const std::shared_ptr<void> stream = make_stream(index);
-  fill_zero(memory, bytes, {Device::cuda, stream.get()});
+  check(cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream.get())),
+        "clear memory");
   synchronize({Device::cuda, stream.get()});
   return owned;
-}
-
-std::shared_ptr<void> allocate_pinned(size_t bytes) {
-  void* memory = nullptr;
-  check(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped),
-        "allocate pinned memory");
-  return {memory, [](void* p) { cudaFreeHost(p); }};
 }
 
 std::shared_ptr<void> map_host(void* memory, size_t bytes) {
@@ -137,15 +119,6 @@ void copy(void* to, const void* from, size_t bytes, Stream stream) {
   }
 }
 
-void fill_zero(void* memory, size_t bytes, Stream stream) {
-  if (bytes == 0) return;
-  if (stream.device == Device::cpu) {
-    std::memset(memory, 0, bytes);
-  } else {
-    check(cudaMemsetAsync(memory, 0, bytes, handle(stream)), "clear memory");
-  }
-}
-
 void synchronize(Stream stream) {
   if (stream.device == Device::cpu) return;
   check(cudaStreamSynchronize(handle(stream)), "wait for a stream");
@@ -163,33 +136,6 @@ std::shared_ptr<void> make_stream(int index) {
   cudaStream_t stream = nullptr;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "make a stream");
   return {stream, [](void* p) { cudaStreamDestroy(static_cast<cudaStream_t>(p)); }};
-}
-
-Event::Event(int index) {
-  const Guard guard(index);
-  cudaEvent_t event = nullptr;
-  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "make an event");
-  event_ = {event, [](void* p) { cudaEventDestroy(static_cast<cudaEvent_t>(p)); }};
-}
-
-void Event::record(Stream stream) {
-  check(cudaEventRecord(static_cast<cudaEvent_t>(event_.get()), handle(stream)), "record an event");
-}
-
-void Event::block(Stream stream) const {
-  check(cudaStreamWaitEvent(handle(stream), static_cast<cudaEvent_t>(event_.get()), 0),
-        "let a stream wait");
-}
-
-bool Event::done() const {
-  const cudaError_t code = cudaEventQuery(static_cast<cudaEvent_t>(event_.get()));
-  if (code == cudaErrorNotReady) return false;
-  check(code, "look at an event");
-  return true;
-}
-
-void Event::wait() const {
-  check(cudaEventSynchronize(static_cast<cudaEvent_t>(event_.get())), "wait for an event");
 }
 
 }  // namespace pycomm::device

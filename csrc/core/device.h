@@ -15,10 +15,6 @@ namespace pycomm::device {
 PYCOMM_API bool built();
 /// Returns the number of GPUs that this process sees; 0 without a driver. Never throws.
 PYCOMM_API int count() noexcept;
-/// Returns the current GPU of this thread.
-PYCOMM_API int current();
-/// Returns the GPU on which memory lies, or -1 for the host.
-PYCOMM_API int of(const void* memory);
 
 /// Properties of a GPU. `uuid` is the same in all processes of the host, whatever GPUs they see.
 struct Properties {
@@ -43,9 +39,6 @@ class PYCOMM_API Guard {
 
 /// Allocates zeroed memory of a GPU. Waits.
 PYCOMM_API std::shared_ptr<void> allocate(int index, size_t bytes);
-/// Allocates host memory that is never paged out, so that copies to and from any GPU need not wait.
-/// Kernels may use it too.
-PYCOMM_API std::shared_ptr<void> allocate_pinned(size_t bytes);
 /// Returns the address by which kernels reach existing host memory, such as a mapped file. The
 /// memory must be page-aligned and stay until the pointer is gone.
 PYCOMM_API std::shared_ptr<void> map_host(void* memory, size_t bytes);
@@ -64,7 +57,6 @@ PYCOMM_API std::shared_ptr<void> import_memory(int index, const std::string& wor
 
 /// Copies between any two of host and GPUs. It waits for host memory that is not pinned.
 PYCOMM_API void copy(void* to, const void* from, size_t bytes, Stream stream);
-PYCOMM_API void fill_zero(void* memory, size_t bytes, Stream stream);
 /// Waits for all queued work.
 PYCOMM_API void synchronize(Stream stream);
 /// True if a CUDA graph captures the queued work. Then nothing may wait, allocate or query events.
@@ -72,22 +64,5 @@ PYCOMM_API bool is_capturing(Stream stream);
 
 /// Makes a stream that waits for no other.
 PYCOMM_API std::shared_ptr<void> make_stream(int index);
-
-/// Mark on a stream, without a time.
-class PYCOMM_API Event {
- public:
-  explicit Event(int index);
-  /// Records the mark; a later call moves it.
-  void record(Stream stream);
-  /// Work queued on `stream` from here on starts after the mark.
-  void block(Stream stream) const;
-  /// True if all work before the mark is done, or nothing was recorded.
-  bool done() const;
-  /// Waits for the mark.
-  void wait() const;
-
- private:
-  std::shared_ptr<void> event_;
-};
 
 }  // namespace pycomm::device

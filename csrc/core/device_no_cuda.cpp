@@ -19,8 +19,6 @@ void refuse(Stream stream) {
 
 bool built() { return false; }
 int count() noexcept { return 0; }
-int current() { fail(); }
-int of(const void*) { return -1; }
 Properties properties(int) { fail(); }
 
 Guard::Guard(int index) : before_(-1) {
@@ -29,7 +27,6 @@ Guard::Guard(int index) : before_(-1) {
 Guard::~Guard() = default;
 
 std::shared_ptr<void> allocate(int, size_t) { fail(); }
-std::shared_ptr<void> allocate_pinned(size_t) { fail(); }
 std::shared_ptr<void> map_host(void*, size_t) { fail(); }
 bool reaches(int, int) { fail(); }
 void connect(int, int) { fail(); }
@@ -41,11 +38,6 @@ void copy(void* to, const void* from, size_t bytes, Stream stream) {
   if (bytes > 0) std::memmove(to, from, bytes);
 }
 
-void fill_zero(void* memory, size_t bytes, Stream stream) {
-  refuse(stream);
-  if (bytes > 0) std::memset(memory, 0, bytes);
-}
-
 void synchronize(Stream stream) { refuse(stream); }
 
 bool is_capturing(Stream stream) {
@@ -54,10 +46,5 @@ bool is_capturing(Stream stream) {
 }
 
 std::shared_ptr<void> make_stream(int) { fail(); }
-Event::Event(int) { fail(); }
-void Event::record(Stream) { fail(); }
-void Event::block(Stream) const { fail(); }
-bool Event::done() const { fail(); }
-void Event::wait() const { fail(); }
 
 }  // namespace pycomm::device

@@ -44,49 +44,20 @@ ReduceOp bit_op(ReduceOp op) {
   }
 }
 
-Kernel kernel_of(DType dtype) {
-  switch (dtype) {
-    case DType::float32:
-      return kernels::fold_float32;
-    case DType::float64:
-      return kernels::fold_float64;
-    case DType::float16:
-      return kernels::fold_float16;
-    case DType::bfloat16:
-      return kernels::fold_bfloat16;
-    case DType::float8_e4m3:
-      return kernels::fold_float8_e4m3;
-    case DType::float8_e5m2:
-      return kernels::fold_float8_e5m2;
-    case DType::int8:
-      return kernels::fold_int8;
-    case DType::int16:
-      return kernels::fold_int16;
-    case DType::int32:
-      return kernels::fold_int32;
-    case DType::int64:
-      return kernels::fold_int64;
-    case DType::uint8:
-      return kernels::fold_uint8;
-    case DType::uint16:
-      return kernels::fold_uint16;
-    case DType::uint32:
-      return kernels::fold_uint32;
-    case DType::uint64:
-      return kernels::fold_uint64;
-    case DType::boolean:  // as bytes
-      break;
-    case DType::complex64:
-      return kernels::fold_complex64_prod;
-    case DType::complex128:
-      return kernels::fold_complex128_prod;
-  }
-  return nullptr;
-}
+// By dtype; bools are reduced as bytes, and of complex numbers only products as they are.
+constexpr Kernel kKernels[] = {
+    kernels::fold_float32,        kernels::fold_float64,        kernels::fold_float16,
+    kernels::fold_bfloat16,       kernels::fold_float8_e4m3,    kernels::fold_float8_e5m2,
+    kernels::fold_int8,           kernels::fold_int16,          kernels::fold_int32,
+    kernels::fold_int64,          kernels::fold_uint8,          kernels::fold_uint16,
+    kernels::fold_uint32,         kernels::fold_uint64,         nullptr,
+    kernels::fold_complex64_prod, kernels::fold_complex128_prod};
+static_assert(sizeof kKernels / sizeof *kKernels == kDTypes);
 
 Plan plan(DType dtype, ReduceOp op, size_t numel) {
   const Lowered lowered = lower(dtype, op);
-  return {is_bitwise(lowered.op) ? kernels::fold_bits : kernel_of(lowered.dtype), lowered.op,
+  const auto dtype_number = static_cast<size_t>(lowered.dtype);
+  return {is_bitwise(lowered.op) ? kernels::fold_bits : kKernels[dtype_number], lowered.op,
           numel * lowered.times, size_of(lowered.dtype)};
 }
 

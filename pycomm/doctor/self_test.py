@@ -157,7 +157,8 @@ def _try(store: _C.Store, rank: int, ranks: int, way: str) -> Result:
         print(json.dumps({"reads": _can_read(store, rank, ranks)}), flush=True)
 
     def reduce(x: array[float]) -> None:
-        group.all_reduce(x.buffer_info()[0], len(x), _C.DType.float32, _C.ReduceOp.sum)
+        at = x.buffer_info()[0]
+        group.run("all_reduce", at, at, len(x), _C.DType.float32)
 
     return check_and_time(
         way, group.describe(), rank, ranks, reduce, lambda x: reduce_coded(group, x)
@@ -170,7 +171,7 @@ def reduce_coded(group: _C.Communicator, x: array[float]) -> None:
 
     pieces = _C.Pieces()
     pieces.add(len(x), _C.Codec(CODEC))
-    group.all_reduce_coded(x.buffer_info()[0], pieces, average=False)
+    group.run_coded("all_reduce", x.buffer_info()[0], 0, pieces, average=False)
 
 
 def _can_read(store: _C.Store, rank: int, ranks: int) -> str:

@@ -2,7 +2,7 @@
 
 The ranks of a node share a network card. A flat all-reduce of L ranks a node sends a node's card L
 payloads; here each rank of a node codes its part of the node's sum, and the card sends one. The
-algorithm, cuts and numbers are those of ``by_nodes`` in csrc/collectives/coded/operations.cpp, on
+algorithm, cuts and numbers are those of ``by_nodes`` in csrc/collectives/coded/coded.cpp, on
 any process groups: where a node has two ranks, results are equal bit for bit. (The order in which a
 group sums more of them is its own.)
 """

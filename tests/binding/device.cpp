@@ -1,11 +1,12 @@
 // Device groups for tests, with addresses, sizes in elements, and streams as torch's `cuda_stream`
 // has them. Programs use the backend.
+#include "core/device.h"
+
 #include "binding/core/arguments.h"
 #include "binding/core/errors.h"
 #include "binding/core/gil.h"
 #include "collectives/device/blocks.h"
 #include "collectives/device/group.h"
-#include "core/device.h"
 #include "core/error.h"
 #include "tests/binding/module.h"
 
@@ -29,18 +30,6 @@ struct OwnedGroup {
   }
 };
 
-/// As Passed, and a number for a stream.
-template <typename T>
-struct PassedToGroup {
-  using Type = typename Passed<T>::Type;
-  static decltype(auto) as(const OwnedGroup&, const Type& value) { return Passed<T>::as(value); }
-};
-template <>
-struct PassedToGroup<Stream> {
-  using Type = uintptr_t;
-  static Stream as(const OwnedGroup& g, uintptr_t stream) { return g.stream(stream); }
-};
-
 std::unique_ptr<OwnedGroup> make_group(std::shared_ptr<Store> store, int rank, int size, int index,
                                        const std::string& group, double timeout,
                                        const std::string& memory, size_t staging_bytes,
@@ -54,65 +43,30 @@ std::unique_ptr<OwnedGroup> make_group(std::shared_ptr<Store> store, int rank, i
   return owned;
 }
 
-/// Returns a function for Python that calls a collective of a group.
-template <typename... Args>
-auto of_group(void (DeviceGroup::*method)(Args...)) {
-  return [method](const OwnedGroup& g, const typename PassedToGroup<Args>::Type&... args) {
-    const GilReleased release;
-    ((*g).*method)(PassedToGroup<Args>::as(g, args)...);
-  };
-}
-
 void bind_coded(py::class_<OwnedGroup>& group) {
   // An address and bytes; on a GPU at least coded_scratch_bytes.
   const std::pair<uintptr_t, size_t> no_scratch{0, 0};
   group
       .def(
-          "all_reduce_coded",
-          [](const OwnedGroup& g, uintptr_t data, const Pieces& pieces, bool average, uint64_t seed,
-             uint32_t step, DType dtype, uintptr_t found_inf, uintptr_t stream,
-             std::pair<uintptr_t, size_t> scratch) {
+          "run_coded",
+          [](const OwnedGroup& g, const std::string& op, uintptr_t input, uintptr_t out,
+             const Pieces& pieces, bool average, uint64_t seed, uint32_t step, DType dtype,
+             uintptr_t found_inf, uintptr_t stream, std::pair<uintptr_t, size_t> scratch) {
+            const Op named = op_named(op);
             GilReleased release;
-            (*g).all_reduce_coded(pieces.args(data, 1, dtype, average, seed, step),
-                                  g.stream(stream, scratch), floats(found_inf));
+            (*g).run_coded(named,
+                           pieces.args(named, (*g).size(), input, dtype, average, seed, step),
+                           pointer(out), g.stream(stream, scratch), floats(found_inf));
           },
-          py::arg("data"), py::arg("pieces"), py::kw_only(), py::arg("average") = true,
-          py::arg("seed") = 0, py::arg("step") = 0, py::arg("dtype") = DType::float32,
-          py::arg("found_inf") = 0, py::arg("stream") = 0, py::arg("scratch") = no_scratch)
-      .def(
-          "reduce_scatter_coded",
-          [](const OwnedGroup& g, uintptr_t input, uintptr_t out, const Pieces& pieces,
-             bool average, uint64_t seed, uint32_t step, DType dtype, uintptr_t found_inf,
-             uintptr_t stream, std::pair<uintptr_t, size_t> scratch) {
-            GilReleased release;
-            (*g).reduce_scatter_coded(pieces.args(input, (*g).size(), dtype, average, seed, step),
-                                      pointer(out), g.stream(stream, scratch), floats(found_inf));
-          },
-          py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(),
+          py::arg("op"), py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(),
           py::arg("average") = true, py::arg("seed") = 0, py::arg("step") = 0,
           py::arg("dtype") = DType::float32, py::arg("found_inf") = 0, py::arg("stream") = 0,
           py::arg("scratch") = no_scratch)
       .def(
-          "all_gather_coded",
-          [](const OwnedGroup& g, uintptr_t input, uintptr_t out, const Pieces& pieces,
-             uint64_t seed, uint32_t step, DType dtype, uintptr_t found_inf, uintptr_t stream,
-             std::pair<uintptr_t, size_t> scratch) {
-            GilReleased release;
-            (*g).all_gather_coded(pieces.args(input, 1, dtype, false, seed, step), pointer(out),
-                                  g.stream(stream, scratch), floats(found_inf));
-          },
-          py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(), py::arg("seed") = 0,
-          py::arg("step") = 0, py::arg("dtype") = DType::float32, py::arg("found_inf") = 0,
-          py::arg("stream") = 0, py::arg("scratch") = no_scratch)
-      .def(
           "coded_scratch_bytes",
           [](const OwnedGroup& g, const std::string& op, const Pieces& pieces, DType dtype) {
-            const bool scatters = op == "reduce_scatter";
-            const CodedArgs args = pieces.args(0, scatters ? (*g).size() : 1, dtype);
-            return (*g).coded_scratch_bytes(scatters             ? Op::reduce_scatter
-                                            : op == "all_gather" ? Op::all_gather
-                                                                 : Op::all_reduce,
-                                            args);
+            const Op named = op_named(op);
+            return (*g).coded_scratch_bytes(named, pieces.args(named, (*g).size(), 0, dtype));
           },
           py::arg("op"), py::arg("pieces"), py::arg("dtype") = DType::float32);
 }
@@ -150,27 +104,18 @@ void bind_device(py::module_& m) {
              GilReleased release;
              g.group.reset();
            })
-      .def("all_reduce", of_group(&DeviceGroup::all_reduce), py::arg("data"), py::arg("numel"),
-           py::arg("dtype"), py::arg("op"), py::kw_only(), py::arg("stream") = 0,
-           py::arg("factor") = 1.0, py::arg("algo") = "auto")
-      .def("reduce_scatter", of_group(&DeviceGroup::reduce_scatter), py::arg("input"),
-           py::arg("out"), py::arg("dtype"), py::arg("op"), py::kw_only(), py::arg("stream") = 0,
-           py::arg("factor") = 1.0)
-      .def("reduce", of_group(&DeviceGroup::reduce), py::arg("input"), py::arg("out"),
-           py::arg("numel"), py::arg("dtype"), py::arg("op"), py::arg("root"), py::kw_only(),
-           py::arg("stream") = 0, py::arg("factor") = 1.0)
-      .def("all_gather", of_group(&DeviceGroup::all_gather), py::arg("input"), py::arg("out"),
-           py::arg("dtype"), py::kw_only(), py::arg("stream") = 0)
-      .def("all_to_all", of_group(&DeviceGroup::all_to_all), py::arg("input"), py::arg("out"),
-           py::arg("dtype"), py::kw_only(), py::arg("stream") = 0)
-      .def("broadcast", of_group(&DeviceGroup::broadcast), py::arg("data"), py::arg("numel"),
-           py::arg("dtype"), py::arg("root"), py::kw_only(), py::arg("stream") = 0)
-      .def("gather", of_group(&DeviceGroup::gather), py::arg("input"), py::arg("numel"),
-           py::arg("out"), py::arg("dtype"), py::arg("root"), py::kw_only(), py::arg("stream") = 0)
-      .def("scatter", of_group(&DeviceGroup::scatter), py::arg("input"), py::arg("out"),
-           py::arg("numel"), py::arg("dtype"), py::arg("root"), py::kw_only(),
-           py::arg("stream") = 0)
-      .def("barrier", of_group(&DeviceGroup::barrier), py::kw_only(), py::arg("stream") = 0);
+      .def(
+          "run",
+          [](const OwnedGroup& g, const std::string& op, const py::object& input,
+             const py::object& out, size_t numel, DType dtype, ReduceOp redop, int root,
+             double factor, const std::string& algo, uintptr_t stream) {
+            const Collective call = collective(op, input, out, numel, dtype, redop, root, factor);
+            const GilReleased release;
+            (*g).run(call, g.stream(stream), algo);
+          },
+          py::arg("op"), py::arg("input") = 0, py::arg("out") = 0, py::arg("numel") = 0,
+          py::arg("dtype") = DType::uint8, py::arg("redop") = ReduceOp::sum, py::arg("root") = -1,
+          py::kw_only(), py::arg("factor") = 1.0, py::arg("algo") = "auto", py::arg("stream") = 0);
   bind_coded(group);
 }
 

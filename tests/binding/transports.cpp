@@ -114,23 +114,14 @@ void run_shared(const OwnedTransport& owned, const OpTag& tag, uintptr_t in, uin
   Window* window = owned.window();
   if (!window)
     throw Error("the transport has no window of all ranks; use one whose ranks share a host");
-  const auto* input = reinterpret_cast<const void*>(in);
-  auto* output = reinterpret_cast<void*>(out);
-  const Deadline deadline = after_seconds(seconds);
-  switch (tag.op) {
-    case Op::all_reduce:
-      return shared::all_reduce(*window, tag, output, deadline);
-    case Op::reduce_scatter:
-      return shared::reduce_scatter(*window, tag, {input, tag.numel}, output, deadline);
-    case Op::all_gather:
-      return shared::all_gather(*window, tag, input, {output, tag.numel}, deadline);
-    case Op::broadcast:
-      return shared::broadcast(*window, tag, output, deadline);
-    case Op::barrier:
-      return shared::barrier(*window, tag, deadline);
-    default:
-      throw Error(std::string(name(tag.op)) + " does not run over a window");
-  }
+  const Collective call{tag.op,
+                        tag.dtype,
+                        {pointer(in != 0 ? in : out), tag.numel},
+                        {pointer(out), tag.numel},
+                        tag.redop,
+                        1.0,
+                        tag.root};
+  shared::run(*window, tag, call.checked(window->rank(), window->size()), after_seconds(seconds));
 }
 
 }  // namespace

@@ -187,7 +187,8 @@ def test_every_dtype_and_op(way):
         for dtype, op in REDUCIBLE:
             data = small_values(c.rank, dtype, numel)
             x = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
-            c.core.all_reduce(ctypes.addressof(x), numel, dtype, op, 2.0)
+            at = ctypes.addressof(x)
+            c.core.run("all_reduce", at, at, numel, dtype, op, -1, 2.0)
             results.append(bytes(x))
         return results
 
@@ -322,7 +323,8 @@ class Values:
 
 
 def all_reduce(c, values, op=_C.ReduceOp.sum):
-    c.core.all_reduce(values.array.ctypes.data, values.array.size, values.dtype, op)
+    at = values.array.ctypes.data
+    c.core.run("all_reduce", at, at, values.array.size, values.dtype, op)
     return values
 
 
@@ -393,7 +395,7 @@ def explained_and_taken(c):
             "barrier": (0, c.barrier),
             "coded": (
                 x.nbytes,
-                lambda x=x, pieces=pieces: c.core.all_reduce_coded(x.ctypes.data, pieces),
+                lambda x=x, pieces=pieces: c.core.run_coded("all_reduce", x.ctypes.data, 0, pieces),
             ),
         }
         for op, (size, call) in calls.items():

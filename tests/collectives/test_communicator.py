@@ -466,16 +466,16 @@ def test_addresses_with_sizes_that_no_memory_holds(way):
         for n in HUGE:
             parts = _C.Parts([(at, n), (at, n)])
             for call in (
-                lambda n=n: core.all_reduce(at, n, F32, total),
-                lambda n=n: core.reduce_scatter(at, at, n, F32, total),
-                lambda parts=parts: core.reduce_scatter(parts, at, F32, total),
-                lambda n=n: core.all_gather(at, at, n, F32),
-                lambda parts=parts: core.all_gather(at, parts, F32),
-                lambda parts=parts: core.all_to_all(parts, parts, F32),
-                lambda n=n: core.broadcast(at, n, F32, 0),
-                lambda n=n: core.reduce(at, at, n, F32, total, 0),
-                lambda n=n, parts=parts: core.gather(at, n, parts, F32, 0),
-                lambda n=n, parts=parts: core.scatter(parts, at, n, F32, 0),
+                lambda n=n: core.run("all_reduce", at, at, n, F32, total),
+                lambda n=n: core.run("reduce_scatter", at, at, n, F32, total),
+                lambda parts=parts: core.run("reduce_scatter", parts, at, 0, F32, total),
+                lambda n=n: core.run("all_gather", at, at, n, F32),
+                lambda parts=parts: core.run("all_gather", at, parts, 0, F32),
+                lambda parts=parts: core.run("all_to_all", parts, parts, 0, F32),
+                lambda n=n: core.run("broadcast", at, at, n, F32, root=0),
+                lambda n=n: core.run("reduce", at, at, n, F32, total, 0),
+                lambda n=n, parts=parts: core.run("gather", at, parts, n, F32, root=0),
+                lambda n=n, parts=parts: core.run("scatter", parts, at, n, F32, root=0),
                 lambda n=n: core.send(at, 4 * n, peer, 0),
                 lambda n=n: core.recv(at, 4 * n, peer, 0),
             ):
@@ -485,12 +485,12 @@ def test_addresses_with_sizes_that_no_memory_holds(way):
         for n in (2**60, 2**61 - 1):
             parts = _C.Parts([(at, n), (at, n)])
             with pytest.raises(Error, match="memory"):
-                core.all_gather(at, parts, F32)
+                core.run("all_gather", at, parts, 0, F32)
             with pytest.raises(Error, match="memory"):
-                core.all_gather(at, at, n, F32)
+                core.run("all_gather", at, at, n, F32)
         # The end of the buffer lies before its start.
         with pytest.raises(Error, match="memory"):
-            core.all_reduce(2**64 - 64, 2**40, F32, total)
+            core.run("all_reduce", 2**64 - 64, 2**64 - 64, 2**40, F32, total)
         works(c)
 
     run(2, job, **WAYS[way])
@@ -514,8 +514,8 @@ def test_pieces_that_wrap():
         many = _C.Pieces()
         many.add(2**60, spec)
         for call in (
-            lambda: c.core.reduce_scatter_coded(x.ctypes.data, x.ctypes.data, many),
-            lambda: c.core.all_gather_coded(x.ctypes.data, x.ctypes.data, many),
+            lambda: c.core.run_coded("reduce_scatter", x.ctypes.data, x.ctypes.data, many),
+            lambda: c.core.run_coded("all_gather", x.ctypes.data, x.ctypes.data, many),
         ):
             with pytest.raises(Error, match="memory"):
                 call()
@@ -600,11 +600,11 @@ def test_a_part_wrong_for_one_rank_fails_on_all(way, name):
         ones = [(at, 1)] * 3
         try:
             if name == "all_to_all":
-                core.all_to_all(_C.Parts(ones), _C.Parts(sizes), F32)
+                core.run("all_to_all", _C.Parts(ones), _C.Parts(sizes), 0, F32)
             elif name == "gather":
-                core.gather(at, 1, _C.Parts(sizes), F32, 0)
+                core.run("gather", at, _C.Parts(sizes), 1, F32, root=0)
             else:
-                core.scatter(_C.Parts(sizes), at, 1, F32, 0)
+                core.run("scatter", _C.Parts(sizes), at, 1, F32, root=0)
             c.barrier()
         finally:
             over.set() if c.rank else over.wait(10)  # rank 0 neither goes on nor leaves

@@ -81,6 +81,10 @@ def uneven(ranks: int, numel: int) -> list[int]:
     return [b - a for a, b in itertools.pairwise(cuts)]
 
 
+def at(array: np.ndarray) -> int:
+    return int(array.ctypes.data)
+
+
 def check(c, dtype: str, numel: int, place=np.copy) -> None:
     """Check every operation that reduces, on buffers that `place(bytes)` allocates."""
     ranks, me, kind = c.size, c.rank, _C.DType.__members__[dtype]
@@ -88,30 +92,30 @@ def check(c, dtype: str, numel: int, place=np.copy) -> None:
     mine, want = brought(me, ranks, numel, dtype), wanted(ranks, numel, dtype)
 
     x = place(mine)
-    c.core.all_reduce(x.ctypes.data, numel, kind, PREMUL_SUM, factor)
+    c.core.run("all_reduce", at(x), at(x), numel, kind, PREMUL_SUM, -1, factor)
     assert np.array_equal(x, want), ("all_reduce", dtype, numel)
 
     x, y = place(mine), place(np.zeros_like(mine))
-    c.core.reduce(x.ctypes.data, y.ctypes.data, numel, kind, PREMUL_SUM, root, factor)
+    c.core.run("reduce", at(x), at(y), numel, kind, PREMUL_SUM, root, factor)
     assert np.array_equal(x, mine), ("reduce: the input is the caller's", dtype, numel)
     assert np.array_equal(y, want if me == root else np.zeros_like(mine)), ("reduce", dtype, numel)
-    c.core.reduce(x.ctypes.data, x.ctypes.data, numel, kind, PREMUL_SUM, root, factor)
+    c.core.run("reduce", at(x), at(x), numel, kind, PREMUL_SUM, root, factor)
     assert np.array_equal(x, want if me == root else mine), ("reduce in place", dtype, numel)
 
     wide, all_want = brought(me, ranks, ranks * numel, dtype), wanted(ranks, ranks * numel, dtype)
     own = slice(me * numel * each, (me + 1) * numel * each)
     x, y = place(wide), place(np.zeros_like(mine))
-    c.core.reduce_scatter(x.ctypes.data, y.ctypes.data, numel, kind, PREMUL_SUM, factor)
+    c.core.run("reduce_scatter", at(x), at(y), numel, kind, PREMUL_SUM, -1, factor)
     assert np.array_equal(x, wide), ("reduce_scatter: the input is the caller's", dtype, numel)
     assert np.array_equal(y, all_want[own]), ("reduce_scatter", dtype, numel)
-    c.core.reduce_scatter(x.ctypes.data, x.ctypes.data + own.start, numel, kind, PREMUL_SUM, factor)
+    c.core.run("reduce_scatter", at(x), at(x) + own.start, numel, kind, PREMUL_SUM, -1, factor)
     assert np.array_equal(x[own], all_want[own]), ("reduce_scatter in place", dtype, numel)
 
     numels = uneven(ranks, numel)
     begins = [sum(numels[:r]) for r in range(ranks + 1)]
     x, y = place(mine), place(np.zeros(numels[me] * each, np.uint8))
-    parts = _C.Parts([(x.ctypes.data + begins[r] * each, numels[r]) for r in range(ranks)])
-    c.core.reduce_scatter(parts, y.ctypes.data, kind, PREMUL_SUM, factor)
+    parts = _C.Parts([(at(x) + begins[r] * each, numels[r]) for r in range(ranks)])
+    c.core.run("reduce_scatter", parts, at(y), 0, kind, PREMUL_SUM, -1, factor)
     assert np.array_equal(x, mine), ("uneven reduce_scatter: the input", dtype, numel)
     part = want[begins[me] * each : begins[me + 1] * each]
     assert np.array_equal(y, part), ("uneven reduce_scatter", dtype, numel)
@@ -212,12 +216,12 @@ def check_on_device(c, dtype: str, numel: int, op: str) -> None:
         begins = [sum(numels[:r]) for r in range(c.size + 1)]
         parts = [(x.address + begins[r] * each, numels[r]) for r in range(c.size)]
         y = c.put(np.zeros(numels[c.rank] * each, np.uint8))
-        c.call("reduce_scatter", _C.Parts(parts), y.address, kind, PREMUL_SUM, factor=factor)
+        c.call("reduce_scatter", _C.Parts(parts), y.address, 0, kind, PREMUL_SUM, factor=factor)
         own = want[begins[c.rank] * each : begins[c.rank + 1] * each]
         assert np.array_equal(y.get(), own), (dtype, numel)
         assert np.array_equal(x.get(), mine)
     else:
-        c.call("all_reduce", x.address, numel, kind, PREMUL_SUM, factor=factor, algo=op)
+        c.call("all_reduce", x.address, x.address, numel, kind, PREMUL_SUM, factor=factor, algo=op)
         assert np.array_equal(x.get(), want), (op, dtype, numel)
 
 

@@ -197,7 +197,8 @@ def test_kernels_of_devices_on_the_processor(kind, algo):
     def job(c):
         x = c.put(tiny(c.rank, 5003))
         with arithmetic(kind if c.rank == 1 else None):
-            c.call("all_reduce", x.address, 5003, _C.DType.float32, _C.ReduceOp.avg, algo=algo)
+            dtype, avg = _C.DType.float32, _C.ReduceOp.avg
+            c.call("all_reduce", x.address, x.address, 5003, dtype, avg, algo=algo)
         return x.get().tobytes()
 
     first, *others = device_ranks.run(3, job)

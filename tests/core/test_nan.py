@@ -100,9 +100,11 @@ def test_of_collectives(dtype, way):
         results = []
         for op in ops(dtype):
             x = special(c.rank, dtype, numel)
-            c.core.all_reduce(x.ctypes.data, numel, kind, OPS[op], 1.0)
+            at = x.ctypes.data
+            c.core.run("all_reduce", at, at, numel, kind, OPS[op])
             y, part = special(c.rank, dtype, numel * c.size), special(9, dtype, numel)
-            c.core.reduce_scatter(y.ctypes.data, part.ctypes.data, numel, kind, OPS[op], 1.0)
+            places = y.ctypes.data, part.ctypes.data
+            c.core.run("reduce_scatter", *places, numel, kind, OPS[op])
             check(part, dtype, op)
             results.append(x)
         return results
@@ -123,7 +125,7 @@ def test_of_kernels_of_devices(dtype, algo):
     def job(c):
         for op in ops(dtype):
             x = c.put(special(c.rank, dtype, numel))
-            c.call("all_reduce", x.address, numel, kind, OPS[op], algo=algo)
+            c.call("all_reduce", x.address, x.address, numel, kind, OPS[op], algo=algo)
             check(x.get(), dtype, op)
 
     device_ranks.run(3, job)

@@ -225,11 +225,11 @@ def test_children_of_a_process_whose_ranks_are_threads():
 def test_a_device_group_in_a_child():
     group = _test.DeviceGroup(_C.Store.local(), 0, 1)
     x = np.ones(10, np.float32)
-    args = (x.ctypes.data, 10, _C.DType.float32)
-    assert in_child(lambda: group.all_reduce(*args, _C.ReduceOp.sum)) == "refused"
+    args = ("all_reduce", x.ctypes.data, x.ctypes.data, 10, _C.DType.float32)
+    assert in_child(lambda: group.run(*args)) == "refused"
     assert in_child(group.check) == "refused"
     assert in_child(lambda: group.abort("from the child")) == "returned"
-    group.all_reduce(*args, _C.ReduceOp.sum)
+    group.run(*args)
     group.check()
     group.close()
 

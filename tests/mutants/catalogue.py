@@ -28,14 +28,14 @@ WAITS = (
     ),
     Mutant(
         "direct-writes-what-is-still-sent",
-        "csrc/collectives/algorithms/direct.cpp::one_shot",
+        "csrc/collectives/algorithms/direct.cpp::one_shot_reduce",
         "context.wait_all();",
         "",
         "collectives/test_algorithms.py::test_every_collective_is_exact",
     ),
     Mutant(
         "nodes-added-before-they-came",
-        "csrc/collectives/algorithms/hierarchical_reduce.cpp::AllReduce::own_chunk",
+        "csrc/collectives/algorithms/hierarchical.cpp::AllReduce::own_chunk",
         "if (k != me) rail_.wait(k, ticket(t, k));",
         "",
         "collectives/test_hierarchical.py::test_every_collective_is_exact",
@@ -63,9 +63,9 @@ WAITS = (
     ),
     Mutant(
         "read-before-the-others-have-summed",
-        "csrc/collectives/window/cma_read.cpp::all_reduce",
-        "barrier(window);\n  for (int k = 1; k < ranks; k++)",
-        "\n  for (int k = 1; k < ranks; k++)",
+        "csrc/collectives/window/in_place.cpp::all_reduce_by_reading",
+        "barrier(window);\n  for (int k = 1; k < window.size(); k++)",
+        "\n  for (int k = 1; k < window.size(); k++)",
         "collectives/test_peer_read.py::test_ranks_on_one_core_wait_for_sums",
     ),
     Mutant(
@@ -149,7 +149,7 @@ ORDERS = (
     Mutant(
         "tree-sums-from-the-root-on",
         "csrc/collectives/algorithms/tree.cpp::reduce",
-        "(root + i) % context.size()",
+        "(call.root + i) % context.size()",
         "i",
         "collectives/test_algorithms.py::test_float_sums_are_in_rank_order",
     ),
@@ -373,7 +373,7 @@ BOUNDS = (
     ),
     Mutant(
         "parts-of-another-size-taken",
-        "csrc/collectives/window/shared_move.cpp::PartExchange::read_slot_headers",
+        "csrc/collectives/window/shared.cpp::PartExchange::read_slot_headers",
         "from_[r].bytes != out_.bytes(r)",
         "false",
         "faults/test_mismatch.py::test_parts_that_differ_in_all_to_all",
@@ -454,8 +454,8 @@ BOUNDS = (
     Mutant(
         "compressed-overflow-unseen",
         "csrc/binding/torch/backend.cpp::Backend::compressed",
-        "coded(comm, coded_call.op, args, out)",
-        "(coded(comm, coded_call.op, args, out), true)",
+        "comm.run_coded(coded_call.op, args, out)",
+        "(comm.run_coded(coded_call.op, args, out), true)",
         "torch/hooks/test_ddp_compress.py::test_overflow_reaches_all_ranks_and_leaves_no_trace",
     ),
     Mutant(

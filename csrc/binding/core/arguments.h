@@ -3,9 +3,9 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -51,58 +51,50 @@ class PartList {
       outputs_.push_back({pointer(address), numel});
     }
   }
-  ConstParts input() const { return inputs_; }
-  Parts output() const { return outputs_; }
+  operator ConstParts() const { return inputs_; }
+  operator Parts() const { return outputs_; }
 
  private:
   std::vector<ConstPart> inputs_;
   std::vector<Part> outputs_;
 };
 
-/// What Python passes for a parameter of the core: an address for a pointer, seconds for a time.
-template <typename T>
-struct Passed {
-  using Type = std::decay_t<T>;
-  static const Type& as(const Type& value) { return value; }
-};
-template <>
-struct Passed<void*> {
-  using Type = uintptr_t;
-  static void* as(uintptr_t address) { return pointer(address); }
-};
-template <>
-struct Passed<const void*> : Passed<void*> {};
-template <>
-struct Passed<Milliseconds> {
-  using Type = double;
-  static Milliseconds as(double seconds) { return milliseconds(seconds); }
-};
-template <>
-struct Passed<const ConstParts&> {
-  using Type = PartList;
-  static ConstParts as(const PartList& parts) { return parts.input(); }
-};
-template <>
-struct Passed<const Parts&> {
-  using Type = PartList;
-  static Parts as(const PartList& parts) { return parts.output(); }
-};
-
-/// Returns a function for Python that calls a method of the core, without the GIL.
-template <typename Self, typename... Args>
-auto of_core(void (Self::*method)(Args...)) {
-  return [method](Self& self, const typename Passed<Args>::Type&... args) {
-    const GilReleased release;
-    (self.*method)(Passed<Args>::as(args)...);
-  };
+/// Returns one side of a collective: an address of `numel` elements, or of a part for each rank; or
+/// a list of parts.
+template <typename Side>
+Side side(const pybind11::object& given, size_t numel) {
+  if (PyLong_Check(given.ptr()) != 0) return {pointer(given.cast<uintptr_t>()), numel};
+  return given.cast<const PartList&>();
 }
 
-/// The pieces of a bucket, with the codecs kept alive. Built once, used in every step.
+/// Returns a collective as Python passes it.
+inline Collective collective(const std::string& op, const pybind11::object& input,
+                             const pybind11::object& out, size_t numel, DType dtype, ReduceOp redop,
+                             int root, double factor) {
+  return {op_named(op), dtype, side<ConstParts>(input, numel), side<Parts>(out, numel), redop,
+          factor,       root};
+}
+
+/// The pieces of a bucket, with their feedback, and the codecs kept alive. Built once, used in
+/// every step, by one thread at a time.
 class Pieces {
  public:
-  void add(size_t numel, const pybind11::object& codec, uint32_t tensor, uintptr_t residual,
-           uintptr_t new_residual, uintptr_t owner_residual, uintptr_t new_owner_residual) {
-    if (numel > kLargestBuffer / sizeof(float) - numel_) {
+  /// The two sides of a feedback memory, of which a step reads one and writes one; zeros: there is
+  /// none.
+  using Addresses = std::array<uintptr_t, 2>;
+  /// The side of a piece that a step reads, and the one that it writes.
+  using Sides = std::pair<size_t, size_t>;
+
+  /// Residuals of workers have `rows`.
+  explicit Pieces(size_t rows = 1) : rows_(rows) {
+    if (rows == 0) throw Error("the bucket has 0 rows; give at least 1");
+  }
+
+  void add(size_t numel, const pybind11::object& codec, uint32_t tensor, feedback::Kind kind,
+           feedback::Storage storage, double decay, bool nesterov, Addresses worker,
+           Addresses owner, Addresses momentum, const feedback::Spans& worker_spans,
+           const feedback::Spans& owner_spans) {
+    if (numel > kLargestBuffer / sizeof(float) / rows_ - numel_) {
       throw Error("no memory holds pieces of " + std::to_string(numel) + " elements and " +
                   std::to_string(numel_) + " before them");
     }
@@ -111,25 +103,51 @@ class Pieces {
     piece.numel = numel;
     piece.codec = codec.cast<const Codec*>();
     piece.tensor = tensor;
-    piece.worker.error = {bytes(residual), bytes(new_residual)};
-    piece.owner.error = {bytes(owner_residual), bytes(new_owner_residual)};
+    piece.worker.kind = kind;
+    piece.worker.storage = piece.owner.storage = storage;
+    piece.worker.decay = static_cast<float>(decay);
+    piece.worker.nesterov = nesterov;
+    memories_.push_back({Pair{worker, worker_spans}, Pair{owner, owner_spans},
+                         Pair{momentum, feedback::kAllValues}});
+    // Sides with the values of other spans are set in each step.
+    const bool alike = worker_spans[0] == worker_spans[1] && owner_spans[0] == owner_spans[1];
+    set_memory(piece, memories_.back(), 0, alike ? 1 : 0);
     pieces_.push_back(piece);
     codecs_.push_back(codec);
     numel_ += numel;
   }
+  /// Sets the sides of each piece; until then the second of each memory is written.
+  void set_sides(const std::vector<Sides>& sides) {
+    if (sides.size() != pieces_.size()) {
+      throw Error("sides are given for " + std::to_string(sides.size()) +
+                  " pieces, but the bucket has " + std::to_string(pieces_.size()));
+    }
+    for (size_t i = 0; i < sides.size(); i++) {
+      const auto [old, fresh] = sides[i];
+      if (old > 1 || fresh > 1) {
+        throw Error("sides must be 0 or 1, got " + std::to_string(old) + " and " +
+                    std::to_string(fresh));
+      }
+      set_memory(pieces_[i], memories_[i], old, fresh);
+    }
+  }
+  Span<const Piece> pieces() const { return {pieces_.data(), pieces_.size()}; }
+  size_t rows() const { return rows_; }
   size_t numel() const { return numel_; }
   size_t size() const { return pieces_.size(); }
-  /// Returns arguments for the values at an address: `rows` times the pieces, one after the other.
-  CodedArgs args(uintptr_t data, int rows, DType dtype = DType::float32, bool average = false,
+  /// Returns arguments of an op for the values at an address: `ranks` rows of the pieces, one after
+  /// the other, in a reduce_scatter, else one.
+  CodedArgs args(Op op, int ranks, uintptr_t data, DType dtype, bool average = false,
                  uint64_t seed = 0, uint32_t step = 0) const {
+    const int rows = op == Op::reduce_scatter ? ranks : 1;
     if (numel_ > kLargestBuffer / static_cast<size_t>(rows)) {
       throw Error("no memory holds " + std::to_string(rows) + " rows of " + std::to_string(numel_) +
                   " elements");
     }
     CodedArgs args;
     args.data = {pointer(data), numel_ * static_cast<size_t>(rows), dtype};
-    args.pieces = {pieces_.data(), pieces_.size()};
-    args.average = average;
+    args.pieces = pieces();
+    args.average = average && op != Op::all_gather;
     args.seed = seed;
     args.step = step;
     args.owner_residuals = std::any_of(pieces_.begin(), pieces_.end(), [](const Piece& piece) {
@@ -139,7 +157,25 @@ class Pieces {
   }
 
  private:
+  /// Two sides of a residual; each has the values of its span.
+  using Pair = std::pair<Addresses, feedback::Spans>;
+
+  static void set_memory(Piece& piece, const std::array<Pair, 3>& memory, size_t old,
+                         size_t fresh) {
+    const auto of = [&](const Pair& pair) {
+      const auto& [at, spans] = pair;
+      const auto [begin, end] = feedback::shared_span(spans, old, fresh);
+      return feedback::Memory{bytes(at[old]), bytes(at[fresh]), begin, end};
+    };
+    const auto& [worker, owner, momentum] = memory;
+    piece.worker.error = of(worker);
+    piece.worker.momentum = of(momentum);
+    piece.owner.error = of(owner);
+  }
+
+  const size_t rows_;
   std::vector<Piece> pieces_;
+  std::vector<std::array<Pair, 3>> memories_;  ///< worker, owner, momentum
   std::vector<pybind11::object> codecs_;
   size_t numel_ = 0;
 };

@@ -26,14 +26,7 @@ namespace {
 
 using coded::PieceRuns;
 using coded::Shot;
-
-/// The two sides of a feedback memory; zeros: there is none.
-using Addresses = std::array<uintptr_t, 2>;
-using feedback::kAllValues;
-using feedback::shared_span;
-using feedback::Spans;
-/// The side that a step reads, and the one that it writes.
-using Sides = std::pair<size_t, size_t>;
+using Sides = Pieces::Sides;
 /// An address or offset, and a number of bytes or elements.
 using Place = std::pair<size_t, size_t>;
 /// Runs: piece, offset in it, elements.
@@ -170,42 +163,15 @@ struct CodedDevice {
   uintptr_t found_inf = 0, swapped = 0;
 };
 
-/// The pieces of a bucket, with their feedback, and the chunks in which they travel. Built once,
-/// used in every step, by one thread at a time.
-class CodedBucket {
+/// The pieces of a bucket, and the chunks in which they travel.
+class CodedBucket final : public Pieces {
  public:
-  /// `rank` is ours among `ranks` that encode the same values; residuals of workers have `rows`.
-  CodedBucket(int rank, int ranks, size_t rows) : rank_(rank), ranks_(ranks), rows_(rows) {
-    if (rows == 0) throw Error("the bucket has 0 rows; give at least 1");
+  /// `rank` is ours among `ranks` that encode the same values.
+  CodedBucket(int rank, int ranks, size_t rows) : Pieces(rows), rank_(rank), ranks_(ranks) {
     if (rank < 0 || rank >= ranks) {
       throw Error("rank " + std::to_string(rank) + " is not in a group of " +
                   std::to_string(ranks) + " ranks");
     }
-  }
-
-  void add(size_t numel, const py::object& codec, uint32_t tensor, feedback::Kind kind,
-           feedback::Storage storage, double decay, bool nesterov, Addresses worker,
-           Addresses owner, Addresses momentum, const Spans& worker_spans,
-           const Spans& owner_spans) {
-    if (numel > kLargestBuffer / sizeof(float) / rows_ - numel_) {
-      throw Error("no memory holds pieces of " + std::to_string(numel) + " elements and " +
-                  std::to_string(numel_) + " before them");
-    }
-    Piece piece;
-    piece.offset = numel_;
-    piece.numel = numel;
-    piece.codec = codec.cast<const Codec*>();
-    piece.tensor = tensor;
-    piece.worker.kind = kind;
-    piece.worker.storage = piece.owner.storage = storage;
-    piece.worker.decay = static_cast<float>(decay);
-    piece.worker.nesterov = nesterov;
-    memories_.push_back(
-        {Pair{worker, worker_spans}, Pair{owner, owner_spans}, Pair{momentum, kAllValues}});
-    set_memory(piece, memories_.back(), 0, 0);
-    pieces_.push_back(piece);
-    codecs_.push_back(codec);
-    numel_ += numel;
   }
 
   /// Says what is exchanged: a chunk of runs for each owner, or all pieces of its own row, whose
@@ -219,9 +185,9 @@ class CodedBucket {
     }
     if (!owned.empty() && !rows.empty()) throw Error("give chunks or rows, not both");
     for (const size_t row : rows) {
-      if (scatters && row >= rows_) {
+      if (scatters && row >= Pieces::rows()) {
         throw Error("there is no row " + std::to_string(row) + " among residuals of " +
-                    std::to_string(rows_) + " rows");
+                    std::to_string(Pieces::rows()) + " rows");
       }
     }
     std::vector<PieceRuns> chunks;
@@ -236,7 +202,7 @@ class CodedBucket {
     for (const coded::BucketLayout* layout : {&plan_.owned, &plan_.shown}) {
       for (const coded::Segment& segment : layout->segments()) {
         for (const coded::PieceRun& run : layout->runs(segment)) {
-          const Codec& codec = *pieces_[run.piece].codec;
+          const Codec& codec = *pieces()[run.piece].codec;
           if (codec.variable())
             room_behind_ = std::max(room_behind_, codec.encoded_bytes(run.numel));
         }
@@ -308,37 +274,6 @@ class CodedBucket {
   }
 
  private:
-  /// Two sides of a residual; each has the values of its span.
-  using Pair = std::pair<Addresses, Spans>;
-
-  static void set_memory(Piece& piece, const std::array<Pair, 3>& memory, size_t old,
-                         size_t fresh) {
-    const auto of = [&](const Pair& pair) {
-      const auto& [at, spans] = pair;
-      const auto [begin, end] = shared_span(spans, old, fresh);
-      return feedback::Memory{bytes(at[old]), bytes(at[fresh]), begin, end};
-    };
-    const auto& [worker, owner, momentum] = memory;
-    piece.worker.error = of(worker);
-    piece.worker.momentum = of(momentum);
-    piece.owner.error = of(owner);
-  }
-
-  void set_sides(const std::vector<Sides>& sides) {
-    if (sides.size() != pieces_.size()) {
-      throw Error("sides are given for " + std::to_string(sides.size()) +
-                  " pieces, but the bucket has " + std::to_string(pieces_.size()));
-    }
-    for (size_t i = 0; i < sides.size(); i++) {
-      const auto [old, fresh] = sides[i];
-      if (old > 1 || fresh > 1) {
-        throw Error("sides must be 0 or 1, got " + std::to_string(old) + " and " +
-                    std::to_string(fresh));
-      }
-      set_memory(pieces_[i], memories_[i], old, fresh);
-    }
-  }
-
   PieceRuns checked(const Runs& given) const {
     PieceRuns runs;
     for (const auto& [piece, offset, numel] : given) runs.push_back({piece, offset, numel});
@@ -347,26 +282,21 @@ class CodedBucket {
   }
 
   void check_values(const Place& values, size_t rows) const {
-    if (numel_ > kLargestBuffer / sizeof(float) / rows) {
-      throw Error("no memory holds " + std::to_string(rows) + " rows of " + std::to_string(numel_) +
-                  " elements");
+    if (numel() > kLargestBuffer / sizeof(float) / rows) {
+      throw Error("no memory holds " + std::to_string(rows) + " rows of " +
+                  std::to_string(numel()) + " elements");
     }
-    if (values.second != rows * numel_) {
+    if (values.second != rows * numel()) {
       throw Error("a tensor has " + std::to_string(values.second) + " values, but the bucket has " +
-                  std::to_string(numel_) + " in each of " + std::to_string(rows) + " rows");
+                  std::to_string(numel()) + " in each of " + std::to_string(rows) + " rows");
     }
   }
 
-  Span<const Piece> pieces() const { return {pieces_.data(), pieces_.size()}; }
   /// A segment of so many values is a whole row.
-  size_t row() const { return std::max<size_t>(1, numel_); }
+  size_t row() const { return std::max<size_t>(1, numel()); }
 
   const int rank_, ranks_;
-  const size_t rows_;
-  std::vector<Piece> pieces_;
-  std::vector<std::array<Pair, 3>> memories_;  ///< worker, owner, momentum
-  std::vector<py::object> codecs_;             ///< kept alive
-  size_t numel_ = 0, room_behind_ = 0;
+  size_t room_behind_ = 0;
   coded::Plan plan_;
   bool by_rows_ = false;
 };
@@ -374,6 +304,18 @@ class CodedBucket {
 }  // namespace
 
 void bind_coded(py::module_& m) {
+  using Addresses = Pieces::Addresses;
+  py::class_<Pieces>(m, "Pieces")
+      .def(py::init<>())
+      .def("add", &Pieces::add, py::arg("numel"), py::arg("codec"), py::kw_only(),
+           py::arg("tensor") = 0, py::arg("kind") = feedback::Kind::residual,
+           py::arg("storage") = feedback::Storage::float32, py::arg("decay") = 0.0,
+           py::arg("nesterov") = false, py::arg("worker") = Addresses{},
+           py::arg("owner") = Addresses{}, py::arg("momentum") = Addresses{},
+           py::arg("worker_spans") = feedback::kAllValues,
+           py::arg("owner_spans") = feedback::kAllValues)
+      .def_property_readonly("numel", &Pieces::numel)
+      .def("__len__", &Pieces::size);
   py::enum_<Shot>(m, "Shot")
       .value("contribution", Shot::contribution)
       .value("shown", Shot::shown)
@@ -390,14 +332,8 @@ void bind_coded(py::module_& m) {
              return CodedDevice{stream, scratch, found_inf, swapped};
            }),
            py::arg("stream"), py::arg("scratch"), py::arg("found_inf"), py::arg("swapped") = 0);
-  py::class_<CodedBucket>(m, "CodedBucket")
+  py::class_<CodedBucket, Pieces>(m, "CodedBucket")
       .def(py::init<int, int, size_t>(), py::arg("rank"), py::arg("ranks"), py::arg("rows") = 1)
-      .def("add", &CodedBucket::add, py::arg("numel"), py::arg("codec"), py::kw_only(),
-           py::arg("tensor") = 0, py::arg("kind") = feedback::Kind::residual,
-           py::arg("storage") = feedback::Storage::float32, py::arg("decay") = 0.0,
-           py::arg("nesterov") = false, py::arg("worker") = Addresses{},
-           py::arg("owner") = Addresses{}, py::arg("momentum") = Addresses{},
-           py::arg("worker_spans") = kAllValues, py::arg("owner_spans") = kAllValues)
       .def("plan", &CodedBucket::plan, py::arg("owned"), py::arg("shown"), py::kw_only(),
            py::arg("rows") = std::vector<size_t>(), py::arg("scatters") = true,
            py::arg("gathers") = true)

@@ -212,14 +212,6 @@ void bind_communicator(py::module_& m) {
   m.def("buffer", &buffer, py::arg("array"), py::arg("write"));
   bind_options(m);
 
-  py::class_<Pieces>(m, "Pieces")
-      .def(py::init<>())
-      .def("add", &Pieces::add, py::arg("numel"), py::arg("codec"), py::kw_only(),
-           py::arg("tensor") = 0, py::arg("residual") = 0, py::arg("new_residual") = 0,
-           py::arg("owner_residual") = 0, py::arg("new_owner_residual") = 0)
-      .def_property_readonly("numel", &Pieces::numel)
-      .def("__len__", &Pieces::size);
-
   py::class_<Request, std::shared_ptr<Request>>(m, "Request", py::dynamic_attr())
       .def("done",
            [](Request& r) {
@@ -259,7 +251,7 @@ void bind_communicator(py::module_& m) {
           [](const Self& c, const std::string& op, size_t bytes, const Pieces* pieces,
              DType dtype) {
             if (!pieces) return c.explain(op_named(op), bytes);
-            const CodedArgs args = pieces->args(0, 1, dtype);
+            const CodedArgs args = pieces->args(op_named(op), 1, 0, dtype);
             return c.explain(op_named(op), bytes, &args);
           },
           py::arg("op"), py::arg("bytes"), py::arg("pieces") = py::none(),
@@ -280,86 +272,36 @@ void bind_communicator(py::module_& m) {
       .def("trace", [](const Self& c) { return trace_records(c.trace()); })
       .def("wire_bytes", &Self::wire_bytes)
       .def("sent_bytes", &Self::sent_bytes)
-      .def("all_reduce", of_core(&Self::all_reduce), py::arg("data"), py::arg("numel"),
-           py::arg("dtype"), py::arg("op"), py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
       .def(
-          "all_reduce_coded",
-          [](Self& c, uintptr_t data, const Pieces& pieces, bool average, uint64_t seed,
-             uint32_t step, DType dtype, double timeout) {
+          "run",
+          [](Self& c, const std::string& op, const py::object& input, const py::object& out,
+             size_t numel, DType dtype, ReduceOp redop, int root, double factor, double timeout) {
+            const Collective call = collective(op, input, out, numel, dtype, redop, root, factor);
             const Release release;
-            return c.all_reduce_coded(pieces.args(data, 1, dtype, average, seed, step),
-                                      milliseconds(timeout));
+            c.run(call, milliseconds(timeout));
           },
-          py::arg("data"), py::arg("pieces"), py::kw_only(), py::arg("average") = true,
-          py::arg("seed") = 0, py::arg("step") = 0, py::arg("dtype") = DType::float32,
-          py::arg("timeout") = 0.0)
+          py::arg("op"), py::arg("input") = 0, py::arg("out") = 0, py::arg("numel") = 0,
+          py::arg("dtype") = DType::uint8, py::arg("redop") = ReduceOp::sum, py::arg("root") = -1,
+          py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
       .def(
-          "reduce_scatter_coded",
-          [](Self& c, uintptr_t in, uintptr_t out, const Pieces& pieces, bool average,
-             uint64_t seed, uint32_t step, DType dtype, double timeout) {
+          "run_coded",
+          [](Self& c, const std::string& op, uintptr_t input, uintptr_t out, const Pieces& pieces,
+             bool average, uint64_t seed, uint32_t step, DType dtype, double timeout) {
+            const Op named = op_named(op);
             const Release release;
-            return c.reduce_scatter_coded(pieces.args(in, c.size(), dtype, average, seed, step),
-                                          pointer(out), milliseconds(timeout));
+            return c.run_coded(named,
+                               pieces.args(named, c.size(), input, dtype, average, seed, step),
+                               pointer(out), milliseconds(timeout));
           },
-          py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(),
+          py::arg("op"), py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(),
           py::arg("average") = true, py::arg("seed") = 0, py::arg("step") = 0,
           py::arg("dtype") = DType::float32, py::arg("timeout") = 0.0)
-      .def(
-          "all_gather_coded",
-          [](Self& c, uintptr_t in, uintptr_t out, const Pieces& pieces, uint64_t seed,
-             uint32_t step, DType dtype, double timeout) {
-            const Release release;
-            return c.all_gather_coded(pieces.args(in, 1, dtype, false, seed, step), pointer(out),
-                                      milliseconds(timeout));
-          },
-          py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(), py::arg("seed") = 0,
-          py::arg("step") = 0, py::arg("dtype") = DType::float32, py::arg("timeout") = 0.0)
-      .def("reduce_scatter",
-           of_core(
-               py::overload_cast<const void*, void*, size_t, DType, ReduceOp, double, Milliseconds>(
-                   &Self::reduce_scatter)),
-           py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
-           py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
-      .def("reduce_scatter",
-           of_core(
-               py::overload_cast<const ConstParts&, void*, DType, ReduceOp, double, Milliseconds>(
-                   &Self::reduce_scatter)),
-           py::arg("input"), py::arg("out"), py::arg("dtype"), py::arg("op"),
-           py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
-      .def("all_gather",
-           of_core(py::overload_cast<const void*, void*, size_t, DType, Milliseconds>(
-               &Self::all_gather)),
-           py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"),
-           py::arg("timeout") = 0.0)
-      .def("all_gather",
-           of_core(py::overload_cast<const void*, const Parts&, DType, Milliseconds>(
-               &Self::all_gather)),
-           py::arg("input"), py::arg("out"), py::arg("dtype"), py::arg("timeout") = 0.0)
-      .def("all_to_all", of_core(&Self::all_to_all), py::arg("input"), py::arg("out"),
-           py::arg("dtype"), py::arg("timeout") = 0.0)
-      .def("broadcast", of_core(&Self::broadcast), py::arg("data"), py::arg("numel"),
-           py::arg("dtype"), py::arg("root"), py::arg("timeout") = 0.0)
-      .def("reduce", of_core(&Self::reduce), py::arg("input"), py::arg("out"), py::arg("numel"),
-           py::arg("dtype"), py::arg("op"), py::arg("root"), py::arg("factor") = 1.0,
-           py::arg("timeout") = 0.0)
-      .def("gather",
-           of_core(py::overload_cast<const void*, size_t, const Parts&, DType, int, Milliseconds>(
-               &Self::gather)),
-           py::arg("input"), py::arg("numel"), py::arg("out"), py::arg("dtype"), py::arg("root"),
-           py::arg("timeout") = 0.0)
-      .def("scatter",
-           of_core(py::overload_cast<const ConstParts&, void*, size_t, DType, int, Milliseconds>(
-               &Self::scatter)),
-           py::arg("input"), py::arg("out"), py::arg("numel"), py::arg("dtype"), py::arg("root"),
-           py::arg("timeout") = 0.0)
-      .def("barrier", of_core(&Self::barrier), py::arg("timeout") = 0.0)
       .def(
           "compare_sizes",
           [](Self& c, const std::string& op, size_t own, const std::vector<size_t>& parts,
              DType dtype, ReduceOp redop, double timeout) {
             const Release release;
-            c.compare_sizes(op == name(Op::all_gather) ? Op::all_gather : Op::reduce_scatter, own,
-                            parts, dtype, redop, milliseconds(timeout));
+            c.compare_sizes(op_named(op), own, parts, dtype, redop, milliseconds(timeout));
           },
           py::arg("op"), py::arg("own"), py::arg("parts"), py::arg("dtype"), py::arg("redop"),
           py::arg("timeout") = 0.0)

@@ -140,16 +140,17 @@ struct Arguments {
     return false;
   }
 
-  std::pair<DType, Reduction> reducible(const Call& call, const at::Tensor& t,
-                                        const c10d::ReduceOp& op) const {
+  /// Returns a collective without its buffers that reduces tensors like t.
+  Collective reducing(const Call& call, Op op, const at::Tensor& t, const c10d::ReduceOp& redop,
+                      int root = -1) const {
     const auto dtype = find_dtype(t.scalar_type());
     if (!dtype) fail(call, std::string("cannot reduce dtype ") + c10::toString(t.scalar_type()));
-    if (op == c10d::ReduceOp::PREMUL_SUM && !op.supplement_)
+    if (redop == c10d::ReduceOp::PREMUL_SUM && !redop.supplement_)
       fail(call, "PREMUL_SUM needs a factor; make it by _make_nccl_premul_sum(factor)");
     try {
-      const Reduction reduction(op);
+      const Reduction reduction(redop);
       check_reducible(*dtype, reduction.op);
-      return {*dtype, reduction};
+      return {op, *dtype, {}, {}, reduction.op, reduction.factor, root};
     } catch (const Error& e) {
       fail(call, e.what());
     }

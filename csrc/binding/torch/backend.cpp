@@ -122,13 +122,64 @@ namespace {
 
 /// Makes the comparison for Arguments::must_compare(). Among devices the call has checked this
 /// rank's part alone.
-void compare_sizes(Communicator& comm, Op op, const at::Tensor& own, const FlatList& parts,
-                   Milliseconds timeout, ReduceOp redop = ReduceOp::sum) {
-  const Elements elements(own);
-  comm.compare_sizes(op, elements.count(own), parts.numels(), elements.dtype, redop, timeout);
+void compare_sizes(Communicator& comm, const Collective& how, const at::Tensor& own,
+                   const Tensors& parts, Milliseconds timeout) {
+  comm.compare_sizes(how.op, Elements(own).count(own), FlatList(parts).numels(), how.dtype,
+                     how.redop, timeout);
 }
-void compare_sizes(PeerRoute&, Op, const at::Tensor&, const FlatList&, Milliseconds,
-                   ReduceOp = ReduceOp::sum) {}
+void compare_sizes(PeerRoute&, const Collective&, const at::Tensor&, const Tensors&, Milliseconds) {
+}
+
+/// Returns a collective without its buffers that moves tensors like t.
+Collective moving(Op op, const at::Tensor& t, int root = -1) {
+  Collective how{op, Elements(t).dtype};
+  how.root = root;
+  return how;
+}
+
+template <typename T>
+BasicParts<T> side(const std::vector<BasicPart<T>>& list, bool parts) {
+  if (parts || list.empty()) return list;
+  return {list[0].data, list[0].numel};
+}
+
+/// Runs a collective from some tensors to others: one for each rank where the op has parts, else
+/// one.
+template <typename Comm>
+void run_lists(Comm& comm, Collective how, const Tensors& from, const Tensors& to,
+               Milliseconds timeout) {
+  const FlatList inputs(from), outputs(to);
+  const std::vector<ConstPart> in = inputs.in();
+  const std::vector<Part> out = outputs.out();
+  how.in = side(in, how.has_in_parts());
+  how.out = side(out, how.has_out_parts());
+  comm.run(how, timeout);
+  outputs.finish();
+}
+
+/// Runs one from a tensor to another; each has parts of one size, or is one.
+template <typename Comm>
+void run_one(Comm& comm, Collective how, const at::Tensor& from, const at::Tensor& to,
+             Milliseconds timeout) {
+  const Flat in(from), out(to);
+  const auto ranks = static_cast<size_t>(comm.size());
+  how.in = {in.in(), Elements(from).count(from) / (how.has_in_parts() ? ranks : 1)};
+  how.out = {out.out(), Elements(to).count(to) / (how.has_out_parts() ? ranks : 1)};
+  comm.run(how, timeout);
+  out.finish();
+}
+
+/// Runs one in a tensor, which is its input and its output.
+template <typename Comm>
+void run_in_place(Comm& comm, Collective how, const at::Tensor& tensor, Milliseconds timeout) {
+  const Flat data(tensor);
+  const size_t numel = Elements(tensor).count(tensor);
+  how.in = {data.in(), numel};
+  const bool writes = how.op != Op::reduce || how.root == comm.rank();
+  if (writes) how.out = {data.out(), numel};
+  comm.run(how, timeout);
+  if (writes) data.finish();
+}
 
 }  // namespace
 
@@ -151,11 +202,8 @@ WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts)
   arguments_.check_root_tensor(call, opts.rootTensor);
   Staging staging(*this, call);
   const at::Tensor tensor = root == rank_ ? staging.in(given) : staging.out(given);
-  return issue(call, tensors, staging, [=](auto& comm) {
-    const Flat data(tensor);
-    const Elements elements(tensor);
-    comm.broadcast(data.out(), elements.count(tensor), elements.dtype, root, call.timeout);
-    data.finish();
+  return issue(call, tensors, staging, [=, how = moving(Op::broadcast, given, root)](auto& comm) {
+    run_in_place(comm, how, tensor, call.timeout);
   });
 }
 
@@ -170,15 +218,7 @@ WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
     end_others(call, parts[rank_].numel(), given.numel());
     arguments_.own_part(call, parts, given, "input");
   }
-  Staging staging(*this, call);
-  const at::Tensor output = staging.out(given);
-  return issue(call, outputs, staging, [=, from = staging.in(parts)](auto& comm) {
-    const FlatList in(from);
-    const Flat out(output);
-    const Elements elements(output);
-    comm.scatter(in.in(), out.out(), elements.count(output), elements.dtype, root, call.timeout);
-    out.finish();
-  });
+  return issue_lists(call, moving(Op::scatter, given, root), parts, outputs);
 }
 
 // ------------------------------------------------------------------ all to one
@@ -189,15 +229,11 @@ WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   arguments_.check_root_tensor(call, opts.rootTensor);
   const at::Tensor& given =
       root == rank_ ? arguments_.only_written(call, tensors) : arguments_.only(call, tensors);
-  const auto [dtype, reduction] = arguments_.reducible(call, given, opts.reduceOp);
+  const Collective how = arguments_.reducing(call, Op::reduce, given, opts.reduceOp, root);
   Staging staging(*this, call);
   const at::Tensor tensor = root == rank_ ? staging.in_out(given) : staging.in(given);
-  return issue(call, tensors, staging, [=, dtype = dtype, reduction = reduction](auto& comm) {
-    const Flat data(tensor);
-    comm.reduce(data.in(), root == comm.rank() ? data.out() : nullptr, data.numel(), dtype,
-                reduction.op, root, reduction.factor, call.timeout);
-    if (root == comm.rank()) data.finish();
-  });
+  return issue(call, tensors, staging,
+               [=](auto& comm) { run_in_place(comm, how, tensor, call.timeout); });
 }
 
 WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -212,41 +248,37 @@ WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
     arguments_.own_part(call, parts, given, "output");
     arguments_.check_written(call, parts);
   }
-  Staging staging(*this, call);
-  const at::Tensor input = staging.in(given);
-  return issue(call, parts, staging, [=, parts = staging.out(parts)](auto& comm) {
-    const Flat in(input);
-    const FlatList out(parts);
-    const Elements elements(input);
-    comm.gather(in.in(), elements.count(input), out.out(), elements.dtype, root, call.timeout);
-    out.finish();
-  });
+  return issue_lists(call, moving(Op::gather, given, root), inputs, parts);
 }
 
 // ------------------------------------------------------------------ all to all
+
+WorkPtr Backend::issue_lists(const Call& call, const Collective& how, const Tensors& inputs,
+                             const Tensors& outputs) {
+  Staging staging(*this, call);
+  const Tensors from = staging.in(inputs), to = staging.out(outputs);
+  return issue(call, outputs, staging,
+               [=](auto& comm) { run_lists(comm, how, from, to, call.timeout); });
+}
 
 WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   if (tensors.size() == 1 && tensors[0].is_sparse()) return allreduce_sparse(tensors, opts);
   const Call call("pycomm:all_reduce", OpType::ALLREDUCE, opts);
   const at::Tensor& given = arguments_.only_written(call, tensors);
-  const auto [dtype, reduction] = arguments_.reducible(call, given, opts.reduceOp);
+  const Collective how = arguments_.reducing(call, Op::all_reduce, given, opts.reduceOp);
   Staging staging(*this, call);
   const at::Tensor tensor = staging.in_out(given);
   const bool cuts = options_->device.path != "mixed";  // other ranks' tensors may be on the CPU
   if (cuts && staging.on_device() && !staging.peers() && tensor.nbytes() >= 2 * kDevicePartBytes)
-    return all_reduce_in_parts(call, tensors[0], tensor, dtype, reduction);
-  auto work = issue(call, tensors, staging, [=, dtype = dtype, reduction = reduction](auto& comm) {
-    const Flat data(tensor);
-    comm.all_reduce(data.out(), data.numel(), dtype, reduction.op, reduction.factor, call.timeout);
-    data.finish();
-  });
+    return all_reduce_in_parts(call, tensors[0], tensor, how);
+  auto work = issue(call, tensors, staging,
+                    [=](auto& comm) { run_in_place(comm, how, tensor, call.timeout); });
   if (call.async && buckets_->has(given)) wait_after_backward(work->getFuture());
   return work;
 }
 
 WorkPtr Backend::all_reduce_in_parts(const Call& call, const at::Tensor& tensor,
-                                     const at::Tensor& host, DType dtype,
-                                     const Reduction& reduction) {
+                                     const at::Tensor& host, const Collective& how) {
   // Ranks must cut alike, whatever the strides: a tensor with gaps is copied as a whole.
   const bool whole = !tensor.is_contiguous();
   const at::Tensor from = host.view(-1), to = whole ? tensor : tensor.view(-1);
@@ -256,10 +288,7 @@ WorkPtr Backend::all_reduce_in_parts(const Call& call, const at::Tensor& tensor,
     const at::Tensor part = from.narrow(0, at, std::min(step, from.numel() - at));
     DevicePart& cut = parts.emplace_back();
     if (!whole) cut.reads = cut.writes = {{to.narrow(0, at, part.numel()), part}};
-    cut.op = [=](Communicator& comm) {
-      comm.all_reduce(part.mutable_data_ptr(), static_cast<size_t>(part.numel()), dtype,
-                      reduction.op, reduction.factor, call.timeout);
-    };
+    cut.op = [=](Communicator& comm) { run_in_place(comm, how, part, call.timeout); };
   }
   if (whole) parts.front().reads = parts.back().writes = {{tensor, host}};
   return noted(engine()->submit(call, {tensor}, tensor.device(), parts));
@@ -271,13 +300,12 @@ WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
   if (tensors.empty()) arguments_.fail(call, "needs at least one tensor");
   arguments_.check_written(call, tensors, tensors);
   for (const at::Tensor& t : tensors) arguments_.same_dtype(call, t, tensors[0]);
-  const auto [dtype, reduction] = arguments_.reducible(call, tensors[0], opts.reduceOp);
+  const Collective how = arguments_.reducing(call, Op::all_reduce, tensors[0], opts.reduceOp);
   Staging staging(*this, call);
   const Tensors list = staging.in_out(tensors);
-  return issue(call, tensors, staging, [=, dtype = dtype, reduction = reduction](auto& comm) {
+  return issue(call, tensors, staging, [=](auto& comm) {
     const at::Tensor packed = pack(list);
-    comm.all_reduce(packed.mutable_data_ptr(), packed.numel(), dtype, reduction.op,
-                    reduction.factor, call.timeout);
+    run_in_place(comm, how, packed, call.timeout);
     unpack(packed, list);
   });
 }
@@ -289,15 +317,13 @@ WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
   const Tensors list = arguments_.one_per_rank(call, outputs, given);
   arguments_.check_written(call, list);
   const bool compare = arguments_.must_compare(call, list, given, "output");
+  const Collective how = moving(Op::all_gather, given);
   Staging staging(*this, call);
   const at::Tensor input = staging.in(given);
   if (staging.peers()) arguments_.own_part(call, list, given, "output");
   return issue(call, list, staging, [=, parts = staging.out(list)](auto& comm) {
-    const Flat in(input);
-    const FlatList out(parts);
-    if (compare) compare_sizes(comm, Op::all_gather, input, out, call.timeout);
-    comm.all_gather(in.in(), out.out(), Elements(input).dtype, call.timeout);
-    out.finish();
+    if (compare) compare_sizes(comm, how, input, parts, call.timeout);
+    run_lists(comm, how, {input}, parts, call.timeout);
   });
 }
 
@@ -332,14 +358,10 @@ WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inp
     arguments_.own_part(call, parts[i], inputs[i], "output");
   for (Tensors& of_tensor : parts) of_tensor = staging.out(of_tensor);
   return issue(call, all, staging, [=, inputs = hosts](auto& comm) {
-    for (const size_t i : compared)
-      compare_sizes(comm, Op::all_gather, inputs[i], FlatList(parts[i]), call.timeout);
-    for (size_t i = 0; i < inputs.size(); i++) {
-      const Flat in(inputs[i]);
-      const FlatList out(parts[i]);
-      comm.all_gather(in.in(), out.out(), Elements(inputs[i]).dtype, call.timeout);
-      out.finish();
-    }
+    const auto how = [&](size_t i) { return moving(Op::all_gather, inputs[i]); };
+    for (const size_t i : compared) compare_sizes(comm, how(i), inputs[i], parts[i], call.timeout);
+    for (size_t i = 0; i < inputs.size(); i++)
+      run_lists(comm, how(i), {inputs[i]}, parts[i], call.timeout);
   });
 }
 
@@ -360,21 +382,15 @@ WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
   const Call call("pycomm:reduce_scatter", OpType::REDUCE_SCATTER, opts);
   const at::Tensor& given = arguments_.only_written(call, outputs);
   const Tensors list = arguments_.one_per_rank(call, inputs, given);
-  const auto [dtype, reduction] = arguments_.reducible(call, given, opts.reduceOp);
+  const Collective how = arguments_.reducing(call, Op::reduce_scatter, given, opts.reduceOp);
   const bool compare = arguments_.must_compare(call, list, given, "input");
   Staging staging(*this, call);
   const at::Tensor output = staging.out(given);
   if (staging.peers()) arguments_.own_part(call, list, given, "input");
-  return issue(call, outputs, staging,
-               [=, parts = staging.in(list), dtype = dtype, reduction = reduction](auto& comm) {
-                 const FlatList in(parts);
-                 const Flat out(output);
-                 if (compare)
-                   compare_sizes(comm, Op::reduce_scatter, output, in, call.timeout, reduction.op);
-                 comm.reduce_scatter(in.in(), out.out(), dtype, reduction.op, reduction.factor,
-                                     call.timeout);
-                 out.finish();
-               });
+  return issue(call, outputs, staging, [=, parts = staging.in(list)](auto& comm) {
+    if (compare) compare_sizes(comm, how, output, parts, call.timeout);
+    run_lists(comm, how, parts, {output}, call.timeout);
+  });
 }
 
 WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -407,7 +423,9 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
   return issue(call, {output}, staging, [=](auto& comm) {
     const Flat in(from), out(to);
     const DType dtype = Elements(from).dtype;
-    comm.all_to_all(cut(in.in(), send, dtype), cut(out.out(), recv, dtype), dtype, call.timeout);
+    const std::vector<ConstPart> sent = cut(in.in(), send, dtype);
+    const std::vector<Part> received = cut(out.out(), recv, dtype);
+    comm.run({Op::all_to_all, dtype, sent, received}, call.timeout);
     out.finish();
   });
 }
@@ -422,13 +440,7 @@ WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAl
     end_others(call, inputs[rank_].numel(), outputs[rank_].numel());
   arguments_.own_part(call, static_cast<size_t>(inputs[rank_].numel()),
                       static_cast<size_t>(outputs[rank_].numel()));
-  Staging staging(*this, call);
-  const Tensors out_parts = staging.out(outputs), in_parts = staging.in(inputs);
-  return issue(call, outputs, staging, [=](auto& comm) {
-    const FlatList in(in_parts), out(out_parts);
-    comm.all_to_all(in.in(), out.out(), Elements(in_parts[0]).dtype, call.timeout);
-    out.finish();
-  });
+  return issue_lists(call, moving(Op::all_to_all, outputs[0]), inputs, outputs);
 }
 
 WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
@@ -447,34 +459,27 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
 WorkPtr Backend::all_gather_each(const Call& call, const Tensors& outputs, const Tensors& inputs) {
   arguments_.pair_up(call, outputs, inputs);
   arguments_.check_written(call, outputs, inputs);
-  Staging staging(*this, call);
-  const Tensors from = staging.in(inputs), to = staging.out(outputs);
-  return issue(call, outputs, staging, [=](auto& comm) {
-    for (size_t i = 0; i < from.size(); i++) {
-      const Flat in(from[i]), out(to[i]);
-      const Elements elements(from[i]);
-      comm.all_gather(in.in(), out.out(), elements.count(from[i]), elements.dtype, call.timeout);
-      out.finish();
-    }
-  });
+  std::vector<Collective> how;
+  for (const at::Tensor& t : inputs) how.push_back(moving(Op::all_gather, t));
+  return issue_each(call, how, inputs, outputs);
 }
 
 WorkPtr Backend::reduce_scatter_each(const Call& call, const Tensors& outputs,
                                      const Tensors& inputs, const c10d::ReduceOp& op) {
   arguments_.pair_up(call, inputs, outputs);
   arguments_.check_written(call, outputs, inputs);
-  std::vector<std::pair<DType, Reduction>> how;
-  for (const at::Tensor& t : outputs) how.push_back(arguments_.reducible(call, t, op));
+  std::vector<Collective> how;
+  for (const at::Tensor& t : outputs)
+    how.push_back(arguments_.reducing(call, Op::reduce_scatter, t, op));
+  return issue_each(call, how, inputs, outputs);
+}
+
+WorkPtr Backend::issue_each(const Call& call, const std::vector<Collective>& how,
+                            const Tensors& inputs, const Tensors& outputs) {
   Staging staging(*this, call);
   const Tensors from = staging.in(inputs), to = staging.out(outputs);
   return issue(call, outputs, staging, [=](auto& comm) {
-    for (size_t i = 0; i < from.size(); i++) {
-      const Flat in(from[i]), out(to[i]);
-      const auto& [dtype, reduction] = how[i];
-      comm.reduce_scatter(in.in(), out.out(), out.numel(), dtype, reduction.op, reduction.factor,
-                          call.timeout);
-      out.finish();
-    }
+    for (size_t i = 0; i < how.size(); i++) run_one(comm, how[i], from[i], to[i], call.timeout);
   });
 }
 
@@ -503,8 +508,7 @@ Tensors gather_uneven(Communicator& comm, const at::Tensor& mine, int64_t dim,
     sizes[dim] = length;
     theirs.push_back(at::empty(sizes, mine.options()));
   }
-  const Flat in(mine);
-  comm.all_gather(in.in(), FlatList(theirs).out(), Elements(mine).dtype, timeout);
+  run_lists(comm, moving(Op::all_gather, mine), {mine}, theirs, timeout);
   return theirs;
 }
 
@@ -512,7 +516,11 @@ void sparse_all_reduce(Communicator& comm, const at::Tensor& tensor, Millisecond
   const at::Tensor mine = tensor.coalesce();
   const std::vector<int64_t> header = header_of(mine);
   std::vector<int64_t> headers(header.size() * comm.size());
-  comm.all_gather(header.data(), headers.data(), header.size(), DType::int64, timeout);
+  comm.run({Op::all_gather,
+            DType::int64,
+            {header.data(), header.size()},
+            {headers.data(), header.size()}},
+           timeout);
 
   std::vector<int64_t> entries;
   for (int r = 0; r < comm.size(); r++) {
@@ -621,20 +629,10 @@ struct CodedCall {
   }
 };
 
-/// Runs a coded operation of a Communicator or a DeviceGroup.
-template <typename Group, typename... More>
-auto coded(Group& group, Op op, const CodedArgs& args, void* out, More... more) {
-  if (op == Op::all_reduce) return group.all_reduce_coded(args, more...);
-  if (op == Op::reduce_scatter) return group.reduce_scatter_coded(args, out, more...);
-  return group.all_gather_coded(args, out, more...);
-}
-
 /// Queues the operation on the current stream.
 void code_among_peers(const CodedCall& coded_call, PeerRoute& route, const at::Tensor& found_inf) {
   coded_call.with_args([&](const CodedArgs& args, void* out) {
-    route.code(coded_call.op, args, [&](DeviceGroup& group, Stream stream) {
-      coded(group, coded_call.op, args, out, stream, found_inf.mutable_data_ptr<float>());
-    });
+    route.run_coded(coded_call.op, args, out, found_inf.mutable_data_ptr<float>());
   });
 }
 
@@ -651,16 +649,31 @@ size_t Backend::most_payload_bytes(c10::Device device) {
   return route ? route->most_payload_bytes() : 0;
 }
 
-intrusive_ptr<Work> Backend::compressed(const Call& call, Op op, const at::Tensor& output,
-                                        const at::Tensor& input,
+intrusive_ptr<Work> Backend::compressed(Op op, const at::Tensor& output, const at::Tensor& input,
                                         const std::shared_ptr<const Layout>& layout,
                                         const CodedStep& step) {
+  const c10d::AllreduceOptions options;  // an asynchronous call, with the group's timeout
+  const bool scatters = op == Op::reduce_scatter, gathers = op == Op::all_gather;
+  const Call call =
+      scatters  ? Call("pycomm:compressed reduce_scatter", OpType::_REDUCE_SCATTER_BASE, options)
+      : gathers ? Call("pycomm:compressed all_gather", OpType::_ALLGATHER_BASE, options)
+                : Call("pycomm:compressed all_reduce", OpType::ALLREDUCE, options);
+  const size_t row = layout->numel(), ranks = static_cast<size_t>(size_);
+  const bool in_place = !scatters && !gathers;
+  check_values(arguments_, call, output, *layout, in_place ? "the bucket" : "output",
+               gathers ? ranks * row : row);
+  check_values(arguments_, call, input, *layout, "input", scatters ? ranks * row : row);
+  if (scatters && layout->rows() != ranks)
+    arguments_.fail(call, "the layout has residuals of " + std::to_string(layout->rows()) +
+                              " rows; make it as Layout(" + std::to_string(ranks) + ")");
+  if (gathers && layout->rows() != 1)
+    arguments_.fail(call, "the layout's residuals must have one row");
   if (step.sides.size() != layout->size())
     arguments_.fail(call, "sides are given for " + std::to_string(step.sides.size()) +
                               " parameters, but the layout has " + std::to_string(layout->size()));
   arguments_.check_written(call, output);
-  for (const Sides& sides : step.sides)
-    if (sides.old > 1 || sides.fresh > 1) arguments_.fail(call, "sides must be 0 or 1");
+  for (const auto& [old, fresh] : step.sides)
+    if (old > 1 || fresh > 1) arguments_.fail(call, "sides must be 0 or 1");
   const auto engine = this->engine();
   const CodedCall coded_call{op, output, input, layout, step};
   if (!output.is_cpu()) {
@@ -687,46 +700,10 @@ intrusive_ptr<Work> Backend::compressed(const Call& call, Op op, const at::Tenso
   work->set_value(torch::jit::toIValue(py::cast(output), object), object);
   engine->submit(work, [coded_call, raw = work.get()](Communicator& comm) {
     coded_call.with_args([&](const CodedArgs& args, void* out) {
-      raw->set_finite(coded(comm, coded_call.op, args, out));
+      raw->set_finite(comm.run_coded(coded_call.op, args, out));
     });
   });
   return work;
-}
-
-intrusive_ptr<Work> Backend::compressed_all_reduce(const at::Tensor& tensor,
-                                                   std::shared_ptr<const Layout> layout,
-                                                   const CodedStep& step) {
-  const Call call("pycomm:compressed all_reduce", OpType::ALLREDUCE, c10d::AllreduceOptions());
-  check_values(arguments_, call, tensor, *layout, "the bucket", layout->numel());
-  return compressed(call, Op::all_reduce, tensor, tensor, layout, step);
-}
-
-intrusive_ptr<Work> Backend::compressed_reduce_scatter(const at::Tensor& output,
-                                                       const at::Tensor& input,
-                                                       std::shared_ptr<const Layout> layout,
-                                                       const CodedStep& step) {
-  const Call call("pycomm:compressed reduce_scatter", OpType::_REDUCE_SCATTER_BASE,
-                  c10d::ReduceScatterOptions());
-  const size_t row = layout->numel(), ranks = static_cast<size_t>(size_);
-  check_values(arguments_, call, output, *layout, "output", row);
-  check_values(arguments_, call, input, *layout, "input", ranks * row);
-  if (layout->rows() != ranks)
-    arguments_.fail(call, "the layout has residuals of " + std::to_string(layout->rows()) +
-                              " rows; make it as Layout(" + std::to_string(ranks) + ")");
-  return compressed(call, Op::reduce_scatter, output, input, layout, step);
-}
-
-intrusive_ptr<Work> Backend::compressed_all_gather(const at::Tensor& output,
-                                                   const at::Tensor& input,
-                                                   std::shared_ptr<const Layout> layout,
-                                                   const CodedStep& step) {
-  const Call call("pycomm:compressed all_gather", OpType::_ALLGATHER_BASE,
-                  c10d::AllgatherOptions());
-  const size_t row = layout->numel();
-  check_values(arguments_, call, output, *layout, "output", static_cast<size_t>(size_) * row);
-  check_values(arguments_, call, input, *layout, "input", row);
-  if (layout->rows() != 1) arguments_.fail(call, "the layout's residuals must have one row");
-  return compressed(call, Op::all_gather, output, input, layout, step);
 }
 
 // ------------------------------------------------------------------ sends and receives

@@ -137,17 +137,12 @@ class Backend final : public c10d::Backend {
   std::string why_no_peers(c10::Device device);
   /// Returns the most bytes of the payload of what a codec cannot cut, where kernels can run them.
   size_t most_payload_bytes(c10::Device device);
-  intrusive_ptr<Work> compressed_all_reduce(const at::Tensor& tensor,
-                                            std::shared_ptr<const Layout> layout,
-                                            const CodedStep& step);
-  /// The layout is that of a row of `input`, which has one for each rank; so do its residuals.
-  intrusive_ptr<Work> compressed_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                                std::shared_ptr<const Layout> layout,
-                                                const CodedStep& step);
-  /// The layout is that of `input`, a row of `output`.
-  intrusive_ptr<Work> compressed_all_gather(const at::Tensor& output, const at::Tensor& input,
-                                            std::shared_ptr<const Layout> layout,
-                                            const CodedStep& step);
+  /// Runs an all_reduce of `output`, which is also `input`, a reduce_scatter or an all_gather. In a
+  /// reduce_scatter the layout is that of a row of `input`, which has one for each rank, and so do
+  /// its residuals; in an all_gather it is that of `input`, a row of `output`.
+  intrusive_ptr<Work> compressed(Op op, const at::Tensor& output, const at::Tensor& input,
+                                 const std::shared_ptr<const Layout>& layout,
+                                 const CodedStep& step);
 
   /// Waits for a future of this group's operations; see Engine::wait_after_backward().
   void wait(Future& future) {
@@ -262,16 +257,19 @@ class Backend final : public c10d::Backend {
     engine->submit(work, std::move(op));
     return noted(work);
   }
-  intrusive_ptr<Work> compressed(const Call& call, Op op, const at::Tensor& output,
-                                 const at::Tensor& input,
-                                 const std::shared_ptr<const Layout>& layout,
-                                 const CodedStep& step);
   /// Runs an all-reduce of a large tensor of a device in parts.
   WorkPtr all_reduce_in_parts(const Call& call, const at::Tensor& tensor, const at::Tensor& host,
-                              DType dtype, const Reduction& reduction);
+                              const Collective& how);
   /// Ends the group with an error where the part that this rank sends to itself has two sizes.
   /// Other ranks may not see that: they get an error instead of waiting until the deadline.
   void end_others(const Call& call, int64_t in, int64_t out) const;
+  /// Runs a collective from some tensors to others: one for each rank where the op has parts, else
+  /// one.
+  WorkPtr issue_lists(const Call& call, const Collective& how, const Tensors& inputs,
+                      const Tensors& outputs);
+  /// Runs each from its tensor to another.
+  WorkPtr issue_each(const Call& call, const std::vector<Collective>& how, const Tensors& inputs,
+                     const Tensors& outputs);
   WorkPtr all_gather_each(const Call& call, const Tensors& outputs, const Tensors& inputs);
   WorkPtr reduce_scatter_each(const Call& call, const Tensors& outputs, const Tensors& inputs,
                               const c10d::ReduceOp& op);

@@ -10,9 +10,7 @@ namespace pycomm::torch_binding {
 
 /// The side of a pair that a step reads, and the one that it writes, so that the step can be taken
 /// back. They are the same where a step works in place.
-struct Sides {
-  size_t old = 0, fresh = 0;
-};
+using Sides = std::pair<size_t, size_t>;
 
 /// The memory of one parameter's feedback, as pycomm.feedback.Residual has it.
 struct Memories {
@@ -109,9 +107,10 @@ class Layout {
   static feedback::Memory memory(const Memories::Pair& pair, const feedback::Spans& spans,
                                  const Sides& sides) {
     if (!pair) return {};
-    const auto [begin, end] = feedback::shared_span(spans, sides.old, sides.fresh);
-    return {static_cast<const uint8_t*>((*pair)[sides.old].const_data_ptr()),
-            static_cast<uint8_t*>((*pair)[sides.fresh].mutable_data_ptr()), begin, end};
+    const auto [old, fresh] = sides;
+    const auto [begin, end] = feedback::shared_span(spans, old, fresh);
+    return {static_cast<const uint8_t*>((*pair)[old].const_data_ptr()),
+            static_cast<uint8_t*>((*pair)[fresh].mutable_data_ptr()), begin, end};
   }
   void check(const Memories::Pair& pair, size_t side, size_t bytes) {
     if (!pair) return;

@@ -60,15 +60,6 @@ void add_part(Layout& layout, size_t offset, size_t numel, const std::string& co
   layout.add(offset, numel, codec, tensor, memories);
 }
 
-using SideList = std::vector<std::pair<size_t, size_t>>;
-
-std::vector<Sides> to_sides(const SideList& list) {
-  std::vector<Sides> sides;
-  sides.reserve(list.size());
-  for (const auto& [old, fresh] : list) sides.push_back({old, fresh});
-  return sides;
-}
-
 /// Does the same as then() of the work's future, but the callback gets the value, and an error of
 /// the work keeps its type: torch makes a RuntimeError of all that a callback in Python raises.
 std::shared_ptr<torch::jit::PythonFutureWrapper> then(const intrusive_ptr<c10d::Work>& work,
@@ -213,30 +204,29 @@ void bind(py::module_& m) {
       .def("most_payload_bytes", &Backend::most_payload_bytes, py::arg("device"))
       .def(
           "compressed_all_reduce",
-          [](Backend& b, const at::Tensor& tensor, std::shared_ptr<const Layout> layout,
-             const SideList& sides, uint64_t seed, uint32_t step, bool average) {
-            return b.compressed_all_reduce(tensor, std::move(layout),
-                                           {to_sides(sides), seed, step, average});
+          [](Backend& b, const at::Tensor& tensor, const std::shared_ptr<const Layout>& layout,
+             const std::vector<Sides>& sides, uint64_t seed, uint32_t step, bool average) {
+            return b.compressed(Op::all_reduce, tensor, tensor, layout,
+                                {sides, seed, step, average});
           },
           py::arg("tensor"), py::arg("layout"), py::arg("sides"), py::arg("seed"), py::arg("step"),
           py::arg("average") = true)
       .def(
           "compressed_reduce_scatter",
           [](Backend& b, const at::Tensor& output, const at::Tensor& input,
-             std::shared_ptr<const Layout> layout, const SideList& sides, uint64_t seed,
-             uint32_t step, bool average) {
-            return b.compressed_reduce_scatter(output, input, std::move(layout),
-                                               {to_sides(sides), seed, step, average});
+             const std::shared_ptr<const Layout>& layout, const std::vector<Sides>& sides,
+             uint64_t seed, uint32_t step, bool average) {
+            return b.compressed(Op::reduce_scatter, output, input, layout,
+                                {sides, seed, step, average});
           },
           py::arg("output"), py::arg("input"), py::arg("layout"), py::arg("sides"), py::arg("seed"),
           py::arg("step"), py::arg("average") = true)
       .def(
           "compressed_all_gather",
           [](Backend& b, const at::Tensor& output, const at::Tensor& input,
-             std::shared_ptr<const Layout> layout, const SideList& sides, uint64_t seed,
-             uint32_t step) {
-            return b.compressed_all_gather(output, input, std::move(layout),
-                                           {to_sides(sides), seed, step});
+             const std::shared_ptr<const Layout>& layout, const std::vector<Sides>& sides,
+             uint64_t seed, uint32_t step) {
+            return b.compressed(Op::all_gather, output, input, layout, {sides, seed, step});
           },
           py::arg("output"), py::arg("input"), py::arg("layout"), py::arg("sides"), py::arg("seed"),
           py::arg("step"));

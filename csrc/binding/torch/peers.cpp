@@ -145,15 +145,14 @@ void PeerRoute::look() {
   }
 }
 
-void PeerRoute::code(Op op, const CodedArgs& args,
-                     const std::function<void(DeviceGroup&, Stream)>& call) {
+void PeerRoute::run_coded(Op op, const CodedArgs& args, void* out, float* found_inf) {
   const size_t bytes = group_.coded_scratch_bytes(op, args);
   // The scratch is of torch's allocator: its next owner comes later on the same stream.
   const at::Tensor scratch =
       at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions(at::kByte).device(device_));
   Stream stream = this->stream();
   stream.scratch = {static_cast<uint8_t*>(scratch.mutable_data_ptr()), bytes};
-  call(group_, stream);
+  group_.run_coded(op, args, out, stream, found_inf);
 }
 
 PeerRoute::~PeerRoute() {

@@ -36,44 +36,13 @@ class PeerRoute {
   c10::Device device() const { return device_; }
   std::string describe() const { return group_.describe(); }
 
-  void all_reduce(void* data, size_t numel, DType dtype, ReduceOp op, double factor, Milliseconds) {
-    group_.all_reduce(data, numel, dtype, op, stream(), factor);
-  }
-  void reduce_scatter(const ConstParts& in, void* out, DType dtype, ReduceOp op, double factor,
-                      Milliseconds) {
-    group_.reduce_scatter(in, out, dtype, op, stream(), factor);
-  }
-  void reduce_scatter(const void* in, void* out, size_t numel, DType dtype, ReduceOp op,
-                      double factor, Milliseconds) {
-    group_.reduce_scatter(ConstParts(in, numel), out, dtype, op, stream(), factor);
-  }
-  void all_gather(const void* in, const Parts& out, DType dtype, Milliseconds) {
-    group_.all_gather(in, out, dtype, stream());
-  }
-  void all_gather(const void* in, void* out, size_t numel, DType dtype, Milliseconds) {
-    group_.all_gather(in, Parts(out, numel), dtype, stream());
-  }
-  void all_to_all(const ConstParts& in, const Parts& out, DType dtype, Milliseconds) {
-    group_.all_to_all(in, out, dtype, stream());
-  }
-  void broadcast(void* data, size_t numel, DType dtype, int root, Milliseconds) {
-    group_.broadcast(data, numel, dtype, root, stream());
-  }
-  void reduce(const void* in, void* out, size_t numel, DType dtype, ReduceOp op, int root,
-              double factor, Milliseconds) {
-    group_.reduce(in, out, numel, dtype, op, root, stream(), factor);
-  }
-  void gather(const void* in, size_t numel, const Parts& out, DType dtype, int root, Milliseconds) {
-    group_.gather(in, numel, out, dtype, root, stream());
-  }
-  void scatter(const ConstParts& in, void* out, size_t numel, DType dtype, int root, Milliseconds) {
-    group_.scatter(in, out, numel, dtype, root, stream());
-  }
+  int size() const { return group_.size(); }
+  void run(const Collective& call, Milliseconds) { group_.run(call, stream()); }
 
   /// Returns the most bytes of the payload of what a codec cannot cut.
   size_t most_payload_bytes() const { return group_.most_payload_bytes(); }
-  /// Calls op(group, stream) with the scratch memory of an operation with codecs.
-  void code(Op op, const CodedArgs& args, const std::function<void(DeviceGroup&, Stream)>& call);
+  /// Runs an operation with codecs; see DeviceGroup.
+  void run_coded(Op op, const CodedArgs& args, void* out, float* found_inf);
 
   /// Sets the operation that is queued last, which is done at an event. The trace shows it as one
   /// of a separate group, whose numbers are those of this route.

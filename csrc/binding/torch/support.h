@@ -144,45 +144,18 @@ class Backoff {
 
 // ----------------------------------------------------------------- tensors
 
+/// Returns nothing for a dtype that the core does not know.
 inline std::optional<DType> find_dtype(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-      return DType::float32;
-    case at::kDouble:
-      return DType::float64;
-    case at::kHalf:
-      return DType::float16;
-    case at::kBFloat16:
-      return DType::bfloat16;
-    case at::kFloat8_e4m3fn:
-      return DType::float8_e4m3;
-    case at::kFloat8_e5m2:
-      return DType::float8_e5m2;
-    case at::kChar:
-      return DType::int8;
-    case at::kShort:
-      return DType::int16;
-    case at::kInt:
-      return DType::int32;
-    case at::kLong:
-      return DType::int64;
-    case at::kByte:
-      return DType::uint8;
-    case at::kUInt16:
-      return DType::uint16;
-    case at::kUInt32:
-      return DType::uint32;
-    case at::kUInt64:
-      return DType::uint64;
-    case at::kBool:
-      return DType::boolean;
-    case at::kComplexFloat:
-      return DType::complex64;
-    case at::kComplexDouble:
-      return DType::complex128;
-    default:
-      return std::nullopt;
+  // In the order of DType.
+  static constexpr at::ScalarType kTypes[] = {
+      at::kFloat,  at::kDouble, at::kHalf, at::kBFloat16,     at::kFloat8_e4m3fn, at::kFloat8_e5m2,
+      at::kChar,   at::kShort,  at::kInt,  at::kLong,         at::kByte,          at::kUInt16,
+      at::kUInt32, at::kUInt64, at::kBool, at::kComplexFloat, at::kComplexDouble};
+  static_assert(sizeof kTypes / sizeof *kTypes == kDTypes);
+  for (int i = 0; i < kDTypes; i++) {
+    if (kTypes[i] == type) return static_cast<DType>(i);
   }
+  return std::nullopt;
 }
 
 /// A tensor as an operation that only moves data sees it: dtypes that the core does not know travel

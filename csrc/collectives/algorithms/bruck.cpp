@@ -1,7 +1,5 @@
 #include "collectives/algorithms/bruck.h"
 
-#include <cstring>
-
 namespace pycomm::bruck {
 namespace {
 
@@ -25,38 +23,35 @@ std::vector<size_t> equal_starts(int ranks, size_t bytes) {
   return starts;
 }
 
-void copy(void* to, const void* from, size_t bytes) {
-  if (bytes > 0) std::memcpy(to, from, bytes);
-}
-
 }  // namespace
 
-void all_gather(CollectiveContext& context, const void* in, const Parts& out) {
+void all_gather(CollectiveContext& context, const Collective& call) {
+  const Parts& out = call.out;
   const int n = context.size();
   std::vector<size_t> starts{0};
   for (int i = 0; i < n; i++) starts.push_back(starts.back() + out.bytes(context.after(i)));
   uint8_t* parts = context.scratch(starts.back());
-  copy(parts, in, starts[1]);
+  copy_bytes(parts, call.in.data(), starts[1]);
   gather_rotated(context, parts, starts);
   for (int i = 0; i < n; i++) {
     const Span<uint8_t> part = out[context.after(i)];
-    copy(part.data, parts + starts[i], part.size);
+    copy_bytes(part.data, parts + starts[i], part.size);
   }
   context.wait_all();
 }
 
-void all_reduce(CollectiveContext& context, void* data, size_t numel, const Fold& fold) {
-  const size_t bytes = numel * size_of(fold.dtype);
+void all_reduce(CollectiveContext& context, const Collective& call) {
+  const size_t bytes = call.in.bytes(0);
   uint8_t* parts = context.scratch(context.size() * bytes);
-  copy(parts, data, bytes);
+  copy_bytes(parts, call.in.data(), bytes);
   gather_rotated(context, parts, equal_starts(context.size(), bytes));
   std::vector<const void*> inputs(context.size());
   for (int i = 0; i < context.size(); i++) inputs[context.after(i)] = parts + i * bytes;
-  fold(inputs.data(), context.size(), data, numel);
+  call.fold()(inputs.data(), context.size(), call.out.data(), call.in.numel(0));
   context.wait_all();
 }
 
-void barrier(CollectiveContext& context) {
+void barrier(CollectiveContext& context, const Collective&) {
   gather_rotated(context, nullptr, equal_starts(context.size(), 0));
   context.wait_all();
 }

@@ -9,13 +9,12 @@
 //   barrier      the same without bytes: dissemination (Hensgen, Finkel, Manber 1988)
 #pragma once
 #include "collectives/algorithms/context.h"
-#include "collectives/common/fold.h"
-#include "collectives/common/parts.h"
+#include "collectives/common/collective.h"
 
 namespace pycomm::bruck {
 
-void all_gather(CollectiveContext& context, const void* in, const Parts& out);
-void all_reduce(CollectiveContext& context, void* data, size_t numel, const Fold& fold);
-void barrier(CollectiveContext& context);
+void all_gather(CollectiveContext& context, const Collective& call);
+void all_reduce(CollectiveContext& context, const Collective& call);
+void barrier(CollectiveContext& context, const Collective& call);
 
 }  // namespace pycomm::bruck

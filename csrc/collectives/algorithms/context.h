@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "codecs/base/feedback.h"
+#include "collectives/common/select.h"
 #include "collectives/group/channel_mesh.h"
 #include "core/interrupt.h"
 #include "core/trace.h"
@@ -87,6 +88,11 @@ class CollectiveContext {
   const OpTag& tag() const { return tag_; }
   /// Bytes per segment that a test asked for, or 0.
   size_t segment_bytes() const { return segment_bytes_; }
+  /// Elements of a segment, in which a run of bytes travels, so that the first are used while the
+  /// last are in transit.
+  size_t segment_numel(size_t element) const {
+    return std::max<size_t>(1, plain_segment(segment_bytes_, speed()) / element);
+  }
   /// The rank `steps` after ours; each rank begins with another peer, so that no rank is flooded.
   int after(int steps) const { return (rank() + steps) % size(); }
 

@@ -1,9 +1,8 @@
-// Direct collectives that reduce. Those that only move bytes: direct_move.cpp.
 #include "collectives/algorithms/direct.h"
 
 #include <memory>
 
-#include "collectives/algorithms/stream.h"
+#include "collectives/common/schedule.h"
 
 namespace pycomm::direct {
 namespace {
@@ -38,7 +37,7 @@ template <typename Reduced>
 void scatter_reduce(CollectiveContext& context, const ConstParts& in, void* out, const Fold& fold,
                     const Reduced& reduced) {
   const int n = context.size();
-  const size_t element = size_of(fold.dtype), segment = stream::segment_numel(context, element);
+  const size_t element = size_of(fold.dtype), segment = context.segment_numel(element);
   for (int i = 1; i < n; i++) {
     for_each_segment(in[context.after(i)], segment * element, [&](const Span<const uint8_t>& s) {
       context.send(context.after(i), s.data, s.size);
@@ -75,12 +74,14 @@ void scatter_reduce(CollectiveContext& context, const ConstParts& in, void* out,
   }
 }
 
-// Sends every rank's `in` to the ranks for which `here` is true, which fold all of them into `out`.
-void one_shot(CollectiveContext& context, const void* in, void* out, size_t numel, const Fold& fold,
-              int root) {
-  const int n = context.size();
+}  // namespace
+
+// Sends every rank's input to the ranks that get the result, which fold all of them.
+void one_shot_reduce(CollectiveContext& context, const Collective& call) {
+  const int n = context.size(), root = call.root;
   const bool here = root < 0 || root == context.rank();
-  const size_t bytes = numel * size_of(fold.dtype);
+  const void* in = call.in.data();
+  const size_t bytes = call.in.bytes(0);
   uint8_t* scratch = here ? context.scratch(n * bytes) : nullptr;
   std::vector<const void*> inputs(n, in);
   for (int i = 1; i < n; i++) {
@@ -90,29 +91,30 @@ void one_shot(CollectiveContext& context, const void* in, void* out, size_t nume
     inputs[peer] = scratch + peer * bytes;
     context.recv(peer, scratch + peer * bytes, bytes);
   }
-  context.wait_all();  // `out` may be `in`, which is sent until here
-  if (here) fold(inputs.data(), n, out, numel);
+  context.wait_all();  // the output may be the input, which is sent until here
+  if (here) call.fold()(inputs.data(), n, call.out.data(), call.in.numel(0));
 }
 
-}  // namespace
-
-void one_shot_all_reduce(CollectiveContext& context, void* data, size_t numel, const Fold& fold) {
-  one_shot(context, data, data, numel, fold, -1);
-}
-
-// The all-gather's segments queue behind the reduce-scatter's on each link, and both directions of
-// every link are busy from the first byte to the last. They arrive in `data` where our own
-// contribution lay, which their owner must have had before it could send the result.
-void two_shot_all_reduce(CollectiveContext& context, void* data, size_t numel, const Fold& fold) {
-  const size_t element = size_of(fold.dtype), segment = stream::segment_numel(context, element);
-  const auto list = chunks_of(context, static_cast<const void*>(data), numel, element);
+// The owners' results queue behind the contributions on each link, and in an all_reduce both
+// directions of every link are busy from the first byte to the last. They arrive where our own
+// contribution may lie, which their owner must have had before it could send the result.
+void two_shot_reduce(CollectiveContext& context, const Collective& call) {
+  const int root = call.root;
+  const size_t element = size_of(call.dtype), segment = context.segment_numel(element);
+  const auto list = chunks_of(context, call.in.data(), call.in.numel(0), element);
   const ConstParts chunks = ConstParts(list).of(element);
-  const auto writable = chunks_of(context, data, numel, element);
+  const bool here = root < 0 || root == context.rank();
+  const auto writable = chunks_of(context, call.out.data(), here ? call.in.numel(0) : 0, element);
   const Parts results = Parts(writable).of(element);
-  scatter_reduce(context, chunks, results[context.rank()].data, fold, [&](const Span<uint8_t>& s) {
-    for (int i = 1; i < context.size(); i++) context.send(context.after(i), s.data, s.size);
+  std::unique_ptr<uint8_t[]> temporary(here ? nullptr : new uint8_t[chunks.bytes(context.rank())]);
+  uint8_t* result = here ? results[context.rank()].data : temporary.get();
+  scatter_reduce(context, chunks, result, call.fold(), [&](const Span<uint8_t>& s) {
+    for (int i = 1; root < 0 && i < context.size(); i++) {
+      context.send(context.after(i), s.data, s.size);
+    }
+    if (!here) context.send(root, s.data, s.size);
   });
-  for (int i = 1; i < context.size(); i++) {
+  for (int i = 1; here && i < context.size(); i++) {
     for_each_segment(results[context.after(i)], segment * element, [&](const Span<uint8_t>& s) {
       context.recv(context.after(i), s.data, s.size);
     });
@@ -120,33 +122,139 @@ void two_shot_all_reduce(CollectiveContext& context, void* data, size_t numel, c
   context.wait_all();
 }
 
-void reduce_scatter(CollectiveContext& context, const ConstParts& in, void* out, const Fold& fold) {
-  scatter_reduce(context, in, out, fold, [](const Span<uint8_t>&) {});
+void reduce_scatter(CollectiveContext& context, const Collective& call) {
+  scatter_reduce(context, call.in, call.out.data(), call.fold(), [](const Span<uint8_t>&) {});
   context.wait_all();
 }
 
-void one_shot_reduce(CollectiveContext& context, const void* in, void* out, size_t numel,
-                     const Fold& fold, int root) {
-  one_shot(context, in, out, numel, fold, root);
+// ------------------------------------------------------------------ what only moves bytes
+
+void all_gather(CollectiveContext& context, const Collective& call) {
+  const void* in = call.in.data();
+  const Span<uint8_t> own = call.out[context.rank()];
+  for (int i = 1; i < context.size(); i++) {
+    const Span<uint8_t> theirs = call.out[context.after(i)];
+    context.send(context.after(i), in, own.size);
+    context.recv(context.after(i), theirs.data, theirs.size);
+  }
+  copy_bytes(own.data, in, own.size);
+  context.wait_all();
 }
 
-void two_shot_reduce(CollectiveContext& context, const void* in, void* out, size_t numel,
-                     const Fold& fold, int root) {
-  const size_t element = size_of(fold.dtype), segment = stream::segment_numel(context, element);
-  const auto list = chunks_of(context, in, numel, element);
-  const ConstParts chunks = ConstParts(list).of(element);
-  const bool here = root == context.rank();
-  const auto writable = chunks_of(context, out, here ? numel : 0, element);
-  const Parts results = Parts(writable).of(element);
-  std::unique_ptr<uint8_t[]> temporary(here ? nullptr : new uint8_t[chunks.bytes(context.rank())]);
-  uint8_t* result = here ? results[root].data : temporary.get();
-  scatter_reduce(context, chunks, result, fold, [&](const Span<uint8_t>& s) {
-    if (!here) context.send(root, s.data, s.size);
-  });
-  for (int i = 1; here && i < context.size(); i++) {
-    for_each_segment(results[context.after(i)], segment * element, [&](const Span<uint8_t>& s) {
-      context.recv(context.after(i), s.data, s.size);
-    });
+// Empty parts travel too: a rank that expects more gets an error at once.
+void all_to_all(CollectiveContext& context, const Collective& call) {
+  const ConstParts& in = call.in;
+  const Parts& out = call.out;
+  for (int i = 1; i < context.size(); i++) {
+    const int peer = context.after(i);
+    context.send(peer, in[peer].data, in[peer].size);
+    context.recv(peer, out[peer].data, out[peer].size);
+  }
+  const int me = context.rank();
+  copy_bytes(out[me].data, in[me].data, in[me].size);
+  context.wait_all();
+}
+
+void one_shot_broadcast(CollectiveContext& context, const Collective& call) {
+  const Span<uint8_t> data = call.out[0];
+  if (context.rank() != call.root) {
+    context.recv(call.root, data.data, data.size);
+  } else {
+    for (int i = 1; i < context.size(); i++) context.send(context.after(i), data.data, data.size);
+  }
+  context.wait_all();
+}
+
+// The root sends each rank one chunk, and that rank passes it on to the others segment by segment.
+// The root's own chunk goes to all ranks.
+void two_shot_broadcast(CollectiveContext& context, const Collective& call) {
+  const int n = context.size(), root = call.root;
+  const Span<uint8_t> data = call.out[0];
+  const size_t segment = context.segment_numel(1);
+  const auto chunk = [&](int rank) {
+    return schedule::chunk(data.size, n, rank, schedule::line(1), context.shares());
+  };
+  const auto send = [&](int peer, const Range& s) {
+    context.send(peer, data.data + s.begin, s.size());
+  };
+  const auto recv = [&](int peer, const Range& s) {
+    return context.recv(peer, data.data + s.begin, s.size());
+  };
+  const auto count = [&](const Range& c) { return schedule::num_segments(c, segment); };
+  const Range mine = chunk(context.rank());
+
+  if (context.rank() == root) {
+    size_t most = 0;
+    for (int r = 0; r < n; r++) most = std::max(most, count(chunk(r)));
+    for (size_t s = 0; s < most; s++) {
+      for (int i = 1; i < n; i++) {
+        const int peer = context.after(i);
+        const Range theirs = chunk(peer);
+        if (s < count(theirs)) send(peer, schedule::segment(theirs, segment, s));
+        if (s < count(mine)) send(peer, schedule::segment(mine, segment, s));
+      }
+    }
+    return context.wait_all();
+  }
+
+  // Receives are posted in the order in which the root sends.
+  context.set_source(root);
+  const Range roots = chunk(root);
+  std::vector<uint64_t> tickets;
+  for (size_t s = 0; s < std::max(count(mine), count(roots)); s++) {
+    if (s < count(mine)) tickets.push_back(recv(root, schedule::segment(mine, segment, s)));
+    if (s < count(roots)) recv(root, schedule::segment(roots, segment, s));
+  }
+  for (int i = 1; i < n; i++) {
+    const int peer = context.after(i);
+    if (peer == root) continue;
+    for (size_t s = 0; s < count(chunk(peer)); s++) {
+      recv(peer, schedule::segment(chunk(peer), segment, s));
+    }
+  }
+  for (size_t s = 0; s < tickets.size(); s++) {
+    context.wait(root, tickets[s]);
+    for (int i = 1; i < n; i++) {
+      if (context.after(i) != root) send(context.after(i), schedule::segment(mine, segment, s));
+    }
+  }
+  context.wait_all();
+}
+
+void gather(CollectiveContext& context, const Collective& call) {
+  const Span<const uint8_t> own = call.in[0];
+  if (context.rank() != call.root) {
+    context.send(call.root, own.data, own.size);
+  } else {
+    for (int i = 1; i < context.size(); i++) {
+      const Span<uint8_t> theirs = call.out[context.after(i)];
+      context.recv(context.after(i), theirs.data, theirs.size);
+    }
+    copy_bytes(call.out[call.root].data, own.data, own.size);
+  }
+  context.wait_all();
+}
+
+void scatter(CollectiveContext& context, const Collective& call) {
+  const Span<uint8_t> own = call.out[0];
+  if (context.rank() != call.root) {
+    context.recv(call.root, own.data, own.size);
+  } else {
+    for (int i = 1; i < context.size(); i++) {
+      const Span<const uint8_t> theirs = call.in[context.after(i)];
+      context.send(context.after(i), theirs.data, theirs.size);
+    }
+    copy_bytes(own.data, call.in[call.root].data, own.size);
+  }
+  context.wait_all();
+}
+
+// Every rank sends every other an empty message: no rank returns before the last one has called,
+// and an absent rank is named.
+void barrier(CollectiveContext& context, const Collective&) {
+  for (int i = 1; i < context.size(); i++) {
+    context.send(context.after(i), nullptr, 0);
+    context.recv(context.after(i), nullptr, 0);
   }
   context.wait_all();
 }

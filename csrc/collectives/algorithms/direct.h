@@ -7,25 +7,21 @@
 //                                                1 round     the bytes that must move
 #pragma once
 #include "collectives/algorithms/context.h"
-#include "collectives/common/fold.h"
-#include "collectives/common/parts.h"
+#include "collectives/common/collective.h"
 
 namespace pycomm::direct {
 
-void one_shot_all_reduce(CollectiveContext& context, void* data, size_t numel, const Fold& fold);
-void two_shot_all_reduce(CollectiveContext& context, void* data, size_t numel, const Fold& fold);
-void reduce_scatter(CollectiveContext& context, const ConstParts& in, void* out, const Fold& fold);
-void one_shot_reduce(CollectiveContext& context, const void* in, void* out, size_t numel,
-                     const Fold& fold, int root);
-void two_shot_reduce(CollectiveContext& context, const void* in, void* out, size_t numel,
-                     const Fold& fold, int root);
+/// All_reduce and reduce.
+void one_shot_reduce(CollectiveContext& context, const Collective& call);
+void two_shot_reduce(CollectiveContext& context, const Collective& call);
+void reduce_scatter(CollectiveContext& context, const Collective& call);
 
-void all_gather(CollectiveContext& context, const void* in, const Parts& out);
-void all_to_all(CollectiveContext& context, const ConstParts& in, const Parts& out);
-void one_shot_broadcast(CollectiveContext& context, void* data, size_t bytes, int root);
-void two_shot_broadcast(CollectiveContext& context, void* data, size_t bytes, int root);
-void gather(CollectiveContext& context, const void* in, size_t bytes, const Parts& out, int root);
-void scatter(CollectiveContext& context, const ConstParts& in, void* out, size_t bytes, int root);
-void barrier(CollectiveContext& context);
+void all_gather(CollectiveContext& context, const Collective& call);
+void all_to_all(CollectiveContext& context, const Collective& call);
+void one_shot_broadcast(CollectiveContext& context, const Collective& call);
+void two_shot_broadcast(CollectiveContext& context, const Collective& call);
+void gather(CollectiveContext& context, const Collective& call);
+void scatter(CollectiveContext& context, const Collective& call);
+void barrier(CollectiveContext& context, const Collective& call);
 
 }  // namespace pycomm::direct

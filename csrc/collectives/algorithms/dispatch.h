@@ -2,8 +2,7 @@
 // checked.
 #pragma once
 #include "collectives/algorithms/context.h"
-#include "collectives/common/fold.h"
-#include "collectives/common/parts.h"
+#include "collectives/common/collective.h"
 #include "collectives/common/select.h"
 
 namespace pycomm::dispatch {
@@ -26,17 +25,7 @@ struct Route {
 /// True if the group goes node by node; records that in the trace.
 bool by_levels(CollectiveContext& context, Algo wanted);
 
-// Parts know the bytes of their elements.
-
-void all_reduce(const Route& route, void* data, size_t numel, const Fold& fold);
-void reduce_scatter(const Route& route, const ConstParts& in, void* out, const Fold& fold);
-void reduce(const Route& route, const void* in, void* out, size_t numel, const Fold& fold,
-            int root);
-void all_gather(const Route& route, const void* in, const Parts& out);
-void all_to_all(const Route& route, const ConstParts& in, const Parts& out);
-void broadcast(const Route& route, void* data, size_t bytes, int root);
-void gather(const Route& route, const void* in, size_t bytes, const Parts& out, int root);
-void scatter(const Route& route, const ConstParts& in, void* out, size_t bytes, int root);
-void barrier(const Route& route);
+/// Runs a call whose parts know the bytes of their elements.
+void run(const Route& route, const Collective& call);
 
 }  // namespace pycomm::dispatch

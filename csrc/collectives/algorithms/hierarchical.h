@@ -16,17 +16,15 @@
 //   reduce           2(m-1)/m b, as all_reduce
 #pragma once
 #include "collectives/algorithms/context.h"
-#include "collectives/common/fold.h"
-#include "collectives/common/parts.h"
+#include "collectives/common/collective.h"
 
 namespace pycomm::hierarchical {
 
-void all_reduce(CollectiveContext& context, void* data, size_t numel, const Fold& fold);
-void reduce_scatter(CollectiveContext& context, const ConstParts& in, void* out, const Fold& fold);
-void reduce(CollectiveContext& context, const void* in, void* out, size_t numel, const Fold& fold,
-            int root);
-void all_gather(CollectiveContext& context, const void* in, const Parts& out);
-void broadcast(CollectiveContext& context, void* data, size_t bytes, int root);
-void barrier(CollectiveContext& context);
+void all_reduce(CollectiveContext& context, const Collective& call);
+void reduce_scatter(CollectiveContext& context, const Collective& call);
+void reduce(CollectiveContext& context, const Collective& call);
+void all_gather(CollectiveContext& context, const Collective& call);
+void broadcast(CollectiveContext& context, const Collective& call);
+void barrier(CollectiveContext& context, const Collective& call);
 
 }  // namespace pycomm::hierarchical

@@ -1,7 +1,5 @@
 #include "collectives/algorithms/node.h"
 
-#include <cstring>
-
 #include "transports/shm/window.h"
 
 namespace pycomm {
@@ -38,55 +36,22 @@ void Node::end() {
   if (window_) window_->release();
 }
 
-OpTag Node::step(size_t numel, DType dtype, ReduceOp redop) {
-  OpTag tag;
-  tag.numel = numel;
-  tag.dtype = dtype;
-  tag.redop = redop;
-  return tag;
-}
-
-dispatch::Route Node::route(const OpTag& tag) {
-  return site_ ? dispatch::Route(*site_, Algo::direct) : dispatch::Route(*window_, tag, deadline_);
-}
-
-void Node::all_reduce(void* data, size_t numel, const Fold& fold) {
-  if (alone()) return;
-  const OpTag tag = step(numel, fold.dtype, fold.op);
-  dispatch::all_reduce(route(tag), data, numel, fold);
-}
-
-void Node::reduce_scatter(const ConstParts& in, void* out, const Fold& fold) {
-  if (alone()) {
-    if (in.bytes(0) > 0) std::memmove(out, in[0].data, in.bytes(0));
-    return;
+void Node::run(const Collective& step) {
+  if (!site_ && !window_) {  // we are alone
+    return copy_bytes(step.out[0].data, step.in[0].data, step.in.bytes(0));
   }
-  const OpTag tag = step(in.total(size_), fold.dtype, fold.op);
-  dispatch::reduce_scatter(route(tag), in, out, fold);
+  const size_t numel = step.bytes(size_) / size_of(step.dtype);
+  // Without an op: errors name the call.
+  const OpTag tag = make_tag(Op::none, numel, step.dtype, step.redop, step.root);
+  dispatch::run(
+      site_ ? dispatch::Route(*site_, Algo::direct) : dispatch::Route(*window_, tag, deadline_),
+      step);
 }
 
 void Node::all_gather(const void* in, const Parts& out) {
-  if (alone()) {
-    if (out.bytes(0) > 0 && out[0].data != in) std::memmove(out[0].data, in, out.bytes(0));
-    return;
-  }
   std::vector<Part> bytes;
   for (int p = 0; p < size_; p++) bytes.push_back({out[p].data, out[p].size});
-  const OpTag tag = step(Parts(bytes).total(size_), DType::uint8);
-  dispatch::all_gather(route(tag), in, bytes);
-}
-
-void Node::broadcast(void* data, size_t bytes, int place) {
-  if (alone()) return;
-  OpTag tag = step(bytes, DType::uint8);
-  tag.root = place;
-  dispatch::broadcast(route(tag), data, bytes, place);
-}
-
-void Node::barrier() {
-  if (alone()) return;
-  const OpTag tag = step(0, DType::uint8);
-  dispatch::barrier(route(tag));
+  run({Op::all_gather, DType::uint8, {in, out[place_].size}, bytes});
 }
 
 }  // namespace pycomm

@@ -17,22 +17,15 @@ class Node {
   int size() const { return size_; }
   int place() const { return place_; }
 
-  // All ranks of the node make the same call with equal sizes. Parts know the bytes of their
-  // elements.
-
-  void all_reduce(void* data, size_t numel, const Fold& fold);
-  void reduce_scatter(const ConstParts& in, void* out, const Fold& fold);
+  /// Runs a step. All ranks of the node make the same one with equal sizes. Parts know the bytes of
+  /// their elements, and the root is a place.
+  void run(const Collective& step);
+  void reduce_scatter(const ConstParts& in, void* out, const Fold& fold) {
+    run({Op::reduce_scatter, fold.dtype, in, {out, in.numel(place_)}, fold.op});
+  }
   void all_gather(const void* in, const Parts& out);
-  void broadcast(void* data, size_t bytes, int place);
-  void barrier();
 
  private:
-  bool alone() const { return !site_ && !window_; }
-  /// Where a step with this tag runs.
-  dispatch::Route route(const OpTag& tag);
-  /// Tag of a step: the op, as a call would name it.
-  static OpTag step(size_t numel, DType dtype, ReduceOp redop = ReduceOp::sum);
-
   Window* window_;                           ///< null: the ranks do not all share memory
   Scratch scratch_;                          ///< of the steps over channels
   std::optional<CollectiveContext> site_{};  ///< the ranks of a site of several hosts

@@ -3,7 +3,7 @@
 #include <cstring>
 #include <memory>
 
-#include "collectives/algorithms/stream.h"
+#include "collectives/common/schedule.h"
 
 namespace pycomm::ring {
 namespace {
@@ -87,28 +87,29 @@ void gather_around(CollectiveContext& context, const Loop& loop) {
 }
 
 size_t segment_bytes(const CollectiveContext& context, size_t element) {
-  return stream::segment_numel(context, element) * element;
+  return context.segment_numel(element) * element;
 }
 
 }  // namespace
 
-void all_reduce(CollectiveContext& context, void* data, size_t numel, const Fold& fold) {
-  const size_t element = size_of(fold.dtype);
-  auto* bytes = static_cast<uint8_t*>(data);
+void all_reduce(CollectiveContext& context, const Collective& call) {
+  const size_t element = size_of(call.dtype), numel = call.in.numel(0);
+  auto* bytes = static_cast<uint8_t*>(call.out.data());
   Loop loop{segment_bytes(context, element), {}};
   for (int r = 0; r < context.size(); r++) {
     const schedule::Range chunk =
         schedule::chunk(numel, context.size(), r, schedule::line(element));
     loop.chunks.push_back({bytes + chunk.begin * element, chunk.size() * element});
   }
-  reduce_around(context, loop, fold, true);
+  reduce_around(context, loop, call.fold(), true);
   gather_around(context, loop);
   context.wait_all();
 }
 
 // Partial sums live in a copy of the input, which is the caller's.
-void reduce_scatter(CollectiveContext& context, const ConstParts& in, void* out, const Fold& fold) {
-  const size_t element = size_of(fold.dtype);
+void reduce_scatter(CollectiveContext& context, const Collective& call) {
+  const ConstParts& in = call.in;
+  const size_t element = size_of(call.dtype);
   const std::unique_ptr<uint8_t[]> work(new uint8_t[in.total(context.size()) * element]);
   Loop loop{segment_bytes(context, element), {}};
   uint8_t* place = work.get();
@@ -117,13 +118,15 @@ void reduce_scatter(CollectiveContext& context, const ConstParts& in, void* out,
     if (in.bytes(r) > 0) std::memcpy(place, in[r].data, in.bytes(r));
     place += in.bytes(r);
   }
-  reduce_around(context, loop, fold, false);
+  reduce_around(context, loop, call.fold(), false);
   context.wait_all();
   const Bytes own = loop.chunks[context.rank()];
-  if (own.size > 0) std::memcpy(out, own.data, own.size);
+  if (own.size > 0) std::memcpy(call.out.data(), own.data, own.size);
 }
 
-void all_gather(CollectiveContext& context, const void* in, const Parts& out) {
+void all_gather(CollectiveContext& context, const Collective& call) {
+  const void* in = call.in.data();
+  const Parts& out = call.out;
   Loop loop{segment_bytes(context, 1), {}};
   for (int r = 0; r < context.size(); r++) loop.chunks.push_back(out[r]);
   const Bytes own = out[context.rank()];

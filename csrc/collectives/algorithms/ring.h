@@ -8,13 +8,12 @@
 // and 8-bit floats are rounded at every step.
 #pragma once
 #include "collectives/algorithms/context.h"
-#include "collectives/common/fold.h"
-#include "collectives/common/parts.h"
+#include "collectives/common/collective.h"
 
 namespace pycomm::ring {
 
-void all_reduce(CollectiveContext& context, void* data, size_t numel, const Fold& fold);
-void reduce_scatter(CollectiveContext& context, const ConstParts& in, void* out, const Fold& fold);
-void all_gather(CollectiveContext& context, const void* in, const Parts& out);
+void all_reduce(CollectiveContext& context, const Collective& call);
+void reduce_scatter(CollectiveContext& context, const Collective& call);
+void all_gather(CollectiveContext& context, const Collective& call);
 
 }  // namespace pycomm::ring

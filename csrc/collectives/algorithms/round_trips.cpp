@@ -10,11 +10,8 @@ namespace {
 constexpr int kMostDirect = 64;
 
 void all_gather(CollectiveContext& context, const void* own, const Parts& rows) {
-  if (context.size() <= kMostDirect) {
-    direct::all_gather(context, own, rows);
-  } else {
-    bruck::all_gather(context, own, rows);
-  }
+  const Collective call{Op::all_gather, DType::uint8, {own, rows.numel(0)}, rows};
+  (context.size() <= kMostDirect ? direct::all_gather : bruck::all_gather)(context, call);
 }
 
 }  // namespace

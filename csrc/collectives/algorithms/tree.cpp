@@ -1,15 +1,9 @@
 #include "collectives/algorithms/tree.h"
 
-#include <cstring>
-
-#include "collectives/algorithms/stream.h"
+#include "collectives/common/schedule.h"
 
 namespace pycomm::tree {
 namespace {
-
-void copy(void* to, const void* from, size_t bytes) {
-  if (bytes > 0 && to != from) std::memmove(to, from, bytes);
-}
 
 // Place of this rank in the tree. Ranks are numbered from the root on; the parent of number v is v
 // without its lowest bit, so a subtree is a run of numbers.
@@ -62,33 +56,38 @@ void gather_up(CollectiveContext& context, const Place& place, uint8_t* parts, s
 
 }  // namespace
 
-void broadcast(CollectiveContext& context, void* data, size_t bytes, int root) {
-  const Place place(context, root);
-  context.set_source(root);
-  auto* at = static_cast<uint8_t*>(data);
-  const schedule::Range all{0, bytes};
-  const size_t segment = stream::segment_numel(context, 1);
+void broadcast(CollectiveContext& context, const Collective& call) {
+  const Place place(context, call.root);
+  context.set_source(call.root);
+  auto* at = static_cast<uint8_t*>(call.out.data());
+  const schedule::Range all{0, call.out.bytes(0)};
+  const size_t segment = context.segment_numel(1);
+  const size_t segments = schedule::num_segments(all, segment);
+  const auto part_of = [&](size_t s) { return schedule::segment(all, segment, s); };
   std::vector<uint64_t> tickets;
-  if (!place.is_root()) tickets = stream::recv(context, place.parent(), data, all, 1);
-  for (size_t s = 0; s < schedule::num_segments(all, segment); s++) {
+  for (size_t s = 0; !place.is_root() && s < segments; s++) {
+    tickets.push_back(context.recv(place.parent(), at + part_of(s).begin, part_of(s).size()));
+  }
+  for (size_t s = 0; s < segments; s++) {
     if (!place.is_root()) context.wait(place.parent(), tickets[s]);
-    const schedule::Range part = schedule::segment(all, segment, s);
+    const schedule::Range part = part_of(s);
     place.down([&](int peer, int, int) { context.send(peer, at + part.begin, part.size()); });
   }
   context.wait_all();
 }
 
-void reduce(CollectiveContext& context, const void* in, void* out, size_t numel, const Fold& fold,
-            int root) {
-  const Place place(context, root);
-  const size_t bytes = numel * size_of(fold.dtype);
+void reduce(CollectiveContext& context, const Collective& call) {
+  const Place place(context, call.root);
+  const size_t bytes = call.in.bytes(0);
   uint8_t* parts = context.scratch(place.subtree() * bytes);
-  copy(parts, in, bytes);
+  copy_bytes(parts, call.in.data(), bytes);
   gather_up(context, place, parts, bytes);
   if (!place.is_root()) return;
   std::vector<const void*> inputs(context.size());
-  for (int i = 0; i < context.size(); i++) inputs[(root + i) % context.size()] = parts + i * bytes;
-  fold(inputs.data(), context.size(), out, numel);
+  for (int i = 0; i < context.size(); i++) {
+    inputs[(call.root + i) % context.size()] = parts + i * bytes;
+  }
+  call.fold()(inputs.data(), context.size(), call.out.data(), call.in.numel(0));
 }
 
 }  // namespace pycomm::tree

@@ -7,12 +7,11 @@
 // gather and scatter have no tree: sizes may differ, and only the root knows them.
 #pragma once
 #include "collectives/algorithms/context.h"
-#include "collectives/common/fold.h"
+#include "collectives/common/collective.h"
 
 namespace pycomm::tree {
 
-void broadcast(CollectiveContext& context, void* data, size_t bytes, int root);
-void reduce(CollectiveContext& context, const void* in, void* out, size_t numel, const Fold& fold,
-            int root);
+void broadcast(CollectiveContext& context, const Collective& call);
+void reduce(CollectiveContext& context, const Collective& call);
 
 }  // namespace pycomm::tree

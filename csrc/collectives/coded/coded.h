@@ -37,12 +37,9 @@ constexpr int kOwnerHop = -1;
 /// splitmix64 (Steele, Lea, Flood 2014).
 PYCOMM_API uint64_t hop_seed(uint64_t seed, int rank);
 
-// Each returns true if the result is finite everywhere: the same answer on all ranks.
-
-/// All-reduces. Between nodes of several ranks it is exact inside a node, then every rank codes a
-/// shard of its node's sum as if nodes were ranks.
-bool all_reduce(CollectiveContext& context, Algo wanted, const CodedArgs& args);
-bool reduce_scatter(CollectiveContext& context, const CodedArgs& args, void* out);
-bool all_gather(CollectiveContext& context, const CodedArgs& args, void* out);
+/// Runs an all_reduce, a reduce_scatter or an all_gather, as Communicator::run_coded says. Between
+/// nodes of several ranks an all-reduce is exact inside a node, then every rank codes a shard of
+/// its node's sum as if nodes were ranks.
+bool run(CollectiveContext& context, Op op, Algo wanted, const CodedArgs& args, void* out);
 
 }  // namespace pycomm::coded

@@ -8,60 +8,44 @@
 #include <memory>
 #include <vector>
 
-#include "collectives/common/parts.h"
-#include "core/reduce.h"
+#include "collectives/common/collective.h"
 
 namespace pycomm {
 
-/// Contribution of one call. It owns the memory of products, so it outlives the operation that
+/// Contribution to one call. It owns the memory of products, so it outlives the operation that
 /// reads them.
 class Contribution {
  public:
-  Contribution(DType dtype, ReduceOp op, double factor)
-      : dtype_(dtype), scales_(op == ReduceOp::premul_sum), factor_(factor) {}
-
-  /// Scales the data of an operation whose input and output are one. Their contents after an error
-  /// are undefined, as after any operation in place; that they may be scaled already then saves a
-  /// copy of all data.
-  void in_place(void* data, size_t numel) const {
-    if (scales_) scale(dtype_, data, data, numel, factor_);
-  }
-
-  /// Returns the contribution for `in`, which is the caller's and stays as it is. `out` is where
-  /// the caller wants the result, and may be `in`; null: nowhere.
-  const void* of(const void* in, size_t numel, void* out) {
-    if (!scales_) return in;
-    void* product = out ? out : room(numel);
-    scale(dtype_, in, product, numel, factor_);
-    return product;
-  }
-
-  /// Returns the contribution of one part for each of `ranks` ranks. It is valid as long as this
-  /// and, if nothing is scaled, as `in`.
-  ConstParts of(const ConstParts& in, int ranks) {
-    const size_t element = size_of(dtype_);
-    const ConstParts sized = in.of(element);
-    if (!scales_) return sized;
-    uint8_t* place = room(in.total(ranks));
+  /// Returns the call with our contribution as its input. The product of one buffer lies where the
+  /// caller wants the result, if he wants one: after an error its contents are undefined anyway.
+  Collective of(Collective call, int ranks) {
+    if (call.redop != ReduceOp::premul_sum || !call.reduces()) return call;
+    const size_t element = size_of(call.dtype);
+    if (!call.has_in_parts()) {
+      const size_t numel = call.in.numel(0);
+      void* product = call.out.data() ? call.out.data() : room(numel * element);
+      scale(call.dtype, call.in.data(), product, numel, call.factor);
+      call.in = ConstParts(product, numel).of(element);
+      return call;
+    }
+    uint8_t* place = room(call.bytes(ranks));
     const uint8_t* const begin = place;
     for (int r = 0; r < ranks; r++) {
-      scale(dtype_, sized[r].data, place, sized.numel(r), factor_);
-      list_.push_back({place, sized.numel(r)});
-      place += sized.bytes(r);
+      scale(call.dtype, call.in[r].data, place, call.in.numel(r), call.factor);
+      list_.push_back({place, call.in.numel(r)});
+      place += call.in.bytes(r);
     }
-    return in.is_list() ? ConstParts(list_).of(element)
-                        : ConstParts(begin, in.numel(0)).of(element);
+    call.in = call.in.is_list() ? ConstParts(list_).of(element)
+                                : ConstParts(begin, call.in.numel(0)).of(element);
+    return call;
   }
 
  private:
-  uint8_t* room(size_t numel) {
-    product_.reset(new uint8_t[numel * size_of(dtype_)]);
+  uint8_t* room(size_t bytes) {
+    product_.reset(new uint8_t[bytes]);
     return product_.get();
   }
 
-  const DType dtype_;
-  const bool scales_;
-  const double factor_;
   std::unique_ptr<uint8_t[]> product_;
   std::vector<ConstPart> list_;
 };

@@ -2,7 +2,6 @@
 // follows from it: the shares of owners and the prices of algorithms. docs/networks.md derives
 // both.
 #pragma once
-#include <chrono>
 #include <string>
 #include <vector>
 
@@ -34,7 +33,6 @@ class PYCOMM_API Links {
   /// Sets the round trips in microseconds: those between rank i and rank j are at i * ranks + j.
   void set_round_trips(std::vector<uint32_t> round_trips);
   bool has_round_trips() const { return !round_trips_.empty(); }
-  std::chrono::microseconds farthest() const { return std::chrono::microseconds(farthest_); }
   /// Sets the bytes per second that each rank has sent at most; 0: not known. They count for ranks
   /// that declare nothing, once all ranks are known.
   void set_measured(const std::vector<double>& sends);

@@ -1,6 +1,7 @@
 // Places of the data of every rank in one call: one part per rank, either equal parts of one buffer
 // or a list of buffers of any sizes. These are views: they own neither the memory nor the list.
 #pragma once
+#include <cstring>
 #include <type_traits>
 #include <vector>
 
@@ -70,6 +71,12 @@ class BasicParts {
 };
 using Parts = BasicParts<void>;
 using ConstParts = BasicParts<const void>;
+
+/// Copies bytes. Buffers may have no address when they are empty, and be the same when an operation
+/// is in place.
+inline void copy_bytes(void* to, const void* from, size_t bytes) {
+  if (bytes > 0 && to != from) std::memmove(to, from, bytes);
+}
 
 /// Parts of a buffer as a list: one after another.
 template <typename T>

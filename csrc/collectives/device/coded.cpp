@@ -62,7 +62,7 @@ class DeviceGroup::Impl::Coded final : public coded::Exchange {
     for (const Piece& piece : args.pieces) {
       for (const feedback::Feedback* one : {&piece.worker, &piece.owner}) {
         if (*one && !feedback::has_kernels(one->kind)) {
-          group.fail(op, "takes no feedback of the kind momentum; choose residual or decay");
+          group.check(op).fail("takes no feedback of the kind momentum; choose residual or decay");
         }
       }
     }
@@ -74,11 +74,11 @@ class DeviceGroup::Impl::Coded final : public coded::Exchange {
       if (most <= group.place_bytes()) return plan;
       size_t& numel = results > group.place_bytes() ? owned : shown;
       if (numel == 1) {
-        group.fail(
-            op, "needs " + std::to_string(most) + " bytes for a payload, but coded_bytes = " +
-                    std::to_string(group.coded_bytes()) + " gives each of " +
-                    std::to_string(group.size() + 2) + " payloads " +
-                    std::to_string(group.place_bytes()) + "; make the group with more coded_bytes");
+        group.check(op).fail(
+            "needs " + std::to_string(most) +
+            " bytes for a payload, but coded_bytes = " + std::to_string(group.coded_bytes()) +
+            " gives each of " + std::to_string(group.size() + 2) + " payloads " +
+            std::to_string(group.place_bytes()) + "; make the group with more coded_bytes");
       }
       numel = (numel + 1) / 2;
     }
@@ -134,9 +134,9 @@ void DeviceGroup::Impl::Coded::run(Impl& group, Op op, const CodedArgs& args, vo
   const Plan plan = Coded::plan(group, op, args);
   const size_t needed = stream.device == Device::cpu ? 0 : scratch_bytes(args, plan);
   if (stream.scratch.size < needed) {
-    group.fail(op, "needs " + std::to_string(needed) + " bytes of scratch memory, but the stream " +
-                       "has " + std::to_string(stream.scratch.size) +
-                       "; ask coded_scratch_bytes()");
+    group.check(op).fail("needs " + std::to_string(needed) +
+                         " bytes of scratch memory, but the stream " + "has " +
+                         std::to_string(stream.scratch.size) + "; ask coded_scratch_bytes()");
   }
   coded::CoderOptions options;
   options.rank = group.rank();
@@ -165,18 +165,10 @@ size_t DeviceGroup::coded_scratch_bytes(Op op, const CodedArgs& args) const {
   return index() < 0 ? 0 : bytes;
 }
 
-void DeviceGroup::all_reduce_coded(const CodedArgs& args, Stream stream, float* found_inf) {
-  Impl::Coded::run(*impl_, Op::all_reduce, args, args.data.data, stream, found_inf);
-}
-
-void DeviceGroup::reduce_scatter_coded(const CodedArgs& args, void* out, Stream stream,
-                                       float* found_inf) {
-  Impl::Coded::run(*impl_, Op::reduce_scatter, args, out, stream, found_inf);
-}
-
-void DeviceGroup::all_gather_coded(const CodedArgs& args, void* out, Stream stream,
-                                   float* found_inf) {
-  Impl::Coded::run(*impl_, Op::all_gather, args, out, stream, found_inf);
+void DeviceGroup::run_coded(Op op, const CodedArgs& args, void* out, Stream stream,
+                            float* found_inf) {
+  void* const to = op == Op::all_reduce ? args.data.data : out;
+  Impl::Coded::run(*impl_, op, args, to, stream, found_inf);
 }
 
 }  // namespace pycomm

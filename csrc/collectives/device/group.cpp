@@ -1,13 +1,21 @@
 #include "collectives/device/group.h"
 
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
 #include "collectives/device/group_impl.h"
-#include "core/crc32c.h"
 #include "core/reduce.h"
 #include "transports/rendezvous.h"
 
 namespace pycomm {
 namespace {
 
+using device::ControlPage;
+using device::DeviceCall;
+using device::KernelError;
 using device::MoveCall;
 using device::ReduceAlgo;
 using device::ReduceCall;
@@ -21,53 +29,248 @@ Rendezvous rendezvous(std::shared_ptr<Store> store, int rank, int size,
   return result;
 }
 
-/// Makes a tag for parts. Their sizes are the same on all ranks, and hashed into the tag.
-template <typename T>
-OpTag make_tag(Op op, const BasicParts<T>& parts, int ranks, DType dtype,
-               ReduceOp redop = ReduceOp::sum) {
-  OpTag tag = make_tag(op, parts.total(ranks), dtype, redop);
-  for (int r = 0; r < ranks; r++) {
-    const uint64_t numel = parts.numel(r);
-    tag.codec = crc32c({reinterpret_cast<const uint8_t*>(&numel), sizeof numel}, tag.codec);
-  }
-  return tag;
-}
-
 uint8_t* bytes_of(const void* data) { return static_cast<uint8_t*>(const_cast<void*>(data)); }
 
-/// Makes runs of parts. Kernels only read what was const.
+/// Makes runs of the parts of the first ranks. Kernels only read what was const.
 template <typename T>
-Runs runs_of(const BasicParts<T>& parts, int ranks, DType dtype) {
+Runs runs_of(const BasicParts<T>& parts, int ranks) {
   Runs runs{};
-  const BasicParts<T> sized = parts.of(size_of(dtype));
   for (int r = 0; r < ranks; r++) {
-    runs.data[r] = bytes_of(sized[r].data);
-    runs.bytes[r] = sized[r].size;
+    runs.data[r] = bytes_of(parts[r].data);
+    runs.bytes[r] = parts[r].size;
   }
   return runs;
 }
 
-Runs one_run(const void* data, size_t bytes) {
-  Runs runs{};
-  runs.data[0] = bytes_of(data);
-  runs.bytes[0] = bytes;
-  return runs;
+static_assert(kMaxDeviceRanks == device::kMaxPeers);
+
+/// Up to this many bytes that a rank reads, one barrier less is worth more than reading less. An
+/// estimate, not measured yet.
+constexpr size_t kOneShotBytes = size_t{1} << 20;
+/// Bytes from which a block is worth its barriers: each thread moves 32.
+constexpr size_t kBlockBytes = size_t{16} << 10;
+constexpr size_t kLeastSlot = 4096;
+/// Blocks of a rank that is alone on its GPU: it needs no more to fill its links.
+constexpr int kBlocksAlone = 32;
+constexpr int kBlocksOfCpu = 4;
+
+}  // namespace
+
+DeviceGroup::Impl::Impl(const Rendezvous& rendezvous, int index, DeviceGroupOptions options)
+    : rank_(rendezvous.rank),
+      size_(rendezvous.size),
+      index_(index),
+      options_(std::move(options)),
+      workspace_(
+          rendezvous, index,
+          {options_.memory, options_.staging_bytes + options_.coded_bytes, options_.first_barrier}),
+      slots_(choose_blocks(rendezvous)),
+      slot_bytes_(options_.staging_bytes / 2 / static_cast<size_t>(slots_) / 64 * 64),
+      timeout_(options_.timeout.count()) {
+  if (slot_bytes_ < kLeastSlot) {
+    throw Error("device: " + std::to_string(options_.staging_bytes) + " bytes of staging are " +
+                "too few for " + std::to_string(slots_) + " blocks; give more staging_bytes");
+  }
+}
+
+DeviceGroup::Impl::~Impl() { leave(); }
+
+// Kernels of ranks wait for each other, so all ranks of a GPU must run at once. A block may fill a
+// multiprocessor, and so may blocks of other kernels, for which a rank may have to wait: a quarter
+// of the GPU is left to them.
+int DeviceGroup::Impl::choose_blocks(const Rendezvous& rendezvous) {
+  if (index_ >= 0) {
+    const device::Guard guard(index_);
+    device::load_kernels();  // on all ranks, before their rendezvous here
+  }
+  int blocks = options_.blocks;
+  if (blocks <= 0 && index_ < 0) blocks = kBlocksOfCpu;
+  if (blocks <= 0) {
+    const int sharers = workspace_.sharers();
+    const int room = device::properties(index_).multiprocessors * 3 / 4 / sharers;
+    if (sharers == 1) share_.emplace(index_, room, kBlocksAlone);
+    blocks = share_ ? share_->count() : room;
+  }
+  for (const std::string& theirs : all_gather_values(
+           rendezvous, "device/blocks", all_ranks(rendezvous), std::to_string(blocks))) {
+    char* end = nullptr;
+    const long number = std::strtol(theirs.c_str(), &end, 10);
+    if (theirs.empty() || *end != '\0' || number < 1) {
+      throw Error("device: rank " + std::to_string(rendezvous.rank) + ": a rank says \"" +
+                  theirs.substr(0, 40) +
+                  "\" instead of its number of blocks; install the same pycomm on all ranks");
+    }
+    blocks = static_cast<int>(std::min<long>(blocks, number));
+  }
+  if (share_) share_->shrink(blocks);
+  return std::clamp(blocks, 1, device::kMaxBlocks);
+}
+
+int DeviceGroup::Impl::blocks_for(size_t bytes) const {
+  return static_cast<int>(std::clamp<size_t>(bytes / kBlockBytes, 1, static_cast<size_t>(slots_)));
+}
+
+std::string DeviceGroup::Impl::describe() const {
+  return std::to_string(size_) + " ranks: " +
+         (index_ < 0             ? "processor, shared memory"
+          : workspace_.on_host() ? "host memory"
+                                 : "peer access") +
+         ", " + std::to_string(slots_) + " blocks";
+}
+
+DeviceCall DeviceGroup::Impl::begin(OpTag tag, Stream stream) {
+  if ((stream.device == Device::cuda) != (index_ >= 0)) {
+    check(tag.op).fail("got a stream of another kind of device than the group's");
+  }
+  if (fork_.in_child()) fork_.refuse("rank " + std::to_string(rank_), name(tag.op));
+  check();
+  DeviceCall call{};
+  call.hash = tag.hash();  // without the number: a graph that is replayed has its old ones
+  call.peers = workspace_.pointers();
+  call.timeout_ns =
+      static_cast<uint64_t>(at_most_forever(Milliseconds(timeout_.load())).count()) * 1000000;
+  call.slot_bytes = slot_bytes_;
+  call.slots = static_cast<uint32_t>(slots_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  tag.seq = call.seq = ++seq_;
+  recent_[tag.seq % recent_.size()] = tag;
+  return call;
+}
+
+void DeviceGroup::Impl::move(const MoveCall& call, int blocks, Stream stream) {
+  const device::Guard guard(index_);
+  device::start(call, blocks, stream);
+}
+
+void DeviceGroup::Impl::arrive_wait(const DeviceCall& call, Stream stream) {
+  MoveCall nothing{};
+  nothing.call = call;
+  nothing.runs = 1;
+  move(nothing, 1, stream);
+}
+
+void DeviceGroup::Impl::spoil_if_broken(void* result, size_t bytes, float* found_inf,
+                                        Stream stream) {
+  const device::Guard guard(index_);
+  const device::SpoilCall call{workspace_.pointers().progress, static_cast<uint8_t*>(result), bytes,
+                               found_inf};
+  device::start(call, blocks_for(bytes), stream);
+}
+
+void DeviceGroup::Impl::reduce(ReduceCall call, const OpTag& tag, double factor, Stream stream) {
+  const Lowered lowered = lower(tag.dtype, tag.redop);
+  call.op = lowered.op;
+  call.factor = tag.redop == ReduceOp::premul_sum ? factor : 1.0;
+  call.divisor = size_;
+  const device::Guard guard(index_);
+  device::start(call, lowered.dtype, blocks_for(call.in.longest()), stream);
+}
+
+ReduceAlgo DeviceGroup::Impl::choose(size_t bytes) const {
+  const bool one_shot = size_ <= 2 || bytes * static_cast<size_t>(size_) <= kOneShotBytes;
+  return one_shot ? ReduceAlgo::one_shot : ReduceAlgo::two_shot;
+}
+
+// Failure of a group: what kernels report becomes an exception, and every rank gets the reason.
+
+namespace {
+
+static_assert(device::kNoticeBytes == Notice::kBytes, "a control page holds one notice");
+
+uint32_t load(const uint32_t& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
+uint64_t load(const uint64_t& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
+
+/// Publishes a notice; the first one stays.
+void publish(ControlPage& control, const Notice& notice) noexcept {
+  uint32_t none = ControlPage::kNone;
+  if (!__atomic_compare_exchange_n(&control.abort, &none, ControlPage::kWriting, false,
+                                   __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+    return;
+  }
+  notice.encode(control.notice, sizeof control.notice);
+  __atomic_store_n(&control.abort, ControlPage::kAborted, __ATOMIC_RELEASE);
 }
 
 }  // namespace
 
-void DeviceGroup::Impl::all_reduce(void* data, const OpTag& tag, ReduceAlgo algo, double factor,
-                                   Stream stream) {
-  if (tag.numel == 0) return check();
-  OpTag hashed = tag;
-  hashed.codec = static_cast<uint32_t>(algo);
-  ReduceCall call{};
-  call.call = begin(hashed, stream);
-  call.algo = algo;
-  call.in = one_run(data, tag.numel * size_of(tag.dtype));
-  call.out = bytes_of(data);
-  call.root = -1;
-  reduce(call, tag, factor, stream);
+std::string DeviceGroup::Impl::called(uint64_t seq) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const OpTag& tag = recent_[seq % recent_.size()];
+  return tag.seq == seq ? pycomm::describe(tag) : "operation #" + std::to_string(seq);
+}
+
+std::exception_ptr DeviceGroup::Impl::kernel_error() const {
+  const ControlPage& control = workspace_.control(rank_);
+  std::vector<int> late;
+  KernelError first{};
+  for (int r = 0; r < size_; r++) {
+    const uint64_t word = load(control.kernel_errors[r]);
+    if (word == 0) continue;
+    const KernelError one = KernelError::of(word);
+    const std::string self = "rank " + std::to_string(rank_) + ": ";
+    if (one.kind == KernelError::kMismatch) {
+      return std::make_exception_ptr(
+          WireMismatch(self + called(one.seq) + " does not match the call of rank " +
+                       std::to_string(r) + "; make the same calls in the same order on all ranks"));
+    }
+    if (late.empty()) first = one;
+    late.push_back(r);
+  }
+  if (late.empty()) return nullptr;
+  std::string ranks;
+  for (const int r : late) ranks += (ranks.empty() ? "" : ", ") + std::to_string(r);
+  return std::make_exception_ptr(
+      Timeout("rank " + std::to_string(rank_) + ": " + called(first.seq) + " waited " +
+                  std::to_string(timeout_) + " ms for rank(s) " + ranks + " at its barrier " +
+                  std::to_string(first.phase) + "; look at the logs of those ranks",
+              late));
+}
+
+void DeviceGroup::Impl::check() {
+  if (fork_.in_child()) fork_.refuse("rank " + std::to_string(rank_), "check");
+  failure_.rethrow();
+  if (std::exception_ptr error = kernel_error()) {
+    failure_.set(error);
+    abort(to_notice(error, rank_));
+  }
+  const ControlPage& control = workspace_.control(rank_);
+  if (!failure_.happened() && load(control.abort) == ControlPage::kAborted) {
+    failure_.set(from_notice(
+        std::make_exception_ptr(Aborted(Notice::decode({control.notice, sizeof control.notice})))));
+  }
+  failure_.rethrow();
+}
+
+void DeviceGroup::Impl::abort(const Notice& notice) noexcept {
+  if (fork_.in_child()) return;  // the parent's group stays usable
+  for (int r = 0; r < size_; r++) publish(workspace_.control(r), notice);
+}
+
+void DeviceGroup::Impl::lose(int rank) noexcept {
+  if (load(workspace_.control(rank).left) != 0 || failure_.happened()) return;
+  failure_.set(error_of(lost(rank, "died: its process is gone (seen by rank " +
+                                       std::to_string(rank_) + "); look at its own log")));
+  abort(to_notice(failure_.error(), rank_));
+}
+
+// Peers read our memory until they have ended their last operation. Kernels of a rank that has not
+// reported that end by then may still run, or wait for others until their deadline. Memory is not
+// freed under them: it is kept until the process ends.
+// Host memory is mapped for each process, so peers of other processes do not mind when it is given
+// up. But that call waits, with the driver's lock, for the kernels of this process, and one of a
+// rank in it may wait for a kernel that another rank cannot start without the lock.
+void DeviceGroup::Impl::leave() noexcept {
+  constexpr Milliseconds kCloseTimeout(2000);
+  if (fork_.in_child()) return workspace_.keep();
+  __atomic_store_n(&workspace_.control(rank_).left, 1u, __ATOMIC_RELEASE);
+  if (workspace_.on_host() && index_ < 0) return;
+  const Deadline deadline = Deadline::after(kCloseTimeout);
+  for (int r = 0; r < size_; r++) {
+    while (load(workspace_.control(r).left) == 0) {
+      if (deadline.expired()) return workspace_.keep();
+      std::this_thread::sleep_for(Milliseconds(1));
+    }
+  }
 }
 
 // -------------------------------------------------------------------------------- calls
@@ -88,116 +291,58 @@ void DeviceGroup::check() const { impl_->check(); }
 void DeviceGroup::abort(const Notice& notice) noexcept { impl_->abort(notice); }
 void DeviceGroup::lose(int rank) noexcept { impl_->lose(rank); }
 
-void DeviceGroup::all_reduce(void* data, size_t numel, DType dtype, ReduceOp op, Stream stream,
-                             double factor, const std::string& algo) {
-  check_reducible(dtype, op);
-  ReduceAlgo chosen = algo == "one_shot" ? ReduceAlgo::one_shot : ReduceAlgo::two_shot;
-  if (algo == "auto") {
-    chosen = impl_->choose(numel * size_of(dtype));
-  } else if (algo != "one_shot" && algo != "two_shot") {
-    impl_->fail(Op::all_reduce,
-                "has no algorithm \"" + algo + "\" on a GPU; use one of auto, one_shot, two_shot");
-  }
-  impl_->all_reduce(data, make_tag(Op::all_reduce, numel, dtype, op), chosen, factor, stream);
-}
-
-void DeviceGroup::reduce_scatter(const ConstParts& in, void* out, DType dtype, ReduceOp op,
-                                 Stream stream, double factor) {
-  check_reducible(dtype, op);
-  const OpTag tag = make_tag(Op::reduce_scatter, in, size(), dtype, op);
-  if (tag.numel == 0) return impl_->check();
+void DeviceGroup::Impl::all_reduce(void* data, const OpTag& tag, ReduceAlgo algo, double factor,
+                                   Stream stream) {
+  OpTag hashed = tag;
+  hashed.codec = static_cast<uint32_t>(algo);
   ReduceCall call{};
-  call.algo = ReduceAlgo::scatter;
-  call.call = impl_->begin(tag, stream);
-  call.in = runs_of(in, size(), dtype);
-  call.out = bytes_of(out);
+  call.call = begin(hashed, stream);
+  call.algo = algo;
+  call.in = runs_of(ConstParts(data, tag.numel * size_of(tag.dtype)), 1);
+  call.out = bytes_of(data);
   call.root = -1;
-  impl_->reduce(call, tag, factor, stream);
+  reduce(call, tag, factor, stream);
 }
 
-void DeviceGroup::reduce(const void* in, void* out, size_t numel, DType dtype, ReduceOp op,
-                         int root, Stream stream, double factor) {
-  check_reducible(dtype, op);
-  impl_->check_rank(Op::reduce, "root", root);
-  const OpTag tag = make_tag(Op::reduce, numel, dtype, op, root);
-  if (numel == 0) return impl_->check();
-  const size_t bytes = numel * size_of(dtype);
-  ReduceCall call{};
-  call.algo = impl_->choose(bytes);
-  call.call = impl_->begin(tag, stream);
-  call.in = one_run(in, bytes);
-  call.out = bytes_of(out);
-  call.root = root;
-  impl_->reduce(call, tag, factor, stream);
-}
-
-void DeviceGroup::all_gather(const void* in, const Parts& out, DType dtype, Stream stream) {
-  impl_->check_dtype(Op::all_gather, dtype);
-  const OpTag tag = make_tag(Op::all_gather, out, size(), dtype);
-  if (tag.numel == 0) return impl_->check();
-  MoveCall call{};
-  call.call = impl_->begin(tag, stream);
-  call.in = one_run(in, out.numel(rank()) * size_of(dtype));
-  call.runs = 1;
-  call.out = runs_of(out, size(), dtype);
-  impl_->move(call, impl_->blocks_for(call.out.longest()), stream);
-}
-
-void DeviceGroup::all_to_all(const ConstParts& in, const Parts& out, DType dtype, Stream stream) {
-  impl_->check_dtype(Op::all_to_all, dtype);
-  MoveCall call{};
-  call.call = impl_->begin(make_tag(Op::all_to_all, in.total(size()), dtype), stream);
-  call.in = runs_of(in, size(), dtype);
-  call.runs = size();
-  call.out = runs_of(out, size(), dtype);
-  impl_->move(call, impl_->most_blocks(), stream);
-}
-
-void DeviceGroup::broadcast(void* data, size_t numel, DType dtype, int root, Stream stream) {
-  impl_->check_dtype(Op::broadcast, dtype);
-  impl_->check_rank(Op::broadcast, "root", root);
-  const OpTag tag = make_tag(Op::broadcast, numel, dtype, ReduceOp::sum, root);
-  if (numel == 0) return impl_->check();
-  const size_t bytes = numel * size_of(dtype);
-  MoveCall call{};
-  call.call = impl_->begin(tag, stream);
-  call.runs = 1;
-  if (rank() == root) {
-    call.in = one_run(data, bytes);
-  } else {
-    call.out.data[root] = bytes_of(data);
-    call.out.bytes[root] = bytes;
+void DeviceGroup::run(const Collective& given, Stream stream, const std::string& algo) {
+  const Collective call = given.checked(rank(), size());
+  const OpTag tag = call.tag(size());
+  if (call.op == Op::barrier) return impl_->arrive_wait(impl_->begin(tag, stream), stream);
+  if (tag.numel == 0 && !sizes_differ(call.op)) return impl_->check();
+  const int in_runs = call.has_in_parts() ? size() : 1;
+  if (call.op == Op::all_reduce) {
+    const bool chooses = algo == "auto", one_shot = algo == "one_shot";
+    if (!chooses && !one_shot && algo != "two_shot") {
+      impl_->check(call.op).fail("has no algorithm \"" + algo +
+                                 "\" on a GPU; use one of auto, one_shot, two_shot");
+    }
+    const ReduceAlgo asked = one_shot ? ReduceAlgo::one_shot : ReduceAlgo::two_shot;
+    return impl_->all_reduce(call.out.data(), tag,
+                             chooses ? impl_->choose(call.bytes(size())) : asked, call.factor,
+                             stream);
   }
-  impl_->move(call, impl_->blocks_for(bytes), stream);
-}
-
-void DeviceGroup::gather(const void* in, size_t numel, const Parts& out, DType dtype, int root,
-                         Stream stream) {
-  impl_->check_dtype(Op::gather, dtype);
-  impl_->check_rank(Op::gather, "root", root);
-  MoveCall call{};
-  call.call = impl_->begin(make_tag(Op::gather, numel, dtype, ReduceOp::sum, root), stream);
-  call.in = one_run(in, numel * size_of(dtype));
-  call.runs = 1;
-  if (rank() == root) call.out = runs_of(out, size(), dtype);
-  impl_->move(call, impl_->most_blocks(), stream);
-}
-
-void DeviceGroup::scatter(const ConstParts& in, void* out, size_t numel, DType dtype, int root,
-                          Stream stream) {
-  impl_->check_dtype(Op::scatter, dtype);
-  impl_->check_rank(Op::scatter, "root", root);
-  MoveCall call{};
-  call.call = impl_->begin(make_tag(Op::scatter, numel, dtype, ReduceOp::sum, root), stream);
-  call.runs = size();
-  if (rank() == root) call.in = runs_of(in, size(), dtype);
-  call.out.data[root] = bytes_of(out);
-  call.out.bytes[root] = numel * size_of(dtype);
-  impl_->move(call, impl_->most_blocks(), stream);
-}
-
-void DeviceGroup::barrier(Stream stream) {
-  impl_->arrive_wait(impl_->begin(make_tag(Op::barrier, 0, DType::uint8), stream), stream);
+  if (call.reduces()) {
+    ReduceCall reduction{};
+    reduction.call = impl_->begin(tag, stream);
+    reduction.algo = call.has_in_parts() ? ReduceAlgo::scatter : impl_->choose(call.bytes(size()));
+    reduction.in = runs_of(call.in, in_runs);
+    reduction.out = bytes_of(call.out.data());
+    reduction.root = call.root;
+    return impl_->reduce(reduction, tag, call.factor, stream);
+  }
+  const bool at_root = rank() == call.root;
+  MoveCall move{};
+  move.call = impl_->begin(tag, stream);
+  move.runs = in_runs;
+  if (call.op != Op::broadcast || at_root) move.in = runs_of(call.in, in_runs);
+  if (call.has_out_parts()) {
+    move.out = runs_of(call.out, size());
+  } else if (call.op == Op::scatter || !at_root) {  // one run comes from the root
+    move.out.data[call.root] = call.out[0].data;
+    move.out.bytes[call.root] = call.out[0].size;
+  }
+  const size_t known = sizes_differ(call.op) ? 0 : std::max(move.in.longest(), move.out.longest());
+  impl_->move(move, known > 0 ? impl_->blocks_for(known) : impl_->most_blocks(), stream);
 }
 
 }  // namespace pycomm

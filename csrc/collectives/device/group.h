@@ -12,8 +12,8 @@
 #include <memory>
 #include <string>
 
+#include "collectives/common/collective.h"
 #include "collectives/common/options.h"
-#include "collectives/common/parts.h"
 #include "core/notice.h"
 #include "transports/store.h"
 
@@ -63,24 +63,10 @@ class PYCOMM_API DeviceGroup {
   std::string describe() const;
   void set_timeout(Milliseconds timeout);
 
-  // Collectives. Buffers are memory of our GPU, parts as those of Communicator. Bad arguments throw
-  // Error at once; all other errors are reported by check().
-
-  /// `algo` is "auto", "one_shot" or "two_shot".
-  void all_reduce(void* data, size_t numel, DType dtype, ReduceOp op, Stream stream,
-                  double factor = 1.0, const std::string& algo = "auto");
-  void reduce_scatter(const ConstParts& in, void* out, DType dtype, ReduceOp op, Stream stream,
-                      double factor = 1.0);
-  /// `out` is written at the root only; elsewhere it may be null.
-  void reduce(const void* in, void* out, size_t numel, DType dtype, ReduceOp op, int root,
-              Stream stream, double factor = 1.0);
-  void all_gather(const void* in, const Parts& out, DType dtype, Stream stream);
-  void all_to_all(const ConstParts& in, const Parts& out, DType dtype, Stream stream);
-  void broadcast(void* data, size_t numel, DType dtype, int root, Stream stream);
-  void gather(const void* in, size_t numel, const Parts& out, DType dtype, int root, Stream stream);
-  void scatter(const ConstParts& in, void* out, size_t numel, DType dtype, int root, Stream stream);
-  /// Work queued after it starts when all ranks have reached it.
-  void barrier(Stream stream);
+  /// Runs a collective. Buffers are memory of our GPU. Bad arguments throw Error at once; all other
+  /// errors are reported by check(). `algo` of an all-reduce is "auto", "one_shot" or "two_shot".
+  /// Work queued after a barrier starts when all ranks have reached it.
+  void run(const Collective& call, Stream stream, const std::string& algo = "auto");
 
   // Collectives with codecs; dtypes and pieces as those of Communicator. Feedback is of a kind that
   // has_kernels() (codecs/base/feedback.h), in memory of our GPU. `found_inf`, in memory of our
@@ -93,11 +79,9 @@ class PYCOMM_API DeviceGroup {
   /// the operation is not possible: because of its feedback, or since a tensor that cannot be cut
   /// does not fit in coded_bytes. The answer is the same on all ranks.
   size_t coded_scratch_bytes(Op op, const CodedArgs& args) const;
-  void all_reduce_coded(const CodedArgs& args, Stream stream, float* found_inf = nullptr);
-  void reduce_scatter_coded(const CodedArgs& args, void* out, Stream stream,
-                            float* found_inf = nullptr);
-  void all_gather_coded(const CodedArgs& args, void* out, Stream stream,
-                        float* found_inf = nullptr);
+  /// Runs one; `op` and `out` as in Communicator::run_coded().
+  void run_coded(Op op, const CodedArgs& args, void* out, Stream stream,
+                 float* found_inf = nullptr);
 
   /// Throws the error that a kernel has reported since the start, if any: Timeout that names the
   /// rank it waited for and the operation, WireMismatch, or the error of a notice.

@@ -1,4 +1,4 @@
-// Implementation of DeviceGroup. Shared by device/group.cpp and device/coded.cpp.
+// Implementation of DeviceGroup, of device/group.cpp and device/coded.cpp.
 #pragma once
 #include <array>
 #include <atomic>
@@ -61,9 +61,7 @@ class DeviceGroup::Impl {
   void abort(const Notice& notice) noexcept;
   void lose(int rank) noexcept;
 
-  void check_dtype(Op op, DType dtype) const;
-  void check_rank(Op op, const char* what, int rank) const;
-  [[noreturn]] void fail(Op op, const std::string& what) const;
+  CallCheck check(Op op) const { return {rank_, size_, op}; }
 
  private:
   size_t exact_bytes() const { return 2 * slot_bytes_ * static_cast<size_t>(slots_); }

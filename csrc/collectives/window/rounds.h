@@ -1,6 +1,5 @@
 // Building blocks of collectives over a Window: the pattern that most of them share, the pieces in
-// which buffers travel, and the fold. This is a part of shared*.cpp, in_place.cpp and
-// window/cma_read.cpp.
+// which buffers travel, and the fold. This is a part of shared.cpp and in_place.cpp.
 //
 //   rounds()   put our piece, post, wait for the others, take theirs. One stage per round; puts run
 //              kAhead rounds ahead, so that waits rarely block.
@@ -17,7 +16,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "collectives/common/parts.h"
+#include "collectives/common/collective.h"
 #include "core/reduce.h"
 #include "transports/shm/window.h"
 
@@ -31,11 +30,6 @@ constexpr size_t kGrain = 64;
 inline uint8_t* at(void* data, size_t bytes) { return static_cast<uint8_t*>(data) + bytes; }
 inline const uint8_t* at(const void* data, size_t bytes) {
   return static_cast<const uint8_t*>(data) + bytes;
-}
-
-/// Copies bytes. An empty buffer may have no address, which memcpy does not take.
-inline void copy(void* to, const void* from, size_t bytes) {
-  if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
 }
 
 /// A buffer cut into equal pieces; the last one may be shorter, and those after it are empty.
@@ -175,14 +169,13 @@ void rounds(Window& window, const Shown& shown, size_t count, Put put, Take take
 /// Reduction of one call, lowered to the elements of its dtype.
 class Reducer {
  public:
-  Reducer(const Window& window, const OpTag& tag) : window_(window), element_(size_of(tag.dtype)) {
-    args_.dtype = tag.dtype;
-    args_.op = tag.redop;
+  Reducer(const Window& window, const Collective& call)
+      : window_(window), element_(size_of(call.dtype)) {
+    args_.dtype = call.dtype;
+    args_.op = call.redop;
     args_.inputs = inputs_;
     args_.count = window.size();
   }
-
-  size_t element_bytes() const { return element_; }
 
   /// Folds in rank order. Our own contribution is `mine`; that of rank r is `theirs(r)`.
   template <typename Theirs>

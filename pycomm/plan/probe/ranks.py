@@ -105,5 +105,6 @@ def _clocked(
 def _over(group: Communicator, values: Sequence[float], op: _C.ReduceOp) -> Sequence[float]:
     """Reduce each of the values over all ranks, which makes them equal on all."""
     found = array.array("d", values)
-    group.core.all_reduce(_C.buffer(found, True)[0], len(found), _C.DType.float64, op)
+    address = _C.buffer(found, True)[0]
+    group.core.run("all_reduce", address, address, len(found), _C.DType.float64, op)
     return found

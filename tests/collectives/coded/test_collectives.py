@@ -305,9 +305,9 @@ def test_bad_pieces_are_refused_and_the_group_lives_on():
         with pytest.raises(pycomm.errors.Error, match="residual"):
             c.all_reduce_coded(x, [Piece(1000, "quant", residual=np.zeros(10, np.float32))])
         pieces = _C.Pieces()
-        pieces.add(1000, _C.Codec("quant"), residual=x.ctypes.data)
+        pieces.add(1000, _C.Codec("quant"), worker=(x.ctypes.data, 0))
         with pytest.raises(pycomm.errors.Error, match="none to write"):
-            c.core.all_reduce_coded(x.ctypes.data, pieces)
+            c.core.run_coded("all_reduce", x.ctypes.data, 0, pieces)
         with pytest.raises(pycomm.errors.Error, match="unknown codec"):
             c.all_reduce_coded(x, "zip")
         return c.all_reduce_coded(x, "quant")

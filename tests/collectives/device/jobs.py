@@ -83,7 +83,7 @@ def reduce_all_types(c: Rank) -> int:
                 x = c.put(inputs[c.rank])
                 kind = getattr(DType, dtype), getattr(ReduceOp, op)
                 factor = own_factor(c.rank)
-                c.call("all_reduce", x.address, numel, *kind, factor=factor, algo=algo)
+                c.call("all_reduce", x.address, x.address, numel, *kind, factor=factor, algo=algo)
                 got = x.get()
                 assert got.tobytes() == want.tobytes(), (dtype, op, algo)
                 done += 1
@@ -97,7 +97,15 @@ def reduce_sizes(c: Rank) -> None:
         for algo in ALGOS:
             for shift in (0, 4):
                 x = c.put(integers(c.rank, numel), shift)
-                c.call("all_reduce", x.address, numel, DType.float32, ReduceOp.sum, algo=algo)
+                c.call(
+                    "all_reduce",
+                    x.address,
+                    x.address,
+                    numel,
+                    DType.float32,
+                    ReduceOp.sum,
+                    algo=algo,
+                )
                 assert np.array_equal(x.get(), want), (numel, algo, shift)
 
 
@@ -116,7 +124,7 @@ def reduce_and_scatter(c: Rank) -> None:
         inputs = [[floats(r * 50 + p, n) for p, n in enumerate(sizes)] for r in range(c.size)]
         ours = [c.put(x) for x in inputs[c.rank]]
         out = c.put(np.zeros(sizes[c.rank], dtype="f4"))
-        c.call("reduce_scatter", parts(ours), out.address, DType.float32, ReduceOp.avg)
+        c.call("reduce_scatter", parts(ours), out.address, 0, DType.float32, ReduceOp.avg)
         want = folded([inputs[r][c.rank] for r in range(c.size)], "float32", "avg")
         assert out.get().tobytes() == want.tobytes(), numel
         for root in range(c.size):
@@ -133,7 +141,7 @@ def moves(c: Rank) -> None:
         sizes = part_sizes(c, numel)
         mine = c.put(integers(c.rank, sizes[c.rank], "i4"))
         out = [c.put(np.zeros(n, dtype="i4"), shift=4 * (r % 2)) for r, n in enumerate(sizes)]
-        c.call("all_gather", mine.address, parts(out), DType.int32)
+        c.call("all_gather", mine.address, parts(out), 0, DType.int32)
         for r, n in enumerate(sizes):
             assert np.array_equal(out[r].get(), integers(r, n, "i4")), (numel, r)
 
@@ -142,22 +150,22 @@ def moves(c: Rank) -> None:
 
         sent = [c.put(cell(c.rank, r)) for r in range(c.size)]
         came = [c.put(np.zeros_like(cell(r, c.rank))) for r in range(c.size)]
-        c.call("all_to_all", parts(sent), parts(came), DType.int64)
+        c.call("all_to_all", parts(sent), parts(came), 0, DType.int64)
         for r in range(c.size):
             assert np.array_equal(came[r].get(), cell(r, c.rank)), (numel, r)
 
         for root in range(c.size):
             x = c.put(integers(c.rank, numel, "i4"))
-            c.call("broadcast", x.address, numel, DType.int32, root)
+            c.call("broadcast", x.address, x.address, numel, DType.int32, root=root)
             assert np.array_equal(x.get(), integers(root, numel, "i4")), (numel, root)
 
             y = c.put(np.zeros_like(cell(root, c.rank)))
-            c.call("scatter", parts(sent), y.address, y.shape[0], DType.int64, root)
+            c.call("scatter", parts(sent), y.address, y.shape[0], DType.int64, root=root)
             assert np.array_equal(y.get(), cell(root, c.rank)), (numel, root)
 
             own = sent[root]
             out = [c.put(np.zeros_like(cell(r, root))) for r in range(c.size)]
-            c.call("gather", own.address, own.shape[0], parts(out), DType.int64, root)
+            c.call("gather", own.address, parts(out), own.shape[0], DType.int64, root=root)
             for r in range(c.size if root == c.rank else 0):
                 assert np.array_equal(out[r].get(), cell(r, root)), (numel, r)
         c.call("barrier")
@@ -175,17 +183,19 @@ def mixture(c: Rank) -> None:
         elif kind == "all_gather":
             out = [c.put(np.zeros(numel, dtype="f4")) for _ in range(c.size)]
             x = c.put(integers(c.rank + step, numel))
-            c.call("all_gather", x.address, parts(out), DType.float32)
+            c.call("all_gather", x.address, parts(out), 0, DType.float32)
             checks += [(step, b, integers(r + step, numel)) for r, b in enumerate(out)]
         elif kind == "reduce_scatter":
             ours = [c.put(integers(c.rank + p + step, numel)) for p in range(c.size)]
             out = c.put(np.zeros(numel, dtype="f4"))
-            c.call("reduce_scatter", parts(ours), out.address, DType.float32, ReduceOp.sum)
+            c.call("reduce_scatter", parts(ours), out.address, 0, DType.float32, ReduceOp.sum)
             want = sum(integers(r + c.rank + step, numel) for r in range(c.size))
             checks.append((step, out, want))
         else:
             x = c.put(integers(c.rank + step, numel))
-            c.call("all_reduce", x.address, numel, DType.float32, ReduceOp.sum, algo=kind)
+            c.call(
+                "all_reduce", x.address, x.address, numel, DType.float32, ReduceOp.sum, algo=kind
+            )
             checks.append((step, x, sum(integers(r + step, numel) for r in range(c.size))))
     for step, buffer, want in checks:
         assert np.array_equal(buffer.get(), want), step
@@ -252,10 +262,8 @@ class Bucket:
                 size,
                 self.codecs[i % len(specs)],
                 tensor=tensor,
-                residual=addresses[0],
-                new_residual=addresses[0],
-                owner_residual=addresses[1],
-                new_owner_residual=addresses[1],
+                worker=(addresses[0],) * 2,
+                owner=(addresses[1],) * 2,
             )
 
     def bytes(self, *results) -> list[bytes]:
@@ -278,13 +286,15 @@ def coded(
     options = {**KEY, "dtype": _C.DType.__members__[travels]}
     empty = np.zeros(numel * c.size, dtype="f4" if travels == "float32" else "u2")
 
-    def call(op: str, bucket: Bucket, *out: int) -> None:
+    def call(op: str, bucket: Bucket, out: int = 0) -> None:
         more = {}
         if c.cuda:
             name = op.removesuffix("_coded")
             scratch = c.group.coded_scratch_bytes(name, bucket.pieces, options["dtype"])
             more["scratch"] = (c.take(scratch).data_ptr(), scratch)
-        c.call(op, bucket.data.address, *out, bucket.pieces, **options, **more)
+        c.call(
+            op, bucket.data.address, out or bucket.data.address, bucket.pieces, **options, **more
+        )
 
     def ended(bucket: Bucket, result: Buffer) -> list[bytes]:
         values = result.get()

@@ -99,7 +99,9 @@ class Rank:
         return pinned.numpy().copy()
 
     def call(self, op: str, *args: Any, **kwargs: Any) -> None:
-        getattr(self.group, op)(*args, **kwargs, stream=self.stream)
+        coded = op.endswith("_coded")
+        run = self.group.run_coded if coded else self.group.run
+        run(op.removesuffix("_coded"), *args, **kwargs, stream=self.stream)
 
     def synchronize(self) -> None:
         if self.cuda:

@@ -70,7 +70,15 @@ def test_a_call_can_be_made_again_as_it_is():
     def job(c):
         x = c.put(np.ones(5000, dtype="f4"))
         for _ in range(7):
-            c.call("all_reduce", x.address, 5000, DType.float32, ReduceOp.sum, algo="two_shot")
+            c.call(
+                "all_reduce",
+                x.address,
+                x.address,
+                5000,
+                DType.float32,
+                ReduceOp.sum,
+                algo="two_shot",
+            )
         return x.get()
 
     for result in run(3, job):
@@ -82,7 +90,7 @@ def test_a_call_can_be_made_again_as_it_is():
 
 def reduce_once(c, numel=1000, op=ReduceOp.sum):
     x = c.put(integers(c.rank, numel))
-    c.call("all_reduce", x.address, numel, DType.float32, op)
+    c.call("all_reduce", x.address, x.address, numel, DType.float32, op)
     return x.get()
 
 
@@ -179,12 +187,13 @@ def test_wrong_options_are_refused(options, text):
 
 def test_wrong_arguments_are_refused_before_anything_runs():
     def job(c):
+        x = c.put(np.zeros(1, np.float32))
         with pytest.raises(pycomm.Error, match="band has no meaning for float32"):
-            c.call("all_reduce", 0, 1, DType.float32, ReduceOp.band)
+            c.call("all_reduce", 0, 0, 1, DType.float32, ReduceOp.band)
         with pytest.raises(pycomm.Error, match="broadcast got root 2 in a group of 2"):
-            c.call("broadcast", 0, 1, DType.float32, 2)
+            c.call("broadcast", 0, 0, 1, DType.float32, root=2)
         with pytest.raises(pycomm.Error, match='no algorithm "tree"'):
-            c.call("all_reduce", 0, 1, DType.float32, ReduceOp.sum, algo="tree")
+            c.call("all_reduce", x.address, x.address, 1, DType.float32, ReduceOp.sum, algo="tree")
         return reduce_once(c)
 
     run(2, job)
@@ -328,7 +337,8 @@ class OnChannels(Rank):
         self.group = communicator._core
 
     def call(self, op, *args, **kwargs):
-        getattr(self.group, op)(*args, **kwargs)
+        run = self.group.run_coded if op.endswith("_coded") else self.group.run
+        run(op.removesuffix("_coded"), *args, **kwargs)
 
     def synchronize(self):
         pass
@@ -384,8 +394,15 @@ def test_overflow_in_the_cast_is_found_on_all_ranks(dtype, overflows):
         pieces.add(70, codec, tensor=1)
         options = {**jobs.KEY, "dtype": _C.DType.__members__[dtype], "average": False}
         if isinstance(c, OnChannels):
-            return c.group.all_reduce_coded(data.address, pieces, **options)
-        c.call("all_reduce_coded", data.address, pieces, found_inf=flag.address, **options)
+            return c.group.run_coded("all_reduce", data.address, data.address, pieces, **options)
+        c.call(
+            "all_reduce_coded",
+            data.address,
+            data.address,
+            pieces,
+            found_inf=flag.address,
+            **options,
+        )
         return flag.get()[0] == 0
 
     assert channels.run(2, lambda c: job(OnChannels(c))) == [not overflows] * 2
@@ -441,7 +458,6 @@ def test_a_failed_call_leaves_the_peers_memory(op, spec):
     def job(c):
         bucket = Bucket(c, [spec], c.size if op == "reduce_scatter_coded" else 1)
         out = c.put(np.zeros(bucket.data.shape[1] * c.size, np.float32))
-        targets = [] if op == "all_reduce_coded" else [out.address]
         c.call("barrier")
         before = shown(c.size)
         c.call("barrier")
@@ -452,7 +468,7 @@ def test_a_failed_call_leaves_the_peers_memory(op, spec):
                 c.group.check()
             return before[1] == after[1]
         c.group.set_timeout(0.2)
-        c.call(op, bucket.data.address, *targets, bucket.pieces, seed=1, step=2)
+        c.call(op, bucket.data.address, out.address, bucket.pieces, seed=1, step=2)
         with pytest.raises(pycomm.Timeout):
             c.group.check()
         return True

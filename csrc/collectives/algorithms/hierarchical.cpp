@@ -1,9 +1,9 @@
-// Hierarchical collectives that reduce. Those that only move bytes: hierarchical_move.cpp.
+#include "collectives/algorithms/hierarchical.h"
+
 #include <cstring>
 #include <memory>
 
 #include "collectives/algorithms/dispatch.h"
-#include "collectives/algorithms/hierarchical.h"
 #include "collectives/algorithms/rails.h"
 
 namespace pycomm::hierarchical {
@@ -145,8 +145,8 @@ void all_reduce_by_sites(CollectiveContext& context, Node& node, void* data, siz
   if (node.place() < shards) {
     const std::vector<int> members = rail(context.topology(), node.place());
     CollectiveContext between = context.among(members);
-    dispatch::all_reduce({between, Algo::automatic}, own.data, own.numel,
-                         fold.last(context.size()));
+    dispatch::run({between, Algo::automatic},
+                  Collective::all_reduce(own.data, own.numel, fold.last(context.size())));
   }
   node.all_gather(own.data, Parts(parts).of(element));
 }
@@ -155,17 +155,17 @@ void all_reduce_by_sites(CollectiveContext& context, Node& node, void* data, siz
 // one node are dealt out to the ranks of another by their places, in as many hands as needed.
 class ReduceScatter {
  public:
-  ReduceScatter(CollectiveContext& context, const ConstParts& in, void* out, const Fold& fold)
+  ReduceScatter(CollectiveContext& context, const Collective& call)
       : ex_(context),
         node_(context),
         topology_(context.topology()),
-        fold_(fold),
-        in_(in),
-        out_(static_cast<uint8_t*>(out)),
-        element_(size_of(fold.dtype)),
+        fold_(call.fold()),
+        in_(call.in),
+        out_(static_cast<uint8_t*>(call.out.data())),
+        element_(size_of(call.dtype)),
         stage_numel_(hierarchical::stage_numel(context, element_)),
         home_(topology_.node_of(context.rank())) {
-    for (int r = 0; r < context.size(); r++) longest_ = std::max(longest_, in.numel(r));
+    for (int r = 0; r < context.size(); r++) longest_ = std::max(longest_, in_.numel(r));
     const size_t nodes = topology_.nodes();
     for (int k = 0; k < topology_.nodes(); k++) {
       if (k != home_) sums_ += hands(k);
@@ -279,10 +279,18 @@ class ReduceScatter {
   std::vector<std::vector<Sent>> sent_;
 };
 
+// Returns the bytes of segment t of a part.
+Span<uint8_t> segment(const Span<uint8_t>& part, size_t bytes, size_t t) {
+  const size_t begin = std::min(part.size, t * bytes);
+  return part.sub(begin, std::min(bytes, part.size - begin));
+}
+
 }  // namespace
 
-void all_reduce(CollectiveContext& context, void* data, size_t numel, const Fold& fold) {
-  const size_t bytes = numel * size_of(fold.dtype);
+void all_reduce(CollectiveContext& context, const Collective& call) {
+  void* const data = call.out.data();
+  const size_t numel = call.out.numel(0), bytes = call.out.bytes(0);
+  const Fold fold = call.fold();
   const bool small = in_one_message(context, bytes);
   if (!small && !context.has_sites()) return AllReduce(context, data, numel, fold).run();
   Node node(context);
@@ -290,30 +298,163 @@ void all_reduce(CollectiveContext& context, void* data, size_t numel, const Fold
     all_reduce_by_sites(context, node, data, numel, fold);
     return node.end();
   }
-  node.all_reduce(data, numel, fold.between());
+  node.run(Collective::all_reduce(data, numel, fold.between()));
   if (node.place() == 0) {
     const std::vector<int> first = rail(context.topology(), 0);
     CollectiveContext between = context.among(first);
-    dispatch::all_reduce({between, Algo::automatic}, data, numel, fold.last(context.size()));
+    dispatch::run({between, Algo::automatic},
+                  Collective::all_reduce(data, numel, fold.last(context.size())));
   }
-  node.broadcast(data, bytes, 0);
+  node.run(Collective::broadcast(data, bytes, 0));
   node.end();
 }
 
-void reduce_scatter(CollectiveContext& context, const ConstParts& in, void* out, const Fold& fold) {
-  ReduceScatter(context, in, out, fold).run();
+void reduce_scatter(CollectiveContext& context, const Collective& call) {
+  ReduceScatter(context, call).run();
 }
 
 // The sums of an all_reduce, of which only the root keeps the result: the order is the same, and
 // between the nodes so are the bytes.
-void reduce(CollectiveContext& context, const void* in, void* out, size_t numel, const Fold& fold,
-            int root) {
-  const size_t bytes = numel * size_of(fold.dtype);
-  const bool here = context.rank() == root;
-  const std::unique_ptr<uint8_t[]> sums(here ? nullptr : new uint8_t[bytes]);
-  void* data = here ? out : sums.get();
-  if (bytes > 0 && data != in) std::memmove(data, in, bytes);
-  all_reduce(context, data, numel, fold);
+void reduce(CollectiveContext& context, const Collective& call) {
+  const Span<const uint8_t> in = call.in[0];
+  const bool here = context.rank() == call.root;
+  const std::unique_ptr<uint8_t[]> sums(here ? nullptr : new uint8_t[in.size]);
+  void* data = here ? call.out.data() : sums.get();
+  copy_bytes(data, in.data, in.size);
+  all_reduce(context, Collective::all_reduce(data, call.in.numel(0), call.fold()));
+}
+
+// ------------------------------------------------------------------ what only moves bytes
+
+// Every part goes once to every other node, to the rank with the same place there; then the ranks
+// of a node share what they have received.
+void all_gather(CollectiveContext& context, const Collective& call) {
+  Node node(context);
+  const Parts& out = call.out;
+  const Topology& topology = context.topology();
+  const int me = context.rank(), home = topology.node_of(me), nodes = topology.nodes();
+  const size_t each = stage_numel(context, 1);
+  const auto place = static_cast<size_t>(node.place()), size = static_cast<size_t>(node.size());
+  size_t longest = 0;
+  for (int r = 0; r < context.size(); r++) longest = std::max(longest, out.bytes(r));
+  const size_t stages = schedule::divide_up(longest, each);
+
+  const auto* ours = static_cast<const uint8_t*>(call.in.data());
+  std::vector<uint64_t> tickets(stages * static_cast<size_t>(context.size()));
+  for (size_t t = 0; t < stages; t++) {
+    for (int i = 1; i < nodes; i++) {
+      const std::vector<int>& ranks = topology.node((home + i) % nodes);
+      const Span<uint8_t> own = segment(out[me], each, t);
+      context.send(ranks[place % ranks.size()], ours + (own.data - out[me].data), own.size);
+      for (size_t index = place; index < ranks.size(); index += size) {
+        const Span<uint8_t> theirs = segment(out[ranks[index]], each, t);
+        tickets[t * static_cast<size_t>(context.size()) + static_cast<size_t>(ranks[index])] =
+            context.recv(ranks[index], theirs.data, theirs.size);
+      }
+    }
+  }
+  context.progress();
+
+  // Hand h of a node: its ranks at places h * size and up, one for each rank of our node.
+  const auto show = [&](size_t t, int k, size_t hand) {
+    const std::vector<int>& ranks = topology.node(k);
+    std::vector<Part> list;
+    const void* own = nullptr;
+    for (size_t p = 0; p < size; p++) {
+      const size_t index = hand * size + p;
+      Span<uint8_t> part;
+      if (index < ranks.size()) part = segment(out[ranks[index]], each, t);
+      list.push_back({part.data, part.size});
+      if (p == place) own = part.data;
+      if (p == place && k == home) own = ours + (part.data - out[me].data);
+    }
+    node.all_gather(own, list);
+  };
+  for (size_t t = 0; t < stages; t++) {
+    show(t, home, 0);
+    for (int i = 1; i < nodes; i++) {
+      const int k = (home + i) % nodes;
+      const std::vector<int>& ranks = topology.node(k);
+      for (size_t hand = 0; hand * size < ranks.size(); hand++) {
+        const size_t index = hand * size + place;
+        if (index < ranks.size()) {
+          context.wait(
+              ranks[index],
+              tickets[t * static_cast<size_t>(context.size()) + static_cast<size_t>(ranks[index])]);
+        }
+        show(t, k, hand);
+      }
+    }
+  }
+  context.wait_all();
+  node.end();
+}
+
+// A small buffer goes between the first ranks of the nodes; the root takes that role for its own
+// node. For a large one, the root's node shares the buffer among its ranks; each sends its shard
+// along the rail, where every node passes it on to the next as it arrives and shares it among its
+// ranks.
+void broadcast(CollectiveContext& context, const Collective& call) {
+  Node node(context);
+  void* const data = call.out.data();
+  const size_t bytes = call.out.bytes(0);
+  const int root = call.root;
+  const Topology& topology = context.topology();
+  const int me = context.rank(), home = topology.node_of(root);
+  const bool at_home = topology.node_of(me) == home;
+  if (in_one_message(context, bytes)) {
+    const std::vector<int> members = rail(topology, 0, root);
+    if (members[topology.node_of(me)] == me) {
+      CollectiveContext between = context.among(members);
+      dispatch::run({between, Algo::automatic}, Collective::broadcast(data, bytes, home));
+    }
+    node.run(Collective::broadcast(data, bytes, at_home ? topology.place_of(root) : 0));
+    return node.end();
+  }
+
+  const int shards = topology.narrowest(), place = node.place();
+  const bool on_rail = place < shards;
+  const size_t each = stage_numel(context, 1), stages = schedule::divide_up(bytes, each);
+  const std::vector<int> members = on_rail ? rail(topology, place) : std::vector<int>{me};
+  CollectiveContext between = context.among(members);
+  const int next = between.after(1), previous = between.after(between.size() - 1);
+  const bool ends = next == home;  // of the chain
+  auto* at = static_cast<uint8_t*>(data);
+  const auto stage = [&](size_t t) { return schedule::segment({0, bytes}, each, t); };
+  const auto own = [&](size_t t) { return shard(stage(t), shards, place, 1); };
+
+  context.set_source(root);
+  std::vector<uint64_t> tickets;
+  for (size_t t = 0; on_rail && !at_home && t < stages; t++) {
+    tickets.push_back(between.recv(previous, at + own(t).begin, own(t).size()));
+  }
+  for (size_t t = 0; t < stages; t++) {
+    if (at_home) {
+      node.run(
+          Collective::broadcast(at + stage(t).begin, stage(t).size(), topology.place_of(root)));
+    } else if (on_rail) {
+      between.wait(previous, tickets[t]);
+    }
+    if (on_rail && !ends) between.send(next, at + own(t).begin, own(t).size());
+    context.progress();
+    if (at_home) continue;
+    const auto list = shards_of(data, stage(t), shards, node.size(), 1);
+    node.all_gather(at + own(t).begin, Parts(list).of(1));
+  }
+  context.wait_all();
+  node.end();
+}
+
+void barrier(CollectiveContext& context, const Collective& call) {
+  Node node(context);
+  node.run(call);
+  if (node.place() == 0) {
+    const std::vector<int> first = rail(context.topology(), 0);
+    CollectiveContext between = context.among(first);
+    dispatch::run({between, Algo::automatic}, call);
+  }
+  node.run(call);
+  node.end();
 }
 
 }  // namespace pycomm::hierarchical
