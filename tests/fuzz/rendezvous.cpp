@@ -288,12 +288,12 @@ void form_group(Reader& reader) {
   Liar liar(std::move(answers));
   Endpoint& ours = *endpoint();
   GroupFormation formation(ours, ++uuid, {liar.handle().text(), ours.handle().text()}, "",
-                           Milliseconds(asks ? 400 : 50), nullptr);
+                           Milliseconds(asks ? 800 : 50), nullptr);
   try {
     const auto store = formation.store();
     for (int i = 0; i < 16; i++) {
       store->find("a key");
-      if (asks && i == 0) std::this_thread::sleep_for(Milliseconds(250));
+      if (asks && i == 0) std::this_thread::sleep_for(Milliseconds(600));
       if (asks) formation.check_members();
     }
   } catch (const Error& error) {

@@ -17,8 +17,8 @@
 namespace pycomm::tcp {
 namespace {
 
-// Members that come together need no question.
-constexpr Milliseconds kFirstCheck(250);
+// Members that come together need no question, at round trips of 60 ms and less.
+constexpr Milliseconds kFirstCheck(600);
 constexpr Milliseconds kCheckInterval(300);
 // Time that a question may take: four round trips, and a process that is busy.
 constexpr Milliseconds kQuestion(3000);
