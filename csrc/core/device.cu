@@ -57,8 +57,7 @@ std::shared_ptr<void> allocate(int index, size_t bytes) {
   std::shared_ptr<void> owned(memory, [](void* p) { cudaFree(p); });
   // A stream of its own is used: kernels of others may be waiting for this rank.
   const std::shared_ptr<void> stream = make_stream(index);
-  check(cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream.get())),
-        "clear memory");
+  check(cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream.get())), "clear memory");
   synchronize({Device::cuda, stream.get()});
   return owned;
 }
