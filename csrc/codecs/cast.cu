@@ -35,9 +35,17 @@ struct Coder : WholeCodes<uint32_t, 8> {
 
 // ---------------------------------------------------------------- kernels
 
+/// Blocks on a multiprocessor that leave registers enough to spill none: rounding to Float16, which
+/// is made of integers, takes most.
+template <typename Type, bool kFeedback>
+constexpr int kBlocks = kFeedback ? 3 : 5;
+template <>
+constexpr int kBlocks<Float16, true> = 2;
+
 /// Encodes to the types without blocks. Codes are padded with zeros to a multiple of four bytes.
 template <typename Type, bool kFeedback>
-__global__ void __launch_bounds__(cuda::kThreads) encode_plain(const Batch<EncodeParams> batch) {
+__global__ void __launch_bounds__(cuda::kThreads, kBlocks<Type, kFeedback>)
+    encode_plain(const Batch<EncodeParams> batch) {
   const EncodeParams args = tensor_of_block(batch);
   using Code = typename Type::Code;
   auto* codes = reinterpret_cast<Code*>(args.codes);

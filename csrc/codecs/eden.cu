@@ -104,12 +104,15 @@ __device__ __forceinline__ cuda::Vector<float> decode_row(uint32_t chunk, float 
 
 // ---------------------------------------------------------------- kernels
 
-// Blocks that a multiprocessor runs at once, since one waits for memory while another computes.
-// Encoders of unknown sizes spill registers for it, and were faster all the same on an H200.
-constexpr int blocks_at_once(int bits, int size_bits) { return size_bits > 0 && bits < 3 ? 3 : 2; }
+// Blocks that a multiprocessor runs at once, since one waits for memory while another computes; as
+// many as leave registers for a tile. One has 32 KB on their way from memory.
+constexpr int decoders_at_once(int bits, int size_bits) {
+  return size_bits > 0 && bits < 3 ? 3 : 2;
+}
+constexpr int encoders_at_once(int size_bits) { return size_bits > 0 ? 2 : 1; }
 
 template <int kBits, int kSizeBits, bool kMmse>
-__global__ void __launch_bounds__(cuda::kThreads, blocks_at_once(kBits, kSizeBits))
+__global__ void __launch_bounds__(cuda::kThreads, encoders_at_once(kSizeBits))
     encode_kernel(const Batch<EncodeParams> batch) {
   const EncodeParams& args = place_of_block(batch);
   const uint32_t size_bits = size_bits_of<kSizeBits>(args), size = 1u << size_bits;
@@ -198,7 +201,7 @@ __global__ void __launch_bounds__(cuda::kThreads, blocks_at_once(kBits, kSizeBit
 }
 
 template <int kBits, int kSizeBits>
-__global__ void __launch_bounds__(cuda::kThreads, blocks_at_once(kBits, kSizeBits))
+__global__ void __launch_bounds__(cuda::kThreads, decoders_at_once(kBits, kSizeBits))
     decode_kernel(const Batch<DecodeParams> batch) {
   const DecodeParams& args = place_of_block(batch);
   const uint32_t size_bits = size_bits_of<kSizeBits>(args), size = 1u << size_bits;

@@ -141,6 +141,9 @@ struct WideCoder {
 
 namespace pycomm::codecs {
 
+template <bool kFeedback>
+constexpr int kBlocks<quant::WideCoder<true>, kFeedback> = kFeedback ? 2 : 3;
+
 #define ENCODE(...)                                                \
   PYCOMM_KERNEL(encode_blocks<quant::__VA_ARGS__, 4, false>),      \
       PYCOMM_KERNEL(encode_blocks<quant::__VA_ARGS__, 4, true>),   \

@@ -209,10 +209,12 @@ __device__ __forceinline__ void decode_tile(const DecodeParams& args, const Load
 
 // ---------------------------------------------------------------- kernels
 
+/// Blocks on a multiprocessor, which leave registers enough to spill none.
+template <typename Coder, bool kFeedback>
+constexpr int kBlocks = kFeedback ? 3 : 4;
+
 template <typename Coder, int kRows, bool kFeedback>
-__global__ void __launch_bounds__(cuda::kThreads, kRows > kSmall ? 1
-                                                  : kFeedback    ? 3
-                                                                 : 4)
+__global__ void __launch_bounds__(cuda::kThreads, kRows > kSmall ? 1 : kBlocks<Coder, kFeedback>)
     encode_blocks(const Batch<EncodeParams> batch) {
   const EncodeParams args = tensor_of_block(batch);
   const cuda::Tile<kRows> tile = tile_of<kRows>(args);

@@ -30,7 +30,6 @@ OVER_ON = {
     90: {},
     100: {
         "mxfp4 own, one payload": "codes and their signs are shifted by two instructions each",
-        "eden, 2 bits of 1024, encode": "eight steps cross lanes: a thousandth too many",
     },
 }
 
