@@ -8,7 +8,7 @@ runs the command once per rank, with torchrun's environment, prints the bytes th
 interface, and exits with 0, or with the status of the first rank that failed. All nodes connect to
 one switch. The egress and ingress of a node are limited at the ends of its own link, so links are
 full duplex. With a delay, jitter, loss, reordering or a matrix, a program moves the packets in user
-space (wan/lab.py). lab/rates.py defines the format of rates, wan/shape.py that of the others. Root
+space (lab/wan.py). lab/rates.py defines the format of rates, lab/shape.py that of the others. Root
 is not needed where the kernel allows user namespaces.
 
 Nothing is left behind. A namespace and its contents live as long as the process that holds it open,

@@ -122,7 +122,7 @@ PHASES = ("split", "steady")
 
 
 @pytest.mark.parametrize(
-    ("fault", "phase"), product(NETWORK, PHASES) if FULL else zip(NETWORK, cycle(PHASES))
+    ("fault", "phase"), product(NETWORK, PHASES) if FULL else list(zip(NETWORK, cycle(PHASES)))
 )
 def test_a_cut_off_rank_is_named_and_leaves_nothing(lab, fault, phase):
     case = draw(7, 0, transports=["tcp"], faults=[fault], phases=[phase])
