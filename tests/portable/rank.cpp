@@ -19,7 +19,7 @@
 namespace {
 
 using pycomm::DType;
-using pycomm::ReduceOp;
+using pycomm::Op;
 
 constexpr size_t kNumel = 10007;  // odd, and of several segments
 constexpr int kSteps = 3;
@@ -73,7 +73,7 @@ void coded(pycomm::Communicator& group, const std::string& text) {
     args.pieces = {&piece, 1};
     args.seed = 7;
     args.step = static_cast<uint32_t>(step);
-    if (!group.all_reduce_coded(args)) throw std::runtime_error(text + " is not finite");
+    if (!group.run_coded(Op::all_reduce, args)) throw std::runtime_error(text + " is not finite");
     result = digest(values, result);
   }
   std::printf("%s %08x residual %08x\n", text.c_str(), result,
@@ -82,14 +82,17 @@ void coded(pycomm::Communicator& group, const std::string& text) {
 
 void plain(pycomm::Communicator& group) {
   std::vector<float> sum = values_of(group.rank(), 0);
-  group.all_reduce(sum.data(), kNumel, DType::float32, ReduceOp::sum);
+  group.run({Op::all_reduce, DType::float32, {sum.data(), kNumel}, {sum.data(), kNumel}});
   std::printf("all_reduce %08x\n", digest(sum));
   const std::vector<float> mine = values_of(group.rank(), 1);
   std::vector<float> all(kNumel * static_cast<size_t>(group.size()));
-  group.all_gather(mine.data(), all.data(), kNumel, DType::float32);
+  group.run({Op::all_gather, DType::float32, {mine.data(), kNumel}, {all.data(), kNumel}});
   std::printf("all_gather %08x\n", digest(all));
   std::vector<float> root = values_of(group.rank(), 2);
-  group.broadcast(root.data(), kNumel, DType::float32, group.size() - 1);
+  pycomm::Collective call{
+      Op::broadcast, DType::float32, {root.data(), kNumel}, {root.data(), kNumel}};
+  call.root = group.size() - 1;
+  group.run(call);
   std::printf("broadcast %08x\n", digest(root));
 }
 
