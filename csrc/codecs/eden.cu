@@ -109,10 +109,12 @@ __device__ __forceinline__ cuda::Vector<float> decode_row(uint32_t chunk, float 
 constexpr int decoders_at_once(int bits, int size_bits) {
   return size_bits > 0 && bits < 3 ? 3 : 2;
 }
-constexpr int encoders_at_once(int size_bits) { return size_bits > 0 ? 2 : 1; }
+constexpr int encoders_at_once(int bits, int size_bits) {
+  return size_bits > 0 && bits < 4 ? 2 : 1;
+}
 
 template <int kBits, int kSizeBits, bool kMmse>
-__global__ void __launch_bounds__(cuda::kThreads, encoders_at_once(kSizeBits))
+__global__ void __launch_bounds__(cuda::kThreads, encoders_at_once(kBits, kSizeBits))
     encode_kernel(const Batch<EncodeParams> batch) {
   const EncodeParams& args = place_of_block(batch);
   const uint32_t size_bits = size_bits_of<kSizeBits>(args), size = 1u << size_bits;
