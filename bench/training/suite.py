@@ -21,13 +21,12 @@ import torch.distributed as dist
 from torch import nn
 
 from pycomm.bench.common.harness import Row
-from pycomm.bench.training.methods import Method
+from pycomm.bench.training.methods import TOP_1, Method
 from pycomm.bench.training.results import describe, loss, pairs
 from pycomm.bench.training.tasks import TASKS, Task, batch, rate
 
 KIND = "suite"
 EXACT = "exact"
-_LOCAL = {"every": 16, "codec": "int4"}
 METHODS = {
     method.label: method
     for method in (
@@ -44,10 +43,13 @@ METHODS = {
             for without in (" factors=off", "")
         ),
         Method("coded momentum, sign", momentum="sign"),
+        Method("coded momentum, top-k 1 %", momentum=TOP_1),
         Method("PowerSGD rank 4", codec="powersgd:4"),
-        Method("LocalSGD, int4", local=_LOCAL),
+        Method("LocalSGD, int4", local={"every": 16, "codec": "int4"}),
     )
 }
+UNEVEN = "columns", "rows"
+"""Tasks that factors of rows and columns are for: elsewhere a method without them is the same."""
 
 
 def train(task: Task, method: Method, seed: int) -> tuple[float, int]:
@@ -81,6 +83,7 @@ def missing(
     """Return the task, method and seed of each training that the rows do not have."""
     there = {(row.model, row.method, row.seed) for row in rows if row.kind == KIND}
     wanted = ((task, method, seed) for seed in seeds for task in tasks for method in methods)
+    wanted = (one for one in wanted if one[0] in UNEVEN or "factors=off" not in one[1])
     return [one for one in wanted if one not in there]
 
 
@@ -105,22 +108,34 @@ def row(task: str, label: str, seed: int, loss: float, count: int) -> Row:
 def table(rows: Sequence[Row]) -> list[list[str]]:
     """Return the changes in percent, a line for each task; the first line names the methods.
 
-    With several seeds a change is the mean over seeds, after it the spread of the exact losses
-    among seeds: their standard deviation over their mean.
+    With several seeds a change is the mean over seeds, and the last cell is the spread of the exact
+    losses among seeds: their standard deviation over their mean. The last two lines have the means
+    over the tasks that constants were chosen on, and over those that were kept back.
     """
-    done = {
-        (task, label): found
+    exact = {
+        task: [loss(row) for row, _ in pairs(EXACT, task, rows, kind=KIND, exact=EXACT)]
+        for task in TASKS
+    }
+    changes = {
+        (task, label): 100 * statistics.fmean(loss(a) / loss(b) - 1 for a, b in found)
         for task, label in itertools.product(TASKS, METHODS)
         if (found := pairs(label, task, rows, kind=KIND, exact=EXACT))
     }
-    labels = [label for label in METHODS if label in {label for _, label in done} - {EXACT}]
+    labels = [label for label in METHODS if label in {label for _, label in changes} - {EXACT}]
     lines = [["task", *labels, "spread of exact"]]
-    for task in dict.fromkeys(task for task, _ in done):
+    for task in (task for task in TASKS if exact[task]):
+        cells = [f"{changes[task, at]:+.1f}" if (task, at) in changes else "" for at in labels]
+        spread = (
+            statistics.stdev(exact[task]) / statistics.fmean(exact[task])
+            if exact[task][1:]
+            else None
+        )
+        lines.append([task, *cells, "" if spread is None else f"{100 * spread:.1f}"])
+    for about, kept_back in (("mean", False), ("mean, kept back", True)):
         cells = []
         for label in labels:
-            found = [100 * (loss(a) / loss(b) - 1) for a, b in done.get((task, label), ())]
-            cells.append(f"{statistics.fmean(found):+.1f}" if found else "")
-        exact = [loss(row) for row, _ in done[task, EXACT]]
-        spread = 100 * statistics.stdev(exact) / statistics.fmean(exact) if exact[1:] else None
-        lines.append([task, *cells, "" if spread is None else f"{spread:.1f}"])
+            of = [task for task in TASKS if TASKS[task].kept_back == kept_back]
+            found = [changes[task, label] for task in of if (task, label) in changes]
+            cells.append(f"{statistics.fmean(found):+.1f}" if len(found) == len(of) else "")
+        lines.append([about, *cells, ""])
     return lines

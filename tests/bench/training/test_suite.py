@@ -31,7 +31,22 @@ def test_a_table_has_the_mean_over_seeds():
     assert suite.table(rows) == [
         ["task", "int8", "spread of exact"],
         ["rows", "+15.0", "47.1"],
+        ["mean", "", ""],  # of tasks that are not there
+        ["mean, kept back", "", ""],
     ]
+
+
+def test_means_are_of_the_tasks_that_were_kept_back_or_not():
+    rows = [row(name, "exact", 0, 1.0) for name in TASKS]
+    rows += [row(name, "int8", 0, 1.02 if TASKS[name].kept_back else 0.99) for name in TASKS]
+    assert suite.table(rows)[-2:] == [["mean", "-1.0", ""], ["mean, kept back", "+2.0", ""]]
+
+
+def test_methods_without_factors_are_for_uneven_tasks():
+    wanted = suite.missing([], [*TASKS], ["int8", "int8, factors=off"], [0])
+    without = [task for task, label, _ in wanted if label == "int8, factors=off"]
+    assert without == [*suite.UNEVEN]
+    assert len(wanted) == len(TASKS) + len(without)
 
 
 @pytest.mark.parametrize("name", TASKS)
