@@ -409,14 +409,15 @@ class Communicator:
     def run(
         self,
         op: str,
-        input: int | Parts = 0,
-        out: int | Parts = 0,
-        numel: int = 0,
-        dtype: DType = ...,
+        input: int | Parts,
+        out: int | Parts,
+        numel: int,
+        dtype: DType,
         redop: ReduceOp = ...,
         root: int = -1,
         factor: float = 1.0,
         timeout: float = 0.0,
+        /,
     ) -> None: ...
     def run_coded(
         self,

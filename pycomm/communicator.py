@@ -32,6 +32,7 @@ __all__ = ["Communicator", "Piece", "Request", "Store"]
 
 Request = _C.Request
 Store = _C.Store
+_SUM = _C.ReduceOp.sum
 
 
 def _options(timeout: float | None, options: dict[str, Any]) -> _C.CommunicatorOptions:
@@ -422,7 +423,7 @@ class Communicator:
             target: int | _C.Parts = _C.Parts(targets)
         else:
             source, target, numel, dtype = pair(input, out, "all_gather", 1, self.size)
-        self.core.run("all_gather", source, target, numel, dtype, timeout=timeout)
+        self.core.run("all_gather", source, target, numel, dtype, _SUM, -1, 1.0, timeout)
 
     def all_to_all(
         self,
@@ -446,12 +447,13 @@ class Communicator:
         targets, out_dtype = parts("all_to_all: out", out, self.size, True, recv_counts)
         own = sources[self.rank][1], targets[self.rank][1]
         check_own("all_to_all", *own, dtype, out_dtype)
-        self.core.run("all_to_all", _C.Parts(sources), _C.Parts(targets), 0, dtype, timeout=timeout)
+        sides = _C.Parts(sources), _C.Parts(targets)
+        self.core.run("all_to_all", *sides, 0, dtype, _SUM, -1, 1.0, timeout)
 
     def broadcast(self, data: Any, root: int = 0, *, timeout: float = 0.0) -> None:
         """Replace ``data`` on every rank by the root's data."""
         address, numel, dtype = span(data, True)
-        self.core.run("broadcast", address, address, numel, dtype, root=root, timeout=timeout)
+        self.core.run("broadcast", address, address, numel, dtype, _SUM, root, 1.0, timeout)
 
     def reduce(
         self,
@@ -479,7 +481,7 @@ class Communicator:
             targets, out_dtype = parts("gather: out", out, self.size, True)
             check_own("gather", numel, targets[root][1], dtype, out_dtype)
         got = _C.Parts(targets)
-        self.core.run("gather", source, got, numel, dtype, root=root, timeout=timeout)
+        self.core.run("gather", source, got, numel, dtype, _SUM, root, 1.0, timeout)
 
     def scatter(self, input: Any, out: Any, root: int = 0, *, timeout: float = 0.0) -> None:
         """Put part r of the root's ``input`` (size * n elements) in rank r's ``out``.
@@ -492,11 +494,11 @@ class Communicator:
             sources, in_dtype = parts("scatter: input", input, self.size, False)
             check_own("scatter", sources[root][1], numel, in_dtype, dtype)
         sent = _C.Parts(sources)
-        self.core.run("scatter", sent, target, numel, dtype, root=root, timeout=timeout)
+        self.core.run("scatter", sent, target, numel, dtype, _SUM, root, 1.0, timeout)
 
     def barrier(self, *, timeout: float = 0.0) -> None:
         """Wait until all ranks have called this."""
-        self.core.run("barrier", timeout=timeout)
+        self.core.run("barrier", 0, 0, 0, _C.DType.uint8, _SUM, -1, 1.0, timeout)
 
     def send(self, data: Any, dst: int, tag: int = 0) -> Request:
         """Post a send of ``data`` to rank ``dst``.

@@ -210,7 +210,7 @@ class Rank:
         """Warm up without a fixed count; return seconds per call, equal on all ranks."""
         count = max(1, self.options.warmup)
         before = variant.backend.sent_bytes()
-        self.control.run("barrier")
+        self.control.run("barrier", 0, 0, 0, _C.DType.uint8)
         begin = time.perf_counter()
         for _ in range(count):
             variant.run()
@@ -225,7 +225,7 @@ class Rank:
         cpus = dict.fromkeys(range(len(variants)), 0.0)
 
         def before(v: int) -> None:
-            self.control.run("barrier")
+            self.control.run("barrier", 0, 0, 0, _C.DType.uint8)
             cpus[v] -= time.process_time()
 
         def after(v: int) -> None:

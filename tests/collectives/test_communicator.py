@@ -472,10 +472,10 @@ def test_addresses_with_sizes_that_no_memory_holds(way):
                 lambda n=n: core.run("all_gather", at, at, n, F32),
                 lambda parts=parts: core.run("all_gather", at, parts, 0, F32),
                 lambda parts=parts: core.run("all_to_all", parts, parts, 0, F32),
-                lambda n=n: core.run("broadcast", at, at, n, F32, root=0),
+                lambda n=n: core.run("broadcast", at, at, n, F32, total, 0),
                 lambda n=n: core.run("reduce", at, at, n, F32, total, 0),
-                lambda n=n, parts=parts: core.run("gather", at, parts, n, F32, root=0),
-                lambda n=n, parts=parts: core.run("scatter", parts, at, n, F32, root=0),
+                lambda n=n, parts=parts: core.run("gather", at, parts, n, F32, total, 0),
+                lambda n=n, parts=parts: core.run("scatter", parts, at, n, F32, total, 0),
                 lambda n=n: core.send(at, 4 * n, peer, 0),
                 lambda n=n: core.recv(at, 4 * n, peer, 0),
             ):
@@ -602,9 +602,9 @@ def test_a_part_wrong_for_one_rank_fails_on_all(way, name):
             if name == "all_to_all":
                 core.run("all_to_all", _C.Parts(ones), _C.Parts(sizes), 0, F32)
             elif name == "gather":
-                core.run("gather", at, _C.Parts(sizes), 1, F32, root=0)
+                core.run("gather", at, _C.Parts(sizes), 1, F32, _C.ReduceOp.sum, 0)
             else:
-                core.run("scatter", _C.Parts(sizes), at, 1, F32, root=0)
+                core.run("scatter", _C.Parts(sizes), at, 1, F32, _C.ReduceOp.sum, 0)
             c.barrier()
         finally:
             over.set() if c.rank else over.wait(10)  # rank 0 neither goes on nor leaves

@@ -156,7 +156,7 @@ def test_the_last_operations_are_kept(size, kept):
     options.trace_size = size
     core = _C.Communicator(None, 0, 1, options)
     for _ in range(100):
-        core.run("barrier")
+        core.run("barrier", 0, 0, 0, _C.DType.uint8)
     numbers = [record["seq"] for record in core.trace()["records"]]
     assert numbers == list(range(101 - kept, 101))
 
@@ -170,7 +170,7 @@ def test_it_may_be_read_while_operations_run():
     def work():
         while not stop.is_set():
             for _ in range(1000):
-                core.run("barrier")
+                core.run("barrier", 0, 0, 0, _C.DType.uint8)
 
     worker = threading.Thread(target=work)
     worker.start()

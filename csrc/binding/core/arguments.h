@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -33,10 +34,12 @@ inline Milliseconds milliseconds(double seconds) {
 }
 
 /// Returns the operation of this name.
-inline Op op_named(const std::string& text) {
+inline Op op_named(std::string_view text) {
   Op op{};
   while (name(op) != text) {
-    if (op == Op::recv) throw Error("unknown op \"" + text + "\"; use the name of a collective");
+    if (op == Op::recv) {
+      throw Error("unknown op \"" + std::string(text) + "\"; use the name of a collective");
+    }
     op = static_cast<Op>(static_cast<uint8_t>(op) + 1);
   }
   return op;
@@ -62,15 +65,14 @@ class PartList {
 /// Returns one side of a collective: an address of `numel` elements, or of a part for each rank; or
 /// a list of parts.
 template <typename Side>
-Side side(const pybind11::object& given, size_t numel) {
+Side side(pybind11::handle given, size_t numel) {
   if (PyLong_Check(given.ptr()) != 0) return {pointer(given.cast<uintptr_t>()), numel};
   return given.cast<const PartList&>();
 }
 
 /// Returns a collective as Python passes it.
-inline Collective collective(const std::string& op, const pybind11::object& input,
-                             const pybind11::object& out, size_t numel, DType dtype, ReduceOp redop,
-                             int root, double factor) {
+inline Collective collective(std::string_view op, pybind11::handle input, pybind11::handle out,
+                             size_t numel, DType dtype, ReduceOp redop, int root, double factor) {
   return {op_named(op), dtype, side<ConstParts>(input, numel), side<Parts>(out, numel), redop,
           factor,       root};
 }

@@ -172,6 +172,30 @@ py::tuple buffer(const py::object& array, bool write) {
   return result;
 }
 
+/// Runs a collective: op, input, out, numel, dtype, and with defaults redop, root, factor, timeout.
+/// Python calls it without pybind11's dispatcher, which takes three times as long as the core does
+/// for a small call.
+PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  const auto at = [&](Py_ssize_t i, auto otherwise) {
+    return i < count ? py::handle(given[i]).cast<decltype(otherwise)>() : otherwise;
+  };
+  try {
+    if (count < 5 || count > 9) throw py::type_error("Communicator.run takes 5 to 9 arguments");
+    const char* op = PyUnicode_AsUTF8(given[0]);
+    if (op == nullptr) throw py::error_already_set();
+    const Collective call = collective(op, given[1], given[2], at(3, size_t{}), at(4, DType{}),
+                                       at(5, ReduceOp::sum), at(6, -1), at(7, 1.0));
+    const Milliseconds timeout = milliseconds(at(8, 0.0));
+    auto& communicator = py::handle(self).cast<Communicator&>();
+    const Release release;
+    communicator.run(call, timeout);
+  } catch (...) {
+    py::detail::try_translate_exceptions();
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
 void bind_options(py::module_& m) {
   using Options = CommunicatorOptions;
   py::class_<Options, GroupOptions>(m, "CommunicatorOptions")
@@ -237,7 +261,12 @@ void bind_communicator(py::module_& m) {
       .def_property_readonly("dtype", [](const SharedArray& array) { return name(array.dtype); });
 
   using Self = Communicator;
-  py::class_<Self, std::shared_ptr<Self>>(m, "Communicator")
+  py::class_<Self, std::shared_ptr<Self>> communicator(m, "Communicator");
+  static PyMethodDef method = {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&run)),
+                               METH_FASTCALL, nullptr};
+  communicator.attr("run") = py::reinterpret_steal<py::object>(
+      PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(communicator.ptr()), &method));
+  communicator
       .def(py::init(&make_communicator), py::arg("store"), py::arg("rank"), py::arg("size"),
            py::arg("options"))
       .def_property_readonly("rank", &Self::rank)
@@ -248,8 +277,7 @@ void bind_communicator(py::module_& m) {
       .def("describe", &Self::describe)
       .def(
           "explain",
-          [](const Self& c, const std::string& op, size_t bytes, const Pieces* pieces,
-             DType dtype) {
+          [](const Self& c, std::string_view op, size_t bytes, const Pieces* pieces, DType dtype) {
             if (!pieces) return c.explain(op_named(op), bytes);
             const CodedArgs args = pieces->args(op_named(op), 1, 0, dtype);
             return c.explain(op_named(op), bytes, &args);
@@ -273,19 +301,8 @@ void bind_communicator(py::module_& m) {
       .def("wire_bytes", &Self::wire_bytes)
       .def("sent_bytes", &Self::sent_bytes)
       .def(
-          "run",
-          [](Self& c, const std::string& op, const py::object& input, const py::object& out,
-             size_t numel, DType dtype, ReduceOp redop, int root, double factor, double timeout) {
-            const Collective call = collective(op, input, out, numel, dtype, redop, root, factor);
-            const Release release;
-            c.run(call, milliseconds(timeout));
-          },
-          py::arg("op"), py::arg("input") = 0, py::arg("out") = 0, py::arg("numel") = 0,
-          py::arg("dtype") = DType::uint8, py::arg("redop") = ReduceOp::sum, py::arg("root") = -1,
-          py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
-      .def(
           "run_coded",
-          [](Self& c, const std::string& op, uintptr_t input, uintptr_t out, const Pieces& pieces,
+          [](Self& c, std::string_view op, uintptr_t input, uintptr_t out, const Pieces& pieces,
              bool average, uint64_t seed, uint32_t step, DType dtype, double timeout) {
             const Op named = op_named(op);
             const Release release;
@@ -298,7 +315,7 @@ void bind_communicator(py::module_& m) {
           py::arg("dtype") = DType::float32, py::arg("timeout") = 0.0)
       .def(
           "compare_sizes",
-          [](Self& c, const std::string& op, size_t own, const std::vector<size_t>& parts,
+          [](Self& c, std::string_view op, size_t own, const std::vector<size_t>& parts,
              DType dtype, ReduceOp redop, double timeout) {
             const Release release;
             c.compare_sizes(op_named(op), own, parts, dtype, redop, milliseconds(timeout));
