@@ -83,10 +83,6 @@ class Fragment:
                 at += part.numel()
         return ends
 
-    def zeros(self) -> Values:
-        """Return a zero outer gradient."""
-        return _zeros(self.start)
-
     def apply(self, gradient: Values, lr: float) -> None:
         """Move the start by an outer gradient, which is overwritten."""
         for width, start in self.start.items():
@@ -116,27 +112,6 @@ class Fragment:
             for _, part in self._of(width):
                 own = part.to(start.dtype).reshape(-1)
                 part.copy_(torch.lerp(start[at : at + own.numel()], own, share).view_as(part))
-                at += part.numel()
-
-    @torch.no_grad()
-    def rebase(self, before: Values, sent: Values | None) -> None:
-        """Move the model as the start has moved, and keep this rank's own steps.
-
-        Args:
-            before: the start until now.
-            sent: the outer gradient that this rank has contributed, which is in the new start.
-        """
-        for width, start in self.start.items():
-            at = 0
-            for _, part in self._of(width):
-                place = slice(at, at + part.numel())
-                # As they are written: a 16-bit model holds the rounded start.
-                now, then = (
-                    values[width][place].to(part.dtype).to(start.dtype)
-                    for values in (self.start, before)
-                )
-                moved = now - then if sent is None else now - then + sent[width][place]
-                part.copy_(part.to(start.dtype).reshape(-1).add_(moved).view_as(part))
                 at += part.numel()
 
     def renew(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> list[str]:

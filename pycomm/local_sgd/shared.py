@@ -106,22 +106,17 @@ class SharedModel:
         """
         if self._weighted:
             self.state.factors = factors([rank.weight for rank in announced()])
-        wait = self.reduce(part, gradient)
-
-        def finish() -> Average:
-            values = wait()
-            bad = [rank for rank, each in enumerate(announced()) if not each.finite]
-            return Average(values, tuple(bad))
-
-        return finish
-
-    def reduce(self, part: Fragment, gradient: Values) -> Callable[[], Values]:
-        """Start a compressed all-reduce of outer gradients, with the state's factors."""
         names = part.names
         self.state.begin_step()
         futures = {width: self.state.reduce(gradient[width], names[width]) for width in gradient}
         self.state.end_step()
-        return lambda: {width: self.state.wait(future) for width, future in futures.items()}
+
+        def finish() -> Average:
+            values = {width: self.state.wait(future) for width, future in futures.items()}
+            bad = [rank for rank, each in enumerate(announced()) if not each.finite]
+            return Average(values, tuple(bad))
+
+        return finish
 
     def move(self, part: Fragment, average: Average) -> bool:
         """Move a fragment's start by an average; return whether it is finite.
@@ -214,16 +209,11 @@ class SharedModel:
             "compression": self.state.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], *, agree: bool) -> None:
-        """Restore the state from `state_dict`.
-
-        Args:
-            state: result of `state_dict`.
-            agree: enter parameters that are trained in it and not here, which is collective.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state from `state_dict`; collective.
 
         Raises:
-            ValueError: the state is of another model, momentum or number of fragments; or it has
-                such parameters, and `agree` is False.
+            ValueError: the state is of another model, momentum or number of fragments.
         """
         saved = state["fragments"]
         if len(saved) != len(self.parts):
@@ -232,16 +222,8 @@ class SharedModel:
                 "same exchange="
             )
         for part, one in zip(self.parts, saved, strict=True):
-            new = [name for name in one["names"] if name not in self.state.decisions]
-            if new and not agree:
-                raise ValueError(
-                    f"LocalSGD's state has the parameters {', '.join(sorted(new))}, which are "
-                    "frozen here: with exchange=Quorum(...) make them trainable before LocalSGD is "
-                    "made"
-                )
             part.load_state_dict(one, named(self._model))
-            if agree:
-                self._enter(part.parameters)
+            self._enter(part.parameters)
         self.state.load_state_dict(state["compression"])
         self.rounds, self.skipped = state["rounds"], state["skipped"]
         for index, part in enumerate(self.parts):

@@ -1,4 +1,4 @@
-"""Exchanges of `pycomm.LocalSGD` that all ranks carry: `Blocking` and `Streamed`."""
+"""Forms of exchange of `pycomm.LocalSGD`: `Blocking` and `Streamed`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Streamed:
         if not 0 <= self.mixing < 1:
             raise ValueError(f"mixing={self.mixing}: use a share from 0 to below 1")
 
-    def check(self, every: int, ranks: int) -> None:
+    def check(self, every: int) -> None:
         """Check these options against the steps of a round.
 
         Raises:
@@ -111,9 +111,6 @@ class Stream:
         overlap, mixing: see `Streamed`.
         own: a group for a thread that runs the exchanges; None: they need no thread.
     """
-
-    late = 0
-    """Exchanges without this rank: there are none."""
 
     def __init__(
         self,
@@ -244,7 +241,7 @@ class Stream:
         if self._in_flight is not None:
             self._in_flight[1]()
             self._in_flight = None
-        self._shared.load_state_dict(state, agree=True)
+        self._shared.load_state_dict(state)
         if state["pending"] is not None:
             index, values, bad, self._countdown = state["pending"]
             average = Average(copies(values), bad)
