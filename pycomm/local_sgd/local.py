@@ -44,10 +44,8 @@ class LocalSGD:
     that has brought it is named in the log, and where the state of its inner optimizer is not
     finite, either, that begins anew.
 
-    A parameter that is unfrozen, added or replaced during a round is averaged exactly when that
-    round ends, and takes part like the others from then on; a parameter that is frozen or removed
-    takes part for the last time. Such a round does not overlap with the next. All ranks must make
-    such a change in the same round.
+    The trained parameters stay the same: after `finish`, a model of which others are trained needs
+    a new LocalSGD.
 
     Args:
         model: a model whose wrapper, if any, does not reduce over the same ranks:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from pycomm.errors import Error
 from pycomm.local_sgd.inner import InnerOptimizers
 from pycomm.local_sgd.outer import Fragment, Values, broadcast, split
 from pycomm.log import logger
@@ -76,7 +77,10 @@ class SharedModel:
             Fragment(part, momentum=momentum, nesterov=nesterov, end=end)
             for part, end in split(trained, fragments, every)
         ]
-        self._enter(trained)
+        for name, parameter in trained.items():
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            state.add(name, own.detach())
+        state.agree()
         state.plan.complete()
 
     # ------------------------------------------------------------------ exchanges
@@ -164,34 +168,21 @@ class SharedModel:
         """Return the parameters that are trained now, by name."""
         return {name: p for name, p in named(self._model).items() if p.requires_grad}
 
-    def differ(self) -> bool:
-        """Whether trained parameters were added, removed or replaced."""
+    def check(self) -> None:
+        """Check that the trained parameters are those of the beginning.
+
+        Raises:
+            Error: some were frozen, unfrozen, added, removed or replaced.
+        """
         trained = self.trained()
         known = {name: p for part in self.parts for name, p in part.parameters.items()}
-        return known.keys() != trained.keys() or any(
-            known[name] is not parameter for name, parameter in trained.items()
-        )
-
-    def renew(self) -> None:
-        """Continue with the parameters of now, of which new ones join the last fragment."""
-        group, trained = self.state.process_group, self.trained()
-        rest = dict(trained)
-        *others, last = self.parts
-        for part in others:
-            before = part.parameters
-            kept = {name: p for name, p in rest.items() if before.get(name) is p}
-            part.renew(kept, group)
-            rest = {name: p for name, p in rest.items() if name not in kept}
-        new = last.renew(rest, group)
-        self._enter({name: trained[name] for name in new})
-        last.write()
-
-    def _enter(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Decide the codecs of parameters, and check that all ranks have decided alike."""
-        for name, parameter in parameters.items():
-            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            self.state.add(name, own.detach())
-        self.state.agree()
+        changed = [n for n in {**known, **trained} if known.get(n) is not trained.get(n)]
+        if changed:
+            raise Error(
+                f"rank {self._rank}: LocalSGD averages the parameters that were trained when it "
+                f"was made, and {few(changed)} was frozen, unfrozen, added, removed or replaced "
+                "since: call finish() before such a change, and make a new LocalSGD after it"
+            )
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -210,7 +201,7 @@ class SharedModel:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state from `state_dict`; collective.
+        """Restore the state from `state_dict`.
 
         Raises:
             ValueError: the state is of another model, momentum or number of fragments.
@@ -222,8 +213,7 @@ class SharedModel:
                 "same exchange="
             )
         for part, one in zip(self.parts, saved, strict=True):
-            part.load_state_dict(one, named(self._model))
-            self._enter(part.parameters)
+            part.load_state_dict(one)
         self.state.load_state_dict(state["compression"])
         self.rounds, self.skipped = state["rounds"], state["skipped"]
         for index, part in enumerate(self.parts):
