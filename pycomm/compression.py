@@ -14,7 +14,7 @@ from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState, compress_hook
-from pycomm.hooks.deepspeed import deepspeed_state, is_deepspeed
+from pycomm.hooks.deepspeed import DeepSpeedState, is_deepspeed
 from pycomm.hooks.fsdp import FSDPState, compressed_state
 from pycomm.hooks.megatron import MegatronState, is_megatron
 from pycomm.hooks.replaced import state_in
@@ -43,7 +43,7 @@ def compress(
     * `DistributedDataParallel`: the all-reduce of the gradients, off the caller's thread.
     * `fully_shard` (FSDP2): the reduce-scatter of the gradients.
     * `fully_shard` on a mesh of two dimensions (HSDP): the all-reduce between replicas.
-    * DeepSpeed's engine: the all-reduce (ZeRO 0 to 2) or reduce-scatter (ZeRO 3) of the gradients.
+    * DeepSpeed's engine with ZeRO 1 or 2: the all-reduce of the gradients.
     * Megatron-Core's `DistributedDataParallel`: the all-reduce of its gradient buffers; with its
       distributed optimizer an all-reduce in place of the reduce-scatter.
 
@@ -94,7 +94,7 @@ def compress(
     elif nodes is not None:
         raise ValueError("nodes= is for DistributedDataParallel: leave it out")
     elif is_deepspeed(model) or is_megatron(model):
-        make = deepspeed_state if is_deepspeed(model) else MegatronState
+        make = DeepSpeedState if is_deepspeed(model) else MegatronState
         state = make(codec, model, **options)
     elif any(isinstance(module, FSDPModule) for module in model.modules()):
         state = FSDPState(codec, model, **options)
