@@ -1,9 +1,9 @@
-"""Shards with compressed gradients and weights: torchrun --nproc-per-node 2 examples/fsdp2.py"""
+"""Shards, coded gradients and weights in bf16: torchrun --nproc-per-node 2 examples/fsdp2.py"""
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import pycomm
 
@@ -12,10 +12,11 @@ def main() -> None:
     dist.init_process_group("pycomm")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.Linear(256, 10))
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in (model[0], model[2]):
-        fully_shard(layer)
-    fully_shard(model)
-    state = pycomm.compress(model, codec="int4", weights="bf16")
+        fully_shard(layer, mp_policy=half)
+    fully_shard(model, mp_policy=half)
+    state = pycomm.compress(model, codec="int4")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
 
     centres = torch.randn(10, 64)  # the same on all ranks; their batches differ

@@ -14,7 +14,7 @@ from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState, compress_hook
-from pycomm.hooks.deepspeed import deepspeed_state, is_deepspeed
+from pycomm.hooks.deepspeed import DeepSpeedState, is_deepspeed
 from pycomm.hooks.fsdp import FSDPState, compressed_state
 from pycomm.hooks.megatron import MegatronState, is_megatron
 from pycomm.hooks.replaced import state_in
@@ -31,7 +31,6 @@ def compress(
     *,
     feedback: bool | str | Feedback | None = True,
     seed: int = 0,
-    weights: str | Codec | Policy | None = None,
     weighted: bool = False,
     nodes: Sequence[int] | None = None,
 ) -> CompressionState:
@@ -44,7 +43,7 @@ def compress(
     * `DistributedDataParallel`: the all-reduce of the gradients, off the caller's thread.
     * `fully_shard` (FSDP2): the reduce-scatter of the gradients.
     * `fully_shard` on a mesh of two dimensions (HSDP): the all-reduce between replicas.
-    * DeepSpeed's engine: the all-reduce (ZeRO 0 to 2) or reduce-scatter (ZeRO 3) of the gradients.
+    * DeepSpeed's engine with ZeRO 1 or 2: the all-reduce of the gradients.
     * Megatron-Core's `DistributedDataParallel`: the all-reduce of its gradient buffers; with its
       distributed optimizer an all-reduce in place of the reduce-scatter.
 
@@ -56,8 +55,6 @@ def compress(
         feedback: error feedback. True: the error of each payload is added to the next; False: none;
             or a kind with options, "decay:0.9,storage=int8", see `pycomm.Feedback`.
         seed: seed of random rounding; equal on all ranks.
-        weights: for FSDP2 only, a codec of the parameters when they are gathered, such as "bf16" or
-            "int8". No feedback corrects its error: each rank computes with such weights.
         weighted: weight the ranks in the average by their samples or tokens, which each rank sets
             before every backward (`CompressionState.set_weight`); equal on all ranks. Not for HSDP.
         nodes: for DDP only, the number of the node of each rank, in rank order, equal on all ranks.
@@ -90,8 +87,6 @@ def compress(
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
     options: dict[str, Any] = {"feedback": feedback, "seed": seed, "weighted": weighted}
     if isinstance(model, DistributedDataParallel):
-        if weights is not None:
-            raise ValueError("weights= is for fully_shard, and DDP gathers none: leave it out")
         wrapped = model
         state: CompressionState = attach(
             wrapped, lambda: HookState(codec, wrapped, nodes=nodes, **options)
@@ -99,14 +94,10 @@ def compress(
     elif nodes is not None:
         raise ValueError("nodes= is for DistributedDataParallel: leave it out")
     elif is_deepspeed(model) or is_megatron(model):
-        if weights is not None:
-            raise ValueError(
-                "weights= is for fully_shard: DeepSpeed's and Megatron's own gathers stay exact"
-            )
-        make = deepspeed_state if is_deepspeed(model) else MegatronState
+        make = DeepSpeedState if is_deepspeed(model) else MegatronState
         state = make(codec, model, **options)
     elif any(isinstance(module, FSDPModule) for module in model.modules()):
-        state = FSDPState(codec, model, weights=weights, **options)
+        state = FSDPState(codec, model, **options)
     else:
         raise TypeError(
             f"pycomm.compress takes a model wrapped in DistributedDataParallel or fully_shard, not "

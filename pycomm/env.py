@@ -292,14 +292,6 @@ def cache_home() -> Path:
         return Path("/nonexistent/.cache")  # which nobody can write
 
 
-def agent_folder() -> Path | None:
-    """Return the folder of this node's agent of torchrun, which outlives the processes; or None."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    # FOLDER/attempt_N/RANK/error.json
-    folder = Path(file).parents[2] if file.count("/") > 3 else None
-    return folder if folder is not None and folder.is_dir() else None
-
-
 def place() -> tuple[int | None, int | None, int | None]:
     """Return RANK, WORLD_SIZE and LOCAL_WORLD_SIZE alone; None where they are not set."""
     return _number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_WORLD_SIZE")

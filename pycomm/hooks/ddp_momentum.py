@@ -43,6 +43,8 @@ class MomentumState(Momenta, HookState):
     ) -> None:
         self._find = find
         self._handles: dict[str, Any] = {}  # of the coded parameters that get gradients
+        self._looked: set[str] = set()  # those that this backward has reached,
+        self._filled: set[str] = set()  # and that had a gradient then which no step has used
         super().__init__(codec, model, **options)
         self._begin_momenta(find, unit, refresh)
         self._ignored = {
@@ -74,6 +76,7 @@ class MomentumState(Momenta, HookState):
     def begin_step(self, *, weigh: bool = True, absent: bool = False) -> None:
         """See `CompressionState`. Parameters that were frozen may get gradients now."""
         super().begin_step(weigh=weigh, absent=absent)
+        self._forget_looks()
         for name, moment in self.moments.items():
             self._watch(name, moment.parameter)
 
@@ -119,20 +122,25 @@ class MomentumState(Momenta, HookState):
 
         return future.then(restore)
 
-    def _kept(self) -> set[str]:
+    def _has_momentum(self) -> bool:
         for name in self._handles:  # a frozen one had no gradient
             self.look(name)
-        return {name for name, moment in self.moments.items() if moment.base is not None}
+        found = bool(self._filled)
+        self._forget_looks()
+        return found
+
+    def _forget_looks(self) -> None:
+        self._looked.clear()
+        self._filled.clear()
 
     def look(self, name: str) -> None:
-        """Keep what is in a gradient that no step has used, before a backward adds to it."""
-        moment = self.moments[name]
-        if not self._pending or moment.looked:
+        """See whether a gradient holds what no step has used, before a backward adds to it."""
+        if not self._pending or name in self._looked:
             return
-        moment.looked = True
-        gradient = moment.parameter.grad
+        self._looked.add(name)
+        gradient = self.moments[name].parameter.grad
         if gradient is not None and gradient.any():
-            moment.base = gradient.detach().clone()
+            self._filled.add(name)
 
 
 def _is_strided(parameter: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ The collective that crosses the slow link is compressed:
 * HSDP: the reduce-scatter inside a replica stays exact, since links are fast there. The all-reduce
   of the shards between replicas is compressed, with feedback, like a DDP bucket.
 * `replicate()`: the all-reduce of whole parameters between replicas is compressed.
-* Weights are all-gathered exactly unless a codec for them is given: no feedback corrects them.
+* Weights are all-gathered by torch: no feedback could correct what a codec loses of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
 from pycomm.codecs import Codec
@@ -28,26 +28,14 @@ from pycomm.errors import Error
 from pycomm.feedback import Cut
 from pycomm.hooks.fsdp_seams import Unit, leave_replicas_to_the_hook, units
 from pycomm.log import logger
-from pycomm.policy import (
-    CODED,
-    Decision,
-    Parameter,
-    Policy,
-    agree_on_options,
-    refused_together,
-    summary,
-)
-from pycomm.policy import agree as agree_on
+from pycomm.policy import CODED, Decision, Policy, agree_on_options
 from pycomm.policy.exchange import gather
-from pycomm.reduction import paths, two_shot
-from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.factors import Matrix
 from pycomm.reduction.state import CompressionState, Usage
 from pycomm.reduction.taken import DiscardedGradients
 
-# torch 2.13 renamed them, and warns about the old names.
+# torch 2.13 renamed it, and warns about the old name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _KNOWN = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
 
@@ -61,7 +49,6 @@ class FSDPState(CompressionState):
         codec: codec of the gradients; see `CompressionState`. Rules see whole parameters, not
             shards.
         model: a model in which fully_shard or replicate has wrapped modules.
-        weights: codec or policy of the parameters when they are gathered; None: exact.
         options: feedback and seed; see `CompressionState`.
 
     Raises:
@@ -73,14 +60,7 @@ class FSDPState(CompressionState):
     goes_by_nodes = True
     """Nodes may code the sums of their ranks."""
 
-    def __init__(
-        self,
-        codec: str | Codec | Policy,
-        model: nn.Module,
-        *,
-        weights: str | Codec | Policy | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, codec: str | Codec | Policy, model: nn.Module, **options: Any) -> None:
         self._units = list(units(model))
         info = _mesh_info(self._units)
         self._scatters = not isinstance(info, DDPMeshInfo)
@@ -106,7 +86,6 @@ class FSDPState(CompressionState):
         self._mesh_device = torch.device(info.mesh.device_type)
         if self.goes_by_nodes:
             self.find_nodes(self._mesh_device)
-        self._places: dict[str, int] = {}  # number of each parameter whose weights are gathered
         self._tensor_of: dict[str, Callable[[], torch.Tensor]] = {}
         for unit in self._units:
             for name, parameter in unit.parameters.items():
@@ -115,27 +94,14 @@ class FSDPState(CompressionState):
                 self._shards[name] = parameter.padded_sharded_param_size
                 if parameter.fsdp_placement.dim == 0:
                     self._rows.add(name)
-                self._places[name] = len(self._places)
                 self._tensor_of[name] = partial(getattr, parameter, "sharded_param")
             self._enter(unit.trained())
         self.plan.complete()
         self.agree()
-        self.weights: dict[str, Decision] = {}
-        """The codec of each parameter's weights, by name; none: exactly."""
-        self._weight_buckets: dict[tuple[str, ...], Bucket] = {}
-        groups = [g for g in (self._shard_group, self.process_group) if g is not None]
-        with refused_together(*dict.fromkeys(groups)):
-            policy = None if weights is None else Policy.of(weights)
-        terms = [f"weights: {term}" for term in (policy.terms() if policy else ["exactly"])]
-        # Weights are gathered among shards, and replicas must compute with the same ones. The
-        # terms of the gradients were compared only among the replicas of each shard so far.
-        terms += [f"gradients: {term}" for term in self.plan.terms]
-        agree_on_options(terms, *dict.fromkeys(groups))
-        if policy is not None:
-            for name, tensor in self._tensor_of.items():
-                parameter = Parameter(name, tuple(tensor().shape), tensor().dtype)
-                self.weights[name] = policy.decide(parameter)
-            agree_on(list(self.weights.values()), self.process_group, self._device)
+        if self._shard_group is not None and not self._scatters:
+            # So far only the replicas of each shard have compared what they were given.
+            terms = [f"gradients: {term}" for term in self.plan.terms]
+            agree_on_options(terms, self._shard_group, self.process_group)
         if self.residuals:
             self._taken = DiscardedGradients(self._names, self._by_name, early=True)
         for unit in self._units:
@@ -155,14 +121,6 @@ class FSDPState(CompressionState):
         else:
             leave_replicas_to_the_hook(unit.group)
             unit.module.set_all_reduce_hook(ReplicaHook(self, unit))
-        if self.weights and self._ranks > 1:
-            unit.module.set_custom_all_gather(CompressedAllGather(self, unit))
-
-    def summary(self) -> str:
-        """Return the decisions of gradients and weights, a line for each codec and reason."""
-        lines = summary(self.weights.values()).splitlines()
-        lines += paths.summary(self._weight_buckets.values()).splitlines()
-        return "\n".join([super().summary(), *(f"weights: {line}" for line in lines)])
 
     # ------------------------------------------------------------------ steps
 
@@ -218,8 +176,6 @@ class FSDPState(CompressionState):
 
     def _leave(self) -> None:
         super()._leave()
-        self.weights.clear()
-        self._weight_buckets.clear()
         for unit in self._units:
             unit.restore()
 
@@ -274,39 +230,6 @@ class FSDPState(CompressionState):
             self._waits.append(wait)
         else:
             wait()
-
-    def all_gather(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        names: Sequence[str],
-        group: dist.ProcessGroup,
-    ) -> dist.Work | None:
-        """Gather encoded weights; the work is None if the gather is complete.
-
-        Args:
-            output: floats of 16 or 32 bits [ranks * values].
-            input: of the same type [values]: this rank's shards of the named parameters.
-            names: the parameters, in the order of the input.
-            group: the ranks that gather.
-        """
-        key = tuple(names)
-        bucket = self._weight_buckets.get(key)
-        if bucket is None:
-            decisions = [self.part(self.weights[name]) for name in key]
-            numbers = [self._places[name] for name in key]
-            bucket = self._weight_buckets[key] = Bucket(decisions, numbers, None, input.device)
-        native = paths.native_backend(bucket, group, "all_gather", output)
-        if native is not None:
-            work: dist.Work = native.compressed_all_gather(
-                output, input, bucket.native, bucket.sides, self.seed, self.step
-            )
-            return work
-        if self._nodes is not None and self._scatters:
-            self._nodes.all_gather(output, input, bucket, seed=self.seed, step=self.step)
-        else:
-            two_shot.all_gather(output, input, bucket, group, seed=self.seed, step=self.step)
-        return None
 
     def all_reduce(
         self, tensor: torch.Tensor, names: Sequence[str], *, later: bool = False
@@ -425,28 +348,6 @@ class CompressedReduceScatter(Comm, ReduceScatter):
             average=op == dist.ReduceOp.AVG,
             later=self._unit.only_views(output_tensor),
         )
-        return None
-
-
-class CompressedAllGather(Comm, AllGather):
-    """Compressed all-gather for `FSDPModule.set_custom_all_gather`."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Gather; other shards, such as those of fewer ranks after forward, travel exactly."""
-        names = tuple(self._unit.parameters)
-        if input_tensor.dtype in CODED and input_tensor.numel() == self.state.expects(names):
-            work = self.state.all_gather(output_tensor, input_tensor, names, group)
-        else:
-            work = _all_gather(output_tensor, input_tensor, group=group, async_op=True)
-        if work is None or async_op:
-            return work
-        work.wait()
         return None
 
 

@@ -110,26 +110,20 @@ class ShardedMomentumState(Momenta, FSDPState):
         # In a reduce-scatter each rank has a gradient of all rows, so it has the sums of all.
         return sums if self._scatters else self.whole_sums(sums)
 
-    def _kept(self) -> set[str]:
-        moments = self.moments.items()
-        found = torch.tensor(
-            [_nonzero(moment) for _, moment in moments], dtype=torch.uint8, device="cpu"
-        )
-        found = found.to(self._device)
-        if found.numel():  # a shard may be zero on one rank only
-            for group in dict.fromkeys((self.process_group, self._shard_group)):
-                if group is not None:
-                    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        return {name for (name, _), one in zip(moments, found.tolist(), strict=True) if one}
+    def _has_momentum(self) -> bool:
+        found = any(map(_is_filled, self.moments.values()))
+        verdict = torch.tensor(found, dtype=torch.uint8, device=self._device)
+        for group in dict.fromkeys((self.process_group, self._shard_group)):
+            if group is not None:  # a shard may be zero on one rank only
+                dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)
+        return bool(verdict)
 
     # ------------------------------------------------------------------ exchanges
 
-    def _sent_before(
-        self, moment: CodedMoment, piece: BucketPiece, shard: int | None = None
-    ) -> torch.Tensor | None:
-        if shard is not None and not moment.again:  # the momentum of other shards is unknown
+    def _sent_before(self, piece: BucketPiece, shard: int | None = None) -> torch.Tensor | None:
+        if shard is not None:  # the momentum of other shards is unknown
             return self._own_of(piece).stored_worker(shard)
-        return super()._sent_before(moment, piece, shard)
+        return super()._sent_before(piece)
 
     def scatter(
         self,
@@ -169,7 +163,7 @@ class ShardedMomentumState(Momenta, FSDPState):
         self._land([(moment, place) for (moment, _, _), place in zip(parts, places, strict=True)])
 
 
-def _nonzero(moment: CodedMoment) -> bool:
+def _is_filled(moment: CodedMoment) -> bool:
     gradient = moment.parameter.grad
     return gradient is not None and bool(local(gradient).any())
 

@@ -15,10 +15,7 @@ from pycomm.errors import Error
 from pycomm.policy.names import clean
 
 # The attributes of FSDPParamGroup that compression replaces.
-_SEAMS = (
-    *("_reduce_scatter_comm", "_all_gather_comm", "_all_reduce_hook"),
-    *("mesh_info", "post_forward_mesh_info"),
-)
+_SEAMS = ("_reduce_scatter_comm", "_all_reduce_hook", "mesh_info", "post_forward_mesh_info")
 
 # All other parts of torch's FSDPParamGroup and FSDPParam that compression reads, which are private:
 # torch 2.11 to 2.15 have them.

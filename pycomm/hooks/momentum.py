@@ -148,7 +148,7 @@ class Momenta(CompressionState, ABC):
         """Code the momentum of a parameter that has come after the constructor."""
         made = self._make_moment(name)
         if made is not None:
-            made.begin(again=False)
+            made.begin()
 
     def _shard_of(self, parameter: torch.Tensor) -> tuple[int, int]:
         """Return the number of this rank's shard of a parameter, and the number of shards."""
@@ -284,9 +284,16 @@ class Momenta(CompressionState, ABC):
         if self._lost is not None:  # a later wait for the same operations raises less
             raise self._lost
         self._check_capture()  # before anything is changed
-        kept = self._kept() if self._pending else set()
         if self._pending:
-            self._current.discarded.update(self.moments.keys() - kept)
+            if self._has_momentum():
+                raise Error(
+                    f"rank {self.process_group.rank()}: a backward cannot add to the momentum "
+                    "that an earlier one has left in the gradients: call optimizer.step() or "
+                    "zero_grad() between them, or accumulate in no_sync() (FSDP2: "
+                    "set_requires_gradient_sync(False)) until the last one. In FSDP2 a module "
+                    "that runs twice in one forward does so, too"
+                )
+            self._current.discarded.update(self.moments)
             if self._sent is not None:
                 self._sent.wait()  # its numbers belong to gradients that were not used
             self._sent = self._sums = None
@@ -298,8 +305,8 @@ class Momenta(CompressionState, ABC):
             self.take_added()
         self._set_refresh()  # a schedule may have changed the codecs
         self._scale = self._unit()
-        for name, moment in self.moments.items():
-            moment.begin(again=name in kept)
+        for moment in self.moments.values():
+            moment.begin()
         if self._passes is not None:
             self._passes.refresh(self._on_device)
 
@@ -313,8 +320,8 @@ class Momenta(CompressionState, ABC):
             raise
 
     @abstractmethod
-    def _kept(self) -> set[str]:
-        """Return the parameters with a momentum that no step has used, and that is kept."""
+    def _has_momentum(self) -> bool:
+        """Return whether a gradient holds momentum that no step has used; alike on all ranks."""
 
     def end_step(self) -> None:
         """See `CompressionState`: the second moments travel behind the last bucket."""
@@ -323,8 +330,6 @@ class Momenta(CompressionState, ABC):
         moments = self.moments.values()
         if not moments or not self._exchanges_sums:
             return
-        if self._sent is not None:
-            self._sent.wait()  # those of an earlier part of the same step, which are in these
         if self._passes is not None:
             # Made on backward's stream, on which the step reads it at last.
             sums = self._passes.sums_of(self._on_device)
@@ -360,8 +365,6 @@ class Momenta(CompressionState, ABC):
         parts = self._parts(tuple(names), tensor)
         if not parts:
             return super().reduce(tensor, names)
-        for moment, part, _ in parts:
-            moment.subtract_base(part)
         bucket = self._bucket(tuple(names), tensor.device)
         # Else nodes code the sums of their ranks; and what one rank has sent is the momentum.
         alone = self.process_group.size() > 1 and not bucket.levels
@@ -428,8 +431,6 @@ class Momenta(CompressionState, ABC):
             assert piece is not None
             if ranks > 1 and moment.codec is not piece.codec:
                 moment.use(piece.codec)
-            if moment.again:
-                moment.subtract_base(tensor[piece.offset : piece.offset + piece.numel])
         job = self._job = Job(
             *(self._passes, table, tensor),
             unit=self._scale,
@@ -537,15 +538,13 @@ class Momenta(CompressionState, ABC):
             piece.name, piece.numel, self._device, rows=self.rows, codec=piece.codec
         )
 
-    def _sent_before(
-        self, moment: CodedMoment, piece: BucketPiece, shard: int | None = None
-    ) -> torch.Tensor | None:
-        """Return o [numel of the shard] as it is stored; None: nothing is kept, or to be added.
+    def _sent_before(self, piece: BucketPiece, shard: int | None = None) -> torch.Tensor | None:
+        """Return o [numel of the shard] as it is stored; None: nothing is kept.
 
         Args:
             shard: its number, in a reduce-scatter; None: that which replicas average.
         """
-        if moment.again or piece.name not in self.own:
+        if piece.name not in self.own:
             return None
         own = self._own_of(piece)
         return own.stored_worker(shard or 0) if own.last_step else None
@@ -618,7 +617,7 @@ class Momenta(CompressionState, ABC):
         return [
             moment.encoding(
                 *(part, self._scale, piece.residual),
-                self._sent_before(moment, piece, shard) if alone else None,
+                self._sent_before(piece, shard) if alone else None,
                 shard,
                 entered=id(moment) in new,
                 looks=looks,
@@ -633,8 +632,8 @@ class Momenta(CompressionState, ABC):
         """Make the ranks' means momenta; see `CodedMoment.landing`."""
         landings = [moment.landing(place, divides=divides) for moment, place in places]
         probes = scaled.land(landings, self._scale)
-        for (moment, place), probe in zip(places, probes, strict=True):
-            moment.land(probe, place, self._scale)
+        for (moment, _), probe in zip(places, probes, strict=True):
+            moment.land(probe)
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from torch.nn import SyncBatchNorm
 
 from pycomm.errors import Error as HorovodInternalError
-from pycomm.horovod import elastic
 from pycomm.horovod.basics import (
     ccl_built,
     cross_rank,
@@ -128,7 +127,6 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
-    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -5,16 +5,13 @@ averaged, and an outer SGD with Nesterov momentum moves the common start by the 
 et al. 2023, "DiLoCo", algorithm 1). With an outer learning rate of 1 and no momentum that is plain
 averaging of parameters (local SGD, Stich 2018). Outer gradients are compressed, with feedback.
 
-`LocalSGD` takes one of three forms of exchange:
+`LocalSGD` takes one of two forms of exchange:
 
 * `Blocking`: training stops while outer gradients travel.
 * `Streamed`: parts of the model travel one after the other while training goes on (Douillard et al.
   2025, "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, algorithm 2).
-* `Quorum`: the fastest ranks carry an outer step, and what late ranks have done joins the next one
-  (as Douillard et al. 2026, "Decoupled DiLoCo", arXiv 2604.21428, do it with a server).
 """
 
 from pycomm.local_sgd.local import LocalSGD as LocalSGD
-from pycomm.local_sgd.quorum import Quorum as Quorum
 from pycomm.local_sgd.streamed import Blocking as Blocking
 from pycomm.local_sgd.streamed import Streamed as Streamed

@@ -20,7 +20,6 @@ from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.local_sgd.outer import reals
-from pycomm.local_sgd.quorum import Quorum
 from pycomm.local_sgd.shared import SharedModel
 from pycomm.local_sgd.streamed import Blocking, Streamed
 from pycomm.policy import Policy, agree_on_options
@@ -37,7 +36,7 @@ class LocalSGD:
 
     Collective: every rank makes one, with the same model and options, and all start from the first
     rank's parameters and buffers. After an outer step all ranks have the same parameters, to the
-    bit; with `Streamed` or `Quorum` after `finish`. Only trained parameters are averaged; each rank
+    bit; with `Streamed` after `finish`. Only trained parameters are averaged; each rank
     keeps its own buffers, such as a batch norm's statistics, and its own state of the inner
     optimizer.
 
@@ -45,10 +44,8 @@ class LocalSGD:
     that has brought it is named in the log, and where the state of its inner optimizer is not
     finite, either, that begins anew.
 
-    A parameter that is unfrozen, added or replaced during a round is averaged exactly when that
-    round ends, and takes part like the others from then on; a parameter that is frozen or removed
-    takes part for the last time. Such a round does not overlap with the next. All ranks must make
-    such a change in the same round; with a quorum there may be none.
+    The trained parameters stay the same: after `finish`, a model of which others are trained needs
+    a new LocalSGD.
 
     Args:
         model: a model whose wrapper, if any, does not reduce over the same ranks:
@@ -56,8 +53,8 @@ class LocalSGD:
             is a group of nodes with DDP or FSDP2 inside each node: sharded parameters are averaged
             shard by shard.
         every: local steps in a round.
-        exchange: how outer gradients travel: ``Blocking()``, ``Streamed(fragments, overlap,
-            mixing)`` or ``Quorum(ranks, grace)`` of `pycomm.local_sgd`.
+        exchange: how outer gradients travel: ``Blocking()`` or ``Streamed(fragments, overlap,
+            mixing)`` of `pycomm.local_sgd`.
         codec: codec of the outer gradients, its text ("int4"), or a `pycomm.Policy`. Warm-ups and
             schedules count exchanges.
         lr: outer learning rate.
@@ -94,7 +91,7 @@ class LocalSGD:
         model: nn.Module,
         *,
         every: int,
-        exchange: Blocking | Streamed | Quorum = Blocking(),
+        exchange: Blocking | Streamed = Blocking(),
         codec: str | Codec | Policy = "int8",
         lr: float = 0.7,
         momentum: float = 0.5,
@@ -107,7 +104,7 @@ class LocalSGD:
         seed: int = 0,
     ) -> None:
         typed("model", model, nn.Module)
-        typed("exchange", exchange, Blocking, Streamed, Quorum)
+        typed("exchange", exchange, Blocking, Streamed)
         typed("optimizer", optimizer, torch.optim.Optimizer, None)
         typed("weighted", weighted, bool)
         self.every = whole("every", every, 1)
@@ -125,7 +122,7 @@ class LocalSGD:
         self._optimizer = optimizer
         self._hook: Any = None
         group = process_group or dist.group.WORLD
-        exchange.check(self.every, group.size() if group is not None else 1)
+        exchange.check(self.every)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained:
             raise ValueError("LocalSGD: the model has no parameters to train: unfreeze some")
@@ -196,11 +193,6 @@ class LocalSGD:
     def skipped(self) -> int:
         """Outer gradients that were skipped."""
         return self._shared.skipped
-
-    @property
-    def late(self) -> int:
-        """Outer gradients in which this rank did not take part, since the quorum had been there."""
-        return self._rounds.late
 
     # ------------------------------------------------------------------ for users
 
@@ -291,19 +283,15 @@ class LocalSGD:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to checkpoint beside model and optimizer. Each rank saves its own.
-
-        Raises:
-            Error: ranks of a quorum are at different steps of their own; call `finish` first.
-        """
+        """Return the state to checkpoint beside model and optimizer. Each rank saves its own."""
         return {"version": STATE_VERSION, "weight": self.weight, **self._rounds.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state from `state_dict`, and the model's trained parameters with it.
 
-        Every rank loads, at any point of a step, and all at the same one unless it is a quorum.
-        Outer gradients that are in flight are dropped. The inner optimizer, and what of the model
-        is not trained, are loaded separately.
+        Every rank loads, at the same point of a step, which may be any. Outer gradients that are
+        in flight are dropped. The inner optimizer, and what of the model is not trained, are loaded
+        separately.
 
         Raises:
             ValueError: the state is of another version, model, momentum, exchange, rank or number

@@ -83,10 +83,6 @@ class Fragment:
                 at += part.numel()
         return ends
 
-    def zeros(self) -> Values:
-        """Return a zero outer gradient."""
-        return _zeros(self.start)
-
     def apply(self, gradient: Values, lr: float) -> None:
         """Move the start by an outer gradient, which is overwritten."""
         for width, start in self.start.items():
@@ -118,53 +114,6 @@ class Fragment:
                 part.copy_(torch.lerp(start[at : at + own.numel()], own, share).view_as(part))
                 at += part.numel()
 
-    @torch.no_grad()
-    def rebase(self, before: Values, sent: Values | None) -> None:
-        """Move the model as the start has moved, and keep this rank's own steps.
-
-        Args:
-            before: the start until now.
-            sent: the outer gradient that this rank has contributed, which is in the new start.
-        """
-        for width, start in self.start.items():
-            at = 0
-            for _, part in self._of(width):
-                place = slice(at, at + part.numel())
-                # As they are written: a 16-bit model holds the rounded start.
-                now, then = (
-                    values[width][place].to(part.dtype).to(start.dtype)
-                    for values in (self.start, before)
-                )
-                moved = now - then if sent is None else now - then + sent[width][place]
-                part.copy_(part.to(start.dtype).reshape(-1).add_(moved).view_as(part))
-                at += part.numel()
-
-    def renew(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> list[str]:
-        """Continue with other parameters and return the names of the new ones; collective.
-
-        The start of a new parameter is its exact average over all ranks, since its value at the
-        beginning of the round was not recorded. The others keep start and momentum.
-        """
-        before = {name: (self.parameters[name], at) for name, at in self._places()}
-        old, velocity = self.start, self.velocity
-        self.parameters = dict(parameters)
-        self.start = self._gather()
-        self.velocity = _zeros(self.start) if velocity is not None else None
-        new = []
-        for name, (width, begin, end) in self._places():
-            was, place = before.get(name, (None, None))
-            if was is not parameters[name] or place is None:
-                new.append(name)
-                mean = self.start[width][begin:end]
-                dist.all_reduce(mean, group=group)
-                mean.div_(group.size())
-                continue
-            there = slice(place[1], place[2])
-            self.start[width][begin:end] = old[width][there]
-            if self.velocity is not None and velocity is not None:
-                self.velocity[width][begin:end] = velocity[width][there]
-        return new
-
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the state to checkpoint."""
         return {
@@ -176,36 +125,28 @@ class Fragment:
             "weight": self.weight,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], model: Mapping[str, nn.Parameter]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict`.
-
-        Args:
-            state: result of `state_dict`.
-            model: all parameters of the model, by name, since the state may have been saved with
-                other trained parameters.
 
         Raises:
             ValueError: the state belongs to another model, or another momentum.
         """
-        if missing := [name for name in state["names"] if name not in model]:
+        if other := {*state["names"]} ^ {*self.parameters}:
             raise ValueError(
-                f"LocalSGD's state has {missing[0]}, which the model does not: it belongs to "
-                "another model"
+                f"LocalSGD's state and this model do not train the same parameters: only one of "
+                f"them has {min(other)}"
             )
         if (state["velocity"] is None) != (self.momentum == 0):
             raise ValueError(
                 "LocalSGD's state was saved with momentum or without, unlike this one: give the "
                 "same momentum="
             )
-        self.parameters = {name: model[name] for name in state["names"]}
-        self.start = self._gather()
         sizes = {width: values.numel() for width, values in state["start"].items()}
         if sizes != {width: values.numel() for width, values in self.start.items()}:
             raise ValueError(
                 f"LocalSGD's state has {sum(sizes.values())} values, the model "
                 f"{sum(v.numel() for v in self.start.values())}: it belongs to another model"
             )
-        self.velocity = None if state["velocity"] is None else _zeros(self.start)
         for width, values in self.start.items():
             values.copy_(state["start"][width])
             if self.velocity is not None:
@@ -217,17 +158,6 @@ class Fragment:
             part = reals(parameter)
             if _width(part) == width:
                 yield name, part
-
-    def _places(self) -> list[tuple[str, tuple[str, int, int]]]:
-        """Return the place of each parameter: width, begin, end."""
-        at = dict.fromkeys(_WIDE, 0)
-        places = []
-        for name, parameter in self.parameters.items():
-            part = reals(parameter)
-            width, begin = _width(part), at[_width(part)]
-            at[width] += part.numel()
-            places.append((name, (width, begin, at[width])))
-        return places
 
     def _gather(self) -> Values:
         """Return this rank's parts of all parameters as flat tensors."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from pycomm.errors import Error
 from pycomm.local_sgd.inner import InnerOptimizers
 from pycomm.local_sgd.outer import Fragment, Values, broadcast, split
 from pycomm.log import logger
@@ -76,7 +77,10 @@ class SharedModel:
             Fragment(part, momentum=momentum, nesterov=nesterov, end=end)
             for part, end in split(trained, fragments, every)
         ]
-        self._enter(trained)
+        for name, parameter in trained.items():
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            state.add(name, own.detach())
+        state.agree()
         state.plan.complete()
 
     # ------------------------------------------------------------------ exchanges
@@ -106,22 +110,17 @@ class SharedModel:
         """
         if self._weighted:
             self.state.factors = factors([rank.weight for rank in announced()])
-        wait = self.reduce(part, gradient)
-
-        def finish() -> Average:
-            values = wait()
-            bad = [rank for rank, each in enumerate(announced()) if not each.finite]
-            return Average(values, tuple(bad))
-
-        return finish
-
-    def reduce(self, part: Fragment, gradient: Values) -> Callable[[], Values]:
-        """Start a compressed all-reduce of outer gradients, with the state's factors."""
         names = part.names
         self.state.begin_step()
         futures = {width: self.state.reduce(gradient[width], names[width]) for width in gradient}
         self.state.end_step()
-        return lambda: {width: self.state.wait(future) for width, future in futures.items()}
+
+        def finish() -> Average:
+            values = {width: self.state.wait(future) for width, future in futures.items()}
+            bad = [rank for rank, each in enumerate(announced()) if not each.finite]
+            return Average(values, tuple(bad))
+
+        return finish
 
     def move(self, part: Fragment, average: Average) -> bool:
         """Move a fragment's start by an average; return whether it is finite.
@@ -169,34 +168,21 @@ class SharedModel:
         """Return the parameters that are trained now, by name."""
         return {name: p for name, p in named(self._model).items() if p.requires_grad}
 
-    def differ(self) -> bool:
-        """Whether trained parameters were added, removed or replaced."""
+    def check(self) -> None:
+        """Check that the trained parameters are those of the beginning.
+
+        Raises:
+            Error: some were frozen, unfrozen, added, removed or replaced.
+        """
         trained = self.trained()
         known = {name: p for part in self.parts for name, p in part.parameters.items()}
-        return known.keys() != trained.keys() or any(
-            known[name] is not parameter for name, parameter in trained.items()
-        )
-
-    def renew(self) -> None:
-        """Continue with the parameters of now, of which new ones join the last fragment."""
-        group, trained = self.state.process_group, self.trained()
-        rest = dict(trained)
-        *others, last = self.parts
-        for part in others:
-            before = part.parameters
-            kept = {name: p for name, p in rest.items() if before.get(name) is p}
-            part.renew(kept, group)
-            rest = {name: p for name, p in rest.items() if name not in kept}
-        new = last.renew(rest, group)
-        self._enter({name: trained[name] for name in new})
-        last.write()
-
-    def _enter(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Decide the codecs of parameters, and check that all ranks have decided alike."""
-        for name, parameter in parameters.items():
-            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            self.state.add(name, own.detach())
-        self.state.agree()
+        changed = [n for n in {**known, **trained} if known.get(n) is not trained.get(n)]
+        if changed:
+            raise Error(
+                f"rank {self._rank}: LocalSGD averages the parameters that were trained when it "
+                f"was made, and {few(changed)} was frozen, unfrozen, added, removed or replaced "
+                "since: call finish() before such a change, and make a new LocalSGD after it"
+            )
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -214,16 +200,11 @@ class SharedModel:
             "compression": self.state.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], *, agree: bool) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict`.
 
-        Args:
-            state: result of `state_dict`.
-            agree: enter parameters that are trained in it and not here, which is collective.
-
         Raises:
-            ValueError: the state is of another model, momentum or number of fragments; or it has
-                such parameters, and `agree` is False.
+            ValueError: the state is of another model, momentum or number of fragments.
         """
         saved = state["fragments"]
         if len(saved) != len(self.parts):
@@ -232,16 +213,7 @@ class SharedModel:
                 "same exchange="
             )
         for part, one in zip(self.parts, saved, strict=True):
-            new = [name for name in one["names"] if name not in self.state.decisions]
-            if new and not agree:
-                raise ValueError(
-                    f"LocalSGD's state has the parameters {', '.join(sorted(new))}, which are "
-                    "frozen here: with exchange=Quorum(...) make them trainable before LocalSGD is "
-                    "made"
-                )
-            part.load_state_dict(one, named(self._model))
-            if agree:
-                self._enter(part.parameters)
+            part.load_state_dict(one)
         self.state.load_state_dict(state["compression"])
         self.rounds, self.skipped = state["rounds"], state["skipped"]
         for index, part in enumerate(self.parts):

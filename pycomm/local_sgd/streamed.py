@@ -1,4 +1,4 @@
-"""Exchanges of `pycomm.LocalSGD` that all ranks carry: `Blocking` and `Streamed`."""
+"""Forms of exchange of `pycomm.LocalSGD`: `Blocking` and `Streamed`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Streamed:
         if not 0 <= self.mixing < 1:
             raise ValueError(f"mixing={self.mixing}: use a share from 0 to below 1")
 
-    def check(self, every: int, ranks: int) -> None:
+    def check(self, every: int) -> None:
         """Check these options against the steps of a round.
 
         Raises:
@@ -112,9 +112,6 @@ class Stream:
         own: a group for a thread that runs the exchanges; None: they need no thread.
     """
 
-    late = 0
-    """Exchanges without this rank: there are none."""
-
     def __init__(
         self,
         shared: SharedModel,
@@ -154,6 +151,7 @@ class Stream:
         self._apply(self._mixing)
         all_finish = False
         while not all_finish:
+            self._shared.check()
             part = self._next()
             gradient = part.gradient()
             announced = self._shared.announce(
@@ -175,18 +173,18 @@ class Stream:
     def _catch_up(self, part: Fragment, wait: Callable[[], Average]) -> None:
         """Apply a fragment's average at once, and go on as if its step of the round had come."""
         part.weight = 0.0
-        self._complete(part, wait, renewed=self._renews(part))
+        self._complete(part, wait)
         self.local_steps = part.end % self._every
 
     def _end(self, part: Fragment) -> None:
         """Send a fragment's outer gradient, and apply it at once unless it overlaps with steps."""
-        renewed = self._renews(part)
+        self._shared.check()
         wait = self._exchange(part)
         part.weight = 0.0
-        if self._overlap and not renewed:
+        if self._overlap:
             self._in_flight, self._countdown = (part, wait), self._overlap
         else:
-            self._complete(part, wait, renewed=renewed)
+            self._complete(part, wait)
 
     def _exchange(self, part: Fragment) -> Callable[[], Average]:
         """Send a fragment's outer gradient; return a function that waits for the average."""
@@ -201,16 +199,10 @@ class Stream:
         result = self._thread.submit(lambda: exchange()()).result
         return lambda: own_group.wait(result, self._own)
 
-    def _renews(self, part: Fragment) -> bool:
-        """Whether parameters have changed, and the fragment is the last, which new ones join."""
-        return part is self._shared.parts[-1] and self._shared.differ()
-
-    def _complete(self, part: Fragment, wait: Callable[[], Average], *, renewed: bool) -> None:
+    def _complete(self, part: Fragment, wait: Callable[[], Average]) -> None:
         """Wait for an average, and begin the fragment's next round from its start."""
         self._shared.move(part, wait())
         part.write()
-        if renewed:
-            self._shared.renew()
         self._dirty = len(self._shared.parts) > 1 or self._overlap > 0
 
     def _apply(self, mixing: float) -> None:
@@ -244,7 +236,7 @@ class Stream:
         if self._in_flight is not None:
             self._in_flight[1]()
             self._in_flight = None
-        self._shared.load_state_dict(state, agree=True)
+        self._shared.load_state_dict(state)
         if state["pending"] is not None:
             index, values, bad, self._countdown = state["pending"]
             average = Average(copies(values), bad)

@@ -203,7 +203,7 @@ def test_the_codecs_of_the_page_on_migrating_exist():
     text, _, earlier = text.partition("## From earlier versions of pycomm")
     # Of its rows, "was | now", the first cell names codecs that are gone.
     text += "\n".join(f"| {row.split(' | ', 1)[1]}" for row in earlier.splitlines() if " | " in row)
-    named = r'(?:codec=|codec\(|model, |weights=)"([^"]+)"|\| `"([^"`]+)"`'
+    named = r'(?:codec=|codec\(|model, )"([^"]+)"|\| `"([^"`]+)"`'
     found = {a or b for a, b in re.findall(named, text)}
     assert len(found) > 12
     for name in sorted(found - {"auto"}):

@@ -25,7 +25,7 @@ import pycomm
 import pycomm.horovod as hvd
 from pycomm import backend, monitor, trace
 from pycomm.communicator import Communicator, Store
-from pycomm.local_sgd import Quorum, Streamed
+from pycomm.local_sgd import Streamed
 from tests.extent import FULL
 from tests.soak.held import COUNTS, held_at_rest
 from tests.torch import ways
@@ -179,12 +179,10 @@ USES: dict[str, Use] = {
     "LocalSGD, weighted": local_sgd(weighted=True),
     "LocalSGD in streams": local_sgd(exchange=Streamed(overlap=1)),
     "LocalSGD on a thread": local_sgd(True, 2, exchange=Streamed(overlap=2), weighted=True),
-    "LocalSGD with a quorum": local_sgd(exchange=Quorum(2)),
     "LocalSGD, not finished": local_sgd(False, 2, exchange=Streamed(overlap=2)),
     "LocalSGD on a thread, not finished": local_sgd(
         False, 2, exchange=Streamed(overlap=2), weighted=True
     ),
-    "LocalSGD with a quorum, not finished": local_sgd(False, exchange=Quorum(1, grace=0.0)),
     "Horovod's optimizer": horovod,
     "monitor and trace": observed,
     "codecs": codecs,

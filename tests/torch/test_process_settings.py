@@ -81,7 +81,7 @@ METHODS: dict[str, ways.Way] = {
     **{codec: compressed(codec) for codec in ("dgc:0.01", "lossless", "nvfp4")},
     "eden": compressed("eden:bits=2,size=128"),
     "residuals in int8": compressed("int4", feedback="decay:0.9,storage=int8"),
-    "sharded": partial(ways.shards, weights="int8"),
+    "sharded": ways.shards,
     "coded momentum": ways.momentum,
     "coded momentum, int4": partial(ways.momentum, codec="int4"),
     "sharded momentum": partial(ways.momentum, wrap=fully_shard),

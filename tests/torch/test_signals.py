@@ -24,7 +24,7 @@ from torch import nn
 import pycomm
 from pycomm import backend
 from pycomm.communicator import Communicator, Store
-from pycomm.local_sgd import Quorum, Streamed
+from pycomm.local_sgd import Streamed
 from tests.torch import ways
 from tests.torch.interpreter import run_ranks
 from tests.torch.pool import on_ranks
@@ -223,7 +223,6 @@ WAYS: dict[str, ways.Way] = {
     "CodedSGD": partial(ways.momentum, make=ways.SGD, codec="int4"),
     "LocalSGD": ways.local,
     "LocalSGD in streams": partial(ways.local, weighted=True, exchange=Streamed(overlap=1)),
-    "LocalSGD with a quorum": partial(ways.local, exchange=Quorum(2)),
     "Horovod": ways.horovod,
 }
 

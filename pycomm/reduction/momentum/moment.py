@@ -126,13 +126,8 @@ class CodedMoment:
         self._shards, self._shard, self._ranks = shards, shard, ranks
         begin = min(self.rows, shard * self.padded)
         self._own = slice(begin, min(self.rows, begin + self.padded))
-        self.base: torch.Tensor | None = None
-        """The momentum of an earlier backward to which this one adds, before the same step."""
         self.probe: scaled.Probe | None = None
         """Of the momentum that this backward has left in the gradient."""
-        self.looked = False
-        self.again = False
-        """This backward adds to an earlier one's momentum, before the same step."""
         self._error = nominal_error(codec) ** 2
         self.codec: Codec | None = codec
         """That of now; None: a state was loaded, whose error belongs to the one that comes."""
@@ -181,8 +176,7 @@ class CodedMoment:
         """Use another state, for example after a checkpoint was loaded."""
         self.settings, self.state = settings, state
         self.codec = None
-        self._scale = self._reciprocals = self._sums = self.base = self.probe = None
-        self.looked = self.again = False
+        self._scale = self._reciprocals = self._sums = self.probe = None
         self._since.zero_()
         self._steps, self._decay = 0, 1.0
 
@@ -225,14 +219,11 @@ class CodedMoment:
 
     # ------------------------------------------------------------------ a backward
 
-    def begin(self, *, again: bool) -> None:
-        """Begin a backward; `again`: it adds to the momentum of one before the same step."""
+    def begin(self) -> None:
+        """Begin a backward."""
         self.start()
-        self.again = again
-        if not again:
-            self._fresh.zero_()
-            self.base = None
-        self.looked, self.probe = False, None
+        self._fresh.zero_()
+        self.probe = None
         weight = float(self.state["moment_weight"])
         if weight == 0:  # `provide` is to give one, anew for every step that was not taken
             self._scale = None
@@ -265,11 +256,6 @@ class CodedMoment:
     def _sums_of(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         row, column = self._of_step
         return (row if self._shards == 1 else row[rows]), column
-
-    def subtract_base(self, gradient: torch.Tensor) -> None:
-        """Take the momentum of an earlier backward, to which this one was added, out of it."""
-        if self.again and self.base is not None:
-            gradient.sub_(self.base.reshape(-1))
 
     def _rows_of(self, shard: int | None) -> slice:
         if shard is None:
@@ -354,7 +340,7 @@ class CodedMoment:
             beta=self.beta,
             unit=1 / scale,
         )
-        if not self.again and made.beta > 0:
+        if made.beta > 0:
             made.momentum = local(self.state["exp_avg"]) if momentum is None else momentum
             made.known = made.real
         if not entered:
@@ -396,24 +382,9 @@ class CodedMoment:
         matrix = values.view(self.padded, self.columns)
         return (matrix, *self._scale_of(None)) if divides else (matrix, None, None)
 
-    def land(self, probe: scaled.Probe, values: torch.Tensor, unit: float) -> None:
-        """Take note of a momentum that `scaled.land` has made, and complete it.
-
-        Args:
-            probe: that of the momentum.
-            values: the momentum; that of an earlier backward before the same step is added to it.
-            unit: the loss scale.
-        """
+    def land(self, probe: scaled.Probe) -> None:
+        """Take note of the probe of a momentum that `scaled.land` has made."""
         real = (self._own.stop - self._own.start) * self.columns  # what is behind has no gradient
-        if self.again:
-            if self.base is not None:
-                values.add_(self.base.reshape(-1))
-                whole = values
-            else:  # torch adds it to the gradient (FSDP2)
-                assert self.parameter.grad is not None
-                earlier = local(self.parameter.grad).reshape(-1)
-                whole = earlier + values[:real].to(earlier.dtype)
-            (probe,) = scaled.probes([whole], unit)
         if real < self.padded * self.columns:
             probe.values = probe.values * (probe.places.amax() < real)
         self.probe = probe
@@ -431,7 +402,7 @@ class CodedMoment:
         Args:
             coded: what `encoding` has made of the shard's gradient.
             residual: that of the coding, which is complete.
-            own: where it is stored; what an earlier backward before the same step has sent is kept.
+            own: where it is stored.
             shard: number of the shard; None: the own one.
             before: a copy of the residual before the coding, if that has overwritten it.
         """
@@ -441,7 +412,7 @@ class CodedMoment:
             before = residual.stored_worker(place) if before is None else before
             after = residual.fresh_worker(place)
         values, to = coded.view(self.padded, self.columns), own.fresh_worker(place)
-        return scaled.Sent(values, row, column, before, after, to, add=self.again)
+        return scaled.Sent(values, row, column, before, after, to)
 
     # ------------------------------------------------------------------ a step
 
@@ -458,7 +429,6 @@ class CodedMoment:
         Returns:
             Whether this step's sums wait for the next exchange: `wait` is to be called.
         """
-        self.base, self.looked = None, False
         if not used:
             return False
         self.start()

@@ -25,8 +25,8 @@ SHAPES = [(1, 1), (3, 5), (64, 16), (65, 33), (7, 600), (300, 31), (129, 515)]
 RANKS, STEPS = 3, 9
 GROUP = {"betas": (0.9, 0.95), "eps": 1e-8}
 # Steps in which nothing is divided, sums do not travel, gradients are far above the bound, they are
-# clipped after the backward, a second backward adds to the first, and sums are not finite.
-WHOLE, ALONE, HUGE, CLIPPED, TWICE, WRONG = 1, (2, 3, 6), 4, 5, 7, 6
+# clipped after the backward, and sums are not finite.
+WHOLE, ALONE, HUGE, CLIPPED, WRONG = 1, (2, 3, 6), 4, 5, 6
 
 
 def launch(launches: Any, device: torch.device) -> None:
@@ -83,10 +83,6 @@ def backward(all_: Followed, step: int, dtype: torch.dtype, unit: float, passes:
     bucket = torch.cat(given) * unit
     parts = torch.split(bucket, [g.numel() for g in given])
     looks, divides = step not in ALONE, step != WHOLE
-    for moment, part in zip(all_.moments, parts, strict=True):
-        if moment.again:
-            part += moment.base.view(-1)
-            moment.subtract_base(part)
     if passes is not None:
         pieces, offset = [], 0
         for g, moment, (e, _) in zip(given, all_.moments, all_.kept, strict=True):
@@ -110,7 +106,7 @@ def backward(all_: Followed, step: int, dtype: torch.dtype, unit: float, passes:
         encodings = [
             moment.encoding(
                 *(part, unit, e),
-                o.stored_worker() if o.last_step and not moment.again else None,
+                o.stored_worker() if o.last_step else None,
                 entered=moment in new,
                 looks=looks,
                 divides=divides,
@@ -134,8 +130,8 @@ def backward(all_: Followed, step: int, dtype: torch.dtype, unit: float, passes:
             for moment, part in zip(all_.moments, parts, strict=True)
         ]
         probes = scaled.land(landings, unit)
-        for moment, part, probe in zip(all_.moments, parts, probes, strict=True):
-            moment.land(probe, part, unit)
+        for moment, probe in zip(all_.moments, probes, strict=True):
+            moment.land(probe)
     for i, (moment, part) in enumerate(zip(all_.moments, parts, strict=True)):
         moment.parameter.grad = part.view_as(moment.parameter) / unit
         if step == CLIPPED and i % 2:
@@ -154,14 +150,11 @@ def code(all_: Followed, parts: Any, *, befores: bool) -> list[torch.Tensor | No
 
 def take(all_: Followed, step: int, dtype: torch.dtype, unit: float, passes: Any) -> None:
     """Take a step."""
-    for again in (False, True) if step == TWICE else (False,):
-        for moment in all_.moments:
-            if again:
-                moment.base = moment.parameter.grad.detach().clone() * unit
-            moment.begin(again=again)
-        if passes is not None:
-            passes.refresh(all_.moments)
-        backward(all_, step, dtype, unit, passes)
+    for moment in all_.moments:
+        moment.begin()
+    if passes is not None:
+        passes.refresh(all_.moments)
+    backward(all_, step, dtype, unit, passes)
     for pair in all_.kept:
         for residual in pair:
             residual.commit(step + 1)

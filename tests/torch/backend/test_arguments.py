@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm import backend
 from pycomm._build import load_c10d
-from pycomm.local_sgd import Quorum, Streamed
+from pycomm.local_sgd import Streamed
 from pycomm.policy import Guard, Policy, Rule, Trial
 from tests.torch import interpreter
 from tests.torch.harness import check_sum
@@ -445,11 +445,8 @@ REFUSED: list[Callable[[], Any]] = [
     *options_of(local, "optimizer", 3),
     *options_of(local, "exchange", None, "blocking", Streamed, 3),
     *options_of(Streamed, "fragments", *NUMBERS, 0),
-    lambda: Quorum(1, grace=-1.0),
     *options_of(Streamed, "overlap", *NUMBERS, -1),
     *options_of(Streamed, "mixing", "x", None, 1.0),
-    *options_of(Quorum, "ranks", *NUMBERS, 0),
-    lambda: Quorum(1, grace="x"),
     lambda: pycomm.LocalSGD("x", every=3),
     *(lambda what=what: pycomm.codec(what) for what in (None, 8, "", b"int8")),
     *(lambda what=what: Policy(what) for what in (None, 8)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -331,7 +332,7 @@ def test_runs_continue_as_on_the_cpu(fakes, devices, ranks, seed):
 # Their kernels wait for nothing.
 
 OPTIMIZED = 10
-# Of the steps that have a second backward and are clipped, that are clipped, whose gradient
+# Of the steps that accumulate two backwards and are clipped, that are clipped, whose gradient
 # overflows on one rank and which is skipped, as by a GradScaler, and of that after which states are
 # loaded.
 TWICE, CLIPPED, SKIPPED, LOADED = 2, 3, 5, 7
@@ -351,11 +352,12 @@ def check_training(
     state, found, ahead = optimizer.compression, [], 0
     for step in range(OPTIMIZED):
         optimizer.zero_grad()
-        for turn in range(2 if step == TWICE else 1):
-            mine = {n: g.to(dtype) for n, g in given(rank, 10 * turn + step, device).items()}
+        for last in (False, True) if step == TWICE else (True,):
+            mine = {n: g.to(dtype) for n, g in given(rank, 10 * last + step, device).items()}
             if step == SKIPPED and rank == ranks - 1:
                 mine["a"][3, 3] = torch.inf
-            ddp(mine).backward()
+            with nullcontext() if last else ddp.no_sync():
+                ddp(mine).backward()
         if step in (TWICE, CLIPPED):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if step != SKIPPED or kind == "sgd":

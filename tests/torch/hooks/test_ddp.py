@@ -248,7 +248,7 @@ def sharded(rank: int, size: int, spec: Any, shape: str) -> list[torch.Tensor]:
         else:
             fully_shard(part, mesh=mesh)
     if spec is not None:
-        state = pycomm.compress(model, spec, weights=None if shape == "replicate" else spec)
+        state = pycomm.compress(model, spec)
         assert "complex numbers travel exactly" in state.summary()
     return train_waves(model, rank)
 

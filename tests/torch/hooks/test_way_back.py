@@ -111,7 +111,7 @@ def test_fsdp_communicates_as_before(rank, size, shape):
     names = ("replicate", "shard")
     options = {} if mesh is None else {"mesh": init_device_mesh("cpu", mesh, mesh_dim_names=names)}
     models = [fully_shard(network(), **options) for _ in range(2)]
-    state = pycomm.compress(models[1], "int4", weights="bf16" if shape == "shards" else None)
+    state = pycomm.compress(models[1], "int4")
     for model in models:
         train(model, rank, 2)
     assert state.residual_norms()

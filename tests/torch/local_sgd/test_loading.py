@@ -8,21 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.local_sgd import Blocking, Quorum, Streamed
+from pycomm.local_sgd import Blocking, Streamed
 from tests.extent import each_value
 from tests.torch.harness import batch, equal, network, train_step, values
-from tests.torch.local_sgd.test_local_sgd import PLAIN
 from tests.torch.pool import on_ranks
 
 FORMS = {
     "blocking": {"exchange": Blocking()},
     "stream": {"exchange": Streamed(2, overlap=2)},
     "on a thread": {"exchange": Streamed(overlap=4), "weighted": True},
-    "quorum": {"exchange": Quorum(2)},
 }
 SAVED, LOADED, END = 8, 11, 15
 POINTS = ("made", "forward", "backward", "optimizer", "step", "zero_grad")
@@ -37,8 +34,6 @@ class Run:
         self.local = pycomm.LocalSGD(self.model, every=4, codec="int4", **options)
 
     def saved(self) -> tuple[Any, ...]:
-        if isinstance(self.local.exchange, Quorum):
-            self.local.finish()
         parts = self.model, self.optimizer, self.local
         return copy.deepcopy(tuple(part.state_dict() for part in parts))
 
@@ -110,40 +105,6 @@ def test_states_of_other_options_are_refused(rank, size):
         ).load_state_dict(saved)
     with pytest.raises(ValueError, match="has version 2, not 1: load it with the pycomm that"):
         pycomm.LocalSGD(network(), every=4).load_state_dict({**saved, "version": 2})
-
-
-@on_ranks(2)
-def test_a_quorum_goes_back_to_a_checkpoint(rank, size):
-    """Ranks load at different rounds; of outcomes that came before, none is applied after."""
-    model = nn.Linear(32, 32, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exchange = Quorum(1, grace=0.0)
-    local = pycomm.LocalSGD(model, every=2, exchange=exchange, **PLAIN)
-
-    def steps(count: int) -> None:
-        for _ in range(count):
-            x = torch.randn(4, 32)
-            optimizer.zero_grad()
-            (model(x) - x).square().mean().backward()
-            optimizer.step()
-            local.step()
-
-    steps(4)
-    local.finish()
-    saved = copy.deepcopy((model.state_dict(), local.state_dict()))
-    for late in (0, 1):
-        steps(1 if rank else 8)
-        dist.barrier()
-        time.sleep(0.2 * (rank == late))
-        model.load_state_dict(saved[0])
-        local.load_state_dict(saved[1])
-        dist.barrier()
-        assert torch.equal(model.weight, saved[0]["weight"])
-        optimizer.param_groups[0]["lr"] = 0.0
-        steps(4)
-        local.finish()
-        assert torch.equal(model.weight, saved[0]["weight"])
-        optimizer.param_groups[0]["lr"] = 0.1
 
 
 @on_ranks(2)

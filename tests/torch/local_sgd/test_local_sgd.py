@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import pycomm
-from pycomm.local_sgd import Blocking, Quorum, Streamed
+from pycomm.local_sgd import Blocking, Streamed
 from tests.torch.harness import (
     alike,
     all_equal,
@@ -184,7 +184,6 @@ FORMS = {
     "overlapped fragments": {"exchange": Streamed(2, overlap=1)},
     "a round later": {"exchange": Streamed(overlap=4)},
     "on a thread": {"exchange": Streamed(2, overlap=2), "weighted": True},
-    "quorum": {"exchange": Quorum(2)},
 }
 
 

@@ -115,10 +115,12 @@ def make(which: str, **options: Any) -> tuple[Any, Any]:
 
 
 def step(model: Any, optimizer: Any, *given: dict[str, torch.Tensor]) -> None:
-    """Take a step by some backwards."""
+    """Take a step by some backwards, of which the last reduces the gradients of all."""
     optimizer.zero_grad()
-    for one in given:
-        model(one).backward()
+    *earlier, last = given
+    for one in earlier:
+        without_reduction(model, one)
+    model(last).backward()
     optimizer.step()
 
 

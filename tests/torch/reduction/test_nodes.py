@@ -389,7 +389,7 @@ def train_shards(rank: int) -> tuple[list[torch.Tensor], str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(70, 90), nn.ReLU(), nn.Linear(90, 30))
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
-    state = pycomm.compress(model, "int8", weights="bf16")
+    state = pycomm.compress(model, "int8")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(3):
         optimizer.zero_grad()

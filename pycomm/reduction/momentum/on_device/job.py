@@ -79,7 +79,7 @@ class Job:
             side = piece.residual.side if piece and piece.residual else 0
             read = own[i].side if own is not None and own[i].last_step else -1
             beta = float(moment.settings["betas"][0])
-            turn = (signs if self._looks else 0, first, stride, beta, read, side, moment.again)
+            turn = (signs if self._looks else 0, first, stride, beta, read, side, False)
             turns.append(turn)
             self._sides.append(side)
         at = values.data_ptr()
@@ -106,23 +106,15 @@ class Job:
         assert own is not None
         befores = self.befores or [None] * len(own)
         sendings = []
-        parts = self._table.parts
-        for before, side, one, (moment, _) in zip(befores, self._sides, own, parts, strict=True):
+        for before, side, one in zip(befores, self._sides, own, strict=True):
             at = 0 if before is None else before.data_ptr()
-            sendings.append((at, side, 1 - one.side, moment.again))
+            sendings.append((at, side, 1 - one.side, False))
         at = self.coded.data_ptr()
         self._passes.call(self._table.native.sent, at, self._dtype, sendings, self._swapped)
 
     def land(self) -> None:
-        """Make the ranks' mean a momentum, with that of an earlier backward."""
+        """Make the ranks' mean a momentum."""
         at = self._values.data_ptr()
-        land, added = self._table.native.land, False
-        self._passes.call(land, at, self._dtype, self._unit, self._divides)
-        for moment, piece in self._table.parts:
+        self._passes.call(self._table.native.land, at, self._dtype, self._unit, self._divides)
+        for moment, _ in self._table.parts:
             moment.landed = True
-            if moment.again and moment.base is not None and piece is not None:
-                part = self._values[piece.offset : piece.offset + piece.numel]
-                part.add_(moment.base.reshape(-1))
-                added = True
-        if added:  # look at what is whole now
-            self._passes.call(land, at, self._dtype, self._unit, False)

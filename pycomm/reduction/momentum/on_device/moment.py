@@ -40,7 +40,7 @@ class DeviceMoment(CodedMoment):
         self.knows = False
         """There is a second moment by which to divide; see `has_scale`."""
         self.entered = False
-        """Kernels have written the sums of this backward, or of one to which it adds."""
+        """Kernels have written the sums of this backward."""
         self.landed = False
         """Kernels have made the gradient the momentum, and have looked at it."""
         self.is_stale = True
@@ -65,12 +65,10 @@ class DeviceMoment(CodedMoment):
         self._restart()
         self._has_weight, self.is_stale = False, True
 
-    def begin(self, *, again: bool) -> None:
+    def begin(self) -> None:
         """See `CodedMoment`; the host waits for the device until there is a second moment."""
         self.start()
-        self.again, self.looked, self.landed = again, False, False
-        if not again:
-            self.base, self.entered = None, False
+        self.landed = self.entered = False
         self._has_weight = self._has_weight or float(self.state["moment_weight"]) > 0
         self.knows = self._has_weight
         step = int(self.state["step"])
@@ -83,7 +81,3 @@ class DeviceMoment(CodedMoment):
         if not self.entered:
             self._fresh.zero_()
             self.entered = True
-
-    def end(self) -> None:
-        """End a step, of which kernels have taken the sums."""
-        self.base, self.looked = None, False

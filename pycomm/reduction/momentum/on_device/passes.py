@@ -86,7 +86,6 @@ class DevicePasses:
             use = _C.MomentUse.step if used(moment) else _C.MomentUse.nothing
             settings = moment.settings
             how.append((use, float(settings["betas"][1]), float(settings["eps"])))
-            moment.end()
         at = 0 if sums is None else sums.data_ptr()
         self.call(self._table(moments).native.commit, at, how, ranks)
 

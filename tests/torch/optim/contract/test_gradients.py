@@ -23,7 +23,6 @@ from tests.torch.optim.table import (
     in_ddp,
     integers,
     make,
-    named,
     net,
     plain,
     rows,
@@ -117,26 +116,13 @@ def test_gradients_add_up_until_a_step_uses_them(rank, size, which):
 
 @on_ranks()
 @rows(of="adamw")
-def test_two_backwards_before_a_step_add_up(rank, size, which):
-    """The momentum of two reductions: b m + (1 - b) (g1 + g2), since nothing is left over."""
-    model, optimizer = make(which, codec="topk:1.0", feedback="residual:storage=float32")
-    betas: dict[str, float] = {}
-    for number in range(3):
-        before = {
-            n: whole(optimizer.state[named(model)[n]]["exp_avg"]).clone() if number else 0.0
-            for n in ("big", "small")
-        }
-        step(model, optimizer, *(gradients(rank, 10 * number + part) for part in range(2)))
-        for name, moment in optimizer.compression.moments.items():
-            given = [gradients(r, 10 * number + p)[name] for r in range(size) for p in range(2)]
-            b = betas.get(name, 0.0)
-            want = (1 - b) * sum(given) / size + b * before[name]
-            if number:
-                # Round-off of a dozen operations on values of about 1.
-                torch.testing.assert_close(
-                    whole(named(model)[name].grad), want, rtol=1e-4, atol=2e-5
-                )
-            betas[name] = moment.beta
+def test_a_second_backward_before_a_step_is_refused(rank, size, which):
+    model, optimizer = make(which)
+    train(model, optimizer, rank, range(2))
+    optimizer.zero_grad()
+    model(gradients(rank, 2)).backward()
+    with pytest.raises(Error, match=r"accumulate in no_sync\(\)"):
+        model(gradients(rank, 3)).backward()
 
 
 @on_ranks()
@@ -363,7 +349,7 @@ def distance(which: str, how: str, most: float, *, is_coded: bool, codec: str = 
     return float(sum(one.square().sum() for one in moved).sqrt())
 
 
-HOWS = ("", "accumulated", "two backwards", "unscaled", "foreach")
+HOWS = ("", "accumulated", "unscaled", "foreach")
 CLIPPED = [(*row, how, "sign") for row in ROWS if row[0] != "sgd" for how in HOWS]
 # Of one rank, and of a codec whose owners code the mean once more.
 CLIPPED += [("adamw", 1, "", "sign"), ("adamw", 2, "", "int4")]

@@ -82,12 +82,6 @@ def after_zeros(model: Any, optimizer: Any, rank: int) -> None:
     optimizer.zero_grad(set_to_none=False)
 
 
-def in_an_accumulation(model: Any, optimizer: Any, rank: int) -> None:
-    after_steps(model, optimizer, rank)
-    after_a_backward(model, optimizer, rank)
-    after_a_backward(model, optimizer, rank)
-
-
 def under_no_sync(model: Any, optimizer: Any, rank: int) -> None:
     after_steps(model, optimizer, rank)
     without_reduction(model, gradients(rank, 80))
@@ -100,7 +94,7 @@ def after_a_template(model: Any, optimizer: Any, rank: int) -> None:
 
 
 POINTS = (
-    *(nothing, after_steps, after_a_backward, after_zero_grad, after_zeros, in_an_accumulation),
+    *(nothing, after_steps, after_a_backward, after_zero_grad, after_zeros),
     *(under_no_sync, after_a_template),
 )
 ORDERS = ("moc", "com", "ocm")  # model, optimizer, compression
