@@ -17,7 +17,7 @@ from importlib import import_module
 SUBCOMMANDS = {
     "codecs": ("ops.codecs", "each codec on one core, beside memcpy; bits and errors"),
     "gpu": ("gpu.__main__", "checks and times on a GPU"),
-    "links": ("links.command", "collectives and groups over emulated links, near and far"),
+    "links": ("links", "collectives over emulated links, near and far, beside Gloo and iperf3"),
     "peers": ("peers.table", "time to a loss beside other systems, over the same links"),
     "plan": ("plan.command", "the planner's predictions beside measurements"),
     "report": ("figures.report", "measures what docs claim, and writes their tables"),

@@ -35,7 +35,7 @@ from pycomm.bench.training.results import DEMO_HEAD as HEAD
 from pycomm.bench.training.results import demo_cells
 from pycomm.bench.training.train import Config, parameters, ranks_train
 from pycomm.plan import show
-from pycomm.plan.units import format_rate, parse_rate
+from pycomm.units import format_rate, parse_rate
 
 BUSY = 0.2
 """Share of waiting for a processor from which the machine counts as busy."""

@@ -7,8 +7,8 @@
 runs the command once per rank, with torchrun's environment, prints the bytes that crossed each
 interface, and exits with 0, or with the status of the first rank that failed. All nodes connect to
 one switch. The egress and ingress of a node are limited at the ends of its own link, so links are
-full duplex. With a delay, jitter, loss, reordering or a matrix, a program moves the packets in user
-space (lab/wan.py). lab/rates.py defines the format of rates, lab/shape.py that of the others. Root
+full duplex. With a delay, a loss or a matrix, a program moves the packets in user space
+(lab/wan.py). lab/rates.py defines the format of rates, lab/shape.py that of the others. Root
 is not needed where the kernel allows user namespaces.
 
 Nothing is left behind. A namespace and its contents live as long as the process that holds it open,
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -87,9 +86,7 @@ def node_rate(text: str) -> tuple[int, str]:
 
 _SHAPES = {
     "delay": "each packet's travel, one way: 30ms; makes a lab in user space (none)",
-    "jitter": "by how much that varies (none)",
     "loss": "share of packets that are lost: 0.1%% (none)",
-    "reorder": "share of packets that overtake others (none)",
 }
 
 
@@ -112,17 +109,6 @@ def make_lab(args: argparse.Namespace) -> Netlab:
     text = "" if args.matrix is None else Path(args.matrix).read_text()
     shape = wan_shape.changed(wan_shape.Shape(), words)
     return WanLab(args.nodes, args.rate, shape=shape, matrix_text=text, **common)
-
-
-def _joined(argv: Sequence[str]) -> list[str]:
-    """Return the arguments with "--delay -3ms" as one, which argparse reads as two options."""
-    result: list[str] = []
-    for word in argv:
-        if result and result[-1] in [f"--{name}" for name in _SHAPES] and re.match(r"-\d", word):
-            result[-1] += f"={word}"
-        else:
-            result.append(word)
-    return result
 
 
 class _Ended(Exception):
@@ -148,7 +134,7 @@ def main() -> int:
     add("--congestion", default="reno", help="TCP's congestion control (reno)")
     add("--user-namespace", action="store_true", help="use one even as root")
     add("command", nargs="+", help="after --")
-    args = parser.parse_args(_joined(sys.argv[1:]))
+    args = parser.parse_args()
 
     def end(number: int, _: object) -> None:
         raise _Ended(128 + number)

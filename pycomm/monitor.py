@@ -1,4 +1,4 @@
-"""Metrics of this process while it trains: as text, as JSON, and for Prometheus.
+"""Metrics of this process while it trains: as text, and for Prometheus.
 
 They cover each model whose gradients are compressed (size and error of the compression) and each
 group (its operations, and the rank that holds the others up); see ``docs/monitor.md``.
@@ -16,10 +16,9 @@ Example:
 from __future__ import annotations
 
 import atexit
-import json as json_format
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -212,16 +211,6 @@ def text() -> str:
         lines += [f"  {event}" for event in r.events]
     lines += show.lines()
     return "\n".join(lines) or "this process compresses no model's gradients and has no group"
-
-
-def json() -> str:
-    """Return all metrics as JSON: "models", each with its number and ratio, and "groups"."""
-    models = [
-        {"model": number, **asdict(report), "ratio": report.ratio}
-        for number, report in snapshot().items()
-    ]
-    groups = [show.plain(group) for group in show.groups()]
-    return json_format.dumps({"models": models, "groups": groups}, indent=2)
 
 
 # --------------------------------------------------------------------- Prometheus

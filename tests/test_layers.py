@@ -51,6 +51,7 @@ PYTHON_LAYERS = (
         "env",
         "folders",
         "log",
+        "units",
     }
     | {"_C", "_c10d"},
 )

@@ -156,10 +156,3 @@ def checked_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 def add_csv(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", metavar="FILE", type=Path, help="append all rows to this file")
-
-
-def add_files(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name the output files."""
-    add_csv(parser)
-    names = "-J", "--json", "--output_file"
-    parser.add_argument(*names, metavar="FILE", type=Path, help="write all rows to this file")

@@ -1,7 +1,7 @@
 """Basics of all benchmarks: sizes, the common schema of results, and their origin.
 
-Every row of every benchmark has the columns of :class:`Row`, in a printed table, in an append-only
-CSV, and in JSON.
+Every row of every benchmark has the columns of :class:`Row`, in a printed table and in an
+append-only CSV.
 """
 
 from __future__ import annotations
@@ -111,12 +111,8 @@ class Row:
 
     Kinds:
         time: a collective.
-        ratio: one backend over another, which `vs` names; `time_p50`, `time_p99` and `effbw` hold
-            how many times better the first is.
         codec: one core; `algbw` counts float32 bytes, `copybw` is memcpy's in the same run and
             `of_copy` the ratio of the two.
-        train: a phase of a training step; `wire_bytes` leave a rank's interface, `ratio` is those
-            of `vs` over them, `wrong` counts steps whose losses differ from those of `vs`.
         loss, total: of `bench training`: one training, and with the steps of a link.
         step: of `bench step`.
     """
@@ -132,7 +128,6 @@ class Row:
     codec: str = "none"
     place: str = ""
     """of a collective's result: "in" memory of its input, or "out" of it"""
-    vs: str = ""
     iterations: int = 0
     time_p50: float | None = None
     time_p99: float | None = None
@@ -178,8 +173,6 @@ class Row:
     """relative change of the final loss against float32's with the same seed"""
     steps_to_loss: float | None = None
     seconds_to_loss: float | None = None
-    vs_fp16_hook: float | None = None
-    vs_best_of_gloo: float | None = None
     curve: str = ""
     """ "step:loss" at every evaluation"""
 
@@ -188,7 +181,7 @@ MEASURED = (
     *("iterations", "time_p50", "time_p99", "algbw", "busbw", "effbw", "wrong", "ratio", "err"),
     *("wire_bytes", "cpu_seconds", "copybw", "of_copy", "seconds", "loss", "change"),
     *("wire_seconds", "bound", "memory", "parts", "time_device"),
-    *("steps_to_loss", "seconds_to_loss", "vs_fp16_hook", "vs_best_of_gloo", "curve"),
+    *("steps_to_loss", "seconds_to_loss", "curve"),
 )
 """columns of `Row` that are results; the others say what was measured"""
 COLUMNS = [f.name for f in fields(Row)] + [f.name for f in fields(Origin)]

@@ -1,9 +1,8 @@
-"""Results of a command: a table that grows row by row, files, and ratios between backends."""
+"""Results of a command: a table that grows row by row, and a file."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,48 +96,8 @@ class Report:
         """Return all rows, with their origin."""
         return [record(row, self.origin) for row in self.rows]
 
-    def write_json(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.records(), indent=1) + "\n")
-
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
     """Return a Markdown table; all columns but the first `left` are right-aligned numbers."""
     rule = ["---"] * left + ["--:"] * (len(head) - left)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows))
-
-
-def ratios(rows: Sequence[Row], baseline: str) -> list[Row]:
-    """Return each row relative to the exact row of `baseline` of the same case.
-
-    Codecs average; where no exact average exists, they are compared with sums.
-    """
-
-    def case(row: Row, redop: str) -> tuple[object, ...]:
-        return row.op, row.size, row.type, redop, row.place
-
-    exact = [r for r in rows if r.kind == "time" and r.backend == baseline and r.codec == "none"]
-    base = {case(r, r.redop): r for r in exact}
-    for row in rows:
-        if row.codec != "none" and case(row, "sum") in base:
-            base.setdefault(case(row, row.redop), base[case(row, "sum")])
-    return [
-        replace(
-            row,
-            kind="ratio",
-            vs=baseline,
-            time_p50=_over(other.time_p50, row.time_p50),
-            time_p99=_over(other.time_p99, row.time_p99),
-            effbw=_over(row.effbw, other.effbw),
-            algbw=None,
-            busbw=None,
-        )
-        for row in rows
-        if row.kind == "time" and row.backend != baseline
-        for other in [base.get(case(row, row.redop))]
-        if other is not None
-    ]
-
-
-def _over(a: float | None, b: float | None) -> float | None:
-    return a / b if a and b else None

@@ -194,15 +194,6 @@ FIGURES = (
         measured=MEASURED,
     ),
     Figure(
-        "gpu-trace",
-        "trace-stand-in.csv",
-        charts.timeline,
-        panel=("model", "method", "rate"),
-        line=("stage",),
-        point=("bucket",),
-        measured=("begin", "end"),
-    ),
-    Figure(
         "losses",
         "training-cpu.csv",
         charts.losses,
@@ -211,14 +202,5 @@ FIGURES = (
         point=("seed",),
         # Curves have the same number of windows in all rows, and bits depend on no machine.
         measured=(*MEASURED, "windows", *CHECKED),
-    ),
-    Figure(
-        "error",
-        "distortion-cpu.csv",
-        charts.error,
-        panel=("values", "count"),
-        line=("family",),
-        point=("codec",),
-        measured=("bits", "error"),
     ),
 )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from pycomm.bench.common import harness, tables
 from pycomm.bench.common.tables import Row
-from pycomm.bench.figures.drawing import COLOURS, FAINT, GREY, chart, line, log_scale, panels
-from pycomm.bench.ops import errors
-from pycomm.plan.units import format_bytes, format_rate, format_time, parse_rate
+from pycomm.bench.figures.drawing import COLOURS, GREY, chart, line, log_scale, panels
+from pycomm.units import format_bytes, format_rate, format_time, parse_rate
 
 BASE_METHOD = "Gloo, fp32"
 LOSS_METHODS = (
@@ -124,27 +122,6 @@ def bars_of_steps(rows: Sequence[Row]) -> Any:
 
 
 @chart
-def timeline(rows: Sequence[Row]) -> Any:
-    """Draw the stages of each bucket of a step, and the optimizer, on an axis of time."""
-    first = rows[0]
-    figure, (axes,) = panels(
-        "The stages of a step",
-        f"{first['method']} on links of {_link(first['rate'])}; model {first['model']}; "
-        f"{first['device']}",
-    )
-    last = 1 + max(int(row["bucket"]) for row in rows)  # the place of the optimizer
-    for stage in dict.fromkeys(row["stage"] for row in rows):
-        mine = [row for row in rows if row["stage"] == stage]
-        places = [last - int(row["bucket"]) if int(row["bucket"]) >= 0 else 0 for row in mine]
-        begins = [_ms(row["begin"]) for row in mine]
-        lengths = [_ms(row["end"]) - begin for row, begin in zip(mine, begins, strict=True)]
-        axes.barh(places, lengths, 0.7, begins, label=stage)
-    axes.set_yticks(range(last + 1), ["none", *map(str, reversed(range(last)))])
-    axes.set(xlabel="ms", ylabel="bucket")
-    return figure
-
-
-@chart
 def losses(rows: Sequence[Row]) -> Any:
     """Plot the loss against steps, as the mean over the seeds, by method."""
     first = rows[0]
@@ -164,36 +141,6 @@ def losses(rows: Sequence[Row]) -> Any:
             lows.append(means[-1] - 0.08)
             highs.append(means[1] + 0.05)
     axes.set(xlabel="step", ylabel=LOSS, ylim=(min(lows), max(highs)))
-    return figure
-
-
-@chart
-def error(rows: Sequence[Row]) -> Any:
-    """Plot error against bits, by family of codecs, on normal values and on gradients."""
-    figure, every = panels(
-        "What a codec loses, and for how many bits",
-        "One coding, without feedback; bits count scales and indices",
-        2,
-    )
-    bits = [0.05 * 1.06**i for i in range(96)]
-    least = [2.0 ** (-2 * b) for b in bits]
-    every[0].plot(bits, least, ":", color=FAINT, marker="", linewidth=1.3, label="least possible")
-    titles = {
-        errors.NORMAL: "Normally distributed values",
-        errors.GRADIENTS: "Gradients of the demo's model, step 100",
-    }
-    for axes, (values, title) in zip(every, titles.items(), strict=True):
-        for family in errors.FAMILIES:
-            mine = [r for r in rows if (r["values"], r["family"]) == (values, family)]
-            if mine:
-                line(axes, family, [(float(r["bits"]), float(r["error"])) for r in mine])
-                if family not in errors.LADDERS:
-                    axes.lines[-1].set(linestyle="none", markersize=7, alpha=0.85)
-        log_scale(axes, "x", lambda b: f"{b:g}", (0.1, 0.3, 1, 2, 4, 8, 16))
-        powers = [10.0**power for power in range(-8, 1, 2)]
-        log_scale(axes, "y", lambda e: f"1e{round(math.log10(e))}" if e < 1 else "1", powers)
-        axes.set(xlabel="bits per value", xlim=(0.04, 28), title=title)
-        axes.set(ylabel="relative squared error", ylim=(1e-8, 4))
     return figure
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.common.report import markdown
+from pycomm.bench.peers import table as peers
 from pycomm.bench.plan import command as plan
 from pycomm.bench.training import suite
 from pycomm.bench.training.methods import METHODS
@@ -22,8 +23,6 @@ from pycomm.bench.training.results import (
     changes,
     demo_cells,
     load,
-    over,
-    totals,
     with_loss,
 )
 from pycomm.codecs import CODECS as KNOWN
@@ -37,28 +36,21 @@ DEMO = tables.RESULTS / "demo-cpu.csv"
 COUNTS = ROOT / "tests" / "codecs" / "cuda" / "calls.csv"
 
 
-def training(rows: Sequence[Row], model: str, rate: str) -> str:
-    """Return the table with a row per method, the fastest step first.
-
-    A model that was not trained takes its steps to the loss from the demo's trainings.
-    """
-    trained = any((r.kind, r.model) == ("loss", model) for r in rows)
-    done = totals(rows, "" if trained else "demo")
-    chosen = [r for r in done if (r.model, r.rate) == (model, rate) and r.seconds]
-    chosen.sort(key=lambda r: r.seconds or 0)
+def steps(rows: Sequence[Row], model: str, rate: str) -> str:
+    """Return the table with a row per method, the fastest step first; the last rows count."""
+    found = {r.method: r for r in rows if (r.kind, r.model, r.rate) == ("step", model, rate)}
+    chosen = sorted((r for r in found.values() if r.seconds), key=lambda r: r.seconds or 0)
     fp16 = next((r.seconds for r in chosen if r.hook == "fp16"), None)
     lines = [
         [
             row.method,
             number(row.seconds, 0, 1e3),
             number(row.wire_bytes, 2, 1e-6),
-            number(over(fp16, row.seconds), 2),
-            number(row.seconds_to_loss, 0),
+            number(fp16 / row.seconds if fp16 and row.seconds else None, 2),
         ]
         for row in chosen
     ]
-    head = ("method", "step, ms", "MB a step", "x fp16 hook", "seconds to the exact loss")
-    return markdown(head, lines)
+    return markdown(("method", "step, ms", "MB a step", "x fp16 hook"), lines)
 
 
 def losses(rows: Sequence[Row], model: str) -> str:
@@ -123,8 +115,10 @@ def demo(path: Path) -> str:
 
 
 def planner(path: Path) -> str:
-    """Return the planner's prediction errors over all cases; `bench plan --judge` has them all."""
-    *_, (_, _, _, *cells) = plan.summary(read_rows(path, plan.PlanCase))
+    """Return the planner's prediction errors over all cases."""
+    cases = read_rows(path, plan.PlanCase)
+    median, worst, picked = plan.accuracy(cases)
+    cells = [str(len(cases)), f"{median:.1%}", f"{worst:.1%}", f"{sum(picked)} of {len(picked)}"]
     return markdown(("cases", "median error", "worst", "fastest codec picked"), [cells], left=0)
 
 
@@ -198,15 +192,15 @@ def write_all(claimed: Sequence[tables.Row]) -> None:
     """Write all tables; those of what docs claim has a row for each of these claims."""
     rows = load(TRAINING)
     for rate in dict.fromkeys(r.rate for r in rows if (r.kind, r.model) == ("step", "25m")):
-        write(PAGE, f"steps 25m {rate}", training(rows, "25m", rate))  # a figure has the demo's
-    for model in ("demo", "digits"):  # the others are sweeps of the demo's settings
-        write(PAGE, f"losses {model}", losses(rows, model))
+        write(PAGE, f"steps 25m {rate}", steps(rows, "25m", rate))  # a figure has the demo's
+    write(PAGE, "losses demo", losses(rows, "demo"))  # others are sweeps of the demo's settings
     # A row per method, since there are more of them than of tasks.
     tasks, *lines = zip(*suite.table(load(tables.RESULTS / "suite-cpu.csv")), strict=True)
     methods = [line for line in lines if any(line[1:])]
     write(PAGE, "suite", markdown(("method", *tasks[1:]), methods))
     write(PAGE, "codecs", codecs(CODECS))
     write(DOCS / "bench.md", "claims", claims(claimed, tables.RESULTS))
+    write(DOCS / "peers.md", "peers", peers.markdown(tables.read(tables.RESULTS / "peers-cpu.csv")))
     write(PAGE, "planner", planner(tables.RESULTS / "plan-cpu.csv"))
     write(PAGE, "kernels", kernels(COUNTS))
     write(DOCS / "gpu.md", "paths", paths())

@@ -11,7 +11,6 @@ The stages come in the order of what they tell a minute, and each ends within it
     optimizer    CodedAdamW beside torch's fused AdamW
     contract     the contract test of every implementation, ranks on one GPU (checks.py)
     sanitize     the kernels under compute-sanitizer
-    trace        torch's profile of steps in int4
 
 Rows go to CSV files at once, so that a crash or a timeout keeps all earlier ones. `contract` and
 `sanitize` go on where an earlier run of the same sources has stopped. At the end stands what has
@@ -40,7 +39,7 @@ from pycomm import triton_kernels
 from pycomm.bench.common import accelerator, arguments, tables
 from pycomm.bench.common.harness import Origin
 from pycomm.bench.gpu import checks
-from pycomm.bench.gpu.tasks import BROKEN, KINDS, SPECS, TORCH, GpuRow, table
+from pycomm.bench.gpu.tasks import BROKEN, KINDS, SPECS, TIMED, GpuRow, table
 from pycomm.codecs.cuda.sources import include_folder
 from pycomm.doctor import gpu as doctor
 
@@ -144,7 +143,7 @@ class GpuRun:
         """Time a kind in another process; a crash, or too long a time, loses its later rows."""
         names = [f"contract {kind} {part}" for part in checks.PARTS]
         said = [text for text in map(self.checked, names) if text]
-        contract = f"{len(said)} of {len(names)} parts" if kind in KINDS else ""
+        contract = f"{len(said)} of {len(names)} parts"
         job = {"kind": kind, "numels": numels, "contract": contract}
         job |= {"folder": str(self.folder), "machine": self.machine, "specs": self.options.codec}
         self.call(kind, TASKS, json.dumps(job), seconds=KIND_SECONDS)
@@ -197,8 +196,9 @@ def step(run: GpuRun) -> None:
 
 
 def kernels(run: GpuRun) -> None:
-    for kind in (*run.options.kinds, TORCH):
-        run.time(kind, list(run.options.numel))
+    for kind in run.options.kinds:
+        if kind in TIMED:
+            run.time(kind, list(run.options.numel))
 
 
 def contract(run: GpuRun) -> None:
@@ -220,11 +220,6 @@ def sanitize(run: GpuRun) -> None:
             run.check([suite])
 
 
-def trace(run: GpuRun) -> None:
-    file = str(run.file("trace"))
-    run.call("trace", "pycomm.bench", *WORDS["trace"], "--rounds", "1", "--trace", file)
-
-
 Stage = Callable[[GpuRun], None]
 STAGES: dict[str, tuple[float, Stage]] = {
     "smoke": (1, smoke),
@@ -234,7 +229,6 @@ STAGES: dict[str, tuple[float, Stage]] = {
     "optimizer": (1, partial(measured, "optimizer")),
     "contract": (4, contract),
     "sanitize": (4, sanitize),
-    "trace": (1, trace),
 }
 """By name the minutes of each, and what it does."""
 WORDS = {
@@ -244,7 +238,6 @@ WORDS = {
         *("--codec", "none,int8,int4"),
     ),
     "optimizer": ("training", "--only", "optimizer", "--models", "25m,124m"),
-    "trace": ("step", "--methods", "int4", "--backend", "pycomm", "--rate", "10gbit"),
 }
 """The commands of `pycomm.bench` that stages run, but for their files."""
 

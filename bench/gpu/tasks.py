@@ -9,6 +9,7 @@ GPU's context unusable the process exits with `BROKEN`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -25,19 +26,17 @@ from pycomm.bench.common import accelerator, tables
 from pycomm.bench.gpu.timing import (
     bytes_moved,
     call_of,
-    conversion_of,
     l2_bytes,
     measure,
     sets_needed,
     time_copy,
-    topk_of_torch,
 )
-from pycomm.codecs import convert
 from pycomm.codecs.implementations import Unavailable, implementation
 
 KINDS = ("native", "nvrtc", "triton", "reference")
-TORCH = "torch"
-"""a kind besides: torch.topk"""
+"""all that the contract test covers"""
+TIMED = KINDS[:3]
+"""those whose kernels are timed: plain torch makes dozens of passes"""
 OPS = ("encode", "encode_feedback", "decode", "decode_add")
 SPECS = (
     "fp16",
@@ -60,12 +59,6 @@ SPECS = (
     "eden:bits=1",
     "lossless",
 )
-CONVERSIONS = (
-    (torch.float32, torch.float32),  # unscale and clip, which torch does in separate passes
-    (torch.float16, torch.float32),
-    (torch.float32, torch.bfloat16),  # the end of a compressed all-reduce
-)
-REFERENCE_NUMEL = 1 << 22  # plain torch makes dozens of passes and temporaries
 BROKEN = 3  # exit status: no later call can run in this process
 
 copy_rate = cache(time_copy)
@@ -75,7 +68,7 @@ copy_rate = cache(time_copy)
 class GpuRow:
     """One timed kernel or, where kind is "check", the result of one suite without times."""
 
-    kind: str  # native, nvrtc, triton, reference, torch; or check: `codec` names the suite
+    kind: str  # one of TIMED; or check: `codec` names the suite
     contract: str  # the contract test's result for this kind in this run: "767 passed"
     codec: str
     op: str = ""
@@ -105,16 +98,8 @@ def calls_of(
     kind: str, numels: Sequence[int], specs: Sequence[str] = SPECS
 ) -> Iterator[tuple[str, Timed]]:
     """Yield the name of each call of a kind, and what times it."""
-    most = min(REFERENCE_NUMEL, max(numels))
-    for numel in (most,) if kind == "reference" else numels:
-        if kind == TORCH:
-            yield f"torch.topk of {numel}", partial(time_topk, numel)
-            continue
-        for source, target in CONVERSIONS:
-            yield f"{source} to {target}", partial(time_conversion, kind, numel, source, target)
-        for spec in specs:
-            for op in OPS:
-                yield f"{spec} {op} of {numel}", partial(time_kernel, kind, numel, spec, op)
+    for numel, spec, op in itertools.product(numels, specs, OPS):
+        yield f"{spec} {op} of {numel}", partial(time_kernel, kind, numel, spec, op)
 
 
 def time_kernel(kind: str, numel: int, spec: str, op: str) -> GpuRow:
@@ -129,22 +114,6 @@ def time_kernel(kind: str, numel: int, spec: str, op: str) -> GpuRow:
     sets = sets_needed(moved, l2_bytes())
     timed = measure([call_of(run, codec, op, numel) for _ in range(sets)])
     return _row(kind, codec.spec(), op, numel, moved, *timed)
-
-
-def time_conversion(kind: str, numel: int, source: torch.dtype, target: torch.dtype) -> GpuRow:
-    """Time `pycomm.convert` from one dtype to another."""
-    run = convert.implementation(kind, accelerator.kind())
-    moved = numel * (source.itemsize + target.itemsize)
-    calls = range(sets_needed(moved, l2_bytes()))
-    timed = measure([conversion_of(run, source, target, numel) for _ in calls])
-    name = f"{source} to {target}".replace("torch.", "")
-    return _row(kind, name, "convert", numel, moved, *timed)
-
-
-def time_topk(numel: int) -> GpuRow:
-    """Time torch.topk, the baseline of topk."""
-    timed = measure([topk_of_torch(numel) for _ in range(2)])
-    return _row(TORCH, "torch.topk 1 %", "topk", numel, 4 * numel, *timed)
 
 
 def _row(
@@ -175,7 +144,7 @@ def main(
     """Time all calls of a kind; return 1 if one has failed.
 
     Args:
-        kind: one of KINDS, or TORCH.
+        kind: one of TIMED.
         numels: values per call.
         specs: the codecs.
         contract: what the contract test has said of this kind.

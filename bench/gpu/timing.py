@@ -17,7 +17,6 @@ import torch
 from pycomm.bench.common import accelerator
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.base import Codec
-from pycomm.codecs.convert import Conversion, Run
 
 SECONDS = 0.08  # per kernel
 
@@ -47,31 +46,6 @@ def call_of(run: Any, codec: Codec, op: str, numel: int) -> Callable[[], None]:
     residual = torch.randn_like(x) * 0.01 if op == "encode_feedback" else None
     args = EncodeArgs(x, payload, residual, residual, RandomKey(seed=1), 0)
     return lambda: run.encode(codec, args)
-
-
-def conversion_of(
-    run: Run, source: torch.dtype, target: torch.dtype, numel: int
-) -> Callable[[], None]:
-    """Return one `pycomm.convert` call that unscales, clips and checks for overflow."""
-    x = torch.randn(numel, device=accelerator.kind()).to(source)
-    out, found_inf = torch.empty_like(x, dtype=target), torch.zeros(1, device=accelerator.kind())
-    by, clip = (
-        torch.full((1,), 0.5, device=accelerator.kind()),
-        torch.ones(1, device=accelerator.kind()),
-    )
-    conversion = Conversion(x, out, by, clip, 2.0, found_inf)
-    return lambda: run(conversion)
-
-
-def topk_of_torch(numel: int) -> Callable[[], Any]:
-    """Return torch.topk of 1 % of the magnitudes plus the gather of values, as a hook would do."""
-    x = torch.randn(numel, device=accelerator.kind())
-
-    def call() -> Any:
-        indices = x.abs().topk(max(1, numel // 100), sorted=False).indices
-        return x[indices]
-
-    return call
 
 
 def measure(calls: list[Callable[[], None]]) -> tuple[float, str]:

@@ -3,8 +3,7 @@
 //
 // Standard input says everything, a line each. Until "go":
 //   node PID IPV4                    a namespace, held open by this process, and its address
-//   link I J DELAY JITTER LOSS REORDER RATE   from node I to J: microseconds, shares, bit/s (0:
-//   any)
+//   link I J DELAY LOSS RATE         from node I to J: microseconds, a share, bit/s (0: any)
 // and at any time:
 //   rate I SENT RECEIVED             of a node, in bit/s (0: any)
 //   cut I, mend I                    drop all packets from and to a node, or no longer
@@ -92,10 +91,9 @@ struct Pipe {
 };
 
 struct Link {
-  int64_t delay = 0, jitter = 0;  // nanoseconds
-  double loss = 0, reorder = 0;
+  int64_t delay = 0;  // nanoseconds
+  double loss = 0;
   Pipe pipe;
-  int64_t last = 0;  // arrival of the packet before
 };
 
 struct Node {
@@ -137,11 +135,10 @@ class Network {
       ::inet_pton(AF_INET, address.c_str(), &nodes_.back().address);
       by_address_[nodes_.back().address] = nodes_.size() - 1;
     } else if (verb == "link") {
-      double delay = 0, jitter = 0, rate = 0;
+      double delay = 0, rate = 0;
       Link link;
-      words >> i >> j >> delay >> jitter >> link.loss >> link.reorder >> rate;
+      words >> i >> j >> delay >> link.loss >> rate;
       link.delay = static_cast<int64_t>(delay * 1e3);
-      link.jitter = static_cast<int64_t>(jitter * 1e3);
       link.pipe.set_rate(rate);
       links_[{i, j}] = link;
     } else if (verb == "rate") {
@@ -223,14 +220,7 @@ class Network {
     if (node.cut || nodes_[to].cut || !passes(nodes_[to], packet) || chance() < link.loss) {
       return lost_++, false;
     }
-    const auto wobble = static_cast<int64_t>((2 * chance() - 1) * static_cast<double>(link.jitter));
-    packet.at = std::max(link.last, on_link + std::max<int64_t>(0, link.delay + wobble));
-    // It overtakes those before it.
-    if (link.reorder > 0 && chance() < link.reorder) {
-      packet.at = on_link + link.delay / 2;
-    } else {
-      link.last = packet.at;
-    }
+    packet.at = on_link + link.delay;
     packet.number = number_++;
     packet.epoch = epoch_;
     packet.trips = node.trips + 1;

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 
 UNLIMITED = "unlimited"
-_RATE = re.compile(r"\d+(\.\d+)?[kmgt]?(bit|bps)")
+_RATE = re.compile(r"\d+(\.\d+)?[kmgt]?bit")
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,9 @@
-"""Delay, jitter, loss and reordering of the links between nodes, as netlab takes them.
+"""Delay and loss of the links between nodes, as netlab takes them.
 
 | option | meaning |
 | --- | --- |
 | `--delay 30ms` | each packet travels for 30 ms one way (60 ms both ways); `us`, `ms` or `s` |
-| `--jitter 2ms` | its travel takes up to 2 ms less or more; packets keep their order |
 | `--loss 0.1%` | a packet is lost with this probability, each by itself; `0.001` is the same |
-| `--reorder 1%` | so many packets take half of the delay, and overtake those before them |
 | `--matrix FILE` | links of pairs of nodes that differ, a line each |
 
 A line of the matrix names the nodes, `0-1` for both ways or `0>1` for one, `*` for every node, and
@@ -19,11 +17,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from pycomm import units
 from pycomm.bench.lab import rates
 
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LONGEST = 60.0  # seconds: a longer delay is a mistake
-_BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 @dataclass(frozen=True)
@@ -32,9 +29,7 @@ class Shape:
 
     delay: float = 0.0
     """seconds, one way"""
-    jitter: float = 0.0
     loss: float = 0.0
-    reorder: float = 0.0
     rate: float = 0.0
     """bits per second; 0: no limit of its own"""
 
@@ -45,11 +40,10 @@ def seconds(name: str, text: str) -> float:
     Raises:
         ValueError: it is no such time, or one that no link has.
     """
-    found = re.fullmatch(r"(-?\d+(?:\.\d+)?)(us|ms|s)", text)
-    if not found and float_of(text) != 0:
+    if not re.fullmatch(r"0|[\d.]+(us|ms|s)", text):
         raise ValueError(f"cannot read the {name} {text!r}: want a time with a unit, such as 30ms")
-    time = float(found[1]) * _UNITS[found[2]] if found else 0.0
-    if not 0 <= time <= _LONGEST:
+    time = units.parse_time(text)
+    if time > _LONGEST:
         raise ValueError(f"the {name} {text} is impossible: want 0 to {_LONGEST:.0f}s")
     return time
 
@@ -60,31 +54,15 @@ def share(name: str, text: str) -> float:
     Raises:
         ValueError: it is no number, or outside of 0 to 100 %.
     """
-    number = float_of(text.removesuffix("%"))
-    if number is None:
-        raise ValueError(f"cannot read the {name} {text!r}: want a share, such as 0.1% or 0.001")
-    value = number / 100 if text.endswith("%") else number
-    if not 0 <= value <= 1:
-        raise ValueError(f"the {name} {text} is impossible: want 0% to 100%")
-    return value
+    try:
+        return units.parse_share(text)
+    except ValueError:
+        raise ValueError(f"the {name} {text} is no share: want 0% to 100%, such as 0.1%") from None
 
 
 def bits(text: str | None) -> float:
     """Return the bits per second of a rate as tc writes it; 0 for none."""
-    if text is None:
-        return 0.0
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)(bit|bps)", text)
-    if not found:
-        raise ValueError(f"cannot read the rate {text!r}: want one such as 20mbit")
-    return float(found[1]) * _BITS[found[2]] * (8 if found[3] == "bps" else 1)
-
-
-def float_of(text: str) -> float | None:
-    """Return the number; None if it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
+    return 0.0 if text is None else 8 * units.parse_rate(text)[0]
 
 
 def changed(shape: Shape, words: Mapping[str, str]) -> Shape:
@@ -94,14 +72,14 @@ def changed(shape: Shape, words: Mapping[str, str]) -> Shape:
         ValueError: an unknown word or an impossible value.
     """
     for name, text in words.items():
-        if name in ("delay", "jitter"):
+        if name == "delay":
             value = seconds(name, text)
-        elif name in ("loss", "reorder"):
+        elif name == "loss":
             value = share(name, text)
         elif name == "rate":
             value = 0.0 if text == rates.UNLIMITED else bits(text)
         else:
-            raise ValueError(f"a link has no {name!r}: want delay, jitter, loss, reorder or rate")
+            raise ValueError(f"a link has no {name!r}: want delay, loss or rate")
         shape = replace(shape, **{name: value})
     return shape
 

@@ -100,8 +100,7 @@ class WanLab(Netlab):
         )
         lines = [f"node {pid} 10.77.{link}.{node + 1}" for node, pid in enumerate(pids)]
         for (i, j), pair in self.pairs.items():
-            times = f"{pair.delay * 1e6} {pair.jitter * 1e6}"
-            lines.append(f"link {i} {j} {times} {pair.loss} {pair.reorder} {pair.rate}")
+            lines.append(f"link {i} {j} {pair.delay * 1e6} {pair.loss} {pair.rate}")
         for node in range(self.nodes):
             lines.append(_rate_line(node, self._links[node][link]))
         if self._ask("\n".join([*lines, "go"])) != "ready":
@@ -157,9 +156,7 @@ class WanLab(Netlab):
     def describe(self) -> str:
         s = self.shape
         words = [f"{1e3 * s.delay:g} ms one way"]
-        words += [f"jitter {1e3 * s.jitter:g} ms"] if s.jitter else []
         words += [f"loss {100 * s.loss:g} %"] if s.loss else []
-        words += [f"reorder {100 * s.reorder:g} %"] if s.reorder else []
         words += ["some pairs differ"] if self._differ else []
         text = super().describe().replace(" by tbf", "")
         return f"{text}, {', '.join(words)}, in user space"

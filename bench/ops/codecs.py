@@ -2,7 +2,6 @@
 
 python -m pycomm.bench codecs
 python -m pycomm.bench codecs --codec int8,int4:block=64 -b 4M -e 4M
-python -m pycomm.bench codecs --errors    bits and errors of one coding (errors.py)
 """
 
 from __future__ import annotations
@@ -163,8 +162,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     what = f"of {', '.join(ALIASES)} and so on, with options (all)"
     kind = arguments.codecs
     parser.add_argument("--codec", type=kind, metavar="CODEC,...", help=what)
-    parser.add_argument("--errors", action="store_true", help="instead: bits, errors; no times")
-    arguments.add_files(parser)
+    arguments.add_csv(parser)
     options = parser.parse(argv)
     options.sizes = arguments.checked_sizes(parser, options)
     return options
@@ -183,10 +181,6 @@ def _on_one_core() -> Iterator[None]:
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     chosen, sizes = specs(options.codec or []), options.sizes
-    if options.errors:
-        from pycomm.bench.ops import errors  # needs torch
-
-        return errors.run(options)
     report = Report(COLUMNS, options)
     with _on_one_core():
         origin = report.origin
@@ -194,6 +188,4 @@ def main(argv: Sequence[str]) -> int:
         for size in sizes:
             for spec in chosen:
                 measure(spec, size, report)
-    if options.json:
-        report.write_json(options.json)
     return 0

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pycomm.bench.common import arguments
 from pycomm.bench.common.harness import format_size
-from pycomm.bench.common.report import Column, Report, ratios
+from pycomm.bench.common.report import Column, Report
 from pycomm.bench.lab.base import Paced, wait
 from pycomm.bench.lab.rates import UNLIMITED
 from pycomm.bench.ops import backends, coded
@@ -35,21 +35,14 @@ GRACE = 5.0  # seconds that rank 0 waits for the others to finish
 STORE = "BENCH_STORE"  # the variable with the folder in which ranks of `launch` meet
 
 
-def named(options: argparse.Namespace) -> list[Column]:
-    """Return the columns of what was asked for."""
-    return [
-        Column("backend", max(map(len, ["backend", *options.backend]))),
-        Column("codec", max(map(len, ["codec", *options.codec]))),
-    ]
-
-
 def columns(options: argparse.Namespace) -> list[Column]:
     return [
         Column("size", 7, format_size),
         Column("count", 9, "d"),
         Column("type", 8),
         Column("redop", 5),
-        *named(options),
+        Column("backend", max(map(len, ["backend", *options.backend]))),
+        Column("codec", max(map(len, ["codec", *options.codec]))),
         Column("place", 5),
         Column("time_p50", 10, ".2f", "p50(us)"),
         Column("time_p99", 10, ".2f", "p99(us)"),
@@ -76,21 +69,6 @@ def print_averages(report: Report) -> None:
         report.note(f"# Avg bus bandwidth of {name}: {sum(found) / len(found):.3f} GB/s")
 
 
-def print_ratios(report: Report, options: argparse.Namespace) -> None:
-    """Print by which factor each backend beats the baseline, and add those rows to the report."""
-    found = ratios(report.rows, options.baseline)
-    if not found:
-        return
-    titles = {"time_p50": "p50", "time_p99": "p99", "effbw": "effbw"}
-    times = [Column(name, 8, lambda by: f"{by:.1f}x", title) for name, title in titles.items()]
-    report.columns = [Column("size", 7, format_size), *named(options), *times]
-    what = f"times better than {options.baseline} (p50, p99: shorter; effbw: higher)"
-    report.note("")
-    report.header(what)
-    for row in found:
-        report.add(row)
-
-
 def rank_main(options: argparse.Namespace, folder: Path, rank: int, ranks: int) -> int:
     member = Rank(options, rank, ranks, folder)
     device = ""
@@ -110,10 +88,6 @@ def rank_main(options: argparse.Namespace, folder: Path, rank: int, ranks: int) 
         return 0
     right = member.run(report)
     print_averages(report)
-    if len(options.backend) > 1:
-        print_ratios(report, options)
-    if rank == 0 and options.json:
-        report.write_json(options.json)
     if rank == 0 and not right:
         print("WRONG: the column #wrong counts elements with a wrong value", file=sys.stderr)
     member.close()
@@ -178,12 +152,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--backend", type=kind, metavar="NAME,...", help=what)
     what = "none,int8,topk:0.01 and so on; each is a row of every backend of ours (none)"
     add("--codec", type=arguments.codecs, default="none", metavar="CODEC,...", help=what)
-    what = "iterations that a backend makes back to back in its turn (1)"
-    add("--turn", type=count, default=1, metavar="N", help=what)
-    add("--pin", type=int, default=1, choices=(0, 1), help="a core for each rank, if enough (1)")
     what = "print which algorithm of pycomm each size takes, and why, and measure nothing"
     add("--explain", action="store_true", help=what)
-    arguments.add_files(parser)
+    arguments.add_csv(parser)
     add("--store", help="folder where ranks meet: shared by all nodes, if there are several")
     options = parser.parse(argv)
     known: Sequence[str] = backends.ON_DEVICE if options.device == "cuda" else backends.NAMES
@@ -195,16 +166,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options.dtypes = list(dict.fromkeys(ALIASES.get(name, name) for name in options.dtypes))
     if options.ranks < 1:
         parser.error("-p 0 starts nothing: want at least 1")
-    if options.turn < 1:
-        parser.error("--turn 0 lets no backend do anything: want at least 1")
     if options.explain and not any(
         name.partition(":")[0] in backends.CORE for name in options.backend
     ):
         parser.error(f"--explain is for {', '.join(backends.CORE)}: add one to --backend")
     if options.codec != ["none"]:
         _check_codecs(parser, options)
-    others = [name for name in options.backend if name in ("gloo", "nccl")]
-    options.baseline = others[0] if others else options.backend[-1]
     return options
 
 

@@ -61,8 +61,7 @@ class Rank:
         self.backends = backends.connect(*given, cuda=options.device == "cuda")
         self.specs = {codec: arguments.core_spec(codec) for codec in options.codec}
         self._cores = os.sched_getaffinity(0)
-        if options.pin:
-            self._pin()
+        self._pin()
 
     def close(self) -> None:
         """Leave the group, and give back the cores that the main thread had."""
@@ -221,7 +220,7 @@ class Rank:
         return float(self.agree([seconds], "max")[0])
 
     def time_in_turns(self, variants: Sequence[Variant], count: int) -> None:
-        """Time `count` iterations of each variant, `--turn` (default: one) of them in a turn."""
+        """Time `count` iterations of each variant, one of them in a turn."""
         cpus = dict.fromkeys(range(len(variants)), 0.0)
 
         def before(v: int) -> None:
@@ -232,12 +231,10 @@ class Rank:
             cpus[v] += time.process_time()
 
         runs = {v: variant.run for v, variant in enumerate(variants)}
-        turn = self.options.turn
-        walls = in_turns(runs, count, turn=turn, before=before, after=after)
-        calls = count + -(-count // turn)
+        walls = in_turns(runs, count, before=before, after=after)
         for v, variant in enumerate(variants):
             variant.samples = [1e6 * sample for sample in self.agree(walls[v], "max")]
-            variant.cpu_seconds = float(self.agree([cpus[v]], "sum")[0]) / calls
+            variant.cpu_seconds = float(self.agree([cpus[v]], "sum")[0]) / (2 * count)
 
     def row(self, variant: Variant) -> Row:
         case = variant.case

@@ -7,7 +7,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -79,15 +78,12 @@ def time_of_steps(
     return {"seconds": seconds / count, "bytes": (wire_bytes() - before) / count}
 
 
-def train(
-    peer: str, steps: int, layers: int, width: int, seconds: float
-) -> Iterator[dict[str, float]]:
+def train(peer: str, config: Config, seconds: float) -> Iterator[dict[str, float]]:
     """Yield the loss on held-out text now and then; with `seconds` instead the mean time and bytes
     of the steps that it takes in so long."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1
     torch.set_num_threads(1)
-    config = replace(Config(), layers=layers, width=width, steps=steps)
     store = dist.TCPStore(master, port, ranks, rank == 0, timedelta(minutes=10))
     torch.manual_seed(config.seed)
     net = Transformer(config)
@@ -104,7 +100,7 @@ def train(
         rates = torch.optim.lr_scheduler.LambdaLR(
             training.optimizer, lambda step: schedule(step, config)
         )
-        for step in range(1, steps + steps // 4 + 1):
+        for step in range(1, config.steps + config.steps // 4 + 1):
             take(training, next(data))
             rates.step()
             if step % config.evaluate_every == 0:

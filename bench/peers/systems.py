@@ -58,11 +58,6 @@ class Peer:
     every: int = 1
     """Steps after which communication repeats: times are means over so many."""
     environment: dict[str, str] = field(default_factory=dict)
-    note: str = ""
-
-    @property
-    def ours(self) -> bool:
-        return self.name.startswith("pycomm")
 
     def version(self) -> str:
         """Return the packages with their versions.
@@ -183,7 +178,6 @@ PEERS = (
         # In one bucket: with more its chained collectives start in different orders on Gloo.
         ddp(Method("", "gloo", hook="powersgd:1:10", bucket_mb=ONE_BUCKET)),
         2,
-        note="rank 1, from step 10 on, as its documentation",
     ),
     Peer(
         "DeepSpeed ZeRO 2",
@@ -191,10 +185,9 @@ PEERS = (
         6,
         ("deepspeed",),
         environment={"DS_ACCELERATOR": "cpu"},
-        note="float32; its 1-bit optimizers need NCCL or MPI",
     ),
-    Peer("detonation DeMo", detonation, 5, ("detonation",), note="SGD by signs, lr 1e-3"),
-    Peer("torchft DiLoCo", torchft_diloco, 14, ("torchft",), every=EVERY, note="every 32 steps"),
+    Peer("detonation DeMo", detonation, 5, ("detonation",)),
+    Peer("torchft DiLoCo", torchft_diloco, 14, ("torchft",), every=EVERY),
     Peer("pycomm, exact", ddp(Method("")), 1),
     Peer("pycomm, int4", ddp(Method("", codec="int4")), 2),
     Peer("pycomm, coded momentum, top-k 1 %", ddp(Method("", momentum=TOP_1)), 2),
@@ -203,6 +196,5 @@ PEERS = (
         ddp(Method("", local={"every": EVERY, "codec": "int4"})),
         3,
         every=EVERY,
-        note="every 32 steps",
     ),
 )

@@ -12,7 +12,6 @@ its mean step. A system that fails gets a row with the line of its output that s
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import itertools
 import re
@@ -28,12 +27,11 @@ from pycomm.bench.lab.wan import lab_of
 from pycomm.bench.peers import rank
 from pycomm.bench.peers.systems import PEERS, Peer
 from pycomm.bench.training.results import steps_to_loss
-from pycomm.plan.units import parse_rate
+from pycomm.bench.training.train import Config
+from pycomm.units import parse_rate
 
 RANKS = 2
 RATES, DELAYS = "100mbit,1gbit,10gbit", "0,50"
-MODEL = ("steps", "layers", "width")
-"""Options of the model and its schedule."""
 PATIENCE = 240.0  # seconds of one system's training, or of its steps on a link
 
 
@@ -44,23 +42,29 @@ def last_line(error: Failed) -> str:
     return [what, *lines, *errors][-1][:200]
 
 
-def measured(lab: Lab, peer: Peer, options: argparse.Namespace, seconds: float = 0.0) -> list[Any]:
-    """Run a system's ranks; return what the first one has answered."""
-    model = (getattr(options, name) for name in MODEL)
-    return ask(lab, rank.train, peer.name, *model, seconds, env=peer.environment, limit=PATIENCE)
+def measured(lab: Lab, peer: Peer, seconds: float = 0.0, config: Config | None = None) -> list[Any]:
+    """Run a system's ranks; return what the first one has answered.
+
+    Args:
+        lab, peer: where, and which system.
+        seconds: of steps; 0: it trains.
+        config: the training; None: the demo's.
+    """
+    words = peer.name, config or Config(), seconds
+    return ask(lab, rank.train, *words, env=peer.environment, limit=PATIENCE)
 
 
 # ------------------------------------------------------------------------ measurements
 
 
-def losses(peers: Iterable[Peer], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def losses(peers: Iterable[Peer]) -> Iterator[dict[str, Any]]:
     """Train each system once, without a limit."""
     for peer in peers:
-        row = blank("loss", peer) | {"settings": settings("loss", options)}
+        row = blank("loss", peer)
         try:
             row["version"] = peer.version()
             with Paced(RANKS, UNLIMITED) as lab:
-                rows = measured(lab, peer, options)
+                rows = measured(lab, peer)
             row["curve"] = " ".join(f"{r['step']:g}:{r['held_out']:.6f}" for r in rows)
         except importlib.metadata.PackageNotFoundError as error:
             row["broke"] = f'{error}: pip install "pycomm[peers]"'
@@ -70,36 +74,29 @@ def losses(peers: Iterable[Peer], options: argparse.Namespace) -> Iterator[dict[
 
 
 def steps(
-    peers: Iterable[Peer], rate: str, delay: float, options: argparse.Namespace
+    peers: Iterable[Peer], rate: str, delay: float, seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """Let each system take steps on one link.
+    """Let each system take steps on one link, for so many seconds.
 
     Raises:
-        Unavailable: there are no network namespaces here.
+        LabUnavailable: there are no network namespaces here.
     """
     for peer in peers:
         row = blank("step", peer) | {"rate": rate, "delay_ms": f"{delay:g}"}
-        row["settings"] = settings("step", options)
         try:
             with lab_of(RANKS, f"{rate}@{delay:g}ms" if delay else rate) as lab:
-                (found,) = measured(lab, peer, options, options.seconds)
+                (found,) = measured(lab, peer, seconds)
             row |= {"ms": f"{1e3 * found['seconds']:.2f}", "bytes": f"{found['bytes']:.0f}"}
         except Failed as error:
             row["broke"] = last_line(error)
         yield row
 
 
-def settings(kind: str, options: argparse.Namespace) -> str:
-    """Return the settings on which a row's measurements depend."""
-    names = (*MODEL, "seconds") if kind == "step" else MODEL
-    return " ".join(f"{name}={getattr(options, name):g}" for name in names)
-
-
 def blank(kind: str, peer: Peer) -> dict[str, Any]:
     """Return a row without measurements."""
     row = dict.fromkeys(("kind", "system", "version", "lines", "rate", "delay_ms"), "")
-    row |= dict.fromkeys(("settings", "ms", "bytes", "curve", "broke", "note"), "")
-    return row | {"kind": kind, "system": peer.name, "lines": str(peer.lines), "note": peer.note}
+    row |= dict.fromkeys(("ms", "bytes", "curve", "broke"), "")
+    return row | {"kind": kind, "system": peer.name, "lines": str(peer.lines)}
 
 
 COLUMNS = (
@@ -121,52 +118,39 @@ def main(argv: Sequence[str]) -> int:
     add("--delays", type=arguments.listed(float), default=DELAYS, help=f"in ms ({DELAYS})")
     add("--peers", default="", help="only those in whose name this pattern is found")
     add("--seconds", type=float, default=6.0, help="of timed steps on each link (6)")
-    add("--steps", type=int, default=200, help="of the learning rate's schedule (200)")
-    add("--layers", type=int, default=2, help="of the model (2)")
-    add("--width", type=int, default=224, help="of the model (224)")
     arguments.add_csv(parser)
-    add("--show", action="store_true", help="measure nothing: print the table of --csv")
     options = parser.parse(argv)
-    before = tables.read(options.csv) if options.csv and options.csv.exists() else []
     output = Report(COLUMNS, options)
     output.header()
-    for row in () if options.show else measure(options):
+    peers, broken = [p for p in PEERS if re.search(options.peers, p.name)], set()
+    for row in losses(peers):
         output.add(row)
-    same = {settings(kind, options) for kind in ("loss", "step")}
-    rows = [row for row in (*before, *output.records()) if row["settings"] in same]
-    shown = [{k: str(v) for k, v in row.items()} for row in rows]
-    print(markdown(shown, options.steps))
-    return 0
-
-
-def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the rows of all systems and links, without links for systems that are broken."""
-    peers = [peer for peer in PEERS if re.search(options.peers, peer.name)]
-    broken = set()
-    for row in losses(peers, options):
-        yield row
         broken |= {row["system"]} if row["broke"] else set()
-    peers = [peer for peer in peers if peer.name not in broken]
+    whole = [peer for peer in peers if peer.name not in broken]
     for delay, rate in itertools.product(options.delays, options.rates):
-        yield from steps(peers, rate, delay, options)
+        for row in steps(whole, rate, delay, options.seconds):
+            output.add(row)
+    print(markdown([{k: str(v) for k, v in row.items()} for row in output.records()]))
+    return 0
 
 
 # ------------------------------------------------------------------------ seconds to the loss
 
 REFERENCE = PEERS[0].name
+TARGET = Config().steps
 
 
 def link(row: tables.Row) -> tuple[str, str]:
     return row["rate"], row["delay_ms"]
 
 
-def seconds_to_loss(rows: Sequence[tables.Row], target_step: int) -> dict[Any, float | None]:
+def seconds_to_loss(rows: Sequence[tables.Row]) -> dict[Any, float | None]:
     """Return the seconds to the reference's loss, by system and link; None: never, or broken."""
     rows = tables.newest(rows, "kind", "system", "rate", "delay_ms")
     curves = {r["system"]: tables.parse_curve(r["curve"]) for r in rows if r["curve"]}
     if REFERENCE not in curves:
         return {}
-    target = curves[REFERENCE][target_step]
+    target = curves[REFERENCE][TARGET]
     counts = {name: steps_to_loss([curve], target) for name, curve in curves.items()}
     found: dict[Any, float | None] = {}
     for row in rows:
@@ -183,16 +167,17 @@ def links_of(rows: Sequence[tables.Row]) -> list[tuple[str, str]]:
     return sorted(links, key=lambda place: (float(place[1]), parse_rate(place[0])[0]))
 
 
-def markdown(rows: Sequence[tables.Row], target_step: int) -> str:
+def markdown(rows: Sequence[tables.Row]) -> str:
     """Return the table of seconds to the loss, with the times of the first in each column bold."""
-    found = seconds_to_loss(rows, target_step)
+    found = seconds_to_loss(rows)
     links = links_of(rows)
     best = {}
     for place in links:
         times = [t for (_, where), t in found.items() if where == place and t is not None]
         best[place] = min(times, default=None)
     names = [f"{rate}, {delay} ms" for rate, delay in links]
-    head = ["system", "lines", *names, "MB a step", "what broke"]
+    broken = any(row["broke"] for row in rows)
+    head = ["system", "lines", *names, "MB a step", *["what broke"] * broken]
     lines = []
     for name in dict.fromkeys(row["system"] for row in rows):
         mine = tables.newest([r for r in rows if r["system"] == name], "kind", "rate", "delay_ms")
@@ -203,6 +188,6 @@ def markdown(rows: Sequence[tables.Row], target_step: int) -> str:
             cells.append(f"**{text}**" if text and seconds == best[place] else text or "-")
         sent = [float(r["bytes"]) for r in mine if r["bytes"]]
         cells.append(f"{min(sent) / 1e6:.3f}" if sent else "-")
-        cells.append("; ".join(dict.fromkeys(r["broke"] for r in mine if r["broke"])))
-        lines.append([name, mine[0]["lines"], *cells])
+        why = "; ".join(dict.fromkeys(r["broke"] for r in mine if r["broke"]))
+        lines.append([name, mine[0]["lines"], *cells, *[why] * broken])
     return report.markdown(head, lines, left=len(head))

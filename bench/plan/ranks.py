@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,6 @@ import pycomm
 from pycomm.bench.common.timing import calls_within, in_turns
 from pycomm.communicator import Communicator, Piece
 from pycomm.plan.codecs import CODINGS, Coding
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 BUDGET = 1.5  # seconds of the slowest codec at one size
 FEWEST, MOST = 1, 5  # timed calls of a codec in a round
@@ -75,43 +72,6 @@ def all_reduces(sizes: Sequence[int], codecs: Sequence[str]) -> Iterator[dict[st
             yield {"size": size, "codec": codec, "seconds": statistics.median(times)}
 
 
-class Trained:
-    """The demo's model in DDP, and the times of a step's parts."""
-
-    def __init__(self, codec: str, data: Any, group: dist.ProcessGroup | None = None) -> None:
-        import torch
-
-        from pycomm.bench.training.methods import Method
-        from pycomm.bench.training.train import Config, Transformer
-
-        torch.manual_seed(0)
-        self.net = Transformer(Config())
-        method = Method("", codec="" if codec == "none" else codec)
-        self.wrapped = method.wrap(self.net, group, sync=False)
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), Config().learning_rate)
-        self.data = data
-        self.parts: list[list[float]] = []
-        # Adam's second moments begin with a dense local gradient. A sparse one leaves zeros for
-        # many steps, and torch takes their square roots several times slower on a CPU.
-        with self.wrapped.no_sync():
-            self.step()
-
-    def step(self) -> None:
-        """Take a step; note the seconds of forward, backward and the optimizer."""
-        from pycomm.bench.training.train import loss_of
-
-        batch = next(self.data)
-        clock = [time.perf_counter()]
-        loss = loss_of(self.wrapped, batch)
-        clock.append(time.perf_counter())
-        loss.backward()
-        clock.append(time.perf_counter())
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        clock.append(time.perf_counter())
-        self.parts.append([end - begin for begin, end in itertools.pairwise(clock)])
-
-
 def steps(codecs: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield training steps with each codec, in turns with ranks that do not communicate.
 
@@ -119,16 +79,31 @@ def steps(codecs: Sequence[str]) -> Iterator[dict[str, Any]]:
     """
     import torch
     import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
 
-    from pycomm.bench.training.corpora import standard_library
-    from pycomm.bench.training.train import Config, batches
+    from pycomm.bench.step.rank import Clock, Stepper
+    from pycomm.bench.training.methods import Method
+    from pycomm.bench.training.train import Config, Transformer
 
     torch.set_num_threads(1)
     dist.init_process_group("pycomm")
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = [dist.new_group([r]) for r in range(size)][rank]
-    data = batches(standard_library()[0], Config(), rank, size)
-    trained = {"alone": Trained("none", data, mine)} | {c: Trained(c, data) for c in codecs}
+    clock = Clock(torch.device("cpu"))
+
+    def stepper(codec: str, group: dist.ProcessGroup | None = None) -> Stepper:
+        torch.manual_seed(0)
+        method = Method("", codec="" if codec == "none" else codec)
+        made = Stepper(Config(), method, Transformer(Config()), group, clock, 0.0)
+        # Adam's second moments begin with a dense local gradient. A sparse one leaves zeros for
+        # many steps, and torch takes their square roots several times slower on a CPU.
+        assert isinstance(made.model, DistributedDataParallel)
+        with made.model.no_sync():
+            made.step()
+        return made
+
+    alone = stepper("none", mine)
+    trained = {"alone": alone} | {codec: stepper(codec) for codec in codecs}
     calls = {name: one.step for name, one in trained.items()}
 
     def begin(name: str) -> None:
@@ -136,20 +111,17 @@ def steps(codecs: Sequence[str]) -> Iterator[dict[str, Any]]:
             dist.barrier()
 
     in_turns(calls, WARM, turn=WARM, settle=0, before=begin)
-    for one in trained.values():
-        one.parts.clear()
     samples = in_turns(calls, TURNS * STEPS, turn=STEPS, before=begin)
     middle = {}
     for name, times in samples.items():
         slowest = torch.tensor(times, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         middle[name] = statistics.median(slowest.tolist())
-    alone = trained["alone"]
-    parts = [statistics.median(part) for part in zip(*alone.parts, strict=True)]
-    scaled = [middle["alone"] * part / sum(parts) for part in parts]
-    names = ("forward", "backward", "optimizer")
-    shapes = [list(p.shape) for p in alone.net.parameters()]
-    yield {**dict(zip(names, scaled, strict=True)), "shapes": shapes}
+    dist.barrier()
+    parts = alone.parts()
+    shapes = [list(p.shape) for p in alone.model.parameters()]
+    scale = middle["alone"] / sum(parts.values())
+    yield {**{name: scale * part for name, part in parts.items()}, "shapes": shapes}
     for codec in codecs:
         yield {"codec": codec, "seconds": middle[codec]}
     dist.destroy_process_group()

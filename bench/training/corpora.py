@@ -1,10 +1,9 @@
-"""Data that installs with packages, as bytes: for training, and held out."""
+"""Text that installs with Python, as bytes: for training, and held out."""
 
 from __future__ import annotations
 
 import random
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,25 +31,3 @@ def standard_library(limit: int = 8 << 20) -> Corpus:
             break
     train, held_out = (torch.frombuffer(bytearray(b"".join(p)), dtype=torch.uint8) for p in parts)
     return train, held_out
-
-
-def digits() -> Corpus:
-    """Return scikit-learn's images of digits, every 6th held out.
-
-    An image is 65 bytes: 128 and the digit, then 8 x 8 pixels with 17 grey levels.
-
-    Raises:
-        ModuleNotFoundError: scikit-learn is not installed; the extra "peers" has it.
-    """
-    from sklearn.datasets import load_digits
-
-    found = load_digits()
-    pixels = torch.from_numpy(found.data).to(torch.uint8)
-    labels = torch.from_numpy(found.target).to(torch.uint8)[:, None] + 128
-    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
-    images = torch.cat((labels, pixels), dim=1)[order]
-    chosen = torch.arange(len(images)) % 6 == 0
-    return images[~chosen].flatten(), images[chosen].flatten()
-
-
-CORPORA: dict[str, Callable[[], Corpus]] = {"stdlib": standard_library, "digits": digits}

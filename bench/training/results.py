@@ -1,7 +1,7 @@
 """Results derived from the losses and the steps of `time_to_loss`.
 
 The rows are of three kinds: `loss` is one training, whose `curve` has the loss at every evaluation;
-`step` is steps on a link; `total` combines both, with the speed-up over two of Gloo's methods.
+`step` is steps on a link; `total` combines both.
 """
 
 from __future__ import annotations
@@ -73,24 +73,12 @@ def steps_to_loss(curves: Sequence[Mapping[Any, float]], target: float) -> float
     return None
 
 
-def totals(rows: Sequence[Row], losses_of: str = "") -> Iterable[Row]:
-    """Combine the rows of losses and of steps; of repeated measurements the last counts.
-
-    Args:
-        rows: rows of both kinds.
-        losses_of: the model whose trainings count for all; empty: each model's own.
-    """
+def totals(rows: Sequence[Row]) -> Iterable[Row]:
+    """Combine the rows of losses and of steps; of repeated measurements the last counts."""
     for model, rate in dict.fromkeys((r.model, r.rate) for r in rows if r.kind == "step"):
         steps = {r.method: r for r in rows if (r.kind, r.model, r.rate) == ("step", model, rate)}
-        done = [with_loss(row, rows, losses_of) for row in steps.values()]
-        theirs = {r.hook: r.seconds_to_loss for r in done if r.backend == "gloo"}
-        best = min((t for t in theirs.values() if t is not None), default=None)
-        for row in done:
-            yield replace(
-                row,
-                vs_fp16_hook=over(theirs.get("fp16"), row.seconds_to_loss),
-                vs_best_of_gloo=over(best, row.seconds_to_loss),
-            )
+        for row in steps.values():
+            yield with_loss(row, rows)
 
 
 def pairs(
@@ -127,10 +115,9 @@ def changes(method: str, model: str, rows: Iterable[Row], ranks: int = RANKS) ->
     ]
 
 
-def with_loss(row: Row, rows: Sequence[Row], losses_of: str = "") -> Row:
+def with_loss(row: Row, rows: Sequence[Row]) -> Row:
     """Return a row of steps with the results of its method's trainings against exact ones."""
-    model = losses_of or row.model
-    trained = pairs(row.method, model, rows, row.ranks)
+    trained = pairs(row.method, row.model, rows, row.ranks)
     if not trained:
         return replace(row, kind="total")
     # These are from the curves, which use less text than the final loss.
@@ -139,7 +126,7 @@ def with_loss(row: Row, rows: Sequence[Row], losses_of: str = "") -> Row:
     return replace(
         row,
         kind="total",
-        change=statistics.fmean(changes(row.method, model, rows, row.ranks)),
+        change=statistics.fmean(changes(row.method, row.model, rows, row.ranks)),
         steps_to_loss=count,
         seconds_to_loss=None if count is None or row.seconds is None else count * row.seconds,
     )
@@ -153,10 +140,6 @@ def loss(row: Row) -> float:
 def curve_end(row: Row) -> float:
     """Return the curve's loss at the end of the schedule."""
     return parse_curve(row.curve)[row.steps or 0]
-
-
-def over(a: float | None, b: float | None) -> float | None:
-    return a / b if a and b else None
 
 
 def load(path: Path) -> list[Row]:
@@ -173,6 +156,4 @@ COLUMNS = (
     Column("change", 8, ".2f", "loss %", 100),
     Column("steps_to_loss", 13, ".0f"),
     Column("seconds_to_loss", 15, ".1f"),
-    Column("vs_fp16_hook", 12, ".2f"),
-    Column("vs_best_of_gloo", 15, ".2f"),
 )

@@ -25,7 +25,7 @@ from torch import nn
 
 from pycomm.bench.common import accelerator
 from pycomm.bench.lab.base import interface_bytes
-from pycomm.bench.training.corpora import CORPORA
+from pycomm.bench.training.corpora import standard_library
 from pycomm.bench.training.methods import Method
 
 WINDOWS, FINAL_WINDOWS = 256, 2048  # of held-out text: on the way, and at the schedule's end
@@ -48,19 +48,16 @@ class Config:
     beta1: float = 0.9  # AdamW's momentum
     evaluate_every: int = 10
     seed: int = 0
-    corpus: str = "stdlib"  # one of corpora.py
 
 
 _GPT = Config(width=768, heads=12, layers=12, context=1024, batch=4, vocabulary=50257)
 MODELS = {
     "tiny": Config(layers=1, width=16, heads=2, context=8, batch=2),
     "demo": Config(),
-    "demo-beta0": Config(beta1=0.0),  # feedback delays gradients, which conflicts with momentum
     "demo-1e-3": Config(learning_rate=1e-3),  # the sweep of learning rates
     "demo-3e-3": Config(learning_rate=3e-3),
     "demo-4e-3": Config(learning_rate=4e-3),
     "demo-2000": Config(steps=2000, evaluate_every=100, warmup=100),
-    "digits": Config(corpus="digits", context=64, batch=8),
     "25m": Config(layers=8, width=512, heads=8, batch=4, steps=160, learning_rate=6e-4),
     "124m": _GPT,
     "350m": replace(_GPT, layers=24, width=1024, heads=16),
@@ -213,7 +210,7 @@ def train(
     betas = config.beta1, 0.95
     optimizer, finish = method.optimizer(model, config.learning_rate, betas, group)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
-    text, held_out = (part.to(device) for part in CORPORA[config.corpus]())
+    text, held_out = (part.to(device) for part in standard_library())
     data = batches(text, config, dist.get_rank(), dist.get_world_size())
     bare = getattr(model, "module", model)
 
@@ -264,25 +261,6 @@ def take_turns(
             if len(rows) < config.evaluate_every:
                 order.remove(turn)
         order = [*order[1:], *order[:1]]  # another one begins
-
-
-def alone(steps: int) -> list[torch.Tensor]:
-    """Return the demo model's gradients after so many steps of one rank, without a group."""
-    config = Config()
-    torch.manual_seed(config.seed)
-    model = Transformer(config)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), config.learning_rate, betas=(config.beta1, 0.95)
-    )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
-    data = batches(CORPORA[config.corpus]()[0], config, 0, 1)
-    for step in range(steps + 1):
-        optimizer.zero_grad()
-        loss_of(model, next(data)).backward()
-        if step < steps:
-            optimizer.step()
-            scheduler.step()
-    return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 def ranks_train(

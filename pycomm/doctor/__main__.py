@@ -133,7 +133,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--json", metavar="FILE", help="write the report to this file too; - prints it instead")
     add("--no-self-test", dest="self_test", action="store_false", help="start no ranks")
-    what = "try each implementation of the codecs on the GPU, and two ranks on it for a second"
+    what = "let two ranks average on the GPU"
     add("--gpu", action="store_true", help=what)
     add("--ranks", type=int, default=2, help="of the self-test (2); under torchrun: all")
     options = parser.parse_args(argv)

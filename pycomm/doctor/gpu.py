@@ -1,4 +1,4 @@
-"""`--gpu`: which implementations of codecs work on the GPU, and two ranks that average on it.
+"""`--gpu`: two ranks that average on the GPU.
 
 The averages are exact ones, and compressed ones by the path that default options take, which have
 the bits of the CPU. Ranks share the GPU, with NCCL_HOSTID as it wants it; each is a process, so
@@ -16,22 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from pycomm.doctor.finding import Finding, Topic
+from pycomm.doctor.installed import KERNELS
 from pycomm.doctor.self_test import outcomes_of_ranks
 from pycomm.env import given
 
 TOPIC = Topic("GPU")
 RANKS, STEPS = 2, 3
 LIMIT = 180.0  # seconds of a rank; NVRTC and Triton compile their kernels at first use
-KINDS = ("native", "nvrtc", "triton", "reference")
 CODEC = "int4"
 FAST = ("kernels", "peers")
 """The paths of device tensors on which kernels do all of the coding."""
-KERNELS = "pip install pycomm-cuda13, or build pycomm where nvcc is found"
-CURES = {
-    "native": KERNELS,
-    "nvrtc": 'pip install "pycomm[cuda13]" (or cuda12, as the driver has it)',
-    "triton": "install the Triton that this torch asks for",
-}
 
 
 def has_mps() -> bool:
@@ -61,13 +55,6 @@ def run(device: str = "cuda", limit: float = LIMIT) -> list[Finding]:
 
 def judge(found: dict[str, Any]) -> Iterator[Finding]:
     """Yield the findings of what rank 0 has found."""
-    for kind, why in found["kinds"].items():
-        if not why:
-            yield TOPIC.ok(kind, f"codes {CODEC} with the reference's bytes")
-            continue
-        level = "problem" if "bytes" in why else "note"
-        cure = CURES.get(kind, "report it, with this line")
-        yield TOPIC.finding(level, kind, why, cure)
     if found["mps"]:
         yield TOPIC.ok("MPS", "runs: processes share a GPU at the same time")
     else:
@@ -159,31 +146,8 @@ def main(rank: int, store: str, device: str) -> None:
     join(rank, RANKS, store, device)
     path = check(device)
     if rank == 0:
-        kinds = {kind: trial(kind, device) for kind in KINDS}
-        print(json.dumps({"kinds": kinds, "mps": has_mps(), "path": path}))
+        print(json.dumps({"mps": has_mps(), "path": path}))
     dist.destroy_process_group()
-
-
-def trial(kind: str, device: str) -> str:
-    """Return why an implementation does not work on a device; "" if it does."""
-    import torch
-
-    import pycomm
-    from pycomm.codecs.args import EncodeArgs, RandomKey
-    from pycomm.codecs.implementations import implementation
-
-    codec = pycomm.codec(CODEC)
-    x = torch.linspace(-1.0, 1.0, 4096, dtype=torch.float32, device=device)
-    payloads = []
-    for each in ("reference", kind):
-        out = torch.zeros(codec.encoded_bytes(x.numel()), dtype=torch.uint8, device=device)
-        try:
-            args = EncodeArgs(x, out, None, None, RandomKey(), 0)
-            implementation(codec.name, each, device).encode(codec, args)
-            payloads.append(out.cpu())
-        except Exception as error:  # compilers and CUDA raise their own types
-            return f"{type(error).__name__}: {error}".splitlines()[0]
-    return "" if torch.equal(*payloads) else "its bytes are not those of the reference"
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ def judge(found: Mapping[str, ProbeOutcome], package: Path = PACKAGE) -> list[Fi
         *_torch(found["torch"]),
         *_c10d(found["c10d"], found["torch"]),
         *_cuda(found),
-        *_triton(found["triton"]),
-        *_nvrtc(found["nvrtc"]),
+        *_compilers(found),
     ]
 
 
@@ -170,15 +169,6 @@ def _cuda(found: Mapping[str, ProbeOutcome]) -> Iterator[Finding]:
         )
     elif len(gpus) > 1:
         yield TOPIC.ok("GPU peers", "every GPU reaches the memory of every other")
-    if driver.facts.get("holds", True):
-        yield TOPIC.ok("held streams", "streams can wait for words in memory")
-    else:
-        yield TOPIC.note(
-            "held streams",
-            "streams cannot wait for words in memory: wait() of operations by way of the host "
-            "blocks the thread that calls it",
-            "nothing: NCCL, and kernels among peers, need none",
-        )
     yield _kernels(core, found["nvrtc"], found["triton"])
 
 
@@ -224,28 +214,11 @@ def _kernels(core: ProbeOutcome, nvrtc: ProbeOutcome, triton: ProbeOutcome) -> F
     return TOPIC.note(name, text, f"{KERNELS}, for the fast way")
 
 
-def _triton(triton: ProbeOutcome) -> Iterator[Finding]:
-    if triton.missing:
-        yield TOPIC.note("Triton", "is not installed", "nothing: CUDA kernels do the same")
-    elif triton.error:
-        yield TOPIC.warning(
-            "Triton",
-            f"does not load: {triton.error}",
-            "install the version that this torch asks for, or remove it",
-        )
-    else:
-        yield TOPIC.ok("Triton", triton.facts["version"])
-
-
-def _nvrtc(nvrtc: ProbeOutcome) -> Iterator[Finding]:
-    if nvrtc.missing:
-        yield TOPIC.note(
-            "NVRTC",
-            "CuPy, which brings it, is not installed",
-            f"nothing without a GPU, or if the core has CUDA kernels; else {CUPY}",
-        )
-    elif nvrtc.error:
-        yield TOPIC.warning("NVRTC", f"CuPy does not load: {nvrtc.error}", CUPY)
-    else:
-        version = nvrtc.facts["version"]
-        yield TOPIC.ok("NVRTC", f"CUDA {version} by CuPy {nvrtc.facts['cupy']}")
+def _compilers(found: Mapping[str, ProbeOutcome]) -> Iterator[Finding]:
+    """Yield findings on what compiles kernels at their first use, where it is broken."""
+    for name, probe, cure in (
+        ("Triton", "triton", "install the version that this torch asks for, or remove it"),
+        ("NVRTC", "nvrtc", CUPY),
+    ):
+        if found[probe].error and not found[probe].missing:
+            yield TOPIC.warning(name, f"does not load: {found[probe].error}", cure)

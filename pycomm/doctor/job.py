@@ -210,7 +210,7 @@ def _group_result(store: Any, rank: int, ranks: int) -> self_test.Result:
         group.compressed_all_reduce(tensor(values), layout, [(0, 0)], 0, 0, False).wait()
 
     try:
-        return self_test.check_and_time(
+        return self_test.check(
             "group", group.describe(), rank, ranks, lambda x: dist.all_reduce(tensor(x)), coded
         )
     finally:

@@ -1,4 +1,4 @@
-"""Checks of the system's limits: cores, shared memory, descriptors, reads between processes."""
+"""Checks of the system's limits: cores, shared memory, descriptors, address space."""
 
 from __future__ import annotations
 
@@ -31,18 +31,13 @@ class Machine:
     quota: float | None
     """Processor time that the container may use, in cores."""
     open_files: int | None
-    locked_memory: int | None
     address_space: int | None
     overcommit: int
     """vm.overcommit_memory: 2 refuses address space that is not backed."""
     file_size: int | None
     """Limit in bytes (ulimit -f), which also applies to files in memory."""
-    shm_free: int | None
-    """Free bytes of /dev/shm; None: it does not exist."""
     memfd_error: str
     """Why memory cannot be shared; empty: it can."""
-    ptrace_scope: int | None
-    """kernel.yama.ptrace_scope; None: there is no such limit."""
 
 
 def look() -> Machine:
@@ -51,13 +46,10 @@ def look() -> Machine:
         cores=len(os.sched_getaffinity(0)),
         quota=cpu_quota(),
         open_files=_limit(resource.RLIMIT_NOFILE),
-        locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         address_space=_limit(resource.RLIMIT_AS),
         overcommit=int(_read("/proc/sys/vm/overcommit_memory") or 0),
         file_size=_limit(resource.RLIMIT_FSIZE),
-        shm_free=_free("/dev/shm"),
         memfd_error=_memfd_error(),
-        ptrace_scope=_number("/proc/sys/kernel/yama/ptrace_scope"),
     )
 
 
@@ -83,16 +75,10 @@ def judge(machine: Machine, ranks_here: int, ranks: int) -> Iterator[Finding]:
     if machine.file_size is not None and machine.file_size < HEAP_BYTES * max(2, ranks_here):
         yield TOPIC.warning(
             "file size",
-            f"{_size(machine.file_size)} (ulimit -f): the sparse memory in which peers reduce "
+            f"{machine.file_size // MIB} MiB (ulimit -f): the sparse memory in which peers reduce "
             "DDP's buckets in place is a larger file; tensors are copied instead",
             "ulimit -f unlimited",
         )
-    yield _reads(machine)
-    yield _dev_shm(machine)
-    yield TOPIC.ok(
-        "locked memory",
-        f"{_size(machine.locked_memory)} (ulimit -l); pycomm locks none, CUDA's is not counted",
-    )
 
 
 def _cores(machine: Machine, ranks_here: int) -> Finding:
@@ -128,37 +114,6 @@ def _files(machine: Machine, ranks: int) -> Finding:
     return TOPIC.ok(name, f"{limit or 'no limit'} (ulimit -n)")
 
 
-def _reads(machine: Machine) -> Finding:
-    name = "reads between ranks"
-    if machine.ptrace_scope == 1:
-        return TOPIC.ok(
-            name,
-            "kernel.yama.ptrace_scope=1: ranks name the launcher that has started them all "
-            "(PR_SET_PTRACER), whose processes may then read and debug them; without one, large "
-            "tensors outside of shared memory are copied twice",
-        )
-    if machine.ptrace_scope:
-        return TOPIC.note(
-            name,
-            f"kernel.yama.ptrace_scope={machine.ptrace_scope} forbids them: large tensors outside "
-            "of shared memory are copied twice, not once; DDP's buckets lie in shared memory",
-            "sysctl kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE",
-        )
-    return TOPIC.ok(name, "no limit of yama; the self-test tries")
-
-
-def _dev_shm(machine: Machine) -> Finding:
-    name, free = "/dev/shm", machine.shm_free
-    if free is None or free < 64 * MIB:
-        text = "is absent" if free is None else f"has {_size(free)} free"
-        return TOPIC.note(
-            name,
-            f"{text}; pycomm does not use it, workers of torch's data loaders do",
-            "docker run --shm-size 8g, if there are such workers",
-        )
-    return TOPIC.ok(name, f"{_size(free)} free; pycomm does not use it")
-
-
 # ------------------------------------------------------------------------------- looking
 
 
@@ -172,19 +127,6 @@ def _read(path: str) -> str:
         return Path(path).read_text().strip()
     except OSError:
         return ""
-
-
-def _number(path: str) -> int | None:
-    text = _read(path)
-    return int(text) if text else None
-
-
-def _free(folder: str) -> int | None:
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return None
-    return found.f_bavail * found.f_frsize
 
 
 def _memfd_error() -> str:
@@ -233,12 +175,3 @@ def _quota_of(folder: Path) -> Iterator[float]:
         period = _read(str(folder / "cpu.cfs_period_us"))
     if quota and quota not in ("max", "-1"):
         yield int(quota) / int(period)
-
-
-def _size(count: int | None) -> str:
-    if count is None:
-        return "unlimited"
-    for unit, bytes_of in (("GiB", 1 << 30), ("MiB", MIB), ("KiB", 1 << 10)):
-        if count >= bytes_of:
-            return f"{count / bytes_of:.4g} {unit}"
-    return f"{count} bytes"

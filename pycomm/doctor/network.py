@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pycomm.doctor import addresses
 from pycomm.doctor.finding import Finding, Topic
 
 TOPIC = Topic("network")
@@ -29,7 +28,6 @@ class NetworkCard:
     name: str
     address: str
     mtu: int | None
-    mbit: int | None
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,6 @@ class HostNetwork:
     store_error: str = ""
     """Why MASTER_ADDR has no route."""
     congestion: str = ""
-    addresses: list[Finding] = field(default_factory=list)
-    """What is to be said of PYCOMM_PORTS and PYCOMM_ADVERTISE."""
 
 
 def look(given: Mapping[str, str]) -> HostNetwork:
@@ -78,18 +74,8 @@ def look(given: Mapping[str, str]) -> HostNetwork:
         why = f"the route to MASTER_ADDR={store} goes there"
     else:
         why = "the first that is up and not of a container"
-    found = [NetworkCard(name, ip, *_properties(name)) for name, ip in far]
-    return HostNetwork(
-        up,
-        here,
-        found,
-        why,
-        error,
-        error_far,
-        _store_error(store),
-        _congestion(),
-        list(addresses.check(given, [ip for _, ip in far])),
-    )
+    found = [NetworkCard(name, ip, _mtu(name)) for name, ip in far]
+    return HostNetwork(up, here, found, why, error, error_far, _store_error(store), _congestion())
 
 
 def judge(network: HostNetwork, hosts: int) -> Iterator[Finding]:
@@ -123,21 +109,17 @@ def judge(network: HostNetwork, hosts: int) -> Iterator[Finding]:
     yield TOPIC.ok("interface", f"{chosen} to other machines: {network.why}")
     for link in network.far:
         yield _link(link)
-    yield from network.addresses
-    if network.congestion:
-        yield TOPIC.ok("congestion", f"{network.congestion} controls TCP's rate")
 
 
 def _link(link: NetworkCard) -> Finding:
-    rate = f", {link.mbit} Mbit/s by its driver" if link.mbit else ""
     name = f"{link.name}"
     if link.mtu is not None and link.mtu < SMALLEST_MTU:
         return TOPIC.warning(
             name,
-            f"MTU {link.mtu}{rate}: packets are small, and each costs the processor as much",
+            f"MTU {link.mtu}: packets are small, and each costs the processor as much",
             f"ip link set {link.name} mtu {WIRE_USUALLY}, if the way to the peers carries it",
         )
-    return TOPIC.ok(name, f"MTU {link.mtu or 'unknown'}{rate}")
+    return TOPIC.ok(name, f"MTU {link.mtu or 'unknown'}")
 
 
 def _names(interfaces: Sequence[Interface]) -> str:
@@ -168,17 +150,12 @@ def _short(failure: RuntimeError) -> str:
     return str(failure).removeprefix("tcp: ").partition("; interfaces")[0]
 
 
-def _properties(name: str) -> tuple[int | None, int | None]:
-    return _number(name, "mtu"), _number(name, "speed")
-
-
-def _number(name: str, what: str) -> int | None:
-    """Return a number of sysfs for an interface; virtual ones have a speed of -1, or none."""
+def _mtu(name: str) -> int | None:
+    """Return the MTU of an interface, as sysfs has it."""
     try:
-        value = int(Path("/sys/class/net", name, what).read_text())
+        return int(Path("/sys/class/net", name, "mtu").read_text())
     except (OSError, ValueError):
         return None
-    return value if value > 0 else None
 
 
 def _congestion() -> str:

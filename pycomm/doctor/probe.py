@@ -65,7 +65,6 @@ def torch() -> Facts:
         "entry_point": any(e.name == "pycomm" for g in groups for e in points.select(group=g)),
         "cuda": torch.version.cuda or "",
         "gpus": torch.cuda.device_count(),
-        "nccl": distributed and torch.distributed.is_nccl_available(),
         "no_effect": [
             str(w.message).partition("has no effect: ")[2]
             for w in said
@@ -109,14 +108,10 @@ def c10d() -> Facts:
     return facts
 
 
-HOLDS = 92
-"""CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_MEM_OPS"""
-
-
 def driver() -> Facts:
     """Return facts on NVIDIA's driver, without torch or the CUDA runtime."""
     cuda = ctypes.CDLL("libcuda.so.1")
-    facts: Facts = {"error": cuda.cuInit(0), "version": 0, "gpus": [], "apart": 0, "holds": True}
+    facts: Facts = {"error": cuda.cuInit(0), "version": 0, "gpus": [], "apart": 0}
     number = ctypes.c_int()
     if cuda.cuDriverGetVersion(ctypes.byref(number)) == 0:
         facts["version"] = number.value
@@ -126,9 +121,6 @@ def driver() -> Facts:
             cuda.cuDeviceGet(ctypes.byref(device), index)
             cuda.cuDeviceGetName(name, len(name), device)
             facts["gpus"].append(name.value.decode())
-            holds = ctypes.c_int()
-            cuda.cuDeviceGetAttribute(ctypes.byref(holds), HOLDS, device)
-            facts["holds"] &= bool(holds.value)
             for peer in range(index):
                 other, reaches = ctypes.c_int(), ctypes.c_int()
                 cuda.cuDeviceGet(ctypes.byref(other), peer)

@@ -12,11 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from pycomm.elastic import parts
 from pycomm.errors import Error
 from pycomm.policy.names import bare
 
@@ -52,7 +49,6 @@ class Contents:
             if type(module).get_extra_state is not nn.Module.get_extra_state
         }
         self.tensors: list[torch.Tensor] = []
-        self._sharded: list[torch.Tensor] = []
         self.lines: list[str] = []
         self.problem = ""
         names: dict[int, str] = {}
@@ -62,11 +58,9 @@ class Contents:
                 self.lines.append(f"{role} {name}, which is {known}")
                 continue
             self._check(f"{role} {name}", tensor)
-            self.tensors.append(parts.local(tensor))
-            self._sharded.append(tensor)
+            self.tensors.append(tensor)
             shape = "not known yet" if is_lazy(tensor) else list(tensor.shape)
-            part = parts.describe(tensor)
-            self.lines.append(f"{role} {name}, {_dtype(tensor)} {shape}{part}")
+            self.lines.append(f"{role} {name}, {_dtype(tensor)} {shape}")
         self.lines += [f"extra state of module {name!r}" for name in self._extra]
         self._describe_optimizer(names)
 
@@ -75,13 +69,12 @@ class Contents:
 
         Errors of the optimizer's or a module's own code become the `problem`.
         """
-        known = parts.meshes(self._sharded)
         written, pickler = io.BytesIO(), None
 
         def write(what: Any, to: io.BytesIO) -> Pickler:
             made = Pickler(to)
             made.dump(what)
-            read(to.getvalue(), made.tensors, known)  # what the others will not read is told now
+            read(to.getvalue(), made.tensors)  # what the others will not read is told now
             return made
 
         state: Any = None
@@ -119,7 +112,7 @@ class Contents:
             tensor.to(device) if kind == device.type else tensor
             for tensor, (_, _, kind) in zip(rest, forms, strict=True)
         ]
-        found = read(pickled, rest, parts.meshes(self._sharded))
+        found = read(pickled, rest)
         match found:
             case {"optimizer": dict() | None, "extra": dict() as extra} if (
                 extra.keys() >= self._extra.keys()
@@ -155,10 +148,6 @@ class Contents:
         """Record an unsupported tensor."""
         if is_lazy(tensor):
             self.problem = f"{what} has no shape yet: run the model once before"
-        elif isinstance(tensor, DTensor):
-            if problem := parts.problem(tensor):
-                self.problem = f"{what} {problem}"
-            self._check(what, parts.local(tensor))
         elif type(tensor) not in (torch.Tensor, nn.Parameter):
             self.problem = (
                 f"{what} is a {type(tensor).__name__}, of which each rank may have another part: "
@@ -212,27 +201,21 @@ def unreadable(state: Any, check: Callable[[Any], Any], name: str = "") -> str:
     return ""
 
 
-def read(
-    pickled: bytes,
-    tensors: Sequence[torch.Tensor],
-    meshes: dict[parts.Key, DeviceMesh] | None = None,
-) -> Any:
+def read(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Any:
     """Read a pickle that another member has sent: containers, numbers, texts and tensors.
 
     Args:
         pickled: the pickle.
-        tensors: those that it refers to; of sharded ones this rank's parts.
-        meshes: of this rank's sharded tensors.
+        tensors: those that it refers to.
 
     Raises:
-        StateError: it has objects of other classes, or tensors on another mesh, or it is no
-            pickle that a member writes.
+        StateError: it has objects of other classes, or it is no pickle that a member writes.
     """
     try:
         for operation, _, _ in pickletools.genops(pickled):
             if operation.name in _UNUSED:
                 raise StateError(f"no member writes {operation.name}")
-        return _Unpickler(io.BytesIO(pickled), tensors, meshes or {}).load()
+        return _Unpickler(io.BytesIO(pickled), tensors).load()
     except StateError:
         raise
     except Exception as error:
@@ -279,48 +262,31 @@ _HARMLESS = (OrderedDict, set, frozenset, complex, torch.device, torch.Size)
 
 
 class Pickler(pickle.Pickler):
-    """Writes the number of a tensor in its place, and collects the tensors, or their parts."""
+    """Writes the number of a tensor in its place, and collects the tensors."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.tensors: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}
-        self._kept: list[torch.Tensor] = []
 
-    def persistent_id(self, obj: Any) -> int | tuple[int, parts.Form] | None:
+    def persistent_id(self, obj: Any) -> int | None:
         if not isinstance(obj, torch.Tensor):
             return None
         if id(obj) not in self._numbers:
             self._numbers[id(obj)] = len(self.tensors)
-            self.tensors.append(parts.local(obj))
-            self._kept.append(obj)  # else another one could get its id
-        number = self._numbers[id(obj)]
-        return (number, parts.form(obj)) if isinstance(obj, DTensor) else number
+            self.tensors.append(obj)
+        return self._numbers[id(obj)]
 
 
 class _Unpickler(pickle.Unpickler):
     """Puts tensors in the place of their numbers, and makes no object of a class that could act."""
 
-    def __init__(
-        self,
-        file: io.BytesIO,
-        tensors: Sequence[torch.Tensor],
-        meshes: dict[parts.Key, DeviceMesh],
-    ) -> None:
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(file)
-        self._tensors, self._meshes = tensors, meshes
+        self._tensors = tensors
 
-    def persistent_load(self, pid: int | tuple[int, parts.Form]) -> Any:
-        if isinstance(pid, int):
-            return self._tensors[pid]
-        number, form = pid
-        try:
-            return parts.assemble(self._tensors[number], form, self._meshes)
-        except KeyError:
-            raise StateError(
-                f"a tensor is sharded over a mesh with the dimensions {form[0]}, and no tensor of "
-                "this rank's own state is"
-            ) from None
+    def persistent_load(self, pid: int) -> torch.Tensor:
+        return self._tensors[pid]
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):

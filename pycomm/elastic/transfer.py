@@ -54,8 +54,7 @@ def hand_over(
 
     Args:
         model: the model, wrapped or not. Its tensors may have any dtype, device and strides, but
-            must be dense. Of one in `fully_shard` each rank hands over its own part, so the members
-            are ranks that have the same part, such as those of the mesh's dimension "replicate".
+            must be dense and whole: one in `fully_shard` is for `torch.distributed.checkpoint`.
         optimizer: the optimizer of parameters of this model; None: there is none.
         has: this rank has the state. A rank that has not is new.
         group: the members, of any backend with sends and receives; None: the default group.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pycomm.elastic.parts import local
+from pycomm.local_sgd.outer import reals
 
 _everybody: WeakSet[InnerOptimizers] = WeakSet()
 
@@ -49,7 +49,7 @@ class InnerOptimizers:
         for name, parameter in self._parameters().items():
             for optimizer in self._optimizers:
                 values = optimizer.state.get(parameter, {}).values()
-                tensors = [local(value) for value in values if isinstance(value, torch.Tensor)]
+                tensors = [reals(value) for value in values if isinstance(value, torch.Tensor)]
                 if not _are_finite(tensors):
                     torch._foreach_zero_(tensors)
                     reset.append(name)

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from pycomm.plan import clock, options, show
+from pycomm.plan import options, show
 from pycomm.plan.advice import ERROR, advise
-from pycomm.plan.cluster import Cluster
-from pycomm.plan.codecs import find
-from pycomm.plan.model import Model
-from pycomm.plan.prediction import Prediction, best_of_each, predict
+from pycomm.plan.prediction import best_of_each, predict
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,21 +32,14 @@ def plan(argv: Sequence[str]) -> int:
         "`plan probe` measures links and codecs.",
     )
     options.add_what(parser)
-    options.add_events(parser)
     options.add_json(parser)
     parser.add_argument("--all", action="store_true", help="every algorithm, not the best of each")
     given = parser.parse_args(argv)
     try:
         model, cluster = options.model(given), options.cluster(given, given.ranks)
-        slow_ranks = options.slow(given.slow_rank, "rank", cluster.ranks)
-        slow_nodes = options.slow(given.slow_node, "node", cluster.nodes)
     except (ValueError, ImportError) as error:
         parser.error(str(error))
     found = predict(model, cluster, options.chosen(given), every=given.all)
-    if given.simulate or slow_ranks or slow_nodes:
-        # Formulas choose among each codec's algorithms, which may be many.
-        kept = found if given.all else best_of_each(found)
-        found = simulated(model, cluster, kept, slow_ranks, slow_nodes)
     limit = ERROR if given.max_error is None else given.max_error
     advice = advise(model, cluster, found, error=limit)
     shown = found if given.all else best_of_each(found)
@@ -69,28 +59,6 @@ def plan(argv: Sequence[str]) -> int:
     show.table(show.HEAD, [show.row(p) for p in shown], show.describe(model, cluster))
     show.advice(advice)
     return 0
-
-
-def simulated(
-    model: Model,
-    cluster: Cluster,
-    predictions: Sequence[Prediction],
-    slow_ranks: Mapping[int, float],
-    slow_nodes: Mapping[int, float],
-) -> list[Prediction]:
-    """Return predictions of the same codecs and algorithms by events."""
-    found = [
-        clock.step(
-            model,
-            cluster,
-            find(prediction.codec),
-            prediction.algorithm,
-            slow_ranks=slow_ranks,
-            slow_nodes=slow_nodes,
-        )
-        for prediction in predictions
-    ]
-    return sorted(found, key=lambda p: (p.step, p.error))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pycomm.plan import codecs
 from pycomm.plan.cluster import Cluster
 from pycomm.plan.model import Model
 from pycomm.plan.prediction import Prediction, best_of_each, with_feedback
-from pycomm.plan.units import format_bytes, format_rate, format_time
+from pycomm.units import format_bytes, format_rate, format_time
 
 WORTH = 0.05
 """Least share by which a codec must shorten the step: less is below a plan's accuracy."""

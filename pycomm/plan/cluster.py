@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from pycomm.plan import units
+from pycomm import units
 
 Mover = Literal["tcp", "dma", "bus"]
 """The mover of a link's bytes: a core, through TCP; a device of each rank or node (an RDMA card,
@@ -26,11 +26,9 @@ SEGMENT, LEAST_SEGMENT, SEGMENT_SECONDS = 256 << 10, 16 << 10, 4e-3
 """Bytes that are sent at once, and on slow links the least of them, and their time."""
 FAR = 1e-3
 """Seconds of a round trip from which on nodes count as far."""
-PACKET, STREAMS = 1448, 2
-"""Bytes of a packet, and TCP streams to each peer (PYCOMM_SOCKETS)."""
-WINDOW = STREAMS * (2 << 20)
-"""Bytes to one peer that can be under way: half of the largest buffer that Linux gives a socket
-(`tcp_wmem`), since the other half is bookkeeping."""
+WINDOW = 2 * (2 << 20)
+"""Bytes to one peer that can be under way on two TCP streams (PYCOMM_SOCKETS): half of the largest
+buffer that Linux gives a socket (`tcp_wmem`), since the other half is bookkeeping."""
 
 
 @dataclass(frozen=True)
@@ -82,48 +80,22 @@ class Link:
         them is repeated after a round trip if its last packet is lost."""
         return 2 * self.latency * float(1 - (1 - self.loss) ** messages)
 
-    def losing(self, loss: float, congestion: str = "bbr") -> Link:
-        """Return the link with a share of its packets lost at random.
-
-        bbr goes on at the link's rate. What other controls reach falls with the root of the loss
-        and with the round trip: for each stream sqrt(3 / 2 loss) packets in one (Mathis, Semke,
-        Mahdavi, Ott 1997, section 2).
-
-        Raises:
-            ValueError: a loss outside 0 to 1.
-        """
-        if not 0 <= loss < 1:
-            raise ValueError(f"a loss of {loss}: want a share from 0 to 1, such as 0.1%")
-        most = math.inf
-        if loss > 0 and congestion != "bbr" and self.latency > 0:
-            most = STREAMS * PACKET * math.sqrt(1.5 / loss) / (2 * self.latency)
-        rate, receive = (min(most, (1 - loss) * r) for r in (self.rate, self.receive))
-        return replace(self, rate=rate, receive=receive, loss=loss)
-
     @classmethod
-    def parse(
-        cls,
-        text: str,
-        latency: float | None = None,
-        *,
-        mover: Mover = "tcp",
-        loss: float = 0.0,
-        congestion: str = "bbr",
-    ) -> Link:
+    def parse(cls, text: str, *, mover: Mover = "tcp") -> Link:
         """Return a link as `of` does, also with round trip and loss: "20mbit/50mbit,60ms,0.1%".
+
+        TCP is taken to go on at the link's rate in spite of losses, as bbr does.
 
         Args:
             text: what a node sends, and receives if that differs; then, in any order and each
-                if wanted, the round trip and the share of packets that are lost.
-            latency: seconds one way, unless the text has a round trip.
+                if wanted, the round trip and the share of packets that are lost at random.
             mover: as of `of`.
-            loss: share of packets, unless the text has one.
-            congestion: "bbr", or another control, which a loss slows down.
 
         Raises:
-            ValueError: as of `of`; or one part is neither a time nor a share.
+            ValueError: as of `of`; or one part is neither a time nor a share below 1.
         """
         first, *rest = text.split(",")
+        latency, loss = None, 0.0
         for part in rest:
             if part.strip().endswith("%"):
                 loss = units.parse_share(part)
@@ -133,7 +105,11 @@ class Link:
         link = cls.of(send, latency, mover=mover)
         if slash:
             link = replace(link, name=first, receive=cls.of(receive, latency, mover=mover).rate)
-        return link.losing(loss, congestion) if loss else link
+        if loss == 1:
+            raise ValueError(f"cannot read the link {text!r}: want a loss below 100 %")
+        return replace(
+            link, rate=(1 - loss) * link.rate, receive=(1 - loss) * link.receive, loss=loss
+        )
 
     @classmethod
     def of(cls, text: str, latency: float | None = None, *, mover: Mover = "tcp") -> Link:
@@ -259,11 +235,6 @@ class Processor:
         known = self.rates.keys() & self.far.rates.keys()
         rates = {name: self.rates[name].toward(self.far.rates[name], share) for name in known}
         return replace(self, memory=memory, rates=rates, far=None)
-
-    def slower(self, name: str, factor: float, far: float) -> Processor:
-        """Return a processor with a codec slower by a factor, or `far` where no cache holds it."""
-        known = {**self.rates, name: self.rates[name].times(1 / factor)}
-        return replace(self, rates=known, far=self.far and self.far.slower(name, far, far))
 
     def fed(self, name: str, rates: CodecRates) -> Processor:
         """Return the processor with a codec's encoding at its rate with error feedback."""

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from pycomm.plan import units
+from pycomm import units
 
 FIRST_BUCKET = 1 << 20
 """Bytes of DDP's first bucket, which is sent when backward has just begun."""

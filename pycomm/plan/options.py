@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pycomm.plan import codecs, units
-from pycomm.plan.cluster import LINKS, PROCESSORS, Cluster, CodecRates, Link, Mover, Processor
+from pycomm import units
+from pycomm.plan import codecs
+from pycomm.plan.cluster import LINKS, PROCESSORS, Cluster, Link, Mover, Processor
 from pycomm.plan.model import Model, of_text
 from pycomm.plan.probe.result import ClusterProbe
 
@@ -24,7 +25,6 @@ HELP = {
     "link": f"between nodes: a rate (1gbit, 3GB/s; tcp:40gbit where a core moves the bytes, "
     f"dma:40gbit where a card does) or one of {', '.join(LINKS)}; far ones as sent/received, round "
     "trip and loss: 20mbit/50mbit,60ms,0.1%%",
-    "up": "what a node sends, instead of --link's rate; with --down",
     "intra": "inside a node, likewise; bus:22GB/s is a bus that all ranks of a node share",
     "processor": f"that encodes and decodes: {' or '.join(PROCESSORS)}",
 }
@@ -44,11 +44,6 @@ def _typed(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 def _rate(text: str) -> float:
     return units.parse_rate(text)[0]
-
-
-def _rate_text(text: str) -> str:
-    units.parse_rate(text)
-    return text
 
 
 def _count(text: str) -> int:
@@ -119,15 +114,7 @@ def add_what(parser: argparse.ArgumentParser) -> None:
     add("--ranks", "-n", type=count, required=True, help="number of ranks")
     add("--ranks-per-node", "-l", type=count, default=1, help="default 1")
     add("--link", default="10gbe", help=HELP["link"] + " (10gbe)")
-    add("--up", type=_typed(_rate_text), help=HELP["up"])
-    add("--down", type=_typed(_rate_text), help="what it receives")
-    distance = parser.add_mutually_exclusive_group().add_argument
-    distance("--latency", type=_typed(units.parse_time), help="of that link, one way: 50us")
-    distance("--rtt", type=_typed(units.parse_time), help="its round trip: 60ms")
-    add("--loss", type=_typed(units.parse_share), default=0.0, help="of its packets: 0.1%%")
-    add("--congestion", default="bbr", help="control of TCP, which decides what a loss costs (bbr)")
     add("--intra", default="shm", help=HELP["intra"] + " (shm)")
-    add("--intra-latency", type=_typed(units.parse_time))
     add("--compute", type=_typed(_step_time), help=HELP["compute"])
     add("--bf16", action="store_true", help="gradients have 16 bits, and codecs win less")
     add("--bucket-mb", type=positive, help="DDP's bucket_cap_mb, if it is given")
@@ -136,7 +123,6 @@ def add_what(parser: argparse.ArgumentParser) -> None:
     add("--max-error", type=_typed(_not_negative), help=most)
     add("--processor", choices=list(PROCESSORS), default="core", help=HELP["processor"])
     add("--memory-bandwidth", type=_typed(_rate), help="of that processor: 12GB/s, 2TB/s")
-    add("--codec-throughput", type=_typed(_rate), help="each way, of every codec: 5GB/s")
     add("--cores", type=positive, default=2.0, help="that each rank has (2)")
     add("--compute-on-cores", action="store_true", help="the model trains on these cores, too")
     add(
@@ -144,38 +130,6 @@ def add_what(parser: argparse.ArgumentParser) -> None:
         type=_typed(ClusterProbe.read),
         help="file of `plan probe`: links, cores and codecs",
     )
-
-
-def add_events(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the simulation, and of effects that only it shows."""
-    add = parser.add_argument
-    add("--simulate", action="store_true", help="by events, not by formulas")
-    add("--slow-rank", type=_typed(_factor), action="append", default=[], metavar="RANK:FACTOR")
-    add("--slow-node", type=_typed(_factor), action="append", default=[], metavar="NODE:FACTOR")
-
-
-def _factor(text: str) -> tuple[int, float]:
-    place, _, factor = text.partition(":")
-    try:
-        return int(place), _positive(factor)
-    except ValueError:
-        raise ValueError(
-            f"cannot read {text!r}: want 3:1.5, that is number 3 is 1.5 times slower"
-        ) from None
-
-
-def slow(given: list[tuple[int, float]], word: str, count: int) -> dict[int, float]:
-    """Return factors by number of a rank or node.
-
-    Raises:
-        ValueError: no such number exists, or one is given twice.
-    """
-    for place, _ in given:
-        if not 0 <= place < count:
-            raise ValueError(f"--slow-{word} {place}: {word}s are numbered from 0 to {count - 1}")
-    if len(dict(given)) < len(given):
-        raise ValueError(f"--slow-{word} names a {word} twice")
-    return dict(given)
 
 
 def model(options: argparse.Namespace) -> Model:
@@ -196,17 +150,11 @@ def cluster(options: argparse.Namespace, ranks: int) -> Cluster:
     # Ranks on cores communicate over TCP by default; GPUs have network cards beside them, and
     # inside a node neither uses TCP.
     between: Mover = "tcp" if processor.is_core else "dma"
-    if (options.up is None) != (options.down is None):
-        raise ValueError("--up and --down stand together: give both, or --link")
-    text = options.link if options.up is None else f"{options.up}/{options.down}"
-    latency = options.latency if options.rtt is None else options.rtt / 2
     return Cluster(
         ranks=ranks,
         ranks_per_node=options.ranks_per_node,
-        inter=Link.parse(
-            text, latency, mover=between, loss=options.loss, congestion=options.congestion
-        ),
-        intra=Link.of(options.intra, options.intra_latency, mover="dma"),
+        inter=Link.parse(options.link, mover=between),
+        intra=Link.parse(options.intra, mover="dma"),
         processor=processor,
         cores=options.cores,
         compute_on_cores=options.compute_on_cores,
@@ -217,10 +165,6 @@ def _processor(options: argparse.Namespace) -> Processor:
     found = PROCESSORS[options.processor]
     if options.memory_bandwidth:
         found = replace(found, memory=options.memory_bandwidth)
-    if options.codec_throughput:
-        rate = options.codec_throughput
-        same = CodecRates(encode=rate, decode=rate, decode_add=rate, encode_fed=rate)
-        found = replace(found, rates={coding.name: same for coding in chosen(options)})
     return found
 
 

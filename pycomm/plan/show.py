@@ -1,4 +1,4 @@
-"""Tables on the console: by rich where it is installed, plain text otherwise."""
+"""Tables on the console."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from pycomm.plan.advice import Advice
 from pycomm.plan.cluster import Cluster
 from pycomm.plan.model import Model
 from pycomm.plan.prediction import Prediction
-from pycomm.plan.units import format_bytes, format_count, format_rate, format_time
+from pycomm.units import format_bytes, format_count, format_rate, format_time
 
 HEAD = ("codec", "algorithm", "step", "exposed", "scaling", "sent", "error")
-WIDTH = 120
-"""Width of tables in files."""
 
 
 def row(prediction: Prediction) -> tuple[str, ...]:
@@ -47,37 +45,15 @@ def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", *, words: int = 2
 ) -> None:
     """Print a table; the first columns hold words, the others numbers."""
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print(plain(head, rows, title, words=words))
-        return
-    drawn = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, name in enumerate(head):
-        drawn.add_column(name, justify="right" if i >= words else "left")
-    for cells in rows:
-        drawn.add_row(*cells)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    console.print(drawn, highlight=False)
-
-
-def plain(
-    head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", *, words: int = 2
-) -> str:
-    """Print the same table without rich."""
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
-    lines = [title] if title else []
+    if title:
+        print(title)
     for cells in [head, *rows]:
         padded = [
             cell.rjust(width) if i >= words else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
         ]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
+        print("  ".join(padded).rstrip())
 
 
 def advice(given: Advice) -> None:

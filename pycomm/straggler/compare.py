@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from pycomm.straggler.stats import RankStats, TimeShares, quantile
+from pycomm.units import format_bytes, format_time
 
 # Thresholds of a finding; docs/monitor.md states these.
 LEAST_LOST = 0.1
@@ -161,7 +162,7 @@ def _late_rank(
     of_others = median(getattr(r.shares, cause) for r in ranks if r is not worst)
     text = (
         f"rank {worst.rank} ({worst.host}) comes last to {percent(worst.last)} of the operations "
-        f"that are waited for, {time_text(median(late))} late at the median, which costs "
+        f"that are waited for, {format_time(median(late))} late at the median, which costs "
         f"{percent(lost)} of the time: it {_DOES[cause]} for {percent(share)} of the time, others "
         f"for {percent(of_others)}"
     )
@@ -181,9 +182,9 @@ def _slow_link(ranks: Sequence[RankHealth]) -> SlowRank | None:
     if slowest.link is None or slowest.link >= MOST_OF_OTHERS * others:
         return None
     text = (
-        f"the link of rank {slowest.rank} ({slowest.host}) carries {rate_text(slowest.link)} to "
-        f"another rank at best, those of others {rate_text(others)}, and {percent(in_operations)} "
-        f"of the time goes to moving data and waiting for it"
+        f"the link of rank {slowest.rank} ({slowest.host}) carries {format_bytes(slowest.link)}/s "
+        f"to another rank at best, those of others {format_bytes(others)}/s, and "
+        f"{percent(in_operations)} of the time goes to moving data and waiting for it"
     )
     return SlowRank(slowest.rank, slowest.host, "link", text)
 
@@ -206,19 +207,3 @@ def _rates(all_stats: Sequence[RankStats]) -> dict[int, float]:
 def percent(share: float) -> str:
     """Return a share as text."""
     return f"{100 * share:.0f} %"
-
-
-def time_text(seconds: float) -> str:
-    """Return a duration as text."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
-
-
-def rate_text(bytes_per_second: float) -> str:
-    """Return a rate as text."""
-    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
-        if bytes_per_second >= size:
-            return f"{bytes_per_second / size:.3g} {unit}"
-    return f"{bytes_per_second / 1e3:.3g} kB/s"

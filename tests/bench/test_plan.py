@@ -10,7 +10,7 @@ from pycomm.bench.common.harness import Origin, read_rows
 from pycomm.bench.common.harness import record as with_origin
 from pycomm.bench.lab.jobs import ask
 from pycomm.bench.plan import ranks
-from pycomm.bench.plan.command import PlanCase, judge, model_of, picks, record, summary
+from pycomm.bench.plan.command import PlanCase, accuracy, judge, model_of, picks, record
 from tests.extent import FULL
 
 
@@ -43,16 +43,9 @@ def test_rows_come_back(tmp_path):
     path = tmp_path / "plan.csv"
     tables.append(path, [with_origin(record(case), Origin.here("test")) for case in GOOD])
     assert read_rows(path, PlanCase) == GOOD
-
-
-def test_the_summary_has_a_row_for_each_case():
-    rows = list(summary([*GOOD, case("none", 12.0, 10.0, ranks=4)]))
-    assert [row[:4] for row in rows] == [
-        ["all_reduce", "1gbit", "2", "3"],
-        ["all_reduce", "1gbit", "4", "1"],
-        ["all", "", "", "4"],
-    ]
-    assert rows[1][4:] == ["20.0%", "20.0%", "1 of 1"]
+    median, worst, picked = accuracy(GOOD)
+    assert (median, worst) == pytest.approx((1 / 21, 2 / 31))
+    assert picked == [True]
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,6 @@ WELL = {
             "entry_point": True,
             "cuda": "",
             "gpus": 0,
-            "nccl": False,
             "no_effect": [],
         }
     ),
@@ -69,13 +68,10 @@ MACHINE = Machine(
     cores=8,
     quota=None,
     open_files=65536,
-    locked_memory=None,
     address_space=None,
     overcommit=0,
     file_size=None,
-    shm_free=1 << 34,
     memfd_error="",
-    ptrace_scope=None,
 )
 
 
@@ -94,9 +90,6 @@ def only(findings, name: str) -> Finding:
 def test_without_torch_all_else_is_examined(tmp_path):
     hidden = tmp_path / "torch.py"
     hidden.write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
-    # A clock that goes faster ends the timing early, since what it says is not judged here.
-    faster = "import time\nslow = time.perf_counter\ntime.perf_counter = lambda: 50 * slow()\n"
-    (tmp_path / "sitecustomize.py").write_text(faster)
     env = CLEAN | {"PYTHONPATH": str(tmp_path), "PYCOMM_SOKETS": "4"}
     command = [sys.executable, "-m", "pycomm.doctor", "--json", "-"]
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
@@ -273,15 +266,14 @@ def lacks(well: dict[str, ProbeOutcome], probe: str, error: str, missing: bool =
         (lacks(lacks(GPU, "nvrtc", "-"), "triton", "-"), "CUDA kernels", "warning"),
         (GPU | {"torch": WELL["torch"]}, "CUDA", "warning"),
         (but(GPU, "torch", gpus=0), "CUDA", "problem"),
-        (but(GPU, "driver", holds=False), "held streams", "note"),
         (but(WELL, "driver", error=803, version=0, gpus=[]), "CUDA", "problem"),
         (but(WELL, "driver", error=100, version=13000, gpus=[]), "CUDA", "note"),
         (lacks(WELL, "core", "crashed: SIGILL"), "core", "problem"),
         (but(WELL, "torch", version="2.4.1"), "torch", "problem"),
         (but(WELL, "torch", entry_point=False), "entry point", "warning"),
         (lacks(WELL, "c10d", "undefined symbol: _ZN3c10"), "_c10d", "problem"),
-        (lacks(WELL, "triton", "no module triton", missing=True), "Triton", "note"),
         (lacks(WELL, "triton", "crashed: SIGSEGV"), "Triton", "warning"),
+        (lacks(WELL, "nvrtc", "no libnvrtc"), "NVRTC", "warning"),
     ],
 )
 def test_what_is_installed_is_judged(outcomes, name, level):
@@ -347,9 +339,6 @@ def test_variables_are_judged(name, value, level):
         ({"overcommit": 2}, 0, "address space", "warning"),
         ({"address_space": 1 << 33}, 0, "address space", "warning"),
         ({"file_size": 100 << 30}, 0, "file size", "warning"),
-        ({"ptrace_scope": 1}, 0, "reads between ranks", "ok"),
-        ({"ptrace_scope": 2}, 0, "reads between ranks", "note"),
-        ({"shm_free": 1 << 20}, 0, "/dev/shm", "note"),
     ],
 )
 def test_limits_are_judged(changed, ranks_here, name, level):
@@ -414,14 +403,10 @@ def test_the_choice_of_an_interface_is_explained():
 
 def result(**changed: object) -> self_test.Result:
     plain = {"way": "shm", "connection": "2 ranks", "exact": True, "coded": True}
-    rates = {"latency_us": 1.0, "exact_gbs": 5.0, "coded_gbs": 2.0}
-    return self_test.Result(**{**plain, **rates, **changed})
+    return self_test.Result(**{**plain, **changed})
 
 
-@pytest.mark.parametrize(
-    ("changed", "level"),
-    [({}, "ok"), ({"coded": False}, "problem"), ({"exact_gbs": 0.01}, "warning")],
-)
+@pytest.mark.parametrize(("changed", "level"), [({}, "ok"), ({"coded": False}, "problem")])
 def test_wrong_sums_on_one_rank_are_a_problem(changed, level):
     assert finding.worst(self_test.judge_results([result(), result(**changed)])) == level
 
@@ -462,8 +447,7 @@ def test_findings_of_other_hosts_name_their_ranks():
 
 JOB = """if True:
     import os
-    from pycomm.doctor import job, self_test
-    self_test.SECONDS, self_test.NUMEL = 0.01, 1 << 18  # sums are judged, and no times
+    from pycomm.doctor import job
     from pycomm.doctor.__main__ import examine
     rank = int(os.environ["RANK"])
     look = examine if os.environ.get("LOOK") else lambda: ([], {})
@@ -515,22 +499,17 @@ def test_ranks_with_unequal_secrets_are_told_without_them(monkeypatch):
 
 
 @pytest.mark.timeout(300)
-def test_two_ranks_average_and_each_implementation_codes(tmp_path, monkeypatch):
-    """On the stand-in device, which has two of the implementations."""
+def test_two_ranks_average_on_a_device(tmp_path, monkeypatch):
     interpreter.start_with(monkeypatch, fake_device.installed(tmp_path))
     found = {finding.name: finding for finding in gpu.run(fake_device.NAME)}
     assert found["ranks"].level == "ok", found
     assert "1 bucket of 65586 values: kernels (" in found["ranks"].text
-    levels = {kind: found[kind].level for kind in gpu.KINDS if kind != "triton"}
-    assert levels == {"native": "note", "nvrtc": "ok", "reference": "ok"}
-    assert "native codecs run on cpu and cuda, not on fakegpu" in found["native"].text
 
 
-def test_wrong_bytes_are_a_problem_and_a_slow_path_a_note():
-    said = {"kinds": {"native": "its bytes are not those of the reference"}, "mps": False}
-    said |= {"path": "path of all_reduce, 1 bucket of 65586 values: payloads (no kernels)"}
-    native, mps, ranks = gpu.judge(said)
-    assert (native.level, mps.level, ranks.level) == ("problem", "note", "note")
+def test_a_slow_path_is_a_note():
+    path = "path of all_reduce, 1 bucket of 65586 values: payloads (no kernels)"
+    mps, ranks = gpu.judge({"mps": False, "path": path})
+    assert (mps.level, ranks.level) == ("note", "note")
 
 
 def test_without_a_gpu_the_doctor_says_what_it_needs(monkeypatch):

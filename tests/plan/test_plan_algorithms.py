@@ -7,7 +7,7 @@ import torch
 
 import pycomm
 from pycomm import _test
-from pycomm.plan import Cluster, Link, Processor
+from pycomm.plan import Cluster, Link, Processor, of_count, step
 from pycomm.plan.algorithms import Size, algorithms, all_reduce, steps
 from pycomm.plan.codecs import CODINGS, KNOWN, NONE, find
 from tests.extent import each_value
@@ -149,7 +149,6 @@ def test_a_far_link_is_written_with_round_trip_and_loss():
     assert link.receive == pytest.approx(0.999 * 0.95 * 50e6 / 8)
     assert link.slower == link.rate
     assert (link.latency, link.loss, link.far) == (0.03, 0.001, True)
-    assert Link.parse("1gbit", 0.02, loss=0.01) == Link.parse("1gbit,40ms,1%")
     assert Link.parse("10gbe") == Link.of("10gbe")
     assert Link.parse("3GB/s") == Link.of("3GB/s")
     assert not Link.parse("10gbe").far
@@ -159,15 +158,6 @@ def test_a_far_link_is_written_with_round_trip_and_loss():
 def test_a_far_link_that_makes_no_sense_is_refused(text):
     with pytest.raises(ValueError, match=r"cannot read|want"):
         Link.parse(text)
-
-
-def test_a_loss_slows_down_what_is_not_bbr():
-    """Mathis et al.: 1.22 packets / sqrt(loss) in a round trip, for each of two streams."""
-    calm, lossy = Link.parse("1gbit,60ms"), Link.parse("1gbit,60ms,0.1%", congestion="cubic")
-    assert lossy.rate == pytest.approx(2 * 1448 * (1.5 / 0.001) ** 0.5 / 0.06)
-    assert Link.parse("1gbit,60ms,0.1%").rate == pytest.approx(0.999 * calm.rate)
-    # Where the link is slower than that, it decides.
-    assert Link.parse("5mbit,60ms,0.1%", congestion="cubic").slower < lossy.slower
 
 
 def test_a_round_takes_the_way_and_sometimes_a_repetition():
@@ -205,3 +195,19 @@ def test_far_ranks_without_feedback_take_one_way():
         size = Size.of(values, unfed)
         costs = {way: all_reduce(cluster, unfed, way, size) for way in ("one_shot", "two_shot")}
         assert min(costs, key=lambda way: costs[way].seconds) == faster
+
+
+# Measured on 2026-11-27: 6.3 million parameters in two ranks, links of 1 Gbit/s with 30 ms one way.
+MEASURED = {"none": 0.439, "int8": 0.204, "int4": 0.204, "eden:bits=2": 0.138}
+
+
+@pytest.mark.parametrize("codec", MEASURED)
+def test_a_far_link_carries_a_window_in_a_round_trip(codec):
+    model, cluster = of_count(6_300_000, 0.025), Cluster(2, Link.parse("1gbit,60ms"))
+    found = min(
+        step(model, cluster, CODINGS[codec], way).step
+        for way in algorithms(cluster, CODINGS[codec], every=False)
+    )
+    assert found == pytest.approx(MEASURED[codec], rel=0.3)
+    if codec == "none":  # 0.282 without the window
+        assert found == pytest.approx(MEASURED[codec], rel=0.05)

@@ -11,8 +11,8 @@ import pytest
 
 from pycomm.bench.lab.shape import Shape
 from pycomm.bench.lab.wan import WanLab
-from pycomm.bench.links.steps import PROMISED, STEPS, run_steps
 from tests.extent import part
+from tests.processes.group_steps import PROMISED, STEPS, run_steps
 from tests.processes.labs import far_hosts, fork_ranks, printed_by
 
 
@@ -26,7 +26,7 @@ def test_a_group_takes_few_round_trips(nodes, round_trip):
     with far_hosts(nodes, shape=Shape(delay=round_trip / 2)) as lab:
         fork_ranks(lab)
         for _ in range(4):
-            steps, printed = run_steps(lab, "pycomm", dict(os.environ))
+            steps, printed = run_steps(lab)
             # What torch's store says of a network without name servers, and rank 0 of its group.
             expected = ("hostname of the client socket", "pycomm: version ")
             lines = printed.splitlines()

@@ -14,7 +14,7 @@ from pathlib import Path
 from pycomm.env import env, variables_of_rank
 from pycomm.plan import options, show
 from pycomm.plan.probe.result import ClusterProbe
-from pycomm.plan.units import format_rate, format_time
+from pycomm.units import format_rate, format_time
 
 TIMEOUT = 120.0
 """Seconds after which ranks that this program has started are killed."""

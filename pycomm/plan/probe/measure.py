@@ -2,8 +2,7 @@
 
 Without torchrun it starts two ranks on this machine; under torchrun every rank calls it, on nodes
 that share a folder. Two ranks measure each level of links while the others wait; all ranks that
-have a core measure codecs at the same time, since that is how they will be used. If the nodes are
-network namespaces of one machine, the ranks without a core of their own then show what that costs.
+have a core measure codecs at the same time, since that is how they will be used.
 """
 
 from __future__ import annotations
@@ -76,41 +75,20 @@ def _turn(ranks: Ranks, buffers: Sequence[codecs.Buffers], effort: float) -> Clu
         ]
         inter = links.with_rounds(inter, measured[0])
     ranks.rest()
-    found = None
-    if rank == 0:
-        here = min(max(2, cores), machines.count(machines[0]))
-        found = ClusterProbe(
-            ranks=size,
-            inter=inter,
-            intra=levels["intra"],
-            memory=measured[0].memory,
-            codecs=measured[0].rates,
-            far_memory=measured[1].memory,
-            far_codecs=measured[1].rates,
-            span=(4.0 * here * buffers[0].numel, 4.0 * here * buffers[1].numel),
-            cores=cores,
-            machines=len(set(machines)),
-            nodes=len(set(nodes)),
-            device=_C.simd_level(),
-        )
-    if len(set(machines)) < len(set(nodes)) == size:
-        found = _crowds(ranks, cores, found, buffers, budget)
-    return found
-
-
-def _crowds(
-    ranks: Ranks,
-    cores: int,
-    found: ClusterProbe | None,
-    buffers: Sequence[codecs.Buffers],
-    budget: float,
-) -> ClusterProbe | None:
-    """Measure twice as many ranks as cores, four times as many, and so on."""
-    members = 2 * cores
-    while members <= ranks.size:
-        crowd = links.crowd(ranks, members, found, buffers, budget)
-        if found is not None and crowd is not None:
-            found = found.crowded(crowd)
-        ranks.rest()
-        members *= 2
-    return found
+    if rank > 0:
+        return None
+    here = min(max(2, cores), machines.count(machines[0]))
+    return ClusterProbe(
+        ranks=size,
+        inter=inter,
+        intra=levels["intra"],
+        memory=measured[0].memory,
+        codecs=measured[0].rates,
+        far_memory=measured[1].memory,
+        far_codecs=measured[1].rates,
+        span=(4.0 * here * buffers[0].numel, 4.0 * here * buffers[1].numel),
+        cores=cores,
+        machines=len(set(machines)),
+        nodes=len(set(nodes)),
+        device=_C.simd_level(),
+    )

@@ -7,46 +7,11 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pycomm.plan.cluster import LINKS, Cluster, CodecRates, Link, Processor
-from pycomm.plan.codecs import CODINGS
-
-
-@dataclass(frozen=True)
-class Crowd:
-    """More ranks on a machine than cores, with links of their own."""
-
-    ranks: int
-    byte: float
-    """Seconds of a core to send and to receive one byte."""
-    delay: float = 0.0
-    """Delay of a message relative to ranks with a core of their own, in seconds."""
-    whole: float = 1.0
-    """Factor by which codecs without segments are slower."""
-    far_whole: float = 1.0
-    """The same factor on larger buffers."""
-    segmented: float = 1.0
-    """Factor by which codecs with segments are slower."""
-
-    def toward(self, other: Crowd, ranks: int) -> Crowd:
-        """Return a crowd of `ranks` between the two, or beyond, never below the physical limits,
-        however much less the larger crowd was seen to take."""
-        share = (ranks - self.ranks) / (other.ranks - self.ranks)
-
-        def between(mine: float, others: float) -> float:
-            return mine + share * (others - mine)
-
-        return Crowd(
-            ranks,
-            max(min(self.byte, other.byte), between(self.byte, other.byte)),
-            max(0.0, between(self.delay, other.delay)),
-            max(1.0, between(self.whole, other.whole)),
-            max(1.0, between(self.far_whole, other.far_whole)),
-            max(1.0, between(self.segmented, other.segmented)),
-        )
 
 
 @dataclass(frozen=True)
@@ -71,8 +36,6 @@ class ClusterProbe:
     machines: int
     """Number of machines of the ranks; nodes may share one."""
     nodes: int
-    crowds: tuple[Crowd, ...] = ()
-    """Crowds of increasing size."""
     device: str = ""
 
     @classmethod
@@ -101,7 +64,6 @@ class ClusterProbe:
         for name in ("codecs", "far_codecs"):
             found[name] = {codec: CodecRates(**rates) for codec, rates in found[name].items()}
         found["span"] = tuple(found["span"])
-        found["crowds"] = tuple(Crowd(**crowd) for crowd in found.get("crowds", ()))
         return cls(**found)
 
     def write(self, path: str | Path) -> None:
@@ -109,19 +71,6 @@ class ClusterProbe:
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
-
-    def crowded(self, crowd: Crowd) -> ClusterProbe:
-        """Return the probe with one more crowd, larger than those before."""
-        return replace(self, crowds=(*self.crowds, crowd))
-
-    def _crowd(self, ranks: int) -> Crowd | None:
-        """Return a crowd of `ranks` on one machine; None: each rank has a core."""
-        crowds = [crowd for crowd in self.crowds if crowd.ranks > self.cores]
-        if self.inter is None or not crowds or ranks <= self.cores:
-            return None
-        known = [Crowd(self.cores, self.inter.byte), *crowds]
-        place = next((i for i, c in enumerate(known) if c.ranks >= ranks), len(known) - 1)
-        return known[place - 1].toward(known[place], ranks)
 
     def cluster(
         self, ranks: int, ranks_per_node: int = 1, *, compute_on_cores: bool = False
@@ -140,15 +89,6 @@ class ClusterProbe:
         inter = self.inter or self.intra
         intra = self.intra or LINKS["shm"]
         assert inter is not None
-        crowd = self._crowd(ranks_per_machine) if ranks_per_machine > ranks_per_node else None
-        if crowd:
-            inter = replace(inter, byte=crowd.byte, latency=inter.latency + crowd.delay)
-            for coding in CODINGS.values():
-                if coding.name in processor.rates:
-                    factors = crowd.whole, crowd.far_whole
-                    if not coding.whole:
-                        factors = crowd.segmented, crowd.segmented
-                    processor = processor.slower(coding.name, *factors)
         return Cluster(
             ranks=ranks,
             ranks_per_node=ranks_per_node,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from pycomm.bench.common import harness, tables
 from pycomm.bench.common.harness import COLUMNS, Origin, Row
-from pycomm.bench.common.report import Column, Report, ratios
+from pycomm.bench.common.report import Column, Report
 from pycomm.bench.common.timing import calls_within, in_turns, quantile
 
 RESULTS = Path(harness.__file__).parents[1] / "results"
@@ -74,10 +73,10 @@ def test_the_number_of_calls_follows_from_the_slowest_peer():
 
 def test_the_command_of_a_row_names_no_checkout():
     command = (
-        "python -m pycomm.bench links --csv /a/b/bench/results/x.csv --json=/c/bench/results/y -n 1"
+        "python -m pycomm.bench links --csv /a/b/bench/results/x.csv --out=/c/bench/results/y -n 1"
     )
     told = Origin.here(command).command
-    assert told.endswith("links --csv bench/results/x.csv --json=bench/results/y -n 1")
+    assert told.endswith("links --csv bench/results/x.csv --out=bench/results/y -n 1")
 
 
 def test_csv_is_appended_to_under_one_header(tmp_path):
@@ -118,31 +117,6 @@ def test_committed_results_say_where_they_come_from(path):
         rows = list(csv.DictReader(file))
     for name in ("time", "command", "commit", "device", "pycomm", "python"):
         assert all(row[name] for row in rows), name
-
-
-def test_json_has_the_same_rows(tmp_path):
-    path, report = tmp_path / "out.json", Report([])
-    report.add(ROW)
-    report.write_json(path)
-    (row,) = json.loads(path.read_text())
-    assert list(row) == COLUMNS
-    assert row["time_p50"] == 2.0
-
-
-def test_ratios_compare_with_the_exact_row_of_the_same_size():
-    gloo = replace(ROW, backend="gloo", time_p50=40.0, time_p99=80.0, effbw=1.0)
-    ours = replace(ROW, time_p50=2.0, time_p99=8.0, effbw=3.0)
-    coded = replace(ours, codec="int8", effbw=9.0)
-    other = replace(ours, size=16)  # gloo has no such row
-    averaged = replace(ours, redop="avg", codec="int4", effbw=None)  # gloo has sums alone
-    found = ratios([replace(r, redop="sum") for r in (gloo, ours, coded, other)], "gloo")
-    (against_sum,) = ratios([replace(gloo, redop="sum"), averaged], "gloo")
-    assert (against_sum.codec, against_sum.time_p50) == ("int4", 20.0)
-    assert [(r.kind, r.backend, r.vs, r.codec) for r in found] == [
-        ("ratio", "pycomm", "gloo", "none"),
-        ("ratio", "pycomm", "gloo", "int8"),
-    ]
-    assert [(r.time_p50, r.time_p99, r.effbw) for r in found] == [(20.0, 10.0, 3.0), (20.0, 10, 9)]
 
 
 def test_table_lines_up_and_marks_what_has_no_meaning(capsys):

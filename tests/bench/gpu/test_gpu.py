@@ -26,7 +26,7 @@ from tests.torch import interpreter
 
 PASSED = gpu_checks.Counts(passed=767)
 MACHINE = {"device": "device", "commit": "commit"}
-KERNELS = len(gpu_tasks.SPECS) * len(gpu_tasks.OPS) + len(gpu_tasks.CONVERSIONS)
+KERNELS = len(gpu_tasks.SPECS) * len(gpu_tasks.OPS)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,6 @@ def pretend_gpu(monkeypatch):
     monkeypatch.setattr(gpu_checks, "run", lambda suites, end: {s.name: PASSED for s in suites})
     monkeypatch.setattr(gpu_checks, "sanitizer", lambda: ("", "there is none"))
     monkeypatch.setattr(gpu_tasks, "time_kernel", row)
-    monkeypatch.setattr(gpu_tasks, "time_conversion", lambda *what: row(*what[:2], "", "convert"))
-    monkeypatch.setattr(gpu_tasks, "time_topk", lambda numel: row("torch", numel, "", "topk"))
     monkeypatch.setattr(gpu.subprocess, "Popen", InThisProcess)
     return monkeypatch
 
@@ -146,6 +144,8 @@ def test_a_process_that_fails_or_hangs_is_told(monkeypatch, tmp_path, does, says
 
 def test_a_call_that_breaks_the_context_ends_its_process(pretend_gpu, tmp_path):
     def breaks(kind, numel, spec, op):
+        if op == "encode":
+            return row(kind, numel, spec, op)
         pretend_gpu.setattr(gpu_tasks, "is_broken", lambda: True)
         raise RuntimeError("illegal address")
 
@@ -153,13 +153,11 @@ def test_a_call_that_breaks_the_context_ends_its_process(pretend_gpu, tmp_path):
     job = {"kind": "native", "numels": [4], "specs": ["int8"], "contract": "", "machine": MACHINE}
     assert gpu_tasks.main(**job, folder=str(tmp_path)) == gpu_tasks.BROKEN
     rows = tables.read(tmp_path / "gpu-device.csv")
-    assert len(rows) == len(gpu_tasks.CONVERSIONS)  # those that were timed before it
+    assert [row["op"] for row in rows] == ["encode"]  # that was timed before it
 
 
 def test_every_kernel_is_called():
     assert len(list(gpu_tasks.calls_of("native", gpu.NUMELS))) == 2 * KERNELS
-    assert len(list(gpu_tasks.calls_of("reference", gpu.NUMELS))) == KERNELS
-    assert len(list(gpu_tasks.calls_of("torch", gpu.NUMELS))) == 2
 
 
 def test_a_failing_contract_fails_the_run(pretend_gpu, tmp_path, capsys):
@@ -193,11 +191,11 @@ def test_a_run_goes_on_where_one_of_equal_sources_stopped(pretend_gpu, tmp_path)
 
 
 def test_a_run_whose_time_is_over_says_what_is_left(pretend_gpu, tmp_path, capsys):
-    words = ["--results", str(tmp_path), "--stages", "smoke,kernels,trace"]
+    words = ["--results", str(tmp_path), "--stages", "smoke,kernels,step"]
     assert gpu.main([*words, "--minutes", "0"]) == 1
     told = capsys.readouterr().out
     assert "ran: nothing" in told
-    assert "left: make gpu STAGES=smoke,kernels,trace" in told
+    assert "left: make gpu STAGES=smoke,kernels,step" in told
 
 
 def test_suites_that_have_no_time_are_left(pretend_gpu, tmp_path, capsys):

@@ -14,11 +14,8 @@ import pytest
 import torch
 
 from pycomm.bench.common import tables
-from pycomm.bench.figures.charts import timeline
-from pycomm.bench.figures.drawing import digest, picture_digest
 from pycomm.bench.gpu import __main__ as gpu
 from pycomm.bench.gpu import tasks
-from pycomm.bench.step.stages import STAGES
 from tests.torch.device import fake_device
 from tests.torch.interpreter import EXECUTABLE, ROOT
 
@@ -83,12 +80,10 @@ def test_each_kernel_is_timed(rows):
     timed = {(r["codec"], r["op"]): r for r in rows if r["kind"] == KIND}
     calls = {(SPECS[spec], op) for spec in SPECS for op in tasks.OPS}
     assert calls <= timed.keys()
-    assert len(timed) == len(calls) + len(tasks.CONVERSIONS)
+    assert len(timed) == len(calls)
     assert all(float(row["microseconds"]) > 0 for row in timed.values())
     assert {row["contract"] for row in timed.values()} == {"0 of 1 parts"}
-    # Kernels can be captured, and what torch computes on the host cannot.
     assert {row["method"] for row in timed.values()} == {"graph"}
-    assert [row["method"] for row in rows if row["kind"] == "torch"] == ["events"]
 
 
 def test_rows_tell_their_origin(rows):
@@ -125,21 +120,10 @@ def test_kernels_run_under_the_sanitizer(rows, folder):
     assert "test_alignment_does_not_matter and nvrtc-fakegpu and sign" in run
 
 
-def test_the_trace_shows_the_stages_of_each_bucket(done, folder):
-    spans = table(folder, "trace")
-    stages = [span["stage"] for span in spans]
-    assert stages == [stage for stage in STAGES if stage != "reduce"]  # of the one bucket
-    times = [float(span[at]) for span in spans for at in ("begin", "end")]
-    assert times == sorted(times)
-    picture = folder / "results" / "trace-stand-in.png"
-    assert picture_digest(picture) == digest(timeline(spans))
-    assert "traceEvents" in picture.with_suffix(".json").read_text()
-
-
 def test_collectives_of_its_tensors_are_right(done, folder):
     assert "# pycomm-host: torch" in done.stdout
     assert "2 ranks share 1 GPU without MPS" in done.stdout
-    timed = [row for row in table(folder, "collectives") if row["kind"] == "time"]
+    timed = table(folder, "collectives")
     names = [(row["backend"], row["codec"]) for row in timed]
     codecs = ("none", "int8", "int4")
     assert names == [(b, c) for b in ("pycomm-torch", "pycomm-host") for c in codecs]

@@ -13,7 +13,7 @@ from pycomm.bench.lab.rates import Rate, parse
         ("1gbit", [Rate("1gbit", "1gbit")]),
         ("unlimited", [Rate(None, None)]),
         ("1.5mbit/unlimited", [Rate("1.5mbit", None)]),
-        ("1gbit,9kbit/2mbps", [Rate("1gbit", "1gbit"), Rate("9kbit", "2mbps")]),
+        ("1gbit,9kbit/2mbit", [Rate("1gbit", "1gbit"), Rate("9kbit", "2mbit")]),
     ],
 )
 def test_rates(text, links):
@@ -28,6 +28,7 @@ def test_rates(text, links):
         ("gbit", "rate 'gbit'"),
         ("1gbit; rm x", "rate '1gbit; rm x'"),
         ("1gbit,", "rate ''"),
+        ("2mbps", "rate '2mbps'"),  # of tc, which means bytes
         ("1gbit 30s:1mbit", "rate '1gbit 30s:1mbit'"),
     ],
 )

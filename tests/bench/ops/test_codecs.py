@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
 
+from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.ops import codecs
 from pycomm.codecs import CODECS
 
@@ -17,17 +17,17 @@ def _blocks_are_short(monkeypatch):
 
 
 def test_rows(tmp_path):
-    out = tmp_path / "out.json"
-    options = ["-b", "4K", "-e", "4K", "--codec", "int8,int4:block=64", "-J", str(out)]
+    out = tmp_path / "out.csv"
+    options = ["-b", "4K", "-e", "4K", "--codec", "int8,int4:block=64", "--csv", str(out)]
     assert codecs.main(options) == 0
-    rows = json.loads(out.read_text())
+    rows = read_rows(out, Row)
     specs = ["quant:bits=8,block=256,rounding=nearest", "quant:bits=4,block=64,rounding=nearest"]
     ops = ["encode", "encode+residual", "decode", "decode_add"]
-    assert [(row["codec"], row["op"]) for row in rows] == [(s, o) for s in specs for o in ops]
+    assert [(row.codec, row.op) for row in rows] == [(s, o) for s in specs for o in ops]
     for row in rows:
-        assert row["algbw"] == 4096 / row["time_p50"] / 1e3
-        assert row["of_copy"] == row["algbw"] / row["copybw"]
-    assert rows[0]["ratio"] == 4096 / (1024 + 4 * 4)
+        assert row.algbw == 4096 / row.time_p50 / 1e3
+        assert row.of_copy == row.algbw / row.copybw
+    assert rows[0].ratio == 4096 / (1024 + 4 * 4)
 
 
 def test_every_codec_is_measured_by_default():
@@ -37,10 +37,10 @@ def test_every_codec_is_measured_by_default():
 
 
 def test_torch_is_measured_beside_a_codec(tmp_path):
-    out, cores = tmp_path / "out.json", os.sched_getaffinity(0)
-    assert codecs.main(["-b", "4K", "-e", "4K", "--codec", codecs.PEER, "-J", str(out)]) == 0
+    out, cores = tmp_path / "out.csv", os.sched_getaffinity(0)
+    assert codecs.main(["-b", "4K", "-e", "4K", "--codec", codecs.PEER, "--csv", str(out)]) == 0
     assert os.sched_getaffinity(0) == cores  # who called main() is not left on one core
-    rows = json.loads(out.read_text())
-    beside = [(row["op"], row["codec"]) for row in rows if row["backend"] == codecs.TORCH]
+    rows = read_rows(out, Row)
+    beside = [(row.op, row.codec) for row in rows if row.backend == codecs.TORCH]
     assert beside == [("encode", spec) for spec in codecs.specs([codecs.PEER])]
-    assert all(row["time_p50"] > 0 for row in rows)
+    assert all(row.time_p50 > 0 for row in rows)

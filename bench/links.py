@@ -1,8 +1,8 @@
 """Rates of collectives over links, near and far, beside Gloo and iperf3.
 
-    python -m pycomm.bench links rates --rate 1gbit,10gbit --round-trip 0 --control reno,bbr
-    python -m pycomm.bench links rates --round-trip 30ms,100ms,200ms --loss 0,0.1%,1%
-    python -m pycomm.bench links rates --paths 1gbit,1gbit --paths 1gbit,100mbit
+    python -m pycomm.bench links --rate 1gbit,10gbit --round-trip 0 --control reno,bbr
+    python -m pycomm.bench links --round-trip 30ms,100ms,200ms --loss 0,0.1%,1%
+    python -m pycomm.bench links --paths 1gbit,1gbit --paths 1gbit,100mbit
 
 In each lab of two nodes pycomm and Gloo run each call in turns, then iperf3 fills the link both
 ways with 1, 2, 4 and 8 streams, of which the best is kept. Bytes per second are those that a rank
@@ -18,8 +18,9 @@ import json
 import shutil
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,10 +28,11 @@ import torch
 import torch.distributed as dist
 
 from pycomm import _C
-from pycomm.bench.common.arguments import counts, listed, some_of
-from pycomm.bench.common.report import Column
+from pycomm.bench.common.arguments import Parser, add_csv, counts, listed, some_of
+from pycomm.bench.common.report import Column, Report
 from pycomm.bench.common.timing import in_turns
-from pycomm.bench.lab.jobs import ask
+from pycomm.bench.lab.base import LabUnavailable
+from pycomm.bench.lab.jobs import Failed, ask
 from pycomm.bench.lab.namespaces import Netlab
 from pycomm.bench.lab.shape import seconds, share
 from pycomm.bench.lab.wan import lab_of
@@ -52,7 +54,8 @@ COLUMNS = (
 )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="python -m pycomm.bench links", description=__doc__)
     add = parser.add_argument
     lists = {
         "rate": ("200mbit", "of each node"),
@@ -68,11 +71,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}", type=some_of(name, known), default=list(known), help=what)
     what = "instead: rates of several links between two nodes, without delay: 1gbit,100mbit"
     add("--paths", action="append", default=[], help=what)
-    add("--link", default="", help="PYCOMM_LINK: the rate to which pycomm paces itself (none)")
     what = "of a call's tensor (8192,16777216)"
     add("--bytes", type=counts, default="8192,16777216", help=what)
     add("--repeats", type=int, default=5, help="calls of each backend, in turns (5)")
     add("--iperf-time", type=int, default=5, help="seconds of each run of iperf3, 0: none (5)")
+    add_csv(parser)
+    return parser.parse(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    report = Report(COLUMNS, options)
+    report.header()
+    try:
+        for row in run(options):
+            report.add(row)
+    except (Failed, ValueError) as error:
+        print(f"python -m pycomm.bench links: {error}", file=sys.stderr)
+        return 2
+    except LabUnavailable as error:
+        what = "the lab cannot be made here"
+        print(f"python -m pycomm.bench links: {what}: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def iperf3(lab: Netlab, streams: int, time_s: int, control: str) -> float:
@@ -116,12 +137,9 @@ def measure(lab: Netlab, options: argparse.Namespace) -> Iterator[dict[str, Any]
     """
     paths = range(lab.rate.count(",") + 1)
     env = {"PYCOMM_INTERFACE": ",".join(f"eth{path}" for path in paths)}
-    env |= {"PYCOMM_LINK": options.link} if options.link else {}
     words = options.operation, options.bytes, options.repeats, options.backend
     for one in ask(lab, time_calls, *words, env=env):
         operation, size, backend = one["operation"], one["bytes"], one["backend"]
-        if options.link and backend == "pycomm":
-            backend += f", link {options.link}"
         coded = operation.endswith(CODED)
         payload = _C.Codec(CODEC).encoded_bytes(size // 4) if coded else size
         middle = statistics.median(one["seconds"])

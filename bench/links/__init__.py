@@ -1,1 +1,0 @@
-"""Collectives and groups over emulated links: `python -m pycomm.bench links`."""
