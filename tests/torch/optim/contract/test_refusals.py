@@ -180,7 +180,7 @@ def test_what_cannot_work_is_refused_in_every_step(rank, size, kind):
     for change, words in LATER:
         settings = {**group, "params": [*group["params"]]}
         change(group)
-        optimizer.zero_grad()
+        model.zero_grad()
         model(gradients(rank, 0)).backward()
         with pytest.raises(ValueError, match=re.escape(words)):
             optimizer.step()
