@@ -42,36 +42,43 @@ class Codes {
   uint8_t* at_;
 };
 
-/// Returns the item of 1 << kDepth that `bit` says, the highest bit first.
-template <int kDepth, typename F>
-__device__ __forceinline__ float item(const bool* bit, const F& f) {
-  float items[1 << kDepth];
-#pragma unroll
-  for (int i = 0; i < 1 << kDepth; i++) items[i] = f(i);
-#pragma unroll
-  for (int depth = kDepth - 1; depth >= 0; depth--) {
-#pragma unroll
-    for (int i = 0; i < 1 << depth; i++) items[i] = bit[depth] ? items[2 * i + 1] : items[2 * i];
-  }
-  return items[0];
-}
-
-/// Returns the level of a magnitude, and `sign` with it: the value of quantize(), by halving.
+/// Levels of magnitudes. With more than two of them, a magnitude is in a bin that has one border at
+/// most: a lane knows the level at the lower edge of a bin, and the border from there on.
 template <int kBits>
-__device__ __forceinline__ float signed_level(uint32_t sign, float magnitude) {
-  constexpr int kLevels = num_levels(kBits);
-  bool beyond[kBits];
-  const auto compare = [&](int depth, float border) { beyond[depth] = magnitude >= border; };
-  if constexpr (kBits > 1) compare(0, border(kBits, kLevels / 2 - 1));
-  if constexpr (kBits > 2) {
-    compare(1, item<1>(beyond, [](int i) { return border(kBits, (2 * i + 1) * kLevels / 4 - 1); }));
+class Levels {
+ public:
+  /// Called by all lanes of a warp, as of().
+  __device__ __forceinline__ Levels() {
+    if constexpr (kBits > 2) {
+      const float edge = static_cast<float>(lane_of()) * kWidth - kWidth / 2;
+      for (int i = 0; i + 1 < num_levels(kBits); i++) {
+        const bool beyond = edge >= border(kBits, i);
+        level_ = beyond ? level(kBits, i + 1) : level_;
+        border_ = beyond ? border(kBits, i + 1) : border_;
+      }
+    }
   }
-  if constexpr (kBits > 3) {
-    compare(2, item<2>(beyond, [](int i) { return border(kBits, (2 * i + 1) * kLevels / 8 - 1); }));
+
+  /// Returns the level of |v| with `sign`, or the first one if it is not `coded`.
+  __device__ __forceinline__ float of(float v, uint32_t sign, bool coded) const {
+    float value = level(kBits, 0);
+    if constexpr (kBits == 2) value = fabsf(v) >= border(kBits, 0) ? level(kBits, 1) : value;
+    if constexpr (kBits > 2) {
+      const float magnitude = fminf(fabsf(v), coded ? kMost : 0.0f);
+      // The lowest bits of the sum are the number of the bin.
+      const uint32_t bin = float_bits(magnitude + (1 << 23) * kWidth);
+      const bool beyond = magnitude >= bits_float(__shfl_sync(~0u, float_bits(border_), bin));
+      value = bits_float(__shfl_sync(~0u, float_bits(level_), bin + (beyond ? 1 : 0)));
+    }
+    return bits_float(float_bits(value) | sign);
   }
-  const float value = item<kBits - 1>(beyond, [](int i) { return level(kBits, i); });
-  return bits_float(float_bits(value) | sign);
-}
+
+ private:
+  static constexpr float kWidth = 0.25f;
+  static constexpr float kMost = 30 * kWidth;  ///< beyond all borders, in a bin before the last one
+  float level_ = level(kBits, 0);
+  float border_ = border(kBits, 0);  ///< beyond the last one any: the next bin has the same level
+};
 
 /// Returns a word whose upper kBits are the code of a level with its sign. The factor and the
 /// offset were found by trying: they take the bits of each level to its code; the factor is odd, so
@@ -109,9 +116,7 @@ __device__ __forceinline__ cuda::Vector<float> decode_row(uint32_t chunk, float 
 constexpr int decoders_at_once(int bits, int size_bits) {
   return size_bits > 0 && bits < 3 ? 3 : 2;
 }
-constexpr int encoders_at_once(int bits, int size_bits) {
-  return size_bits > 0 && bits < 4 ? 2 : 1;
-}
+constexpr int encoders_at_once(int bits, int size_bits) { return size_bits > 0 ? 2 : 1; }
 
 template <int kBits, int kSizeBits, bool kMmse>
 __global__ void __launch_bounds__(cuda::kThreads, encoders_at_once(kBits, kSizeBits))
@@ -149,12 +154,14 @@ __global__ void __launch_bounds__(cuda::kThreads, encoders_at_once(kBits, kSizeB
     return used(amax(row)) ? sqrtf(static_cast<float>(size) / energy[row]) : 0.0f;
   });
   // From here on y has levels: of a rotation without codes the first one, whose code is 0.
+  const Levels<kBits> levels;
   add_halves<kSizeBits>(size, sum, [&](int row) {
-    const uint32_t signs_coded = used(amax(row)) ? 1u << 31 : 0;
+    const bool coded = used(amax(row));
+    const uint32_t signs_coded = coded ? 1u << 31 : 0;
     cuda::Vector<float> product;
     for (int k = 0; k < cuda::kVector; k++) {
       const float u = y[row].v[k];
-      y[row].v[k] = signed_level<kBits>(float_bits(u) & signs_coded, fabsf(u * inverse[row]));
+      y[row].v[k] = levels.of(u * inverse[row], float_bits(u) & signs_coded, coded);
       product.v[k] = y[row].v[k] * u;
     }
     return product;

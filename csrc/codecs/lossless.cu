@@ -4,7 +4,6 @@
 // A warp takes two blocks. Encoding writes heads and sections of fixed size, computes from the
 // heads the place of each block in the stream (sum_kernel, scan_kernel), and writes the stream.
 // Decoding has no first step.
-#include "codecs/base/bits_cuda.h"
 #include "codecs/base/kernels_cuda.h"
 #include "codecs/lossless_cuda.h"
 
@@ -32,11 +31,16 @@ __device__ __forceinline__ void write_head(const uint32_t* exponent, uint32_t to
   low = sum_of_warp(low);
   high = sum_of_warp(high);
   const bool all_equal = __ballot_sync(kAll, (offset[0] | offset[1]) != 0) == 0;
-  const Choice choice = choose(n, all_equal, [&](uint32_t width) {
-    const uint32_t i = width - kNarrow;
-    return (i < kHalf ? low >> 10 * i : high >> 10 * (i - kHalf)) & 0x3ff;
-  });
+  // Each lane has a width; the fewest bytes win, of equal ones the smallest width.
   const uint32_t lane = lane_of_warp();
+  const bool chooses = lane >= kNarrow && lane <= kWhole;
+  const uint32_t i = chooses ? lane - kNarrow : 0;
+  const uint32_t escaped = (i < kHalf ? low >> 10 * i : high >> 10 * (i - kHalf)) & 0x3ff;
+  const uint32_t bytes = 4 * code_words(lane, n) + (lane < kWhole ? escaped : 0);
+  const uint32_t best = ~max_of_warp(chooses ? ~(bytes << 4 | lane) : 0);
+  Choice choice{best & 15, 0};
+  choice.escaped = (best >> 4) - 4 * code_words(choice.width, n);
+  if (all_equal) choice = {0, 0};
   const uint32_t byte = lane == 0 ? top : lane == 1 ? choice.width : choice.escaped;
   if (lane < kHead) head[lane] = static_cast<uint8_t>(byte);
 }
@@ -101,12 +105,61 @@ __global__ void __launch_bounds__(cuda::kThreads) sum_kernel(const Batch<Lossles
   if (span * kSpan < in.blocks && lane_of_warp() == 0) in.spans[span] = plus({0, 0}, sum);
 }
 
-/// Computes the stream sizes before each span, and the total. One block of threads.
+/// Sets bytes of the payload to zero, one lane after the other.
+__device__ __forceinline__ void clear(uint8_t* payload, size_t begin, size_t end) {
+  for (size_t i = begin + lane_of_warp(); i < end; i += cuda::kLanes) payload[i] = 0;
+}
+
+/// Computes the stream sizes before each span, and the total; encoding, it also clears paddings and
+/// writes the header. One block of threads.
 __global__ void __launch_bounds__(cuda::kThreads) scan_kernel(const Batch<LosslessParams> batch) {
   const LosslessParams args = tensor_of_block(batch);
   const Places in(args);
   const uint2 total = scan_in_place(in.spans, num_blocks(in.blocks, kSpan));
   if (threadIdx.x == 0) *in.total = total;
+  if (args.in == nullptr || warp_of_block() != 0) return;
+  const size_t codes_end = in.codes_end(total), used = padded(codes_end + total.y);
+  clear(in.payload, in.at.high + args.numel, in.at.low);
+  clear(in.payload, in.at.low + (in.low ? 2 * args.numel : 0), in.at.heads);
+  clear(in.payload, in.at.heads + kHead * in.blocks, in.at.stream);
+  clear(in.payload, codes_end, used - total.y);
+  if (lane_of_warp() < 4) {
+    reinterpret_cast<uint32_t*>(in.payload)[lane_of_warp()] =
+        lane_of_warp() == 0 ? static_cast<uint32_t>(used) : 0;
+  }
+}
+
+/// Writes the codes of a block, `words` of them; a byte of `code` has one of a lane's values of a
+/// row. Called by all lanes of the warp.
+__device__ __forceinline__ void write_codes(uint32_t width, const uint32_t (&code)[kBlockRows],
+                                            uint32_t words, uint32_t* to) {
+  uint32_t chunk[kBlockRows];
+#pragma unroll
+  for (int row = 0; row < kBlockRows; row++) {
+    const uint32_t power = 1u << width;
+    const uint32_t pairs = (code[row] & 0xff00ff) + __byte_perm(code[row], 0, 0x4341) * power;
+    chunk[row] = (pairs & 0xffff) + (pairs >> 16) * (power * power);
+  }
+  // Of two lanes one takes the first row, and one the second: the codes of eight neighbours, which
+  // are whole bytes. They become words in the memory of the warp.
+  const uint32_t lane = lane_of_warp();
+  const bool odd = lane % 2 != 0;
+  const uint32_t other = __shfl_xor_sync(kAll, odd ? chunk[0] : chunk[1], 1);
+  const uint32_t first = odd ? other : chunk[0], second = odd ? chunk[1] : other;
+  const uint64_t eight = first | uint64_t{second} << 4 * width;
+  auto* const memory = static_cast<uint32_t*>(cuda::row_of_warp());
+  auto* const bytes =
+      reinterpret_cast<uint8_t*>(memory) + (lane / 2 + (odd ? cuda::kLanes / 2 : 0)) * width;
+  __syncwarp();  // all have read the previous contents
+#pragma unroll
+  for (uint32_t i = 0; i < kWhole; i++) {
+    if (i < width) bytes[i] = static_cast<uint8_t>(eight >> 8 * i);
+  }
+  __syncwarp();
+#pragma unroll
+  for (uint32_t i = lane; i < kWhole * kBlock / 32; i += cuda::kLanes) {
+    if (i < words) to[i] = memory[i];
+  }
 }
 
 /// Writes the part of the stream of a block of n values. `end` is the end of the stream. Called by
@@ -117,18 +170,15 @@ __device__ __forceinline__ void write_block(const uint32_t* exponent, uint32_t n
   const uint32_t top = head[0], width = head[1];
   if (width == 0) return;
   const uint32_t largest = largest_code(width);
-  auto* codes = reinterpret_cast<uint8_t*>(stream + before.x);
-  uint32_t marks[kBlockRows], place[kBlockRows];
+  uint32_t marks[kBlockRows], place[kBlockRows], code[kBlockRows];
 #pragma unroll
   for (int row = 0; row < kBlockRows; row++) {
     const uint32_t offset = (top * kOnes - exponent[row]) & those_there(place_of(row), n);
     marks[row] = escapes(width) ? reaching(offset, largest) : 0;
-    const uint32_t over = (marks[row] >> 7) * 0xff,
-                   code = (offset & ~over) | (largest * kOnes & over);
-    const uint32_t pairs = (code & 0xff00ff) | (code >> 8 & 0xff00ff) << width;
-    store_codes(codes, place_of(row), num_blocks(n, kGroup) * kGroup, static_cast<int>(width),
-                (pairs & 0xffff) | (pairs >> 16) << 2 * width);
+    const uint32_t over = (marks[row] >> 7) * 0xff;
+    code[row] = (offset & ~over) | (largest * kOnes & over);
   }
+  write_codes(width, code, code_words(width, n), stream + before.x);
   if (!escapes(width)) return;
   rank_marked(marks, before.y, place);
 #pragma unroll
@@ -140,17 +190,11 @@ __device__ __forceinline__ void write_block(const uint32_t* exponent, uint32_t n
   }
 }
 
-/// Sets bytes of the payload to zero, one lane after the other.
-__device__ __forceinline__ void clear(uint8_t* payload, size_t begin, size_t end) {
-  for (size_t i = begin + lane_of_warp(); i < end; i += cuda::kLanes) payload[i] = 0;
-}
-
 __global__ void __launch_bounds__(cuda::kThreads) pack_kernel(const Batch<LosslessParams> batch) {
   const LosslessParams args = tensor_of_block(batch);
   const Places to(args);
   const uint2 total = *to.total;
-  const size_t codes_end = to.at.stream + size_t{4} * total.x;
-  const size_t used = padded(codes_end + total.y);
+  const size_t used = padded(to.codes_end(total) + total.y);
   const size_t first = warp_of(args) * kBlocks * kBlock;
   if (first < args.numel) {
     const Pair pair(to, warp_of(args));
@@ -167,19 +211,13 @@ __global__ void __launch_bounds__(cuda::kThreads) pack_kernel(const Batch<Lossle
                   pair.before[b], to.stream, to.payload + used);
     }
   }
-  // Unused memory is cleared by all threads together, paddings and the header by the first warp.
+  // Unused memory is cleared by all threads together.
   auto* words = reinterpret_cast<uint32_t*>(to.payload);
   const size_t threads = size_t{args.blocks.count} * cuda::kThreads;
   for (size_t i = used / 4 + size_t{block_of(args)} * cuda::kThreads + threadIdx.x;
        i < to.at.bytes / 4; i += threads) {
     words[i] = 0;
   }
-  if (warp_of(args) != 0) return;
-  clear(to.payload, to.at.high + args.numel, to.at.low);
-  clear(to.payload, to.at.low + (to.low ? 2 * args.numel : 0), to.at.heads);
-  clear(to.payload, to.at.heads + kHead * to.blocks, to.at.stream);
-  clear(to.payload, codes_end, used - total.y);
-  if (lane_of_warp() < 4) words[lane_of_warp()] = leads(args) ? static_cast<uint32_t>(used) : 0;
 }
 
 // --------------------------------------------------------------- decoding

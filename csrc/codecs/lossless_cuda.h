@@ -44,6 +44,8 @@ struct Places {
     exponents = reinterpret_cast<uint32_t*>(args.scratch + scratch.exponents);
   }
 
+  /// Returns where the codes end, of which all take `total`.
+  __device__ size_t codes_end(uint2 total) const { return at.stream + size_t{4} * total.x; }
   /// Returns the values of a block; 0 beyond the last one.
   __device__ uint32_t size(size_t block) const {
     const size_t left = block < blocks ? numel - block * kBlock : 0;

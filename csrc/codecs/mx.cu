@@ -56,41 +56,78 @@ __device__ __forceinline__ float unit_of(const void* scales, const Tile& tile, i
   const auto* codes = static_cast<const uint8_t*>(scales);
   if (kNv) codes += num_blocks(numel, kSuperBlock) * sizeof(float);
   constexpr uint32_t kBits = kNv ? kNvBlockBits : kBlockBits;
-  const uint32_t code = (codes + tile.first_block(kBits))[tile.next_block(row, kBits)];
+  // Rows are whole blocks: the scales of all have one address.
+  codes += tile.first_block(kBits) + tile.next_block(0, kBits);
+  const uint32_t code = codes[row * (cuda::kRow >> kBits)];
   if (!kNv) return decode_scale(code);
   // A tile is a part of one super-block.
   return Float8E4M3::decode_by_product(code) *
-         static_cast<const float*>(scales)[tile.index(0) / kSuperBlock];
+         static_cast<const float*>(scales)[tile.first_block(kSuperBlockBits)];
 }
 
 /// Decodes four codes.
 template <typename Small>
 __device__ __forceinline__ cuda::Vector<float> decode_row(uint32_t chunk, float unit) {
   cuda::Vector<float> value;
-  for (int k = 0; k < cuda::kVector; k++) {
-    const uint32_t code = (chunk >> (k * Small::kBits)) & ((1u << Small::kBits) - 1);
-    value.v[k] = Small::decode_by_product(code) * unit;
+  if constexpr (Small::kBits == 4) {
+    // The bytes of a magnitude in bfloat16 are looked up for all four; then come the signs.
+    const uint32_t low = __byte_perm(0xc0800000, 0xc0804000, chunk);
+    const uint32_t signs = __byte_perm(chunk << 4, chunk, 0x5140) & 0x80808080;
+    const uint32_t high = __byte_perm(0x3f3f3f00, 0x40404040, chunk) | signs;
+    const uint32_t pairs[2] = {__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362)};
+    for (int k = 0; k < cuda::kVector; k++) {
+      const uint32_t pair = pairs[k / 2];
+      value.v[k] = bits_float(k % 2 == 0 ? pair << 16 : pair & 0xffff0000) * unit;
+    }
+  } else {
+    for (int k = 0; k < cuda::kVector; k++) {
+      const uint32_t code = (chunk >> (k * Small::kBits)) & ((1u << Small::kBits) - 1);
+      value.v[k] = Small::decode_by_product(code) * unit;
+    }
   }
   return value;
 }
 
-/// Does what round_nearest() does; of numbers alone the code comes from a product that makes the
-/// value subnormal, as its bits then are those of the code.
+/// Rounds a number to the nearest one of a format that has numbers alone, as round_nearest() does.
 template <typename Small>
-__device__ __forceinline__ Rounded round_row(float v) {
+__device__ __forceinline__ float rounded(float v) {
+  const float magnitude = fminf(fabsf(v), bits_float(Small::kLargestBits));
+  constexpr uint32_t kShifted = static_cast<uint32_t>(Small::kShift) << 23;
+  const float anchor = bits_float(
+      max((float_bits(magnitude) & kInfBits) + kShifted, Small::kSmallestNormal + kShifted));
+  return bits_float(float_bits((magnitude + anchor) - anchor) | (float_bits(v) & ~0x7fffffffu));
+}
+
+/// Replaces four values by what round_nearest() makes of them, and returns their codes. Of numbers
+/// alone the code comes from a product that makes the value subnormal, as its bits then are those
+/// of the code.
+template <typename Small>
+__device__ __forceinline__ uint32_t round_row(cuda::Vector<float>& value) {
   if constexpr (Small::kTop == Small::kMagnitude + 1) {
-    const float magnitude = fminf(fabsf(v), bits_float(Small::kLargestBits));
-    constexpr uint32_t kShifted = static_cast<uint32_t>(Small::kShift) << 23;
-    const float anchor = bits_float(
-        max((float_bits(magnitude) & kInfBits) + kShifted, Small::kSmallestNormal + kShifted));
-    const float value =
-        bits_float(float_bits((magnitude + anchor) - anchor) | (float_bits(v) & ~0x7fffffffu));
-    const uint32_t small =
-        float_bits(value * bits_float(static_cast<uint32_t>(Small::kBias) << 23));
-    const uint32_t sign = small >> Small::kSignShift;
-    return {(small >> Small::kShift & Small::kMagnitude) | (sign & ~Small::kMagnitude), value};
+    uint32_t small[cuda::kVector], chunk = 0;
+    for (int k = 0; k < cuda::kVector; k++) {
+      value.v[k] = rounded<Small>(value.v[k]);
+      small[k] = float_bits(value.v[k] * bits_float(static_cast<uint32_t>(Small::kBias) << 23));
+    }
+    if constexpr (Small::kBits == 4) {
+      // The upper half has all bits of a code: the sign, and at 6 the magnitude.
+      const uint32_t both =
+          __byte_perm(small[1], small[3], 0x7632) | __byte_perm(small[0], small[2], 0x7632) >> 4;
+      return __byte_perm((both >> 2 & 0x00770077) | (both >> 8 & 0x00880088), 0, 0x4420);
+    }
+    for (int k = 0; k < cuda::kVector; k++) {
+      const uint32_t sign = small[k] >> Small::kSignShift & ~Small::kMagnitude;
+      chunk |= ((small[k] >> Small::kShift & Small::kMagnitude) | sign) << (k * Small::kBits);
+    }
+    return chunk;
   } else {
-    return round_nearest<Small>(v);
+    uint32_t chunk = 0;
+    for (int k = 0; k < cuda::kVector; k++) {
+      const Rounded rounded = round_nearest<Small>(value.v[k]);
+      value.v[k] = rounded.value;
+      chunk |= rounded.code << (k * Small::kBits);
+    }
+    return chunk;
   }
 }
 
@@ -132,8 +169,9 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const Batch<Enco
     }
     super_amax = bits_float(all[0]);
     second = super_scale(super_amax);
-    const size_t i = tile.index(0);
-    if (i % kSuperBlock == 0) args.scales[i / kSuperBlock] = second.unit;
+    if (tile.index(0) % kSuperBlock == 0) {
+      args.scales[tile.first_block(kSuperBlockBits)] = second.unit;
+    }
   }
 
   scale_codes += tile.first_block(kSizeBits);
@@ -152,11 +190,11 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const Batch<Enco
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
     const float unit = units[0][row], inverse = units[1][row];
-    uint32_t chunk = 0;
-    for (int k = 0; k < cuda::kVector; k++) {
-      const Rounded rounded = round_row<Small>(p[row].v[k] * inverse);
-      chunk |= rounded.code << (k * Small::kBits);
-      if (kFeedback) p[row].v[k] = p[row].v[k] - rounded.value * unit;
+    cuda::Vector<float> value;
+    for (int k = 0; k < cuda::kVector; k++) value.v[k] = p[row].v[k] * inverse;
+    const uint32_t chunk = round_row<Small>(value);
+    for (int k = 0; kFeedback && k < cuda::kVector; k++) {
+      p[row].v[k] = p[row].v[k] - value.v[k] * unit;
     }
     Chunks<Small::kBits>::store(args, tile, row, inverse != 0.0f ? chunk : 0);
   }

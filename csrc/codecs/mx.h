@@ -11,7 +11,7 @@ namespace pycomm::codecs::mx {
 constexpr int kWireVersion = 2;
 /// Values that share a scale in NVFP4, and that share its second, float32 scale.
 constexpr uint32_t kNvBlockBits = 4, kNvBlock = 1 << kNvBlockBits;
-constexpr uint32_t kSuperBlock = 2048;
+constexpr uint32_t kSuperBlockBits = 11, kSuperBlock = 1 << kSuperBlockBits;
 constexpr uint32_t kBlockBits = 5, kBlock = 1 << kBlockBits;
 
 enum class Kind : uint8_t { fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, nvfp4 };

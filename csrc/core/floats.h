@@ -74,17 +74,15 @@ struct SmallFloat {
 
   /// The same by a product, whose operand may be subnormal: CPUs take long for that.
   PYCOMM_HD static float decode_by_product(uint32_t code) {
-    const uint32_t sign = (code & (kMagnitude + 1)) << kSignShift;
     const uint32_t wide = (code & kMagnitude) << kShift;
-    const float value =
-        bits_float(wide | sign) * bits_float(static_cast<uint32_t>(254 - kBias) << 23);
+    const float value = bits_float(wide) * bits_float(static_cast<uint32_t>(254 - kBias) << 23);
+    uint32_t bits = float_bits(value);
     if (kLast == Last::one_nan) {
-      return (code & kMagnitude) == kNan ? bits_float(0x7fc00000u | sign) : value;
+      bits = value > bits_float(kLargestBits) ? 0x7fc00000u : bits;
+    } else if (kLast == Last::ieee) {
+      bits = value > bits_float(kLargestBits) ? wide | 0x7f800000u : bits;
     }
-    if (kLast == Last::ieee) {
-      return (code & kMagnitude) >= kTop ? bits_float(wide | 0x7f800000u | sign) : value;
-    }
-    return value;
+    return bits_float(bits | (code & (kMagnitude + 1)) << kSignShift);
   }
 
   PYCOMM_HD static uint32_t encode(float x) { return encode_with(x, kOverflow); }

@@ -212,13 +212,27 @@ __device__ __forceinline__ float butterfly(float mine, float theirs, float sign,
   return fmaf(sign, mine, t * theirs);
 }
 
+/// Computes the last two steps, with values of the same lane, whose slopes are 1.
+__device__ __forceinline__ void last_steps(Values& y) {
+  // No rotation is so small that they have others.
+  static_assert(kMinRotation >= 8 * cuda::kVector);
+#pragma unroll
+  for (int row = 0; row < kTileRows; row++) {
+    float (&v)[cuda::kVector] = y[row].v;
+    const float ac = v[0] + v[2], bd = v[1] + v[3], a_c = v[0] - v[2], b_d = v[1] - v[3];
+    v[0] = ac + bd;
+    v[1] = ac - bd;
+    v[2] = a_c + b_d;
+    v[3] = a_c - b_d;
+  }
+}
+
 /// Runs the steps in their natural order: values half a rotation apart, then a quarter, and so on.
 /// `spread`: the first transform, which has slopes and may end early; else all steps, with slopes
 /// of 1, by which a product is exact.
 template <int kSizeBits>
 __device__ __forceinline__ void transform(Values& y, uint32_t rotation_bits, bool spread) {
   constexpr int kLanes = kRowLanes<kSizeBits>;
-  constexpr uint32_t kRow = SharesOf<kSizeBits>::kRow;
   const uint32_t size = 1u << rotation_bits;
   const uint32_t last = spread ? size >> spread_bits(rotation_bits) : 1;
   const auto skips = [&](uint32_t apart) { return apart >= size || apart < last; };
@@ -237,19 +251,37 @@ __device__ __forceinline__ void transform(Values& y, uint32_t rotation_bits, boo
       }
     }
   }
+  // Rows lie `between` values apart, and the first of these steps takes those `from` rows apart.
+  const auto step_rows = [&](uint32_t between, int from) {
 #pragma unroll
-  for (int step = kTileRows / 2; step > 0; step /= 2) {
-    if (skips(step * kRow)) continue;
-    const float t = slope_of(step * kRow);
+    for (int step = kTileRows / 2; step > 0; step /= 2) {
+      if (step > from || skips(step * between)) continue;
+      const float t = slope_of(step * between);
 #pragma unroll
-    for (int row = 0; row < kTileRows; row++) {
-      if (row & step) continue;
-      for (int k = 0; k < cuda::kVector; k++) {
-        const float a = y[row].v[k], b = y[row + step].v[k];
-        y[row].v[k] = a + t * b;
-        y[row + step].v[k] = t * a - b;
+      for (int row = 0; row < kTileRows; row++) {
+        if (row & step) continue;
+        for (int k = 0; k < cuda::kVector; k++) {
+          const float a = y[row].v[k], b = y[row + step].v[k];
+          y[row].v[k] = a + t * b;
+          y[row + step].v[k] = t * a - b;
+        }
       }
     }
+  };
+  using Shares = SharesOf<kSizeBits>;
+  step_rows(Shares::kRow, kTileRows / 2);
+  if constexpr (kSizeBits > 0 && kLanes == cuda::kLanes) {
+    // All other steps are between rows, too, when the values have moved: a move takes half of an
+    // instruction for a value, and a step with another lane one more than between rows.
+    using Middle = codecs::Shares<kLanes / kTileRows>;
+    using Last = codecs::Shares<1>;
+    move<Shares, Middle>(y);
+    step_rows(Middle::kRow, kTileRows / 2);
+    if (last > Last::kRow) return move<Middle, Shares>(y);
+    move<Middle, Last>(y);
+    step_rows(Last::kRow, Middle::kRow / Last::kRow / 2);
+    last_steps(y);
+    return move<Last, Shares>(y);
   }
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) {
@@ -264,18 +296,7 @@ __device__ __forceinline__ void transform(Values& y, uint32_t rotation_bits, boo
       }
     }
   }
-  // No rotation is so small that the last two steps have slopes.
-  static_assert(kMinRotation >= 8 * cuda::kVector);
-  if (last > 1) return;
-#pragma unroll
-  for (int row = 0; row < kTileRows; row++) {
-    float (&v)[cuda::kVector] = y[row].v;
-    const float ac = v[0] + v[2], bd = v[1] + v[3], a_c = v[0] - v[2], b_d = v[1] - v[3];
-    v[0] = ac + bd;
-    v[1] = ac - bd;
-    v[2] = a_c + b_d;
-    v[3] = a_c - b_d;
-  }
+  if (last == 1) last_steps(y);
 }
 
 /// The two sets of signs of the kTile values from `place` on: a lane has a word of each.

@@ -11,19 +11,19 @@ namespace pycomm::codecs::topk {
 struct Scratch {
   State* state;
   uint32_t* bins;
-  uint2* counted;
   uint2* around;
+  uint32_t* kept;
   uint32_t* slots;
   Chosen chosen;
 
   __device__ explicit Scratch(const TopkParams& args) {
     const Layout layout(args.numel, args.k);
-    const size_t warps = (layout.slots - layout.tiles) / 4;
+    const size_t warps = (args.numel + kTile - 1) / kTile;
     auto* words = reinterpret_cast<uint32_t*>(args.scratch);
     state = reinterpret_cast<State*>(words);
     bins = words + layout.bins;
-    counted = reinterpret_cast<uint2*>(words + layout.tiles);
-    around = counted + warps;
+    around = reinterpret_cast<uint2*>(words + layout.tiles);
+    kept = words + layout.tiles + 2 * warps;
     slots = words + layout.slots;
     chosen = {reinterpret_cast<float*>(words + layout.p), words + layout.index,
               static_cast<uint32_t>(Layout::rounded(args.k))};

@@ -16,9 +16,14 @@ struct TopkParams : StagedParams {
 };
 
 constexpr uint32_t kBins = 2048;  ///< of a histogram; that of the last digit leaves 3/4 unused
+/// Histograms: of the first digits that decide the bound, of those from the bound on, of those
+/// below it, and of the other digits.
+enum Histogram : uint32_t { kDeciding, kKept, kBelow, kSecond, kThird, kHistograms };
+/// Without feedback one row of so many decides the bound.
+constexpr uint32_t kSampleOf = 64;
 
-/// Values of a warp's range in a whole tensor, and how many of its candidates and those above are
-/// kept, with their places.
+/// Values of a warp's range in a whole tensor, and how many of those that reach the bound are kept,
+/// with their places.
 constexpr size_t kTile = 2048;
 constexpr uint32_t kSlot = kTile / 16;
 
@@ -39,20 +44,20 @@ struct Threshold {
 struct State {
   uint32_t is_void;
   Threshold cut;
-  Digit digit[2];   ///< the first one; then the first two together
-  uint32_t unused;  ///< up to 8 words
+  Digit digit[2];  ///< the first one; then the first two together
+  uint32_t bound;  ///< first digits below it are not in the slots
 };
 
 constexpr int kRows = 4;                      ///< that a warp reads at once
 constexpr size_t kStep = kRows * cuda::kRow;  ///< ranges of warps begin at multiples of it
 /// Words that must be zero before an encode or a decode.
-constexpr size_t kCleared = sizeof(State) / 4 + 3 * kBins;
+constexpr size_t kCleared = sizeof(State) / 4 + kHistograms * kBins;
 constexpr size_t kClearTile = cuda::kRow;
 
 /// Places of the parts of the scratch memory, in words of four bytes; all at multiples of four.
 struct Layout {
-  size_t bins;   ///< three histograms
-  size_t tiles;  ///< of each warp: (above, candidates), then (greater, equal)
+  size_t bins;   ///< the histograms
+  size_t tiles;  ///< of each warp: (greater, equal); then of each warp: values kept
   size_t slots;
   size_t p;
   size_t index;
@@ -64,7 +69,7 @@ struct Layout {
     const size_t warps = (numel + kTile - 1) / kTile;
     bins = sizeof(State) / 4;
     tiles = kCleared;
-    slots = tiles + 4 * warps;
+    slots = tiles + (3 * warps + 3) / 4 * 4;
     p = slots + 2 * kSlot * warps;
     index = p + rounded(k);
     words = index + (index - p);

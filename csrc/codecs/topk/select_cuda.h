@@ -1,10 +1,10 @@
 // Selection of the k largest magnitudes in CUDA, exactly, and in order. Compiled by nvcc and NVRTC.
 //
 // The bits of |p| are a radix key of 11, 11 and 9 bits. Each digit of the k-th largest comes from a
-// histogram, whose counts do not depend on order. A warp owns a range of the values. When it knows
-// the first digit it counts the values above, and keeps the candidates, those with the same first
-// digit, in a slot: the other digits are found among them, and only a warp whose slot is too small
-// reads its range again. In the last pass it visits its range in the order of the indices.
+// histogram, whose counts do not depend on order. A warp owns a range of the values. It keeps those
+// whose first digit is not below a bound in a slot, in the order of their indices: all digits are
+// found among them. Only a warp whose slot is too small reads its range again, or all do if fewer
+// than k values reach the bound.
 #pragma once
 #include "codecs/base/warp_cuda.h"
 #include "codecs/topk/scratch.h"
@@ -99,24 +99,25 @@ __device__ __forceinline__ void add_bins(const uint32_t* bins, uint32_t* total) 
   }
 }
 
-/// Returns the bin that holds the place-th of all counted values, from the top. Called by all
-/// threads of the block.
-__device__ inline Digit find_digit(const uint32_t* bins, uint32_t place) {
+/// Returns the bin that holds the place-th of all counted values, from the top; {0, 0} if fewer are
+/// counted. counts(bin) is how many a bin has. Called by all threads of the block.
+template <typename F>
+__device__ __forceinline__ Digit find_digit(const F& counts, uint32_t place) {
   __shared__ uint32_t warp_sums[cuda::kWarps];
   __shared__ Digit found;
   constexpr uint32_t kEach = kBins / cuda::kThreads;
   const uint32_t top = kBins - 1 - threadIdx.x * kEach;
   uint32_t mine = 0;
-  for (uint32_t k = 0; k < kEach; k++) mine += bins[top - k];
+  for (uint32_t k = 0; k < kEach; k++) mine += counts(top - k);
   uint32_t before = sum_of_lanes_up_to(mine);
-  if (threadIdx.x % cuda::kLanes == cuda::kLanes - 1)
-    warp_sums[threadIdx.x / cuda::kLanes] = before;
+  if (lane_of_warp() == cuda::kLanes - 1) warp_sums[warp_of_block()] = before;
+  if (threadIdx.x == 0) found = {0, 0};
   __syncthreads();
   before -= mine;
-  for (unsigned warp = 0; warp < threadIdx.x / cuda::kLanes; warp++) before += warp_sums[warp];
+  for (uint32_t warp = 0; warp < warp_of_block(); warp++) before += warp_sums[warp];
   if (before < place && place - before <= mine) {
     uint32_t bin = top, left = place - before;
-    for (; left > bins[bin]; bin--) left -= bins[bin];
+    for (; left > counts(bin); bin--) left -= counts(bin);
     found = {bin, left};
   }
   __syncthreads();
@@ -140,6 +141,40 @@ struct Chosen {
   uint32_t room;  ///< a caller that changes the values meanwhile could have more chosen
 };
 
+/// How many values of a mask the rows have, a byte for each row: those of the lanes before this
+/// one, and of all lanes.
+struct RowCounts {
+  uint32_t before;
+  uint32_t all;
+
+  /// `mask` has four bits of each row. Called by all lanes of a warp.
+  __device__ __forceinline__ explicit RowCounts(uint32_t mask) {
+    uint32_t mine = 0;
+#pragma unroll
+    for (int row = 0; row < kRows; row++) {
+      mine |= __popc(mask >> cuda::kVector * row & 15) << 8 * row;
+    }
+    before = sum_of_lanes_up_to(mine);  // at most 128 of a row
+    all = __shfl_sync(kAll, before, cuda::kLanes - 1);
+    before -= mine;
+  }
+  __device__ uint32_t sum() const { return __dp4a(all, 0x01010101u, 0u); }
+};
+
+constexpr uint32_t kBits = kRows * cuda::kVector;  ///< of a mask
+
+/// Returns the mask of the values that are `least`, which is not NaN, or more; and of NaN.
+__device__ __forceinline__ uint32_t reaching(const cuda::Vector<float> (&p)[kRows], float least) {
+  uint32_t below = 0;
+#pragma unroll
+  for (int bit = kBits - 1; bit >= 0; bit--) {
+    const float p_of = p[bit / cuda::kVector].v[bit % cuda::kVector];
+    // The sign of the difference tells.
+    below = __funnelshift_l(float_bits(fabsf(p_of) - least), below, 1);
+  }
+  return ~below & ((1u << kBits) - 1);
+}
+
 /// Range [begin, end) of a warp in a record, and its slot.
 template <bool kFeedback>
 struct WarpRange {
@@ -148,83 +183,99 @@ struct WarpRange {
   size_t end;
   Chosen slot;
 
-  __device__ void count_first(uint32_t* bins) const {
+  /// Counts the first digits below `bound`.
+  __device__ void count_first(uint32_t bound, uint32_t* bins) const {
     from.walk(begin, end, [&](size_t, const cuda::Vector<float>& p, int size) {
       for (int k = 0; k < cuda::kVector; k++) {
-        if (k < size) atomicAdd(bins + (magnitude_bits(p.v[k]) >> kFirstShift), 1u);
+        const uint32_t digit = magnitude_bits(p.v[k]) >> kFirstShift;
+        if (k < size && digit < bound) atomicAdd(bins + digit, 1u);
       }
     });
   }
 
-  /// Counts second digits of the candidates, and puts them and the values above into the slot while
-  /// there is room. With `rest` all values go there. Returns (values above the candidates,
-  /// candidates).
-  __device__ uint2 count_second(uint32_t first, uint32_t* bins, float* rest) const {
-    uint32_t above = 0, kept = 0;
-    from.walk(begin, end, [&](size_t i, const cuda::Vector<float>& p, int size) {
-      uint32_t mine = 0, place = kept;
-#pragma unroll
-      for (int k = 0; k < cuda::kVector; k++) {
-        const uint32_t digit = magnitude_bits(p.v[k]) >> kFirstShift;
-        const bool there = k < size && digit >= first;
-        const uint32_t all = __ballot_sync(kAll, there);
-        place += __popc(all & lanes_below());
-        kept += __popc(all);
-        above += k < size && digit > first;
-        mine |= (there ? 1u : 0u) << k;
-      }
-      for (int k = 0; k < cuda::kVector && mine != 0; k++) {
-        if ((mine >> k & 1) == 0) continue;
-        const uint32_t bits = magnitude_bits(p.v[k]);
-        if (bits >> kFirstShift == first) atomicAdd(bins + (bits >> kSecondShift) % kBins, 1u);
-        if (place < slot.room) {
-          slot.p[place] = p.v[k];
-          slot.index[place++] = static_cast<uint32_t>(i + k);
+  /// Counts the first digits from `bound` on, and puts their values into the slot while there is
+  /// room. With feedback all values go to `rest`. Returns how many reach the bound.
+  __device__ uint32_t keep(uint32_t bound, uint32_t* bins, float* rest) const {
+    const float least = bits_float(bound << kFirstShift);
+    uint32_t kept = 0;
+    for (size_t at = begin; at < end; at += kStep) {
+      cuda::Vector<float> p[kRows];
+      from.load(at, p);
+      uint32_t mask = reaching(p, least);
+      const size_t first = at + lane_of_warp() * cuda::kVector;
+      if (at + kStep > from.n) {
+        for (uint32_t bit = 0; bit < kBits; bit++) {
+          const size_t i = first + bit / cuda::kVector * cuda::kRow + bit % cuda::kVector;
+          if (i >= from.n) mask &= ~(1u << bit);
         }
       }
-      if (rest != nullptr) store_four(p, i, size, rest);
-    });
-    above = sum_of_warp(above);
-    return {above, kept - above};
+#pragma unroll
+      for (int row = 0; kFeedback && row < kRows; row++) {
+        const size_t i = first + row * cuda::kRow, left = i < from.n ? from.n - i : 0;
+        store_four(p[row], i, left < cuda::kVector ? static_cast<int>(left) : cuda::kVector, rest);
+      }
+      const RowCounts counts(mask);
+      const float* const values = kFeedback ? rest : from.x;
+#pragma unroll 1
+      for (uint32_t left = mask; left != 0; left &= left - 1) {
+        const uint32_t below = (left & -left) - 1, bit = __popc(below), row = bit / cuda::kVector;
+        const size_t i = first + row * cuda::kRow + bit % cuda::kVector;
+        const float value = values[i];
+        atomicAdd(bins + (magnitude_bits(value) >> kFirstShift), 1u);
+        const uint32_t rows_before = (1u << 8 * row) - 1;
+        const uint32_t place = __dp4a(counts.all & rows_before, 0x01010101u, kept) +
+                               (counts.before >> 8 * row & 0xff) +
+                               __popc((mask & below) >> cuda::kVector * row);
+        if (place < slot.room) {
+          slot.p[place] = value;
+          slot.index[place] = static_cast<uint32_t>(i);
+        }
+      }
+      kept += counts.sum();
+    }
+    return kept;
   }
 
-  /// True if the slot holds what count_second() counted.
-  __device__ bool holds(uint2 counted) const { return counted.x + counted.y <= slot.room; }
+  /// True if the slot holds what keep() counted.
+  __device__ bool holds(uint32_t kept) const { return kept <= slot.room; }
 
-  /// Calls f(bits) for the candidates, each by one lane, from the slot if it holds all of them.
+  /// Calls f(bits) for each value, or for those in the slot if it holds all that count. Each is
+  /// taken by one lane.
   template <typename F>
-  __device__ __forceinline__ void each(uint32_t first, uint2 counted, F&& f) const {
-    if (holds(counted)) {
-      const uint32_t count = counted.x + counted.y;
-      for (uint32_t j = threadIdx.x % cuda::kLanes; j < count; j += cuda::kLanes) {
-        const uint32_t bits = magnitude_bits(slot.p[j]);
-        if (bits >> kFirstShift == first) f(bits);
-      }
+  __device__ __forceinline__ void each(uint32_t kept, F&& f) const {
+    if (holds(kept)) {
+      for (uint32_t j = lane_of_warp(); j < kept; j += cuda::kLanes) f(magnitude_bits(slot.p[j]));
       return;
     }
     from.walk(begin, end, [&](size_t, const cuda::Vector<float>& p, int size) {
       for (int k = 0; k < cuda::kVector; k++) {
-        const uint32_t bits = magnitude_bits(p.v[k]);
-        if (k < size && bits >> kFirstShift == first) f(bits);
+        if (k < size) f(magnitude_bits(p.v[k]));
       }
     });
   }
 
+  /// Counts second digits of the values with this first one.
+  __device__ void count_second(uint32_t first, uint32_t kept, uint32_t* bins) const {
+    each(kept, [&](uint32_t bits) {
+      if (bits >> kFirstShift == first) atomicAdd(bins + (bits >> kSecondShift) % kBins, 1u);
+    });
+  }
+
   /// Counts third digits; `prefix` is the first two digits.
-  __device__ void count_third(uint32_t prefix, uint2 counted, uint32_t* bins) const {
-    each(prefix >> 11, counted, [&](uint32_t bits) {
+  __device__ void count_third(uint32_t prefix, uint32_t kept, uint32_t* bins) const {
+    each(kept, [&](uint32_t bits) {
       if (bits >> kSecondShift == prefix) atomicAdd(bins + bits % (1u << kSecondShift), 1u);
     });
   }
 
-  /// Returns (values above `bits`, values equal to it), given the count above all candidates.
-  __device__ uint2 count_around(uint32_t bits, uint2 counted) const {
+  /// Returns (values above `bits`, values equal to it).
+  __device__ uint2 count_around(uint32_t bits, uint32_t kept) const {
     uint32_t greater = 0, equal = 0;
-    each(bits >> kFirstShift, counted, [&](uint32_t other) {
+    each(kept, [&](uint32_t other) {
       greater += other > bits;
       equal += other == bits;
     });
-    return {counted.x + sum_of_warp(greater), sum_of_warp(equal)};
+    return {sum_of_warp(greater), sum_of_warp(equal)};
   }
 };
 

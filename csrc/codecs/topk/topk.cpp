@@ -52,8 +52,14 @@ void encode_cuda(const Format& format, const EncodeArgs& args) {
   const size_t numel = args.in.size;
   if (format.chunks()) return to.flagged("encode_chunks", numel, kChunk / cuda::kWarps);
   to.start("clear_kernel", kCleared, kClearTile);
-  to.flagged("first_kernel", numel, kTile);
-  to.flagged("second_kernel", numel, kTile);
+  if (args.residual != nullptr) {
+    to.start("first_kernel", numel, kTile);
+  } else {
+    to.start("sample_kernel", numel, kSampleOf * kStep);
+  }
+  to.flagged("keep_kernel", numel, kTile);
+  to.start("refill_kernel", numel, kTile);
+  to.start("second_kernel", numel, kTile);
   to.start("third_kernel", numel, kTile);
   to.start("count_kernel", numel, kTile);
   to.start("scan_kernel", 1, 1);

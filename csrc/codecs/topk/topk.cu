@@ -49,7 +49,6 @@ __device__ __forceinline__ uint32_t index_in(int row) {
   return warp_of_block() * static_cast<uint32_t>(kStep) + row * cuda::kRow +
          lane_of_warp() * cuda::kVector;
 }
-constexpr uint32_t kBits = kRows * cuda::kVector;  ///< of a mask: four of each row
 
 /// Returns the sum of the warps before this one, and of all. Called by all threads.
 __device__ __forceinline__ uint2 sums_of_block(uint32_t sum_of_this_warp) {
@@ -68,24 +67,17 @@ __device__ __forceinline__ uint2 sums_of_block(uint32_t sum_of_this_warp) {
 /// indices, and returns how many there are. Called by all threads.
 template <typename F>
 __device__ __forceinline__ uint32_t collect(uint32_t mask, const F& store) {
-  uint32_t counts = 0;  // a byte for each row
-#pragma unroll
-  for (int row = 0; row < kRows; row++) {
-    counts |= __popc(mask >> cuda::kVector * row & 15) << 8 * row;
-  }
-  uint32_t before = sum_of_lanes_up_to(counts);  // at most 128 of a row
-  const uint32_t rows = __shfl_sync(kAll, before, cuda::kLanes - 1);
-  before -= counts;
-  const uint2 sums = sums_of_block(__dp4a(rows, 0x01010101u, 0u));
+  const RowCounts counts(mask);
+  const uint2 sums = sums_of_block(counts.sum());
   uint32_t first = sums.x;
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
-    uint32_t at = first + (before >> 8 * row & 0xff);
+    uint32_t at = first + (counts.before >> 8 * row & 0xff);
 #pragma unroll 1
     for (uint32_t left = mask >> cuda::kVector * row & 15; left != 0; left &= left - 1) {
       store(at++, index_in(row) + __popc((left & -left) - 1));
     }
-    first += rows >> 8 * row & 0xff;
+    first += counts.all >> 8 * row & 0xff;
   }
   __syncthreads();
   return sums.y;
@@ -236,14 +228,7 @@ __global__ void __launch_bounds__(cuda::kThreads, 3) encode_chunks(const Batch<T
     uint32_t count = kRanked + 1;
     if (k <= kRanked) {
       const float least = bits_float(lower_bound(top, largest, k));
-      uint32_t below = 0;
-#pragma unroll
-      for (int bit = kBits - 1; bit >= 0; bit--) {
-        const float p_of = p[bit / cuda::kVector].v[bit % cuda::kVector];
-        // The sign of the difference tells.
-        below = __funnelshift_l(float_bits(fabsf(p_of) - least), below, 1);
-      }
-      count = collect(~below & ((1u << kBits) - 1), [&](uint32_t place, uint32_t index) {
+      count = collect(reaching(p, least), [&](uint32_t place, uint32_t index) {
         if (place >= kRanked) return;
         at.keys[place] = magnitude_bits(at.p[index]);
         at.candidates[place] = static_cast<uint16_t>(index);
@@ -298,9 +283,10 @@ namespace pycomm::codecs {
 
 PYCOMM_KERNELS(topk, PYCOMM_KERNEL(topk::encode_chunks<false>),
                PYCOMM_KERNEL(topk::encode_chunks<true>), PYCOMM_KERNEL(topk::decode_chunks<false>),
-               PYCOMM_KERNEL(topk::decode_chunks<true>), PYCOMM_KERNEL(topk::first_kernel<false>),
-               PYCOMM_KERNEL(topk::first_kernel<true>), PYCOMM_KERNEL(topk::second_kernel<false>),
-               PYCOMM_KERNEL(topk::second_kernel<true>), PYCOMM_KERNEL(topk::third_kernel),
+               PYCOMM_KERNEL(topk::decode_chunks<true>), PYCOMM_KERNEL(topk::first_kernel),
+               PYCOMM_KERNEL(topk::sample_kernel), PYCOMM_KERNEL(topk::keep_kernel<false>),
+               PYCOMM_KERNEL(topk::keep_kernel<true>), PYCOMM_KERNEL(topk::refill_kernel),
+               PYCOMM_KERNEL(topk::second_kernel), PYCOMM_KERNEL(topk::third_kernel),
                PYCOMM_KERNEL(topk::count_kernel), PYCOMM_KERNEL(topk::choose_kernel),
                PYCOMM_KERNEL(topk::pack_kernel<false>), PYCOMM_KERNEL(topk::pack_kernel<true>),
                PYCOMM_KERNEL(topk::fill_kernel<false>), PYCOMM_KERNEL(topk::fill_kernel<true>),
