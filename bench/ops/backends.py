@@ -1,6 +1,6 @@
 """Backends of the benchmark: pycomm's core and backends of torch.distributed, in one process.
 
-`pycomm` is the core without torch. `pycomm:bruck` and the like fix the algorithm, `pycomm-tls`
+`pycomm` is the core without torch. `pycomm:ring` and the like fix the algorithm, `pycomm-tls`
 encrypts connections, and `pycomm-unchecked` omits checksums of payloads. `pycomm-torch` is pycomm's
 backend of torch.distributed, and `gloo` is torch's own. Backends with `-shared` work on memory that
 the group has allocated, so that peers access it in place.

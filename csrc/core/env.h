@@ -10,8 +10,8 @@
 namespace pycomm {
 
 /// Values of PYCOMM_ALGO; docs/algorithms.md describes them.
-constexpr const char* kAlgoNames[] = {"auto",     "flat",  "direct", "one_shot",
-                                      "two_shot", "bruck", "tree",   "hierarchical"};
+constexpr const char* kAlgoNames[] = {"auto",  "flat", "direct", "one_shot",    "two_shot",
+                                      "bruck", "ring", "tree",   "hierarchical"};
 
 /// Rates of a link in bytes per second; 0: not known.
 struct LinkRate {

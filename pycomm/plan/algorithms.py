@@ -17,9 +17,9 @@ from pycomm.plan.codecs import NONE, Coding
 STAGE = 1 << 20
 """Bytes of a stage of the exact hierarchical all-reduce."""
 
-EXACT = ("one_shot", "two_shot", "bruck", "hierarchical")
+EXACT = ("one_shot", "two_shot", "bruck", "ring", "hierarchical")
 AUTO = ("one_shot", "two_shot", "bruck")
-"""Those among which pycomm's `auto` chooses on nodes of one rank."""
+"""Algorithms that keep rank order; pycomm's `auto` chooses among them on nodes of one rank."""
 CODED = {
     "recode": ("two_shot", "hierarchical"),
     "gather": ("gather", "hierarchical"),
@@ -122,6 +122,9 @@ def steps(algorithm: str, n: int, payload: float) -> tuple[float, float, float, 
         return 2, 2 * others, 2 * others / n * payload, payload
     if algorithm == "bruck":
         return doublings, doublings, others * payload, (n + 1) * payload
+    if algorithm == "ring":
+        moved = 2 * others / n * payload
+        return 2 * others, 2 * others, moved, moved
     raise KeyError(algorithm)
 
 
@@ -130,7 +133,7 @@ def crossing(algorithm: str, cluster: Cluster) -> float:
     n, local = cluster.ranks, cluster.ranks_per_node
     if cluster.nodes == 1:
         return float(n) if cluster.intra.shared else 1.0
-    if local == 1:
+    if local == 1 or algorithm == "ring":
         return 1.0
     return local * (n - local) / (n - 1)
 

@@ -103,7 +103,7 @@ def test_tensors_that_cannot_be_used_are_refused():
     ("options", "words"),
     [
         ({"transport": "smoke"}, 'unknown transport "smoke"; use one of auto, shm, tcp, local'),
-        ({"algo": "best"}, 'unknown algo "best"; use one of auto, flat, direct, .*bruck'),
+        ({"algo": "best"}, 'unknown algo "best"; use one of auto, flat, direct, .*ring'),
     ],
 )
 def test_unknown_options_list_the_known_ones(options, words):

@@ -76,7 +76,7 @@ def test_every_collective_is_exact(nodes, kind):
     check_all_collectives(run(len(NODES[nodes]), all_collectives, **options(nodes, **segments)))
 
 
-@pytest.mark.parametrize("algo", ["flat", "bruck"])
+@pytest.mark.parametrize("algo", ["flat", "ring"])
 def test_flat_algorithms_run_over_both_transports(algo):
     check_all_collectives(run(5, all_collectives, **options("2+1+2", algo=algo)))
 
@@ -124,7 +124,7 @@ def test_lists_of_uneven_parts():
         c.reduce_scatter([whole[cuts[r] : cuts[r + 1]] for r in range(c.size)], out)
         return [part.tolist() for part in parts], out.tolist()
 
-    for more in ({}, {"algo": "bruck"}):
+    for more in ({}, {"algo": "bruck"}, {"algo": "ring"}):
         for rank, (parts, out) in enumerate(run(5, job, **options("2+1+2", **more))):
             assert parts == [[r + 10 * r] * size for r, size in enumerate(sizes)]
             assert out == [10 + 50 * rank] * sizes[rank]

@@ -34,7 +34,7 @@ DTYPES = {
     "complex128": torch.complex128,
 }
 SMALL, LARGE = [0, 1, 7, 1001], [30011]
-ALGOS = ["one_shot", "two_shot", "bruck", "tree"]
+ALGOS = ["one_shot", "two_shot", "bruck", "ring", "tree"]
 WAYS = {
     "window": {"transport": "local"},
     **{algo: {"transport": "local", "algo": algo} for algo in ALGOS},

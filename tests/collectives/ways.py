@@ -18,14 +18,15 @@ SIZES = [0, 1, 2, 3, 5, 16, 17, 255, 1000, 4099, 100003]
 WAYS = {
     "window": {"transport": "local"},
     "direct": {"transport": "local", "algo": "direct"},
-    "bruck": {"transport": "local", "algo": "bruck"},
+    "ring": {"transport": "local", "algo": "ring"},
     "tcp": {"transport": "tcp", "sockets": 1},
+    "tcp-ring": {"transport": "tcp", "algo": "ring"},
 }
 # The algorithms of each collective; the others choose `auto`.
 ALGOS_OF = {
-    "all_reduce": ["one_shot", "two_shot", "bruck"],
-    "reduce_scatter": ["one_shot"],
-    "all_gather": ["one_shot", "bruck"],
+    "all_reduce": ["one_shot", "two_shot", "bruck", "ring"],
+    "reduce_scatter": ["one_shot", "ring"],
+    "all_gather": ["one_shot", "bruck", "ring"],
     "broadcast": ["one_shot", "two_shot", "tree"],
     "reduce": ["one_shot", "two_shot", "tree"],
     "barrier": ["one_shot", "bruck"],

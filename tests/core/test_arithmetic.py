@@ -176,7 +176,7 @@ def all_results(c, set_on) -> list[bytes]:
     "way",
     [
         *WAYS.values(),
-        {"transport": "local", "algo": "bruck"},
+        {"transport": "local", "algo": "ring"},
         {"transport": "local", "algo": "one_shot"},
         {"transport": "local", "nodes": [0, 0, 1], "sockets": 1},
     ],

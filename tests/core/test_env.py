@@ -29,7 +29,7 @@ def environment(**variables: str) -> subprocess.CompletedProcess[str]:
 # A variable's value, what it is read as, and its default.
 VARIABLES: dict[str, tuple[str, object, object]] = {
     "PYCOMM_TRANSPORT": ("tcp", "tcp", "auto"),
-    "PYCOMM_ALGO": ("bruck", "bruck", "auto"),
+    "PYCOMM_ALGO": ("ring", "ring", "auto"),
     "PYCOMM_LINK": ("200mbit", 25e6, 0.0),
     "PYCOMM_RATE": ("20mbit/50mbit", "20mbit/50mbit", ""),
     "PYCOMM_SOCKETS": ("4", 4, 0),

@@ -87,7 +87,7 @@ def test_of_reductions(dtype, numel):
     "way",
     [
         *WAYS.values(),
-        *({"transport": "local", "algo": a} for a in ("one_shot", "bruck")),
+        *({"transport": "local", "algo": a} for a in ("one_shot", "ring", "bruck")),
         {"transport": "local", "nodes": [0, 0, 1], "sockets": 1},
         {"transport": "local", "nodes": [0, 1, 2], "sockets": 1},
     ],

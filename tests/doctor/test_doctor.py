@@ -438,7 +438,7 @@ def test_ranks_that_differ_are_told_apart():
     reports = {
         rank: job.RankReport(f"host{rank // 2}", {"pycomm": "0.1.0", "MTU": mtu} | extra)
         for rank, (mtu, extra) in enumerate(
-            [("9000", {}), ("9000", {}), ("1500", {}), ("1500", {"PYCOMM_ALGO": "bruck"})]
+            [("9000", {}), ("9000", {}), ("1500", {}), ("1500", {"PYCOMM_ALGO": "ring"})]
         )
     }
     mtu, algo = job.differences(reports)

@@ -134,7 +134,7 @@ def meet(*options: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("option", "values"),
     [
-        ("algo", ("direct", "bruck")),
+        ("algo", ("direct", "ring")),
         ("transport", ("local", "tcp")),
         ("segment_bytes", (0, 64)),
         ("nodes", ((0, 0), (0, 1))),

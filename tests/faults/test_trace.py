@@ -73,7 +73,7 @@ def test_an_entry_tells_what_codecs_took(way):
         assert coded > 0
 
 
-@pytest.mark.parametrize("way", ["window", "direct", "bruck", "tcp"])
+@pytest.mark.parametrize("way", ["window", "direct", "ring", "tcp"])
 def test_an_entry_tells_what_ran_and_when(way):
     def job(c):
         start = time.time_ns()

@@ -13,6 +13,13 @@ from tests.mutants.mutant import Kind, Mutant
 
 WAITS = (
     Mutant(
+        "ring-adds-before-the-bytes-are-there",
+        "csrc/collectives/algorithms/ring.cpp::reduce_around",
+        "context.wait(left, arrival.ticket);",
+        "",
+        "collectives/test_algorithms.py::test_every_collective_is_exact_in_tiny_segments",
+    ),
+    Mutant(
         "tree-sends-up-what-has-not-come",
         "csrc/collectives/algorithms/tree.cpp::gather_up",
         "context.wait_all();\n  if (!place.is_root()) context.send",
@@ -124,6 +131,13 @@ ORDERS = (
         "tl.permute(halves, (0, 2, 1))",
         "tl.reshape(halves, (ROWS, COLUMNS >> (bits + 1), 2))",
         "codecs/test_golden.py::test_bytes_are_those_of_the_golden_file",
+    ),
+    Mutant(
+        "floats-summed-in-any-order",
+        "csrc/collectives/common/select.cpp::select",
+        "[](const Entry&) { return true; }",
+        "[](const Entry& e) { return e.algo == Algo::ring; }",
+        "collectives/test_schedule.py",
     ),
     Mutant(
         "sites-sum-in-rank-order",

@@ -21,7 +21,7 @@ def cluster(ranks, **options):
 
 
 @each_value
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "bruck"])
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "bruck", "ring"])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8, 31, 64])
 def test_the_core_counts_alike(algorithm, ranks):
     core = _test.schedule.cost(_test.OpTag("all_reduce"), ranks, 1 << 20, algorithm)

@@ -37,7 +37,7 @@ def steps(c, late=0.0, count=12):
     return trace
 
 
-@pytest.mark.parametrize("way", ["window", "bruck", "tcp"])
+@pytest.mark.parametrize("way", ["window", "ring", "tcp"])
 def test_a_rank_that_computes_longer_is_named(way):
     traces = run(3, lambda c: steps(c, late=LATE), **WAYS[way])
     health = compare([rank_stats(trace) for trace in traces])

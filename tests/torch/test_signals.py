@@ -107,7 +107,7 @@ CORE: dict[str, Callable[[int, str], Wait]] = {
     "all_reduce by TCP": of_group(
         lambda group, _: group.all_reduce(floats(100_000)), transport="tcp"
     ),
-    "all_gather": of_group(lambda group, _: group.all_gather(floats(10), floats(20)), algo="bruck"),
+    "all_gather": of_group(lambda group, _: group.all_gather(floats(10), floats(20)), algo="ring"),
     "barrier": of_group(lambda group, _: group.barrier()),
     "recv": of_group(lambda group, peer: group.recv(floats(10), peer).wait(LONG)),
     "send": of_group(lambda group, peer: group.send(floats(1 << 20), peer).wait(LONG)),

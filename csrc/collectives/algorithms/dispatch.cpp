@@ -3,6 +3,7 @@
 #include "collectives/algorithms/bruck.h"
 #include "collectives/algorithms/direct.h"
 #include "collectives/algorithms/hierarchical.h"
+#include "collectives/algorithms/ring.h"
 #include "collectives/algorithms/tree.h"
 #include "collectives/window/shared.h"
 #include "core/env.h"
@@ -24,11 +25,14 @@ constexpr Algorithm kTable[] = {
     {Op::all_reduce, Algo::one_shot, direct::one_shot_reduce},
     {Op::all_reduce, Algo::two_shot, direct::two_shot_reduce},
     {Op::all_reduce, Algo::bruck, bruck::all_reduce},
+    {Op::all_reduce, Algo::ring, ring::all_reduce},
     {Op::reduce_scatter, Algo::hierarchical, hierarchical::reduce_scatter},
     {Op::reduce_scatter, Algo::one_shot, direct::reduce_scatter},
+    {Op::reduce_scatter, Algo::ring, ring::reduce_scatter},
     {Op::all_gather, Algo::hierarchical, hierarchical::all_gather},
     {Op::all_gather, Algo::one_shot, direct::all_gather},
     {Op::all_gather, Algo::bruck, bruck::all_gather},
+    {Op::all_gather, Algo::ring, ring::all_gather},
     {Op::all_to_all, Algo::one_shot, direct::all_to_all},
     {Op::broadcast, Algo::hierarchical, hierarchical::broadcast},
     {Op::broadcast, Algo::one_shot, direct::one_shot_broadcast},

@@ -1,5 +1,5 @@
-// Fold: how the contributions of ranks become one value, either at once by its owner or in steps:
-// of a node, then of all nodes.
+// Fold: how the contributions of ranks become one value, either at once by its owner or in steps on
+// their way.
 #pragma once
 #include "core/op.h"
 #include "core/reduce.h"
@@ -24,5 +24,11 @@ struct Fold {
   /// A divisor that is set is kept: this may be the last step of a larger reduction.
   Fold last(int ranks) const { return {dtype, op, divisor > 0 ? divisor : ranks}; }
 };
+
+/// Joins two partial results; `out` may be one of them.
+inline void join(const Fold& fold, const void* a, const void* b, void* out, size_t numel) {
+  const void* inputs[] = {a, b};
+  fold(inputs, 2, out, numel);
+}
 
 }  // namespace pycomm

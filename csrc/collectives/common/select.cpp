@@ -45,7 +45,8 @@ struct Entry {
   Cost (*cost)(const Terms& t);
 };
 
-// All sum in rank order.
+// Of the algorithms of a reduction all but ring sum in rank order, and ring is never the cheapest:
+// others send its bytes in fewer rounds.
 constexpr Entry kTable[] = {
     {Op::all_reduce, Algo::one_shot,
      [](const Terms& t) -> Cost { return {1, t.others(), t.others() * t.b, t.n * t.b}; }},
@@ -53,14 +54,25 @@ constexpr Entry kTable[] = {
      [](const Terms& t) -> Cost { return {2, 2 * t.others(), 2 * t.others() * t.share(), t.b}; }},
     {Op::all_reduce, Algo::bruck,
      [](const Terms& t) -> Cost { return {t.l, t.l, t.others() * t.b, (t.n + 1) * t.b}; }},
+    {Op::all_reduce, Algo::ring,
+     [](const Terms& t) -> Cost {
+       return {2 * t.others(), 2 * t.others(), 2 * t.others() * t.share(),
+               2 * t.others() * t.share()};
+     }},
 
     {Op::reduce_scatter, Algo::one_shot,
      [](const Terms& t) -> Cost { return {1, t.others(), t.others() * t.share(), t.b}; }},
+    {Op::reduce_scatter, Algo::ring,
+     [](const Terms& t) -> Cost {
+       return {t.others(), t.others(), t.others() * t.share(), 3 * t.b};
+     }},
 
     {Op::all_gather, Algo::one_shot,
      [](const Terms& t) -> Cost { return {1, t.others(), t.others() * t.share(), 0}; }},
     {Op::all_gather, Algo::bruck,
      [](const Terms& t) -> Cost { return {t.l, t.l, t.others() * t.share(), 2 * t.b}; }},
+    {Op::all_gather, Algo::ring,
+     [](const Terms& t) -> Cost { return {t.others(), t.others(), t.others() * t.share(), 0}; }},
 
     {Op::broadcast, Algo::one_shot,
      [](const Terms& t) -> Cost { return {1, t.others(), t.others() * t.b, 0}; }},

@@ -13,12 +13,13 @@ namespace pycomm {
 
 /// Algorithms, in the order of kAlgoNames (core/env.h).
 enum class Algo {
-  automatic,     ///< the cheapest; over shared memory if it can be
+  automatic,     ///< the cheapest that keeps the order of sums; over shared memory if it can be
   flat,          ///< the same over channels, as if every rank were a node of its own
   direct,        ///< one_shot or two_shot
   one_shot,      ///< every rank sends to every rank that needs it: one round
   two_shot,      ///< the owner of a chunk reduces or passes it on: two rounds, fewer bytes
   bruck,         ///< all-gather in log2 n rounds
+  ring,          ///< two_shot's bytes between neighbours
   tree,          ///< rooted ops in log2 n rounds
   hierarchical,  ///< shared memory inside a node, channels between nodes
 };
@@ -51,11 +52,12 @@ PYCOMM_API Cost cost(const Workload& call, Algo algo);
 PYCOMM_API double seconds(const Cost& cost, Medium medium, const Speed& speed = {});
 
 /// Returns the algorithm between equal ranks: never automatic, flat, direct or hierarchical.
-/// `wanted` is used if the op has it, else the cheapest one.
+/// `wanted` is used if the op has it, whatever the order of its sums; else the cheapest one is
+/// chosen that keeps rank order.
 PYCOMM_API Algo select(const Workload& call, Algo wanted);
 
 /// Returns what select() takes and what each algorithm costs, in words: "bruck 31 us (one_shot 47
-/// us, two_shot 94 us)".
+/// us, ring 94 us)".
 std::string explain(const Workload& call, Algo wanted);
 /// Returns a time in words: "31 us", "1.5 ms".
 std::string time_text(double seconds);

@@ -431,7 +431,7 @@ def test_a_package_that_is_missing_is_named(tmp_path, module):
 def test_what_a_machine_lacks_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "needs torch" in backends.missing(["gloo"])
-    assert backends.missing(["pycomm", "pycomm:bruck"]) == ""
+    assert backends.missing(["pycomm", "pycomm:ring"]) == ""
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
