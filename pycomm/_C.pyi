@@ -313,11 +313,10 @@ class CodedCall:
         seed: int,
         step: int,
         divisor: int,
-    ) -> None: ...
-
-class CodedDevice:
-    def __init__(
-        self, stream: int, scratch: tuple[int, int], found_inf: int, swapped: int = 0
+        found_inf: int,
+        stream: int | None = None,
+        scratch: tuple[int, int] = ...,
+        swapped: int = 0,
     ) -> None: ...
 
 class Pieces:
@@ -367,9 +366,8 @@ class CodedBucket(Pieces):
         call: CodedCall,
         memory: tuple[int, int],
         move: Callable[[Shot, int, list[int]], tuple[int, int, list[tuple[int, int]]]],
-        device: CodedDevice | None = None,
         launch: Callable[[list[Launch]], None] | None = None,
-    ) -> _bool: ...
+    ) -> None: ...
 
 class Parts:
     def __init__(self, parts: Sequence[tuple[int, int]]) -> None: ...

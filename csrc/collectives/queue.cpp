@@ -26,10 +26,10 @@ class Queue::Impl : public std::enable_shared_from_this<Impl> {
     fork_.refuse("queue", "an operation");
     {
       std::lock_guard<std::mutex> lock(mutex_);  // taken before the number: the deque is in order
-      waiting_.push_back({next_.fetch_add(1), std::move(op)});
-      if (!thread_.joinable()) {
+      if (!thread_.joinable()) {                 // first: there may be no more threads
         thread_ = std::thread([self = shared_from_this()] { self->serve(); });
       }
+      waiting_.push_back({next_.fetch_add(1), std::move(op)});
     }
     changed_.notify_all();
   }

@@ -19,10 +19,10 @@ from pycomm import _C
 from pycomm.arrays import core_dtype
 from pycomm.codecs.implementations import Launcher, current_stream, launcher
 from pycomm.policy.rules import CODED
+from pycomm.reduction import payloads
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.coding import ExchangePlan, Runs, is_variable
 from pycomm.reduction.paths import BATCHED, KERNELS
-from pycomm.reduction.payloads import Payloads, all_gather, all_to_all
 
 _DTYPES = {dtype: core_dtype(dtype) for dtype in CODED}
 
@@ -122,10 +122,10 @@ class Batched:
         seed: int,
         step: int,
         divisor: int,
-        found_inf: torch.Tensor | None = None,
+        found_inf: torch.Tensor,
         swapped: torch.Tensor | None = None,
         encoded: Callable[[], None] | None = None,
-    ) -> bool:
+    ) -> None:
         """Run the operation, on a device on torch's current stream.
 
         Args:
@@ -136,16 +136,27 @@ class Batched:
             seed: equal on all ranks.
             step: number of the step, equal on all ranks.
             divisor: results are sums divided by it.
-            found_inf: of a device: float32 [1], which becomes 1 if the result is not finite.
+            found_inf: float32 [1] on the device, which becomes 1 if the result is not finite.
             swapped: of a device: float32 [1]; if it is not 0, the sides of all residuals are the
                 other way round than `sides` says.
             encoded: is called when this rank's contribution and its residuals are written, and the
                 values are as they were.
-
-        Returns:
-            Whether the result is finite; of a device True.
         """
         dtype, empty = _DTYPES[output.dtype], partial(torch.empty, dtype=torch.uint8)
+        kept = [empty(self._memory_bytes, device=self._device)]
+        options: dict[str, Any] = {"found_inf": found_inf.data_ptr()}
+        launch: Any = self._launch
+        elsewhere = False  # torch's current device is another one
+        if self._on_device:
+            room = self._native.scratch_bytes(dtype)
+            kept.append(empty(room, device=self._device))
+            options["scratch"] = kept[1].data_ptr(), room
+            options["stream"] = 0 if launch else current_stream(self._device)
+            options["swapped"] = 0 if swapped is None else swapped.data_ptr()
+            if launch is not None:
+                launch = partial(launch, device=self._device)
+            else:
+                elsewhere = torch._C._cuda_getDevice() != self._device.index
         call = _C.CodedCall(
             (input.data_ptr(), input.numel()),
             (output.data_ptr(), output.numel()),
@@ -154,30 +165,15 @@ class Batched:
             seed=seed,
             step=step,
             divisor=divisor,
+            **options,
         )
-        kept = [empty(self._memory_bytes, device=self._device)]
-        options: dict[str, Any] = {}
-        elsewhere = False  # torch's current device is another one
-        if self._on_device:
-            assert found_inf is not None
-            room = self._native.scratch_bytes(dtype)
-            kept.append(empty(room, device=self._device))
-            options["device"] = _C.CodedDevice(
-                0 if self._launch else current_stream(self._device),
-                (kept[1].data_ptr(), room),
-                found_inf.data_ptr(),
-                0 if swapped is None else swapped.data_ptr(),
-            )
-            if self._launch is not None:
-                options["launch"] = partial(self._launch, device=self._device)
-            else:
-                elsewhere = torch._C._cuda_getDevice() != self._device.index
         memory = kept[0].data_ptr(), self._memory_bytes
         move = partial(self._move, group, kept, encoded)
         if elsewhere:
             with torch.cuda.device(self._device):
-                return self._native.run(call, memory, move, **options)
-        return self._native.run(call, memory, move, **options)
+                self._native.run(call, memory, move, launch)
+        else:
+            self._native.run(call, memory, move, launch)
 
     def _move(
         self,
@@ -192,16 +188,14 @@ class Batched:
         if encoded is not None and len(kept) == 1 + self._on_device:  # the first exchange
             encoded()
         variable, room = self._variable[shot], self._room
-        came: Payloads
+        how: dict[str, Any] = {"variable": variable, "room": room}
         if shot == _C.Shot.contribution:
-            payloads = kept[0][begin : begin + sum(sizes)]
-            most = self._owned[self._rank]
-            came = all_to_all(payloads, sizes, most, group, variable=variable, room=room)
+            ours, most = kept[0][begin : begin + sum(sizes)], self._owned[self._rank]
+            memory, places = payloads.all_to_all(ours, sizes, most, group, **how)
         else:
             shown = shot == _C.Shot.shown
             each: Sequence[int] = [self._shown] * self._ranks if shown else self._owned
-            payload = kept[0][begin : begin + max(each)]
-            came = all_gather(payload, sizes[0], each, group, variable=variable, room=room)
-        memory, places = came
+            ours = kept[0][begin : begin + max(each)]
+            memory, places = payloads.all_gather(ours, sizes[0], each, group, **how)
         kept.append(memory)
         return memory.data_ptr(), memory.numel(), places

@@ -23,9 +23,8 @@ from pycomm.codecs import RandomKey
 from pycomm.codecs.convert import convert
 from pycomm.errors import WireMismatch
 from pycomm.feedback.rule import EXACT
+from pycomm.reduction import payloads
 from pycomm.reduction.bucket import BucketPiece
-from pycomm.reduction.payloads import all_gather as gather_payloads
-from pycomm.reduction.payloads import all_to_all, parts
 
 GRAIN = 32  # kGrain of coded/layout.h
 OWNER_HOP = -1
@@ -310,7 +309,8 @@ def exchange(
         most, variable = [total_bytes(each) for each in runs], any(map(is_variable, runs))
         if encoded is not None and not (plan.owned and plan.scatters):
             encoded()
-        return parts(gather_payloads(ours, ours.numel(), most, group, variable=variable))
+        came = payloads.all_gather(ours, ours.numel(), most, group, variable=variable)
+        return payloads.parts(came)
 
     if plan.owned:
         mine = plan.owned[rank]
@@ -321,13 +321,10 @@ def exchange(
             ]
             if encoded is not None:
                 encoded()
-            sizes, variable = (
-                [payload.numel() for payload in sent],
-                any(map(is_variable, plan.owned)),
-            )
-            most = total_bytes(mine)
-            came = all_to_all(torch.cat(sent), sizes, most, group, variable=variable)
-            sums = coder.add_up(mine, parts(came), results[0])
+            sizes, most = [payload.numel() for payload in sent], total_bytes(mine)
+            variable = any(map(is_variable, plan.owned))
+            came = payloads.all_to_all(torch.cat(sent), sizes, most, group, variable=variable)
+            sums = coder.add_up(mine, payloads.parts(came), results[0])
         if plan.scatters and plan.gathers:
             averages = [convert(x, divisor=divisor) for x in sums]
             ours = coder.encode(mine, results[0], averages)
@@ -344,9 +341,9 @@ def exchange(
                 store(runs, floats, results[row], 1)
     if plan.shown:
         ours = coder.encode(plan.shown, contributed[0], None)
-        payloads = gathered(ours, [plan.shown] * ranks)
+        shown = gathered(ours, [plan.shown] * ranks)
         if senders is None:
-            store(plan.shown, coder.add_up(plan.shown, payloads, results[0]), results[0], divisor)
+            store(plan.shown, coder.add_up(plan.shown, shown, results[0]), results[0], divisor)
         else:
-            means = coder.average_senders(plan.shown, payloads, results[0], senders)
+            means = coder.average_senders(plan.shown, shown, results[0], senders)
             store(plan.shown, means, results[0], 1)

@@ -64,26 +64,19 @@ def exchange(
     Raises:
         WireMismatch: a rank sends payloads of impossible sizes.
     """
-    batched = None if senders else Batched.find(op, bucket, group, plan, output, input)
-    how: dict[str, Any] = {"seed": seed, "step": step, "divisor": divisor, "encoded": encoded}
-    if batched is not None and output.is_cpu:
-        finite = batched.run(output, input, bucket.sides, group, **how)
-        if found_inf is None:
-            return torch.tensor(finite, dtype=torch.bool, device="cpu")
-        if not finite:
-            found_inf.fill_(1)
-        return None
     flag = found_inf
     if flag is None:
         flag = torch.zeros(1, dtype=torch.float32, device=output.device)
+    how: dict[str, Any] = {"seed": seed, "step": step, "divisor": divisor}
+    how |= {"found_inf": flag, "encoded": encoded}
+    batched = None if senders else Batched.find(op, bucket, group, plan, output, input)
     if batched is not None:
-        batched.run(output, input, bucket.sides, group, found_inf=flag, swapped=swapped, **how)
+        batched.run(output, input, bucket.sides, group, swapped=swapped, **how)
     else:
         key = op, group.rank(), group.size()
         if key not in bucket.plans:
             bucket.plans[key] = plan()
-        how |= {"found_inf": flag, "senders": senders}
-        coding.exchange(bucket.plans[key], output, input, group, **how)
+        coding.exchange(bucket.plans[key], output, input, group, senders=senders, **how)
     return flag[0] == 0 if found_inf is None else None
 
 

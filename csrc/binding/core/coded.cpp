@@ -154,13 +154,10 @@ struct CodedCall {
   uint64_t seed = 0;
   uint32_t step = 0;
   int divisor = 1;
-};
-
-/// The memory and stream of a call on a device.
-struct CodedDevice {
-  uintptr_t stream = 0;
-  Place scratch;
-  uintptr_t found_inf = 0, swapped = 0;
+  uintptr_t found_inf = 0;          ///< address
+  std::optional<uintptr_t> stream;  ///< of a device; none: the values are on the CPU
+  Place scratch;                    ///< of that stream
+  uintptr_t swapped = 0;            ///< address; 0: there is none
 };
 
 /// The pieces of a bucket, and the chunks in which they travel.
@@ -231,9 +228,8 @@ class CodedBucket final : public Pieces {
     return coded::Coder::scratch_bytes(args, {layouts, 2});
   }
 
-  /// Runs the operation. Returns true if the result is finite, of the CPU.
-  bool run(const CodedCall& call, const Place& memory, const Move& move,
-           const std::optional<CodedDevice>& device, const Launcher& launch) {
+  /// Runs the operation.
+  void run(const CodedCall& call, const Place& memory, const Move& move, const Launcher& launch) {
     if (call.divisor < 1) {
       throw Error("divisor is " + std::to_string(call.divisor) + "; want 1 or more");
     }
@@ -256,12 +252,11 @@ class CodedBucket final : public Pieces {
     coded::CoderOptions options;
     options.rank = rank_;
     options.divisor = call.divisor;
-    if (device) {
-      options.stream = {Device::cuda,
-                        pointer(device->stream),
-                        {bytes(device->scratch.first), device->scratch.second}};
-      options.found_inf = reinterpret_cast<float*>(device->found_inf);
-      options.swapped = reinterpret_cast<const float*>(device->swapped);
+    options.found_inf = reinterpret_cast<float*>(call.found_inf);
+    if (call.stream) {
+      options.stream = {
+          Device::cuda, pointer(*call.stream), {bytes(call.scratch.first), call.scratch.second}};
+      options.swapped = reinterpret_cast<const float*>(call.swapped);
     }
     const GilReleased release;
     const DefaultArithmetic arithmetic;
@@ -270,7 +265,6 @@ class CodedBucket final : public Pieces {
     CallersGroup group(rank_, ranks_, plan_, room_behind_, bytes(memory.first), move, launch);
     coded::TwoShot(group, coder, plan_).run();
     group.launch();
-    return coder.finite();
   }
 
  private:
@@ -322,16 +316,14 @@ void bind_coded(py::module_& m) {
       .value("result", Shot::result);
   py::class_<CodedCall>(m, "CodedCall")
       .def(py::init([](Place input, Place output, DType dtype, std::vector<Sides> sides,
-                       uint64_t seed, uint32_t step, int divisor) {
-             return CodedCall{input, output, dtype, std::move(sides), seed, step, divisor};
+                       uint64_t seed, uint32_t step, int divisor, uintptr_t found_inf,
+                       std::optional<uintptr_t> stream, Place scratch, uintptr_t swapped) {
+             return CodedCall{input,   output,    dtype,  std::move(sides), seed,   step,
+                              divisor, found_inf, stream, scratch,          swapped};
            }),
            py::arg("input"), py::arg("output"), py::arg("dtype"), py::arg("sides"), py::kw_only(),
-           py::arg("seed"), py::arg("step"), py::arg("divisor"));
-  py::class_<CodedDevice>(m, "CodedDevice")
-      .def(py::init([](uintptr_t stream, Place scratch, uintptr_t found_inf, uintptr_t swapped) {
-             return CodedDevice{stream, scratch, found_inf, swapped};
-           }),
-           py::arg("stream"), py::arg("scratch"), py::arg("found_inf"), py::arg("swapped") = 0);
+           py::arg("seed"), py::arg("step"), py::arg("divisor"), py::arg("found_inf"),
+           py::arg("stream") = py::none(), py::arg("scratch") = Place(), py::arg("swapped") = 0);
   py::class_<CodedBucket, Pieces>(m, "CodedBucket")
       .def(py::init<int, int, size_t>(), py::arg("rank"), py::arg("ranks"), py::arg("rows") = 1)
       .def("plan", &CodedBucket::plan, py::arg("owned"), py::arg("shown"), py::kw_only(),
@@ -343,7 +335,7 @@ void bind_coded(py::module_& m) {
       .def_property_readonly("room_behind", &CodedBucket::room_behind)
       .def("scratch_bytes", &CodedBucket::scratch_bytes, py::arg("dtype"))
       .def("run", &CodedBucket::run, py::arg("call"), py::arg("memory"), py::arg("move"),
-           py::arg("device") = py::none(), py::arg("launch") = py::none());
+           py::arg("launch") = py::none());
 }
 
 }  // namespace pycomm

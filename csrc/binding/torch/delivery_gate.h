@@ -17,10 +17,10 @@
 #include <c10/core/Device.h>
 #include <c10/core/Event.h>
 
-#include <deque>
 #include <memory>
-#include <mutex>
 #include <vector>
+
+#include "collectives/queue.h"
 
 namespace pycomm::torch_binding {
 
@@ -37,30 +37,27 @@ class DeliveryGate : public std::enable_shared_from_this<DeliveryGate> {
   /// The number of the last hold that has ended, in memory that the device reads.
   const uint32_t* word() const { return static_cast<const uint32_t*>(word_.const_data_ptr()); }
 
-  // Each ends the holds up to this number. Any thread, in the order of the holds. They take neither
-  // the GIL nor the driver's lock: whoever has these may wait for the stream.
+  // Each ends the holds up to this number. By one thread after the other, in the order of the
+  // holds. They take neither the GIL nor the driver's lock: whoever has these may wait for the
+  // stream.
 
   /// The results are on the host.
-  void open(uint32_t number) { put({number, {}}); }
+  void open(uint32_t number) { end(number, {}); }
   /// There are no results: overwrites them when nothing else writes there any more, with bytes that
   /// are NaN in every floating type, and no payload of a codec. Does not wait: if the copies from
   /// the device are not done, a thread does this later.
-  void fail(uint32_t number, FailedDelivery failed) { put({number, std::move(failed)}); }
+  void fail(uint32_t number, FailedDelivery failed) { end(number, std::move(failed)); }
 
  private:
-  struct End {
-    uint32_t number;
-    FailedDelivery failed;
-  };
-  void put(End end);
-  bool is_fetched(const End& end) const;
-  void finish(const End& end);
-  void serve();
+  void end(uint32_t number, FailedDelivery failed);
+  bool is_fetched(const FailedDelivery& failed) const;
+  void finish(uint32_t number, const FailedDelivery& failed);
 
   const c10::Device device_;
   const at::Tensor word_;
-  std::mutex mutex_;
-  std::deque<End> waiting_;  ///< not empty: a thread serves them
+  /// What `late_` has ended, until the stream waits for nothing: destructors call the driver.
+  std::vector<FailedDelivery> ended_;
+  Queue late_;  ///< ends holds whose results are still written
 };
 
 }  // namespace pycomm::torch_binding

@@ -10,14 +10,15 @@
 namespace pycomm::torch_binding {
 namespace {
 
-struct StreamHolds {
+struct Abilities {
   std::mutex mutex;
-  std::map<c10::DeviceType, StreamHold> by_type = {{c10::DeviceType::CUDA, cuda_stream_hold()}};
+  std::map<c10::DeviceType, DeviceAbilities> by_type = {
+      {c10::DeviceType::CUDA, {cuda_stream_hold()}}};
 };
 
-StreamHolds& stream_holds() {
-  static StreamHolds holds;
-  return holds;
+Abilities& all_abilities() {
+  static Abilities abilities;
+  return abilities;
 }
 
 }  // namespace
@@ -26,17 +27,16 @@ at::Tensor pinned(at::IntArrayRef sizes, at::ScalarType dtype) {
   return at::empty(sizes, at::TensorOptions(dtype).pinned_memory(true));
 }
 
-StreamHold stream_hold(c10::DeviceType type) {
-  auto& holds = stream_holds();
-  const std::lock_guard<std::mutex> lock(holds.mutex);
-  const auto found = holds.by_type.find(type);
-  return found == holds.by_type.end() ? nullptr : found->second;
+DeviceAbilities abilities(c10::DeviceType type) {
+  auto& all = all_abilities();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return all.by_type[type];
 }
 
-void set_stream_hold(c10::DeviceType type, StreamHold hold) {
-  auto& holds = stream_holds();
-  const std::lock_guard<std::mutex> lock(holds.mutex);
-  holds.by_type[type] = hold;
+void set_abilities(c10::DeviceType type, const std::function<void(DeviceAbilities&)>& change) {
+  auto& all = all_abilities();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  change(all.by_type[type]);
 }
 
 bool is_capturing(c10::Device device) {
@@ -55,15 +55,18 @@ at::Tensor Staging::mirror(const at::Tensor& t, bool reads, bool writes) {
   if (t.is_cpu()) return t;
   if (first && by_ == By::any) peers_ = backend_.peers(t.device());
   if (peers_) return used_.emplace_back(t);
-  // This check comes before memory is pinned, which no capture survives.
-  if (first && is_capturing(t.device()))
-    backend_.arguments().fail(
-        call_,
-        "passes through host memory, so no graph can capture it; run it outside of the capture");
+  if (first) refuse_capture();  // before memory is pinned, which no capture survives
   Mirror mirror{t, pinned(t.sizes(), t.scalar_type())};
   if (reads) reads_.push_back(mirror);
   if (writes) writes_.push_back(mirror);
   return mirror.host;
+}
+
+void Staging::refuse_capture() const {
+  if (!device_->is_cpu() && is_capturing(*device_))
+    backend_.arguments().fail(
+        call_,
+        "passes through host memory, so no graph can capture it; run it outside of the capture");
 }
 
 // ------------------------------------------------------------------ streams
@@ -75,7 +78,7 @@ DeviceLane::DeviceLane(c10::Device device)
       fetch_(guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
       deliver_(guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
       gate_(std::make_shared<DeliveryGate>(device)),
-      hold_(device_has_one_queue() ? nullptr : stream_hold(device.type())) {
+      hold_(device_has_one_queue() ? nullptr : abilities(device.type()).hold) {
   const c10::StreamGuard on(deliver_);
   // A hold that is open already shows if this device supports any.
   void* stream = native_handle(deliver_, 0);
@@ -102,17 +105,11 @@ void DeviceLane::follow_deliveries() {
   follow(queued);
 }
 
-void DeviceLane::begin() {
+void DeviceLane::begin(bool delivers) {
   c10::Event issued(device_.type());
   issued.record(current());
-  issued.block(fetch_);
+  if (!delivers) issued.block(fetch_);
   issued.block(deliver_);  // queued work may still use the memory that will be written
-}
-
-void DeviceLane::begin_delivery() {
-  c10::Event issued(device_.type());
-  issued.record(current());
-  issued.block(deliver_);
 }
 
 std::shared_ptr<c10::Event> DeviceLane::fetch(const std::vector<Mirror>& reads) {
@@ -126,12 +123,17 @@ std::shared_ptr<c10::Event> DeviceLane::fetch(const std::vector<Mirror>& reads) 
   return fetched;
 }
 
-uint32_t DeviceLane::hold() {
+uint32_t DeviceLane::number_holds(size_t count) {
+  const uint32_t first = holds_ + 1;
+  holds_ += static_cast<uint32_t>(count);
+  return first;
+}
+
+void DeviceLane::hold(uint32_t number) {
   const c10::StreamGuard on(deliver_);
-  if (!hold_(native_handle(deliver_, 0), gate_->word(), ++holds_))
+  if (!hold_(native_handle(deliver_, 0), gate_->word(), number))
     throw Error("the stream of " + device_.str() +
                 " accepts no more work; look for an earlier error of the device");
-  return holds_;
 }
 
 void DeviceLane::deliver(const std::vector<Mirror>& writes) {

@@ -8,8 +8,10 @@
 //   deliver stream               | hold ..............................       | copies back, event
 //
 // The hold (core/stream_hold.h) lets all of this be queued when the operation is issued, so that
-// wait() blocks streams only. On devices without one, the group's thread queues the copies back,
-// and wait() blocks its caller until then.
+// wait() blocks streams only: FSDP2 waits for each operation at once, and so do hooks between the
+// two shots of a compressed one. The group's thread has the operation first, so a driver that lets
+// the caller wait for a copy behind the hold delays nothing but that caller. On devices without
+// holds the group's thread queues the copies back, and wait() blocks its caller until then.
 //
 // Where only streams wait, a failed operation must leave no values that look like a result: see
 // DeliveryGate.
@@ -63,10 +65,14 @@ bool is_capturing(const G&, c10::Stream, long) {
 /// True if a graph captures the device's current stream.
 bool is_capturing(c10::Device device);
 
-/// Returns how streams of a type of device are held; null if it is not known.
-StreamHold stream_hold(c10::DeviceType type);
-/// Sets it for devices other than CUDA's; their extension calls this.
-void set_stream_hold(c10::DeviceType type, StreamHold hold);
+/// What devices of a type can do, beside what c10 offers for every device.
+struct DeviceAbilities {
+  StreamHold hold = nullptr;      ///< how their streams are held; null: it is not known
+  bool host_addressable = false;  ///< the host uses their memory as its own: it runs their kernels
+};
+DeviceAbilities abilities(c10::DeviceType type);
+/// Changes them for devices other than CUDA's; their extension calls this.
+void set_abilities(c10::DeviceType type, const std::function<void(DeviceAbilities&)>& change);
 
 /// Returns contiguous memory of the host that devices copy to and from without a wait.
 at::Tensor pinned(at::IntArrayRef sizes, at::ScalarType dtype);
@@ -104,7 +110,10 @@ class Staging {
   Tensors out(const Tensors& list) { return mirrors(list, false, true); }
   Tensors in_out(const Tensors& list) { return mirrors(list, true, true); }
   /// Orders the call after the work that is queued on this device, though it moves no tensor of it.
-  void follow(c10::Device device) { device_ = device; }
+  void follow(c10::Device device) {
+    device_ = device;
+    refuse_capture();
+  }
 
   bool on_device() const { return device_ && !device_->is_cpu(); }
   c10::Device device() const { return *device_; }
@@ -117,6 +126,7 @@ class Staging {
 
  private:
   at::Tensor mirror(const at::Tensor& t, bool reads, bool writes);
+  void refuse_capture() const;
   Tensors mirrors(const Tensors& list, bool reads, bool writes) {
     Tensors hosts;
     hosts.reserve(list.size());
@@ -152,14 +162,15 @@ class DeviceLane {
   /// Orders later fetches after this event.
   void follow(const c10::Event& event) { event.block(fetch_); }
   /// Orders later work of the lane after the work that is queued on the current stream.
-  void begin();
-  /// Does the same for the deliver stream alone. A graph that captures the current stream captures
-  /// this one too, and would miss the end of another.
-  void begin_delivery();
+  /// `delivers`: that of the deliver stream alone. A graph that captures the current stream
+  /// captures this one too, and would miss the end of another.
+  void begin(bool delivers = false);
   /// Queues copies to the host, and an event after them.
   std::shared_ptr<c10::Event> fetch(const std::vector<Mirror>& reads);
-  /// Makes the deliver stream wait until the gate has reached the number that this returns.
-  uint32_t hold();
+  /// Numbers so many holds, in the order in which they are queued, and returns the first.
+  uint32_t number_holds(size_t count);
+  /// Makes the deliver stream wait until the gate has reached a number.
+  void hold(uint32_t number);
   /// Returns what ends the holds of this lane. It may outlive the lane.
   const std::shared_ptr<DeliveryGate>& gate() const { return gate_; }
   /// Queues copies from the host on the deliver stream.

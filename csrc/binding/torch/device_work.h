@@ -44,7 +44,7 @@ class Delivery {
 class DeviceWork final : public Work {
  public:
   /// `held`: the delivery is queued when the operation is issued, behind a hold. Then wait() blocks
-  /// only streams, and the future is complete from the start.
+  /// only streams, and the future is complete from the start, whatever the operation's error.
   DeviceWork(int rank, const Call& call, uint64_t seq, Tensors outputs, c10::Stream stream,
              bool held, bool blocking_wait)
       : Work(rank, call, seq, std::move(outputs)),
@@ -59,7 +59,7 @@ class DeviceWork final : public Work {
   /// True if the host's part is done, so that the delivery is queued if it ever will be.
   bool is_queued() { return held_ || Work::isCompleted(); }
   void wait_until_queued() { wait_for(*ended()); }
-  void promise() { delivery_.promise(result(), exception()); }
+  void promise() { delivery_.promise(result(), held_ ? nullptr : exception()); }
 
   intrusive_ptr<Future> getFuture() override { return delivery_.future(); }
   bool isCompleted() override {

@@ -118,10 +118,6 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
   const WithoutGil without_gil;  // another thread may need it before it lets the lock go
   std::unique_lock<std::mutex> lock(device_mutex_);  // streams have the order of the queue
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  if (is_capturing(device))
-    throw Error(
-        "rank " + std::to_string(comm_.rank()) + ": " + call.name +
-        " passes through host memory, so no graph can capture it; run it outside of the capture");
   DeviceLane& lane = this->lane(device);
   // A barrier is for the host. An operation from a callback overtakes others, holds must not.
   const bool held = lane.can_hold() && !device_options_.blocking_wait &&
@@ -139,33 +135,15 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
   lane.begin();
   if (call.type == OpType::BARRIER) lane.follow_deliveries();
   std::vector<std::shared_ptr<c10::Event>> fetched;
-  std::vector<uint32_t> holds;
   for (const DevicePart& part : parts) fetched.push_back(lane.fetch(part.reads));
-  const auto gate = lane.gate();
-  if (held) {
-    try {
-      for (const DevicePart& part : parts) {
-        holds.push_back(lane.hold());
-        lane.deliver(part.writes);
-      }
-      delivered->record(lane.deliver_stream());
-      work->promise();
-    } catch (...) {
-      // What is queued behind the holds will run, and is no result. They end in their turn.
-      if (!holds.empty())
-        queue_.submit([gate, last = holds.back(), failed = failed_delivery(parts, 0, fetched)] {
-          gate->fail(last, failed);
-        });
-      leave_with(std::current_exception());
-    }
-  }
-  auto run = [=, engine = this, raw = work.get(), &lane](Communicator& comm) {
+  const uint32_t first = held ? lane.number_holds(parts.size()) : 0;
+  auto run = [=, engine = this, raw = work.get(), gate = lane.gate(), &lane](Communicator& comm) {
     size_t done = 0;
     try {
       for (; done < parts.size(); done++) {
         engine->await(*fetched[done], call, lane.device());
         parts[done].op(comm);
-        held ? gate->open(holds[done]) : lane.deliver(parts[done].writes);
+        held ? gate->open(first + static_cast<uint32_t>(done)) : lane.deliver(parts[done].writes);
       }
     } catch (...) {
       if (held) {
@@ -173,7 +151,8 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
         // translated.
         engine->set_lost(std::current_exception());
         raw->set_lost(std::current_exception());
-        gate->fail(holds.back(), failed_delivery(parts, done, fetched));
+        gate->fail(first + static_cast<uint32_t>(parts.size() - 1),
+                   failed_delivery(parts, done, fetched));
       }
       throw;
     }
@@ -182,6 +161,21 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
   pending_.push_back({written, delivered, c10::weak_intrusive_ptr<DeviceWork>(work)});
   if (queue_.inside()) lock.unlock();  // it runs now, and callbacks of its own may come here
   submit(intrusive_ptr<Work>(work), std::move(run), /*on_device=*/true);
+  if (!held) return work;
+  // The driver may let us wait for what is behind a hold, which the group's thread ends.
+  try {
+    for (size_t i = 0; i < parts.size(); i++) {
+      lane.hold(first + static_cast<uint32_t>(i));
+      lane.deliver(parts[i].writes);
+    }
+    delivered->record(lane.deliver_stream());
+    work->promise();
+  } catch (...) {  // what was queued behind holds will run, and is no result
+    const auto error = std::current_exception();
+    lock.unlock();
+    abort("could not queue the results of its " + std::string(call.name));
+    leave_with(error);
+  }
   return work;
 }
 
@@ -309,7 +303,7 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs,
                                       device_options_.blocking_wait);
     work->set_check([route] { route->check(); });
     work->start();
-    lane.begin_delivery();
+    lane.begin(/*delivers=*/true);
     lane.keep(used, lane.deliver_stream());
     {
       const c10::StreamGuard on(lane.deliver_stream());

@@ -129,13 +129,16 @@ void bind(py::module_& m) {
   m.def(
       "set_stream_hold",
       [](const std::string& type, uintptr_t hold) {
-        set_stream_hold(c10::Device(type).type(), reinterpret_cast<StreamHold>(hold));
+        set_abilities(c10::Device(type).type(), [hold](DeviceAbilities& all) {
+          all.hold = reinterpret_cast<StreamHold>(hold);
+        });
       },
       py::arg("device_type"), py::arg("hold"));
   m.def(
       "set_host_addressable",
       [](const std::string& type, bool addressable) {
-        set_host_addressable(c10::Device(type).type(), addressable);
+        set_abilities(c10::Device(type).type(),
+                      [addressable](DeviceAbilities& all) { all.host_addressable = addressable; });
       },
       py::arg("device_type"), py::arg("addressable"));
 

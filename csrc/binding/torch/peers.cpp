@@ -4,46 +4,15 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <fstream>
-#include <set>
 
 #include "core/device.h"
 
 namespace pycomm::torch_binding {
-namespace {
-
-struct HostAddressable {
-  std::mutex mutex;
-  std::set<c10::DeviceType> types;
-};
-
-HostAddressable& host_addressable() {
-  static HostAddressable types;
-  return types;
-}
-
-bool is_host_addressable(c10::DeviceType type) {
-  auto& known = host_addressable();
-  const std::lock_guard<std::mutex> lock(known.mutex);
-  return known.types.count(type) > 0;
-}
-
-}  // namespace
-
-void set_host_addressable(c10::DeviceType type, bool addressable) {
-  auto& known = host_addressable();
-  const std::lock_guard<std::mutex> lock(known.mutex);
-  if (addressable) {
-    known.types.insert(type);
-  } else {
-    known.types.erase(type);
-  }
-}
-
 std::string peer_host(c10::Device device) {
   const c10::impl::VirtualGuardImpl guard(device.type());
   const bool cuda = device.is_cuda() && device::built() && device.index() < device::count() &&
                     native_handle(guard.getStreamFromGlobalPool(device), 0);
-  if (!cuda && !is_host_addressable(device.type())) return "";
+  if (!cuda && !abilities(device.type()).host_addressable) return "";
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string boot;
   file >> boot;

@@ -9,10 +9,6 @@
 
 namespace pycomm::torch_binding {
 
-/// Declares a device other than CUDA's whose memory the host reads and writes as its own: its
-/// kernels are the host's.
-void set_host_addressable(c10::DeviceType type, bool addressable);
-
 /// Returns the value that this rank publishes before a route is opened. It is equal on all ranks
 /// that can have one.
 std::string peer_host(c10::Device device);

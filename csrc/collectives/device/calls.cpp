@@ -55,12 +55,12 @@ void start(const ReduceCall& call, DType dtype, int blocks, Stream stream) {
   }
 }
 
-void load_kernels() {
+void load_kernels(bool coded) {
   gpu::load_move();
   gpu::load_float();
   gpu::load_small_float();
   gpu::load_integer();
-  codecs::load_kernels("convert::");
+  if (coded) codecs::load_kernels("");
 }
 
 }  // namespace pycomm::device

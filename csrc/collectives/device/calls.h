@@ -65,9 +65,9 @@ void start(const MoveCall& call, int blocks, Stream stream);
 void start(const SpoilCall& call, int blocks, Stream stream);
 /// Starts a reduction. The type and op are those that lower() returns (core/reduce.h).
 void start(const ReduceCall& call, DType dtype, int blocks, Stream stream);
-/// Loads all kernels onto the current GPU. This must happen before any runs: loading one may wait
-/// for those that run, and they for a rank that loads.
-void load_kernels();
+/// Loads all kernels onto the current GPU, with those of codecs if `coded`. This must happen before
+/// any runs: loading one may wait for those that run, and they for a rank that loads.
+void load_kernels(bool coded);
 
 // Kernels on a GPU, each set in its own file (device/move.cu, device/reduce_*.cu); in a build
 // without CUDA they throw (device/calls_no_cuda.cpp).

@@ -81,7 +81,7 @@ DeviceGroup::Impl::~Impl() { leave(); }
 int DeviceGroup::Impl::choose_blocks(const Rendezvous& rendezvous) {
   if (index_ >= 0) {
     const device::Guard guard(index_);
-    device::load_kernels();  // on all ranks, before their rendezvous here
+    device::load_kernels(options_.coded_bytes > 0);  // on all ranks, before their rendezvous here
   }
   int blocks = options_.blocks;
   if (blocks <= 0 && index_ < 0) blocks = kBlocksOfCpu;

@@ -20,7 +20,9 @@ from torch import nn
 import pycomm
 from pycomm import backend, elastic
 from pycomm.feedback import Feedback, Residual, Residuals
+from pycomm.feedback.rule import LARGE
 from pycomm.policy import Decision, Parameter
+from pycomm.reduction import paths, two_shot
 from pycomm.reduction.bucket import Bucket, BucketPiece
 from pycomm.reduction.paths import native_backend
 from tests.torch.harness import inputs, perceptron
@@ -310,41 +312,55 @@ def check_compressed(rank: int, ranks: int, device: str) -> list[torch.Tensor]:
     return [p.grad.cpu() for p in model.parameters()]
 
 
-SPECS = ["int8", "fp32", "quant:bits=4,block=64,rounding=stochastic", "sign", "eden:bits=2"]
-# Rows of the input and of the output; 0: one per rank.
-ROWS = {"all_reduce": (1, 1), "reduce_scatter": (0, 1), "all_gather": (1, 0)}
+SPECS = [
+    *("int8", "int7", "int6:rounding=stochastic", "int5", "int4", "int3", "int2"),
+    *("sign", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"),
+    *("mxfp8", "mxfp6", "mxfp4", "nvfp4", "eden2", "topk:0.05", "lossless:bfloat16"),
+]
+ROWS = {"all_reduce": (1, 1), "reduce_scatter": (0, 1), "all_gather": (1, 0)}  # 0: one per rank
 
 
-def check_compressed_collectives(
-    rank: int, ranks: int, device: str, dtype: torch.dtype = torch.float32
-) -> list[torch.Tensor]:
-    """Compare three steps with feedback: results, residuals, and reported overflows."""
-    native = backend.find(device=torch.device(device))
+def check_bits(
+    rank: int, ranks: int, device: str, rule: Feedback, dtype: torch.dtype, *, exchanged: bool
+) -> Any:
+    """Return results and residuals of three steps of each operation, at odd sizes and offsets.
+
+    Args:
+        exchanged: the payloads go by the group's collectives; else the backend runs the operation.
+    """
+    native, there = backend.find(device=torch.device(device)), torch.device(device)
+    specs = [spec for spec in SPECS if not (exchanged and spec.startswith("lossless"))]
+    sizes = [LARGE + 1 if spec == "int8" else 333 + 7 * i for i, spec in enumerate(specs)]
     seen = []
     for op, rows in ROWS.items():
         rows_in, rows_out = (n or ranks for n in rows)
-        specs = SPECS if op != "all_gather" else SPECS[:3]
         decisions = [
-            Decision(Parameter(f"p{i}", (1000 + i,), torch.float32), pycomm.codec(spec), "test")
-            for i, spec in enumerate(specs)
+            Decision(Parameter(f"p{i}", (n,), torch.float32), pycomm.codec(spec), "test")
+            for i, (spec, n) in enumerate(zip(specs, sizes, strict=True))
         ]
-        residuals = Residuals(Feedback(), ranks)
-        there = torch.device(device)
+        residuals = Residuals(rule, ranks) if op != "all_gather" else None
         bucket = Bucket(decisions, range(len(specs)), residuals, there, rows=rows_in)
         for step in range(3):
             given = torch.randn(rows_in, bucket.numel, generator=generator(rank, step))
             if step == 2 and rank == 1:
-                given[rows_in - 1, 7] = float("inf")
+                given[-1, 7] = float("inf")
             x = given.to(dtype).to(device)
             out = x.view(-1) if op == "all_reduce" else x.new_zeros(rows_out * bucket.numel)
-            assert native_backend(bucket, dist.group.WORLD, op, out) is native
-            options = {"seed": 5, "step": step}
-            call = getattr(native, f"compressed_{op}")
             tensors = (out,) if op == "all_reduce" else (out, x.view(-1))
-            work = call(*tensors, bucket.native, bucket.sides, **options)
-            work.wait()
-            assert work.finite == (step < 2)
-            if work.finite:
+            if exchanged:
+                call = getattr(two_shot, op)
+                finite = bool(call(*tensors, bucket, dist.group.WORLD, seed=5, step=step))
+                assert None not in bucket.batched.values()
+            else:
+                assert paths.native_backend(bucket, dist.group.WORLD, op, out) is native
+                path = paths.CORE if device == "cpu" else paths.PEERS
+                assert bucket.agreed.paths[op, False].path is path
+                call = getattr(native, f"compressed_{op}")
+                work = call(*tensors, bucket.native, bucket.sides, seed=5, step=step)
+                work.wait()
+                finite = work.finite
+            assert finite == (step < 2)
+            if finite and residuals is not None:
                 residuals.commit(bucket.with_residual)
             seen.append(out.cpu().nan_to_num(0.25))
         seen += [p.residual.current(role).cpu() for p in bucket.pieces for role, _ in kept(p)]

@@ -325,6 +325,9 @@ Allocator device_memory(false), pinned_memory(true);
 
 /// Streams of high priority that were asked for.
 std::atomic<int64_t> prioritized{0};
+/// Copies keep their caller until they are done, as where the driver has room for no more of them.
+std::atomic<bool> full{false};
+void keep_callers(bool on) { full = on; }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kFake; }
@@ -479,7 +482,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     target.copy_(source);
   });
-  bool queued = true;
+  bool queued = !full;
   for (const at::Tensor& side : {from, to}) {
     if (!side.is_cpu()) continue;
     if (Memory::instance().is_pinned(side.data_ptr())) {
@@ -640,6 +643,7 @@ TORCH_LIBRARY(fakegpu, m) {
   m.def("launch(int run, str kernel, int blocks, Tensor argument) -> ()", &launch);
   m.def("hold_address() -> int", &hold_address);
   m.def("refuse_holds_after(int count) -> ()", &refuse_holds_after);
+  m.def("keep_callers(bool on) -> ()", &keep_callers);
   m.def("record_calls(bool on) -> ()", &record_calls);
   m.def("recorded_calls() -> int[]", &recorded_calls);
   m.def("hurry() -> ()", &hurry);

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 import pycomm
+from pycomm.feedback import Feedback
 from tests.torch.device.checks import (
+    check_bits,
     check_capture,
     check_compressed,
-    check_compressed_collectives,
     check_ddp,
     check_futures,
     check_hand_over,
@@ -118,9 +119,9 @@ def test_training_is_on_the_mean_of_the_gradients(pool, path, check):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compressed_collectives_have_the_cpus_bits(pool, dtype):
-    want = run(pool, "auto", check_compressed_collectives, device="cpu", dtype=dtype)
-    got = run(pool, "auto", check_compressed_collectives, device="cuda", dtype=dtype)
-    assert equal(got, want)
+    how = {"rule": Feedback(), "dtype": dtype, "exchanged": False}
+    want = run(pool, "auto", check_bits, device="cpu", **how)
+    assert equal(run(pool, "auto", check_bits, device="cuda", **how), want)
 
 
 @PATHS

@@ -28,7 +28,7 @@ from pycomm.errors import Error, PeerLost
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Decision, Parameter
 from pycomm.policy.exchange import gather
-from pycomm.reduction import batched, coding, payloads, two_shot
+from pycomm.reduction import payloads, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket
 from pycomm.reduction.nodes import Nodes
 from pycomm.reduction.paths import native_backend
@@ -284,14 +284,27 @@ def test_an_operation_that_is_queued_in_part_is_rolled_back(rank, ranks):
         assert parts[2 * part :].eq(3).all()
 
 
+@on_fakes("held")
+def test_a_driver_that_keeps_callers_waiting_stops_no_operation(rank, ranks):
+    """The caller waits for a copy behind a hold, which ends all the same."""
+    group = dist.new_group(backend=GROUP, timeout=timedelta(seconds=10))
+    torch.ops.fakegpu.keep_callers(True)
+    try:
+        for name in ("all_reduce", "all_reduce_of_many"):
+            work, x = OPERATIONS[name](group)
+            work.wait()
+            assert x.cpu().eq(6).all()
+    finally:
+        torch.ops.fakegpu.keep_callers(False)
+
+
 # ------------------------------------------------------------------ what the hooks make of it
 
 
 @contextlib.contextmanager
-def no_second_shot(rank: int, way: str, how: str) -> Iterator[None]:
+def no_second_shot(rank: int, how: str) -> Iterator[None]:
     """Let rank 1 end between the two shots of a compressed operation by way of the host."""
-    where: Any = (batched, "all_gather") if way == "kernels" else (coding, "gather_payloads")
-    first = getattr(*where)
+    first = payloads.all_gather
 
     def end(*args: Any, **more: Any) -> Any:
         torch.accelerator.synchronize()
@@ -301,7 +314,7 @@ def no_second_shot(rank: int, way: str, how: str) -> Iterator[None]:
         abort(dist.group.WORLD)
         return first(*args, **more)
 
-    with patch.object(*where, end if rank == 1 else first):
+    with patch.object(payloads, "all_gather", end if rank == 1 else first):
         yield
 
 
@@ -319,7 +332,7 @@ def check_ddp_between_shots(rank: int, ranks: int, way: str, how: str) -> None:
 
     step()
     state.settle()
-    with no_second_shot(rank, way, how), contextlib.suppress(Error):
+    with no_second_shot(rank, how), contextlib.suppress(Error):
         step()
         assert all(p.grad.cpu().isnan().all() for p in model.parameters())
         assert all(p.detach().cpu().isnan().all() for p in model.parameters())
@@ -366,8 +379,8 @@ def test_a_rank_that_dies_in_a_step_of_ddp_is_named(rank, ranks, after):
 
 STAGES: dict[str, tuple[Any, str]] = {
     "sum in the node": (Nodes, "_sum_in_node"),
-    "contributions": (batched, "all_to_all"),
-    "results": (batched, "all_gather"),
+    "contributions": (payloads, "all_to_all"),
+    "results": (payloads, "all_gather"),
     "gather in the node": (Nodes, "_gather_in_node"),
 }
 
@@ -436,7 +449,7 @@ def check_local_sgd_between_shots(rank: int, ranks: int, way: str, how: str) -> 
 
     local = pycomm.LocalSGD(model, every=2, codec="int8")
     train(local)
-    with no_second_shot(rank, way, how), pytest.raises(Error):
+    with no_second_shot(rank, how), pytest.raises(Error):
         train(local)
 
 

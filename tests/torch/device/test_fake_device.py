@@ -26,7 +26,6 @@ from tests.torch.device import fake_device
 from tests.torch.device.checks import (
     check_capture,
     check_compressed,
-    check_compressed_collectives,
     check_ddp,
     check_futures,
     check_hand_over,
@@ -201,11 +200,6 @@ def test_ddp_trains_as_on_the_cpu(fakes, way):
 @pytest.mark.parametrize("way", ["held", "peers"])
 def test_compressed_gradients_have_the_same_bits_as_on_the_cpu(fakes, way):
     same_as_cpu(fakes, way, check_compressed)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compressed_collectives_have_the_cpus_bits(fakes, dtype):
-    same_as_cpu(fakes, "peers", check_compressed_collectives, dtype)
 
 
 @on_fakes("peers")

@@ -23,7 +23,7 @@ from pycomm.feedback.rule import LARGE
 from pycomm.policy import CODED, Decision, Parameter
 from pycomm.reduction import paths, two_shot
 from pycomm.reduction.bucket import Bucket
-from tests.torch.device.checks import generator, kept
+from tests.torch.device.checks import check_bits, generator
 from tests.torch.device.fake_device import NAME as FAKE
 from tests.torch.device.fake_device import launched, on_fakes, run, same_as_cpu
 from tests.torch.harness import Chosen, equal, gradients, heard, reduced
@@ -175,11 +175,6 @@ def test_another_backend_is_the_reason(fakes):
 
 # ------------------------------------------------------------------ bits
 
-SPECS = [
-    *("int8", "int7", "int6:rounding=stochastic", "int5", "int4", "int3", "int2"),
-    *("sign", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"),
-    *("mxfp8", "mxfp6", "mxfp4", "nvfp4", "eden2", "topk:0.05", "lossless:bfloat16"),
-]
 RULES = [
     Feedback(),
     Feedback(storage="bf16"),
@@ -187,53 +182,6 @@ RULES = [
     Feedback("decay", storage="bf16"),
     Feedback("decay", storage="float32"),
 ]
-ROWS = {"all_reduce": (1, 1), "reduce_scatter": (0, 1), "all_gather": (1, 0)}  # 0: one per rank
-
-
-def check_bits(
-    rank: int, ranks: int, device: str, rule: Feedback, dtype: torch.dtype, *, exchanged: bool
-) -> Any:
-    """Return results and residuals of three steps of each operation, at odd sizes and offsets.
-
-    Args:
-        exchanged: the payloads go by the group's collectives; else the backend runs the operation.
-    """
-    native, there = backend.find(device=torch.device(device)), torch.device(device)
-    specs = [spec for spec in SPECS if not (exchanged and spec.startswith("lossless"))]
-    sizes = [LARGE + 1 if spec == "int8" else 333 + 7 * i for i, spec in enumerate(specs)]
-    seen = []
-    for op, rows in ROWS.items():
-        rows_in, rows_out = (n or ranks for n in rows)
-        decisions = [
-            Decision(Parameter(f"p{i}", (n,), torch.float32), pycomm.codec(spec), "test")
-            for i, (spec, n) in enumerate(zip(specs, sizes, strict=True))
-        ]
-        residuals = Residuals(rule, ranks) if op != "all_gather" else None
-        bucket = Bucket(decisions, range(len(specs)), residuals, there, rows=rows_in)
-        for step in range(3):
-            given = torch.randn(rows_in, bucket.numel, generator=generator(rank, step))
-            x = given.to(dtype).to(device)
-            out = x.view(-1) if op == "all_reduce" else x.new_zeros(rows_out * bucket.numel)
-            tensors = (out,) if op == "all_reduce" else (out, x.view(-1))
-            if exchanged:
-                call = getattr(two_shot, op)
-                assert call(*tensors, bucket, dist.group.WORLD, seed=5, step=step)
-                assert None not in bucket.batched.values()
-            else:
-                assert paths.native_backend(bucket, dist.group.WORLD, op, out) is native
-                path = paths.CORE if device == "cpu" else paths.PEERS
-                assert bucket.agreed.paths[op, False].path is path
-                call = getattr(native, f"compressed_{op}")
-                work = call(*tensors, bucket.native, bucket.sides, seed=5, step=step)
-                work.wait()
-                assert work.finite
-            if residuals is not None:
-                residuals.commit(bucket.with_residual)
-            seen.append(out.cpu())
-        seen += [p.residual.current(role).cpu() for p in bucket.pieces for role, _ in kept(p)]
-    return seen
-
-
 CASES = [
     *((2, rule, torch.float32) for rule in RULES),
     (2, RULES[0], torch.bfloat16),

@@ -1,4 +1,7 @@
-"""Buckets coded in one call have the bits, residuals and payloads of those coded run by run."""
+"""All schedules of coded collectives have the same bits, residuals and payloads.
+
+They run in the core of pycomm's backend, in C++ with payloads of the caller's group, and in Python.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,17 @@ import torch
 import torch.distributed as dist
 
 import pycomm
+from pycomm import backend
 from pycomm.errors import Error, WireMismatch
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Decision, Parameter
-from pycomm.reduction import batched, coding, two_shot
+from pycomm.reduction import payloads, two_shot
 from pycomm.reduction.batched import Batched
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.coding import Coder, ExchangePlan, Run, whole
 from pycomm.reduction.payloads import Payloads
 from tests.extent import pairs
+from tests.torch.harness import same_bits
 from tests.torch.pool import on_ranks
 from tests.torch.reduction.test_saved_state import PATIENT
 
@@ -48,42 +53,44 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPS = ["all_reduce", "reduce_scatter", "all_gather"]
 
 
-class Side:
-    """A bucket with feedback of its own, coded in one way or the other."""
+WAYS = ["core", "batched", "runs"]
 
-    def __init__(self, mix: str, rule: str | None, op: str, *, batched: bool) -> None:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+
+class Side:
+    """A bucket with feedback of its own, reduced in one of these ways."""
+
+    def __init__(self, mix: str, rule: str | None, op: str, way: str) -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         codecs = itertools.cycle(MIXES[mix])
         decisions = [
             Decision(Parameter(f"p{i}", (numel,), torch.float32), pycomm.codec(codec), "test")
             for i, (numel, codec) in enumerate(zip(SIZES, codecs, strict=False))
         ]
         feedback = Feedback.of(rule) if op != "all_gather" else None
-        self.residuals = Residuals(feedback, ranks) if feedback else None
-        rows = ranks if op == "reduce_scatter" else 1
+        self.residuals = Residuals(feedback, self.ranks) if feedback else None
+        self.rows = self.ranks if op == "reduce_scatter" else 1
         cpu = torch.device("cpu")
-        self.bucket = Bucket(decisions, range(len(SIZES)), self.residuals, cpu, rows=rows)
-        self.op, self.key, self.is_batched = op, (op, rank, ranks), batched
-        if not batched:
+        self.bucket = Bucket(decisions, range(len(SIZES)), self.residuals, cpu, rows=self.rows)
+        self.op, self.key, self.way = op, (op, self.rank, self.ranks), way
+        if way == "runs":
             self.bucket.batched[self.key] = None
 
-    def run(self, x: torch.Tensor, step: int) -> tuple[bool, torch.Tensor]:
+    def run(self, x: torch.Tensor, step: int, group: Any) -> tuple[bool, torch.Tensor]:
         """One step of what rank `x` [rows, numel] brings; whether it is finite, and the result."""
-        ranks = dist.get_world_size()
         how: dict[str, Any] = {"seed": 2**63 + 5, "step": step}
         for piece in self.bucket.with_residual.values():
             assert piece.residual is not None
-            piece.residual.use(self.bucket.layout, ranks)
-        if self.op == "all_reduce":
-            out = x[0].clone()
-            finite = two_shot.all_reduce(out, self.bucket, dist.group.WORLD, **how)
-        elif self.op == "reduce_scatter":
-            out = x.new_empty(self.bucket.numel)
-            finite = two_shot.reduce_scatter(out, x, self.bucket, dist.group.WORLD, **how)
-        else:
-            out = x.new_empty(ranks, self.bucket.numel)
-            finite = two_shot.all_gather(out, x[0], self.bucket, dist.group.WORLD, **how)
-        assert isinstance(self.bucket.batched[self.key], Batched) == self.is_batched
+            piece.residual.use(self.bucket.layout, self.ranks)
+        rows = {"all_reduce": (), "reduce_scatter": (), "all_gather": (self.ranks,)}[self.op]
+        out = x[0].clone() if self.op == "all_reduce" else x.new_empty(*rows, self.bucket.numel)
+        given = {"all_reduce": (), "reduce_scatter": (x,), "all_gather": (x[0],)}[self.op]
+        if self.way == "core":
+            call = getattr(backend.find(), f"compressed_{self.op}")
+            work = call(out, *given, self.bucket.native, self.bucket.sides, **how)
+            work.wait()
+            return work.finite, out
+        finite = getattr(two_shot, self.op)(out, *given, self.bucket, group, **how)
+        assert isinstance(self.bucket.batched[self.key], Batched) == (self.way == "batched")
         return bool(finite), out
 
     def stored(self) -> list[torch.Tensor]:
@@ -92,9 +99,9 @@ class Side:
         pairs = [pair for residual in kept for _, pair in residual.pairs()]
         return [side for pair in pairs for side in pair]
 
-
-def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    def commit(self) -> None:
+        if self.residuals:
+            self.residuals.commit(self.bucket.with_residual)
 
 
 @contextmanager
@@ -107,43 +114,46 @@ def sent_bytes() -> Iterator[list[bytes]]:
         sent.append(whole.numpy().tobytes())
         return function(values, sizes, *args, **options)
 
-    places = [(coding, "all_to_all"), (coding, "gather_payloads")]
-    places += [(batched, "all_to_all"), (batched, "all_gather")]
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in places:
-            patch.setattr(module, name, partial(noted, getattr(module, name)))
+        for name in ("all_to_all", "all_gather"):
+            patch.setattr(payloads, name, partial(noted, getattr(payloads, name)))
         yield sent
 
 
-def compare(rank: int, ranks: int, cases: list[tuple[Any, ...]]) -> None:
+def compare(rank: int, ranks: int, cases: list[tuple[Any, ...]]) -> list[list[float]]:
+    """Compare steps in all ways; return sums of results, for ranks to compare."""
+    gloo, sums = dist.new_group(backend="gloo"), []
     for mix, op, rule, dtype in cases:
-        in_one = Side(mix, rule, op, batched=True)
-        by_runs = Side(mix, rule, op, batched=False)
+        sides = {way: Side(mix, rule, op, way) for way in WAYS}
         # Ranks may differ in how they do it.
-        mixed = Side(mix, rule, op, batched=rank % 2 == 0)
-        rows = ranks if op == "reduce_scatter" else 1
+        mixed = Side(mix, rule, op, WAYS[1 + rank % 2])
         generator = torch.Generator().manual_seed(rank)
         for step in range(STEPS):
-            x = torch.randn(rows, in_one.bucket.numel, generator=generator).to(dtype)
+            x = torch.randn(mixed.rows, mixed.bucket.numel, generator=generator).to(dtype)
             if step == 1:
                 x[0, 500:600] = 0
             if step == 2 and rank == 0:
                 x[-1, 1010] = float("inf")
-            with sent_bytes() as ours:
-                finite, result = in_one.run(x, step)
-            with sent_bytes() as theirs:
-                other_finite, other = by_runs.run(x, step)
-            what = f"{mix}, {op}, {rule}, {dtype}, step {step}"
-            assert ours == theirs, what
-            assert finite == other_finite, what
-            assert equal_bits(result, other), what
-            third_finite, third = mixed.run(x, step)
-            assert (third_finite, equal_bits(third, other)) == (finite, True), what
-            for mine, kept in zip(in_one.stored(), by_runs.stored(), strict=True):
-                assert equal_bits(mine, kept), what
-            for side in (in_one, by_runs, mixed):
-                if side.residuals and finite:
-                    side.residuals.commit(side.bucket.with_residual)
+            sent, seen = {}, {}
+            for way, side in sides.items():
+                with sent_bytes() as sent[way]:
+                    seen[way] = side.run(x, step, gloo)
+            seen["mixed"] = mixed.run(x, step, gloo)
+            finite, result = seen.pop("runs")
+            for way, (also, other) in seen.items():
+                what = f"{way}, {mix}, {op}, {rule}, {dtype}, step {step}"
+                assert also == finite, what
+                assert same_bits(other, result), what
+            assert sent["batched"] == sent["runs"]
+            for way, side in sides.items():
+                for mine, kept in zip(side.stored(), sides["runs"].stored(), strict=True):
+                    assert same_bits(mine, kept), f"{way}, {mix}, {op}, {rule}, {dtype}"
+            if finite:
+                for side in (*sides.values(), mixed):
+                    side.commit()
+            sums.append([] if op == "reduce_scatter" else [float(result[:9].double().sum())])
+    dist.destroy_process_group(gloo)
+    return sums
 
 
 RANKS = [1, 2, 3, 4]
@@ -152,15 +162,67 @@ WITH_FEEDBACK = pairs(["recode", "gather"], OPS[:2], FEEDBACK, DTYPES)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_one_call_has_the_bits_of_many(pool, ranks):
+def test_all_ways_have_the_same_bits(pool, ranks):
     cases = [(mix, op, "residual", dtype) for n, mix, op, dtype in CASES if n == ranks]
-    pool.run(compare, cases, ranks=ranks, backend="gloo", **PATIENT)
+    sums = pool.run(compare, cases, ranks=ranks, **PATIENT)
+    assert all(str(each) == str(sums[0]) for each in sums)  # NaN is unequal to itself
 
 
 @pytest.mark.parametrize("mix", ["recode", "gather"])
 def test_every_kind_of_feedback_likewise(pool, mix):
     cases = [case for case in WITH_FEEDBACK if case[0] == mix]
-    pool.run(compare, cases, ranks=3, backend="gloo", **PATIENT)
+    pool.run(compare, cases, ranks=3, **PATIENT)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["core", "batched"])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_small_floats_are_rounded_once(rank, ranks, way, dtype):
+    """Results equal those of float32 throughout, rounded at the end."""
+    group = dist.new_group(backend="gloo")
+    side, wide = (Side("recode", "residual", "all_reduce", each) for each in (way, "core"))
+    for step in range(STEPS):
+        x = torch.randn(1, side.bucket.numel, generator=torch.Generator().manual_seed(rank))
+        x = x.to(dtype)
+        _, want = wide.run(x.float(), step, group)
+        assert same_bits(side.run(x, step, group)[1], want.to(dtype))
+        side.commit()
+        wide.commit()
+
+
+@on_ranks(2)
+def test_arguments_of_the_core(rank, ranks):
+    side, how = Side("exact", None, "reduce_scatter", "core"), {"seed": 1, "step": 0}
+    native, numel = backend.find(), side.bucket.numel
+    call = partial(native.compressed_reduce_scatter, **how)
+    layouts = side.bucket.native, side.bucket.sides
+    x = torch.full((ranks, numel), float(rank + 1), dtype=torch.bfloat16)
+    out = torch.empty(numel, dtype=torch.bfloat16)
+    assert call(out, x, *layouts).get_future().wait() is out
+    assert out.eq((ranks + 1) / 2).all()
+    out.zero_()
+    call(out, x.float(), *layouts).wait()
+    assert out.eq((ranks + 1) / 2).all()  # the result of a wider input is narrowed
+    for wrong in (out[1:], out.double()):
+        with pytest.raises(RuntimeError, match=r"values|takes"):
+            call(wrong, x, *layouts)
+    with pytest.raises(RuntimeError, match="one row"):
+        native.compressed_all_gather(x, out, *layouts, **how)
+    one_row = Side("exact", None, "all_reduce", "core").bucket.native
+    with pytest.raises(RuntimeError, match=f"Layout\\({ranks}\\)"):
+        call(out, x, one_row, side.bucket.sides)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["core", "batched"])
+def test_every_rank_knows_of_an_overflow(rank, ranks, way):
+    side = Side("recode", None, "reduce_scatter", way)
+    x = torch.ones(ranks, side.bucket.numel)
+    if rank == 0:
+        x[1, 1010] = float("inf")
+    finite, out = side.run(x, 0, dist.new_group(backend="gloo"))
+    assert not finite
+    assert bool(out.isfinite().all()) == (rank == 0)
 
 
 # ---------------------------------------------------------------- payloads that cannot be true
@@ -197,8 +259,9 @@ def land(bucket: Bucket, change: Callable[[torch.Tensor, int], Payloads]) -> Non
     values = torch.randn(200, generator=torch.Generator().manual_seed(0))
     one = Batched(bucket, plan, Alone(), torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batched, "all_gather", came)
-        one.run(values, values, bucket.sides, Alone(), seed=1, step=1, divisor=1)
+        patch.setattr(payloads, "all_gather", came)
+        how: dict[str, Any] = {"seed": 1, "step": 1, "divisor": 1, "found_inf": torch.zeros(1)}
+        one.run(values, values, bucket.sides, Alone(), **how)
 
 
 @pytest.mark.parametrize("word", [0, 1, 3, 6, 4096, 2**31, 2**32 - 1])
@@ -248,13 +311,13 @@ def test_payloads_that_end_too_early():
 @on_ranks(2, backend="gloo")
 @pytest.mark.parametrize("size", [-4, 6, 2**40])
 def test_announced_sizes_that_cannot_be(rank, ranks, size):
-    side = Side("variable", None, "all_reduce", batched=True)
+    side = Side("variable", None, "all_reduce", "batched")
     if rank == 1:
         ours = torch.full((ranks,), size)
         dist.all_to_all_single(torch.empty_like(ours), ours)
         return
     with pytest.raises(WireMismatch, match=f"rank 1 is to send {size} bytes"):
-        side.run(torch.ones(1, side.bucket.numel), 0)
+        side.run(torch.ones(1, side.bucket.numel), 0, dist.group.WORLD)
 
 
 def test_runs_that_cannot_be_cut_so():
