@@ -325,6 +325,9 @@ Allocator device_memory(false), pinned_memory(true);
 
 /// Streams of high priority that were asked for.
 std::atomic<int64_t> prioritized{0};
+/// Number of events until they are refused; below 0: never.
+std::atomic<int64_t> records_left{-1};
+void refuse_events_after(int64_t count) { records_left = count; }
 /// Copies keep their caller until they are done, as where the driver has room for no more of them.
 std::atomic<bool> full{false};
 void keep_callers(bool on) { full = on; }
@@ -375,6 +378,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void record(void** event, const c10::Stream& s, const c10::DeviceIndex,
               const c10::EventFlag) const override {
+    TORCH_CHECK(records_left != 0, "the device has failed");
+    if (records_left > 0) records_left--;
     const std::lock_guard<std::mutex> call(driver());
     if (!*event) *event = new MarkPtr;
     *static_cast<MarkPtr*>(*event) = worker(s).mark();
@@ -643,6 +648,7 @@ TORCH_LIBRARY(fakegpu, m) {
   m.def("launch(int run, str kernel, int blocks, Tensor argument) -> ()", &launch);
   m.def("hold_address() -> int", &hold_address);
   m.def("refuse_holds_after(int count) -> ()", &refuse_holds_after);
+  m.def("refuse_events_after(int count) -> ()", &refuse_events_after);
   m.def("keep_callers(bool on) -> ()", &keep_callers);
   m.def("record_calls(bool on) -> ()", &record_calls);
   m.def("recorded_calls() -> int[]", &recorded_calls);

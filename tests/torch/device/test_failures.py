@@ -298,6 +298,19 @@ def test_a_driver_that_keeps_callers_waiting_stops_no_operation(rank, ranks):
         torch.ops.fakegpu.keep_callers(False)
 
 
+@on_fakes("late")
+def test_an_error_of_the_driver_reaches_who_has_the_future(rank, ranks):
+    """It comes in the group's thread, after the operation and its copies."""
+    torch.ops.fakegpu.busy(LATE // 4)
+    work, _ = OPERATIONS["all_reduce"](dist.group.WORLD)
+    torch.ops.fakegpu.refuse_events_after(1)  # that of the copies to the device comes first
+    try:
+        with pytest.raises(RuntimeError, match="the device has failed"):
+            work.get_future().wait()
+    finally:
+        torch.ops.fakegpu.refuse_events_after(-1)
+
+
 # ------------------------------------------------------------------ what the hooks make of it
 
 
