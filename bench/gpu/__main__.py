@@ -27,7 +27,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -106,18 +106,18 @@ class GpuRun:
         ]
         return said[-1] if said and "failed" not in said[-1] else ""
 
-    def check(self, suites: Sequence[checks.Suite]) -> None:
-        """Run suites side by side and add a row for each, but for those that have passed."""
-        left = [suite for suite in suites if not self.checked(suite.name)]
-        if left and time.monotonic() >= self.deadline:
+    def check(self, suite: checks.Suite) -> None:
+        """Run a suite and add its row, unless it has passed."""
+        if self.checked(suite.name):
+            return
+        in_time = time.monotonic() < self.deadline
+        counts = checks.run(suite, self.deadline) if in_time else None
+        if counts is None:
             self.unfinished = True
             return
-        found = checks.run(left, self.deadline) if left else {}
-        self.unfinished |= len(found) < len(left)
-        for name, counts in found.items():
-            self.tell(name, str(counts))
-            if counts.failed or counts.skipped:
-                self.problems.append(f"{name}: {counts}")
+        self.tell(suite.name, str(counts))
+        if counts.failed or counts.skipped:
+            self.problems.append(f"{suite.name}: {counts}")
 
     def tell(self, name: str, said: str) -> None:
         """Add the row of a check."""
@@ -203,9 +203,10 @@ def kernels(run: GpuRun) -> None:
 
 def contract(run: GpuRun) -> None:
     for suite in checks.ranks():
-        run.check([suite])
+        run.check(suite)
     for part in checks.PARTS:
-        run.check(checks.contract(run.options.kinds, part))
+        for kind in run.options.kinds:
+            run.check(checks.contract(kind, part))
 
 
 def sanitize(run: GpuRun) -> None:
@@ -217,7 +218,7 @@ def sanitize(run: GpuRun) -> None:
         return
     for part in checks.PARTS:
         for suite in checks.sanitizers(tool, part, kinds[0]):
-            run.check([suite])
+            run.check(suite)
 
 
 Stage = Callable[[GpuRun], None]
