@@ -24,7 +24,6 @@ import builtins
 import functools
 import importlib.util
 import io
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -81,21 +80,6 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-class _Once(argparse.Action):
-    """An option that may be given only once: a second value is probably a mistake."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option: str | None = None,
-    ) -> None:
-        if getattr(namespace, self.dest) is not None:
-            parser.error(f"{option} is given twice: {getattr(namespace, self.dest)} and {values}")
-        setattr(namespace, self.dest, values)
-
-
 def _parser() -> _Parser:
     parser = _Parser(
         prog="python -m pycomm.run",
@@ -104,10 +88,9 @@ def _parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--codec", action=_Once, help='of gradients: "int4", "auto"; else exact')
+    parser.add_argument("--codec", help='of gradients: "int4", "auto"; else exact')
     parser.add_argument(
         "--optimizer",
-        action=_Once,
         metavar="CODEC",
         help='of the momentum of AdamW, Adam or SGD, which travels instead: "sign"',
     )
@@ -119,14 +102,12 @@ def _parser() -> _Parser:
         help='for parameters of these names: "*head.*=int8"; the first that matches counts',
     )
     parser.add_argument("--no-feedback", action="store_true", help="forget what codecs lose")
-    parser.add_argument("--seed", type=int, action=_Once, help="of random rounding")
+    parser.add_argument("--seed", type=int, help="of random rounding")
     parser.add_argument(
         "--backend",
-        action=_Once,
         help="of the script's process groups: pycomm (default), another one such as gloo, "
         f'or "{AS_ASKED}" for what the script asks for',
     )
-    parser.add_argument("--verbose", action="store_true", help="tell what is done, on stderr")
     return parser
 
 
@@ -196,8 +177,6 @@ def apply(options: Sequence[str]) -> None:
             "leave one of them out"
         )
 
-    if given.verbose:
-        logger.setLevel(logging.INFO)
     for name, value in launch_env().items():
         logger.info("run: %s=%s, from the launcher's variables", name, value)
     _register.register(create)

@@ -194,6 +194,15 @@ FIGURES = (
         measured=MEASURED,
     ),
     Figure(
+        "gpu-trace",
+        "trace-stand-in.csv",
+        charts.timeline,
+        panel=("model", "method", "rate"),
+        line=("stage",),
+        point=("bucket",),
+        measured=("begin", "end"),
+    ),
+    Figure(
         "losses",
         "training-cpu.csv",
         charts.losses,

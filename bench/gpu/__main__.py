@@ -11,6 +11,7 @@ The stages come in the order of what they tell a minute, and each ends within it
     optimizer    CodedAdamW beside torch's fused AdamW
     contract     the contract test of every implementation, ranks on one GPU (checks.py)
     sanitize     the kernels under compute-sanitizer
+    trace        the stages of a step in int4, as a picture
 
 Rows go to CSV files at once, so that a crash or a timeout keeps all earlier ones. `contract` and
 `sanitize` go on where an earlier run of the same sources has stopped. At the end stands what has
@@ -27,7 +28,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -106,18 +107,18 @@ class GpuRun:
         ]
         return said[-1] if said and "failed" not in said[-1] else ""
 
-    def check(self, suites: Sequence[checks.Suite]) -> None:
-        """Run suites side by side and add a row for each, but for those that have passed."""
-        left = [suite for suite in suites if not self.checked(suite.name)]
-        if left and time.monotonic() >= self.deadline:
+    def check(self, suite: checks.Suite) -> None:
+        """Run a suite and add its row, unless it has passed."""
+        if self.checked(suite.name):
+            return
+        in_time = time.monotonic() < self.deadline
+        counts = checks.run(suite, self.deadline) if in_time else None
+        if counts is None:
             self.unfinished = True
             return
-        found = checks.run(left, self.deadline) if left else {}
-        self.unfinished |= len(found) < len(left)
-        for name, counts in found.items():
-            self.tell(name, str(counts))
-            if counts.failed or counts.skipped:
-                self.problems.append(f"{name}: {counts}")
+        self.tell(suite.name, str(counts))
+        if counts.failed or counts.skipped:
+            self.problems.append(f"{suite.name}: {counts}")
 
     def tell(self, name: str, said: str) -> None:
         """Add the row of a check."""
@@ -203,9 +204,10 @@ def kernels(run: GpuRun) -> None:
 
 def contract(run: GpuRun) -> None:
     for suite in checks.ranks():
-        run.check([suite])
+        run.check(suite)
     for part in checks.PARTS:
-        run.check(checks.contract(run.options.kinds, part))
+        for kind in run.options.kinds:
+            run.check(checks.contract(kind, part))
 
 
 def sanitize(run: GpuRun) -> None:
@@ -217,7 +219,12 @@ def sanitize(run: GpuRun) -> None:
         return
     for part in checks.PARTS:
         for suite in checks.sanitizers(tool, part, kinds[0]):
-            run.check([suite])
+            run.check(suite)
+
+
+def trace(run: GpuRun) -> None:
+    file = str(run.file("trace"))
+    run.call("trace", "pycomm.bench", *WORDS["trace"], "--rounds", "1", "--trace", file)
 
 
 Stage = Callable[[GpuRun], None]
@@ -229,6 +236,7 @@ STAGES: dict[str, tuple[float, Stage]] = {
     "optimizer": (1, partial(measured, "optimizer")),
     "contract": (4, contract),
     "sanitize": (4, sanitize),
+    "trace": (1, trace),
 }
 """By name the minutes of each, and what it does."""
 WORDS = {
@@ -238,6 +246,7 @@ WORDS = {
         *("--codec", "none,int8,int4"),
     ),
     "optimizer": ("training", "--only", "optimizer", "--models", "25m,124m"),
+    "trace": ("step", "--methods", "int4", "--backend", "pycomm", "--rate", "10gbit"),
 }
 """The commands of `pycomm.bench` that stages run, but for their files."""
 

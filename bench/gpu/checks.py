@@ -1,8 +1,7 @@
 """Checks that `make gpu` runs before timing: pytest suites on cuda, and two sanitizers.
 
-The contract test runs once for every implementation, all in parallel and, where pytest-xdist is
-installed, on several processes each, since they keep cores of the host busy and the GPU little.
-Suites with several ranks run alone after it, because their deadlines assume an otherwise idle GPU.
+The contract test runs once for every implementation and, where pytest-xdist is installed, on as
+many processes as there are cores, since it keeps the host busy and the GPU little.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -82,32 +81,18 @@ class Suite:
 
 
 def of_part(part: str) -> str:
-    """Return what selects the tests of a part, each of which is in one part; "": all of them."""
-    if not part:
-        return ""
+    """Return what selects the tests of a part, each of which is in one part."""
     before = PARTS[: PARTS.index(part)]
     words = [f"not {name}" for name in before] + ([part] if part != "others" else [])
     return " and " + " and ".join(words)
 
 
-def contract(kinds: Sequence[str], part: str = "") -> list[Suite]:
-    """Return the contract test of each implementation; they run side by side.
-
-    Triton compiles a kernel for each set of constants, which takes most of the time, so its suite
-    gets the cores that an eighth for each of the others leaves.
-    """
+def contract(kind: str, part: str) -> Suite:
+    """Return a part of the contract test of an implementation."""
     cores = len(os.sched_getaffinity(0))
-    few = max(1, cores // 8)
-    suites = []
-    for kind in kinds:
-        many = kind == "triton" or len(kinds) == 1
-        workers = max(1, cores - few * (len(kinds) - 1)) if many else few
-        xdist = workers > 1 and importlib.util.find_spec("xdist")
-        split = ["-n", str(workers)] if xdist else []
-        tests = f"{kind}-{accelerator.kind()}{of_part(part)}"
-        chosen = [CONTRACT, CONVERT, "-k", tests, *split]
-        suites.append(Suite(f"contract {kind} {part}".strip(), chosen))
-    return suites
+    split = ["-n", str(cores)] if cores > 1 and importlib.util.find_spec("xdist") else []
+    tests = f"{kind}-{accelerator.kind()}{of_part(part)}"
+    return Suite(f"contract {kind} {part}", [CONTRACT, CONVERT, "-k", tests, *split])
 
 
 def ranks() -> list[Suite]:
@@ -170,30 +155,27 @@ def counts_of(junit: Path) -> Counts:
     return Counts(total - failed - skipped, failed, skipped - designed)
 
 
-def run(suites: Iterable[Suite], deadline: float = float("inf")) -> dict[str, Counts]:
-    """Run suites side by side; print each result, and the end of a failing suite's output.
+def run(suite: Suite, deadline: float = float("inf")) -> Counts | None:
+    """Run a suite; print its result, and the end of its output if it fails.
 
     If all tests pass but the process exits non-zero, one more failure is counted: sanitizers report
     this way. A suite that takes longer than `SECONDS` is ended with all its child processes, and
-    counts as failed; one that is not done by the deadline (of ``time.monotonic()``) is left out.
+    counts as failed; None: it was not done by the deadline (of ``time.monotonic()``).
     """
-    found = {}
     limit = time.monotonic() + SECONDS
     with tempfile.TemporaryDirectory() as folder:
-        running = [(suite, *suite.start(Path(folder))) for suite in suites]
-        for suite, process, junit, log in running:
-            try:
-                status = process.wait(max(min(deadline, limit) - time.monotonic(), 0.001))
-            except subprocess.TimeoutExpired:
-                print(f"{suite.name}: out of time", flush=True)
-                status = end(process)
-                if deadline < limit:
-                    continue
-            counts = counts_of(junit)
-            if status not in (0, NO_TESTS) and counts.failed == 0:
-                counts = dataclasses.replace(counts, failed=1)
-            found[suite.name] = counts
-            print(f"{suite.name}: {counts}", flush=True)
-            if not counts.good:
-                print("\n".join(log.read_text(errors="replace").splitlines()[-LINES:]), flush=True)
-    return found
+        process, junit, log = suite.start(Path(folder))
+        try:
+            status = process.wait(max(min(deadline, limit) - time.monotonic(), 0.001))
+        except subprocess.TimeoutExpired:
+            print(f"{suite.name}: out of time", flush=True)
+            status = end(process)
+            if deadline < limit:
+                return None
+        counts = counts_of(junit)
+        if status not in (0, NO_TESTS) and counts.failed == 0:
+            counts = dataclasses.replace(counts, failed=1)
+        print(f"{suite.name}: {counts}", flush=True)
+        if not counts.good:
+            print("\n".join(log.read_text(errors="replace").splitlines()[-LINES:]), flush=True)
+    return counts

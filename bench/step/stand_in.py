@@ -29,6 +29,7 @@ import torch
 
 from pycomm.bench.common.harness import Row
 from pycomm.bench.step.bound import FULL, Pace, wire_seconds
+from pycomm.bench.step.stages import StageTime, joined
 from pycomm.bench.training.methods import Method
 from pycomm.bench.training.results import describe
 from pycomm.bench.training.train import Config, Transformer, parameters
@@ -156,6 +157,13 @@ class Replay:
         self._events: dict[int, float] = {}
         self._arrived: dict[int, float] = {}
         self.sent = 0.0
+        self.spans: list[StageTime] = []
+        self.noted = True
+        """Spans are kept of what each stream and the link do."""
+        self._bucket = -1  # whose hook has run last in this step
+        self._exchanges: dict[int, float] = {}  # when those that are not answered have begun
+        self._ready = 0.0  # when that bucket was ready
+        self._came = 0  # answers to the bucket's exchanges
 
     def step(self) -> float:
         """Take the step; return when the compute stream has done it."""
@@ -167,7 +175,13 @@ class Replay:
 
     def _work(self, stream: Lane, seconds: float) -> None:
         self.host.take(OPERATIONS)
-        stream.take(seconds, self.host.free)
+        end = stream.take(seconds, self.host.free)
+        coding = ("encode", "own", "land")[min(self._came, 2)]
+        self._span("optimizer" if self._bucket < 0 else coding, end - seconds, end)
+
+    def _span(self, stage: str, begin: float, end: float) -> None:
+        if self.noted and end > self._ready:  # else its kernel has no need of the bucket's values
+            self.spans.append(StageTime(stage, self._bucket, max(begin, self._ready), end))
 
     def _take(self, kind: int, number: int, value: int) -> None:
         host, stream = self.host, self.streams[number]
@@ -191,19 +205,30 @@ class Replay:
             out, sent, _ = (n * self._scale for n in self._recorded.exchanges[value])
             host.take(COLLECTIVES)
             self.sent += sent
-            self.up.take(out / BUS, max(stream.free, host.free))
+            begin = max(self.up.free, stream.free, host.free)
+            self.up.take(out / BUS, begin)
             self._arrived[value] = self.link.take(sent / self._rate, self.up.free)
+            self._exchanges[value] = begin
         elif kind == ANSWER:
             came = self._recorded.exchanges[value][2] * self._scale
             host.take(0.0, self._arrived[value])
-            stream.take(0.0, self.down.take(came / BUS, host.free))
+            end = stream.take(0.0, self.down.take(came / BUS, host.free))
+            self._span(("scatter", "gather")[min(self._came, 1)], self._exchanges.pop(value), end)
+            self._came += 1
         elif kind == ARRIVAL:
             came = self._recorded.exchanges[value][2] * self._scale
-            stream.take(0.0, self.down.take(came / BUS, self._arrived[value]))
+            end = stream.take(0.0, self.down.take(came / BUS, self._arrived[value]))
+            self._span(("scatter", "gather")[min(self._came, 1)], self._exchanges.pop(value), end)
+            self._came += 1
         elif kind == BUCKET_READY:
             begin, seconds = host.free, EACH if value else FIRST
             host.take(seconds)
-            self.streams[COMPUTE].take(seconds, begin)
+            end = self.streams[COMPUTE].take(seconds, begin)
+            self._bucket, self._came, self._ready = value, 0, end - seconds
+            self._span("compute", end - seconds, end)
+            self._ready = end
+        elif kind == STEP:
+            self._bucket = -1
 
 
 @dataclass(frozen=True)
@@ -214,13 +239,15 @@ class Modelled:
     sent: float
     busy: dict[str, float]
     """Share of the step in which each stage did something."""
+    spans: list[StageTime]
+    """The stages of each bucket."""
 
 
 def modelled(recorded: Recorded, rate: float, scale: float, repeats: int = 4) -> Modelled:
     """Return the step that repeats on links of so many bytes per second."""
     replay, ends = Replay(recorded, FULL * rate, scale), [0.0]
-    for _ in range(repeats):
-        replay.sent = 0.0
+    for number in range(repeats):
+        replay.sent, replay.noted = 0.0, number == repeats - 1
         ends.append(replay.step())
     since, until = ends[-2:]
     lanes = {"host": replay.host, "compute": replay.streams[COMPUTE], "out": replay.up}
@@ -228,7 +255,10 @@ def modelled(recorded: Recorded, rate: float, scale: float, repeats: int = 4) ->
     busy = {name: lane.busy(since, until) / (until - since) for name, lane in lanes.items()}
     sides = [lane for number, lane in replay.streams.items() if number != COMPUTE]
     busy["coding"] = sum(lane.busy(since, until) for lane in sides) / (until - since)
-    return Modelled(until - since, replay.sent, busy)
+    spans = [
+        StageTime(s.stage, s.bucket, s.begin - since, s.end - since) for s in joined(replay.spans)
+    ]
+    return Modelled(until - since, replay.sent, busy, spans)
 
 
 def small(config: Config) -> Config:
@@ -329,6 +359,9 @@ class ModelledSteps:
         if calls > CALLS_OF_HOST:
             self.broken.append(f"{calls:g} calls on the host, where {CALLS_OF_HOST} are the goal")
 
+        self.traces: list[dict[str, Any]] = []
+        """The stages of a step of each method."""
+
     def steps(self, rate: str, add: Callable[[Row], object]) -> None:
         """Add the row of each method on links of a rate."""
         speed, pace = parse_rate(rate)[0], pace_of(self._config)
@@ -356,3 +389,5 @@ class ModelledSteps:
                 parts=" ".join(words),
             )
             add(row)
+            if carrier == "ordered":
+                self.traces += [span.row(name, rate) for span in found.spans]

@@ -106,7 +106,7 @@ def pretend_gpu(monkeypatch):
     monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(gpu, "this_machine", lambda command: MACHINE)
-    monkeypatch.setattr(gpu_checks, "run", lambda suites, end: {s.name: PASSED for s in suites})
+    monkeypatch.setattr(gpu_checks, "run", lambda suite, end: PASSED)
     monkeypatch.setattr(gpu_checks, "sanitizer", lambda: ("", "there is none"))
     monkeypatch.setattr(gpu_tasks, "time_kernel", row)
     monkeypatch.setattr(gpu.subprocess, "Popen", InThisProcess)
@@ -161,8 +161,7 @@ def test_every_kernel_is_called():
 
 
 def test_a_failing_contract_fails_the_run(pretend_gpu, tmp_path, capsys):
-    failing = {"contract triton sign": gpu_checks.Counts(700, 67)}
-    pretend_gpu.setattr(gpu_checks, "run", lambda suites, end: failing)
+    pretend_gpu.setattr(gpu_checks, "run", lambda suite, end: gpu_checks.Counts(700, 67))
     words = ["--results", str(tmp_path), "--kinds", "triton", "--stages", "contract"]
     assert gpu.main(words) == 1
     assert "contract triton sign: 700 passed, 67 failed" in capsys.readouterr().err
@@ -171,10 +170,9 @@ def test_a_failing_contract_fails_the_run(pretend_gpu, tmp_path, capsys):
 def test_a_run_goes_on_where_one_of_equal_sources_stopped(pretend_gpu, tmp_path):
     started: list[str] = []
 
-    def run(suites, end):
-        started.extend(suite.name for suite in suites)
-        results = {suite.name: PASSED for suite in suites}
-        return results | {name: gpu_checks.Counts(1, 1) for name in results if "eden" in name}
+    def run(suite, end):
+        started.append(suite.name)
+        return gpu_checks.Counts(1, 1) if "eden" in suite.name else PASSED
 
     pretend_gpu.setattr(gpu_checks, "run", run)
     words = ["--results", str(tmp_path), "--kinds", "native", "--stages", "contract"]
@@ -274,10 +272,9 @@ def test_a_tool_that_objects_fails_tests_that_pass(tmp_path, capfd, few_plugins)
     test = tmp_path / "test_one.py"
     test.write_text("def test_a(): pass\n")
     objects = ["sh", "-c", '"$@"; echo found one; exit 86', "tool"]
-    suites = [gpu_checks.Suite("plain", [str(test)]), gpu_checks.Suite("mem", [str(test)], objects)]
-    found = gpu_checks.run(suites)
-    assert found["plain"] == gpu_checks.Counts(passed=1)
-    assert found["mem"] == gpu_checks.Counts(passed=1, failed=1)
+    assert gpu_checks.run(gpu_checks.Suite("plain", [str(test)])) == gpu_checks.Counts(passed=1)
+    tool = gpu_checks.Suite("mem", [str(test)], objects)
+    assert gpu_checks.run(tool) == gpu_checks.Counts(passed=1, failed=1)
     assert "found one" in capfd.readouterr().out
 
 
@@ -310,19 +307,10 @@ def test_a_slow_suite_is_ended_with_its_processes(tmp_path, few_plugins, monkeyp
     )
     suite = gpu_checks.Suite("slow", [str(test)])
     monkeypatch.setattr(gpu_checks, "SECONDS", limit)
-    found = gpu_checks.run([suite], time.monotonic() + 2)
-    assert found == ({"slow": gpu_checks.Counts(failed=1)} if limit < 2 else {})
+    found = gpu_checks.run(suite, time.monotonic() + 2)
+    assert found == (gpu_checks.Counts(failed=1) if limit < 2 else None)
     time.sleep(2)
     assert not alive.exists()
-
-
-def test_triton_gets_the_cores_that_the_others_leave(monkeypatch):
-    monkeypatch.setattr(gpu_checks.os, "sched_getaffinity", lambda pid: set(range(16)))
-    found = {suite.name: suite.arguments for suite in gpu_checks.contract(gpu.KINDS)}
-    workers = {name: int(arguments[-1]) for name, arguments in found.items()}
-    assert workers == {f"contract {kind}": 10 if kind == "triton" else 2 for kind in gpu.KINDS}
-    (alone,) = gpu_checks.contract(["native"])
-    assert alone.arguments[-1] == "16"
 
 
 def test_sanitizers_get_every_codec():

@@ -7,9 +7,13 @@ from functools import cache
 
 import pytest
 
+from pycomm.bench.common import tables
+from pycomm.bench.figures.charts import timeline
+from pycomm.bench.figures.drawing import digest, picture_digest
 from pycomm.bench.step import __main__ as command
 from pycomm.bench.step import stand_in
 from pycomm.bench.step.bound import wire_seconds
+from pycomm.bench.step.stages import STAGES
 from pycomm.bench.step.stand_in import broken, buckets, modelled, pace_of, record, scale_of
 from pycomm.bench.training.train import MODELS
 from pycomm.units import parse_rate
@@ -140,15 +144,29 @@ def test_the_check_fails_again(recorded, step_of, change, monkeypatch):
     assert any(told in line for line in wrong)
 
 
-def test_the_command_ends_with_1_where_goals_do_not_hold(recorded, monkeypatch, capsys):
+def test_the_command_ends_with_1_where_goals_do_not_hold(recorded, monkeypatch, tmp_path, capsys):
     late = recorded["int4", "late", ""]
     monkeypatch.setattr(stand_in, "record", lambda *_: [late, late, recorded["cpu"]])
-    words = ["--stand-in", "--methods", "int4", "--rate", "10gbit"]
+    words = [
+        "--stand-in",
+        "--methods",
+        "int4",
+        "--rate",
+        "10gbit",
+        "--trace",
+        str(tmp_path / "t.csv"),
+    ]
     assert command.main(words) == 0
-    assert command.main([*words, "--check"]) == 1
+    assert command.main([*words[:-2], "--check"]) == 1
     said = capsys.readouterr().out
     waits = late.summary()["waits"]
     assert f"not yet: int4 at 10gbit: {waits} waits, where 0 are the goal" in said
+    spans = tables.read(tmp_path / "t.csv")
+    assert {int(span["bucket"]) for span in spans} == {-1, *range(len(buckets(GPT)))}
+    assert {span["stage"] for span in spans} == set(STAGES) - {"reduce"}
+    for span in spans:
+        assert 0 <= float(span["begin"]) < float(span["end"]) < 0.2
+    assert picture_digest(tmp_path / "t.png") == digest(timeline(spans))
 
 
 def test_a_lane_does_one_thing_after_the_other():
