@@ -1,18 +1,18 @@
 """Passes over matrices whose second moments are products of a row's and a column's factor.
 
 `pycomm.reduction.momentum.moment` has the formulas. Each pass takes all matrices of a bucket or of
-a step. On the CPU, float32 goes through C++ in one call (csrc/optim/moments.cpp), with as many
-threads as torch has; everything else in torch, which is the definition: for finite values the bits
-are the same. On a device sums have torch's own order, since that of C++ would take a launch for
-each few numbers.
+a step. On the CPU, matrices that are all float32 go through C++ in one call
+(csrc/optim/moments.cpp), with as many threads as torch has; others in torch, which is the
+definition: for finite values the bits are the same. On a device sums have torch's own order, since
+that of C++ would take a launch for each few numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,6 @@ from pycomm.feedback import storage
 _TINY = 1e-30
 _LANES, _PATCH, _BLOCK = 32, 256, 64  # of sums, whose order csrc/optim/moments.h says
 _FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # feedback::Storage
-
-T = TypeVar("T")
 
 
 def native(*tensors: torch.Tensor) -> bool:
@@ -57,19 +55,6 @@ def _at(tensor: torch.Tensor | None) -> int:
 
 def _form(stored: torch.Tensor | None) -> tuple[int, int]:
     return (0, 0) if stored is None else (stored.data_ptr(), _FORMS[stored.dtype])
-
-
-def _shared(
-    items: Sequence[T], fits: Callable[[T], bool], reference: Callable[[T], None]
-) -> list[T]:
-    """Let the reference take what C++ does not; return the rest."""
-    chosen = []
-    for item in items:
-        if fits(item):
-            chosen.append(item)
-        else:
-            reference(item)
-    return chosen
 
 
 # ------------------------------------------------------------------------------------------- sums
@@ -180,9 +165,11 @@ class Encoding:
 
 def encode(encodings: Sequence[Encoding]) -> None:
     """Replace gradients g by p = (beta m + (1 - beta) unit g) / (row column)."""
-    chosen = _shared(encodings, _encodes_natively, _encode)
-    if chosen:
-        _C.moments_encode([_encode_at(one) for one in chosen], torch.get_num_threads())
+    if all(map(_encodes_natively, encodings)):
+        _C.moments_encode([_encode_at(one) for one in encodings], torch.get_num_threads())
+        return
+    for one in encodings:
+        _encode(one)
 
 
 def _encodes_natively(e: Encoding) -> bool:
@@ -297,17 +284,17 @@ class Sent:
 
 def store_sent(parts: Sequence[Sent]) -> None:
     """Store what was sent of coded values: (x + before - after) row column."""
-    chosen = _shared(
-        parts, lambda s: native(s.values) and _stored(s.before, s.after, s.to), _store_sent
-    )
-    if chosen:
+    if not all(native(s.values) and _stored(s.before, s.after, s.to) for s in parts):
+        for one in parts:
+            _store_sent(one)
+    else:
         _C.moments_sent(
             [
                 (
                     (s.values.data_ptr(), *s.values.shape, s.row.data_ptr(), s.column.data_ptr()),
                     *(_form(s.before), _form(s.after), _form(s.to), s.add),
                 )
-                for s in chosen
+                for s in parts
             ],
             torch.get_num_threads(),
         )
@@ -350,29 +337,23 @@ def land(matrices: Sequence[Matrix], unit: float) -> list[Probe]:
     Returns:
         A probe of each, divided by unit.
     """
-    chosen = [one for one in matrices if native(one[0])]
-    found: list[Probe] = []
-    if chosen:
-        found = [
-            Probe(
-                torch.tensor(at[:2], dtype=torch.int64, device="cpu"),
-                torch.tensor(at[2:], dtype=torch.float32, device="cpu"),
-            )
-            for at in _C.moments_land(
-                [
-                    (values.data_ptr(), *values.shape, _at(row), _at(column))
-                    for values, row, column in chosen
-                ],
-                *(unit, torch.get_num_threads()),
-            )
-        ]
-    if len(chosen) == len(matrices):
-        return found
-    others = [one for one in matrices if not native(one[0])]
-    for one in others:
-        _land(one, unit)
-    given, looked = iter(found), iter(probes([values for values, _, _ in others], unit))
-    return [next(given if native(values) else looked) for values, _, _ in matrices]
+    if not all(native(values) for values, _, _ in matrices):
+        for one in matrices:
+            _land(one, unit)
+        return probes([values for values, _, _ in matrices], unit)
+    return [
+        Probe(
+            torch.tensor(at[:2], dtype=torch.int64, device="cpu"),
+            torch.tensor(at[2:], dtype=torch.float32, device="cpu"),
+        )
+        for at in _C.moments_land(
+            [
+                (values.data_ptr(), *values.shape, _at(row), _at(column))
+                for values, row, column in matrices
+            ],
+            *(unit, torch.get_num_threads()),
+        )
+    ]
 
 
 def _land(matrix: Matrix, unit: float) -> None:
@@ -432,12 +413,10 @@ class Move:
 def move(moves: Sequence[Move]) -> None:
     """Take steps, where g is what it was when it was landed: m <- g; x <- keep x - lr clip(g row
     column)."""
-    others: list[Move] = []
-    chosen = _shared(moves, lambda m: native(m.parameter, m.gradient, m.momentum), others.append)
-    if others:
-        for one, restore in zip(others, _restoring(others), strict=True):
+    if not all(native(m.parameter, m.gradient, m.momentum) for m in moves):
+        for one, restore in zip(moves, _restoring(moves), strict=True):
             _move(one, restore)
-    if chosen:
+    else:
         _C.moments_move(
             [
                 (
@@ -445,11 +424,11 @@ def move(moves: Sequence[Move]) -> None:
                     *(_at(m.gradient), _at(m.momentum), m.lr, m.keep, m.limit),
                     (*m.probe.places.tolist(), *m.probe.values.tolist()) if m.probe else _NOTHING,
                 )
-                for m in chosen
+                for m in moves
             ],
             torch.get_num_threads(),
         )
-        written([m.parameter for m in chosen])
+        written([m.parameter for m in moves])
 
 
 _NOTHING = (0, 0, 0.0, 0.0)
@@ -493,7 +472,10 @@ def _restoring(moves: Sequence[Move]) -> list[torch.Tensor | None]:
         _first(gradients).gather(1, places) / torch.stack([probe.values for _, _, probe in known])
     ).unbind(1)
     # Of the values' rounding.
-    tolerance = 2.0**-16 if all(g.dtype == torch.float32 for g in gradients) else 2.0**-6
+    each = [2.0**-16 if g.dtype == torch.float32 else 2.0**-6 for g in gradients]
+    tolerance = (
+        torch.tensor(each, dtype=by.dtype, device=by.device) if len({*each}) > 1 else each[0]
+    )
     scaled_ = ((by - 1).abs() > tolerance) & ((other - by).abs() <= by * tolerance)
     scaled_ &= (by > 1e-12) & (by < 1e12) & (places[:, 0] != places[:, 1])
     for (i, _, _), one in zip(known, (1 / by).where(scaled_, 1).unbind(), strict=True):
