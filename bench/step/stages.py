@@ -21,7 +21,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.bench.common import accelerator
-from pycomm.reduction import batched, coding
+from pycomm.reduction import payloads
 from pycomm.reduction.exchange_thread import ExchangeThread
 
 STAGES = ("compute", "encode", "scatter", "own", "gather", "land", "reduce", "optimizer")
@@ -32,8 +32,8 @@ BY_EXCHANGES = {
     2: ("encode", "scatter", "own", "gather", "land"),
 }
 """The stages of a bucket, by the number of its exchanges."""
-EXCHANGES = ((batched, ("all_to_all", "all_gather")), (coding, ("all_to_all", "gather_payloads")))
-"""The calls that exchange payloads, by the modules that make them."""
+EXCHANGES = "all_to_all", "all_gather"
+"""The calls that exchange payloads."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,9 @@ class Stages:
             )
             run = self._run(ExchangeThread.run)
             stack.enter_context(patch.object(ExchangeThread, "run", run))
-            for module, names in EXCHANGES:
-                for name in names:
-                    call = self._exchange(getattr(module, name))
-                    stack.enter_context(patch.object(module, name, call))
+            for name in EXCHANGES:
+                call = self._exchange(getattr(payloads, name))
+                stack.enter_context(patch.object(payloads, name, call))
             yield
 
     def _hooked(self, hook: Callable[..., Any]) -> Callable[..., Any]:
