@@ -163,28 +163,17 @@ def nccl_built() -> int:
 
 
 def gloo_built() -> bool:
-    """Return True: ranks can meet without MPI."""
-    return True
-
-
-def gloo_enabled() -> bool:
-    """Return True: ranks meet without MPI."""
+    """Return True: ranks can meet, and do, without MPI."""
     return True
 
 
 def mpi_built() -> bool:
-    """Return False: nothing needs MPI, and mpirun may start the ranks."""
+    """Return False: nothing needs MPI, oneCCL or DDL; mpirun may start the ranks."""
     return False
 
 
-def mpi_enabled() -> bool:
-    """Return False; see `mpi_built`."""
-    return False
-
-
-def mpi_threads_supported() -> bool:
-    """Return False; see `mpi_built`."""
-    return False
+gloo_enabled = gloo_built
+mpi_enabled = mpi_threads_supported = ccl_built = ddl_built = mpi_built
 
 
 def cuda_built() -> bool:
@@ -195,13 +184,3 @@ def cuda_built() -> bool:
 def rocm_built() -> bool:
     """Return whether this torch was built for ROCm."""
     return torch.version.hip is not None
-
-
-def ccl_built() -> bool:
-    """Return False: oneCCL is not used."""
-    return False
-
-
-def ddl_built() -> bool:
-    """Return False: DDL is not used."""
-    return False

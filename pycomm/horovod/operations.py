@@ -192,16 +192,19 @@ def _reduction(op: Op) -> Any:
 
 def _allreduce_(
     tensors: Sequence[torch.Tensor],
-    op: Op,
-    name: str | None,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
     *,
     waits: bool,
 ) -> Handle:
+    op = _op(op, average)
     places = [tensor.detach() for tensor in tensors]  # parameters are written as well
     flat = [place.contiguous() for place in places]
-    factors = float(factors[0]), float(factors[1])  # whatever kind of number ranks give
+    factors = float(prescale_factor), float(postscale_factor)  # whatever kind of number ranks give
 
     def launch(call: Call, _: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
         sent = [_summand(tensor, op, factors, call.size) for tensor in flat]
@@ -221,32 +224,25 @@ def _allreduce_(
     return _start(process_set, name, text, launch, waits=waits)
 
 
-def grouped_allreduce_async_(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Start an all-reduce of several tensors in place.
+def grouped_allreduce_async_(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Handle:
+    """Start an all-reduce of several tensors in place; the arguments are those of `allreduce`.
 
     Args:
         tensors: of the same shapes and dtypes on all ranks.
-        average: deprecated; True: op=Average, False: op=Sum.
-        name: the same on all ranks; None: ranks compare only what is reduced.
-        op: None means Average, which rounds integers towards zero.
-        prescale_factor: factor of each rank's values before they are reduced.
-        postscale_factor: factor of the result.
-        process_set: the ranks.
+        args, kwargs: average, name, op, prescale_factor, postscale_factor, process_set.
 
     Raises:
         ValueError: both op and average are given, or an operation of this name runs.
         Error: there is no group, or op is Adasum.
     """
-    factors = prescale_factor, postscale_factor
-    return _allreduce_(tensors, _op(op, average), name, factors, process_set, waits=False)
+    return _allreduce_(tensors, *args, waits=False, **kwargs)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any
+) -> list[torch.Tensor]:
+    """All-reduce several tensors in place; see `grouped_allreduce_async_`."""
+    return list(_allreduce_(tensors, *args, waits=True, **kwargs).wait())
 
 
 def grouped_allreduce_async(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Handle:
@@ -254,34 +250,15 @@ def grouped_allreduce_async(tensors: Sequence[torch.Tensor], *args: Any, **kwarg
     return grouped_allreduce_async_([t.detach().clone() for t in tensors], *args, **kwargs)
 
 
-def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
-    """All-reduce several tensors in place."""
-    factors = prescale_factor, postscale_factor
-    handle = _allreduce_(tensors, _op(op, average), name, factors, process_set, waits=True)
-    return list(handle.wait())
-
-
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
     name: str | None = None,
-    compression: Any = Compression.none,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    *args: Any,
+    **kwargs: Any,
 ) -> list[torch.Tensor]:
     """All-reduce several tensors and return the results; gradients flow through, as `allreduce`."""
-    options = (compression, op, prescale_factor, postscale_factor, process_set)
-    return [allreduce(t, average, part, *options) for t, part in _parts(tensors, name)]
+    return [allreduce(t, average, part, *args, **kwargs) for t, part in _parts(tensors, name)]
 
 
 def allreduce_async_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Handle:
@@ -350,11 +327,10 @@ def allreduce(
     if tensor.requires_grad and chosen not in (Op.Average, Op.Sum):
         raise Error(f"no gradients flow through {chosen.name}: detach the tensor first")
     compressed, context = compression.compress(tensor)
-    factors = prescale_factor, postscale_factor
+    options = (chosen, prescale_factor, postscale_factor, process_set)
 
     def reduce(values: torch.Tensor, name: str | None = None) -> Any:
-        handle = _allreduce_([values.clone()], chosen, name, factors, process_set, waits=True)
-        return handle.wait()[0]
+        return _allreduce_([values.clone()], None, name, *options, waits=True).wait()[0]
 
     reduced = _differentiable(compressed, lambda values: reduce(values, name), reduce)
     result: torch.Tensor = compression.decompress(reduced, context)
