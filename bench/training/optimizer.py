@@ -54,7 +54,7 @@ def measure(name: str, config: Config, device: str) -> dict[str, Any]:
 
     def hook() -> None:
         state.begin_step()
-        state.reduce(bucket, list(named)).wait()
+        coded.momenta.reduce(bucket, list(named)).wait()
         state.end_step()
 
     calls = {"fused": fused.step, "hook": hook, "step": coded.step}

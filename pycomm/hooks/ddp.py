@@ -34,7 +34,7 @@ class HookState(CompressionState):
         process_group: the ranks that reduce; None: the model's group, or the default group.
         nodes: number of the node of each rank; see `pycomm.compress`. Without a model all ranks
             reduce alike.
-        options: feedback and seed; see `CompressionState`.
+        options: feedback, seed and others; see `CompressionState`.
 
     Example:
         >>> import pycomm
@@ -78,8 +78,6 @@ class HookState(CompressionState):
         if self.residuals:
             self._taken = DiscardedGradients(self._names, self._by_name)
         self._settles: Any = None  # the handle of the forward hook `_settle_joined`
-        self.successor: HookState | None = None
-        """The new state, if the model was compressed again after `remove`."""
         self._reduced = [self._names[id(parameter)] for parameter in reduced]
         self._order: list[tuple[str, ...]] = []  # the last step's buckets, as they were reduced
         self._loaded_order: list[tuple[str, ...]] = []  # the buckets of a loaded state,
@@ -115,7 +113,7 @@ class HookState(CompressionState):
             future = self._saved_buckets.reduce(bucket.buffer(), names, last=bucket.is_last())
         else:
             self._order.append(names)
-            future = self.reduce(bucket.buffer(), names)
+            future = (self.transform or self).reduce(bucket.buffer(), names)
         if bucket.is_last():
             self.end_step()
             if self._saved_buckets is not None:
@@ -133,7 +131,7 @@ class HookState(CompressionState):
     ) -> torch.futures.Future[torch.Tensor]:
         """Reduce a bucket, and record it for checkpoints."""
         self._order.append(names)
-        return self.reduce(tensor, names)
+        return (self.transform or self).reduce(tensor, names)
 
     def _take_loaded(self) -> SavedBuckets | None:
         """Return the buckets of a loaded state, if this step is reduced by them."""
@@ -169,8 +167,20 @@ class HookState(CompressionState):
         self._by_loaded = 2 if order else 0
 
     def _enter(self, name: str, parameter: torch.Tensor) -> None:
-        why = "its gradient is sparse" if id(parameter) in self._sparse else ""
+        why = self.transform.exact(parameter) if self.transform else ""
+        if id(parameter) in self._sparse:
+            why = why or "its gradient is sparse"
         self.add(clean(name), parameter, exact=why)
+        if self.transform is not None:
+            self.transform.entered(clean(name))
+
+    def reduces(self, name: str, parameter: torch.Tensor) -> bool:
+        """Return whether DDP averages a parameter's gradient, or was told to leave it out."""
+        if id(parameter) in self._names:
+            return True
+        model = self._model() if self._model else None
+        ignored = model.parameters_to_ignore if model is not None else ()
+        return name in map(clean, ignored)
 
     def _find_unused(self) -> None:
         # A joined rank had no backward, and the others have shared their map of used parameters by
@@ -251,8 +261,8 @@ def compress_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[
         Error: the group's all_reduce failed.
     """
     while state.successor is not None:
-        state = state.successor
-    future = state.reduce_bucket(bucket)
+        state = state.successor  # type: ignore[assignment]  # of the same kind
+    future = (state.transform or state).reduce_bucket(bucket)
     if not future.done():
         backend.wait_after_backward(future, state.process_group)
     return future

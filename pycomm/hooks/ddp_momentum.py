@@ -1,65 +1,30 @@
-"""DDP's hook for optimizers whose momentum travels instead of the gradients."""
+"""The momenta of a model in DistributedDataParallel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import GradBucket
-from torch.nn.parallel import DistributedDataParallel
 
-from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.hooks.ddp import HookState
-from pycomm.hooks.momentum import OTHERS, Find, Momenta
-from pycomm.policy import Policy
-from pycomm.policy.names import clean
+from pycomm.hooks.momentum import Momenta
 from pycomm.reduction.look import GradientHook
 from pycomm.reduction.momentum.moment import CodedMoment
 
 
-class MomentumState(Momenta, HookState):
-    """Codecs and residuals of a DDP model whose coded parameters exchange momentum.
-
-    Args:
-        codec: codec or policy of the momentum.
-        model: the DDP model.
-        find, unit, refresh: see `Momenta._begin_momenta`.
-        options: feedback and seed; see `CompressionState`.
-    """
+class DDPMomenta(Momenta):
+    """The momenta of a DDP model; arguments as for `Momenta`."""
 
     has_whole = True
+    state: HookState
 
-    def __init__(
-        self,
-        codec: str | Codec | Policy,
-        model: DistributedDataParallel,
-        *,
-        find: Find,
-        unit: Callable[[], float],
-        refresh: int = 0,
-        **options: Any,
-    ) -> None:
-        self._find = find
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._handles: dict[str, Any] = {}  # of the coded parameters that get gradients
         self._looked: set[str] = set()  # those that this backward has reached,
         self._filled: set[str] = set()  # and that had a gradient then which no step has used
-        super().__init__(codec, model, **options)
-        self._begin_momenta(find, unit, refresh)
-        self._ignored = {
-            id(parameter)
-            for name, parameter in model.module.named_parameters()
-            if name in model.parameters_to_ignore
-        }
-
-    def _enter(self, name: str, parameter: torch.Tensor) -> None:
-        if self._find(parameter) is None:
-            self.add(clean(name), parameter, exact=OTHERS)
-            return
-        super()._enter(name, parameter)
-        if hasattr(self, "moments"):  # else the constructor makes them; this one was frozen
-            self._make_late(clean(name))
 
     def _make_moment(self, name: str) -> CodedMoment | None:
         made = super()._make_moment(name)
@@ -73,30 +38,26 @@ class MomentumState(Momenta, HookState):
             handle = parameter.register_hook(GradientHook(self, name))  # type: ignore[no-untyped-call]
             self._handles[name] = handle
 
-    def begin_step(self, *, weigh: bool = True, absent: bool = False) -> None:
-        """See `CompressionState`. Parameters that were frozen may get gradients now."""
-        super().begin_step(weigh=weigh, absent=absent)
+    def step_begun(self) -> None:
+        """See `Transform`. Parameters that were frozen may get gradients now."""
+        super().step_begun()
         self._forget_looks()
         for name, moment in self.moments.items():
             self._watch(name, moment.parameter)
 
     def check_reduced(self, name: str, parameter: torch.Tensor) -> None:
         """See `Momenta`. DDP's buckets have all parameters but these."""
-        if id(parameter) not in self._names and id(parameter) not in self._ignored:
+        if not self.state.reduces(name, parameter):
             raise Error(
-                f"rank {self.process_group.rank()}: {name} was frozen when the model was wrapped, "
-                "so DDP does not average its gradient, and ranks would differ: wrap the module in "
-                "a new DistributedDataParallel, and make the optimizer anew"
+                f"rank {self.state.process_group.rank()}: {name} was frozen when the model was "
+                "wrapped, so DDP does not average its gradient, and ranks would differ: wrap the "
+                "module in a new DistributedDataParallel, and make the optimizer anew"
             )
 
     def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """See `HookState`."""
-        if self.moments and torch._C._current_graph_task_id() == -1:
-            raise Error(
-                f"rank {self.process_group.rank()}: Join shadows this rank, which has no more data "
-                "and takes no more steps, so its momentum is not that of the others: give all "
-                "ranks equally many batches, or use pycomm.compress"
-            )
+        """See `Transform`."""
+        if self.moments:
+            self.refuse_join()
         # Matrices have the rows and columns of the parameter's indices, also if a channels_last
         # model has another order in memory: so have second moments and residuals, which are saved.
         parameters = bucket.parameters()
@@ -104,7 +65,7 @@ class MomentumState(Momenta, HookState):
             if not parameter.is_contiguous() and _is_strided(parameter):
                 break
         else:
-            return super().reduce_bucket(bucket)
+            return self.state.reduce_bucket(bucket)
         strided = [
             (gradient, gradient.as_strided(parameter.shape, parameter.stride()))
             for gradient, parameter in zip(bucket.gradients(), parameters, strict=True)
@@ -112,7 +73,7 @@ class MomentumState(Momenta, HookState):
         ]
         for gradient, as_it_lies in strided:
             gradient.copy_(as_it_lies.clone())
-        future = super().reduce_bucket(bucket)
+        future = self.state.reduce_bucket(bucket)
 
         def restore(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             result = done.value()

@@ -57,9 +57,6 @@ class FSDPState(CompressionState):
         WireMismatch: ranks have different models or codecs.
     """
 
-    goes_by_nodes = True
-    """Nodes may code the sums of their ranks."""
-
     def __init__(self, codec: str | Codec | Policy, model: nn.Module, **options: Any) -> None:
         self._units = list(units(model))
         info = _mesh_info(self._units)
@@ -76,7 +73,8 @@ class FSDPState(CompressionState):
             "the model anew and go on from a checkpoint, with load_checkpoint"
         )
         self._ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
-        self._shard_group = info.shard_process_group if self._ranks > 1 else None
+        self.shard_group = info.shard_process_group if self._ranks > 1 else None
+        """The ranks that share the parameters; None: each has whole ones."""
         self._shards: dict[str, torch.Size] = {}  # by name: a rank's padded shard
         self._rows: set[str] = set()  # parameters that are sharded along their first dimension
         self._backward: int | None = None  # number of the running backward
@@ -84,7 +82,7 @@ class FSDPState(CompressionState):
         self._waits: list[Callable[[], object]] = []  # for collectives that are in flight
         # The device of the groups; parameters may be on the CPU, or have no memory yet.
         self._mesh_device = torch.device(info.mesh.device_type)
-        if self.goes_by_nodes:
+        if self.transform is None or self.transform.by_nodes:
             self.find_nodes(self._mesh_device)
         self._tensor_of: dict[str, Callable[[], torch.Tensor]] = {}
         for unit in self._units:
@@ -98,10 +96,10 @@ class FSDPState(CompressionState):
             self._enter(unit.trained())
         self.plan.complete()
         self.agree()
-        if self._shard_group is not None and not self._scatters:
+        if self.shard_group is not None and not self._scatters:
             # So far only the replicas of each shard have compared what they were given.
             terms = [f"gradients: {term}" for term in self.plan.terms]
-            agree_on_options(terms, self._shard_group, self.process_group)
+            agree_on_options(terms, self.shard_group, self.process_group)
         if self.residuals:
             self._taken = DiscardedGradients(self._names, self._by_name, early=True)
         for unit in self._units:
@@ -128,7 +126,12 @@ class FSDPState(CompressionState):
         """Let codecs be decided for parameters that get gradients, frozen ones when they do."""
         for name in names:
             if name not in self._numbers:
-                self.add(name, self._tensor_of[name]())
+                tensor = self._tensor_of[name]()
+                why = self.transform.exact(tensor) if self.transform else ""
+                self.add(name, tensor, exact=why)
+                self._device = self._mesh_device
+                if self.transform is not None:
+                    self.transform.entered(name)
         self._device = self._mesh_device
 
     def begin_step(self, *, weigh: bool = True, absent: bool = False) -> None:
@@ -167,12 +170,12 @@ class FSDPState(CompressionState):
         if self._usage is Usage.LEAVING and self._may_leave(begins=False):
             self._leave()
 
-    def _may_leave(self, *, begins: bool) -> bool:
-        """With HSDP all shards leave together: until then they synchronize after each step."""
-        may = super()._may_leave(begins=begins)
-        if self._scatters or self._shard_group is None:
-            return may
-        return all(others for (others,) in gather([may], self._shard_group, self._device))
+    def on_any_rank(self, found: bool) -> bool:
+        """See `CompressionState`: with HSDP shards decide together, too."""
+        found = super().on_any_rank(found)
+        if self._scatters or self.shard_group is None:
+            return found
+        return any(one for (one,) in gather([found], self.shard_group, self._device))
 
     def _leave(self) -> None:
         super()._leave()
@@ -185,11 +188,11 @@ class FSDPState(CompressionState):
         for wait in self._waits:
             wait()
         self._waits.clear()
-        if self._scatters or self._shard_group is None:
+        if self._scatters or self.shard_group is None:
             return
         finite = self._all_finite()
         verdict = torch.tensor(finite, dtype=torch.uint8, device=self._device)
-        dist.all_reduce(verdict, dist.ReduceOp.MIN, group=self._shard_group)
+        dist.all_reduce(verdict, dist.ReduceOp.MIN, group=self.shard_group)
         # Neither 0 nor the bytes of a failure.
         self._current.checks = [lambda: int(verdict) == 1]
 
@@ -201,6 +204,8 @@ class FSDPState(CompressionState):
 
     def travel_exactly(self, names: Sequence[str], why: str) -> None:
         """Note why gradients travel exactly in this step."""
+        if self.transform is not None:
+            self.transform.check_exact(names, why)
         self.plan.exactly.update(dict.fromkeys(names, why))
 
     def reduce_scatter(
@@ -225,7 +230,8 @@ class FSDPState(CompressionState):
         """
         self.enter(names)
         self._weigh(input)
-        wait = self.scatter(output, input, names, group, average=average)
+        reducer = self.transform or self
+        wait = reducer.scatter(output, input, names, group, average=average)
         if later:
             self._waits.append(wait)
         else:
@@ -236,7 +242,7 @@ class FSDPState(CompressionState):
     ) -> None:
         """Average shards over the replicas, in place; `later`: see `reduce_scatter`."""
         self.enter(names)
-        future = self.reduce(tensor, names)
+        future = (self.transform or self).reduce(tensor, names)
         if later:
             self._waits.append(partial(self.wait, future))
         else:
@@ -256,18 +262,18 @@ class FSDPState(CompressionState):
             return found
         if name not in self._rows:
             return None
-        if self._scatters or self._shard_group is None:
+        if self._scatters or self.shard_group is None:
             return found
         count = found.got.stop  # replicas average this rank's shard
-        first = self._shard_group.rank() * count
+        first = self.shard_group.rank() * count
         here = slice(first, first + count)
         return replace(found, given=here, got=here)
 
     @property
     def _all_groups(self) -> list[dist.ProcessGroup]:
         groups = [self.process_group]
-        if self._shard_group is not None and not self._scatters:
-            groups.append(self._shard_group)
+        if self.shard_group is not None and not self._scatters:
+            groups.append(self.shard_group)
         return groups
 
     @property

@@ -1,4 +1,4 @@
-"""What DDP's and FSDP2's hooks share for optimizers whose momentum travels, not the gradients.
+"""Momenta: the transform of an optimizer whose momentum travels in place of the gradients.
 
 For a coded parameter, a bucket that was filled with gradients leaves the hook with the momentum
 that all ranks have agreed on. `pycomm.optim` steps with it. docs/optimizers.md has the algorithm.
@@ -37,6 +37,7 @@ from pycomm.reduction.momentum.on_device.table import Table
 from pycomm.reduction.momentum.sum_places import SumPlaces
 from pycomm.reduction.saved import known, residuals_of
 from pycomm.reduction.state import CompressionState
+from pycomm.reduction.transform import Transform
 
 OTHERS = "another optimizer has it"
 """Why a parameter travels exactly that the optimizer does not have."""
@@ -44,41 +45,32 @@ OTHERS = "another optimizer has it"
 Find = Callable[[torch.Tensor], "tuple[dict[str, Any], dict[str, Any]] | None"]
 
 
-class Momenta(CompressionState, ABC):
-    """The part of a state whose coded parameters exchange momentum, whatever wraps the model.
+class Momenta(Transform, ABC):
+    """The momenta of a state's parameters, whatever wraps the model.
 
-    A subclass calls `_begin_momenta` after it has entered its parameters.
+    Args:
+        find: function from a parameter to its optimizer's settings and state; None: the optimizer
+            does not have it.
+        unit: function that returns the loss scale.
+        refresh: second moments are exchanged every so many steps; 0: so that they are at most an
+            eighth of the bytes.
     """
 
-    codes_once = True
-    has_factors = False  # the momentum has second moments of rows and columns
-    moments: dict[str, CodedMoment]
-    """The coded parameters, by name."""
-    steps = 0
-    """Optimizer steps so far."""
+    state: CompressionState
+    kept_alike = 2  # what was sent is kept beside the residuals
     own: Residuals
     """What this rank has sent of the momentum, also for the shards of other ranks."""
     has_whole = False
     """Each rank has whole parameters, which the kernels of a device take."""
 
-    def _begin_momenta(self, find: Find, unit: Callable[[], float], refresh: int) -> None:
-        """Begin with the parameters that were entered so far.
-
-        Args:
-            find: function from a parameter to its optimizer's settings and state; None: the
-                optimizer does not have it.
-            unit: function that returns the loss scale.
-            refresh: second moments are exchanged every so many steps; 0: so that they are at most
-                an eighth of the bytes.
-        """
+    def __init__(self, find: Find, unit: Callable[[], float], refresh: int) -> None:
         self._find, self._unit, self._scale = find, unit, 1.0
-        assert self.residuals is not None
-        self.own = Residuals(self.residuals.rule, self.process_group.size(), owners=False)
+        self.steps = 0
+        """Optimizer steps so far."""
+        self.moments: dict[str, CodedMoment] = {}
+        """The coded parameters, by name."""
+        self._begun = False
         self._sent: dist.Work | None = None  # the exchange of second moments, of several ranks
-        self.stays_because = (
-            "CodedAdamW keeps second moments that members share: wrap the module in a new "
-            "DistributedDataParallel, make a new CodedAdamW and call its adopt_state on all ranks"
-        )
         self._sums: torch.Tensor | None = None
         self._sum_places: SumPlaces | None = None
         self._lost: PeerLost | None = None  # the first error of a group that has lost ranks
@@ -86,40 +78,66 @@ class Momenta(CompressionState, ABC):
         self._stale = False  # a state was loaded since the last backward
         self._added = False  # the optimizer has got parameters since the last step began
         # Of a device with kernels, which then have the passes over all moments.
-        self._passes = DevicePasses.find(self._device) if self.has_whole else None
+        self._passes: DevicePasses | None = None
         self._job: Job | None = None  # of the bucket that is reduced
-        self.defers = self._passes is not None
-        self.moments = {}
-        for name in self.decisions:
-            self._make_moment(name)
         self._spare: list[torch.Tensor] = []
         # Of a device, whose memory another stream may read until backward's has waited for it.
         self._held: list[Job] = []
         self._codecs_then: list[Codec] = []
         self._refresh_asked, self._refresh = refresh, refresh or 1
+
+    def bind(self, state: CompressionState) -> None:
+        """See `Transform`."""
+        super().bind(state)
+        assert state.residuals is not None
+        self.own = Residuals(state.residuals.rule, state.process_group.size(), owners=False)
+        state.stays_because = (
+            "CodedAdamW keeps second moments that members share: wrap the module in a new "
+            "DistributedDataParallel, make a new CodedAdamW and call its adopt_state on all ranks"
+        )
+
+    def begin(self) -> None:
+        """Begin with the parameters that the state has got so far."""
+        if self.has_whole:
+            self._passes = DevicePasses.find(self.state._device)
+        self.state.defers = self._passes is not None
+        for name in self.state.decisions:
+            self._make_moment(name)
+        self._begun = True
         self._set_refresh()
+
+    def exact(self, parameter: torch.Tensor) -> str:
+        """See `Transform`."""
+        return OTHERS if self._find(parameter) is None else ""
+
+    def entered(self, name: str) -> None:
+        """See `Transform`: code the momentum of a parameter that was frozen before."""
+        if self._begun:
+            made = self._make_moment(name)
+            if made is not None:
+                made.begin()
 
     def _set_refresh(self) -> None:
         """Choose how often second moments travel, by the payloads of the codecs of now."""
-        codecs = [self.decisions[name].codec for name in self.moments]
+        codecs = [self.state.decisions[name].codec for name in self.moments]
         if self._refresh_asked or codecs == self._codecs_then:
             return
         self._codecs_then = codecs
         sums = sum(moment.sums_numel for moment in self.moments.values())
-        payload = sum(self.decisions[name].encoded_bytes for name in self.moments)
+        payload = sum(self.state.decisions[name].encoded_bytes for name in self.moments)
         self._refresh = min(16, max(1, -(-8 * 4 * sums // max(1, payload))))
 
     def _make_moment(self, name: str) -> CodedMoment | None:
         """Code the momentum of a parameter, unless it has one dimension or is always exact."""
-        decision, parameter = self.decisions[name], self._by_name[name]
-        rule = self.plan.policy.rule(decision.parameter)
+        decision, parameter = self.state.decisions[name], self.state._by_name[name]
+        rule = self.state.plan.policy.rule(decision.parameter)
         exact = rule is not None and parse_codec(rule.codec) == EXACT
         found = self._find(parameter)
         if found is None or exact or parameter.ndim < 2 or not parameter.numel():
             return None
         if parameter.dtype not in CODED:
             return None
-        if all(codec == EXACT for codec in self.plan.policy.named()):
+        if all(codec == EXACT for codec in self.state.plan.policy.named()):
             return None
         settings, kept = found
         shard, shards = self._shard_of(parameter)
@@ -127,7 +145,7 @@ class Momenta(CompressionState, ABC):
             *(parameter, settings, kept, decision.codec),
             shard=shard,
             shards=shards,
-            ranks=self.process_group.size(),
+            ranks=self.state.process_group.size(),
         )
         self.factor(made, kept)
         self.moments[name] = made
@@ -143,12 +161,6 @@ class Momenta(CompressionState, ABC):
             factored = moment.factored(state, sums)
             state.clear()
             state.update(factored)
-
-    def _make_late(self, name: str) -> None:
-        """Code the momentum of a parameter that has come after the constructor."""
-        made = self._make_moment(name)
-        if made is not None:
-            made.begin()
 
     def _shard_of(self, parameter: torch.Tensor) -> tuple[int, int]:
         """Return the number of this rank's shard of a parameter, and the number of shards."""
@@ -175,22 +187,22 @@ class Momenta(CompressionState, ABC):
         self._added = self._pending
         if self._added:
             return
-        for name, parameter in list(self._by_name.items()):
-            travels_exactly = self.decisions[name].parameter.exact == OTHERS
+        for name, parameter in list(self.state._by_name.items()):
+            travels_exactly = self.state.decisions[name].parameter.exact == OTHERS
             if travels_exactly and self._find(parameter) is not None:
-                self.add(name, parameter)
+                self.state.add(name, parameter)
                 self._make_moment(name)
 
     def drop_step(self) -> None:
         """Drop what a backward has left that no optimizer step has used: a state is loaded."""
         if self._pending:
-            self._current.discarded.update(self.moments)
+            self.state._current.discarded.update(self.moments)
             self._stale = True
         if self._sent is not None:
             self._sent.wait()
         self._sent = self._sums = None
         self._pending = False
-        self.settle()
+        self.state.settle()
         if self._added:
             self.take_added()
 
@@ -204,12 +216,12 @@ class Momenta(CompressionState, ABC):
         """
         if self._stale and self._touched_moments:
             raise Error(
-                f"rank {self.process_group.rank()}: a state was loaded after the last backward, "
-                "whose momentum would take the place of the loaded one: run a backward before the "
-                "step, or zero_grad() after loading"
+                f"rank {self.state.process_group.rank()}: a state was loaded after the last "
+                "backward, whose momentum would take the place of the loaded one: run a backward "
+                "before the step, or zero_grad() after loading"
             )
         if self._pending:
-            self.own.commit(self._touched_moments, self.step)
+            self.own.commit(self._touched_moments, self.state.step)
         if self._sent is not None:
             with self._noting_loss(), self._beside():
                 self._sent.wait()
@@ -223,10 +235,10 @@ class Momenta(CompressionState, ABC):
 
     def _take_sums_on(self, passes: DevicePasses) -> None:
         """Take the sums by kernels, behind what was queued on the stream beside this one."""
-        if self._side is not None:
-            torch.accelerator.current_stream().wait_stream(self._side.stream)
+        if self.state._side is not None:
+            torch.accelerator.current_stream().wait_stream(self.state._side.stream)
         if self.moments:
-            ranks = self.process_group.size()
+            ranks = self.state.process_group.size()
             passes.commit(
                 *(self._on_device, self._sums, ranks),
                 lambda moment: moment.parameter.grad is not None,
@@ -236,7 +248,7 @@ class Momenta(CompressionState, ABC):
         received: Sequence[torch.Tensor] = ()
         numbers: list[list[float]] = []
         if self._sums is not None:
-            means = self._sums.div_(self.process_group.size())
+            means = self._sums.div_(self.state.process_group.size())
             places = self._sum_places_in(means)
             places.condense(means)
             received, numbers = places.split(self._total(means))
@@ -279,25 +291,26 @@ class Momenta(CompressionState, ABC):
 
     # ------------------------------------------------------------------ steps
 
-    def begin_step(self, *, weigh: bool = True, absent: bool = False) -> None:
-        """See `CompressionState`: a step also begins after gradients that were thrown away."""
+    def before_step(self) -> None:
+        """See `Transform`: a step also begins after gradients that were thrown away."""
         if self._lost is not None:  # a later wait for the same operations raises less
             raise self._lost
-        self._check_capture()  # before anything is changed
         if self._pending:
             if self._has_momentum():
                 raise Error(
-                    f"rank {self.process_group.rank()}: a backward cannot add to the momentum "
-                    "that an earlier one has left in the gradients: call optimizer.step() or "
-                    "zero_grad() between them, or accumulate in no_sync() (FSDP2: "
+                    f"rank {self.state.process_group.rank()}: a backward cannot add to the "
+                    "momentum that an earlier one has left in the gradients: call optimizer.step() "
+                    "or zero_grad() between them, or accumulate in no_sync() (FSDP2: "
                     "set_requires_gradient_sync(False)) until the last one. In FSDP2 a module "
                     "that runs twice in one forward does so, too"
                 )
-            self._current.discarded.update(self.moments)
+            self.state._current.discarded.update(self.moments)
             if self._sent is not None:
                 self._sent.wait()  # its numbers belong to gradients that were not used
             self._sent = self._sums = None
-        super().begin_step(weigh=weigh, absent=absent)
+
+    def step_begun(self) -> None:
+        """See `Transform`."""
         self._stale, self._job = False, None
         self._held.clear()
         if self._added:
@@ -323,9 +336,8 @@ class Momenta(CompressionState, ABC):
     def _has_momentum(self) -> bool:
         """Return whether a gradient holds momentum that no step has used; alike on all ranks."""
 
-    def end_step(self) -> None:
-        """See `CompressionState`: the second moments travel behind the last bucket."""
-        super().end_step()
+    def step_ended(self) -> None:
+        """See `Transform`: the second moments travel behind the last bucket."""
         self._pending = True
         moments = self.moments.values()
         if not moments or not self._exchanges_sums:
@@ -339,15 +351,15 @@ class Momenta(CompressionState, ABC):
             else:
                 sums = torch.cat([moment.local_sums() for moment in moments])
                 self._sum_places_in(sums).measure(sums)
-            if self.process_group.size() > 1:
-                self._sent = dist.all_reduce(sums, group=self.process_group, async_op=True)
+            if self.state.process_group.size() > 1:
+                self._sent = dist.all_reduce(sums, group=self.state.process_group, async_op=True)
         self._sums = sums
 
     def _beside(self) -> AbstractContextManager[Any]:
         """Return a context in which work is queued behind the reductions by kernels."""
-        if self._passes is None or self._side is None:
+        if self._passes is None or self.state._side is None:
             return nullcontext()
-        stream = self._side.stream
+        stream = self.state._side.stream
         stream.wait_stream(torch.accelerator.current_stream())
         return cast("AbstractContextManager[Any]", stream)
 
@@ -364,10 +376,10 @@ class Momenta(CompressionState, ABC):
             return self._reduce_on(tensor, tuple(names))
         parts = self._parts(tuple(names), tensor)
         if not parts:
-            return super().reduce(tensor, names)
-        bucket = self._bucket(tuple(names), tensor.device)
+            return self.state.reduce(tensor, names)
+        bucket = self.state.bucket_of(tuple(names), tensor.device)
         # Else nodes code the sums of their ranks; and what one rank has sent is the momentum.
-        alone = self.process_group.size() > 1 and not bucket.levels
+        alone = self.state.process_group.size() > 1 and not bucket.levels
         divides = self._divides(names)
         encodings = self._encodings(parts, [None], alone=alone, divides=divides)
         values = [part for _, part, _ in parts]
@@ -386,9 +398,9 @@ class Momenta(CompressionState, ABC):
             )
 
         if alone:
-            befores = [self.residual_before(piece, bucket) for _, _, piece in parts]
-        if alone and self.coding_of(bucket) is not None:
-            self._encoded = keep
+            befores = [self.state.residual_before(piece, bucket) for _, _, piece in parts]
+        if alone and self.state.coding_of(bucket) is not None:
+            self.state.encoded = keep
         elif alone:  # what is coded may be gone before anybody can look at it
             room = self._room_for(values)
             sizes = [part.numel() for part in values]
@@ -396,7 +408,7 @@ class Momenta(CompressionState, ABC):
             for one, copy in zip(encodings, values, strict=True):
                 one.copy = copy
         scaled.encode(encodings)
-        future = super().reduce(tensor, names)
+        future = self.state.reduce(tensor, names)
 
         def restore(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             with self._noting_loss():
@@ -411,7 +423,7 @@ class Momenta(CompressionState, ABC):
 
     def _divides(self, names: Sequence[str]) -> bool:
         """Return whether a momentum is divided by d: not where it is not coded, on one rank."""
-        return self.process_group.size() > 1 or self._scale != 1 or self._is_fed(names)
+        return self.state.process_group.size() > 1 or self._scale != 1 or self.state._is_fed(names)
 
     # ------------------------------------------------------------------ kernels of a device
 
@@ -420,13 +432,13 @@ class Momenta(CompressionState, ABC):
     ) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket whose passes are kernels. Written with few calls, as `_reduce_coded`."""
         assert self._passes is not None
-        bucket = self._buckets.get(names) or self._bucket(names, tensor.device)
-        ranks = self.process_group.size()
+        bucket = self.state._buckets.get(names) or self.state.bucket_of(names, tensor.device)
+        ranks = self.state.process_group.size()
         table: Table | None = bucket.moments
         if table is None or not table.is_current:
             table = bucket.moments = self._table_of(bucket)
         if not table.parts:
-            return super().reduce(tensor, names)
+            return self.state.reduce(tensor, names)
         for moment, piece in table.parts:
             assert piece is not None
             if ranks > 1 and moment.codec is not piece.codec:
@@ -437,13 +449,13 @@ class Momenta(CompressionState, ABC):
             ranks=ranks,
             looks=self._exchanges_sums,
             divides=ranks > 1 or self._divides(names),
-            copies=table.own is not None and self.coding_of(bucket) is None,
+            copies=table.own is not None and self.state.coding_of(bucket) is None,
         )
         if not self._encodes_beside(bucket):
             self._encode_now(job, bucket)
             self._held.append(job)
-        future = super().reduce(tensor, names)
-        if self._job is None:  # `_exchange` has finished it
+        future = self.state.reduce(tensor, names)
+        if self._job is None:  # `exchange` has finished it
             return future
         self._job = None
 
@@ -463,16 +475,16 @@ class Momenta(CompressionState, ABC):
     def _table_of(self, bucket: Bucket) -> Table:
         parts = [(self.moments[p.name], p) for p in bucket.pieces if p.name in self.moments]
         own = None
-        if self.process_group.size() > 1 and not bucket.levels:
+        if self.state.process_group.size() > 1 and not bucket.levels:
             own = [self._own_of(piece) for _, piece in parts]
         return Table([(cast("DeviceMoment", moment), piece) for moment, piece in parts], own)
 
     def _encodes_beside(self, bucket: Bucket) -> bool:
-        """Return whether `_exchange` may encode, as what comes before it has nothing to change."""
+        """Return whether `exchange` may encode, as what comes before it has nothing to change."""
         choice = bucket.agreed.paths.get(("all_reduce", False))
-        if choice is None or choice.path.in_core or self.process_group.size() == 1:
+        if choice is None or choice.path.in_core or self.state.process_group.size() == 1:
             return False  # it is not called, or one cannot know
-        if self.plan.sampled:
+        if self.state.plan.sampled:
             return False
         for moment, _ in bucket.moments.parts:
             if not moment.knows:
@@ -484,22 +496,22 @@ class Momenta(CompressionState, ABC):
 
     def _encode_now(self, job: Job, bucket: Bucket) -> None:
         """Encode on the stream of backward, before the reduction looks at values and residuals."""
-        self._settle_deferred()
+        self.state._settle_deferred()
         job.encode(scale=self._scale_on)
         if job.keeps:
             pieces = [piece for piece in bucket.pieces if piece.name in self.moments]
-            job.befores = [self.residual_before(piece, bucket) for piece in pieces]
+            job.befores = [self.state.residual_before(piece, bucket) for piece in pieces]
 
     def _scale_on(self, moments: Sequence[DeviceMoment]) -> None:
         def sum_up(sums: torch.Tensor) -> int:
-            if self.process_group.size() > 1:
-                dist.all_reduce(sums, group=self.process_group)
-            return self.process_group.size()
+            if self.state.process_group.size() > 1:
+                dist.all_reduce(sums, group=self.state.process_group)
+            return self.state.process_group.size()
 
         assert self._passes is not None
         self._passes.scale(moments, sum_up)
 
-    def _exchange(
+    def exchange(
         self,
         tensor: torch.Tensor,
         bucket: Bucket,
@@ -510,14 +522,14 @@ class Momenta(CompressionState, ABC):
         """See `BucketReducer`; kernels make the momentum of the gradients before it, and after."""
         job, self._job = self._job, None
         if job is None:
-            return super()._exchange(tensor, bucket, group, finish, **options)
+            return self.state.exchange(tensor, bucket, group, finish, **options)
         if not job.encoded:
             job.encode(options.get("swapped"))
         single = job.keeps and bool(bucket.single)
         if single:
-            self._encoded = job.sent
+            self.state.encoded = job.sent
         try:
-            finite = super()._exchange(tensor, bucket, group, finish, **options)
+            finite = self.state.exchange(tensor, bucket, group, finish, **options)
         except PeerLost as error:
             self._lost = self._lost or error
             raise
@@ -528,14 +540,9 @@ class Momenta(CompressionState, ABC):
 
     # ------------------------------------------------------------------ what a rank has sent
 
-    @property
-    def kept_alike(self) -> int:
-        """See `BucketReducer`: what was sent is kept beside the residuals."""
-        return 2
-
     def _own_of(self, piece: BucketPiece) -> Residual:
         return self.own.get(
-            piece.name, piece.numel, self._device, rows=self.rows, codec=piece.codec
+            piece.name, piece.numel, self.state._device, rows=self.state.rows, codec=piece.codec
         )
 
     def _sent_before(self, piece: BucketPiece, shard: int | None = None) -> torch.Tensor | None:
@@ -568,12 +575,12 @@ class Momenta(CompressionState, ABC):
         found = [(name, self.moments[name]) for name in names if name in self.moments]
         if not found:
             return []
-        bucket = self._bucket(names, tensor.device)
+        bucket = self.state.bucket_of(names, tensor.device)
         pieces = {piece.name: piece for piece in bucket.pieces}
         parts = []
         for name, moment in found:
             piece = pieces[name]
-            if self.process_group.size() > 1:
+            if self.state.process_group.size() > 1:
                 moment.use(piece.codec)
             part = tensor[..., piece.offset : piece.offset + piece.numel]
             parts.append((moment, part, piece))
@@ -607,9 +614,9 @@ class Momenta(CompressionState, ABC):
         if new:
             moments = list(new.values())
             sums = torch.cat([moment.local_sums() for moment in moments])
-            if self.process_group.size() > 1:
-                dist.all_reduce(sums, group=self.process_group)
-                sums.div_(self.process_group.size())
+            if self.state.process_group.size() > 1:
+                dist.all_reduce(sums, group=self.state.process_group)
+                sums.div_(self.state.process_group.size())
             totals = torch.split(self._total(sums), [moment.sums_numel for moment in moments])
             for moment, total in zip(moments, totals, strict=True):
                 moment.provide(total)
@@ -638,22 +645,18 @@ class Momenta(CompressionState, ABC):
     # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """See `CompressionState`; also has what this rank has sent of the momentum."""
-        sent = self.step, self.own.state_dict()
-        return {**super().state_dict(), f"own{dist.get_rank()}": sent}
+        """See `Transform`: what this rank has sent of the momentum."""
+        return {f"own{dist.get_rank()}": (self.state.step, self.own.state_dict())}
 
-    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
-        """See `CompressionState`."""
-        self.drop_step()
-        super().load_state_dict(*states)
+    def keys(self, before: int) -> list[str]:
+        """See `Transform`."""
+        return [key.replace("rank", "own") for key in self.state.needed(before)]
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """See `Transform`."""
         self.own.clear()
-        saved = {key: value for state in states for key, value in state.items()}
         (about,) = saved["about"]
         before = about["world_size"]
-        keys = self._needed_besides(before)
-        own = [residuals_of(saved, key, about["step"]) for key in keys]
-        own = known(own, self._numbers, tell=False)
-        self.own.load_state_dict(self._mine(own, before), self.codecs)
-
-    def _needed_besides(self, before: int) -> list[str]:
-        return [key.replace("rank", "own") for key in self._needed(before)]
+        own = [residuals_of(saved, key, about["step"]) for key in self.keys(before)]
+        own = known(own, self.state._numbers, tell=False)
+        self.own.load_state_dict(self.state.resharded(own, before), self.state.codecs)

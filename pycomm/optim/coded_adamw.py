@@ -18,8 +18,11 @@ from pycomm.arguments import typed, whole
 from pycomm.codecs import Codec
 from pycomm.compression import attach
 from pycomm.feedback import Feedback
-from pycomm.hooks.ddp_momentum import MomentumState
-from pycomm.hooks.fsdp_momentum import ShardedMomentumState, check_averages
+from pycomm.hooks.ddp import HookState
+from pycomm.hooks.ddp_momentum import DDPMomenta
+from pycomm.hooks.fsdp import FSDPState
+from pycomm.hooks.fsdp_momentum import ShardedMomenta, check_averages
+from pycomm.hooks.momentum import Momenta
 from pycomm.optim.loading import has_gradient, is_filling, load
 from pycomm.optim.optimizer import CodedOptimizer
 from pycomm.optim.settings import (
@@ -30,8 +33,6 @@ from pycomm.optim.settings import (
     settings_only,
 )
 from pycomm.policy import Policy, agree_on_options, refused_together
-from pycomm.policy.exchange import device_of
-from pycomm.reduction import members
 from pycomm.reduction.momentum.moment import FLOAT32_STATES, local
 from pycomm.reduction.momentum.on_device.kernels import Kernels
 from pycomm.reduction.momentum.scaled import native, written
@@ -91,6 +92,7 @@ class CodedAdamW(CodedOptimizer):
     """
 
     _plain = "to_adamw"
+    momenta: Momenta
 
     def __init__(
         self,
@@ -115,7 +117,6 @@ class CodedAdamW(CodedOptimizer):
         model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
         self._groups: dict[int, dict[str, Any]] = {}
         self._scaler = scaler
-        given: dict[str, Any] = {"find": self._find, "unit": self._unit, "refresh": refresh}
         module, groups = model, []
         if _is_ddp(model):
             module, groups = model.module, [model.process_group]
@@ -123,18 +124,27 @@ class CodedAdamW(CodedOptimizer):
             groups = check_averages(model)
         with refused_together(*groups):
             policy, rule = policy_of(_NAME, codec), rule_of(_NAME, feedback)
-        given |= {"feedback": rule, "seed": seed}
         self._checks = GroupChecks(_NAME, module, defaults)
         self._checks.check(self.param_groups)
         self._ranks = groups
         lines = [f"refresh={refresh}, {'with' if scaler is not None else 'without'} a GradScaler"]
         agree_on_options(lines + self._checks.terms(self.param_groups), *groups)
-        made: MomentumState | ShardedMomentumState
+        kind = DDPMomenta if _is_ddp(model) else ShardedMomenta
+        self.momenta = momenta = kind(self._find, self._unit, refresh)
+        given: dict[str, Any] = {"feedback": rule, "seed": seed, "transform": momenta}
+        self.compression: HookState | FSDPState
         if _is_ddp(model):
-            made = attach(model, lambda: MomentumState(policy, model, **given))
+            wrapped = model
+
+            def make() -> HookState:
+                state = HookState(policy, wrapped, **given)
+                momenta.begin()
+                return state
+
+            self.compression = attach(model, make)
         else:
-            made = ShardedMomentumState(policy, model, **given)
-        self.compression = made
+            self.compression = FSDPState(policy, model, **given)
+            momenta.begin()
         """Codecs and residuals: `summary()`, `residual_norms()`, and `state_dict()`, which a
         checkpoint keeps beside the optimizer's own."""
 
@@ -164,9 +174,9 @@ class CodedAdamW(CodedOptimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self.compression.check_reduced(self._checks.names[id(parameter)], parameter)
-        self.compression.take_sums()
-        coded = {id(moment.parameter): moment for moment in self.compression.moments.values()}
+                    self.momenta.check_reduced(self._checks.names[id(parameter)], parameter)
+        self.momenta.take_sums()
+        coded = {id(moment.parameter): moment for moment in self.momenta.moments.values()}
         for one in coded.values():
             if one.parameter.grad is not None:
                 self.state[one.parameter] = one.state
@@ -181,7 +191,7 @@ class CodedAdamW(CodedOptimizer):
                     exact.append(parameter)
                 else:
                     moments.append(moment)
-            self.compression.move(moments, lr, weight_decay)
+            self.momenta.move(moments, lr, weight_decay)
             if exact:
                 self._step_exact(group, exact)
         return loss
@@ -195,11 +205,11 @@ class CodedAdamW(CodedOptimizer):
         Raises:
             ValueError: other groups, or parameters that were coded and are not, or the reverse.
         """
-        self.compression.drop_step()
+        self.momenta.drop_step()
         load(self, state_dict, FLOAT32_STATES)
         self._factor()
         self._rebind()
-        coded = {id(moment.parameter) for moment in self.compression.moments.values()}
+        coded = {id(moment.parameter) for moment in self.momenta.moments.values()}
         for parameter, state in self.state.items():
             if id(parameter) not in coded and "row" in state:
                 raise ValueError(
@@ -223,31 +233,21 @@ class CodedAdamW(CodedOptimizer):
 
     def _factor(self) -> None:
         """Make states of torch's AdamW, which have full second moments, those of coded moments."""
-        for moment in self.compression.moments.values():
-            self.compression.factor(moment, self.state.get(moment.parameter, {}))
+        for moment in self.momenta.moments.values():
+            self.momenta.factor(moment, self.state.get(moment.parameter, {}))
 
-    def adopt_state(self, previous: CodedAdamW) -> None:
-        """Continue from the optimizer of a group that has lost ranks; collective.
-
-        Momentum and second moments are those of the first remaining rank, residuals those of each
-        remaining rank; see `CompressionState.adopt_state`.
-
-        Args:
-            previous: the old optimizer, for the same parameters in the same order.
+    def adopt_state(self, previous: CodedAdamW) -> None:  # type: ignore[override]
+        """See `CodedOptimizer`.
 
         Raises:
             ValueError: the model is in `fully_shard` or `replicate`.
         """
-        typed("previous", previous, CodedAdamW)
-        if not isinstance(self.compression, MomentumState):
+        if not isinstance(self.compression, HookState):
             raise ValueError(
                 "CodedAdamW adopts states of models in DistributedDataParallel, since shards of "
                 "lost ranks are gone with them; go on from a checkpoint, with load_checkpoint"
             )
-        group = self.compression.process_group
-        saved = members.broadcast_object(previous.state_dict(), 0, group, device_of(group))
-        self.load_state_dict(saved)
-        self.compression.adopt_state(previous.compression)
+        super().adopt_state(previous)
 
     def to_adamw(self, **options: Any) -> torch.optim.AdamW:
         """Return torch's AdamW with the same groups and state; this optimizer remains as it is.
@@ -259,7 +259,7 @@ class CodedAdamW(CodedOptimizer):
             options: other options of `torch.optim.AdamW`, such as ``fused=True``.
         """
         adamw_ = torch.optim.AdamW(settings_only(self), **options)
-        for moment in self.compression.moments.values():
+        for moment in self.momenta.moments.values():
             if self.state.get(moment.parameter):
                 adamw_.state[moment.parameter] = moment.unfactored()
         for parameter, state in self.state.items():
@@ -274,8 +274,8 @@ class CodedAdamW(CodedOptimizer):
 
     def _fill(self) -> None:
         """Make the states of parameters that have a gradient, as a template for a checkpoint."""
-        self.compression.drop_step()
-        coded = {id(moment.parameter): moment for moment in self.compression.moments.values()}
+        self.momenta.drop_step()
+        coded = {id(moment.parameter): moment for moment in self.momenta.moments.values()}
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.grad is None:
                 continue
@@ -301,12 +301,12 @@ class CodedAdamW(CodedOptimizer):
             [local(parameter) for parameter in parameters],
             [local(parameter.grad) for parameter in parameters],  # type: ignore[arg-type]
             states,
-            as_torch=not self.compression.moments,
+            as_torch=not self.momenta.moments,
         )
 
     def _enter(self, groups: list[dict[str, Any]]) -> None:
         self._groups.clear()
-        self.compression.take_added()
+        self.momenta.take_added()
 
     def _unit(self) -> float:
         return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
@@ -314,11 +314,11 @@ class CodedAdamW(CodedOptimizer):
     def _rebind(self) -> None:
         """Let the moments use the groups and states that are now the optimizer's."""
         self._groups.clear()
-        for moment in self.compression.moments.values():
+        for moment in self.momenta.moments.values():
             settings, state = self._find(moment.parameter) or ({}, {})
             moment.rebind(settings, state)
         steps = [int(state["step"]) for state in self.state.values() if "step" in state]
-        self.compression.steps = max(steps, default=0)
+        self.momenta.steps = max(steps, default=0)
 
     def _find(self, parameter: torch.Tensor) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Return a parameter's group and state; None: it is not optimized."""

@@ -19,7 +19,8 @@ from pycomm.codecs import Codec
 from pycomm.compression import check_takes_hook
 from pycomm.feedback import Feedback, Residual
 from pycomm.feedback.rule import EXACT
-from pycomm.hooks.sent_momentum import SentMomentumState, sent_momentum_hook
+from pycomm.hooks.ddp import compress_hook
+from pycomm.hooks.sent_momentum import SentMomenta
 from pycomm.optim.loading import has_gradient, is_filling, load
 from pycomm.optim.optimizer import CodedOptimizer
 from pycomm.optim.settings import (
@@ -33,8 +34,8 @@ from pycomm.policy import Policy, agree_on_options, refused_together
 from pycomm.policy.exchange import answer, device_of
 from pycomm.policy.names import clean
 from pycomm.policy.quality import nominal_error
-from pycomm.reduction import members
 from pycomm.reduction.momentum.moment import shortened
+from pycomm.reduction.state import CompressionState
 
 MEASURED_EVERY = 16
 """Steps from one measurement of the codings' errors to the next; two numbers of each parameter."""
@@ -109,6 +110,7 @@ class CodedSGD(CodedOptimizer):
     """
 
     _plain = "to_sgd"
+    momenta: SentMomenta
 
     def __init__(
         self,
@@ -144,12 +146,9 @@ class CodedSGD(CodedOptimizer):
         lines += self._checks.terms(self.param_groups)
         agree_on_options(lines, self.process_group)
         check_takes_hook(model)
-        self.compression = SentMomentumState(
-            policy,
-            process_group=self.process_group,
-            feedback=rule,
-            seed=seed,
-        )
+        self.momenta = SentMomenta()
+        options: dict[str, Any] = {"feedback": rule, "seed": seed, "transform": self.momenta}
+        self.compression = CompressionState(policy, process_group=self.process_group, **options)
         """Codecs and what this rank keeps for itself, residuals and what it has sent: `summary()`,
         and `state_dict()`, which a checkpoint keeps beside the optimizer's own."""
         self.compression.stays_because = (
@@ -157,7 +156,7 @@ class CodedSGD(CodedOptimizer):
             "DistributedDataParallel, make a new CodedSGD and call its adopt_state on all ranks"
         )
         self._enter(self.param_groups)
-        model.register_comm_hook(self.compression, sent_momentum_hook)
+        model.register_comm_hook(self.compression, compress_hook)
 
     def _check(self, groups: list[dict[str, Any]]) -> None:
         """See `CodedOptimizer`: the step averages all parameters, also those that DDP ignores."""
@@ -172,7 +171,7 @@ class CodedSGD(CodedOptimizer):
 
     def _enter(self, groups: list[dict[str, Any]]) -> None:
         added = {id(p) for group in groups for p in group["params"]}
-        self.compression.owned |= added
+        self.momenta.owned |= added
         for name, parameter in self._checks.parameters.items():
             if id(parameter) in added:
                 self.compression.add(name, _float32(parameter))
@@ -203,22 +202,6 @@ class CodedSGD(CodedOptimizer):
         """Restore what `state_dict` returned, on any number of ranks."""
         load(self, state_dict, ("coding_error",))
         self._codecs.clear()  # the error in the state belongs to the codec that comes
-
-    def adopt_state(self, previous: CodedSGD) -> None:
-        """Continue from the optimizer of a group that has lost ranks; collective.
-
-        The momentum is that of the first remaining rank, residuals are those of each remaining
-        rank; see `CompressionState.adopt_state`.
-
-        Args:
-            previous: the old optimizer, for the same parameters in the same order.
-        """
-        typed("previous", previous, CodedSGD)
-        saved = members.broadcast_object(
-            previous.state_dict(), 0, self.process_group, device_of(self.process_group)
-        )
-        self.load_state_dict(saved)
-        self.compression.adopt_state(previous.compression)
 
     # ------------------------------------------------------------------ a step
 
@@ -277,8 +260,7 @@ class CodedSGD(CodedOptimizer):
         return overflow
 
     def _take(self, parts: list[Part]) -> None:
-        state = self.compression
-        own = state.own
+        own = self.momenta.own
         for part in parts:
             self._start(part)
         exact = {part.name for part in parts if self._codecs[part.name] == EXACT}
@@ -289,7 +271,7 @@ class CodedSGD(CodedOptimizer):
         means = self._exchange(momenta)
         if means is None:
             return
-        alone = not state.codes_sums(momenta, parts[0].parameter.device)
+        alone = not self.momenta.codes_sums(momenta, parts[0].parameter.device)
         errors = []
         for part in parts:
             keeps = float(part.group["momentum"]) > 0  # else the buffer waits, as torch's does
@@ -312,7 +294,7 @@ class CodedSGD(CodedOptimizer):
 
     def _step_exact(self, part: Part, gradient: torch.Tensor) -> None:
         """Move a parameter by the mean gradient, in the order of operations of torch's SGD."""
-        self.compression.own.pop(part.name, None)  # a codec that comes goes on from the mean
+        self.momenta.own.pop(part.name, None)  # a codec that comes goes on from the mean
         group, buffer = part.group, self.state[part.parameter]["momentum_buffer"]
         if group["weight_decay"]:
             gradient = gradient.add(part.parameter, alpha=float(group["weight_decay"]))
@@ -332,7 +314,7 @@ class CodedSGD(CodedOptimizer):
         state, overflows = self.compression, self.compression.overflows
         flat = torch.cat([value.reshape(-1) for value in momenta.values()])
         state.begin_step()
-        flat = state.wait(state.reduce(flat, list(momenta)))
+        flat = state.wait(self.momenta.reduce(flat, list(momenta)))
         state.end_step()
         state.settle()
         if state.overflows > overflows:
@@ -381,9 +363,8 @@ class CodedSGD(CodedOptimizer):
         residual = self._residual(name) if self.process_group.size() > 1 else None
         if residual is None:
             return momentum, squares
-        state = self.compression
         # The step is committed: what it has written is current, and the other side is still there.
-        after, before = residual.load_worker(), state.before.pop(name, None)
+        after, before = residual.load_worker(), self.momenta.before.pop(name, None)
         coded = momentum.reshape(-1) + (residual.written_worker() if before is None else before)
         squares[0], squares[1] = after.dot(after), coded.dot(coded)
         return coded.sub_(after).view_as(momentum), squares

@@ -8,9 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pycomm.arguments import typed
 from pycomm.errors import Error
 from pycomm.optim.settings import GroupChecks
 from pycomm.policy import agree_on_options
+from pycomm.policy.exchange import device_of
+from pycomm.reduction import members
+from pycomm.reduction.state import CompressionState
+from pycomm.reduction.transform import Transform
 
 
 class CodedOptimizer(torch.optim.Optimizer, ABC):
@@ -22,6 +27,10 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
     _checks: GroupChecks
     _ranks: list[dist.ProcessGroup]
     """Groups of ranks with equal settings."""
+    compression: CompressionState
+    """Codecs and residuals."""
+    momenta: Transform
+    """What travels in place of the gradients."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `torch.optim.Optimizer`; collective, between two steps.
@@ -45,6 +54,21 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
     def _check(self, groups: list[dict[str, Any]]) -> None:
         """Check settings and parameters of groups."""
         self._checks.check(groups)
+
+    def adopt_state(self, previous: CodedOptimizer) -> None:
+        """Continue from the optimizer of a group that has lost ranks; collective.
+
+        Momenta and what else is equal on all ranks are those of the first remaining rank, residuals
+        those of each remaining rank; see `CompressionState.adopt_state`.
+
+        Args:
+            previous: the old optimizer, for the same parameters in the same order.
+        """
+        typed("previous", previous, type(self))
+        group = self.compression.process_group
+        saved = members.broadcast_object(previous.state_dict(), 0, group, device_of(group))
+        self.load_state_dict(saved)
+        self.compression.adopt_state(previous.compression)
 
     @abstractmethod
     def _enter(self, groups: list[dict[str, Any]]) -> None:

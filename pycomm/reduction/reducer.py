@@ -41,6 +41,7 @@ from pycomm.reduction.nodes import Nodes, find_levels
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.single_coding import SingleCoding
 from pycomm.reduction.step import Step, StepStatus
+from pycomm.reduction.transform import Transform
 from pycomm.reduction.weights import weigh
 
 
@@ -58,6 +59,7 @@ class BucketReducer:
         feedback: bool | str | Feedback | None,
         seed: int,
         weighted: bool = False,
+        transform: Transform | None = None,
     ) -> None:
         process_group = process_group or dist.group.WORLD
         if process_group is None:
@@ -79,6 +81,10 @@ class BucketReducer:
         self.step = 0
         """Number of the current step, from 1."""
 
+        self.transform = transform
+        """What takes the place of the gradients before they are coded; None: nothing does. It is a
+        momentum: its coarse payloads are gathered, or answered without a residual (see
+        `pycomm.reduction.single_coding`), and its matrices have no factors."""
         self.averages_senders = False
         """A value of a sparse payload is averaged over the ranks that have sent it."""
         self.factors: list[float] | None = None
@@ -98,12 +104,8 @@ class BucketReducer:
         self._thread: ExchangeThread | None = None  # that does so beside backward, of host tensors
         self._formed_with = self._formed()
         self._current = Step(StepStatus.COMMITTED)
-
-    codes_once = False
-    """What is averaged is a momentum, whose coarse payloads are gathered, or answered without a
-    residual; see `pycomm.reduction.single_coding`."""
-    _encoded: Callable[[], None] | None = None
-    """Is called once, by the next reduction that `coding_of` tells of; see `two_shot.exchange`."""
+        self.encoded: Callable[[], None] | None = None
+        """Is called once, by the next reduction of which `coding_of` tells."""
 
     def _refusal(self, codec: Codec) -> str:
         """Return why this group cannot use a codec; "" if it can."""
@@ -205,7 +207,7 @@ class BucketReducer:
         if tensor.dtype not in CODED or tensor.is_sparse:
             return self._reduce_plain(tensor)
         key = tuple(names)
-        bucket = self._buckets.get(key) or self._bucket(key, tensor.device)
+        bucket = self._buckets.get(key) or self.bucket_of(key, tensor.device)
         if bucket.numel != tensor.numel():
             raise Error(
                 f"rank {self.process_group.rank()}: a bucket has {tensor.numel()} values, and its "
@@ -247,7 +249,7 @@ class BucketReducer:
         coded = completed(tensor)
         if others:
             names = tuple(piece.name for piece in others)
-            coded = self._reduce_coded(torch.cat(places), self._bucket(names, tensor.device))
+            coded = self._reduce_coded(torch.cat(places), self.bucket_of(names, tensor.device))
 
         def put_back() -> None:
             parts = (
@@ -285,7 +287,7 @@ class BucketReducer:
             probe = self.plan.probe(tensor, bucket.pieces, self._residual_of)
         senders = self._senders() if self.averages_senders and bucket.gathers else None
         choice = bucket.agreed.paths.get(("all_reduce", senders is not None))
-        if self.codes_once and (single := self.coding_of(bucket)) is not None:
+        if self.transform is not None and (single := self.coding_of(bucket)) is not None:
             choice = bucket.agreed.paths["all_reduce", False] = single.path(bucket, tensor)
         elif choice is None:
             choice = paths.chosen(
@@ -317,10 +319,11 @@ class BucketReducer:
         options: dict[str, Any] = {"seed": self.seed, "step": self.step}
         if senders is not None:
             options["senders"] = senders
+        exchange = (self.transform or self).exchange
         if self._thread is not None and not bucket.single:
             group = self._thread.group
             coded, is_finite = self._thread.run(
-                tensor, lambda: self._exchange(tensor, bucket, group, finish, **options)
+                tensor, lambda: exchange(tensor, bucket, group, finish, **options)
             )
             step.checks.append(is_finite)
             return coded
@@ -339,7 +342,7 @@ class BucketReducer:
             else:
                 self._settle_deferred()
         try:
-            finite = self._exchange(tensor, bucket, self.process_group, finish, **options)
+            finite = exchange(tensor, bucket, self.process_group, finish, **options)
             future.set_result(tensor)
         finally:
             if stream is not None:
@@ -349,7 +352,7 @@ class BucketReducer:
             step.checks.append(partial(read, finite))
         return future  # type: ignore[no-any-return]
 
-    def _exchange(
+    def exchange(
         self,
         tensor: torch.Tensor,
         bucket: Bucket,
@@ -361,7 +364,7 @@ class BucketReducer:
         values = tensor if tensor.is_contiguous() else tensor.contiguous()
         finite: torch.Tensor | None
         if bucket.single:
-            encoded, self._encoded = self._encoded, None
+            encoded, self.encoded = self.encoded, None
             finite = bucket.single.average(values, bucket, encoded=encoded, **options)
         elif self._nodes is not None and bucket.levels:
             finite = self._nodes.all_reduce(values, bucket, **options)
@@ -405,7 +408,7 @@ class BucketReducer:
         Returns:
             A function that waits for the result.
         """
-        bucket = self._bucket(tuple(names), input.device)
+        bucket = self.bucket_of(tuple(names), input.device)
         step = self._current
         if step.looks:
             self._factors.look(input, bucket, self.matrix)
@@ -497,7 +500,7 @@ class BucketReducer:
         self._current.checks.append(lambda: verdict == [True])
         return average(tensor, self.process_group).then(look)
 
-    def _bucket(self, names: tuple[str, ...], device: torch.device) -> Bucket:
+    def bucket_of(self, names: tuple[str, ...], device: torch.device) -> Bucket:
         bucket = self._buckets.get(names)
         if bucket is None:
             self._settle_deferred()  # residuals may change their form
@@ -562,7 +565,7 @@ class BucketReducer:
             pieces: those of a bucket.
             nodes: by which the bucket is reduced; None: flat.
         """
-        if self.codes_once and nodes is not None:  # a coarse payload has all values
+        if self.transform is not None and nodes is not None:  # a coarse payload has all values
             return [ALL] * len(pieces)
         group = self.process_group
         flat: tuple[int, int, coding.Runs] = group.rank(), group.size(), coding.whole(pieces)
@@ -582,13 +585,8 @@ class BucketReducer:
         if self._device.type == "cpu" and not self._nodes and self._kind != "momentum":
             native = backend.find_native(self.process_group)
             levels = native.levels if native and not self.averages_senders else ()
-        alone = self.rows > 1 or self.codes_once
+        alone = self.rows > 1 or self.transform is not None
         return 1 if alone else min(Counter(levels).values(), default=1)
-
-    @property
-    def kept_alike(self) -> int:
-        """Number of states of the size of the residuals, with these."""
-        return 1
 
     @property
     def rows(self) -> int:
@@ -625,7 +623,7 @@ class BucketReducer:
         All dimensions but the first count as columns.
         """
         decision = self.decisions.get(name)
-        if decision is None or not self.has_factors:
+        if decision is None or self.transform is not None:
             return None
         shape = self.part(decision).parameter.shape
         if len(shape) < 2 or not torch.Size(shape).numel():
@@ -636,9 +634,6 @@ class BucketReducer:
             rank = self.process_group.rank()
             got = slice(rank * shape[0], (rank + 1) * shape[0])
         return Matrix(rows, columns, given, got)
-
-    has_factors = True
-    """Rows and columns of parameters may get factors."""
 
     @property
     def _all_groups(self) -> list[dist.ProcessGroup]:

@@ -34,6 +34,7 @@ from pycomm.reduction.saved import check_sizes, known, load_saved, residuals_of
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.taken import DiscardedGradients
+from pycomm.reduction.transform import Transform
 from pycomm.reduction.weights import Weights
 
 STATE_VERSION = 1
@@ -66,6 +67,7 @@ class CompressionState(BucketReducer):
             `pycomm.Feedback`. Equal on all ranks.
         seed: seed of random rounding; equal on all ranks.
         weighted: weight the ranks by `set_weight`; equal on all ranks.
+        transform: what takes the place of the gradients; an optimizer gives it.
 
     Raises:
         Error: there is no process group.
@@ -81,9 +83,10 @@ class CompressionState(BucketReducer):
         feedback: bool | str | Feedback | None = True,
         seed: int = 0,
         weighted: bool = False,
+        transform: Transform | None = None,
     ) -> None:
         options: dict[str, Any] = {"feedback": feedback, "seed": seed, "weighted": weighted}
-        super().__init__(codec, process_group=process_group, **options)
+        super().__init__(codec, process_group=process_group, transform=transform, **options)
         self._weights = Weights(self.process_group) if weighted else None
         self._overflows = 0
         self._rates = Rates()
@@ -103,6 +106,10 @@ class CompressionState(BucketReducer):
             )
         self.busy = False
         """Reductions of a step run, which a hook that does not wait for them in backward says."""
+        self.successor: CompressionState | None = None
+        """The new state, if a DDP model was compressed again after `remove`."""
+        if transform is not None:
+            transform.bind(self)
 
     # ------------------------------------------------------------------ for users
 
@@ -173,7 +180,7 @@ class CompressionState(BucketReducer):
         parts = [self.part(decision) for decision in self.decisions.values()]
         form = self.rows, self.shards
         each = (self.residuals.bytes_for(p.codec, p.parameter.numel, *form) for p in parts)
-        return sum(each) * self.kept_alike
+        return sum(each) * (self.transform.kept_alike if self.transform else 1)
 
     def _memory_text(self) -> str:
         """Return the memory of the residuals as a line of text; empty if there are none."""
@@ -343,8 +350,9 @@ class CompressionState(BucketReducer):
         """
         self.settle(last=False)
         residuals = self.residuals.state_dict() if self.residuals else {}
+        others = self.transform.state_dict() if self.transform else {}
         # The global rank: every replica group has a rank 0.
-        return {**self._common(), f"rank{dist.get_rank()}": (self.step, residuals)}
+        return {**self._common(), f"rank{dist.get_rank()}": (self.step, residuals), **others}
 
     def _common(self) -> dict[str, Any]:
         """Return the entries of `state_dict` that are equal on all ranks."""
@@ -371,6 +379,8 @@ class CompressionState(BucketReducer):
             Error: `remove` is complete; call `pycomm.compress` again.
         """
         self._check_in_use()
+        if self.transform is not None:
+            self.transform.drop_step()
         for state in states:
             typed("state", state, Mapping)
         saved = {key: value for state in states for key, value in state.items()}
@@ -391,6 +401,8 @@ class CompressionState(BucketReducer):
         if self.residuals:
             self.residuals.load_state_dict(own, self.codecs)
         self._forget_buckets()
+        if self.transform is not None:
+            self.transform.load_state_dict(saved)
 
     def _load_common(self, about: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
         """Restore the entries that are equal on all ranks; own residuals get their units."""
@@ -410,8 +422,9 @@ class CompressionState(BucketReducer):
         """Return the residuals for this rank, by the parameters' names here."""
         assert self.residuals is not None
         before, ranks = about["world_size"], self.process_group.size()
-        needed = self._needed(before)
-        if missing := [k for k in (*needed, *self._needed_besides(before)) if k not in saved]:
+        needed = self.needed(before)
+        others = self.transform.keys(before) if self.transform else []
+        if missing := [key for key in (*needed, *others) if key not in saved]:
             raise ValueError(
                 f"the hook's state was saved by {before} ranks and is loaded by rank "
                 f"{self.process_group.rank()} of {ranks}, which needs what {', '.join(missing)} "
@@ -420,9 +433,9 @@ class CompressionState(BucketReducer):
         own = [residuals_of(saved, key, about["step"]) for key in needed]
         # Renamed before they are resharded: the cuts are known by the names here.
         own = known(own, self._numbers, tell=self.process_group.rank() == 0)
-        return self._mine(own, before)
+        return self.resharded(own, before)
 
-    def _mine(self, own: Sequence[Any], before: int) -> Any:
+    def resharded(self, own: Sequence[Any], before: int) -> Any:
         """Return this rank's residuals from those of `before` ranks that it takes over."""
         assert self.residuals is not None
         ranks = self.process_group.size()
@@ -436,7 +449,7 @@ class CompressionState(BucketReducer):
         """Return how ranks shard the parameters; empty: each rank has all of them."""
         return {}
 
-    def _needed(self, before: int) -> list[str]:
+    def needed(self, before: int) -> list[str]:
         """Return the keys of the entries of `before` ranks that this rank needs."""
         if self.residuals is None:
             return []
@@ -449,10 +462,6 @@ class CompressionState(BucketReducer):
             )
         rank, ranks = self.process_group.rank(), self.process_group.size()
         return [f"rank{r}" for r in sources(before, rank, ranks)]
-
-    def _needed_besides(self, before: int) -> list[str]:
-        """Return the keys of other entries of `before` ranks that this rank needs."""
-        return []
 
     def adopt_state(self, previous: CompressionState | None) -> None:
         """Continue from the state of a group that has lost ranks, or has new ones; collective.
@@ -486,6 +495,8 @@ class CompressionState(BucketReducer):
                 "go on from a checkpoint, with load_checkpoint"
             )
         self._meet(previous)
+        if self.transform is not None:
+            self.transform.adopted()
 
     def follow_members(self) -> None:
         """Continue with the group's members after they have changed; collective among them.
@@ -566,8 +577,8 @@ class CompressionState(BucketReducer):
         self._check_in_use()
         about = load_saved(checkpoint_id, key, ["about"], self.process_group)["about"]
         before = about[0]["world_size"]
-        needed = self._needed(before)
-        parts = ["about", "factors", *needed, *self._needed_besides(before)]
+        others = self.transform.keys(before) if self.transform else []
+        parts = ["about", "factors", *self.needed(before), *others]
         saved = load_saved(checkpoint_id, key, parts, self.process_group)
         self.load_state_dict(saved)
 
@@ -653,6 +664,8 @@ class CompressionState(BucketReducer):
                 raised on all ranks.
         """
         self._check_capture()
+        if self.transform is not None:
+            self.transform.before_step()
         if self.stays_because:
             self.follow_members()  # raises if they have changed
         if self._weights is not None and weigh:
@@ -672,13 +685,15 @@ class CompressionState(BucketReducer):
         anew = bool(changed) or not self._buckets or before.parameters != step.parameters
         if self._factors.moved or anew:
             self._begin_factors()
-        step.looks = (self.has_factors and self.process_group.size() > 1) and (
+        step.looks = (self.transform is None and self.process_group.size() > 1) and (
             is_look(self.step) or (anew and not self._factors.knows(self._matrices()))
         )
         if step.looks:
             self._factors.start_look()
         if self._usage is Usage.REQUESTED:
             self._usage = Usage.LEAVING
+        if self.transform is not None:
+            self.transform.step_begun()
 
     def _matrices(self) -> dict[str, Matrix]:
         """Return all parameters that may get factors now."""
@@ -712,6 +727,8 @@ class CompressionState(BucketReducer):
         step.reduced()
         if self._taken:
             self._taken.end(step.pieces, elsewhere=step.absent)
+        if self.transform is not None:
+            self.transform.step_ended()
 
     def settle(self, *, last: bool = True, ahead: bool = False) -> None:
         """Wait for the last step; keep its residuals if it completed and is finite.

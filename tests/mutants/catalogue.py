@@ -333,14 +333,14 @@ RESIDUALS = (
     ),
     Mutant(
         "a-second-backward-codes-the-momentum-of-the-first",
-        "pycomm/hooks/momentum.py::Momenta.begin_step",
+        "pycomm/hooks/momentum.py::Momenta.before_step",
         "if self._has_momentum():",
         "if False:",
         "torch/optim/contract/test_gradients.py::test_a_second_backward_before_a_step_is_refused",
     ),
     Mutant(
         "shards-that-others-own-have-the-own-momentum",
-        "pycomm/hooks/fsdp_momentum.py::ShardedMomentumState._sent_before",
+        "pycomm/hooks/fsdp_momentum.py::ShardedMomenta._sent_before",
         "return self._own_of(piece).stored_worker(shard)",
         "return None",
         "torch/optim/test_coded_adamw.py::test_a_step_is_that_of_the_formula",

@@ -222,7 +222,8 @@ def main(
         state = HookState(codec, wrapped)
     profile = Profile()
     for step in range(STEPS):
-        for moment in getattr(state, "moments", {}).values() if step else ():
+        moments = optimizer.momenta.moments if optimizer is not None else {}
+        for moment in moments.values() if step else ():
             moment.state["moment_weight"].fill_(1.0)  # kernels would have written it
         torch.ops.fakegpu.record_calls(True)  # from the start again
         take(given, state, optimizer, profile if step == STEPS - 1 else None)

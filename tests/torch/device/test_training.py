@@ -373,9 +373,10 @@ def check_training(
         found.append(
             on_host({k: torch.as_tensor(v) for k, v in optimizer.state[parameter].items()})
         )
-    for name in getattr(state, "moments", ()):
-        if name in state.own:
-            found.append(state.own[name].current("worker").cpu())
+    momenta = optimizer.momenta
+    for name in getattr(momenta, "moments", ()):
+        if name in momenta.own:
+            found.append(momenta.own[name].current("worker").cpu())
     return ahead, found
 
 

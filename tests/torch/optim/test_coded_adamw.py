@@ -198,7 +198,7 @@ def test_second_moments_decay_by_the_betas_of_each_step(rank, size):
         optimizer.param_groups[0]["betas"] = (0.9, beta)
         train(model, optimizer, rank, range(step, step + 1))
         left *= beta
-    moments = optimizer.compression.moments.values()
+    moments = optimizer.momenta.moments.values()
     weights = [float(moment.state["moment_weight"]) for moment in moments]
     assert weights == pytest.approx([1 - left] * len(weights), rel=1e-5)
 
@@ -210,7 +210,7 @@ def in_16_bits(rank: int, size: int) -> list[int]:
     given = {"big": torch.randn(512, 256, generator=generator), "bias": torch.zeros(9)}
     for _ in range(2):
         table.step(model, optimizer, given)
-    sent = optimizer.compression.own["big"].worker[0]
+    sent = optimizer.momenta.own["big"].worker[0]
     assert torch.equal(whole(model.big).isfinite(), torch.ones(512, 256, dtype=torch.bool))
     assert optimizer.compression.residual_bytes == 4 * sent.numel() * sent.element_size()
     return [storage.count("bf16", 256 * 256, 2), sent.numel() * sent.element_size()]
@@ -235,7 +235,7 @@ def test_momentum_is_the_mean_of_what_ranks_have_sent(rank, size):
             for name in ("big", "small") if step in (1, 2) else ():
                 optimizer.compression.residuals[name].layouts = ["another", "another"]
             train(model, optimizer, rank, range(step, step + 1))
-            own = optimizer.compression.own
+            own = optimizer.momenta.own
             for name in ("big", "small"):
                 mean = own[name].current("worker")
                 dist.all_reduce(mean)
@@ -254,7 +254,7 @@ def test_without_sent_values_ranks_use_the_momentum(rank, size):
     b.load_state_dict(a.state_dict())
     two.load_state_dict(deepcopy(one.state_dict()))
     before = two.state[b.module.big]["exp_avg"].clone()
-    moment = two.compression.moments["big"]
+    moment = two.momenta.moments["big"]
     b({name: torch.zeros(shape) for name, shape in SHAPES.items()}).backward()
     # Round-off of a division and a multiplication.
     torch.testing.assert_close(b.module.big.grad, moment.beta * before, rtol=1e-5, atol=1e-7)
@@ -404,7 +404,7 @@ def of_all_ranks(rank: int, size: int, which: str, refresh: int) -> list[list[to
         assert all(one.isfinite().all() for one in kept)
         found.append([*kept, *values(model)])
         if which != "sgd":
-            steps = [moment._steps for moment in optimizer.compression.moments.values()]
+            steps = [moment._steps for moment in optimizer.momenta.moments.values()]
             found.append([torch.tensor(steps)])
     return found
 

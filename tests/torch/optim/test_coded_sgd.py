@@ -97,7 +97,7 @@ def test_what_was_sent_in_another_layout(rank, size, codec):
     optimizer._exchange = recorded
     for step in range(3):
         train(model, optimizer, rank, range(step, step + 1))
-        for name, sent in optimizer.compression.own.items():
+        for name, sent in optimizer.momenta.own.items():
             left = residuals[name].current("worker")
             torch.testing.assert_close(sent.reshape(-1), given[name] - left, rtol=1e-5, atol=1e-6)
 
@@ -164,7 +164,7 @@ rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 4)
 dist.init_process_group("pycomm", store=store, rank=rank, world_size=4)
 model, optimizer = make("int4")
 train(model, optimizer, rank, range(4))
-state = optimizer.compression
+state = optimizer.momenta
 print(state.codes_sums(["big", "small", "bias"], torch.device("cpu")), len(state.own))
 buffer = optimizer.state[model.module.big]["momentum_buffer"]
 print([float(x.double().sum()) for x in (*values(model), buffer)])

@@ -231,8 +231,8 @@ def test_the_backward_after_a_loss_raises_the_first_error(rank, size, which):
     table.train(model, optimizer, rank, range(2))
     optimizer.zero_grad()
     model(table.gradients(rank, 2)).backward()
-    optimizer.compression._sent.wait()
-    optimizer.compression._sent = OfLostRank()
+    optimizer.momenta._sent.wait()
+    optimizer.momenta._sent = OfLostRank()
     with pytest.raises(PeerLost, match="rank 7 died"):
         optimizer.step()
     with pytest.raises(PeerLost, match="rank 7 died"):

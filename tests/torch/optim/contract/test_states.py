@@ -225,8 +225,8 @@ def totals(optimizer: Any) -> dict[str, Any]:
         found[f"{name}.momentum"] = whole(kept_[key]).clone()
         found |= {f"{name}.{k}": kept_[k].clone() for k in shared if k in kept_}
         sent = torch.zeros(torch.Size(shape).numel())
-        if name in state.own:
-            own = state.own[name]
+        if name in optimizer.momenta.own:
+            own = optimizer.momenta.own[name]
             own = own if isinstance(own, torch.Tensor) else own.current("worker")
             sent += own.flatten()[: sent.numel()] / dist.get_world_size()
         dist.all_reduce(sent)
@@ -303,10 +303,10 @@ def adopts(rank: int, size: int, which: str) -> list[torch.Tensor]:
         assert torch.equal(adopted.state[parameter][MOMENTUM[which]], momentum)
     assert adopted.compression.residual_norms()["big"][0] > 0
     if which == "sgd":  # goes on from the momentum: what each has sent is the former group's
-        assert adopted.compression.own == {}
+        assert adopted.momenta.own == {}
     train(smaller, adopted, rank, range(4, 6))
     if which == "sgd":
-        assert adopted.compression.own.keys() == optimizer.compression.own.keys()
+        assert adopted.momenta.own.keys() == optimizer.momenta.own.keys()
     return values(smaller)
 
 
