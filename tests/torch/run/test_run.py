@@ -476,7 +476,7 @@ def test_other_examples_of_training(tmp_path, name):
     losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step")]
     assert losses[-1] < losses[0]
     assert "policy: int4 (" in output
-    assert ("ranks met 6 times" if name == "local_sgd" else "weights: bf16 (") in output
+    assert ("ranks met 6 times" if name == "local_sgd" else "feedback: residuals take") in output
 
 
 def test_backend_example(tmp_path):
