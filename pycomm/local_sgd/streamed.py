@@ -137,7 +137,7 @@ class Stream:
         if self._in_flight is not None:
             self._countdown -= 1
             if not self._countdown:
-                self._apply(self._mixing)
+                self._apply()
         for part in self._shared.parts:
             if part.end == self.local_steps:
                 self._end(part)
@@ -148,7 +148,7 @@ class Stream:
 
     def finish(self) -> None:
         """Apply and exchange what is left, until all ranks have finished."""
-        self._apply(self._mixing)
+        self._apply()
         all_finish = False
         while not all_finish:
             self._shared.check()
@@ -205,13 +205,13 @@ class Stream:
         part.write()
         self._dirty = len(self._shared.parts) > 1 or self._overlap > 0
 
-    def _apply(self, mixing: float) -> None:
+    def _apply(self) -> None:
         """Apply the average that is in flight, if there is one."""
         if self._in_flight is None:
             return
         (part, wait), self._in_flight = self._in_flight, None
         if self._shared.move(part, wait()):
-            part.mix(mixing)
+            part.mix(self._mixing)
 
     # ------------------------------------------------------------------ checkpoints
 

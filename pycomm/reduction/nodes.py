@@ -24,7 +24,7 @@ from pycomm.errors import WireMismatch
 from pycomm.policy.exchange import gather_json, host
 from pycomm.reduction import own_group, two_shot
 from pycomm.reduction.bucket import Bucket, BucketPiece
-from pycomm.reduction.coding import ExchangePlan, Run, chunks, hop_seed, whole
+from pycomm.reduction.coding import ExchangePlan, Run, chunks, whole
 
 
 class Nodes:
@@ -158,24 +158,6 @@ class Nodes:
         if not wide:
             convert(result, output, found_inf=found_inf)
         return two_shot.all_finite(found_inf == 0, group)
-
-    def all_gather(
-        self, output: torch.Tensor, input: torch.Tensor, bucket: Bucket, *, seed: int, step: int
-    ) -> None:
-        """Gather rows: encoded between nodes, decoded in a node; see `two_shot.all_gather`.
-
-        Only for even nodes. All ranks have the same bits.
-        """
-        rows = output.new_empty(len(self._numbers), input.numel())
-        assert self._across is not None
-        # Each place has random numbers of its own, as each rank at a place has.
-        own = hop_seed(seed, self._place)
-        two_shot.all_gather(rows, input, bucket, self._across, seed=own, step=step)
-        if self._node is not None:
-            gathered = rows.new_empty(self._ranks, input.numel())
-            self._node._allgather_base(gathered.view(-1), rows.view(-1)).wait()
-            rows = gathered
-        output.view(self._ranks, -1)[self._by_place] = rows
 
     def part_of(self, pieces: Sequence[BucketPiece]) -> tuple[int, int, Sequence[Run]]:
         """Return our number among the ranks that code the same part, theirs, and the part.

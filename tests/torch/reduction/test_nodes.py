@@ -23,7 +23,6 @@ from pycomm.feedback import Feedback, Residuals
 from pycomm.local_sgd import Blocking, Streamed
 from pycomm.policy import Decision, Parameter
 from pycomm.policy.exchange import bytes_of
-from pycomm.reduction import two_shot
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.nodes import Nodes, flat_text
 from tests.torch.harness import Chosen, all_equal, gradients, reduced
@@ -370,18 +369,6 @@ def test_rows_are_coded_sums_of_nodes(rank, ranks, levels, dtype):
                 value = codec.decode(payload, torch.empty(SIZES[i]))
                 errors[node][i], total = sent - value, total + value
             assert torch.equal(got, convert(total, dtype, divisor=ranks)), (step, i)
-
-
-@on_ranks(4, backend="gloo")
-@pytest.mark.parametrize("levels", [[0, 0, 1, 1], [0, 1, 1, 0]], ids=str)
-@pytest.mark.parametrize("codec", ["int8", "bf16", "lossless"])
-def test_rows_are_gathered_alike_by_nodes(rank, ranks, levels, codec):
-    x = torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(rank))
-    want, got = torch.empty(2, ranks, sum(SIZES))
-    group, how = dist.group.WORLD, {"seed": 1, "step": 1}
-    assert two_shot.all_gather(want, x, bucket_of(codec, None, 1), group, **how)
-    Nodes(group, levels, CPU).all_gather(got, x, bucket_of(codec, None, 1), **how)
-    assert torch.equal(got, want)
 
 
 def train_shards(rank: int) -> tuple[list[torch.Tensor], str]:
