@@ -38,10 +38,10 @@ METHODS = {
                 ("int4", "int4"),
                 ("EDEN 2 bits of 128", "eden:bits=2,size=128"),
                 ("top-k 1 %", "topk:0.01"),
-                ("sign", "sign"),
             )
             for without in (" factors=off", "")
         ),
+        Method("sign", codec="sign"),  # takes no factors
         Method("coded momentum, sign", momentum="sign"),
         Method("coded momentum, top-k 1 %", momentum=TOP_1),
         Method("PowerSGD rank 4", codec="powersgd:4"),
