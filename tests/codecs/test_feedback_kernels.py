@@ -47,11 +47,8 @@ def encode(
     codec = pycomm.codec(spec)
     out = torch.full((codec.encoded_bytes(x.numel()),), 0xA5, dtype=torch.uint8)
     fresh = torch.full_like(old, 7)
-    room = torch.full(
-        (4 * x.numel() + 512 + codec.native.scratch_bytes(x.numel()),), 0xA5, dtype=torch.uint8
-    )
 
-    def call() -> None:
+    def call(room: torch.Tensor) -> None:
         codec.native.encode_fed(
             x.data_ptr(),
             x.numel(),
@@ -68,15 +65,16 @@ def encode(
         )
 
     if not on_gpu:
-        call()
+        call(torch.empty(0, dtype=torch.uint8))
         return out, fresh
-    launches = recorded(call)
-    if codec.name in ("topk", "lossless"):
-        assert launches[0].kernel.startswith("stored::load")
-        assert launches[-1].kernel.startswith("stored::store")
-    else:
-        assert len(launches) == 1
-    emulated.run(launches, emulated.all_kernels())
+    with emulated.guarded(4 * x.numel() + 512 + codec.native.scratch_bytes(x.numel())) as room:
+        launches = recorded(lambda: call(room))
+        if codec.name in ("topk", "lossless"):
+            assert launches[0].kernel.startswith("stored::load")
+            assert launches[-1].kernel.startswith("stored::store")
+        else:
+            assert len(launches) == 1
+        emulated.run(launches, emulated.all_kernels())
     return out, fresh
 
 

@@ -60,6 +60,7 @@ SEARCHED = {
     "hidden": torch.ones(LONG).index_fill(0, torch.arange(17, LONG, 4096), 9.0),
     "growing": NORMAL[:LONG] * torch.logspace(-30, 30, LONG),
     "inf-at-the-end": torch.cat((NORMAL[: LONG - 1], torch.tensor([float("inf")]))),
+    "all-inf": torch.full((LONG,), float("-inf")),
     "huge-at-the-end": torch.cat((NORMAL[: LONG - 1], torch.tensor([2.0**127]))),
 }
 
@@ -85,7 +86,7 @@ def test_same_bytes_whatever_the_search_meets(spec, case):
 # Every pair of values and indices, records of several tiles and a partial one, and slots that are
 # too small.
 ON_GPUS = {
-    "topk:0.01": ("normal", "mostly-zero", "one-magnitude", "growing", "inf-at-the-end"),
+    "topk:0.01": ("normal", "mostly-zero", "one-magnitude", "growing", "inf-at-the-end", "all-inf"),
     "topk:0.3,values=int8": ("normal",),
     "topk:0.05,values=bins2": ("few-magnitudes",),
     "topk:0.25,indices=int12": ("normal", "all-zero", "inf-at-the-end"),

@@ -163,7 +163,7 @@ struct RowCounts {
 
 constexpr uint32_t kBits = kRows * cuda::kVector;  ///< of a mask
 
-/// Returns the mask of the values that are `least` or more, and of NaN; of all if `least` is NaN.
+/// Returns the mask of the values that are `least` or more, and of NaN. `least` is finite.
 __device__ __forceinline__ uint32_t reaching(const cuda::Vector<float> (&p)[kRows], float least) {
   uint32_t below = 0;
 #pragma unroll

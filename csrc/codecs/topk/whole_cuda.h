@@ -89,9 +89,12 @@ __global__ void __launch_bounds__(cuda::kThreads) keep_kernel(const Batch<TopkPa
   const Share<kFeedback> share(args, {args.in, args.residual, args.numel});
   const auto k = static_cast<uint32_t>(args.k);
   const uint32_t* const deciding = share.bins(kDeciding);
-  const Digit bound =
+  const Digit found =
       find_digit([&](uint32_t bin) { return deciding[bin]; }, kFeedback ? k : place_in_sample(k));
-  if (leads(args)) share.state.bound = bound.bin;
+  // Below Inf, since Inf - Inf has no sign to rely on; with feedback the record is void then.
+  constexpr uint32_t kInf = kInfBits >> kFirstShift;
+  const uint32_t bound = kFeedback || found.bin < kInf ? found.bin : kInf - 1;
+  if (leads(args)) share.state.bound = bound;
   if (kFeedback && any_beyond(deciding, void_bits(static_cast<Values>(args.values)))) {
     if (leads(args)) share.state.is_void = 1;
     for (size_t i = share.range.begin + lane_of_warp(); i < share.range.end; i += cuda::kLanes) {
@@ -100,7 +103,7 @@ __global__ void __launch_bounds__(cuda::kThreads) keep_kernel(const Batch<TopkPa
     return;
   }
   clear_bins(bins);
-  const uint32_t kept = share.range.keep(bound.bin, bins, args.new_residual);
+  const uint32_t kept = share.range.keep(bound, bins, args.new_residual);
   if (share.there() && lane_of_warp() == 0) share.scratch.kept[share.warp] = kept;
   add_bins(bins, share.bins(kKept));
 }

@@ -11,7 +11,8 @@ import fcntl
 import hashlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def kernels(specs: Sequence[str] = tuple(SPECS + ROTATIONS)) -> list[str]:
     names: dict[str, None] = {}
     for codec in map(pycomm.codec, specs):
         x = torch.zeros(4 * codec.granule or 1000)
-        scratch = _scratch(codec, x)
+        scratch = torch.empty(codec.native.scratch_bytes(x.numel()), dtype=torch.uint8)
         payload = torch.empty(codec.encoded_bytes(x.numel()), dtype=torch.uint8)
         launches = []
         for flag in (False, True):
@@ -55,23 +56,41 @@ def kernels(specs: Sequence[str] = tuple(SPECS + ROTATIONS)) -> list[str]:
 
 
 def encode(codec: Codec, args: EncodeArgs) -> None:
-    scratch = _scratch(codec, args.x)
-    run(encode_launches(codec, args, scratch), all_kernels())
+    with guarded(codec.native.scratch_bytes(args.x.numel())) as scratch:
+        run(encode_launches(codec, args, scratch), all_kernels())
 
 
 def decode(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
-    scratch = _scratch(codec, out)
-    run(decode_launches(codec, payload, out, scratch, add=False), all_kernels())
+    _decode(codec, payload, out, add=False)
 
 
 def decode_add(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
-    scratch = _scratch(codec, out)
-    run(decode_launches(codec, payload, out, scratch, add=True), all_kernels())
+    _decode(codec, payload, out, add=True)
 
 
-def _scratch(codec: Codec, x: torch.Tensor) -> torch.Tensor:
-    """Return memory that is not zeroed."""
-    return torch.full((codec.native.scratch_bytes(x.numel()),), 0xA5, dtype=torch.uint8)
+def _decode(codec: Codec, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+    with guarded(codec.native.scratch_bytes(out.numel())) as scratch:
+        run(decode_launches(codec, payload, out, scratch, add=add), all_kernels())
+
+
+GUARD, UNSET = 4096, 0xA5
+
+
+@contextmanager
+def guarded(count: int) -> Iterator[torch.Tensor]:
+    """Lend memory that is not zeroed; what kernels write next to it would be another's.
+
+    Raises:
+        AssertionError: the memory before or behind it was written. Sizes are told by libpycomm.so,
+            and kernels are compiled from the sources as they are: one may be older.
+    """
+    whole = torch.full((GUARD + count + GUARD,), UNSET, dtype=torch.uint8)
+    yield whole[GUARD : GUARD + count]
+    written = (torch.cat((whole[:GUARD], whole[GUARD + count :])) != UNSET).sum().item()
+    assert not written, (
+        f"kernels wrote {written} bytes beyond {count} of scratch memory. Does libpycomm.so have "
+        "the layout of these sources (make build)?"
+    )
 
 
 def run(launches: list[Launch], compiled: ctypes.CDLL) -> None:

@@ -18,7 +18,7 @@ from pycomm.codecs.implementations import implementation
 from pycomm.codecs.quant import Quant
 from pycomm.codecs.sign import Sign
 from tests.codecs.cases import ROTATIONS, SPECS
-from tests.codecs.cuda.emulated import all_kernels, kernels, listed
+from tests.codecs.cuda.emulated import all_kernels, guarded, kernels, listed, run
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 # Formats that choose every kernel that there is; the other tests run fewer.
@@ -94,6 +94,22 @@ def test_arguments_are_checked_as_everywhere():
     args = EncodeArgs(x, payload, None, None, RandomKey(), 3)
     with pytest.raises(pycomm.Error, match="is not a multiple of"):
         encode_launches(codec, args, payload)
+
+
+@pytest.mark.parametrize("missing", [4, 1024])
+def test_a_kernel_that_writes_beyond_its_scratch_memory_is_told(missing):
+    """As with a libpycomm.so that is older than the sources: it lends what another layout needs."""
+    codec = pycomm.codec("topk:0.01")
+    x, payload = torch.randn(100), torch.zeros(codec.encoded_bytes(100), dtype=torch.uint8)
+    args = EncodeArgs(x, payload, None, None, RandomKey(), 0)
+    lent = 4 * 10248 - missing  # kCleared words, of topk/scratch.h
+
+    def clear() -> None:
+        with guarded(lent) as scratch:
+            run(encode_launches(codec, args, scratch)[:1], all_kernels())
+
+    with pytest.raises(AssertionError, match=f"wrote {missing} bytes beyond {lent} of scratch"):
+        clear()
 
 
 def test_nvrtc_is_an_implementation_where_cupy_is_installed(monkeypatch):
