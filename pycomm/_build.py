@@ -53,9 +53,9 @@ def source_root() -> Path:
     return PACKAGE if (PACKAGE / "CMakeLists.txt").exists() else PACKAGE.parent
 
 
-def why_no_core(package: Path | None = None) -> str:
+def why_no_core() -> str:
     """Return why there is no `_C` for this Python, and what to do."""
-    others = sorted(path.name for path in (package or PACKAGE).glob("_C.*.so"))
+    others = sorted(path.name for path in PACKAGE.glob("_C.*.so"))
     if others:
         this = sys.implementation.cache_tag
         return (
@@ -63,7 +63,7 @@ def why_no_core(package: Path | None = None) -> str:
             "with the pip of this Python"
         )
     return (
-        f"pycomm is not built: there is no _C in {package or PACKAGE}. Install a wheel, or build "
+        f"pycomm is not built: there is no _C in {PACKAGE}. Install a wheel, or build "
         "it with `pip install .`, or `make build` in a checkout"
     )
 
@@ -91,7 +91,7 @@ def _load(version: str) -> ModuleType:
     from pycomm import _C
 
     _C.env()
-    reason = _why_none(version)
+    reason = _why_none()
     for kind, binary in _delivered(version):
         try:
             return import_c10d(binary)
@@ -156,7 +156,7 @@ def _delivered(version: str) -> Iterator[tuple[str, Path]]:
         yield "prebuilt", binary
 
 
-def _why_none(version: str) -> str:
+def _why_none() -> str:
     """Return why there is no `_c10d` for this torch yet."""
     if built_for := c10d_built_for():
         return f"found one for torch {built_for}"

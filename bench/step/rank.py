@@ -162,10 +162,10 @@ def trace(stepper: Stepper, stages: Stages, clock: Clock) -> list[StageTime]:
     return stages.spans()
 
 
-def agreed_count(steps: float, group: dist.ProcessGroup | None = None) -> int:
+def agreed_count(steps: float) -> int:
     """Return how many steps to time, the same on all ranks."""
     count = torch.tensor([max(2, min(40, round(steps)))])
-    dist.broadcast(count, 0, group=group)
+    dist.broadcast(count, 0)
     return int(count)
 
 

@@ -47,10 +47,7 @@ PYCOMM_HD int round_randomly(float v, uint32_t random, int top) {
 
 PYCOMM_HD float dequantize(int q, float unit) { return static_cast<float>(q) * unit; }
 
-/// Packs two codes of 4 bits in a byte: the value with the even index is the low nibble.
-PYCOMM_HD uint8_t pack4(int even, int odd) {
-  return static_cast<uint8_t>((even & 15) | (odd & 15) << 4);
-}
+/// Returns a code of 4 bits: in a byte, the value with the even index is the low nibble.
 PYCOMM_HD int unpack4(uint32_t nibble) { return static_cast<int>((nibble & 15u) ^ 8u) - 8; }
 
 }  // namespace pycomm::codecs::quant

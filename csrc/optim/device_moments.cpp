@@ -77,7 +77,6 @@ void DeviceMoments::squares(const void* values, DType dtype, const std::vector<T
     params.unit_squared = static_cast<float>(unit * unit);
     params.bound = static_cast<float>(bound);
     params.ranks = ranks;
-    params.adds = turn.again ? 1 : 0;
     batching.row();
     run(name("squares", dtype), params, blocks_of(m) * patches_of(m), 1, stream);
     scratch += scratch_of(m);
@@ -94,10 +93,8 @@ void DeviceMoments::encode(void* values, DType dtype, const std::vector<Turn>& t
     const Turn& turn = turns.at(i);
     auto params = params_of<EncodeParams>(m);
     params.values = place(values, dtype, m);
-    if (!turn.again) {
-      params.momentum = turn.own < 0 ? m.momentum : m.own.at[turn.own];
-      params.momentum_form = turn.own < 0 ? m.momentum_form : m.own.form;
-    }
+    params.momentum = turn.own < 0 ? m.momentum : m.own.at[turn.own];
+    params.momentum_form = turn.own < 0 ? m.momentum_form : m.own.form;
     if (turn.signs != nullptr) {
       params.stored = m.residual.at[turn.residual];
       params.other_side = m.residual.at[1 - turn.residual];
@@ -127,7 +124,6 @@ void DeviceMoments::sent(const void* values, DType dtype, const std::vector<Send
     params.out = m.own.at[by.own];
     params.form = m.residual.form;
     params.out_form = m.own.form;
-    params.adds = by.again ? 1 : 0;
     batching.row();
     run(name("sent", dtype), params, numel_of(m), kPatch, stream);
   }

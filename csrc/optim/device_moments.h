@@ -37,7 +37,6 @@ struct Turn {
   double momentum;    ///< coefficient of an exact momentum
   int own;            ///< the side of o that is read; -1: m takes its place
   uint32_t residual;  ///< the side of e that is read
-  bool again;         ///< an earlier backward's momentum stays, to which this one adds
 };
 
 /// Where `sent` finds and puts a matrix's values.
@@ -45,7 +44,6 @@ struct Sending {
   const uint8_t* before;  ///< the residual before the coding; null: it is where `Turn` says
   uint32_t residual;      ///< as in Turn
   uint32_t own;           ///< the side of o that is written
-  bool again;
 };
 
 /// The matrices of a bucket, in one launch for each pass.

@@ -407,7 +407,7 @@ void sent_block(const Sent& by, size_t block) {
   const Matrix& x = by.x;
   const size_t first = block * kBlock * x.columns;
   const size_t end = std::min(x.rows, (block + 1) * kBlock) * x.columns;
-  Room before, after, out, old;
+  Room before, after, out;
   for (size_t at = first; at < end; at += kSlice) {
     const size_t count = std::min(kSlice, end - at);
     const float *e = nullptr, *left = nullptr;
@@ -427,7 +427,6 @@ void sent_block(const Sent& by, size_t block) {
       k += n;
     }
     uint8_t* const to = by.out + feedback::stored_bytes(by.storage, at);
-    if (by.add) add_to(out, loaded({by.out, by.storage}, at, count, old), count);
     feedback::store(by.storage, {out, count}, to);
   }
 }

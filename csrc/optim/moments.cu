@@ -147,25 +147,24 @@ __device__ inline void finish_squares(const SquaresParams& args, const Room& roo
   float* const columns = room.fresh + args.rows;
   float* const extra = columns + args.columns;
   const float unit_squared = args.unit_squared;
-  const auto put = [&](float& to, float sum) { to = args.adds != 0 ? to + sum : sum; };
   for (size_t i = threadIdx.x; i < args.rows; i += cuda::kThreads) {
     const float sum = sum_of_patches(parts.row, i, patches);
     parts.row_sum[i] = sum;
-    put(room.fresh[i], sum * unit_squared);
+    room.fresh[i] = sum * unit_squared;
   }
   const size_t blocks = (args.rows + kBlock - 1) / kBlock;
   for (size_t j = threadIdx.x; j < args.columns; j += cuda::kThreads) {
     float sum = fresh(parts.column + j);
 #pragma unroll 8
     for (size_t b = 1; b < blocks; b++) sum = sum + fresh(parts.column + b * args.columns + j);
-    put(columns[j], sum * unit_squared);
+    columns[j] = sum * unit_squared;
   }
   for (size_t k = threadIdx.x; k < kProjections; k += cuda::kThreads) {
     const bool there = args.signs != nullptr && args.first + k * args.stride < args.rows;
     const float found = there ? sum_of_patches(parts.projection, k, patches) * args.unit : 0.0f;
-    put(extra[kOwn + 1 + k], found);
+    extra[kOwn + 1 + k] = found;
   }
-  if (threadIdx.x < 3) put(extra[threadIdx.x], 0.0f);
+  if (threadIdx.x < 3) extra[threadIdx.x] = 0.0f;
   __syncthreads();
   const float energy = total(args.rows, [&](size_t i) { return parts.row_sum[i]; }) * unit_squared;
   const float bounds = total(args.rows, [&](size_t i) { return args.bounds[i]; });
@@ -256,7 +255,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode(const codecs::Batch<Enc
   const size_t first = group * kEncodeRows;
   const float beta = room.numbers->beta, rest = room.numbers->rest, share = room.numbers->share;
   const float other = (1 - share) * beta;
-  const bool goes_on = args.momentum != nullptr && beta > 0;
+  const bool goes_on = beta > 0;
   if (first < args.rows) {
     const size_t end = first + kEncodeRows < args.rows ? first + kEncodeRows : args.rows;
     const size_t begin = size_t{patch} * kPatch + lane;
@@ -387,7 +386,6 @@ __global__ void __launch_bounds__(cuda::kThreads) sent(const codecs::Batch<SentP
         x = x - stored_value(after, args.form, at.i);
       }
       x = x * room.by_row[at.row] * room.by_column[at.column];
-      if (args.adds != 0) x = x + stored_value(args.out, args.out_form, at.i);
     }
     store_lanes(args.out, args.out_form, at.i, at.there(), x);
   }

@@ -67,7 +67,6 @@ struct Sent {
   Stored before, after;  ///< the residual before and after the coding, of one form; or none
   uint8_t* out;
   feedback::Storage storage;  ///< of out
-  bool add;                   ///< add what is there
 };
 
 /// Stores what was sent of values x whose coding had a residual: (x + before - after) row column.

@@ -108,8 +108,6 @@ struct SquaresParams {
   float unit, unit_squared;
   float bound;     ///< g's squares count at most bound^2 times the second moment
   uint32_t ranks;  ///< that average their momenta
-  uint32_t adds;   ///< not 0: the sums of an earlier backward stay
-  uint32_t unused;
 };
 
 struct EncodeParams {
@@ -117,7 +115,7 @@ struct EncodeParams {
   void* values;
   float* room;
   uint32_t rows, columns;
-  const void* momentum;       ///< null: it is left out
+  const void* momentum;
   const uint8_t* stored;      ///< the residual; null: its errors are not wanted
   const uint8_t* other_side;  ///< in place of it, if the batch says so
   void* copy;                 ///< null: nowhere
@@ -137,7 +135,7 @@ struct SentParams {
   uint8_t* out;
   uint32_t form, out_form;
   uint32_t swapped;  ///< not 0: `before` and `after` are exchanged
-  uint32_t adds;     ///< not 0: what is at `out` is added
+  uint32_t unused;
 };
 
 struct LandParams {

@@ -88,9 +88,9 @@ class TopK(Codec):
         return whole * self._bytes(length) + (self._bytes(rest) if rest else 0)
 
     def _bytes(self, numel: int) -> int:
-        return sum(self._sections(numel, self.count(numel)))
+        return sum(self._sections(self.count(numel)))
 
-    def _sections(self, numel: int, k: int) -> tuple[int, int, int]:
+    def _sections(self, k: int) -> tuple[int, int, int]:
         """Return the bytes of scales, values and indices of a record that sends ``k`` values."""
         values = padded(-(-k * VALUE_BITS[self.values] // 8))
         indices = padded(-(-k * INDEX_BITS[self.indices] // 8))
@@ -129,7 +129,7 @@ class TopK(Codec):
 
     def _void(self, p: torch.Tensor, k: int) -> torch.Tensor:
         """Return the encoding of a record that holds Inf or NaN: it starts with NaN."""
-        start, values, indices = self._sections(p.numel(), k)
+        start, values, indices = self._sections(k)
         out = p.new_zeros(start + values + indices, dtype=torch.uint8)
         out[: 4 * k if self.values == "float32" else start].view(torch.int32).fill_(NAN)
         return out
@@ -168,7 +168,7 @@ class TopK(Codec):
 
     def _record(self, part: torch.Tensor, size: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the values and positions of one record of ``size`` values."""
-        scale, code, index = torch.split(part, list(self._sections(size, k)))
+        scale, code, index = torch.split(part, list(self._sections(k)))
         places = self._unpack_indices(index, k)
         value = self._values(scale, code, k)
         first = value if not len(scale) else scale.view(torch.float32)

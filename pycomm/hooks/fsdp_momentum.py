@@ -34,7 +34,7 @@ class ShardedMomenta(Momenta):
     by_nodes = False
     state: FSDPState
 
-    def _shard_of(self, parameter: torch.Tensor) -> tuple[int, int]:
+    def _shard(self) -> tuple[int, int]:
         group = self.state.shard_group
         return (0, 1) if group is None else (group.rank(), group.size())
 

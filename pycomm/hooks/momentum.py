@@ -140,7 +140,7 @@ class Momenta(Transform, ABC):
         if all(codec == EXACT for codec in self.state.plan.policy.named()):
             return None
         settings, kept = found
-        shard, shards = self._shard_of(parameter)
+        shard, shards = self._shard()
         made = (CodedMoment if self._passes is None else DeviceMoment)(
             *(parameter, settings, kept, decision.codec),
             shard=shard,
@@ -162,8 +162,8 @@ class Momenta(Transform, ABC):
             state.clear()
             state.update(factored)
 
-    def _shard_of(self, parameter: torch.Tensor) -> tuple[int, int]:
-        """Return the number of this rank's shard of a parameter, and the number of shards."""
+    def _shard(self) -> tuple[int, int]:
+        """Return the number of this rank's shard of each parameter, and the number of shards."""
         return 0, 1
 
     # ------------------------------------------------------------------ for the optimizer

@@ -59,8 +59,8 @@ def renamed(entries: Mapping[str, _T], names: Mapping[str, str]) -> dict[str, _T
     return {names.get(name, name): entry for name, entry in entries.items()}
 
 
-def few(names: Iterable[str], most: int = 5) -> str:
+def few(names: Iterable[str]) -> str:
     """Return the first names for an error text, and the number of further ones."""
-    listed = list(names)
+    listed, most = list(names), 5
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + more

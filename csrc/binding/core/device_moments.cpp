@@ -38,13 +38,13 @@ void add(DeviceMoments& self, const std::tuple<size_t, size_t, uint32_t, uint32_
 Stream on(uintptr_t stream) { return {Device::cuda, pointer(stream), {}}; }
 
 /// Signs, first row and distance of projections; coefficient of the momentum; sides of o and of e
-/// that are read; whether an earlier backward's momentum stays.
-using TurnAt = std::tuple<uintptr_t, uint32_t, uint32_t, double, int, uint32_t, bool>;
+/// that are read.
+using TurnAt = std::tuple<uintptr_t, uint32_t, uint32_t, double, int, uint32_t>;
 
 std::vector<moments::Turn> turns_of(const std::vector<TurnAt>& turns) {
   std::vector<moments::Turn> all;
-  for (const auto& [signs, first, stride, momentum, own, residual, again] : turns) {
-    all.push_back({floats(signs), first, stride, momentum, own, residual, again});
+  for (const auto& [signs, first, stride, momentum, own, residual] : turns) {
+    all.push_back({floats(signs), first, stride, momentum, own, residual});
   }
   return all;
 }
@@ -63,15 +63,14 @@ void encode(const DeviceMoments& self, uintptr_t values, DType dtype,
               floats(swapped), on(stream));
 }
 
-/// The residual before the coding or 0, the side where it is, the side of o that is written, and
-/// whether an earlier backward's momentum stays.
-using SendingAt = std::tuple<uintptr_t, uint32_t, uint32_t, bool>;
+/// The residual before the coding or 0, the side where it is, and the side of o that is written.
+using SendingAt = std::tuple<uintptr_t, uint32_t, uint32_t>;
 
 void sent(const DeviceMoments& self, uintptr_t values, DType dtype,
           const std::vector<SendingAt>& sendings, uintptr_t swapped, uintptr_t stream) {
   std::vector<moments::Sending> all;
-  for (const auto& [before, residual, own, again] : sendings) {
-    all.push_back({bytes(before), residual, own, again});
+  for (const auto& [before, residual, own] : sendings) {
+    all.push_back({bytes(before), residual, own});
   }
   self.sent(pointer(values), dtype, all, floats(swapped), on(stream));
 }

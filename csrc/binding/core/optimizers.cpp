@@ -93,16 +93,16 @@ std::vector<ProbeAt> land(const std::vector<MatrixAt>& matrices, float unit, int
   return found;
 }
 
-/// A matrix; the residual before and after; where it is stored; whether what is there is added.
-using SentAt = std::tuple<MatrixAt, StoredAt, StoredAt, StoredAt, bool>;
+/// A matrix; the residual before and after; where it is stored.
+using SentAt = std::tuple<MatrixAt, StoredAt, StoredAt, StoredAt>;
 
 void sent(const std::vector<SentAt>& matrices, int threads) {
   GilReleased release;
   const DefaultArithmetic arithmetic;
   std::vector<moments::Sent> all;
-  for (const auto& [at, before, after, out, add] : matrices) {
+  for (const auto& [at, before, after, out] : matrices) {
     all.push_back(
-        {matrix(at), stored(before), stored(after), bytes(out.first), stored(out).storage, add});
+        {matrix(at), stored(before), stored(after), bytes(out.first), stored(out).storage});
   }
   moments::sent(all, threads);
 }

@@ -278,8 +278,6 @@ class Sent:
     """The same after it. None, as before it: there is none."""
     to: torch.Tensor
     """Where the result is stored."""
-    add: bool = False
-    """Add what is there."""
 
 
 def store_sent(parts: Sequence[Sent]) -> None:
@@ -292,7 +290,7 @@ def store_sent(parts: Sequence[Sent]) -> None:
             [
                 (
                     (s.values.data_ptr(), *s.values.shape, s.row.data_ptr(), s.column.data_ptr()),
-                    *(_form(s.before), _form(s.after), _form(s.to), s.add),
+                    *(_form(s.before), _form(s.after), _form(s.to)),
                 )
                 for s in parts
             ],
@@ -306,8 +304,6 @@ def _store_sent(s: Sent) -> None:
     if s.before is not None and s.after is not None:
         flat.add_(storage.load(s.before, numel)).sub_(storage.load(s.after, numel))
     sent.mul_(s.row[:, None]).mul_(s.column)
-    if s.add:
-        flat.add_(storage.load(s.to, numel))
     storage.store(flat, s.to)
 
 

@@ -79,7 +79,7 @@ class Job:
             side = piece.residual.side if piece and piece.residual else 0
             read = own[i].side if own is not None and own[i].last_step else -1
             beta = float(moment.settings["betas"][0])
-            turn = (signs if self._looks else 0, first, stride, beta, read, side, False)
+            turn = (signs if self._looks else 0, first, stride, beta, read, side)
             turns.append(turn)
             self._sides.append(side)
         at = values.data_ptr()
@@ -108,7 +108,7 @@ class Job:
         sendings = []
         for before, side, one in zip(befores, self._sides, own, strict=True):
             at = 0 if before is None else before.data_ptr()
-            sendings.append((at, side, 1 - one.side, False))
+            sendings.append((at, side, 1 - one.side))
         at = self.coded.data_ptr()
         self._passes.call(self._table.native.sent, at, self._dtype, sendings, self._swapped)
 
