@@ -19,19 +19,6 @@ OVER = {
     "eden, 2 bits of 1024, encode, feedback": ROTATED_BACK,
     "eden, 2 bits of 128, encode, feedback": ROTATED_BACK,
 }
-# Those of one architecture alone.
-BEFORE = "counted before the kernel took fewer instructions on sm_90"
-OVER_ON = {
-    90: {},
-    100: {
-        "mxfp4 own, one payload": BEFORE,
-        "nvfp4 own, one payload": BEFORE,
-        "eden, 4 bits of 1024, encode": BEFORE,
-        "eden, 4 bits of 128, encode": BEFORE,
-        "lossless encode": BEFORE,
-        "topk, encode": BEFORE,
-    },
-}
 
 # A loop, a branch around a load of 16 bytes, a shuffle and a call.
 SASS = """
@@ -159,4 +146,4 @@ def test_calls_csv_has_the_sums_of_the_counts():
 def test_calls_leave_time_for_their_share_of_a_copy(arch):
     rows = budgets()
     over = {call.call for call in calls() if call.counted(rows, arch) > call.allowed}
-    assert over == {*OVER, *OVER_ON[arch]}
+    assert over == {*OVER}
