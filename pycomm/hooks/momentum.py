@@ -313,8 +313,8 @@ class Momenta(Transform, ABC):
         """See `Transform`."""
         self._stale, self._job = False, None
         self._held.clear()
+        self._pending = False  # else the hooks of later buckets would look at no gradient
         if self._added:
-            self._pending = False
             self.take_added()
         self._set_refresh()  # a schedule may have changed the codecs
         self._scale = self._unit()

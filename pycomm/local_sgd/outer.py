@@ -147,6 +147,7 @@ class Fragment:
                 f"LocalSGD's state has {sum(sizes.values())} values, the model "
                 f"{sum(v.numel() for v in self.start.values())}: it belongs to another model"
             )
+        self.parameters = {name: self.parameters[name] for name in state["names"]}
         for width, values in self.start.items():
             values.copy_(state["start"][width])
             if self.velocity is not None:

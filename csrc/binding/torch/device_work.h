@@ -26,18 +26,21 @@ class Delivery {
   const intrusive_ptr<Future>& future() const { return future_; }
   /// Reports that the delivery is queued, or never will be.
   void promise(const Tensors& outputs, std::exception_ptr error) {
+    std::optional<c10::StreamGuard> on;
+    if (!error) {
+      try {
+        on.emplace(stream_);
+        // Torch records one, too, when it has made the future complete: if the driver refuses that,
+        // it wakes nobody who waits.
+        c10::Event(stream_.device_type()).record(stream_);
+      } catch (...) {
+        error = as_python(std::current_exception());
+      }
+    }
+    if (error) return future_->setError(error);
     std::vector<Future::WeakStorage> storages;
     for (const at::Tensor& t : outputs) storages.emplace_back(t.storage().getWeakStorageImpl());
-    std::optional<c10::StreamGuard> on;
-    try {
-      on.emplace(stream_);
-      // Torch records one, too, when it has made the future complete: if the driver refuses that,
-      // it wakes nobody who waits.
-      if (!error) c10::Event(stream_.device_type()).record(stream_);
-    } catch (...) {
-      error = as_python(std::current_exception());
-    }
-    error ? future_->setError(error) : future_->markCompleted(outputs, std::move(storages));
+    future_->markCompleted(outputs, std::move(storages));
   }
 
  private:

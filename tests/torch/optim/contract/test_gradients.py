@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.errors import Error
@@ -123,6 +124,23 @@ def test_a_second_backward_before_a_step_is_refused(rank, size, which):
     model(gradients(rank, 2)).backward()
     with pytest.raises(Error, match=r"accumulate in no_sync\(\)"):
         model(gradients(rank, 3)).backward()
+
+
+@on_ranks(2)
+def test_a_second_backward_after_a_discarded_one_is_refused(rank, size):
+    """The first bucket, which begins a step, has an exact parameter alone."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    model = DistributedDataParallel(layers, bucket_cap_mb=0.01)
+    exact = pycomm.Policy("sign", rules=(pycomm.Rule(codec="fp32", name="1.weight"),))
+    optimizer = pycomm.CodedAdamW(model.parameters(), model=model, codec=exact)
+    for number in range(4):  # DDP has rebuilt its buckets
+        optimizer.zero_grad()
+        model(torch.full((1, 64), 1.0 + rank + number)).sum().backward()
+        if number < 2:
+            optimizer.step()
+    with pytest.raises(Error, match=r"accumulate in no_sync\(\)"):
+        model(torch.ones(1, 64)).sum().backward()
 
 
 @on_ranks()
