@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from pycomm.errors import Error
@@ -31,6 +32,8 @@ class Contribution:
     """It has called `finish`, and takes part until all ranks have."""
     dirty: bool
     """Its model differs from the common start."""
+    changed: bool
+    """Its trained parameters are not those of the beginning."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +89,36 @@ class SharedModel:
     # ------------------------------------------------------------------ exchanges
 
     def announce(
-        self, gradient: Values, weight: float, *, finishing: bool = False, dirty: bool = True
+        self,
+        gradient: Values,
+        weight: float,
+        changed: str,
+        *,
+        finishing: bool = False,
+        dirty: bool = True,
     ) -> Callable[[], list[Contribution]]:
-        """Tell the ranks what this one contributes; return a function that waits for theirs."""
+        """Tell the ranks what this one contributes; return a function that waits for theirs.
+
+        On all ranks that function raises Error where `changed` is not empty on any.
+        """
         self.state.follow_members()  # raises if the group has other members now
-        mine = Contribution(weight, is_finite(gradient), finishing, dirty)
+        mine = Contribution(weight, is_finite(gradient), finishing, dirty, bool(changed))
         row = list(map(float, astuple(mine)))
         wait = start_gather(row, self.state.process_group, self.state._device)
-        return lambda: [Contribution(w, bool(a), bool(b), bool(c)) for w, a, b, c in wait()]
+
+        def hear() -> list[Contribution]:
+            told = [Contribution(weight, *map(bool, flags)) for weight, *flags in wait()]
+            ranks = [str(rank) for rank, each in enumerate(told) if each.changed]
+            if ranks:
+                raise Error(
+                    f"rank {self._rank}: LocalSGD averages the parameters that were trained when "
+                    f"it was made, and {changed or 'some'} on rank {', '.join(ranks)} was frozen, "
+                    "unfrozen, added, removed or replaced since: call finish() before such a "
+                    "change, and make a new LocalSGD after it"
+                )
+            return told
+
+        return hear
 
     def average(
         self,
@@ -166,23 +191,16 @@ class SharedModel:
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters that are trained now, by name."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation has left whole parameters
         return {name: p for name, p in named(self._model).items() if p.requires_grad}
 
-    def check(self) -> None:
-        """Check that the trained parameters are those of the beginning.
-
-        Raises:
-            Error: some were frozen, unfrozen, added, removed or replaced.
-        """
+    def changed(self) -> str:
+        """Return the trained parameters that are not those of the beginning; "": there are none."""
         trained = self.trained()
         known = {name: p for part in self.parts for name, p in part.parameters.items()}
-        changed = [n for n in {**known, **trained} if known.get(n) is not trained.get(n)]
-        if changed:
-            raise Error(
-                f"rank {self._rank}: LocalSGD averages the parameters that were trained when it "
-                f"was made, and {few(changed)} was frozen, unfrozen, added, removed or replaced "
-                "since: call finish() before such a change, and make a new LocalSGD after it"
-            )
+        return few([n for n in {**known, **trained} if known.get(n) is not trained.get(n)])
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -151,11 +151,10 @@ class Stream:
         self._apply()
         all_finish = False
         while not all_finish:
-            self._shared.check()
-            part = self._next()
+            part, changed = self._next(), self._shared.changed()
             gradient = part.gradient()
             announced = self._shared.announce(
-                gradient, part.weight, finishing=True, dirty=self._dirty
+                gradient, part.weight, changed, finishing=True, dirty=self._dirty
             )
             all_finish = all(rank.finishing for rank in announced())
             if all_finish and not any(rank.dirty for rank in announced()):
@@ -167,8 +166,9 @@ class Stream:
         self.local_steps, self._dirty = 0, False
 
     def _next(self) -> Fragment:
-        """Return the fragment whose turn it is."""
-        return next(part for part in self._shared.parts if part.end > self.local_steps)
+        """Return the fragment whose turn it is; the first one where a round ended by an error."""
+        parts = self._shared.parts
+        return next((part for part in parts if part.end > self.local_steps), parts[0])
 
     def _catch_up(self, part: Fragment, wait: Callable[[], Average]) -> None:
         """Apply a fragment's average at once, and go on as if its step of the round had come."""
@@ -178,7 +178,6 @@ class Stream:
 
     def _end(self, part: Fragment) -> None:
         """Send a fragment's outer gradient, and apply it at once unless it overlaps with steps."""
-        self._shared.check()
         wait = self._exchange(part)
         part.weight = 0.0
         if self._overlap:
@@ -188,10 +187,10 @@ class Stream:
 
     def _exchange(self, part: Fragment) -> Callable[[], Average]:
         """Send a fragment's outer gradient; return a function that waits for the average."""
-        gradient, weight = part.gradient(), part.weight
+        gradient, weight, changed = part.gradient(), part.weight, self._shared.changed()
 
         def exchange() -> Callable[[], Average]:
-            announced = self._shared.announce(gradient, weight)
+            announced = self._shared.announce(gradient, weight, changed)
             return self._shared.average(part, gradient, announced)
 
         if self._thread is None:

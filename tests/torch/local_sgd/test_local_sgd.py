@@ -169,7 +169,10 @@ def test_shards_of_fsdp2_meet_between_groups(rank, size):
         nn.functional.cross_entropy(model(x.bfloat16()).float(), y).backward()
         optimizer.step()
         optimizer.zero_grad()
+        with torch.no_grad():
+            model(x.bfloat16())  # leaves whole parameters
         local.step()
+    local.finish()
     assert model[0].weight.dtype == torch.bfloat16
     return values(model)
 

@@ -140,7 +140,10 @@ def test_ranks_start_with_equal_buffers(rank, size):
 
 @on_ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_other_trained_parameters_are_refused(rank, size):
+@pytest.mark.parametrize("who", [(0, 1), (1,)])
+def test_other_trained_parameters_are_refused(rank, size, who):
+    """On all ranks, also where one alone has them."""
+
     def added(model: Net) -> None:
         model.head = nn.Sequential(model.head, nn.Linear(48, 10))
 
@@ -157,8 +160,10 @@ def test_other_trained_parameters_are_refused(rank, size):
         model = Net(rank)
         local = pycomm.LocalSGD(model, every=2, codec="int4")
         train(model, local, rank, range(3))
-        change(model)
-        with pytest.raises(pycomm.Error, match=rf"{name}.* since: call finish\(\) before"):
+        if rank in who:
+            change(model)
+        where = f"{name if rank in who else 'some'}.* on rank {', '.join(map(str, who))} was"
+        with pytest.raises(pycomm.Error, match=rf"{where}.* since: call finish\(\) before"):
             local.step()
         with pytest.raises(pycomm.Error, match="make a new LocalSGD after it"):
             local.finish()
@@ -170,6 +175,28 @@ def test_states_of_other_models_are_refused(rank, size):
     resumed = pycomm.LocalSGD(Net(rank).requires_grad_(True), every=2)
     with pytest.raises(ValueError, match=r"only one of them has body\.bias"):
         resumed.load_state_dict(saved)
+
+
+class Ordered(nn.Module):
+    """Layers in the order of their names here."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, nn.Linear(4, 4, bias=False))
+
+
+@on_ranks(2)
+def test_a_state_loads_whatever_the_order_of_parameters(rank, size):
+    model, other = Ordered("first", "last"), Ordered("last", "first")
+    nn.init.constant_(model.first.weight, 1.0)
+    nn.init.constant_(model.last.weight, 2.0)
+    saved = pycomm.LocalSGD(model, every=1, **PLAIN).state_dict()
+    local = pycomm.LocalSGD(other, every=1, **PLAIN)
+    local.load_state_dict(saved)
+    local.step()
+    assert torch.equal(other.first.weight, torch.ones(4, 4))
+    assert torch.equal(other.last.weight, torch.full((4, 4), 2.0))
 
 
 @on_ranks(2)
