@@ -96,7 +96,7 @@ class DDPMomenta(Momenta):
 
     def look(self, name: str) -> None:
         """See whether a gradient holds what no step has used, before a backward adds to it."""
-        if not self._pending or name in self._looked:
+        if not self._unused or name in self._looked:
             return
         self._looked.add(name)
         gradient = self.moments[name].parameter.grad

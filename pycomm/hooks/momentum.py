@@ -217,8 +217,8 @@ class Momenta(Transform, ABC):
         if self._stale and self._touched_moments:
             raise Error(
                 f"rank {self.state.process_group.rank()}: a state was loaded after the last "
-                "backward, whose momentum would take the place of the loaded one: run a backward "
-                "before the step, or zero_grad() after loading"
+                "backward, whose momentum would take the place of the loaded one: call "
+                "zero_grad() after loading"
             )
         if self._pending:
             self.own.commit(self._touched_moments, self.state.step)
@@ -285,6 +285,11 @@ class Momenta(Transform, ABC):
         return sums
 
     @property
+    def _unused(self) -> bool:
+        """Whether gradients may hold momentum that no step has used."""
+        return self._pending or self._stale
+
+    @property
     def _touched_moments(self) -> set[str]:
         """The coded parameters that have a momentum to use."""
         return {n for n, moment in self.moments.items() if moment.parameter.grad is not None}
@@ -295,15 +300,15 @@ class Momenta(Transform, ABC):
         """See `Transform`: a step also begins after gradients that were thrown away."""
         if self._lost is not None:  # a later wait for the same operations raises less
             raise self._lost
+        if self._unused and self._has_momentum():
+            raise Error(
+                f"rank {self.state.process_group.rank()}: a backward cannot add to the momentum "
+                "that an earlier one has left in the gradients: call optimizer.step() or "
+                "zero_grad() between them, or accumulate in no_sync() (FSDP2: "
+                "set_requires_gradient_sync(False)) until the last one. In FSDP2 a module that "
+                "runs twice in one forward does so, too"
+            )
         if self._pending:
-            if self._has_momentum():
-                raise Error(
-                    f"rank {self.state.process_group.rank()}: a backward cannot add to the "
-                    "momentum that an earlier one has left in the gradients: call optimizer.step() "
-                    "or zero_grad() between them, or accumulate in no_sync() (FSDP2: "
-                    "set_requires_gradient_sync(False)) until the last one. In FSDP2 a module "
-                    "that runs twice in one forward does so, too"
-                )
             self.state._current.discarded.update(self.moments)
             if self._sent is not None:
                 self._sent.wait()  # its numbers belong to gradients that were not used

@@ -197,6 +197,18 @@ def test_a_step_by_momentum_before_a_load_is_refused(rank, size, which):
     train(model, optimizer, rank, range(2, 3))
 
 
+@on_ranks()
+@rows(of="adamw")
+def test_a_backward_adds_to_no_momentum_before_a_load(rank, size, which):
+    model, optimizer = fresh(which)
+    train(model, optimizer, rank, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    after_a_backward(model, optimizer, rank)
+    optimizer.load_state_dict(saved)
+    with pytest.raises(Error, match=r"accumulate in no_sync\(\)"):
+        model(gradients(rank, 3)).backward()
+
+
 @on_ranks(then=all_equal)
 @rows()
 def test_a_rate_that_begins_at_zero(rank, size, which):
