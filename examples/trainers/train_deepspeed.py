@@ -20,7 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default="pycomm")
     parser.add_argument("--local_rank", type=int, default=0)
-    parser.add_argument("--stage", type=int, default=2, help="of ZeRO: 0 to 3")
+    parser.add_argument("--stage", type=int, default=2, help="of ZeRO: 0 to 3; with --codec 1 or 2")
     parser.add_argument(
         "--zero", type=json.loads, default={}, help="other options of ZeRO, as JSON"
     )

@@ -64,8 +64,9 @@ class Transform:
         """All buckets of a step were given to `reduce` or `scatter`."""
 
     def reduce_bucket(self, bucket: dist.GradBucket) -> Future:
-        """Average a bucket of DDP, in place; its hook."""
-        raise NotImplementedError
+        """Average a bucket of DDP, in place; see `HookState.reduce_bucket`."""
+        future: Future = self.state.reduce_bucket(bucket)
+        return future
 
     def refuse_join(self) -> None:
         """Refuse to take part in a step for which this rank has no data.

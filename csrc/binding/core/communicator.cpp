@@ -173,8 +173,7 @@ py::tuple buffer(const py::object& array, bool write) {
 }
 
 /// Runs a collective: op, input, out, numel, dtype, and with defaults redop, root, factor, timeout.
-/// Python calls it without pybind11's dispatcher, which takes three times as long as the core does
-/// for a small call.
+/// Python calls it without pybind11's dispatcher, which takes longer than the core for small data.
 PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   const auto at = [&](Py_ssize_t i, auto otherwise) {
     return i < count ? py::handle(given[i]).cast<decltype(otherwise)>() : otherwise;
