@@ -112,9 +112,9 @@ class SharedModel:
             if ranks:
                 raise Error(
                     f"rank {self._rank}: LocalSGD averages the parameters that were trained when "
-                    f"it was made, and {changed or 'some'} on rank {', '.join(ranks)} was frozen, "
-                    "unfrozen, added, removed or replaced since: call finish() before such a "
-                    "change, and make a new LocalSGD after it"
+                    f"it was made, but on rank {', '.join(ranks)} others are trained now "
+                    f"({changed or 'its error names them'}): call finish() before parameters are "
+                    "frozen, unfrozen, added, removed or replaced, and make a new LocalSGD after it"
                 )
             return told
 

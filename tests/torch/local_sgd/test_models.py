@@ -162,8 +162,11 @@ def test_other_trained_parameters_are_refused(rank, size, who):
         train(model, local, rank, range(3))
         if rank in who:
             change(model)
-        where = f"{name if rank in who else 'some'}.* on rank {', '.join(map(str, who))} was"
-        with pytest.raises(pycomm.Error, match=rf"{where}.* since: call finish\(\) before"):
+        named = name if rank in who else "its error names them"
+        told = (
+            rf"on rank {', '.join(map(str, who))} others are trained now \({named}.*: call finish"
+        )
+        with pytest.raises(pycomm.Error, match=told):
             local.step()
         with pytest.raises(pycomm.Error, match="make a new LocalSGD after it"):
             local.finish()
