@@ -334,7 +334,7 @@ RESIDUALS = (
     Mutant(
         "a-second-backward-codes-the-momentum-of-the-first",
         "pycomm/hooks/momentum.py::Momenta.before_step",
-        "if self._has_momentum():",
+        "if self._unused and self._has_momentum():",
         "if False:",
         "torch/optim/contract/test_gradients.py::test_a_second_backward_before_a_step_is_refused",
     ),
