@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -14,11 +16,16 @@ from pycomm.policy.exchange import device_of, gather
 
 T = TypeVar("T")
 
+_lock = threading.RLock()  # a collection inside of it may close a group on the same thread
+_counting = 0  # groups that are being made
+_to_close: list[dist.ProcessGroup] = []  # closed meanwhile, by other threads or collections
+
 
 def make(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a new group of the same ranks, with the same backends and timeout; collective."""
-    _count_alike(group)
-    return _make(group, range(group.size()), dist.get_backend(group))
+    with _number_of_groups_stays():
+        _count_alike(group)
+        return _make(group, range(group.size()), dist.get_backend(group))
 
 
 def make_part(
@@ -33,11 +40,12 @@ def make_part(
         members: their numbers in `group`, ascending.
         backend: name of the new group's backend; None: as the default group's.
     """
-    _count_alike(group)
-    if len(members) < 2:
-        _count(f"no group {len(c10d._world.pg_names)}")
-        return None
-    return _make(group, members, backend)
+    with _number_of_groups_stays():
+        _count_alike(group)
+        if len(members) < 2:
+            _count(f"no group {len(c10d._world.pg_names)}")
+            return None
+        return _make(group, members, backend)
 
 
 def _make(
@@ -74,13 +82,40 @@ def wait(result: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 def close(group: dist.ProcessGroup) -> None:
     """Close a group of `make`; ranks may do so at different times, as their garbage is collected.
 
-    An empty group takes its place.
+    An empty group takes its place. While another thread makes a group, it is closed after that.
     """
+    with _lock:
+        if _counting:
+            _to_close.append(group)
+        else:
+            _close(group)
+
+
+def _close(group: dist.ProcessGroup) -> None:
     if group not in c10d._world.pg_map:
         return  # destroy_process_group() has closed all groups
     name = c10d._world.pg_names[group]
     dist.destroy_process_group(group)
     _count(name)
+
+
+@contextmanager
+def _number_of_groups_stays() -> Iterator[None]:
+    """Close no group meanwhile: it is not counted until its empty group is.
+
+    A lock would do less well: a thread that waited for it would keep its reductions waiting, which
+    other ranks may need before they make their groups.
+    """
+    global _counting
+    with _lock:
+        _counting += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _counting -= 1
+            while _to_close and not _counting:
+                _close(_to_close.pop())
 
 
 def _count_alike(group: dist.ProcessGroup) -> None:
