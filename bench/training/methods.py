@@ -26,7 +26,7 @@ class Method:
     codec: str = ""
     """The codec for `pycomm.compress`; empty: gradients are not compressed."""
     feedback: str = ""
-    """The feedback for `pycomm.compress`: a kind, or "none"; empty: the default."""
+    """The feedback, as for `pycomm.compress`: a kind, or "none"; empty: the default."""
     momentum: str = ""
     """The codec of the momentum, which travels instead of the gradients (`pycomm.CodedAdamW`, and
     `pycomm.CodedSGD` with `sgd`)."""
@@ -124,7 +124,12 @@ class Method:
             if self.small:
                 rule = pycomm.Rule(codec=self.small, max_dims=1, reason="norms and biases")
                 policy = replace(policy, rules=(rule, *policy.rules))
-            coded = pycomm.CodedAdamW(model.parameters(), lr, betas, model=model, codec=policy)
+            coded = pycomm.CodedAdamW(
+                *(model.parameters(), lr, betas),
+                model=model,
+                codec=policy,
+                feedback=self.feedback or "residual",
+            )
             return coded, _nothing
         adamw = torch.optim.AdamW(model.parameters(), lr, betas, fused=fused)
         if not self.local:

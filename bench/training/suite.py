@@ -42,8 +42,19 @@ METHODS = {
             for without in (" factors=off", "")
         ),
         Method("sign", codec="sign"),  # takes no factors
+        *(
+            Method(
+                f"{codec}, residuals in {form}", codec=codec, feedback=f"residual:storage={form}"
+            )
+            for codec, form in (("int4", "bf16"), ("int4", "int8"), ("sign", "int8"))
+        ),
         Method("coded momentum, sign", momentum="sign"),
         Method("coded momentum, top-k 1 %", momentum=TOP_1),
+        Method(
+            "coded momentum, sign, residuals in int8",
+            momentum="sign",
+            feedback="residual:storage=int8",
+        ),
         Method("PowerSGD rank 4", codec="powersgd:4"),
         Method("LocalSGD, int4", local={"every": 16, "codec": "int4"}),
     )
