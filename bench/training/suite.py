@@ -27,6 +27,8 @@ from pycomm.bench.training.tasks import TASKS, Task, batch, rate
 
 KIND = "suite"
 EXACT = "exact"
+INT8 = "residual:storage=int8"
+LOCAL = {"every": 16, "codec": "int4"}
 METHODS = {
     method.label: method
     for method in (
@@ -42,21 +44,17 @@ METHODS = {
             for without in (" factors=off", "")
         ),
         Method("sign", codec="sign"),  # takes no factors
-        *(
-            Method(
-                f"{codec}, residuals in {form}", codec=codec, feedback=f"residual:storage={form}"
-            )
-            for codec, form in (("int4", "bf16"), ("int4", "int8"), ("sign", "int8"))
-        ),
         Method("coded momentum, sign", momentum="sign"),
         Method("coded momentum, top-k 1 %", momentum=TOP_1),
-        Method(
-            "coded momentum, sign, residuals in int8",
-            momentum="sign",
-            feedback="residual:storage=int8",
-        ),
         Method("PowerSGD rank 4", codec="powersgd:4"),
-        Method("LocalSGD, int4", local={"every": 16, "codec": "int4"}),
+        Method("LocalSGD, int4", local=LOCAL),
+        # By default residuals of tensors as small as these are float32.
+        Method("int4, residuals in bf16", codec="int4", feedback="residual:storage=bf16"),
+        Method("int4, residuals in int8", codec="int4", feedback=INT8),
+        Method("sign, residuals in int8", codec="sign", feedback=INT8),
+        Method("coded momentum, sign, residuals in int8", momentum="sign", feedback=INT8),
+        Method("PowerSGD rank 4, residuals in int8", codec="powersgd:4", feedback=INT8),
+        Method("LocalSGD, int4, residuals in int8", local={**LOCAL, "feedback": INT8}),
     )
 }
 UNEVEN = "columns", "rows"

@@ -102,7 +102,7 @@ def averages(device: str) -> tuple[list[Any], str]:
     from pycomm.reduction.state import CompressionState
 
     state = CompressionState(CODEC)
-    shapes = {"matrix": (LARGE // 256, 256), "bias": (50,)}  # residuals in bf16, and in float32
+    shapes = {"matrix": (LARGE // 256, 256), "bias": (50,)}  # residuals in int8, and in float32
     for name, shape in shapes.items():
         state.add(name, torch.empty(shape, dtype=torch.float32, device=device))
     numbers, found = torch.Generator().manual_seed(dist.get_rank()), []

@@ -73,7 +73,7 @@ class Residuals:
             if found is not None:  # has been exact, and keeps its momentum
                 fresh.momentum, fresh.side = found.momentum, found.side
             found = self._residuals[name] = fresh
-        elif (found.rule.storage, rule.storage) == ("bf16", "float32"):
+        elif found.rule.storage != "float32" and rule.storage == "float32":
             found = self._residuals[name] = _widened(found, rule)
         if found.device != device:  # of a state that was loaded to another one
             found.move(device)
