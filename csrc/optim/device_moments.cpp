@@ -165,6 +165,7 @@ void DeviceMoments::commit(const float* sums, const std::vector<Commit>& how, ui
     params.sums = sums == nullptr ? nullptr : sums + m.sums_at;
     params.row = m.row;
     params.column = m.column;
+    params.heard = m.heard;
     params.ranks = ranks;
     params.use = how.at(i).use;
     params.beta2 = how[i].beta2;

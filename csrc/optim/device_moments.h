@@ -24,6 +24,7 @@ struct DeviceMatrix {
   float* room;  ///< see room_at()
   float* row;   ///< sums of second moments
   float* column;
+  float* heard;       ///< see CommitParams
   uint8_t* momentum;  ///< m, in the optimizer's state
   uint32_t momentum_form;
   StoredPair residual;  ///< e

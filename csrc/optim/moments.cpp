@@ -431,6 +431,11 @@ void sent_block(const Sent& by, size_t block) {
   }
 }
 
+/// Returns the share that row or column i has of the floor's square.
+float floor_of(const Heard& heard, size_t i) {
+  return heard.mean == nullptr ? 1.0f : floor_share(heard.mean[i], heard.square[i]);
+}
+
 }  // namespace
 
 void encode(const std::vector<Encode>& matrices, int threads) {
@@ -498,12 +503,19 @@ void move(const std::vector<Move>& matrices, int threads) {
   });
 }
 
-void fold(const Sums& sums, const float* fresh, float decay, float weight) {
-  for (size_t i = 0; i < sums.rows; i++) sums.row[i] = sums.row[i] * decay + fresh[i] * weight;
-  fresh += sums.rows;
-  for (size_t j = 0; j < sums.columns; j++) {
-    sums.column[j] = sums.column[j] * decay + fresh[j] * weight;
-  }
+void fold(const Sums& sums, const float* fresh, float decay, float weight, int steps) {
+  const double slow = heard_decay(steps);
+  const auto kept = static_cast<float>(slow), rest = static_cast<float>(1 - slow);
+  const auto add = [&](float* to, const float* from, size_t count, const Heard& heard) {
+    for (size_t i = 0; i < count; i++) to[i] = to[i] * decay + from[i] * weight;
+    if (heard.mean == nullptr) return;
+    const float mean = std::max(kTiny, total(from, count) / static_cast<float>(count));
+    for (size_t i = 0; i < count; i++) {
+      hear(heard.mean[i], heard.square[i], from[i] / mean, kept, rest);
+    }
+  };
+  add(sums.row, fresh, sums.rows, sums.by_row);
+  add(sums.column, fresh + sums.rows, sums.columns, sums.by_column);
 }
 
 void factors(const Sums& sums, float* row, float* column) {
@@ -511,13 +523,14 @@ void factors(const Sums& sums, float* row, float* column) {
   const float all = std::max(kTiny, of_columns * sums.weight);
   const float root_row = std::sqrt(of_columns / all / static_cast<float>(sums.rows));
   const float root_column = std::sqrt(of_columns / static_cast<float>(sums.columns));
-  const float least_row = std::max(kTiny, kFloor * root_row);
-  const float least_column = std::max(kTiny, kFloor * root_column);
+  const float least_row = kFloor * root_row, least_column = kFloor * root_column;
   for (size_t i = 0; i < sums.rows; i++) {
-    row[i] = std::max(least_row, std::sqrt(sums.row[i] / all));
+    const float least = std::max(kTiny, least_row * std::sqrt(floor_of(sums.by_row, i)));
+    row[i] = std::max(least, std::sqrt(sums.row[i] / all));
   }
   for (size_t j = 0; j < sums.columns; j++) {
-    column[j] = std::max(least_column, std::sqrt(sums.column[j]));
+    const float least = std::max(kTiny, least_column * std::sqrt(floor_of(sums.by_column, j)));
+    column[j] = std::max(least, std::sqrt(sums.column[j]));
   }
 }
 
@@ -530,10 +543,12 @@ void reciprocal_factors(const Sums& sums, size_t all_rows, float least, float* r
   const float least_row = kFloor * kFloor * (of_columns / rows);
   const float least_column = kFloor * kFloor * (of_columns / columns);
   for (size_t i = 0; i < sums.rows; i++) {
-    row[i] = std::sqrt(all / std::max(least_row, sums.row[i] + by_row));
+    const float lowest = least_row * floor_of(sums.by_row, i);
+    row[i] = std::sqrt(all / std::max(lowest, sums.row[i] + by_row));
   }
   for (size_t j = 0; j < sums.columns; j++) {
-    column[j] = 1 / std::sqrt(std::max(least_column, column[j]));
+    const float lowest = least_column * floor_of(sums.by_column, j);
+    column[j] = 1 / std::sqrt(std::max(lowest, column[j]));
   }
 }
 

@@ -510,7 +510,8 @@ __device__ inline void fold(const CommitParams& args, const Room& room) {
     finite = finite && codecs::is_finite(of_mean);
   }
   const double decay = numbers.decay * args.beta2;  // a schedule may change it
-  __syncthreads();                                  // all threads have read the numbers
+  const double slow = heard_decay(static_cast<int>(numbers.steps) + 1);
+  __syncthreads();  // all threads have read the numbers
   if (args.sums == nullptr || !finite) {
     bool adds = finite;
     if (args.sums != nullptr) {
@@ -550,24 +551,42 @@ __device__ inline void fold(const CommitParams& args, const Room& room) {
     float& to = i < args.rows ? args.row[i] : args.column[i - args.rows];
     to = to * decay_of_sums + args.sums[i] / ranks * weight_of_sums;
   }
+  const auto kept = static_cast<float>(slow), rest = static_cast<float>(1 - slow);
+  const auto listen = [&](size_t begin, size_t count) {
+    const auto at = [&](size_t i) { return args.sums[begin + i] / ranks; };
+    const float mean = larger(kTiny, total(count, at) / static_cast<float>(count));
+    for (size_t i = threadIdx.x; i < count; i += cuda::kThreads) {
+      float* const heard = args.heard + begin + i;
+      hear(heard[0], heard[sums], at(i) / mean, kept, rest);
+    }
+  };
+  listen(0, args.rows);
+  listen(args.rows, args.columns);
   for (size_t i = threadIdx.x; i < numel; i += cuda::kThreads) room.since[i] = 0.0f;
 }
 
+/// Returns the share that row or column i, counted behind the rows, has of the floor's square.
+__device__ __forceinline__ float floor_of(const CommitParams& args, size_t i) {
+  return floor_share(args.heard[i], args.heard[size_t{args.rows} + args.columns + i]);
+}
+
 /// Writes factors of second moments, which are row(i) and column(j); see factors() of moments.h.
-template <typename Row, typename Column>
+/// `share`: of the floor's square, of row or column i, counted behind the rows.
+template <typename Row, typename Column, typename Share>
 __device__ void write_factors(const CommitParams& args, const Room& room, float weight,
-                              const Row& row, const Column& column) {
+                              const Row& row, const Column& column, const Share& share) {
   const float of_columns = total(args.columns, column);
   const float all = larger(kTiny, of_columns * weight);
   const float root_row = sqrtf(of_columns / all / static_cast<float>(args.rows));
   const float root_column = sqrtf(of_columns / static_cast<float>(args.columns));
-  const float least_row = larger(kTiny, kFloor * root_row);
-  const float least_column = larger(kTiny, kFloor * root_column);
+  const float least_row = kFloor * root_row, least_column = kFloor * root_column;
   for (size_t i = threadIdx.x; i < args.rows; i += cuda::kThreads) {
-    room.by_row[i] = larger(least_row, sqrtf(row(i) / all));
+    const float least = larger(kTiny, least_row * sqrtf(share(i)));
+    room.by_row[i] = larger(least, sqrtf(row(i) / all));
   }
   for (size_t j = threadIdx.x; j < args.columns; j += cuda::kThreads) {
-    room.by_column[j] = larger(least_column, sqrtf(column(j)));
+    const float least = larger(kTiny, least_column * sqrtf(share(args.rows + j)));
+    room.by_column[j] = larger(least, sqrtf(column(j)));
   }
 }
 
@@ -584,10 +603,12 @@ __device__ inline void write_reciprocals(const CommitParams& args, const Room& r
   const float least_row = kFloor * kFloor * (of_columns / rows);
   const float least_column = kFloor * kFloor * (of_columns / columns);
   for (size_t i = threadIdx.x; i < args.rows; i += cuda::kThreads) {
-    room.reciprocal_row[i] = sqrtf(all / larger(least_row, args.row[i] + by_row));
+    const float lowest = least_row * floor_of(args, i);
+    room.reciprocal_row[i] = sqrtf(all / larger(lowest, args.row[i] + by_row));
   }
   for (size_t j = threadIdx.x; j < args.columns; j += cuda::kThreads) {
-    room.reciprocal_column[j] = 1 / sqrtf(larger(least_column, column(j)));
+    const float lowest = least_column * floor_of(args, args.rows + j);
+    room.reciprocal_column[j] = 1 / sqrtf(larger(lowest, column(j)));
   }
 }
 
@@ -602,7 +623,8 @@ __device__ inline void scale(const CommitParams& args, const Room& room) {
   const bool finite = __syncthreads_or(wrong) == 0;
   write_factors(
       args, room, 1.0f, [&](size_t i) { return finite ? args.sums[i] / ranks : columns; },
-      [&](size_t j) { return finite ? args.sums[args.rows + j] / ranks : rows; });
+      [&](size_t j) { return finite ? args.sums[args.rows + j] / ranks : rows; },
+      [](size_t) { return 1.0f; });
 }
 
 /// Takes the ranks' sums, a matrix by each block of threads.
@@ -616,7 +638,7 @@ __global__ void __launch_bounds__(cuda::kThreads) commit(const codecs::Batch<Com
   if (!(weight > 0)) return;
   write_factors(
       args, room, weight, [&](size_t i) { return args.row[i]; },
-      [&](size_t j) { return args.column[j]; });
+      [&](size_t j) { return args.column[j]; }, [&](size_t i) { return floor_of(args, i); });
   write_reciprocals(args, room);
 }
 

@@ -93,13 +93,15 @@ struct Sums {
   float* column;
   size_t columns;
   float weight;
+  Heard by_row;  ///< nulls: not known, all have the whole floor
+  Heard by_column;
 };
 
-/// Lets sums decay, and adds new ones [rows + columns] with a weight.
-PYCOMM_API void fold(const Sums& sums, const float* fresh, float decay, float weight);
+/// Lets sums decay, and adds new ones [rows + columns], the mean of so many steps, with a weight.
+PYCOMM_API void fold(const Sums& sums, const float* fresh, float decay, float weight, int steps);
 
 /// Writes factors by row and by column whose products are the roots of the second moments. None is
-/// below kFloor times the root mean square of its kind.
+/// below kFloor times the root mean square of its kind, or its part of that; see floor_share().
 PYCOMM_API void factors(const Sums& sums, float* row, float* column);
 
 /// Writes the reciprocals of such factors, after `least` was added to every second moment.

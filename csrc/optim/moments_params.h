@@ -10,8 +10,41 @@ constexpr size_t kLanes = 32, kPatch = 256, kBlock = 64;
 constexpr size_t kEncodeRows = 8;  ///< that a warp takes in `encode` on a device
 constexpr float kTiny = 1e-30f;
 
-/// Least factor of a row or column, relative to their root mean square.
+/// Least factor of a row or column, relative to their root mean square; less of what is heard in
+/// most steps.
 constexpr float kFloor = 0.1f;
+
+/// What is known of how evenly the rows and columns of a matrix are heard: moving averages of the
+/// share that each has in the squares of a step, relative to the mean one, and of its square.
+struct Heard {
+  float* mean;    ///< [rows], or [columns]
+  float* square;  ///< the same
+};
+constexpr double kHeardDecay = 0.99;  ///< in a step
+constexpr float kEven = 0.5f;         ///< from which evenness on the floor is the least one
+constexpr float kLeastShare = 1e-4f;  ///< of the floor's square
+
+/// Returns what the averages are multiplied by after some steps.
+PYCOMM_HD double heard_decay(int steps) {
+  double decay = 1;
+  for (int k = 0; k < steps; k++) decay *= kHeardDecay;
+  return decay;
+}
+
+/// Lets a step's share of a row or column enter its averages.
+PYCOMM_HD void hear(float& mean, float& square, float share, float decay, float rest) {
+  mean = mean * decay + share * rest;
+  square = square * decay + share * share * rest;
+}
+
+/// Returns the share that a row or column has of the floor's square. The square of a mean over the
+/// mean of squares is 1 where shares are the same in all steps, and the part of the steps in which
+/// it is heard where it is silent in the others; less while the averages are young.
+PYCOMM_HD float floor_share(float mean, float square) {
+  const float even = mean * mean / (square < kTiny ? kTiny : square);
+  const float share = 1 - even / kEven;
+  return share < kLeastShare ? kLeastShare : share;
+}
 
 /// Two values of a momentum as a step gets it: the largest and the smallest that is not 0, of the
 /// first kProbed. They tell a step by how much its gradient was multiplied since: clipping scales
@@ -179,6 +212,7 @@ struct CommitParams {
   float* room;
   float* row;  ///< of the second moments
   float* column;
+  float* heard;  ///< [2, rows + columns]: means, and squares; see Heard
   uint32_t rows, columns;
   uint32_t ranks;
   uint32_t use;  ///< Use

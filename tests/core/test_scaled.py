@@ -29,6 +29,11 @@ def given(rows: int, columns: int) -> dict[str, torch.Tensor]:
     return made
 
 
+def listened(rows: int, columns: int, make: Any = torch.rand) -> list[tuple[torch.Tensor, ...]]:
+    """Return how rows and columns are heard; see `scaled.Heard`."""
+    return [(make(count), make(count)) for count in (rows, columns)]
+
+
 def near(found: torch.Tensor, want: torch.Tensor) -> bool:
     # A few roundings of float32; sums have at most a thousand terms of the same sign.
     return torch.allclose(found.double(), want, rtol=1e-5, atol=1e-6)
@@ -135,16 +140,19 @@ def test_steps_have_the_bits_of_the_reference(monkeypatch, rows, columns, limit)
         clipped = replace(moves[0], gradient=a["g"] * 0.3, probe=probe)
         both(monkeypatch, scaled.move, [clipped, moves[1]])
     fresh = torch.rand(rows + columns + 3)
-    both(monkeypatch, scaled.fold, Sums(a["row"], a["column"]), fresh, 0.75, 0.5)
+    heard = listened(rows, columns)
+    both(monkeypatch, scaled.fold, Sums(a["row"], a["column"], 1.0, *heard), fresh, 0.75, 0.5, 3)
+    both(monkeypatch, scaled.fold, Sums(a["row"], a["column"]), fresh, 0.75, 0.5, 1)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [s for s in SHAPES if s[0]])
 def test_factors_have_the_bits_of_the_reference(monkeypatch, rows, columns):
     a = given(rows, columns)
     a["row"][0] = 0  # of no gradient: it gets the least factor
-    sums = Sums(a["row"], a["column"], 0.3)
-    both(monkeypatch, scaled.factors, sums, rows + 2)
-    both(monkeypatch, scaled.reciprocal_factors, sums, rows + 5, 1e-3)
+    for heard in ((None, None), listened(rows, columns)):
+        sums = Sums(a["row"], a["column"], 0.3, *heard)
+        both(monkeypatch, scaled.factors, sums, rows + 2)
+        both(monkeypatch, scaled.reciprocal_factors, sums, rows + 5, 1e-3)
 
 
 def test_threads_change_no_bits():
@@ -231,9 +239,27 @@ def test_sums_decay_and_new_ones_are_added(implementation, rows, columns):
     a = given(rows, columns)
     row, column = a["row"].clone(), a["column"].clone()
     fresh = torch.rand(rows + columns + 3)
-    scaled.fold(Sums(row, column), fresh, 0.75, 0.5)
+    scaled.fold(Sums(row, column), fresh, 0.75, 0.5, 1)
     assert near(row, 0.75 * a["row"].double() + 0.5 * fresh[:rows])
     assert near(column, 0.75 * a["column"].double() + 0.5 * fresh[rows : rows + columns])
+
+
+def test_what_is_heard_in_most_steps_has_a_lower_floor(implementation):
+    """Rows as small as each other: one is heard in all steps, one in few of them, one in none."""
+    columns, steps = 8, 400
+    sums = Sums(torch.zeros(4), torch.zeros(columns), 1.0, *listened(4, columns, torch.zeros))
+    given = torch.zeros(steps, 4)
+    given[:, 0], given[:, 1], given[::20, 2] = 1.0, 1e-4, 20e-4
+    for k, row in enumerate(given):
+        fresh = torch.cat((row, (row.sum() / columns).expand(columns)))
+        scaled.fold(sums, fresh, 0.99, 0.01, 1)
+        if k == 5:  # it is too early to say
+            early, _ = scaled.factors(sums, 4)
+    late, _ = scaled.factors(sums, 4)
+    whole = 0.1 * (sums.row.sum() / 4 / sums.column.sum()).sqrt()
+    assert torch.allclose(early[1:], 0.1 * early[0] / 2, rtol=0.1)
+    assert torch.allclose(late[2:], whole.expand(2), rtol=0.1)
+    assert float(late[1]) == pytest.approx(0.01 * float(late[0]), rel=0.01)
 
 
 def test_an_earlier_result_is_written_over(implementation):

@@ -25,14 +25,14 @@ moments::StoredPair sides(const SidesAt& at) {
   return {{bytes(first), bytes(second)}, form};
 }
 
-/// Offset, that of its sums, rows, columns; what is kept, second moments by row and by column;
-/// momentum, its form; residual; what was sent.
+/// Offset, that of its sums, rows, columns; what is kept, second moments by row and by column, how
+/// these are heard; momentum, its form; residual; what was sent.
 void add(DeviceMoments& self, const std::tuple<size_t, size_t, uint32_t, uint32_t>& place,
-         const std::array<uintptr_t, 3>& at, const std::pair<uintptr_t, uint32_t>& momentum,
+         const std::array<uintptr_t, 4>& at, const std::pair<uintptr_t, uint32_t>& momentum,
          const SidesAt& residual, const SidesAt& own) {
   const auto& [offset, sums_at, rows, columns] = place;
   self.add({offset, sums_at, rows, columns, floats(at[0]), floats(at[1]), floats(at[2]),
-            bytes(momentum.first), momentum.second, sides(residual), sides(own)});
+            floats(at[3]), bytes(momentum.first), momentum.second, sides(residual), sides(own)});
 }
 
 Stream on(uintptr_t stream) { return {Device::cuda, pointer(stream), {}}; }

@@ -127,17 +127,22 @@ void move(const std::vector<MoveAt>& matrices, int threads) {
   moments::move(all, threads);
 }
 
-/// Sums by row, their number, sums by column, their number, weight.
-using SumsAt = std::tuple<uintptr_t, size_t, uintptr_t, size_t, float>;
+/// Means and squares; see moments::Heard.
+using HeardAt = std::pair<uintptr_t, uintptr_t>;
+
+moments::Heard heard(const HeardAt& at) { return {floats(at.first), floats(at.second)}; }
+
+/// Sums by row, their number, how they are heard; the same by column; weight.
+using SumsAt = std::tuple<uintptr_t, size_t, HeardAt, uintptr_t, size_t, HeardAt, float>;
 
 moments::Sums sums_at(const SumsAt& at) {
-  const auto& [row, rows, column, columns, weight] = at;
-  return {floats(row), rows, floats(column), columns, weight};
+  const auto& [row, rows, by_row, column, columns, by_column, weight] = at;
+  return {floats(row), rows, floats(column), columns, weight, heard(by_row), heard(by_column)};
 }
 
-void fold(const SumsAt& sums, uintptr_t fresh, float decay, float weight) {
+void fold(const SumsAt& sums, uintptr_t fresh, float decay, float weight, int steps) {
   const DefaultArithmetic arithmetic;
-  moments::fold(sums_at(sums), floats(fresh), decay, weight);
+  moments::fold(sums_at(sums), floats(fresh), decay, weight, steps);
 }
 
 void factors(const SumsAt& sums, uintptr_t row, uintptr_t column) {
@@ -192,6 +197,9 @@ void bind_optimizers(py::module_& m) {
   m.def("adamw_step", &adamw_step);
   m.def("adamw_step_on_device", &adamw_step_on_device);
   m.attr("MOMENT_FLOOR") = moments::kFloor;
+  m.attr("MOMENT_HEARD_DECAY") = moments::kHeardDecay;
+  m.attr("MOMENT_EVEN") = moments::kEven;
+  m.attr("MOMENT_LEAST_SHARE") = moments::kLeastShare;
 }
 
 }  // namespace pycomm

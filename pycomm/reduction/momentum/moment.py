@@ -21,9 +21,10 @@ where the parameter moves: what the coding of a row errs by would else be multip
 quotient in the update. It is a tenth for a row or column without a gradient for long, whose second
 moment has decayed, and which would dominate the block in which it is coded: with a smaller one,
 coding errors of such rows moved an embedding by 50 learning rates a step, and a run of 2,000 steps
-diverged. A floor that falls to a thousandth with the share of steps with a gradient cost the demo's
-model 7 % of its loss after 1,000 steps. A rank's gradient counts at most `BOUND` times its root
-second moment.
+diverged. One that is small in all steps, as that of a feature in small units, is no such row or
+column, and its floor falls to a thousandth (`scaled.Heard`); gradients that are not 0 are no sign
+of it, since an output for a rare word has small ones in all steps, and a large one now and then.
+A rank's gradient counts at most `BOUND` times its root second moment.
 Sources: Tang et al. 2021, "1-bit Adam", algorithm 1, for a coded momentum with feedback.
 
 Ranks may share the parameter by rows (FSDP2). Its sums are then those of the whole parameter, on
@@ -52,7 +53,10 @@ BOUND = 3.0
 values of a matrix. Second moments are known after the coding, up to some steps later: without a
 bound, one gradient that is a hundred times too large moves all values by dozens of learning rates,
 and stays in the momentum. Adam divides it by a root that it has enlarged itself."""
-FLOAT32_STATES = (*("row", "column", "moment_weight", "coding_error", "mean_energy", "own_energy"),)
+FLOAT32_STATES = (
+    *("row", "column", "heard"),
+    *("moment_weight", "coding_error", "mean_energy", "own_energy"),
+)
 """States that are float32 whatever the parameter is. Those without dimensions are on the CPU; where
 `on_device` has the passes, on the device."""
 _TINY = 1e-30
@@ -92,8 +96,8 @@ class CodedMoment:
     """The momentum of one parameter of two or more dimensions.
 
     It keeps what lasts in the optimizer's state: `exp_avg` [shape], sharded like the parameter, and
-    `row` [rows], `column` [columns], `moment_weight` and `coding_error` (float32, no dimensions),
-    equal on all ranks.
+    `row` [rows], `column` [columns], `heard` [2, rows + columns] (`scaled.Heard`), `moment_weight`
+    and `coding_error` (float32, no dimensions), equal on all ranks.
 
     Args:
         parameter: the parameter; a DTensor's shards are rows, equally many on all ranks but the
@@ -154,6 +158,11 @@ class CodedMoment:
             parameter, step = self.parameter, torch.zeros((), dtype=torch.float32, device="cpu")
             momentum = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
             self.state.update(self._begun(step, momentum, self._zeros(), 0.0))
+        elif "heard" not in self.state:  # of a version that had one floor for all
+            self.state["heard"] = self._unheard()
+
+    def _unheard(self) -> torch.Tensor:
+        return self._zeros()[:-EXTRA].repeat(2, 1)
 
     def _begun(
         self, step: torch.Tensor, momentum: torch.Tensor, sums: torch.Tensor, weight: float
@@ -166,6 +175,7 @@ class CodedMoment:
             "exp_avg": momentum,
             "row": sums[: self.rows].clone(),
             "column": sums[self.rows : -EXTRA].clone(),
+            "heard": self._unheard(),
             **{
                 name: torch.tensor(number, dtype=torch.float32, device="cpu")
                 for name, number in numbers.items()
@@ -288,7 +298,10 @@ class CodedMoment:
         """Return the second moments, with their weight."""
         if self._sums is None:
             state = self.state
-            self._sums = scaled.Sums(state["row"], state["column"], weight)
+            by_row, by_column = torch.split(state["heard"], [self.rows, self.columns], dim=1)
+            row_heard, column_heard = (by_row[0], by_row[1]), (by_column[0], by_column[1])
+            sums = state["row"], state["column"], weight
+            self._sums = scaled.Sums(*sums, row_heard, column_heard)
         return self._sums
 
     def _scales(self, sums: scaled.Sums) -> tuple[torch.Tensor, torch.Tensor]:
@@ -442,7 +455,7 @@ class CodedMoment:
             )
             _decayed(state["moment_weight"], decay, 1.0)
             weight = (1 - decay) * agreement.share(*energies, self._ranks)
-            scaled.fold(self._second(1.0), sums, decay, weight)
+            scaled.fold(self._second(1.0), sums, decay, weight, self._steps + 1)
             self._sums = None
             if left > 0 and coded > 0:
                 _decayed(state["coding_error"], 0.75, min(1.0, left / coded))
@@ -498,7 +511,9 @@ class CodedMoment:
             least = weight * max(eps, 1e-12) ** 2
             sums = self._second(weight)
             if self._shards > 1:
-                sums = scaled.Sums(sums.row[self._own], sums.column, weight)
+                assert sums.row_heard is not None
+                own = [sums.row[self._own], *(one[self._own] for one in sums.row_heard)]
+                sums = scaled.Sums(own[0], sums.column, weight, (own[1], own[2]), sums.column_heard)
             self._room = scaled.reciprocal_factors(sums, self.rows, least, out=self._room)
             self._reciprocals = (eps, *self._room)
         return self._reciprocals[1:]

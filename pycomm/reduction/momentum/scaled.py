@@ -483,7 +483,15 @@ def _restoring(moves: Sequence[Move]) -> list[torch.Tensor | None]:
 
 
 FLOOR: float = _C.MOMENT_FLOOR
-"""Least factor of a row or column, relative to their root mean square."""
+"""Least factor of a row or column, relative to their root mean square; less of what is heard in
+most steps (csrc/optim/moments_params.h)."""
+_HEARD_DECAY: float = _C.MOMENT_HEARD_DECAY
+_EVEN: float = _C.MOMENT_EVEN
+_LEAST_SHARE: float = _C.MOMENT_LEAST_SHARE
+
+Heard = tuple[torch.Tensor, torch.Tensor]
+"""Of each row or column, moving averages of its share in the squares of a step, relative to the
+mean one, and of the share's square; float32 [rows] or [columns]."""
 
 
 @dataclass
@@ -495,18 +503,59 @@ class Sums:
     column: torch.Tensor
     """[columns]."""
     weight: float = 1.0
+    row_heard: Heard | None = None
+    """How evenly rows are heard; None: it is not known, and all have the whole floor."""
+    column_heard: Heard | None = None
 
-    def at(self) -> tuple[float, ...]:
+    def at(self) -> tuple[Any, ...]:
         """Return the addresses, for C++."""
         row, column = self.row, self.column
-        sizes = (row.data_ptr(), row.numel(), column.data_ptr(), column.numel())
-        return (*sizes, self.weight)
+        by_row = (row.data_ptr(), row.numel(), _heard_at(self.row_heard))
+        by_column = (column.data_ptr(), column.numel(), _heard_at(self.column_heard))
+        return (*by_row, *by_column, self.weight)
+
+
+def _heard_at(heard: Heard | None) -> tuple[int, int]:
+    return (0, 0) if heard is None else (heard[0].data_ptr(), heard[1].data_ptr())
+
+
+def _floor_share(heard: Heard | None) -> torch.Tensor | float:
+    """Return the share that rows or columns have of the floor's square.
+
+    The square of a mean over the mean of squares is 1 where shares are the same in all steps, and
+    the part of the steps in which it is heard where it is silent in the others; less while the
+    averages are young.
+    """
+    if heard is None:
+        return 1.0
+    mean, square = heard
+    even = mean * mean / square.clamp_min(_TINY)
+    share: torch.Tensor = 1 - even / _number(_EVEN, even)
+    return share.clamp_min_(_LEAST_SHARE)
+
+
+def _root_of_share(heard: Heard | None) -> torch.Tensor | float:
+    share = _floor_share(heard)
+    return _root(share) if isinstance(share, torch.Tensor) else share
+
+
+def _listen(heard: Heard | None, fresh: torch.Tensor, steps: int) -> None:
+    """Let the sums of rows or columns, the mean of so many steps, enter the averages."""
+    if heard is None:
+        return
+    mean, square = heard
+    count = _number(fresh.numel(), fresh)
+    share = fresh / (total(fresh) / count).clamp_min_(_TINY)
+    slow = math.prod([_HEARD_DECAY] * steps)
+    mean.mul_(slow).add_(share * (1 - slow))
+    square.mul_(slow).add_(share.square_().mul_(1 - slow))
 
 
 def factors(sums: Sums, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return factors by row and by column whose products are the roots of the second moments.
 
-    None is below `FLOOR` times the root mean square of its kind.
+    None is below `FLOOR` times the root mean square of its kind, or its part of that, which is
+    less where it is heard in most steps.
 
     Args:
         sums: the second moments.
@@ -525,8 +574,8 @@ def factors(sums: Sums, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
     all_ = (of_columns * weight).clamp_min(_TINY)
     root_row = _root(of_columns / all_ / _number(rows, row))
     root_column = _root(of_columns / _number(columns, row))
-    least_row = (FLOOR * root_row).clamp_min(_TINY)
-    least_column = (FLOOR * root_column).clamp_min(_TINY)
+    least_row = (FLOOR * root_row * _root_of_share(sums.row_heard)).clamp_min(_TINY)
+    least_column = (FLOOR * root_column * _root_of_share(sums.column_heard)).clamp_min(_TINY)
     whole[:rows] = torch.maximum(_root(row / all_), least_row)
     torch.maximum(_root(column), least_column, out=by_column)
     return whole, by_column
@@ -557,14 +606,14 @@ def reciprocal_factors(
     least_ = _number(least, row)
     columns_, rows_ = column + least_ * rows, row + least_ * columns
     of_columns = total(columns_)
-    least_row = FLOOR**2 * (of_columns / rows)
-    least_column = FLOOR**2 * (of_columns / columns)
+    least_row = FLOOR**2 * (of_columns / rows) * _floor_share(sums.row_heard)
+    least_column = FLOOR**2 * (of_columns / columns) * _floor_share(sums.column_heard)
     _root(of_columns * sums.weight / torch.maximum(rows_, least_row), out=by_row)
     torch.reciprocal(_root(torch.maximum(columns_, least_column)), out=by_column)
     return by_row, by_column
 
 
-def fold(sums: Sums, fresh: torch.Tensor, decay: float, weight: float) -> None:
+def fold(sums: Sums, fresh: torch.Tensor, decay: float, weight: float, steps: int) -> None:
     """Let sums of second moments decay, and add new ones with a weight.
 
     Args:
@@ -572,13 +621,16 @@ def fold(sums: Sums, fresh: torch.Tensor, decay: float, weight: float) -> None:
         fresh: the new ones, float32 [rows + columns or more]; the rest is not read.
         decay: what the old ones are multiplied by.
         weight: of the new ones.
+        steps: number of steps of which the new ones are the mean.
     """
     row, column = sums.row, sums.column
     rows, columns = row.numel(), column.numel()
     if native(row, column, fresh):
-        _C.moments_fold(sums.at(), fresh.data_ptr(), decay, weight)
+        _C.moments_fold(sums.at(), fresh.data_ptr(), decay, weight, steps)
         return
     given = fresh[: rows + columns]
     more = given * weight
     row.mul_(decay).add_(more[:rows])
     column.mul_(decay).add_(more[rows:])
+    _listen(sums.row_heard, given[:rows], steps)
+    _listen(sums.column_heard, given[rows:], steps)

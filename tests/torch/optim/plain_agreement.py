@@ -33,6 +33,23 @@ class Agreement:
         return round(256 * min(1.0, max(1 / len(gs), of_mean / own))) / 256
 
 
+class Evenness:
+    """How evenly rows or columns are heard, on which their floor depends."""
+
+    def __init__(self, count: int) -> None:
+        self.mean, self.square = torch.zeros(count), torch.zeros(count)
+
+    def listen(self, sums: torch.Tensor) -> None:
+        share = sums / sums.mean()
+        self.mean = 0.99 * self.mean + 0.01 * share
+        self.square = 0.99 * self.square + 0.01 * share.square()
+
+    def floor(self, squares: torch.Tensor) -> torch.Tensor:
+        """The least squares of the second moments, given these."""
+        even = self.mean.square() / self.square.clamp_min(1e-30)
+        return FLOOR**2 * squares.mean() * (1 - even / 0.5).clamp_min(1e-4)
+
+
 class PlainAdamW:
     """The algorithm for one matrix on all ranks, written down from its description.
 
@@ -47,6 +64,7 @@ class PlainAdamW:
         size = self.padded * start.shape[1]
         self.e = [[torch.zeros(size) for _ in range(shards)] for _ in range(ranks)]
         self.row, self.column = torch.zeros(start.shape[0]), torch.zeros(start.shape[1])
+        self.heard = Evenness(start.shape[0]), Evenness(start.shape[1])
         self.weight = 0.0
         self.v = pycomm.policy.quality.nominal_error(self.codec) ** 2
         self.t, self.agreement = 0, Agreement(*start.shape)
@@ -56,10 +74,9 @@ class PlainAdamW:
         row = sum(g.square().sum(1) for g in gs) / self.ranks
         column = sum(g.square().sum(0) for g in gs) / self.ranks
         r, c, weight = (self.row, self.column, self.weight) if self.t else (row, column, 1.0)
-        scales = []
-        for root in ((r / (r.sum() * weight)).sqrt(), c.sqrt()):
-            scales.append(root.clamp_min(FLOOR * root.square().mean().sqrt()))
-        d = torch.outer(*scales)
+        floors = [heard.floor(one) for heard, one in zip(self.heard, (r, c), strict=True)]
+        r, c = torch.maximum(r, floors[0]) / (r.sum() * weight), torch.maximum(c, floors[1])
+        d = torch.outer(r.sqrt(), c.sqrt())
         v = min(0.99, float(self.v))
         b = max(0.0, int(1024 * (beta1 - v) / (1 - v)) / 1024)
         left = coded = 0.0
@@ -81,10 +98,15 @@ class PlainAdamW:
         self.row = beta2 * self.row + (1 - beta2) * share * row
         self.column = beta2 * self.column + (1 - beta2) * share * column
         self.weight = beta2 * self.weight + 1 - beta2
+        for heard, sums in zip(self.heard, (row, column), strict=True):
+            heard.listen(sums)
         if left > 0:
             self.v = 0.75 * self.v + 0.25 * left / coded
         self.t += 1
-        row, column = (s.clamp_min(FLOOR**2 * s.mean()) for s in (self.row, self.column))
+        row, column = (
+            torch.maximum(s, heard.floor(s))
+            for heard, s in zip(self.heard, (self.row, self.column), strict=True)
+        )
         full = torch.outer(row, column) / self.row.sum() / self.weight
         moved = self.m / (1 - beta1**self.t) / full.sqrt()
         self.x = self.x * (1 - SIZES["lr"] * SIZES["weight_decay"]) - SIZES["lr"] * moved

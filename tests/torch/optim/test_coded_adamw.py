@@ -365,6 +365,38 @@ def test_coding_errors_do_not_move_rows_of_faint_gradients(pool, codec):
     assert max(pool.run(with_faint_rows, codec)) < 6
 
 
+@on_ranks(2, then=all_equal)
+@pytest.mark.parametrize("which", ["adamw", "adamw on shards"])
+def test_columns_that_are_small_in_all_steps_move(rank, size, which):
+    """As those of features in small units. Columns with a gradient now and then move less."""
+    model, optimizer = make("sign", which)
+    before = whole(named(model)["big"]).clone()
+    for step in range(200):
+        given = {name: torch.ones(shape) for name, shape in SHAPES.items()}
+        given["big"][:, 5] = 1e-3
+        given["big"][:, 6] = 1e-2 * (step % 100 == 0)
+        table.step(model, optimizer, given)
+    moved = (whole(named(model)["big"]) - before).abs().mean(0)
+    assert moved[5] > 0.5 * moved[0]
+    assert moved[6] < 0.1 * moved[0]
+    return values(model)
+
+
+@on_ranks(2)
+def test_a_state_of_one_floor_for_all_is_taken(rank, size):
+    """As earlier versions have saved it."""
+    model, optimizer = make("sign")
+    train(model, optimizer, rank, range(3))
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        state.pop("heard", None)
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, rank, range(3, 5))
+    state = optimizer.state[named(model)["big"]]
+    assert state["heard"].shape == (2, state["row"].numel() + state["column"].numel())
+    assert state["heard"].all()  # two steps have entered
+
+
 def with_a_jump(rank: int, size: int, codec: str, which: str, refresh: int) -> float:
     """Return how far the values move in all after a step whose gradients were 1000 times larger."""
     model, optimizer = make(codec, which, refresh=refresh)

@@ -37,7 +37,10 @@ class Table:
             momentum = state["exp_avg"]
             self.native.add(
                 (piece.offset if piece else 0, self.sums_numel, moment.rows, moment.columns),
-                [one.data_ptr() for one in (moment.room, state["row"], state["column"])],
+                [
+                    one.data_ptr()
+                    for one in (moment.room, *(state[k] for k in ("row", "column", "heard")))
+                ],
                 (momentum.data_ptr(), _FORMS[momentum.dtype]),
                 _sides(piece.residual if piece else None),
                 _sides(own[i] if own is not None else None),

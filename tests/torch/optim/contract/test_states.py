@@ -231,7 +231,8 @@ def totals(optimizer: Any) -> dict[str, Any]:
     """The momentum, the ranks' mean of what was sent, and what they owe, of whole parameters."""
     state, key = optimizer.compression, MOMENTUM.get("adamw")
     found: dict[str, Any] = {f"{n}.owed": t for n, t in owed(state, SHAPES).items()}
-    shared = ("row", "column", "moment_weight", "coding_error", "mean_energy", "own_energy")
+    shared = ("row", "column", "heard", "moment_weight")
+    shared += ("coding_error", "mean_energy", "own_energy")
     for (name, shape), kept_ in zip(SHAPES.items(), optimizer.state.values(), strict=True):
         key = next(key for key in MOMENTUM.values() if key in kept_)
         found[f"{name}.momentum"] = whole(kept_[key]).clone()
