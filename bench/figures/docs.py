@@ -109,11 +109,13 @@ def codecs(path: Path) -> str:
             found.setdefault(row["codec"], {}).setdefault(row["op"], []).append(row)
     lines = []
     for codec, ops in found.items():
+        if (short := short_text(pycomm.codec(codec))) in LEFT_OUT:
+            continue
         largest = {op: max(rows, key=lambda r: int(r["size"])) for op, rows in ops.items()}
         some = next(iter(largest.values()))
         errors = [float(r["err"]) for r in largest.values() if r["err"]]
         lines.append([
-            f"`{short_text(pycomm.codec(codec))}`",
+            f"`{short}`",
             f"{32 / float(some['ratio']):.2f}" if some["ratio"] else "",
             f"{statistics.fmean(errors) ** 2:.2g}" if errors else "",
             *(f"{float(largest[op]['algbw']):.1f}" if op in largest else "" for op in OPS),
@@ -142,6 +144,11 @@ def planner(path: Path) -> str:
 
 
 OPS = ("encode", "encode+residual", "decode")
+LEFT_OUT = {
+    *("fp32", "fp8_e5m2", "int7", "int5", "int3"),
+    *("mxfp8_e5m2", "mxfp6_e3m2", "mxfp4:scale=ceil", "int8:rounding=stochastic"),
+}
+"""Codecs that differ little from their neighbours in the table."""
 
 
 def write(page: Path, name: str, text: str) -> None:
