@@ -51,7 +51,7 @@ def steps(rows: Sequence[Row], model: str) -> str:
         of = [found.get((rate, method)) for rate in rates]
         sent = next(row.wire_bytes for row in of if row)
         times = (number(row and row.seconds, 0, 1e3) for row in of)
-        lines.append([method, number(sent, 2, 1e-6), *times])
+        lines.append([label(method), number(sent, 2, 1e-6), *times])
     # The fastest on the last link first.
     lines.sort(key=lambda line: float(line[-1] or "inf"))
     return markdown(("method", "MB a step", *(f"{rate}, ms" for rate in rates)), lines)
@@ -66,7 +66,7 @@ def losses(rows: Sequence[Row], model: str) -> str:
     for method in dict.fromkeys(r.method for r in found):
         whole = with_loss(next(r for r in found if r.method == method), rows)
         by_seed = changes(method, model, rows)
-        lines.append([method, percent(by_seed), number(whole.steps_to_loss, 0)])
+        lines.append([label(method), percent(by_seed), number(whole.steps_to_loss, 0)])
     return markdown(("method", "loss, %", "steps"), lines)
 
 
@@ -79,12 +79,17 @@ def suite_losses(rows: Sequence[Row]) -> str:
     of = {task: dict(zip((*labels, spread), cells, strict=True)) for task, *cells in lines}
     means = ("mean", "mean, kept back")
     table = []
-    for label in labels:
-        tasks = [task for task in of if task not in means and of[task][label]]
-        worst = max(tasks, key=lambda task: float(of[task][label]))
-        shown = [of[task][label] for task in (*suite.UNEVEN, *means)]
-        table.append([label, *shown, of[worst][label], worst, of[worst][spread]])
+    for method in labels:
+        tasks = {task: float(of[task][method]) for task in of if of[task][method]}
+        worst = max((task for task in tasks if task not in means), key=tasks.__getitem__)
+        shown = [of[task][method] for task in (*suite.UNEVEN, *means)]
+        table.append([method, *shown, of[worst][method], worst, of[worst][spread]])
     return markdown(("method", *suite.UNEVEN, *means, "worst", "task", "its spread"), table)
+
+
+def label(method: str) -> str:
+    """Return what a table calls a method: the backend is pycomm unless it is named."""
+    return method.removeprefix("pycomm, ")
 
 
 def percent(values: Sequence[float]) -> str:

@@ -166,10 +166,10 @@ def _names(tests: list[str]) -> str:
 
 def _not_judged() -> str:
     """Return the section of the tests that say nothing about a CPU backend."""
-    lines = ["## Not judged", ""]
-    lines += [f"* {why} ({len(tests)} tests)" for why, tests in NOT_ON_CPU.items()]
-    lines += [f"* {why} (`{test}`)" for test, why in BOUND_TO_A_NAME.items()]
-    return "\n".join(lines) + "\n"
+    counts = {why: len(tests) for why, tests in NOT_ON_CPU.items()}
+    counts |= Counter(BOUND_TO_A_NAME.values())
+    reasons = (f"{why} ({count})" for why, count in counts.items())
+    return f"## Not judged\n\n{'; '.join(reasons)}.\n"
 
 
 if __name__ == "__main__":
