@@ -53,7 +53,6 @@ METHODS = {
         Method("int4, residuals in int8", codec="int4", feedback=INT8),
         Method("sign, residuals in int8", codec="sign", feedback=INT8),
         Method("coded momentum, sign, residuals in int8", momentum="sign", feedback=INT8),
-        Method("PowerSGD rank 4, residuals in int8", codec="powersgd:4", feedback=INT8),
         Method("LocalSGD, int4, residuals in int8", local={**LOCAL, "feedback": INT8}),
     )
 }

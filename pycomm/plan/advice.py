@@ -21,7 +21,7 @@ taken, and there int4 stands before mxfp4, whose measured losses are worse."""
 MOMENTUM = "sign"
 """Codec of the momentum, by default; gradients of a step train worse through it."""
 MOMENTUM_LOSS = (
-    "on eleven small tasks a loss from 1 % below to 12 % above that of exact gradients "
+    "on twelve small tasks a loss from 2 % below to 11 % above that of exact gradients "
     "(docs/results.md)"
 )
 """What `bench training --suite` has measured of it."""
