@@ -19,7 +19,7 @@ import pycomm
 from pycomm.codecs import Cast
 from pycomm.codecs.base import Codec
 from pycomm.policy import PROTECT, Policy, Rule
-from pycomm.reduction import batched
+from pycomm.reduction import paths
 from tests.extent import each_value
 from tests.torch.harness import (
     CODED,
@@ -382,7 +382,7 @@ def test_exact_parameters_are_coded_together(rank, size, in_cpp):
     """Where codecs are in C++, Python encodes nothing; else it calls those of the others alone."""
     model = DistributedDataParallel(many_layers(torch.float32))
     pycomm.compress(model, Policy("int8", guard=None))
-    needs = batched.BATCHED.needs if in_cpp else lambda *_: "not here"
+    needs = paths.BATCHED.needs if in_cpp else lambda *_: "not here"
     encoded: list[Codec] = []
     encode = Codec.encode
 
@@ -391,7 +391,7 @@ def test_exact_parameters_are_coded_together(rank, size, in_cpp):
         return encode(codec, *args, **options)
 
     with (
-        patch.object(batched, "BATCHED", replace(batched.BATCHED, needs=needs)),
+        patch.object(paths, "BATCHED", replace(paths.BATCHED, needs=needs)),
         patch.object(Codec, "encode", counted),
     ):
         for _ in range(3):
