@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.feedback import storage
-from pycomm.reduction.momentum import agreement, scaled
+from pycomm.momentum import agreement, scaled
 from tests.extent import each_value
 from tests.torch.harness import Chosen, all_equal, equal, values, whole
 from tests.torch.optim import table
