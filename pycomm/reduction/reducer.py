@@ -1,6 +1,7 @@
 """Bucket reducer: averages buckets over a group by their parameters' codecs and residuals.
 
-It is the base class of `CompressionState`, which says when a step begins and ends.
+It is the base class of `CompressionState`, which says when a step begins and ends, and of which it
+knows nothing.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ class BucketReducer:
         self._thread: ExchangeThread | None = None  # that does so beside backward, of host tensors
         self._formed_with = self._formed()
         self._current = Step(StepStatus.COMMITTED)
+        self._overflows = 0  # steps whose result was not finite
         self.encoded: Callable[[], None] | None = None
         """Is called once, by the next reduction of which `coding_of` tells."""
 
@@ -385,6 +387,23 @@ class BucketReducer:
 
     def _settle_deferred(self) -> None:
         """Let the host know of the steps about which the device has decided; see `SideStream`."""
+        side, before = self._side, self._overflows
+        if side is None or not side.ahead:
+            return
+        swapped = side.settle()
+        self._hear(side)
+        if self.residuals:
+            if swapped:
+                self.residuals.swap(side.names)
+            self.residuals.set_step(side.names, side.last_finite)
+        if self._overflows > before:
+            self.check_operations()
+
+    def _hear(self, side: SideStream) -> None:
+        """Count the deferred steps of which the host knows by now."""
+        overflows = side.hear()
+        self._overflows += overflows
+        self.plan.overflows += overflows
 
     def scatter(
         self,
