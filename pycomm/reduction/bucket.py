@@ -111,7 +111,7 @@ class Bucket:
             self.numel += numel
         spans = held(self.pieces) if held else [ALL] * len(self.pieces)
         self.spans = {p.name: one for p, one in zip(self.pieces, spans, strict=True)}
-        """By piece: the values whose residuals have memory."""
+        """By name of a piece: the values whose residuals have memory."""
         self._memory = 0
         for piece in self.pieces if held else ():
             if piece.residual is not None and piece.residual.layouts == ["", ""]:

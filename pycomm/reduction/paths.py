@@ -7,7 +7,7 @@ table `PATHS`, and what a group offers is answered by its backend. Ranks agree o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -170,10 +170,8 @@ class ChosenPath:
     path: Path
     why: str = ""
     """Why it is not a faster one; "" if there is none."""
-
-    def native(self, group: dist.ProcessGroup, device: torch.device) -> Backend | None:
-        """Return the backend that runs the operation; None: the payloads are exchanged."""
-        return backend.find_native(group, device) if self.path.in_core else None
+    native: Backend | None = field(default=None, compare=False)
+    """The backend that runs the operation; None: the payloads are exchanged."""
 
     def __str__(self) -> str:
         return f"{self.path.name} ({self.path.about})" + (f"; not {self.why}" if self.why else "")
@@ -198,7 +196,8 @@ def choose(
         refusal = path.refusal(bucket, senders=senders)
         refusal = refusal or path.needs(bucket, group, tensor.device)
         if not refusal:
-            return ChosenPath(path, "; ".join(refused))
+            native = backend.find_native(group, tensor.device) if path.in_core else None
+            return ChosenPath(path, "; ".join(refused), native)
         refused.append(f"{path.name}: {refusal}")
     raise AssertionError("the last path takes every bucket: " + "; ".join(refused))
 
@@ -241,7 +240,7 @@ def native_backend(
 
     The arguments are those of `chosen`, and all ranks call it together.
     """
-    return chosen(bucket, group, op, tensor).native(group, tensor.device)
+    return chosen(bucket, group, op, tensor).native
 
 
 def report(bucket: Bucket, op: str, choice: ChosenPath, group: dist.ProcessGroup) -> None:

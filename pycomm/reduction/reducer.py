@@ -300,12 +300,12 @@ class BucketReducer:
             if probe is not None:
                 probe.finish(result)
             if divided:
-                self._factors.multiply(result, bucket)
+                self._factors.scale(result, bucket, 1)
             return result
 
         finish = land if probe is not None or divided else None
-        native = choice.path.in_core and choice.native(self.process_group, tensor.device)
-        if native:
+        native = choice.native
+        if native is not None:
             work = native.compressed_all_reduce(
                 tensor, bucket.native, bucket.sides, self.seed, self.step
             )
@@ -457,7 +457,7 @@ class BucketReducer:
             if probe is not None:
                 probe.finish(output)
             if divided:
-                self._factors.multiply(output, bucket)
+                self._factors.scale(output, bucket, 1)
 
         return wait
 
@@ -618,14 +618,14 @@ class BucketReducer:
 
     def _divide(self, values: torch.Tensor, bucket: Bucket) -> bool:
         """Divide a bucket [rows * values] by its factors; return whether it has any."""
-        if not self._factors.concern(bucket):
+        if self._factors.current.keys().isdisjoint(bucket.spans):
             return False
         if values.dtype == torch.float16:  # of a checkpoint: it has no room for them
             self._settle_deferred()
             names = {piece.name for piece in bucket.pieces}
             self._factors.leave(names, self._shape, self.residuals)
             return False
-        self._factors.divide(values, bucket)
+        self._factors.scale(values, bucket, -1)
         return True
 
     def matrix(self, name: str) -> Matrix | None:
