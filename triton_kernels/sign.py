@@ -21,7 +21,8 @@ from pycomm.triton_kernels._math import (
     mean_scales,
 )
 
-TILE = 2048  # values per program, the largest block: 16 per thread of four warps
+TILE = 2048  # values per program that decodes: 16 per thread of four warps
+WARP = 1024  # values of a warp that encodes: it adds a block without the others
 
 # ---------------------------------------------------------------- kernels
 
@@ -36,13 +37,14 @@ def encode_kernel(
     mask = offsets < numel
     p, residual = load_sum(x_ptr, residual_ptr, offsets, mask, FEEDBACK)
     scale, used = mean_scales(p, row, numel, ROWS, BLOCK)
-    negative = ((p < 0.0) & used).to(tl.int32)
+    negative = (p < 0.0).to(tl.int32)
 
     tl.store(scale_ptr + row, scale, mask=row * BLOCK < numel)
-    places = tl.arange(0, 32)[None, :]
-    words = tl.sum(tl.reshape(negative, (ROWS * BLOCK // 32, 32)) << places, axis=1)
-    word = tl.program_id(0).to(tl.int64) * (ROWS * BLOCK // 32) + tl.arange(0, ROWS * BLOCK // 32)
-    tl.store(code_ptr + word, words, mask=word < codes)
+    places = tl.arange(0, 32)[None, None, :]
+    words = tl.sum(tl.reshape(negative, (ROWS, BLOCK // 32, 32)) << places, axis=2)
+    word = row * (BLOCK // 32) + tl.arange(0, BLOCK // 32)[None, :]
+    # To mask words takes less than to mask the signs of all values.
+    tl.store(code_ptr + word, tl.where(used, words, 0), mask=word < codes)
     if FEEDBACK:
         value = bits_float(float_bits(scale) ^ (negative << 31))
         tl.store(new_residual_ptr + offsets, error_after(p, value, residual), mask=mask)
@@ -73,13 +75,15 @@ def encode(codec: Any, args: Any) -> None:
     """Write the payload and, if there is one, the new residual: pycomm.codecs.base.EncodeArgs."""
     numel = args.x.numel()
     scale, codes = _sections(codec, args.out, numel)
+    tile = max(WARP, codec.block)
     launch(
         encode_kernel,
-        triton.cdiv(numel, TILE),
+        triton.cdiv(numel, tile),
         *(args.x, args.residual, args.new_residual, scale, codes, numel, codes.numel()),
         BLOCK=codec.block,
-        ROWS=TILE // codec.block,
+        ROWS=tile // codec.block,
         FEEDBACK=args.residual is not None,
+        num_warps=tile // WARP,
     )
 
 

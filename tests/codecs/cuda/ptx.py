@@ -50,7 +50,7 @@ ALL_TRITON_SPECS = [
     "topk:0.05,values=int8,indices=int12",
     "topk:0.01",
 ]
-SOME_TRITON_SPECS = ["bf16", "int4", "nvfp4", "eden2"]
+SOME_TRITON_SPECS = ["bf16", "int4", "nvfp4", "sign", "eden2"]
 TRITON_SPECS = ALL_TRITON_SPECS if FULL else SOME_TRITON_SPECS
 CONVERSIONS = [
     (source, target)

@@ -30,6 +30,7 @@ from tests.codecs.cuda.ptx import (
     kept,
     run_nvcc_and_keep,
 )
+from tests.codecs.cuda.sass import LINE, budgets, calls
 from tests.compiling import GENERATED
 from tests.extent import FULL
 
@@ -165,6 +166,17 @@ def test_triton_converts_exactly(triton_folder, arch):
 def test_triton_divides_exactly(triton_folder, arch):
     for file in triton_folder.glob(f"{arch}-int*-encode.ptx"):
         assert instructions(file.read_text()).count("div.rn.f32") >= 2, file.name
+
+
+@pytest.mark.parametrize("arch", sorted({row.arch for row in budgets()} & set(ARCHS)))
+def test_triton_sign_takes_at_most_twice_the_native_one(triton_folder, arch):
+    if cuobjdump() is None:
+        pytest.skip("there is no cuobjdump to count a kernel's instructions")
+    cubin = triton_folder / f"{arch}-sign-encode_feedback.cubin"
+    sass = subprocess.run([cuobjdump(), "--dump-sass", cubin], check=True, capture_output=True)
+    a_value = len(LINE.findall(sass.stdout.decode())) / 32  # a thread has so many values
+    native = next(call for call in calls() if call.call == "sign encode, feedback")
+    assert a_value < 2 * native.counted(budgets(), arch)
 
 
 @every_arch
