@@ -128,8 +128,8 @@ ORDERS = (
     Mutant(
         "triton-sum-in-another-order",
         "triton_kernels/_math.py::halves_added",
-        "tl.permute(halves, (0, 2, 1))",
-        "tl.reshape(halves, (ROWS, COLUMNS >> (bits + 1), 2))",
+        "tl.reshape(x, (ROWS, 2, COLUMNS >> (bits + 1))), axis=1",
+        "tl.reshape(x, (ROWS, COLUMNS >> (bits + 1), 2)), axis=2",
         "codecs/test_golden.py::test_bytes_are_those_of_the_golden_file",
     ),
     Mutant(
