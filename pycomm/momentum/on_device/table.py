@@ -8,8 +8,8 @@ import torch
 
 from pycomm import _C
 from pycomm.feedback import Residual
+from pycomm.momentum.on_device.moment import DeviceMoment
 from pycomm.reduction.bucket import BucketPiece
-from pycomm.reduction.momentum.on_device.moment import DeviceMoment
 
 _FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2, torch.float16: 3}
 

@@ -1,6 +1,6 @@
 """Passes over matrices whose second moments are products of a row's and a column's factor.
 
-`pycomm.reduction.momentum.moment` has the formulas. Each pass takes all matrices of a bucket or of
+`pycomm.momentum.moment` has the formulas. Each pass takes all matrices of a bucket or of
 a step. On the CPU, matrices that are all float32 go through C++ in one call
 (csrc/optim/moments.cpp), with as many threads as torch has; others in torch, which is the
 definition: for finite values the bits are the same. On a device sums have torch's own order, since
