@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from pycomm import _C
 from pycomm.feedback import Residual
 from pycomm.reduction.bucket import BucketPiece
 from pycomm.reduction.momentum.on_device.moment import DeviceMoment
-
-_FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2, torch.float16: 3}
+from pycomm.reduction.momentum.scaled import FORMS
 
 Part = tuple[DeviceMoment, "BucketPiece | None"]
 """A matrix, and its place in a bucket."""
@@ -38,7 +35,7 @@ class Table:
             self.native.add(
                 (piece.offset if piece else 0, self.sums_numel, moment.rows, moment.columns),
                 [one.data_ptr() for one in (moment.room, state["row"], state["column"])],
-                (momentum.data_ptr(), _FORMS[momentum.dtype]),
+                (momentum.data_ptr(), FORMS[momentum.dtype]),
                 _sides(piece.residual if piece else None),
                 _sides(own[i] if own is not None else None),
             )
@@ -59,4 +56,4 @@ def _sides(residual: Residual | None) -> tuple[int, int, int]:
     if residual is None or residual.worker is None:
         return 0, 0, 0
     first, second = residual.worker
-    return first.data_ptr(), second.data_ptr(), _FORMS[first.dtype]
+    return first.data_ptr(), second.data_ptr(), FORMS[first.dtype]
