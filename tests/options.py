@@ -22,12 +22,12 @@ def rows() -> list[Variable]:
 
 def table(variables: Iterable[Variable]) -> str:
     """Return the table of docs/api/backend.md."""
-    lines = ["", "| variable | option | meaning | default |", "| --- | --- | --- | --- |"]
+    lines = ["", "| variable, option | meaning | default |", "| --- | --- | --- |"]
     for row in variables:
-        option = f"`{row.option}`" if row.option else ""
+        option = f", `{row.option}=`" if row.option else ""
         same = "; equal on all ranks" if row.same else ""
         more = f" ([more](../{row.page}))" if row.page else ""
-        cells = f"`{row.name}`", option, row.meaning + same + more, row.default
+        cells = f"`{row.name}`{option}", row.meaning + same + more, row.default
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", ""])
 

@@ -87,5 +87,5 @@ def test_one_row_makes_an_option(tmp_path):
 
 def test_a_row_is_a_line_of_the_documentation():
     (row,) = (row for row in rows() if row.name == "PYCOMM_SOCKETS")
-    line = "| `PYCOMM_SOCKETS` | `sockets` | TCP sockets per peer, 1 to 16; equal on all ranks | "
+    line = "| `PYCOMM_SOCKETS`, `sockets=` | TCP sockets per peer, 1 to 16; equal on all ranks | "
     assert f"{line}2; 4 from a round trip of 10 ms on |" in table([row])

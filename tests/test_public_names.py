@@ -29,7 +29,7 @@ def test_the_documentation_mentions_every_public_name():
 def test_the_reference_has_every_class_and_function():
     pages = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")))
     names = [name for name in pycomm.__all__ if not isinstance(getattr(pycomm, name), ModuleType)]
-    missing = [name for name in names if f"      heading: pycomm.{name}\n" not in pages]
+    missing = [name for name in names if f"\n::: pycomm.{name}\n" not in pages]
     assert missing == []
 
 

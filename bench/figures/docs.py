@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+import pycomm
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.common.report import markdown
@@ -26,31 +27,34 @@ from pycomm.bench.training.results import (
     with_loss,
 )
 from pycomm.codecs import CODECS as KNOWN
+from pycomm.codecs import short_text
 from pycomm.reduction.paths import KINDS, PATHS
 
 ROOT = Path(__file__).parents[2]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
 PAGE = DOCS / "results.md"
 TRAINING, CODECS = tables.RESULTS / "training-cpu.csv", tables.RESULTS / "codecs-cpu.csv"
+SGD, SUITE = tables.RESULTS / "sgd-cpu.csv", tables.RESULTS / "suite-cpu.csv"
 DEMO = tables.RESULTS / "demo-cpu.csv"
-COUNTS = ROOT / "tests" / "codecs" / "cuda" / "calls.csv"
 
 
-def steps(rows: Sequence[Row], model: str, rate: str) -> str:
-    """Return the table with a row per method, the fastest step first; the last rows count."""
-    found = {r.method: r for r in rows if (r.kind, r.model, r.rate) == ("step", model, rate)}
-    chosen = sorted((r for r in found.values() if r.seconds), key=lambda r: r.seconds or 0)
-    fp16 = next((r.seconds for r in chosen if r.hook == "fp16"), None)
-    lines = [
-        [
-            row.method,
-            number(row.seconds, 0, 1e3),
-            number(row.wire_bytes, 2, 1e-6),
-            number(fp16 / row.seconds if fp16 and row.seconds else None, 2),
-        ]
-        for row in chosen
-    ]
-    return markdown(("method", "step, ms", "MB a step", "x fp16 hook"), lines)
+def steps(rows: Sequence[Row], model: str) -> str:
+    """Return the table with a row per method: its step on each link; the last rows count."""
+    found = {
+        (r.rate, r.method): r
+        for r in rows
+        if (r.kind, r.model) == ("step", model) and r.seconds is not None
+    }
+    rates = list(dict.fromkeys(rate for rate, _ in found))
+    lines = []
+    for method in dict.fromkeys(method for _, method in found):
+        of = [found.get((rate, method)) for rate in rates]
+        sent = next(row.wire_bytes for row in of if row)
+        times = (number(row and row.seconds, 0, 1e3) for row in of)
+        lines.append([label(method), number(sent, 2, 1e-6), *times])
+    # The fastest on the last link first.
+    lines.sort(key=lambda line: float(line[-1] or "inf"))
+    return markdown(("method", "MB a step", *(f"{rate}, ms" for rate in rates)), lines)
 
 
 def losses(rows: Sequence[Row], model: str) -> str:
@@ -62,10 +66,30 @@ def losses(rows: Sequence[Row], model: str) -> str:
     for method in dict.fromkeys(r.method for r in found):
         whole = with_loss(next(r for r in found if r.method == method), rows)
         by_seed = changes(method, model, rows)
-        lines.append([
-            method, str(len(by_seed)), percent(by_seed), number(whole.steps_to_loss, 0)
-        ])  # fmt: skip
-    return markdown(("method", "seeds", "loss, %", "steps to the exact loss"), lines)
+        lines.append([label(method), percent(by_seed), number(whole.steps_to_loss, 0)])
+    return markdown(("method", "loss, %", "steps"), lines)
+
+
+def suite_losses(rows: Sequence[Row]) -> str:
+    """Return the table with a row per method of the suite: its means, and its worst task.
+
+    The last column is what exact losses of that task differ by among seeds.
+    """
+    (_, *labels, spread), *lines = suite.table(rows)
+    of = {task: dict(zip((*labels, spread), cells, strict=True)) for task, *cells in lines}
+    means = ("mean", "mean, kept back")
+    table = []
+    for method in labels:
+        tasks = {task: float(of[task][method]) for task in of if of[task][method]}
+        worst = max((task for task in tasks if task not in means), key=tasks.__getitem__)
+        shown = [of[task][method] for task in (*suite.UNEVEN, *means)]
+        table.append([method, *shown, of[worst][method], worst, of[worst][spread]])
+    return markdown(("method", *suite.UNEVEN, *means, "worst", "task", "its spread"), table)
+
+
+def label(method: str) -> str:
+    """Return what a table calls a method: the backend is pycomm unless it is named."""
+    return method.removeprefix("pycomm, ")
 
 
 def percent(values: Sequence[float]) -> str:
@@ -90,11 +114,13 @@ def codecs(path: Path) -> str:
             found.setdefault(row["codec"], {}).setdefault(row["op"], []).append(row)
     lines = []
     for codec, ops in found.items():
+        if (short := short_text(pycomm.codec(codec))) in LEFT_OUT:
+            continue
         largest = {op: max(rows, key=lambda r: int(r["size"])) for op, rows in ops.items()}
         some = next(iter(largest.values()))
         errors = [float(r["err"]) for r in largest.values() if r["err"]]
         lines.append([
-            f"`{codec}`",
+            f"`{short}`",
             f"{32 / float(some['ratio']):.2f}" if some["ratio"] else "",
             f"{statistics.fmean(errors) ** 2:.2g}" if errors else "",
             *(f"{float(largest[op]['algbw']):.1f}" if op in largest else "" for op in OPS),
@@ -122,7 +148,12 @@ def planner(path: Path) -> str:
     return markdown(("cases", "median error", "worst", "fastest codec picked"), [cells], left=0)
 
 
-OPS = ("encode", "encode+residual", "decode", "decode_add")
+OPS = ("encode", "encode+residual", "decode")
+LEFT_OUT = {
+    *("fp32", "fp8_e5m2", "int7", "int5", "int3"),
+    *("mxfp8_e5m2", "mxfp6_e3m2", "mxfp4:scale=ceil", "int8:rounding=stochastic"),
+}
+"""Codecs that differ little from their neighbours in the table."""
 
 
 def write(page: Path, name: str, text: str) -> None:
@@ -141,37 +172,10 @@ def write(page: Path, name: str, text: str) -> None:
     partial.replace(page)
 
 
-def kernels(counts: Path) -> str:
-    """Return the table with a row per codec: what its calls on a GPU can reach of a copy's speed.
-
-    A call that takes `allowed` instructions for a value leaves time for `share` of that speed.
-
-    Args:
-        counts: calls.csv of tests/codecs/cuda.
-    """
-    found: dict[str, dict[str, str]] = {}
-    for row in tables.read(counts):
-        codec = re.sub(r",? (encode|own|decode)\b.*", "", row["call"])
-        call = row["call"][len(codec) :].lstrip(", ").removesuffix(", one payload")
-        reached = float(row["share"]) * float(row["allowed"]) / float(row["sm_90"])
-        found.setdefault(codec, {})[call] = f"{min(1.0, reached):.0%}"
-    calls = ("encode", "encode, feedback", "own", "decode")
-    lines = [[name, *(of.get(call, "") for call in calls)] for name, of in found.items()]
-    return markdown(("codec", *calls), [line for line in lines if any(line[1:])])
-
-
-def claims(claimed: Sequence[tables.Row], results: Path) -> str:
-    """Return the table with a row per claim: its command, and where it was measured last."""
-    lines = []
-    for claim in claimed:
-        last = max(tables.read(results / claim["table"]), key=lambda row: row["time"])
-        lines.append([
-            claim["claim"],
-            f"`{claim['command']}`",
-            f"`{claim['table']}`",
-            f"{last['time'][:10]}, {last['commit']}",
-        ])  # fmt: skip
-    return markdown(("claim", "command", "rows", "newest"), lines, left=4)
+def claims(claimed: Sequence[tables.Row]) -> str:
+    """Return the table with a row per claim: its command, and the table of its rows."""
+    lines = [[claim["claim"], f"`{claim['command']}`", f"`{claim['table']}`"] for claim in claimed]
+    return markdown(("claim", "command", "table"), lines, left=3)
 
 
 def paths() -> str:
@@ -191,17 +195,13 @@ def paths() -> str:
 def write_all(claimed: Sequence[tables.Row]) -> None:
     """Write all tables; those of what docs claim has a row for each of these claims."""
     rows = load(TRAINING)
-    for rate in dict.fromkeys(r.rate for r in rows if (r.kind, r.model) == ("step", "25m")):
-        write(PAGE, f"steps 25m {rate}", steps(rows, "25m", rate))  # a figure has the demo's
+    write(PAGE, "steps 25m", steps(rows, "25m"))  # a figure has the demo's
     write(PAGE, "losses demo", losses(rows, "demo"))  # others are sweeps of the demo's settings
-    # A row per method, since there are more of them than of tasks.
-    tasks, *lines = zip(*suite.table(load(tables.RESULTS / "suite-cpu.csv")), strict=True)
-    methods = [line for line in lines if any(line[1:])]
-    write(PAGE, "suite", markdown(("method", *tasks[1:]), methods))
+    write(PAGE, "losses SGD", losses(load(SGD), "demo"))
+    write(PAGE, "suite", suite_losses(load(SUITE)))
     write(PAGE, "codecs", codecs(CODECS))
-    write(DOCS / "bench.md", "claims", claims(claimed, tables.RESULTS))
+    write(DOCS / "bench.md", "claims", claims(claimed))
     write(DOCS / "peers.md", "peers", peers.markdown(tables.read(tables.RESULTS / "peers-cpu.csv")))
     write(PAGE, "planner", planner(tables.RESULTS / "plan-cpu.csv"))
-    write(PAGE, "kernels", kernels(COUNTS))
     write(DOCS / "gpu.md", "paths", paths())
     write(README, "demo", demo(DEMO))

@@ -142,6 +142,8 @@ import os, sys
 import numpy as np
 from pycomm import Communicator
 
+print("ready", flush=True)
+sys.stdin.readline()
 for number in (1, 2):  # the second group meets at the same address
     with Communicator.from_env(timeout=float(sys.argv[1])) as group:
         x = np.full(3, group.rank + number, np.float32)
@@ -160,12 +162,18 @@ def joined_at(port, size, timeout=20, **variables):
             subprocess.Popen(
                 [sys.executable, "-c", JOIN, str(timeout)],
                 env=os.environ | {name: str(value) for name, value in names.items() if value != ""},
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
         )
     try:
+        for one in started:  # their imports take no part of the timeout
+            assert one.stdout.readline() == "ready\n"
+        for one in started:
+            one.stdin.write("\n")
+            one.stdin.flush()
         outputs = [one.communicate(timeout=60)[0] for one in started]
     finally:
         for one in started:
