@@ -5,9 +5,9 @@
 CodedAdamW has one rank: nothing travels and nothing is coded, so what is left is arithmetic. The
 optimizer's own time is that of its `step()`, as torch's has one. Squares, the momentum and the
 division by the denominators are in the communication hook, where a bucket is in the processor's
-cache, and are timed apart. CodedSGD has two ranks, since one is exact: its step has the passes, and
-asks for the exchange, whose coding and waiting are other threads'. All take turns. Times are those
-of one thread's processor, which other processes disturb less than those of a clock.
+cache, and are timed apart. CodedSGD has two ranks, since one codes nothing: its step exchanges the
+momenta, and what this takes, coding included, stands in place of the hook's time. All take turns.
+Times are those of one thread's processor, which other processes disturb less than those of a clock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -91,22 +91,38 @@ def ranks_measure_sgd(names: list[str]) -> Iterator[dict[str, Any]]:
         fused = torch.optim.SGD(plain.parameters(), fused=True, **options)
         for p in [*plain.parameters(), *net.parameters()]:
             p.grad = torch.randn_like(p) * 1e-3
+        within: list[float] = []
+        coded._exchange = _timed(coded._exchange, within)  # type: ignore[method-assign]
         calls = {"fused": fused.step, "step": coded.step}
         samples = in_turns(calls, SETTLE + STEPS, settle=0, clock=time.thread_time)
-        both = [samples[call][SETTLE:] for call in calls]
-        ratio = statistics.median(step / fused for fused, step in zip(*both, strict=True))
+        turns = list(zip(samples["fused"], within, samples["step"], strict=True))[SETTLE:]
         yield {
             "optimizer": "SGD",
             "model": name,
             "parameters": sum(p.numel() for p in net.parameters()),
             "tensors": sum(1 for _ in net.parameters()),
-            "fused_seconds": statistics.median(both[0]),
-            "step_seconds": statistics.median(both[1]),
-            "step_ratio": ratio,
-            "ratio": ratio,
+            "fused_seconds": statistics.median(fused for fused, _, _ in turns),
+            "hook_seconds": statistics.median(within for _, within, _ in turns),
+            "step_seconds": statistics.median(step - within for _, within, step in turns),
+            "step_ratio": statistics.median(
+                (step - within) / fused for fused, within, step in turns
+            ),
+            "ratio": statistics.median(step / fused for fused, _, step in turns),
             "rounds": STEPS,
         }
     dist.destroy_process_group()
+
+
+def _timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    """Return a call that adds what it takes of its thread's processor to a list."""
+
+    def timed(*values: Any) -> Any:
+        begin = time.thread_time()
+        result = call(*values)
+        seconds.append(time.thread_time() - begin)
+        return result
+
+    return timed
 
 
 def _device_time() -> float:
