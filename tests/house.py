@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {
         3_200,
         ("pycomm/trainers", "pycomm/hooks", "pycomm/horovod", "pycomm/torchft"),
     ),
-    "pycomm/optim": (1_900, ("pycomm/optim",)),
+    "pycomm/optim": (1_900, ("pycomm/optim", "pycomm/momentum")),
     "pycomm/backend": (2_200, ("pycomm/backend",)),
     "pycomm/elastic": (900, ("pycomm/elastic",)),
     "pycomm/start": (

@@ -35,7 +35,7 @@ PYTHON_LAYERS = (
     {"torchft"},
     {"run", "compression", "horovod", "local_sgd", "optim", "plan", "doctor", "__main__"},
     {"hooks"},
-    {"reduction"},
+    {"reduction", "momentum"},
     {"elastic"},
     {"policy", "feedback", "monitor", "trace"},
     {"codecs", "communicator", "backend"},

@@ -5,6 +5,7 @@ A table lies between two comments that name it; the rest of the page is not touc
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from pycomm.bench.training.results import (
     changes,
     demo_cells,
     load,
+    loss,
+    pairs,
     with_loss,
 )
 from pycomm.codecs import CODECS as KNOWN
@@ -35,6 +38,7 @@ DOCS, README = ROOT / "docs", ROOT / "README.md"
 PAGE = DOCS / "results.md"
 TRAINING, CODECS = tables.RESULTS / "training-cpu.csv", tables.RESULTS / "codecs-cpu.csv"
 SGD, SUITE = tables.RESULTS / "sgd-cpu.csv", tables.RESULTS / "suite-cpu.csv"
+LOCAL, LINKS = tables.RESULTS / "local-sgd-cpu.csv", tables.RESULTS / "links-cpu.csv"
 DEMO = tables.RESULTS / "demo-cpu.csv"
 
 
@@ -68,6 +72,67 @@ def losses(rows: Sequence[Row], model: str) -> str:
         by_seed = changes(method, model, rows)
         lines.append([label(method), percent(by_seed), number(whole.steps_to_loss, 0)])
     return markdown(("method", "loss, %", "steps"), lines)
+
+
+def longer_losses(rows: Sequence[Row]) -> str:
+    """Return the table of coded momentum on more ranks, and in more steps."""
+    codecs = ("sign", "top-k 1 %")
+    trainings = {
+        "four ranks": ("demo", 4),
+        "eight ranks": ("demo", 8),
+        "two ranks, 2,000 steps": ("demo-2000", RANKS),
+    }
+    lines = [
+        [
+            name,
+            *(percent(changes(f"pycomm, coded momentum, {c}", model, rows, ranks)) for c in codecs),
+        ]
+        for name, (model, ranks) in trainings.items()
+    ]
+    return markdown(("coded momentum, %", *codecs), lines)
+
+
+def local_losses(rows: Sequence[Row]) -> str:
+    """Return the table with a row per form of LocalSGD: its bytes, and its loss beside float32."""
+    exact = "DiLoCo, fp32"
+    lines = []
+    for method in dict.fromkeys(r.method for r in rows if r.kind == "loss"):
+        trained = pairs(method, "demo", rows, exact=exact)
+        sent = number(trained[-1][0].wire_bytes, 1, 1e-3)
+        change = [loss(mine) / loss(theirs) - 1 for mine, theirs in trained]
+        lines.append([method, sent, "" if method == exact else percent(change)])
+    return markdown(("form", "kB a round", "loss, %"), lines)
+
+
+def local_shares(rows: Sequence[Row]) -> str:
+    """Return the table with a row per form of LocalSGD: how much of the time is in steps."""
+    found = {r.method: r for r in rows if r.kind == "step"}
+    lines = [[r.method, number(r.ratio, 3), number(r.wire_bytes, 1, 1e-6)] for r in found.values()]
+    return markdown(("form", "share of the time in steps", "MB a round"), lines)
+
+
+def far_links(path: Path) -> str:
+    """Return the table with a row per far link: the newest rates of pycomm, Gloo and iperf3.
+
+    The stream of iperf3 is the one of the run that has measured the all-reduce.
+    """
+    keys = ("round_trip_ms", "loss", "operation", "bytes", "backend")
+    rows = [row for row in tables.read(path) if row["rate"] == "200mbit"]
+    found = {tuple(row[k] for k in keys): row for row in tables.newest(rows, *keys)}
+    streams = {(r["round_trip_ms"], r["loss"], r["commit"]): r for r in rows if r["how"]}
+    lines = []
+    for link in itertools.product(("30", "100", "200"), ("0", "1%")):
+        large, small = (
+            [found.get((*link, op, size, backend), {}) for op in ops for backend in BACKENDS]
+            for ops, size in ((FAR, "16777216"), (FAR[:1], "8192"))
+        )
+        stream = streams[(*link, large[0]["commit"])]
+        rates = [row.get("mbit_per_s") for row in (stream, *large)]
+        cells = [*rates, *(row.get("ms") for row in small)]
+        shown = [number(float(cell) if cell else None, 0) for cell in cells]
+        lines.append([f"{link[0]} ms, {link[1]}", *shown])
+    head = [name for op in FAR for name in (op, "Gloo")]
+    return markdown(("round trip, loss", "iperf3", *head, "8 KiB, ms", "Gloo"), lines)
 
 
 def suite_losses(rows: Sequence[Row]) -> str:
@@ -148,6 +213,7 @@ def planner(path: Path) -> str:
     return markdown(("cases", "median error", "worst", "fastest codec picked"), [cells], left=0)
 
 
+FAR, BACKENDS = ("all_reduce", "broadcast", "all_gather"), ("pycomm", "gloo")
 OPS = ("encode", "encode+residual", "decode")
 LEFT_OUT = {
     *("fp32", "fp8_e5m2", "int7", "int5", "int3"),
@@ -198,6 +264,10 @@ def write_all(claimed: Sequence[tables.Row]) -> None:
     write(PAGE, "steps 25m", steps(rows, "25m"))  # a figure has the demo's
     write(PAGE, "losses demo", losses(rows, "demo"))  # others are sweeps of the demo's settings
     write(PAGE, "losses SGD", losses(load(SGD), "demo"))
+    write(PAGE, "losses longer", longer_losses(rows))
+    write(PAGE, "losses local", local_losses(load(LOCAL)))
+    write(PAGE, "local shares", local_shares(load(LOCAL)))
+    write(PAGE, "far links", far_links(LINKS))
     write(PAGE, "suite", suite_losses(load(SUITE)))
     write(PAGE, "codecs", codecs(CODECS))
     write(DOCS / "bench.md", "claims", claims(claimed))

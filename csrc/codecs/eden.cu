@@ -10,7 +10,9 @@ namespace pycomm::codecs::eden {
 template <int kBits>
 class Codes {
  public:
-  __device__ Codes(const Tile& tile, uint8_t* codes) : at_(codes + tile.index(0) * kBits / 8) {}
+  /// `first` is the place of the first value of the tile.
+  __device__ Codes(size_t first, uint8_t* codes)
+      : at_(codes + (first + Rows::place(0)) * kBits / 8) {}
 
   /// Called by all lanes of a warp; `there` if the payload has the row.
   __device__ void store(int row, bool there, uint32_t chunk) const {
@@ -90,6 +92,27 @@ __device__ __forceinline__ uint32_t word_of(float level) {
   return float_bits(level) * kFactors[kBits - 1] + kOffsets[kBits - 1];
 }
 
+/// Returns the codes of four levels with their signs.
+template <int kBits>
+__device__ __forceinline__ uint32_t codes_of(const cuda::Vector<float>& levels) {
+  if constexpr (kBits == 2) {
+    // The upper byte of a level has its sign on top, and is 62 or 63 below that.
+    uint32_t word[cuda::kVector];
+    for (int k = 0; k < cuda::kVector; k++) word[k] = float_bits(levels.v[k]);
+    const uint32_t bytes = __byte_perm(__byte_perm(word[0], word[1], 0x73),
+                                       __byte_perm(word[2], word[3], 0x73), 0x5410);
+    // A sum has the lower bits of the codes at bits 0, 2, 4, 6, and the signs at 7, 9, 11, 13.
+    const uint32_t sum = __dp4a(bytes, 0x40100401u, 0u - 62 * 0x55);
+    return (sum & 0x55u) | (sum >> 6 & ~0x55u);
+  } else {
+    uint32_t chunk = 0;
+    for (int k = cuda::kVector - 1; k >= 0; k--) {
+      chunk = __funnelshift_l(word_of<kBits>(levels.v[k]), chunk, kBits);
+    }
+    return chunk;
+  }
+}
+
 /// Decodes four codes with a scale. Called by all lanes of a warp.
 template <int kBits>
 __device__ __forceinline__ cuda::Vector<float> decode_row(uint32_t chunk, float scale) {
@@ -123,22 +146,28 @@ __global__ void __launch_bounds__(cuda::kThreads, encoders_at_once(kBits, kSizeB
     encode_kernel(const Batch<EncodeParams> batch) {
   const EncodeParams& args = place_of_block(batch);
   const uint32_t size_bits = size_bits_of<kSizeBits>(args), size = 1u << size_bits;
-  const Tile tile = tile_of<kTileRows>(args);
-  if (tile.empty() && size <= kTile) return;
-  const RotationHeader header = write_header(args);
-  const RotationSigns signs(header, first_of(tile));
-
   using Rotations = SharesOf<kSizeBits>;
-  using Rows = Shares<cuda::kLanes>;
-  Values y;
-  load_sum(tile, args, batch.head.swapped, y);
-  move<Rows, Rotations>(y);
+  const auto tile = tile_of<kTileRows, kRowLanes<kSizeBits>>(args);
+  if (tile.empty() && size <= kTile) return;
+  const size_t first = Rotations::first(tile);
+  const RotationHeader header = write_header(args);
+  const SignsOf<kSizeBits> signs(header, first);
+
+  Values p, y;
+  const bool swapped = args.residual != nullptr && is_swapped(batch.head.swapped);
+  load_sum(tile, args, swapped, p);
+#pragma unroll
+  for (int row = 0; row < kTileRows; row++) y[row] = p[row];
   rotate<kSizeBits>(signs, size_bits, y);
 
   uint32_t top[kTileRows];
   max_of_rows(y, top);
   max_of_tile<kSizeBits>(top, size);
   const auto amax = [&](int row) { return bits_float(top[row]); };
+  uint32_t largest = top[0];
+#pragma unroll
+  for (int row = 1; row < kTileRows; row++) largest = max(largest, top[row]);
+  const bool plain = __ballot_sync(~0u, largest < float_bits(kPlain)) == ~0u;
 
   float energy[kTileRows], inverse[kTileRows], sum[kTileRows];
   add_halves<kSizeBits>(size, energy, [&](int row) {
@@ -182,31 +211,39 @@ __global__ void __launch_bounds__(cuda::kThreads, encoders_at_once(kBits, kSizeB
 #pragma unroll
   for (int row = 0; row < kTileRows; row++) {
     if (kSizeBits > 0 && row > 0) continue;  // all rows of a lane are of one rotation
-    const size_t i = first_of(tile) + Rotations::place(row);
-    const size_t place = size <= kTile ? Rotations::place(row) : i;
+    const size_t i = tile.index(row), place = size <= kTile ? Rotations::place(row) : i;
     if (place % size == 0 && i < args.numel) args.scales[i >> size_bits] = scale[row];
   }
 
-  move<Rotations, Rows>(y);
+  uint32_t chunk[kTileRows];
+#pragma unroll
+  for (int row = 0; row < kTileRows; row++) chunk[row] = codes_of<kBits>(y[row]);
+  move<Rotations, Rows>(chunk);
   const size_t rotated = rotated_values(args.numel, size_bits);
-  const Codes<kBits> codes(tile, args.codes);
+  const Codes<kBits> codes(first, args.codes);
 #pragma unroll
   for (int row = 0; row < kTileRows; row++) {
-    uint32_t chunk = 0;
-    for (int k = cuda::kVector - 1; k >= 0; k--) {
-      chunk = __funnelshift_l(word_of<kBits>(y[row].v[k]), chunk, kBits);
-    }
-    codes.store(row, size == kTile || tile.index(row) < rotated, chunk);
+    codes.store(row, size == kTile || first + Rows::place(row) < rotated, chunk[row]);
   }
   if (args.residual == nullptr) return;
-  move<Rows, Rotations>(y);
+  // Of a plain tile the scale between the transforms is a factor of the first one. That changes no
+  // bit: a scale is 0 or, since used() magnitudes are above 2^-100, more than 2^-113, so that no
+  // product is subnormal either way.
+  constexpr bool kKnown = kSizeBits > 0;
+  const float between = scale_between(size_bits);
 #pragma unroll
   for (int row = 0; row < kTileRows; row++) {
-    for (int k = 0; k < cuda::kVector; k++) y[row].v[k] = y[row].v[k] * scale[row];
+    const float factor = kKnown && plain ? scale[row] * between : scale[row];
+    for (int k = 0; k < cuda::kVector; k++) y[row].v[k] = y[row].v[k] * factor;
   }
-  unrotate<kSizeBits>(signs, size_bits, y);
-  move<Rotations, Rows>(y);
-  store_rest(tile, args, batch.head.swapped, y);
+  if (kKnown && !plain) {
+    move<Rotations, Rows>(y);
+    unrotate<0>(SignsOf<0>(header, first), size_bits, between, y);
+    move<Rows, Rotations>(y);
+    return store_rest<Rotations>(tile, args, swapped, false, p, y);
+  }
+  unrotate<kSizeBits>(signs, size_bits, kKnown ? 1.0f : between, y);
+  store_rest<Rotations>(tile, args, swapped, kKnown || plain, p, y);
 }
 
 template <int kBits, int kSizeBits>
@@ -214,27 +251,27 @@ __global__ void __launch_bounds__(cuda::kThreads, decoders_at_once(kBits, kSizeB
     decode_kernel(const Batch<DecodeParams> batch) {
   const DecodeParams& args = place_of_block(batch);
   const uint32_t size_bits = size_bits_of<kSizeBits>(args), size = 1u << size_bits;
-  const Tile tile(block_of(args), args.numel, args.out);
+  using Rotations = SharesOf<kSizeBits>;
+  const typename Rotations::Tile tile(block_of(args), args.numel, args.out);
   if (tile.empty() && size <= kTile) return;
-  const RotationSigns signs(read_header(args), first_of(tile));
-  using Rows = Shares<cuda::kLanes>;
+  const size_t first = Rotations::first(tile);
+  const SignsOf<kSizeBits> signs(read_header(args), first);
 
   Values y;
   const size_t rotated = rotated_values(args.numel, size_bits);
-  const Codes<kBits> codes(tile, const_cast<uint8_t*>(args.codes));
-  const auto there = [&](int row) { return size == kTile || tile.index(row) < rotated; };
+  const Codes<kBits> codes(first, const_cast<uint8_t*>(args.codes));
+  const auto at = [&](int row) { return first + Rows::place(row); };
+  const auto there = [&](int row) { return size == kTile || at(row) < rotated; };
   float scale[kTileRows];
-  each_first(size, [&](int row) {
-    scale[row] = there(row) ? args.scales[tile.index(row) >> size_bits] : 0.0f;
-  });
+  each_first(size,
+             [&](int row) { scale[row] = there(row) ? args.scales[at(row) >> size_bits] : 0.0f; });
   share_rows(scale, size);
 #pragma unroll
   for (int row = 0; row < kTileRows; row++) {
     y[row] = decode_row<kBits>(there(row) ? codes.load(row) : 0, scale[row]);
   }
-  move<Rows, SharesOf<kSizeBits>>(y);
-  unrotate<kSizeBits>(signs, size_bits, y);
-  move<SharesOf<kSizeBits>, Rows>(y);
+  move<Rows, Rotations>(y);
+  unrotate<kSizeBits>(signs, size_bits, scale_between(size_bits), y);
   store_values(tile, args, y);
 }
 

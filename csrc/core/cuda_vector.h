@@ -40,21 +40,23 @@ __device__ __forceinline__ void* row_of_warp() {
   return rows + threadIdx.x / kLanes * kLanes;
 }
 
-/// Part of an array of `size` values that belongs to this warp: rows of kRow values. Where one of
-/// the arrays is not aligned to 16 bytes, as the pieces of a bucket behind a parameter of odd size,
-/// neighbouring lanes move neighbouring values, which is as fast, and exchange them in shared
-/// memory. A tile that is cut by the end of the array moves value by value instead.
-template <int kRows>
+/// Part of an array of `size` values that belongs to this warp: kRowLanes lanes have kRows rows,
+/// one behind the other, the next lanes the rows behind these. Where one of the arrays is not
+/// aligned to 16 bytes, as the pieces of a bucket behind a parameter of odd size, neighbouring
+/// lanes move neighbouring values, which is as fast, and exchange them in shared memory. A tile
+/// that is cut by the end of the array moves value by value instead.
+template <int kRows, int kRowLanes = kLanes>
 class Tile {
  public:
-  static constexpr int kValues = kRows * kRow;
+  static constexpr int kRow = kRowLanes * kVector;  ///< values of a row
+  static constexpr int kValues = kRows * kLanes * kVector;
 
   /// `block` is the number of this block of threads among those of the array. `pointers` are all
   /// arrays that load() and store() will be given; a null is aligned.
   template <typename... T>
   __device__ Tile(uint32_t block, size_t size, const T*... pointers) : size_(size) {
     const size_t begin = (size_t{block} * kWarps + threadIdx.x / kLanes) * kValues;
-    first_ = begin + threadIdx.x % kLanes * kVector;
+    first_ = begin + in_tile(0);
     empty_ = begin >= size;
     const bool aligned = (reinterpret_cast<size_t>(pointers) | ...) % 16 == 0;
     form_ = opaque(begin + kValues > size ? kCut : aligned ? kAligned : kShifted);
@@ -179,7 +181,7 @@ class Tile {
 
   /// Index of the k-th value that a lane moves where neighbouring lanes move neighbours.
   __device__ size_t strided(int row, int k) const {
-    return index(row) - lane() * kVector + k * kLanes + lane();
+    return index(row) - place() * kVector + k * kRowLanes + place();
   }
   /// Returns a lane's own four neighbours of the values of a row at strided().
   template <typename T>
@@ -187,7 +189,7 @@ class Tile {
     T* const memory = static_cast<T*>(row_of_warp());
     __syncwarp();  // all have read the previous contents
 #pragma unroll
-    for (int k = 0; k < kVector; k++) memory[k * kLanes + lane()] = values.v[k];
+    for (int k = 0; k < kVector; k++) memory[exchanged(k)] = values.v[k];
     __syncwarp();
     return *reinterpret_cast<const Vector<T>*>(memory + lane() * kVector);
   }
@@ -200,11 +202,18 @@ class Tile {
     __syncwarp();
     Vector<T> to;
 #pragma unroll
-    for (int k = 0; k < kVector; k++) to.v[k] = memory[k * kLanes + lane()];
+    for (int k = 0; k < kVector; k++) to.v[k] = memory[exchanged(k)];
     return to;
   }
+  /// Place of that value among those of the warp.
+  __device__ static uint32_t exchanged(int k) {
+    return lane() / kRowLanes * kRow + k * kRowLanes + place();
+  }
   __device__ static uint32_t lane() { return threadIdx.x % kLanes; }
-  __device__ static uint32_t in_tile(int row) { return lane() * kVector + row * kRow; }
+  __device__ static uint32_t place() { return threadIdx.x % kRowLanes; }  ///< in its row
+  __device__ static uint32_t in_tile(int row) {
+    return lane() / kRowLanes * (kRows * kRow) + place() * kVector + row * kRow;
+  }
 
   size_t first_;
   size_t size_;

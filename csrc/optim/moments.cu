@@ -125,7 +125,7 @@ __device__ __forceinline__ float sum_of_patches(const float* parts, size_t row, 
 // ---------------------------------------------------------------- squares
 
 /// Returns the squares of the ranks' mean over the mean of their squares, as
-/// reduction/momentum/agreement.py does.
+/// momentum/agreement.py does.
 __device__ inline double share_of(double of_mean, double own, uint32_t ranks) {
   if (!(own > 0)) return 1.0;
   const double least = 1.0 / ranks, found = of_mean / own;
@@ -133,7 +133,7 @@ __device__ inline double share_of(double of_mean, double own, uint32_t ranks) {
   return rint(256 * (bounded < 1.0 ? bounded : 1.0)) / 256;
 }
 
-/// Returns the coefficient of a coded momentum, as `shortened` of reduction/momentum/moment.py
+/// Returns the coefficient of a coded momentum, as `shortened` of momentum/moment.py
 /// does.
 __device__ inline double shortened(double momentum, double error) {
   if (error == 0) return momentum;

@@ -1,7 +1,7 @@
 // Passes over float32 matrices whose second moments are products of a row's and a column's factor,
-// for all matrices of a bucket or of a step in one call. pycomm/reduction/momentum/moment.py has
-// the formulas, and pycomm/reduction/momentum/scaled.py the same in torch, with the same bits. An
-// optimizer that divides by nothing has no factors, and leaves out all that belongs to them.
+// for all matrices of a bucket or of a step in one call. pycomm/momentum/moment.py has the
+// formulas, and pycomm/momentum/scaled.py the same in torch, with the same bits. An optimizer that
+// divides by nothing has no factors, and leaves out all that belongs to them.
 //
 // Sums have one order, whatever the level of SIMD and the number of threads. A row is cut into
 // patches of kPatch values. In a patch each of kLanes lanes adds up every kLanes-th value, and then

@@ -10,8 +10,8 @@ from torch._C._distributed_c10d import GradBucket
 from pycomm.errors import Error
 from pycomm.hooks.ddp import HookState
 from pycomm.hooks.momentum import Momenta
+from pycomm.momentum.moment import CodedMoment
 from pycomm.reduction.look import GradientHook
-from pycomm.reduction.momentum.moment import CodedMoment
 
 
 class DDPMomenta(Momenta):

@@ -17,9 +17,9 @@ from pycomm.errors import Error
 from pycomm.hooks.fsdp import FSDPState
 from pycomm.hooks.fsdp_seams import units
 from pycomm.hooks.momentum import Momenta
+from pycomm.momentum import scaled
+from pycomm.momentum.moment import CodedMoment, local
 from pycomm.reduction.bucket import BucketPiece
-from pycomm.reduction.momentum import scaled
-from pycomm.reduction.momentum.moment import CodedMoment, local
 
 _DIVIDES = (
     "torch sums the gradients of this model and divides them by itself, so the momentum would have "

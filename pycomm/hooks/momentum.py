@@ -26,15 +26,15 @@ from pycomm.codecs import codec as parse_codec
 from pycomm.errors import Error, PeerLost
 from pycomm.feedback import Residual, Residuals
 from pycomm.feedback.rule import EXACT
+from pycomm.momentum import scaled
+from pycomm.momentum.moment import CodedMoment
+from pycomm.momentum.on_device.job import Job
+from pycomm.momentum.on_device.moment import DeviceMoment
+from pycomm.momentum.on_device.passes import DevicePasses
+from pycomm.momentum.on_device.table import Table
+from pycomm.momentum.sum_places import SumPlaces
 from pycomm.policy import CODED
 from pycomm.reduction.bucket import Bucket, BucketPiece
-from pycomm.reduction.momentum import scaled
-from pycomm.reduction.momentum.moment import CodedMoment
-from pycomm.reduction.momentum.on_device.job import Job
-from pycomm.reduction.momentum.on_device.moment import DeviceMoment
-from pycomm.reduction.momentum.on_device.passes import DevicePasses
-from pycomm.reduction.momentum.on_device.table import Table
-from pycomm.reduction.momentum.sum_places import SumPlaces
 from pycomm.reduction.saved import known, residuals_of
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.transform import Transform

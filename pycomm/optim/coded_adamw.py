@@ -23,6 +23,9 @@ from pycomm.hooks.ddp_momentum import DDPMomenta
 from pycomm.hooks.fsdp import FSDPState
 from pycomm.hooks.fsdp_momentum import ShardedMomenta, check_averages
 from pycomm.hooks.momentum import Momenta
+from pycomm.momentum.moment import FLOAT32_STATES, local
+from pycomm.momentum.on_device.kernels import Kernels
+from pycomm.momentum.scaled import native, written
 from pycomm.optim.loading import has_gradient, is_filling, load
 from pycomm.optim.optimizer import CodedOptimizer
 from pycomm.optim.settings import (
@@ -33,9 +36,6 @@ from pycomm.optim.settings import (
     settings_only,
 )
 from pycomm.policy import Policy, agree_on_options, refused_together
-from pycomm.reduction.momentum.moment import FLOAT32_STATES, local
-from pycomm.reduction.momentum.on_device.kernels import Kernels
-from pycomm.reduction.momentum.scaled import native, written
 
 _NAME = "CodedAdamW"
 
@@ -46,7 +46,7 @@ class CodedAdamW(CodedOptimizer):
     Feedback on gradients and Adam's momentum are two delays in series, which training does not
     tolerate below two bits. Here the momentum itself is coded, with feedback, so there is one
     delay, and the denominators come from all ranks' gradients, by rows and columns:
-    `pycomm.reduction.momentum.moment` has the formulas. Parameters of one dimension, and those that
+    `pycomm.momentum.moment` has the formulas. Parameters of one dimension, and those that
     the policy leaves exact, are treated as torch's AdamW does.
 
     A rank's gradient counts at most three times its root second moment, and rows of a matrix whose

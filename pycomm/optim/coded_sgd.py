@@ -22,6 +22,8 @@ from pycomm.feedback import Feedback, Residual
 from pycomm.feedback.rule import EXACT
 from pycomm.hooks.ddp import compress_hook
 from pycomm.hooks.sent_momentum import SentMomenta
+from pycomm.momentum import scaled
+from pycomm.momentum.moment import shortened
 from pycomm.optim.loading import has_gradient, is_filling, load
 from pycomm.optim.optimizer import CodedOptimizer
 from pycomm.optim.settings import (
@@ -35,8 +37,6 @@ from pycomm.policy import Policy, agree_on_options, refused_together
 from pycomm.policy.exchange import answer, device_of
 from pycomm.policy.names import clean
 from pycomm.policy.quality import nominal_error
-from pycomm.reduction.momentum import scaled
-from pycomm.reduction.momentum.moment import shortened
 from pycomm.reduction.state import CompressionState
 
 MEASURED_EVERY = 16

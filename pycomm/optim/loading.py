@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pycomm.reduction.momentum.moment import local
+from pycomm.momentum.moment import local
 
 
 def load(

@@ -22,7 +22,6 @@ from pycomm.policy.rules import CODED
 from pycomm.reduction import payloads
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.coding import ExchangePlan, Runs, is_variable
-from pycomm.reduction.paths import BATCHED, KERNELS
 
 _DTYPES = {dtype: core_dtype(dtype) for dtype in CODED}
 
@@ -34,7 +33,7 @@ class Batched:
     alone is made here, and a step calls C++ and the group's own methods.
 
     Args:
-        bucket: a bucket whose codecs run in C++; see `find`.
+        bucket: a bucket whose codecs run in C++; see `two_shot.find`.
         plan: what is exchanged.
         group: the ranks.
         device: the device of the values.
@@ -82,41 +81,11 @@ class Batched:
         # Where the core does not start the kernels itself: the function that does.
         self._launch: Launcher | None = launcher(codecs[0], device.type) if codecs else None
 
-    @staticmethod
-    def find(
-        op: str,
-        bucket: Bucket,
-        group: dist.ProcessGroup,
-        plan: Callable[[], ExchangePlan],
-        *tensors: torch.Tensor,
-    ) -> Batched | None:
-        """Return the cached `Batched` of a bucket; None: Python has to code it.
-
-        Args:
-            op: name of the operation.
-            bucket: the bucket to code.
-            group: any process group that moves bytes.
-            plan: function that returns what is exchanged.
-            tensors: the tensors that the operation reads and writes.
-        """
-        device = tensors[0].device
-        for tensor in tensors:
-            if tensor.device != device or not tensor.is_contiguous():
-                return None
-        key = op, group.rank(), group.size()
-        if key not in bucket.batched:
-            path = BATCHED if device.type == "cpu" else KERNELS
-            refusal = path.refusal(bucket, "all_reduce", tensors[0].dtype, senders=False)
-            suits = not (refusal or path.needs(bucket, group, device))
-            bucket.batched[key] = Batched(bucket, plan(), group, device) if suits else None
-        found: Batched | None = bucket.batched[key]
-        return found
-
     def run(
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        sides: list[tuple[int, int]],
+        bucket: Bucket,
         group: dist.ProcessGroup,
         *,
         seed: int,
@@ -128,19 +97,8 @@ class Batched:
     ) -> None:
         """Run the operation, on a device on torch's current stream.
 
-        Args:
-            output: floats of 16 or 32 bits [values of the bucket, or as many in each row].
-            input: likewise; may be the output.
-            sides: sides of the residuals; see `Bucket.sides`.
-            group: the ranks, as when this was made.
-            seed: equal on all ranks.
-            step: number of the step, equal on all ranks.
-            divisor: results are sums divided by it.
-            found_inf: float32 [1] on the device, which becomes 1 if the result is not finite.
-            swapped: of a device: float32 [1]; if it is not 0, the sides of all residuals are the
-                other way round than `sides` says.
-            encoded: is called when this rank's contribution and its residuals are written, and the
-                values are as they were.
+        The arguments are those of `two_shot.exchange`; the bucket and the group are those for which
+        this was made.
         """
         dtype, empty = _DTYPES[output.dtype], partial(torch.empty, dtype=torch.uint8)
         kept = [empty(self._memory_bytes, device=self._device)]
@@ -161,7 +119,7 @@ class Batched:
             (input.data_ptr(), input.numel()),
             (output.data_ptr(), output.numel()),
             dtype,
-            sides,
+            bucket.sides,
             seed=seed,
             step=step,
             divisor=divisor,

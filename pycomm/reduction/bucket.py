@@ -111,7 +111,7 @@ class Bucket:
             self.numel += numel
         spans = held(self.pieces) if held else [ALL] * len(self.pieces)
         self.spans = {p.name: one for p, one in zip(self.pieces, spans, strict=True)}
-        """By piece: the values whose residuals have memory."""
+        """By name of a piece: the values whose residuals have memory."""
         self._memory = 0
         for piece in self.pieces if held else ():
             if piece.residual is not None and piece.residual.layouts == ["", ""]:
@@ -131,12 +131,11 @@ class Bucket:
         self.layout = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.layouts = [self.layout, self.layout]
         """Layouts of the two sides of a residual that has been reduced in this bucket alone."""
-        self.plans: dict[tuple[str, int, int], Any] = {}
-        """By operation, rank and number of ranks: the `ExchangePlan` of a schedule in Python."""
+        self.exchanges: dict[tuple[str, int, int, bool], Any] = {}
+        """By operation, rank, number of ranks, and whether senders are averaged: who codes it where
+        Python moves the payloads; see `two_shot.find`."""
         self.parts: list[Any] = []
         """The runs of each rank of a node, where the bucket is reduced by nodes in Python."""
-        self.batched: dict[tuple[str, int, int], Any] = {}
-        """Likewise: the `Batched` of a schedule that C++ runs while Python moves the payloads."""
         self.single: Any = None
         """The `SingleCoding` that averages the bucket; False: another way does; None: nobody has
         asked yet. See `BucketReducer.coding_of`."""
@@ -149,7 +148,7 @@ class Bucket:
         memory = sum(residual.memory for residual in self.residuals if residual is not None)
         if memory != self._memory:
             self._memory, self._native, self.moments = memory, None, None
-            self.batched.clear()
+            self.exchanges.clear()
 
     @cached_property
     def gathers(self) -> bool:

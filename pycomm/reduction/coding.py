@@ -24,7 +24,7 @@ from pycomm.codecs.convert import convert
 from pycomm.errors import WireMismatch
 from pycomm.feedback.rule import EXACT
 from pycomm.reduction import payloads
-from pycomm.reduction.bucket import BucketPiece
+from pycomm.reduction.bucket import Bucket, BucketPiece
 
 GRAIN = 32  # kGrain of coded/layout.h
 OWNER_HOP = -1
@@ -121,30 +121,6 @@ def spans(pieces: Sequence[BucketPiece], runs: Runs) -> list[tuple[int, int]]:
     """Return the values of each piece that are in some runs, of which it has one or none."""
     found = {id(run.piece): (run.begin, run.end) for run in runs}
     return [found.get(id(piece), (0, 0)) for piece in pieces]
-
-
-@dataclass(frozen=True)
-class ExchangePlan:
-    """What an operation exchanges, as in csrc/collectives/coded/exchange.h."""
-
-    owned: Sequence[Runs] = ()
-    """The runs of each owner; empty: no value has one."""
-    shown: Runs = ()
-    """The runs whose payloads all ranks get, and add up."""
-    rows: Sequence[int] = ()
-    """Each rank owns a row of the values, with all runs, which has this number among the rows of
-    the residuals; empty: there is one row."""
-    scatters: bool = True
-    """Ranks send owners what they contribute."""
-    gathers: bool = True
-    """Owners send all ranks the result."""
-
-
-def all_reduce_plan(values: Runs, ranks: int) -> ExchangePlan:
-    """Return the plan of an all-reduce of some values among so many owners."""
-    dense = [run for run in values if run.piece.codec.combine != "gather"]
-    shown = [run for run in values if run.piece.codec.combine == "gather"]
-    return ExchangePlan(chunks(dense, ranks) if dense else (), shown)
 
 
 class Coder:
@@ -274,76 +250,100 @@ def _room(runs: Runs, values: torch.Tensor) -> list[torch.Tensor]:
     return rooms if wide else [torch.empty_like(x, dtype=torch.float32) for x in rooms]
 
 
-def exchange(
-    plan: ExchangePlan,
-    output: torch.Tensor,
-    input: torch.Tensor,
-    group: dist.ProcessGroup,
-    *,
-    seed: int,
-    step: int,
-    divisor: int,
-    found_inf: torch.Tensor,
-    senders: Sequence[float] | None = None,
-    encoded: Callable[[], None] | None = None,
-) -> None:
-    """Run an operation; the arguments are those of `two_shot.exchange`.
+@dataclass(frozen=True)
+class ExchangePlan:
+    """What an operation exchanges, as in csrc/collectives/coded/exchange.h."""
 
-    Args:
-        found_inf: float32 [1] on the device of the values, which becomes 1 where what this rank has
-            decoded is not finite.
-    """
-    rank, ranks = group.rank(), group.size()
-    coder = Coder(rank, seed=seed, step=step)
-    rows = list(range(ranks)) if plan.rows else [0] * ranks
-    contributed = input.view(rows[-1] + 1 if plan.scatters else 1, -1)
-    results = output.view(rows[-1] + 1 if plan.gathers else 1, -1)
+    owned: Sequence[Runs] = ()
+    """The runs of each owner; empty: no value has one."""
+    shown: Runs = ()
+    """The runs whose payloads all ranks get, and add up."""
+    rows: Sequence[int] = ()
+    """Each rank owns a row of the values, with all runs, which has this number among the rows of
+    the residuals; empty: there is one row."""
+    scatters: bool = True
+    """Ranks send owners what they contribute."""
+    gathers: bool = True
+    """Owners send all ranks the result."""
 
-    def store(
-        runs: Runs, floats: Sequence[torch.Tensor], values: torch.Tensor, divisor: int
+    def run(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        bucket: Bucket,
+        group: dist.ProcessGroup,
+        *,
+        seed: int,
+        step: int,
+        divisor: int,
+        found_inf: torch.Tensor,
+        senders: Sequence[float] | None = None,
+        encoded: Callable[[], None] | None = None,
     ) -> None:
-        for run, x in zip(runs, floats, strict=True):
-            convert(x, run.of(values), divisor=divisor, found_inf=found_inf)
+        """Run the operation in plain Python; the arguments are those of `two_shot.exchange`."""
+        rank, ranks = group.rank(), group.size()
+        coder = Coder(rank, seed=seed, step=step)
+        rows = list(range(ranks)) if self.rows else [0] * ranks
+        contributed = input.view(rows[-1] + 1 if self.scatters else 1, -1)
+        results = output.view(rows[-1] + 1 if self.gathers else 1, -1)
 
-    def gathered(ours: torch.Tensor, runs: Sequence[Runs]) -> list[torch.Tensor]:
-        most, variable = [total_bytes(each) for each in runs], any(map(is_variable, runs))
-        if encoded is not None and not (plan.owned and plan.scatters):
-            encoded()
-        came = payloads.all_gather(ours, ours.numel(), most, group, variable=variable)
-        return payloads.parts(came)
+        def store(
+            runs: Runs, floats: Sequence[torch.Tensor], values: torch.Tensor, divisor: int
+        ) -> None:
+            for run, x in zip(runs, floats, strict=True):
+                convert(x, run.of(values), divisor=divisor, found_inf=found_inf)
 
-    if plan.owned:
-        mine = plan.owned[rank]
-        if plan.scatters:
-            sent = [
-                coder.encode(runs, contributed[row], None, number)
-                for runs, row, number in zip(plan.owned, rows, plan.rows or rows, strict=True)
-            ]
-            if encoded is not None:
+        def gathered(ours: torch.Tensor, runs: Sequence[Runs]) -> list[torch.Tensor]:
+            most, variable = [total_bytes(each) for each in runs], any(map(is_variable, runs))
+            if encoded is not None and not (self.owned and self.scatters):
                 encoded()
-            sizes, most = [payload.numel() for payload in sent], total_bytes(mine)
-            variable = any(map(is_variable, plan.owned))
-            came = payloads.all_to_all(torch.cat(sent), sizes, most, group, variable=variable)
-            sums = coder.add_up(mine, payloads.parts(came), results[0])
-        if plan.scatters and plan.gathers:
-            averages = [convert(x, divisor=divisor) for x in sums]
-            ours = coder.encode(mine, results[0], averages)
-        elif plan.gathers:
-            ours = coder.encode(mine, contributed[0], None)
-        else:
-            store(mine, sums, results[0], divisor)
-        if plan.gathers:
-            for runs, row, payload in zip(
-                plan.owned, rows, gathered(ours, plan.owned), strict=True
-            ):
-                floats = _room(runs, results[row])
-                coder.decode(runs, payload, floats, add=False)
-                store(runs, floats, results[row], 1)
-    if plan.shown:
-        ours = coder.encode(plan.shown, contributed[0], None)
-        shown = gathered(ours, [plan.shown] * ranks)
-        if senders is None:
-            store(plan.shown, coder.add_up(plan.shown, shown, results[0]), results[0], divisor)
-        else:
-            means = coder.average_senders(plan.shown, shown, results[0], senders)
-            store(plan.shown, means, results[0], 1)
+            came = payloads.all_gather(ours, ours.numel(), most, group, variable=variable)
+            return payloads.parts(came)
+
+        if self.owned:
+            mine = self.owned[rank]
+            if self.scatters:
+                sent = [
+                    coder.encode(runs, contributed[row], None, number)
+                    for runs, row, number in zip(self.owned, rows, self.rows or rows, strict=True)
+                ]
+                if encoded is not None:
+                    encoded()
+                sizes, most = [payload.numel() for payload in sent], total_bytes(mine)
+                variable = any(map(is_variable, self.owned))
+                came = payloads.all_to_all(torch.cat(sent), sizes, most, group, variable=variable)
+                sums = coder.add_up(mine, payloads.parts(came), results[0])
+            if self.scatters and self.gathers:
+                averages = [convert(x, divisor=divisor) for x in sums]
+                ours = coder.encode(mine, results[0], averages)
+            elif self.gathers:
+                ours = coder.encode(mine, contributed[0], None)
+            else:
+                store(mine, sums, results[0], divisor)
+            if self.gathers:
+                for runs, row, payload in zip(
+                    self.owned, rows, gathered(ours, self.owned), strict=True
+                ):
+                    floats = _room(runs, results[row])
+                    coder.decode(runs, payload, floats, add=False)
+                    store(runs, floats, results[row], 1)
+        if self.shown:
+            ours = coder.encode(self.shown, contributed[0], None)
+            shown = gathered(ours, [self.shown] * ranks)
+            if senders is None:
+                store(self.shown, coder.add_up(self.shown, shown, results[0]), results[0], divisor)
+            else:
+                means = coder.average_senders(self.shown, shown, results[0], senders)
+                store(self.shown, means, results[0], 1)
+
+
+def all_reduce_plan(values: Runs, ranks: int) -> ExchangePlan:
+    """Return the plan of an all-reduce of some values among so many owners."""
+    dense = [run for run in values if run.piece.codec.combine != "gather"]
+    shown = [run for run in values if run.piece.codec.combine == "gather"]
+    return ExchangePlan(chunks(dense, ranks) if dense else (), shown)
+
+
+def rows_plan(pieces: Sequence[BucketPiece], numbers: Sequence[int], **shots: bool) -> ExchangePlan:
+    """Return the plan of a reduce-scatter or an all-gather of rows with these numbers."""
+    return ExchangePlan([whole(pieces)] * len(numbers), (), numbers, **shots)

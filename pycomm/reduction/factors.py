@@ -275,19 +275,16 @@ class Factors:
 
     # ------------------------------------------------------------------ buckets
 
-    def concern(self, bucket: Bucket) -> bool:
-        """Whether a bucket has parameters with factors."""
-        return any(piece.name in self.current for piece in bucket.pieces)
+    def scale(self, values: torch.Tensor, bucket: Bucket, sign: int) -> None:
+        """Divide a bucket [rows * values] by its factors before it is coded, or multiply a decoded
+        one [values] by them.
 
-    def divide(self, values: torch.Tensor, bucket: Bucket) -> None:
-        """Divide a bucket [rows * values] by its factors, before it is coded."""
-        self._apply(values, bucket, bucket.rows, -1)
-
-    def multiply(self, values: torch.Tensor, bucket: Bucket) -> None:
-        """Multiply a decoded bucket [values] by its factors."""
-        self._apply(values, bucket, 1, 1)
-
-    def _apply(self, values: torch.Tensor, bucket: Bucket, rows: int, sign: int) -> None:
+        Args:
+            values: the bucket.
+            bucket: its layout.
+            sign: -1 to divide, 1 to multiply.
+        """
+        rows = bucket.rows if sign < 0 else 1
         for piece in bucket.pieces:
             exponents = self.current.get(piece.name)
             if exponents is None or not piece.numel:

@@ -24,7 +24,7 @@ from pycomm.errors import WireMismatch
 from pycomm.policy.exchange import gather_json, host
 from pycomm.reduction import own_group, two_shot
 from pycomm.reduction.bucket import Bucket, BucketPiece
-from pycomm.reduction.coding import ExchangePlan, Run, chunks, whole
+from pycomm.reduction.coding import Run, chunks, rows_plan, whole
 
 
 class Nodes:
@@ -144,9 +144,7 @@ class Nodes:
         assert self._across is not None
         two_shot.exchange(
             "reduce_scatter",
-            lambda: ExchangePlan(
-                [whole(bucket.pieces)] * len(self._numbers), (), self._numbers, gathers=False
-            ),
+            lambda: rows_plan(bucket.pieces, self._numbers, gathers=False),
             result,
             rows,
             bucket,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
@@ -16,16 +17,32 @@ from pycomm.policy.exchange import device_of, gather
 
 T = TypeVar("T")
 
-_lock = threading.RLock()  # a collection inside of it may close a group on the same thread
-_counting = 0  # groups that are being made
-_to_close: list[dist.ProcessGroup] = []  # closed meanwhile, by other threads or collections
+_made = 0  # groups that this process has made here
+_chosen = threading.local()  # `name`: of the group that this thread makes
+
+
+def _name_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's function of names, but for the groups that are made here.
+
+    torch names groups by counts of groups (of those that are there, from 2.14 on of those that were
+    made). Ranks of which some have made others, such as those of a part of them, or have closed
+    some on another thread, would give one group different names.
+    """
+
+    @functools.wraps(original)
+    def name(*args: Any, **kwargs: Any) -> Any:
+        chosen = getattr(_chosen, "name", None)
+        return original(*args, **kwargs) if chosen is None else c10d.GroupName(chosen)
+
+    return name
+
+
+c10d._process_group_name = _name_of(c10d._process_group_name)
 
 
 def make(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a new group of the same ranks, with the same backends and timeout; collective."""
-    with _number_of_groups_stays():
-        _count_alike(group)
-        return _make(group, range(group.size()), dist.get_backend(group))
+    return _make(group, range(group.size()), dist.get_backend(group), _number(group))
 
 
 def make_part(
@@ -40,25 +57,37 @@ def make_part(
         members: their numbers in `group`, ascending.
         backend: name of the new group's backend; None: as the default group's.
     """
-    with _number_of_groups_stays():
-        _count_alike(group)
-        if len(members) < 2:
-            _count(f"no group {len(c10d._world.pg_names)}")
-            return None
-        return _make(group, members, backend)
+    number = _number(group)
+    if len(members) < 2:
+        _count(f"no group {len(c10d._world.pg_names)}")
+        return None
+    return _make(group, members, backend, number)
+
+
+def _number(group: dist.ProcessGroup) -> int:
+    """Return a number that no rank of a group has had for groups of it yet; collective."""
+    global _made
+    taken = int(max(made for (made,) in gather([_made], group, device_of(group))))
+    _made = taken + 1
+    return taken
 
 
 def _make(
-    group: dist.ProcessGroup, members: Sequence[int], backend: str | None
+    group: dist.ProcessGroup, members: Sequence[int], backend: str | None, number: int
 ) -> dist.ProcessGroup:
     everybody = dist.get_process_group_ranks(group)
     options = getattr(group._get_backend(device_of(group)), "options", None)
-    made: dist.ProcessGroup = dist.new_group(
-        [everybody[rank] for rank in members],
-        timeout=getattr(options, "_timeout", None),
-        backend=backend,
-        use_local_synchronization=True,
-    )
+    ranks = [everybody[rank] for rank in members]
+    _chosen.name = hashlib.sha1(f"pycomm {number} {ranks}".encode()).hexdigest()
+    try:
+        made: dist.ProcessGroup = dist.new_group(
+            ranks,
+            timeout=getattr(options, "_timeout", None),
+            backend=backend,
+            use_local_synchronization=True,
+        )
+    finally:
+        del _chosen.name
     return made
 
 
@@ -82,16 +111,8 @@ def wait(result: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 def close(group: dist.ProcessGroup) -> None:
     """Close a group of `make`; ranks may do so at different times, as their garbage is collected.
 
-    An empty group takes its place. While another thread makes a group, it is closed after that.
+    An empty group takes its place.
     """
-    with _lock:
-        if _counting:
-            _to_close.append(group)
-        else:
-            _close(group)
-
-
-def _close(group: dist.ProcessGroup) -> None:
     if group not in c10d._world.pg_map:
         return  # destroy_process_group() has closed all groups
     name = c10d._world.pg_names[group]
@@ -99,40 +120,10 @@ def _close(group: dist.ProcessGroup) -> None:
     _count(name)
 
 
-@contextmanager
-def _number_of_groups_stays() -> Iterator[None]:
-    """Close no group meanwhile: it is not counted until its empty group is.
-
-    A lock would do less well: a thread that waited for it would keep its reductions waiting, which
-    other ranks may need before they make their groups.
-    """
-    global _counting
-    with _lock:
-        _counting += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _counting -= 1
-            while _to_close and not _counting:
-                _close(_to_close.pop())
-
-
-def _count_alike(group: dist.ProcessGroup) -> None:
-    """Let the ranks of a group count as many groups as that of them with most; collective.
-
-    Some of them may have made groups without the others, such as those of a model of half of the
-    ranks.
-    """
-    ours = len(c10d._world.pg_names)
-    counts = gather([ours], group, device_of(group))
-    for number in range(ours, int(max(count for (count,) in counts))):
-        _count(f"no group {number}")
-
-
 def _count(name: str) -> None:
     """Put an empty group among those that torch counts.
 
-    torch names a group of some ranks by the number of groups, which must be equal on all of them.
+    Until 2.13 torch names a user's group of some ranks by the number of groups that are there,
+    which must be equal on all of them.
     """
     c10d._world.pg_names[dist.ProcessGroup(HashStore(), 0, 1)] = c10d.GroupName(name)

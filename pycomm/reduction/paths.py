@@ -6,28 +6,25 @@ table `PATHS`, and what a group offers is answered by its backend. Ranks agree o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
 
 from pycomm import backend
-from pycomm.codecs import CODECS, SCHEMES, convert
+from pycomm.codecs import CODECS, convert
 from pycomm.codecs.implementations import Native, is_launched
 from pycomm.env import env
 from pycomm.log import ignore, logger
 from pycomm.policy.exchange import gather
-from pycomm.policy.rules import CODED
 from pycomm.reduction.bucket import Bucket
 
 if TYPE_CHECKING:
     from pycomm._c10d import Backend
 
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 KINDS = ("residual", "decay", "momentum")
-STORAGES = ("float32", "bf16", "int8")
 
 
 def _core(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> str:
@@ -78,74 +75,68 @@ def _kernels(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> 
     return ""
 
 
-def _anywhere(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Path:
-    """A path, and what it takes."""
+    """A path, and what it takes: any storage of residuals, and floats of 16 and 32 bits."""
 
     name: str
     about: str
-    on: Literal["cpu", "gpu", "any"]
+    on: Literal["cpu", "gpu", "any"] = "any"
     """Where the values are; "gpu": on any device but the CPU."""
-    in_core: bool
+    in_core: bool = False
     """The backend runs the operation, by `Backend.compressed_all_reduce` and the like."""
-    needs: Callable[[Bucket, dist.ProcessGroup, torch.device], str]
+    needs: Callable[[Bucket, dist.ProcessGroup, torch.device], str] = lambda *_: ""
     """What else it needs: returns what is missing, or "". Collective, as `choose` is."""
-    operations: tuple[str, ...] = OPERATIONS
-    codecs: tuple[str, ...] | None = tuple(CODECS)
-    """Names of codecs; None: those that users have registered, too."""
+    codecs: tuple[str, ...] | None = None
+    """Names of codecs; None: all, with those that users have registered."""
     kinds: tuple[str, ...] = KINDS
-    storages: tuple[str, ...] = STORAGES
-    dtypes: tuple[torch.dtype, ...] = CODED
     senders: bool = False
     """It can average a value over the ranks that have sent it."""
     decides: bool = False
     """Kernels tell each other whether a step is finite; see `SideStream`."""
 
-    def refusal(self, bucket: Bucket, op: str, dtype: torch.dtype, senders: bool) -> str:
+    def refusal(self, bucket: Bucket, *, senders: bool = False) -> str:
         """Return which column of the table excludes a bucket; "" if none does."""
-        rules = [piece.residual.rule for piece in bucket.with_residual.values() if piece.residual]
-        asked: tuple[tuple[str, Iterable[object], Collection[object] | None], ...] = (
-            ("operation", (op,), self.operations),
-            ("codec", (piece.codec.name for piece in bucket.pieces), self.codecs),
-            ("feedback", (rule.kind for rule in rules), self.kinds),
-            ("storage", (rule.storage for rule in rules), self.storages),
-            ("dtype", (dtype,), self.dtypes),
-        )
-        for column, wanted, taken in asked:
-            for one in wanted:
-                if taken is not None and one not in taken:
-                    return f"it takes no {column} {one}"
+        for piece in bucket.pieces:
+            if self.codecs is not None and piece.codec.name not in self.codecs:
+                return f"it takes no codec {piece.codec.name}"
+            if piece.residual is not None and piece.residual.rule.kind not in self.kinds:
+                return f"it takes no feedback {piece.residual.rule.kind}"
         if senders and not self.senders:
             return "it averages over all ranks, not over those that have sent"
         return ""
 
 
-CORE = Path("core", "coded and exchanged by segments in C++", "cpu", in_core=True, needs=_core)
+_NATIVE = tuple(CODECS)
+CORE = Path(
+    "core",
+    "coded and exchanged by segments in C++",
+    "cpu",
+    in_core=True,
+    needs=_core,
+    codecs=_NATIVE,
+)
 PEERS = Path(
     "peers",
     "coded by kernels that read the memory of the peers' GPUs",
     "gpu",
     in_core=True,
     needs=_peers,
+    codecs=_NATIVE,
     kinds=("residual", "decay"),
 )
 BATCHED = Path(
     "batched",
     "coded in C++, payloads by the group's all-to-all and all-gather",
     "cpu",
-    in_core=False,
     needs=_batched,
+    codecs=_NATIVE,
 )
 KERNELS = Path(
     "kernels",
     "coded by kernels on a stream beside backward, payloads by the group's all-to-all and "
     "all-gather",
     "gpu",
-    in_core=False,
     needs=_kernels,
     codecs=tuple(name for name in CODECS if name != "lossless"),
     kinds=("residual", "decay"),
@@ -155,42 +146,20 @@ KERNELS = Path(
 PAYLOADS = Path(
     "payloads",
     "coded one run at a time, payloads by the group's all-to-all and all-gather",
-    "any",
-    in_core=False,
-    needs=_anywhere,
-    codecs=None,
     senders=True,
 )
 PATHS = (CORE, PEERS, KERNELS, BATCHED, PAYLOADS)
 """The capability table, from the fastest path on."""
 
-SINGLE = Path(
-    "single",
-    "coded once, payloads by the group's all-gather or all-to-all",
-    "any",
-    in_core=False,
-    needs=_anywhere,
-    operations=("all_reduce",),
-    codecs=None,
-)
+SINGLE = Path("single", "coded once, payloads by the group's all-gather or all-to-all")
 """Of the coded optimizers, which choose it themselves."""
-SINGLE_KERNELS = replace(
-    SINGLE,
-    about="coded once by kernels on a stream beside backward, payloads by the group's all-gather "
-    "or all-to-all",
-    on="gpu",
+SINGLE_KERNELS = Path(
+    "single",
+    "coded once by kernels on a stream beside backward, payloads by the group's all-gather or "
+    "all-to-all",
     decides=True,
 )
-FACTORS = Path(
-    "factors",
-    "the codec's own collectives",
-    "any",
-    in_core=False,
-    needs=_anywhere,
-    operations=("all_reduce",),
-    codecs=tuple(SCHEMES),
-    kinds=("residual",),
-)
+FACTORS = Path("factors", "the codec's own collectives")
 """Of the codecs with factors."""
 
 
@@ -201,29 +170,21 @@ class ChosenPath:
     path: Path
     why: str = ""
     """Why it is not a faster one; "" if there is none."""
-
-    def native(self, group: dist.ProcessGroup, device: torch.device) -> Backend | None:
-        """Return the backend that runs the operation; None: the payloads are exchanged."""
-        return backend.find_native(group, device) if self.path.in_core else None
+    native: Backend | None = field(default=None, compare=False)
+    """The backend that runs the operation; None: the payloads are exchanged."""
 
     def __str__(self) -> str:
         return f"{self.path.name} ({self.path.about})" + (f"; not {self.why}" if self.why else "")
 
 
 def choose(
-    bucket: Bucket,
-    group: dist.ProcessGroup,
-    op: str,
-    tensor: torch.Tensor,
-    *,
-    senders: bool = False,
+    bucket: Bucket, group: dist.ProcessGroup, tensor: torch.Tensor, *, senders: bool = False
 ) -> ChosenPath:
     """Return the first path of the table that takes a bucket; all ranks call it together.
 
     Args:
         bucket: the bucket, with its residuals.
         group: the group that reduces or gathers.
-        op: "all_reduce", "reduce_scatter" or "all_gather".
         tensor: the values; always of one dtype and device.
         senders: values are averaged over the ranks that have sent them.
     """
@@ -232,22 +193,13 @@ def choose(
     for path in PATHS:
         if path.on not in (where, "any"):
             continue
-        refusal = path.refusal(bucket, op, tensor.dtype, senders)
+        refusal = path.refusal(bucket, senders=senders)
         refusal = refusal or path.needs(bucket, group, tensor.device)
         if not refusal:
-            return ChosenPath(path, "; ".join(refused))
+            native = backend.find_native(group, tensor.device) if path.in_core else None
+            return ChosenPath(path, "; ".join(refused), native)
         refused.append(f"{path.name}: {refusal}")
     raise AssertionError("the last path takes every bucket: " + "; ".join(refused))
-
-
-def native_backend(
-    bucket: Bucket, group: dist.ProcessGroup, op: str, tensor: torch.Tensor
-) -> Backend | None:
-    """Return the backend that runs an operation in C++; None: hooks exchange the payloads.
-
-    The arguments are those of `choose`, and all ranks call it together.
-    """
-    return chosen(bucket, group, op, tensor).native(group, tensor.device)
 
 
 def chosen(
@@ -260,27 +212,35 @@ def chosen(
 ) -> ChosenPath:
     """Return the path of a bucket, which the first call for it and an operation chooses.
 
-    The arguments are those of `choose`, and all ranks call it together.
+    Where kernels of a device reduce, it is the slowest that a rank has chosen: residuals differ
+    between ranks after a member has joined, and with them what a path takes.
+
+    Args:
+        op: "all_reduce", "reduce_scatter" or "all_gather".
+        bucket, group, tensor, senders: as for `choose`; all ranks call it together.
     """
     choice: ChosenPath | None = bucket.agreed.paths.get((op, senders))
     if choice is None:
-        choice = agreed(choose(bucket, group, op, tensor, senders=senders), group, tensor.device)
+        choice = choose(bucket, group, tensor, senders=senders)
+        if not tensor.is_cpu and backend.find_native(group, tensor.device):
+            ours = PATHS.index(choice.path)
+            last = max(int(place) for (place,) in gather([ours], group, tensor.device))
+            if last != ours:
+                why = f"{choice.path.name}: a residual of another rank rules it out"
+                choice = ChosenPath(PATHS[last], why)
         bucket.agreed.paths[op, senders] = choice
         report(bucket, op, choice, group)
     return choice
 
 
-def agreed(mine: ChosenPath, group: dist.ProcessGroup, device: torch.device) -> ChosenPath:
-    """Return the slowest path that a rank has chosen; collective where a device's kernels reduce.
+def native_backend(
+    bucket: Bucket, group: dist.ProcessGroup, op: str, tensor: torch.Tensor
+) -> Backend | None:
+    """Return the backend that runs an operation in C++; None: hooks exchange the payloads.
 
-    Residuals differ between ranks after a member has joined, and with them what a path takes.
+    The arguments are those of `chosen`, and all ranks call it together.
     """
-    if device.type == "cpu" or backend.find_native(group, device) is None:
-        return mine
-    last = max(int(place) for (place,) in gather([PATHS.index(mine.path)], group, device))
-    if PATHS[last] is mine.path:
-        return mine
-    return ChosenPath(PATHS[last], f"{mine.path.name}: a residual of another rank rules it out")
+    return chosen(bucket, group, op, tensor).native
 
 
 def report(bucket: Bucket, op: str, choice: ChosenPath, group: dist.ProcessGroup) -> None:

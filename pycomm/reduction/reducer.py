@@ -1,6 +1,7 @@
 """Bucket reducer: averages buckets over a group by their parameters' codecs and residuals.
 
-It is the base class of `CompressionState`, which says when a step begins and ends.
+It is the base class of `CompressionState`, which says when a step begins and ends, and of which it
+knows nothing.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ class BucketReducer:
         self._thread: ExchangeThread | None = None  # that does so beside backward, of host tensors
         self._formed_with = self._formed()
         self._current = Step(StepStatus.COMMITTED)
+        self._overflows = 0  # steps whose result was not finite
         self.encoded: Callable[[], None] | None = None
         """Is called once, by the next reduction of which `coding_of` tells."""
 
@@ -298,12 +300,12 @@ class BucketReducer:
             if probe is not None:
                 probe.finish(result)
             if divided:
-                self._factors.multiply(result, bucket)
+                self._factors.scale(result, bucket, 1)
             return result
 
         finish = land if probe is not None or divided else None
-        native = choice.path.in_core and choice.native(self.process_group, tensor.device)
-        if native:
+        native = choice.native
+        if native is not None:
             work = native.compressed_all_reduce(
                 tensor, bucket.native, bucket.sides, self.seed, self.step
             )
@@ -385,6 +387,23 @@ class BucketReducer:
 
     def _settle_deferred(self) -> None:
         """Let the host know of the steps about which the device has decided; see `SideStream`."""
+        side, before = self._side, self._overflows
+        if side is None or not side.ahead:
+            return
+        swapped = side.settle()
+        self._hear(side)
+        if self.residuals:
+            if swapped:
+                self.residuals.swap(side.names)
+            self.residuals.set_step(side.names, side.last_finite)
+        if self._overflows > before:
+            self.check_operations()
+
+    def _hear(self, side: SideStream) -> None:
+        """Count the deferred steps of which the host knows by now."""
+        overflows = side.hear()
+        self._overflows += overflows
+        self.plan.overflows += overflows
 
     def scatter(
         self,
@@ -438,7 +457,7 @@ class BucketReducer:
             if probe is not None:
                 probe.finish(output)
             if divided:
-                self._factors.multiply(output, bucket)
+                self._factors.scale(output, bucket, 1)
 
         return wait
 
@@ -605,14 +624,14 @@ class BucketReducer:
 
     def _divide(self, values: torch.Tensor, bucket: Bucket) -> bool:
         """Divide a bucket [rows * values] by its factors; return whether it has any."""
-        if not self._factors.concern(bucket):
+        if self._factors.current.keys().isdisjoint(bucket.spans):
             return False
         if values.dtype == torch.float16:  # of a checkpoint: it has no room for them
             self._settle_deferred()
             names = {piece.name for piece in bucket.pieces}
             self._factors.leave(names, self._shape, self.residuals)
             return False
-        self._factors.divide(values, bucket)
+        self._factors.scale(values, bucket, -1)
         return True
 
     def matrix(self, name: str) -> Matrix | None:

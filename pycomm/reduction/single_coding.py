@@ -25,11 +25,10 @@ from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
 from pycomm.feedback.rule import EXACT
 from pycomm.policy.quality import nominal_error
-from pycomm.reduction import paths
+from pycomm.reduction import paths, two_shot
 from pycomm.reduction.batched import Batched
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.coding import GRAIN, ExchangePlan, chunks, total_bytes, whole
-from pycomm.reduction.two_shot import exchange
 
 ANSWER = parse_codec("eden:bits=4,size=128")
 """Codec of the owners' results: its squared error is 0.0096, without bias."""
@@ -104,7 +103,7 @@ class SingleCoding:
             seed, encoded, options: as for `two_shot.exchange`, whose result and errors it has.
         """
         both = values, values
-        result = exchange(
+        result = two_shot.exchange(
             *("single", self._plan, *both, bucket, self._group),
             seed=seed,
             divisor=self._ranks,
@@ -112,7 +111,7 @@ class SingleCoding:
             **options,
         )
         if not self.gathers:
-            result = exchange(
+            result = two_shot.exchange(
                 *("answers", self._plan_of_answers, *both, self._answers, self._group),
                 seed=seed ^ _ANSWER_SEED,
                 divisor=1,
@@ -124,15 +123,12 @@ class SingleCoding:
     def path(self, bucket: Bucket, values: torch.Tensor) -> paths.ChosenPath:
         """Return the path of `average`, whose arguments these are."""
         if self._path is None:
-            way, found = paths.SINGLE, None
-            if not values.is_cpu:
-                found = Batched.find("single", bucket, self._group, self._plan, values)
-            if found is not None and not self.gathers:
-                answers, plan = self._answers, self._plan_of_answers
-                found = Batched.find("answers", answers, self._group, plan, values)
-            if found is not None:
-                way = paths.SINGLE_KERNELS
-            self._path = paths.ChosenPath(way)
+            ways = [two_shot.find("single", self._plan, bucket, self._group, values)]
+            if not self.gathers:
+                plan = self._plan_of_answers
+                ways.append(two_shot.find("answers", plan, self._answers, self._group, values))
+            by_kernels = not values.is_cpu and all(isinstance(way, Batched) for way in ways)
+            self._path = paths.ChosenPath(paths.SINGLE_KERNELS if by_kernels else paths.SINGLE)
         return self._path
 
     def _plan_of_answers(self) -> ExchangePlan:

@@ -31,7 +31,6 @@ from pycomm.reduction.nodes import flat_text
 from pycomm.reduction.rates import Rates
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.saved import check_sizes, known, load_saved, residuals_of
-from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.taken import DiscardedGradients
 from pycomm.reduction.transform import Transform
@@ -88,7 +87,6 @@ class CompressionState(BucketReducer):
         options: dict[str, Any] = {"feedback": feedback, "seed": seed, "weighted": weighted}
         super().__init__(codec, process_group=process_group, transform=transform, **options)
         self._weights = Weights(self.process_group) if weighted else None
-        self._overflows = 0
         self._rates = Rates()
         self._taken: DiscardedGradients | None = None
         """Observer that detects unused gradients, if the hook has one."""
@@ -808,25 +806,6 @@ class CompressionState(BucketReducer):
         self._current.end(finite=True, committed=True)
         self._hear(self._side)
         self.check_operations()
-
-    def _hear(self, side: SideStream) -> None:
-        """Count the deferred steps of which the host knows by now."""
-        overflows = side.hear()
-        self._overflows += overflows
-        self.plan.overflows += overflows
-
-    def _settle_deferred(self) -> None:
-        side, before = self._side, self._overflows
-        if side is None or not side.ahead:
-            return
-        swapped = side.settle()
-        self._hear(side)
-        if self.residuals:
-            if swapped:
-                self.residuals.swap(side.names)
-            self.residuals.set_step(side.names, side.last_finite)
-        if self._overflows > before:
-            self.check_operations()
 
     def on_any_rank(self, found: bool) -> bool:
         """Return whether any rank has found something; collective."""

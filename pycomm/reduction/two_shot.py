@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pycomm.reduction import coding
+from pycomm.reduction import paths
 from pycomm.reduction.batched import Batched
 from pycomm.reduction.bucket import Bucket
-from pycomm.reduction.coding import ExchangePlan, Run, all_reduce_plan, whole
+from pycomm.reduction.coding import ExchangePlan, Run, all_reduce_plan, rows_plan, whole
 
 
 def exchange(
@@ -51,9 +51,10 @@ def exchange(
         divisor: sums are divided by it.
         senders: what each rank counts where only the ranks that have sent a value are averaged: in
             sparse payloads, which the others then do not pull towards zero. None: all ranks count.
-        found_inf: float32 [1] on the device of the values, which becomes 1 if the result is not
-            finite; None: that is returned.
-        swapped: on the path "kernels", see `Batched.run`.
+        found_inf: float32 [1] on the device of the values, which becomes 1 if what this rank has
+            decoded is not finite; None: that is returned.
+        swapped: of a device, on the path "kernels": float32 [1]; if it is not 0, the sides of all
+            residuals are the other way round than the bucket says.
         encoded: is called when this rank's contribution and its residuals are written, and the
             values are as they were.
 
@@ -69,15 +70,44 @@ def exchange(
         flag = torch.zeros(1, dtype=torch.float32, device=output.device)
     how: dict[str, Any] = {"seed": seed, "step": step, "divisor": divisor}
     how |= {"found_inf": flag, "encoded": encoded}
-    batched = None if senders else Batched.find(op, bucket, group, plan, output, input)
-    if batched is not None:
-        batched.run(output, input, bucket.sides, group, swapped=swapped, **how)
-    else:
-        key = op, group.rank(), group.size()
-        if key not in bucket.plans:
-            bucket.plans[key] = plan()
-        coding.exchange(bucket.plans[key], output, input, group, senders=senders, **how)
+    if senders is not None:
+        how["senders"] = senders
+    if swapped is not None:
+        how["swapped"] = swapped
+    way = find(op, plan, bucket, group, output, input, senders=senders is not None)
+    way.run(output, input, bucket, group, **how)
     return flag[0] == 0 if found_inf is None else None
+
+
+def find(
+    op: str,
+    plan: Callable[[], ExchangePlan],
+    bucket: Bucket,
+    group: dist.ProcessGroup,
+    *tensors: torch.Tensor,
+    senders: bool = False,
+) -> Batched | ExchangePlan:
+    """Return who codes an operation: C++ all runs of the bucket, or Python one run at a time.
+
+    Payloads, their order and all results are the same, so that ranks may use either.
+
+    Args:
+        op, plan, bucket, group: as for `exchange`.
+        tensors: what the operation reads and writes.
+        senders: a value is averaged over the ranks that have sent it.
+    """
+    device = tensors[0].device
+    for tensor in tensors:
+        if tensor.device != device or not tensor.is_contiguous():
+            return plan()
+    key = op, group.rank(), group.size(), senders
+    way: Batched | ExchangePlan | None = bucket.exchanges.get(key)
+    if way is None:
+        path = paths.BATCHED if device.type == "cpu" else paths.KERNELS
+        refusal = path.refusal(bucket, senders=senders) or path.needs(bucket, group, device)
+        way = plan() if refusal else Batched(bucket, plan(), group, device)
+        bucket.exchanges[key] = way
+    return way
 
 
 def all_reduce(
@@ -138,7 +168,7 @@ def reduce_scatter(
         A bool tensor without dimensions, equal on all ranks: whether all rows' results are finite.
     """
     ranks = group.size()
-    plan = partial(_plan_of_rows, bucket, ranks, gathers=False)
+    plan = partial(rows_plan, bucket.pieces, range(ranks), gathers=False)
     divisor = ranks if average else 1
     name = "reduce_scatter"
     ours = exchange(name, plan, output, input, bucket, group, divisor=divisor, **options)
@@ -178,14 +208,7 @@ def all_gather(
     Returns:
         A bool tensor without dimensions: whether the output is finite everywhere.
     """
-    plan = partial(_plan_of_rows, bucket, group.size(), scatters=False)
+    plan = partial(rows_plan, bucket.pieces, range(group.size()), scatters=False)
     finite = exchange("all_gather", plan, output, input, bucket, group, divisor=1, **options)
     assert finite is not None
     return finite
-
-
-def _plan_of_rows(
-    bucket: Bucket, ranks: int, *, scatters: bool = True, gathers: bool = True
-) -> ExchangePlan:
-    runs = [whole(bucket.pieces)] * ranks
-    return ExchangePlan(runs, rows=range(ranks), scatters=scatters, gathers=gathers)

@@ -17,7 +17,10 @@ from tests.codecs.cuda.ptx import ARCHS
 from tests.codecs.harness import check_ptx, spills
 from tests.torch.harness import same_bits
 
-SPECS = ["int8", "int4:block=64", "sign", "fp8_e4m3", "bf16", "mxfp4", "nvfp4", "eden2", "lossless"]
+SPECS = [
+    *("int8", "int4:block=64", "sign", "fp8_e4m3", "bf16", "mxfp4", "nvfp4", "lossless"),
+    *("eden2", "eden:bits=2,size=128", "eden:bits=4,size=2048,scale=mmse"),
+]
 SIZES = [1, 31, 33, 4096, 5003]
 KERNELS = [
     *(
@@ -36,7 +39,7 @@ def values(numel: int, seed: int) -> torch.Tensor:
     x = torch.randn(numel, generator=generator)
     x *= 10.0 ** torch.randint(-3, 3, (numel,), generator=generator)
     if numel > 1000:
-        x[100], x[300], x[500] = 3.4e38, 2.0**-120, float("inf")
+        x[100], x[300], x[500], x[2100] = 3.4e38, 2.0**-120, float("inf"), 1e25
     return x
 
 

@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from pycomm.feedback import storage  # noqa: E402
-from pycomm.reduction.momentum import scaled  # noqa: E402
-from pycomm.reduction.momentum.scaled import Encoding, Move, Sent, Sums  # noqa: E402
+from pycomm.momentum import scaled  # noqa: E402
+from pycomm.momentum.scaled import Encoding, Move, Sent, Sums  # noqa: E402
 from tests.extent import each_value  # noqa: E402
 
 SHAPES = [(1, 1), (3, 5), (64, 16), (65, 33), (7, 1000), (700, 31), (129, 1100), (0, 4)]

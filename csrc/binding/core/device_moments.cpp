@@ -1,4 +1,4 @@
-// Passes over moments on a GPU, for reduction/momentum/on_device.py, by addresses of its memory.
+// Passes over moments on a GPU, for momentum/on_device/passes.py, by addresses of its memory.
 #include "optim/device_moments.h"
 
 #include <pybind11/stl.h>

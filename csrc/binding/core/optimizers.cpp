@@ -1,4 +1,4 @@
-// Operations of optimizers, for reduction/momentum/scaled.py and optim/coded_adamw.py.
+// Operations of optimizers, for momentum/scaled.py and optim/coded_adamw.py.
 #include <pybind11/stl.h>
 
 #include <array>

@@ -54,7 +54,7 @@ PeerRoute::PeerRoute(std::shared_ptr<Store> store, int rank, int size, const std
   trace_->set_look([this] { look(); });
 }
 
-void PeerRoute::check() const {
+void PeerRoute::check() {
   try {
     group_.check();
   } catch (const Error& error) {

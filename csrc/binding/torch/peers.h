@@ -45,7 +45,7 @@ class PeerRoute {
   void set_last(OpTag tag, std::shared_ptr<c10::Event> event);
   void set_timeout(Milliseconds timeout) { group_.set_timeout(timeout); }
   /// Throws the errors of the work so far.
-  void check() const;
+  void check();
   /// Calls op(*this), which queues an operation on the current stream. `captured`: in a graph,
   /// whose replays nobody sees.
   void call(const std::function<void(PeerRoute&)>& op, bool captured);

@@ -36,51 +36,66 @@ __device__ __forceinline__ cuda::Vector<float> decode_row(
   return value;
 }
 
-/// Makes codes of bfloat16 of all rows, as pycomm::BFloat16 does. Returns whether they are those of
-/// BFloat16 above: it differs where one is Inf, and instructions that round two values at once do
-/// where one is NaN.
+/// Rounds all rows to bfloat16, as pycomm::BFloat16 does but for a NaN.
 template <int kRows>
-__device__ __forceinline__ bool encode_rows(const cuda::Vector<float> (&value)[kRows],
-                                            cuda::Vector<uint16_t> (&code)[kRows]) {
+__device__ __forceinline__ void round_rows(const cuda::Vector<float> (&value)[kRows],
+                                           cuda::Vector<uint16_t> (&code)[kRows]) {
+#pragma unroll
+  for (int row = 0; row < kRows; row++) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    Pairs pairs;
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
+          : "=r"(pairs.word[k])
+          : "f"(value[row].v[2 * k + 1]), "f"(value[row].v[2 * k]));
+    }
+    code[row] = pairs.code;
+#else
+    for (int k = 0; k < cuda::kVector; k++) {
+      code[row].v[k] = static_cast<uint16_t>(pycomm::BFloat16::encode(value[row].v[k]));
+    }
+#endif
+  }
+}
+
+/// Returns whether codes of round_rows() are those of BFloat16 above: it differs where one is Inf,
+/// and instructions that round two values at once do where one is NaN.
+template <int kRows>
+__device__ __forceinline__ bool all_finite(const cuda::Vector<uint16_t> (&code)[kRows]) {
   constexpr uint32_t kInf = kInfBits >> 16;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t largest = 0;  // of both halves
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
-    Pairs pairs;
+    const Pairs pairs{code[row]};
 #pragma unroll
     for (int k = 0; k < 2; k++) {
       uint32_t magnitudes;
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
-          : "=r"(pairs.word[k])
-          : "f"(value[row].v[2 * k + 1]), "f"(value[row].v[2 * k]));
       asm("abs.bf16x2 %0, %1;" : "=r"(magnitudes) : "r"(pairs.word[k]));
       asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(largest) : "r"(largest), "r"(magnitudes));
     }
-    code[row] = pairs.code;
   }
   return (largest & kInf) != kInf && (largest >> 16 & kInf) != kInf;
 #else
-  bool same = true;
+  bool finite = true;
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
-    for (int k = 0; k < cuda::kVector; k++) {
-      code[row].v[k] = static_cast<uint16_t>(pycomm::BFloat16::encode(value[row].v[k]));
-      same = same && (code[row].v[k] & kInf) != kInf;
-    }
+    for (int k = 0; k < cuda::kVector; k++) finite = finite && (code[row].v[k] & kInf) != kInf;
   }
-  return same;
+  return finite;
 #endif
 }
 
 /// Stores all rows of a tile as bfloat16. Where one does not fit, they are rounded and stored value
-/// by value.
-template <int kRows>
-__device__ __forceinline__ void store_rows(const cuda::Tile<kRows>& tile, uint16_t* to,
-                                           size_t numel,
-                                           const cuda::Vector<float> (&value)[kRows]) {
+/// by value; `fit` is true if all are known to.
+template <int kRows, int kRowLanes>
+__device__ __forceinline__ void store_rows(const cuda::Tile<kRows, kRowLanes>& tile, uint16_t* to,
+                                           size_t numel, const cuda::Vector<float> (&value)[kRows],
+                                           bool fit) {
   cuda::Vector<uint16_t> code[kRows];
-  if (encode_rows(value, code)) {
+  round_rows(value, code);
+  if (fit || all_finite(code)) {
     tile.store(to, numel, code);
     return;
   }
@@ -88,7 +103,7 @@ __device__ __forceinline__ void store_rows(const cuda::Tile<kRows>& tile, uint16
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
     for (int k = 0; k < cuda::kVector; k++) {
-      if (row * cuda::kRow + k < left) to[tile.index(row) + k] = BFloat16::encode(value[row].v[k]);
+      if (row * tile.kRow + k < left) to[tile.index(row) + k] = BFloat16::encode(value[row].v[k]);
     }
   }
 }
@@ -135,42 +150,49 @@ __device__ __forceinline__ void store_int8(uint8_t* to, size_t i, size_t numel,
 namespace pycomm::codecs {
 
 /// Returns the tile of this warp for an encode; `others` are arrays that it moves, too.
-template <int kRows, typename... T>
-__device__ __forceinline__ cuda::Tile<kRows> tile_of(const EncodeParams& args, const T*... others) {
+template <int kRows, int kRowLanes = cuda::kLanes, typename... T>
+__device__ __forceinline__ cuda::Tile<kRows, kRowLanes> tile_of(const EncodeParams& args,
+                                                                const T*... others) {
   const bool by_block = args.form == stored::kInt8;  // which is no array of the tile
-  return cuda::Tile<kRows>(block_of(args), args.numel, args.in, by_block ? nullptr : args.residual,
-                           by_block ? nullptr : args.new_residual, others...);
+  return cuda::Tile<kRows, kRowLanes>(block_of(args), args.numel, args.in,
+                                      by_block ? nullptr : args.residual,
+                                      by_block ? nullptr : args.new_residual, others...);
 }
 
-/// Calls f(row, residuals) for each row. Beyond the end they are zeros.
-template <int kRows, typename F>
-__device__ __forceinline__ void each_residual(const cuda::Tile<kRows>& tile,
-                                              const EncodeParams& args, bool swapped, const F& f) {
+/// Calls f(row, residuals) for each row, before their decay. Beyond the end they are zeros.
+template <int kRows, int kRowLanes, typename F>
+__device__ __forceinline__ void each_stored(const cuda::Tile<kRows, kRowLanes>& tile,
+                                            const EncodeParams& args, bool swapped, const F& f) {
   const uint8_t* const from = swapped ? args.new_residual : args.residual;
-  const auto decayed = [&](int row, cuda::Vector<float> value) {
-    for (int k = 0; k < cuda::kVector; k++) value.v[k] = args.decay * value.v[k];
-    f(row, value);
-  };
   if (args.form == stored::kFloat32) {
-    tile.each(reinterpret_cast<const float*>(from), decayed);
+    tile.each(reinterpret_cast<const float*>(from), f);
   } else if (cuda::opaque(args.form) == stored::kBFloat16) {
     using Code = stored::BFloat16::Code;
     tile.each(reinterpret_cast<const Code*>(from), [&](int row, const cuda::Vector<Code>& codes) {
-      decayed(row, stored::decode_row<stored::BFloat16>(codes));
+      f(row, stored::decode_row<stored::BFloat16>(codes));
     });
   } else {
 #pragma unroll
     for (int row = 0; row < kRows; row++) {
-      decayed(row, stored::load_int8(from, tile.index(row), args.numel));
+      f(row, stored::load_int8(from, tile.index(row), args.numel));
     }
   }
 }
 
+/// The same after it.
+template <int kRows, typename F>
+__device__ __forceinline__ void each_residual(const cuda::Tile<kRows>& tile,
+                                              const EncodeParams& args, bool swapped, const F& f) {
+  each_stored(tile, args, swapped, [&](int row, cuda::Vector<float> value) {
+    for (int k = 0; k < cuda::kVector; k++) value.v[k] = args.decay * value.v[k];
+    f(row, value);
+  });
+}
+
 /// Loads the residuals of a row. The other lanes need not call it. Beyond the end zeros.
-template <int kRows>
-__device__ __forceinline__ cuda::Vector<float> load_residual(const cuda::Tile<kRows>& tile,
-                                                             const EncodeParams& args, int row,
-                                                             bool swapped) {
+template <int kRows, int kRowLanes>
+__device__ __forceinline__ cuda::Vector<float> load_residual(
+    const cuda::Tile<kRows, kRowLanes>& tile, const EncodeParams& args, int row, bool swapped) {
   const uint8_t* const from = swapped ? args.new_residual : args.residual;
   cuda::Vector<float> value;
   if (args.form == stored::kFloat32) {
@@ -190,27 +212,35 @@ __device__ __forceinline__ cuda::Vector<float> load_residual(const cuda::Tile<kR
   return load_residual(tile, args, row, args.swapped != 0);
 }
 
-/// Stores the residuals of a tile. Called by all lanes of a warp.
+/// Stores the residuals of a tile, whose values beyond the end may be anything, as int8.
 template <int kRows>
-__device__ __forceinline__ void store_residual(const cuda::Tile<kRows>& tile,
+__device__ __forceinline__ void store_int8(const cuda::Tile<kRows>& tile, const EncodeParams& args,
+                                           const cuda::Vector<float> (&value)[kRows], uint8_t* to) {
+  const int left = tile.left_of(args.numel);
+#pragma unroll
+  for (int row = 0; row < kRows; row++) {
+    cuda::Vector<float> there = value[row];
+    for (int k = 0; k < cuda::kVector; k++) {
+      if (row * cuda::kRow + k >= left) there.v[k] = 0.0f;
+    }
+    stored::store_int8(to, tile.index(row), args.numel, there);
+  }
+}
+
+/// Stores the residuals of a tile. Called by all lanes of a warp. `fit`: all magnitudes are known
+/// to be those of finite numbers of every form. `store_int8(to)` stores those of this form.
+template <int kRows, int kRowLanes, typename F>
+__device__ __forceinline__ void store_residual(const cuda::Tile<kRows, kRowLanes>& tile,
                                                const EncodeParams& args,
                                                const cuda::Vector<float> (&value)[kRows],
-                                               bool swapped) {
+                                               bool swapped, bool fit, const F& store_int8) {
   uint8_t* const to = swapped ? const_cast<uint8_t*>(args.residual) : args.new_residual;
   if (args.form == stored::kFloat32) {
     tile.store(reinterpret_cast<float*>(to), args.numel, value);
   } else if (cuda::opaque(args.form) == stored::kBFloat16) {
-    stored::store_rows(tile, reinterpret_cast<uint16_t*>(to), args.numel, value);
+    stored::store_rows(tile, reinterpret_cast<uint16_t*>(to), args.numel, value, fit);
   } else {
-    const int left = tile.left_of(args.numel);
-#pragma unroll
-    for (int row = 0; row < kRows; row++) {
-      cuda::Vector<float> there = value[row];
-      for (int k = 0; k < cuda::kVector; k++) {
-        if (row * cuda::kRow + k >= left) there.v[k] = 0.0f;
-      }
-      stored::store_int8(to, tile.index(row), args.numel, there);
-    }
+    store_int8(to);
   }
 }
 
@@ -218,7 +248,8 @@ template <int kRows>
 __device__ __forceinline__ void store_residual(const cuda::Tile<kRows>& tile,
                                                const EncodeParams& args,
                                                const cuda::Vector<float> (&value)[kRows]) {
-  store_residual(tile, args, value, args.swapped != 0);
+  store_residual(tile, args, value, args.swapped != 0, false,
+                 [&](uint8_t* to) { store_int8(tile, args, value, to); });
 }
 
 /// Adds the contributions of all ranks: decode(payload, row) makes the values of a row, all of them

@@ -8,15 +8,10 @@
 
 namespace pycomm::codecs {
 
-using Tile = cuda::Tile<kTileRows>;
 using Values = cuda::Vector<float>[kTileRows];
 
 __device__ __forceinline__ uint32_t lane_of() { return threadIdx.x % cuda::kLanes; }
 __device__ __forceinline__ uint32_t warp_of() { return threadIdx.x / cuda::kLanes; }
-/// Returns the place of the first value of a warp's tile.
-__device__ __forceinline__ size_t first_of(const Tile& tile) {
-  return tile.index(0) - lane_of() * cuda::kVector;
-}
 
 /// Vectors of a tile that follow each other in memory before one is left out; see move().
 constexpr uint32_t kEighth = 8;
@@ -42,10 +37,10 @@ __device__ __forceinline__ cuda::Vector<float> shown(int i, uint32_t step) {
 }
 
 /// How the tile of a warp lies in its registers. kLanes lanes hold a row of kLanes vectors, a row
-/// follows the one before it, and kTileRows of them are a share of the tile. As loaded, a share is
-/// the whole tile.
+/// follows the one before it, and kTileRows of them are a share of the tile.
 template <int kLanes>
 struct Shares {
+  using Tile = cuda::Tile<kTileRows, kLanes>;
   static constexpr uint32_t kRow = kLanes * cuda::kVector;
   static constexpr uint32_t kShare = kTileRows * kRow;
 
@@ -53,6 +48,8 @@ struct Shares {
   __device__ static uint32_t place(uint32_t row) {
     return lane_of() / kLanes * kShare + row * kRow + lane_of() % kLanes * cuda::kVector;
   }
+  /// Returns the place in its array of the first value of a warp's tile.
+  __device__ static size_t first(const Tile& tile) { return tile.index(0) - place(0); }
   /// Returns the vectors from the lane's first row on to another one, in the memory of move().
   __device__ static constexpr uint32_t moved(uint32_t row) {
     static_assert(kEighth % kLanes == 0 || kLanes % kEighth == 0);
@@ -67,27 +64,34 @@ constexpr int kRowLanes =
     kSizeBits > 0 ? (1 << kSizeBits) / (kTileRows * cuda::kVector) : cuda::kLanes;
 template <int kSizeBits>
 using SharesOf = Shares<kRowLanes<kSizeBits>>;
+/// The other way: a share is the whole tile.
+using Rows = Shares<cuda::kLanes>;
 
 /// Where move() has the first row of a lane. The next ones follow at fixed distances, since one
 /// vector in nine is unused, so that eight lanes that move at once find eight different sets of
 /// banks.
-template <typename Shares>
-__device__ __forceinline__ cuda::Vector<float>* moved() {
+template <typename Shares, typename T>
+__device__ __forceinline__ T* moved() {
   const uint32_t vector = Shares::place(0) / cuda::kVector;
-  return shared_tiles() + warp_of() * (kShared / cuda::kWarps) + vector + vector / kEighth;
+  cuda::Vector<float>* const of_warp = shared_tiles() + warp_of() * (kShared / cuda::kWarps);
+  return reinterpret_cast<T*>(of_warp) + vector + vector / kEighth;
 }
 
-/// Moves the values of a tile from one way of lying to another.
-template <typename From, typename To>
-__device__ __forceinline__ void move(Values& y) {
+/// Moves the values of a tile, or a word for each vector of them, from one way of lying to another.
+/// Vectors are written where a lane read last, which no other lane does, so that it need not wait
+/// for the others.
+template <typename From, typename To, typename T>
+__device__ __forceinline__ void move(T (&y)[kTileRows]) {
+  constexpr bool kWaits = sizeof(T) != sizeof(cuda::Vector<float>);
   if constexpr (From::kRow != To::kRow) {
-    cuda::Vector<float>*const from = moved<From>(), *const to = moved<To>();
-    __syncwarp();  // all have read the previous contents
+    T *const from = moved<From, T>(), *const to = moved<To, T>();
+    if (kWaits) __syncwarp();
 #pragma unroll
     for (int row = 0; row < kTileRows; row++) from[From::moved(row)] = y[row];
     __syncwarp();
 #pragma unroll
     for (int row = 0; row < kTileRows; row++) y[row] = to[To::moved(row)];
+    if (kWaits) __syncwarp();
   }
 }
 
@@ -160,16 +164,28 @@ __device__ __forceinline__ void add(cuda::Vector<float>& to, const cuda::Vector<
 /// Adds the halves of a row, or of the smaller blocks in it.
 template <int kLanes>
 __device__ __forceinline__ float sum_of_lanes(cuda::Vector<float> lane, uint32_t block) {
+  const auto other = [](float mine, int step) {
+    return bits_float(__shfl_xor_sync(~0u, float_bits(mine), step));
+  };
+  float (&v)[cuda::kVector] = lane.v;
+  if (kLanes == cuda::kLanes && block >= cuda::kRow) {
+    // A lane adds one in two values after the first step, and one in four after the second.
+    const bool low = (lane_of() & 16) == 0, even = (lane_of() & 8) == 0;
+    const float a = (low ? v[0] : v[2]) + other(low ? v[2] : v[0], 16);
+    const float b = (low ? v[1] : v[3]) + other(low ? v[3] : v[1], 16);
+    float sum = (even ? a : b) + other(even ? b : a, 8);
+#pragma unroll
+    for (int step = 4; step > 0; step /= 2) sum = sum + other(sum, step);
+    sum = sum + other(sum, 16);  // of values 0 and 2, or of 1 and 3
+    return sum + other(sum, 8);
+  }
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) {
     if (step * cuda::kVector >= block) continue;
 #pragma unroll
-    for (int k = 0; k < cuda::kVector; k++) {
-      const uint32_t other = __shfl_xor_sync(~0u, float_bits(lane.v[k]), step);
-      lane.v[k] = lane.v[k] + bits_float(other);
-    }
+    for (int k = 0; k < cuda::kVector; k++) v[k] = v[k] + other(v[k], step);
   }
-  return (lane.v[0] + lane.v[2]) + (lane.v[1] + lane.v[3]);
+  return (v[0] + v[2]) + (v[1] + v[3]);
 }
 
 /// Computes the sum of each block, for each row, of the terms f(row): each half of a block is added
@@ -299,39 +315,69 @@ __device__ __forceinline__ void transform(Values& y, uint32_t rotation_bits, boo
   if (last == 1) last_steps(y);
 }
 
-/// The two sets of signs of the kTile values from `place` on: a lane has a word of each.
-struct RotationSigns {
-  uint32_t first = 0, second = 0;
+/// The two sets of signs of a lane's values, which lie as `Shares` say.
+template <typename Shares>
+class RotationSigns {
+ public:
+  uint32_t first, second;
 
-  __device__ RotationSigns(const RotationHeader& header, size_t place) {
+  /// The tile begins at value `place`. Called by all lanes of a warp.
+  __device__ __forceinline__ RotationSigns(const RotationHeader& header, size_t place) {
     // Half of the warp computes the words of a set, four at once.
     constexpr uint32_t kHalf = cuda::kLanes / 2;
     const uint64_t number = header.word + place / kSignsPerWord;
     const Random4 four = random_words(header.key, 0, lane_of() < kHalf ? 0 : kSecondTensor,
                                       number / 4 + lane_of() % kHalf);
-    const uint32_t mine = static_cast<uint32_t>(number % 4) + lane_of();
+    auto* const words = static_cast<uint4*>(cuda::row_of_warp());
+    __syncwarp();  // all have read the previous contents
+    words[lane_of()] = uint4{four.word[0], four.word[1], four.word[2], four.word[3]};
+    __syncwarp();
+    const uint8_t* const set = reinterpret_cast<const uint8_t*>(words) + number % 4 * 4;
+    first = of_lane(set);
+    second = of_lane(set + kHalf * sizeof(uint4));
+  }
+
+  /// Calls f(row, signs) for each row: bit k + 1 of `signs` is that of value k. So the compiler
+  /// takes the four of a row by one instruction, which needs bits of a byte above the first.
+  template <typename F>
+  __device__ __forceinline__ static void each_row(uint32_t set, const F& f) {
 #pragma unroll
-    for (uint32_t j = 0; j < 4; j++) {
-      const uint32_t one = __shfl_sync(~0u, four.word[j], mine / 4);
-      const uint32_t two = __shfl_sync(~0u, four.word[j], kHalf + mine / 4);
-      if (mine % 4 == j) first = one;
-      if (mine % 4 == j) second = two;
+    for (int half = 0; half < 2; half++) {
+      // Unknown, since the compiler would keep each bit from one flip to the next in a predicate.
+      const int word =
+          cuda::opaque(static_cast<int>(half == 0 ? set : __funnelshift_l(set, set, 32 - 4)));
+#pragma unroll
+      for (int i = 0; i < 4; i++) f(4 * half + i, static_cast<uint32_t>(word) >> 8 * i);
     }
+  }
+
+ private:
+  /// Of each row a lane has half a byte of a set. Those of eight rows make a word.
+  __device__ __forceinline__ static uint32_t of_lane(const uint8_t* set) {
+    static_assert(kTileRows == 8);
+    const uint8_t* const bytes = set + Shares::place(0) / 8;
+    uint32_t four[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const auto byte = [&](int i) -> uint32_t { return bytes[(4 * half + i) * Shares::kRow / 8]; };
+      four[half] = __byte_perm(__byte_perm(byte(0), byte(1), 0x40),
+                               __byte_perm(byte(2), byte(3), 0x40), 0x5410);
+    }
+    const uint32_t by = lane_of() % 2 * 4;
+    const uint32_t word = (four[0] >> by & 0x0f0f0f0fu) | (four[1] << (4 - by) & 0xf0f0f0f0u);
+    return __funnelshift_l(word, word, 1);
   }
 };
 
-/// Multiplies values by `scale` and flips their signs by the words that the lanes have.
-template <int kSizeBits>
-__device__ __forceinline__ void flip(uint32_t word, float scale, Values& y) {
-#pragma unroll
-  for (int row = 0; row < kTileRows; row++) {
-    const uint32_t place = SharesOf<kSizeBits>::place(row);
-    const uint32_t bits = __shfl_sync(~0u, word, place / kSignsPerWord) >> place % kSignsPerWord;
+/// Multiplies values by `scale` and flips their signs by a set of `Signs`.
+template <typename Signs>
+__device__ __forceinline__ void flip(uint32_t set, float scale, Values& y) {
+  Signs::each_row(set, [&](int row, uint32_t signs) {
     for (int k = 0; k < cuda::kVector; k++) {
       const float x = y[row].v[k];
-      y[row].v[k] = ((bits & 1u << k) != 0 ? -x : x) * scale;
+      y[row].v[k] = ((signs & 2u << k) != 0 ? -x : x) * scale;
     }
-  }
+  });
 }
 
 /// Bits of a rotation's size: kSizeBits, known to the compiler, which then unrolls all passes; or
@@ -343,82 +389,81 @@ __device__ __forceinline__ uint32_t size_bits_of(const Params& args) {
 }
 
 template <int kSizeBits>
-__device__ __forceinline__ void rotate(const RotationSigns& signs, uint32_t size_bits, Values& y) {
+using SignsOf = RotationSigns<SharesOf<kSizeBits>>;
+
+template <int kSizeBits>
+__device__ __forceinline__ void rotate(const SignsOf<kSizeBits>& signs, uint32_t size_bits,
+                                       Values& y) {
 #pragma unroll(kSizeBits > 0 ? 2 : 1)
   for (int pass = 0; pass < 2; pass++) {
     const bool outer = pass == 0;  // next to the values themselves
-    flip<kSizeBits>(outer ? signs.first : signs.second, outer ? scale_before(size_bits) : 1.0f, y);
+    flip<SignsOf<kSizeBits>>(outer ? signs.first : signs.second,
+                             outer ? scale_before(size_bits) : 1.0f, y);
     transform<kSizeBits>(y, size_bits, outer);
   }
 }
 
-/// The inverse.
+/// The inverse. Between the transforms values are multiplied by `between`.
 template <int kSizeBits>
-__device__ __forceinline__ void unrotate(const RotationSigns& signs, uint32_t size_bits,
-                                         Values& y) {
+__device__ __forceinline__ void unrotate(const SignsOf<kSizeBits>& signs, uint32_t size_bits,
+                                         float between, Values& y) {
 #pragma unroll(kSizeBits > 0 ? 2 : 1)
   for (int pass = 0; pass < 2; pass++) {
     const bool outer = pass == 1;
     transform<kSizeBits>(y, size_bits, outer);
-    flip<kSizeBits>(outer ? signs.first : signs.second,
-                    outer ? scale_after(size_bits) : scale_between(size_bits), y);
+    flip<SignsOf<kSizeBits>>(outer ? signs.first : signs.second,
+                             outer ? scale_after(size_bits) : between, y);
   }
 }
 
 // ------------------------------------------------- how the kernels begin and end
 
 /// Loads the values of a tile, and adds the residual if there is one.
-__device__ __forceinline__ void load_sum(const Tile& tile, const EncodeParams& args,
-                                         const float* swaps, Values& y) {
-  tile.load(args.in, y);
+template <typename Tile>
+__device__ __forceinline__ void load_sum(const Tile& tile, const EncodeParams& args, bool swapped,
+                                         Values& p) {
+  tile.load(args.in, p);
   if (args.residual == nullptr) return;
-  each_residual(tile, args, is_swapped(swaps),
-                [&](int row, const cuda::Vector<float>& residual) { add(y[row], residual); });
-}
-
-/// Replaces what has travelled of a tile by what remains, if all arrays are aligned and it is
-/// finite.
-template <typename Form>
-__device__ __forceinline__ void rest_of_aligned(const Tile& tile, const EncodeParams& args,
-                                                bool swapped, Values& y) {
-  const uint8_t* const from = swapped ? args.new_residual : args.residual;
+  Values residual;
+  each_stored(tile, args, swapped,
+              [&](int row, const cuda::Vector<float>& value) { residual[row] = value; });
+  if (float_bits(args.decay) != float_bits(1.0f)) {
 #pragma unroll
-  for (int row = 0; row < kTileRows; row++) {
-    const cuda::Vector<float> x = tile.load_aligned(args.in, row);
-    const cuda::Vector<float> residual = stored::decode_row<Form>(
-        tile.load_aligned(reinterpret_cast<const typename Form::Code*>(from), row));
-    for (int k = 0; k < cuda::kVector; k++) {
-      y[row].v[k] = (x.v[k] + args.decay * residual.v[k]) - y[row].v[k];
+    for (int row = 0; row < kTileRows; row++) {
+      for (int k = 0; k < cuda::kVector; k++) residual[row].v[k] = args.decay * residual[row].v[k];
     }
   }
+#pragma unroll
+  for (int row = 0; row < kTileRows; row++) add(p[row], residual[row]);
 }
 
-/// Stores the new residual after y has travelled. Values and residual are read again for it, from
-/// the cache, rather than kept in registers.
-__device__ __forceinline__ void store_rest(const Tile& tile, const EncodeParams& args,
-                                           const float* swaps, Values& y) {
-  const bool swapped = is_swapped(swaps);
-  float largest = 0.0f;
+/// Rotated values below this make a tile plain: all that is computed from them is finite, and so
+/// are the values themselves, whose magnitudes are at most 64 / 0.77 times as large (rotation.h).
+constexpr float kPlain = 0x1p64f;
+
+/// Stores the new residual of values p after y has travelled.
+template <typename Shares>
+__device__ __forceinline__ void store_rest(const typename Shares::Tile& tile,
+                                           const EncodeParams& args, bool swapped, bool plain,
+                                           const Values& p, Values& y) {
+  if (plain) {
 #pragma unroll
-  for (int row = 0; row < kTileRows; row++) {
-    for (const float value : y[row].v) largest = larger(largest, fabsf(value));
-  }
-  const bool plain = tile.aligned() && float_bits(largest) < kInfBits;
-  if (plain && args.form == stored::kFloat32) {
-    rest_of_aligned<stored::Float32>(tile, args, swapped, y);
-  } else if (plain && cuda::opaque(args.form) == stored::kBFloat16) {
-    rest_of_aligned<stored::BFloat16>(tile, args, swapped, y);
+    for (int row = 0; row < kTileRows; row++) {
+      for (int k = 0; k < cuda::kVector; k++) y[row].v[k] = p[row].v[k] - y[row].v[k];
+    }
   } else {
 #pragma unroll
     for (int row = 0; row < kTileRows; row++) {
-      const cuda::Vector<float> x = tile.load(args.in, row);
       const cuda::Vector<float> residual = load_residual(tile, args, row, swapped);
       for (int k = 0; k < cuda::kVector; k++) {
-        y[row].v[k] = residual_of(x.v[k] + residual.v[k], y[row].v[k], residual.v[k]);
+        y[row].v[k] = residual_of(p[row].v[k], y[row].v[k], residual.v[k]);
       }
     }
   }
-  store_residual(tile, args, y, swapped);
+  store_residual(tile, args, y, swapped, plain, [&](uint8_t* to) {
+    move<Shares, Rows>(y);
+    store_int8(tile_of<kTileRows>(args), args, y, to);
+  });
 }
 
 /// Returns the header of an encoder, which the first thread of all writes to the payload.
@@ -437,6 +482,7 @@ __device__ __forceinline__ RotationHeader read_header(const DecodeParams& args) 
   return {uint64_t{words[1]} << 32 | words[0], uint64_t{words[3]} << 32 | words[2]};
 }
 
+template <typename Tile>
 __device__ __forceinline__ void store_values(const Tile& tile, const DecodeParams& args,
                                              Values& y) {
   if (args.add) {

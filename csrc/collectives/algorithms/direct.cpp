@@ -129,39 +129,22 @@ void reduce_scatter(CollectiveContext& context, const Collective& call) {
 
 // ------------------------------------------------------------------ what only moves bytes
 
-void all_gather(CollectiveContext& context, const Collective& call) {
-  const void* in = call.in.data();
-  const Span<uint8_t> own = call.out[context.rank()];
-  for (int i = 1; i < context.size(); i++) {
-    const Span<uint8_t> theirs = call.out[context.after(i)];
-    context.send(context.after(i), in, own.size);
-    context.recv(context.after(i), theirs.data, theirs.size);
-  }
-  copy_bytes(own.data, in, own.size);
-  context.wait_all();
-}
-
-// Empty parts travel too: a rank that expects more gets an error at once.
-void all_to_all(CollectiveContext& context, const Collective& call) {
-  const ConstParts& in = call.in;
-  const Parts& out = call.out;
+// Every two ranks send each other the parts that they have for each other; in a rooted op only the
+// root and each other rank do. Empty parts travel too: a rank that expects more gets an error at
+// once, and from a barrier no rank returns before the last one has called.
+void exchange(CollectiveContext& context, const Collective& call) {
+  const int me = context.rank(), root = call.root;
+  const auto travels = [&](int from, int to) {
+    return root < 0 || root == (call.op == Op::gather ? to : from);
+  };
+  const auto given = [&](int to) { return call.in[call.has_in_parts() ? to : 0]; };
+  const auto place = [&](int from) { return call.out[call.has_out_parts() ? from : 0]; };
   for (int i = 1; i < context.size(); i++) {
     const int peer = context.after(i);
-    context.send(peer, in[peer].data, in[peer].size);
-    context.recv(peer, out[peer].data, out[peer].size);
+    if (travels(me, peer)) context.send(peer, given(peer).data, given(peer).size);
+    if (travels(peer, me)) context.recv(peer, place(peer).data, place(peer).size);
   }
-  const int me = context.rank();
-  copy_bytes(out[me].data, in[me].data, in[me].size);
-  context.wait_all();
-}
-
-void one_shot_broadcast(CollectiveContext& context, const Collective& call) {
-  const Span<uint8_t> data = call.out[0];
-  if (context.rank() != call.root) {
-    context.recv(call.root, data.data, data.size);
-  } else {
-    for (int i = 1; i < context.size(); i++) context.send(context.after(i), data.data, data.size);
-  }
+  if (travels(me, me)) copy_bytes(place(me).data, given(me).data, given(me).size);
   context.wait_all();
 }
 
@@ -217,44 +200,6 @@ void two_shot_broadcast(CollectiveContext& context, const Collective& call) {
     for (int i = 1; i < n; i++) {
       if (context.after(i) != root) send(context.after(i), schedule::segment(mine, segment, s));
     }
-  }
-  context.wait_all();
-}
-
-void gather(CollectiveContext& context, const Collective& call) {
-  const Span<const uint8_t> own = call.in[0];
-  if (context.rank() != call.root) {
-    context.send(call.root, own.data, own.size);
-  } else {
-    for (int i = 1; i < context.size(); i++) {
-      const Span<uint8_t> theirs = call.out[context.after(i)];
-      context.recv(context.after(i), theirs.data, theirs.size);
-    }
-    copy_bytes(call.out[call.root].data, own.data, own.size);
-  }
-  context.wait_all();
-}
-
-void scatter(CollectiveContext& context, const Collective& call) {
-  const Span<uint8_t> own = call.out[0];
-  if (context.rank() != call.root) {
-    context.recv(call.root, own.data, own.size);
-  } else {
-    for (int i = 1; i < context.size(); i++) {
-      const Span<const uint8_t> theirs = call.in[context.after(i)];
-      context.send(context.after(i), theirs.data, theirs.size);
-    }
-    copy_bytes(own.data, call.in[call.root].data, own.size);
-  }
-  context.wait_all();
-}
-
-// Every rank sends every other an empty message: no rank returns before the last one has called,
-// and an absent rank is named.
-void barrier(CollectiveContext& context, const Collective&) {
-  for (int i = 1; i < context.size(); i++) {
-    context.send(context.after(i), nullptr, 0);
-    context.recv(context.after(i), nullptr, 0);
   }
   context.wait_all();
 }

@@ -16,12 +16,8 @@ void one_shot_reduce(CollectiveContext& context, const Collective& call);
 void two_shot_reduce(CollectiveContext& context, const Collective& call);
 void reduce_scatter(CollectiveContext& context, const Collective& call);
 
-void all_gather(CollectiveContext& context, const Collective& call);
-void all_to_all(CollectiveContext& context, const Collective& call);
-void one_shot_broadcast(CollectiveContext& context, const Collective& call);
+/// All ops that only move bytes; a broadcast in one shot.
+void exchange(CollectiveContext& context, const Collective& call);
 void two_shot_broadcast(CollectiveContext& context, const Collective& call);
-void gather(CollectiveContext& context, const Collective& call);
-void scatter(CollectiveContext& context, const Collective& call);
-void barrier(CollectiveContext& context, const Collective& call);
 
 }  // namespace pycomm::direct

@@ -135,20 +135,12 @@ class AllReduce {
 // overlap.
 void all_reduce_by_sites(CollectiveContext& context, Node& node, void* data, size_t numel,
                          const Fold& fold) {
-  const size_t element = size_of(fold.dtype);
   const int shards = context.topology().narrowest();
-  const auto parts = shards_of(data, {0, numel}, shards, node.size(), element);
-  const auto inputs =
-      shards_of(static_cast<const void*>(data), {0, numel}, shards, node.size(), element);
-  const Part own = parts[static_cast<size_t>(node.place())];
-  node.reduce_scatter(ConstParts(inputs).of(element), own.data, fold.between());
-  if (node.place() < shards) {
-    const std::vector<int> members = rail(context.topology(), node.place());
-    CollectiveContext between = context.among(members);
+  const auto parts = shards_of(data, {0, numel}, shards, node.size(), size_of(fold.dtype));
+  through_nodes(context, node, parts, fold, [&](CollectiveContext& between, const Part& own) {
     dispatch::run({between, Algo::automatic},
                   Collective::all_reduce(own.data, own.numel, fold.last(context.size())));
-  }
-  node.all_gather(own.data, Parts(parts).of(element));
+  });
 }
 
 // Every part is summed in every node by one rank, which sends the sum to the part's rank. Parts of
@@ -279,6 +271,15 @@ class ReduceScatter {
   std::vector<std::vector<Sent>> sent_;
 };
 
+// Runs a call between the nodes; the first rank of each takes part, and of the root's node the
+// root.
+void between_nodes(CollectiveContext& context, const Collective& call, int root = -1) {
+  const std::vector<int> members = rail(context.topology(), 0, root);
+  if (members[context.topology().node_of(context.rank())] != context.rank()) return;
+  CollectiveContext between = context.among(members);
+  dispatch::run({between, Algo::automatic}, call);
+}
+
 // Returns the bytes of segment t of a part.
 Span<uint8_t> segment(const Span<uint8_t>& part, size_t bytes, size_t t) {
   const size_t begin = std::min(part.size, t * bytes);
@@ -299,12 +300,7 @@ void all_reduce(CollectiveContext& context, const Collective& call) {
     return node.end();
   }
   node.run(Collective::all_reduce(data, numel, fold.between()));
-  if (node.place() == 0) {
-    const std::vector<int> first = rail(context.topology(), 0);
-    CollectiveContext between = context.among(first);
-    dispatch::run({between, Algo::automatic},
-                  Collective::all_reduce(data, numel, fold.last(context.size())));
-  }
+  between_nodes(context, Collective::all_reduce(data, numel, fold.last(context.size())));
   node.run(Collective::broadcast(data, bytes, 0));
   node.end();
 }
@@ -403,11 +399,7 @@ void broadcast(CollectiveContext& context, const Collective& call) {
   const int me = context.rank(), home = topology.node_of(root);
   const bool at_home = topology.node_of(me) == home;
   if (in_one_message(context, bytes)) {
-    const std::vector<int> members = rail(topology, 0, root);
-    if (members[topology.node_of(me)] == me) {
-      CollectiveContext between = context.among(members);
-      dispatch::run({between, Algo::automatic}, Collective::broadcast(data, bytes, home));
-    }
+    between_nodes(context, Collective::broadcast(data, bytes, home), root);
     node.run(Collective::broadcast(data, bytes, at_home ? topology.place_of(root) : 0));
     return node.end();
   }
@@ -448,11 +440,7 @@ void broadcast(CollectiveContext& context, const Collective& call) {
 void barrier(CollectiveContext& context, const Collective& call) {
   Node node(context);
   node.run(call);
-  if (node.place() == 0) {
-    const std::vector<int> first = rail(context.topology(), 0);
-    CollectiveContext between = context.among(first);
-    dispatch::run({between, Algo::automatic}, call);
-  }
+  between_nodes(context, call);
   node.run(call);
   node.end();
 }

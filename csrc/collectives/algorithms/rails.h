@@ -61,4 +61,23 @@ std::vector<BasicPart<T>> shards_of(T* data, schedule::Range all, int shards, in
   return parts;
 }
 
+/// Sums the shards of a node's places in place, each at its own rank; calls between(rail, our
+/// shard) on the ranks that have one, in the context of their rail; and gathers the shards in the
+/// node.
+template <typename Between>
+void through_nodes(CollectiveContext& context, Node& node, const std::vector<Part>& shards,
+                   const Fold& fold, const Between& between) {
+  const size_t element = size_of(fold.dtype);
+  const Part own = shards[static_cast<size_t>(node.place())];
+  std::vector<ConstPart> inputs;
+  for (const Part& shard : shards) inputs.push_back({shard.data, shard.numel});
+  node.reduce_scatter(ConstParts(inputs).of(element), own.data, fold.between());
+  if (node.place() < context.topology().narrowest()) {
+    const std::vector<int> members = rail(context.topology(), node.place());
+    CollectiveContext rail = context.among(members);
+    between(rail, own);
+  }
+  node.all_gather(own.data, Parts(shards).of(element));
+}
+
 }  // namespace pycomm::hierarchical

@@ -10,8 +10,8 @@ namespace {
 constexpr int kMostDirect = 64;
 
 void all_gather(CollectiveContext& context, const void* own, const Parts& rows) {
-  const Collective call{Op::all_gather, DType::uint8, {own, rows.numel(0)}, rows};
-  (context.size() <= kMostDirect ? direct::all_gather : bruck::all_gather)(context, call);
+  const Collective call{Op::all_gather, DType::uint8, {own, rows.bytes(0)}, rows};
+  (context.size() <= kMostDirect ? direct::exchange : bruck::all_gather)(context, call);
 }
 
 }  // namespace

@@ -146,26 +146,19 @@ bool by_nodes(CollectiveContext& context, Algo wanted, const CodedArgs& args,
               const PieceRuns& values) {
   Node node(context);
   const int shards = context.topology().narrowest();
-  std::vector<ConstPart> inputs;
-  std::vector<Part> outputs;
-  auto* place = static_cast<float*>(args.data.data);
+  std::vector<Part> parts;
   PieceRuns ours;
+  size_t end = 0;
   for (int p = 0; p < node.size(); p++) {
     const PieceRuns shard = p < shards ? share_of(args.pieces, values, shards, p) : PieceRuns();
-    const size_t numel = numel_of({shard.data(), shard.size()});
-    inputs.push_back({place, numel});
-    outputs.push_back({place, numel});
+    parts.push_back({args.data.at(end), numel_of({shard.data(), shard.size()})});
+    end += parts.back().numel;
     if (p == node.place()) ours = shard;
-    place += numel;
   }
-  void* const own = outputs[node.place()].data;
-  node.reduce_scatter(ConstParts(inputs).of(sizeof(float)), own, {DType::float32, ReduceOp::sum});
-  if (node.place() < shards) {
-    const std::vector<int> members = hierarchical::rail(context.topology(), node.place());
-    CollectiveContext rail = context.among(members);
-    flat(rail, wanted, args, ours, context.size());
-  }
-  node.all_gather(own, Parts(outputs).of(sizeof(float)));
+  hierarchical::through_nodes(context, node, parts, {DType::float32, ReduceOp::sum},
+                              [&](CollectiveContext& rail, const Part&) {
+                                flat(rail, wanted, args, ours, context.size());
+                              });
   node.end();
   return all_finite({static_cast<float*>(args.data.data), args.data.size});
 }

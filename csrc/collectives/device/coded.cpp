@@ -20,7 +20,7 @@
 #include <algorithm>
 
 #include "collectives/coded/two_shot.h"
-#include "collectives/device/group_impl.h"
+#include "collectives/device/group.h"
 #include "core/arithmetic.h"
 
 namespace pycomm {
@@ -40,9 +40,9 @@ size_t most_bytes(const BucketLayout& layout) {
 }  // namespace
 
 /// The places of one operation with codecs, in which kernels of peers read.
-class DeviceGroup::Impl::Coded final : public coded::Exchange {
+class DeviceGroup::Coded final : public coded::Exchange {
  public:
-  Coded(Impl& group, Op op, const CodedArgs& args, const Plan& plan, Stream stream)
+  Coded(DeviceGroup& group, Op op, const CodedArgs& args, const Plan& plan, Stream stream)
       : Exchange(group.rank(), group.size()), group_(group), plan_(plan), stream_(stream) {
     OpTag tag;
     tag.op = op;
@@ -56,7 +56,7 @@ class DeviceGroup::Impl::Coded final : public coded::Exchange {
 
   /// Returns the plan of an operation, in segments that fit in a place. Throws Error if it is not
   /// possible.
-  static Plan plan(const Impl& group, Op op, const CodedArgs& args) {
+  static Plan plan(const DeviceGroup& group, Op op, const CodedArgs& args) {
     const int rows = op == Op::reduce_scatter ? group.size() : 1;
     coded::check(name(op), args, static_cast<size_t>(rows));
     for (const Piece& piece : args.pieces) {
@@ -75,10 +75,10 @@ class DeviceGroup::Impl::Coded final : public coded::Exchange {
       size_t& numel = results > group.place_bytes() ? owned : shown;
       if (numel == 1) {
         group.check(op).fail(
-            "needs " + std::to_string(most) +
-            " bytes for a payload, but coded_bytes = " + std::to_string(group.coded_bytes()) +
-            " gives each of " + std::to_string(group.size() + 2) + " payloads " +
-            std::to_string(group.place_bytes()) + "; make the group with more coded_bytes");
+            "needs " + std::to_string(most) + " bytes for a payload, but coded_bytes = " +
+            std::to_string(group.options_.coded_bytes) + " gives each of " +
+            std::to_string(group.size() + 2) + " payloads " + std::to_string(group.place_bytes()) +
+            "; make the group with more coded_bytes");
       }
       numel = (numel + 1) / 2;
     }
@@ -87,8 +87,6 @@ class DeviceGroup::Impl::Coded final : public coded::Exchange {
     const BucketLayout* const layouts[] = {&plan.owned, &plan.shown};
     return Coder::scratch_bytes(args, {layouts, 2});
   }
-  static void run(Impl& group, Op op, const CodedArgs& args, void* out, Stream stream,
-                  float* found_inf);
 
   size_t stage() const override { return 1; }
   uint8_t* room(Shot shot, int owner, size_t) override { return place(shot, rank(), owner); }
@@ -106,7 +104,7 @@ class DeviceGroup::Impl::Coded final : public coded::Exchange {
   }
 
  private:
-  static Plan in_segments(const Impl& group, Op op, const CodedArgs& args, size_t owned,
+  static Plan in_segments(const DeviceGroup& group, Op op, const CodedArgs& args, size_t owned,
                           size_t shown) {
     if (op == Op::all_reduce) {
       return coded::all_reduce_plan(args.pieces, coded::values_of(args.pieces), group.size(),
@@ -120,55 +118,49 @@ class DeviceGroup::Impl::Coded final : public coded::Exchange {
     return group_.coded(from) + static_cast<size_t>(index) * group_.place_bytes();
   }
 
-  Impl& group_;
+  DeviceGroup& group_;
   const Plan& plan_;
   const Stream stream_;
   device::DeviceCall call_;
   bool has_results_ = false;  ///< the kernels of a stage after its second barrier are queued
 };
 
-void DeviceGroup::Impl::Coded::run(Impl& group, Op op, const CodedArgs& args, void* out,
-                                   Stream stream, float* found_inf) {
-  const device::Guard guard(group.index());
-  const DefaultArithmetic arithmetic;
-  const Plan plan = Coded::plan(group, op, args);
-  const size_t needed = stream.device == Device::cpu ? 0 : scratch_bytes(args, plan);
-  if (stream.scratch.size < needed) {
-    group.check(op).fail("needs " + std::to_string(needed) +
-                         " bytes of scratch memory, but the stream " + "has " +
-                         std::to_string(stream.scratch.size) + "; ask coded_scratch_bytes()");
-  }
-  coded::CoderOptions options;
-  options.rank = group.rank();
-  options.divisor = group.size();
-  options.stream = stream;
-  options.found_inf = found_inf;
-  options.fixed = true;  // a peer may have left anything, if a barrier fails
-  Coder coder(args, out, group.scratch(), options);
-  Coded exchange(group, op, args, plan, stream);
-  coded::TwoShot(exchange, coder, plan).run();
-  if (op == Op::reduce_scatter && found_inf) {  // tells all ranks what each owner knows
-    OpTag tag;
-    tag.op = Op::all_reduce;
-    tag.numel = 1;
-    tag.redop = ReduceOp::max;
-    group.all_reduce(found_inf, tag, group.choose(sizeof(float)), 1.0, stream);
-  }
-  // Leaves no values in the result if a barrier has failed.
-  const size_t rows = op == Op::all_gather ? static_cast<size_t>(group.size()) : 1;
-  const size_t numel = rows * coded::row_numel(args.pieces);
-  group.spoil_if_broken(out, numel * size_of(args.data.dtype), found_inf, stream);
-}
-
 size_t DeviceGroup::coded_scratch_bytes(Op op, const CodedArgs& args) const {
-  const size_t bytes = Impl::Coded::scratch_bytes(args, Impl::Coded::plan(*impl_, op, args));
+  const size_t bytes = Coded::scratch_bytes(args, Coded::plan(*this, op, args));
   return index() < 0 ? 0 : bytes;
 }
 
 void DeviceGroup::run_coded(Op op, const CodedArgs& args, void* out, Stream stream,
                             float* found_inf) {
   void* const to = op == Op::all_reduce ? args.data.data : out;
-  Impl::Coded::run(*impl_, op, args, to, stream, found_inf);
+  const device::Guard guard(index_);
+  const DefaultArithmetic arithmetic;
+  const Plan plan = Coded::plan(*this, op, args);
+  const size_t needed = stream.device == Device::cpu ? 0 : Coded::scratch_bytes(args, plan);
+  if (stream.scratch.size < needed) {
+    check(op).fail("needs " + std::to_string(needed) + " bytes of scratch memory, but the stream " +
+                   "has " + std::to_string(stream.scratch.size) + "; ask coded_scratch_bytes()");
+  }
+  coded::CoderOptions options;
+  options.rank = rank_;
+  options.divisor = size_;
+  options.stream = stream;
+  options.found_inf = found_inf;
+  options.fixed = true;  // a peer may have left anything, if a barrier fails
+  Coder coder(args, to, scratch_, options);
+  Coded exchange(*this, op, args, plan, stream);
+  coded::TwoShot(exchange, coder, plan).run();
+  if (op == Op::reduce_scatter && found_inf) {  // tells all ranks what each owner knows
+    OpTag tag;
+    tag.op = Op::all_reduce;
+    tag.numel = 1;
+    tag.redop = ReduceOp::max;
+    all_reduce(found_inf, tag, choose(sizeof(float)), 1.0, stream);
+  }
+  // Leaves no values in the result if a barrier has failed.
+  const size_t rows = op == Op::all_gather ? static_cast<size_t>(size_) : 1;
+  const size_t numel = rows * coded::row_numel(args.pieces);
+  spoil_if_broken(to, numel * size_of(args.data.dtype), found_inf, stream);
 }
 
 }  // namespace pycomm

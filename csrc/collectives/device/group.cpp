@@ -6,7 +6,6 @@
 #include <cstring>
 #include <thread>
 
-#include "collectives/device/group_impl.h"
 #include "core/reduce.h"
 #include "transports/rendezvous.h"
 
@@ -42,8 +41,6 @@ Runs runs_of(const BasicParts<T>& parts, int ranks) {
   return runs;
 }
 
-static_assert(kMaxDeviceRanks == device::kMaxPeers);
-
 /// Up to this many bytes that a rank reads, one barrier less is worth more than reading less. An
 /// estimate, not measured yet.
 constexpr size_t kOneShotBytes = size_t{1} << 20;
@@ -56,7 +53,7 @@ constexpr int kBlocksOfCpu = 4;
 
 }  // namespace
 
-DeviceGroup::Impl::Impl(const Rendezvous& rendezvous, int index, DeviceGroupOptions options)
+DeviceGroup::DeviceGroup(const Rendezvous& rendezvous, int index, DeviceGroupOptions options)
     : rank_(rendezvous.rank),
       size_(rendezvous.size),
       index_(index),
@@ -73,12 +70,16 @@ DeviceGroup::Impl::Impl(const Rendezvous& rendezvous, int index, DeviceGroupOpti
   }
 }
 
-DeviceGroup::Impl::~Impl() { leave(); }
+DeviceGroup::DeviceGroup(std::shared_ptr<Store> store, int rank, int size, int index,
+                         DeviceGroupOptions options)
+    : DeviceGroup(rendezvous(std::move(store), rank, size, options), index, options) {}
+
+DeviceGroup::~DeviceGroup() { leave(); }
 
 // Kernels of ranks wait for each other, so all ranks of a GPU must run at once. A block may fill a
 // multiprocessor, and so may blocks of other kernels, for which a rank may have to wait: a quarter
 // of the GPU is left to them.
-int DeviceGroup::Impl::choose_blocks(const Rendezvous& rendezvous) {
+int DeviceGroup::choose_blocks(const Rendezvous& rendezvous) {
   if (index_ >= 0) {
     const device::Guard guard(index_);
     device::load_kernels(options_.coded_bytes > 0);  // on all ranks, before their rendezvous here
@@ -106,11 +107,11 @@ int DeviceGroup::Impl::choose_blocks(const Rendezvous& rendezvous) {
   return std::clamp(blocks, 1, device::kMaxBlocks);
 }
 
-int DeviceGroup::Impl::blocks_for(size_t bytes) const {
+int DeviceGroup::blocks_for(size_t bytes) const {
   return static_cast<int>(std::clamp<size_t>(bytes / kBlockBytes, 1, static_cast<size_t>(slots_)));
 }
 
-std::string DeviceGroup::Impl::describe() const {
+std::string DeviceGroup::describe() const {
   return std::to_string(size_) + " ranks: " +
          (index_ < 0             ? "processor, shared memory"
           : workspace_.on_host() ? "host memory"
@@ -118,7 +119,7 @@ std::string DeviceGroup::Impl::describe() const {
          ", " + std::to_string(slots_) + " blocks";
 }
 
-DeviceCall DeviceGroup::Impl::begin(OpTag tag, Stream stream) {
+DeviceCall DeviceGroup::begin(OpTag tag, Stream stream) {
   if ((stream.device == Device::cuda) != (index_ >= 0)) {
     check(tag.op).fail("got a stream of another kind of device than the group's");
   }
@@ -137,27 +138,26 @@ DeviceCall DeviceGroup::Impl::begin(OpTag tag, Stream stream) {
   return call;
 }
 
-void DeviceGroup::Impl::move(const MoveCall& call, int blocks, Stream stream) {
+void DeviceGroup::move(const MoveCall& call, int blocks, Stream stream) {
   const device::Guard guard(index_);
   device::start(call, blocks, stream);
 }
 
-void DeviceGroup::Impl::arrive_wait(const DeviceCall& call, Stream stream) {
+void DeviceGroup::arrive_wait(const DeviceCall& call, Stream stream) {
   MoveCall nothing{};
   nothing.call = call;
   nothing.runs = 1;
   move(nothing, 1, stream);
 }
 
-void DeviceGroup::Impl::spoil_if_broken(void* result, size_t bytes, float* found_inf,
-                                        Stream stream) {
+void DeviceGroup::spoil_if_broken(void* result, size_t bytes, float* found_inf, Stream stream) {
   const device::Guard guard(index_);
   const device::SpoilCall call{workspace_.pointers().progress, static_cast<uint8_t*>(result), bytes,
                                found_inf};
   device::start(call, blocks_for(bytes), stream);
 }
 
-void DeviceGroup::Impl::reduce(ReduceCall call, const OpTag& tag, double factor, Stream stream) {
+void DeviceGroup::reduce(ReduceCall call, const OpTag& tag, double factor, Stream stream) {
   const Lowered lowered = lower(tag.dtype, tag.redop);
   call.op = lowered.op;
   call.factor = tag.redop == ReduceOp::premul_sum ? factor : 1.0;
@@ -166,7 +166,7 @@ void DeviceGroup::Impl::reduce(ReduceCall call, const OpTag& tag, double factor,
   device::start(call, lowered.dtype, blocks_for(call.in.longest()), stream);
 }
 
-ReduceAlgo DeviceGroup::Impl::choose(size_t bytes) const {
+ReduceAlgo DeviceGroup::choose(size_t bytes) const {
   const bool one_shot = size_ <= 2 || bytes * static_cast<size_t>(size_) <= kOneShotBytes;
   return one_shot ? ReduceAlgo::one_shot : ReduceAlgo::two_shot;
 }
@@ -193,13 +193,13 @@ void publish(ControlPage& control, const Notice& notice) noexcept {
 
 }  // namespace
 
-std::string DeviceGroup::Impl::called(uint64_t seq) const {
+std::string DeviceGroup::called(uint64_t seq) const {
   std::lock_guard<std::mutex> lock(mutex_);
   const OpTag& tag = recent_[seq % recent_.size()];
   return tag.seq == seq ? pycomm::describe(tag) : "operation #" + std::to_string(seq);
 }
 
-std::exception_ptr DeviceGroup::Impl::kernel_error() const {
+std::exception_ptr DeviceGroup::kernel_error() const {
   const ControlPage& control = workspace_.control(rank_);
   std::vector<int> late;
   KernelError first{};
@@ -226,7 +226,7 @@ std::exception_ptr DeviceGroup::Impl::kernel_error() const {
               late));
 }
 
-void DeviceGroup::Impl::check() {
+void DeviceGroup::check() {
   if (fork_.in_child()) fork_.refuse("rank " + std::to_string(rank_), "check");
   failure_.rethrow();
   if (std::exception_ptr error = kernel_error()) {
@@ -241,12 +241,12 @@ void DeviceGroup::Impl::check() {
   failure_.rethrow();
 }
 
-void DeviceGroup::Impl::abort(const Notice& notice) noexcept {
+void DeviceGroup::abort(const Notice& notice) noexcept {
   if (fork_.in_child()) return;  // the parent's group stays usable
   for (int r = 0; r < size_; r++) publish(workspace_.control(r), notice);
 }
 
-void DeviceGroup::Impl::lose(int rank) noexcept {
+void DeviceGroup::lose(int rank) noexcept {
   if (load(workspace_.control(rank).left) != 0 || failure_.happened()) return;
   failure_.set(error_of(lost(rank, "died: its process is gone (seen by rank " +
                                        std::to_string(rank_) + "); look at its own log")));
@@ -259,7 +259,7 @@ void DeviceGroup::Impl::lose(int rank) noexcept {
 // Host memory is mapped for each process, so peers of other processes do not mind when it is given
 // up. But that call waits, with the driver's lock, for the kernels of this process, and one of a
 // rank in it may wait for a kernel that another rank cannot start without the lock.
-void DeviceGroup::Impl::leave() noexcept {
+void DeviceGroup::leave() noexcept {
   constexpr Milliseconds kCloseTimeout(2000);
   if (fork_.in_child()) return workspace_.keep();
   __atomic_store_n(&workspace_.control(rank_).left, 1u, __ATOMIC_RELEASE);
@@ -275,24 +275,8 @@ void DeviceGroup::Impl::leave() noexcept {
 
 // -------------------------------------------------------------------------------- calls
 
-DeviceGroup::DeviceGroup(std::shared_ptr<Store> store, int rank, int size, int index,
-                         DeviceGroupOptions options)
-    : impl_(std::make_unique<Impl>(rendezvous(std::move(store), rank, size, options), index,
-                                   options)) {}
-DeviceGroup::~DeviceGroup() = default;
-
-int DeviceGroup::rank() const { return impl_->rank(); }
-int DeviceGroup::size() const { return impl_->size(); }
-int DeviceGroup::index() const { return impl_->index(); }
-std::string DeviceGroup::describe() const { return impl_->describe(); }
-void DeviceGroup::set_timeout(Milliseconds timeout) { impl_->set_timeout(timeout); }
-size_t DeviceGroup::most_payload_bytes() const { return impl_->place_bytes(); }
-void DeviceGroup::check() const { impl_->check(); }
-void DeviceGroup::abort(const Notice& notice) noexcept { impl_->abort(notice); }
-void DeviceGroup::lose(int rank) noexcept { impl_->lose(rank); }
-
-void DeviceGroup::Impl::all_reduce(void* data, const OpTag& tag, ReduceAlgo algo, double factor,
-                                   Stream stream) {
+void DeviceGroup::all_reduce(void* data, const OpTag& tag, ReduceAlgo algo, double factor,
+                             Stream stream) {
   OpTag hashed = tag;
   hashed.codec = static_cast<uint32_t>(algo);
   ReduceCall call{};
@@ -307,42 +291,42 @@ void DeviceGroup::Impl::all_reduce(void* data, const OpTag& tag, ReduceAlgo algo
 void DeviceGroup::run(const Collective& given, Stream stream, const std::string& algo) {
   const Collective call = given.checked(rank(), size());
   const OpTag tag = call.tag(size());
-  if (call.op == Op::barrier) return impl_->arrive_wait(impl_->begin(tag, stream), stream);
-  if (tag.numel == 0 && !sizes_differ(call.op)) return impl_->check();
+  if (call.op == Op::barrier) return arrive_wait(begin(tag, stream), stream);
+  if (tag.numel == 0 && !sizes_differ(call.op)) return check();
   const int in_runs = call.has_in_parts() ? size() : 1;
   if (call.op == Op::all_reduce) {
     const bool chooses = algo == "auto", one_shot = algo == "one_shot";
     if (!chooses && !one_shot && algo != "two_shot") {
-      impl_->check(call.op).fail("has no algorithm \"" + algo +
-                                 "\" on a GPU; use one of auto, one_shot, two_shot");
+      check(call.op).fail("has no algorithm \"" + algo +
+                          "\" on a GPU; use one of auto, one_shot, two_shot");
     }
     const ReduceAlgo asked = one_shot ? ReduceAlgo::one_shot : ReduceAlgo::two_shot;
-    return impl_->all_reduce(call.out.data(), tag,
-                             chooses ? impl_->choose(call.bytes(size())) : asked, call.factor,
-                             stream);
+    return all_reduce(call.out.data(), tag, chooses ? choose(call.bytes(size())) : asked,
+                      call.factor, stream);
   }
   if (call.reduces()) {
     ReduceCall reduction{};
-    reduction.call = impl_->begin(tag, stream);
-    reduction.algo = call.has_in_parts() ? ReduceAlgo::scatter : impl_->choose(call.bytes(size()));
+    reduction.call = begin(tag, stream);
+    reduction.algo = call.has_in_parts() ? ReduceAlgo::scatter : choose(call.bytes(size()));
     reduction.in = runs_of(call.in, in_runs);
     reduction.out = bytes_of(call.out.data());
     reduction.root = call.root;
-    return impl_->reduce(reduction, tag, call.factor, stream);
+    return reduce(reduction, tag, call.factor, stream);
   }
-  const bool at_root = rank() == call.root;
-  MoveCall move{};
-  move.call = impl_->begin(tag, stream);
-  move.runs = in_runs;
-  if (call.op != Op::broadcast || at_root) move.in = runs_of(call.in, in_runs);
+  const bool at_root = rank_ == call.root;
+  MoveCall moved{};
+  moved.call = begin(tag, stream);
+  moved.runs = in_runs;
+  if (call.op != Op::broadcast || at_root) moved.in = runs_of(call.in, in_runs);
   if (call.has_out_parts()) {
-    move.out = runs_of(call.out, size());
+    moved.out = runs_of(call.out, size());
   } else if (call.op == Op::scatter || !at_root) {  // one run comes from the root
-    move.out.data[call.root] = call.out[0].data;
-    move.out.bytes[call.root] = call.out[0].size;
+    moved.out.data[call.root] = call.out[0].data;
+    moved.out.bytes[call.root] = call.out[0].size;
   }
-  const size_t known = sizes_differ(call.op) ? 0 : std::max(move.in.longest(), move.out.longest());
-  impl_->move(move, known > 0 ? impl_->blocks_for(known) : impl_->most_blocks(), stream);
+  const size_t known =
+      sizes_differ(call.op) ? 0 : std::max(moved.in.longest(), moved.out.longest());
+  move(moved, known > 0 ? blocks_for(known) : slots_, stream);
 }
 
 }  // namespace pycomm

@@ -8,13 +8,23 @@
 // A rank of the CPU (Device::cpu) runs the same kernels on the calling thread, over shared memory:
 // what is tested there is what runs on a GPU without peer access.
 #pragma once
+#include <array>
+#include <atomic>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 
 #include "collectives/common/collective.h"
 #include "collectives/common/options.h"
+#include "collectives/device/blocks.h"
+#include "collectives/device/calls.h"
+#include "collectives/group/failure.h"
+#include "core/device.h"
+#include "core/fork_guard.h"
 #include "core/notice.h"
+#include "transports/device/peer_workspace.h"
 #include "transports/store.h"
 
 namespace pycomm {
@@ -41,9 +51,6 @@ struct DeviceGroupOptions {
   std::string secret = env().secret;  ///< that was given to all ranks
 };
 
-/// Size of the largest group: a host has eight or sixteen GPUs.
-constexpr int kMaxDeviceRanks = 16;
-
 class PYCOMM_API DeviceGroup {
  public:
   /// Runs the rendezvous with the other ranks. `index` is our GPU, or -1 for the CPU. Throws
@@ -56,12 +63,12 @@ class PYCOMM_API DeviceGroup {
   DeviceGroup(const DeviceGroup&) = delete;
   DeviceGroup& operator=(const DeviceGroup&) = delete;
 
-  int rank() const;
-  int size() const;
-  int index() const;
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  int index() const { return index_; }
   /// Human-readable summary, such as "4 ranks: peer access, 32 blocks".
   std::string describe() const;
-  void set_timeout(Milliseconds timeout);
+  void set_timeout(Milliseconds timeout) { timeout_ = timeout.count(); }
 
   /// Runs a collective. Buffers are memory of our GPU. Bad arguments throw Error at once; all other
   /// errors are reported by check(). `algo` of an all-reduce is "auto", "one_shot" or "two_shot".
@@ -74,7 +81,7 @@ class PYCOMM_API DeviceGroup {
   // it is not computed.
 
   /// Returns the most bytes of the payload of what a codec cannot cut.
-  size_t most_payload_bytes() const;
+  size_t most_payload_bytes() const { return place_bytes(); }
   /// Returns how much scratch memory the stream of such an operation must provide. Throws Error if
   /// the operation is not possible: because of its feedback, or since a tensor that cannot be cut
   /// does not fit in coded_bytes. The answer is the same on all ranks.
@@ -86,7 +93,7 @@ class PYCOMM_API DeviceGroup {
   /// Throws the error that a kernel has reported since the start, if any: Timeout that names the
   /// rank it waited for and the operation, WireMismatch, or the error of a notice.
   /// After that the group has failed. Never waits; any thread.
-  void check() const;
+  void check();
   /// Ends every running and later operation on all ranks with the notice's error. Any thread, any
   /// time.
   void abort(const Notice& notice) noexcept;
@@ -95,8 +102,54 @@ class PYCOMM_API DeviceGroup {
   void lose(int rank) noexcept;
 
  private:
-  class Impl;
-  std::unique_ptr<Impl> impl_;
+  class Coded;  // device/coded.cpp
+
+  DeviceGroup(const Rendezvous& rendezvous, int index, DeviceGroupOptions options);
+  int choose_blocks(const Rendezvous& rendezvous);
+
+  /// Begins an operation: checks the stream and the group, and gives the operation its number.
+  device::DeviceCall begin(OpTag tag, Stream stream);
+  void move(const device::MoveCall& call, int blocks, Stream stream);
+  void reduce(device::ReduceCall call, const OpTag& tag, double factor, Stream stream);
+  void all_reduce(void* data, const OpTag& tag, device::ReduceAlgo algo, double factor,
+                  Stream stream);
+  device::ReduceAlgo choose(size_t bytes) const;
+  /// Overwrites a result, and sets the flag, if an operation before has failed when the stream gets
+  /// there.
+  void spoil_if_broken(void* result, size_t bytes, float* found_inf, Stream stream);
+  /// Queues a barrier of all ranks on the stream, with nothing to move.
+  void arrive_wait(const device::DeviceCall& call, Stream stream);
+  /// Returns the blocks that this many bytes are worth.
+  int blocks_for(size_t bytes) const;
+
+  /// Memory that rank r shares in operations with codecs: it is after its slots.
+  uint8_t* coded(int r) const {
+    return workspace_.pointers().data[r] + 2 * slot_bytes_ * static_cast<size_t>(slots_);
+  }
+  /// Bytes of the place of a payload there: each rank has one for each owner, and two more.
+  size_t place_bytes() const {
+    constexpr size_t kAlign = 256;
+    return options_.coded_bytes / static_cast<size_t>(size_ + 2) / kAlign * kAlign;
+  }
+
+  CallCheck check(Op op) const { return {rank_, size_, op}; }
+  std::exception_ptr kernel_error() const;
+  std::string called(uint64_t seq) const;
+  void leave() noexcept;
+
+  const ForkGuard fork_{};
+  const int rank_, size_, index_;
+  const DeviceGroupOptions options_;
+  PeerWorkspace workspace_;
+  std::optional<device::BlockShare> share_;  ///< of a GPU that is ours alone
+  const int slots_;
+  const size_t slot_bytes_;
+  std::atomic<Milliseconds::rep> timeout_;
+  Failure failure_;
+  feedback::Scratch scratch_;  ///< on the CPU; one is enough, since one call is made at a time
+  mutable std::mutex mutex_;   // protects what follows
+  uint64_t seq_ = 0;
+  std::array<OpTag, 256> recent_;
 };
 
 }  // namespace pycomm

@@ -23,7 +23,7 @@ from pycomm.codecs.cuda.launches import (
     encode_launches,
     make_scratch,
 )
-from pycomm.codecs.cuda.sources import compile_options, source
+from pycomm.codecs.cuda.sources import check_library, compile_options, source
 
 
 def encode(codec: Codec, args: EncodeArgs) -> None:
@@ -74,8 +74,10 @@ def compile_kernel(name: str, kernel: str, arch: str) -> tuple[bytes, str]:
         A cubin, and the kernel's name in it.
 
     Raises:
+        Error: libpycomm.so is of other sources than the kernel.
         RuntimeError: compilation failed; the text has the compiler's output.
     """
+    check_library()
     nvrtc = cupy.cuda.nvrtc
     program = nvrtc.createProgram(source(name), f"{name}.cu", (), ())
     try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pycomm._build import source_root
+from pycomm._build import PACKAGE, source_root
+from pycomm._cuda_wheel import STAMP, hash_of_headers
+from pycomm.errors import Error
 
 # -default-device: unmarked functions are device code, since NVRTC compiles nothing else.
 OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
@@ -13,6 +15,20 @@ OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
 def include_folder() -> Path:
     """Return the folder of the C++ sources, which are installed with the package."""
     return source_root() / "csrc"
+
+
+def check_library() -> None:
+    """Check that kernels which are compiled from the sources take the arguments of libpycomm.so.
+
+    Raises:
+        Error: it was built from other headers.
+    """
+    stamp = PACKAGE / STAMP
+    if stamp.exists() and stamp.read_text() != hash_of_headers(include_folder()):
+        raise Error(
+            f"libpycomm.so in {PACKAGE} was built from other sources than the kernels in "
+            f"{include_folder()}: run `make build` in a checkout, else install pycomm again"
+        )
 
 
 def source_file(name: str) -> Path:

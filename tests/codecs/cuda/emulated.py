@@ -27,7 +27,7 @@ from pycomm.codecs.cuda.launches import (
     decode_launches,
     encode_launches,
 )
-from pycomm.codecs.cuda.sources import include_folder, source_file
+from pycomm.codecs.cuda.sources import check_library, include_folder, source_file
 from tests.codecs.cases import ROTATIONS, SPECS
 from tests.compiling import GENERATED, compile_cpp
 
@@ -81,16 +81,12 @@ def guarded(count: int) -> Iterator[torch.Tensor]:
     """Lend memory that is not zeroed; what kernels write next to it would be another's.
 
     Raises:
-        AssertionError: the memory before or behind it was written. Sizes are told by libpycomm.so,
-            and kernels are compiled from the sources as they are: one may be older.
+        AssertionError: the memory before or behind it was written.
     """
     whole = torch.full((GUARD + count + GUARD,), UNSET, dtype=torch.uint8)
     yield whole[GUARD : GUARD + count]
     written = (torch.cat((whole[:GUARD], whole[GUARD + count :])) != UNSET).sum().item()
-    assert not written, (
-        f"kernels wrote {written} bytes beyond {count} of scratch memory. Does libpycomm.so have "
-        "the layout of these sources (make build)?"
-    )
+    assert not written, f"kernels wrote {written} bytes beyond {count} of scratch memory"
 
 
 def run(launches: list[Launch], compiled: ctypes.CDLL) -> None:
@@ -103,7 +99,12 @@ def run(launches: list[Launch], compiled: ctypes.CDLL) -> None:
 
 @cache
 def all_kernels() -> ctypes.CDLL:
-    """Return the kernels of all .cu files, which are compiled once for the sources as they are."""
+    """Return the kernels of all .cu files, which are compiled once for the sources as they are.
+
+    Raises:
+        Error: libpycomm.so, which makes their arguments, is of other sources.
+    """
+    check_library()
     files = [source_file(name) for name in (*CODECS, "convert", "feedback", "moments", "adamw")]
     digest = hashlib.sha256()
     for source in sorted(p for p in include_folder().rglob("*") if p.suffix in (".h", ".cu")):

@@ -9,6 +9,7 @@ branch that is not decided stays with both of its ways.
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -210,6 +211,15 @@ class Thread:
             return []
         name, number = re.match(r"(U?R)(\d+)", target).groups()
         return [(f"{name}{int(number) + k}", part(value, 32 * k)) for k in range(2)]
+
+    def _hfma2(self, state: State, modifiers: list[str], operands: list[str]) -> list:
+        """Two numbers of 16 bits: known if 0 times 0 is added to constants, the upper one first."""
+        target, *factors, upper, lower = operands
+        numbers = [re.fullmatch(r"-?\d+(\.\d+)?(e[-+]?\d+)?", each) for each in (upper, lower)]
+        if factors != ["-RZ", "RZ"] or None in numbers or "BF16_V2" in modifiers:
+            return [(target, UNKNOWN)]
+        word = struct.pack("<2e", float(lower), float(upper))
+        return [(target, Bits(int.from_bytes(word, "little")))]
 
     def _ldc(self, state: State, modifiers: list[str], operands: list[str]) -> list:
         if modifiers == ["64"]:

@@ -4,10 +4,10 @@ Counted is the longest path through the kernel that its call can take, makes giv
 memory and calls nothing. What the arguments of the call decide is followed (known.py): the form of
 the residuals, whether contributions are averaged, that the arrays are aligned and the first tile is
 whole. What the values decide stays open, so that the count is an upper bound, but for the accesses:
-they leave out the paths of blocks that hold Inf or NaN, which load residuals once more, and store
-them value by value. Each loop is run once. Slow paths of divisions, and those of warps that
-diverge, are left out. An average is that of one contribution,
-with 2 as the divisor: one that is no power of two costs a division for each value.
+they leave out the paths of blocks that hold Inf or NaN (or, with eden, 2^64), which load residuals
+once more, and store them value by value. Each loop is run once. Slow paths of divisions, and those
+of warps that diverge, are left out. An average is that of one contribution, with 2 as the divisor:
+one that is no power of two costs a division for each value.
 
 ``budgets.csv`` has the kernels, their accesses, and the counts that they may not exceed, with nvcc
 13.0. ``calls.csv`` has the calls that they make up: the bytes that a value moves, the share of a

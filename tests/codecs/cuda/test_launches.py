@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from itertools import product
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 import pycomm
+from pycomm._cuda_wheel import STAMP
 from pycomm.codecs import CODECS
 from pycomm.codecs.args import EncodeArgs, RandomKey
+from pycomm.codecs.cuda import sources
 from pycomm.codecs.cuda.launches import encode_launches, recorded
 from pycomm.codecs.cuda.sources import has_kernels
 from pycomm.codecs.implementations import implementation
@@ -20,6 +23,7 @@ from pycomm.codecs.sign import Sign
 from tests.codecs.cases import ROTATIONS, SPECS
 from tests.codecs.cuda.emulated import all_kernels, guarded, kernels, listed, run
 
+NVRTC = "pycomm.codecs.cuda.nvrtc"
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 # Formats that choose every kernel that there is; the other tests run fewer.
 FORMATS = [
@@ -114,7 +118,20 @@ def test_a_kernel_that_writes_beyond_its_scratch_memory_is_told(missing):
 
 def test_nvrtc_is_an_implementation_where_cupy_is_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
-    monkeypatch.delitem(sys.modules, "pycomm.codecs.cuda.nvrtc", raising=False)
+    monkeypatch.delitem(sys.modules, NVRTC, raising=False)
     run = implementation("quant", "nvrtc", "cuda")
-    assert run.encode.__module__ == "pycomm.codecs.cuda.nvrtc"
-    monkeypatch.delitem(sys.modules, "pycomm.codecs.cuda.nvrtc")
+    assert run.encode.__module__ == NVRTC
+    monkeypatch.delitem(sys.modules, NVRTC)
+
+
+def test_kernels_of_other_sources_are_refused(monkeypatch, tmp_path):
+    """They would read other arguments than libpycomm.so makes, and write anywhere."""
+    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
+    monkeypatch.delitem(sys.modules, NVRTC, raising=False)
+    compile_kernel = importlib.import_module(NVRTC).compile_kernel
+    monkeypatch.delitem(sys.modules, NVRTC)
+    (tmp_path / STAMP).write_text("of last year")
+    monkeypatch.setattr(sources, "PACKAGE", tmp_path)
+    for compiles in (lambda: compile_kernel("cast", "any", "90"), all_kernels.__wrapped__):
+        with pytest.raises(pycomm.Error, match="built from other sources than the kernels in"):
+            compiles()

@@ -10,15 +10,15 @@ torch = pytest.importorskip("torch")
 
 import pycomm  # noqa: E402
 from pycomm.feedback import Feedback, Residual, storage  # noqa: E402
+from pycomm.momentum import scaled  # noqa: E402
+from pycomm.momentum.moment import CodedMoment  # noqa: E402
+from pycomm.momentum.on_device.job import Job  # noqa: E402
+from pycomm.momentum.on_device.kernels import Kernels  # noqa: E402
+from pycomm.momentum.on_device.moment import DeviceMoment  # noqa: E402
+from pycomm.momentum.on_device.passes import DTYPES, DevicePasses  # noqa: E402
+from pycomm.momentum.on_device.table import Table  # noqa: E402
+from pycomm.momentum.sum_places import SumPlaces  # noqa: E402
 from pycomm.reduction.bucket import BucketPiece  # noqa: E402
-from pycomm.reduction.momentum import scaled  # noqa: E402
-from pycomm.reduction.momentum.moment import CodedMoment  # noqa: E402
-from pycomm.reduction.momentum.on_device.job import Job  # noqa: E402
-from pycomm.reduction.momentum.on_device.kernels import Kernels  # noqa: E402
-from pycomm.reduction.momentum.on_device.moment import DeviceMoment  # noqa: E402
-from pycomm.reduction.momentum.on_device.passes import DTYPES, DevicePasses  # noqa: E402
-from pycomm.reduction.momentum.on_device.table import Table  # noqa: E402
-from pycomm.reduction.momentum.sum_places import SumPlaces  # noqa: E402
 from tests.codecs.cuda import emulated  # noqa: E402
 
 SHAPES = [(1, 1), (3, 5), (64, 16), (65, 33), (7, 600), (300, 31), (129, 515)]

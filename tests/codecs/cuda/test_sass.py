@@ -13,13 +13,6 @@ from tests.codecs.cuda.sass import CALLS, Kernel, budgets, calls, counted, summa
 
 pytestmark = pytest.mark.timeout(600)
 
-# Calls whose instructions leave no time for the share that is wanted, and why.
-ROTATED_BACK = "float32 arithmetic alone takes 60: four transforms, four flips, the coding"
-OVER = {
-    "eden, 2 bits of 1024, encode, feedback": ROTATED_BACK,
-    "eden, 2 bits of 128, encode, feedback": ROTATED_BACK,
-}
-
 # A loop, a branch around a load of 16 bytes, a shuffle and a call.
 SASS = """
         /*0000*/              @!P0 BRA 0x30 ;      /* 0x0 */
@@ -100,6 +93,8 @@ def test_the_arguments_of_a_call_decide_branches(flag, length):
         ("SHF.R.U32.HI", "R9, RZ, 0x1, R3", {"R9": 2**31 - 1}),
         ("PRMT", "R9, R3, 0x4410, R1", {"R9": 0x0505FFFF}),
         ("SEL", "R9, R1, R2, !P1", {"R9": 2}),
+        ("HFMA2.MMA", "R9, -RZ, RZ, 1.0009765625, 3.075599670410156e-05", {"R9": 0x3C010204}),
+        ("HFMA2", "R9, R2, RZ, 0, 0", {"R9": None}),
         ("ISETP.GT.U32.AND.EX", "P0, PT, R1, R1, PT, P1", {"P0": 1}),
         ("ISETP.GT.U32.AND.EX", "P0, PT, R1, R2, PT, !P1", {"P0": 1}),
         ("PLOP3.LUT", "P0, PT, PT, PT, P1, 0x80, 0x8", {"P0": 1}),
@@ -145,5 +140,4 @@ def test_calls_csv_has_the_sums_of_the_counts():
 @pytest.mark.parametrize("arch", sorted({row.arch for row in budgets()}))
 def test_calls_leave_time_for_their_share_of_a_copy(arch):
     rows = budgets()
-    over = {call.call for call in calls() if call.counted(rows, arch) > call.allowed}
-    assert over == {*OVER}
+    assert [call.call for call in calls() if call.counted(rows, arch) > call.allowed] == []

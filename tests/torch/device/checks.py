@@ -23,6 +23,7 @@ from pycomm.feedback import Feedback, Residual, Residuals
 from pycomm.feedback.rule import LARGE
 from pycomm.policy import Decision, Parameter
 from pycomm.reduction import paths, two_shot
+from pycomm.reduction.batched import Batched
 from pycomm.reduction.bucket import Bucket, BucketPiece
 from pycomm.reduction.paths import native_backend
 from tests.torch.harness import inputs, perceptron
@@ -350,7 +351,7 @@ def check_bits(
             if exchanged:
                 call = getattr(two_shot, op)
                 finite = bool(call(*tensors, bucket, dist.group.WORLD, seed=5, step=step))
-                assert None not in bucket.batched.values()
+                assert all(isinstance(way, Batched) for way in bucket.exchanges.values())
             else:
                 assert paths.native_backend(bucket, dist.group.WORLD, op, out) is native
                 path = paths.CORE if device == "cpu" else paths.PEERS

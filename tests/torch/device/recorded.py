@@ -29,8 +29,8 @@ from pycomm import _C
 from pycomm.codecs import convert, implementations
 from pycomm.codecs.cuda.launches import Launch
 from pycomm.hooks.ddp import HookState, compress_hook
+from pycomm.momentum.on_device.kernels import Kernels
 from pycomm.reduction import paths, side_stream, two_shot
-from pycomm.reduction.momentum.on_device.kernels import Kernels
 from tests.torch.device import fake_device
 
 FAKE = fake_device.NAME

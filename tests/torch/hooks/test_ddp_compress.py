@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from types import CodeType
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +21,7 @@ import pycomm
 from pycomm.codecs import Cast
 from pycomm.codecs.base import Codec
 from pycomm.policy import PROTECT, Policy, Rule
-from pycomm.reduction import batched
+from pycomm.reduction import paths
 from tests.extent import each_value
 from tests.torch.harness import (
     CODED,
@@ -376,13 +378,42 @@ def many_layers(dtype: torch.dtype) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(48, 48) for _ in range(LAYERS)]).to(dtype)
 
 
+@on_ranks(2, **PATIENT)
+def test_a_later_bucket_takes_few_calls_of_python(rank, size):
+    """Of buckets after the first and before the last, whose matrices have no factors."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
+    model = DistributedDataParallel(layers, bucket_cap_mb=1)
+    state = pycomm.HookState("int4 factors=off", model)
+    later: list[list[CodeType]] = []
+
+    def counted(state, bucket):  # DDP takes no annotations that are text
+        calls: list[CodeType] = []
+        sys.setprofile(lambda frame, event, _: event == "call" and calls.append(frame.f_code))
+        try:
+            return pycomm.compress_hook(state, bucket)
+        finally:
+            sys.setprofile(None)
+            if bucket.index() > 0 and not bucket.is_last():
+                later.append(calls)
+
+    model.register_comm_hook(state, counted)
+    for step in range(7):
+        torch.manual_seed(step)
+        model(torch.randn(4, 512)).sum().backward()
+    assert ": core (" in state.summary()
+    assert len(later) >= 7
+    assert len(later[-1]) <= 8, [code.co_name for code in later[-1]]
+    assert len({code.co_filename for code in later[-1]}) <= 4
+
+
 @on_ranks(2, backend="gloo", **PATIENT)
 @pytest.mark.parametrize("in_cpp", [False, True])
 def test_exact_parameters_are_coded_together(rank, size, in_cpp):
     """Where codecs are in C++, Python encodes nothing; else it calls those of the others alone."""
     model = DistributedDataParallel(many_layers(torch.float32))
     pycomm.compress(model, Policy("int8", guard=None))
-    needs = batched.BATCHED.needs if in_cpp else lambda *_: "not here"
+    needs = paths.BATCHED.needs if in_cpp else lambda *_: "not here"
     encoded: list[Codec] = []
     encode = Codec.encode
 
@@ -391,7 +422,7 @@ def test_exact_parameters_are_coded_together(rank, size, in_cpp):
         return encode(codec, *args, **options)
 
     with (
-        patch.object(batched, "BATCHED", replace(batched.BATCHED, needs=needs)),
+        patch.object(paths, "BATCHED", replace(paths.BATCHED, needs=needs)),
         patch.object(Codec, "encode", counted),
     ):
         for _ in range(3):

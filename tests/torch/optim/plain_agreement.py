@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 import pycomm
-from pycomm.reduction.momentum import agreement
-from pycomm.reduction.momentum.scaled import FLOOR
+from pycomm.momentum import agreement
+from pycomm.momentum.scaled import FLOOR
 
 SIZES = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 

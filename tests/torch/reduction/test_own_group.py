@@ -16,7 +16,7 @@ from tests.torch.pool import on_ranks
 @on_ranks(2)
 @pytest.mark.parametrize("when", ["before", "while"])
 def test_a_group_is_made_while_another_closes(rank, ranks, when):
-    """torch names a group by the number of groups, which has to be equal on all ranks."""
+    """torch names a group by a count of groups, which then differs between ranks."""
     former = own_group.make(dist.group.WORLD)
     destroy, gather = dist.destroy_process_group, own_group.gather
     destroyed, counted = threading.Event(), threading.Event()
@@ -51,3 +51,20 @@ def test_a_group_is_made_while_another_closes(rank, ranks, when):
         dist.all_reduce(values, group=group)
         assert values.tolist() == [2.0, 2.0, 2.0]
         own_group.close(group)
+
+
+@on_ranks(4)
+def test_parts_that_have_made_other_groups_make_one(rank, ranks):
+    """A rank that is in no part counts no group, and torch from 2.14 on tells no rank of that."""
+    made = []
+    for members in ([0, 1, 2], [2, 3]):
+        ours = members if rank in members else []
+        made.append(own_group.make_part(dist.group.WORLD, ours))
+    if rank < 2:
+        half = dist.new_group([0, 1], use_local_synchronization=True)
+        made.append(own_group.make(half))
+    made.append(own_group.make(dist.group.WORLD))
+    for group in filter(None, made):
+        values = torch.ones(3)
+        dist.all_reduce(values, group=group)
+        assert values.tolist() == [float(group.size())] * 3

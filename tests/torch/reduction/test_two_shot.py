@@ -9,9 +9,11 @@ import itertools
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from pycomm import backend
 from pycomm.errors import Error, WireMismatch
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Decision, Parameter
-from pycomm.reduction import payloads, two_shot
+from pycomm.reduction import paths, payloads, two_shot
 from pycomm.reduction.batched import Batched
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.coding import Coder, ExchangePlan, Run, whole
@@ -71,9 +73,7 @@ class Side:
         self.rows = self.ranks if op == "reduce_scatter" else 1
         cpu = torch.device("cpu")
         self.bucket = Bucket(decisions, range(len(SIZES)), self.residuals, cpu, rows=self.rows)
-        self.op, self.key, self.way = op, (op, self.rank, self.ranks), way
-        if way == "runs":
-            self.bucket.batched[self.key] = None
+        self.op, self.way = op, way
 
     def run(self, x: torch.Tensor, step: int, group: Any) -> tuple[bool, torch.Tensor]:
         """One step of what rank `x` [rows, numel] brings; whether it is finite, and the result."""
@@ -89,8 +89,11 @@ class Side:
             work = call(out, *given, self.bucket.native, self.bucket.sides, **how)
             work.wait()
             return work.finite, out
-        finite = getattr(two_shot, self.op)(out, *given, self.bucket, group, **how)
-        assert isinstance(self.bucket.batched[self.key], Batched) == (self.way == "batched")
+        excluded = replace(paths.BATCHED, needs=lambda *_: "not here")
+        with patch.object(paths, "BATCHED", excluded if self.way == "runs" else paths.BATCHED):
+            finite = getattr(two_shot, self.op)(out, *given, self.bucket, group, **how)
+        (used,) = self.bucket.exchanges.values()
+        assert isinstance(used, Batched) == (self.way == "batched")
         return bool(finite), out
 
     def stored(self) -> list[torch.Tensor]:
@@ -261,7 +264,7 @@ def land(bucket: Bucket, change: Callable[[torch.Tensor, int], Payloads]) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(payloads, "all_gather", came)
         how: dict[str, Any] = {"seed": 1, "step": 1, "divisor": 1, "found_inf": torch.zeros(1)}
-        one.run(values, values, bucket.sides, Alone(), **how)
+        one.run(values, values, bucket, Alone(), **how)
 
 
 @pytest.mark.parametrize("word", [0, 1, 3, 6, 4096, 2**31, 2**32 - 1])

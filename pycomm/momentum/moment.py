@@ -11,7 +11,7 @@ one pole instead of the two of a residual followed by momentum. b = (b1 - v) / (
 Adam's horizon.
 
 The second moment is that of the mean gradient, as Adam's: the ranks' own squares, which have more
-noise, times the share of them that `pycomm.reduction.momentum.agreement` measures. Of an n x m
+noise, times the share of them that `pycomm.momentum.agreement` measures. Of an n x m
 matrix it is the outer product of its row and column sums, divided by their total (Shazeer and Stern
 2018, "Adafactor", section 3): n + m numbers, which travel exactly. Division by d before coding
 makes all values of a block equally large, as they are in the update.
@@ -41,8 +41,8 @@ from torch.distributed.tensor import DTensor
 
 from pycomm.codecs import Codec
 from pycomm.feedback import Residual
+from pycomm.momentum import agreement, scaled
 from pycomm.policy.quality import nominal_error
-from pycomm.reduction.momentum import agreement, scaled
 
 EXTRA = 3 + agreement.ROWS
 """Numbers besides the sums: squares of what the last coding has left, of its input, of this rank's

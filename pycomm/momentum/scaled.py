@@ -1,6 +1,6 @@
 """Passes over matrices whose second moments are products of a row's and a column's factor.
 
-`pycomm.reduction.momentum.moment` has the formulas. Each pass takes all matrices of a bucket or of
+`pycomm.momentum.moment` has the formulas. Each pass takes all matrices of a bucket or of
 a step. On the CPU, matrices that are all float32 go through C++ in one call
 (csrc/optim/moments.cpp), with as many threads as torch has; others in torch, which is the
 definition: for finite values the bits are the same. On a device, matrices without factors go
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from pycomm import _C
 from pycomm.arrays import core_dtype
 from pycomm.feedback import storage
-from pycomm.reduction.momentum.on_device.kernels import Kernels
+from pycomm.momentum.on_device.kernels import Kernels
 
 _TINY = 1e-30
 _LANES, _PATCH, _BLOCK = 32, 256, 64  # of sums, whose order csrc/optim/moments.h says

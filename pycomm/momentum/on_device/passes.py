@@ -9,12 +9,12 @@ import torch
 
 from pycomm import _C
 from pycomm.arrays import core_dtype
+from pycomm.momentum.moment import LIMIT
+from pycomm.momentum.on_device.kernels import Kernels
+from pycomm.momentum.on_device.moment import DeviceMoment
+from pycomm.momentum.on_device.table import Table
+from pycomm.momentum.scaled import written
 from pycomm.policy.rules import CODED
-from pycomm.reduction.momentum.moment import LIMIT
-from pycomm.reduction.momentum.on_device.kernels import Kernels
-from pycomm.reduction.momentum.on_device.moment import DeviceMoment
-from pycomm.reduction.momentum.on_device.table import Table
-from pycomm.reduction.momentum.scaled import written
 
 DTYPES = {dtype: core_dtype(dtype) for dtype in CODED}
 

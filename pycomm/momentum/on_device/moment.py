@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from pycomm import _C
-from pycomm.reduction.momentum import agreement
-from pycomm.reduction.momentum.moment import EXTRA, CodedMoment
+from pycomm.momentum import agreement
+from pycomm.momentum.moment import EXTRA, CodedMoment
 
 assert EXTRA == _C.MOMENT_EXTRA
 # Places in Numbers of csrc/optim/moments_params.h.

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from pycomm import _C
 from pycomm.feedback import Residual
+from pycomm.momentum.on_device.moment import DeviceMoment
+from pycomm.momentum.scaled import FORMS
 from pycomm.reduction.bucket import BucketPiece
-from pycomm.reduction.momentum.on_device.moment import DeviceMoment
-from pycomm.reduction.momentum.scaled import FORMS
 
 Part = tuple[DeviceMoment, "BucketPiece | None"]
 """A matrix, and its place in a bucket."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from pycomm.reduction.momentum import agreement
-from pycomm.reduction.momentum.moment import EXTRA
+from pycomm.momentum import agreement
+from pycomm.momentum.moment import EXTRA
 
 
 class SumPlaces:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from pycomm.reduction.momentum.moment import BOUND
-from pycomm.reduction.momentum.on_device.moment import DeviceMoment
-from pycomm.reduction.momentum.on_device.passes import DTYPES, DevicePasses
-from pycomm.reduction.momentum.on_device.table import Table
+from pycomm.momentum.moment import BOUND
+from pycomm.momentum.on_device.moment import DeviceMoment
+from pycomm.momentum.on_device.passes import DTYPES, DevicePasses
+from pycomm.momentum.on_device.table import Table
 
 
 class Job:
