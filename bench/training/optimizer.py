@@ -1,12 +1,13 @@
-"""The time of `CodedAdamW` beside torch's fused AdamW, without a link.
+"""The time of `CodedAdamW` and `CodedSGD` beside torch's fused AdamW and SGD, without a link.
 
     python -m pycomm.bench training --only optimizer --models demo,25m
 
-One rank: nothing travels and nothing is coded, so what is left is arithmetic. The optimizer's own
-time is that of its `step()`, as torch's has one. Squares, the momentum and the division by the
-denominators are in the communication hook, where a bucket is in the processor's cache, and are
-timed apart. All take turns. Times are those of this thread's processor, which other processes
-disturb less than those of a clock.
+CodedAdamW has one rank: nothing travels and nothing is coded, so what is left is arithmetic. The
+optimizer's own time is that of its `step()`, as torch's has one. Squares, the momentum and the
+division by the denominators are in the communication hook, where a bucket is in the processor's
+cache, and are timed apart. CodedSGD has two ranks, since one codes nothing: its step exchanges the
+momenta, and what this takes, coding included, stands in place of the hook's time. All take turns.
+Times are those of one thread's processor, which other processes disturb less than those of a clock.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +27,9 @@ import pycomm
 from pycomm.bench.common import accelerator
 from pycomm.bench.common.report import Column, Report
 from pycomm.bench.common.timing import in_turns
+from pycomm.bench.lab import jobs
+from pycomm.bench.lab.base import Paced
+from pycomm.bench.lab.rates import UNLIMITED
 from pycomm.bench.training.train import MODELS, Config, Transformer
 
 SETTLE = 17  # steps before the second moments are exchanged every 16 steps at most
@@ -63,6 +68,7 @@ def measure(name: str, config: Config, device: str) -> dict[str, Any]:
     turns = list(zip(*(times[SETTLE:] for times in samples.values()), strict=True))
     middle = {f"{call}_seconds": statistics.median(samples[call][SETTLE:]) for call in calls}
     return {
+        "optimizer": "AdamW",
         "model": name,
         "parameters": sum(sizes),
         "tensors": len(sizes),
@@ -73,6 +79,52 @@ def measure(name: str, config: Config, device: str) -> dict[str, Any]:
     }
 
 
+def ranks_measure_sgd(names: list[str]) -> Iterator[dict[str, Any]]:
+    """Be a rank of `jobs.ask` that times `CodedSGD` and torch's SGD in turns."""
+    torch.set_num_threads(1)
+    dist.init_process_group("pycomm")
+    for name in names:
+        plain, net = Transformer(MODELS[name]), Transformer(MODELS[name])
+        wrapped = DistributedDataParallel(net)
+        options = {"lr": 1e-3, "momentum": 0.9}
+        coded = pycomm.CodedSGD(wrapped.parameters(), model=wrapped, codec="sign", **options)
+        fused = torch.optim.SGD(plain.parameters(), fused=True, **options)
+        for p in [*plain.parameters(), *net.parameters()]:
+            p.grad = torch.randn_like(p) * 1e-3
+        within: list[float] = []
+        coded._exchange = _timed(coded._exchange, within)  # type: ignore[method-assign]
+        calls = {"fused": fused.step, "step": coded.step}
+        samples = in_turns(calls, SETTLE + STEPS, settle=0, clock=time.thread_time)
+        turns = list(zip(samples["fused"], within, samples["step"], strict=True))[SETTLE:]
+        yield {
+            "optimizer": "SGD",
+            "model": name,
+            "parameters": sum(p.numel() for p in net.parameters()),
+            "tensors": sum(1 for _ in net.parameters()),
+            "fused_seconds": statistics.median(fused for fused, _, _ in turns),
+            "hook_seconds": statistics.median(within for _, within, _ in turns),
+            "step_seconds": statistics.median(step - within for _, within, step in turns),
+            "step_ratio": statistics.median(
+                (step - within) / fused for fused, within, step in turns
+            ),
+            "ratio": statistics.median(step / fused for fused, _, step in turns),
+            "rounds": STEPS,
+        }
+    dist.destroy_process_group()
+
+
+def _timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    """Return a call that adds what it takes of its thread's processor to a list."""
+
+    def timed(*values: Any) -> Any:
+        begin = time.thread_time()
+        result = call(*values)
+        seconds.append(time.thread_time() - begin)
+        return result
+
+    return timed
+
+
 def _device_time() -> float:
     """Return the time at which the GPU has done its work."""
     torch.accelerator.synchronize()
@@ -80,6 +132,7 @@ def _device_time() -> float:
 
 
 COLUMNS = (
+    Column("optimizer", -9),
     Column("model", -6),
     Column("fused_seconds", 9, ".2f", "fused ms", 1e3),
     Column("hook_seconds", 9, ".2f", "hook ms", 1e3),
@@ -90,7 +143,7 @@ COLUMNS = (
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure the models that were asked for."""
+    """Measure the models that were asked for; `CodedSGD` on the CPU alone."""
     torch.set_num_threads(1)
     report = Report(COLUMNS, options, device=accelerator.describe())
     report.header()
@@ -101,4 +154,8 @@ def run(options: argparse.Namespace) -> int:
         for name in options.models:
             report.add(measure(name, MODELS[name], device))
         dist.destroy_process_group()
+    if device == "cpu":
+        with Paced(2, UNLIMITED) as lab:
+            lab.timed = False  # the processor's time does not depend on the link
+            jobs.ask(lab, ranks_measure_sgd, options.models, heard=report.add)
     return 0

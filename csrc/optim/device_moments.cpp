@@ -12,10 +12,18 @@ size_t patches_of(const DeviceMatrix& m) { return (m.columns + kPatch - 1) / kPa
 size_t blocks_of(const DeviceMatrix& m) { return (m.rows + kBlock - 1) / kBlock; }
 size_t numel_of(const DeviceMatrix& m) { return size_t{m.rows} * m.columns; }
 
-/// Floats of Parts in moments.cu.
+size_t cells_of(const DeviceMatrix& m) { return size_t{m.rows} * patches_of(m); }
+
+/// Floats of Parts in moments.cu, and of parts of the sums of errors behind them.
 size_t scratch_of(const DeviceMatrix& m) {
-  return 3 * m.rows * patches_of(m) + m.rows + blocks_of(m) * m.columns +
-         kProjections * patches_of(m);
+  return 3 * cells_of(m) + m.rows + blocks_of(m) * m.columns + kProjections * patches_of(m);
+}
+
+/// Forms of moments_params.h.
+uint32_t form_of(const Stored& stored) { return static_cast<uint32_t>(stored.storage); }
+uint32_t form_of(DType dtype) {
+  if (dtype == DType::float32) return static_cast<uint32_t>(feedback::Storage::float32);
+  return dtype == DType::float16 ? kFloat16 : static_cast<uint32_t>(feedback::Storage::bfloat16);
 }
 
 size_t bytes_of(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
@@ -101,7 +109,7 @@ void DeviceMoments::encode(void* values, DType dtype, const std::vector<Turn>& t
     }
     params.form = m.residual.form;
     params.copy = place(copy, dtype, m);
-    params.scratch = scratch;
+    params.left = scratch + scratch_of(m) - 2 * cells_of(m);
     params.divides = divides ? 1 : 0;
     batching.row();
     run(name("encode", dtype), params, (m.rows + kEncodeRows - 1) / kEncodeRows * patches_of(m), 1,
@@ -183,6 +191,7 @@ void DeviceMoments::move(const std::vector<Step>& steps, DType dtype, const Stre
     auto params = params_of<MoveParams>(m);
     params.values = step.values;
     params.gradient = step.gradient;
+    params.gradient_form = form_of(dtype);
     params.momentum = m.momentum;
     params.lr = static_cast<float>(step.lr);
     params.keep = static_cast<float>(step.keep);
@@ -190,6 +199,73 @@ void DeviceMoments::move(const std::vector<Step>& steps, DType dtype, const Stre
     params.probed = step.probed ? 1 : 0;
     batching.row();
     run(name("move", dtype), params, numel_of(m), kPatch, stream);
+  }
+  batching.start(stream);
+}
+
+void encode_on_device(const std::vector<Encode>& matrices, float* scratch, const Stream& stream) {
+  Batching batching;
+  for (const Encode& one : matrices) {
+    DeviceMatrix m{};
+    m.rows = static_cast<uint32_t>(one.rows);
+    m.columns = static_cast<uint32_t>(one.columns);
+    auto params = params_of<EncodeParams>(m);
+    params.values = one.values;
+    params.gradient = one.gradient.at;
+    params.gradient_form = form_of(one.gradient);
+    params.parameter = one.parameter.at;
+    params.parameter_form = form_of(one.parameter);
+    params.momentum = one.momentum.at;
+    params.momentum_form = form_of(one.momentum);
+    params.beta = one.beta;
+    params.rest = one.rest;
+    params.decay = one.decay;
+    params.copy = one.copy;
+    if (one.errors != nullptr) {
+      params.stored = params.other_side = one.residual.at;
+      params.form = form_of(one.residual);
+      params.errors = one.errors;
+      params.left = scratch;
+      scratch += 2 * cells_of(m);
+    }
+    batching.row();
+    run(name("encode", DType::float32), params,
+        (one.rows + kEncodeRows - 1) / kEncodeRows * patches_of(m), 1, stream);
+  }
+  batching.start(stream);
+}
+
+void sent_on_device(const std::vector<Sent>& matrices, const Stream& stream) {
+  Batching batching;
+  for (const Sent& one : matrices) {
+    SentParams params{};
+    params.values = one.x.values;
+    params.rows = static_cast<uint32_t>(one.x.rows);
+    params.columns = static_cast<uint32_t>(one.x.columns);
+    params.before = one.before.at;
+    params.after = one.after.at;
+    params.out = one.out;
+    params.form = form_of(one.before);
+    params.out_form = static_cast<uint32_t>(one.storage);
+    batching.row();
+    run(name("sent", DType::float32), params, one.x.rows * one.x.columns, kPatch, stream);
+  }
+  batching.start(stream);
+}
+
+void move_on_device(const std::vector<Move>& matrices, DType dtype, const Stream& stream) {
+  Batching batching;
+  for (const Move& one : matrices) {
+    MoveParams params{};
+    params.values = one.x.values;
+    params.rows = static_cast<uint32_t>(one.x.rows);
+    params.columns = static_cast<uint32_t>(one.x.columns);
+    params.gradient = one.gradient;
+    params.momentum = one.momentum;
+    params.lr = one.lr;
+    params.keep = one.keep;
+    batching.row();
+    run(name("move", dtype), params, one.x.rows * one.x.columns, kPatch, stream);
   }
   batching.start(stream);
 }

@@ -6,6 +6,7 @@
 
 #include "codecs/base/launch.h"
 #include "core/types.h"
+#include "optim/moments.h"
 #include "optim/moments_params.h"
 
 namespace pycomm::moments {
@@ -89,5 +90,18 @@ class PYCOMM_API DeviceMoments {
  private:
   std::vector<DeviceMatrix> matrices_;
 };
+
+// Passes over matrices without factors, in memory of the device, for an optimizer that divides by
+// nothing. Their numbers are the host's.
+
+/// See encode(). Values are float32, forms those of moments_params.h; behind the `errors` there is
+/// a zero that counts blocks, and each matrix that has some needs [2, rows, patches] of `scratch`.
+PYCOMM_API void encode_on_device(const std::vector<Encode>& matrices, float* scratch,
+                                 const Stream& stream);
+/// See sent().
+PYCOMM_API void sent_on_device(const std::vector<Sent>& matrices, const Stream& stream);
+/// See move(). Gradients are float32; parameters and momenta have the dtype.
+PYCOMM_API void move_on_device(const std::vector<Move>& matrices, DType dtype,
+                               const Stream& stream);
 
 }  // namespace pycomm::moments

@@ -221,6 +221,17 @@ PYCOMM_SIMD void move_row(float* x, const float* g, float* momentum, const float
   }
 }
 
+/// The same without denominators.
+PYCOMM_SIMD void move_plainly(float* __restrict x, const float* __restrict g, size_t columns,
+                              float lr, float keep) {
+  for (size_t j = 0; j < columns; j++) x[j] = x[j] * keep - g[j] * lr;
+}
+
+PYCOMM_SIMD void sent_plainly(float* __restrict x, const float* __restrict before,
+                              const float* __restrict after, size_t count) {
+  for (size_t j = 0; j < count; j++) x[j] = x[j] + before[j] - after[j];
+}
+
 PYCOMM_SIMD void sent_row(const float* __restrict x, const float* __restrict before,
                           const float* __restrict after, const float* __restrict column,
                           float* __restrict out, size_t count, float row) {
@@ -231,9 +242,11 @@ PYCOMM_SIMD void sent_row(const float* __restrict x, const float* __restrict bef
 
 size_t blocks_of(size_t rows) { return (rows + kBlock - 1) / kBlock; }
 
+const float* floats_at(const Stored& stored) { return reinterpret_cast<const float*>(stored.at); }
+
 /// Returns `count` stored values from value i on, in `room` (kSlice + 32) if they are not floats.
 const float* loaded(const Stored& stored, size_t i, size_t count, float* room) {
-  if (stored.storage == Storage::float32) return reinterpret_cast<const float*>(stored.at) + i;
+  if (stored.storage == Storage::float32) return floats_at(stored) + i;
   const size_t before = stored.storage == Storage::int8 ? i % feedback::kBlock : 0;
   const size_t bytes = stored.storage == Storage::int8
                            ? feedback::stored_bytes(stored.storage, i - before)
@@ -269,7 +282,9 @@ class Encoding {
         errors_(rows_ + args.real),
         reciprocals_(errors_ + 2 * args.rows),
         columns_(reciprocals_ + width_) {
-    for (size_t j = 0; args.row && j < args.columns; j++) reciprocals_[j] = 1.0f / args.column[j];
+    for (size_t j = 0; j < args.columns; j++) {
+      reciprocals_[j] = args.row ? 1.0f / args.column[j] : 1.0f;
+    }
   }
 
   static size_t room_for(const Encode& args) {
@@ -282,7 +297,7 @@ class Encoding {
     for (size_t i = block * kBlock; i < end; i += 2) {
       const size_t stop = std::min(end, i + 2);
       look(i, stop);
-      for (size_t r = i; args_.row && r < stop; r++) divide(r);
+      for (size_t r = i; (args_.row || args_.gradient.at) && r < stop; r++) divide(r);
     }
   }
 
@@ -344,11 +359,13 @@ class Encoding {
   }
 
   void divide(size_t i) {
-    const float row = 1.0f / args_.row[i];
+    const float row = args_.row ? 1.0f / args_.row[i] : 1.0f;
     Room room;
     for (size_t j = 0; j < args_.columns; j += kSlice) {
       const size_t count = std::min(kSlice, args_.columns - j), at = i * args_.columns + j;
       float* const g = args_.values + at;
+      if (args_.gradient.at) std::memcpy(g, floats_at(args_.gradient) + at, 4 * count);
+      if (args_.parameter.at) add_times(g, floats_at(args_.parameter) + at, args_.decay, count);
       if (args_.momentum.at && i < args_.known) {
         const float* m = loaded(args_.momentum, at, count, room);
         divide_row(g, m, reciprocals_ + j, count, args_.beta, args_.rest, row);
@@ -415,7 +432,11 @@ void sent_block(const Sent& by, size_t block) {
       e = loaded(by.before, at, count, before);
       left = loaded(by.after, at, count, after);
     }
-    for (size_t k = 0; k < count;) {
+    if (!x.row) {
+      std::memcpy(out, x.values + at, 4 * count);
+      if (e) sent_plainly(out, e, left, count);
+    }
+    for (size_t k = 0; x.row && k < count;) {
       const size_t i = (at + k) / x.columns, j = (at + k) % x.columns;
       const size_t n = std::min(count - k, x.columns - j);
       if (e) {
@@ -434,6 +455,16 @@ void sent_block(const Sent& by, size_t block) {
 /// Returns the share that row or column i has of the floor's square.
 float floor_of(const Heard& heard, size_t i) {
   return heard.mean == nullptr ? 1.0f : floor_share(heard.mean[i], heard.square[i]);
+}
+
+/// Moves a block of rows without factors.
+void move_block(const Move& by, size_t block) {
+  const size_t end = std::min(by.x.rows, (block + 1) * kBlock) * by.x.columns;
+  for (size_t at = block * kBlock * by.x.columns; at < end; at += kSlice) {
+    const size_t count = std::min(kSlice, end - at);
+    if (by.momentum) std::memcpy(by.momentum + at, by.gradient + at, 4 * count);
+    move_plainly(by.x.values + at, by.gradient + at, count, by.lr, by.keep);
+  }
 }
 
 }  // namespace
@@ -492,6 +523,10 @@ void move(const std::vector<Move>& matrices, int threads) {
   over_blocks(matrices, matrices_of(matrices), threads, [&](size_t n, size_t block) {
     const Move& by = matrices[n];
     const float* const g = by.gradient;
+    if (!by.x.row) {
+      move_block(by, block);
+      return;
+    }
     const bool any = by.probe.value[0] != 0;
     const float restore =
         any ? restoring(by.probe, g[by.probe.at[0]], g[by.probe.at[1]], kTolerance) : 1.0f;

@@ -23,6 +23,12 @@ __device__ __forceinline__ uint32_t patches_of(uint32_t columns) {
   return static_cast<uint32_t>((columns + kPatch - 1) / kPatch);
 }
 
+/// Returns the room of a matrix; nulls: it has no factors.
+template <typename Params>
+__device__ __forceinline__ Room room_of(const Params& args) {
+  return args.room == nullptr ? Room{} : room_at(args.room, args.rows, args.columns);
+}
+
 /// Returns value i of an array in one of the forms.
 __device__ __forceinline__ float stored_value(const void* from, uint32_t form, size_t i) {
   if (form == codecs::stored::kFloat32) return static_cast<const float*>(from)[i];
@@ -99,8 +105,6 @@ struct Parts {
   float* row_sum;     ///< [rows]
   float* column;      ///< [blocks, columns]
   float* projection;  ///< [kProjections, patches]
-  float* left;        ///< [rows, patches], of `encode`
-  float* coded;
 
   __device__ Parts(float* at, uint32_t rows, uint32_t columns) {
     const size_t patches = patches_of(columns), cells = rows * patches;
@@ -108,8 +112,6 @@ struct Parts {
     row_sum = row + cells;
     column = row_sum + rows;
     projection = column + (rows + kBlock - 1) / kBlock * columns;
-    left = projection + kProjections * patches;
-    coded = left + cells;
   }
 };
 
@@ -247,13 +249,16 @@ __global__ void __launch_bounds__(cuda::kThreads)
 template <typename Value>
 __global__ void __launch_bounds__(cuda::kThreads) encode(const codecs::Batch<EncodeParams> batch) {
   const EncodeParams args = codecs::tensor_of_block(batch);
-  const Room room = room_at(args.room, args.rows, args.columns);
-  const Parts parts(args.scratch, args.rows, args.columns);
+  const Room room = room_of(args);
   const uint32_t patches = patches_of(args.columns), lane = codecs::lane_of_warp();
+  float* const coded_parts = args.left + size_t{args.rows} * patches;
   const size_t tile = codecs::warp_of(args), group = tile / patches;
   const auto patch = static_cast<uint32_t>(tile % patches);
   const size_t first = group * kEncodeRows;
-  const float beta = room.numbers->beta, rest = room.numbers->rest, share = room.numbers->share;
+  const Numbers* const numbers = room.numbers;
+  const float beta = numbers != nullptr ? numbers->beta : args.beta;
+  const float rest = numbers != nullptr ? numbers->rest : args.rest;
+  const float share = numbers != nullptr ? numbers->share : 1.0f;
   const float other = (1 - share) * beta;
   const bool goes_on = beta > 0;
   if (first < args.rows) {
@@ -275,7 +280,12 @@ __global__ void __launch_bounds__(cuda::kThreads) encode(const codecs::Batch<Enc
       for (int k = 0; k < kEach; k++) {
         const size_t j = begin + k * kLanes, at = i * args.columns + j;
         const bool there = j < args.columns;
-        g[k] = there ? Value::decode(values[at]) : 0.0f;
+        g[k] = !there                     ? 0.0f
+               : args.gradient == nullptr ? Value::decode(values[at])
+                                          : stored_value(args.gradient, args.gradient_form, at);
+        if (there && args.parameter != nullptr) {
+          g[k] = g[k] + stored_value(args.parameter, args.parameter_form, at) * args.decay;
+        }
         m[k] = there && goes_on ? stored_value(args.momentum, args.momentum_form, at) : 0.0f;
         e[k] = there && args.stored != nullptr ? stored_value(args.stored, args.form, at) : 0.0f;
       }
@@ -298,21 +308,23 @@ __global__ void __launch_bounds__(cuda::kThreads) encode(const codecs::Batch<Enc
       left = sum_of_lanes(left);
       coded = sum_of_lanes(coded);
       if (lane == 0) {
-        parts.left[i * patches + patch] = left;
-        parts.coded[i * patches + patch] = coded;
+        args.left[i * patches + patch] = left;
+        coded_parts[i * patches + patch] = coded;
       }
     }
   }
   if (args.stored == nullptr) return;
-  if (!is_last(&room.numbers->done[1], args.blocks.count)) return;
-  float* const extra = room.fresh + args.rows + args.columns;
+  const bool own = args.errors != nullptr;
+  auto* const done = own ? reinterpret_cast<uint32_t*>(args.errors + 2) : &room.numbers->done[1];
+  if (!is_last(done, args.blocks.count)) return;
+  float* const errors = own ? args.errors : room.fresh + args.rows + args.columns;
   const float of_left =
-      total(args.rows, [&](size_t i) { return sum_of_patches(parts.left, i, patches); });
+      total(args.rows, [&](size_t i) { return sum_of_patches(args.left, i, patches); });
   const float of_coded =
-      total(args.rows, [&](size_t i) { return sum_of_patches(parts.coded, i, patches); });
+      total(args.rows, [&](size_t i) { return sum_of_patches(coded_parts, i, patches); });
   if (threadIdx.x == 0) {
-    extra[kLeft] += of_left;
-    extra[kCoded] += of_coded;
+    errors[kLeft] += of_left;
+    errors[kCoded] += of_coded;
   }
 }
 
@@ -371,7 +383,7 @@ __device__ __forceinline__ void store_lanes(uint8_t* to, uint32_t form, size_t i
 template <typename Value>
 __global__ void __launch_bounds__(cuda::kThreads) sent(const codecs::Batch<SentParams> batch) {
   const SentParams args = codecs::tensor_of_block(batch);
-  const Room room = room_at(args.room, args.rows, args.columns);
+  const Room room = room_of(args);
   const uint8_t* const before = args.swapped != 0 ? args.after : args.before;
   const uint8_t* const after = args.swapped != 0 ? args.before : args.after;
   const auto* values = static_cast<const typename Value::Code*>(args.values);
@@ -385,7 +397,7 @@ __global__ void __launch_bounds__(cuda::kThreads) sent(const codecs::Batch<SentP
         x = x + stored_value(before, args.form, at.i);
         x = x - stored_value(after, args.form, at.i);
       }
-      x = x * room.by_row[at.row] * room.by_column[at.column];
+      if (args.room != nullptr) x = x * room.by_row[at.row] * room.by_column[at.column];
     }
     store_lanes(args.out, args.out_form, at.i, at.there(), x);
   }
@@ -428,16 +440,17 @@ __global__ void __launch_bounds__(cuda::kThreads) land(const codecs::Batch<LandP
 template <typename Value>
 __global__ void __launch_bounds__(cuda::kThreads) move(const codecs::Batch<MoveParams> batch) {
   const MoveParams& args = codecs::place_of_block(batch);
-  const Room room = room_at(args.room, args.rows, args.columns);
+  const Room room = room_of(args);
   auto* values = static_cast<typename Value::Code*>(args.values);
-  const auto* gradient = static_cast<const typename Value::Code*>(args.gradient);
   auto* momentum = static_cast<typename Value::Code*>(args.momentum);
-  const bool known = room.numbers->weight > 0, limited = room.numbers->steps > 0;
+  const bool divides = args.room != nullptr;
+  const bool known = !divides || room.numbers->weight > 0;
+  const bool limited = divides && room.numbers->steps > 0;
   float restore = 1.0f;
   if (known && args.probed != 0) {
     const Probe probe = room.numbers->probe;
-    const float first = Value::decode(gradient[probe.at[0]]);
-    const float second = Value::decode(gradient[probe.at[1]]);
+    const float first = stored_value(args.gradient, args.gradient_form, probe.at[0]);
+    const float second = stored_value(args.gradient, args.gradient_form, probe.at[1]);
     const float tolerance = sizeof(typename Value::Code) == 4 ? kTolerance : kTolerance16;
     restore = restoring(probe, first, second, tolerance);
   }
@@ -445,10 +458,11 @@ __global__ void __launch_bounds__(cuda::kThreads) move(const codecs::Batch<MoveP
 #pragma unroll
   for (int k = 0; k < kEach; k++, at.next()) {
     if (!at.there()) continue;
-    const float now = Value::decode(gradient[at.i]) * restore;
-    momentum[at.i] = Value::encode(now);
+    const float now = stored_value(args.gradient, args.gradient_form, at.i) * restore;
+    if (momentum != nullptr) momentum[at.i] = Value::encode(now);
     if (!known) continue;
-    float moved = now * room.reciprocal_row[at.row] * room.reciprocal_column[at.column];
+    float moved = now;
+    if (divides) moved = now * room.reciprocal_row[at.row] * room.reciprocal_column[at.column];
     if (limited) {
       moved = moved > args.limit ? args.limit : moved;  // a NaN stays one
       moved = moved < -args.limit ? -args.limit : moved;

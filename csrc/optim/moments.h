@@ -1,6 +1,7 @@
 // Passes over float32 matrices whose second moments are products of a row's and a column's factor,
-// for all matrices of a bucket or of a step in one call. pycomm/momentum/moment.py has
-// the formulas, and pycomm/momentum/scaled.py the same in torch, with the same bits.
+// for all matrices of a bucket or of a step in one call. pycomm/momentum/moment.py has the
+// formulas, and pycomm/momentum/scaled.py the same in torch, with the same bits. An optimizer that
+// divides by nothing has no factors, and leaves out all that belongs to them.
 //
 // Sums have one order, whatever the level of SIMD and the number of threads. A row is cut into
 // patches of kPatch values. In a patch each of kLanes lanes adds up every kLanes-th value, and then
@@ -41,13 +42,16 @@ struct Encode {
   size_t first, stride;  ///< the rows that have one
   float* projections;    ///< to which `by` times g's rows times the signs are added
   float by;
-  Stored residual;  ///< e, by which p is coded [rows, columns]
-  float* errors;    ///< [2], to which the squares of e and of p + e are added; null: none
-  float* copy;      ///< where p is written, too; null: nowhere
+  Stored residual;   ///< e, by which p is coded [rows, columns]
+  float* errors;     ///< [2], to which the squares of e and of p + e are added; null: none
+  float* copy;       ///< where p is written, too; null: nowhere
+  Stored gradient;   ///< g, if it is elsewhere: `values` is only written
+  Stored parameter;  ///< x; null: there is no decay
+  float decay;       ///< g is added to by this times x
 };
 
-/// Replaces gradients g by p = (beta m + rest g) / (row column). A gradient whose squares add up to
-/// more than is allowed is scaled down to that after its squares were added.
+/// Replaces gradients g by p = (beta m + rest (g + decay x)) / (row column). A gradient whose
+/// squares add up to more than is allowed is scaled down to that after its squares were added.
 PYCOMM_API void encode(const std::vector<Encode>& matrices, int threads);
 
 /// A matrix and a factor for each row and column.
@@ -63,7 +67,7 @@ struct Matrix {
 PYCOMM_API std::vector<Probe> land(const std::vector<Matrix>& matrices, float unit, int threads);
 
 struct Sent {
-  Matrix x;
+  Matrix x;              ///< without factors: it is not multiplied
   Stored before, after;  ///< the residual before and after the coding, of one form; or none
   uint8_t* out;
   feedback::Storage storage;  ///< of out
@@ -73,9 +77,9 @@ struct Sent {
 PYCOMM_API void sent(const std::vector<Sent>& matrices, int threads);
 
 struct Move {
-  Matrix x;  ///< parameters, and the reciprocal factors of the denominators
+  Matrix x;  ///< parameters, and the reciprocal factors of the denominators, if there are some
   const float* gradient;
-  float* momentum;
+  float* momentum;  ///< null: it is not kept
   float lr;
   float keep;   ///< what weight decay leaves
   float limit;  ///< bound of a value that moves; 0: none

@@ -146,16 +146,19 @@ struct SquaresParams {
 struct EncodeParams {
   codecs::Blocks blocks;
   void* values;
-  float* room;
+  float* room;  ///< null, as in the following: no factors; `beta` and `rest` are these
   uint32_t rows, columns;
   const void* momentum;
   const uint8_t* stored;      ///< the residual; null: its errors are not wanted
   const uint8_t* other_side;  ///< in place of it, if the batch says so
   void* copy;                 ///< null: nowhere
-  float* scratch;
-  uint32_t momentum_form, form;
+  float* left;                ///< [2, rows, patches], for parts of the sums of errors
+  float* errors;              ///< [2], and a zero that counts blocks; null: those of the room
+  const void* gradient;       ///< null: it is in `values`
+  const void* parameter;      ///< null: it does not decay
+  uint32_t momentum_form, form, gradient_form, parameter_form;
+  float beta, rest, decay;
   uint32_t divides;  ///< 0: factors are 1
-  uint32_t unused;
 };
 
 struct SentParams {
@@ -186,10 +189,12 @@ struct MoveParams {
   float* room;
   uint32_t rows, columns;
   const void* gradient;
-  void* momentum;
+  void* momentum;  ///< null: it is not kept
   float lr, keep;
   float limit;      ///< while second moments are some steps old
   uint32_t probed;  ///< not 0: `land` of this step has made the gradient
+  uint32_t gradient_form;
+  uint32_t unused;
 };
 
 struct CollectParams {

@@ -403,7 +403,7 @@ class Momenta(Transform, ABC):
             )
 
         if alone:
-            befores = [self.state.residual_before(piece, bucket) for _, _, piece in parts]
+            befores = self.state.residuals_before((piece for _, _, piece in parts), bucket)
         if alone and self.state.coding_of(bucket) is not None:
             self.state.encoded = keep
         elif alone:  # what is coded may be gone before anybody can look at it
@@ -504,8 +504,8 @@ class Momenta(Transform, ABC):
         self.state._settle_deferred()
         job.encode(scale=self._scale_on)
         if job.keeps:
-            pieces = [piece for piece in bucket.pieces if piece.name in self.moments]
-            job.befores = [self.state.residual_before(piece, bucket) for piece in pieces]
+            pieces = (piece for piece in bucket.pieces if piece.name in self.moments)
+            job.befores = self.state.residuals_before(pieces, bucket)
 
     def _scale_on(self, moments: Sequence[DeviceMoment]) -> None:
         def sum_up(sums: torch.Tensor) -> int:

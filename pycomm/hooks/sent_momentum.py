@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from pycomm.feedback import storage
 from pycomm.reduction.reducer import average, completed
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.transform import Future, Transform
@@ -28,10 +27,13 @@ class SentMomenta(Transform):
 
     def __init__(self) -> None:
         self.before: dict[str, torch.Tensor] = {}
-        """Residuals before the last coding, where that has overwritten them."""
+        """Residuals before the last coding as they are stored, where that has overwritten them."""
         self.own: dict[str, torch.Tensor] = {}
         """What this rank has sent, by parameter name: float32 [shape], in the unit of torch's
         momentum buffer."""
+        self.steps = 0
+        """Steps that were taken: those that overflow do not count."""
+        self._rooms: dict[str, torch.Tensor] = {}  # for what is sent next
         self.owned: set[int] = set()
         """Ids of the optimizer's parameters."""
 
@@ -67,11 +69,28 @@ class SentMomenta(Transform):
         self.before = {}
         bucket = self.state.bucket_of(tuple(names), tensor.device)
         if self.state.process_group.size() > 1 and not bucket.levels:
-            for piece in bucket.pieces:
-                stored = self.state.residual_before(piece, bucket)
-                if stored is not None:
-                    self.before[piece.name] = storage.load(stored, piece.numel)
+            befores = self.state.residuals_before(bucket.pieces, bucket)
+            for piece, before in zip(bucket.pieces, befores, strict=True):
+                if before is not None:
+                    self.before[piece.name] = before
         return self.state.reduce(tensor, names)
+
+    def room(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for what this rank sends of a parameter [shape]; `keep` makes it that."""
+        if name not in self._rooms:
+            self._rooms[name] = torch.empty(like.shape, dtype=torch.float32, device=like.device)
+        return self._rooms[name]
+
+    def keep(self, name: str) -> None:
+        """Let the room of a parameter be what this rank has sent.
+
+        What that was before is the next room on the CPU, where pages of new memory cost time. On a
+        device it is free for the next forward.
+        """
+        before = self.own.get(name)
+        self.own[name] = self._rooms.pop(name)
+        if before is not None and before.is_cpu:
+            self._rooms[name] = before
 
     def codes_sums(self, names: Iterable[str], device: torch.device) -> bool:
         """Whether nodes code the sums of their ranks, of which none has sent anything of its own.
@@ -91,7 +110,7 @@ class SentMomenta(Transform):
     def state_dict(self) -> dict[str, Any]:
         """See `Transform`: what this rank has sent."""
         own = {name: value.clone() for name, value in self.own.items()}
-        return {f"sent{dist.get_rank()}": (self.state.step, own)}
+        return {f"sent{dist.get_rank()}": (self.state.step, own, self.steps)}
 
     def keys(self, before: int) -> list[str]:
         """See `Transform`."""
@@ -102,7 +121,9 @@ class SentMomenta(Transform):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """See `Transform`. On another number of ranks each takes the mean of the tensors."""
         (about,) = saved["about"]
-        parts = [saved[key][1] for key in self.keys(about["world_size"])]
+        entries = [saved[key] for key in self.keys(about["world_size"])]
+        parts = [entry[1] for entry in entries]
+        self.steps = entries[0][2]
         self.own = {
             name: torch.stack([part[name] for part in parts if name in part])
             .mean(0)

@@ -3,8 +3,10 @@
 `pycomm.momentum.moment` has the formulas. Each pass takes all matrices of a bucket or of
 a step. On the CPU, matrices that are all float32 go through C++ in one call
 (csrc/optim/moments.cpp), with as many threads as torch has; others in torch, which is the
-definition: for finite values the bits are the same. On a device sums have torch's own order, since
-that of C++ would take a launch for each few numbers.
+definition: for finite values the bits are the same. On a device, matrices without factors go
+through its kernels, in one launch for dozens of them; in torch sums have its own order there, since
+that of C++ would take a launch for each few numbers. (`on_device` has the passes for matrices with
+factors.)
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ import torch
 import torch.nn.functional as F
 
 from pycomm import _C
+from pycomm.arrays import core_dtype
 from pycomm.feedback import storage
+from pycomm.momentum.on_device.kernels import Kernels
 
 _TINY = 1e-30
 _LANES, _PATCH, _BLOCK = 32, 256, 64  # of sums, whose order csrc/optim/moments.h says
-_FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # feedback::Storage
+FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2, torch.float16: 3}
+"""Numbers of stored values' forms, csrc/optim/moments_params.h; the last one is a device's."""
 
 
 def native(*tensors: torch.Tensor) -> bool:
@@ -37,7 +42,20 @@ def native(*tensors: torch.Tensor) -> bool:
 
 def _stored(*tensors: torch.Tensor | None) -> bool:
     """Return whether C++ takes these stored values."""
-    return all(t is None or (t.is_cpu and t.dtype in _FORMS and t.is_contiguous()) for t in tensors)
+    for one in tensors:
+        if one is not None and not (one.is_cpu and FORMS.get(one.dtype, 3) < 3):
+            return False
+        if one is not None and not one.is_contiguous():
+            return False
+    return True
+
+
+def _on_device(*tensors: torch.Tensor | None) -> bool:
+    """Return whether the kernels of a device take these tensors, by their addresses."""
+    for one in tensors:
+        if one is not None and (one.is_cpu or one.dtype not in FORMS or not one.is_contiguous()):
+            return False
+    return True
 
 
 def written(parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
@@ -54,7 +72,7 @@ def _at(tensor: torch.Tensor | None) -> int:
 
 
 def _form(stored: torch.Tensor | None) -> tuple[int, int]:
-    return (0, 0) if stored is None else (stored.data_ptr(), _FORMS[stored.dtype])
+    return (0, 0) if stored is None else (stored.data_ptr(), FORMS[stored.dtype])
 
 
 # ------------------------------------------------------------------------------------------- sums
@@ -131,10 +149,10 @@ class Encoding:
     """g [rows, columns], which becomes p. Floats of 16 or 32 bits."""
     real: int
     """Rows before the padding."""
-    row: torch.Tensor
-    """Factors of the denominators [rows]."""
-    column: torch.Tensor
-    """[columns]."""
+    row: torch.Tensor | None = None
+    """Factors of the denominators [rows]; None: they are 1."""
+    column: torch.Tensor | None = None
+    """[columns], with those of rows."""
     momentum: torch.Tensor | None = None
     """m as residuals are stored, or floats [known * columns or more]; None: it is left out."""
     known: int = 0
@@ -153,9 +171,16 @@ class Encoding:
     residual: torch.Tensor | None = None
     """e, by which p is coded, as it is stored."""
     errors: torch.Tensor | None = None
-    """[2], to which the sums of squares of e and of p + e are added."""
+    """[2], to which the sums of squares of e and of p + e are added; [3] with a zero without
+    factors, since the kernels of a device count there."""
     copy: torch.Tensor | None = None
-    """Where p is written, too."""
+    """Where p is written, too, of as many values."""
+    gradient: torch.Tensor | None = None
+    """g, without factors: floats [rows, ...] that stay as they are; `values` is only written."""
+    parameter: torch.Tensor | None = None
+    """x, likewise; None: it does not decay."""
+    decay: float = 0.0
+    """g is added to by this times x, with a `gradient`."""
 
     @property
     def rest(self) -> float:
@@ -164,25 +189,60 @@ class Encoding:
 
 
 def encode(encodings: Sequence[Encoding]) -> None:
-    """Replace gradients g by p = (beta m + (1 - beta) unit g) / (row column)."""
+    """Replace gradients g by p = (beta m + rest (g + decay x)) / (row column)."""
     if all(map(_encodes_natively, encodings)):
         _C.moments_encode([_encode_at(one) for one in encodings], torch.get_num_threads())
         return
+    if all(map(_encodes_on_device, encodings)):
+        kernels = Kernels.find("moments", encodings[0].values.device)
+        if kernels is not None:
+            _encode_by(kernels, encodings)
+            return
     for one in encodings:
         _encode(one)
 
 
 def _encodes_natively(e: Encoding) -> bool:
-    floats = [e.values, *(t for t in (e.copy,) if t is not None)]
+    floats = (t for t in (e.values, e.copy, e.gradient, e.parameter) if t is not None)
     return native(*floats) and _stored(e.momentum, e.residual)
 
 
+def _encodes_on_device(e: Encoding) -> bool:
+    if e.row is not None or e.gradient is None:
+        return False
+    return _on_device(e.values, e.gradient, e.parameter, e.copy, e.momentum, e.residual, e.errors)
+
+
+def _encode_by(kernels: Kernels, encodings: Sequence[Encoding]) -> None:
+    """Do it by kernels of a device."""
+    shapes = [e.values.shape for e in encodings if e.errors is not None]
+    cells = sum(rows * -(-columns // _PATCH) for rows, columns in shapes)
+    scratch = encodings[0].values.new_empty(2 * cells)
+    kernels.call(
+        _C.moments_encode_on_device, [_encode_at(e) for e in encodings], scratch.data_ptr()
+    )
+
+
 def _encode_at(e: Encoding) -> tuple[Any, ...]:
+    if e.row is None:  # without calls for what most have not
+        m, e_, g, x = [
+            _NONE if t is None else (t.data_ptr(), FORMS[t.dtype])
+            for t in (e.momentum, e.residual, e.gradient, e.parameter)
+        ]
+        errors = 0 if e.errors is None else e.errors.data_ptr()
+        copy = 0 if e.copy is None else e.copy.data_ptr()
+        return (
+            (e.values.data_ptr(), *e.values.shape, 0, 0),
+            e.real,
+            (m, e.known, e.beta, (1 - e.beta) * e.unit),
+            *_NO_SECOND_MOMENTS,
+            *(e_, errors, copy, (g, x, e.decay)),
+        )
     row_sums_, column_sums_ = e.sums or (None, None)
     bounds, most = e.bound or (None, 0.0)
     signs, first, stride, projections = e.projections or (None, 0, 1, None)
     return (
-        (e.values.data_ptr(), *e.values.shape, e.row.data_ptr(), e.column.data_ptr()),
+        (e.values.data_ptr(), *e.values.shape, _at(e.row), _at(e.column)),
         e.real,
         (_form(e.momentum), e.known if e.momentum is not None else 0, e.beta, e.rest),
         (_at(row_sums_), _at(column_sums_), e.unit**2),
@@ -191,12 +251,22 @@ def _encode_at(e: Encoding) -> tuple[Any, ...]:
         _form(e.residual),
         _at(e.errors),
         _at(e.copy),
+        (_NONE, _NONE, 0.0),
     )
+
+
+_NONE = (0, 0)
+_NO_SECOND_MOMENTS = ((0, 0, 0.0), (0, 0.0), (0, 0, 1, 0, 0.0))
+"""No sums, no bound and no projections."""
 
 
 def _encode(e: Encoding) -> None:
     """Do the same in torch."""
     p, share = e.values.float(), None
+    if e.gradient is not None:
+        p = e.gradient.reshape(e.values.shape).float()
+        if e.parameter is not None:
+            p = p + e.parameter.reshape(e.values.shape).float() * e.decay
     real, columns = p[: e.real], p.shape[1]
     if e.projections is not None:
         signs, first, stride, to = e.projections
@@ -211,7 +281,7 @@ def _encode(e: Encoding) -> None:
             share = _root(most / total(rows).mul_(e.unit**2)).clamp_max_(1.0)
         e.sums[0].add_(rows.mul_(e.unit**2))
         e.sums[1].add_(column_sums(squares).mul_(e.unit**2))
-    by_row, by_column = e.row.reciprocal()[:, None], e.column.reciprocal()
+    by_row, by_column = _reciprocals(e.row, e.column)
     p = p * e.rest
     there = p[: e.known]
     m = there if e.momentum is None else _floats(e.momentum, e.known, columns)
@@ -225,11 +295,18 @@ def _encode(e: Encoding) -> None:
             there.add_(rest.mul_(by_row[: e.known]).mul_(by_column))
     e.values.copy_(p)
     if e.copy is not None:
-        e.copy.copy_(e.values.view(-1))
+        e.copy.view(-1).copy_(e.values.view(-1))
     if e.errors is not None and e.residual is not None:
         left = _floats(e.residual, *p.shape)
         sums = [total(row_sums(errors * errors)) for errors in (left, p.add_(left))]
         e.errors[:2].add_(torch.stack(sums))
+
+
+def _reciprocals(row: torch.Tensor | None, column: torch.Tensor | None) -> tuple[Any, Any]:
+    """Return those of factors, to be multiplied by a matrix."""
+    if row is None or column is None:
+        return 1.0, 1.0
+    return row.reciprocal()[:, None], column.reciprocal()
 
 
 def _floats(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -243,12 +320,11 @@ def add_squares(matrix: torch.Tensor, row: torch.Tensor, column: torch.Tensor, u
     if native(matrix):
         place = (matrix.data_ptr(), *matrix.shape, 0, 0)
         sums = row.data_ptr(), column.data_ptr(), unit
-        nothing = (0, 0)
         _C.moments_encode(
             [
                 (
-                    *(place, len(matrix), (nothing, 0, 0.0, 1.0), sums, (0, 0.0)),
-                    *((0, 0, 1, 0, 0.0), nothing, 0, 0),
+                    *(place, len(matrix), (_NONE, 0, 0.0, 1.0), sums, (0, 0.0)),
+                    *((0, 0, 1, 0, 0.0), _NONE, 0, 0, (_NONE, _NONE, 0.0)),
                 )
             ],
             torch.get_num_threads(),
@@ -268,10 +344,10 @@ class Sent:
 
     values: torch.Tensor
     """x [rows, columns]."""
-    row: torch.Tensor
-    """float32 [rows]."""
-    column: torch.Tensor
-    """float32 [columns]."""
+    row: torch.Tensor | None
+    """float32 [rows]; None: the factors are 1."""
+    column: torch.Tensor | None
+    """float32 [columns], with those of rows."""
     before: torch.Tensor | None
     """The residual before the coding, as it is stored; see `pycomm.feedback.storage`."""
     after: torch.Tensor | None
@@ -282,20 +358,21 @@ class Sent:
 
 def store_sent(parts: Sequence[Sent]) -> None:
     """Store what was sent of coded values: (x + before - after) row column."""
-    if not all(native(s.values) and _stored(s.before, s.after, s.to) for s in parts):
-        for one in parts:
-            _store_sent(one)
-    else:
-        _C.moments_sent(
-            [
-                (
-                    (s.values.data_ptr(), *s.values.shape, s.row.data_ptr(), s.column.data_ptr()),
-                    *(_form(s.before), _form(s.after), _form(s.to)),
-                )
-                for s in parts
-            ],
-            torch.get_num_threads(),
-        )
+    if all(native(s.values) and _stored(s.before, s.after, s.to) for s in parts):
+        _C.moments_sent([_sent_at(s) for s in parts], torch.get_num_threads())
+        return
+    if all(s.row is None and _on_device(s.values, s.before, s.after, s.to) for s in parts):
+        kernels = Kernels.find("moments", parts[0].values.device)
+        if kernels is not None:
+            kernels.call(_C.moments_sent_on_device, [_sent_at(s) for s in parts])
+            return
+    for one in parts:
+        _store_sent(one)
+
+
+def _sent_at(s: Sent) -> tuple[Any, ...]:
+    place = (s.values.data_ptr(), *s.values.shape, _at(s.row), _at(s.column))
+    return (place, _form(s.before), _form(s.after), _form(s.to))
 
 
 def _store_sent(s: Sent) -> None:
@@ -303,7 +380,8 @@ def _store_sent(s: Sent) -> None:
     flat = sent.view(-1)
     if s.before is not None and s.after is not None:
         flat.add_(storage.load(s.before, numel)).sub_(storage.load(s.after, numel))
-    sent.mul_(s.row[:, None]).mul_(s.column)
+    if s.row is not None and s.column is not None:
+        sent.mul_(s.row[:, None]).mul_(s.column)
     storage.store(flat, s.to)
 
 
@@ -391,12 +469,12 @@ class Move:
     """x [rows, ...], which is seen as [rows, columns]."""
     gradient: torch.Tensor
     """g, of the same shape, which is the new momentum."""
-    momentum: torch.Tensor
-    """m, likewise."""
-    row: torch.Tensor
-    """Reciprocals of the denominators' factors, float32 [rows]."""
-    column: torch.Tensor
-    """float32 [columns]."""
+    momentum: torch.Tensor | None
+    """m, likewise; None: it is not kept, without factors."""
+    row: torch.Tensor | None
+    """Reciprocals of the denominators' factors, float32 [rows]; None: they are 1."""
+    column: torch.Tensor | None
+    """float32 [columns], with those of rows."""
     lr: float
     keep: float
     """What weight decay leaves of the parameter."""
@@ -409,31 +487,59 @@ class Move:
 def move(moves: Sequence[Move]) -> None:
     """Take steps, where g is what it was when it was landed: m <- g; x <- keep x - lr clip(g row
     column)."""
-    if not all(native(m.parameter, m.gradient, m.momentum) for m in moves):
+    if all(
+        native(*(t for t in (m.parameter, m.gradient, m.momentum) if t is not None)) for m in moves
+    ):
+        _C.moments_move([_move_at(m) for m in moves], torch.get_num_threads())
+    elif (kernels := _moving_kernels(moves)) is not None:
+        for dtype in {m.parameter.dtype for m in moves}:
+            each = [_move_at(m) for m in moves if m.parameter.dtype == dtype]
+            kernels.call(_C.moments_move_on_device, each, core_dtype(dtype))
+    else:
         for one, restore in zip(moves, _restoring(moves), strict=True):
             _move(one, restore)
-    else:
-        _C.moments_move(
-            [
-                (
-                    (_at(m.parameter), m.row.numel(), m.column.numel(), _at(m.row), _at(m.column)),
-                    *(_at(m.gradient), _at(m.momentum), m.lr, m.keep, m.limit),
-                    (*m.probe.places.tolist(), *m.probe.values.tolist()) if m.probe else _NOTHING,
-                )
-                for m in moves
-            ],
-            torch.get_num_threads(),
-        )
-        written([m.parameter for m in moves])
+        return
+    written([m.parameter for m in moves])
 
 
 _NOTHING = (0, 0, 0.0, 0.0)
 
 
-def _move(m: Move, restore: torch.Tensor | None) -> None:
-    x, g, momentum = (
-        t.view(m.row.numel(), m.column.numel()) for t in (m.parameter, m.gradient, m.momentum)
+def _shape_of(m: Move) -> tuple[int, int]:
+    if m.row is not None and m.column is not None:
+        return m.row.numel(), m.column.numel()
+    return rows_and_columns(m.parameter)
+
+
+def rows_and_columns(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the shape of the matrix that a tensor is seen as; one of one dimension is a row."""
+    rows = tensor.shape[0] if tensor.ndim > 1 else 1
+    return rows, tensor.numel() // max(1, rows)
+
+
+def _move_at(m: Move) -> tuple[Any, ...]:
+    return (
+        (_at(m.parameter), *_shape_of(m), _at(m.row), _at(m.column)),
+        *(_at(m.gradient), _at(m.momentum), m.lr, m.keep, m.limit),
+        (*m.probe.places.tolist(), *m.probe.values.tolist()) if m.probe else _NOTHING,
     )
+
+
+def _moving_kernels(moves: Sequence[Move]) -> Kernels | None:
+    for m in moves:
+        if m.row is not None or not _on_device(m.parameter, m.gradient, m.momentum):
+            return None
+        if m.gradient.dtype != torch.float32:
+            return None
+        if m.momentum is not None and m.momentum.dtype != m.parameter.dtype:
+            return None
+    return Kernels.find("moments", moves[0].parameter.device)
+
+
+def _move(m: Move, restore: torch.Tensor | None) -> None:
+    shape = _shape_of(m)
+    x, g = m.parameter.view(shape), m.gradient.view(shape)
+    momentum = torch.empty_like(g) if m.momentum is None else m.momentum.view(shape)
     if restore is None:
         momentum.copy_(g)
         now = g.float()
@@ -442,11 +548,14 @@ def _move(m: Move, restore: torch.Tensor | None) -> None:
     else:
         now = g.float() * restore
         momentum.copy_(now)
-    moved = (now * m.row[:, None]).mul_(m.column)
-    if m.limit:
-        moved.clamp_(-m.limit, m.limit)
-    moved.mul_(m.lr)
-    if x.dtype == torch.float32:
+    if m.row is None or m.column is None:
+        moved = now * m.lr
+    else:
+        moved = (now * m.row[:, None]).mul_(m.column)
+        if m.limit:
+            moved.clamp_(-m.limit, m.limit)
+        moved.mul_(m.lr)
+    if x.dtype in (torch.float32, torch.float64):
         x.mul_(m.keep).sub_(moved)
     else:
         x.copy_((x.float() * m.keep).sub_(moved))

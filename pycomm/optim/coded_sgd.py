@@ -13,6 +13,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.sgd import sgd
 
 from pycomm.arguments import typed
 from pycomm.codecs import Codec
@@ -21,6 +22,7 @@ from pycomm.feedback import Feedback, Residual
 from pycomm.feedback.rule import EXACT
 from pycomm.hooks.ddp import compress_hook
 from pycomm.hooks.sent_momentum import SentMomenta
+from pycomm.momentum import scaled
 from pycomm.momentum.moment import shortened
 from pycomm.optim.loading import has_gradient, is_filling, load
 from pycomm.optim.optimizer import CodedOptimizer
@@ -38,7 +40,8 @@ from pycomm.policy.quality import nominal_error
 from pycomm.reduction.state import CompressionState
 
 MEASURED_EVERY = 16
-"""Steps from one measurement of the codings' errors to the next; two numbers of each parameter."""
+"""Steps from one measurement of the codings' errors to the next, the first of which is that of the
+first step's; two numbers of each parameter."""
 _NAME = "CodedSGD"
 
 
@@ -53,10 +56,10 @@ class Part:
 
     @property
     def gradient(self) -> torch.Tensor:
-        """This rank's own gradient [shape], float32; zero if only other ranks have one."""
-        if self.parameter.grad is None:
-            return torch.zeros_like(self.parameter, dtype=torch.float32)
-        return self.parameter.grad.float()
+        """This rank's own gradient [shape]; zero if only other ranks have one."""
+        return (
+            torch.zeros_like(self.parameter) if self.parameter.grad is None else self.parameter.grad
+        )
 
 
 class CodedSGD(CodedOptimizer):
@@ -136,6 +139,8 @@ class CodedSGD(CodedOptimizer):
         super().__init__(params, defaults)
         self._scaler = scaler
         self._codecs: dict[str, Codec] = {}  # of the steps before, by parameter
+        self._exact: set[str] = set()  # the parameters whose codec that is
+        self._values: torch.Tensor | None = None  # memory for what travels
         self._used: set[int] = set()  # ids of the parameters that take part in this step
         self._checks = GroupChecks(_NAME, model.module, defaults)
         self._ignored = set(map(clean, model.parameters_to_ignore))
@@ -260,67 +265,146 @@ class CodedSGD(CodedOptimizer):
         return overflow
 
     def _take(self, parts: list[Part]) -> None:
-        own = self.momenta.own
         for part in parts:
             self._start(part)
-        exact = {part.name for part in parts if self._codecs[part.name] == EXACT}
-        momenta = {
-            part.name: part.gradient if part.name in exact else self._momentum(part, own)
-            for part in parts
-        }
-        means = self._exchange(momenta)
-        if means is None:
+        coded = [part for part in parts if part.name not in self._exact]
+        names = [part.name for part in parts]
+        alone = not self.momenta.codes_sums(names, parts[0].parameter.device)
+        # In a step that begins: what the coding before has left is in it, and can be measured.
+        measures = alone and self.momenta.steps % MEASURED_EVERY == 1
+        values = self._room_for(parts)
+        places = torch.split(values, [part.parameter.numel() for part in parts])
+        place_of = dict(zip(names, places, strict=True))
+        sums = torch.zeros(len(coded), 3, dtype=torch.float32, device=values.device)
+        errors = dict(zip((part.name for part in coded), sums, strict=False)) if measures else {}
+        scaled.encode(
+            [
+                self._encoding(part, place_of[part.name], errors.get(part.name), alone=alone)
+                for part in parts
+            ]
+        )
+        if not self._exchange(values, names):
             return
-        alone = not self.momenta.codes_sums(momenta, parts[0].parameter.device)
-        errors = []
+        self.momenta.steps += 1
+        self._keep_sent(coded, alone=alone)
+        self._move(coded, place_of)
+        self._step_exact([part for part in parts if part.name in self._exact], place_of)
+        if coded and measures:
+            self._measure(coded, sums[:, :2])
+
+    def _room_for(self, parts: list[Part]) -> torch.Tensor:
+        """Return memory for the values of parts: on the CPU the same in every step, since pages of
+        new memory cost time, and on a device free between steps."""
+        numel, device = sum(part.parameter.numel() for part in parts), parts[0].parameter.device
+        if self._values is not None and self._values.numel() == numel:
+            return self._values
+        values = torch.empty(numel, dtype=torch.float32, device=device)
+        self._values = values if values.is_cpu else None
+        return values
+
+    def _encoding(
+        self, part: Part, place: torch.Tensor, errors: torch.Tensor | None, *, alone: bool
+    ) -> scaled.Encoding:
+        """Return what makes that which travels: the momentum, or g where that is exact."""
+        shape = scaled.rows_and_columns(part.parameter)
+        gradient = part.gradient.contiguous()
+        made = scaled.Encoding(place.view(shape), shape[0], gradient=gradient)
+        if part.name in self._exact:
+            return made
+        state, momentum = self.state[part.parameter], float(part.group["momentum"])
+        made.beta = shortened(momentum, float(state["coding_error"]))
+        made.unit = 1 / (1 - momentum)
+        if made.beta > 0:  # from what this rank has sent, or what all have agreed on
+            before = self.momenta.own.get(part.name, state["momentum_buffer"])
+            made.momentum, made.known = before.contiguous(), shape[0]
+        if decay := float(part.group["weight_decay"]):
+            made.parameter, made.decay = part.parameter.detach().contiguous(), decay
+        if alone and momentum > 0:
+            made.copy = self.momenta.room(part.name, part.parameter)
+        if errors is not None and (residual := self._residual(part.name)) is not None:
+            made.residual, made.errors = residual.stored_worker(), errors
+        return made
+
+    def _keep_sent(self, parts: list[Part], *, alone: bool) -> None:
+        """Keep what this rank has sent: what was to be coded without what its coding has left."""
+        stored = []
         for part in parts:
-            keeps = float(part.group["momentum"]) > 0  # else the buffer waits, as torch's does
-            if part.name in exact:
-                self._step_exact(part, means[part.name].view_as(part.parameter))
+            if float(part.group["momentum"]) == 0:  # the buffer waits, as torch's does
                 continue
-            if alone:
-                sent, error = self._sent(part.name, momenta[part.name])
-                errors.append(error)
-                if keeps:
-                    own[part.name] = sent
-            elif keeps:
-                own.pop(part.name, None)
-            mean = means[part.name].view_as(part.parameter)
-            if keeps:
-                mean = self.state[part.parameter]["momentum_buffer"].copy_(mean)
-            part.parameter.add_(mean, alpha=-float(part.group["lr"]))
-        if errors:
-            self._measure([part for part in parts if part.name not in exact], errors)
+            if not alone:
+                self.momenta.own.pop(part.name, None)
+                continue
+            sent = self.momenta.room(part.name, part.parameter)
+            residual = self._residual(part.name)
+            if residual is not None:
+                # The step is committed: what it has written is current, and the other side is
+                # still there.
+                before = self.momenta.before.pop(part.name, None)
+                before = residual.fresh_worker() if before is None else before
+                values = sent.view(scaled.rows_and_columns(sent))
+                after = residual.stored_worker()
+                stored.append(scaled.Sent(values, None, None, before, after, sent.view(-1)))
+            self.momenta.keep(part.name)
+        if stored:
+            scaled.store_sent(stored)
 
-    def _step_exact(self, part: Part, gradient: torch.Tensor) -> None:
-        """Move a parameter by the mean gradient, in the order of operations of torch's SGD."""
-        self.momenta.own.pop(part.name, None)  # a codec that comes goes on from the mean
-        group, buffer = part.group, self.state[part.parameter]["momentum_buffer"]
-        if group["weight_decay"]:
-            gradient = gradient.add(part.parameter, alpha=float(group["weight_decay"]))
-        if float(group["momentum"]) > 0:
-            gradient = buffer.mul_(float(group["momentum"])).add_(gradient)
-        part.parameter.add_(gradient, alpha=-float(group["lr"]))
+    def _move(self, parts: list[Part], means: Mapping[str, torch.Tensor]) -> None:
+        """Move coded parameters by the ranks' mean momenta, and keep these."""
+        moves, strided = [], []
+        for part in parts:
+            values = parameter = part.parameter.detach()
+            momentum = buffer = self.state[part.parameter]["momentum_buffer"]
+            if not (parameter.is_contiguous() and buffer.is_contiguous()):
+                values, momentum = parameter.contiguous(), buffer.contiguous()
+                strided += [(parameter, values), (buffer, momentum)]
+            keeps = float(part.group["momentum"]) > 0
+            mean, lr = means[part.name].view(values.shape), float(part.group["lr"])
+            kept = momentum if keeps else None
+            moves.append(scaled.Move(values, mean, kept, None, None, lr=lr, keep=1.0, limit=0.0))
+        if moves:
+            scaled.move(moves)
+        for to, values in strided:
+            if to is not values:
+                to.copy_(values)
 
-    def _exchange(self, momenta: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-        """Average momenta over the ranks, coded; collective.
+    def _step_exact(self, parts: list[Part], means: Mapping[str, torch.Tensor]) -> None:
+        """Move parameters by their mean gradients, as torch's SGD does, to the bit."""
+        alike: dict[tuple[int, torch.dtype], list[Part]] = {}
+        for part in parts:
+            self.momenta.own.pop(part.name, None)  # a codec that comes goes on from the mean
+            alike.setdefault((id(part.group), part.parameter.dtype), []).append(part)
+        for (_, dtype), each in alike.items():
+            group = each[0].group
+            sgd(
+                [part.parameter for part in each],
+                [means[part.name].view_as(part.parameter) for part in each],
+                [self.state[part.parameter]["momentum_buffer"] for part in each],
+                # None: the default of torch, which is not made for two dtypes.
+                foreach=None if dtype == torch.float32 else False,
+                lr=float(group["lr"]),
+                momentum=float(group["momentum"]),
+                weight_decay=float(group["weight_decay"]),
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
+
+    def _exchange(self, values: torch.Tensor, names: list[str]) -> bool:
+        """Average what travels over the ranks, coded, in place; collective.
 
         Args:
-            momenta: float32 [shape] by parameter name.
+            values: float32, of all parameters one behind the other.
+            names: of these parameters.
 
         Returns:
-            The averages, flat; None: they are not finite, on any rank, and nothing has changed.
+            False: the averages are not finite, on any rank, and nothing has changed.
         """
         state, overflows = self.compression, self.compression.overflows
-        flat = torch.cat([value.reshape(-1) for value in momenta.values()])
         state.begin_step()
-        flat = state.wait(self.momenta.reduce(flat, list(momenta)))
+        state.wait(self.momenta.reduce(values, names))
         state.end_step()
         state.settle()
-        if state.overflows > overflows:
-            return None
-        sizes = [value.numel() for value in momenta.values()]
-        return dict(zip(momenta, torch.split(flat, sizes), strict=True))
+        return state.overflows == overflows
 
     def _start(self, part: Part) -> None:
         """Begin a parameter's state if it is empty, and with another codec its error."""
@@ -333,22 +417,14 @@ class CodedSGD(CodedOptimizer):
         if "coding_error" not in state:
             state["coding_error"] = torch.zeros((), dtype=torch.float32, device="cpu")
             self._codecs.pop(part.name, None)
-        if self._codecs.get(part.name) != codec:  # the error of another one is not known yet
-            if part.name in self._codecs or not state["coding_error"]:
+        before = self._codecs.get(part.name)
+        if before is codec:
+            return
+        if before != codec:  # the error of another one is not known yet
+            if before is not None or not state["coding_error"]:
                 state["coding_error"].fill_(0.0 if codec == EXACT else nominal_error(codec) ** 2)
-            self._codecs[part.name] = codec
-
-    def _momentum(self, part: Part, own: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return b o + (1 - b) / (1 - momentum) (g + wd x), float32 [shape]."""
-        state, momentum = self.state[part.parameter], float(part.group["momentum"])
-        before = own.get(part.name)
-        if before is None:  # it goes on from what all have agreed on
-            before = state["momentum_buffer"].float()
-        gradient = part.gradient
-        if part.group["weight_decay"]:
-            gradient = gradient.add(part.parameter, alpha=float(part.group["weight_decay"]))
-        beta = shortened(momentum, float(state["coding_error"]))
-        return (before * beta).add_(gradient, alpha=(1 - beta) / (1 - momentum))
+            (self._exact.add if codec == EXACT else self._exact.discard)(part.name)
+        self._codecs[part.name] = codec
 
     def _residual(self, name: str) -> Residual | None:
         residuals = self.compression.residuals
@@ -357,23 +433,14 @@ class CodedSGD(CodedOptimizer):
         residual = residuals[name]
         return residual if residual.worker is not None else None
 
-    def _sent(self, name: str, momentum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what this rank has sent [shape], and the squares of its error and of p [2]."""
-        squares = torch.zeros(2, device=momentum.device, dtype=torch.float32)
-        residual = self._residual(name) if self.process_group.size() > 1 else None
-        if residual is None:
-            return momentum, squares
-        # The step is committed: what it has written is current, and the other side is still there.
-        after, before = residual.load_worker(), self.momenta.before.pop(name, None)
-        coded = momentum.reshape(-1) + (residual.written_worker() if before is None else before)
-        squares[0], squares[1] = after.dot(after), coded.dot(coded)
-        return coded.sub_(after).view_as(momentum), squares
+    def _measure(self, parts: list[Part], squares: torch.Tensor) -> None:
+        """Let the ranks agree, every few steps, on what their codings leave to the next step.
 
-    def _measure(self, parts: list[Part], squares: list[torch.Tensor]) -> None:
-        """Let the ranks agree, every few steps, on what their codings leave to the next step."""
-        if self.compression.step % MEASURED_EVERY != 1:
-            return
-        sums = torch.stack(squares)
+        Args:
+            parts: the coded parameters.
+            squares: of each the sums of the squares of e and of p, on this rank [parts, 2].
+        """
+        sums = squares.contiguous()
         dist.all_reduce(sums, group=self.process_group)
         for part, (left, coded) in zip(parts, sums.tolist(), strict=True):
             if left > 0 and math.isfinite(coded):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -556,26 +556,32 @@ class BucketReducer:
             bucket.single = SingleCoding.of(bucket, self.process_group) or False
         return bucket.single or None
 
-    def residual_before(self, piece: BucketPiece, bucket: Bucket) -> torch.Tensor | None:
-        """Return a copy of a worker residual that the coding of this step overwrites; else None.
+    def residuals_before(
+        self, pieces: Iterable[BucketPiece], bucket: Bucket
+    ) -> list[torch.Tensor | None]:
+        """Return copies of worker residuals that the coding of this step overwrites; else None.
 
         It does so if the bucket has another layout than the last one: `Residual.use` writes what
         the worker and the owner residual are together to where the new one is written.
 
         Args:
-            piece: one of the bucket.
+            pieces: some of the bucket.
             bucket: a bucket that is reduced next, without levels.
 
         Returns:
-            The residual as it is stored.
+            Of each piece the residual as it is stored.
         """
-        residual = piece.residual
-        if residual is None or residual.worker is None:
-            return None
+        found: list[torch.Tensor | None] = []
         ranks = self.process_group.size()
-        residual.use(bucket.layout, ranks, spans=bucket.spans[piece.name])
+        for piece in pieces:
+            found.append(None)
+            residual = piece.residual
+            if residual is not None and residual.worker is not None:
+                residual.use(bucket.layout, ranks, spans=bucket.spans[piece.name])
+                if residual.in_place:
+                    found[-1] = residual.stored_worker().clone()
         bucket.follow_memory()
-        return residual.stored_worker().clone() if residual.in_place else None
+        return found
 
     def held(self, pieces: Sequence[BucketPiece], nodes: Nodes | None) -> list[Spans]:
         """Return which values of each piece have residuals on this rank, by role.

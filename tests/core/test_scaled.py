@@ -145,6 +145,67 @@ def test_steps_have_the_bits_of_the_reference(monkeypatch, rows, columns, limit)
     both(monkeypatch, scaled.fold, Sums(a["row"], a["column"]), fresh, 0.75, 0.5, 1)
 
 
+def plain_passes(rows: int, columns: int, form: str) -> tuple[list[Any], ...]:
+    """The passes of an optimizer that divides by nothing, with and without what may be left out."""
+    a = given(rows, columns)
+    numel = rows * columns
+    full = Encoding(
+        *(torch.full((rows, columns), torch.nan), rows),
+        momentum=stored(a["m"], form),
+        known=rows,
+        beta=0.75,
+        unit=10.0,
+        residual=stored(a["x"], form),
+        errors=torch.tensor([0.5, 0.25, 0.0]),
+        copy=torch.zeros(numel),
+        gradient=a["g"],
+        parameter=a["x"],
+        decay=0.1,
+    )
+    alone = Encoding(torch.zeros(rows, columns), rows, gradient=a["g"])
+    before, after = stored(a["g"], form), stored(a["m"], form)
+    own = a["x"].clone()
+    stores = [
+        Sent(own, None, None, before, after, own.view(-1)),  # in place
+        Sent(a["x"], None, None, None, None, stored(a["m"], "float32")),
+    ]
+    moves = [
+        Move(a["x"].clone(), a["g"], m, None, None, 0.1, 1.0, 0.0) for m in (a["m"].clone(), None)
+    ]
+    return [full, alone], stores, moves
+
+
+@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (3, 2500)])
+@pytest.mark.parametrize("form", FORMS)
+def test_passes_without_factors_have_the_same_bits(monkeypatch, rows, columns, form):
+    for call, args in zip(
+        (scaled.encode, scaled.store_sent, scaled.move),
+        plain_passes(rows, columns, form),
+        strict=True,
+    ):
+        both(monkeypatch, call, args)
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_passes_without_factors_are_their_formulas(implementation, rows, columns):
+    a = {key: value.double() for key, value in given(rows, columns).items()}
+    (full, alone), stores, moves = plain_passes(rows, columns, "float32")
+    scaled.encode([full, alone])
+    want = 0.75 * a["m"] + 0.25 * 10 * (a["g"] + 0.1 * a["x"])
+    assert near(full.values, want)
+    assert torch.equal(full.copy, full.values.view(-1))
+    squares = torch.stack([a["x"].square().sum(), (want + a["x"]).square().sum()])
+    assert near(full.errors[:2], squares + torch.tensor([0.5, 0.25]))
+    assert torch.equal(alone.values, alone.gradient)
+    scaled.store_sent(stores)
+    assert near(stores[0].values, a["x"] + a["g"] - a["m"])
+    assert torch.equal(stores[1].to, stores[1].values.view(-1))
+    scaled.move(moves)
+    for one in moves:
+        assert near(one.parameter, a["x"] - 0.1 * a["g"])
+        assert one.momentum is None or torch.equal(one.momentum, one.gradient)
+
+
 @pytest.mark.parametrize(("rows", "columns"), [s for s in SHAPES if s[0]])
 def test_factors_have_the_bits_of_the_reference(monkeypatch, rows, columns):
     a = given(rows, columns)
@@ -162,7 +223,10 @@ def test_threads_change_no_bits():
         torch.set_num_threads(threads)
         parts = encodings(1037, 1031, "bf16")
         scaled.encode(parts)
-        found.append(tensors_of(parts))
+        plain = plain_passes(1037, 1031, "bf16")
+        for call, args in zip((scaled.encode, scaled.store_sent, scaled.move), plain, strict=True):
+            call(args)
+        found.append(tensors_of([parts, plain]))
     torch.set_num_threads(before)
     assert all(map(torch.equal, *found))
 

@@ -461,8 +461,9 @@ BOUNDS = (
     Mutant(
         "coded-sgd-keeps-what-overflowed",
         "pycomm/optim/coded_sgd.py::CodedSGD._take",
-        "if means is None:\n            return",
-        "if means is None:\n            own.update(momenta)\n            return",
+        "if not self._exchange(values, names):\n            return",
+        "if not self._exchange(values, names):\n"
+        "            self._keep_sent(coded, alone=alone)\n            return",
         "torch/optim/contract/test_gradients.py::test_a_step_that_overflows_leaves_no_trace",
     ),
     Mutant(

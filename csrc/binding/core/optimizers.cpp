@@ -9,6 +9,7 @@
 #include "binding/core/module.h"
 #include "core/arithmetic.h"
 #include "optim/adamw.h"
+#include "optim/device_moments.h"
 #include "optim/moments.h"
 
 namespace py = pybind11;
@@ -36,21 +37,22 @@ moments::Matrix matrix(const MatrixAt& at) {
 }
 
 /// A matrix, its rows without padding; momentum, rows of it, beta, rest; sums by row and column,
-/// unit; bounds, most; signs, first, stride, projections, by; residual, errors, copy.
+/// unit; bounds, most; signs, first, stride, projections, by; residual, errors, copy; gradient and
+/// parameter, decay.
 using EncodeAt = std::tuple<MatrixAt, size_t, std::tuple<StoredAt, size_t, float, float>,
                             std::tuple<uintptr_t, uintptr_t, float>, std::pair<uintptr_t, float>,
                             std::tuple<uintptr_t, size_t, size_t, uintptr_t, float>, StoredAt,
-                            uintptr_t, uintptr_t>;
+                            uintptr_t, uintptr_t, std::tuple<StoredAt, StoredAt, float>>;
 
-void encode(const std::vector<EncodeAt>& matrices, int threads) {
-  GilReleased release;
-  const DefaultArithmetic arithmetic;
+std::vector<moments::Encode> encodes(const std::vector<EncodeAt>& matrices) {
   std::vector<moments::Encode> all;
-  for (const auto& [at, real, momentum, sums, bound, signs, residual, errors, copy] : matrices) {
+  for (const auto& [at, real, momentum, sums, bound, signs, residual, errors, copy, given] :
+       matrices) {
     const moments::Matrix x = matrix(at);
     const auto& [m, known, beta, rest] = momentum;
     const auto& [row_sums, column_sums, unit] = sums;
     const auto& [signs_at, first, stride, projections, by] = signs;
+    const auto& [gradient, parameter, decay] = given;
     all.push_back({x.values,
                    x.rows,
                    x.columns,
@@ -73,9 +75,24 @@ void encode(const std::vector<EncodeAt>& matrices, int threads) {
                    by,
                    stored(residual),
                    floats(errors),
-                   floats(copy)});
+                   floats(copy),
+                   stored(gradient),
+                   stored(parameter),
+                   decay});
   }
-  moments::encode(all, threads);
+  return all;
+}
+
+void encode(const std::vector<EncodeAt>& matrices, int threads) {
+  GilReleased release;
+  const DefaultArithmetic arithmetic;
+  moments::encode(encodes(matrices), threads);
+}
+
+Stream on(uintptr_t stream) { return {Device::cuda, pointer(stream), {}}; }
+
+void encode_on_device(const std::vector<EncodeAt>& matrices, uintptr_t scratch, uintptr_t stream) {
+  moments::encode_on_device(encodes(matrices), floats(scratch), on(stream));
 }
 
 /// Places and values of a probe.
@@ -96,23 +113,29 @@ std::vector<ProbeAt> land(const std::vector<MatrixAt>& matrices, float unit, int
 /// A matrix; the residual before and after; where it is stored.
 using SentAt = std::tuple<MatrixAt, StoredAt, StoredAt, StoredAt>;
 
-void sent(const std::vector<SentAt>& matrices, int threads) {
-  GilReleased release;
-  const DefaultArithmetic arithmetic;
+std::vector<moments::Sent> sents(const std::vector<SentAt>& matrices) {
   std::vector<moments::Sent> all;
   for (const auto& [at, before, after, out] : matrices) {
     all.push_back(
         {matrix(at), stored(before), stored(after), bytes(out.first), stored(out).storage});
   }
-  moments::sent(all, threads);
+  return all;
+}
+
+void sent(const std::vector<SentAt>& matrices, int threads) {
+  GilReleased release;
+  const DefaultArithmetic arithmetic;
+  moments::sent(sents(matrices), threads);
+}
+
+void sent_on_device(const std::vector<SentAt>& matrices, uintptr_t stream) {
+  moments::sent_on_device(sents(matrices), on(stream));
 }
 
 /// A matrix; gradient and momentum; lr, keep and limit; a probe.
 using MoveAt = std::tuple<MatrixAt, uintptr_t, uintptr_t, float, float, float, ProbeAt>;
 
-void move(const std::vector<MoveAt>& matrices, int threads) {
-  GilReleased release;
-  const DefaultArithmetic arithmetic;
+std::vector<moments::Move> moves(const std::vector<MoveAt>& matrices) {
   std::vector<moments::Move> all;
   for (const auto& [at, gradient, momentum, lr, keep, limit, probe] : matrices) {
     const auto& [first, second, largest, smallest] = probe;
@@ -124,7 +147,17 @@ void move(const std::vector<MoveAt>& matrices, int threads) {
                    limit,
                    {{first, second}, {largest, smallest}}});
   }
-  moments::move(all, threads);
+  return all;
+}
+
+void move(const std::vector<MoveAt>& matrices, int threads) {
+  GilReleased release;
+  const DefaultArithmetic arithmetic;
+  moments::move(moves(matrices), threads);
+}
+
+void move_on_device(const std::vector<MoveAt>& matrices, DType dtype, uintptr_t stream) {
+  moments::move_on_device(moves(matrices), dtype, on(stream));
 }
 
 /// Means and squares; see moments::Heard.
@@ -191,6 +224,9 @@ void bind_optimizers(py::module_& m) {
   m.def("moments_land", &passes::land);
   m.def("moments_sent", &passes::sent);
   m.def("moments_move", &passes::move);
+  m.def("moments_encode_on_device", &passes::encode_on_device);
+  m.def("moments_sent_on_device", &passes::sent_on_device);
+  m.def("moments_move_on_device", &passes::move_on_device);
   m.def("moments_fold", &passes::fold);
   m.def("moments_factors", &passes::factors);
   m.def("moments_reciprocal_factors", &passes::reciprocal_factors);

@@ -46,7 +46,7 @@ class Job:
         self.encoded = False
         """`encode` was called."""
         self.befores: Sequence[torch.Tensor | None] = ()
-        """Copies of residuals that the coding overwrites; see `BucketReducer.residual_before`."""
+        """Copies of residuals that the coding overwrites; see `BucketReducer.residuals_before`."""
         self.coded = values
         """What was coded. It lives as long as this: another stream may be yet to read it."""
         self.keeps = table.own is not None

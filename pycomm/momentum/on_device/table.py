@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from pycomm import _C
 from pycomm.feedback import Residual
 from pycomm.momentum.on_device.moment import DeviceMoment
+from pycomm.momentum.scaled import FORMS
 from pycomm.reduction.bucket import BucketPiece
-
-_FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2, torch.float16: 3}
 
 Part = tuple[DeviceMoment, "BucketPiece | None"]
 """A matrix, and its place in a bucket."""
@@ -41,7 +38,7 @@ class Table:
                     one.data_ptr()
                     for one in (moment.room, *(state[k] for k in ("row", "column", "heard")))
                 ],
-                (momentum.data_ptr(), _FORMS[momentum.dtype]),
+                (momentum.data_ptr(), FORMS[momentum.dtype]),
                 _sides(piece.residual if piece else None),
                 _sides(own[i] if own is not None else None),
             )
@@ -62,4 +59,4 @@ def _sides(residual: Residual | None) -> tuple[int, int, int]:
     if residual is None or residual.worker is None:
         return 0, 0, 0
     first, second = residual.worker
-    return first.data_ptr(), second.data_ptr(), _FORMS[first.dtype]
+    return first.data_ptr(), second.data_ptr(), FORMS[first.dtype]

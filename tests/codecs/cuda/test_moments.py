@@ -188,6 +188,63 @@ def finish(all_: Followed, step: int, passes: Any) -> None:
     CodedMoment.move(all_.moments, 0.1, 0.01)
 
 
+def plain_passes(form: str, dtype: torch.dtype, times: int) -> tuple[list[torch.Tensor], ...]:
+    """Do the passes of an optimizer that divides by nothing; return what they have written."""
+    shapes = SHAPES * times
+    rule = Feedback("residual", storage=form)
+    generator = torch.Generator().manual_seed(1)
+    encodings, stores, moves, errors = [], [], [], torch.zeros(len(shapes), 3)
+    for i, shape in enumerate(shapes):
+        g, x, m = (torch.randn(shape, generator=generator) for _ in "gxm")
+        residual = Residual(rule, g.numel(), g.device)
+        for side, values in zip(residual.worker or (), (x, m), strict=True):
+            storage.store(values.view(-1), side)
+        own = torch.zeros(shape)
+        made = scaled.Encoding(torch.zeros(shape), shape[0], gradient=g.to(dtype), copy=own)
+        if i % 2:
+            made.beta, made.unit, made.momentum, made.known = 0.75, 10.0, m.to(dtype), shape[0]
+            made.residual, made.errors = residual.stored_worker(), errors[i]
+        if i % 3:
+            made.parameter, made.decay = x.to(dtype), 0.1
+        encodings.append(made)
+        sides = (residual.stored_worker(), residual.fresh_worker()) if i % 2 else (None, None)
+        stores.append(scaled.Sent(own, None, None, *sides, own.view(-1)))
+        moves.append(
+            scaled.Move(
+                *(x.to(dtype), made.values, torch.zeros(shape, dtype=dtype) if i % 2 else None),
+                *(None, None, 0.1, 1.0, 0.0),
+            )
+        )
+    scaled.encode(encodings)
+    scaled.store_sent(stores)
+    scaled.move(moves)
+    kept = [one.momentum for one in moves if one.momentum is not None]
+    written = [one.parameter for one in moves]
+    return [e.values for e in encodings], [s.to for s in stores], kept, written, [errors[:, :2]]
+
+
+@pytest.mark.parametrize("form", ["float32", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("times", "launches"), [(1, 3), (5, 4)])  # 31 matrices to an encode
+@torch.no_grad()
+def test_kernels_without_factors_have_those_bits(monkeypatch, form, dtype, times, launches):
+    want = plain_passes(form, dtype, times)
+    monkeypatch.setattr(scaled, "native", lambda *_: False)
+    monkeypatch.setattr(scaled, "_on_device", lambda *_: True)
+    launched: list[str] = []
+
+    def noted(launches: Any, device: torch.device) -> None:
+        launched.extend(each.kernel for each in launches)
+        launch(launches, device)
+
+    found = Kernels(torch.device("cpu"), noted)
+    monkeypatch.setattr(Kernels, "find", staticmethod(lambda *_: found))
+    got = plain_passes(form, dtype, times)
+    assert len(launched) == launches
+    for ours, theirs in zip(got, want, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
 @pytest.mark.parametrize("form", ["float32", "bf16", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()

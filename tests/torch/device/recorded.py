@@ -34,6 +34,7 @@ from pycomm.reduction import paths, side_stream, two_shot
 from tests.torch.device import fake_device
 
 FAKE = fake_device.NAME
+OPTIMIZERS = {"coded": pycomm.CodedAdamW, "sgd": pycomm.CodedSGD}
 STEPS = 3  # of which the last is recorded: before, buckets are made and residuals laid out
 VALUES, BYTES = 8, 12  # of a thread, and of memory for each: the value, and its residual
 
@@ -187,7 +188,8 @@ def main(
     """Record a step; return the notes, the exchanges and the path.
 
     Args:
-        codec: of the gradients; "coded sign" and the like: of CodedAdamW's momentum.
+        codec: of the gradients; "coded sign" and "sgd sign": of the momentum of CodedAdamW, and
+            of CodedSGD.
         buckets: of each bucket the shapes of its parameters.
         changed: see `change`.
         device: of the gradients; "cpu": only calls of Python are noted.
@@ -212,17 +214,17 @@ def main(
         for part in parts:
             model.register_parameter(f"p{sum(1 for _ in model.parameters())}", part)
         given.append((torch.zeros(sum(p.numel() for p in parts), device=device), parts))
-    momentum = codec.removeprefix("coded ")
+    kind, _, momentum = codec.rpartition(" ")
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = None
-    if momentum != codec:
-        optimizer = pycomm.CodedAdamW(wrapped.parameters(), model=wrapped, codec=momentum)
+    if kind:
+        optimizer = OPTIMIZERS[kind](wrapped.parameters(), model=wrapped, codec=momentum)
         state: HookState = optimizer.compression
     else:
         state = HookState(codec, wrapped)
     profile = Profile()
     for step in range(STEPS):
-        moments = optimizer.momenta.moments if optimizer is not None else {}
+        moments = getattr(optimizer.momenta, "moments", {}) if optimizer is not None else {}
         for moment in moments.values() if step else ():
             moment.state["moment_weight"].fill_(1.0)  # kernels would have written it
         torch.ops.fakegpu.record_calls(True)  # from the start again

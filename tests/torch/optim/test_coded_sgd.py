@@ -46,13 +46,14 @@ class Plain:
         self.mu = mu
         b = max(0.0, math.floor(1024 * (mu - self.v) / (1 - self.v)) / 1024)
         for r, g in enumerate(gs):
+            left += float(self.e[r].square().sum())
             p = b * self.o[r] + (1 - b) * (g + SIZES["weight_decay"] * self.x) + self.e[r]
             self.o[r] = self.code(p)
             self.e[r] = p - self.o[r]
-            left, coded = left + float(self.e[r].square().sum()), coded + float(p.square().sum())
+            coded += float(p.square().sum())
         self.x = self.x - SIZES["lr"] * sum(self.o) / self.ranks / (1 - mu)
         self.t += 1
-        if self.t % 16 == 1:
+        if self.t % 16 == 2:
             self.v = 0.75 * self.v + 0.25 * left / coded
 
 
@@ -76,6 +77,19 @@ def test_a_step_is_that_of_the_formula(rank, size, codec, momenta):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("codec", ["fp32", "sign"])
+def test_a_float64_parameter_keeps_its_digits(rank, size, codec):
+    model = table.wrap("sgd", table.net().double())
+    optimizer = table.coded("sgd", model, codec=codec, lr=2.0**-24, weight_decay=0.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    mine = {name: one.double() for name, one in gradients(rank, 0).items()}
+    table.step(model, optimizer, mine)
+    for x, parameter in zip(before, model.parameters(), strict=True):
+        mean = optimizer.state[parameter]["momentum_buffer"]
+        assert torch.equal(parameter.detach(), x - 2.0**-24 * mean)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("codec", ["int4", "sign"])
 def test_what_was_sent_in_another_layout(rank, size, codec):
     """What a rank has sent is what it had to send without what is left, also if the bucket is
@@ -85,14 +99,16 @@ def test_what_was_sent_in_another_layout(rank, size, codec):
     exchange, residuals = optimizer._exchange, optimizer.compression.residuals
     given: dict[str, torch.Tensor] = {}
 
-    def recorded(momenta):
-        given.update({name: one.reshape(-1).clone() for name, one in momenta.items()})
+    def recorded(values, names):
+        parameters = dict(model.module.named_parameters())
+        sizes = [parameters[name].numel() for name in names]
+        given.update(zip(names, torch.split(values.clone(), sizes), strict=True))
         for name, one in given.items():
             if name in residuals:
                 residual = residuals[name]
                 residual.layouts = ["another", "another"]
                 one += residual.current("worker") + size * residual.current("owner")
-        return exchange(momenta)
+        return exchange(values, names)
 
     optimizer._exchange = recorded
     for step in range(3):
