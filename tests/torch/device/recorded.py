@@ -16,6 +16,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import FrameType, SimpleNamespace
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ import pycomm
 from pycomm import _C
 from pycomm.codecs import convert, implementations
 from pycomm.codecs.cuda.launches import Launch
+from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState, compress_hook
 from pycomm.momentum.on_device.kernels import Kernels
 from pycomm.reduction import paths, side_stream, two_shot
@@ -160,7 +162,8 @@ def change(change: str) -> None:
     Args:
         change: "wait": the host waits for the device once a bucket; "launches": each parameter has
             launches of its own, and moments have operations of torch; "stream": reductions run on
-            the caller's stream; "before": both of these, as in November 2026; "": nothing.
+            the caller's stream; "before": both of these and residuals in bf16, as in November
+            2026; "": nothing.
     """
     if change == "wait":
         reduce = two_shot.all_reduce
@@ -176,6 +179,14 @@ def change(change: str) -> None:
         Kernels.find = staticmethod(lambda name, device: None)
     if change in ("stream", "before"):
         side_stream.new_stream = torch.accelerator.current_stream
+    if change == "before":
+        kept = Feedback.kept
+
+        def of_then(self: Feedback, *args: Any) -> Feedback:
+            found = kept(self, *args)
+            return replace(found, storage="bf16") if found.storage == "int8" else found
+
+        Feedback.kept = of_then  # type: ignore[method-assign]
 
 
 def main(
