@@ -126,7 +126,7 @@ def far_links(path: Path) -> str:
             [found.get((*link, op, size, backend), {}) for op in ops for backend in BACKENDS]
             for ops, size in ((FAR, "16777216"), (FAR[:1], "8192"))
         )
-        stream = streams[(*link, large[0]["commit"])]
+        stream = streams[link[0], link[1], large[0]["commit"]]
         rates = [row.get("mbit_per_s") for row in (stream, *large)]
         cells = [*rates, *(row.get("ms") for row in small)]
         shown = [number(float(cell) if cell else None, 0) for cell in cells]

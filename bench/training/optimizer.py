@@ -92,7 +92,7 @@ def ranks_measure_sgd(names: list[str]) -> Iterator[dict[str, Any]]:
         for p in [*plain.parameters(), *net.parameters()]:
             p.grad = torch.randn_like(p) * 1e-3
         within: list[float] = []
-        coded._exchange = _timed(coded._exchange, within)  # type: ignore[method-assign]
+        coded._exchange = _timed(coded._exchange, within)
         calls = {"fused": fused.step, "step": coded.step}
         samples = in_turns(calls, SETTLE + STEPS, settle=0, clock=time.thread_time)
         turns = list(zip(samples["fused"], within, samples["step"], strict=True))[SETTLE:]
