@@ -541,12 +541,13 @@ void move(const std::vector<Move>& matrices, int threads) {
 void fold(const Sums& sums, const float* fresh, float decay, float weight, int steps) {
   const double slow = heard_decay(steps);
   const auto kept = static_cast<float>(slow), rest = static_cast<float>(1 - slow);
+  const auto more = static_cast<float>(steps - 1);
   const auto add = [&](float* to, const float* from, size_t count, const Heard& heard) {
     for (size_t i = 0; i < count; i++) to[i] = to[i] * decay + from[i] * weight;
     if (heard.mean == nullptr) return;
     const float mean = std::max(kTiny, total(from, count) / static_cast<float>(count));
     for (size_t i = 0; i < count; i++) {
-      hear(heard.mean[i], heard.square[i], from[i] / mean, kept, rest);
+      hear(heard.mean[i], heard.square[i], from[i] / mean, more, kept, rest);
     }
   };
   add(sums.row, fresh, sums.rows, sums.by_row);

@@ -525,6 +525,7 @@ __device__ inline void fold(const CommitParams& args, const Room& room) {
   }
   const double decay = numbers.decay * args.beta2;  // a schedule may change it
   const double slow = heard_decay(static_cast<int>(numbers.steps) + 1);
+  const auto more = static_cast<float>(numbers.steps);
   __syncthreads();  // all threads have read the numbers
   if (args.sums == nullptr || !finite) {
     bool adds = finite;
@@ -571,7 +572,7 @@ __device__ inline void fold(const CommitParams& args, const Room& room) {
     const float mean = larger(kTiny, total(count, at) / static_cast<float>(count));
     for (size_t i = threadIdx.x; i < count; i += cuda::kThreads) {
       float* const heard = args.heard + begin + i;
-      hear(heard[0], heard[sums], at(i) / mean, kept, rest);
+      hear(heard[0], heard[sums], at(i) / mean, more, kept, rest);
     }
   };
   listen(0, args.rows);

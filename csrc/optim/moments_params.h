@@ -31,10 +31,13 @@ PYCOMM_HD double heard_decay(int steps) {
   return decay;
 }
 
-/// Lets a step's share of a row or column enter its averages.
-PYCOMM_HD void hear(float& mean, float& square, float share, float decay, float rest) {
+/// Lets the share of a row or column in the squares of some steps, `more` besides one, enter its
+/// averages. A mean over steps differs from one time to the next by less than a step's share does:
+/// its variance is a part of theirs.
+PYCOMM_HD void hear(float& mean, float& square, float share, float more, float decay, float rest) {
+  const float away = share - mean;
   mean = mean * decay + share * rest;
-  square = square * decay + share * share * rest;
+  square = square * decay + (share * share + away * away * more) * rest;
 }
 
 /// Returns the share that a row or column has of the floor's square. The square of a mean over the

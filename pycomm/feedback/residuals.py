@@ -7,6 +7,7 @@ step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -55,11 +56,13 @@ class Residuals:
         error: bool = True,
         empty: bool = False,
         codec: Codec | None = None,
+        saved: torch.Tensor | None = None,
     ) -> Residual:
         """Return the residual of a parameter, initially zeros; arguments as for `Residual`.
 
         Args:
             codec: of the parameter, by which "auto" chooses the storage.
+            saved: stored values, whose storage "auto" keeps while there is no codec.
 
         Raises:
             ValueError: the parameter had another size before.
@@ -67,13 +70,15 @@ class Residuals:
         self._known.add(name)
         found = self._residuals.get(name)
         rule = self.rule.kept(rows * numel, codec)
+        if codec is None and saved is not None and self.rule.storage == "auto":
+            rule = replace(rule, storage=storage.name_of(saved))
         if found is None or (error and found.worker is None):
             form: dict[str, Any] = {"rows": rows, "error": error, "owner": self._owners}
             fresh = Residual(rule, numel, device, empty=empty, **form)
             if found is not None:  # has been exact, and keeps its momentum
                 fresh.momentum, fresh.side = found.momentum, found.side
             found = self._residuals[name] = fresh
-        elif found.rule.storage != "float32" and rule.storage == "float32":
+        elif storage.is_wider(rule.storage, found.rule.storage):
             found = self._residuals[name] = _widened(found, rule)
         if found.device != device:  # of a state that was loaded to another one
             found.move(device)
@@ -270,7 +275,8 @@ class Residuals:
             device = here.device if here else next(iter(tensors.values())).device
             numel, rows, layout, last_step = saved["about"]
             error, codec = "worker" in tensors, codecs.get(name)
-            mine = self.get(name, numel, device, rows=rows, error=error, codec=codec)
+            form: dict[str, Any] = {"error": error, "codec": codec, "saved": tensors.get("worker")}
+            mine = self.get(name, numel, device, rows=rows, **form)
             if tensors.keys() != {role for role, _ in mine.pairs()}:
                 raise ValueError(
                     f"feedback: {name} was saved with {', '.join(sorted(tensors))}, which is not "
@@ -293,7 +299,7 @@ class Residuals:
 
 
 def _widened(residual: Residual, rule: Feedback) -> Residual:
-    """The same in float32, between two steps."""
+    """The same in a wider storage, between two steps."""
     numel, rows, device = residual.numel, residual.rows, residual.device
     wide = Residual(
         *(rule, numel, device),

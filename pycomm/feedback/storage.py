@@ -11,25 +11,42 @@ import mmap
 
 import torch
 
+from pycomm.feedback.rule import StorageName
+
 BLOCK = 32
 BLOCK_BYTES = 4 + BLOCK
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+DTYPES: dict[StorageName, torch.dtype] = {
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "int8": torch.uint8,
+}
 
 _TINY, _HUGE, _TOP = 2.0**-100, 2.0**127, 127.0
 _PAGES = 1 << 17  # bytes from which zeros are mapped from the kernel
 
 
-def shape(storage: str, numel: int, rows: int = 1) -> tuple[int, ...]:
+def is_wider(storage: StorageName, other: StorageName) -> bool:
+    """Return whether a storage holds all values of another one, and more."""
+    order = ("int8", "bf16", "float32")
+    return order.index(storage) > order.index(other)
+
+
+def name_of(stored: torch.Tensor) -> StorageName:
+    """Return the storage of stored values."""
+    return next(name for name, dtype in DTYPES.items() if dtype == stored.dtype)
+
+
+def shape(storage: StorageName, numel: int, rows: int = 1) -> tuple[int, ...]:
     """Return the shape of `rows` rows of `numel` stored values each."""
     return (rows * -(-numel // BLOCK), BLOCK_BYTES) if storage == "int8" else (rows * numel,)
 
 
-def count(storage: str, numel: int, rows: int = 1) -> int:
+def count(storage: StorageName, numel: int, rows: int = 1) -> int:
     """Return the bytes of `rows` rows of `numel` stored values each."""
     return torch.Size(shape(storage, numel, rows)).numel() * DTYPES[storage].itemsize
 
 
-def zeros(storage: str, numel: int, device: torch.device, rows: int = 1) -> torch.Tensor:
+def zeros(storage: StorageName, numel: int, device: torch.device, rows: int = 1) -> torch.Tensor:
     """Return stored zeros; on the CPU they take no memory before they are written."""
     size, dtype = shape(storage, numel, rows), DTYPES[storage]
     total = count(storage, numel, rows)

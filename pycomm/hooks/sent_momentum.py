@@ -123,7 +123,8 @@ class SentMomenta(Transform):
         (about,) = saved["about"]
         entries = [saved[key] for key in self.keys(about["world_size"])]
         parts = [entry[1] for entry in entries]
-        self.steps = entries[0][2]
+        step, _, *steps = entries[0]
+        self.steps = steps[0] if steps else step  # states of before counted all steps
         self.own = {
             name: torch.stack([part[name] for part in parts if name in part])
             .mean(0)

@@ -656,8 +656,11 @@ def _listen(heard: Heard | None, fresh: torch.Tensor, steps: int) -> None:
     count = _number(fresh.numel(), fresh)
     share = fresh / (total(fresh) / count).clamp_min_(_TINY)
     slow = math.prod([_HEARD_DECAY] * steps)
+    # A mean over steps differs from one time to the next by less than a step's share does: its
+    # variance is a part of theirs.
+    away = (share - mean).square_().mul_(steps - 1)
     mean.mul_(slow).add_(share * (1 - slow))
-    square.mul_(slow).add_(share.square_().mul_(1 - slow))
+    square.mul_(slow).add_(share.square_().add_(away).mul_(1 - slow))
 
 
 def factors(sums: Sums, padded: int) -> tuple[torch.Tensor, torch.Tensor]:

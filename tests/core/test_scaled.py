@@ -308,16 +308,18 @@ def test_sums_decay_and_new_ones_are_added(implementation, rows, columns):
     assert near(column, 0.75 * a["column"].double() + 0.5 * fresh[rows : rows + columns])
 
 
-def test_what_is_heard_in_most_steps_has_a_lower_floor(implementation):
+@pytest.mark.parametrize("each", [1, 16])
+def test_what_is_heard_in_most_steps_has_a_lower_floor(implementation, each):
     """Rows as small as each other: one is heard in all steps, one in few of them, one in none."""
-    columns, steps = 8, 400
+    columns, steps = 8, 1600
     sums = Sums(torch.zeros(4), torch.zeros(columns), 1.0, *listened(4, columns, torch.zeros))
     given = torch.zeros(steps, 4)
-    given[:, 0], given[:, 1], given[::20, 2] = 1.0, 1e-4, 20e-4
-    for k, row in enumerate(given):
+    now_and_then = torch.rand(steps, generator=torch.Generator().manual_seed(1)) < 0.05
+    given[:, 0], given[:, 1], given[now_and_then, 2] = 1.0, 1e-4, 20e-4
+    for k, row in enumerate(given.view(-1, each, 4).sum(1)):
         fresh = torch.cat((row, (row.sum() / columns).expand(columns)))
-        scaled.fold(sums, fresh, 0.99, 0.01, 1)
-        if k == 5:  # it is too early to say
+        scaled.fold(sums, fresh, 0.99**each, 0.01, each)
+        if k * each < 6:  # it is too early to say
             early, _ = scaled.factors(sums, 4)
     late, _ = scaled.factors(sums, 4)
     whole = 0.1 * (sums.row.sum() / 4 / sums.column.sum()).sqrt()

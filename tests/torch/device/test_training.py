@@ -213,9 +213,12 @@ def check_memory(rank: int, ranks: int, device: str, nodes: list[int] | None) ->
     state.settle()
     assert state.residuals is not None
     residuals = [state.residuals[name] for name in state.residuals.norms()]
-    pairs = [(role, pair) for residual in residuals for role, pair in residual.pairs()]
-    taken = sum(tensor.nbytes for _, pair in pairs for tensor in pair)
-    held = {role: sum(pair[0].numel() for name, pair in pairs if name == role) for role, _ in pairs}
+    taken, held = 0, {"worker": 0, "owner": 0}
+    for residual in residuals:
+        for role, pair in residual.pairs():
+            taken += sum(tensor.nbytes for tensor in pair)
+            begin, end = residual.span(role, residual.side)
+            held[role] += (end - begin) * (residual.rows if role == "worker" else 1)
     return taken, state.residual_bytes, held, sum(residual.numel for residual in residuals)
 
 

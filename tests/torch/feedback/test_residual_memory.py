@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.feedback import Feedback
-from pycomm.feedback.storage import DTYPES
+from pycomm.feedback import Feedback, Residuals
+from pycomm.feedback.storage import DTYPES, store
 from tests.extent import FULL, each_value
 from tests.torch.harness import Chosen, heard, owed, reduced
 from tests.torch.pool import on_ranks
@@ -94,6 +94,32 @@ def test_only_large_parameters_use_int8_storage():
     }
     assert Feedback.of("residual:storage=float32").kept(1 << 20).storage == "float32"
     assert Feedback().kept(1 << 20, pycomm.codec("powersgd:4")).storage == "bf16"
+
+
+def test_a_codec_that_needs_it_gets_a_wider_storage():
+    """A schedule changes codecs, and a state may be loaded before parameters have one."""
+    numel, cpu = 1 << 16, torch.device("cpu")
+    int4, powersgd, topk = map(pycomm.codec, ("int4", "powersgd:4", "topk:0.1"))
+    residuals = Residuals(Feedback(), 1)
+    residuals.get("w", numel, cpu, codec=int4)
+    values = torch.randn(numel)
+    for codec, storage, error in (
+        (int4, "int8", 2e-2),
+        (powersgd, "bf16", 0),
+        (topk, "float32", 0),
+    ):
+        before = residuals["w"].current("worker")
+        found = residuals.get("w", numel, cpu, codec=codec)
+        assert found.rule.storage == storage
+        if codec is int4:
+            store(values, found.stored("worker", found.side, 0, 0, numel))
+            before = values
+        assert (found.current("worker") - before).abs().max() <= error
+        loaded = Residuals(Feedback(), 1)
+        loaded.load_state_dict(residuals.state_dict())  # before a parameter is known
+        kept = loaded.get("w", numel, cpu, codec=codec)
+        assert kept.rule.storage == storage
+        assert torch.equal(kept.current("worker"), found.current("worker"))
 
 
 # int4 leaves less than int2 does, in blocks of the same form.
