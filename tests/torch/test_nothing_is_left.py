@@ -7,7 +7,6 @@ up to less than what a forgotten model would take in each round.
 from __future__ import annotations
 
 import gc
-import statistics
 import tempfile
 import time
 from array import array
@@ -222,6 +221,6 @@ def test_a_dropped_object_leaves_nothing(rank, size, name):
         count: (before[count], after[count]) for count in COUNTS if after[count] > before[count]
     }
     assert not grown, grown
-    # The median, too: a table of torch's Gloo doubles now and then, by up to 270 KiB at once.
-    growths = [b - a for a, b in pairwise([*heaps, after["heap_kib"]])]
-    assert min(statistics.median(growths), sum(growths) / ROUNDS) < LEAST, heaps
+    # But for one round: a table of torch's Gloo doubles now and then, by up to 270 KiB at once.
+    growths = sorted(b - a for a, b in pairwise([*heaps, after["heap_kib"]]))
+    assert sum(growths[:-1]) < LEAST * ROUNDS, heaps

@@ -209,3 +209,14 @@ def test_nodes_that_code_sums_keep_the_momentum(tmp_path):
         found.append(rank.output().strip().splitlines()[-2:])
     assert found[0][0] == "True 0"
     assert all(one == found[0] for one in found)
+
+
+@on_ranks(2)
+def test_a_state_of_before_steps_were_counted_is_taken(rank, size):
+    model, optimizer = make("sign")
+    train(model, optimizer, rank, range(3))
+    saved = optimizer.compression.state_dict()
+    key = f"sent{rank}"
+    assert len(saved[key]) == 3
+    optimizer.compression.load_state_dict({**saved, key: saved[key][:2]})
+    assert optimizer.momenta.steps == saved[key][0]
