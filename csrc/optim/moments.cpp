@@ -546,8 +546,9 @@ void fold(const Sums& sums, const float* fresh, float decay, float weight, int s
     for (size_t i = 0; i < count; i++) to[i] = to[i] * decay + from[i] * weight;
     if (heard.mean == nullptr) return;
     const float mean = std::max(kTiny, total(from, count) / static_cast<float>(count));
+    const float known = total(heard.mean, count) / static_cast<float>(count);
     for (size_t i = 0; i < count; i++) {
-      hear(heard.mean[i], heard.square[i], from[i] / mean, more, kept, rest);
+      hear(heard.mean[i], heard.square[i], from[i] / mean, known, more, kept, rest);
     }
   };
   add(sums.row, fresh, sums.rows, sums.by_row);

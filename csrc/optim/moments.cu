@@ -570,9 +570,11 @@ __device__ inline void fold(const CommitParams& args, const Room& room) {
   const auto listen = [&](size_t begin, size_t count) {
     const auto at = [&](size_t i) { return args.sums[begin + i] / ranks; };
     const float mean = larger(kTiny, total(count, at) / static_cast<float>(count));
+    const auto heard_at = [&](size_t i) { return args.heard[begin + i]; };
+    const float known = total(count, heard_at) / static_cast<float>(count);
     for (size_t i = threadIdx.x; i < count; i += cuda::kThreads) {
       float* const heard = args.heard + begin + i;
-      hear(heard[0], heard[sums], at(i) / mean, more, kept, rest);
+      hear(heard[0], heard[sums], at(i) / mean, known, more, kept, rest);
     }
   };
   listen(0, args.rows);

@@ -32,10 +32,12 @@ PYCOMM_HD double heard_decay(int steps) {
 }
 
 /// Lets the share of a row or column in the squares of some steps, `more` besides one, enter its
-/// averages. A mean over steps differs from one time to the next by less than a step's share does:
-/// its variance is a part of theirs.
-PYCOMM_HD void hear(float& mean, float& square, float share, float more, float decay, float rest) {
-  const float away = share - mean;
+/// averages, of which `known` is the mean of all means: 1 but for what they have not heard yet. A
+/// mean over steps differs from one time to the next by less than a step's share does: its variance
+/// is a part of theirs.
+PYCOMM_HD void hear(float& mean, float& square, float share, float known, float more, float decay,
+                    float rest) {
+  const float away = known > kTiny ? share - mean / known : 0.0f;
   mean = mean * decay + share * rest;
   square = square * decay + (share * share + away * away * more) * rest;
 }

@@ -657,8 +657,10 @@ def _listen(heard: Heard | None, fresh: torch.Tensor, steps: int) -> None:
     share = fresh / (total(fresh) / count).clamp_min_(_TINY)
     slow = math.prod([_HEARD_DECAY] * steps)
     # A mean over steps differs from one time to the next by less than a step's share does: its
-    # variance is a part of theirs.
-    away = (share - mean).square_().mul_(steps - 1)
+    # variance is a part of theirs. All means together are 1, but for what they have not heard yet.
+    known = total(mean) / count
+    away = torch.where(known > _TINY, share - mean / known.clamp_min(_TINY), 0)
+    away.square_().mul_(steps - 1)
     mean.mul_(slow).add_(share * (1 - slow))
     square.mul_(slow).add_(share.square_().add_(away).mul_(1 - slow))
 
