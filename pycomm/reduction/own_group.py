@@ -37,7 +37,8 @@ def _name_of(original: Callable[..., Any]) -> Callable[..., Any]:
     return name
 
 
-c10d._process_group_name = _name_of(c10d._process_group_name)
+if hasattr(c10d, "_process_group_name"):  # private: a torch without it names groups in its own way
+    c10d._process_group_name = _name_of(c10d._process_group_name)
 
 
 def make(group: dist.ProcessGroup) -> dist.ProcessGroup:

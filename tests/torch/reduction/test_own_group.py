@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from pycomm.reduction import own_group
 from tests.torch.pool import on_ranks
@@ -51,6 +52,12 @@ def test_a_group_is_made_while_another_closes(rank, ranks, when):
         dist.all_reduce(values, group=group)
         assert values.tolist() == [2.0, 2.0, 2.0]
         own_group.close(group)
+
+
+def test_torch_asks_for_the_names_of_groups():
+    """It would name them otherwise, by counts."""
+    assert distributed_c10d._process_group_name.__module__ == distributed_c10d.__name__
+    assert hasattr(distributed_c10d._process_group_name, "__wrapped__")
 
 
 @on_ranks(4)
