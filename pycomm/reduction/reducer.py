@@ -37,7 +37,7 @@ from pycomm.policy import (
 from pycomm.reduction import coding, members, paths, powersgd, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
 from pycomm.reduction.exchange_thread import ExchangeThread
-from pycomm.reduction.factors import Factors, Matrix, is_divided
+from pycomm.reduction.factors import Factors, Matrix, errs_alike, is_divided
 from pycomm.reduction.nodes import Nodes, find_levels
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.single_coding import SingleCoding
@@ -640,7 +640,10 @@ class BucketReducer:
         if decision is None or not self.plan.policy.factors or not is_divided(decision.codec):
             return None
         found = self._shape(name)
-        return found and replace(found, by_rows=decision.codec.combine != "gather")
+        if found is None:
+            return None
+        codec = decision.codec
+        return replace(found, by_rows=codec.combine != "gather", forgets=errs_alike(codec))
 
     def _shape(self, name: str) -> Matrix | None:
         """Return a parameter as a matrix, whatever its codec; None: there are no whole rows here.
