@@ -461,9 +461,9 @@ BOUNDS = (
     Mutant(
         "coded-sgd-keeps-what-overflowed",
         "pycomm/optim/coded_sgd.py::CodedSGD._take",
-        "if not self._exchange(values, names):\n            return",
-        "if not self._exchange(values, names):\n"
-        "            self._keep_sent(coded, alone=alone)\n            return",
+        "if not self._exchange(values, names, store):\n            return",
+        "if not self._exchange(values, names, store):\n            for part in kept:\n"
+        "                self.momenta.keep(part.name)\n            return",
         "torch/optim/contract/test_gradients.py::test_a_step_that_overflows_leaves_no_trace",
     ),
     Mutant(
