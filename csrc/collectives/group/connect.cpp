@@ -166,7 +166,7 @@ ChannelMesh::ChannelMesh(Rendezvous rendezvous, const CommunicatorOptions& optio
 
 void ChannelMesh::connect(const Rendezvous& rendezvous, const CommunicatorOptions& options,
                           Membership& membership) {
-  ShmSetup shm(options.kept_heaps);
+  ShmSetup shm;
   TcpSetup tcp(options, !options.parent || options.parent->uses_network());
   bootstrap(rendezvous, options, membership, shm, tcp);
   const std::vector<std::string> links =
