@@ -136,7 +136,6 @@ void bind_options(py::module_& m) {
       .def_property(
           "timeout", [](const Options& o) { return o.timeout.count() / 1e3; },
           [](Options& o, double seconds) { o.timeout = milliseconds(seconds); })
-      .def_readwrite("agreed", &Options::agreed)
       .def_readwrite("description", &Options::description)
       .def_readwrite("global_ranks", &Options::global_ranks)
       .def_property(

@@ -41,7 +41,6 @@ CommunicatorOptions Backend::communicator_options() const {
   CommunicatorOptions communicator = options_->communicator;
   communicator.timeout = unwrapped(options_->timeout);
   communicator.description = options_->group_desc;
-  if (options_->device.path == "mixed") communicator.agreed = "device_path=mixed";
   return communicator;
 }
 
@@ -268,8 +267,7 @@ WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
   const Collective how = arguments_.reducing(call, Op::all_reduce, given, opts.reduceOp);
   Staging staging(*this, call);
   const at::Tensor tensor = staging.in_out(given);
-  const bool cuts = options_->device.path != "mixed";  // other ranks' tensors may be on the CPU
-  if (cuts && staging.on_device() && !staging.peers() && tensor.nbytes() >= 2 * kDevicePartBytes)
+  if (staging.on_device() && !staging.peers() && tensor.nbytes() >= 2 * kDevicePartBytes)
     return all_reduce_in_parts(call, tensors[0], tensor, how);
   auto work = issue(call, tensors, staging,
                     [=](auto& comm) { run_in_place(comm, how, tensor, call.timeout); });

@@ -41,7 +41,6 @@ struct CommunicatorOptions : GroupOptions {
 
   std::string group = "default";  ///< unique in the store
   Milliseconds timeout = env().timeout;
-  std::string agreed;  ///< more that must be equal on all ranks, such as "device_path=mixed"
   /// Purpose of the group, for the trace, and its members' numbers among all processes; empty: as
   /// in the group.
   std::string description;

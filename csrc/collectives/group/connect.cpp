@@ -53,7 +53,6 @@ std::string compatibility_text(const Rendezvous& rendezvous, const CommunicatorO
     text += " sockets=" + (options.sockets == 0 ? "auto" : std::to_string(options.sockets)) +
             " tls=" + encryption_text(options);
   }
-  if (!options.agreed.empty()) text += " " + options.agreed;
   if (!options.sites.empty()) text += " sites=" + numbers(options.sites);
   if (options.nodes.empty()) return text;
   return text + " nodes=" + numbers(options.nodes);
