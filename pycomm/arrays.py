@@ -1,5 +1,5 @@
-"""Arrays as addresses: tensors of torch, and whatever has a buffer or DLPack: arrays of numpy, JAX
-and TensorFlow. Imports none of them.
+"""Arrays as addresses: tensors of torch, and whatever has a buffer, as arrays of numpy, JAX and
+TensorFlow have. Imports none of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ _DTYPES |= {"float8_e4m3fn": _C.DType.float8_e4m3}
 # Item codes of buffers that have no dtype, such as array.array: those that imply a size, and whole
 # numbers.
 _ITEMS = {"B": "uint8", "c": "uint8", "?": "bool", "e": "float16", "f": "float32", "d": "float64"}
-_ITEMS |= {"E": "bfloat16"}  # numpy's, of ml_dtypes; buffers cannot have it, DLPack can
 _SIGNED, _UNSIGNED = set("bhilq"), set("HILQ")
 # Byte order marks in front of the code, as ctypes writes them: those that mean this machine's own
 # order.

@@ -1,7 +1,7 @@
 """Collectives on arrays, without torch: a thin layer over csrc/collectives/communicator.h.
 
-An array is a torch tensor on the CPU, a numpy array, or any object with a buffer or DLPack; it must
-be contiguous. Results go into arrays whose values may change: those of TensorFlow and JAX are for
+An array is a torch tensor on the CPU, a numpy array, or any object with a buffer; it must be
+contiguous. Results go into arrays whose values may change: those of TensorFlow and JAX are for
 input alone, and ``numpy.array(x)`` is a copy for results. The ranks of one call must agree on
 operation, size and dtype; if they do not, every rank gets a :class:`pycomm.WireMismatch` that names
 both. An error in the middle of an operation ends the group: every later call raises that first

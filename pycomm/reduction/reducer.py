@@ -129,7 +129,7 @@ class BucketReducer:
         group = self.process_group
         if group.size() == 1 or self._formed_with:
             return
-        if device.type == "cpu" and backend.find_native(group):
+        if device.type == "cpu" and backend.find(group):
             if given is not None and group.rank() == 0:
                 warn_once("nodes= has no effect here: the backend pycomm finds nodes by itself")
             return
@@ -532,7 +532,7 @@ class BucketReducer:
             if self.process_group.size() == 1:  # sends residuals of a checkpoint of more ranks
                 decisions = [replace(decision, codec=EXACT) for decision in decisions]
             numbers = [self._numbers[name] for name in names]
-            native = backend.find_native(self.process_group) if device.type == "cpu" else None
+            native = backend.find(self.process_group) if device.type == "cpu" else None
             alone = self.averages_senders or self.rows > 1  # each rank sends for itself
             owned = native if native and not alone else None
             nodes = self._nodes if native is None and not self.averages_senders else None
@@ -608,7 +608,7 @@ class BucketReducer:
         """Number of ranks of a node that code a part of its sum each; 1: ranks code all values."""
         levels: Sequence[int] = self._nodes.levels if self._nodes else ()
         if self._device.type == "cpu" and not self._nodes and self._kind != "momentum":
-            native = backend.find_native(self.process_group)
+            native = backend.find(self.process_group)
             levels = native.levels if native and not self.averages_senders else ()
         alone = self.rows > 1 or self.transform is not None
         return 1 if alone else min(Counter(levels).values(), default=1)
@@ -688,7 +688,7 @@ def average(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Fut
     tensor.div_(group.size())
     work = dist.all_reduce(tensor, group=group, async_op=True)
     plain: torch.futures.Future[torch.Tensor]
-    if backend.find_native(group, tensor.device):
+    if backend.find(group, tensor.device):
         plain = load_c10d().then(work, lambda results: results[0])
     else:
         plain = work.get_future().then(lambda future: future.value()[0])

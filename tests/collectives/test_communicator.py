@@ -5,7 +5,6 @@ from __future__ import annotations
 import array as arrays
 import ctypes
 import gc
-import math
 import os
 import re
 import socket
@@ -295,39 +294,16 @@ def test_wrong_lists_and_residuals_are_refused(data, codec, residual, says):
 class Exported:
     """An array that has DLPack alone, as bfloat16 of TensorFlow and JAX has."""
 
-    def __init__(self, array, version):
-        self._array, self._version = array, version
-        self.dtype = array.dtype
+    def __init__(self, array):
+        self._array = array
 
     def __dlpack__(self, **given):
-        if self._version == 0 and given:
-            raise TypeError("__dlpack__() takes no keyword arguments")
-        return self._array.__dlpack__(**(given if self._version else {}))
+        return self._array.__dlpack__(**given)
 
 
-@pytest.mark.parametrize("version", [0, 1])
-def test_arrays_with_dlpack_are_read_in_place(version):
-    def job(c):
-        x = torch.arange(6, dtype=torch.bfloat16)
-        out = torch.empty(12, dtype=torch.bfloat16)
-        c.all_gather(Exported(x, version), out)
-        with pytest.raises(Error, match="not contiguous"):
-            c.all_gather(Exported(x.view(2, 3).t(), version), out)
-        return out.tolist()
-
-    assert run(2, job) == [[*range(6), *range(6)]] * 2
-
-
-def test_dlpack_that_cannot_be_written_is_refused():
-    with Communicator(None, 0, 1) as c:
-        with pytest.raises(Error, match=r"cannot change; pass a copy, numpy.array"):
-            c.all_reduce(Exported(torch.ones(3), 0))  # it does not say whether it may change
-        array = np.ones(3, np.float32)
-        c.all_reduce(Exported(array, 1), "premul_sum", factor=3)
-        assert array.tolist() == [3.0] * 3
-        array.flags.writeable = False
-        with pytest.raises(Error, match="cannot change"):
-            c.all_reduce(Exported(array, 1))
+def test_arrays_with_dlpack_alone_are_refused():
+    with Communicator(None, 0, 1) as c, pytest.raises(Error, match=r"torch.from_dlpack\(x\)"):
+        c.all_reduce(Exported(torch.ones(3, dtype=torch.bfloat16)))
 
 
 def test_a_group_says_how_it_talks_and_counts_its_bytes():
@@ -554,22 +530,6 @@ def test_a_list_that_is_wrong_for_one_rank_raises_on_all(way):
         works(c)
 
     run(3, job, **WAYS[way])
-
-
-def test_times_that_are_none():
-    def job(c):
-        x = np.ones(2, np.float32)
-        for seconds in (-1.0, math.nan, -math.inf, -1e-9):
-            with pytest.raises(Error, match="timeout"):
-                c.all_reduce(x, timeout=seconds)
-            with pytest.raises(Error, match="timeout"):
-                c.timeout = seconds
-        c.timeout = math.inf
-        assert c.timeout > 1e9
-        c.timeout = 20.0
-        works(c)
-
-    run(2, job)
 
 
 def test_buffers_say_what_they_are():

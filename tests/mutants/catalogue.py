@@ -52,7 +52,7 @@ WAITS = (
         "csrc/collectives/window/shared.cpp::tiny",
         "window.wait(stage);",
         "",
-        "collectives/test_shared.py::test_all_reduce_gives_the_same_bits_everywhere",
+        "collectives/test_algorithms.py::test_a_part_of_a_message_has_its_own_bits",
     ),
     Mutant(
         "window-left-while-others-write-to-us",
@@ -186,7 +186,7 @@ ORDERS = (
         "csrc/transports/shm/failure_detector.cpp::FailureDetector::abort",
         "if (!first) return;",
         "",
-        "collectives/test_shared.py::test_of_two_reasons_for_an_abort_the_first_counts",
+        "faults/test_abort.py::test_of_two_reasons_for_an_abort_the_first_counts",
     ),
     Mutant(
         "stream-resumes-where-it-was",
@@ -383,10 +383,7 @@ BOUNDS = (
         "csrc/collectives/coded/coded.cpp::signature",
         "hash.add(args.step);",
         "",
-        (
-            "collectives/coded/test_collectives.py::"
-            "test_layouts_seeds_and_steps_that_differ_are_an_error"
-        ),
+        "faults/test_mismatch.py::test_codings_that_differ",
     ),
     Mutant(
         "damaged-notice-read-beyond-its-end",
@@ -407,7 +404,7 @@ BOUNDS = (
         "csrc/transports/shm/window.cpp::Window::wait_long",
         "drive_();\n    compare_tags(stage);",
         "drive_();\n    ",
-        "collectives/test_shared.py::test_calls_that_differ_are_described_on_every_rank",
+        "faults/test_mismatch.py::test_every_rank_is_told_who_differs",
     ),
     Mutant(
         "ring-end-not-continued-at-the-beginning",

@@ -211,7 +211,7 @@ child = os.fork() if local == 2 else None
 rank = int(os.environ["RANK"]) * local + (child == 0)
 os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(hosts * local)}
 dist.init_process_group("pycomm")
-native = pycomm.backend.find_native()
+native = pycomm.backend.find()
 for may_owe in (False, True):
     layout = load_c10d().Layout(owner_residuals=may_owe)
     layout.add(0, 1000, "quant:bits=8", 0)
