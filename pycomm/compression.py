@@ -31,7 +31,6 @@ def compress(
     *,
     feedback: bool | str | Feedback | None = True,
     seed: int = 0,
-    weighted: bool = False,
     nodes: Sequence[int] | None = None,
 ) -> CompressionState:
     """Compress the gradients of a data-parallel model, from now on.
@@ -55,8 +54,6 @@ def compress(
         feedback: error feedback. True: the error of each payload is added to the next; False: none;
             or a kind with options, "decay:0.9,storage=int8", see `pycomm.Feedback`.
         seed: seed of random rounding; equal on all ranks.
-        weighted: weight the ranks in the average by their samples or tokens, which each rank sets
-            before every backward (`CompressionState.set_weight`); equal on all ranks. Not for HSDP.
         nodes: for DDP only, the number of the node of each rank, in rank order, equal on all ranks.
             Ranks of a node sum exactly, and each codes a part of the sum for the other nodes. None:
             ranks with one hostname, or one PYCOMM_HOST_ID. ``range(world_size)``: all ranks code
@@ -85,7 +82,7 @@ def compress(
     """
     typed("model", model, nn.Module)
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
-    options: dict[str, Any] = {"feedback": feedback, "seed": seed, "weighted": weighted}
+    options: dict[str, Any] = {"feedback": feedback, "seed": seed}
     if isinstance(model, DistributedDataParallel):
         wrapped = model
         state: CompressionState = attach(

@@ -91,7 +91,7 @@ class DeepSpeedState(ReplacedState):
     def open_step(self, *, absent: bool = False) -> bool:
         """See `ReplacedState`. Residuals follow the loss scale, in whose units gradients are."""
         if not self.is_open and not self.removed and (now := self._loss_scale()) != self._scale:
-            self.rescale(now / self._scale)
+            self.rescale(now / self._scale, momentum=True)
             self._scale = now
         return super().open_step(absent=absent)
 

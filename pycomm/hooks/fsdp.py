@@ -61,11 +61,6 @@ class FSDPState(CompressionState):
         self._units = list(units(model))
         info = _mesh_info(self._units)
         self._scatters = not isinstance(info, DDPMeshInfo)
-        if options.get("weighted") and not self._scatters and isinstance(info, FSDPMeshInfo):
-            raise ValueError(
-                "weighted=True: HSDP averages inside a replica before replicas average, and only "
-                "the second could be weighted; scale each rank's loss by its share instead"
-            )
         group = info.shard_process_group if self._scatters else info.replicate_process_group
         super().__init__(codec, process_group=group, **options)
         self.stays_because = (
@@ -134,7 +129,7 @@ class FSDPState(CompressionState):
                     self.transform.entered(name)
         self._device = self._mesh_device
 
-    def begin_step(self, *, weigh: bool = True, absent: bool = False) -> None:
+    def begin_step(self, *, absent: bool = False) -> None:
         """See `CompressionState`. Loading a model may have replaced its parameters' tensors."""
         for name, before in list(self._by_name.items()):
             now = self._tensor_of[name]()
@@ -145,7 +140,7 @@ class FSDPState(CompressionState):
                 self._names[id(now)], self._by_name[name] = name, now
                 if self._taken:
                     self._taken.replaced(name)
-        super().begin_step(weigh=weigh, absent=absent)
+        super().begin_step(absent=absent)
 
     def enter(self, names: Sequence[str]) -> None:
         """Begin a step if these are the first parameters of a backward, or recur in it."""
@@ -154,15 +149,14 @@ class FSDPState(CompressionState):
         if backward == self._backward and self._reduced.isdisjoint(names):
             self._reduced.update(names)
             return
-        again = backward == self._backward
-        if again:
+        if backward == self._backward:
             self.end_step()
         else:
             # Runs at the end of this backward, like torch's own hooks.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._backward, self._reduced = backward, set(names)
         self._waits.clear()
-        self.begin_step(weigh=not again)
+        self.begin_step()
 
     def _end_backward(self) -> None:
         self.end_step()
@@ -229,7 +223,6 @@ class FSDPState(CompressionState):
             later: the result is not needed before backward ends.
         """
         self.enter(names)
-        self._weigh(input)
         reducer = self.transform or self
         wait = reducer.scatter(output, input, names, group, average=average)
         if later:

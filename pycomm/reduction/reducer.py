@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from pycomm import backend
 from pycomm._build import load_c10d
-from pycomm.arguments import typed, whole
+from pycomm.arguments import whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback, Residuals
@@ -59,7 +59,6 @@ class BucketReducer:
         process_group: dist.ProcessGroup | None,
         feedback: bool | str | Feedback | None,
         seed: int,
-        weighted: bool = False,
         transform: Transform | None = None,
     ) -> None:
         process_group = process_group or dist.group.WORLD
@@ -72,8 +71,7 @@ class BucketReducer:
                 feedback = usual_feedback(codec) or True
             rule = Feedback.of(feedback)
             self._kind = rule.kind if rule else None
-            typed("weighted", weighted, bool)
-            options = (f"feedback={rule}", f"seed={seed}", f"weighted={weighted}")
+            options = (f"feedback={rule}", f"seed={seed}")
             # Weak: a plan that kept this state alive would keep a dropped model in the monitor.
             refusal = _weakly(self._refusal)
             self.plan = Plan(Policy.of(codec), process_group, options=options, refusal=refusal)
@@ -203,7 +201,7 @@ class BucketReducer:
             Error: the tensor has another number of values than the parameters.
         """
         if self.factors is not None:
-            self._weigh(tensor)
+            weigh(tensor, self.factors[self.process_group.rank()])
         if self.process_group.size() == 1 and not self._is_fed(names):
             return completed(tensor)
         if tensor.dtype not in CODED or tensor.is_sparse:
@@ -484,11 +482,6 @@ class BucketReducer:
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
             most = clip / self.process_group.size() ** 0.5
             gradient.mul_(torch.where(norm > most, most / norm, torch.ones_like(norm)))
-
-    def _weigh(self, tensor: torch.Tensor) -> None:
-        """Multiply this rank's contribution by what it weighs; see `pycomm.reduction.weights`."""
-        if self.factors is not None:
-            weigh(tensor, self.factors[self.process_group.rank()])
 
     def _senders(self) -> list[float]:
         """Return what each sender of a value counts.

@@ -348,7 +348,7 @@ RESIDUALS = (
     Mutant(
         "deepspeed-residuals-keep-the-old-scale",
         "pycomm/hooks/deepspeed.py::DeepSpeedState.open_step",
-        "self.rescale(now / self._scale)",
+        "self.rescale(now / self._scale, momentum=True)",
         "pass",
         "torch/hooks/test_deepspeed.py::test_residuals_follow_the_loss_scale",
     ),

@@ -486,8 +486,6 @@ def refusal(act: Callable[[], Any]) -> str:
 def test_every_public_function_names_what_it_refuses(rank, size):
     state = pycomm.compress(wrapped(), "int4")
     of_state: list[Callable[[], Any]] = [
-        lambda: state.follow(optimizer=3),
-        lambda: state.follow(scaler=3),
         lambda: state.rescale("x"),
         lambda: state.rescale(-1),
         lambda: state.rescale(0),

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.feedback import Residuals
-from pycomm.reduction.rates import Rates
 from tests.torch.harness import (
     CODED,
     SHAPES,
@@ -129,7 +128,6 @@ def check_scaler(rank: int, size: int, where: int) -> None:
     state = pycomm.compress(model, "int8")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    state.follow(scaler=scaler)
     for step in range(6):
         x, y = batch(rank, step)
         if step == 3 and rank == where:
@@ -142,50 +140,20 @@ def check_scaler(rank: int, size: int, where: int) -> None:
         assert equal(values(model), weights) == (step == 3)
         if step == 3:
             assert equal(before, residuals_of(state.state_dict()))
-        if step == 4:  # the scale and the residuals were halved before they were used
-            assert state._rates.loss_scale == 2.0**15
     assert scaler.get_scale() == 2.0**15
     assert state.overflows == 1
 
 
-class Scaler:
-    """A loss scaler whose scale the test sets."""
-
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-
-    def get_scale(self) -> float:
-        return self.scale
-
-
-@pytest.fixture
-def residual():
-    """Residuals of one parameter, which are 0, 1, 2, 3."""
-    residuals = Residuals(pycomm.Feedback(storage="float32"), 1)
-    residuals.get("w", 4, torch.device("cpu")).worker[0].copy_(torch.arange(4.0))
-    return residuals
-
-
-def test_residuals_are_in_the_unit_of_the_loss_scale(residual):
-    rates, later = Rates(), Rates()
-    rates.scaler = scaler = Scaler(2.0**16)
-    for scale, unit in ((2.0**16, 1), (2.0**15, 0.5)):
-        scaler.scale = scale
-        rates.rescale(residual, {})
-        assert residual["w"].current("worker").tolist() == [0, unit, 2 * unit, 3 * unit]
-    later.load_state_dict(rates.state_dict())
-    assert later.loss_scale == 2.0**15
-
-
-def test_units_of_residuals_are_saved(residual):
-    parameter = nn.Parameter(torch.zeros(4))
-    rates, later = Rates(), Rates()
-    rates.optimizer = torch.optim.SGD([parameter], lr=0.5)
-    rates.rescale(residual, {id(parameter): "w"})
-    later.load_state_dict(rates.state_dict())
-    later.optimizer = torch.optim.SGD([parameter], lr=0.25)
-    later.rescale(residual, {id(parameter): "w"})
-    assert residual["w"].current("worker").tolist() == [0, 2, 4, 6]
+@on_ranks(1)
+@pytest.mark.parametrize("momentum", [False, True])
+def test_residuals_are_rescaled_with_momentum_if_asked(rank, size, momentum):
+    _, state = compressed("int4", "momentum:0.9")
+    residual = state.residuals.get("big", 4, torch.device("cpu"))
+    for pair in (residual.worker, residual.momentum):
+        pair[0].copy_(torch.arange(4.0))
+    state.rescale(0.5, ["big"], momentum=momentum)
+    assert residual.current("worker").tolist() == [0, 0.5, 1, 1.5]
+    assert residual.current("momentum").tolist() == ([0, 0.5, 1, 1.5] if momentum else [0, 1, 2, 3])
 
 
 @on_ranks(2)
@@ -248,22 +216,6 @@ def test_a_frozen_parameter_keeps_its_residual(rank, size, feedback):
     assert not any(state.residual_ages().values())
     if feedback == "residual":
         near_zero(missing - owed(state)["small"])
-
-
-@on_ranks(2)
-def test_a_new_learning_rate_rescales_what_is_owed(rank, size):
-    model, state = compressed("int4", "residual", **CALM)
-    rates = [{"params": [model.module.big], "lr": 0.4}, {"params": [model.module.small]}]
-    optimizer = torch.optim.SGD(rates, lr=0.1)
-    state.follow(optimizer=optimizer)
-    reduced(model, gradients(rank, 0))
-    before = owed(state)
-    optimizer.param_groups[0]["lr"] = 0.1
-    zero = {name: torch.zeros(SHAPES[name]) for name in SHAPES}
-    arrived = reduced(model, zero)
-    after = owed(state)
-    for name, factor in (("big", 4.0), ("small", 1.0)):  # only residuals were sent
-        near_zero(arrived[name] + after[name] - factor * before[name])
 
 
 @on_ranks(2)
