@@ -49,8 +49,8 @@ def compress(
     Args:
         model: a model in one of these wrappers, compiled or not.
         codec: a codec, its text ("int8", "topk:0.01,values=int8"), a `pycomm.Policy`, or the text
-            of one: "auto", "int4 warmup=100", and more in `Policy.of`. "dgc:0.01" is top-k with all
-            of Deep Gradient Compression. A codec leaves norms, biases and tiny parameters exact.
+            of one: "auto", "int4 warmup=100", and more in `Policy.of`. A codec leaves norms, biases
+            and tiny parameters exact.
         feedback: error feedback. True: the error of each payload is added to the next; False: none;
             or a kind with options, "decay:0.9,storage=int8", see `pycomm.Feedback`.
         seed: seed of random rounding; equal on all ranks.
@@ -60,9 +60,7 @@ def compress(
             alike.
 
     Returns:
-        The state, with `summary()`, `residual_norms()`, and `state_dict()` for checkpoints. As a
-        context manager it calls `remove()` at the end of its block, on all ranks alike; not after
-        an exception, since other ranks may be elsewhere.
+        The state, with `summary()`, `residual_norms()`, and `state_dict()` for checkpoints.
 
     Raises:
         TypeError: no wrapper of the model reduces gradients through hooks, or an argument has
@@ -77,8 +75,6 @@ def compress(
         >>> model = DistributedDataParallel(net)  # doctest: +SKIP
         >>> state = pycomm.compress(model, "int4")  # doctest: +SKIP
         >>> print(state.summary())  # doctest: +SKIP
-        >>> with pycomm.compress(model, "int4") as state:  # doctest: +SKIP
-        ...     train(model)  # exact again after the block
     """
     typed("model", model, nn.Module)
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper

@@ -12,7 +12,7 @@ The collective that crosses the slow link is compressed:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -121,12 +121,7 @@ class FSDPState(CompressionState):
         """Let codecs be decided for parameters that get gradients, frozen ones when they do."""
         for name in names:
             if name not in self._numbers:
-                tensor = self._tensor_of[name]()
-                why = self.transform.exact(tensor) if self.transform else ""
-                self.add(name, tensor, exact=why)
-                self._device = self._mesh_device
-                if self.transform is not None:
-                    self.transform.entered(name)
+                self.add(name, self._tensor_of[name]())
         self._device = self._mesh_device
 
     def begin_step(self, *, absent: bool = False) -> None:
@@ -134,10 +129,7 @@ class FSDPState(CompressionState):
         for name, before in list(self._by_name.items()):
             now = self._tensor_of[name]()
             if now is not before:
-                del self._names[id(before)]
-                self._parameters = [tensor for tensor in self._parameters if tensor is not before]
-                self._parameters.append(now)
-                self._names[id(now)], self._by_name[name] = name, now
+                self._put(name, now)
                 if self._taken:
                     self._taken.replaced(name)
         super().begin_step(absent=absent)
@@ -391,20 +383,22 @@ def _mesh_info(found: Sequence[Unit]) -> Any:
             "parts of this model are reduced in different groups of ranks: compress each part by "
             "itself, pycomm.compress(part, ...), before anything else has run"
         )
-    for unit in found:
-        comms = (unit.group._reduce_scatter_comm, unit.group._all_reduce_hook)
-        if any(isinstance(comm, (CompressedReduceScatter, ReplicaHook)) for comm in comms):
-            raise Error(
-                "this model, or a part of it, is compressed already: change its codec by "
-                "set_policy() of that state"
-            )
+    if _state_of(found) is not None:
+        raise Error(
+            "this model, or a part of it, is compressed already: change its codec by "
+            "set_policy() of that state"
+        )
     return infos[0]
 
 
 def compressed_state(model: nn.Module) -> FSDPState | None:
     """Return the state that compresses a model in fully_shard, if there is one."""
-    for unit in units(model):
+    return _state_of(units(model))
+
+
+def _state_of(found: Iterable[Unit]) -> FSDPState | None:
+    for unit in found:
         for comm in (unit.group._reduce_scatter_comm, unit.group._all_reduce_hook):
             if isinstance(comm, Comm):
-                return comm.state if isinstance(comm.state, FSDPState) else None
+                return comm.state
     return None

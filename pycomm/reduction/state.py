@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import monitor
-from pycomm.arguments import number, typed, whole
+from pycomm.arguments import number, typed
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Cut, Feedback, reshard, sources
@@ -182,10 +182,6 @@ class CompressionState(BucketReducer):
             f"({self.residuals.rule if self.residuals else None})"
         )
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the number of the epoch, from 0, for schedules by epoch; equal on all ranks."""
-        self.plan.set_epoch(whole("epoch", epoch))
-
     def set_policy(self, codec: str | Codec | Policy) -> None:
         """Change the codec or policy from the next step on; collective, between two steps.
 
@@ -237,13 +233,6 @@ class CompressionState(BucketReducer):
             return
         self.set_policy(Policy(EXACT, rules=(), guard=None))
         self._usage = Usage.REQUESTED
-
-    def __enter__(self) -> CompressionState:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if error is None:  # after an exception other ranks may be anywhere
-            self.remove()
 
     def _may_leave(self, *, begins: bool) -> bool:
         """Return whether no rank has residuals after the last step; collective.

@@ -478,7 +478,7 @@ BOUNDS = (
         "pycomm/policy/agreement.py::agree",
         "any(not torch.equal(other, all_digests[0]) for other in all_digests)",
         "False",
-        "torch/hooks/test_policy.py::test_epochs_and_a_rank_that_counts_otherwise",
+        "torch/hooks/test_policy.py::test_a_rank_that_counts_other_steps_is_named",
     ),
     Mutant(
         "megatron-padded-gradients-stay-local",

@@ -268,7 +268,7 @@ def test_fsdp2_has_the_bits_of_plain_fsdp2(rank, size, shape):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_bucket_of_another_size_is_refused(rank, size):
     """The sizes of a bucket and of its parameters are compared before anything is sent."""
-    state = pycomm.HookState("int8")
+    state = pycomm.CompressionState("int8")
     state.add("weight", torch.zeros(64, 64))
     state.begin_step()
     with pytest.raises(pycomm.Error, match=rf"rank {rank}: a bucket has 8192 values, .* have 4096"):
