@@ -276,7 +276,7 @@ RESIDUALS = (
         "step.kept() - waiting if came else set()",
         "step.kept() - waiting",
         (
-            "torch/hooks/test_ddp_compress.py::test_overflow_reaches_all_ranks_and_leaves_no_trace "
+            "torch/feedback/test_state.py::test_an_overflow_of_any_parameter_leaves_no_trace "
             "torch/feedback/test_state.py::test_an_overflow_leaves_no_trace"
         ),
     ),
@@ -456,7 +456,7 @@ BOUNDS = (
         "csrc/binding/torch/backend.cpp::Backend::compressed",
         "comm.run_coded(coded_call.op, args, out)",
         "(comm.run_coded(coded_call.op, args, out), true)",
-        "torch/hooks/test_ddp_compress.py::test_overflow_reaches_all_ranks_and_leaves_no_trace",
+        "torch/feedback/test_state.py::test_an_overflow_of_any_parameter_leaves_no_trace",
     ),
     Mutant(
         "coded-sgd-keeps-what-overflowed",

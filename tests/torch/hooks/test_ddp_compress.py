@@ -27,7 +27,6 @@ from tests.torch.harness import (
     SHAPES,
     Chosen,
     Multiples,
-    all_equal,
     compressed,
     equal,
     gradients,
@@ -91,19 +90,6 @@ def test_other_gradient_dtypes(pool, dtype, spec):
     assert losses[-1] < losses[0]
     if dtype == torch.float64:  # no codec takes it, so it is reduced exactly
         assert equal(a, pool.run(trained, None, 20, dtype, backend="gloo")[0][0])
-
-
-@on_ranks(2, then=all_equal)
-def test_torchs_powersgd_runs_over_several_buckets(rank, size):
-    """torch's own PowerSGD has callbacks that start collectives; on Gloo two buckets crash it."""
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
-
-    model = DistributedDataParallel(network(), bucket_cap_mb=0.02)
-    state = power_sgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-    model.register_comm_hook(state, power_sgd.powerSGD_hook)
-    losses = train(model, rank, range(40))
-    assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), losses
-    return values(model)
 
 
 # ------------------------------------------------------- gradients chosen by the test
