@@ -28,7 +28,7 @@ NAMES = (
 
 
 class Core(BackendCalls):
-    has_codecs = True
+    coded = coded.CORE
 
     def __init__(self, name: str, store: _C.Store, rank: int, ranks: int) -> None:
         self.name = name

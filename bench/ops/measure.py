@@ -149,7 +149,9 @@ class Rank:
                 report.note(f"# {harness.format_size(case.size)}: {refused}")
                 continue
             for codec in self.options.codec:
-                if codec != "none" and not (backend.has_codecs and case.dtype in coded.ROUNDING):
+                if codec != "none" and not (
+                    case.op.name in backend.coded and case.dtype in coded.ROUNDING
+                ):
                     continue
                 for place in self.places(case):
                     one = replace(case, place=place)

@@ -216,7 +216,7 @@ def chosen(
     between ranks after a member has joined, and with them what a path takes.
 
     Args:
-        op: "all_reduce", "reduce_scatter" or "all_gather".
+        op: "all_reduce" or "reduce_scatter".
         bucket, group, tensor, senders: as for `choose`; all ranks call it together.
     """
     choice: ChosenPath | None = bucket.agreed.paths.get((op, senders))

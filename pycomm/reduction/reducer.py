@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from pycomm import backend
 from pycomm._build import load_c10d
-from pycomm.arguments import typed, whole
+from pycomm.arguments import whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback, Residuals
@@ -32,7 +32,6 @@ from pycomm.policy import (
     Plan,
     Policy,
     refused_together,
-    usual_feedback,
 )
 from pycomm.reduction import coding, members, paths, powersgd, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
@@ -59,7 +58,6 @@ class BucketReducer:
         process_group: dist.ProcessGroup | None,
         feedback: bool | str | Feedback | None,
         seed: int,
-        weighted: bool = False,
         transform: Transform | None = None,
     ) -> None:
         process_group = process_group or dist.group.WORLD
@@ -68,12 +66,9 @@ class BucketReducer:
         self.process_group: dist.ProcessGroup = process_group
         with refused_together(process_group):
             seed = whole("seed", seed, 0, 2**64 - 1)
-            if isinstance(codec, str) and feedback is True:
-                feedback = usual_feedback(codec) or True
             rule = Feedback.of(feedback)
             self._kind = rule.kind if rule else None
-            typed("weighted", weighted, bool)
-            options = (f"feedback={rule}", f"seed={seed}", f"weighted={weighted}")
+            options = (f"feedback={rule}", f"seed={seed}")
             # Weak: a plan that kept this state alive would keep a dropped model in the monitor.
             refusal = _weakly(self._refusal)
             self.plan = Plan(Policy.of(codec), process_group, options=options, refusal=refusal)
@@ -90,9 +85,8 @@ class BucketReducer:
         """A value of a sparse payload is averaged over the ranks that have sent it."""
         self.factors: list[float] | None = None
         """Of each rank, what its contribution to this step is multiplied by; None: by 1."""
-        self._names: dict[int, str] = {}  # by id of the parameter
-        self._parameters: list[torch.Tensor] = []  # keeps their ids from being used again
         self._by_name: dict[str, torch.Tensor] = {}
+        self._names: dict[int, str] = {}  # by id of these
         self._numbers: dict[str, int] = {}
         self._device = torch.device("cpu")
         self._buckets: dict[tuple[str, ...], Bucket] = {}
@@ -159,23 +153,33 @@ class BucketReducer:
         Args:
             name: name of the parameter.
             parameter: tensor with its shape, dtype and device.
-            exact: reason to send it exactly whatever the policy says; "": none.
+            exact: reason to send it exactly whatever the policy says; "": none. The transform may
+                have another one.
         """
+        if self.transform is not None:
+            exact = self.transform.exact(parameter) or exact
         if not self._numbers:
             self._device = parameter.device
         if name in self._numbers:
             self._forget_buckets({name})
-        self._names[id(parameter)] = name
-        self._parameters.append(parameter)
-        self._by_name[name] = parameter
+        self._put(name, parameter)
         self._numbers.setdefault(name, len(self._numbers))
         shape = (*parameter.shape, 2) if parameter.is_complex() else parameter.shape
         before = self.decisions.get(name)
-        if before is not None and before.parameter.shape != shape and self.residuals:
-            self.residuals.forget(name)
         if before is not None and before.parameter.shape != shape:
             self._factors.forget(name)
+            if self.residuals:
+                self.residuals.forget(name)
         self.plan.add(Parameter(name, tuple(shape), parameter.dtype, exact))
+        if self.transform is not None:
+            self.transform.entered(name)
+
+    def _put(self, name: str, parameter: torch.Tensor) -> None:
+        """Let a tensor be the parameter of a name, in the place of another one."""
+        if name in self._by_name:
+            self._names.pop(id(self._by_name[name]), None)
+        self._by_name[name] = parameter
+        self._names[id(parameter)] = name
 
     def agree(self) -> None:
         """Check that all ranks have decided alike; collective. See `Plan.agree`.
@@ -203,7 +207,7 @@ class BucketReducer:
             Error: the tensor has another number of values than the parameters.
         """
         if self.factors is not None:
-            self._weigh(tensor)
+            weigh(tensor, self.factors[self.process_group.rank()])
         if self.process_group.size() == 1 and not self._is_fed(names):
             return completed(tensor)
         if tensor.dtype not in CODED or tensor.is_sparse:
@@ -270,8 +274,6 @@ class BucketReducer:
         self, tensor: torch.Tensor, bucket: Bucket
     ) -> torch.futures.Future[torch.Tensor]:
         # A step calls this for every bucket: what is rare is a flag, so that it costs no call.
-        if self.residuals is not None and self.residuals.rule.clip:
-            self._clip(bucket, tensor)
         step = self._current
         if step.looks:
             self._factors.look(tensor, bucket, self.matrix)
@@ -475,20 +477,6 @@ class BucketReducer:
                 self._current.pieces[piece.name] = piece
         bucket.follow_memory()
         self._current.flushed |= bucket.flushed
-
-    def _clip(self, bucket: Bucket, tensor: torch.Tensor) -> None:
-        """Bound the norm of each gradient of this rank (DGC, Lin et al. 2018, section 3.3)."""
-        clip = self.residuals.rule.clip if self.residuals else 0.0
-        for piece in bucket.pieces if clip else ():
-            gradient = tensor[piece.offset : piece.offset + piece.numel]
-            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-            most = clip / self.process_group.size() ** 0.5
-            gradient.mul_(torch.where(norm > most, most / norm, torch.ones_like(norm)))
-
-    def _weigh(self, tensor: torch.Tensor) -> None:
-        """Multiply this rank's contribution by what it weighs; see `pycomm.reduction.weights`."""
-        if self.factors is not None:
-            weigh(tensor, self.factors[self.process_group.rank()])
 
     def _senders(self) -> list[float]:
         """Return what each sender of a value counts.

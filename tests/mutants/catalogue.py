@@ -276,7 +276,7 @@ RESIDUALS = (
         "step.kept() - waiting if came else set()",
         "step.kept() - waiting",
         (
-            "torch/hooks/test_ddp_compress.py::test_overflow_reaches_all_ranks_and_leaves_no_trace "
+            "torch/feedback/test_state.py::test_an_overflow_of_any_parameter_leaves_no_trace "
             "torch/feedback/test_state.py::test_an_overflow_leaves_no_trace"
         ),
     ),
@@ -348,7 +348,7 @@ RESIDUALS = (
     Mutant(
         "deepspeed-residuals-keep-the-old-scale",
         "pycomm/hooks/deepspeed.py::DeepSpeedState.open_step",
-        "self.rescale(now / self._scale)",
+        "self.rescale(now / self._scale, momentum=True)",
         "pass",
         "torch/hooks/test_deepspeed.py::test_residuals_follow_the_loss_scale",
     ),
@@ -453,7 +453,7 @@ BOUNDS = (
         "csrc/binding/torch/backend.cpp::Backend::compressed",
         "comm.run_coded(coded_call.op, args, out)",
         "(comm.run_coded(coded_call.op, args, out), true)",
-        "torch/hooks/test_ddp_compress.py::test_overflow_reaches_all_ranks_and_leaves_no_trace",
+        "torch/feedback/test_state.py::test_an_overflow_of_any_parameter_leaves_no_trace",
     ),
     Mutant(
         "coded-sgd-keeps-what-overflowed",
@@ -475,7 +475,7 @@ BOUNDS = (
         "pycomm/policy/agreement.py::agree",
         "any(not torch.equal(other, all_digests[0]) for other in all_digests)",
         "False",
-        "torch/hooks/test_policy.py::test_epochs_and_a_rank_that_counts_otherwise",
+        "torch/hooks/test_policy.py::test_a_rank_that_counts_other_steps_is_named",
     ),
     Mutant(
         "megatron-padded-gradients-stay-local",

@@ -170,7 +170,6 @@ USES: dict[str, Use] = {
     "compress without feedback": gradients(feedback=None),
     "compress with decay": gradients("topk:0.1", feedback="decay:0.9"),
     "compress with momentum": gradients("topk:0.1", feedback="momentum:0.9"),
-    "compress, weighted": gradients(weighted=True),
     "PowerSGD": gradients("powersgd:2"),
     "FSDP2": of_way(ways.shards),
     "CodedAdamW": momentum(ways.ADAMW),
@@ -194,7 +193,7 @@ USES: dict[str, Use] = {
     ("name", "backend"),
     [
         *((name, "pycomm") for name in USES),
-        *((name, "gloo") for name in ("compress, weighted", "LocalSGD in streams")),
+        *((name, "gloo") for name in ("compress", "LocalSGD in streams")),
     ],
 )
 def test_a_dropped_object_leaves_nothing(rank, size, name):

@@ -651,21 +651,16 @@ intrusive_ptr<Work> Backend::compressed(Op op, const at::Tensor& output, const a
                                         const std::shared_ptr<const Layout>& layout,
                                         const CodedStep& step) {
   const c10d::AllreduceOptions options;  // an asynchronous call, with the group's timeout
-  const bool scatters = op == Op::reduce_scatter, gathers = op == Op::all_gather;
+  const bool scatters = op == Op::reduce_scatter;
   const Call call =
-      scatters  ? Call("pycomm:compressed reduce_scatter", OpType::_REDUCE_SCATTER_BASE, options)
-      : gathers ? Call("pycomm:compressed all_gather", OpType::_ALLGATHER_BASE, options)
-                : Call("pycomm:compressed all_reduce", OpType::ALLREDUCE, options);
+      scatters ? Call("pycomm:compressed reduce_scatter", OpType::_REDUCE_SCATTER_BASE, options)
+               : Call("pycomm:compressed all_reduce", OpType::ALLREDUCE, options);
   const size_t row = layout->numel(), ranks = static_cast<size_t>(size_);
-  const bool in_place = !scatters && !gathers;
-  check_values(arguments_, call, output, *layout, in_place ? "the bucket" : "output",
-               gathers ? ranks * row : row);
+  check_values(arguments_, call, output, *layout, scatters ? "output" : "the bucket", row);
   check_values(arguments_, call, input, *layout, "input", scatters ? ranks * row : row);
   if (scatters && layout->rows() != ranks)
     arguments_.fail(call, "the layout has residuals of " + std::to_string(layout->rows()) +
                               " rows; make it as Layout(" + std::to_string(ranks) + ")");
-  if (gathers && layout->rows() != 1)
-    arguments_.fail(call, "the layout's residuals must have one row");
   if (step.sides.size() != layout->size())
     arguments_.fail(call, "sides are given for " + std::to_string(step.sides.size()) +
                               " parameters, but the layout has " + std::to_string(layout->size()));

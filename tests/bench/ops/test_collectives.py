@@ -221,7 +221,7 @@ def test_the_backend_of_torch_has_codecs_too(played):
 def test_results_go_in_and_out_of_place(played, op):
     rows = played.rows("two ranks", f"places of {op}")
     places = {(row["backend"], row["codec"], row["place"]) for row in rows}
-    assert len(places) == len(rows) == 8
+    assert len(places) == len(rows) == (8 if op in coded.HOOKS else 6)
     assert all(row["wrong"] == 0 for row in rows)
     assert {row["place"] for row in played.rows("two ranks", "gloo")} == {"in"}
 
