@@ -19,14 +19,13 @@ from pycomm.arrays import (
     check_part,
     core_dtype,
     count,
-    joined,
     pair,
     parts,
     reduce_op,
     span,
 )
 from pycomm.errors import Error
-from pycomm.pieces import Piece, built, floats, listed
+from pycomm.pieces import Piece, built, floats
 
 __all__ = ["Communicator", "Piece", "Request", "Store"]
 
@@ -238,16 +237,14 @@ class Communicator:
         """Replace ``data`` by its reduction over all ranks.
 
         Args:
-            data: any shape and dtype, in place; or a list of arrays of one dtype, which are reduced
-                as one, by a copy.
+            data: any shape and dtype, in place.
             op: sum, avg, premul_sum (``data`` times ``factor``), prod, min, max, band, bor or
                 bxor.
             factor: factor of this rank's own data, for premul_sum; ranks may have different ones.
             timeout: seconds.
         """
-        how, core = reduce_op(op), self.core
-        with joined("all_reduce", data) as (address, numel, dtype):
-            core.run("all_reduce", address, address, numel, dtype, how, -1, factor, timeout)
+        how, (address, numel, dtype) = reduce_op(op), span(data, True)
+        self.core.run("all_reduce", address, address, numel, dtype, how, -1, factor, timeout)
 
     def all_reduce_coded(
         self,
@@ -268,13 +265,12 @@ class Communicator:
         Without residuals of owners, far ranks may all do what the owner does, with the same bits.
 
         Args:
-            data: float32, any shape, in place; or a list of such arrays, which travel together, by
-                a copy, each coded by itself.
+            data: float32, any shape, in place.
             codec: one codec for all, by its name ("int4", "topk:density=0.01"), or :class:`Piece` s
                 that cover ``data``.
             residual: error feedback with one codec for all: float32, as many values as ``data``,
                 zeros at first. What this rank's payload loses is kept there and added to the next
-                one. For a list: a list of arrays, or one array for all.
+                one.
             average: divide the sum by the number of ranks.
             seed: seed of stochastic rounding, equal on all ranks.
             step: training step, equal on all ranks; also names random numbers.
@@ -283,24 +279,12 @@ class Communicator:
         Returns:
             True if every value of the result is finite; the same on all ranks.
         """
-        core = self.core
-        with joined("all_reduce_coded", data) as (address, numel, dtype):
-            if dtype != _C.DType.float32:
-                raise Error(f"all_reduce_coded takes float32, not {dtype.name}: convert it first")
-            if residual is not None or isinstance(data, list | tuple):
-                codec = listed(data, numel, codec, residual)
-            pieces = built(codec, numel)
-            if pieces.numel != numel:
-                raise Error(
-                    f"the pieces cover {pieces.numel} of {numel} elements: they must cover all"
-                )
-            how: dict[str, Any] = {
-                "average": average,
-                "seed": seed,
-                "step": step,
-                "timeout": timeout,
-            }
-            return core.run_coded("all_reduce", address, address, pieces, **how)
+        address, numel = floats("all_reduce_coded", data, True)
+        pieces = built(codec, numel, residual=residual)
+        if pieces.numel != numel:
+            raise Error(f"the pieces cover {pieces.numel} of {numel} elements: they must cover all")
+        how: dict[str, Any] = {"average": average, "seed": seed, "step": step, "timeout": timeout}
+        return self.core.run_coded("all_reduce", address, address, pieces, **how)
 
     def reduce_scatter_coded(
         self,
