@@ -18,7 +18,7 @@ from __future__ import annotations
 from pycomm.plan.advice import Advice, advise
 from pycomm.plan.cluster import LINKS, PROCESSORS, Cluster, CodecRates, Link, Processor
 from pycomm.plan.codecs import CODINGS, Coding
-from pycomm.plan.model import Model, ModelBucket, of_count, of_tensors, of_text
+from pycomm.plan.model import Model, ModelBucket, of_count, of_tensors
 from pycomm.plan.prediction import Prediction, best_of_each, predict, step
 from pycomm.plan.probe.result import ClusterProbe
 
@@ -40,7 +40,6 @@ __all__ = [
     "best_of_each",
     "of_count",
     "of_tensors",
-    "of_text",
     "predict",
     "step",
 ]

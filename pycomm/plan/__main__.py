@@ -37,7 +37,7 @@ def plan(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     try:
         model, cluster = options.model(given), options.cluster(given, given.ranks)
-    except (ValueError, ImportError) as error:
+    except ValueError as error:
         parser.error(str(error))
     found = predict(model, cluster, options.chosen(given), every=given.all)
     limit = ERROR if given.max_error is None else given.max_error
