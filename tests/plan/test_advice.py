@@ -136,15 +136,6 @@ def test_torch_and_the_build_are_not_needed(tmp_path):
     assert found["advice"]["codec"] == "eden:bits=2"
 
 
-def test_a_module_by_its_file(tmp_path, capsys):
-    file = tmp_path / "net.py"
-    file.write_text(
-        "import torch\ndef net():\n    return torch.nn.Linear(100, 200), (torch.zeros(1, 100),)\n"
-    )
-    assert main([f"{file}:net", "--ranks", "4", "--link", "1gbit"]) == 0
-    assert "20.2 k values in 1 buckets" in capsys.readouterr().out.replace("\n", " ")
-
-
 PLAN = ["25M", "--compute", "1s", "--ranks", "4"]
 
 

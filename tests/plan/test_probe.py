@@ -9,10 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from pycomm.env import env
 from pycomm.plan import CODINGS, ClusterProbe
 from pycomm.plan.__main__ import main
-from pycomm.plan.probe import cli
 from pycomm.plan.probe.result import middle
 
 
@@ -66,11 +64,3 @@ def test_another_file_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["25M", "--ranks", "4", "--compute", "1s", "--probe", str(path)])
     assert "not written by `plan probe`" in capsys.readouterr().err
-
-
-def test_ranks_of_several_nodes_are_told_to_name_a_folder(monkeypatch, capsys):
-    place = {"rank": 0, "world_size": 4, "local_world_size": 2}
-    monkeypatch.setattr(cli, "env", lambda: replace(env(), **place))
-    with pytest.raises(SystemExit):
-        main(["probe"])
-    assert "4 ranks on nodes of 2" in capsys.readouterr().err
