@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -53,9 +52,9 @@ def test_of_several_turns_the_middle_of_each_figure_counts(probed):
 
 
 def test_the_planner_takes_it(probed, capsys):
-    words = ["25M", "--ranks", "4", "--compute", "100ms", "--probe", str(probed[0]), "--json", "-"]
+    words = ["25M", "--ranks", "4", "--compute", "100ms", "--probe", str(probed[0])]
     assert main(words) == 0
-    assert json.loads(capsys.readouterr().out)["ranks"] == 4
+    assert ", 4 ranks, " in capsys.readouterr().out
 
 
 def test_another_file_is_refused(tmp_path, capsys):
