@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pycomm import units
 from pycomm.plan import codecs
@@ -170,18 +169,3 @@ def _processor(options: argparse.Namespace) -> Processor:
 
 def chosen(options: argparse.Namespace) -> list[codecs.Coding]:
     return options.codec or list(codecs.CODINGS.values())
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json", "-J", type=file, help="write everything to this file; - prints it"
-    )
-
-
-def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Write to a file, or to standard output if it is "-"."""
-    text = json.dumps(record, indent=1)
-    if str(path) == "-":
-        print(text)
-    else:
-        path.write_text(text + "\n")
