@@ -34,13 +34,11 @@ Store = _C.Store
 _SUM = _C.ReduceOp.sum
 
 
-def _options(timeout: float | None, options: dict[str, Any]) -> _C.CommunicatorOptions:
+def _options(options: dict[str, Any]) -> _C.CommunicatorOptions:
     """Return options of a group as the core takes them; those that are None keep their default."""
     made = _C.CommunicatorOptions()
-    if timeout is not None:
-        made.timeout = timeout
     for name, value in options.items():
-        if name.startswith("_") or not hasattr(_C.GroupOptions, name):
+        if name.startswith("_") or not hasattr(made, name):
             raise TypeError(f"Communicator has no option {name!r}")
         if value is not None:
             setattr(made, name, value)
@@ -58,15 +56,12 @@ class Communicator:
             ``Store.local()`` for threads; None if there is only one rank.
         rank: this process's number, 0 to size - 1.
         size: number of ranks.
-        group: unique name among the groups of this store.
-        timeout: seconds that the rendezvous, and by default every operation, may take.
         parent: an existing group with these ranks: it detects deaths during the rendezvous.
-        parent_ranks: the ranks' numbers in ``parent``; empty: the same as here.
-        segment_bytes: for tests: size of the pieces in which channels pipeline.
-        nodes, sites: for tests: the node and the site of each rank; TCP connects the nodes.
-        options: the options of the table in docs/api/backend.md by name, such as
-            ``transport="tcp"``; ``transport="local"`` is for ranks that are threads. Those that are
-            not given, or None, come from the environment.
+        options: ``group``, a unique name among the groups of this store; ``timeout``, the seconds
+            that the rendezvous, and by default every operation, may take; ``parent_ranks``, the
+            ranks' numbers in ``parent`` if they differ; and the options of the table in
+            docs/api/backend.md by name, such as ``transport="tcp"``; ``transport="local"`` is for
+            ranks that are threads. Those that are not given, or None, come from the environment.
 
     Raises:
         TypeError: there is no option of that name, or its value has another type.
@@ -89,21 +84,13 @@ class Communicator:
         rank: int,
         size: int,
         *,
-        group: str = "default",
-        timeout: float | None = None,
         parent: Communicator | None = None,
-        parent_ranks: Sequence[int] = (),
-        segment_bytes: int = 0,
-        nodes: Sequence[int] = (),
-        sites: Sequence[int] = (),
         **options: Any,
     ) -> None:
-        made = _options(timeout, options)
-        made.group = group
-        made.segment_bytes = segment_bytes
-        made.nodes, made.sites = list(nodes), list(sites)
+        made = _options(options)
         if parent:
-            made.parent, made.parent_ranks = parent.core, list(parent_ranks or range(size))
+            made.parent = parent.core
+            made.parent_ranks = made.parent_ranks or list(range(size))
         core = _C.Communicator(store, rank, size, made)
         self._core: _C.Communicator | None = core
         if size > 1:
@@ -132,18 +119,8 @@ class Communicator:
         if store_folder is not None:
             store = Store.file(store_folder)
         elif size > 1:
-            others = (
-                "group",
-                "parent",
-                "parent_ranks",
-                "segment_bytes",
-                "nodes",
-                "sites",
-                "timeout",
-            )
-            shared = {name: value for name, value in options.items() if name not in others}
-            made = _options(options.get("timeout"), shared)
-            store = stores.at_master(rank, made)
+            shared = {name: value for name, value in options.items() if name != "parent"}
+            store = stores.at_master(rank, _options(shared))
         return cls(store, rank, size, **options)
 
     @property
