@@ -2,14 +2,14 @@
 
     python -m pycomm.bench.netlab --nodes 4 --ranks-per-node 2 --rate 1gbit -- COMMAND
     python -m pycomm.bench.netlab --rate 1gbit --node 1=10mbit/100mbit -- COMMAND
-    python -m pycomm.bench.netlab --rate 200mbit --delay 30ms --loss 0.1% -- COMMAND
+    python -m pycomm.bench.netlab --rate 200mbit@60ms@0.1% -- COMMAND
 
 runs the command once per rank, with torchrun's environment, prints the bytes that crossed each
 interface, and exits with 0, or with the status of the first rank that failed. All nodes connect to
 one switch. The egress and ingress of a node are limited at the ends of its own link, so links are
-full duplex. With a delay, a loss or a matrix, a program moves the packets in user space
-(lab/wan.py). lab/rates.py defines the format of rates, lab/shape.py that of the others. Root
-is not needed where the kernel allows user namespaces.
+full duplex. With a delay or a loss, a program moves the packets in user space (lab/wan.py).
+lab/rates.py defines the format of rates. Root is not needed where the kernel allows user
+namespaces.
 
 Nothing is left behind. A namespace and its contents live as long as the process that holds it open,
 and that process ends when its standard input is closed. Each rank has a subreaper
@@ -27,32 +27,15 @@ from collections.abc import Sequence
 
 from pycomm.bench.common.arguments import Parser
 from pycomm.bench.lab import rates
-from pycomm.bench.lab.base import (
-    Lab,
-    LabUnavailable,
-    Paced,
-    Traffic,
-    interface_bytes,
-    interface_counts,
-    wait,
-)
-from pycomm.bench.lab.namespaces import Netlab
-from pycomm.bench.lab.rates import UNLIMITED
-from pycomm.bench.lab.wan import WanLab, lab_of
-
-__all__ = [
-    "UNLIMITED",
-    "Lab",
-    "LabUnavailable",
-    "Netlab",
-    "Paced",
-    "Traffic",
-    "WanLab",
-    "interface_bytes",
-    "interface_counts",
-    "open_lab",
-    "wait",
-]
+from pycomm.bench.lab.base import Lab as Lab
+from pycomm.bench.lab.base import LabUnavailable as LabUnavailable
+from pycomm.bench.lab.base import Paced as Paced
+from pycomm.bench.lab.base import Traffic as Traffic
+from pycomm.bench.lab.base import interface_counts as interface_counts
+from pycomm.bench.lab.base import wait as wait
+from pycomm.bench.lab.namespaces import Netlab as Netlab
+from pycomm.bench.lab.rates import UNLIMITED as UNLIMITED
+from pycomm.bench.lab.wan import lab_of
 
 
 def open_lab(nodes: int, rate: str, *, paced: bool = False) -> tuple[Lab, str]:
