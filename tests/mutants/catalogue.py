@@ -465,10 +465,10 @@ BOUNDS = (
     ),
     Mutant(
         "half-a-state-taken",
-        "pycomm/elastic/chain.py::_receive",
-        "    receiver.receive()\n    receiver.finish()",
-        "    receiver.finish()",
-        "torch/elastic/test_hand_over.py::test_a_rank_that_gives_up_tells_those_after_it",
+        "pycomm/elastic/transfer.py::_broadcast",
+        "if failed[root]:",
+        "if False:",
+        "torch/elastic/test_hand_over.py::test_a_rank_that_fails_holds_nobody_up",
     ),
     Mutant(
         "decisions-not-compared",
