@@ -198,10 +198,6 @@ class Residual:
         """Return a row of the worker residual after this step as it is stored."""
         return self.stored("worker", self.sides[1], row, 0, self.numel)
 
-    def written_worker(self, row: int = 0) -> torch.Tensor:
-        """Return a row of the worker residual after this step, float32 [numel]."""
-        return self.values("worker", self.sides[1], row, 0, self.numel)
-
     def room(self) -> torch.Tensor:
         """Return float32 [numel] for `store_worker`: the residual itself if in float32."""
         assert self.worker is not None
