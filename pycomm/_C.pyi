@@ -138,7 +138,6 @@ class Codec:
         kind: FeedbackKind,
         storage: FeedbackStorage,
         decay: float,
-        nesterov: _bool,
         error: tuple[int, int],
         momentum: tuple[int, int],
         scratch: FeedbackScratch,
@@ -297,7 +296,6 @@ ALGOS: tuple[str, ...]  # values of PYCOMM_ALGO: csrc/core/env.h
 class CommunicatorOptions(GroupOptions):
     group: str
     timeout: float
-    agreed: str
     description: str
     global_ranks: list[int]
     parent: Communicator | None
@@ -314,23 +312,6 @@ class Shot:
     shown: ClassVar[Shot]
     result: ClassVar[Shot]
 
-class CodedCall:
-    def __init__(
-        self,
-        input: tuple[int, int],
-        output: tuple[int, int],
-        dtype: DType,
-        sides: Sequence[tuple[int, int]],
-        *,
-        seed: int,
-        step: int,
-        divisor: int,
-        found_inf: int,
-        stream: int | None = None,
-        scratch: tuple[int, int] = ...,
-        swapped: int = 0,
-    ) -> None: ...
-
 class Pieces:
     def __init__(self) -> None: ...
     def add(
@@ -342,7 +323,6 @@ class Pieces:
         kind: FeedbackKind = ...,
         storage: FeedbackStorage = ...,
         decay: float = 0.0,
-        nesterov: _bool = False,
         worker: Sequence[int] = ...,
         owner: Sequence[int] = ...,
         momentum: Sequence[int] = ...,
@@ -365,20 +345,27 @@ class CodedBucket(Pieces):
         gathers: _bool = True,
     ) -> None: ...
     @property
-    def owned_bytes(self) -> list[int]: ...
-    @property
-    def shown_bytes(self) -> int: ...
-    @property
     def memory_bytes(self) -> int: ...
     @property
     def room_behind(self) -> int: ...
     def scratch_bytes(self, dtype: DType) -> int: ...
     def run(
         self,
-        call: CodedCall,
+        input: tuple[int, int],
+        output: tuple[int, int],
+        dtype: DType,
+        sides: Sequence[tuple[int, int]],
         memory: tuple[int, int],
         move: Callable[[Shot, int, list[int]], tuple[int, int, list[tuple[int, int]]]],
         launch: Callable[[list[Launch]], None] | None = None,
+        *,
+        seed: int,
+        step: int,
+        divisor: int,
+        found_inf: int,
+        stream: int | None = None,
+        scratch: tuple[int, int] = ...,
+        swapped: int = 0,
     ) -> None: ...
 
 class Parts:

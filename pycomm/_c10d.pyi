@@ -47,7 +47,6 @@ class Layout:
         kind: str = "residual",
         storage: str = "float32",
         decay: float = 0.0,
-        nesterov: bool = False,
         worker: Pair | None = None,
         owner: Pair | None = None,
         momentum: Pair | None = None,
@@ -118,13 +117,4 @@ class Backend(_distributed_c10d.Backend):
         seed: int,
         step: int,
         average: bool = True,
-    ) -> Work: ...
-    def compressed_all_gather(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        layout: Layout,
-        sides: Sides,
-        seed: int,
-        step: int,
     ) -> Work: ...

@@ -31,7 +31,6 @@ def compress(
     *,
     feedback: bool | str | Feedback | None = True,
     seed: int = 0,
-    weighted: bool = False,
     nodes: Sequence[int] | None = None,
 ) -> CompressionState:
     """Compress the gradients of a data-parallel model, from now on.
@@ -50,22 +49,18 @@ def compress(
     Args:
         model: a model in one of these wrappers, compiled or not.
         codec: a codec, its text ("int8", "topk:0.01,values=int8"), a `pycomm.Policy`, or the text
-            of one: "auto", "int4 warmup=100", and more in `Policy.of`. "dgc:0.01" is top-k with all
-            of Deep Gradient Compression. A codec leaves norms, biases and tiny parameters exact.
+            of one: "auto", "int4 warmup=100", and more in `Policy.of`. A codec leaves norms, biases
+            and tiny parameters exact.
         feedback: error feedback. True: the error of each payload is added to the next; False: none;
             or a kind with options, "decay:0.9,storage=int8", see `pycomm.Feedback`.
         seed: seed of random rounding; equal on all ranks.
-        weighted: weight the ranks in the average by their samples or tokens, which each rank sets
-            before every backward (`CompressionState.set_weight`); equal on all ranks. Not for HSDP.
         nodes: for DDP only, the number of the node of each rank, in rank order, equal on all ranks.
             Ranks of a node sum exactly, and each codes a part of the sum for the other nodes. None:
             ranks with one hostname, or one PYCOMM_HOST_ID. ``range(world_size)``: all ranks code
             alike.
 
     Returns:
-        The state, with `summary()`, `residual_norms()`, and `state_dict()` for checkpoints. As a
-        context manager it calls `remove()` at the end of its block, on all ranks alike; not after
-        an exception, since other ranks may be elsewhere.
+        The state, with `summary()`, `residual_norms()`, and `state_dict()` for checkpoints.
 
     Raises:
         TypeError: no wrapper of the model reduces gradients through hooks, or an argument has
@@ -80,12 +75,10 @@ def compress(
         >>> model = DistributedDataParallel(net)  # doctest: +SKIP
         >>> state = pycomm.compress(model, "int4")  # doctest: +SKIP
         >>> print(state.summary())  # doctest: +SKIP
-        >>> with pycomm.compress(model, "int4") as state:  # doctest: +SKIP
-        ...     train(model)  # exact again after the block
     """
     typed("model", model, nn.Module)
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
-    options: dict[str, Any] = {"feedback": feedback, "seed": seed, "weighted": weighted}
+    options: dict[str, Any] = {"feedback": feedback, "seed": seed}
     if isinstance(model, DistributedDataParallel):
         wrapped = model
         state: CompressionState = attach(

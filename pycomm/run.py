@@ -52,7 +52,7 @@ from pycomm.launch import launch_env
 from pycomm.log import logger
 from pycomm.optim import found
 from pycomm.optim.settings import policy_of
-from pycomm.policy import PROTECT, Policy, Rule, usual_feedback
+from pycomm.policy import PROTECT, Policy, Rule
 
 AS_ASKED = "script"  # value of --backend that leaves the choice to the script
 
@@ -64,7 +64,7 @@ class CompressionChoice:
     policy: Policy | None = None
     momentum: bool = False
     """The policy is that of the optimizers' momentum, not of the gradients."""
-    feedback: bool | str = True
+    feedback: bool = True
     seed: int = 0
 
 
@@ -158,10 +158,7 @@ def apply(options: Sequence[str]) -> None:
     if given.seed is not None:
         whole("seed", given.seed, 0, 2**64 - 1)
     policy = None
-    feedback: bool | str = not given.no_feedback
     if chosen is not None:
-        if feedback:
-            feedback = usual_feedback(chosen) or True
         first = (Rule(codec=spec, name=name, reason=f"--rule {name}") for name, spec in rules)
         policy = replace(Policy.of(chosen), rules=(*first, *PROTECT))
         if momentum:
@@ -184,7 +181,7 @@ def apply(options: Sequence[str]) -> None:
         # Tensors on a GPU stay with NCCL.
         names = ["gloo"] if torch.cuda.is_available() else ["gloo", "nccl"]
         takeover.install(names, backend)
-    _compression = CompressionChoice(policy, momentum, feedback, given.seed or 0)
+    _compression = CompressionChoice(policy, momentum, not given.no_feedback, given.seed or 0)
     if policy is not None:
         if momentum:
             found.watch()

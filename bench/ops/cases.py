@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -156,7 +156,8 @@ class BackendCalls(ABC):
     """One way to run every operation of :mod:`pycomm.bench.ops.operations`."""
 
     name: str
-    has_codecs = False
+    coded: Sequence[str] = ()
+    """names of the operations that it runs with a codec"""
 
     def buffers(self, case: Case) -> tuple[Any, Any]:
         """Return zeroed input and output buffers for `case`; the same one if it is in place."""

@@ -21,6 +21,8 @@ ROUNDING = {"float32": 1e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 CORE = ("all_reduce", "reduce_scatter", "all_gather")
 """The operations that have a coded form."""
+HOOKS = ("all_reduce", "reduce_scatter")
+"""Those that hooks of torch use."""
 
 
 def core_run(c: _C.Communicator, case: Case, x: Array, y: Array, spec: str) -> Run:

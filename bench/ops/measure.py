@@ -51,13 +51,13 @@ class Variant:
 class Rank:
     """The measurement on one rank. Rank 0 creates and prints the rows."""
 
-    def __init__(self, options: argparse.Namespace, rank: int, ranks: int, folder: Path) -> None:
+    def __init__(self, options: argparse.Namespace, rank: int, ranks: int, store: _C.Store) -> None:
         self.options, self.rank, self.ranks = options, rank, ranks
         # Collects the clocks of all ranks, in a separate group that works beside any backend.
         control = _C.CommunicatorOptions()
         control.group = "bench-control"
-        self.control = _C.Communicator(_C.Store.file(str(folder)), rank, ranks, control)
-        given = options.backend, folder, rank, ranks
+        self.control = _C.Communicator(store, rank, ranks, control)
+        given = options.backend, store, rank, ranks
         self.backends = backends.connect(*given, cuda=options.device == "cuda")
         self.specs = {codec: arguments.core_spec(codec) for codec in options.codec}
         self._cores = os.sched_getaffinity(0)
@@ -149,7 +149,9 @@ class Rank:
                 report.note(f"# {harness.format_size(case.size)}: {refused}")
                 continue
             for codec in self.options.codec:
-                if codec != "none" and not (backend.has_codecs and case.dtype in coded.ROUNDING):
+                if codec != "none" and not (
+                    case.op.name in backend.coded and case.dtype in coded.ROUNDING
+                ):
                     continue
                 for place in self.places(case):
                     one = replace(case, place=place)

@@ -49,7 +49,7 @@ def encode(
         # The codec writes a float32 residual directly, if feedback does not transform it.
         direct = fresh.dtype == torch.float32 and kind != "momentum"
         left = fresh if direct else torch.empty_like(x)
-    p, e, u = _past(rule.decay, rule.nesterov, kind, x, old, old_u)
+    p, e, u = _past(rule.decay, kind, x, old, old_u)
     codec.encode(p, out, e, new_residual=left, key=key, index=begin)
     if left is not None and e is not None and fresh is not None:
         if u is not None:
@@ -71,7 +71,6 @@ def _parts(
 
 def _past(
     decay: float,
-    nesterov: bool,
     kind: str,
     x: torch.Tensor,
     old: torch.Tensor | None,
@@ -83,9 +82,5 @@ def _past(
         e = e * decay
     if old_u is None:
         return x, e, None
-    u = storage.load(old_u, x.numel())
-    if nesterov:
-        u = (u + x) * decay
-        return u + x, e, u
-    u = u * decay + x
+    u = storage.load(old_u, x.numel()) * decay + x
     return u, e, u

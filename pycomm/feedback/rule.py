@@ -27,9 +27,9 @@ class Feedback:
     Example:
         >>> from pycomm.feedback import Feedback
         >>> Feedback.of("decay:0.9,storage=int8")
-        Feedback(kind='decay', decay=0.9, storage='int8', clip=0.0, nesterov=False)
-        >>> print(Feedback.of("momentum:clip=1"))
-        momentum:decay=0.9,storage=auto,clip=1.0
+        Feedback(kind='decay', decay=0.9, storage='int8')
+        >>> print(Feedback.of("momentum"))
+        momentum:decay=0.9,storage=auto
     """
 
     kind: Kind = "residual"
@@ -44,10 +44,6 @@ class Feedback:
     with PowerSGD as bf16, for parameters of 65536 values or more and the kinds residual and decay;
     else float32, as where a payload has few of the values: the others wait for hundreds of steps,
     and a narrower format rounds away what a step adds to that many."""
-    clip: float = 0.0
-    """momentum: bound of each gradient's L2 norm times sqrt(ranks) before it is added; 0: none."""
-    nesterov: bool = False
-    """momentum: use Nesterov momentum."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -62,22 +58,18 @@ class Feedback:
                 f"feedback: storage={self.storage!r}: {guess(str(self.storage), names)}use one of "
                 f"{', '.join(names)}"
             )
-        for name in ("decay", "clip"):
-            put(self, **{name: number(f"feedback: {name}", getattr(self, name))})
-        typed("feedback: nesterov", self.nesterov, bool)
+        put(self, decay=number("feedback: decay", self.decay))
         if self.decay < 0:
             object.__setattr__(self, "decay", _DECAY[self.kind])
         if not 0 <= self.decay < 1:
             raise ValueError(f"feedback: decay={self.decay}: use 0 or more, and less than 1")
         if self.decay and self.kind == "residual":
             raise ValueError("feedback: residual has no decay: leave it out, or use the kind decay")
-        if self.clip < 0 or ((self.clip or self.nesterov) and self.kind != "momentum"):
-            raise ValueError("feedback: clip and nesterov are for momentum, and clip is 0 or more")
 
     def __str__(self) -> str:
         """Return the text from which `of` makes an equal object."""
         given = [(f.name, getattr(self, f.name)) for f in fields(self)[1:]]
-        options = [f"{k}={str(v).lower() if v is True else v}" for k, v in given if v]
+        options = [f"{k}={v}" for k, v in given if v]
         return f"{self.kind}:{','.join(options)}"
 
     def kept(self, numel: int, codec: Codec | None = None) -> Feedback:
@@ -124,12 +116,7 @@ class Feedback:
         return cls(kind, **options)  # type: ignore[arg-type]  # __post_init__ checks it
 
 
-_TYPES: dict[str, Callable[[str], Any]] = {
-    "decay": float,
-    "storage": str,
-    "clip": float,
-    "nesterov": {"true": True, "false": False}.__getitem__,
-}
+_TYPES: dict[str, Callable[[str], Any]] = {"decay": float, "storage": str}
 
 
 def _value(option: str, text: str) -> Any:
@@ -138,5 +125,5 @@ def _value(option: str, text: str) -> Any:
         raise ValueError(f"feedback: unknown option {option!r}; {meant}it has {', '.join(_TYPES)}")
     try:
         return _TYPES[option](text)
-    except (ValueError, KeyError):
+    except ValueError:
         raise ValueError(f"feedback: {option}={text!r} is not a value it can have") from None

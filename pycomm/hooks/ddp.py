@@ -29,11 +29,9 @@ class HookState(CompressionState):
 
     Args:
         codec: a codec, a `Policy`, or the text of either; see `CompressionState`.
-        model: the DDP model. Without it parameters are numbered in the order in which they first
-            appear, and rules by name match nothing.
-        process_group: the ranks that reduce; None: the model's group, or the default group.
-        nodes: number of the node of each rank; see `pycomm.compress`. Without a model all ranks
-            reduce alike.
+        model: the DDP model.
+        process_group: the ranks that reduce; None: the model's group.
+        nodes: number of the node of each rank; see `pycomm.compress`.
         options: feedback, seed and others; see `CompressionState`.
 
     Example:
@@ -46,30 +44,26 @@ class HookState(CompressionState):
 
     def __init__(
         self,
-        codec: str | Codec | Policy = "int8",
-        model: DistributedDataParallel | None = None,
+        codec: str | Codec | Policy,
+        model: DistributedDataParallel,
         *,
         process_group: dist.ProcessGroup | None = None,
         nodes: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
-        typed("model", model, DistributedDataParallel, None)
-        if process_group is None and model is not None:
-            process_group = model.process_group
-        super().__init__(codec, process_group=process_group, **options)
+        typed("model", model, DistributedDataParallel)
+        super().__init__(codec, process_group=process_group or model.process_group, **options)
         # Weak: the model's reducer holds this state in C++, where the garbage collector cannot see
         # a cycle.
-        self._model = weakref.ref(model) if model is not None else None
-        self._sparse = _sparse(model.module) if model is not None else set()
+        self._model = weakref.ref(model)
+        self._sparse = _sparse(model.module)
         # The order is that of DDP's reducer, which has no frozen or ignored parameters.
-        reduced: list[torch.Tensor] = []
-        if model is not None:
-            reduced = model._build_params_for_reducer()[0]  # type: ignore[no-untyped-call]
-            ids = set(map(id, reduced))
-            for name, parameter in model.module.named_parameters():
-                if id(parameter) in ids:
-                    self._enter(name, parameter)
-            self.plan.complete()
+        reduced = model._build_params_for_reducer()[0]  # type: ignore[no-untyped-call]
+        ids = set(map(id, reduced))
+        for name, parameter in model.module.named_parameters():
+            if id(parameter) in ids:
+                self._enter(name, parameter)
+        self.plan.complete()
         if reduced:
             device = reduced[0].device
             self.find_nodes(device, nodes)
@@ -167,18 +161,14 @@ class HookState(CompressionState):
         self._by_loaded = 2 if order else 0
 
     def _enter(self, name: str, parameter: torch.Tensor) -> None:
-        why = self.transform.exact(parameter) if self.transform else ""
-        if id(parameter) in self._sparse:
-            why = why or "its gradient is sparse"
+        why = "its gradient is sparse" if id(parameter) in self._sparse else ""
         self.add(clean(name), parameter, exact=why)
-        if self.transform is not None:
-            self.transform.entered(clean(name))
 
     def reduces(self, name: str, parameter: torch.Tensor) -> bool:
         """Return whether DDP averages a parameter's gradient, or was told to leave it out."""
         if id(parameter) in self._names:
             return True
-        model = self._model() if self._model else None
+        model = self._model()
         ignored = model.parameters_to_ignore if model is not None else ()
         return name in map(clean, ignored)
 
@@ -190,7 +180,7 @@ class HookState(CompressionState):
 
     def _looks_for_unused(self) -> DistributedDataParallel | None:
         """The model, if it was wrapped with `find_unused_parameters`."""
-        model = self._model() if self._model else None
+        model = self._model()
         if model is None or model.static_graph or not model.find_unused_parameters:
             return None
         return model
@@ -207,23 +197,21 @@ class HookState(CompressionState):
             }
 
     def _rebuilds(self) -> bool:
-        model = self._model() if self._model else None
+        model = self._model()
         if model is None or model._has_rebuilt_buckets:
             return False
         return bool(model.static_graph or not model.find_unused_parameters)
 
     def _new_name(self, parameter: torch.Tensor) -> str:
         """The name of a parameter that was frozen when compressed, but not when wrapped."""
-        model = self._model() if self._model else None
+        model = self._model()
         for name, known in model.module.named_parameters() if model is not None else ():
             if known is parameter:
                 return str(name)
-        if self._model is not None:
-            raise Error(
-                f"rank {self.process_group.rank()}: a gradient of shape "
-                f"{tuple(parameter.shape)} belongs to no parameter of this state's model"
-            )
-        return f"parameter{len(self._names)}"
+        raise Error(
+            f"rank {self.process_group.rank()}: a gradient of shape {tuple(parameter.shape)} "
+            "belongs to no parameter of this state's model"
+        )
 
 
 def _settle_joined(model: DistributedDataParallel, *_: Any) -> None:

@@ -8,7 +8,6 @@ accumulate.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -20,17 +19,10 @@ from pycomm.hooks.replaced import ReplacedState, is_a, state_in
 from pycomm.policy import Policy
 from pycomm.policy.names import clean
 
-_states: weakref.WeakSet[DeepSpeedState] = weakref.WeakSet()
-
 
 def is_deepspeed(model: nn.Module) -> bool:
     """Return whether a module is an engine, as `deepspeed.initialize` returns it."""
     return is_a(model, "deepspeed.runtime.engine", "DeepSpeedEngine")
-
-
-def reducing() -> bool:
-    """Return whether a state of this process has reduced an engine's gradients."""
-    return any(state.step > 0 for state in _states)
 
 
 class DeepSpeedState(ReplacedState):
@@ -74,7 +66,6 @@ class DeepSpeedState(ReplacedState):
         # It reduces the last bucket of a backward.
         name = "overlapping_partition_gradients_reduce_epilogue"
         self._end_backward = self._replace(self._optimizer, name, self._close)
-        _states.add(self)
 
     def _refusal(self, codec: Codec) -> str:
         if codec.combine == "factors":
@@ -91,7 +82,7 @@ class DeepSpeedState(ReplacedState):
     def open_step(self, *, absent: bool = False) -> bool:
         """See `ReplacedState`. Residuals follow the loss scale, in whose units gradients are."""
         if not self.is_open and not self.removed and (now := self._loss_scale()) != self._scale:
-            self.rescale(now / self._scale)
+            self.rescale(now / self._scale, momentum=True)
             self._scale = now
         return super().open_step(absent=absent)
 

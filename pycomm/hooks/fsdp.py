@@ -12,7 +12,7 @@ The collective that crosses the slow link is compressed:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -61,11 +61,6 @@ class FSDPState(CompressionState):
         self._units = list(units(model))
         info = _mesh_info(self._units)
         self._scatters = not isinstance(info, DDPMeshInfo)
-        if options.get("weighted") and not self._scatters and isinstance(info, FSDPMeshInfo):
-            raise ValueError(
-                "weighted=True: HSDP averages inside a replica before replicas average, and only "
-                "the second could be weighted; scale each rank's loss by its share instead"
-            )
         group = info.shard_process_group if self._scatters else info.replicate_process_group
         super().__init__(codec, process_group=group, **options)
         self.stays_because = (
@@ -126,26 +121,18 @@ class FSDPState(CompressionState):
         """Let codecs be decided for parameters that get gradients, frozen ones when they do."""
         for name in names:
             if name not in self._numbers:
-                tensor = self._tensor_of[name]()
-                why = self.transform.exact(tensor) if self.transform else ""
-                self.add(name, tensor, exact=why)
-                self._device = self._mesh_device
-                if self.transform is not None:
-                    self.transform.entered(name)
+                self.add(name, self._tensor_of[name]())
         self._device = self._mesh_device
 
-    def begin_step(self, *, weigh: bool = True, absent: bool = False) -> None:
+    def begin_step(self, *, absent: bool = False) -> None:
         """See `CompressionState`. Loading a model may have replaced its parameters' tensors."""
         for name, before in list(self._by_name.items()):
             now = self._tensor_of[name]()
             if now is not before:
-                del self._names[id(before)]
-                self._parameters = [tensor for tensor in self._parameters if tensor is not before]
-                self._parameters.append(now)
-                self._names[id(now)], self._by_name[name] = name, now
+                self._put(name, now)
                 if self._taken:
                     self._taken.replaced(name)
-        super().begin_step(weigh=weigh, absent=absent)
+        super().begin_step(absent=absent)
 
     def enter(self, names: Sequence[str]) -> None:
         """Begin a step if these are the first parameters of a backward, or recur in it."""
@@ -154,15 +141,14 @@ class FSDPState(CompressionState):
         if backward == self._backward and self._reduced.isdisjoint(names):
             self._reduced.update(names)
             return
-        again = backward == self._backward
-        if again:
+        if backward == self._backward:
             self.end_step()
         else:
             # Runs at the end of this backward, like torch's own hooks.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._backward, self._reduced = backward, set(names)
         self._waits.clear()
-        self.begin_step(weigh=not again)
+        self.begin_step()
 
     def _end_backward(self) -> None:
         self.end_step()
@@ -229,7 +215,6 @@ class FSDPState(CompressionState):
             later: the result is not needed before backward ends.
         """
         self.enter(names)
-        self._weigh(input)
         reducer = self.transform or self
         wait = reducer.scatter(output, input, names, group, average=average)
         if later:
@@ -398,20 +383,22 @@ def _mesh_info(found: Sequence[Unit]) -> Any:
             "parts of this model are reduced in different groups of ranks: compress each part by "
             "itself, pycomm.compress(part, ...), before anything else has run"
         )
-    for unit in found:
-        comms = (unit.group._reduce_scatter_comm, unit.group._all_reduce_hook)
-        if any(isinstance(comm, (CompressedReduceScatter, ReplicaHook)) for comm in comms):
-            raise Error(
-                "this model, or a part of it, is compressed already: change its codec by "
-                "set_policy() of that state"
-            )
+    if _state_of(found) is not None:
+        raise Error(
+            "this model, or a part of it, is compressed already: change its codec by "
+            "set_policy() of that state"
+        )
     return infos[0]
 
 
 def compressed_state(model: nn.Module) -> FSDPState | None:
     """Return the state that compresses a model in fully_shard, if there is one."""
-    for unit in units(model):
+    return _state_of(units(model))
+
+
+def _state_of(found: Iterable[Unit]) -> FSDPState | None:
+    for unit in found:
         for comm in (unit.group._reduce_scatter_comm, unit.group._all_reduce_hook):
             if isinstance(comm, Comm):
-                return comm.state if isinstance(comm.state, FSDPState) else None
+                return comm.state
     return None

@@ -191,7 +191,6 @@ class Momenta(Transform, ABC):
             travels_exactly = self.state.decisions[name].parameter.exact == OTHERS
             if travels_exactly and self._find(parameter) is not None:
                 self.state.add(name, parameter)
-                self._make_moment(name)
 
     def drop_step(self) -> None:
         """Drop what a backward has left that no optimizer step has used: a state is loaded."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Literal
 
@@ -19,8 +20,8 @@ from pycomm.arguments import number, typed, whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
-from pycomm.local_sgd.outer import reals
-from pycomm.local_sgd.shared import SharedModel
+from pycomm.local_sgd.outer import Fragment, reals
+from pycomm.local_sgd.shared import Average, SharedModel, copies
 from pycomm.local_sgd.streamed import Blocking, Streamed
 from pycomm.policy import Policy, agree_on_options
 from pycomm.reduction import own_group
@@ -132,7 +133,7 @@ class LocalSGD:
             _refuse_meetings(model, group)
             # Weights and senders are exchanged in several steps, which wait for each other.
             is_async = not weighted and average == "ranks" and reals(trained[0]).is_cpu
-            if exchange.needs_own_group(is_async=is_async and bool(backend.find_native(group))):
+            if exchange.needs_own_group(is_async=is_async and bool(backend.find(group))):
                 own = own_group.make(group)
                 closing = weakref.finalize(self, own_group.close, own)
         self.state = CompressionState(
@@ -156,10 +157,17 @@ class LocalSGD:
         )
         if average == "ranks" and group is not None:
             self.state.find_nodes(reals(trained[0]).device)
-        self._rounds = exchange.start(self._shared, self.every, own)
-        if closing is not None:
-            closing.detach()  # the rounds end their thread before it
-        weakref.finalize(self, self._rounds.close).atexit = False
+        self.local_steps = 0
+        """Optimizer steps in this round."""
+        self._own = own
+        self._thread: ThreadPoolExecutor | None = None  # that runs exchanges in `own`
+        self._in_flight: tuple[Fragment, Callable[[], Average]] | None = None
+        self._countdown = 0  # steps until what is in flight is applied
+        self._dirty = False  # the model differs from the common start
+        if own is not None and closing is not None:
+            closing.detach()  # the thread ends before it
+            self._thread = ThreadPoolExecutor(1, "pycomm-local-sgd")
+            weakref.finalize(self, _close, self._thread, own).atexit = False
 
     def _terms(self) -> list[str]:
         """Return the options that must be equal on all ranks."""
@@ -177,11 +185,6 @@ class LocalSGD:
                 "make a new LocalSGD"
             )
         super().__setattr__(name, value)
-
-    @property
-    def local_steps(self) -> int:
-        """Optimizer steps in this round."""
-        return self._rounds.local_steps
 
     @property
     def rounds(self) -> int:
@@ -215,14 +218,91 @@ class LocalSGD:
             )
         weight = 1.0 if weight is None else checked(weight)
         self.weight += weight
-        return self._rounds.step(weight)
+        self.local_steps += 1
+        self._dirty = True
+        for part in self._shared.parts:
+            part.weight += weight
+        if self._in_flight is not None:
+            self._countdown -= 1
+            if not self._countdown:
+                self._apply()
+        for part in self._shared.parts:
+            if part.end == self.local_steps:
+                self._end(part)
+        if self.local_steps < self.every:
+            return False
+        self.local_steps = 0
+        return True
 
     def finish(self) -> None:
         """End the round now and apply all outer gradients; afterwards all ranks are equal.
 
         Collective. Ranks may have taken different numbers of steps.
         """
-        self._rounds.finish()
+        self._apply()
+        all_finish = False
+        while not all_finish:
+            part, changed = self._next(), self._shared.changed()
+            gradient = part.gradient()
+            announced = self._shared.announce(
+                gradient, part.weight, changed, finishing=True, dirty=self._dirty
+            )
+            all_finish = all(rank.finishing for rank in announced())
+            if all_finish and not any(rank.dirty for rank in announced()):
+                break
+            self._catch_up(part, self._shared.average(part, gradient, announced))
+        else:
+            for _ in self._shared.parts[1:]:
+                self._catch_up(self._next(), self._exchange(self._next()))
+        self.local_steps, self._dirty = 0, False
+
+    def _next(self) -> Fragment:
+        """Return the fragment whose turn it is; the first one where a round ended by an error."""
+        parts = self._shared.parts
+        return next((part for part in parts if part.end > self.local_steps), parts[0])
+
+    def _catch_up(self, part: Fragment, wait: Callable[[], Average]) -> None:
+        """Apply a fragment's average at once, and go on as if its step of the round had come."""
+        part.weight = 0.0
+        self._complete(part, wait)
+        self.local_steps = part.end % self.every
+
+    def _end(self, part: Fragment) -> None:
+        """Send a fragment's outer gradient, and apply it at once unless it overlaps with steps."""
+        wait = self._exchange(part)
+        part.weight = 0.0
+        if self.exchange.overlap:
+            self._in_flight, self._countdown = (part, wait), self.exchange.overlap
+        else:
+            self._complete(part, wait)
+
+    def _exchange(self, part: Fragment) -> Callable[[], Average]:
+        """Send a fragment's outer gradient; return a function that waits for the average."""
+        shared, own = self._shared, self._own  # so that what is in flight does not hold this object
+        gradient, weight, changed = part.gradient(), part.weight, shared.changed()
+
+        def exchange() -> Callable[[], Average]:
+            announced = shared.announce(gradient, weight, changed)
+            return shared.average(part, gradient, announced)
+
+        if self._thread is None:
+            return exchange()
+        result = self._thread.submit(lambda: exchange()()).result
+        return lambda: own_group.wait(result, own)
+
+    def _complete(self, part: Fragment, wait: Callable[[], Average]) -> None:
+        """Wait for an average, and begin the fragment's next round from its start."""
+        self._shared.move(part, wait())
+        part.write()
+        self._dirty = len(self._shared.parts) > 1 or self.exchange.overlap > 0
+
+    def _apply(self) -> None:
+        """Apply the average that is in flight, if there is one."""
+        if self._in_flight is None:
+            return
+        (part, wait), self._in_flight = self._in_flight, None
+        if self._shared.move(part, wait()):
+            part.mix(self.exchange.mixing)
 
     def summary(self) -> str:
         """Return the codecs, and the bytes that this rank sends in a round and at most at once."""
@@ -284,7 +364,21 @@ class LocalSGD:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to checkpoint beside model and optimizer. Each rank saves its own."""
-        return {"version": STATE_VERSION, "weight": self.weight, **self._rounds.state_dict()}
+        pending = None
+        if self._in_flight is not None:
+            part, wait = self._in_flight
+            average = wait()
+            self._in_flight = part, lambda: average
+            values = copies(average.values)
+            pending = self._shared.parts.index(part), values, average.bad, self._countdown
+        return {
+            "version": STATE_VERSION,
+            "weight": self.weight,
+            "local_steps": self.local_steps,
+            "dirty": self._dirty,
+            "pending": pending,
+            **self._shared.state_dict(dirty=self._dirty),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state from `state_dict`, and the model's trained parameters with it.
@@ -302,8 +396,22 @@ class LocalSGD:
                 f"LocalSGD's state has version {state['version']}, not {STATE_VERSION}: load it "
                 "with the pycomm that has saved it"
             )
-        self._rounds.load_state_dict(state)
+        if self._in_flight is not None:
+            self._in_flight[1]()
+            self._in_flight = None
+        self._shared.load_state_dict(state)
+        if state["pending"] is not None:
+            index, values, bad, self._countdown = state["pending"]
+            average = Average(copies(values), bad)
+            self._in_flight = self._shared.parts[index], lambda: average
+        self.local_steps, self._dirty = state["local_steps"], state["dirty"]
         self.weight = state["weight"]
+
+
+def _close(thread: ThreadPoolExecutor, own: dist.ProcessGroup) -> None:
+    """End a thread and its group, after what is in flight."""
+    thread.submit(own_group.close, own)
+    thread.shutdown(wait=False)
 
 
 def _refuse_meetings(model: nn.Module, group: dist.ProcessGroup) -> None:

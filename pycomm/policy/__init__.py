@@ -17,12 +17,10 @@ from pycomm.policy.rules import (
     EXACT,
     PROTECT,
     Decision,
-    Moment,
     Parameter,
     Policy,
     Rule,
 )
-from pycomm.policy.text import usual_feedback
 
 __all__ = [
     "AUTO",
@@ -31,7 +29,6 @@ __all__ = [
     "PROTECT",
     "Decision",
     "Guard",
-    "Moment",
     "Parameter",
     "Plan",
     "Policy",
@@ -41,5 +38,4 @@ __all__ = [
     "agree_on_options",
     "refused_together",
     "summary",
-    "usual_feedback",
 ]

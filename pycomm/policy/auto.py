@@ -21,13 +21,19 @@ from math import log
 from statistics import median
 from typing import Any
 
-from pycomm.arguments import number, put, whole
+from pycomm.arguments import put, whole
 
 TRYING = "auto: trying"
 
 _LOOKS, _LOOK = 3, 2  # looks at a candidate that takes far longer, and steps of each look
 _DOUBT = 0.01
+_SKIP = 1  # steps that are not timed after each change: new buckets and cold caches
+_ROUNDS = 8  # before differences are judged
 _MORE = 4  # rounds from one judgement to the next
+_MOST = 16  # rounds; the last ones are for candidates that seem faster, but not significantly
+_MARGIN = 0.03  # least gain for which a coarser codec is taken, as a fraction of a step's time
+_HOPELESS = 2.0  # who takes this many times the fastest's time in each look is left out
+_CHANGE = 1.25  # of a watch's median, up or down, twice in a row: candidates are tried again
 _RAREST = 16  # largest multiple of Trial.again
 
 
@@ -45,43 +51,20 @@ class Candidate:
 class Trial:
     """Options of the trials of candidates."""
 
-    skip: int = 1
-    """Steps that are not timed after each change, because of new buckets and cold caches."""
     steps: int = 3
     """Steps of a candidate in a round, whose median counts."""
-    rounds: int = 8
-    """Number of rounds before differences are judged."""
-    most: int = 16
-    """Largest number of rounds; those after `rounds` are for candidates that seem faster, but not
-    significantly."""
-    margin: float = 0.03
-    """The least gain for which a coarser codec is taken, as a fraction of the step's time."""
-    hopeless: float = 2.0
-    """A candidate that takes at least this many times the fastest's time in three looks is left
-    out."""
     again: int = 1000
     """Steps after which candidates are tried again; the number doubles each time that the choice
     stays the same, up to 16 times this."""
     watch: int = 100
     """Number of steps whose median is compared with the median after the choice."""
-    change: float = 1.25
-    """Candidates are tried again when that median differs by this factor, up or down, twice in a
-    row."""
     first: int = 3
     """Steps before the first trial, in which DDP rebuilds its buckets and caches are cold."""
 
     def __post_init__(self) -> None:
-        for name in ("skip", "first"):
-            put(self, **{name: whole(f"trial: {name}", getattr(self, name))})
-        for name in ("steps", "rounds", "most", "again", "watch"):
+        for name in ("steps", "again", "watch"):
             put(self, **{name: whole(f"trial: {name}", getattr(self, name), 1)})
-        for name in ("margin", "hopeless", "change"):
-            put(self, **{name: number(f"trial: {name}", getattr(self, name))})
-        if self.margin < 0 or self.hopeless < 1 or self.change <= 1 or self.most < self.rounds:
-            raise ValueError(
-                "trial: margin is at least 0, hopeless at least 1, change above 1, and most at "
-                "least rounds"
-            )
+        put(self, first=whole("trial: first", self.first))
 
 
 class Auto:
@@ -118,7 +101,7 @@ class Auto:
         self._usual: float | None = None
         """Seconds of a step in the first watch after the choice."""
         self._changed = False
-        """The last watch differed by more than `Trial.change`."""
+        """The last watch differed by more than `_CHANGE`."""
         self._seconds: list[float] = []
         """Seconds of the steps that are being timed."""
         self._left_out = 0
@@ -182,9 +165,9 @@ class Auto:
         if self._round < _LOOKS:
             self._leave_out_the_hopeless()
         self._round += 1
-        if self._round >= self.trial.rounds and (self._round - self.trial.rounds) % _MORE == 0:
+        if self._round >= _ROUNDS and (self._round - _ROUNDS) % _MORE == 0:
             self._leave_out_the_slower()
-        if len(self._alive) == 1 or self._round >= self.trial.most:
+        if len(self._alive) == 1 or self._round >= _MOST:
             return self._choose()
         # The order alternates, so that a growing load affects the first and the last alike.
         self._waiting = self._alive[:: -1 if self._round % 2 else 1]
@@ -203,7 +186,7 @@ class Auto:
         self._try(0)
 
     def _try(self, i: int) -> None:
-        self._left_out = 0 if i == self._at and self._round else self.trial.skip
+        self._left_out = 0 if i == self._at and self._round else _SKIP
         self._at = i
         self._seconds = []
 
@@ -217,7 +200,7 @@ class Auto:
     def _leave_out_the_hopeless(self) -> None:
         """After the first rounds, leave out candidates that were far too slow in each of them."""
         seconds = {i: self._blocks[i][self._round] for i in self._alive}
-        bound = self.trial.hopeless * min(seconds.values())
+        bound = _HOPELESS * min(seconds.values())
         slow = {i for i, s in seconds.items() if s >= bound}
         self._suspects = slow if self._round == 0 else self._suspects & slow
         if self._round == _LOOKS - 1:
@@ -234,7 +217,7 @@ class Auto:
     def _gains(self, i: int, k: int) -> list[float]:
         """Return how much faster i was than k in each round, beyond the margin, in logarithms."""
         mine, theirs = self._blocks[i], self._blocks[k]
-        least = log(1 + self.trial.margin)
+        least = log(1 + _MARGIN)
         return [log(theirs[r] / mine[r]) - least for r in mine.keys() & theirs.keys()]
 
     def _beats(self, i: int, k: int) -> bool:
@@ -265,7 +248,7 @@ class Auto:
             return ""
         of_a_byte = (times[largest] - seconds) / (self.candidates[largest].bytes - mine.bytes)
         least = max(0.0, seconds - of_a_byte * (mine.bytes - self._other.bytes))
-        if seconds <= (1 + self.trial.margin) * least:
+        if seconds <= (1 + _MARGIN) * least:
             return ""
         saved = f"{self._other.bytes / 1e6:.3g} instead of {mine.bytes / 1e6:.3g} MB"
         note = f" ({self._other.note})" if self._other.note else ""
@@ -277,7 +260,7 @@ class Auto:
         if self._usual is None:
             self._usual = seconds
             return
-        changed = abs(log(seconds / self._usual)) > log(self.trial.change)
+        changed = abs(log(seconds / self._usual)) > log(_CHANGE)
         if changed and self._changed:
             self._again = self.trial.again
             self._begin()

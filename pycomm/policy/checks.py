@@ -1,8 +1,8 @@
-"""Checks of the quality guard: their interval, their cost and their complaints."""
+"""Checks of the quality guard: their samples, their interval, their cost and their complaints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,14 +13,19 @@ from pycomm.policy.exchange import gather
 from pycomm.policy.guard import Guard
 from pycomm.policy.quality import finer, nominal_error, reduced_error
 from pycomm.policy.rules import Decision
-from pycomm.policy.samples import BucketProbe, Quality, ResidualOf, SampledPiece, Sampler, qualities
+from pycomm.policy.samples import BucketProbe, Quality, ResidualOf, SampledPiece, qualities
 
 _AGAIN = 3
 """Steps from a check to the next one of those that were above their limit."""
+_MOST = 1 << 16  # largest number of values in one check
+_LEAST = 256
+_LONGEST = 4096  # largest number of values of a block that is sampled as a whole
+_RAREST = 1 << 12  # largest number of steps between two checks
+_STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive multiples spread over any range
 
 
 class Checks:
-    """The checks of one plan.
+    """The checks of one plan, in which all parameters take turns.
 
     A check begins with a step, samples its buckets, and ends when the next step begins.
 
@@ -32,50 +37,122 @@ class Checks:
 
     def __init__(self, guard: Guard, group: dist.ProcessGroup, clock: Callable[[], float]) -> None:
         self.guard = guard
+        self.every = guard.every
+        """Steps between checks; grows if checks cost too much."""
+        self.wanted: dict[str, slice] = {}
+        """The slice of each parameter in the current check; `probe` takes out what it samples."""
         self._group = group
         self._clock = clock
-        self._sampler = Sampler(guard, group)
+        self._codecs: dict[str, Codec] = {}  # codecs of the parameters in the check
+        self._next = 0
+        self._probes: list[BucketProbe] = []
         self._suspects: set[str] = set()
         self._warned: set[str] = set()
         self._cost = 0.0  # seconds of the current check on this rank
         self._exchanged = 0.0  # seconds of the last exchange
 
-    @property
-    def every(self) -> int:
-        """Steps from one check to the next."""
-        return self._sampler.every
-
     def begin(self, step: int, decisions: Sequence[Decision]) -> Mapping[str, slice]:
-        """Choose the samples of a step, if it is time for a check.
-
-        Returns:
-            What is to be sampled, by name; `probe` takes out what it has sampled.
-        """
+        """Choose the samples of a step, if it is time for a check; return `wanted`."""
         if step % self.every == 0:
-            self._sampler.choose(step, decisions, sorted(self._suspects))
+            self.choose(step, decisions, sorted(self._suspects))
         elif self._suspects and step % self.every == _AGAIN:
-            self._sampler.choose(step, decisions, sorted(self._suspects), others=False)
-        return self._sampler.wanted
+            self.choose(step, decisions, sorted(self._suspects), others=False)
+        return self.wanted
 
     @property
     def are_pending(self) -> bool:
-        """Whether `end` has a step to judge."""
-        return bool(self._sampler.pending)
+        """Whether `end` has a step to judge; the same on all ranks."""
+        return bool(self._probes)
+
+    def choose(
+        self,
+        step: int,
+        decisions: Sequence[Decision],
+        first: Iterable[str] = (),
+        *,
+        others: bool = True,
+    ) -> None:
+        """Begin a check; all ranks choose alike.
+
+        Args:
+            step: number of the current step.
+            decisions: decisions for all parameters; exact ones are not checked.
+            first: names that take part before the others.
+            others: the others take part, too.
+        """
+        lossy = {d.parameter.name: d for d in decisions if not d.exact}
+        # Two float32 sums travel for each value, which bounds the number of values.
+        payload = sum(d.encoded_bytes for d in decisions)
+        values = int(self.guard.share * self.guard.every * payload / 8)
+        values = max(_LEAST, min(values, _MOST))
+        chosen = self._chosen(lossy, first, values, others)
+        self.wanted = {}
+        for i, name in enumerate(chosen):
+            # Slices are whole blocks, since a part of a block may have little of its error.
+            unit, numel = _unit(lossy[name].codec), lossy[name].parameter.numel
+            count = max(values // len(chosen) // unit, -(-_needed(lossy[name]) // unit))
+            count = min(count, -(-numel // unit))
+            block = (step + i) * _STEP % 2**64 * (-(-numel // unit) - count + 1) >> 64
+            self.wanted[name] = slice(unit * block, min(unit * (block + count), numel))
+        self._codecs = {name: lossy[name].codec for name in chosen}
+
+    def _chosen(
+        self, lossy: Mapping[str, Decision], first: Iterable[str], values: int, others: bool
+    ) -> list[str]:
+        """Return the names in a check: as many as it has enough values for, at least one."""
+        names = list(lossy)
+        chosen = [name for name in first if name in lossy][: self.guard.parameters]
+        room = values - sum(_needed(lossy[name]) for name in chosen)
+        for _ in names if others else ():
+            name = names[self._next % len(names)]
+            if name not in chosen:
+                room -= _needed(lossy[name])
+                if len(chosen) == self.guard.parameters or (chosen and room < 0):
+                    break
+                chosen.append(name)
+            self._next += 1
+        return chosen
 
     def probe(
         self,
         values: torch.Tensor,
-        pieces: Sequence[SampledPiece],
+        pieces: Iterable[SampledPiece],
         residual_of: ResidualOf,
         *,
-        rows: int,
-        average: bool,
+        rows: int = 1,
+        average: bool = True,
     ) -> BucketProbe | None:
-        """Sample a bucket; see `Plan.probe`."""
-        if not self._sampler.wanted:
+        """Start the exact sums of a bucket's slices; see `Plan.probe`. None: it has no slices."""
+        if not self.wanted:
             return None
         begin = self._clock()
-        probe = self._sampler.probe(values, pieces, residual_of, rows=rows, average=average)
+        slices: dict[str, slice] = {}
+        gradients, due, norms = [], [], []
+        ranks = self._group.size()
+        table = values.detach().view(rows, -1)
+        for piece in pieces:
+            part = self.wanted.pop(piece.name, None)
+            if part is None or piece.numel == 0:
+                continue
+            # The slice was chosen for a whole parameter, but a row may have only a part of it.
+            unit = _unit(self._codecs[piece.name])
+            count = min(-(-(part.stop - part.start) // (rows * unit)) * unit, piece.numel)
+            first = part.start % (piece.numel - count + 1) // unit * unit
+            here = slice(piece.offset + first, piece.offset + first + count)
+            slices[piece.name] = here
+            mine = table[:, here].float() / (ranks if average else 1)
+            known = [residual_of(piece.name, first, first + count, row) for row in range(rows)]
+            residual = [torch.zeros_like(mine[0]) if one is None else one for one in known]
+            gradients.append(mine)
+            due.append(mine + torch.stack(residual) * (1 if average else ranks))
+            # The rows of a reduce-scatter count once each; the row of an all-reduce counts on every
+            # rank.
+            norms.append(float(due[-1].double().square().sum()) * (ranks if rows == 1 else 1))
+        if not slices:
+            return None
+        exact = torch.stack((torch.cat(gradients, dim=1), torch.cat(due, dim=1)), dim=1)
+        probe = BucketProbe(slices, exact, self._group, norms)
+        self._probes.append(probe)
         self._cost += self._clock() - begin
         return probe
 
@@ -87,10 +164,12 @@ class Checks:
             seconds: seconds of a step on this rank.
             device: a device whose tensors the group moves.
         """
-        if not self._sampler.pending:
+        if not self._probes:
             return {}
         begin = self._clock()
-        names, numbers = self._sampler.collect()
+        probes, self._probes = self._probes, []
+        names = [name for probe in probes for name in probe.names]
+        numbers = torch.cat([probe.numbers() for probe in probes]).view(-1).tolist()
         cost = self._cost + self._clock() - begin
         self._cost = 0.0
         begin = self._clock()
@@ -101,10 +180,17 @@ class Checks:
         # Most of an exchange is waiting for other ranks, which the step's first bucket would do
         # anyway.
         between = self.every * max(steps)
-        self._sampler.spent((max(costs) + min(exchanges)) / between if between else 0.0)
+        self.spent((max(costs) + min(exchanges)) / between if between else 0.0)
         # Sums over the ranks, of their parts of a reduce-scatter or of one all-reduce.
         totals = [sum(column) for column in zip(*rows, strict=True)][len(spent) :]
         return qualities(step, names, totals)
+
+    def spent(self, share: float) -> None:
+        """Adapt the interval to the fraction of time that checks take."""
+        if share > self.guard.share:
+            self.every = min(2 * self.every, max(_RAREST, self.guard.every))
+        elif share < self.guard.share / 4:
+            self.every = max(self.every // 2, self.guard.every)
 
     def warning(self, name: str, codec: Codec, quality: Quality) -> str:
         """Return a warning if a parameter exceeds its limit for the second time in a row.
@@ -135,3 +221,14 @@ class Checks:
                 tell(f"guard, step {quality.step}: {what}")
         self._warned.add(spec)
         return what
+
+
+def _unit(codec: Codec) -> int:
+    """Return the number of values in a block, the unit of slices; 1 for codecs without blocks."""
+    return codec.granule if 1 <= codec.granule <= _LONGEST else 1
+
+
+def _needed(decision: Decision) -> int:
+    """Return the fewest values of a parameter whose error is meaningful, in whole blocks."""
+    unit, least = _unit(decision.codec), min(_LEAST, decision.parameter.numel)
+    return min(-(-least // unit) * unit, decision.parameter.numel)

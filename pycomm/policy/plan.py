@@ -29,7 +29,7 @@ from pycomm.policy.codec_selection import Fastest
 from pycomm.policy.exchange import gather
 from pycomm.policy.names import few
 from pycomm.policy.quality import finer, nominal_error
-from pycomm.policy.rules import AUTO, EXACT, Decision, Moment, Parameter, Policy
+from pycomm.policy.rules import AUTO, EXACT, Decision, Parameter, Policy
 from pycomm.policy.samples import BucketProbe, Quality, ResidualOf, SampledPiece
 
 
@@ -86,8 +86,8 @@ class Plan:
         self._refusal = refusal
         self._began: float | None = None
         self._seconds: deque[float] = deque(maxlen=15)
-        self._moment = Moment()
-        self._stage = policy.stage(self._moment)
+        self._for_step = 1  # number of the step
+        self._stage = policy.stage(1)
         self._selection = Fastest(policy, refusal) if policy.codec == AUTO else None
         self._checks = Checks(policy.guard, group, clock) if policy.guard else None
         self._escalated: dict[str, tuple[Codec, str]] = {}
@@ -172,13 +172,13 @@ class Plan:
         if self.group.size() == 1:
             return set()
         changes = self._judge(device, finite)
-        warm, _ = self.policy.stage(self._moment)
+        warm, _ = self.policy.stage(self._for_step)
         if self._selection and seconds is not None and not warm:
             changes |= self._selection.step(
                 seconds, lambda numbers: gather(numbers, self.group, device), self._payload
             )
-        self._moment = Moment(step, self._moment.epoch)
-        stage = self.policy.stage(self._moment)
+        self._for_step = step
+        stage = self.policy.stage(step)
         changes |= stage != self._stage
         self._stage = stage
         changed = self._change(device) if changes else set()
@@ -229,8 +229,8 @@ class Plan:
         """Return a plan for the same parameters with another policy, or other ranks; collective.
 
         Args:
-            policy: the new policy, equal on all ranks. Its steps and epochs count from the start
-                of training.
+            policy: the new policy, equal on all ranks. Its steps count from the start of
+                training.
             device: a device whose tensors the group moves.
             saved: what `state_dict` returned, equal on all ranks: the group has other ranks than
                 when this plan was made.
@@ -250,8 +250,8 @@ class Plan:
         )
         plan.step, plan.overflows = self.step, self.overflows
         plan._total = self._total
-        plan._moment = Moment(self.step + 1, self._moment.epoch)
-        plan._stage = policy.stage(plan._moment)
+        plan._for_step = self.step + 1
+        plan._stage = policy.stage(plan._for_step)
         plan.events.extend(self.events)
         if saved is None:
             plan.events.append(f"step {self.step + 1}: another policy, {policy.codec}")
@@ -268,10 +268,6 @@ class Plan:
 
     # ------------------------------------------------------------------ for users
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the number of the epoch, from 0, for schedules by epoch; equal on all ranks."""
-        self._moment = Moment(self._moment.step, epoch)
-
     def summary(self) -> str:
         """Return the decisions, a line for each codec and reason, and the changes."""
         return "\n".join([summary(self._shown()), *self.events])
@@ -285,14 +281,12 @@ class Plan:
         """Return the state to checkpoint; equal on all ranks, for any number of ranks."""
         escalated = {n: (codec.spec(), reason) for n, (codec, reason) in self._escalated.items()}
         return {
-            "epoch": self._moment.epoch,
             "escalated": escalated,
             "measured": self._selection.state_dict() if self._selection else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict`; it takes effect with the next `advance`."""
-        self.set_epoch(state["epoch"])
         self._escalated = {
             name: (parse_codec(spec), reason) for name, (spec, reason) in state["escalated"].items()
         }
@@ -346,11 +340,11 @@ class Plan:
     def _decide(self, parameter: Parameter) -> Decision:
         if self._selection:
             codec, reason = self._selection.codec()
-            decision = self.policy.decide(parameter, self._moment, codec)
+            decision = self.policy.decide(parameter, self._for_step, codec)
             if not decision.reason:
                 decision = Decision(parameter, codec, reason)
         else:
-            decision = self.policy.decide(parameter, self._moment)
+            decision = self.policy.decide(parameter, self._for_step)
         if parameter.name in self._escalated:
             codec, reason = self._escalated[parameter.name]
             if nominal_error(codec) < nominal_error(decision.codec):
@@ -404,7 +398,7 @@ class Plan:
     def _payload(self, codec: Codec) -> int:
         """Return the bytes of a step's payloads if all parameters without a rule had this codec."""
         parameters = (d.parameter for d in self.decisions.values())
-        return sum(self.policy.decide(p, self._moment, codec).encoded_bytes for p in parameters)
+        return sum(self.policy.decide(p, self._for_step, codec).encoded_bytes for p in parameters)
 
 
 def _bytes(decisions: Iterable[Decision]) -> tuple[int, int]:

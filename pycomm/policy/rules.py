@@ -1,7 +1,7 @@
 """Policies as data: a default codec, rules, and schedules.
 
-A policy decides from data that is equal on all ranks: names, shapes, dtypes, and the numbers of the
-step and the epoch. If it leaves a codec open ("auto"), a `Plan` measures.
+A policy decides from data that is equal on all ranks: names, shapes, dtypes, and the number of the
+step. If it leaves a codec open ("auto"), a `Plan` measures.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from numbers import Integral
-from typing import Literal
 
 import torch
 
@@ -25,9 +24,6 @@ from pycomm.policy.text import options
 EXACT = "fp32"
 AUTO = "auto"
 Schedule = tuple[tuple[int, str | Codec], ...]
-
-# Lin et al. 2018, "Deep Gradient Compression", section 3.3: densities in the first epochs.
-DGC_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
 
 
 @dataclass(frozen=True)
@@ -50,14 +46,6 @@ class Parameter:
     def value_bytes(self) -> int:
         """Size of a value as it is kept."""
         return self.dtype.itemsize // (2 if self.dtype.is_complex else 1)
-
-
-@dataclass(frozen=True)
-class Moment:
-    """The inputs of a decision besides the parameter; equal on all ranks."""
-
-    step: int = 1
-    epoch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,13 +163,10 @@ class Policy:
     """Codec of parameters that no rule matches. "auto": the fastest codec that is accurate enough,
     by measured step time."""
     rules: tuple[Rule, ...] = PROTECT
-    warmup: int | Literal["dgc"] = 0
-    """Number of first steps in which everything is exact. "dgc", for sparse codecs: the densities
-    25, 6.25, 1.5625 and 0.4 % in the first epochs, then the codec's own."""
+    warmup: int = 0
+    """Number of first steps in which everything is exact."""
     schedule: Schedule = ()
     """Codecs that follow ``codec``, each with the number of its first step, from 1."""
-    epochs: Schedule = ()
-    """A schedule by epochs instead, from 0; see `Plan.set_epoch`."""
     error: float | None = None
     """With "auto": codecs with a larger error of the average, on normal values, are left out."""
     candidates: tuple[str | Codec, ...] = ()
@@ -197,15 +182,12 @@ class Policy:
 
     def __post_init__(self) -> None:
         self._check_types()
-        listed = [codec for _, codec in (*self.schedule, *self.epochs)]
+        listed = [codec for _, codec in self.schedule]
         listed += [*self.candidates, *(rule.codec for rule in self.rules)]
         for codec in listed if self.codec == AUTO else (self.codec, *listed):
             parse_codec(codec)
-        for name in ("schedule", "epochs"):
-            object.__setattr__(self, name, _in_order(name, getattr(self, name)))
-        if self.schedule and self.epochs:
-            raise ValueError("policy: give a schedule by steps or by epochs, not both")
-        if self.codec == AUTO and (self.schedule or self.epochs or self.warmup == "dgc"):
+        put(self, schedule=_in_order(self.schedule))
+        if self.codec == AUTO and self.schedule:
             raise ValueError("policy: a schedule and auto both choose codecs; use one of them")
         if self.error is not None and not self.error > 0:
             raise ValueError(f"policy: error={self.error} must be above 0")
@@ -214,7 +196,7 @@ class Policy:
                 f"policy: error={self.error:g} bounds what auto chooses, and the codec is "
                 f"{self.codec}: give it with auto, or leave it out"
             )
-        if self.warmup != "dgc" and self.warmup < 0:
+        if self.warmup < 0:
             raise ValueError(f"policy: warmup={self.warmup}: give a number of steps")
 
     def _check_types(self) -> None:
@@ -222,17 +204,15 @@ class Policy:
         typed("policy: guard", self.guard, Guard, None)
         typed("policy: trial", self.trial, Trial)
         typed("policy: factors", self.factors, bool)
-        if self.warmup != "dgc":
-            put(self, warmup=whole("policy: warmup", self.warmup, -math.inf))
-        for name in ("rules", "schedule", "epochs", "candidates"):
+        put(self, warmup=whole("policy: warmup", self.warmup, -math.inf))
+        for name in ("rules", "schedule", "candidates"):
             typed(f"policy: {name}", getattr(self, name), tuple, list)
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for rule in self.rules:
             typed("policy: a rule", rule, Rule)
-        for name in ("schedule", "epochs"):
-            for turn in getattr(self, name):
-                if not isinstance(turn, (tuple, list)) or len(turn) != 2:
-                    raise TypeError(f"policy: {name}: {turn!r} is no pair of a number and a codec")
+        for turn in self.schedule:
+            if not isinstance(turn, (tuple, list)) or len(turn) != 2:
+                raise TypeError(f"policy: schedule: {turn!r} is no pair of a number and a codec")
         if self.error is not None:
             put(self, error=number("policy: error", self.error))
 
@@ -241,8 +221,7 @@ class Policy:
         """Return the policy for a text or codec; a policy is returned as it is.
 
         A text is a codec or "auto", followed by words that are separated by spaces: ``warmup=100``,
-        ``warmup=dgc``, ``error=0.1``, ``guard=off``, ``factors=off``, ``100:int8`` (int8 from step
-        100 on), ``epoch2:topk:0.01`` (from epoch 2 on).
+        ``error=0.1``, ``guard=off``, ``factors=off``, ``100:int8`` (int8 from step 100 on).
 
         Raises:
             TypeError: the argument is neither a text, a codec nor a policy.
@@ -258,34 +237,27 @@ class Policy:
     def named(self) -> list[Codec]:
         """Return all codecs that the policy names in any field."""
         codecs = [] if self.codec == AUTO else [self.codec]
-        codecs += [codec for _, codec in (*self.schedule, *self.epochs)]
+        codecs += [codec for _, codec in self.schedule]
         codecs += [*self.candidates, *(rule.codec for rule in self.rules)]
         return [parse_codec(codec) for codec in codecs]
 
     def terms(self) -> list[str]:
         """Return the policy's fields, a line for each; equal for policies that decide alike."""
-
-        def parsed(schedule: Schedule) -> Schedule:
-            return tuple((begin, parse_codec(codec)) for begin, codec in schedule)
-
         same = replace(
             self,
             codec=AUTO if self.codec == AUTO else parse_codec(self.codec),
             rules=tuple(replace(rule, codec=parse_codec(rule.codec)) for rule in self.rules),
-            schedule=parsed(self.schedule),
-            epochs=parsed(self.epochs),
+            schedule=tuple((begin, parse_codec(codec)) for begin, codec in self.schedule),
             candidates=tuple(map(parse_codec, self.candidates)),
         )
         return [f"{f.name}={getattr(same, f.name)!r}" for f in fields(same)]
 
-    def stage(self, moment: Moment) -> tuple[bool, int]:
-        """Return whether the moment is in the warm-up, and the number of changes up to it.
+    def stage(self, step: int) -> tuple[bool, int]:
+        """Return whether a step is in the warm-up, and the number of changes up to it.
 
         Decisions stay the same while the stage does.
         """
-        warm = self.warmup != "dgc" and moment.step <= self.warmup
-        at = moment.step if self.schedule else moment.epoch
-        return warm, sum(begin <= at for begin, _ in self.schedule or self._epochs)
+        return step <= self.warmup, sum(begin <= step for begin, _ in self.schedule)
 
     def rule(self, parameter: Parameter) -> Rule | None:
         """Return the first rule that matches a parameter, or None."""
@@ -298,17 +270,15 @@ class Policy:
             return Rule(codec=EXACT, reason=f"no codec takes {what}")
         return next((rule for rule in self.rules if rule.matches(parameter)), None)
 
-    def decide(
-        self, parameter: Parameter, moment: Moment = Moment(), default: Codec | None = None
-    ) -> Decision:
+    def decide(self, parameter: Parameter, step: int = 1, default: Codec | None = None) -> Decision:
         """Return the codec of one parameter and the reason.
 
         Args:
             parameter: the parameter.
-            moment: the current step and epoch.
+            step: number of the step, from 1; equal on all ranks.
             default: measured codec for parameters that no rule matches; its reason is left empty.
         """
-        warm, turns = self.stage(moment)
+        warm, turns = self.stage(step)
         if warm:
             return Decision(parameter, parse_codec(EXACT), f"warm-up of {self.warmup} steps")
         rule = self.rule(parameter)
@@ -317,33 +287,20 @@ class Policy:
         if default is not None:
             return _fitted(parameter, default, "")
         if turns:
-            begin, codec = (self.schedule or self._epochs)[turns - 1]
-            unit = "step" if self.schedule else "epoch"
-            return _fitted(parameter, codec, f"from {unit} {begin}")
+            begin, codec = self.schedule[turns - 1]
+            return _fitted(parameter, codec, f"from step {begin}")
         usual = EXACT if self.codec == AUTO else self.codec
         return _fitted(parameter, usual, "default")
 
-    @property
-    def _epochs(self) -> Schedule:
-        if self.warmup != "dgc" or self.codec == AUTO:
-            return self.epochs
-        last = parse_codec(self.codec)
-        density = fields(last)[0].name
-        own = getattr(last, density)
-        if not isinstance(own, float):
-            raise ValueError("policy: warmup=dgc is for codecs with a density, such as topk")
-        steps = [replace(last, **{density: d}) for d in DGC_DENSITIES if d > own]
-        return tuple(enumerate([*steps, last]))
 
-
-def _in_order(name: str, schedule: Schedule) -> Schedule:
-    """Return a schedule sorted by its steps or epochs."""
+def _in_order(schedule: Schedule) -> Schedule:
+    """Return a schedule sorted by its steps."""
     for begin, codec in schedule:
         if isinstance(begin, bool) or not isinstance(begin, Integral) or begin < 0:
-            raise ValueError(f"policy: {name}: {begin!r} for {codec} is not a number of 0 or above")
+            raise ValueError(f"policy: schedule: {begin!r} for {codec} is no number of 0 or above")
     begins = [begin for begin, _ in schedule]
     if twice := [begin for begin in begins if begins.count(begin) > 1]:
-        raise ValueError(f"policy: {name}: two codecs begin at {twice[0]}; leave one of them out")
+        raise ValueError(f"policy: schedule: two codecs begin at {twice[0]}; leave one of them out")
     return tuple(
         sorted(((int(begin), codec) for begin, codec in schedule), key=lambda turn: turn[0])
     )

@@ -1,6 +1,6 @@
 """Samples of reduced gradients: slices are also reduced exactly, to measure the error.
 
-A hook calls `Sampler.probe` with each bucket before it is reduced, and `BucketProbe.finish` with
+A hook calls `Checks.probe` with each bucket before it is reduced, and `BucketProbe.finish` with
 the result. A few parameters take part in a check, each with a slice of its values. Two sums over
 the ranks are made exactly, off the critical path:
 
@@ -13,23 +13,14 @@ the ranks are made exactly, off the critical path:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from pycomm.codecs import Codec
-from pycomm.policy.guard import Guard
-from pycomm.policy.rules import Decision
-
-_MOST = 1 << 16  # largest number of values in one check
-_LEAST = 256
 _NUMBERS = 8  # numbers for each parameter of a check
-_LONGEST = 4096  # largest number of values of a block that is sampled as a whole
-_RAREST = 1 << 12  # largest number of steps between two checks
-_STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive multiples spread over any range
 
 ResidualOf = Callable[[str, int, int, int], "torch.Tensor | None"]
 """Name, begin, end, row -> float32 [end - begin]: what this rank's residuals add to the average,
@@ -123,153 +114,8 @@ class BucketProbe:
         return torch.cat((sums, self._norms), dim=1)
 
 
-class Sampler:
-    """Sampler that chooses the parameters of each check, so that all of them take turns.
-
-    Args:
-        guard: options of the checks.
-        group: the ranks that reduce together.
-    """
-
-    def __init__(self, guard: Guard, group: dist.ProcessGroup) -> None:
-        self.guard = guard
-        self.every = guard.every
-        """Steps between checks; grows if checks cost too much."""
-        self.wanted: dict[str, slice] = {}
-        """The slice of each parameter in the current check."""
-        self._codecs: dict[str, Codec] = {}  # codecs of the parameters in the check
-        self._group = group
-        self._next = 0
-        self._probes: list[BucketProbe] = []
-
-    def choose(
-        self,
-        step: int,
-        decisions: Sequence[Decision],
-        first: Iterable[str] = (),
-        *,
-        others: bool = True,
-    ) -> None:
-        """Begin a check; all ranks choose alike.
-
-        Args:
-            step: number of the current step.
-            decisions: decisions for all parameters; exact ones are not checked.
-            first: names that take part before the others.
-            others: the others take part, too.
-        """
-        lossy = {d.parameter.name: d for d in decisions if not d.exact}
-        # Two float32 sums travel for each value, which bounds the number of values.
-        payload = sum(d.encoded_bytes for d in decisions)
-        values = int(self.guard.share * self.guard.every * payload / 8)
-        values = max(_LEAST, min(values, _MOST))
-        chosen = self._chosen(lossy, first, values, others)
-        self.wanted = {}
-        for i, name in enumerate(chosen):
-            # Slices are whole blocks, since a part of a block may have little of its error.
-            unit, numel = _unit(lossy[name].codec), lossy[name].parameter.numel
-            count = max(values // len(chosen) // unit, -(-_needed(lossy[name]) // unit))
-            count = min(count, -(-numel // unit))
-            block = (step + i) * _STEP % 2**64 * (-(-numel // unit) - count + 1) >> 64
-            self.wanted[name] = slice(unit * block, min(unit * (block + count), numel))
-        self._codecs = {name: lossy[name].codec for name in chosen}
-
-    def _chosen(
-        self, lossy: Mapping[str, Decision], first: Iterable[str], values: int, others: bool
-    ) -> list[str]:
-        """Return the names in a check: as many as it has enough values for, at least one."""
-        names = list(lossy)
-        chosen = [name for name in first if name in lossy][: self.guard.parameters]
-        room = values - sum(_needed(lossy[name]) for name in chosen)
-        for _ in names if others else ():
-            name = names[self._next % len(names)]
-            if name not in chosen:
-                room -= _needed(lossy[name])
-                if len(chosen) == self.guard.parameters or (chosen and room < 0):
-                    break
-                chosen.append(name)
-            self._next += 1
-        return chosen
-
-    def probe(
-        self,
-        values: torch.Tensor,
-        pieces: Iterable[SampledPiece],
-        residual_of: ResidualOf,
-        *,
-        rows: int = 1,
-        average: bool = True,
-    ) -> BucketProbe | None:
-        """Start the exact sums of a bucket's slices; None if it has none.
-
-        Args:
-            values: the bucket before it is reduced, any float dtype; copied.
-            pieces: layout of a row.
-            residual_of: see `ResidualOf`.
-            rows: one for each rank for a reduce-scatter; 1 for an all-reduce.
-            average: whether the result is the average; else it is the sum.
-        """
-        slices: dict[str, slice] = {}
-        gradients, due, norms = [], [], []
-        ranks = self._group.size()
-        table = values.detach().view(rows, -1)
-        for piece in pieces:
-            part = self.wanted.pop(piece.name, None)
-            if part is None or piece.numel == 0:
-                continue
-            # The slice was chosen for a whole parameter, but a row may have only a part of it.
-            unit = _unit(self._codecs[piece.name])
-            count = min(-(-(part.stop - part.start) // (rows * unit)) * unit, piece.numel)
-            begin = part.start % (piece.numel - count + 1) // unit * unit
-            here = slice(piece.offset + begin, piece.offset + begin + count)
-            slices[piece.name] = here
-            mine = table[:, here].float() / (ranks if average else 1)
-            known = [residual_of(piece.name, begin, begin + count, row) for row in range(rows)]
-            residual = [torch.zeros_like(mine[0]) if one is None else one for one in known]
-            gradients.append(mine)
-            due.append(mine + torch.stack(residual) * (1 if average else ranks))
-            # The rows of a reduce-scatter count once each; the row of an all-reduce counts on every
-            # rank.
-            norms.append(float(due[-1].double().square().sum()) * (ranks if rows == 1 else 1))
-        if not slices:
-            return None
-        exact = torch.stack((torch.cat(gradients, dim=1), torch.cat(due, dim=1)), dim=1)
-        probe = BucketProbe(slices, exact, self._group, norms)
-        self._probes.append(probe)
-        return probe
-
-    def spent(self, share: float) -> None:
-        """Adapt the interval to the fraction of time that checks take."""
-        if share > self.guard.share:
-            self.every = min(2 * self.every, max(_RAREST, self.guard.every))
-        elif share < self.guard.share / 4:
-            self.every = max(self.every // 2, self.guard.every)
-
-    @property
-    def pending(self) -> bool:
-        """Return whether a check has to be collected; the same on all ranks."""
-        return bool(self._probes)
-
-    def collect(self) -> tuple[list[str], list[float]]:
-        """End a check; return its parameters and this rank's numbers, eight for each parameter."""
-        probes, self._probes = self._probes, []
-        names = [name for probe in probes for name in probe.names]
-        return names, torch.cat([probe.numbers() for probe in probes]).view(-1).tolist()
-
-
-def _unit(codec: Codec) -> int:
-    """Return the number of values in a block, the unit of slices; 1 for codecs without blocks."""
-    return codec.granule if 1 <= codec.granule <= _LONGEST else 1
-
-
-def _needed(decision: Decision) -> int:
-    """Return the fewest values of a parameter whose error is meaningful, in whole blocks."""
-    unit, least = _unit(decision.codec), min(_LEAST, decision.parameter.numel)
-    return min(-(-least // unit) * unit, decision.parameter.numel)
-
-
 def qualities(step: int, names: Sequence[str], numbers: Sequence[float]) -> dict[str, Quality]:
-    """Return the results from the numbers of `Sampler.collect`.
+    """Return the results from the numbers of `BucketProbe.numbers`, one after the other.
 
     Samples that are all zeros, or that have a value that is not finite, are left out.
     """

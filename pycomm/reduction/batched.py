@@ -8,7 +8,7 @@ codecs: payloads, their order and all results are the same, so ranks may use eit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from pycomm.codecs.implementations import Launcher, current_stream, launcher
 from pycomm.policy.rules import CODED
 from pycomm.reduction import payloads
 from pycomm.reduction.bucket import Bucket
-from pycomm.reduction.coding import ExchangePlan, Runs, is_variable
+from pycomm.reduction.coding import ExchangePlan, Runs, is_variable, total_bytes
 
 _DTYPES = {dtype: core_dtype(dtype) for dtype in CODED}
 
@@ -53,7 +53,7 @@ class Batched:
                 options = {role: [side.data_ptr() for side in pair] for role, pair in pairs}
                 options["kind"] = getattr(_C.FeedbackKind, rule.kind)
                 options["storage"] = getattr(_C.FeedbackStorage, rule.storage)
-                options |= {"decay": rule.decay, "nesterov": rule.nesterov}
+                options["decay"] = rule.decay
                 options |= piece.residual.span_options()
             native.add(piece.numel, piece.codec.native, tensor=piece.tensor, **options)
         numbers = {id(piece): i for i, piece in enumerate(bucket.pieces)}
@@ -69,12 +69,9 @@ class Batched:
             scatters=plan.scatters,
             gathers=plan.gathers,
         )
-        self._owned, self._shown = native.owned_bytes, native.shown_bytes
-        self._variable = {
-            _C.Shot.contribution: any(map(is_variable, plan.owned)),
-            _C.Shot.result: any(map(is_variable, plan.owned)),
-            _C.Shot.shown: is_variable(plan.shown),
-        }
+        self._most = [total_bytes(runs) for runs in plan.owned]
+        self._most_shown = [total_bytes(plan.shown)] * self._ranks
+        self._variable = any(map(is_variable, plan.owned)), is_variable(plan.shown)
         self._room, self._memory_bytes = native.room_behind, native.memory_bytes
         self._device, self._on_device = device, device.type != "cpu"
         codecs = [piece.codec for piece in bucket.pieces] if self._on_device else []
@@ -88,12 +85,10 @@ class Batched:
         bucket: Bucket,
         group: dist.ProcessGroup,
         *,
-        seed: int,
-        step: int,
-        divisor: int,
         found_inf: torch.Tensor,
         swapped: torch.Tensor | None = None,
         encoded: Callable[[], None] | None = None,
+        **options: Any,
     ) -> None:
         """Run the operation, on a device on torch's current stream.
 
@@ -102,7 +97,7 @@ class Batched:
         """
         dtype, empty = _DTYPES[output.dtype], partial(torch.empty, dtype=torch.uint8)
         kept = [empty(self._memory_bytes, device=self._device)]
-        options: dict[str, Any] = {"found_inf": found_inf.data_ptr()}
+        options["found_inf"] = found_inf.data_ptr()
         launch: Any = self._launch
         elsewhere = False  # torch's current device is another one
         if self._on_device:
@@ -115,23 +110,19 @@ class Batched:
                 launch = partial(launch, device=self._device)
             else:
                 elsewhere = torch._C._cuda_getDevice() != self._device.index
-        call = _C.CodedCall(
+        call = partial(
+            self._native.run,
             (input.data_ptr(), input.numel()),
             (output.data_ptr(), output.numel()),
-            dtype,
-            bucket.sides,
-            seed=seed,
-            step=step,
-            divisor=divisor,
+            *(dtype, bucket.sides, (kept[0].data_ptr(), self._memory_bytes)),
+            *(partial(self._move, group, kept, encoded), launch),
             **options,
         )
-        memory = kept[0].data_ptr(), self._memory_bytes
-        move = partial(self._move, group, kept, encoded)
         if elsewhere:
             with torch.cuda.device(self._device):
-                self._native.run(call, memory, move, launch)
+                call()
         else:
-            self._native.run(call, memory, move, launch)
+            call()
 
     def _move(
         self,
@@ -145,14 +136,13 @@ class Batched:
         """Move the payloads of a shot for C++."""
         if encoded is not None and len(kept) == 1 + self._on_device:  # the first exchange
             encoded()
-        variable, room = self._variable[shot], self._room
-        how: dict[str, Any] = {"variable": variable, "room": room}
+        shown = shot == _C.Shot.shown
+        how: dict[str, Any] = {"variable": self._variable[shown], "room": self._room}
         if shot == _C.Shot.contribution:
-            ours, most = kept[0][begin : begin + sum(sizes)], self._owned[self._rank]
+            ours, most = kept[0][begin : begin + sum(sizes)], self._most[self._rank]
             memory, places = payloads.all_to_all(ours, sizes, most, group, **how)
         else:
-            shown = shot == _C.Shot.shown
-            each: Sequence[int] = [self._shown] * self._ranks if shown else self._owned
+            each = self._most_shown if shown else self._most
             ours = kept[0][begin : begin + max(each)]
             memory, places = payloads.all_gather(ours, sizes[0], each, group, **how)
         kept.append(memory)

@@ -167,7 +167,7 @@ class Bucket:
                 if p.residual is not None:
                     rule, options = p.residual.rule, dict(p.residual.pairs())
                     options |= {"kind": rule.kind, "storage": rule.storage}
-                    options |= {"decay": rule.decay, "nesterov": rule.nesterov}
+                    options["decay"] = rule.decay
                     options |= p.residual.span_options()
                 self._native.add(p.offset, p.numel, p.codec.spec(), p.tensor, **options)
         return self._native

@@ -259,8 +259,8 @@ class ExchangePlan:
     shown: Runs = ()
     """The runs whose payloads all ranks get, and add up."""
     rows: Sequence[int] = ()
-    """Each rank owns a row of the values, with all runs, which has this number among the rows of
-    the residuals; empty: there is one row."""
+    """Each rank owns a row of the input, with all runs, which has this number among the rows of
+    the residuals, and gets its result; empty: there is one row."""
     scatters: bool = True
     """Ranks send owners what they contribute."""
     gathers: bool = True
@@ -284,14 +284,11 @@ class ExchangePlan:
         rank, ranks = group.rank(), group.size()
         coder = Coder(rank, seed=seed, step=step)
         rows = list(range(ranks)) if self.rows else [0] * ranks
-        contributed = input.view(rows[-1] + 1 if self.scatters else 1, -1)
-        results = output.view(rows[-1] + 1 if self.gathers else 1, -1)
+        contributed = input.view(rows[-1] + 1, -1)
 
-        def store(
-            runs: Runs, floats: Sequence[torch.Tensor], values: torch.Tensor, divisor: int
-        ) -> None:
+        def store(runs: Runs, floats: Sequence[torch.Tensor], divisor: int) -> None:
             for run, x in zip(runs, floats, strict=True):
-                convert(x, run.of(values), divisor=divisor, found_inf=found_inf)
+                convert(x, run.of(output), divisor=divisor, found_inf=found_inf)
 
         def gathered(ours: torch.Tensor, runs: Sequence[Runs]) -> list[torch.Tensor]:
             most, variable = [total_bytes(each) for each in runs], any(map(is_variable, runs))
@@ -312,29 +309,27 @@ class ExchangePlan:
                 sizes, most = [payload.numel() for payload in sent], total_bytes(mine)
                 variable = any(map(is_variable, self.owned))
                 came = payloads.all_to_all(torch.cat(sent), sizes, most, group, variable=variable)
-                sums = coder.add_up(mine, payloads.parts(came), results[0])
+                sums = coder.add_up(mine, payloads.parts(came), output)
             if self.scatters and self.gathers:
                 averages = [convert(x, divisor=divisor) for x in sums]
-                ours = coder.encode(mine, results[0], averages)
+                ours = coder.encode(mine, output, averages)
             elif self.gathers:
                 ours = coder.encode(mine, contributed[0], None)
             else:
-                store(mine, sums, results[0], divisor)
+                store(mine, sums, divisor)
             if self.gathers:
-                for runs, row, payload in zip(
-                    self.owned, rows, gathered(ours, self.owned), strict=True
-                ):
-                    floats = _room(runs, results[row])
+                for runs, payload in zip(self.owned, gathered(ours, self.owned), strict=True):
+                    floats = _room(runs, output)
                     coder.decode(runs, payload, floats, add=False)
-                    store(runs, floats, results[row], 1)
+                    store(runs, floats, 1)
         if self.shown:
             ours = coder.encode(self.shown, contributed[0], None)
             shown = gathered(ours, [self.shown] * ranks)
             if senders is None:
-                store(self.shown, coder.add_up(self.shown, shown, results[0]), results[0], divisor)
+                store(self.shown, coder.add_up(self.shown, shown, output), divisor)
             else:
-                means = coder.average_senders(self.shown, shown, results[0], senders)
-                store(self.shown, means, results[0], 1)
+                means = coder.average_senders(self.shown, shown, output, senders)
+                store(self.shown, means, 1)
 
 
 def all_reduce_plan(values: Runs, ranks: int) -> ExchangePlan:
@@ -344,6 +339,6 @@ def all_reduce_plan(values: Runs, ranks: int) -> ExchangePlan:
     return ExchangePlan(chunks(dense, ranks) if dense else (), shown)
 
 
-def rows_plan(pieces: Sequence[BucketPiece], numbers: Sequence[int], **shots: bool) -> ExchangePlan:
-    """Return the plan of a reduce-scatter or an all-gather of rows with these numbers."""
-    return ExchangePlan([whole(pieces)] * len(numbers), (), numbers, **shots)
+def rows_plan(pieces: Sequence[BucketPiece], numbers: Sequence[int]) -> ExchangePlan:
+    """Return the plan of a reduce-scatter of rows with these numbers."""
+    return ExchangePlan([whole(pieces)] * len(numbers), (), numbers, gathers=False)

@@ -144,7 +144,7 @@ class Nodes:
         assert self._across is not None
         two_shot.exchange(
             "reduce_scatter",
-            lambda: rows_plan(bucket.pieces, self._numbers, gathers=False),
+            lambda: rows_plan(bucket.pieces, self._numbers),
             result,
             rows,
             bucket,

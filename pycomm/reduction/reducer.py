@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from pycomm import backend
 from pycomm._build import load_c10d
-from pycomm.arguments import typed, whole
+from pycomm.arguments import whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback, Residuals
@@ -32,12 +32,11 @@ from pycomm.policy import (
     Plan,
     Policy,
     refused_together,
-    usual_feedback,
 )
 from pycomm.reduction import coding, members, paths, powersgd, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
 from pycomm.reduction.exchange_thread import ExchangeThread
-from pycomm.reduction.factors import Factors, Matrix, is_divided
+from pycomm.reduction.factors import Factors, Matrix, errs_alike, is_divided
 from pycomm.reduction.nodes import Nodes, find_levels
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.single_coding import SingleCoding
@@ -59,7 +58,6 @@ class BucketReducer:
         process_group: dist.ProcessGroup | None,
         feedback: bool | str | Feedback | None,
         seed: int,
-        weighted: bool = False,
         transform: Transform | None = None,
     ) -> None:
         process_group = process_group or dist.group.WORLD
@@ -68,12 +66,9 @@ class BucketReducer:
         self.process_group: dist.ProcessGroup = process_group
         with refused_together(process_group):
             seed = whole("seed", seed, 0, 2**64 - 1)
-            if isinstance(codec, str) and feedback is True:
-                feedback = usual_feedback(codec) or True
             rule = Feedback.of(feedback)
             self._kind = rule.kind if rule else None
-            typed("weighted", weighted, bool)
-            options = (f"feedback={rule}", f"seed={seed}", f"weighted={weighted}")
+            options = (f"feedback={rule}", f"seed={seed}")
             # Weak: a plan that kept this state alive would keep a dropped model in the monitor.
             refusal = _weakly(self._refusal)
             self.plan = Plan(Policy.of(codec), process_group, options=options, refusal=refusal)
@@ -90,9 +85,8 @@ class BucketReducer:
         """A value of a sparse payload is averaged over the ranks that have sent it."""
         self.factors: list[float] | None = None
         """Of each rank, what its contribution to this step is multiplied by; None: by 1."""
-        self._names: dict[int, str] = {}  # by id of the parameter
-        self._parameters: list[torch.Tensor] = []  # keeps their ids from being used again
         self._by_name: dict[str, torch.Tensor] = {}
+        self._names: dict[int, str] = {}  # by id of these
         self._numbers: dict[str, int] = {}
         self._device = torch.device("cpu")
         self._buckets: dict[tuple[str, ...], Bucket] = {}
@@ -129,7 +123,7 @@ class BucketReducer:
         group = self.process_group
         if group.size() == 1 or self._formed_with:
             return
-        if device.type == "cpu" and backend.find_native(group):
+        if device.type == "cpu" and backend.find(group):
             if given is not None and group.rank() == 0:
                 warn_once("nodes= has no effect here: the backend pycomm finds nodes by itself")
             return
@@ -159,23 +153,33 @@ class BucketReducer:
         Args:
             name: name of the parameter.
             parameter: tensor with its shape, dtype and device.
-            exact: reason to send it exactly whatever the policy says; "": none.
+            exact: reason to send it exactly whatever the policy says; "": none. The transform may
+                have another one.
         """
+        if self.transform is not None:
+            exact = self.transform.exact(parameter) or exact
         if not self._numbers:
             self._device = parameter.device
         if name in self._numbers:
             self._forget_buckets({name})
-        self._names[id(parameter)] = name
-        self._parameters.append(parameter)
-        self._by_name[name] = parameter
+        self._put(name, parameter)
         self._numbers.setdefault(name, len(self._numbers))
         shape = (*parameter.shape, 2) if parameter.is_complex() else parameter.shape
         before = self.decisions.get(name)
-        if before is not None and before.parameter.shape != shape and self.residuals:
-            self.residuals.forget(name)
         if before is not None and before.parameter.shape != shape:
             self._factors.forget(name)
+            if self.residuals:
+                self.residuals.forget(name)
         self.plan.add(Parameter(name, tuple(shape), parameter.dtype, exact))
+        if self.transform is not None:
+            self.transform.entered(name)
+
+    def _put(self, name: str, parameter: torch.Tensor) -> None:
+        """Let a tensor be the parameter of a name, in the place of another one."""
+        if name in self._by_name:
+            self._names.pop(id(self._by_name[name]), None)
+        self._by_name[name] = parameter
+        self._names[id(parameter)] = name
 
     def agree(self) -> None:
         """Check that all ranks have decided alike; collective. See `Plan.agree`.
@@ -203,7 +207,7 @@ class BucketReducer:
             Error: the tensor has another number of values than the parameters.
         """
         if self.factors is not None:
-            self._weigh(tensor)
+            weigh(tensor, self.factors[self.process_group.rank()])
         if self.process_group.size() == 1 and not self._is_fed(names):
             return completed(tensor)
         if tensor.dtype not in CODED or tensor.is_sparse:
@@ -270,8 +274,6 @@ class BucketReducer:
         self, tensor: torch.Tensor, bucket: Bucket
     ) -> torch.futures.Future[torch.Tensor]:
         # A step calls this for every bucket: what is rare is a flag, so that it costs no call.
-        if self.residuals is not None and self.residuals.rule.clip:
-            self._clip(bucket, tensor)
         step = self._current
         if step.looks:
             self._factors.look(tensor, bucket, self.matrix)
@@ -476,20 +478,6 @@ class BucketReducer:
         bucket.follow_memory()
         self._current.flushed |= bucket.flushed
 
-    def _clip(self, bucket: Bucket, tensor: torch.Tensor) -> None:
-        """Bound the norm of each gradient of this rank (DGC, Lin et al. 2018, section 3.3)."""
-        clip = self.residuals.rule.clip if self.residuals else 0.0
-        for piece in bucket.pieces if clip else ():
-            gradient = tensor[piece.offset : piece.offset + piece.numel]
-            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-            most = clip / self.process_group.size() ** 0.5
-            gradient.mul_(torch.where(norm > most, most / norm, torch.ones_like(norm)))
-
-    def _weigh(self, tensor: torch.Tensor) -> None:
-        """Multiply this rank's contribution by what it weighs; see `pycomm.reduction.weights`."""
-        if self.factors is not None:
-            weigh(tensor, self.factors[self.process_group.rank()])
-
     def _senders(self) -> list[float]:
         """Return what each sender of a value counts.
 
@@ -532,7 +520,7 @@ class BucketReducer:
             if self.process_group.size() == 1:  # sends residuals of a checkpoint of more ranks
                 decisions = [replace(decision, codec=EXACT) for decision in decisions]
             numbers = [self._numbers[name] for name in names]
-            native = backend.find_native(self.process_group) if device.type == "cpu" else None
+            native = backend.find(self.process_group) if device.type == "cpu" else None
             alone = self.averages_senders or self.rows > 1  # each rank sends for itself
             owned = native if native and not alone else None
             nodes = self._nodes if native is None and not self.averages_senders else None
@@ -608,7 +596,7 @@ class BucketReducer:
         """Number of ranks of a node that code a part of its sum each; 1: ranks code all values."""
         levels: Sequence[int] = self._nodes.levels if self._nodes else ()
         if self._device.type == "cpu" and not self._nodes and self._kind != "momentum":
-            native = backend.find_native(self.process_group)
+            native = backend.find(self.process_group)
             levels = native.levels if native and not self.averages_senders else ()
         alone = self.rows > 1 or self.transform is not None
         return 1 if alone else min(Counter(levels).values(), default=1)
@@ -640,7 +628,10 @@ class BucketReducer:
         if decision is None or not self.plan.policy.factors or not is_divided(decision.codec):
             return None
         found = self._shape(name)
-        return found and replace(found, by_rows=decision.codec.combine != "gather")
+        if found is None:
+            return None
+        codec = decision.codec
+        return replace(found, by_rows=codec.combine != "gather", forgets=errs_alike(codec))
 
     def _shape(self, name: str) -> Matrix | None:
         """Return a parameter as a matrix, whatever its codec; None: there are no whole rows here.
@@ -685,7 +676,7 @@ def average(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Fut
     tensor.div_(group.size())
     work = dist.all_reduce(tensor, group=group, async_op=True)
     plain: torch.futures.Future[torch.Tensor]
-    if backend.find_native(group, tensor.device):
+    if backend.find(group, tensor.device):
         plain = load_c10d().then(work, lambda results: results[0])
     else:
         plain = work.get_future().then(lambda future: future.value()[0])

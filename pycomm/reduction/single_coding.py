@@ -65,15 +65,11 @@ class SingleCoding:
         sent, back = total_bytes(runs), total_bytes(whole(self._answers.pieces))
         self.gathers = self._ranks * sent <= sent + back
         """Whether all payloads go to all ranks; else owners answer."""
-        self.wire_bytes = (self._ranks - 1) * sent
-        """Bytes that a rank sends in a step, rounded up."""
         plan = (
             ExchangePlan(shown=runs) if self.gathers else ExchangePlan(self._chunks, gathers=False)
         )
         self._plan = lambda: plan
         self._path: paths.ChosenPath | None = None
-        if not self.gathers:
-            self.wire_bytes = -(-(self._ranks - 1) * (sent + back) // self._ranks)
 
     @staticmethod
     def of(bucket: Bucket, group: dist.ProcessGroup) -> SingleCoding | None:

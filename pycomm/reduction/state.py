@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import monitor
-from pycomm.arguments import number, typed, whole
+from pycomm.arguments import number, typed
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Cut, Feedback, reshard, sources
@@ -28,13 +28,11 @@ from pycomm.reduction import members, paths
 from pycomm.reduction.detached import DetachedState
 from pycomm.reduction.factors import Matrix, is_look, names_in
 from pycomm.reduction.nodes import flat_text
-from pycomm.reduction.rates import Rates
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.saved import check_sizes, known, load_saved, residuals_of
 from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.taken import DiscardedGradients
 from pycomm.reduction.transform import Transform
-from pycomm.reduction.weights import Weights
 
 STATE_VERSION = 1
 
@@ -65,7 +63,6 @@ class CompressionState(BucketReducer):
         feedback: error feedback: True, False, or a kind with options, "decay:0.9,storage=int8"; see
             `pycomm.Feedback`. Equal on all ranks.
         seed: seed of random rounding; equal on all ranks.
-        weighted: weight the ranks by `set_weight`; equal on all ranks.
         transform: what takes the place of the gradients; an optimizer gives it.
 
     Raises:
@@ -81,13 +78,11 @@ class CompressionState(BucketReducer):
         process_group: dist.ProcessGroup | None = None,
         feedback: bool | str | Feedback | None = True,
         seed: int = 0,
-        weighted: bool = False,
         transform: Transform | None = None,
     ) -> None:
-        options: dict[str, Any] = {"feedback": feedback, "seed": seed, "weighted": weighted}
-        super().__init__(codec, process_group=process_group, transform=transform, **options)
-        self._weights = Weights(self.process_group) if weighted else None
-        self._rates = Rates()
+        super().__init__(
+            codec, process_group=process_group, feedback=feedback, seed=seed, transform=transform
+        )
         self._taken: DiscardedGradients | None = None
         """Observer that detects unused gradients, if the hook has one."""
         self._told = 0  # bytes of residuals that were reported, the most so far
@@ -97,11 +92,6 @@ class CompressionState(BucketReducer):
         """How often the group's members had been set when they compared where they stand."""
         self.stays_because = ""
         """Reason why this state cannot go on with other members of its group; "": it can."""
-        if weighted:
-            self.stays_because = (
-                "weights travel in a group of their own, which keeps its members: wrap the module "
-                "in a new DistributedDataParallel, and call pycomm.compress and adopt_state"
-            )
         self.busy = False
         """Reductions of a step run, which a hook that does not wait for them in backward says."""
         self.successor: CompressionState | None = None
@@ -192,41 +182,6 @@ class CompressionState(BucketReducer):
             f"({self.residuals.rule if self.residuals else None})"
         )
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the number of the epoch, from 0, for schedules by epoch; equal on all ranks."""
-        self.plan.set_epoch(whole("epoch", epoch))
-
-    def set_weight(self, weight: float) -> None:
-        """Set what this rank's gradients weigh in the next step: its samples or tokens.
-
-        With weights the average of the ranks' gradients ``g_i`` is ``sum(w_i g_i) / sum(w_i)``,
-        where DDP and FSDP2 alone divide the sum of the ``g_i`` by the number of ranks. So let each
-        rank's loss be the mean over its own samples or tokens. Every rank calls this once for each
-        step, before the backward that reduces, best before the forward: the weight travels
-        meanwhile. With gradient accumulation it is the weight of all parts together. A rank of
-        weight 0 adds nothing but its residual, also if its gradients are not finite; if all weigh
-        0, the average is zero.
-
-        Args:
-            weight: samples or tokens of the step on this rank, 0 or more.
-
-        Raises:
-            ValueError: the weight is negative, infinite or NaN.
-            Error: the state is not weighted, or the step has a weight already.
-
-        Example:
-            >>> state = pycomm.compress(model, "int4", weighted=True)  # doctest: +SKIP
-            >>> for tokens, targets in batches:  # doctest: +SKIP
-            ...     state.set_weight(targets.numel())
-            ...     cross_entropy(model(tokens), targets).backward()  # the mean of its tokens
-        """
-        if self._weights is None:
-            raise Error(
-                f"rank {self.process_group.rank()}: this average has no weights: pass "
-                "weighted=True where the compression is made, on all ranks"
-            )
-        self._weights.set(weight, self._device)
-
     def set_policy(self, codec: str | Codec | Policy) -> None:
         """Change the codec or policy from the next step on; collective, between two steps.
 
@@ -273,31 +228,11 @@ class CompressionState(BucketReducer):
         The next step is exact and also sends every parameter's residual, so nothing is lost. After
         that the model reduces its gradients as if it had never been compressed. Momentum that was
         kept here (feedback "momentum") ends: configure it in the optimizer.
-
-        Raises:
-            Error: the average is weighted, which torch's own is not.
         """
         if self.removed:
             return
-        if self._weights is not None:
-            raise Error(
-                "remove() would leave an average without weights: use set_policy('fp32'), which "
-                "is exact and weighted"
-            )
         self.set_policy(Policy(EXACT, rules=(), guard=None))
         self._usage = Usage.REQUESTED
-
-    def __enter__(self) -> CompressionState:
-        if self._weights is not None:
-            raise Error(
-                "a weighted state is no context manager: the block would end in remove(), and the "
-                "average after it would have no weights"
-            )
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if error is None:  # after an exception other ranks may be anywhere
-            self.remove()
 
     def _may_leave(self, *, begins: bool) -> bool:
         """Return whether no rank has residuals after the last step; collective.
@@ -361,7 +296,6 @@ class CompressionState(BucketReducer):
             "step": self.step,
             "plan": self.plan.state_dict(),
             "factors": self._factors.state_dict(),
-            **self._rates.state_dict(),
         }
         return {"about": (about,), "factors": (self._exchanges.memory.state_dict(),)}
 
@@ -406,12 +340,10 @@ class CompressionState(BucketReducer):
         """Restore the entries that are equal on all ranks; own residuals get their units."""
         self.settle()
         self.seed, self.step = about["seed"], about["step"]
-        plan, rates = dict(about["plan"]), about["rates"]
-        units = about.get("factors", {})
-        known = {*factors, *rates, *plan["escalated"], *names_in(units)}
+        plan, units = dict(about["plan"]), about.get("factors", {})
+        known = {*factors, *plan["escalated"], *names_in(units)}
         names = matching(known, self._numbers)
         plan["escalated"] = renamed(plan["escalated"], names)
-        self._rates.load_state_dict({**about, "rates": renamed(rates, names)})
         self.plan.load_state_dict(plan)
         self._exchanges.memory.load_state_dict(renamed(factors, names))
         self._factors.load_state_dict(units, names, self._shape, self.residuals)
@@ -580,16 +512,21 @@ class CompressionState(BucketReducer):
         saved = load_saved(checkpoint_id, key, parts, self.process_group)
         self.load_state_dict(saved)
 
-    def rescale(self, factor: float, names: Iterable[str] | None = None) -> None:
-        """Multiply residuals, which are in the units of gradients at one learning rate.
+    def rescale(
+        self, factor: float, names: Iterable[str] | None = None, *, momentum: bool = False
+    ) -> None:
+        """Multiply residuals, which are in the units of gradients at one learning rate; between
+        two steps.
 
         When the learning rate changes from a to b, ``rescale(a / b)`` lets residuals move the
-        parameters as far as they would have (Zheng et al. 2019, algorithm 1). `follow` does it
-        automatically.
+        parameters as far as they would have (Zheng et al. 2019, algorithm 1). When a loss scale
+        changes from a to b, ``rescale(b / a, momentum=True)`` gives them the unit of the new
+        gradients.
 
         Args:
             factor: positive number.
             names: names of the parameters; None: all.
+            momentum: multiply feedback's momentum, too, if it has the kind momentum.
         """
         factor = number("factor", factor)
         if factor <= 0:
@@ -598,29 +535,7 @@ class CompressionState(BucketReducer):
             raise TypeError(f"names={names!r} is one text: want names in a list")
         self.settle()
         if self.residuals:
-            self.residuals.scale(factor, names)
-
-    def follow(
-        self,
-        *,
-        optimizer: torch.optim.Optimizer | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-    ) -> None:
-        """Rescale residuals at the start of each step whose learning rate or loss scale differs.
-
-        An omitted argument keeps its setting, so the two can be given in separate calls.
-
-        Args:
-            optimizer: optimizer whose learning rates are followed, by parameter group.
-            scaler: scaler whose loss scale, the unit of all gradients and residuals, is followed.
-        """
-        typed("optimizer", optimizer, torch.optim.Optimizer, None)
-        typed("scaler", scaler, torch.amp.GradScaler, None)
-        self._settle_deferred()  # what is rescaled has to be where the host believes it
-        if optimizer is not None:
-            self._rates.optimizer = optimizer
-        if scaler is not None:
-            self._rates.scaler = scaler
+            self.residuals.scale(factor, names, momentum=momentum)
 
     def discard(self) -> None:
         """Declare that the gradients of the last backward are thrown away; all ranks call it.
@@ -647,17 +562,15 @@ class CompressionState(BucketReducer):
         self.begin_step(absent=absent)
         return True
 
-    def begin_step(self, *, weigh: bool = True, absent: bool = False) -> None:
+    def begin_step(self, *, absent: bool = False) -> None:
         """Settle the last step and begin the next, before its first `reduce`, on all ranks.
 
         Args:
-            weigh: take the weights that were set for it; else those of the last step hold on.
-            absent: this rank has no data in this step, so that it may set no weight.
+            absent: this rank has no data in this step.
 
         Raises:
-            Error: the average is weighted, and a rank has set no weight; or the group has other
-                members now, and this state cannot follow; raised on all ranks. Or a CUDA graph is
-                being captured.
+            Error: the group has other members now, and this state cannot follow; raised on all
+                ranks. Or a CUDA graph is being captured.
             WireMismatch: the group has other members now, with other models, codecs or options;
                 raised on all ranks.
         """
@@ -666,8 +579,6 @@ class CompressionState(BucketReducer):
             self.transform.before_step()
         if self.stays_because:
             self.follow_members()  # raises if they have changed
-        if self._weights is not None and weigh:
-            self.factors = self._weights.begin(self._device, absent=absent)
         before = self._current
         if self._taken:
             before.discarded |= self._taken.begin(before.pieces)
@@ -675,8 +586,6 @@ class CompressionState(BucketReducer):
         self._exchanges.forget()
         self.follow_members()
         self.step = (self.step + 1) % 2**32
-        if self.residuals:
-            self._rates.rescale(self.residuals, self._names)
         changed = self.plan.advance(self.step, self._device, finite=before.finite)
         self._forget_buckets(changed)
         step = self._current = Step(absent=absent, parameters=len(self.decisions))
@@ -782,15 +691,13 @@ class CompressionState(BucketReducer):
         if self._side is None or not self._side.open:
             return False
         self._find_unused()
-        rates, step = self._rates, self._current
+        step = self._current
         return (
             self.defers
             and step.status is StepStatus.REDUCED
             and not (step.checks or step.flushed or step.discarded or step.unused)
             and self._usage is Usage.ACTIVE
             and not (self.plan.judges or self._side.is_full)
-            and rates.optimizer is None
-            and rates.scaler is None
             and (not self._side.ahead or self._side.names == step.pieces.keys())
             and not any(
                 p.residual is not None and p.residual.has_moved for p in step.pieces.values()

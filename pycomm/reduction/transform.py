@@ -21,7 +21,7 @@ Future = torch.futures.Future[torch.Tensor]
 
 
 class Transform:
-    """What takes the place of gradients; this one leaves them as they are.
+    """What takes the place of gradients.
 
     It belongs to one state, whose constructor calls `bind`.
     """
@@ -31,6 +31,12 @@ class Transform:
     """Nodes may code the sums of their ranks."""
     kept_alike = 1
     """Number of states of the size of the residuals, with these."""
+    reduce: Callable[[torch.Tensor, Sequence[str]], Future]
+    """Averages a bucket in place; see `BucketReducer.reduce`."""
+    reduce_bucket: Callable[[dist.GradBucket], Future]
+    """Where DDP reduces: averages a bucket in place; see `HookState.reduce_bucket`."""
+    scatter: Callable[..., Callable[[], None]]
+    """Where gradients are reduce-scattered: starts to do so; see `BucketReducer.scatter`."""
 
     def bind(self, state: Any) -> None:
         """Belong to a state, which has no parameters yet."""
@@ -63,11 +69,6 @@ class Transform:
     def step_ended(self) -> None:
         """All buckets of a step were given to `reduce` or `scatter`."""
 
-    def reduce_bucket(self, bucket: dist.GradBucket) -> Future:
-        """Average a bucket of DDP, in place; see `HookState.reduce_bucket`."""
-        future: Future = self.state.reduce_bucket(bucket)
-        return future
-
     def refuse_join(self) -> None:
         """Refuse to take part in a step for which this rank has no data.
 
@@ -80,24 +81,6 @@ class Transform:
                 "more data and takes no more steps, so its momentum is not that of the others: "
                 "give all ranks equally many batches, or use pycomm.compress"
             )
-
-    def reduce(self, tensor: torch.Tensor, names: Sequence[str]) -> Future:
-        """Average a bucket in place; see `BucketReducer.reduce`."""
-        future: Future = self.state.reduce(tensor, names)
-        return future
-
-    def scatter(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        names: Sequence[str],
-        group: dist.ProcessGroup,
-        *,
-        average: bool,
-    ) -> Callable[[], None]:
-        """Start to reduce and scatter; see `BucketReducer.scatter`."""
-        wait: Callable[[], None] = self.state.scatter(output, input, names, group, average=average)
-        return wait
 
     def exchange(
         self,

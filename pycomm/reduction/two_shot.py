@@ -29,34 +29,32 @@ def exchange(
     bucket: Bucket,
     group: dist.ProcessGroup,
     *,
-    seed: int,
-    step: int,
-    divisor: int,
     senders: Sequence[float] | None = None,
     found_inf: torch.Tensor | None = None,
-    swapped: torch.Tensor | None = None,
-    encoded: Callable[[], None] | None = None,
+    **call: Any,
 ) -> torch.Tensor | None:
     """Run a coded operation.
 
     Args:
         op: name of the operation, for the bucket's caches.
         plan: function that returns what is exchanged, which is called once for each `op`.
-        output: floats of 16 or 32 bits, contiguous: one row of the bucket, or one for each rank.
-        input: likewise; may be the output.
+        output: floats of 16 or 32 bits [bucket.numel], contiguous.
+        input: likewise, or a row for each rank; may be the output.
         bucket: layout and residuals of the values.
         group: any process group whose backend has all_to_all_single and all_gather.
-        seed: equal on all ranks.
-        step: number of the step, below 2^32.
-        divisor: sums are divided by it.
         senders: what each rank counts where only the ranks that have sent a value are averaged: in
             sparse payloads, which the others then do not pull towards zero. None: all ranks count.
         found_inf: float32 [1] on the device of the values, which becomes 1 if what this rank has
             decoded is not finite; None: that is returned.
-        swapped: of a device, on the path "kernels": float32 [1]; if it is not 0, the sides of all
-            residuals are the other way round than the bucket says.
-        encoded: is called when this rank's contribution and its residuals are written, and the
-            values are as they were.
+        call: of every call:
+
+            * seed: equal on all ranks.
+            * step: number of the step, below 2^32.
+            * divisor: sums are divided by it.
+            * swapped: of a device, on the path "kernels": float32 [1]; if it is not 0, the sides of
+              all residuals are the other way round than the bucket says.
+            * encoded: is called when this rank's contribution and its residuals are written, and
+              the values are as they were.
 
     Returns:
         A bool tensor without dimensions: whether what this rank has decoded is finite; None:
@@ -68,14 +66,10 @@ def exchange(
     flag = found_inf
     if flag is None:
         flag = torch.zeros(1, dtype=torch.float32, device=output.device)
-    how: dict[str, Any] = {"seed": seed, "step": step, "divisor": divisor}
-    how |= {"found_inf": flag, "encoded": encoded}
     if senders is not None:
-        how["senders"] = senders
-    if swapped is not None:
-        how["swapped"] = swapped
+        call["senders"] = senders
     way = find(op, plan, bucket, group, output, input, senders=senders is not None)
-    way.run(output, input, bucket, group, **how)
+    way.run(output, input, bucket, group, found_inf=flag, **call)
     return flag[0] == 0 if found_inf is None else None
 
 
@@ -168,7 +162,7 @@ def reduce_scatter(
         A bool tensor without dimensions, equal on all ranks: whether all rows' results are finite.
     """
     ranks = group.size()
-    plan = partial(rows_plan, bucket.pieces, range(ranks), gathers=False)
+    plan = partial(rows_plan, bucket.pieces, range(ranks))
     divisor = ranks if average else 1
     name = "reduce_scatter"
     ours = exchange(name, plan, output, input, bucket, group, divisor=divisor, **options)
@@ -186,29 +180,3 @@ def all_finite(ours: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     finite = ours.to(torch.uint8)
     dist.all_reduce(finite, dist.ReduceOp.MIN, group=group)
     return finite[0] == 1
-
-
-def all_gather(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    bucket: Bucket,
-    group: dist.ProcessGroup,
-    **options: Any,
-) -> torch.Tensor:
-    """Gather the encoded rows of all ranks and decode them to `output`, in rank order.
-
-    Our own row goes through the codec too, so all ranks have the same bits.
-
-    Args:
-        output: floats of 16 or 32 bits [ranks, bucket.numel], contiguous.
-        input: likewise [bucket.numel], contiguous; may be our row of the output.
-        bucket: layout of a row.
-        group, options: as for `exchange`, whose errors it raises.
-
-    Returns:
-        A bool tensor without dimensions: whether the output is finite everywhere.
-    """
-    plan = partial(rows_plan, bucket.pieces, range(group.size()), scatters=False)
-    finite = exchange("all_gather", plan, output, input, bucket, group, divisor=1, **options)
-    assert finite is not None
-    return finite

@@ -59,7 +59,6 @@ def encode(
             kind=_C.FeedbackKind.__members__[kind],
             storage=_C.FeedbackStorage.__members__[form],
             decay=0.9,
-            nesterov=False,
             error=(old.data_ptr(), fresh.data_ptr()),
             momentum=(0, 0),
             scratch=_C.FeedbackScratch(),

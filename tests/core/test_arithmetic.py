@@ -114,7 +114,7 @@ def test_feedback(kind, form):
             codec.native.encode_fed(
                 x.data_ptr(), x.numel(), out.data_ptr(),
                 kind=_C.FeedbackKind.__members__[form[0]],
-                storage=_C.FeedbackStorage.__members__[form[1]], decay=0.9, nesterov=False,
+                storage=_C.FeedbackStorage.__members__[form[1]], decay=0.9,
                 error=(error.data_ptr(), error.data_ptr()),
                 momentum=(momentum.data_ptr(), momentum.data_ptr()) if form[0] == "momentum"
                 else (0, 0), scratch=_C.FeedbackScratch(),

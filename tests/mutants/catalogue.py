@@ -52,7 +52,7 @@ WAITS = (
         "csrc/collectives/window/shared.cpp::tiny",
         "window.wait(stage);",
         "",
-        "collectives/test_shared.py::test_all_reduce_gives_the_same_bits_everywhere",
+        "collectives/test_algorithms.py::test_a_part_of_a_message_has_its_own_bits",
     ),
     Mutant(
         "window-left-while-others-write-to-us",
@@ -186,7 +186,7 @@ ORDERS = (
         "csrc/transports/shm/failure_detector.cpp::FailureDetector::abort",
         "if (!first) return;",
         "",
-        "collectives/test_shared.py::test_of_two_reasons_for_an_abort_the_first_counts",
+        "faults/test_abort.py::test_of_two_reasons_for_an_abort_the_first_counts",
     ),
     Mutant(
         "stream-resumes-where-it-was",
@@ -276,7 +276,7 @@ RESIDUALS = (
         "step.kept() - waiting if came else set()",
         "step.kept() - waiting",
         (
-            "torch/hooks/test_ddp_compress.py::test_overflow_reaches_all_ranks_and_leaves_no_trace "
+            "torch/feedback/test_state.py::test_an_overflow_of_any_parameter_leaves_no_trace "
             "torch/feedback/test_state.py::test_an_overflow_leaves_no_trace"
         ),
     ),
@@ -348,7 +348,7 @@ RESIDUALS = (
     Mutant(
         "deepspeed-residuals-keep-the-old-scale",
         "pycomm/hooks/deepspeed.py::DeepSpeedState.open_step",
-        "self.rescale(now / self._scale)",
+        "self.rescale(now / self._scale, momentum=True)",
         "pass",
         "torch/hooks/test_deepspeed.py::test_residuals_follow_the_loss_scale",
     ),
@@ -383,10 +383,7 @@ BOUNDS = (
         "csrc/collectives/coded/coded.cpp::signature",
         "hash.add(args.step);",
         "",
-        (
-            "collectives/coded/test_collectives.py::"
-            "test_layouts_seeds_and_steps_that_differ_are_an_error"
-        ),
+        "faults/test_mismatch.py::test_codings_that_differ",
     ),
     Mutant(
         "damaged-notice-read-beyond-its-end",
@@ -407,7 +404,7 @@ BOUNDS = (
         "csrc/transports/shm/window.cpp::Window::wait_long",
         "drive_();\n    compare_tags(stage);",
         "drive_();\n    ",
-        "collectives/test_shared.py::test_calls_that_differ_are_described_on_every_rank",
+        "faults/test_mismatch.py::test_every_rank_is_told_who_differs",
     ),
     Mutant(
         "ring-end-not-continued-at-the-beginning",
@@ -456,7 +453,7 @@ BOUNDS = (
         "csrc/binding/torch/backend.cpp::Backend::compressed",
         "comm.run_coded(coded_call.op, args, out)",
         "(comm.run_coded(coded_call.op, args, out), true)",
-        "torch/hooks/test_ddp_compress.py::test_overflow_reaches_all_ranks_and_leaves_no_trace",
+        "torch/feedback/test_state.py::test_an_overflow_of_any_parameter_leaves_no_trace",
     ),
     Mutant(
         "coded-sgd-keeps-what-overflowed",
@@ -468,17 +465,17 @@ BOUNDS = (
     ),
     Mutant(
         "half-a-state-taken",
-        "pycomm/elastic/chain.py::_receive",
-        "    receiver.receive()\n    receiver.finish()",
-        "    receiver.finish()",
-        "torch/elastic/test_hand_over.py::test_a_rank_that_gives_up_tells_those_after_it",
+        "pycomm/elastic/transfer.py::_broadcast",
+        "if failed[root]:",
+        "if False:",
+        "torch/elastic/test_hand_over.py::test_a_rank_that_fails_holds_nobody_up",
     ),
     Mutant(
         "decisions-not-compared",
         "pycomm/policy/agreement.py::agree",
         "any(not torch.equal(other, all_digests[0]) for other in all_digests)",
         "False",
-        "torch/hooks/test_policy.py::test_epochs_and_a_rank_that_counts_otherwise",
+        "torch/hooks/test_policy.py::test_a_rank_that_counts_other_steps_is_named",
     ),
     Mutant(
         "megatron-padded-gradients-stay-local",

@@ -20,7 +20,7 @@ from pycomm.codecs.base import Codec
 from pycomm.policy import Decision, Guard, Parameter
 from pycomm.policy.checks import Checks
 from pycomm.policy.quality import nominal_error, reduced_error
-from pycomm.policy.samples import Quality, Sampler, qualities
+from pycomm.policy.samples import Quality, qualities
 from tests.codecs.cases import SPECS
 from tests.extent import FULL
 
@@ -86,7 +86,7 @@ def checked(
     decision = Decision(Parameter("w", (SIDE, SIDE), torch.float32), codec, "")
     for step in range(0, checks * guard.every, guard.every):
         judge.begin(step, [decision])
-        part = judge._sampler.wanted["w"]
+        part = judge.wanted["w"]
         lost, d = (reduced(codec, inputs, step) - due)[part].double(), due[part].double()
         sent = sum(float((x[part].double() / len(inputs)).square().sum()) for x in inputs)
         found = Quality(
@@ -212,7 +212,7 @@ def test_a_suspect_is_checked_again_soon():
     judge = Checks(Guard(every=16), OfTwo(), lambda: 0.0)  # type: ignore[arg-type]
     bad = Quality(step=0, error=0.0, cosine=1.0, coding=5.0, residual=0.0)
     assert sorted(judge.begin(16, decisions())) == sorted(NUMELS)
-    judge._sampler.wanted.clear()
+    judge.wanted.clear()
     assert not judge.begin(19, decisions())
     judge.warning("b", codec("int8"), bad)
     assert [name for step in (17, 18, 20) for name in judge.begin(step, decisions())] == []
@@ -234,8 +234,8 @@ def decisions(**specs: str) -> list[Decision]:
     ]
 
 
-def sampler(**options: Any) -> Sampler:
-    return Sampler(Guard(**options), None)
+def sampler(**options: Any) -> Checks:
+    return Checks(Guard(**options), OfTwo(), lambda: 0.0)  # type: ignore[arg-type]
 
 
 def test_all_take_part_in_turn():

@@ -11,15 +11,15 @@ import torch
 
 from pycomm import monitor
 from pycomm.codecs import codec, short_text
-from pycomm.policy import PROTECT, Moment, Parameter, Policy, Rule, rules
+from pycomm.policy import PROTECT, Parameter, Policy, Rule, rules
 from pycomm.straggler import show
 
 WEIGHT = Parameter("layer.weight", (64, 64), torch.float32)
 BIAS = Parameter("layer.bias", (4096,), torch.float32)
 
 
-def chosen(policy: Policy, parameter: Parameter = WEIGHT, **moment: object) -> str:
-    return policy.decide(parameter, Moment(**moment)).codec.spec()
+def chosen(policy: Policy, parameter: Parameter = WEIGHT, **step: int) -> str:
+    return policy.decide(parameter, **step).codec.spec()
 
 
 def test_norms_biases_and_small_ones_stay_exact():
@@ -77,27 +77,22 @@ def test_the_first_rule_that_matches_wins():
 
 def test_warm_up_is_exact_and_ends():
     policy = Policy("int8", warmup=3)
-    assert [policy.decide(WEIGHT, Moment(step=s)).exact for s in (1, 3, 4)] == [True, True, False]
+    assert [policy.decide(WEIGHT, s).exact for s in (1, 3, 4)] == [True, True, False]
 
 
-def test_schedules_by_step_and_by_epoch():
+def test_schedules_are_by_step():
     policy = Policy("fp32", schedule=((10, "int8"), (20, "int4")))
     specs = [codec(c).spec() for c in ("fp32", "int8", "int8", "int4")]
     assert [chosen(policy, step=s) for s in (9, 10, 19, 20)] == specs
-    policy = Policy("fp32", epochs=((1, "int8"), (2, "int4")))
-    assert [chosen(policy, epoch=e) for e in (0, 1, 1, 3)] == specs
 
 
-@pytest.mark.parametrize("unit", ["step", "epoch"])
-def test_a_schedule_holds_in_whatever_order_it_is_written(unit):
+def test_a_schedule_holds_in_whatever_order_it_is_written():
     turns = [(200, "int8"), (100, "bf16"), (300, "fp32")]
-    name = "schedule" if unit == "step" else "epochs"
-    policy = Policy("int4", **{name: tuple(turns)})
+    policy = Policy("int4", schedule=tuple(turns))
     specs = [codec(c).spec() for c in ("int4", "bf16", "int8", "fp32")]
-    assert [chosen(policy, **{unit: at}) for at in (99, 100, 250, 999)] == specs
-    assert policy == Policy("int4", **{name: tuple(sorted(turns))})  # ranks agree on it, too
-    prefix = "epoch" if unit == "epoch" else ""
-    text = " ".join(["int4", *(f"{prefix}{at}:{spec}" for at, spec in turns)])
+    assert [chosen(policy, step=at) for at in (99, 100, 250, 999)] == specs
+    assert policy == Policy("int4", schedule=tuple(sorted(turns)))  # ranks agree on it, too
+    text = " ".join(["int4", *(f"{at}:{spec}" for at, spec in turns)])
     assert Policy.of(text) == policy
 
 
@@ -111,9 +106,8 @@ def test_a_schedule_holds_in_whatever_order_it_is_written(unit):
     ],
 )
 def test_an_ambiguous_schedule_is_refused(schedule, text):
-    for name in ("schedule", "epochs"):
-        with pytest.raises(ValueError, match=text):
-            Policy("int4", **{name: schedule})
+    with pytest.raises(ValueError, match=text):
+        Policy("int4", schedule=schedule)
 
 
 @pytest.mark.parametrize("given", ["none", Policy("int8", (Rule(codec="none"),)), "none 9:int8"])
@@ -133,12 +127,7 @@ def test_none_is_a_codec_wherever_one_is_named(given):
         ("auto error=0.5", Policy("auto", error=0.5)),
         ("int4 warmup=100", Policy("int4", warmup=100)),
         ("fp32 100:int8 1000:quant:bits=4,block=64", None),
-        ("fp32 epoch1:int8", Policy("fp32", epochs=((1, "int8"),))),
         ("int8 guard=off", Policy("int8", guard=None)),
-        (
-            "dgc:0.01,values=int8 guard=off",
-            Policy("topk:0.01,values=int8", warmup="dgc", guard=None),
-        ),
     ],
 )
 def test_texts(text, policy):
@@ -159,12 +148,10 @@ def test_texts(text, policy):
         ("int8 warmup=-1", "give a number of steps"),
         ("int8 warmup=1 warmup=2", "warmup is given twice"),
         ("int8 100:int9", "unknown codec 'int9'"),
-        ("int8 100:int4 epoch1:int4", "by steps or by epochs, not both"),
         ("auto 100:int8", "a schedule and auto both choose codecs"),
         ("int8 budget=4", "'budget=4' in 'int8 budget=4' is none of warmup="),
         ("int8 error=0.1", "error=0.1 bounds what auto chooses, and the codec is int8"),
         ("auto error=0", "error=0.0 must be above 0"),
-        ("int8 warmup=dgc", "warmup=dgc is for codecs with a density"),
     ],
 )
 def test_what_makes_no_sense_is_refused(text, says):

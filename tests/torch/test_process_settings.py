@@ -78,7 +78,7 @@ def compressed(codec: str, **options: Any) -> ways.Way:
 
 METHODS: dict[str, ways.Way] = {
     **{codec: compressed(codec) for codec in ("int4", "sign", "topk:0.01", "powersgd:2", "auto")},
-    **{codec: compressed(codec) for codec in ("dgc:0.01", "lossless", "nvfp4")},
+    **{codec: compressed(codec) for codec in ("topk:0.01", "lossless", "nvfp4")},
     "eden": compressed("eden:bits=2,size=128"),
     "residuals in int8": compressed("int4", feedback="decay:0.9,storage=int8"),
     "sharded": ways.shards,

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -56,13 +55,10 @@ def plain(net: nn.Module, **options: Any) -> Training:
     return Training(model, SGD(model.parameters()))
 
 
-def gradients(
-    net: nn.Module, codec: str = "int4", *, make: Make = SGD, weighted: bool = False, **options: Any
-) -> Training:
+def gradients(net: nn.Module, codec: str = "int4", *, make: Make = SGD, **options: Any) -> Training:
     model = DistributedDataParallel(net)
-    state = pycomm.compress(model, codec, weighted=weighted, **options)
-    weigh = partial(state.set_weight, dist.get_rank() + 1.0) if weighted else lambda: None
-    return Training(model, make(model.parameters()), state, before=weigh, end=state.remove)
+    state = pycomm.compress(model, codec, **options)
+    return Training(model, make(model.parameters()), state, end=state.remove)
 
 
 def shards(net: nn.Module, codec: str = "int4", **options: Any) -> Training:

@@ -93,8 +93,8 @@ class Pieces {
   }
 
   void add(size_t numel, const pybind11::object& codec, uint32_t tensor, feedback::Kind kind,
-           feedback::Storage storage, double decay, bool nesterov, Addresses worker,
-           Addresses owner, Addresses momentum, const feedback::Spans& worker_spans,
+           feedback::Storage storage, double decay, Addresses worker, Addresses owner,
+           Addresses momentum, const feedback::Spans& worker_spans,
            const feedback::Spans& owner_spans) {
     if (numel > kLargestBuffer / sizeof(float) / rows_ - numel_) {
       throw Error("no memory holds pieces of " + std::to_string(numel) + " elements and " +
@@ -108,7 +108,6 @@ class Pieces {
     piece.worker.kind = kind;
     piece.worker.storage = piece.owner.storage = storage;
     piece.worker.decay = static_cast<float>(decay);
-    piece.worker.nesterov = nesterov;
     memories_.push_back({Pair{worker, worker_spans}, Pair{owner, owner_spans},
                          Pair{momentum, feedback::kAllValues}});
     // Sides with the values of other spans are set in each step.

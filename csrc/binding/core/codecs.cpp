@@ -60,10 +60,9 @@ feedback::Memory memory(std::pair<uintptr_t, uintptr_t> addresses) {
 }
 
 void encode_fed(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, feedback::Kind kind,
-                feedback::Storage storage, double decay, bool nesterov,
-                std::pair<uintptr_t, uintptr_t> error, std::pair<uintptr_t, uintptr_t> momentum,
-                feedback::Scratch& scratch, std::optional<uintptr_t> stream,
-                std::pair<uintptr_t, size_t> room) {
+                feedback::Storage storage, double decay, std::pair<uintptr_t, uintptr_t> error,
+                std::pair<uintptr_t, uintptr_t> momentum, feedback::Scratch& scratch,
+                std::optional<uintptr_t> stream, std::pair<uintptr_t, size_t> room) {
   const DefaultArithmetic arithmetic;
   EncodeArgs args;
   args.in = {reinterpret_cast<const float*>(x), numel};
@@ -73,9 +72,9 @@ void encode_fed(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, fe
     args.stream.scratch = {reinterpret_cast<uint8_t*>(room.first), room.second};
   }
   GilReleased release;
-  feedback::encode(
-      codec, {kind, storage, static_cast<float>(decay), nesterov, memory(error), memory(momentum)},
-      args, scratch);
+  feedback::encode(codec,
+                   {kind, storage, static_cast<float>(decay), memory(error), memory(momentum)},
+                   args, scratch);
 }
 
 void convert_addresses(uintptr_t in, DType from, uintptr_t out, DType to, size_t numel,
@@ -172,9 +171,9 @@ void bind_codecs(py::module_& m) {
            py::arg("step") = 0, py::arg("tensor") = 0, py::arg("index") = 0,
            py::arg("stream") = py::none(), py::arg("scratch") = 0)
       .def("encode_fed", &encode_fed, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
-           py::arg("kind"), py::arg("storage"), py::arg("decay"), py::arg("nesterov"),
-           py::arg("error"), py::arg("momentum"), py::arg("scratch"),
-           py::arg("stream") = py::none(), py::arg("room") = std::pair<uintptr_t, size_t>())
+           py::arg("kind"), py::arg("storage"), py::arg("decay"), py::arg("error"),
+           py::arg("momentum"), py::arg("scratch"), py::arg("stream") = py::none(),
+           py::arg("room") = std::pair<uintptr_t, size_t>())
       .def("decode", &decode<false>, py::arg("payload"), py::arg("out"), py::arg("numel"),
            py::kw_only(), py::arg("stream") = py::none(), py::arg("scratch") = 0)
       .def("decode_add", &decode<true>, py::arg("payload"), py::arg("out"), py::arg("numel"),

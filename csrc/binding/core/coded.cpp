@@ -150,7 +150,7 @@ class CallersGroup final : public coded::Exchange {
 struct CodedCall {
   Place input, output;  ///< address and elements
   DType dtype = DType::float32;
-  std::vector<Sides> sides;  ///< of each piece
+  const std::vector<Sides>& sides;  ///< of each piece
   uint64_t seed = 0;
   uint32_t step = 0;
   int divisor = 1;
@@ -182,7 +182,7 @@ class CodedBucket final : public Pieces {
     }
     if (!owned.empty() && !rows.empty()) throw Error("give chunks or rows, not both");
     for (const size_t row : rows) {
-      if (scatters && row >= Pieces::rows()) {
+      if (row >= Pieces::rows()) {
         throw Error("there is no row " + std::to_string(row) + " among residuals of " +
                     std::to_string(Pieces::rows()) + " rows");
       }
@@ -207,15 +207,6 @@ class CodedBucket final : public Pieces {
     }
   }
 
-  /// The most bytes of the payloads of each owner's chunk, and of what is shown.
-  std::vector<size_t> owned_bytes() const {
-    std::vector<size_t> bytes;
-    for (int owner = 0; !plan_.owned.empty() && owner < ranks_; owner++) {
-      bytes.push_back(plan_.owned.bytes(owner));
-    }
-    return bytes;
-  }
-  size_t shown_bytes() const { return plan_.shown.bytes(); }
   /// Bytes of memory that run() needs, and that must follow received payloads.
   size_t memory_bytes() const { return Places(plan_).end; }
   size_t room_behind() const { return room_behind_; }
@@ -238,9 +229,9 @@ class CodedBucket final : public Pieces {
                   std::to_string(memory_bytes()) + "; make it larger");
     }
     const size_t ranks = static_cast<size_t>(ranks_);
-    const size_t rows_in = by_rows_ && plan_.scatters ? ranks : 1;
+    const size_t rows_in = by_rows_ ? ranks : 1;
     check_values(call.input, rows_in);
-    check_values(call.output, by_rows_ && plan_.gathers ? ranks : 1);
+    check_values(call.output, 1);
     set_sides(call.sides);
     CodedArgs args;
     args.data = {pointer(call.input.first), call.input.second, call.dtype};
@@ -304,9 +295,8 @@ void bind_coded(py::module_& m) {
       .def("add", &Pieces::add, py::arg("numel"), py::arg("codec"), py::kw_only(),
            py::arg("tensor") = 0, py::arg("kind") = feedback::Kind::residual,
            py::arg("storage") = feedback::Storage::float32, py::arg("decay") = 0.0,
-           py::arg("nesterov") = false, py::arg("worker") = Addresses{},
-           py::arg("owner") = Addresses{}, py::arg("momentum") = Addresses{},
-           py::arg("worker_spans") = feedback::kAllValues,
+           py::arg("worker") = Addresses{}, py::arg("owner") = Addresses{},
+           py::arg("momentum") = Addresses{}, py::arg("worker_spans") = feedback::kAllValues,
            py::arg("owner_spans") = feedback::kAllValues)
       .def_property_readonly("numel", &Pieces::numel)
       .def("__len__", &Pieces::size);
@@ -314,28 +304,28 @@ void bind_coded(py::module_& m) {
       .value("contribution", Shot::contribution)
       .value("shown", Shot::shown)
       .value("result", Shot::result);
-  py::class_<CodedCall>(m, "CodedCall")
-      .def(py::init([](Place input, Place output, DType dtype, std::vector<Sides> sides,
-                       uint64_t seed, uint32_t step, int divisor, uintptr_t found_inf,
-                       std::optional<uintptr_t> stream, Place scratch, uintptr_t swapped) {
-             return CodedCall{input,   output,    dtype,  std::move(sides), seed,   step,
-                              divisor, found_inf, stream, scratch,          swapped};
-           }),
-           py::arg("input"), py::arg("output"), py::arg("dtype"), py::arg("sides"), py::kw_only(),
-           py::arg("seed"), py::arg("step"), py::arg("divisor"), py::arg("found_inf"),
-           py::arg("stream") = py::none(), py::arg("scratch") = Place(), py::arg("swapped") = 0);
   py::class_<CodedBucket, Pieces>(m, "CodedBucket")
       .def(py::init<int, int, size_t>(), py::arg("rank"), py::arg("ranks"), py::arg("rows") = 1)
       .def("plan", &CodedBucket::plan, py::arg("owned"), py::arg("shown"), py::kw_only(),
            py::arg("rows") = std::vector<size_t>(), py::arg("scatters") = true,
            py::arg("gathers") = true)
-      .def_property_readonly("owned_bytes", &CodedBucket::owned_bytes)
-      .def_property_readonly("shown_bytes", &CodedBucket::shown_bytes)
       .def_property_readonly("memory_bytes", &CodedBucket::memory_bytes)
       .def_property_readonly("room_behind", &CodedBucket::room_behind)
       .def("scratch_bytes", &CodedBucket::scratch_bytes, py::arg("dtype"))
-      .def("run", &CodedBucket::run, py::arg("call"), py::arg("memory"), py::arg("move"),
-           py::arg("launch") = py::none());
+      .def(
+          "run",
+          [](CodedBucket& bucket, Place input, Place output, DType dtype,
+             const std::vector<Sides>& sides, Place memory, const Move& move,
+             const Launcher& launch, uint64_t seed, uint32_t step, int divisor, uintptr_t found_inf,
+             std::optional<uintptr_t> stream, Place scratch, uintptr_t swapped) {
+            bucket.run({input, output, dtype, sides, seed, step, divisor, found_inf, stream,
+                        scratch, swapped},
+                       memory, move, launch);
+          },
+          py::arg("input"), py::arg("output"), py::arg("dtype"), py::arg("sides"),
+          py::arg("memory"), py::arg("move"), py::arg("launch") = py::none(), py::kw_only(),
+          py::arg("seed"), py::arg("step"), py::arg("divisor"), py::arg("found_inf"),
+          py::arg("stream") = py::none(), py::arg("scratch") = Place(), py::arg("swapped") = 0);
 }
 
 }  // namespace pycomm

@@ -18,7 +18,6 @@ struct Memories {
   feedback::Kind kind = feedback::Kind::residual;
   feedback::Storage storage = feedback::Storage::float32;
   float decay = 0.0f;
-  bool nesterov = false;
   Pair worker, owner, momentum;
   feedback::Spans worker_spans = feedback::kAllValues, owner_spans = feedback::kAllValues;
 };
@@ -84,11 +83,7 @@ class Layout {
       piece.numel = part.numel;
       piece.codec = part.codec.get();
       piece.tensor = part.tensor;
-      piece.worker = {m.kind,
-                      m.storage,
-                      m.decay,
-                      m.nesterov,
-                      memory(m.worker, m.worker_spans, sides[i]),
+      piece.worker = {m.kind, m.storage, m.decay, memory(m.worker, m.worker_spans, sides[i]),
                       memory(m.momentum, feedback::kAllValues, sides[i])};
       piece.owner.storage = m.storage;
       piece.owner.error = memory(m.owner, m.owner_spans, sides[i]);

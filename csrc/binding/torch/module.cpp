@@ -39,7 +39,7 @@ T one_of(const char* what, const std::string& name,
 
 void add_part(Layout& layout, size_t offset, size_t numel, const std::string& codec,
               uint32_t tensor, const std::string& kind, const std::string& storage, float decay,
-              bool nesterov, Memories::Pair worker, Memories::Pair owner, Memories::Pair momentum,
+              Memories::Pair worker, Memories::Pair owner, Memories::Pair momentum,
               const feedback::Spans& worker_spans, const feedback::Spans& owner_spans) {
   using feedback::Kind;
   using feedback::Storage;
@@ -51,7 +51,6 @@ void add_part(Layout& layout, size_t offset, size_t numel, const std::string& co
       "storage", storage,
       {{"float32", Storage::float32}, {"bf16", Storage::bfloat16}, {"int8", Storage::int8}});
   memories.decay = decay;
-  memories.nesterov = nesterov;
   memories.worker = std::move(worker);
   memories.owner = std::move(owner);
   memories.momentum = std::move(momentum);
@@ -121,8 +120,8 @@ void bind(py::module_& m) {
       .def_property(
           "device_path", [](const BackendOptions& self) { return self.device.path; },
           [](BackendOptions& self, const std::string& path) {
-            self.device.path = one_of<std::string>(
-                "device_path", path, {{"auto", "auto"}, {"host", "host"}, {"mixed", "mixed"}});
+            self.device.path =
+                one_of<std::string>("device_path", path, {{"auto", "auto"}, {"host", "host"}});
           });
 
   // `hold` is the address of a function of the type in core/stream_hold.h.
@@ -152,7 +151,7 @@ void bind(py::module_& m) {
       .def(py::init<size_t, bool>(), py::arg("rows") = 1, py::arg("owner_residuals") = true)
       .def("add", &add_part, py::arg("offset"), py::arg("numel"), py::arg("codec"),
            py::arg("tensor"), py::kw_only(), py::arg("kind") = "residual",
-           py::arg("storage") = "float32", py::arg("decay") = 0.0f, py::arg("nesterov") = false,
+           py::arg("storage") = "float32", py::arg("decay") = 0.0f,
            py::arg("worker") = std::nullopt, py::arg("owner") = std::nullopt,
            py::arg("momentum") = std::nullopt, py::arg("worker_spans") = feedback::kAllValues,
            py::arg("owner_spans") = feedback::kAllValues)
@@ -223,16 +222,7 @@ void bind(py::module_& m) {
                                 {sides, seed, step, average});
           },
           py::arg("output"), py::arg("input"), py::arg("layout"), py::arg("sides"), py::arg("seed"),
-          py::arg("step"), py::arg("average") = true)
-      .def(
-          "compressed_all_gather",
-          [](Backend& b, const at::Tensor& output, const at::Tensor& input,
-             const std::shared_ptr<const Layout>& layout, const std::vector<Sides>& sides,
-             uint64_t seed, uint32_t step) {
-            return b.compressed(Op::all_gather, output, input, layout, {sides, seed, step});
-          },
-          py::arg("output"), py::arg("input"), py::arg("layout"), py::arg("sides"), py::arg("seed"),
-          py::arg("step"));
+          py::arg("step"), py::arg("average") = true);
 }
 
 }  // namespace

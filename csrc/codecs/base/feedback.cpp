@@ -70,14 +70,6 @@ PYCOMM_SIMD void advance(const float* __restrict x, float decay, size_t n, float
   for (size_t i = 0; i < n; i++) u[i] = decay * u[i] + x[i];
 }
 
-PYCOMM_SIMD void advance_nesterov(const float* __restrict x, float decay, size_t n,
-                                  float* __restrict u, float* __restrict ahead) {
-  for (size_t i = 0; i < n; i++) {
-    u[i] = decay * (u[i] + x[i]);
-    ahead[i] = u[i] + x[i];
-  }
-}
-
 /// Applies momentum factor masking: what has been sent must not push again.
 PYCOMM_SIMD void mask(const float* x, const float* v, const float* new_residual, size_t n,
                       float* u) {
@@ -88,7 +80,7 @@ PYCOMM_SIMD void shrink(float decay, size_t n, float* x) {
   for (size_t i = 0; i < n; i++) x[i] = decay * x[i];
 }
 
-enum Place : size_t { kResidual, kMomentum, kAhead, kNewResidual };
+enum Place : size_t { kResidual, kMomentum, kNewResidual };
 
 float* loaded(const Feedback& feedback, const Memory& memory, size_t n, float* to) {
   load(feedback.storage, memory.old, {to, n});
@@ -105,14 +97,8 @@ struct Past {
     }
     if (feedback.kind != Kind::momentum) return;
     u = loaded(feedback, feedback.momentum, n, scratch.get(kMomentum, n));
-    if (feedback.nesterov) {
-      float* const ahead = scratch.get(kAhead, n);
-      advance_nesterov(in.data, feedback.decay, n, u, ahead);
-      x = ahead;
-    } else {
-      advance(in.data, feedback.decay, n, u);
-      x = u;
-    }
+    advance(in.data, feedback.decay, n, u);
+    x = u;
   }
 
   const float* x;

@@ -55,9 +55,8 @@ struct Feedback {
   Kind kind = Kind::residual;
   Storage storage = Storage::float32;
   float decay = 0.0f;
-  bool nesterov = false;  ///< u <- decay * (u + x); p = v + u + x
-  Memory error;           ///< e or v
-  Memory momentum;        ///< u
+  Memory error;     ///< e or v
+  Memory momentum;  ///< u
 
   explicit operator bool() const { return error || momentum; }
   /// Returns the feedback of `count` values from `offset` on, a multiple of kBlock or 0, in row

@@ -248,7 +248,6 @@ def _with_feedback(codec: Codec, x: torch.Tensor, payload: torch.Tensor) -> list
             kind=_C.FeedbackKind.residual,
             storage=_C.FeedbackStorage.bf16,
             decay=1.0,
-            nesterov=False,
             error=(old.data_ptr(), fresh.data_ptr()),
             momentum=(0, 0),
             scratch=_C.FeedbackScratch(),

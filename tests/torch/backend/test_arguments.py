@@ -463,10 +463,10 @@ REFUSED: list[Callable[[], Any]] = [
     *options_of(Guard, "every", *NUMBERS, 0),
     *options_of(Guard, "share", "x", float("nan"), 2),
     *options_of(Trial, "steps", *NUMBERS, 0),
-    *options_of(Trial, "margin", "x", -1),
-    lambda: Trial(most=1),
+    *options_of(Trial, "first", "x", -1),
     lambda: pycomm.Feedback("decay", decay="x"),
-    lambda: pycomm.HookState(8),
+    lambda: pycomm.CompressionState(8),
+    lambda: pycomm.HookState("int8", None),
     lambda: pycomm.HookState("int8", nn.Linear(3, 3)),
     lambda: pycomm.state_of(5),
     lambda: pycomm.Options(bogus=3),
@@ -486,13 +486,10 @@ def refusal(act: Callable[[], Any]) -> str:
 def test_every_public_function_names_what_it_refuses(rank, size):
     state = pycomm.compress(wrapped(), "int4")
     of_state: list[Callable[[], Any]] = [
-        lambda: state.follow(optimizer=3),
-        lambda: state.follow(scaler=3),
         lambda: state.rescale("x"),
         lambda: state.rescale(-1),
         lambda: state.rescale(0),
         lambda: state.rescale(2.0, names="0.weight"),
-        lambda: state.set_epoch("x"),
         lambda: state.load_state_dict({}),
         lambda: state.load_state_dict({"model": 1}),
         lambda: state.load_state_dict(5),

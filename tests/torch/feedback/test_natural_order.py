@@ -18,7 +18,7 @@ from pycomm.hooks.saved_buckets import SavedBuckets
 from tests.torch.harness import equal, values
 from tests.torch.pool import on_ranks
 
-KINDS = ["residual", "decay:0.8", "momentum:0.9,clip=1"]
+KINDS = ["residual", "decay:0.8", "momentum:0.9"]
 STORAGES = ["float32", "bf16", "int8"]
 FEEDBACKS = [f"{k}{',' if ':' in k else ':'}storage={s}" for k in KINDS for s in STORAGES]
 WRAPPERS: dict[str, dict[str, Any]] = {

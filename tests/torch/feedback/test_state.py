@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.feedback import Residuals
-from pycomm.reduction.rates import Rates
 from tests.torch.harness import (
     CODED,
     SHAPES,
     Chosen,
-    batch,
+    alike,
     compressed,
     equal,
     gradients,
     lost,
     mean,
     near_zero,
-    network,
     on_both,
     owed,
     reduced,
     residuals_of,
-    values,
 )
 from tests.torch.pool import on_ranks
 
@@ -38,7 +34,7 @@ RULES = [
     "residual",
     "residual:storage=bf16",
     "decay:0.8,storage=int8",
-    "momentum:0.9,clip=1",
+    "momentum:0.9",
 ]
 # Without rebuilt buckets after the first step.
 CALM = {"find_unused_parameters": True}
@@ -92,17 +88,22 @@ def test_without_feedback_no_residual_is_expected(pool):
 # --------------------------------------------------------------------------- overflow
 
 
-def check_overflow(rank: int, size: int, feedback: str, when: int) -> None:
-    model, state = compressed("int4", feedback)
-    calm, calm_state = compressed("int4", feedback)
+def check_overflow(
+    rank: int, size: int, spec: str, feedback: str, when: int, bad: float, where: str
+) -> None:
+    model, state = compressed(spec, feedback)
+    calm, calm_state = compressed(spec, feedback)
     for step in range(when):
         reduced(model, gradients(rank, step))
         reduced(calm, gradients(rank, step))
     before = residuals_of(state.state_dict())
     given = gradients(rank, 90)
     if rank == size - 1:
-        given["small"].view(-1)[17] = float("inf")
-    assert not reduced(model, given)["small"].isfinite().all()
+        given[where].view(-1)[17] = bad
+    got = reduced(model, given)
+    assert not got[where].isfinite().all()
+    verdict = torch.tensor([0.0 if g.isfinite().all() else 1.0 for g in got.values()])
+    assert alike(verdict)  # a loss scaler skips on all ranks or on none
     after = residuals_of(state.state_dict())
     assert state.overflows == 1
     if before:
@@ -121,71 +122,26 @@ def check_overflow(rank: int, size: int, feedback: str, when: int) -> None:
 def test_an_overflow_leaves_no_trace(rank, size, feedback):
     # In step 1 DDP rebuilds its buckets, so other ranks own the values from there on.
     for when in (0, 1, 3):
-        check_overflow(rank, size, feedback, when)
+        check_overflow(rank, size, "int4", feedback, when, math.inf, "small")
 
 
-def check_scaler(rank: int, size: int, where: int) -> None:
-    model = DistributedDataParallel(network())
-    state = pycomm.compress(model, "int8")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    state.follow(scaler=scaler)
-    for step in range(6):
-        x, y = batch(rank, step)
-        if step == 3 and rank == where:
-            x = x * float("inf")
-        before, weights = residuals_of(state.state_dict()), values(model)
-        optimizer.zero_grad()
-        scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert equal(values(model), weights) == (step == 3)
-        if step == 3:
-            assert equal(before, residuals_of(state.state_dict()))
-        if step == 4:  # the scale and the residuals were halved before they were used
-            assert state._rates.loss_scale == 2.0**15
-    assert scaler.get_scale() == 2.0**15
-    assert state.overflows == 1
+@on_ranks(2)
+@pytest.mark.parametrize("spec", ["int4", "multiples", "powersgd:2"])
+def test_an_overflow_of_any_parameter_leaves_no_trace(rank, size, spec):
+    for where, bad in (("big", math.nan), ("small", math.inf), ("bias", math.nan)):
+        check_overflow(rank, size, spec, "residual", 3, bad, where)
 
 
-class Scaler:
-    """A loss scaler whose scale the test sets."""
-
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-
-    def get_scale(self) -> float:
-        return self.scale
-
-
-@pytest.fixture
-def residual():
-    """Residuals of one parameter, which are 0, 1, 2, 3."""
-    residuals = Residuals(pycomm.Feedback(storage="float32"), 1)
-    residuals.get("w", 4, torch.device("cpu")).worker[0].copy_(torch.arange(4.0))
-    return residuals
-
-
-def test_residuals_are_in_the_unit_of_the_loss_scale(residual):
-    rates, later = Rates(), Rates()
-    rates.scaler = scaler = Scaler(2.0**16)
-    for scale, unit in ((2.0**16, 1), (2.0**15, 0.5)):
-        scaler.scale = scale
-        rates.rescale(residual, {})
-        assert residual["w"].current("worker").tolist() == [0, unit, 2 * unit, 3 * unit]
-    later.load_state_dict(rates.state_dict())
-    assert later.loss_scale == 2.0**15
-
-
-def test_units_of_residuals_are_saved(residual):
-    parameter = nn.Parameter(torch.zeros(4))
-    rates, later = Rates(), Rates()
-    rates.optimizer = torch.optim.SGD([parameter], lr=0.5)
-    rates.rescale(residual, {id(parameter): "w"})
-    later.load_state_dict(rates.state_dict())
-    later.optimizer = torch.optim.SGD([parameter], lr=0.25)
-    later.rescale(residual, {id(parameter): "w"})
-    assert residual["w"].current("worker").tolist() == [0, 2, 4, 6]
+@on_ranks(1)
+@pytest.mark.parametrize("momentum", [False, True])
+def test_residuals_are_rescaled_with_momentum_if_asked(rank, size, momentum):
+    _, state = compressed("int4", "momentum:0.9")
+    residual = state.residuals.get("big", 4, torch.device("cpu"))
+    for pair in (residual.worker, residual.momentum):
+        pair[0].copy_(torch.arange(4.0))
+    state.rescale(0.5, ["big"], momentum=momentum)
+    assert residual.current("worker").tolist() == [0, 0.5, 1, 1.5]
+    assert residual.current("momentum").tolist() == ([0, 0.5, 1, 1.5] if momentum else [0, 1, 2, 3])
 
 
 @on_ranks(2)
@@ -200,12 +156,6 @@ def test_overflows_of_float64_gradients_are_counted(rank, size):
         assert got["small"].isfinite().all() == (not bad)
     state.settle()
     assert state.overflows == 1
-
-
-@on_ranks(3)
-def test_a_loss_scaler_skips_on_all_ranks(rank, size):
-    for where in range(size):
-        check_scaler(rank, size, where)
 
 
 # ------------------------------------------------------------- events of training runs
@@ -251,22 +201,6 @@ def test_a_frozen_parameter_keeps_its_residual(rank, size, feedback):
 
 
 @on_ranks(2)
-def test_a_new_learning_rate_rescales_what_is_owed(rank, size):
-    model, state = compressed("int4", "residual", **CALM)
-    rates = [{"params": [model.module.big], "lr": 0.4}, {"params": [model.module.small]}]
-    optimizer = torch.optim.SGD(rates, lr=0.1)
-    state.follow(optimizer=optimizer)
-    reduced(model, gradients(rank, 0))
-    before = owed(state)
-    optimizer.param_groups[0]["lr"] = 0.1
-    zero = {name: torch.zeros(SHAPES[name]) for name in SHAPES}
-    arrived = reduced(model, zero)
-    after = owed(state)
-    for name, factor in (("big", 4.0), ("small", 1.0)):  # only residuals were sent
-        near_zero(arrived[name] + after[name] - factor * before[name])
-
-
-@on_ranks(2)
 @pytest.mark.parametrize(
     ("options", "compiled"),
     [
@@ -293,39 +227,6 @@ def test_accumulated_steps_lose_nothing(rank, size, options, compiled):
                 missing[name] += mean(size, 10 + step)[name]
     debts = owed(state)
     near_zero(*(missing[name] - debts[name] for name in CODED))
-
-
-@on_ranks(2)
-def test_dgc_is_topk_with_its_warm_up_and_momentum(rank, size):
-    model = DistributedDataParallel(Chosen())
-    state = pycomm.compress(model, "dgc:0.01,values=int8")
-    assert state.residuals is not None
-    assert (state.residuals.rule.kind, state.residuals.rule.decay) == ("momentum", 0.9)
-    densities = []
-    for epoch in range(5):
-        state.set_epoch(epoch)
-        reduced(model, gradients(rank, epoch))
-        densities.append(state.decisions["big"].codec.density)
-    assert densities == [0.25, 0.0625, 0.015625, 0.01, 0.01]
-    own = pycomm.compress(DistributedDataParallel(Chosen()), "dgc", feedback="momentum:0.5,clip=1")
-    assert own.residuals is not None
-    assert own.residuals.rule.clip == 1
-
-
-@on_ranks(3)
-def test_clipping_is_bounded_by_the_ranks(rank, size):
-    """All that has arrived or is owed is the mean of gradients of norm clip / sqrt(ranks)."""
-    model, state = compressed("topk:0.5", "momentum:0.5,clip=1,storage=float32")
-    arrived = reduced(model, gradients(rank, 0))
-    state.settle()
-    assert state.residuals is not None
-    for name in CODED:
-        residual = state.residuals[name]  # the errors alone, without what momentum adds
-        still = residual.current("worker") / size + residual.current("owner")
-        dist.all_reduce(still)
-        clipped = [gradients(r, 0)[name].view(-1) for r in range(size)]
-        want = sum(g / g.norm() for g in clipped) / size**1.5
-        near_zero(arrived[name].view(-1) + still - want, atol=1e-6)  # of values below 0.1
 
 
 # ------------------------------------------------------- checkpoints, other world sizes

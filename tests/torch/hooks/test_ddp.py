@@ -1,9 +1,11 @@
-"""Features of DistributedDataParallel beyond the plain loop of test_ddp_compress.py, as on Gloo."""
+"""Optimizers, compilers and dtypes with DistributedDataParallel, as on Gloo.
+
+`make conformance` has torch's own tests of its options, of Join and of object collectives.
+"""
 
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -22,53 +23,6 @@ from pycomm.policy import Policy
 from tests.extent import each_value
 from tests.torch.harness import all_equal, equal, inputs, on_both, perceptron, values
 from tests.torch.pool import on_ranks
-
-
-class Branching(nn.Module):
-    """Uses a different half of itself in every other step, so that parameters are unused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.halves = perceptron()
-
-    def forward(self, x: torch.Tensor, way: int) -> torch.Tensor:
-        return self.halves[way % 2](x)
-
-
-@on_both(2, then=all_equal)
-@pytest.mark.parametrize(
-    ("options", "way"),
-    [
-        ({"find_unused_parameters": True}, "branching"),
-        ({"static_graph": True}, "plain"),
-        ({"gradient_as_bucket_view": True}, "accumulate"),
-    ],
-)
-def test_options(rank, size, options, way):
-    net = Branching() if way == "branching" else perceptron()
-    model = DistributedDataParallel(net, bucket_cap_mb=0.002, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(6):
-        arguments = (step + rank,) if way == "branching" else ()
-        unsynced = way == "accumulate" and step % 3 < 2
-        with model.no_sync() if unsynced else nullcontext():
-            model(inputs(rank, step), *arguments).square().mean().backward()
-        if not unsynced:
-            optimizer.step()
-            optimizer.zero_grad()
-    return values(model)
-
-
-@on_both(2, then=all_equal)
-def test_join_with_uneven_inputs(rank, size):
-    model = DistributedDataParallel(perceptron(), bucket_cap_mb=0.002)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    with Join([model, optimizer]):
-        for step in range(2 + 3 * rank):
-            optimizer.zero_grad()
-            model(inputs(rank, step)).square().mean().backward()
-            optimizer.step()
-    return values(model)
 
 
 @on_both(2)
@@ -103,26 +57,6 @@ def test_torch_compile(rank, size):
         model(inputs(rank, step)).square().mean().backward()
     torch._dynamo.reset()
     return results + [p.grad.clone() for p in model.parameters()]
-
-
-@on_both(2)
-def test_object_collectives(rank, size):
-    mine = {"rank": rank, "text": "x" * (10 + 1000 * rank), "set": {rank}}
-    gathered = [None] * size
-    dist.all_gather_object(gathered, mine)
-    at_root = [None] * size if rank == 0 else None
-    dist.gather_object(mine, at_root, dst=0)
-    sent = [mine, [rank]] if rank == 1 else [None, None]
-    dist.broadcast_object_list(sent, src=1)
-    scattered = [None]
-    dist.scatter_object_list(scattered, [(r, "part") for r in range(size)] if rank == 0 else None)
-    if rank == 0:
-        dist.send_object_list([mine], dst=1)
-        received = None
-    else:
-        received = [None]
-        dist.recv_object_list(received, src=0)
-    return gathered, at_root, sent, scattered, received
 
 
 @on_both(2, then=all_equal)
@@ -268,7 +202,7 @@ def test_fsdp2_has_the_bits_of_plain_fsdp2(rank, size, shape):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_bucket_of_another_size_is_refused(rank, size):
     """The sizes of a bucket and of its parameters are compared before anything is sent."""
-    state = pycomm.HookState("int8")
+    state = pycomm.CompressionState("int8")
     state.add("weight", torch.zeros(64, 64))
     state.begin_step()
     with pytest.raises(pycomm.Error, match=rf"rank {rank}: a bucket has 8192 values, .* have 4096"):

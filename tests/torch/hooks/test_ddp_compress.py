@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,8 +27,6 @@ from tests.torch.harness import (
     SHAPES,
     Chosen,
     Multiples,
-    alike,
-    all_equal,
     compressed,
     equal,
     gradients,
@@ -39,7 +36,6 @@ from tests.torch.harness import (
     network,
     owed,
     reduced,
-    residuals_of,
     train,
     values,
 )
@@ -96,19 +92,6 @@ def test_other_gradient_dtypes(pool, dtype, spec):
         assert equal(a, pool.run(trained, None, 20, dtype, backend="gloo")[0][0])
 
 
-@on_ranks(2, then=all_equal)
-def test_torchs_powersgd_runs_over_several_buckets(rank, size):
-    """torch's own PowerSGD has callbacks that start collectives; on Gloo two buckets crash it."""
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
-
-    model = DistributedDataParallel(network(), bucket_cap_mb=0.02)
-    state = power_sgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-    model.register_comm_hook(state, power_sgd.powerSGD_hook)
-    losses = train(model, rank, range(40))
-    assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), losses
-    return values(model)
-
-
 # ------------------------------------------------------- gradients chosen by the test
 
 
@@ -125,36 +108,6 @@ def test_feedback_loses_nothing_over_new_buckets(rank, size, spec):
     debts = owed(state)
     assert all(debts[name].any() == (name in CODED) for name in SHAPES)
     near_zero(*(missing[name] - debts[name] for name in SHAPES))
-
-
-def check_overflow(rank: int, size: int, spec: str, bad: float, where: str) -> None:
-    model, state = compressed(spec)
-    other, calm = compressed(spec)
-    for step in range(3):
-        reduced(model, gradients(rank, step))
-        reduced(other, gradients(rank, step))
-    before = residuals_of(state.state_dict())
-    given = gradients(rank, 3)
-    if rank == size - 1:
-        given[where].view(-1)[17] = bad
-    got = reduced(model, given)
-    assert not got[where].isfinite().all()
-    verdict = torch.tensor([0.0 if g.isfinite().all() else 1.0 for g in got.values()])
-    assert alike(verdict)  # a loss scaler skips on all ranks or on none
-    assert equal(before, residuals_of(state.state_dict()))
-    assert state.overflows == 1
-    # The skipped step has left the residuals unchanged.
-    assert equal(*(reduced(m, gradients(rank, 4)) for m in (model, other)))
-    assert calm.overflows == 0
-
-
-@on_ranks(2)
-def test_overflow_reaches_all_ranks_and_leaves_no_trace(rank, size):
-    for bad in (float("inf"), float("nan")):
-        for where in SHAPES:
-            check_overflow(rank, size, "int4", bad, where)
-            check_overflow(rank, size, "multiples", bad, where)
-    check_overflow(rank, size, "powersgd:2", float("inf"), "big")
 
 
 @on_ranks(2)
@@ -185,20 +138,6 @@ def test_accumulated_unused_and_frozen_parameters(rank, size):
     assert set(got) == {"small", "bias"}
     assert torch.equal(got["small"], mean(size, 4)["small"])
     assert state.overflows == 0
-
-
-@on_ranks(2)
-def test_hook_without_the_model(rank, size):
-    model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.02)
-    state = pycomm.HookState("int4")
-    model.register_comm_hook(state, pycomm.compress_hook)
-    named, _ = compressed("int4")
-    for step in range(4):
-        got = reduced(model, gradients(rank, step))
-        want = reduced(named, gradients(rank, step))
-        assert equal(got, want)
-    assert len(state.residual_norms()) == 2
-    assert all(worker > 0 for worker, _ in state.residual_norms().values())
 
 
 @on_ranks(2)
@@ -319,39 +258,8 @@ def test_different_options_are_told_before_sending(rank, size):
     model(gradients(rank, 1)).backward()
 
 
-def test_layouts_cover_the_bucket_for_any_number_of_ranks():
-    from pycomm.policy import Parameter
-    from pycomm.reduction.bucket import Bucket
-    from pycomm.reduction.coding import chunks, whole
-
-    shapes = [(1000,), (3,), (17, 33), (1,), (4096,)]
-    policy = Policy("int4", (Rule(codec="fp32", max_numel=100),))
-    parameters = [Parameter(f"p{i}", shape, torch.float32) for i, shape in enumerate(shapes)]
-    decisions = [policy.decide(p) for p in parameters]
-    bucket = Bucket(decisions, range(len(decisions)), None, torch.device("cpu"))
-    for ranks in (1, 2, 3, 4, 7, 8):
-        runs = list(itertools.chain(*chunks(whole(bucket.pieces), ranks)))
-        places = [i for run in runs for i in run.of(torch.arange(bucket.numel)).tolist()]
-        assert places == list(range(bucket.numel))
-        assert all(run.begin % max(32, run.piece.codec.granule) == 0 for run in runs)
-
-
 # --------------------------------------------------------------------------------------- PowerSGD
 # DDP with PowerSGD in several buckets, beside other codecs, through checkpoints and overflows.
-
-
-@each_value
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_it_trains_over_several_buckets(pool, backend):
-    (a, losses), (b, more) = pool.run(trained, "powersgd:4", 60, backend=backend)
-    assert equal(a, b)
-    exact = pool.run(trained, None, 60, backend=backend)
-    final = sum(losses[-10:] + more[-10:]) / 20
-    want = sum(sum(losses[-10:]) for _, losses in exact) / 20
-    assert want < 1.0  # it started at ln 10 = 2.3
-    # The mean of 64 samples of ten classes has a rank of 9. What rank 4 omits comes later: after 60
-    # steps the last of it is still in the residual.
-    assert final < want + 0.15
 
 
 @on_ranks(2)

@@ -61,17 +61,10 @@ def test_a_schedule_loses_nothing(rank, size):
 
 
 @on_ranks(2)
-def test_epochs_and_a_rank_that_counts_otherwise(rank, size):
-    model, state = compressed(Policy("int4", epochs=((1, "int8"),)))
+def test_a_rank_that_counts_other_steps_is_named(rank, size):
+    model, state = compressed(Policy("int4", schedule=((2, "int8"), (3, "bf16"))))
     reduced(model, gradients(rank, 0))
-    state.set_epoch(1)
-    assert state.decisions["big"].codec == codec("int4")  # until the next step
-    reduced(model, gradients(rank, 1))
-    assert state.decisions["big"].codec == codec("int8")
-
-    model, state = compressed(Policy("int4", epochs=((1, "int8"), (2, "bf16"))))
-    reduced(model, gradients(rank, 0))
-    state.set_epoch(1 + rank)
+    state.step += rank
     with pytest.raises(RuntimeError, match=r"rank 0 has 'big .*int8.*rank 1 has .*bf16"):
         reduced(model, gradients(rank, 1))
 
@@ -156,58 +149,39 @@ def test_a_bad_codec_is_noticed_warned_about_and_left(rank, size):
     assert all("fp16 is off by" in line for line in lines)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_good_codecs_pass(rank, size):
-    for spec in ("int8", "int4", "bf16"):
-        model, state = compressed(Policy(spec, guard=Guard(every=1, share=1.0)))
-        for step in range(6):
-            reduced(model, gradients(rank, step))
-        same_everywhere(sorted(state.plan.qualities.items()))
-        assert set(state.plan.qualities) == {"big", "small"}
-        for quality in state.plan.qualities.values():
-            # int4 has an error of 0.12 on normal values, for each of two encodings.
-            assert quality.coding < 0.2, spec
-            assert quality.cosine > 0.95, spec
-            assert quality.residual < 0.3
-            assert quality.error < quality.coding + 2 * quality.residual
-        assert not state.plan.events
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("spec", ["topk:0.01", "powersgd:2", "int2"])
-def test_coarse_codecs_raise_no_alarm_even_for_noise(rank, size, spec):
-    """Gradients have no structure at all, so residuals accumulate."""
-    model, state = compressed(Policy(spec, guard=Guard(every=1, share=1.0)))
-    state.plan._checks._clock = lambda: 0.0  # otherwise a slow machine skips checks
-    for step in range(50):
-        reduced(model, gradients(rank, step))
-    assert set(state.plan.qualities) == {"big", "small"}
-    assert all(quality.coding <= 1 for quality in state.plan.qualities.values())
-    assert not state.plan.events, state.summary()
-
-
-UNBIASED = ["eden:bits=1", "eden:bits=2,size=128", "eden:bits=3"]
+CODECS = ["int8", "int4", "bf16", "topk:0.01", "powersgd:2", "int2", "eden:bits=1"]
 
 
 @on_ranks()
 @pytest.mark.parametrize(
-    ("spec", "ranks"),
-    [(spec, ranks) for place, spec in enumerate(UNBIASED) for ranks in part([2, 3], 2, place)],
+    ("spec", "backend", "ranks"),
+    [
+        (spec, *on)
+        for place, spec in enumerate(CODECS)
+        for on in part([("pycomm", 3), ("gloo", 2)], 2, place)
+    ],
 )
-def test_unbiased_codecs_are_judged_by_two_codings(rank, size, spec):
-    """The error of two encodings in an all-reduce exceeds that of one: 1.2 with EDEN of one bit."""
+def test_codecs_raise_no_alarm_even_for_noise(rank, size, spec):
+    """Gradients have no structure at all, and are independent from rank to rank."""
     model, state = compressed(Policy(spec, guard=Guard(every=1, share=1.0)))
     state.plan._checks._clock = lambda: 0.0  # otherwise a slow machine skips checks
     spreads = []
-    for step in range(60):
+    for step in range(50):
         reduced(model, gradients(rank, step))
         spreads += [quality.spread for quality in state.plan.qualities.values()]
-    assert set(state.plan.qualities) == {"big", "small"}
+    found = same_everywhere(sorted(state.plan.qualities.items()))
+    assert [name for name, _ in found] == ["big", "small"]
     assert not state.plan.events, state.summary()
-    assert specs(state.plan)["big"] == codec(spec).spec()
-    # This holds for gradients that are independent from rank to rank.
-    assert 0.5 < sum(spreads) / len(spreads) < 2
+    for _, quality in found:
+        if spec in CODECS[:3]:  # int4 has an error of 0.12 on normal values, for each encoding
+            assert quality.coding < 0.2
+            assert quality.cosine > 0.95
+            assert quality.residual < 0.3
+            assert quality.error < quality.coding + 2 * quality.residual
+        elif spec != "eden:bits=1":  # which has no residuals, and an error of 1.2 in two encodings
+            assert quality.coding <= 1
+    if spec == "eden:bits=1":
+        assert 0.5 < sum(spreads) / len(spreads) < 2
 
 
 class SlowClock(Clock):

@@ -64,32 +64,6 @@ def penalised(rank: int, spec: Any) -> nn.Module:
     return model
 
 
-def replaced_optimizer(rank: int, spec: Any) -> nn.Module:
-    model = wrap(spec)
-    for step in range(6):
-        if step % 2 == 0:
-            optimizer = sgd(model, 0.05 / (1 + step))
-        optimizer.zero_grad()
-        loss(model, rank, step).backward()
-        optimizer.step()
-    return model
-
-
-def evaluated(rank: int, spec: Any) -> nn.Module:
-    model = wrap(spec)
-    optimizer = sgd(model)
-    for step in range(5):
-        optimizer.zero_grad()
-        loss(model, rank, step).backward()
-        optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            loss(model, rank, 100 + step)
-            loss(model.module, rank, 200 + step)
-        model.train()
-    return model
-
-
 class Fails(nn.Module):
     """A model whose backward raises on request, on all ranks, in the middle."""
 
@@ -195,8 +169,6 @@ LOOPS: dict[str, Callable[[int, Any], nn.Module]] = {
     "views, zeroed": lambda r, s: plain(r, s, none=False, gradient_as_bucket_view=True),
     "static, views": lambda r, s: plain(r, s, gradient_as_bucket_view=True, static_graph=True),
     "penalised": penalised,
-    "replaced optimizer": replaced_optimizer,
-    "evaluated": evaluated,
     "interrupted": interrupted,
     "two models": two_models,
     "tied": tied,

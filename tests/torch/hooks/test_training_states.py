@@ -220,7 +220,6 @@ def test_what_belongs_to_one_model_refuses_a_copy(rank, size, what):
 
 WHOLE_MATRICES = [
     "int4 4:powersgd:2",
-    "int4 epoch2:powersgd:2",
     Policy("int4", (Rule(codec="powersgd:2", name="3.*"), *PROTECT)),
     Policy("auto", candidates=("int8", "powersgd:2")),
 ]

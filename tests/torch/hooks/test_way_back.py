@@ -6,7 +6,6 @@ import gc
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -167,36 +166,6 @@ def test_a_model_is_compressed_again(rank, size):
     state.set_policy(Policy("int4", warmup=10**6))
     train(model, rank, 1)
     assert state.decisions["0.weight"].exact
-
-
-@on_ranks(2, **PATIENT)
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-def test_compression_ends_with_its_block(rank, size, wrapper):
-    wrap = {"ddp": DistributedDataParallel, "fsdp": fully_shard}[wrapper]
-    models = [wrap(network()) for _ in range(2)]
-    with pycomm.compress(models[1], "int4") as state:
-        assert pycomm.state_of(models[1]) is state
-        for model in models:
-            train(model, rank, 2)
-        assert state.residual_norms()
-    train(models[1], rank, 1)  # sends what is owed
-    for model in models:
-        model.zero_grad()
-        train(model, rank, 2)
-    assert state.removed
-    assert pycomm.state_of(models[1]) is None
-    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        p, q = (grad.full_tensor() if wrapper == "fsdp" else grad for grad in (p.grad, q.grad))
-        assert torch.equal(p, q)
-    # A block that a rank leaves by an exception asks nothing of others, who may be elsewhere.
-    again = pycomm.compress(models[1], "int8")
-    train(models[1], rank, 1)
-    if rank == 0:
-        with pytest.raises(RuntimeError, match="in the middle"), again:
-            raise RuntimeError("in the middle")
-    dist.barrier()
-    train(models[1], rank, 1)
-    assert again.residual_norms()
 
 
 SCRIPT = """

@@ -143,8 +143,7 @@ FEEDBACK = """
 import sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from pycomm import run
-options = [["--codec", "dgc:0.01"], ["--codec", "dgc:0.01", "--rule", "head.*=int8"],
-           ["--codec", "dgc:0.01", "--no-feedback"], ["--codec", "topk:0.01"]]
+options = [["--codec", "topk:0.01"], ["--codec", "topk:0.01", "--no-feedback"]]
 for number, words in enumerate(options):
     run.apply(words)
     if number == 0:
@@ -154,10 +153,10 @@ for number, words in enumerate(options):
 """
 
 
-def test_dgc_has_its_momentum_with_rules_and_without(tmp_path):
+def test_feedback_is_left_out_if_asked(tmp_path):
     (tmp_path / "script.py").write_text(FEEDBACK)
     done = forked("script.py", str(tmp_path / "store"), folder=tmp_path)
-    assert done.stdout.split() == ["momentum", "momentum", "None", "residual"], done.stderr
+    assert done.stdout.split() == ["residual", "None"], done.stderr
 
 
 SPAWNS = """
@@ -387,9 +386,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 kind = sys.argv[1]
 dist.init_process_group("gloo")
 model = torch.nn.Linear(64, 64)
-if kind == "lightning":
-    import lightning.strategies
-    model = lightning.strategies.wrap(model)
 if kind == "fsdp1":
     inner = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     model = FullyShardedDataParallel(
@@ -401,45 +397,17 @@ for _ in range(10):
     if kind == "own":
         for p in model.parameters():
             dist.all_reduce(p.grad)
-    if kind == "deepspeed":
-        import deepspeed.engine
-        deepspeed.engine.step(optimizer)
-    else:
-        optimizer.step()
+    optimizer.step()
 dist.destroy_process_group()
 """
 
 
-STAND_INS = [
-    ("deepspeed", "engine.py", "def step(optimizer):\n    optimizer.step()\n"),
-    (
-        "lightning",
-        "strategies.py",
-        "import torch\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
-        "def wrap(model):\n    return FSDP(model, device_id=torch.device('cpu'))\n",
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("kind", "line"),
-    [
-        ("fsdp1", "fully_shard(model)"),
-        ("own", "model = DistributedDataParallel(model) in place of its all-reduces"),
-        ("deepspeed", "Instead of deepspeed.initialize write model = Dist"),
-        ("lightning", "docs/trainers.md has the line for Accelerate, Lightning and HF Trainer"),
-    ],
-)
-def test_unreached_models_get_a_hint(tmp_path, kind, line):
+@pytest.mark.parametrize("kind", ["fsdp1", "own"])
+def test_unreached_models_get_a_hint(tmp_path, kind):
     (tmp_path / "script.py").write_text(UNREACHED)
-    # Stand-ins: only the names matter here. `make trainers` has the real ones.
-    for package, file, text in STAND_INS:
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").touch()
-        (tmp_path / package / file).write_text(text)
     output = launch(*OPTIONS, "script.py", kind, folder=tmp_path)
     assert output.count("--codec compresses nothing here") == 1
-    assert line in output
+    assert "Write model = DistributedDataParallel(model) in place of its all-reduces" in output
 
 
 ALONE = """
