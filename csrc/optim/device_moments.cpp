@@ -53,6 +53,17 @@ void run(std::string kernel, const Params& params, size_t items, size_t each,
   codecs::launch("moments", std::move(kernel), params, items, each, stream);
 }
 
+/// Calls act(item, i) for each item, which lists its launches, and starts them together.
+template <typename Items, typename Act>
+void for_all(const Items& items, const Stream& stream, const float* swapped, const Act& act) {
+  Batching batching(swapped);
+  for (size_t i = 0; i < items.size(); i++) {
+    batching.row();
+    act(items[i], i);
+  }
+  batching.start(stream);
+}
+
 uint8_t* place(const void* values, DType dtype, const DeviceMatrix& m) {
   auto* at = static_cast<uint8_t*>(const_cast<void*>(values));
   return at == nullptr ? nullptr : at + m.offset * bytes_of(dtype);
@@ -69,9 +80,7 @@ size_t DeviceMoments::scratch_floats() const {
 void DeviceMoments::squares(const void* values, DType dtype, const std::vector<Turn>& turns,
                             float* scratch, double unit, double bound, uint32_t ranks,
                             const Stream& stream) const {
-  Batching batching;
-  for (size_t i = 0; i < size(); i++) {
-    const DeviceMatrix& m = matrices_[i];
+  for_all(matrices_, stream, nullptr, [&](const DeviceMatrix& m, size_t i) {
     const Turn& turn = turns.at(i);
     auto params = params_of<SquaresParams>(m);
     params.values = place(values, dtype, m);
@@ -85,19 +94,15 @@ void DeviceMoments::squares(const void* values, DType dtype, const std::vector<T
     params.unit_squared = static_cast<float>(unit * unit);
     params.bound = static_cast<float>(bound);
     params.ranks = ranks;
-    batching.row();
     run(name("squares", dtype), params, blocks_of(m) * patches_of(m), 1, stream);
     scratch += scratch_of(m);
-  }
-  batching.start(stream);
+  });
 }
 
 void DeviceMoments::encode(void* values, DType dtype, const std::vector<Turn>& turns, void* copy,
                            float* scratch, bool divides, const float* swapped,
                            const Stream& stream) const {
-  Batching batching(swapped);
-  for (size_t i = 0; i < size(); i++) {
-    const DeviceMatrix& m = matrices_[i];
+  for_all(matrices_, stream, swapped, [&](const DeviceMatrix& m, size_t i) {
     const Turn& turn = turns.at(i);
     auto params = params_of<EncodeParams>(m);
     params.values = place(values, dtype, m);
@@ -111,19 +116,15 @@ void DeviceMoments::encode(void* values, DType dtype, const std::vector<Turn>& t
     params.copy = place(copy, dtype, m);
     params.left = scratch + scratch_of(m) - 2 * cells_of(m);
     params.divides = divides ? 1 : 0;
-    batching.row();
     run(name("encode", dtype), params, (m.rows + kEncodeRows - 1) / kEncodeRows * patches_of(m), 1,
         stream);
     scratch += scratch_of(m);
-  }
-  batching.start(stream);
+  });
 }
 
 void DeviceMoments::sent(const void* values, DType dtype, const std::vector<Sending>& sendings,
                          const float* swapped, const Stream& stream) const {
-  Batching batching(swapped);
-  for (size_t i = 0; i < size(); i++) {
-    const DeviceMatrix& m = matrices_[i];
+  for_all(matrices_, stream, swapped, [&](const DeviceMatrix& m, size_t i) {
     const Sending& by = sendings.at(i);
     auto params = params_of<SentParams>(m);
     params.values = place(values, dtype, m);
@@ -132,43 +133,33 @@ void DeviceMoments::sent(const void* values, DType dtype, const std::vector<Send
     params.out = m.own.at[by.own];
     params.form = m.residual.form;
     params.out_form = m.own.form;
-    batching.row();
     run(name("sent", dtype), params, numel_of(m), kPatch, stream);
-  }
-  batching.start(stream);
+  });
 }
 
 void DeviceMoments::land(void* values, DType dtype, double unit, bool divides,
                          const Stream& stream) const {
-  Batching batching;
-  for (const DeviceMatrix& m : matrices_) {
+  for_all(matrices_, stream, nullptr, [&](const DeviceMatrix& m, size_t) {
     auto params = params_of<LandParams>(m);
     params.values = place(values, dtype, m);
     params.unit = static_cast<float>(unit);
     params.divides = divides ? 1 : 0;
-    batching.row();
     run(name("land", dtype), params, numel_of(m), kPatch, stream);
-  }
-  batching.start(stream);
+  });
 }
 
 void DeviceMoments::collect(float* sums, const Stream& stream) const {
-  Batching batching;
-  for (const DeviceMatrix& m : matrices_) {
+  for_all(matrices_, stream, nullptr, [&](const DeviceMatrix& m, size_t) {
     auto params = params_of<CollectParams>(m);
     params.out = sums + m.sums_at;
-    batching.row();
     run("pycomm::moments::collect", params, size_t{m.rows} + m.columns + kExtra, cuda::kLanes,
         stream);
-  }
-  batching.start(stream);
+  });
 }
 
 void DeviceMoments::commit(const float* sums, const std::vector<Commit>& how, uint32_t ranks,
                            const Stream& stream) const {
-  Batching batching;
-  for (size_t i = 0; i < size(); i++) {
-    const DeviceMatrix& m = matrices_[i];
+  for_all(matrices_, stream, nullptr, [&](const DeviceMatrix& m, size_t i) {
     auto params = params_of<CommitParams>(m);
     params.sums = sums == nullptr ? nullptr : sums + m.sums_at;
     params.row = m.row;
@@ -178,15 +169,12 @@ void DeviceMoments::commit(const float* sums, const std::vector<Commit>& how, ui
     params.use = how.at(i).use;
     params.beta2 = how[i].beta2;
     params.eps = how[i].eps;
-    batching.row();
     run("pycomm::moments::commit", params, 1, 1, stream);  // one block
-  }
-  batching.start(stream);
+  });
 }
 
 void DeviceMoments::move(const std::vector<Step>& steps, DType dtype, const Stream& stream) const {
-  Batching batching;
-  for (const Step& step : steps) {
+  for_all(steps, stream, nullptr, [&](const Step& step, size_t) {
     const DeviceMatrix& m = matrices_.at(step.matrix);
     auto params = params_of<MoveParams>(m);
     params.values = step.values;
@@ -197,15 +185,12 @@ void DeviceMoments::move(const std::vector<Step>& steps, DType dtype, const Stre
     params.keep = static_cast<float>(step.keep);
     params.limit = static_cast<float>(step.limit);
     params.probed = step.probed ? 1 : 0;
-    batching.row();
     run(name("move", dtype), params, numel_of(m), kPatch, stream);
-  }
-  batching.start(stream);
+  });
 }
 
 void encode_on_device(const std::vector<Encode>& matrices, float* scratch, const Stream& stream) {
-  Batching batching;
-  for (const Encode& one : matrices) {
+  for_all(matrices, stream, nullptr, [&](const Encode& one, size_t) {
     DeviceMatrix m{};
     m.rows = static_cast<uint32_t>(one.rows);
     m.columns = static_cast<uint32_t>(one.columns);
@@ -228,16 +213,13 @@ void encode_on_device(const std::vector<Encode>& matrices, float* scratch, const
       params.left = scratch;
       scratch += 2 * cells_of(m);
     }
-    batching.row();
     run(name("encode", DType::float32), params,
         (one.rows + kEncodeRows - 1) / kEncodeRows * patches_of(m), 1, stream);
-  }
-  batching.start(stream);
+  });
 }
 
 void sent_on_device(const std::vector<Sent>& matrices, const Stream& stream) {
-  Batching batching;
-  for (const Sent& one : matrices) {
+  for_all(matrices, stream, nullptr, [&](const Sent& one, size_t) {
     SentParams params{};
     params.values = one.x.values;
     params.rows = static_cast<uint32_t>(one.x.rows);
@@ -247,15 +229,12 @@ void sent_on_device(const std::vector<Sent>& matrices, const Stream& stream) {
     params.out = one.out;
     params.form = form_of(one.before);
     params.out_form = static_cast<uint32_t>(one.storage);
-    batching.row();
     run(name("sent", DType::float32), params, one.x.rows * one.x.columns, kPatch, stream);
-  }
-  batching.start(stream);
+  });
 }
 
 void move_on_device(const std::vector<Move>& matrices, DType dtype, const Stream& stream) {
-  Batching batching;
-  for (const Move& one : matrices) {
+  for_all(matrices, stream, nullptr, [&](const Move& one, size_t) {
     MoveParams params{};
     params.values = one.x.values;
     params.rows = static_cast<uint32_t>(one.x.rows);
@@ -264,10 +243,8 @@ void move_on_device(const std::vector<Move>& matrices, DType dtype, const Stream
     params.momentum = one.momentum;
     params.lr = one.lr;
     params.keep = one.keep;
-    batching.row();
     run(name("move", dtype), params, one.x.rows * one.x.columns, kPatch, stream);
-  }
-  batching.start(stream);
+  });
 }
 
 }  // namespace pycomm::moments

@@ -58,112 +58,92 @@ struct Tail {
   PYCOMM_HD Tail(const float* from, size_t count) { std::memcpy(at, from, 4 * count); }
 };
 
-/// Returns the end of the patch that begins at p.
-PYCOMM_HD size_t end_of(size_t p, size_t columns) {
-  return columns - p < kPatch ? columns : p + kPatch;
-}
-
 PYCOMM_HD void add_lanes(float* to, const Lanes& more) { (Lanes::at(to) + more).to(to); }
 
-/// Squares a row: the sum is returned, and the squares are added to `column`, which has room for a
-/// multiple of kLanes.
-PYCOMM_SIMD float square_row(const float* __restrict x, size_t columns, float* __restrict column) {
-  float sum = 0;
+#define PYCOMM_INLINED __attribute__((always_inline))
+
+/// Calls act(j, at) for each kLanes columns of each patch, where at(x) loads values of a row x from
+/// column j on, with zeros behind the last; and end() behind each patch.
+template <typename Act, typename End>
+PYCOMM_HD void over_lanes(size_t columns, const Act& act, const End& end) {
   for (size_t j = 0; j < columns;) {
-    Lanes lanes;
-    const size_t end = end_of(j, columns);
-    for (; j + kLanes <= end; j += kLanes) {
-      const Lanes values = Lanes::at(x + j), squares = values * values;
-      lanes = lanes + squares;
-      add_lanes(column + j, squares);
+    const size_t stop = columns - j < kPatch ? columns : j + kPatch;
+    for (; j + kLanes <= stop; j += kLanes) {
+      act(j, [j](const float* x) PYCOMM_INLINED { return Lanes::at(x + j); });
     }
-    if (j < end) {
-      const Lanes values = Lanes::at(Tail(x + j, end - j).at), squares = values * values;
-      lanes = lanes + squares;
-      add_lanes(column + j, squares);
-      j = end;
+    if (j < stop) {
+      act(j,
+          [j, stop](const float* x) PYCOMM_INLINED { return Lanes::at(Tail(x + j, stop - j).at); });
+      j = stop;
     }
-    sum += lanes.total();
+    end();
   }
-  return sum;
 }
 
-/// The same of two rows, whose squares are added to each other first.
-PYCOMM_SIMD void square_rows(const float* __restrict x, size_t columns, float* __restrict row,
-                             float* __restrict column) {
-  row[0] = row[1] = 0;
-  const float* const y = x + columns;
-  for (size_t j = 0; j < columns;) {
-    Lanes of_x, of_y;
-    const size_t end = end_of(j, columns);
-    for (; j + kLanes <= end; j += kLanes) {
-      const Lanes u = Lanes::at(x + j), v = Lanes::at(y + j), u2 = u * u, v2 = v * v;
-      of_x = of_x + u2;
-      of_y = of_y + v2;
-      add_lanes(column + j, u2 + v2);
-    }
-    if (j < end) {
-      const Lanes u = Lanes::at(Tail(x + j, end - j).at), v = Lanes::at(Tail(y + j, end - j).at);
-      const Lanes u2 = u * u, v2 = v * v;
-      of_x = of_x + u2;
-      of_y = of_y + v2;
-      add_lanes(column + j, u2 + v2);
-      j = end;
-    }
-    row[0] += of_x.total();
-    row[1] += of_y.total();
-  }
+/// Squares a row x, and another one if y is not null: sums are written to `row`, and the squares,
+/// which are added to each other first, are added to `column`, which has room for a multiple of
+/// kLanes.
+PYCOMM_SIMD void square_rows(const float* __restrict x, const float* __restrict y, size_t columns,
+                             float* __restrict row, float* __restrict column) {
+  float sum_x = 0, sum_y = 0;
+  Lanes of_x, of_y;
+  over_lanes(
+      columns,
+      [&](size_t j, const auto& at) PYCOMM_INLINED {
+        const Lanes u = at(x), v = y ? at(y) : Lanes{}, u2 = u * u, v2 = v * v;
+        of_x = of_x + u2;
+        of_y = of_y + v2;
+        add_lanes(column + j, u2 + v2);
+      },
+      [&]() PYCOMM_INLINED {
+        sum_x += of_x.total();
+        sum_y += of_y.total();
+        of_x = of_y = {};
+      });
+  row[0] = sum_x;
+  if (y) row[1] = sum_y;
 }
 
 PYCOMM_SIMD float total(const float* x, size_t count) {
   float sum = 0;
-  for (size_t j = 0; j < count;) {
-    Lanes lanes;
-    const size_t end = end_of(j, count);
-    for (; j + kLanes <= end; j += kLanes) lanes = lanes + Lanes::at(x + j);
-    if (j < end) lanes = lanes + Lanes::at(Tail(x + j, end - j).at);
-    j = end;
-    sum += lanes.total();
-  }
+  Lanes lanes;
+  over_lanes(
+      count, [&](size_t, const auto& at) PYCOMM_INLINED { lanes = lanes + at(x); },
+      [&]() PYCOMM_INLINED {
+        sum += lanes.total();
+        lanes = {};
+      });
   return sum;
 }
 
 /// Returns the sum of the products.
 PYCOMM_SIMD float project(const float* x, const float* signs, size_t count) {
   float sum = 0;
-  for (size_t j = 0; j < count;) {
-    Lanes lanes;
-    const size_t end = end_of(j, count);
-    for (; j + kLanes <= end; j += kLanes) lanes = lanes + Lanes::at(x + j) * Lanes::at(signs + j);
-    if (j < end) {
-      lanes = lanes + Lanes::at(Tail(x + j, end - j).at) * Lanes::at(Tail(signs + j, end - j).at);
-    }
-    j = end;
-    sum += lanes.total();
-  }
+  Lanes lanes;
+  over_lanes(
+      count, [&](size_t, const auto& at) PYCOMM_INLINED { lanes = lanes + at(x) * at(signs); },
+      [&]() PYCOMM_INLINED {
+        sum += lanes.total();
+        lanes = {};
+      });
   return sum;
 }
 
 /// Adds to `sums` those of the squares of e and of x + e, of whole patches of a row or its last.
 PYCOMM_SIMD void add_errors(const float* x, const float* e, size_t count, float* sums) {
-  for (size_t j = 0; j < count;) {
-    Lanes left, coded;
-    const size_t end = end_of(j, count);
-    for (; j + kLanes <= end; j += kLanes) {
-      const Lanes error = Lanes::at(e + j), both = Lanes::at(x + j) + error;
-      left = left + error * error;
-      coded = coded + both * both;
-    }
-    if (j < end) {
-      const Lanes error = Lanes::at(Tail(e + j, end - j).at);
-      const Lanes both = Lanes::at(Tail(x + j, end - j).at) + error;
-      left = left + error * error;
-      coded = coded + both * both;
-    }
-    j = end;
-    sums[0] += left.total();
-    sums[1] += coded.total();
-  }
+  Lanes left, coded;
+  over_lanes(
+      count,
+      [&](size_t, const auto& at) PYCOMM_INLINED {
+        const Lanes error = at(e), both = at(x) + error;
+        left = left + error * error;
+        coded = coded + both * both;
+      },
+      [&]() PYCOMM_INLINED {
+        sums[0] += left.total();
+        sums[1] += coded.total();
+        left = coded = {};
+      });
 }
 
 PYCOMM_SIMD void add_to(float* to, const float* x, size_t count) {
@@ -408,12 +388,8 @@ class Encoding {
     const float* x = args_.values + begin * args_.columns;
     const size_t count = std::min(end, args_.real) - std::min(begin, args_.real);
     if (args_.row_sums && count > 0) {
-      float* const columns = &columns_[begin / kBlock * width_];
-      if (count == 2) {
-        square_rows(x, args_.columns, &rows_[begin], columns);
-      } else {
-        rows_[begin] = square_row(x, args_.columns, columns);
-      }
+      const float* const y = count == 2 ? x + args_.columns : nullptr;
+      square_rows(x, y, args_.columns, &rows_[begin], &columns_[begin / kBlock * width_]);
     }
     if (!args_.signs) return;
     for (size_t i = begin; i < begin + count; i++, x += args_.columns) {

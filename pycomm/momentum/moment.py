@@ -261,7 +261,8 @@ class CodedMoment:
         """
         rows = self._rows_of(shard)
         matrix = gradient.view(self.padded, self.columns)[: rows.stop - rows.start]
-        scaled.add_squares(matrix, *self._sums_of(rows), (1 / scale) ** 2)
+        sums = self._sums_of(rows)
+        scaled.encode([scaled.Encoding(matrix, len(matrix), sums=sums, unit=1 / scale)])
 
     def _sums_of(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         row, column = self._of_step

@@ -189,7 +189,10 @@ class Encoding:
 
 
 def encode(encodings: Sequence[Encoding]) -> None:
-    """Replace gradients g by p = (beta m + rest (g + decay x)) / (row column)."""
+    """Replace gradients g by p = (beta m + rest (g + decay x)) / (row column).
+
+    One that has neither factors nor a `gradient` stays as it is, for its sums.
+    """
     if all(map(_encodes_natively, encodings)):
         _C.moments_encode([_encode_at(one) for one in encodings], torch.get_num_threads())
         return
@@ -224,38 +227,26 @@ def _encode_by(kernels: Kernels, encodings: Sequence[Encoding]) -> None:
 
 
 def _encode_at(e: Encoding) -> tuple[Any, ...]:
-    if e.row is None:  # without calls for what most have not
-        m, e_, g, x = [
-            _NONE if t is None else (t.data_ptr(), FORMS[t.dtype])
-            for t in (e.momentum, e.residual, e.gradient, e.parameter)
-        ]
-        errors = 0 if e.errors is None else e.errors.data_ptr()
-        copy = 0 if e.copy is None else e.copy.data_ptr()
-        return (
-            (e.values.data_ptr(), *e.values.shape, 0, 0),
-            e.real,
-            (m, e.known, e.beta, (1 - e.beta) * e.unit),
-            *_NO_SECOND_MOMENTS,
-            *(e_, errors, copy, (g, x, e.decay)),
+    second: tuple[Any, ...] = _NO_SECOND_MOMENTS
+    if e.sums is not None or e.projections is not None:
+        row_sums_, column_sums_ = e.sums or (None, None)
+        bounds, most = e.bound or (None, 0.0)
+        signs, first, stride, projections = e.projections or (None, 0, 1, None)
+        second = (
+            (_at(row_sums_), _at(column_sums_), e.unit**2),
+            (_at(bounds), most),
+            (_at(signs), first, stride, _at(projections), e.unit),
         )
-    row_sums_, column_sums_ = e.sums or (None, None)
-    bounds, most = e.bound or (None, 0.0)
-    signs, first, stride, projections = e.projections or (None, 0, 1, None)
+    momentum, residual, gradient, parameter = [
+        _form(t) for t in (e.momentum, e.residual, e.gradient, e.parameter)
+    ]
     return (
         (e.values.data_ptr(), *e.values.shape, _at(e.row), _at(e.column)),
-        e.real,
-        (_form(e.momentum), e.known if e.momentum is not None else 0, e.beta, e.rest),
-        (_at(row_sums_), _at(column_sums_), e.unit**2),
-        (_at(bounds), most),
-        (_at(signs), first, stride, _at(projections), e.unit),
-        _form(e.residual),
-        _at(e.errors),
-        _at(e.copy),
-        (_NONE, _NONE, 0.0),
+        *(e.real, (momentum, e.known, e.beta, e.rest), *second),
+        *(residual, _at(e.errors), _at(e.copy), (gradient, parameter, e.decay)),
     )
 
 
-_NONE = (0, 0)
 _NO_SECOND_MOMENTS = ((0, 0, 0.0), (0, 0.0), (0, 0, 1, 0, 0.0))
 """No sums, no bound and no projections."""
 
@@ -281,6 +272,8 @@ def _encode(e: Encoding) -> None:
             share = _root(most / total(rows).mul_(e.unit**2)).clamp_max_(1.0)
         e.sums[0].add_(rows.mul_(e.unit**2))
         e.sums[1].add_(column_sums(squares).mul_(e.unit**2))
+    if e.row is None and e.gradient is None:
+        return  # there was nothing to do but that
     by_row, by_column = _reciprocals(e.row, e.column)
     p = p * e.rest
     there = p[: e.known]
@@ -313,26 +306,6 @@ def _floats(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Return the first rows of stored values."""
     numel = rows * columns
     return storage.load(stored, numel).reshape(-1)[:numel].view(rows, columns)
-
-
-def add_squares(matrix: torch.Tensor, row: torch.Tensor, column: torch.Tensor, unit: float) -> None:
-    """Add the squares of a matrix, times `unit`, to its sums by row and by column (float32)."""
-    if native(matrix):
-        place = (matrix.data_ptr(), *matrix.shape, 0, 0)
-        sums = row.data_ptr(), column.data_ptr(), unit
-        _C.moments_encode(
-            [
-                (
-                    *(place, len(matrix), (_NONE, 0, 0.0, 1.0), sums, (0, 0.0)),
-                    *((0, 0, 1, 0, 0.0), _NONE, 0, 0, (_NONE, _NONE, 0.0)),
-                )
-            ],
-            torch.get_num_threads(),
-        )
-        return
-    squares = matrix.float() * matrix
-    row += row_sums(squares) * unit
-    column += column_sums(squares) * unit
 
 
 # ------------------------------------------------------------------------------ what comes of that

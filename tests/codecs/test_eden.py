@@ -39,14 +39,6 @@ def test_the_other_scale_has_the_least_error(bits):
 
 
 @pytest.mark.parametrize("bits", UNBIASED)
-def test_size_is_known_before(bits):
-    codec = pycomm.codec(f"eden:bits={bits},size=32")
-    assert codec.encoded_bytes(3200) == 16 + 400 + 400 * bits
-    assert codec.encoded_bytes(3201) == codec.encoded_bytes(3232)
-    assert codec.encode(NORMAL[:3201]).numel() == codec.encoded_bytes(3201)
-
-
-@pytest.mark.parametrize("bits", UNBIASED)
 def test_sizes_of_squares_do_not_matter(bits):
     codec, x = pycomm.codec(f"eden:bits={bits}"), NORMAL[:2048]
     plain = code_and_decode(codec, x)

@@ -34,12 +34,6 @@ def test_used_bytes_are_those_that_a_reader_needs():
         lossless.used_bytes(payload)
 
 
-def test_float32_owes_nothing():
-    residual = NORMAL[1000:2000].clone()
-    pycomm.codec("lossless").encode(NORMAL[:1000], residual=residual)
-    assert not bool(residual.any())
-
-
 @pytest.mark.parametrize(("dtype", "bits"), [("float32", 27.3), ("bfloat16", 11.3)])
 @pytest.mark.parametrize("size", [1e-6, 1.0])
 def test_bits_per_normal_value_are_those_of_the_page(dtype, bits, size):

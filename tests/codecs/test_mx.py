@@ -7,7 +7,7 @@ import torch
 
 import pycomm
 from pycomm.codecs import MX
-from pycomm.codecs.block import pack_bits, unpack_bits
+from pycomm.codecs.block import pack_bits
 from pycomm.codecs.mx import ELEMENTS
 from tests.codecs.harness import NORMAL, code_and_decode
 
@@ -114,11 +114,3 @@ def test_the_largest_finite_values_stay_finite(form, scale):
     codec = MX(format=form, scale="" if form == "nvfp4" else scale)
     x = torch.full((64,), 2.0**127 * (1 - 2.0**-24))
     assert bool(code_and_decode(codec, x).isfinite().all())
-
-
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_bit_strings_come_back(bits):
-    codes = torch.arange(300).to(torch.uint8) & (1 << bits) - 1
-    packed = pack_bits(codes, bits)
-    assert packed.numel() == -(-300 * bits // 8)
-    assert torch.equal(unpack_bits(packed, bits, 300), codes)

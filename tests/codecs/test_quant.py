@@ -30,29 +30,6 @@ def test_no_value_is_off_by_more_than_its_step(bits, rounding):
     assert bool((off <= (step * (0.5 if rounding == "nearest" else 1) + slack)[:, None]).all())
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "int8:rounding=stochastic",
-        "int4:rounding=stochastic",
-        "int2:rounding=stochastic",
-        "int3:rounding=stochastic",
-    ],
-)
-def test_stochastic_rounding_has_no_bias(spec):
-    codec = pycomm.codec(spec)
-    x = NORMAL[: 4 * codec.block]
-    steps = 2000
-    total = torch.zeros(x.numel(), dtype=torch.float64)
-    for step in range(steps):
-        total += code_and_decode(codec, x, key=RandomKey(seed=5, step=step, tensor=1))
-    scale = (x.view(-1, codec.block).abs().amax(1) / codec.top).repeat_interleave(codec.block)
-    # The variance of one rounding is at most scale^2 / 4; 5.5 sigma of 1024 means: one in 10^4 runs
-    # would fail with other seeds, this one is fixed.
-    bound = 5.5 * scale * 0.5 / steps**0.5
-    assert bool(((total / steps - x).abs() <= bound).all())
-
-
 def test_two_bits_are_three_levels():
     codec = pycomm.codec("int2")
     x = torch.tensor([2.0, 1.01, 0.99, 0.0, -0.99, -1.01, -2.0])
@@ -83,12 +60,6 @@ def test_random_words_are_those_of_the_core(index):
     words = random_words(key, index, 7, torch.device("cpu")).tolist()
     groups = [_test.random_words(key.seed, key.step, key.tensor, index // 4 + g) for g in (0, 1)]
     assert words == [*groups[0], *groups[1]][:7]
-
-
-def test_int4_low_nibble_is_the_even_value():
-    payload = pycomm.codec("int4").encode(torch.tensor([1.0, 2.0, -3.0, -7.0, 7.0]))
-    assert payload[4:].tolist() == [0x21, 0x9D, 0x07, 0x00]
-    assert payload[:4].view(torch.float32).item() == 1.0
 
 
 @pytest.mark.parametrize("spec", SPECS)

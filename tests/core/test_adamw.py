@@ -87,21 +87,6 @@ def test_a_step_is_that_of_the_formula(monkeypatch, native, steps):
             torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-7)
 
 
-def test_it_follows_torchs_adamw_for_many_steps():
-    parameters, gradients, states = given()
-    theirs = [torch.nn.Parameter(p.clone()) for p in parameters]
-    optimizer = torch.optim.AdamW(theirs, **SETTINGS, foreach=True)
-    for state in states:
-        state["step"].zero_()
-    for i in range(50):
-        for p, gradient in zip(theirs, gradients, strict=True):
-            p.grad = gradient * (i % 3 - 1.5)
-        optimizer.step()
-        step(parameters, [p.grad for p in theirs], states)
-    for ours, their in zip(parameters, theirs, strict=True):
-        torch.testing.assert_close(ours, their.detach(), rtol=1e-5, atol=1e-6)
-
-
 def bits(parameters, states):
     return [
         t.view(torch.int32).tolist()

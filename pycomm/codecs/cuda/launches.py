@@ -17,8 +17,6 @@ from pycomm.codecs.base import Codec
 
 __all__ = ["Launch", "decode_launches", "encode_launches", "make_scratch", "recorded"]
 
-NAMESPACE = "pycomm::codecs"
-
 
 def recorded(call: Callable[[], object]) -> list[Launch]:
     """Return the launches of ``call``, in order; none of them is started."""

@@ -61,10 +61,10 @@ def gradients(rank: int, number: int, *names: str, scale: float = 1.0) -> dict[s
     return harness.gradients(rank, number, names or None, shapes=SHAPES, scale=scale)
 
 
-def integers(rank: int, number: int) -> dict[str, torch.Tensor]:
+def integers(rank: int, number: int, shapes: Any = SHAPES) -> dict[str, torch.Tensor]:
     """Return gradients whose squares add up to the same in any order."""
     generator = torch.Generator().manual_seed(100 * number + rank)
-    return {n: torch.randint(-9, 10, s, generator=generator).float() for n, s in SHAPES.items()}
+    return {n: torch.randint(-9, 10, s, generator=generator).float() for n, s in shapes.items()}
 
 
 def wrap(which: str, module: nn.Module, **options: Any) -> Any:

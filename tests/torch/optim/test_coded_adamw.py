@@ -19,7 +19,7 @@ from tests.extent import each_value
 from tests.torch.harness import Chosen, all_equal, equal, values, whole
 from tests.torch.optim import table
 from tests.torch.optim.plain_agreement import SIZES, PlainAdamW
-from tests.torch.optim.table import CALM, SHAPES, gradients, named, train
+from tests.torch.optim.table import CALM, SHAPES, gradients, integers, named, train
 from tests.torch.pool import on_ranks
 
 EDEN = "eden:bits=1,scale=mmse"
@@ -33,12 +33,6 @@ SENT_AS_IT_IS = "topk:0.05,indices=int12"
 def make(codec: Any = "sign", which: str = "adamw", **options: Any) -> tuple[Any, Any]:
     model = table.wrap(which, table.net(), bucket_cap_mb=0.02)
     return model, table.coded(which, model, codec=codec, **{**SIZES, **options})
-
-
-def integers(rank: int, number: int, shapes: Any = EVEN) -> dict[str, torch.Tensor]:
-    """Gradients whose squares add up to the same in any order."""
-    generator = torch.Generator().manual_seed(100 * number + rank)
-    return {n: torch.randint(-9, 10, s, generator=generator).float() for n, s in shapes.items()}
 
 
 # ---------------------------------------------------------------- the formula
@@ -91,7 +85,7 @@ def beside_ddp(rank: int, size: int, which: str, codec: str, alike: bool) -> Non
     one, two = (table.coded(which, model, **options) for model in models)
     a, b = models
     for number in range(5):
-        given = integers(0 if alike else rank, number)
+        given = integers(0 if alike else rank, number, EVEN)
         table.step(a, one, given)
         table.step(b, two, given)
     assert equal(values(a), values(b))
@@ -121,7 +115,7 @@ def test_replicas_of_shards_have_the_bits_of_ddp(rank, size):
     optimizers = [table.coded("adamw", one, **options) for one in (model, plain)]
     for number in range(4):
         for one, optimizer in zip((model, plain), optimizers, strict=True):
-            table.step(one, optimizer, integers(rank // 2, number))
+            table.step(one, optimizer, integers(rank // 2, number, EVEN))
     assert equal(values(model), values(plain))
 
 
