@@ -43,13 +43,20 @@ int with_name(const Call& call, const Fd& socket, const std::string& name) {
               static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + bytes));
 }
 
-/// Returns the number of the process at the other end: 0 if it is in another PID namespace, -1 if
-/// it is another user's.
+/// Returns the number of the process at the other end: 0 if we do not see it, -1 if it is another
+/// user's.
 pid_t peer_of(const Fd& socket) {
   ucred peer = {};
   socklen_t length = sizeof peer;
   const bool known = ::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0;
   return known && peer.uid == ::geteuid() ? peer.pid : -1;
+}
+
+/// Returns the number of a process's PID namespace; 0 if /proc does not show it.
+ino_t pid_namespace(const std::string& process) {
+  struct stat numbers = {};
+  ::stat(("/proc/" + process + "/ns/pid").c_str(), &numbers);
+  return numbers.st_ino;
 }
 
 bool same_user(const Fd& socket) { return peer_of(socket) >= 0; }
@@ -89,11 +96,7 @@ std::string host_id() {
          std::to_string(network.st_ino) + "/" + std::to_string(::geteuid());
 }
 
-std::string sharers_id() {
-  struct stat numbers = {};
-  ::stat("/proc/self/ns/pid", &numbers);
-  return host_id() + "/" + std::to_string(numbers.st_ino);
-}
+std::string sharers_id() { return host_id() + "/" + std::to_string(pid_namespace("self")); }
 
 HostSocket::HostSocket() : name_("pycomm-" + random_secret()), listener_(make_socket()) {
   if (!listener_) throw_errno("make a Unix socket");
@@ -122,7 +125,8 @@ HostSocket::State HostSocket::probe(const std::string& name) {
 
 bool HostSocket::is_ours(const std::string& name) {
   const Fd socket = make_socket();
-  return socket && with_name(::connect, socket, name) == 0 && peer_of(socket) > 0;
+  return socket && with_name(::connect, socket, name) == 0 && peer_of(socket) > 0 &&
+         pid_namespace(std::to_string(peer_of(socket))) == pid_namespace("self");
 }
 
 Fd receive_fd(const std::string& name, Deadline deadline,

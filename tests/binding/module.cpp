@@ -25,10 +25,4 @@ PYBIND11_MODULE(_test, m) {
         return heap ? std::pair(heap->used(), heap->kept()) : std::pair<size_t, size_t>();
       },
       py::arg("communicator"), "Bytes of its heap that are in use, and that are kept.");
-  m.def(
-      "note_issued", [](Self& c, const pycomm::OpTag& tag) { return c.note_issued(tag); },
-      py::arg("communicator"), py::arg("tag"));
-  m.def(
-      "resume", [](Self& c, uint64_t issued) { c.resume(issued); }, py::arg("communicator"),
-      py::arg("issued"));
 }

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import pycomm.trace
-from pycomm import _C, _test
+from pycomm import _C
 from pycomm.errors import Error
 from tests.collectives.ways import WAYS
 from tests.extent import each_value
@@ -122,32 +122,6 @@ def test_an_entry_tells_what_ran_and_when(way):
             "last_started_collective": 10,
             "last_completed_collective": 10,
         }
-
-
-def test_an_operation_that_is_queued_is_there_before_it_runs():
-    def job(c):
-        noted = _test.note_issued(c.core, _test.OpTag("all_reduce", seq=0, numel=7))
-        later = _test.note_issued(c.core, _test.OpTag("broadcast", seq=0, numel=7))
-        before = pycomm.trace.collect(c)[0]["entries"]
-        time.sleep(0.01)
-        _test.resume(c.core, noted)
-        c.all_reduce(ones(8))
-        return noted, later, before, pycomm.trace.collect(c)[0]
-
-    noted, later, before, after = run(1, job)[0]
-    assert [e["op_id"] for e in before] == [noted, later]
-    assert [e["state"] for e in before] == ["scheduled"] * 2
-    assert [e["collective_seq_id"] for e in before] == [1, 2]
-    assert [e["time_discovered_started_ns"] for e in before] == [None] * 2
-    first, second = after["entries"]
-    assert (first["op_id"], first["state"], first["input_sizes"]) == (noted, "completed", [[8]])
-    assert first["time_discovered_started_ns"] - first["time_created_ns"] >= 10_000_000
-    assert (second["state"], second["collective_seq_id"]) == ("scheduled", 2)
-    assert after["pg_status"]["0"] == {
-        "last_enqueued_collective": 2,
-        "last_started_collective": 1,
-        "last_completed_collective": 1,
-    }
 
 
 @pytest.mark.parametrize(("size", "kept"), [(0, 0), (1, 1), (16, 16), (17, 32)])

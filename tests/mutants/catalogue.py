@@ -52,7 +52,7 @@ WAITS = (
         "csrc/collectives/window/shared.cpp::tiny",
         "window.wait(stage);",
         "",
-        "collectives/test_algorithms.py::test_a_part_of_a_message_has_its_own_bits",
+        "collectives/test_algorithms.py::test_every_dtype_and_op",
     ),
     Mutant(
         "window-left-while-others-write-to-us",

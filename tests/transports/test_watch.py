@@ -206,8 +206,9 @@ def rank_of_a_container(folder, rank):
     print(lost(c), flush=True)
 
 
-def test_ranks_of_different_pid_namespaces_use_tcp(tmp_path):
-    """They could not see each other die."""
+@pytest.mark.parametrize("first", ["beside", "around"])
+def test_ranks_of_different_pid_namespaces_use_tcp(tmp_path, first):
+    """They could not see each other die. Rank 0 is in a container of its own, or in none."""
     unshare = ["unshare", "--pid", "--fork", "--mount-proc"]
     if not shutil.which("unshare") or subprocess.run([*unshare, "true"]).returncode != 0:
         pytest.skip("this user may not make a PID namespace")
@@ -215,11 +216,11 @@ def test_ranks_of_different_pid_namespaces_use_tcp(tmp_path):
     code += "rank(sys.argv[1], int(sys.argv[2]))"
     ranks = [
         subprocess.Popen(
-            [*unshare, sys.executable, "-c", code, str(tmp_path), str(rank)],
+            [*inside, sys.executable, "-c", code, str(tmp_path), str(rank)],
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank, inside in enumerate(([] if first == "around" else unshare, unshare))
     ]
     texts = [rank.communicate(timeout=60)[0] for rank in ranks]
     assert texts[1] == ""
