@@ -20,9 +20,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
-
 from pycomm.bench import netlab
 from pycomm.bench.common import accelerator, tables
 from pycomm.bench.common.arguments import Parser
@@ -73,18 +70,18 @@ def runs(with_gloo: bool, *, cuda: bool = False) -> list[DemoRun]:
     return rows if with_gloo else rows[1:]
 
 
-def hear(done: list[DemoRun], progress: Progress, bars: list[TaskID], row: dict[str, Any]) -> None:
-    """Take a record of rank 0."""
-    run, bar = done[row["turn"]], bars[row["turn"]]
+def hear(done: list[DemoRun], steps: int, row: dict[str, Any]) -> None:
+    """Take a record of rank 0; print one at each quarter of the steps."""
+    run = done[row["turn"]]
     if "step_seconds" in row:
         run.result = row
-    if "step" in row:
-        speed = row["seconds"] / row["step"] * 1e3
-        words = f"loss {row['loss']:.2f}, {speed:.0f} ms a step"
-        progress.update(bar, completed=row["step"], words=words)
-        if "held_out" in row:
-            run.seconds.append(row["seconds"])
-            run.held_out.append(row["held_out"])
+    if "held_out" in row and "step" in row:
+        run.seconds.append(row["seconds"])
+        run.held_out.append(row["held_out"])
+        if row["step"] % max(1, steps // 4) == 0:
+            speed = row["seconds"] / row["step"] * 1e3
+            what = f"loss {row['loss']:.2f}, {speed:.0f} ms a step"
+            print(f"{run.label:<24} {row['step']}/{steps} steps, {what}", flush=True)
 
 
 def waited(done: list[DemoRun]) -> float:
@@ -178,32 +175,20 @@ def records(
     ]
 
 
-def train_all(
-    done: list[DemoRun], lab: netlab.Lab, config: Config, console: Console, *, cuda: bool = False
-) -> None:
-    """Train all rows in turns, each with a bar that shows its loss and its speed.
+def train_all(done: list[DemoRun], lab: netlab.Lab, config: Config, *, cuda: bool = False) -> None:
+    """Train all rows in turns.
 
     Raises:
         Failed: a rank failed.
     """
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total} steps"),
-        TextColumn("{task.fields[words]}", markup=False),
-    )
     methods = [Method("", run.backend, run.codec or "") for run in done]
-    with Progress(*columns, console=console) as progress:
-        bars = [progress.add_task(f"{run.label:<24}", total=config.steps, words="") for run in done]
-        jobs.ask(
-            lab,
-            ranks_train,
-            config,
-            methods,
-            accelerator.kind() if cuda else "cpu",
-            env={"NCCL_SOCKET_IFNAME": lab.interface},
-            heard=partial(hear, done, progress, bars),
-        )
+    jobs.ask(
+        lab,
+        ranks_train,
+        *(config, methods, accelerator.kind() if cuda else "cpu"),
+        env={"NCCL_SOCKET_IFNAME": lab.interface},
+        heard=partial(hear, done, config.steps),
+    )
 
 
 def main() -> int:
@@ -220,24 +205,23 @@ def main() -> int:
     origin = replace(origin, device=accelerator.describe() if cuda else origin.device)
     config = Config(steps=args.steps)
 
-    console = Console()
     lab, reason = netlab.open_lab(2, args.rate, paced=args.paced)
     done = runs(with_gloo=not reason, cuda=cuda)
     with lab:
-        console.print(f"link: {lab.describe()}", highlight=False)
+        print(f"link: {lab.describe()}", flush=True)
         if reason:
-            console.print(f"no namespaces: {reason}", highlight=False, markup=False)
-            console.print("Gloo is left out: it cannot be slowed down without them")
+            print(f"no namespaces: {reason}")
+            print("Gloo is left out: it cannot be slowed down without them", flush=True)
         try:
-            train_all(done, lab, config, console, cuda=cuda)
+            train_all(done, lab, config, cuda=cuda)
         except jobs.Failed as error:
-            console.print(str(error), markup=False, highlight=False)
+            print(error)
             return 1
     head, *body = rows(done)
     link = format_rate(parse_rate(args.rate)[0])
     show.table(head, body, f"2 ranks on {origin.device}, {link}, {config.steps} steps", words=1)
     for line in verdict(done):
-        console.print(line, highlight=False)
+        print(line)
 
     made = records(done, lab, config, origin)
     if args.csv:
@@ -247,7 +231,7 @@ def main() -> int:
     tables.append(table, made)
     picture = args.out / "loss.png"
     save(charts.loss(tables.read(table)), picture)
-    console.print(f"files: {table.resolve()}\n       {picture.resolve()}", soft_wrap=True)
+    print(f"files: {table.resolve()}\n       {picture.resolve()}")
     return 0
 
 

@@ -34,8 +34,7 @@ from pycomm.bench.common.timing import in_turns
 from pycomm.bench.lab.base import LabUnavailable
 from pycomm.bench.lab.jobs import Failed, ask
 from pycomm.bench.lab.namespaces import Netlab
-from pycomm.bench.lab.shape import seconds, share
-from pycomm.bench.lab.wan import lab_of
+from pycomm.bench.lab.wan import lab_of, seconds, share
 from pycomm.bench.ops.operations import OPERATIONS, make_case
 from pycomm.bench.ops.torch_backends import coded_run
 

@@ -2,14 +2,14 @@
 
     python -m pycomm.bench.netlab --nodes 4 --ranks-per-node 2 --rate 1gbit -- COMMAND
     python -m pycomm.bench.netlab --rate 1gbit --node 1=10mbit/100mbit -- COMMAND
-    python -m pycomm.bench.netlab --rate 200mbit --delay 30ms --loss 0.1% -- COMMAND
+    python -m pycomm.bench.netlab --rate 200mbit@60ms@0.1% -- COMMAND
 
 runs the command once per rank, with torchrun's environment, prints the bytes that crossed each
 interface, and exits with 0, or with the status of the first rank that failed. All nodes connect to
 one switch. The egress and ingress of a node are limited at the ends of its own link, so links are
-full duplex. With a delay, a loss or a matrix, a program moves the packets in user space
-(lab/wan.py). lab/rates.py defines the format of rates, lab/shape.py that of the others. Root
-is not needed where the kernel allows user namespaces.
+full duplex. With a delay or a loss, a program moves the packets in user space (lab/wan.py).
+lab/rates.py defines the format of rates. Root is not needed where the kernel allows user
+namespaces.
 
 Nothing is left behind. A namespace and its contents live as long as the process that holds it open,
 and that process ends when its standard input is closed. Each rank has a subreaper
@@ -24,38 +24,18 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from pycomm.bench.common.arguments import Parser
 from pycomm.bench.lab import rates
-from pycomm.bench.lab import shape as wan_shape
-from pycomm.bench.lab.base import (
-    Lab,
-    LabUnavailable,
-    Paced,
-    Traffic,
-    interface_bytes,
-    interface_counts,
-    wait,
-)
-from pycomm.bench.lab.namespaces import Netlab
-from pycomm.bench.lab.rates import UNLIMITED
-from pycomm.bench.lab.wan import WanLab
-
-__all__ = [
-    "UNLIMITED",
-    "Lab",
-    "LabUnavailable",
-    "Netlab",
-    "Paced",
-    "Traffic",
-    "WanLab",
-    "interface_bytes",
-    "interface_counts",
-    "open_lab",
-    "wait",
-]
+from pycomm.bench.lab.base import Lab as Lab
+from pycomm.bench.lab.base import LabUnavailable as LabUnavailable
+from pycomm.bench.lab.base import Paced as Paced
+from pycomm.bench.lab.base import Traffic as Traffic
+from pycomm.bench.lab.base import interface_counts as interface_counts
+from pycomm.bench.lab.base import wait as wait
+from pycomm.bench.lab.namespaces import Netlab as Netlab
+from pycomm.bench.lab.rates import UNLIMITED as UNLIMITED
+from pycomm.bench.lab.wan import lab_of
 
 
 def open_lab(nodes: int, rate: str, *, paced: bool = False) -> tuple[Lab, str]:
@@ -84,33 +64,6 @@ def node_rate(text: str) -> tuple[int, str]:
     return int(node), rate
 
 
-_SHAPES = {
-    "delay": "each packet's travel, one way: 30ms; makes a lab in user space (none)",
-    "loss": "share of packets that are lost: 0.1%% (none)",
-}
-
-
-def make_lab(args: argparse.Namespace) -> Netlab:
-    """Return the lab that was asked for: one with a program that moves packets, if it needs that.
-
-    Raises:
-        ValueError: an invalid rate, node, delay, share or matrix.
-        OSError: the matrix cannot be read.
-        LabUnavailable: as of the labs.
-    """
-    common: dict[str, Any] = {
-        "node_rates": dict(args.node),
-        "congestion": args.congestion,
-        "user_namespace": args.user_namespace,
-    }
-    words = {name: getattr(args, name) for name in _SHAPES if getattr(args, name) is not None}
-    if not words and args.matrix is None:
-        return Netlab(args.nodes, args.rate, **common)
-    text = "" if args.matrix is None else Path(args.matrix).read_text()
-    shape = wan_shape.changed(wan_shape.Shape(), words)
-    return WanLab(args.nodes, args.rate, shape=shape, matrix_text=text, **common)
-
-
 class _Ended(Exception):
     """A signal or the parent's death ends the lab; the argument is the exit status."""
 
@@ -119,7 +72,7 @@ def main() -> int:
     parser = Parser(
         prog="python -m pycomm.bench.netlab",
         description=__doc__,
-        epilog=f"{rates.__doc__}\n{wan_shape.__doc__}",
+        epilog=rates.__doc__,
     )
     add = parser.add_argument
     add("--nodes", type=int, default=2, help="network namespaces (2)")
@@ -128,9 +81,6 @@ def main() -> int:
     add(
         "--node", type=node_rate, action="append", default=[], help="NODE=RATE: of one that differs"
     )
-    for name, what in _SHAPES.items():
-        add(f"--{name}", help=what)
-    add("--matrix", help="a file of links between pairs of nodes; its format is below")
     add("--congestion", default="reno", help="TCP's congestion control (reno)")
     add("--user-namespace", action="store_true", help="use one even as root")
     add("command", nargs="+", help="after --")
@@ -149,7 +99,8 @@ def main() -> int:
             raise _Ended(128 + signal.SIGHUP)
 
     try:
-        with make_lab(args) as lab:
+        kept = {"congestion": args.congestion, "user_namespace": args.user_namespace}
+        with lab_of(args.nodes, args.rate, node_rates=dict(args.node), **kept) as lab:
             print(f"netlab: {lab.describe()}", file=sys.stderr)
             try:
                 ranks = lab.start(args.command, ranks_per_node=args.ranks_per_node)

@@ -1,8 +1,8 @@
-"""Figures of a table of your own, or those of README and docs from bench/results.
+"""Figures of README and docs, from bench/results or from tables of the same names elsewhere.
 
-    python -m pycomm.bench.plot mine.csv   what a command wrote with --csv mine.csv: mine-NAME.png
     python -m pycomm.bench.plot --docs     the figures of README and docs, into docs/img
     python -m pycomm.bench.plot loss       only this one of them
+    python -m pycomm.bench.plot bandwidth --results mine --out mine    of mine/collectives-cpu.csv
     python -m pycomm.bench.plot --check    says what is out of date, or mixes rows that differ in
                                            more than what is shown; exit status 1 if anything is
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pycomm.bench.common.arguments import Parser, unknown
 from pycomm.bench.common.tables import RESULTS
-from pycomm.bench.figures.catalogue import FIGURES, Figure, fitting
+from pycomm.bench.figures.catalogue import FIGURES, Figure
 from pycomm.bench.figures.drawing import digest, picture_digest, save
 
 ROOT = Path(__file__).parent.parent
@@ -74,43 +74,33 @@ def faults(root: Path, figures: Sequence[Figure] = FIGURES) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="python -m pycomm.bench.plot", description=__doc__)
     names = [figure.name for figure in FIGURES]
-    what = f"a CSV file, or a figure of docs: {', '.join(names)}"
-    parser.add_argument("figures", nargs="*", metavar="FILE", help=what)
+    what = f"of docs: {', '.join(names)}"
+    parser.add_argument("figures", nargs="*", metavar="FIGURE", help=what)
     parser.add_argument("--docs", action="store_true", help="draw all figures of docs")
     parser.add_argument("--check", action="store_true", help="draw nothing, say what is wrong")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of docs' tables")
-    parser.add_argument("--out", type=Path, help="folder for the pictures (a file's own, docs/img)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the tables")
+    parser.add_argument("--out", type=Path, default=ROOT / IMAGES, help="folder of the pictures")
     options = parser.parse_args(argv)
     if options.check:
         wrong = faults(ROOT)
         for sentence in wrong:
             print(sentence)
         return 1 if wrong else 0
-    files = [name for name in options.figures if name.endswith(".csv") or Path(name).is_file()]
-    chosen = names if options.docs else [name for name in options.figures if name not in files]
+    chosen = names if options.docs else options.figures
     for name in chosen:
         if name not in names:
-            parser.error(unknown("figure or file", name, names))
-    if not files and not chosen:
-        parser.error("name a CSV file that a command wrote with --csv, or write --docs")
+            parser.error(unknown("figure", name, names))
+    if not chosen:
+        parser.error("name a figure, or write --docs")
     try:
-        for name in files:
-            table = Path(name)
-            for figure in fitting(table):
-                folder = options.out or table.parent
-                _draw(figure, table.parent, folder / f"{table.stem}-{figure.name}.png")
         for figure in FIGURES:
             if figure.name in chosen:
-                folder = options.out or ROOT / IMAGES
-                _draw(figure, options.results, folder / f"{figure.name}.png")
+                path = options.out / f"{figure.name}.png"
+                save(figure.of(options.results), path)
+                print(path)
     except (ValueError, KeyError) as error:
         parser.error(str(error))
     return 0
-
-
-def _draw(figure: Figure, results: Path, path: Path) -> None:
-    save(figure.of(results), path)
-    print(path)
 
 
 if __name__ == "__main__":

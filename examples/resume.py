@@ -58,18 +58,11 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
     parser.add_argument("--codec", default="int4")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that each step waits")
-    parser.add_argument("--metrics-port", type=int, help="serve metrics on this port + LOCAL_RANK")
-    parser.add_argument(
-        "--metrics-host", default="127.0.0.1", help="address to serve them on; 0.0.0.0: all"
-    )
     options = parser.parse_args()
 
     pycomm.launch_env()  # what srun and mpirun have set, by the names that torch reads
     dist.init_process_group("pycomm")
     rank = dist.get_rank()
-    if options.metrics_port is not None:  # for Prometheus, and for Kubernetes' probe
-        port = options.metrics_port + int(os.environ["LOCAL_RANK"])
-        pycomm.monitor.serve(port, options.metrics_host)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     model = DistributedDataParallel(net)

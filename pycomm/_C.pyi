@@ -296,7 +296,6 @@ ALGOS: tuple[str, ...]  # values of PYCOMM_ALGO: csrc/core/env.h
 class CommunicatorOptions(GroupOptions):
     group: str
     timeout: float
-    agreed: str
     description: str
     global_ranks: list[int]
     parent: Communicator | None

@@ -1,15 +1,12 @@
-"""Arrays as addresses: tensors of torch, and whatever has a buffer or DLPack: arrays of numpy, JAX
-and TensorFlow. Imports none of them.
+"""Arrays as addresses: tensors of torch, and whatever has a buffer, as arrays of numpy, JAX and
+TensorFlow have. Imports none of them.
 """
 
 from __future__ import annotations
 
-import ctypes
 import operator
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import accumulate
+from collections.abc import Sequence
 from typing import Any
 
 from pycomm import _C
@@ -22,7 +19,6 @@ _DTYPES |= {"float8_e4m3fn": _C.DType.float8_e4m3}
 # Item codes of buffers that have no dtype, such as array.array: those that imply a size, and whole
 # numbers.
 _ITEMS = {"B": "uint8", "c": "uint8", "?": "bool", "e": "float16", "f": "float32", "d": "float64"}
-_ITEMS |= {"E": "bfloat16"}  # numpy's, of ml_dtypes; buffers cannot have it, DLPack can
 _SIGNED, _UNSIGNED = set("bhilq"), set("HILQ")
 # Byte order marks in front of the code, as ctypes writes them: those that mean this machine's own
 # order.
@@ -100,36 +96,6 @@ def span(array: Any, write: bool) -> tuple[int, int, _C.DType]:
             "pass a tensor or a numpy array"
         )
     return address, numel, _DTYPES[name]
-
-
-@contextmanager
-def joined(what: str, data: Any) -> Iterator[tuple[int, int, _C.DType]]:
-    """Give the arrays of a list as one, whose values are copied back at the end.
-
-    Args:
-        what: the operation, for errors.
-        data: an array, or a list of arrays of one dtype; to be written.
-
-    Raises:
-        Error: the arrays differ in dtype, or one cannot be used; nothing is changed.
-    """
-    spans = [span(array, True) for array in (data if isinstance(data, list | tuple) else [data])]
-    names = sorted({dtype.name for _, _, dtype in spans})
-    if len(names) > 1:
-        raise Error(f"{what}: a list has arrays of {', '.join(names)}: give them in one call each")
-    if len(spans) == 1:
-        yield spans[0]
-        return
-    dtype = spans[0][2] if spans else _C.DType.float32
-    sizes = [numel * _C.size_of(dtype) for _, numel, _ in spans]
-    flat = bytearray(max(1, sum(sizes)))
-    begin, *_ = span(flat, True)
-    places = list(accumulate(sizes, initial=begin))[:-1]
-    for place, (address, _, _), size in zip(places, spans, sizes, strict=True):
-        ctypes.memmove(place, address, size)
-    yield begin, sum(numel for _, numel, _ in spans), dtype
-    for place, (address, _, _), size in zip(places, spans, sizes, strict=True):
-        ctypes.memmove(address, place, size)
 
 
 def pair(

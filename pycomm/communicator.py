@@ -1,7 +1,7 @@
 """Collectives on arrays, without torch: a thin layer over csrc/collectives/communicator.h.
 
-An array is a torch tensor on the CPU, a numpy array, or any object with a buffer or DLPack; it must
-be contiguous. Results go into arrays whose values may change: those of TensorFlow and JAX are for
+An array is a torch tensor on the CPU, a numpy array, or any object with a buffer; it must be
+contiguous. Results go into arrays whose values may change: those of TensorFlow and JAX are for
 input alone, and ``numpy.array(x)`` is a copy for results. The ranks of one call must agree on
 operation, size and dtype; if they do not, every rank gets a :class:`pycomm.WireMismatch` that names
 both. An error in the middle of an operation ends the group: every later call raises that first
@@ -19,14 +19,13 @@ from pycomm.arrays import (
     check_part,
     core_dtype,
     count,
-    joined,
     pair,
     parts,
     reduce_op,
     span,
 )
 from pycomm.errors import Error
-from pycomm.pieces import Piece, built, floats, listed
+from pycomm.pieces import Piece, built, floats
 
 __all__ = ["Communicator", "Piece", "Request", "Store"]
 
@@ -35,13 +34,11 @@ Store = _C.Store
 _SUM = _C.ReduceOp.sum
 
 
-def _options(timeout: float | None, options: dict[str, Any]) -> _C.CommunicatorOptions:
+def _options(options: dict[str, Any]) -> _C.CommunicatorOptions:
     """Return options of a group as the core takes them; those that are None keep their default."""
     made = _C.CommunicatorOptions()
-    if timeout is not None:
-        made.timeout = timeout
     for name, value in options.items():
-        if name.startswith("_") or not hasattr(_C.GroupOptions, name):
+        if name.startswith("_") or not hasattr(made, name):
             raise TypeError(f"Communicator has no option {name!r}")
         if value is not None:
             setattr(made, name, value)
@@ -59,15 +56,12 @@ class Communicator:
             ``Store.local()`` for threads; None if there is only one rank.
         rank: this process's number, 0 to size - 1.
         size: number of ranks.
-        group: unique name among the groups of this store.
-        timeout: seconds that the rendezvous, and by default every operation, may take.
         parent: an existing group with these ranks: it detects deaths during the rendezvous.
-        parent_ranks: the ranks' numbers in ``parent``; empty: the same as here.
-        segment_bytes: for tests: size of the pieces in which channels pipeline.
-        nodes, sites: for tests: the node and the site of each rank; TCP connects the nodes.
-        options: the options of the table in docs/api/backend.md by name, such as
-            ``transport="tcp"``; ``transport="local"`` is for ranks that are threads. Those that are
-            not given, or None, come from the environment.
+        options: ``group``, a unique name among the groups of this store; ``timeout``, the seconds
+            that the rendezvous, and by default every operation, may take; ``parent_ranks``, the
+            ranks' numbers in ``parent`` if they differ; and the options of the table in
+            docs/api/backend.md by name, such as ``transport="tcp"``; ``transport="local"`` is for
+            ranks that are threads. Those that are not given, or None, come from the environment.
 
     Raises:
         TypeError: there is no option of that name, or its value has another type.
@@ -90,21 +84,13 @@ class Communicator:
         rank: int,
         size: int,
         *,
-        group: str = "default",
-        timeout: float | None = None,
         parent: Communicator | None = None,
-        parent_ranks: Sequence[int] = (),
-        segment_bytes: int = 0,
-        nodes: Sequence[int] = (),
-        sites: Sequence[int] = (),
         **options: Any,
     ) -> None:
-        made = _options(timeout, options)
-        made.group = group
-        made.segment_bytes = segment_bytes
-        made.nodes, made.sites = list(nodes), list(sites)
+        made = _options(options)
         if parent:
-            made.parent, made.parent_ranks = parent.core, list(parent_ranks or range(size))
+            made.parent = parent.core
+            made.parent_ranks = made.parent_ranks or list(range(size))
         core = _C.Communicator(store, rank, size, made)
         self._core: _C.Communicator | None = core
         if size > 1:
@@ -133,18 +119,8 @@ class Communicator:
         if store_folder is not None:
             store = Store.file(store_folder)
         elif size > 1:
-            others = (
-                "group",
-                "parent",
-                "parent_ranks",
-                "segment_bytes",
-                "nodes",
-                "sites",
-                "timeout",
-            )
-            shared = {name: value for name, value in options.items() if name not in others}
-            made = _options(options.get("timeout"), shared)
-            store = stores.at_master(rank, made)
+            shared = {name: value for name, value in options.items() if name != "parent"}
+            store = stores.at_master(rank, _options(shared))
         return cls(store, rank, size, **options)
 
     @property
@@ -238,16 +214,14 @@ class Communicator:
         """Replace ``data`` by its reduction over all ranks.
 
         Args:
-            data: any shape and dtype, in place; or a list of arrays of one dtype, which are reduced
-                as one, by a copy.
+            data: any shape and dtype, in place.
             op: sum, avg, premul_sum (``data`` times ``factor``), prod, min, max, band, bor or
                 bxor.
             factor: factor of this rank's own data, for premul_sum; ranks may have different ones.
             timeout: seconds.
         """
-        how, core = reduce_op(op), self.core
-        with joined("all_reduce", data) as (address, numel, dtype):
-            core.run("all_reduce", address, address, numel, dtype, how, -1, factor, timeout)
+        how, (address, numel, dtype) = reduce_op(op), span(data, True)
+        self.core.run("all_reduce", address, address, numel, dtype, how, -1, factor, timeout)
 
     def all_reduce_coded(
         self,
@@ -268,13 +242,12 @@ class Communicator:
         Without residuals of owners, far ranks may all do what the owner does, with the same bits.
 
         Args:
-            data: float32, any shape, in place; or a list of such arrays, which travel together, by
-                a copy, each coded by itself.
+            data: float32, any shape, in place.
             codec: one codec for all, by its name ("int4", "topk:density=0.01"), or :class:`Piece` s
                 that cover ``data``.
             residual: error feedback with one codec for all: float32, as many values as ``data``,
                 zeros at first. What this rank's payload loses is kept there and added to the next
-                one. For a list: a list of arrays, or one array for all.
+                one.
             average: divide the sum by the number of ranks.
             seed: seed of stochastic rounding, equal on all ranks.
             step: training step, equal on all ranks; also names random numbers.
@@ -283,24 +256,12 @@ class Communicator:
         Returns:
             True if every value of the result is finite; the same on all ranks.
         """
-        core = self.core
-        with joined("all_reduce_coded", data) as (address, numel, dtype):
-            if dtype != _C.DType.float32:
-                raise Error(f"all_reduce_coded takes float32, not {dtype.name}: convert it first")
-            if residual is not None or isinstance(data, list | tuple):
-                codec = listed(data, numel, codec, residual)
-            pieces = built(codec, numel)
-            if pieces.numel != numel:
-                raise Error(
-                    f"the pieces cover {pieces.numel} of {numel} elements: they must cover all"
-                )
-            how: dict[str, Any] = {
-                "average": average,
-                "seed": seed,
-                "step": step,
-                "timeout": timeout,
-            }
-            return core.run_coded("all_reduce", address, address, pieces, **how)
+        address, numel = floats("all_reduce_coded", data, True)
+        pieces = built(codec, numel, residual=residual)
+        if pieces.numel != numel:
+            raise Error(f"the pieces cover {pieces.numel} of {numel} elements: they must cover all")
+        how: dict[str, Any] = {"average": average, "seed": seed, "step": step, "timeout": timeout}
+        return self.core.run_coded("all_reduce", address, address, pieces, **how)
 
     def reduce_scatter_coded(
         self,

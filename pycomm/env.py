@@ -6,12 +6,10 @@ csrc/core/option_table.h has those of the core.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import logging
 import os
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -239,25 +237,6 @@ def given(*others: str) -> dict[str, str]:
     names = [name for name in os.environ if name.startswith(PREFIX) or name in others]
     values = {name: os.environ[name] for name in sorted(names)}
     return values | {name: "(a secret)" for name in SECRETS if values.get(name)}
-
-
-def proofs_of_secrets(salt: bytes) -> dict[str, str]:
-    """Return, for each secret that is set, a text by which ranks see whether theirs are equal.
-
-    scrypt with 16 MiB and 50 ms for each guess (RFC 7914), so that who reads the texts learns no
-    secret that is worth the name.
-
-    Args:
-        salt: 16 random bytes, the same on all ranks, new for each comparison.
-    """
-    secrets = {name: os.environ[name].encode() for name in SECRETS if os.environ.get(name)}
-    if file := os.environ.get("PYCOMM_SECRET_FILE"):  # the core looks at its owner and mode
-        with suppress(OSError):
-            secrets[SECRETS[0]] = Path(file).read_bytes().rstrip(b"\r\n")
-    return {
-        name: hashlib.scrypt(secret, salt=salt, n=2**14, r=8, p=1, dklen=16).hex()
-        for name, secret in secrets.items()
-    }
 
 
 def with_only(*names: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Metrics of this process while it trains: as text, and for Prometheus.
+"""Metrics of this process while it trains, as text and numbers.
 
 They cover each model whose gradients are compressed (size and error of the compression) and each
 group (its operations, and the rank that holds the others up); see ``docs/monitor.md``.
@@ -10,22 +10,18 @@ Example:
       checks of 42 parameters, every 16 steps: error up to 0.09, cosine at least 0.996
       int4 (default): 40 parameters, 25000000 values
     >>> wandb.log(monitor.snapshot()[0].numbers())  # doctest: +SKIP
-    >>> monitor.serve(9400)  # doctest: +SKIP
 """
 
 from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 from weakref import WeakValueDictionary
 
-from pycomm.straggler import metrics, show
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
+from pycomm.straggler import show
 
 
 @dataclass(frozen=True)
@@ -84,8 +80,14 @@ class MonitorReport:
             >>> for name, number in report.numbers().items():  # doctest: +SKIP
             ...     writer.add_scalar(name, number, step)
         """
-        found = {name: getattr(self, name) for name in _GAUGES}
+        found = {name: getattr(self, name) for name in _NUMBERS}
         return {prefix + name: float(value) for name, value in found.items() if value is not None}
+
+
+_NUMBERS = (
+    *("step", "step_seconds", "payload_bytes", "ratio", "overflows"),
+    *("error", "cosine", "coding", "residual"),
+)
 
 
 @dataclass
@@ -203,71 +205,3 @@ def text() -> str:
         lines += [f"  {event}" for event in r.events]
     lines += show.lines()
     return "\n".join(lines) or "this process compresses no model's gradients and has no group"
-
-
-# --------------------------------------------------------------------- Prometheus
-
-# Names in a MonitorReport, and their names and help texts in Prometheus.
-_GAUGES = {
-    "step": "Number of the step",
-    "step_seconds": "Median time of a step",
-    "payload_bytes": "Bytes of a step's gradients, encoded once",
-    "ratio": "Bytes of the gradients as they are for each byte of payload",
-    "overflows": "Steps whose result was not finite",
-    "error": "Largest relative L2 error of a sampled averaged gradient",
-    "cosine": "Smallest cosine between a sampled averaged gradient and the exact one",
-    "coding": "Largest relative L2 error of the codec alone",
-    "residual": "Largest norm of the residuals, relative to the gradient",
-}
-
-
-class Collector:
-    """A collector for prometheus-client, whose registries call it at each scrape."""
-
-    def collect(self) -> Iterator[Metric]:
-        """Return metrics named ``pycomm_...``, with the model's number or the group as a label."""
-        from prometheus_client.core import GaugeMetricFamily
-
-        models = snapshot()
-        for name, help_text in _GAUGES.items():
-            gauge = GaugeMetricFamily(f"pycomm_{name}", help_text, labels=["model"])
-            for number, report in models.items():
-                value = getattr(report, name)
-                if value is not None:
-                    gauge.add_metric([str(number)], value)
-            yield gauge
-        labels = ["model", "codec", "reason"]
-        values = GaugeMetricFamily(
-            "pycomm_codec_values", "Values that travel with a codec", labels=labels
-        )
-        for number, report in models.items():
-            for group in report.groups:
-                values.add_metric([str(number), group.codec, group.reason], group.values)
-        yield values
-        yield from metrics.collect()
-
-
-def serve(port: int, address: str = "127.0.0.1") -> Any:
-    """Serve Prometheus metrics at ``http://address:port/metrics``, in a thread of this process.
-
-    Args:
-        port: one for each rank of a host, such as 9400 + local_rank; 0 takes any free one.
-        address: address to listen on; "0.0.0.0" for all interfaces.
-
-    Returns:
-        The server; ``server_port`` is its port, ``shutdown()`` ends it.
-
-    Raises:
-        ImportError: prometheus-client is not installed.
-        OSError: the port is taken.
-    """
-    try:
-        from prometheus_client import CollectorRegistry, start_http_server
-    except ImportError as error:
-        raise ImportError(
-            "pycomm.monitor.serve needs prometheus-client: pip install 'pycomm[monitor]'"
-        ) from error
-    registry = CollectorRegistry()
-    registry.register(Collector())
-    server, _ = start_http_server(port, address, registry)
-    return server

@@ -30,44 +30,6 @@ class Piece:
     have such residuals or none has: else all get a WireMismatch"""
 
 
-def listed(data: Any, numel: int, codec: Any, residual: Any) -> list[Piece]:
-    """Return a piece for each array of a list, or for one array, with one codec and residuals.
-
-    Args:
-        data: the arrays.
-        numel: number of their values.
-        codec: the codec of all.
-        residual: of each array one, or one array for all; None: no feedback.
-
-    Raises:
-        Error: the codec is a list of pieces, which have their own residuals, or the residuals do
-            not fit.
-    """
-    if isinstance(codec, Sequence) and not isinstance(codec, str):
-        raise Error(
-            "all_reduce_coded: pieces name their own residuals, and cover one array: leave out "
-            "residual=, and pass one array; or pass one codec for all"
-        )
-    arrays = data if isinstance(data, list | tuple) else [data]
-    sizes = [span(array, False)[1] for array in arrays]
-    if isinstance(residual, list | tuple):
-        residuals: Sequence[Any] = residual
-        if len(residuals) != len(arrays):
-            raise Error(
-                f"all_reduce_coded: {len(arrays)} arrays have {len(residuals)} residuals: give "
-                "each array one, or all together one"
-            )
-    elif residual is None or len(arrays) == 1:
-        residuals = [residual] * len(arrays)
-    else:
-        address = _residual(residual, numel)
-        residuals = [address + 4 * sum(sizes[:i]) for i in range(len(sizes))]
-    return [
-        Piece(size, codec, tensor=number, residual=one)
-        for number, (size, one) in enumerate(zip(sizes, residuals, strict=True))
-    ]
-
-
 def floats(what: str, array: Any, write: bool) -> tuple[int, int]:
     """Return the address and number of elements of a float32 array."""
     address, numel, dtype = span(array, write)
@@ -76,12 +38,18 @@ def floats(what: str, array: Any, write: bool) -> tuple[int, int]:
     return address, numel
 
 
-def built(codec: Any, numel: int, rows: int = 1) -> _C.Pieces:
-    """Convert the codec argument of a coded call; worker residuals have `rows` rows."""
+def built(codec: Any, numel: int, rows: int = 1, residual: Any = None) -> _C.Pieces:
+    """Convert the codec argument of a coded call; worker residuals have `rows` rows.
+
+    Raises:
+        Error: there is a residual besides those that pieces name, or one does not fit.
+    """
     pieces = codec if isinstance(codec, Sequence) and not isinstance(codec, str) else None
+    if pieces is not None and residual is not None:
+        raise Error("pieces name their own residuals: leave out residual=, or pass one codec")
     result = _C.Pieces()
     codecs: dict[str, _C.Codec] = {}
-    for piece in [Piece(numel, codec)] if pieces is None else pieces:
+    for piece in [Piece(numel, codec, residual=residual)] if pieces is None else pieces:
         codec = piece.codec
         if isinstance(codec, str):
             codec = codecs.setdefault(codec, _C.Codec(codec))
@@ -102,8 +70,6 @@ def built(codec: Any, numel: int, rows: int = 1) -> _C.Pieces:
 def _residual(array: Any, numel: int) -> int:
     if array is None:
         return 0
-    if isinstance(array, int):  # its address, which `listed` has checked
-        return array
     address, size, dtype = span(array, True)
     if size != numel or dtype != _C.DType.float32:
         raise Error(f"a residual has {size} {dtype.name}, its piece needs {numel} float32")

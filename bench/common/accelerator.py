@@ -34,16 +34,23 @@ def api() -> Any:
     return torch.get_device_module(kind())
 
 
+def output(*words: str) -> str:
+    """Return what a command prints; "unknown" if it fails."""
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def driver() -> str:
+    """Return the version of NVIDIA's driver."""
+    words = "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+    return output(*words).partition("\n")[0]
+
+
 def describe() -> str:
     """Return the name of this process's GPU, with its driver; "" without one."""
-    if not kind():
-        return ""
-    words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        out = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        out = "unknown"
-    return f"{api().get_device_name()} (driver {out.partition(chr(10))[0]})"
+    return f"{api().get_device_name()} (driver {driver()})" if kind() else ""
 
 
 def take(rank: int, ranks: int) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -108,12 +109,7 @@ rates = listed(_rate)
 @shown
 def codecs(text: str) -> list[str]:
     """Parse codecs joined by commas; a codec may itself contain commas: "topk:0.01,values=int8"."""
-    found: list[str] = []
-    for word in text.replace(";", ",").split(","):
-        if found and "=" in word and ":" not in word.partition("=")[0]:
-            found[-1] += f",{word}"  # an option of the previous codec
-        else:
-            found.append(word)
+    found = re.split(r"[;,](?!\w+=)", text)  # what follows else is an option of the previous codec
     for codec in found:
         core_spec(codec)
     return _once(found, text)

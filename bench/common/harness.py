@@ -113,7 +113,7 @@ class Row:
         time: a collective.
         codec: one core; `algbw` counts float32 bytes, `copybw` is memcpy's in the same run and
             `of_copy` the ratio of the two.
-        loss, total: of `bench training`: one training, and with the steps of a link.
+        loss: of `bench training`: one training. (total: of its first versions.)
         step: of `bench step`.
     """
 

@@ -75,15 +75,8 @@ class Report:
         self.note(" ".join(column.head() for column in self.columns))
 
     def add(self, row: Row | dict[str, Any]) -> None:
-        self.show(row)
-        self.keep(row)
-
-    def show(self, row: Row | dict[str, Any]) -> None:
         values = row if isinstance(row, dict) else vars(row)
         self.note(" ".join(column.cell(values) for column in self.columns).rstrip())
-
-    def keep(self, row: Row | dict[str, Any]) -> None:
-        """Add a row without printing it."""
         self.rows.append(row)
         if self._csv:
             tables.append(self._csv, [record(row, self.origin)])

@@ -8,7 +8,7 @@ than what the figure shows, and `Figure.of` raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from pycomm.bench.common import tables
 from pycomm.bench.common.harness import MEASURED, Origin
 from pycomm.bench.common.tables import Row
 from pycomm.bench.figures import charts
-from pycomm.bench.figures.report import CLAIMS
 
 CHECKED = ("device", "cores")
 """Columns of a row's origin that figures must share, too."""
@@ -42,16 +41,6 @@ class Figure:
     """columns that were not set: results, and what does not change what is shown"""
     one_run: bool = False
     """the rows are those of the newest command among those that have most lines"""
-    own: str = ""
-    """the command that has written a table of one's own"""
-
-    @property
-    def command(self) -> str:
-        """Return the command that makes the table."""
-        if self.own:
-            return self.own
-        command = next(c["command"] for c in CLAIMS if c["table"] == self.table)
-        return f"{command} --csv bench/results/{self.table}"
 
     def rows(self, results: Path) -> list[Row]:
         """Return the newest row of each setting that the figure shows."""
@@ -95,50 +84,6 @@ class Figure:
 
     def _settings(self, rows: Sequence[Row]) -> list[str]:
         return [column for column in rows[0] if column not in {*ORIGIN, *self.measured}]
-
-
-FOUND_IN = ("kind", "method", "backend", "operation", "step")
-"""Columns by whose values a figure's rows are found; in others a table of one's own may differ."""
-
-
-def fitting(table: Path) -> list[Figure]:
-    """Return the figures that can be drawn of a table that a command has written with --csv.
-
-    Where a figure shows rows of one setting, such as two ranks, and the table has none, those of
-    its newest row's setting are shown.
-
-    Raises:
-        ValueError: it is no table of pycomm.bench, or none that a figure shows.
-    """
-    try:
-        rows = tables.read(table)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{table} cannot be read: {error}") from None
-    if not rows or None in rows[0] or not {"time", "command"} <= rows[0].keys():
-        raise ValueError(f"{table} is no table that a command of pycomm.bench has written by --csv")
-    found = [made for figure in FIGURES if (made := _fitted(figure, table, rows)) is not None]
-    if not found:
-        drawn = ", ".join(f"{f.name} ({f.command.split(' --csv')[0]})" for f in FIGURES)
-        raise ValueError(f"no figure shows what is in {table}; there are {drawn}")
-    return found
-
-
-def _fitted(figure: Figure, table: Path, rows: Sequence[Row]) -> Figure | None:
-    columns = {*figure.where, *figure.panel, *figure.line, *figure.point}
-    if not columns - set(CHECKED) <= rows[0].keys():
-        return None
-    left, where = list(rows), dict(figure.where)
-    by_value = sorted(figure.where, key=lambda column: column not in FOUND_IN)
-    for column in by_value:
-        kept = [row for row in left if row[column] in where[column]]
-        if not kept and column not in FOUND_IN:
-            where[column] = [max(left, key=lambda row: row["time"])[column]]
-            kept = [row for row in left if row[column] in where[column]]
-        left = kept
-        if not left:
-            return None
-    command = max(left, key=lambda row: row["time"])["command"]
-    return replace(figure, table=table.name, where=where, own=command)
 
 
 def widest_run(rows: Sequence[Row], column: str) -> list[Row]:

@@ -27,7 +27,7 @@ from pycomm.bench.training.results import (
     load,
     loss,
     pairs,
-    with_loss,
+    steps_to_exact,
 )
 from pycomm.codecs import CODECS as KNOWN
 from pycomm.codecs import short_text
@@ -68,9 +68,9 @@ def losses(rows: Sequence[Row], model: str) -> str:
     found = [r for r in found if r.method in known]
     lines = []
     for method in dict.fromkeys(r.method for r in found):
-        whole = with_loss(next(r for r in found if r.method == method), rows)
         by_seed = changes(method, model, rows)
-        lines.append([label(method), percent(by_seed), number(whole.steps_to_loss, 0)])
+        steps = steps_to_exact(method, model, rows) if by_seed else None
+        lines.append([label(method), percent(by_seed), number(steps, 0)])
     return markdown(("method", "loss, %", "steps"), lines)
 
 

@@ -153,24 +153,17 @@ class GpuRun:
 def this_machine(command: str) -> dict[str, Any]:
     """Return the origin of the rows, whose device is the GPU, and what compiles for it."""
 
-    def output(*words: str) -> str:
-        try:
-            return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return "unknown"
-
     def version(module: str) -> str:
         try:
             return str(__import__(module).__version__)
         except ImportError:
             return "none"
 
-    release = re.search(r"release ([\d.]+)", output("nvcc", "--version"))
-    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    release = re.search(r"release ([\d.]+)", accelerator.output("nvcc", "--version"))
     here = Origin.here(command)
     here = replace(here, device=accelerator.api().get_device_name(), torch=torch.__version__)
     return asdict(replace(here, pycomm=here.pycomm or "staged")) | {
-        "driver": driver.partition("\n")[0],
+        "driver": accelerator.driver(),
         "cuda": release.group(1) if release else "none",
         "triton": version("triton"),
         "cupy": version("cupy"),

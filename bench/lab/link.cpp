@@ -3,7 +3,7 @@
 //
 // Standard input says everything, a line each. Until "go":
 //   node PID IPV4                    a namespace, held open by this process, and its address
-//   link I J DELAY LOSS RATE         from node I to J: microseconds, a share, bit/s (0: any)
+//   link I J DELAY LOSS              from node I to J: microseconds, a share
 // and at any time:
 //   rate I SENT RECEIVED             of a node, in bit/s (0: any)
 //   cut I, mend I                    drop all packets from and to a node, or no longer
@@ -14,8 +14,8 @@
 //   queues
 // Its end closes the devices. Answers are lines on standard output; the first is "ready".
 //
-// A packet waits for the sender's rate, then for the pair's, travels, and waits for the receiver's
-// rate. Each of these queues drops what would wait for longer than 50 ms.
+// A packet waits for the sender's rate, travels, and waits for the receiver's rate. Each of these
+// queues drops what would wait for longer than 50 ms.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <linux/if_tun.h>
@@ -93,7 +93,6 @@ struct Pipe {
 struct Link {
   int64_t delay = 0;  // nanoseconds
   double loss = 0;
-  Pipe pipe;
 };
 
 struct Node {
@@ -135,11 +134,10 @@ class Network {
       ::inet_pton(AF_INET, address.c_str(), &nodes_.back().address);
       by_address_[nodes_.back().address] = nodes_.size() - 1;
     } else if (verb == "link") {
-      double delay = 0, rate = 0;
+      double delay = 0;
       Link link;
-      words >> i >> j >> delay >> link.loss >> rate;
+      words >> i >> j >> delay >> link.loss;
       link.delay = static_cast<int64_t>(delay * 1e3);
-      link.pipe.set_rate(rate);
       links_[{i, j}] = link;
     } else if (verb == "rate") {
       double sent = 0, received = 0;
@@ -213,14 +211,13 @@ class Network {
 
   bool send(size_t from, size_t to, Packet& packet) {
     Node& node = nodes_[from];
-    Link& link = links_[{from, to}];
+    const Link& link = links_[{from, to}];
     const int64_t left = node.sent.pass(now(), packet.size);
-    const int64_t on_link = left < 0 ? -1 : link.pipe.pass(left, packet.size);
-    if (on_link < 0) return dropped_++, false;
+    if (left < 0) return dropped_++, false;
     if (node.cut || nodes_[to].cut || !passes(nodes_[to], packet) || chance() < link.loss) {
       return lost_++, false;
     }
-    packet.at = on_link + link.delay;
+    packet.at = left + link.delay;
     packet.number = number_++;
     packet.epoch = epoch_;
     packet.trips = node.trips + 1;

@@ -6,6 +6,7 @@
 | `unlimited` | no limit |
 | `100mbit/1gbit` | it sends at 100 Mbit/s and receives at 1 Gbit/s |
 | `1gbit,200mbit` | two links, each with an interface of its own: eth0 and eth1 |
+| `200mbit@60ms@0.1%` | of all nodes: a round trip, and a share of packets that are lost |
 """
 
 from __future__ import annotations

@@ -7,22 +7,62 @@ what they mean in namespaces.py.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
+import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pycomm import units
 from pycomm.bench.lab.base import LabUnavailable
 from pycomm.bench.lab.namespaces import Netlab
 from pycomm.bench.lab.rates import Rate
-from pycomm.bench.lab.shape import Shape, bits, matrix, seconds, share
 from pycomm.env import cache_home
 from pycomm.folders import distrust, private
 
 SOURCE = Path(__file__).with_name("link.cpp")
+_LONGEST = 60.0  # seconds: a longer way is a mistake
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Treatment of the packets from one node to another."""
+
+    delay: float = 0.0
+    """seconds, one way"""
+    loss: float = 0.0
+    """share of packets, each by itself"""
+
+
+def seconds(name: str, text: str) -> float:
+    """Parse "30ms".
+
+    Raises:
+        ValueError: it is no such time, or one that no link has.
+    """
+    if not re.fullmatch(r"0|[\d.]+(us|ms|s)", text):
+        raise ValueError(f"cannot read the {name} {text!r}: want a time with a unit, such as 30ms")
+    time = units.parse_time(text)
+    if time > _LONGEST:
+        raise ValueError(f"the {name} {text} is impossible: want 0 to {_LONGEST:.0f}s")
+    return time
+
+
+def share(name: str, text: str) -> float:
+    """Parse "0.1%" or "0.001".
+
+    Raises:
+        ValueError: it is no number, or outside of 0 to 100 %.
+    """
+    try:
+        return units.parse_share(text)
+    except ValueError:
+        raise ValueError(f"the {name} {text} is no share: want 0% to 100%, such as 0.1%") from None
 
 
 def program() -> Path:
@@ -67,22 +107,21 @@ class WanLab(Netlab):
         rate: str,
         *,
         shape: Shape | None = None,
-        matrix_text: str = "",
+        differ: Mapping[tuple[int, int], Shape] | None = None,
         **options: Any,
     ) -> None:
         """
         Args:
             nodes, rate, options: as of `Netlab`; one link per node.
             shape: of the links between all pairs of nodes.
-            matrix_text: lines that name pairs whose links differ (shape.py).
+            differ: the shapes of ways that differ, by the nodes from and to which they lead.
 
         Raises:
             LabUnavailable: as of `Netlab`; also without TUN devices or a C++ compiler.
             ValueError: an invalid rate, node or line.
         """
         self.shape = shape or Shape()
-        self.pairs = matrix(nodes, self.shape, matrix_text)
-        self._differ = len(set(self.pairs.values())) > 1
+        self._differ = dict(differ or {})
         self._link: subprocess.Popen[str] | None = None
         if "," in rate:
             raise ValueError("with delay or loss a node has one link")
@@ -99,8 +138,9 @@ class WanLab(Netlab):
             start_new_session=True,
         )
         lines = [f"node {pid} 10.77.{link}.{node + 1}" for node, pid in enumerate(pids)]
-        for (i, j), pair in self.pairs.items():
-            lines.append(f"link {i} {j} {pair.delay * 1e6} {pair.loss} {pair.rate}")
+        for i, j in itertools.permutations(range(self.nodes), 2):
+            way = self._differ.get((i, j), self.shape)
+            lines.append(f"link {i} {j} {way.delay * 1e6} {way.loss}")
         for node in range(self.nodes):
             lines.append(_rate_line(node, self._links[node][link]))
         if self._ask("\n".join([*lines, "go"])) != "ready":
@@ -170,11 +210,15 @@ class WanLab(Netlab):
 
 
 def _rate_line(node: int, rate: Rate) -> str:
-    return f"rate {node} {bits(rate.sent)} {bits(rate.received)}"
+    sent, received = (
+        0.0 if text is None else 8 * units.parse_rate(text)[0]
+        for text in (rate.sent, rate.received)
+    )
+    return f"rate {node} {sent} {received}"
 
 
 def lab_of(nodes: int, rate: str, **options: Any) -> Netlab:
-    """Return a lab whose links have a rate, or also a round trip and a loss: "200mbit@60ms@0.1%".
+    """Return a lab whose links have a rate, or also a round trip and a loss (rates.py).
 
     Args:
         nodes, options: as of `Netlab`.

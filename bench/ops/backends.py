@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -94,18 +93,18 @@ def usual() -> list[str]:
 
 
 def connect(
-    names: Sequence[str], folder: Path, rank: int, ranks: int, *, cuda: bool = False
+    names: Sequence[str], store: _C.Store, rank: int, ranks: int, *, cuda: bool = False
 ) -> list[BackendCalls]:
     """Connect to the other ranks in every backend, in the order of the names."""
     backends: list[BackendCalls] = []
     for name in names:
         if name.partition(":")[0] in CORE:
             core = SharedCore if name == "pycomm-shared" else Core
-            backends.append(core(name, _C.Store.file(str(folder)), rank, ranks))
+            backends.append(core(name, store, rank, ranks))
         else:
             from pycomm.bench.ops.torch_backends import make
 
-            backends.append(make(name, folder, rank, ranks, cuda=cuda))
+            backends.append(make(name, store, rank, ranks, cuda=cuda))
     return backends
 
 

@@ -1,4 +1,4 @@
-"""Codecs on one core against memcpy in the same run, and top-k against torch's.
+"""Codecs on one core against memcpy in the same run.
 
 python -m pycomm.bench codecs
 python -m pycomm.bench codecs --codec int8,int4:block=64 -b 4M -e 4M
@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 
@@ -49,10 +48,6 @@ DEFAULT = [
     "lossless",
     "lossless:bfloat16",
 ]
-TORCH = "torch.topk"
-PEER = "topk:0.01"
-"""The codec that is timed in turns with torch.topk, which finds as many values."""
-
 Run = Callable[[], object]
 
 
@@ -107,7 +102,7 @@ def time_calls(runs: dict[str, Run]) -> dict[str, list[float]]:
     return {name: [1e6 * sample for sample in times] for name, times in samples.items()}
 
 
-def row(spec: str, op: str, calls: Calls, times: Sequence[float], copy: float) -> Row:
+def row(spec: str, op: str, calls: Calls, times: Sequence[float], copy: float, err: float) -> Row:
     """Return the row for a codec's call, relative to `copy`, GB/s of memcpy."""
     size, wire_bytes = calls.x.nbytes, calls.wire_bytes()
     p50 = quantile(times, 0.5)
@@ -128,6 +123,7 @@ def row(spec: str, op: str, calls: Calls, times: Sequence[float], copy: float) -
         copybw=copy,
         of_copy=rate / copy,
         ratio=size / wire_bytes,
+        err=err,
         wire_bytes=wire_bytes,
     )
 
@@ -136,24 +132,10 @@ def measure(spec: str, size: int, report: Report) -> None:
     codec = _C.Codec(spec)
     calls = Calls(codec, size // 4)
     err = calls.error()
-    peer = {TORCH: peer_of(calls)} if spec in specs([PEER]) else {}
-    samples = time_calls(calls.runs | peer)
+    samples = time_calls(calls.runs)
     copy = size / quantile(samples.pop("copy"), 0.5) / 1e3
     for op, times in samples.items():
-        if op == TORCH:
-            report.add(replace(row(spec, "encode", calls, times, copy), backend=TORCH))
-        else:
-            report.add(replace(row(spec, op, calls, times, copy), err=err))
-
-
-def peer_of(calls: Calls) -> Run:
-    """Return a `torch.topk` call that selects as many values; only this needs torch."""
-    import torch
-
-    torch.set_num_threads(1)
-    x = torch.from_numpy(calls.x)
-    k = calls.wire_bytes() // 8
-    return lambda: torch.topk(x.abs(), k, sorted=False)
+        report.add(row(spec, op, calls, times, copy, err))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -11,15 +11,10 @@ an iteration is that of its slowest rank. docs/bench.md explains the columns.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import shutil
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
+from pycomm import _C
 from pycomm.bench.common import arguments
 from pycomm.bench.common.harness import format_size
 from pycomm.bench.common.report import Column, Report
@@ -30,9 +25,7 @@ from pycomm.bench.ops.cases import ALIASES, REDUCTIONS, STORAGE
 from pycomm.bench.ops.measure import Rank
 from pycomm.bench.ops.operations import OPERATIONS
 from pycomm.env import env
-
-GRACE = 5.0  # seconds that rank 0 waits for the others to finish
-STORE = "BENCH_STORE"  # the variable with the folder in which ranks of `launch` meet
+from pycomm.stores import at_master
 
 
 def columns(options: argparse.Namespace) -> list[Column]:
@@ -69,8 +62,8 @@ def print_averages(report: Report) -> None:
         report.note(f"# Avg bus bandwidth of {name}: {sum(found) / len(found):.3f} GB/s")
 
 
-def rank_main(options: argparse.Namespace, folder: Path, rank: int, ranks: int) -> int:
-    member = Rank(options, rank, ranks, folder)
+def rank_main(options: argparse.Namespace, rank: int, ranks: int) -> int:
+    member = Rank(options, rank, ranks, at_master(rank, _C.CommunicatorOptions()))
     device = ""
     if options.device == "cuda":
         from pycomm.bench.common import accelerator  # needs torch
@@ -99,26 +92,13 @@ def launch(argv: Sequence[str], ranks: int) -> int:
     lab = Paced(1, UNLIMITED)
     lab.timed = False  # ranks of a machine keep its cores busy by themselves
     command = [sys.executable, "-m", "pycomm.bench", *argv]
-    with lab, tempfile.TemporaryDirectory() as folder:
-        started = lab.start(command, ranks_per_node=ranks, env=os.environ | {STORE: folder})
+    with lab:
+        started = lab.start(command, ranks_per_node=ranks)
         status = wait(started)
         for rank, process in enumerate(started):
             if process.returncode:
                 print(f"rank {rank} ended with {process.returncode}", file=sys.stderr)
     return 1 if status else 0
-
-
-def _leave(folder: Path, rank: int, ranks: int) -> None:
-    """Remove the folder on rank 0 once the others have released it. (A FileStore of torch that is
-    destroyed waits for minutes for a folder that does not exist.)"""
-    with contextlib.suppress(OSError):
-        (folder / f"left-{rank}").touch()
-    if rank > 0:
-        return
-    end = time.monotonic() + GRACE
-    while time.monotonic() < end and not all((folder / f"left-{r}").exists() for r in range(ranks)):
-        time.sleep(0.01)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -155,7 +135,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     what = "print which algorithm of pycomm each size takes, and why, and measure nothing"
     add("--explain", action="store_true", help=what)
     arguments.add_csv(parser)
-    add("--store", help="folder where ranks meet: shared by all nodes, if there are several")
     options = parser.parse(argv)
     known: Sequence[str] = backends.ON_DEVICE if options.device == "cuda" else backends.NAMES
     usual = backends.usual() if options.device == "cuda" else ["pycomm"]
@@ -194,19 +173,4 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if rank is None or ranks is None:
         return launch(argv, options.ranks)
-    here = env().local_world_size or ranks
-    if here < ranks and not options.store:
-        print(
-            f"python -m pycomm.bench: {ranks} ranks on nodes of {here} cannot meet in a folder of "
-            "their own: name a new one that all nodes share with --store",
-            file=sys.stderr,
-        )
-        return 2
-    # Ranks that one torchrun has started share its process as their parent.
-    own = Path(tempfile.gettempdir()) / f"pycomm-bench-{os.getppid()}"
-    folder = Path(options.store or os.environ.get(STORE) or own)
-    folder.mkdir(mode=0o700, exist_ok=True)  # private, since ranks trust its contents
-    try:
-        return rank_main(options, folder, rank, ranks)
-    finally:
-        _leave(folder, rank, ranks)
+    return rank_main(options, rank, ranks)

@@ -51,13 +51,13 @@ class Variant:
 class Rank:
     """The measurement on one rank. Rank 0 creates and prints the rows."""
 
-    def __init__(self, options: argparse.Namespace, rank: int, ranks: int, folder: Path) -> None:
+    def __init__(self, options: argparse.Namespace, rank: int, ranks: int, store: _C.Store) -> None:
         self.options, self.rank, self.ranks = options, rank, ranks
         # Collects the clocks of all ranks, in a separate group that works beside any backend.
         control = _C.CommunicatorOptions()
         control.group = "bench-control"
-        self.control = _C.Communicator(_C.Store.file(str(folder)), rank, ranks, control)
-        given = options.backend, folder, rank, ranks
+        self.control = _C.Communicator(store, rank, ranks, control)
+        given = options.backend, store, rank, ranks
         self.backends = backends.connect(*given, cuda=options.device == "cuda")
         self.specs = {codec: arguments.core_spec(codec) for codec in options.codec}
         self._cores = os.sched_getaffinity(0)

@@ -8,8 +8,8 @@ the GPU has done it, and by events of the GPU.
 
 from __future__ import annotations
 
+import os
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import pycomm
 import pycomm.backend  # registers the name, which installed packages do without this
-from pycomm import takeover
+from pycomm import _C, takeover
 from pycomm.bench.common import accelerator
 from pycomm.bench.ops import coded
 from pycomm.bench.ops.cases import STORAGE, Array, BackendCalls, Case, Run
@@ -36,6 +36,7 @@ NAMES = {
     "pycomm-nccl": "nccl",
 }
 CPU = torch.device("cpu")
+LIMIT = 60.0  # seconds for the first rank
 UNKNOWN = ("uint32", "uint64")
 """types that Gloo and GPUs do not reduce or send"""
 
@@ -135,13 +136,23 @@ def coded_run(group: Any, case: Case, x: torch.Tensor, y: torch.Tensor, spec: st
     return lambda: call(*tensors, bucket, group, seed=0, step=0)
 
 
-def make(name: str, folder: Path, rank: int, ranks: int, *, cuda: bool = False) -> Torch:
+def torch_store(store: _C.Store, rank: int) -> dist.Store:
+    """Return a store of torch, of which the first rank tells the others by another one."""
+    master = os.environ["MASTER_ADDR"]
+    port = 0 if rank == 0 else int(store.get("port of torch's store", LIMIT))
+    found = dist.TCPStore(master, port, is_master=rank == 0, wait_for_workers=False)
+    if rank == 0:
+        store.set("port of torch's store", str(found.port))
+    return found
+
+
+def make(name: str, store: _C.Store, rank: int, ranks: int, *, cuda: bool = False) -> Torch:
     """Connect to the other ranks in one backend, with tensors of the CPU or of this rank's GPU."""
     device = accelerator.take(rank, ranks) if cuda else CPU
     with takeover.released():  # ignores PYCOMM_TAKEOVER
         if not dist.is_initialized():
-            store = dist.FileStore(str(folder / "torch"), ranks)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+            met = torch_store(store, rank)
+            dist.init_process_group("gloo", store=met, rank=rank, world_size=ranks)
         options = accelerator.group(NAMES[name], device.type)
         if name == "pycomm-host":
             options["pg_options"] = pycomm.Options(device_path="host")

@@ -67,9 +67,8 @@ def probe(rate: str, path: Path) -> ClusterProbe:
     Raises:
         Failed: a rank failed.
     """
-    with lab_of(PROBED, rate) as lab, tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pycomm.plan", "probe", "--out", str(path)]
-        run(lab, [*command, "--store", f"{folder}/store"])
+    with lab_of(PROBED, rate) as lab:
+        run(lab, [sys.executable, "-m", "pycomm.plan", "probe", "--out", str(path)])
     return ClusterProbe.read(path)
 
 

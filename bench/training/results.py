@@ -1,19 +1,17 @@
-"""Results derived from the losses and the steps of `time_to_loss`.
+"""Results derived from the losses of `time_to_loss`.
 
-The rows are of three kinds: `loss` is one training, whose `curve` has the loss at every evaluation;
-`step` is steps on a link; `total` combines both.
+The rows are of two kinds: `loss` is one training, whose `curve` has the loss at every evaluation;
+`step` is steps on a link.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pycomm.bench.common.harness import Row, read_rows
-from pycomm.bench.common.report import Column
 from pycomm.bench.common.tables import parse_curve
 from pycomm.bench.training.methods import METHODS, Method
 
@@ -73,14 +71,6 @@ def steps_to_loss(curves: Sequence[Mapping[Any, float]], target: float) -> float
     return None
 
 
-def totals(rows: Sequence[Row]) -> Iterable[Row]:
-    """Combine the rows of losses and of steps; of repeated measurements the last counts."""
-    for model, rate in dict.fromkeys((r.model, r.rate) for r in rows if r.kind == "step"):
-        steps = {r.method: r for r in rows if (r.kind, r.model, r.rate) == ("step", model, rate)}
-        for row in steps.values():
-            yield with_loss(row, rows)
-
-
 def pairs(
     method: str,
     model: str,
@@ -115,21 +105,14 @@ def changes(method: str, model: str, rows: Iterable[Row], ranks: int = RANKS) ->
     ]
 
 
-def with_loss(row: Row, rows: Sequence[Row]) -> Row:
-    """Return a row of steps with the results of its method's trainings against exact ones."""
-    trained = pairs(row.method, row.model, rows, row.ranks)
-    if not trained:
-        return replace(row, kind="total")
-    # These are from the curves, which use less text than the final loss.
+def steps_to_exact(method: str, model: str, rows: Sequence[Row]) -> float | None:
+    """Return the steps until a method's mean loss is that of the exact runs at their end.
+
+    These are from the curves, which use less text than the final loss. None: it never is.
+    """
+    trained = pairs(method, model, rows)
     target = statistics.fmean(curve_end(exact) for _, exact in trained)
-    count = steps_to_loss([parse_curve(mine.curve) for mine, _ in trained], target)
-    return replace(
-        row,
-        kind="total",
-        change=statistics.fmean(changes(row.method, row.model, rows, row.ranks)),
-        steps_to_loss=count,
-        seconds_to_loss=None if count is None or row.seconds is None else count * row.seconds,
-    )
+    return steps_to_loss([parse_curve(mine.curve) for mine, _ in trained], target)
 
 
 def loss(row: Row) -> float:
@@ -143,17 +126,5 @@ def curve_end(row: Row) -> float:
 
 
 def load(path: Path) -> list[Row]:
-    """Return the rows of a CSV that earlier runs have written; its totals are recomputed."""
+    """Return the rows of a CSV that earlier runs have written, without the totals of the first."""
     return [row for row in read_rows(path, Row) if row.kind != "total"]
-
-
-COLUMNS = (
-    Column("model", -6),
-    Column("rate", -8),
-    Column("method", -40),
-    Column("seconds", 8, ".1f", "step ms", 1e3),
-    Column("wire_bytes", 8, ".3f", "MB/step", 1e-6),
-    Column("change", 8, ".2f", "loss %", 100),
-    Column("steps_to_loss", 13, ".0f"),
-    Column("seconds_to_loss", 15, ".1f"),
-)

@@ -43,7 +43,7 @@ METHODS = {
             )
             for without in (" factors=off", "")
         ),
-        Method("sign", codec="sign"),  # takes no factors
+        Method("sign", codec="sign"),
         Method("coded momentum, sign", momentum="sign"),
         Method("coded momentum, top-k 1 %", momentum=TOP_1),
         Method("PowerSGD rank 4", codec="powersgd:4"),

@@ -8,10 +8,6 @@ once per seed, for a quarter more steps than the learning rate's schedule has; t
 text is taken during the training (256 windows), and at the end of the schedule (2048 windows). The
 bytes of a step are the mean over the schedule, as pycomm counts them.
 
-The time to the loss is the number of steps after which a method's loss, averaged over seeds, has
-come down to the float32 run's loss at the end of its schedule, times the method's median step, of
-which the CSV has the rows.
-
     --only optimizer   instead: the time of CodedAdamW beside torch's fused AdamW (optimizer.py)
     --suite            instead: losses on tasks of several kinds, of small models (suite.py)
 """
@@ -35,7 +31,7 @@ from pycomm.bench.lab.base import Paced
 from pycomm.bench.lab.rates import UNLIMITED
 from pycomm.bench.training import optimizer, suite
 from pycomm.bench.training.methods import METHODS, Method
-from pycomm.bench.training.results import COLUMNS, RANKS, describe, load, totals
+from pycomm.bench.training.results import RANKS, describe, load
 from pycomm.bench.training.tasks import TASKS
 from pycomm.bench.training.train import FINAL_WINDOWS, MODELS, parameters, ranks_train
 
@@ -143,8 +139,4 @@ def main(argv: Sequence[str]) -> int:
         for ranks in options.ranks:
             for row in losses(model, options.methods, options.seeds, ranks):
                 report.add(row)
-    report.columns = COLUMNS
-    report.header()
-    for row in totals([*before, *report.rows]):
-        report.show(row)
     return 0

@@ -63,7 +63,6 @@ class Communicator::Impl {
         trace_(make_trace(rank, size, options_)),
         point_to_point_(std::make_shared<PointToPoint>(mesh_, failure_, *trace_,
                                                        [this] { over(Lane::point_to_point); })) {
-    options_.kept_heaps = nullptr;  // what the group does not keep is unmapped with its last tensor
     if (Window* window = mesh_.node_window()) window->note_waits(&timing_);
   }
   ~Impl() {
@@ -298,10 +297,6 @@ std::string Communicator::explain(Op op, size_t bytes, const CodedArgs* coded) c
 
 bool Communicator::uses_network() const { return impl_->mesh().slowest() == Medium::tcp; }
 std::shared_ptr<SharedHeap> Communicator::heap() const { return impl_->mesh().heap(); }
-
-std::shared_ptr<const KeptHeaps> Communicator::kept_heaps() const {
-  return impl_->mesh().kept_heaps();
-}
 
 std::shared_ptr<void> Communicator::allocate(size_t bytes) {
   impl_->check_process("allocate");

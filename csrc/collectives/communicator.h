@@ -60,9 +60,6 @@ class PYCOMM_API Communicator final : public ParentGroup {
   std::shared_ptr<void> allocate(size_t bytes);
   /// Heap behind allocate(), or null; for allocators that free by address.
   std::shared_ptr<SharedHeap> heap() const;
-  /// The heaps of the ranks of this host, for a later group of the same processes; null if there
-  /// are none. No operation of this group may be under way any more.
-  std::shared_ptr<const KeptHeaps> kept_heaps() const;
 
   // Collectives. A timeout of 0 means the group's. After an error in the middle of one, every rank
   // gets an error and the group has failed: all later calls throw that error again.

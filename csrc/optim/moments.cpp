@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #include "optim/spread.h"
 
@@ -11,7 +14,8 @@ namespace {
 
 using feedback::Storage;
 
-constexpr size_t kSlice = 1024;  // values of a row that stay in the first-level cache
+constexpr size_t kSlice = 1024;           // values of a row that stay in the first-level cache
+constexpr size_t kFar = size_t{1} << 21;  // values of a call from which caches do not hold a pass
 static_assert(kSlice % kPatch == 0 && kBlock % feedback::kBlock == 0);
 
 // ------------------------------------------------------------------------------ sums of rows
@@ -172,6 +176,10 @@ PYCOMM_SIMD void add_times(float* to, const float* x, float by, size_t count) {
 
 // ------------------------------------------------------------------------------ values of a row
 
+PYCOMM_SIMD void scale_to(const float* from, float* to, size_t count, float by) {
+  for (size_t j = 0; j < count; j++) to[j] = from[j] * by;
+}
+
 PYCOMM_SIMD void divide_row(float* __restrict g, const float* __restrict m,
                             const float* __restrict column, size_t count, float beta, float rest,
                             float row) {
@@ -183,6 +191,17 @@ PYCOMM_SIMD void divide_alone(float* __restrict g, const float* __restrict colum
   for (size_t j = 0; j < count; j++) g[j] = g[j] * rest * row * column[j];
 }
 
+PYCOMM_SIMD void decay_row(const float* g, const float* x, float* out, size_t count, float decay) {
+  for (size_t j = 0; j < count; j++) out[j] = g[j] + x[j] * decay;
+}
+
+/// The sum of g and of m, if that is not null, times what belongs to each.
+PYCOMM_SIMD void blend_row(const float* g, const float* m, float* out, size_t count, float beta,
+                           float rest) {
+  if (!m) return scale_to(g, out, count, rest);
+  for (size_t j = 0; j < count; j++) out[j] = g[j] * rest + m[j] * beta;
+}
+
 /// Leaves a share of the gradient in a row that was divided.
 PYCOMM_SIMD void bound_row(float* __restrict p, const float* __restrict m,
                            const float* __restrict column, size_t count, float share, float other,
@@ -190,46 +209,35 @@ PYCOMM_SIMD void bound_row(float* __restrict p, const float* __restrict m,
   for (size_t j = 0; j < count; j++) p[j] = p[j] * share + m[j] * other * row * column[j];
 }
 
-PYCOMM_SIMD void scale_row(float* p, size_t count, float share) {
-  for (size_t j = 0; j < count; j++) p[j] *= share;
-}
-
 PYCOMM_SIMD void multiply_row(float* __restrict x, const float* __restrict column, size_t count,
                               float row) {
   for (size_t j = 0; j < count; j++) x[j] = x[j] * row * column[j];
 }
 
-// Without __restrict, which would let gcc copy the momentum by a memcpy of its own.
-PYCOMM_SIMD void move_row(float* x, const float* g, float* momentum, const float* column,
-                          size_t columns, float row, float lr, float keep, float limit,
-                          float restore) {
+PYCOMM_SIMD void move_row(float* __restrict x, const float* __restrict g,
+                          const float* __restrict column, size_t count, float row, float lr,
+                          float keep, float limit) {
   if (limit == 0) {
-    for (size_t j = 0; j < columns; j++) {
-      const float now = g[j] * restore;
-      momentum[j] = now;
-      x[j] = x[j] * keep - now * row * column[j] * lr;
-    }
+    for (size_t j = 0; j < count; j++) x[j] = x[j] * keep - g[j] * row * column[j] * lr;
     return;
   }
-  for (size_t j = 0; j < columns; j++) {
-    const float now = g[j] * restore;
-    float moved = now * row * column[j];
+  for (size_t j = 0; j < count; j++) {
+    float moved = g[j] * row * column[j];
     moved = moved > limit ? limit : moved;  // a NaN stays one
     moved = moved < -limit ? -limit : moved;
-    momentum[j] = now;
     x[j] = x[j] * keep - moved * lr;
   }
 }
 
 /// The same without denominators.
-PYCOMM_SIMD void move_plainly(float* __restrict x, const float* __restrict g, size_t columns,
+PYCOMM_SIMD void move_plainly(float* __restrict x, const float* __restrict g, size_t count,
                               float lr, float keep) {
-  for (size_t j = 0; j < columns; j++) x[j] = x[j] * keep - g[j] * lr;
+  for (size_t j = 0; j < count; j++) x[j] = x[j] * keep - g[j] * lr;
 }
 
-PYCOMM_SIMD void sent_plainly(float* __restrict x, const float* __restrict before,
-                              const float* __restrict after, size_t count) {
-  for (size_t j = 0; j < count; j++) x[j] = x[j] + before[j] - after[j];
+PYCOMM_SIMD void sent_plainly(const float* x, const float* before, const float* after, float* out,
+                              size_t count) {
+  for (size_t j = 0; j < count; j++) out[j] = x[j] + before[j] - after[j];
 }
 
 PYCOMM_SIMD void sent_row(const float* __restrict x, const float* __restrict before,
@@ -257,17 +265,65 @@ const float* loaded(const Stored& stored, size_t i, size_t count, float* room) {
 
 using Room = float[kSlice + feedback::kBlock];
 
-/// Calls act(item, block) for each block of rows of each matrix.
-template <typename Item, typename Act>
-void over_blocks(const std::vector<Item>& items, const std::vector<const Matrix*>& matrices,
-                 int threads, const Act& act) {
-  std::vector<std::pair<size_t, size_t>> places;
-  size_t values = 0;
-  for (size_t i = 0; i < items.size(); i++) {
-    for (size_t b = 0; b < blocks_of(matrices[i]->rows); b++) places.emplace_back(i, b);
-    values += matrices[i]->rows * matrices[i]->columns;
+/// Copies values of the first-level cache. `far`: to memory that nobody reads soon, past the
+/// caches, which would read it first.
+void put(float* to, const float* from, size_t count, bool far) {
+#ifdef __SSE2__
+  size_t i = 0;
+  for (; far && i < count && reinterpret_cast<uintptr_t>(to + i) % 16 != 0; i++) to[i] = from[i];
+  for (; far && i + 4 <= count; i += 4) _mm_stream_ps(to + i, _mm_loadu_ps(from + i));
+  to += i;
+  from += i;
+  count -= i;
+#else
+  (void)far;
+#endif
+  std::memcpy(to, from, count * sizeof(float));
+}
+
+/// Calls act(at, count) for slices of a block of rows.
+template <typename Act>
+void over_slices(const Matrix& x, size_t block, const Act& act) {
+  const size_t end = std::min(x.rows, (block + 1) * kBlock) * x.columns;
+  for (size_t at = block * kBlock * x.columns; at < end; at += kSlice) {
+    act(at, std::min(kSlice, end - at));
   }
-  spread(places.size(), values, threads, [&](size_t n) { act(places[n].first, places[n].second); });
+}
+
+/// Calls act(k, n, i, j) for the n values of a slice from its value k on, which are in row i from
+/// column j on.
+template <typename Act>
+void over_rows(const Matrix& x, size_t at, size_t count, const Act& act) {
+  for (size_t k = 0, n; k < count; k += n) {
+    const size_t i = (at + k) / x.columns, j = (at + k) % x.columns;
+    n = std::min(count - k, x.columns - j);
+    act(k, n, i, j);
+  }
+}
+
+const Matrix& matrix_of(const Matrix& item) { return item; }
+template <typename Item>
+const Matrix& matrix_of(const Item& item) {
+  return item.x;
+}
+
+/// Calls act(item, block, far) for each block of rows of each matrix; `far`: see put().
+template <typename Items, typename Act>
+void over_blocks(Items& items, int threads, const Act& act) {
+  std::vector<std::pair<decltype(items.data()), size_t>> places;
+  size_t values = 0;
+  for (auto& item : items) {
+    const Matrix& x = matrix_of(item);
+    for (size_t b = 0; b < blocks_of(x.rows); b++) places.emplace_back(&item, b);
+    values += x.rows * x.columns;
+  }
+  const bool far = values >= kFar;
+  spread(places.size(), values, threads, [&](size_t n) {
+    act(*places[n].first, places[n].second, far);
+#ifdef __SSE2__
+    if (far) _mm_sfence();
+#endif
+  });
 }
 
 /// The work on one matrix of `encode`.
@@ -275,7 +331,7 @@ class Encoding {
  public:
   /// `room` is zeros, room_for(args) of them.
   Encoding(const Encode& args, float* room)
-      : matrix{args.values, args.rows, args.columns, args.row, args.column},
+      : x{args.values, args.rows, args.columns, args.row, args.column},
         args_(args),
         width_(width_of(args)),
         rows_(room),
@@ -292,12 +348,21 @@ class Encoding {
   }
 
   /// Goes over a block of rows.
-  void take(size_t block) {
-    const size_t end = std::min(args_.rows, (block + 1) * kBlock);
-    for (size_t i = block * kBlock; i < end; i += 2) {
+  void take(size_t block, bool far) {
+    const size_t first = block * kBlock, end = std::min(args_.rows, first + kBlock);
+    if (args_.gradient.at) {
+      const size_t known = args_.momentum.at ? std::clamp(args_.known, first, end) : first;
+      const size_t together = args_.errors ? 1 : kBlock;  // errors are added up row by row
+      for (size_t i = first, stop; i < end; i = stop) {
+        stop = std::min(i < known ? known : end, i + together);
+        blend(i, stop, i < known, far);
+      }
+      return;
+    }
+    for (size_t i = first; i < end; i += 2) {
       const size_t stop = std::min(end, i + 2);
       look(i, stop);
-      for (size_t r = i; (args_.row || args_.gradient.at) && r < stop; r++) divide(r);
+      for (size_t r = i; args_.row && r < stop; r++) divide(r, far);
     }
   }
 
@@ -325,7 +390,7 @@ class Encoding {
         const float* m = loaded(args_.momentum, i * args_.columns + j, count, room);
         bound_row(p, m, reciprocals_ + j, count, share_, other, 1.0f / args_.row[i]);
       } else {
-        scale_row(p, count, share_);
+        scale_to(p, p, count, share_);
       }
     });
   }
@@ -335,7 +400,7 @@ class Encoding {
     for (size_t k = 0; k < 2; k++) args_.errors[k] += total(errors_ + k * args_.rows, args_.rows);
   }
 
-  const Matrix matrix;
+  const Matrix x;
 
  private:
   /// Adds squares and projections of up to two rows.
@@ -358,21 +423,37 @@ class Encoding {
     }
   }
 
-  void divide(size_t i) {
-    const float row = args_.row ? 1.0f / args_.row[i] : 1.0f;
+  /// Makes rows of a gradient that is elsewhere, which have no factors.
+  void blend(size_t begin, size_t end, bool known, bool far) {
+    Room made, room;
+    const size_t first = begin * args_.columns, last = end * args_.columns;
+    for (size_t at = first; at < last; at += kSlice) {
+      const size_t count = std::min(kSlice, last - at);
+      const float* g = floats_at(args_.gradient) + at;
+      if (args_.parameter.at) {
+        decay_row(g, floats_at(args_.parameter) + at, made, count, args_.decay);
+        g = made;
+      }
+      const float* const m = known ? loaded(args_.momentum, at, count, room) : nullptr;
+      blend_row(g, m, made, count, args_.beta, args_.rest);
+      put(args_.values + at, made, count, far);
+      written(begin, at, count, made, room, at == first, far);
+    }
+  }
+
+  void divide(size_t i, bool far) {
+    const float row = 1.0f / args_.row[i];
     Room room;
     for (size_t j = 0; j < args_.columns; j += kSlice) {
       const size_t count = std::min(kSlice, args_.columns - j), at = i * args_.columns + j;
       float* const g = args_.values + at;
-      if (args_.gradient.at) std::memcpy(g, floats_at(args_.gradient) + at, 4 * count);
-      if (args_.parameter.at) add_times(g, floats_at(args_.parameter) + at, args_.decay, count);
       if (args_.momentum.at && i < args_.known) {
         const float* m = loaded(args_.momentum, at, count, room);
         divide_row(g, m, reciprocals_ + j, count, args_.beta, args_.rest, row);
       } else {
         divide_alone(g, reciprocals_ + j, count, args_.rest, row);
       }
-      written(i, at, count, g, room, j == 0);
+      written(i, at, count, g, room, j == 0, far);
     }
   }
 
@@ -384,14 +465,15 @@ class Encoding {
       for (size_t j = 0; j < args_.columns; j += kSlice) {
         const size_t count = std::min(kSlice, args_.columns - j), at = i * args_.columns + j;
         act(i, j, count, args_.values + at, room);
-        written(i, at, count, args_.values + at, room, j == 0);
+        written(i, at, count, args_.values + at, room, j == 0, false);
       }
     }
   }
 
   /// Takes note of values that are to be coded.
-  void written(size_t i, size_t at, size_t count, const float* p, Room& room, bool first) {
-    if (args_.copy) std::memcpy(args_.copy + at, p, 4 * count);
+  void written(size_t i, size_t at, size_t count, const float* p, Room& room, bool first,
+               bool far) {
+    if (args_.copy) put(args_.copy + at, p, count, far);
     if (!args_.errors) return;
     float sums[2] = {first ? 0 : errors_[i], first ? 0 : errors_[args_.rows + i]};
     add_errors(p, loaded(args_.residual, at, count, room), count, sums);
@@ -413,43 +495,61 @@ class Encoding {
   float share_ = 1;
 };
 
-template <typename Item>
-std::vector<const Matrix*> matrices_of(const std::vector<Item>& items) {
-  std::vector<const Matrix*> found;
-  for (const Item& item : items) found.push_back(&item.x);
-  return found;
-}
-
-void sent_block(const Sent& by, size_t block) {
+void sent_block(const Sent& by, size_t block, bool far) {
   const Matrix& x = by.x;
-  const size_t first = block * kBlock * x.columns;
-  const size_t end = std::min(x.rows, (block + 1) * kBlock) * x.columns;
-  Room before, after, out;
-  for (size_t at = first; at < end; at += kSlice) {
-    const size_t count = std::min(kSlice, end - at);
-    const float *e = nullptr, *left = nullptr;
+  over_slices(x, block, [&](size_t at, size_t count) {
+    const float *values = x.values + at, *e = nullptr, *left = nullptr;
+    Room before, after, out;
     if (by.before.at) {
       e = loaded(by.before, at, count, before);
       left = loaded(by.after, at, count, after);
     }
-    if (!x.row) {
-      std::memcpy(out, x.values + at, 4 * count);
-      if (e) sent_plainly(out, e, left, count);
-    }
-    for (size_t k = 0; x.row && k < count;) {
-      const size_t i = (at + k) / x.columns, j = (at + k) % x.columns;
-      const size_t n = std::min(count - k, x.columns - j);
-      if (e) {
-        sent_row(x.values + at + k, e + k, left + k, x.column + j, out + k, n, x.row[i]);
-      } else {
-        std::memcpy(out + k, x.values + at + k, 4 * n);
-        multiply_row(out + k, x.column + j, n, x.row[i]);
-      }
-      k += n;
+    if (!x.row && e) {
+      sent_plainly(values, e, left, out, count);
+      values = out;
+    } else if (x.row) {
+      over_rows(x, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
+        if (e) {
+          sent_row(values + k, e + k, left + k, x.column + j, out + k, n, x.row[i]);
+        } else {
+          std::memcpy(out + k, values + k, 4 * n);
+          multiply_row(out + k, x.column + j, n, x.row[i]);
+        }
+      });
+      values = out;
     }
     uint8_t* const to = by.out + feedback::stored_bytes(by.storage, at);
-    feedback::store(by.storage, {out, count}, to);
-  }
+    if (by.storage == Storage::float32) {
+      put(reinterpret_cast<float*>(to), values, count, far);
+    } else {
+      feedback::store(by.storage, {values, count}, to);
+    }
+  });
+}
+
+void move_block(const Move& by, size_t block, bool far) {
+  const Matrix& x = by.x;
+  const float* const all = by.gradient;
+  const bool any = x.row && by.probe.value[0] != 0;
+  const float restore =
+      any ? restoring(by.probe, all[by.probe.at[0]], all[by.probe.at[1]], kTolerance) : 1.0f;
+  over_slices(x, block, [&](size_t at, size_t count) {
+    const float* g = all + at;
+    float* const values = x.values + at;
+    Room restored;
+    if (restore != 1) {
+      scale_to(g, restored, count, restore);
+      g = restored;
+    }
+    if (!x.row) {
+      move_plainly(values, g, count, by.lr, by.keep);
+    } else {
+      over_rows(x, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
+        move_row(values + k, g + k, x.column + j, n, x.row[i], by.lr, by.keep, by.limit);
+      });
+    }
+    if (by.momentum) put(by.momentum + at, g, count, far);
+  });
 }
 
 /// Returns the share that row or column i has of the floor's square.
@@ -457,22 +557,11 @@ float floor_of(const Heard& heard, size_t i) {
   return heard.mean == nullptr ? 1.0f : floor_share(heard.mean[i], heard.square[i]);
 }
 
-/// Moves a block of rows without factors.
-void move_block(const Move& by, size_t block) {
-  const size_t end = std::min(by.x.rows, (block + 1) * kBlock) * by.x.columns;
-  for (size_t at = block * kBlock * by.x.columns; at < end; at += kSlice) {
-    const size_t count = std::min(kSlice, end - at);
-    if (by.momentum) std::memcpy(by.momentum + at, by.gradient + at, 4 * count);
-    move_plainly(by.x.values + at, by.gradient + at, count, by.lr, by.keep);
-  }
-}
-
 }  // namespace
 
 void encode(const std::vector<Encode>& matrices, int threads) {
   std::vector<Encoding> all;
   all.reserve(matrices.size());
-  std::vector<const Matrix*> shapes;
   // Kept from call to call: pages of fresh memory would cost as much as the sums.
   thread_local std::vector<float> room;
   size_t values = 0, numel = 0;
@@ -482,23 +571,19 @@ void encode(const std::vector<Encode>& matrices, int threads) {
   for (const Encode& one : matrices) {
     all.emplace_back(one, next);
     next += Encoding::room_for(one);
-    shapes.push_back(&all.back().matrix);
     values += one.rows * one.columns;
   }
-  over_blocks(all, shapes, threads, [&](size_t i, size_t block) { all[i].take(block); });
+  over_blocks(all, threads, [](Encoding& one, size_t block, bool far) { one.take(block, far); });
   std::vector<char> bounded(all.size());
   spread(all.size(), values, threads, [&](size_t i) {
     bounded[i] = all[i].finish();
-    for (size_t b = 0; bounded[i] && b < blocks_of(all[i].matrix.rows); b++) all[i].bound(b);
+    for (size_t b = 0; bounded[i] && b < blocks_of(all[i].x.rows); b++) all[i].bound(b);
     all[i].add_errors_up();
   });
 }
 
 std::vector<Probe> land(const std::vector<Matrix>& matrices, float unit, int threads) {
-  std::vector<const Matrix*> shapes;
-  for (const Matrix& one : matrices) shapes.push_back(&one);
-  over_blocks(matrices, shapes, threads, [&](size_t n, size_t block) {
-    const Matrix& x = matrices[n];
+  over_blocks(matrices, threads, [&](const Matrix& x, size_t block, bool) {
     if (!x.row) return;
     for (size_t i = block * kBlock; i < std::min(x.rows, (block + 1) * kBlock); i++) {
       multiply_row(x.values + i * x.columns, x.column, x.columns, x.row[i] * unit);
@@ -515,27 +600,11 @@ std::vector<Probe> land(const std::vector<Matrix>& matrices, float unit, int thr
 }
 
 void sent(const std::vector<Sent>& matrices, int threads) {
-  over_blocks(matrices, matrices_of(matrices), threads,
-              [&](size_t i, size_t block) { sent_block(matrices[i], block); });
+  over_blocks(matrices, threads, sent_block);
 }
 
 void move(const std::vector<Move>& matrices, int threads) {
-  over_blocks(matrices, matrices_of(matrices), threads, [&](size_t n, size_t block) {
-    const Move& by = matrices[n];
-    const float* const g = by.gradient;
-    if (!by.x.row) {
-      move_block(by, block);
-      return;
-    }
-    const bool any = by.probe.value[0] != 0;
-    const float restore =
-        any ? restoring(by.probe, g[by.probe.at[0]], g[by.probe.at[1]], kTolerance) : 1.0f;
-    for (size_t i = block * kBlock; i < std::min(by.x.rows, (block + 1) * kBlock); i++) {
-      const size_t at = i * by.x.columns;
-      move_row(by.x.values + at, by.gradient + at, by.momentum + at, by.x.column, by.x.columns,
-               by.x.row[i], by.lr, by.keep, by.limit, restore);
-    }
-  });
+  over_blocks(matrices, threads, move_block);
 }
 
 void fold(const Sums& sums, const float* fresh, float decay, float weight, int steps) {

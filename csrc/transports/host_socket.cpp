@@ -43,12 +43,16 @@ int with_name(const Call& call, const Fd& socket, const std::string& name) {
               static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + bytes));
 }
 
-bool same_user(const Fd& socket) {
+/// Returns the number of the process at the other end: 0 if it is in another PID namespace, -1 if
+/// it is another user's.
+pid_t peer_of(const Fd& socket) {
   ucred peer = {};
   socklen_t length = sizeof peer;
-  return ::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 &&
-         peer.uid == ::geteuid();
+  const bool known = ::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0;
+  return known && peer.uid == ::geteuid() ? peer.pid : -1;
 }
+
+bool same_user(const Fd& socket) { return peer_of(socket) >= 0; }
 
 /// A message of one byte that carries one descriptor.
 struct Message {
@@ -85,6 +89,12 @@ std::string host_id() {
          std::to_string(network.st_ino) + "/" + std::to_string(::geteuid());
 }
 
+std::string sharers_id() {
+  struct stat numbers = {};
+  ::stat("/proc/self/ns/pid", &numbers);
+  return host_id() + "/" + std::to_string(numbers.st_ino);
+}
+
 HostSocket::HostSocket() : name_("pycomm-" + random_secret()), listener_(make_socket()) {
   if (!listener_) throw_errno("make a Unix socket");
   if (with_name(::bind, listener_, name_) != 0 || ::listen(listener_.get(), SOMAXCONN) != 0) {
@@ -112,7 +122,7 @@ HostSocket::State HostSocket::probe(const std::string& name) {
 
 bool HostSocket::is_ours(const std::string& name) {
   const Fd socket = make_socket();
-  return socket && with_name(::connect, socket, name) == 0 && same_user(socket);
+  return socket && with_name(::connect, socket, name) == 0 && peer_of(socket) > 0;
 }
 
 Fd receive_fd(const std::string& name, Deadline deadline,

@@ -27,7 +27,8 @@ class HostSocket {
   /// of the system, no descriptors).
   enum class State : uint8_t { open, closed, unknown };
   static State probe(const std::string& name);
-  /// True if a process of our user has it open on our host.
+  /// True if a process of our user has it open on our host, and we see that process by a number: it
+  /// is not in another PID namespace.
   static bool is_ours(const std::string& name);
 
  private:
@@ -41,12 +42,15 @@ Fd receive_fd(
     const std::string& name, Deadline deadline,
     const std::function<void()>& interrupt_check = [] {});
 
-/// Returns a string that is equal for processes that may share memory: same machine
-/// (transports/process.h), same user, and same network namespace. Whether they do share it shows
-/// when one passes the other a file. Ranks in different network namespaces count as different
+/// Returns a string that is equal for processes of one host: same machine (transports/process.h),
+/// same user, and same network namespace. Ranks in different network namespaces count as different
 /// hosts, and could not connect to each other's socket anyway.
 std::string host_id();
+/// Returns a string that is equal for processes of one host that see each other by the same process
+/// numbers, and so may share memory: others could not tell when one of them dies. Whether they do
+/// share it shows when one passes the other a file.
+std::string sharers_id();
 /// Topic under which ranks publish it.
-constexpr char kHostIdTopic[] = "shm/host";
+constexpr char kSharersTopic[] = "shm/host";
 
 }  // namespace pycomm

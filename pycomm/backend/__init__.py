@@ -46,8 +46,6 @@ def create(given: Any, options: Options | None) -> Backend:
     parent = find()
     if options is None:
         options = c10d.Options()
-        if parent is not None and _is_mixed(parent):
-            options.device_path = "mixed"
     elif not isinstance(options, c10d.Options):
         raise TypeError(
             f"pg_options of the pycomm backend must be pycomm.Options, not {type(options).__name__}"
@@ -149,18 +147,6 @@ def find(
     return backend if type(backend).__module__ == "pycomm._c10d" else None
 
 
-def find_native(
-    group: dist.ProcessGroup | None = None, device: torch.device | None = None
-) -> Backend | None:
-    """Return the backend of `find` if it runs compressed collectives.
-
-    In a group with ``device_path="mixed"`` it does not: some ranks encode on their devices, so all
-    of them exchange payloads as on any other backend.
-    """
-    found = find(group, device)
-    return None if found is None or _is_mixed(found) else found
-
-
 def wait(future: torch.futures.Future[Any], group: dist.ProcessGroup | None) -> Any:
     """Wait for a future of a group's operations, and return its value.
 
@@ -178,11 +164,6 @@ def wait_after_backward(future: torch.futures.Future[Any], group: dist.ProcessGr
     found = None if future.done() else find(group)
     if found is not None:
         found.wait_after_backward(future)
-
-
-def _is_mixed(backend: Backend) -> bool:
-    """Return whether some ranks of a group may have tensors on the CPU, and others on devices."""
-    return getattr(backend.options, "device_path", "auto") == "mixed"
 
 
 def _make_alone(

@@ -48,7 +48,7 @@ def examine(
     )
     findings += machine.judge(machine.look(), ranks_here, ranks)
     facts = probe.platform_facts() | {
-        "torch": torch.facts.get("version", "none"),
+        "torch": probe.version("torch"),
         "SIMD level": core.facts.get("simd", "none"),
     }
     if not core.error:

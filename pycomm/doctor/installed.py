@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from pycomm._build import OLDEST_TORCH, PACKAGE
@@ -18,10 +17,10 @@ KERNELS = "pip install pycomm-cuda13, or build pycomm where nvcc is found"
 CUPY = 'pip install "pycomm[cuda13]" (or cuda12, as the driver has it)'
 
 
-def judge(found: Mapping[str, ProbeOutcome], package: Path = PACKAGE) -> list[Finding]:
+def judge(found: Mapping[str, ProbeOutcome]) -> list[Finding]:
     """Return findings from the outcomes of the probes."""
     return [
-        *_core(found["core"], package),
+        *_core(found["core"]),
         *_torch(found["torch"]),
         *_c10d(found["c10d"], found["torch"]),
         *_cuda(found),
@@ -29,17 +28,9 @@ def judge(found: Mapping[str, ProbeOutcome], package: Path = PACKAGE) -> list[Fi
     ]
 
 
-def _core(core: ProbeOutcome, package: Path) -> Iterator[Finding]:
+def _core(core: ProbeOutcome) -> Iterator[Finding]:
     if core.error:
-        absent = [name for name in ("libpycomm.so", "_C") if not _has(package, name)]
-        others = sorted(path.name for path in package.glob("_C.*.so"))
-        if absent == ["_C"] and others:
-            why = f"{others[0]} is for another Python; this is {sys.implementation.cache_tag}"
-        elif absent:
-            why = f"there is no {' and no '.join(absent)} in {package}"
-        else:
-            why = f"does not load: {core.error}"
-        yield TOPIC.problem("core", why, BUILD)
+        yield TOPIC.problem("core", f"does not load: {core.error}", BUILD)
         return
     simd = core.facts["simd"]
     if simd == "default" and platform.machine() == "x86_64":
@@ -60,11 +51,6 @@ def _core(core: ProbeOutcome, package: Path) -> Iterator[Finding]:
         yield TOPIC.ok("encryption", f"{core.facts['tls']} is there for PYCOMM_TLS=on")
     elif core.facts.get("tls_error"):
         yield TOPIC.note("encryption", core.facts["tls_error"])
-
-
-def _has(package: Path, name: str) -> bool:
-    names = [name + suffix for suffix in EXTENSION_SUFFIXES] if name == "_C" else [name]
-    return any((package / name).exists() for name in names)
 
 
 def _torch(torch: ProbeOutcome) -> Iterator[Finding]:

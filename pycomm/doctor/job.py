@@ -1,31 +1,24 @@
-"""The doctor under torchrun: examines every host, compares the ranks, and tries their group.
+"""The doctor under torchrun: examines every host, tries the group of all ranks, and compares them.
 
-The ranks exchange reports through torch's store. The first rank of each host examines everything;
-the others report what can differ between ranks of a host.
+The first rank of each host examines everything; the others report what can differ between ranks of
+a host. They exchange reports through their group; without one each host tells of itself.
 """
 
 from __future__ import annotations
 
-import json
-import secrets
 import socket
-import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from typing import Any
 
 from pycomm.doctor import probe, self_test, variables
 from pycomm.doctor.finding import STATUS, Finding, Topic, worst
-from pycomm.env import SECRETS, env, given, proofs_of_secrets
+from pycomm.env import env, given
 
 TOPIC = Topic("between ranks")
-SECONDS = 90.0
-"""Time limit for a rank's report."""
-GROUP_SECONDS = 180.0
-"""Time limit for a rank's trial of the group, for which it may have to compile _c10d."""
-KEY = "pycomm-doctor"
+SECONDS = 180.0
+"""Time limit for the group and its operations, for which a host may have to compile _c10d."""
 
 # Findings where ranks differ: the level, and the advice.
 DIFFERENCES = {
@@ -52,14 +45,6 @@ class RankReport:
     facts: dict[str, str]
     findings: list[Finding] = field(default_factory=list)
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> RankReport:
-        made = json.loads(text)
-        return cls(made["host"], made["facts"], [Finding(**f) for f in made["findings"]])
-
 
 def examine(look: Look, rank: int, ranks: int, self_test_wanted: bool) -> tuple[list[Finding], int]:
     """Examine this rank; all ranks call it.
@@ -68,137 +53,54 @@ def examine(look: Look, rank: int, ranks: int, self_test_wanted: bool) -> tuple[
         look: function that examines this host.
         rank: this rank.
         ranks: number of ranks of the job.
-        self_test_wanted: whether to try the group.
+        self_test_wanted: whether the group is to sum known values.
 
     Returns:
-        On rank 0 the findings of all ranks; and the exit status, the same everywhere.
+        On rank 0 the findings of all ranks, or on the first rank of each host its own if there is
+        no group; and the exit status.
     """
-    try:
-        from torch.distributed.rendezvous import rendezvous
-    except ImportError:
-        findings, _ = look()
-        text = "ranks cannot be compared without torch: each tells of itself"
-        findings.append(TOPIC.problem("ranks", text, "install torch on every host"))
-        return findings, STATUS[worst(findings)]
-    limit = timedelta(seconds=SECONDS)
-    try:
-        store = next(rendezvous("env://", rank, ranks, timeout=limit))[0]
-    except (RuntimeError, ValueError) as error:
-        findings, _ = look()
-        advice = "start all ranks with torchrun; is MASTER_ADDR the first host, its port open?"
-        text = f"rank {rank} does not reach the job's store: {str(error).splitlines()[0]}"
-        findings.append(TOPIC.problem("store", text, advice))
-        return findings, STATUS[worst(findings)]
-    # The first rank that comes decides the salt.
-    salt = store.compare_set(f"{KEY}/salt", "", secrets.token_hex(16))
     report = _report(look)
-    report.facts.update(proofs_of_secrets(bytes.fromhex(salt.decode())))
-    store.set(f"{KEY}/{rank}", report.to_json())
-    if rank > 0:
-        if _wait(store, "go", SECONDS + 30) == b"yes":
-            _try_group(store, rank, ranks)
-        status = int(_wait(store, "status", SECONDS + 2 * GROUP_SECONDS) or b"1")
-        store.set(f"{KEY}/left/{rank}", "1")
-        return [], status
-    reports, absent = _collect(store, range(ranks), "", SECONDS)
-    findings = merged({r: RankReport.from_json(text) for r, text in reports.items()})
-    findings += differences({r: RankReport.from_json(text) for r, text in reports.items()})
-    findings += [_absent(absent, SECONDS)] if absent else []
-    if self_test_wanted and worst(findings) != "problem":
-        store.set(f"{KEY}/go", "yes")
-        findings += _try_group(store, rank, ranks)
-    else:
-        store.set(f"{KEY}/go", "no")
-        if self_test_wanted:
-            text = "is left out: no group can work before the problems above are mended"
-            findings.append(self_test.TOPIC.note("group", text))
-    status = STATUS[worst(findings)]
-    store.set(f"{KEY}/status", str(status))
-    _collect(store, range(1, ranks), "left/", 5.0)  # this process may serve the store
-    return findings, status
+    try:
+        reports, results = _compare(report, rank, ranks, self_test_wanted)
+    except Exception as error:  # whatever keeps the group from working
+        text = f"rank {rank}: {(str(error) or repr(error)).splitlines()[0]}"
+        advice = (
+            "mend the problems above, on all hosts; start all ranks with torchrun; and look at "
+            "interfaces and firewalls between the hosts: all TCP ports must be open"
+        )
+        bad = self_test.TOPIC.problem("group", text, advice)
+        return [*report.findings, bad] if not env().local_rank else [], STATUS["problem"]
+    findings = [*merged(reports), *differences(reports)]
+    if results:
+        findings += self_test.judge_results(results)
+    return findings if rank == 0 else [], STATUS[worst(findings)]
 
 
 def _report(look: Look) -> RankReport:
     host = socket.gethostname()
-    if env().local_rank:
-        import torch
-
-        return RankReport(
-            host, probe.platform_facts() | {"torch": torch.__version__} | variables.shared(given())
-        )
-    findings, facts = look()
-    return RankReport(host, facts, findings)
+    if not env().local_rank:
+        findings, facts = look()
+        return RankReport(host, facts, findings)
+    shared = variables.shared(given())
+    return RankReport(host, probe.platform_facts() | {"torch": probe.version("torch")} | shared)
 
 
-# ------------------------------------------------------------------------------- the store
-
-
-def _wait(store: Any, key: str, seconds: float) -> bytes | None:
-    """Return the value that another rank has published, or None after a timeout."""
-    try:
-        store.wait([f"{KEY}/{key}"], timedelta(seconds=max(0.01, seconds)))
-    except RuntimeError:
-        return None
-    found: bytes = store.get(f"{KEY}/{key}")
-    return found
-
-
-def _collect(
-    store: Any, ranks: Iterable[int], prefix: str, seconds: float
-) -> tuple[dict[int, bytes], list[int]]:
-    """Return the values that ranks have published, and the ranks that have not in time."""
-    deadline = time.monotonic() + seconds
-    said = {rank: _wait(store, f"{prefix}{rank}", deadline - time.monotonic()) for rank in ranks}
-    return {r: text for r, text in said.items() if text is not None}, [
-        rank for rank, text in said.items() if text is None
-    ]
-
-
-def _absent(ranks: Sequence[int], seconds: float) -> Finding:
-    text = f"{named(ranks)} did not report within {seconds:.0f} s"
-    advice = "is it started, on a machine that is up, and does it run this version of pycomm?"
-    return TOPIC.problem("ranks", text, advice)
-
-
-# ------------------------------------------------------------------------------- the group
-
-
-def _try_group(store: Any, rank: int, ranks: int) -> list[Finding]:
-    """Sum over all ranks through the backend, as training does; return findings on rank 0."""
-    try:
-        said = json.dumps(asdict(_group_result(store, rank, ranks)))
-    except Exception as error:  # any failure must reach rank 0
-        said = json.dumps({"error": f"rank {rank}: {str(error).splitlines()[0]}"})
-    store.set(f"{KEY}/result/{rank}", said)
-    if rank > 0:
-        return []
-    texts, absent = _collect(store, range(ranks), "result/", GROUP_SECONDS)
-    if absent:
-        return [_absent(absent, GROUP_SECONDS)]
-    lines = [json.loads(text) for text in texts.values()]
-    errors = [line["error"] for line in lines if "error" in line]
-    if errors:
-        advice = "look at interfaces and firewalls between the hosts: all TCP ports must be open"
-        return [self_test.TOPIC.problem("group", errors[0], advice)]
-    return list(self_test.judge_results([self_test.Result(**line) for line in lines]))
-
-
-def _group_result(store: Any, rank: int, ranks: int) -> self_test.Result:
+def _compare(
+    mine: RankReport, rank: int, ranks: int, self_test_wanted: bool
+) -> tuple[dict[int, RankReport], list[self_test.Result]]:
+    """Return the reports of all ranks and, if wanted, their sums through the backend, as training
+    makes them."""
     import torch
     import torch.distributed as dist
 
     from pycomm import backend
     from pycomm._build import load_c10d
+    from pycomm.policy.exchange import gather_json
 
-    dist.init_process_group(
-        "pycomm",
-        store=dist.PrefixStore(f"{KEY}/group", store),
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=60),
-    )
-    group = backend.find()
-    if group is None:
+    limit = timedelta(seconds=SECONDS)
+    dist.init_process_group("pycomm", rank=rank, world_size=ranks, timeout=limit)
+    group, world = backend.find(), dist.group.WORLD
+    if group is None or world is None:
         raise RuntimeError('init_process_group("pycomm") made another backend')
 
     def tensor(values: array[float]) -> torch.Tensor:
@@ -210,9 +112,18 @@ def _group_result(store: Any, rank: int, ranks: int) -> self_test.Result:
         group.compressed_all_reduce(tensor(values), layout, [(0, 0)], 0, 0, False).wait()
 
     try:
-        return self_test.check(
+        reports = {
+            other: RankReport(host, facts, [Finding(**one) for one in findings])
+            for other, (host, facts, findings) in enumerate(
+                gather_json((mine.host, mine.facts, [asdict(f) for f in mine.findings]), world)
+            )
+        }
+        if not self_test_wanted:
+            return reports, []
+        result = self_test.check(
             "group", group.describe(), rank, ranks, lambda x: dist.all_reduce(tensor(x)), coded
         )
+        return reports, [self_test.Result(**one) for one in gather_json(asdict(result), world)]
     finally:
         dist.destroy_process_group()
 
@@ -249,9 +160,8 @@ def differences(reports: dict[int, RankReport]) -> Iterator[Finding]:
         if len(by_value) > 1:
             same = False
             level, advice = DIFFERENCES.get(name, DIFFERENT_VARIABLE)
-            secret = name in SECRETS
             text = "; ".join(
-                f"{'one' if secret else value or 'empty'} on {_places(ranks, reports)}"
+                f"{value or 'empty'} on {_places(ranks, reports)}"
                 for value, ranks in by_value.items()
             )
             yield TOPIC.finding(level, name, text, advice)

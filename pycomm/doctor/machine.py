@@ -1,4 +1,4 @@
-"""Checks of the system's limits: cores, shared memory, descriptors, address space."""
+"""Checks of the system's limits: cores, shared memory, descriptors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ TOPIC = Topic("this machine")
 MIB = 1 << 20
 SHARED_BYTES = 64 * MIB
 """Memory mapped to test whether ranks can share it; a group of a few ranks takes as much."""
-HEAP_BYTES = 64 << 30
-"""Address space of each rank's part of the memory in which peers reduce in place."""
 FILES_PER_RANK = 4
 """Descriptors that a group opens for each other rank: two sockets, and two for the rendezvous."""
 OTHER_FILES = 256
@@ -31,24 +29,17 @@ class Machine:
     quota: float | None
     """Processor time that the container may use, in cores."""
     open_files: int | None
-    address_space: int | None
-    overcommit: int
-    """vm.overcommit_memory: 2 refuses address space that is not backed."""
-    file_size: int | None
-    """Limit in bytes (ulimit -f), which also applies to files in memory."""
     memfd_error: str
     """Why memory cannot be shared; empty: it can."""
 
 
 def look() -> Machine:
     """Return the facts on the machine of this process."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return Machine(
         cores=len(os.sched_getaffinity(0)),
         quota=cpu_quota(),
-        open_files=_limit(resource.RLIMIT_NOFILE),
-        address_space=_limit(resource.RLIMIT_AS),
-        overcommit=int(_read("/proc/sys/vm/overcommit_memory") or 0),
-        file_size=_limit(resource.RLIMIT_FSIZE),
+        open_files=None if files == resource.RLIM_INFINITY else files,
         memfd_error=_memfd_error(),
     )
 
@@ -65,20 +56,6 @@ def judge(machine: Machine, ranks_here: int, ranks: int) -> Iterator[Finding]:
         )
     else:
         yield TOPIC.ok("shared memory", "can be had (memfd); nothing is left after a crash")
-    if machine.address_space is not None or machine.overcommit == 2:
-        what = "vm.overcommit_memory=2" if machine.overcommit == 2 else "ulimit -v"
-        yield TOPIC.warning(
-            "address space",
-            f"{what}: DDP's buckets may not get the sparse memory in which peers reduce in place",
-            "ulimit -v unlimited, and sysctl vm.overcommit_memory=0 or 1",
-        )
-    if machine.file_size is not None and machine.file_size < HEAP_BYTES * max(2, ranks_here):
-        yield TOPIC.warning(
-            "file size",
-            f"{machine.file_size // MIB} MiB (ulimit -f): the sparse memory in which peers reduce "
-            "DDP's buckets in place is a larger file; tensors are copied instead",
-            "ulimit -f unlimited",
-        )
 
 
 def _cores(machine: Machine, ranks_here: int) -> Finding:
@@ -115,11 +92,6 @@ def _files(machine: Machine, ranks: int) -> Finding:
 
 
 # ------------------------------------------------------------------------------- looking
-
-
-def _limit(kind: int) -> int | None:
-    soft = resource.getrlimit(kind)[0]
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _read(path: str) -> str:

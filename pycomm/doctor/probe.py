@@ -236,14 +236,18 @@ def main(names: Sequence[str]) -> None:
         print(json.dumps(answer), flush=True)
 
 
+def version(package: str) -> str:
+    """Return the version of a package as it is installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def platform_facts() -> dict[str, str]:
     """Return facts that should be equal on all ranks of a job."""
-    try:
-        version = metadata.version("pycomm")
-    except metadata.PackageNotFoundError:
-        version = "not installed"
     return {
-        "pycomm": version,
+        "pycomm": version("pycomm"),
         "Python": platform.python_version(),
         "machine": platform.machine(),
         "kernel": platform.release(),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import pickle
-import pickletools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,13 +13,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pycomm.errors import Error
+from pycomm.policy.exchange import bytes_of
 from pycomm.policy.names import bare
 
-Form = tuple[str, tuple[int, ...], str]
-"""Dtype, shape and type of device of a tensor."""
 
-
-class StateError(Error, pickle.UnpicklingError):
+class StateError(Error):
     """What another member has sent is no state, or has objects that are not read from members."""
 
 
@@ -64,68 +60,88 @@ class Contents:
         self.lines += [f"extra state of module {name!r}" for name in self._extra]
         self._describe_optimizer(names)
 
-    def pack(self) -> tuple[bytes, list[Form], list[torch.Tensor]]:
-        """Return everything else than `tensors`: a pickle, and the tensors that it refers to.
+    def pack(self) -> tuple[bytes, list[torch.Tensor]]:
+        """Return everything else than `tensors`: a text with places for tensors, and these.
 
         Errors of the optimizer's or a module's own code become the `problem`.
         """
-        written, pickler = io.BytesIO(), None
+        rest: list[torch.Tensor] = []
 
-        def write(what: Any, to: io.BytesIO) -> Pickler:
-            made = Pickler(to)
-            made.dump(what)
-            read(to.getvalue(), made.tensors)  # what the others will not read is told now
-            return made
+        def without_values(entry: Any) -> Any:
+            if not isinstance(entry, torch.Tensor):
+                return entry
+            self._check("a tensor of the optimizer's state", entry)
+            rest.append(entry)
+            return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
 
-        state: Any = None
         try:
             optimizer = None if self._optimizer is None else self._optimizer.state_dict()
             extra = {name: module.get_extra_state() for name, module in self._extra.items()}
-            state = plain_numbers({"optimizer": optimizer, "extra": extra})
-            pickler = write(state, written)
+            state = mapped(plain_numbers({"optimizer": optimizer, "extra": extra}), without_values)
+            state["devices"] = [tensor.device.type for tensor in rest]
+            if entry := unreadable(state, lambda what: read(write(what))):
+                self.problem = (
+                    f"no other rank reads {entry} of its state: put a number, a text, a container "
+                    "or a tensor in its place, or give its class to "
+                    "torch.serialization.add_safe_globals on all ranks"
+                )
+                return b"", []
+            return write(state), rest
         except Exception as error:
-            entry = unreadable(state, lambda what: write(what, io.BytesIO()))
-            self.problem = (
-                f"its state cannot be pickled: {entry + ': ' if entry else ''}"
-                f"{type(error).__name__}: {error}"
-            )
-        tensors = pickler.tensors if pickler else []
-        for tensor in tensors:
-            self._check("a tensor of the optimizer's state", tensor)
-        return written.getvalue(), [form(tensor) for tensor in tensors], tensors
+            self.problem = f"its state cannot be had: {type(error).__name__}: {error}"
+            return b"", []
 
     @torch.no_grad()
-    def take(
-        self,
-        values: list[torch.Tensor],
-        packed: tuple[bytes, list[Form], list[torch.Tensor]],
-    ) -> None:
+    def take(self, content: torch.Tensor, written: int) -> None:
         """Take over the state of another member.
 
         Args:
-            values: those of `tensors`, on the CPU.
-            packed: what `pack` returned there, with the tensors on the CPU.
+            content: its `pack` and its `tensors`, the `rows_of` each (uint8, CPU).
+            written: bytes of the text, without what fills it up.
+
+        Raises:
+            StateError: it is no state of this model.
         """
-        pickled, forms, rest = packed
-        device = next((tensor.device for tensor in self.tensors), torch.device("cpu"))
-        rest = [
-            tensor.to(device) if kind == device.type else tensor
-            for tensor, (_, _, kind) in zip(rest, forms, strict=True)
-        ]
-        found = read(pickled, rest)
-        match found:
-            case {"optimizer": dict() | None, "extra": dict() as extra} if (
-                extra.keys() >= self._extra.keys()
-            ):
-                pass
-            case _:
-                raise StateError("what another member has sent is no state of a model")
+        at, device = 0, next((tensor.device for tensor in self.tensors), torch.device("cpu"))
+
+        def next_bytes(nbytes: int) -> torch.Tensor:
+            nonlocal at
+            begin, at = at, at + filled_up(nbytes)
+            return content[begin : begin + nbytes]
+
+        def next_like(tensor: torch.Tensor) -> torch.Tensor:
+            nbytes = tensor.numel() * tensor.element_size()
+            return next_bytes(nbytes).view(tensor.dtype).view(tensor.shape)
+
+        def with_values(entry: Any) -> Any:
+            if not (isinstance(entry, torch.Tensor) and entry.is_meta):
+                return entry
+            value = next_like(entry)
+            return value.to(device) if next(kinds) == device.type else value
+
+        try:
+            state = read(bytes_of(next_bytes(written)))
+            values = list(map(next_like, self.tensors))
+            kinds = iter(state.pop("devices"))
+            state = mapped(state, with_values)
+            optimizer, extra = state["optimizer"], state["extra"]
+            fits = at == content.numel() and extra.keys() >= self._extra.keys()
+            fits &= isinstance(optimizer, dict) == (self._optimizer is not None)
+        except Exception as error:
+            raise StateError(
+                f"what another member has sent is no state: {type(error).__name__}: {error}"
+            ) from error
+        if not fits:
+            raise StateError(
+                f"another member has sent {content.numel()} bytes, which are no state of this "
+                f"model and its optimizer: {at} were expected"
+            )
         # The optimizer comes first, since its hooks may raise; then nothing has been changed.
         if self._optimizer is not None:
-            self._optimizer.load_state_dict(found["optimizer"])
-            keep_dtypes(self._optimizer, found["optimizer"])
+            self._optimizer.load_state_dict(optimizer)
+            keep_dtypes(self._optimizer, optimizer)
         for name, module in self._extra.items():
-            module.set_extra_state(found["extra"][name])
+            module.set_extra_state(extra[name])
         for mine, value in zip(self.tensors, values, strict=True):
             mine.copy_(value)
 
@@ -201,104 +217,29 @@ def unreadable(state: Any, check: Callable[[Any], Any], name: str = "") -> str:
     return ""
 
 
-def read(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """Read a pickle that another member has sent: containers, numbers, texts and tensors.
-
-    Args:
-        pickled: the pickle.
-        tensors: those that it refers to.
-
-    Raises:
-        StateError: it has objects of other classes, or it is no pickle that a member writes.
-    """
-    try:
-        for operation, _, _ in pickletools.genops(pickled):
-            if operation.name in _UNUSED:
-                raise StateError(f"no member writes {operation.name}")
-        return _Unpickler(io.BytesIO(pickled), tensors).load()
-    except StateError:
-        raise
-    except Exception as error:
-        raise StateError(
-            f"what another member has sent is no state: {type(error).__name__}: {error}"
-        ) from error
+def write(thing: Any) -> bytes:
+    """Return a state as other ranks read it."""
+    written = io.BytesIO()
+    torch.save(thing, written)
+    return written.getvalue()
 
 
-_UNUSED = ("PUT", "BINPUT", "LONG_BINPUT")
-"""Of older protocols. Their number is the size of the table that the reader makes."""
+def read(written: bytes) -> Any:
+    """Read a state of another rank: tensors, numbers, texts and containers, and objects of the
+    classes that were given to `torch.serialization.add_safe_globals`."""
+    return torch.load(io.BytesIO(written), weights_only=True)
 
 
-def read_forms(pickled: bytes) -> tuple[bytes, list[Form]]:
-    """Read a preface: the pickle of a state, and the forms of the tensors that it refers to.
-
-    Raises:
-        StateError: it has something else.
-    """
-    match read(pickled, []):
-        case bytes() as state, list() as forms if all(map(_is_form, forms)):
-            return state, forms
-    raise StateError("what another member has sent says nothing of its tensors")
+def filled_up(nbytes: int) -> int:
+    """Return the bytes of a row of so many, which ends where values of any dtype may begin."""
+    return -(-nbytes // 16) * 16
 
 
-def _is_form(given: object) -> bool:
-    match given:
-        case str() as dtype, tuple() as shape, str():
-            numbers = all(type(size) is int and 0 <= size < 2**48 for size in shape)
-            return numbers and isinstance(getattr(torch, dtype, None), torch.dtype)
-    return False
-
-
-def empty(form: Form) -> torch.Tensor:
-    """Return a tensor on the CPU for the values of one with this form."""
-    dtype, shape, _ = form
-    return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-
-
-def form(tensor: torch.Tensor) -> Form:
-    return _dtype(tensor), tuple(tensor.shape), tensor.device.type
-
-
-_HARMLESS = (OrderedDict, set, frozenset, complex, torch.device, torch.Size)
-
-
-class Pickler(pickle.Pickler):
-    """Writes the number of a tensor in its place, and collects the tensors."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[torch.Tensor] = []
-        self._numbers: dict[int, int] = {}
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, torch.Tensor):
-            return None
-        if id(obj) not in self._numbers:
-            self._numbers[id(obj)] = len(self.tensors)
-            self.tensors.append(obj)
-        return self._numbers[id(obj)]
-
-
-class _Unpickler(pickle.Unpickler):
-    """Puts tensors in the place of their numbers, and makes no object of a class that could act."""
-
-    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_load(self, pid: int) -> torch.Tensor:
-        return self._tensors[pid]
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        for known in (*_HARMLESS, *torch.serialization.get_safe_globals()):
-            made, path = known if isinstance(known, tuple) else (known, "")
-            if f"{module}.{name}" == (path or f"{made.__module__}.{made.__qualname__}"):
-                return made
-        raise StateError(
-            f"unpickling {module}.{name} is not allowed: keep numbers, texts, containers or "
-            "tensors in its place, or give it to torch.serialization.add_safe_globals on all ranks"
-        )
+def rows_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor's values as bytes (uint8, on the CPU), and zeros that fill them up."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().cpu()
+    yield flat.view(torch.uint8)
+    yield torch.zeros(filled_up(flat.nbytes) - flat.nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:

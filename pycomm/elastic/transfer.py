@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
-from collections.abc import Sequence
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -12,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from pycomm import backend
 from pycomm.arguments import typed, whole
-from pycomm.elastic.chain import TRANSFERS, Receiver, Sender, receive, send
-from pycomm.elastic.contents import Contents, form
+from pycomm.elastic.contents import Contents, filled_up, rows_of
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
-from pycomm.policy.exchange import gather, gather_json, host
+from pycomm.policy.exchange import answer, gather, gather_json
+
+_AHEAD = 2  # chunks on their way
 
 
 def hand_over(
@@ -30,13 +31,9 @@ def hand_over(
 ) -> int | None:
     """Give the members that are new the model and the optimizer of one that has them; collective.
 
-    All ranks of the group call it, with models that have the same names, shapes and dtypes. One
-    rank that has the state sends it to the first new one, which passes it on to the next while it
-    comes, and so on: each link carries the state once. The sender is the rank with the state that
-    has the most new ones on its own host, then on its own node of a hierarchical group, then the
-    lowest; new ones on one host follow each other. The other ranks that have the state return after
-    a small exchange, and in their next collective they wait for the others: the group's timeout has
-    to allow for that.
+    All ranks of the group call it, with models that have the same names, shapes and dtypes. The
+    first rank that has the state broadcasts it, in chunks; the other ranks that have it take part
+    and keep theirs.
 
     What arrives has the same bits: parameters, persistent buffers, what modules return as
     ``get_extra_state``, and the optimizer's ``state_dict()`` with its groups' options. The new
@@ -58,7 +55,7 @@ def hand_over(
         optimizer: the optimizer of parameters of this model; None: there is none.
         has: this rank has the state. A rank that has not is new.
         group: the members, of any backend with sends and receives; None: the default group.
-        chunk_bytes: size of the messages, in bytes, at least 4096; the same on all ranks. Three of
+        chunk_bytes: size of the messages, in bytes, at least 4096; the same on all ranks. Two of
             them have to pass a link within the group's timeout.
 
     Returns:
@@ -67,10 +64,9 @@ def hand_over(
     Raises:
         TypeError, ValueError: bad arguments.
         WireMismatch: models, optimizers or arguments differ; on all ranks, before a tensor is sent.
-        Error: no rank has the state; a rank's model cannot be handed over (on all ranks); or the
-            transfer has failed with another backend.
-        PeerLost: a rank is gone. With backends other than "pycomm", the rank after it may hear of
-            it as `Error`.
+        Error: no rank has the state; a rank's model cannot be handed over, or the sender has failed
+            (on all ranks); or the transfer has failed with another backend.
+        PeerLost: a rank is gone. With backends other than "pycomm" it may be an `Error`.
         Timeout: a rank did not come, or the next chunk did not, within the group's timeout.
 
     Example:
@@ -83,34 +79,26 @@ def hand_over(
     typed("has", has, bool)
     chunk_bytes = whole("chunk_bytes", chunk_bytes, 4096)
     contents = Contents(model, optimizer)
-    packed = contents.pack() if has and not contents.problem else (b"", [], [])
+    text, rest = contents.pack() if has and not contents.problem else (b"", [])
     contents.lines.append(f"chunk_bytes={chunk_bytes}")
 
     group = group or c10d._get_default_group()
     device = _device(group, contents.tensors)
-    members = _meet(contents, has, group, device)
+    members = _meet(contents, has, len(text), rest, group, device)
     new = [rank for rank, member in enumerate(members) if not member.has]
     if not new:
         return None
-    chain = order(members)
-    if group.rank() not in chain:
-        return chain[0]
-    place, transfer = chain.index(group.rank()), members[chain[0]].transfer
-    to = Sender(group, chain[place + 1], device, transfer) if place + 1 < len(chain) else None
+    root = next(rank for rank, member in enumerate(members) if member.has)
+    sent = None
+    if group.rank() == root:
+        sent = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *contents.tensors, *rest]
     try:
-        if place == 0:
-            assert to is not None
-            send(to, contents.tensors, packed, chunk_bytes)
-            return chain[0]
-        receiver = Receiver(group, chain[place - 1], device, transfer, to)
-        arrived = receive(receiver, list(map(form, contents.tensors)), chunk_bytes)
+        content = _broadcast(sent, root, members[root].total, has, chunk_bytes, group, device)
     except RuntimeError as error:
-        raise _told(error, chain, place) from error
-    contents.take(*arrived)
-    return chain[0]
-
-
-# ------------------------------------------------------------------ who sends to whom
+        raise _told(error, group.rank(), root) from error
+    if not has:
+        contents.take(content, members[root].written)
+    return root
 
 
 @dataclass(frozen=True)
@@ -121,54 +109,107 @@ class Member:
     problem: bool
     digest: int
     """Digest of the content description."""
-    host: int
-    """Digest of the name of its host."""
-    node: int
-    """Its node in a hierarchical group; -1: the group has no nodes."""
-    transfer: int = 0
-    """The number of the transfer if this rank sends."""
+    written: int
+    """Bytes of what `Contents.pack` has written."""
+    total: int
+    """Bytes that it would send."""
 
 
-def order(members: Sequence[Member]) -> list[int]:
-    """Return the chain: the rank that sends, then the new ones, neighbours next to each other."""
-    new = [rank for rank, member in enumerate(members) if not member.has]
+def _chunks(tensors: Sequence[torch.Tensor], nbytes: int) -> Iterator[torch.Tensor]:
+    """Yield the rows of tensors in chunks of one size, but for the last one."""
+    parts: list[torch.Tensor] = []
+    held = 0
+    for row in itertools.chain.from_iterable(map(rows_of, tensors)):
+        while row.numel():
+            parts.append(row[: nbytes - held])
+            held += parts[-1].numel()
+            row = row[parts[-1].numel() :]
+            if held == nbytes:
+                yield torch.cat(parts)
+                parts, held = [], 0
+    if parts:
+        yield torch.cat(parts)
 
-    def near(rank: int) -> tuple[int, int]:
-        mine = members[rank]
-        hosts = sum(members[n].host == mine.host for n in new)
-        nodes = sum(members[n].node == mine.node for n in new)
-        return -hosts, -nodes
 
-    source = min((r for r, member in enumerate(members) if member.has), key=lambda r: (near(r), r))
-    mine = members[source]
-    hosts = [member.host for member in members]
-    nodes = [member.node for member in members]
+def _room(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def distance(rank: int) -> tuple[bool, bool, int, int, int]:
-        one = members[rank]
-        # A host comes after that of the first rank on it, so its ranks stay together.
-        same = one.host == mine.host
-        near = same or one.node == mine.node
-        return not same, not near, nodes.index(one.node), hosts.index(one.host), rank
 
-    return [source, *sorted(new, key=distance)]
+def _broadcast(
+    sent: Sequence[torch.Tensor] | None,
+    root: int,
+    total: int,
+    has: bool,
+    chunk_bytes: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return the bytes that a rank sends to all (uint8, on the CPU); collective.
+
+    A rank that fails by itself takes part to the end, so that it holds nobody up.
+
+    Args:
+        sent: the tensors of the rank that sends; None: this rank is another one.
+        root: the rank that sends.
+        total: bytes of their rows.
+        has: this rank does not need what is sent.
+        chunk_bytes: size of a chunk.
+        group: the ranks.
+        device: a device whose tensors the group moves.
+
+    Raises:
+        Error: the rank that sends has failed.
+    """
+    failure: Exception | None = None
+    content = _room(0)
+    if not has:
+        try:
+            content = _room(total)
+        except (MemoryError, RuntimeError) as error:
+            failure = error
+    chunks = _chunks(sent or (), chunk_bytes)
+    under_way: deque[tuple[dist.Work, torch.Tensor, int]] = deque()
+
+    def land() -> None:
+        work, chunk, begin = under_way.popleft()
+        arrived = answer(work, chunk)
+        if content.numel():
+            content[begin : begin + chunk.numel()] = arrived
+
+    for begin in range(0, total, chunk_bytes):
+        chunk = _room(min(chunk_bytes, total - begin))
+        if sent is not None and failure is None:
+            try:
+                chunk = next(chunks)
+            except Exception as error:
+                failure = error
+        chunk = chunk.to(device)
+        under_way.append((group.broadcast(chunk, root), chunk, begin))
+        if len(under_way) == _AHEAD:
+            land()
+    while under_way:
+        land()
+    failed = [bool(row[0]) for row in gather([failure is not None], group, device)]
+    if failure is not None:
+        raise failure
+    if failed[root]:
+        raise Error(f"rank {root} has failed")
+    return content
 
 
 def _meet(
-    contents: Contents, has: bool, group: dist.ProcessGroup, device: torch.device
+    contents: Contents,
+    has: bool,
+    written: int,
+    rest: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> list[Member]:
     """Return what all members have, in rank order, after they have been compared; collective."""
-    ours = backend.find(group)
-    levels = ours.levels if ours is not None else []
     rank = group.rank()
-    mine = Member(
-        has,
-        bool(contents.problem),
-        _digest("\n".join(contents.lines)),
-        _digest(host()),
-        levels[rank] if levels else -1,
-        secrets.randbelow(TRANSFERS),
-    )
+    sizes = [written, *(t.numel() * t.element_size() for t in (*contents.tensors, *rest))]
+    total = sum(map(filled_up, sizes)) if has and not contents.problem else 0
+    mine = Member(has, bool(contents.problem), _digest("\n".join(contents.lines)), written, total)
     rows = gather(list(map(int, astuple(mine))), group, device)
     members = [
         Member(bool(has), bool(problem), *map(int, numbers)) for has, problem, *numbers in rows
@@ -212,18 +253,12 @@ def _device(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> torch.
     return cpu
 
 
-def _told(error: RuntimeError, chain: Sequence[int], place: int) -> Error:
+def _told(error: RuntimeError, rank: int, root: int) -> Error:
     """Return the error of a transfer that failed, with what to do."""
-    rank = chain[place]
-    others = []
-    if place > 0:
-        others.append(f"rank {chain[place - 1]}, which sends to it")
-    if place + 1 < len(chain):
-        others.append(f"rank {chain[place + 1]}, to which it sends")
     text = (
-        f"rank {rank}: the hand-over of rank {chain[0]}'s state has failed here: {error}. Its "
-        f"neighbours are {' and '.join(others)}. Its model and optimizer are unchanged. Form the "
-        "group without the ranks that are gone, and call hand_over again on all"
+        f"rank {rank}: the hand-over of rank {root}'s state has failed here: {error}. Its model "
+        "and optimizer are unchanged. Form the group without the ranks that are gone, and call "
+        "hand_over again on all"
     )
     if isinstance(error, PeerLost):
         return PeerLost(text, error.rank, error.ranks)

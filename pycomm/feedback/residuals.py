@@ -6,7 +6,7 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -199,24 +199,32 @@ class Residuals:
                     if momentum or role != "momentum":
                         storage.scale(pair[residual.side], factor)
 
-    def scale_matrix(self, name: str, factors: Iterable[torch.Tensor], columns: int) -> None:
+    def scale_matrix(
+        self, name: str, factors: Sequence[torch.Tensor], columns: int, forgets: bool
+    ) -> None:
         """Multiply the rows and columns of a parameter's residual, for new units of them.
 
         Args:
             name: name of the parameter.
             factors: float32 [rows, 1] or [columns], of this rank's part, on any device.
             columns: columns of the parameter, of which each row of a residual has whole rows.
+            forgets: the errors had one size in the units of before. Those that would be more than
+                twice that in their new unit become 0. Momentum stays.
         """
         residual = self._residuals.get(name)
         if residual is None:
             return
+        of_errors = (
+            [one.where(one * (1 / one).mean() <= 2, 0) for one in factors] if forgets else factors
+        )
         for role, _ in residual.pairs():
+            of_role = factors if role == "momentum" else of_errors
             rows = residual.rows if role in ("worker", "momentum") else 1
             for row in range(rows):
                 values = residual.values(role, residual.side, row, 0, residual.numel)
                 if values.any():  # else its pages stay unwritten
                     begin, end = residual.span(role, residual.side)
-                    times = _times(values, factors, columns, row, rows)[begin:end]
+                    times = _times(values, of_role, columns, row, rows)[begin:end]
                     to = residual.stored(role, residual.side, row, begin, end)
                     storage.store(times, to)
 

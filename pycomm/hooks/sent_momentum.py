@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,17 +91,6 @@ class SentMomenta(Transform):
         self.own[name] = self._rooms.pop(name)
         if before is not None and before.is_cpu:
             self._rooms[name] = before
-
-    def codes_sums(self, names: Iterable[str], device: torch.device) -> bool:
-        """Whether nodes code the sums of their ranks, of which none has sent anything of its own.
-
-        Args:
-            names: the parameters of a bucket.
-            device: where they are.
-        """
-        if self.state.process_group.size() == 1:
-            return False
-        return bool(self.state.bucket_of(tuple(names), device).levels)
 
     def adopted(self) -> None:
         """See `Transform`: ranks go on from the momentum, of which lost ones had a part."""

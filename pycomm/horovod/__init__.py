@@ -8,156 +8,75 @@ torchrun, srun or mpirun starts it. docs/migrating.md lists what differs. The in
 
 from __future__ import annotations
 
-from torch.nn import SyncBatchNorm
+from torch.nn import SyncBatchNorm as SyncBatchNorm
 
-from pycomm.errors import Error as HorovodInternalError
-from pycomm.horovod.basics import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-)
-from pycomm.horovod.calls import (
-    Handle,
-)
-from pycomm.horovod.compression import (
-    Compression,
-)
-from pycomm.horovod.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from pycomm.horovod.operations import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Op,
-    Product,
-    Sum,
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    poll,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-    synchronize,
-)
-from pycomm.horovod.optimizer import (
-    DistributedOptimizer,
-)
-from pycomm.horovod.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
+from pycomm import errors
+from pycomm.horovod.basics import ccl_built as ccl_built
+from pycomm.horovod.basics import cross_rank as cross_rank
+from pycomm.horovod.basics import cross_size as cross_size
+from pycomm.horovod.basics import cuda_built as cuda_built
+from pycomm.horovod.basics import ddl_built as ddl_built
+from pycomm.horovod.basics import gloo_built as gloo_built
+from pycomm.horovod.basics import gloo_enabled as gloo_enabled
+from pycomm.horovod.basics import init as init
+from pycomm.horovod.basics import is_homogeneous as is_homogeneous
+from pycomm.horovod.basics import is_initialized as is_initialized
+from pycomm.horovod.basics import local_rank as local_rank
+from pycomm.horovod.basics import local_size as local_size
+from pycomm.horovod.basics import mpi_built as mpi_built
+from pycomm.horovod.basics import mpi_enabled as mpi_enabled
+from pycomm.horovod.basics import mpi_threads_supported as mpi_threads_supported
+from pycomm.horovod.basics import nccl_built as nccl_built
+from pycomm.horovod.basics import rank as rank
+from pycomm.horovod.basics import rocm_built as rocm_built
+from pycomm.horovod.basics import shutdown as shutdown
+from pycomm.horovod.basics import size as size
+from pycomm.horovod.calls import Handle as Handle
+from pycomm.horovod.compression import Compression as Compression
+from pycomm.horovod.functions import allgather_object as allgather_object
+from pycomm.horovod.functions import broadcast_object as broadcast_object
+from pycomm.horovod.functions import broadcast_optimizer_state as broadcast_optimizer_state
+from pycomm.horovod.functions import broadcast_parameters as broadcast_parameters
+from pycomm.horovod.operations import Adasum as Adasum
+from pycomm.horovod.operations import Average as Average
+from pycomm.horovod.operations import Max as Max
+from pycomm.horovod.operations import Min as Min
+from pycomm.horovod.operations import Op as Op
+from pycomm.horovod.operations import Product as Product
+from pycomm.horovod.operations import Sum as Sum
+from pycomm.horovod.operations import allgather as allgather
+from pycomm.horovod.operations import allgather_async as allgather_async
+from pycomm.horovod.operations import allreduce as allreduce
+from pycomm.horovod.operations import allreduce_ as allreduce_
+from pycomm.horovod.operations import allreduce_async as allreduce_async
+from pycomm.horovod.operations import allreduce_async_ as allreduce_async_
+from pycomm.horovod.operations import alltoall as alltoall
+from pycomm.horovod.operations import alltoall_async as alltoall_async
+from pycomm.horovod.operations import barrier as barrier
+from pycomm.horovod.operations import broadcast as broadcast
+from pycomm.horovod.operations import broadcast_ as broadcast_
+from pycomm.horovod.operations import broadcast_async as broadcast_async
+from pycomm.horovod.operations import broadcast_async_ as broadcast_async_
+from pycomm.horovod.operations import grouped_allgather as grouped_allgather
+from pycomm.horovod.operations import grouped_allgather_async as grouped_allgather_async
+from pycomm.horovod.operations import grouped_allreduce as grouped_allreduce
+from pycomm.horovod.operations import grouped_allreduce_ as grouped_allreduce_
+from pycomm.horovod.operations import grouped_allreduce_async as grouped_allreduce_async
+from pycomm.horovod.operations import grouped_allreduce_async_ as grouped_allreduce_async_
+from pycomm.horovod.operations import grouped_reducescatter as grouped_reducescatter
+from pycomm.horovod.operations import grouped_reducescatter_async as grouped_reducescatter_async
+from pycomm.horovod.operations import poll as poll
+from pycomm.horovod.operations import reducescatter as reducescatter
+from pycomm.horovod.operations import reducescatter_async as reducescatter_async
+from pycomm.horovod.operations import sparse_allreduce_async as sparse_allreduce_async
+from pycomm.horovod.operations import synchronize as synchronize
+from pycomm.horovod.optimizer import DistributedOptimizer as DistributedOptimizer
+from pycomm.horovod.process_sets import ProcessSet as ProcessSet
+from pycomm.horovod.process_sets import add_process_set as add_process_set
+from pycomm.horovod.process_sets import global_process_set as global_process_set
+from pycomm.horovod.process_sets import remove_process_set as remove_process_set
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "Handle",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "Op",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "SyncBatchNorm",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "synchronize",
-]
+HorovodInternalError = errors.Error
 
 # What Horovod has besides, and what to write instead.
 _ELSEWHERE = {

@@ -381,16 +381,21 @@ def sparse_allreduce_async(
     return result
 
 
-def _reducescatter(
+def reducescatter_async(
     tensor: torch.Tensor,
-    name: str | None,
-    op: Op | None,
-    process_set: ProcessSet,
-    factors: tuple[float, float],
+    name: str | None = None,
+    op: Op | None = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
     *,
-    waits: bool,
+    waits: bool = False,
 ) -> Handle:
-    chosen, factors = _op(op), (float(factors[0]), float(factors[1]))
+    """Start a reduction of which each rank gets a part; the arguments are `reducescatter`'s.
+
+    With `waits` the ranks compare the call first.
+    """
+    chosen, factors = _op(op), (float(prescale_factor), float(postscale_factor))
     if tensor.dim() == 0:
         raise ValueError("reducescatter cuts the first dimension, and a scalar has none")
 
@@ -417,19 +422,6 @@ def _reducescatter(
 
     text = f"reducescatter ({chosen.name}, scaled by {factors}) of {_named(tensor)}"
     return _start(process_set, name, text, launch, waits=waits)
-
-
-def reducescatter_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: Op | None = None,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle:
-    """Start a reduction of which each rank gets a part; the arguments are `reducescatter`'s."""
-    factors = prescale_factor, postscale_factor
-    return _reducescatter(tensor, name, op, process_set, factors, waits=False)
 
 
 def reducescatter(
@@ -462,15 +454,16 @@ def reducescatter(
     """
     _refuse_codec(compression)
     compressed, context = compression.compress(tensor)
-    factors = prescale_factor, postscale_factor
+    options = op, process_set, prescale_factor, postscale_factor
 
     def gathered(gradient: torch.Tensor) -> Any:
-        factor = factors[0] * factors[1] * (len(process_set.ranks) if op is Op.Sum else 1)
-        return _allgather(gradient * factor, None, process_set).wait()
+        factor = prescale_factor * postscale_factor
+        factor *= len(process_set.ranks) if op is Op.Sum else 1
+        return allgather_async(gradient * factor, None, process_set).wait()
 
     reduced = _differentiable(
         compressed,
-        lambda values: _reducescatter(values, name, op, process_set, factors, waits=True).wait(),
+        lambda values: reducescatter_async(values, name, *options, waits=True).wait(),
         gathered,
     )
     result: torch.Tensor = compression.decompress(reduced, context)
@@ -494,19 +487,6 @@ def grouped_reducescatter(
 # ------------------------------------------------------------------------------- moves
 
 
-def _allgather(tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> Handle:
-    own = tensor.detach().contiguous()
-    own = own if own.dim() else own.view(1)
-
-    def launch(call: Call, numbers: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
-        parts = [own.new_empty((length[0], *own.shape[1:])) for length in numbers]
-        work = dist.all_gather(parts, own, group=call.group, async_op=True)
-        return [work], lambda: torch.cat(parts)
-
-    text = f"allgather of {_named(own, rows=True)}"
-    return _start(process_set, name, text, launch, waits=False, numbers=[own.shape[0]])
-
-
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
@@ -522,7 +502,16 @@ def allgather_async(
     Raises:
         WireMismatch: another rank makes another call; the group can be used on.
     """
-    return _allgather(tensor, name, process_set)
+    own = tensor.detach().contiguous()
+    own = own if own.dim() else own.view(1)
+
+    def launch(call: Call, numbers: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
+        parts = [own.new_empty((length[0], *own.shape[1:])) for length in numbers]
+        work = dist.all_gather(parts, own, group=call.group, async_op=True)
+        return [work], lambda: torch.cat(parts)
+
+    text = f"allgather of {_named(own, rows=True)}"
+    return _start(process_set, name, text, launch, waits=False, numbers=[own.shape[0]])
 
 
 def allgather(
@@ -540,7 +529,7 @@ def allgather(
     shape = tensor.shape
     return _differentiable(
         tensor,
-        lambda values: _allgather(values, name, process_set).wait(),
+        lambda values: allgather_async(values, name, process_set).wait(),
         lambda gradient: _own_rows(gradient, shape[0] if shape else 1, process_set).view(shape),
     )
 
@@ -549,7 +538,7 @@ def _own_rows(gradient: torch.Tensor, length: int, process_set: ProcessSet) -> t
     """Return this rank's rows of the average gradient."""
     averaged: torch.Tensor = allreduce(gradient, process_set=process_set)
     own = torch.tensor([length], dtype=torch.int64, device="cpu")
-    lengths = _allgather(own, None, process_set).wait()
+    lengths = allgather_async(own, None, process_set).wait()
     begin = int(lengths[: process_set.rank()].sum())
     return averaged[begin : begin + length]
 
@@ -572,9 +561,21 @@ def grouped_allgather(
     return [allgather(t, n, process_set) for t, n in _parts(tensors, name)]
 
 
-def _broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, waits: bool
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    waits: bool = False,
 ) -> Handle:
+    """Start to overwrite a tensor by that of `root_rank`, a rank of the job.
+
+    With `waits` the ranks compare the call first.
+
+    Raises:
+        ValueError: root_rank is not in the process set.
+    """
     if root_rank not in process_set.ranks:
         raise ValueError(f"root_rank={root_rank} is not in {process_set}")
     flat = tensor.detach()
@@ -594,34 +595,14 @@ def _broadcast_(
     return _start(process_set, name, text, launch, waits=waits)
 
 
-def broadcast_async_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Start to overwrite a tensor by that of `root_rank`, a rank of the job."""
-    return _broadcast_(tensor, root_rank, name, process_set, waits=False)
-
-
-def broadcast_async(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
+def broadcast_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Handle:
     """Start to send the tensor of `root_rank` to all; the result is a new tensor."""
-    return _broadcast_(tensor.detach().clone(), root_rank, name, process_set, waits=False)
+    return broadcast_async_(tensor.detach().clone(), *args, **kwargs)
 
 
-def broadcast_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Overwrite a tensor by that of `root_rank`."""
-    result: torch.Tensor = _broadcast_(tensor, root_rank, name, process_set, waits=True).wait()
+def broadcast_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Overwrite a tensor by that of `root_rank`; the arguments are those of `broadcast`."""
+    result: torch.Tensor = broadcast_async_(tensor, *args, waits=True, **kwargs).wait()
     return result
 
 

@@ -133,7 +133,7 @@ class LocalSGD:
             _refuse_meetings(model, group)
             # Weights and senders are exchanged in several steps, which wait for each other.
             is_async = not weighted and average == "ranks" and reals(trained[0]).is_cpu
-            if exchange.needs_own_group(is_async=is_async and bool(backend.find_native(group))):
+            if exchange.needs_own_group(is_async=is_async and bool(backend.find(group))):
                 own = own_group.make(group)
                 closing = weakref.finalize(self, own_group.close, own)
         self.state = CompressionState(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -269,7 +270,10 @@ class CodedSGD(CodedOptimizer):
             self._start(part)
         coded = [part for part in parts if part.name not in self._exact]
         names = [part.name for part in parts]
-        alone = not self.momenta.codes_sums(names, parts[0].parameter.device)
+        bucket = self.compression.bucket_of(tuple(names), parts[0].parameter.device)
+        # Else nodes code the sums of their ranks, of which none has sent anything of its own.
+        alone = self.process_group.size() == 1 or not bucket.levels
+        copies = alone and self.compression.coding_of(bucket) is None
         # In a step that begins: what the coding before has left is in it, and can be measured.
         measures = alone and self.momenta.steps % MEASURED_EVERY == 1
         values = self._room_for(parts)
@@ -279,14 +283,21 @@ class CodedSGD(CodedOptimizer):
         errors = dict(zip((part.name for part in coded), sums, strict=False)) if measures else {}
         scaled.encode(
             [
-                self._encoding(part, place_of[part.name], errors.get(part.name), alone=alone)
+                self._encoding(part, place_of[part.name], errors.get(part.name), copies=copies)
                 for part in parts
             ]
         )
-        if not self._exchange(values, names):
+        kept = [part for part in coded if part.group["momentum"] > 0]  # else it waits, as torch's
+        store = None
+        if alone:
+            rooms = [self.momenta.room(part.name, part.parameter) for part in kept]
+            coded_at = rooms if copies else [place_of[part.name] for part in kept]
+            store = partial(self._store_sent, kept, coded_at, rooms)
+        if not self._exchange(values, names, store):
             return
         self.momenta.steps += 1
-        self._keep_sent(coded, alone=alone)
+        for part in kept:
+            self.momenta.keep(part.name) if alone else self.momenta.own.pop(part.name, None)
         self._move(coded, place_of)
         self._step_exact([part for part in parts if part.name in self._exact], place_of)
         if coded and measures:
@@ -303,7 +314,7 @@ class CodedSGD(CodedOptimizer):
         return values
 
     def _encoding(
-        self, part: Part, place: torch.Tensor, errors: torch.Tensor | None, *, alone: bool
+        self, part: Part, place: torch.Tensor, errors: torch.Tensor | None, *, copies: bool
     ) -> scaled.Encoding:
         """Return what makes that which travels: the momentum, or g where that is exact."""
         shape = scaled.rows_and_columns(part.parameter)
@@ -319,32 +330,32 @@ class CodedSGD(CodedOptimizer):
             made.momentum, made.known = before.contiguous(), shape[0]
         if decay := float(part.group["weight_decay"]):
             made.parameter, made.decay = part.parameter.detach().contiguous(), decay
-        if alone and momentum > 0:
+        if copies and momentum > 0:
             made.copy = self.momenta.room(part.name, part.parameter)
         if errors is not None and (residual := self._residual(part.name)) is not None:
             made.residual, made.errors = residual.stored_worker(), errors
         return made
 
-    def _keep_sent(self, parts: list[Part], *, alone: bool) -> None:
-        """Keep what this rank has sent: what was to be coded without what its coding has left."""
+    def _store_sent(
+        self, parts: list[Part], coded: list[torch.Tensor], rooms: list[torch.Tensor]
+    ) -> None:
+        """Store what this rank sends: what is coded without what its coding leaves.
+
+        Args:
+            parts: coded parameters with a momentum.
+            coded: what is coded of each, before it is averaged.
+            rooms: where it is stored; may be the same.
+        """
         stored = []
-        for part in parts:
-            if float(part.group["momentum"]) == 0:  # the buffer waits, as torch's does
-                continue
-            if not alone:
-                self.momenta.own.pop(part.name, None)
-                continue
-            sent = self.momenta.room(part.name, part.parameter)
+        for part, values, room in zip(parts, coded, rooms, strict=True):
             residual = self._residual(part.name)
+            before = after = None
             if residual is not None:
-                # The step is committed: what it has written is current, and the other side is
-                # still there.
-                before = self.momenta.before.pop(part.name, None)
-                before = residual.fresh_worker() if before is None else before
-                values = sent.view(scaled.rows_and_columns(sent))
-                after = residual.stored_worker()
-                stored.append(scaled.Sent(values, None, None, before, after, sent.view(-1)))
-            self.momenta.keep(part.name)
+                before = self.momenta.before.get(part.name)
+                before = residual.stored_worker() if before is None else before
+                after = residual.fresh_worker()
+            matrix = values.view(scaled.rows_and_columns(part.parameter))
+            stored.append(scaled.Sent(matrix, None, None, before, after, room.view(-1)))
         if stored:
             scaled.store_sent(stored)
 
@@ -389,19 +400,27 @@ class CodedSGD(CodedOptimizer):
                 maximize=False,
             )
 
-    def _exchange(self, values: torch.Tensor, names: list[str]) -> bool:
+    def _exchange(
+        self, values: torch.Tensor, names: list[str], store: Callable[[], None] | None
+    ) -> bool:
         """Average what travels over the ranks, coded, in place; collective.
 
         Args:
             values: float32, of all parameters one behind the other.
             names: of these parameters.
+            store: stores what this rank sends, before residuals change sides; None: nothing.
+                Where one may, it is called when values are coded and not yet averaged.
 
         Returns:
             False: the averages are not finite, on any rank, and nothing has changed.
         """
         state, overflows = self.compression, self.compression.overflows
         state.begin_step()
+        early = state.coding_of(state.bucket_of(tuple(names), values.device)) is not None
+        state.encoded = store if early else None
         state.wait(self.momenta.reduce(values, names))
+        if store is not None and not early:
+            store()
         state.end_step()
         state.settle()
         return state.overflows == overflows

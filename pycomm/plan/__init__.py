@@ -15,32 +15,22 @@ Example:
 
 from __future__ import annotations
 
-from pycomm.plan.advice import Advice, advise
-from pycomm.plan.cluster import LINKS, PROCESSORS, Cluster, CodecRates, Link, Processor
-from pycomm.plan.codecs import CODINGS, Coding
-from pycomm.plan.model import Model, ModelBucket, of_count, of_tensors, of_text
-from pycomm.plan.prediction import Prediction, best_of_each, predict, step
-from pycomm.plan.probe.result import ClusterProbe
-
-__all__ = [
-    "CODINGS",
-    "LINKS",
-    "PROCESSORS",
-    "Advice",
-    "Cluster",
-    "ClusterProbe",
-    "CodecRates",
-    "Coding",
-    "Link",
-    "Model",
-    "ModelBucket",
-    "Prediction",
-    "Processor",
-    "advise",
-    "best_of_each",
-    "of_count",
-    "of_tensors",
-    "of_text",
-    "predict",
-    "step",
-]
+from pycomm.plan.advice import Advice as Advice
+from pycomm.plan.advice import advise as advise
+from pycomm.plan.cluster import LINKS as LINKS
+from pycomm.plan.cluster import PROCESSORS as PROCESSORS
+from pycomm.plan.cluster import Cluster as Cluster
+from pycomm.plan.cluster import CodecRates as CodecRates
+from pycomm.plan.cluster import Link as Link
+from pycomm.plan.cluster import Processor as Processor
+from pycomm.plan.codecs import CODINGS as CODINGS
+from pycomm.plan.codecs import Coding as Coding
+from pycomm.plan.model import Model as Model
+from pycomm.plan.model import ModelBucket as ModelBucket
+from pycomm.plan.model import of_count as of_count
+from pycomm.plan.model import of_tensors as of_tensors
+from pycomm.plan.prediction import Prediction as Prediction
+from pycomm.plan.prediction import best_of_each as best_of_each
+from pycomm.plan.prediction import predict as predict
+from pycomm.plan.prediction import step as step
+from pycomm.plan.probe.result import ClusterProbe as ClusterProbe

@@ -32,31 +32,15 @@ def plan(argv: Sequence[str]) -> int:
         "`plan probe` measures links and codecs.",
     )
     options.add_what(parser)
-    options.add_json(parser)
-    parser.add_argument("--all", action="store_true", help="every algorithm, not the best of each")
     given = parser.parse_args(argv)
     try:
         model, cluster = options.model(given), options.cluster(given, given.ranks)
-    except (ValueError, ImportError) as error:
+    except ValueError as error:
         parser.error(str(error))
-    found = predict(model, cluster, options.chosen(given), every=given.all)
+    found = predict(model, cluster, options.chosen(given))
     limit = ERROR if given.max_error is None else given.max_error
     advice = advise(model, cluster, found, error=limit)
-    shown = found if given.all else best_of_each(found)
-    if given.json:
-        options.write_json(
-            given.json,
-            {
-                "model": model.name,
-                "values": model.values,
-                "ranks": cluster.ranks,
-                "advice": {"codec": advice.codec, "speedup": advice.speedup, "why": advice.why},
-                "predictions": [prediction.record() for prediction in shown],
-            },
-        )
-        if str(given.json) == "-":
-            return 0
-    show.table(show.HEAD, [show.row(p) for p in shown], show.describe(model, cluster))
+    show.table(show.HEAD, [show.row(p) for p in best_of_each(found)], show.describe(model, cluster))
     show.advice(advice)
     return 0
 

@@ -17,14 +17,8 @@ from pycomm.plan.codecs import NONE, Coding
 STAGE = 1 << 20
 """Bytes of a stage of the exact hierarchical all-reduce."""
 
-EXACT = ("one_shot", "two_shot", "bruck", "ring", "hierarchical")
-AUTO = ("one_shot", "two_shot", "bruck")
-"""Algorithms that keep rank order; pycomm's `auto` chooses among them on nodes of one rank."""
-CODED = {
-    "recode": ("two_shot", "hierarchical"),
-    "gather": ("gather", "hierarchical"),
-    "factors": ("two_shot", "hierarchical"),
-}
+EXACT = ("one_shot", "two_shot", "bruck")
+"""Those that `auto` chooses from without a codec: they keep rank order."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +87,14 @@ class Size:
         return cls(values, (values - exact) * coding.payload + exact * value_bytes)
 
 
-def algorithms(cluster: Cluster, coding: Coding, *, every: bool = True) -> tuple[str, ...]:
-    """Return pycomm's algorithms for a codec on this cluster, or those `auto` may choose."""
-    if cluster.levels and not every:
+def algorithms(cluster: Cluster, coding: Coding) -> tuple[str, ...]:
+    """Return the algorithms that pycomm's `auto` chooses from for a codec on this cluster."""
+    if cluster.levels:
         return ("hierarchical",)
-    names = CODED[coding.combine] if not coding.exact else EXACT if every else AUTO
-    if in_one_shot(coding, cluster.slowest):
-        names = ("one_shot", *names)
-    return tuple(name for name in names if name != "hierarchical" or cluster.levels)
+    if coding.exact:
+        return EXACT
+    way = "gather" if coding.combine == "gather" else "two_shot"
+    return ("one_shot", way) if in_one_shot(coding, cluster.slowest) else (way,)
 
 
 def in_one_shot(coding: Coding, link: Link) -> bool:
@@ -122,18 +116,15 @@ def steps(algorithm: str, n: int, payload: float) -> tuple[float, float, float, 
         return 2, 2 * others, 2 * others / n * payload, payload
     if algorithm == "bruck":
         return doublings, doublings, others * payload, (n + 1) * payload
-    if algorithm == "ring":
-        moved = 2 * others / n * payload
-        return 2 * others, 2 * others, moved, moved
     raise KeyError(algorithm)
 
 
-def crossing(algorithm: str, cluster: Cluster) -> float:
+def crossing(cluster: Cluster) -> float:
     """Return how many times a rank's data crosses the link that the ranks of a node share."""
     n, local = cluster.ranks, cluster.ranks_per_node
     if cluster.nodes == 1:
         return float(n) if cluster.intra.shared else 1.0
-    if local == 1 or algorithm == "ring":
+    if local == 1:
         return 1.0
     return local * (n - local) / (n - 1)
 
@@ -149,7 +140,7 @@ def all_reduce(cluster: Cluster, coding: Coding, algorithm: str, size: Size) -> 
     cluster = cluster.holding(size.values)
     if algorithm == "hierarchical":
         return _hierarchical(cluster, coding, size)
-    link, cross = cluster.slowest, crossing(algorithm, cluster)
+    link, cross = cluster.slowest, crossing(cluster)
     return _flat(cluster, link, cluster.ranks, coding, algorithm, size, cross)
 
 

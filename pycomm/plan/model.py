@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import statistics
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from pycomm import units
@@ -125,68 +121,3 @@ def _limits(bucket_mb: float | None, value_bytes: int) -> tuple[int, int]:
         raise ValueError(f"buckets of {bucket_mb} MiB: want a number above 0")
     size = max(value_bytes, int(bucket_mb * 2**20))
     return size, size
-
-
-def of_text(text: str, compute: float | None, **options: Any) -> Model:
-    """Return the model that a text names: a number of parameters ("25M"), or `file.py:function`.
-
-    The function returns a module, or a module and the tuple of its inputs; with inputs, `compute`
-    may be None and is measured here.
-
-    Raises:
-        ValueError: neither; there is no such file or function; or `compute` is not known.
-        ImportError: a module is given and torch is not installed.
-    """
-    path, colon, function = text.rpartition(":")
-    if not colon:
-        count = units.parse_count(text)
-        if compute is None:
-            raise ValueError("give the time of a step of one rank: --compute 120ms")
-        return of_count(count, compute, **options)
-    made = _call(Path(path), function)
-    module, inputs = made if isinstance(made, tuple) else (made, None)
-    parameters = getattr(module, "parameters", None)
-    if parameters is None:
-        raise ValueError(f"{text} returned {type(module).__name__}, which is no torch.nn.Module")
-    if compute is None:
-        if inputs is None:
-            raise ValueError(f"give --compute 120ms, or let {function} return (module, inputs)")
-        compute = _measured(module, inputs)
-    shapes = [tuple(p.shape) for p in parameters() if p.requires_grad]
-    return of_tensors(shapes, compute, name=function, **options)
-
-
-def _measured(module: Any, inputs: tuple[Any, ...]) -> float:
-    """Return the seconds of forward and backward: the median of five, after one for warm-up."""
-    import torch
-
-    samples = []
-    for _ in range(6):
-        start = time.perf_counter()
-        result = module(*inputs)
-        loss = result if isinstance(result, torch.Tensor) else next(iter(result.values()))
-        loss.float().sum().backward()
-        if loss.is_cuda:
-            torch.cuda.synchronize()
-        samples.append(time.perf_counter() - start)
-    return statistics.median(samples[1:])
-
-
-def _call(path: Path, function: str) -> Any:
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}: want a number such as 25M, or file.py:function")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is no Python file: want file.py:function")
-    source = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(source)
-    except Exception as error:  # a script may raise anything
-        raise ValueError(f"{path} raised {type(error).__name__}: {error}") from error
-    made = getattr(source, function, None)
-    if not callable(made):
-        raise ValueError(f"{path} has no function {function!r}")
-    try:
-        return made()
-    except Exception as error:
-        raise ValueError(f"{path}:{function} raised {type(error).__name__}: {error}") from error

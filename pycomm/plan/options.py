@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pycomm import units
 from pycomm.plan import codecs
 from pycomm.plan.cluster import LINKS, PROCESSORS, Cluster, Link, Mover, Processor
-from pycomm.plan.model import Model, of_text
+from pycomm.plan.model import Model, of_count
 from pycomm.plan.probe.result import ClusterProbe
 
 T = TypeVar("T")
 HELP = {
-    "model": "number of parameters (25M, 7B), or file.py:function that returns a module",
+    "model": "number of parameters (25M, 7B); pycomm.plan.of_tensors plans a module's",
     "compute": "time of a step of one rank alone, without communication: 120ms",
     "link": f"between nodes: a rate (1gbit, 3GB/s; tcp:40gbit where a core moves the bytes, "
     f"dma:40gbit where a card does) or one of {', '.join(LINKS)}; far ones as sent/received, round "
@@ -110,12 +109,12 @@ count, positive, file = _typed(_count), _typed(_positive), _typed(_output)
 def add_what(parser: argparse.ArgumentParser) -> None:
     """Add the options of model, cluster and codecs."""
     add = parser.add_argument
-    add("model", help=HELP["model"])
+    add("model", type=_typed(units.parse_count), help=HELP["model"])
     add("--ranks", "-n", type=count, required=True, help="number of ranks")
     add("--ranks-per-node", "-l", type=count, default=1, help="default 1")
     add("--link", default="10gbe", help=HELP["link"] + " (10gbe)")
     add("--intra", default="shm", help=HELP["intra"] + " (shm)")
-    add("--compute", type=_typed(_step_time), help=HELP["compute"])
+    add("--compute", type=_typed(_step_time), required=True, help=HELP["compute"])
     add("--bf16", action="store_true", help="gradients have 16 bits, and codecs win less")
     add("--bucket-mb", type=positive, help="DDP's bucket_cap_mb, if it is given")
     add("--codec", type=_typed(_codings), help="comma-separated (all)")
@@ -134,7 +133,7 @@ def add_what(parser: argparse.ArgumentParser) -> None:
 
 def model(options: argparse.Namespace) -> Model:
     value_bytes = 2 if options.bf16 else 4
-    return of_text(
+    return of_count(
         options.model, options.compute, value_bytes=value_bytes, bucket_mb=options.bucket_mb
     )
 
@@ -170,18 +169,3 @@ def _processor(options: argparse.Namespace) -> Processor:
 
 def chosen(options: argparse.Namespace) -> list[codecs.Coding]:
     return options.codec or list(codecs.CODINGS.values())
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json", "-J", type=file, help="write everything to this file; - prints it"
-    )
-
-
-def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Write to a file, or to standard output if it is "-"."""
-    text = json.dumps(record, indent=1)
-    if str(path) == "-":
-        print(text)
-    else:
-        path.write_text(text + "\n")

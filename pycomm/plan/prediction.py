@@ -7,8 +7,7 @@ the bucket before has ended. The step ends with the last all-reduce and then the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from pycomm.plan.algorithms import NOTHING, Size, algorithms, all_reduce
 from pycomm.plan.cluster import Cluster
@@ -45,10 +44,6 @@ class Prediction:
     def efficiency(self) -> float:
         """A rank's throughput relative to one alone: 1 is perfect scaling."""
         return self.compute / self.step if self.step else 1.0
-
-    def record(self) -> dict[str, Any]:
-        """Return all figures by name, for JSON."""
-        return asdict(self) | {"exposed": self.exposed, "efficiency": self.efficiency}
 
 
 def with_feedback(cluster: Cluster, coding: Coding) -> Cluster:
@@ -111,13 +106,8 @@ def predict(
     model: Model,
     cluster: Cluster,
     codings: Iterable[Coding] = tuple(CODINGS.values()),
-    *,
-    every: bool = False,
 ) -> list[Prediction]:
     """Predict a step for every codec and algorithm that `auto` may choose, the shortest first.
-
-    With `every`, include algorithms that only `PYCOMM_ALGO` chooses, since they sum in another
-    order.
 
     Codecs that send no less than the gradients themselves (16 bits for bf16) are left out.
     """
@@ -125,7 +115,7 @@ def predict(
         step(model, cluster, coding, name)
         for coding in codings
         if coding.exact or coding.payload < model.value_bytes
-        for name in algorithms(cluster, coding, every=every)
+        for name in algorithms(cluster, coding)
     ]
     return sorted(found, key=lambda p: (p.step, p.error))
 

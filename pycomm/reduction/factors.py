@@ -10,7 +10,9 @@ no factors of rows: the rows of an output that is rare would take the place of t
 So such a matrix is divided by a power of two for each row and column before it is coded, and
 multiplied by it afterwards. All ranks have the same factors, so nothing of them travels with the
 payloads, and the arithmetic is exact. Residuals are kept in the units of what is coded: where a
-factor changes, so do they.
+factor changes, so do they. But the error of some codecs (`errs_alike`) is as large where a gradient
+is small as where it is large in the same block: in new units it would be thousands of small
+gradients, and spoil steps. There it is forgotten.
 
 In a few steps (`is_look`) each rank sums the squares of its gradients, before they are coded, so
 that the sums are not those of what the codec has left over. The ranks add them up, the first
@@ -57,14 +59,13 @@ def is_look(step: int) -> bool:
 
 
 def is_divided(codec: Codec) -> bool:
-    """Whether a codec has one precision for values of several sizes, of which factors make one.
+    """Whether a codec has one precision for values of several sizes, of which factors make one."""
+    return not isinstance(codec, Cast) and codec.name != "lossless" and codec.combine != "factors"
 
-    Not one whose error of a small value is as large as that of a large one in its block: in factors
-    that come after it, what it has left over would be thousands of gradients, and spoil steps.
-    """
-    if isinstance(codec, Cast) or codec.name in ("lossless", "sign"):
-        return False
-    return codec.combine != "factors" and getattr(codec, "rounding", "nearest") == "nearest"
+
+def errs_alike(codec: Codec) -> bool:
+    """Whether a codec's error of a small value is as large as that of a large one in its block."""
+    return codec.name == "sign" or getattr(codec, "rounding", "nearest") != "nearest"
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Matrix:
     """Rows of the result that it gets."""
     by_rows: bool = True
     """Rows get factors, too."""
+    forgets: bool = False
+    """What a coding has left over is forgotten where it is large in a new unit."""
 
     @property
     def size(self) -> int:
@@ -148,7 +151,7 @@ class Factors:
                 now[name] = exponents
         if not _equal(now, self.current):
             before()
-            self.use(now, shape, residuals)
+            self.use(now, lambda name: taken(name) or shape(name), residuals)
         new = self.current.keys() - self._told
         self._told |= new
         return new
@@ -170,7 +173,7 @@ class Factors:
                 continue
             if residuals is not None and not torch.equal(old, new):
                 change = matrix.factors(old - new, matrix.given)
-                residuals.scale_matrix(name, change, matrix.columns)
+                residuals.scale_matrix(name, change, matrix.columns, matrix.forgets)
             if name in exponents:
                 self.current[name], self._matrices[name] = new, matrix
         self._scales.clear()

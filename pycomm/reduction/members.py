@@ -8,7 +8,6 @@ state to the others.
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pycomm.elastic.contents import mapped, plain_numbers, unreadable
+from pycomm.elastic.contents import mapped, plain_numbers, read, unreadable, write
 from pycomm.errors import Error, WireMismatch
 from pycomm.policy.exchange import bytes_of, gather
 
@@ -95,8 +94,8 @@ def broadcast_object(thing: Any, root: int, group: dist.ProcessGroup, device: to
     written, problem = b"\0", ""
     if group.rank() == root:
         thing = plain_numbers(thing)
-        problem = unreadable(_without_values(thing), _write_and_read)
-        written = problem.encode() if problem else _write(thing)
+        problem = unreadable(_without_values(thing), lambda what: read(write(what)))
+        written = problem.encode() if problem else write(thing)
     content = torch.frombuffer(bytearray(written), dtype=torch.uint8)
     head = torch.tensor([content.numel(), bool(problem)], dtype=torch.int64, device="cpu")
     head = head.to(device)
@@ -115,17 +114,7 @@ def broadcast_object(thing: Any, root: int, group: dist.ProcessGroup, device: to
             f"tensors, numbers, texts and containers only: {received.decode()}. Put one of these "
             "in its place, or give its class to torch.serialization.add_safe_globals on all ranks"
         )
-    return torch.load(io.BytesIO(received), weights_only=True)
-
-
-def _write(thing: Any) -> bytes:
-    written = io.BytesIO()
-    torch.save(thing, written)
-    return written.getvalue()
-
-
-def _write_and_read(thing: Any) -> None:
-    torch.load(io.BytesIO(_write(thing)), weights_only=True)
+    return read(received)
 
 
 def _without_values(thing: Any) -> Any:

@@ -28,7 +28,7 @@ KINDS = ("residual", "decay", "momentum")
 
 
 def _core(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> str:
-    if backend.find_native(group, device):
+    if backend.find(group, device):
         return ""
     if backend.find(group, device) is None:
         return f"the group's backend for {device.type} is not pycomm"
@@ -36,7 +36,7 @@ def _core(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> str
 
 
 def _peers(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> str:
-    native = backend.find_native(group, device)
+    native = backend.find(group, device)
     if native is None:
         return _core(bucket, group, device)
     if why := native.why_no_peers(device):
@@ -196,7 +196,7 @@ def choose(
         refusal = path.refusal(bucket, senders=senders)
         refusal = refusal or path.needs(bucket, group, tensor.device)
         if not refusal:
-            native = backend.find_native(group, tensor.device) if path.in_core else None
+            native = backend.find(group, tensor.device) if path.in_core else None
             return ChosenPath(path, "; ".join(refused), native)
         refused.append(f"{path.name}: {refusal}")
     raise AssertionError("the last path takes every bucket: " + "; ".join(refused))
@@ -222,7 +222,7 @@ def chosen(
     choice: ChosenPath | None = bucket.agreed.paths.get((op, senders))
     if choice is None:
         choice = choose(bucket, group, tensor, senders=senders)
-        if not tensor.is_cpu and backend.find_native(group, tensor.device):
+        if not tensor.is_cpu and backend.find(group, tensor.device):
             ours = PATHS.index(choice.path)
             last = max(int(place) for (place,) in gather([ours], group, tensor.device))
             if last != ours:

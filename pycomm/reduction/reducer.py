@@ -36,7 +36,7 @@ from pycomm.policy import (
 from pycomm.reduction import coding, members, paths, powersgd, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
 from pycomm.reduction.exchange_thread import ExchangeThread
-from pycomm.reduction.factors import Factors, Matrix, is_divided
+from pycomm.reduction.factors import Factors, Matrix, errs_alike, is_divided
 from pycomm.reduction.nodes import Nodes, find_levels
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.single_coding import SingleCoding
@@ -122,7 +122,7 @@ class BucketReducer:
         group = self.process_group
         if group.size() == 1 or self._formed_with:
             return
-        if device.type == "cpu" and backend.find_native(group):
+        if device.type == "cpu" and backend.find(group):
             if given is not None and group.rank() == 0:
                 warn_once("nodes= has no effect here: the backend pycomm finds nodes by itself")
             return
@@ -513,7 +513,7 @@ class BucketReducer:
             if self.process_group.size() == 1:  # sends residuals of a checkpoint of more ranks
                 decisions = [replace(decision, codec=EXACT) for decision in decisions]
             numbers = [self._numbers[name] for name in names]
-            native = backend.find_native(self.process_group) if device.type == "cpu" else None
+            native = backend.find(self.process_group) if device.type == "cpu" else None
             alone = self.averages_senders or self.rows > 1  # each rank sends for itself
             owned = native if native and not alone else None
             nodes = self._nodes if native is None and not self.averages_senders else None
@@ -589,7 +589,7 @@ class BucketReducer:
         """Number of ranks of a node that code a part of its sum each; 1: ranks code all values."""
         levels: Sequence[int] = self._nodes.levels if self._nodes else ()
         if self._device.type == "cpu" and not self._nodes and self._kind != "momentum":
-            native = backend.find_native(self.process_group)
+            native = backend.find(self.process_group)
             levels = native.levels if native and not self.averages_senders else ()
         alone = self.rows > 1 or self.transform is not None
         return 1 if alone else min(Counter(levels).values(), default=1)
@@ -621,7 +621,10 @@ class BucketReducer:
         if decision is None or not self.plan.policy.factors or not is_divided(decision.codec):
             return None
         found = self._shape(name)
-        return found and replace(found, by_rows=decision.codec.combine != "gather")
+        if found is None:
+            return None
+        codec = decision.codec
+        return replace(found, by_rows=codec.combine != "gather", forgets=errs_alike(codec))
 
     def _shape(self, name: str) -> Matrix | None:
         """Return a parameter as a matrix, whatever its codec; None: there are no whole rows here.
@@ -666,7 +669,7 @@ def average(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Fut
     tensor.div_(group.size())
     work = dist.all_reduce(tensor, group=group, async_op=True)
     plain: torch.futures.Future[torch.Tensor]
-    if backend.find_native(group, tensor.device):
+    if backend.find(group, tensor.device):
         plain = load_c10d().then(work, lambda results: results[0])
     else:
         plain = work.get_future().then(lambda future: future.value()[0])

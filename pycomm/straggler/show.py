@@ -3,58 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from pycomm import _C
 from pycomm.straggler.compare import Health, percent
 from pycomm.straggler.monitor import found
-from pycomm.straggler.stats import LinkStats, Totals, links, totals
+from pycomm.straggler.stats import totals
 from pycomm.units import format_bytes, format_time
 
 
-@dataclass(frozen=True)
-class GroupReport:
-    """Statistics of one group of this process."""
-
-    group: str
-    """The group's name, the same on all its ranks."""
-    rank: int
-    """This process's rank among all processes."""
-    ranks: tuple[int, ...]
-    operations: tuple[Totals, ...]
-    """Completed operations of this rank, by kind."""
-    links: dict[int, LinkStats]
-    """Data that this rank has sent to others over the network."""
-    health: Health | None
-    """The last comparison of all ranks; on rank 0, None before the first one."""
-
-
-def groups() -> list[GroupReport]:
-    """Return a report for each group of more than one rank."""
+def lines() -> Iterator[str]:
+    """Return a report for each group of more than one rank, as lines of text."""
     compared = found()
-    reports = []
     for trace in _C.traces():
         ranks = tuple(trace["global_ranks"])
         if len(ranks) < 2:
             continue
-        reports.append(
-            GroupReport(
-                group=trace["group"],
-                rank=ranks[trace["rank"]],
-                ranks=ranks,
-                operations=tuple(totals(trace)),
-                links=links(trace),
-                health=compared.get((trace["group"], ranks)),
-            )
-        )
-    return reports
-
-
-def lines() -> Iterator[str]:
-    """Return the reports as lines of text."""
-    for report in groups():
-        yield f"group {report.group}: rank {report.rank} of {len(report.ranks)}"
-        for t in report.operations:
+        yield f"group {trace['group']}: rank {ranks[trace['rank']]} of {len(ranks)}"
+        for t in totals(trace):
             recent = ""
             if t.median is not None and t.p99 is not None:
                 recent = f", {format_time(t.median)} at the median, {format_time(t.p99)} at p99"
@@ -63,8 +28,8 @@ def lines() -> Iterator[str]:
                 f"  {t.op}: {t.count} operations, {format_bytes(t.bytes)}{recent}; of that "
                 f"{waited} waiting for others, {codec} in codecs"
             )
-        if report.health is not None:
-            yield from _health_lines(report.health)
+        if health := compared.get((trace["group"], ranks)):
+            yield from _health_lines(health)
 
 
 def _health_lines(health: Health) -> Iterator[str]:

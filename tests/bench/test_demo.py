@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("rich", reason="the demo's display: pip install pycomm[bench]")
 pytest.importorskip("matplotlib", reason="the demo's picture: pip install pycomm[bench]")
 
 from pycomm.bench import demo
@@ -14,14 +13,6 @@ from pycomm.bench.demo import DemoRun
 from pycomm.bench.figures import charts
 from pycomm.bench.figures.drawing import save
 from pycomm.bench.netlab import Paced
-
-
-class Bar:
-    """Takes the place of rich's progress bar."""
-
-    def update(self, bar: object, **what: object) -> None:
-        self.last = what
-
 
 TURNS = 8
 
@@ -40,7 +31,7 @@ def three_runs(gains: tuple[float, ...] = (3.0,) * TURNS, waited: float = 0.01) 
             lines.append({"step": 10 * (i + 1), "seconds": seconds, "loss": loss, "held_out": loss})
         end = {"step_seconds": step, "wire_bytes": 1.5e6, "held_out": loss, "waited": waited}
         for row in (*lines, end):
-            demo.hear(done, Bar(), [None] * len(done), {"turn": turn, **row})
+            demo.hear(done, 10 * TURNS, {"turn": turn, **row})
     return done
 
 

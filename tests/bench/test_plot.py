@@ -13,8 +13,9 @@ pytest.importorskip("matplotlib", reason="pictures: pip install pycomm[bench]")
 from pycomm.bench import plot
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Row
-from pycomm.bench.figures.catalogue import FIGURES, Figure, fitting, widest_run
+from pycomm.bench.figures.catalogue import FIGURES, Figure, widest_run
 from pycomm.bench.figures.drawing import chart, line, log_scale, panels, save
+from pycomm.bench.figures.report import CLAIMS
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,10 +113,8 @@ def test_figure_that_is_not_shown_or_not_drawn_is_noticed(checkout):
     assert "line.png is on no page" in plot.faults(checkout, [FIGURE])
 
 
-def test_every_figure_names_the_command_that_makes_it():
-    for figure in FIGURES:
-        assert figure.command.startswith("python -m pycomm.")
-        assert figure.command.endswith(figure.table)
+def test_every_figure_has_a_claim_whose_command_makes_its_table():
+    assert {figure.table for figure in FIGURES} <= {claim["table"] for claim in CLAIMS}
 
 
 def test_equal_charts_make_equal_files(tmp_path, checkout):
@@ -143,53 +142,21 @@ def test_newest_rows_and_the_widest_run():
     assert widest_run(rows, "backend") == rows[3:]
 
 
-RUN = {"time": "2026-01-01", "command": "a", "commit": "b", "device": "d", "cores": 2, "load": 1}
-RUN |= {"kernel": "6.1", "torch": "2.13"}
-
-
-def measured(ranks: int, size: int, backend: str = "pycomm", **more: object) -> dict[str, object]:
-    values = Row("time", "all_gather", backend, ranks, size, size // 4, "float32", time_p50=2.0)
-    return asdict(values) | {"effbw": 1.5, "iterations": 20} | RUN | more
-
-
-def test_a_table_of_ones_own_is_drawn_beside_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plot, "ROOT", tmp_path)  # nothing is drawn there
-    sizes = (8, 64, 512)
-    tables.append(tmp_path / "mine.csv", [measured(5, size) for size in sizes])
-    assert plot.main(["mine.csv"]) == 0
-    assert capsys.readouterr().out == "mine-bandwidth.png\n"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine-bandwidth.png", "mine.csv"]
-    (figure,) = fitting(tmp_path / "mine.csv")
-    assert "all_gather of float32 by 5 ranks" in figure.of(tmp_path).texts[1].get_text()
-
-
-def test_every_table_of_the_project_can_be_drawn_alone(tmp_path):
-    for name in {figure.table for figure in FIGURES}:
-        names = [figure.name for figure in fitting(tables.RESULTS / name)]
-        assert set(names) >= {figure.name for figure in FIGURES if figure.table == name}
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "name a CSV file that a command wrote with --csv, or write --docs"),
+        ([], "name a figure, or write --docs"),
         (["los"], "did you mean loss?"),
-        (["missing.csv"], "missing.csv cannot be read"),
-        (["text.csv"], "text.csv is no table that a command of pycomm.bench has written"),
-        (["other.csv"], "no figure shows what is in other.csv; there are loss (python -m"),
-        (["mixed.csv"], "bandwidth: connection is shm and tcp in the rows"),
+        (["bandwidth", "--results", "."], "bandwidth: connection is shm and tcp in the rows"),
     ],
 )
 def test_what_cannot_be_drawn_gets_one_line(tmp_path, monkeypatch, capsys, words, says):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plot, "ROOT", tmp_path)
-    (tmp_path / "text.csv").write_text("some text\n")
-    tables.append(tmp_path / "other.csv", [{"x": 1} | RUN])
-    rows = [measured(2, 8, connection="shm"), measured(2, 64, connection="tcp")]
-    tables.append(tmp_path / "mixed.csv", rows)
+    values = Row("time", "all_reduce", "pycomm", 2, 8, 2, "float32", time_p50=2.0, effbw=1.5)
+    rows = [asdict(replace(values, connection=one)) for one in ("shm", "tcp")]
+    tables.append(tmp_path / "collectives-cpu.csv", [one | row(1, 2) for one in rows])
     with pytest.raises(SystemExit) as end:
-        plot.main(words)
+        plot.main([*words, "--out", str(tmp_path)])
     assert end.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1

@@ -93,6 +93,24 @@ def test_abort_twice_and_after_an_error_is_harmless():
             c.abort("third")
 
 
+@pytest.mark.parametrize("transport", ["local", "shm"])
+def test_of_two_reasons_for_an_abort_the_first_counts(transport):
+    def job(c):
+        if c.rank < 2:
+            time.sleep(0.05 + 0.1 * c.rank)
+            c.abort(f"reason {c.rank}")
+            time.sleep(0.3)
+            return ""
+        time.sleep(0.3)
+        with pytest.raises(Error) as caught:
+            c.barrier()
+        return str(caught.value)
+
+    *_, text = (run if transport == "local" else run_processes)(3, job, transport=transport)
+    assert "reason 0" in text
+    assert "reason 1" not in text
+
+
 def held():
     gc.collect()
     threads = len(os.listdir("/proc/self/task"))

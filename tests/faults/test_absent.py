@@ -191,8 +191,3 @@ def test_what_is_no_time_is_refused(seconds):
         Communicator(Store.local(), 0, 1, timeout=seconds)
     with pytest.raises(Error, match=r"the timeout is .* seconds; give a number"):
         _C.Store.local().get("key", seconds)
-
-
-def test_a_group_needs_time_to_meet():
-    with pytest.raises(Error, match="rank 0: the timeout of the group is 0 ms; give one"):
-        Communicator(Store.local(), 0, 2, timeout=0.0)

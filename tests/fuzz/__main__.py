@@ -3,9 +3,8 @@
     python -m tests.fuzz --minutes 10 --seed 1
     python -m tests.fuzz --add                 new inputs for corpus.tar.xz
 
-With clang the targets are libFuzzer's, with gcc standalone.cpp mutates the corpus; contents.py
-mutates its own. A finding ends its target: the input is kept, and running the target on that file
-alone shows it again.
+With clang the targets are libFuzzer's, with gcc standalone.cpp mutates the corpus. A finding ends
+its target: the input is kept, and running the target on that file alone shows it again.
 
 With gcc, --add adds the valid inputs that the targets make (`seeds`), as for a new codec; with
 clang those of libFuzzer's earlier runs that reach code which no input of the archive reaches.
@@ -30,8 +29,7 @@ CLANG = shutil.which("clang++") is not None
 BUILD = ROOT / "build" / ("fuzz-clang" if CLANG else "fuzz-gcc")
 CORPUS = BUILD / "corpus"  # the archive, unpacked
 FOUND = BUILD / "found"  # what libFuzzer adds
-TARGETS = ("contents", "decoders", "frames", "handshake", "messages", "rendezvous")
-IN_PYTHON = ("contents",)
+TARGETS = ("decoders", "frames", "handshake", "messages", "rendezvous")
 
 
 def build(targets: Sequence[str]) -> None:
@@ -42,24 +40,22 @@ def build(targets: Sequence[str]) -> None:
         options.append("-DCMAKE_CXX_COMPILER=clang++")
     configure = ["cmake", "-S", str(ROOT), "-B", str(BUILD), "-G", "Ninja", *options]
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
-    programs = [f"fuzz_{target}" for target in targets if target not in IN_PYTHON]
+    programs = [f"fuzz_{target}" for target in targets]
     subprocess.run(["cmake", "--build", str(BUILD), "--target", *programs], check=True)
 
 
 def command(target: str, seconds: float, seed: int) -> list[str]:
     corpus = str(CORPUS / target)
-    if not CLANG or target in IN_PYTHON:
-        return [*program(target), corpus, "--seconds", str(seconds), "--seed", str(seed)]
+    if not CLANG:
+        return [program(target), corpus, "--seconds", str(seconds), "--seed", str(seed)]
     found = FOUND / target
     found.mkdir(parents=True, exist_ok=True)
     limits = [f"-max_total_time={int(seconds)}", f"-seed={seed}", "-print_final_stats=1"]
-    return [*program(target), str(found), corpus, *limits]
+    return [program(target), str(found), corpus, *limits]
 
 
-def program(target: str) -> list[str]:
-    if target in IN_PYTHON:
-        return [sys.executable, "-m", f"tests.fuzz.{target}"]
-    return [str(BUILD / f"fuzz_{target}")]
+def program(target: str) -> str:
+    return str(BUILD / f"fuzz_{target}")
 
 
 def read_corpus() -> dict[str, set[bytes]]:
@@ -99,7 +95,7 @@ def add(targets: Sequence[str], found: Sequence[str]) -> None:
         if found:
             inputs.setdefault(target, set()).update(Path(file).read_bytes() for file in found)
             continue
-        if CLANG and target not in IN_PYTHON:
+        if CLANG:
             folder.mkdir(exist_ok=True)
             (FOUND / target).mkdir(parents=True, exist_ok=True)
             arguments = ["-merge=1", str(folder), str(FOUND / target)]
@@ -107,7 +103,7 @@ def add(targets: Sequence[str], found: Sequence[str]) -> None:
             folder = BUILD / "seeds" / target
             shutil.rmtree(folder, ignore_errors=True)
             arguments = ["--write", str(folder)]
-        subprocess.run([*program(target), *arguments], check=True, cwd=ROOT)
+        subprocess.run([program(target), *arguments], check=True, cwd=ROOT)
         known = inputs.setdefault(target, set())
         new = {path.read_bytes() for path in folder.iterdir()} - known
         known |= new
@@ -129,8 +125,7 @@ def main() -> int:
     targets = [options.target] if options.target else list(TARGETS)
     if options.add and not options.target:
         parser.error("--add FILE needs --target")
-    if set(targets) - set(IN_PYTHON):
-        build(targets)
+    build(targets)
     shutil.rmtree(CORPUS, ignore_errors=True)
     unpack_corpus(CORPUS)
     if options.add is not None:

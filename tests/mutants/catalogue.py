@@ -52,7 +52,7 @@ WAITS = (
         "csrc/collectives/window/shared.cpp::tiny",
         "window.wait(stage);",
         "",
-        "collectives/test_shared.py::test_all_reduce_gives_the_same_bits_everywhere",
+        "collectives/test_algorithms.py::test_a_part_of_a_message_has_its_own_bits",
     ),
     Mutant(
         "window-left-while-others-write-to-us",
@@ -186,7 +186,7 @@ ORDERS = (
         "csrc/transports/shm/failure_detector.cpp::FailureDetector::abort",
         "if (!first) return;",
         "",
-        "collectives/test_shared.py::test_of_two_reasons_for_an_abort_the_first_counts",
+        "faults/test_abort.py::test_of_two_reasons_for_an_abort_the_first_counts",
     ),
     Mutant(
         "stream-resumes-where-it-was",
@@ -383,10 +383,7 @@ BOUNDS = (
         "csrc/collectives/coded/coded.cpp::signature",
         "hash.add(args.step);",
         "",
-        (
-            "collectives/coded/test_collectives.py::"
-            "test_layouts_seeds_and_steps_that_differ_are_an_error"
-        ),
+        "faults/test_mismatch.py::test_codings_that_differ",
     ),
     Mutant(
         "damaged-notice-read-beyond-its-end",
@@ -407,7 +404,7 @@ BOUNDS = (
         "csrc/transports/shm/window.cpp::Window::wait_long",
         "drive_();\n    compare_tags(stage);",
         "drive_();\n    ",
-        "collectives/test_shared.py::test_calls_that_differ_are_described_on_every_rank",
+        "faults/test_mismatch.py::test_every_rank_is_told_who_differs",
     ),
     Mutant(
         "ring-end-not-continued-at-the-beginning",
@@ -461,17 +458,17 @@ BOUNDS = (
     Mutant(
         "coded-sgd-keeps-what-overflowed",
         "pycomm/optim/coded_sgd.py::CodedSGD._take",
-        "if not self._exchange(values, names):\n            return",
-        "if not self._exchange(values, names):\n"
-        "            self._keep_sent(coded, alone=alone)\n            return",
+        "if not self._exchange(values, names, store):\n            return",
+        "if not self._exchange(values, names, store):\n            for part in kept:\n"
+        "                self.momenta.keep(part.name)\n            return",
         "torch/optim/contract/test_gradients.py::test_a_step_that_overflows_leaves_no_trace",
     ),
     Mutant(
         "half-a-state-taken",
-        "pycomm/elastic/chain.py::_receive",
-        "    receiver.receive()\n    receiver.finish()",
-        "    receiver.finish()",
-        "torch/elastic/test_hand_over.py::test_a_rank_that_gives_up_tells_those_after_it",
+        "pycomm/elastic/transfer.py::_broadcast",
+        "if failed[root]:",
+        "if False:",
+        "torch/elastic/test_hand_over.py::test_a_rank_that_fails_holds_nobody_up",
     ),
     Mutant(
         "decisions-not-compared",

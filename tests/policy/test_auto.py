@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from urllib.request import urlopen
 
 import pytest
 
@@ -364,25 +363,3 @@ for steps in (0, 2, 1):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     line = "2 models, 3 steps in 1.0 s: gradients of 3.00 MB were coded in 0.75 MB, 2.25 MB less"
     assert done.stderr == f"pycomm: {line}\n"
-
-
-def test_prometheus_reads_it(model):
-    pytest.importorskip("prometheus_client")
-    unmeasured = Model(step=3)
-    server = monitor.serve(0)
-    try:
-        host, port = server.server_address[:2]
-        assert host == "127.0.0.1"
-        page = urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
-    finally:
-        server.shutdown()
-        server.server_close()
-    here, there = number_of(model), number_of(unmeasured)
-    lines = page.splitlines()
-    assert f'pycomm_step{{model="{here}"}} 7.0' in lines
-    assert f'pycomm_step{{model="{there}"}} 3.0' in lines
-    assert f'pycomm_ratio{{model="{here}"}} 8.0' in lines
-    assert f'pycomm_error{{model="{here}"}} 0.1' in lines
-    assert f'pycomm_error{{model="{there}"' not in page  # not measured is not 0
-    label = f'codec="int4",model="{here}",reason="because of \\"x\\""'
-    assert f"pycomm_codec_values{{{label}}} 800.0" in lines

@@ -82,7 +82,7 @@ def run_steps(lab: WanLab) -> tuple[list[StepCost], str]:
         folder = Path(name)
         command = command_of(take_steps, (folder,), folder / "log")
         ranks = lab.start(command, env=dict(os.environ), stdout=printed, stderr=printed)
-        slowest = max(2 * pair.delay for pair in lab.pairs.values())
+        slowest = 2 * lab.shape.delay
 
         def text() -> str:
             printed.seek(0)

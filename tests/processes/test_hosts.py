@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from pycomm.bench import netlab
-from pycomm.bench.lab.shape import Shape
+from pycomm.bench.lab.wan import Shape
 from pycomm.straggler.compare import compare
 from pycomm.straggler.stats import RankStats
 from tests.extent import FULL, each_value, part
@@ -268,14 +268,15 @@ dist.destroy_process_group()
 
 
 CASES = [
-    ("0-2 delay=100us\n1-3 delay=100us", [0, 1, 0, 1], "; 2 sites: 0,2 | 1,3"),
-    ("0-2 delay=2ms", [], " ms\n"),  # between near and far, so there are no sites
+    (1e-4, [(0, 2), (1, 3)], [0, 1, 0, 1], "; 2 sites: 0,2 | 1,3"),
+    (2e-3, [(0, 2)], [], " ms\n"),  # between near and far, so there are no sites
 ]
 
 
-@pytest.mark.parametrize(("matrix", "levels", "told"), part(CASES, 2))
-def test_sites_are_found_by_round_trips(tmp_path, matrix, levels, told):
-    lab = far_hosts(4, "unlimited", shape=Shape(delay=0.03), matrix_text=matrix)
+@pytest.mark.parametrize(("delay", "near", "levels", "told"), part(CASES, 2))
+def test_sites_are_found_by_round_trips(tmp_path, delay, near, levels, told):
+    differ = {way: Shape(delay) for a, b in near for way in ((a, b), (b, a))}
+    lab = far_hosts(4, "unlimited", shape=Shape(delay=0.03), differ=differ)
     with lab:
         text = printed_by(lab, SUMS, tmp_path, forked=True)
     lines = [line for line in text.splitlines(keepends=True) if line.startswith(str(levels))]

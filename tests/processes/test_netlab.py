@@ -74,24 +74,6 @@ def test_link_has_its_rate_and_counts_its_bytes():
         assert 0 < acknowledgements < 0.1 * size
 
 
-def test_every_rank_knows_its_place():
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYCOMM_HOST_ID")
-    code = f"import os; print(*(os.environ[k] for k in {names}))"
-    with near_hosts(2) as lab:
-        ranks = lab.start([sys.executable, "-c", code], ranks_per_node=2, stdout=subprocess.PIPE)
-        said = [rank.communicate()[0].decode().split() for rank in ranks]
-    places = [["0", "0", "4"], ["1", "1", "4"], ["2", "0", "4"], ["3", "1", "4"]]
-    assert said == [[*place, f"node{rank // 2}"] for rank, place in enumerate(places)]
-
-
-def test_failing_rank_ends_the_wait_with_its_status():
-    code = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(60)"
-    with near_hosts(2) as lab:
-        start = time.monotonic()
-        assert netlab.wait(lab.start([sys.executable, "-c", code])) == 7
-    assert time.monotonic() - start < 30  # far less than rank 0 would sleep
-
-
 def buckets(lab: netlab.Netlab, node: int) -> list[tuple[str, int]]:
     """Bytes per second of each token bucket on a node; the switch is node -1."""
     command = [*lab.wrap(node), "tc", "-j", "qdisc", "show"]

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pycomm.bench.lab.shape import Shape
-from pycomm.bench.lab.wan import WanLab
+from pycomm.bench.lab.wan import Shape, WanLab
 from tests.extent import part
 from tests.processes.group_steps import PROMISED, STEPS, run_steps
 from tests.processes.labs import far_hosts, fork_ranks, printed_by
@@ -115,17 +114,17 @@ def send(lab: WanLab, count: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("loss", "matrix_text", "least", "most"),
+    ("loss", "differ", "least", "most"),
     [
-        (0.3, "", 228, 372),
-        (1, "", 1000, 1000),
-        (0, "0>1 loss=1", 0, 0),
-        (0, "1>0 loss=1", 1000, 1000),
+        (0.3, {}, 228, 372),
+        (1, {}, 1000, 1000),
+        (0, {(0, 1): Shape(loss=1)}, 0, 0),
+        (0, {(1, 0): Shape(loss=1)}, 1000, 1000),
     ],
 )
-def test_packets_are_lost_as_often_as_asked(loss, matrix_text, least, most):
+def test_packets_are_lost_as_often_as_asked(loss, differ, least, most):
     """Which ones is random: 1000 packets at 30 % lose 300, and 5 standard deviations are 72."""
-    with far_hosts(2, "unlimited", shape=Shape(loss=loss), matrix_text=matrix_text) as lab:
+    with far_hosts(2, "unlimited", shape=Shape(loss=loss), differ=differ) as lab:
         assert least <= send(lab, 1000) <= most
 
 
@@ -139,7 +138,7 @@ def test_a_cut_node_is_silent_until_mended():
 
 
 def test_netlab_moves_packets_with_delay():
-    command = [sys.executable, "-m", "pycomm.bench.netlab", "--delay", "1ms", "--", "true"]
+    command = [sys.executable, "-m", "pycomm.bench.netlab", "--rate", "1gbit@2ms", "--", "true"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 2 and "cannot be made here" in done.stderr:
         pytest.skip(done.stderr)
@@ -211,7 +210,7 @@ child = os.fork() if local == 2 else None
 rank = int(os.environ["RANK"]) * local + (child == 0)
 os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(hosts * local)}
 dist.init_process_group("pycomm")
-native = pycomm.backend.find_native()
+native = pycomm.backend.find()
 for may_owe in (False, True):
     layout = load_c10d().Layout(owner_residuals=may_owe)
     layout.add(0, 1000, "quant:bits=8", 0)

@@ -141,13 +141,10 @@ def horovod(rank: int, size: int, number: int) -> None:
 
 
 def observed(rank: int, size: int, number: int) -> None:
-    """The monitor, its server, and the trace."""
+    """The monitor and the trace."""
     training = ways.gradients(model())
     training.step(lambda net: net(torch.ones(2, WIDTH)).square().mean())
     assert monitor.text()
-    server = monitor.serve(0)
-    server.shutdown()
-    server.server_close()
     with tempfile.TemporaryDirectory() as folder:
         assert all(path.exists() for path in trace.dump(Path(folder) / "trace.json"))
 

@@ -334,19 +334,6 @@ def test_announcements_of_one_rank_are_not_those_of_another():
         assert "junk" not in str(outcome)
 
 
-@pytest.mark.parametrize("transport", ["shm", "auto"])
-def test_memory_that_a_stranger_says_is_kept_is_refused(transport):
-    """No rank has memory of a former group, and he says that both have."""
-
-    def change(rank: int, text: bytes) -> bytes:
-        assert b"shm/heaps\x1fnone" in text
-        return text.replace(b"shm/heaps\x1fnone", b"shm/heaps\x1f1 %d" % rank)
-
-    store = OpenStore(True, changing_here(change))
-    for outcome in group(store, secret="", transport=transport):
-        assert "keeps no memory of a former group" in str(outcome)
-
-
 @pytest.mark.parametrize("name", ["given up", "met/1", "asked/0"])
 def test_words_of_single_ranks_carry_a_proof_too(name):
     store = OpenStore(True)

@@ -82,87 +82,20 @@ struct SharedArray {
   }
 };
 
-/// An array as DLPack 1 describes it, https://dmlc.github.io/dlpack/latest/c_api.html.
-struct DLTensor {
-  void* data;
-  int32_t device, device_number;
-  int32_t dims;
-  uint8_t code, bits;
-  uint16_t lanes;
-  const int64_t *shape, *strides;
-  uint64_t offset;
-};
-struct DLPackHeader {  // of a capsule "dltensor_versioned"; one named "dltensor" has none
-  uint32_t major, minor;
-  void *context, *deleter;
-  uint64_t flags;
-};
-constexpr uint64_t kDLPackReadOnly = 1;
-constexpr int32_t kDLPackCpu = 1;
-
-/// An array refuses to describe itself.
-struct NoDLPack : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-/// Returns what buffer() does, of an array with DLPack and no buffer of its dtype: bfloat16 of
-/// TensorFlow and JAX. The memory is the array's own.
-py::tuple dlpack_buffer(const py::object& array, bool write) {
-  const std::string what = std::string("cannot use this ") + Py_TYPE(array.ptr())->tp_name + ": ";
-  py::object capsule;
-  try {
-    capsule = array.attr("__dlpack__")(py::arg("max_version") = py::make_tuple(1, 0),
-                                       py::arg("copy") = false);
-  } catch (py::error_already_set& error) {
-    if (!error.matches(PyExc_TypeError)) throw NoDLPack(error.what());
-    capsule = array.attr("__dlpack__")();  // older than DLPack 1
-  }
-  const auto* header = static_cast<const DLPackHeader*>(
-      PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned")
-          ? PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned")
-          : nullptr);
-  if (header != nullptr && header->major != 1) {
-    throw Error(what + "it has DLPack " + std::to_string(header->major) + "; pass a numpy array");
-  }
-  const void* found = header != nullptr ? static_cast<const void*>(header + 1)
-                                        : PyCapsule_GetPointer(capsule.ptr(), "dltensor");
-  if (found == nullptr) throw py::error_already_set();
-  const auto& tensor = *static_cast<const DLTensor*>(found);
-  if (tensor.device != kDLPackCpu) throw Error(what + "it is not in the CPU's memory");
-  if (write && (header == nullptr || (header->flags & kDLPackReadOnly) != 0)) {
-    throw Error(what + "its values cannot change; pass a copy, numpy.array(x)");
-  }
-  size_t numel = 1;
-  for (int32_t i = tensor.dims; i-- > 0;) {
-    const int64_t stride = tensor.strides != nullptr ? tensor.strides[i] : -1;
-    if (stride >= 0 && tensor.shape[i] > 1 && static_cast<size_t>(stride) != numel) {
-      throw Error(what + "it is not contiguous; pass a contiguous copy");
-    }
-    numel *= static_cast<size_t>(tensor.shape[i]);
-  }
-  const size_t itemsize = static_cast<size_t>(tensor.bits) * tensor.lanes / 8;
-  // Codes: signed, unsigned, float, opaque, bfloat16, complex, bool.
-  static constexpr const char* kFormats[] = {"i", "I", "", "", "E", "", "?"};
-  const char* format = tensor.code < std::size(kFormats) ? kFormats[tensor.code] : "";
-  if (tensor.code == 2) format = itemsize == 2 ? "e" : itemsize == 4 ? "f" : "d";
-  return py::make_tuple(reinterpret_cast<uintptr_t>(tensor.data) + tensor.offset, numel,
-                        std::max<size_t>(1, itemsize), format);
-}
-
 /// Returns address, elements, bytes per element and format of a contiguous buffer.
 py::tuple buffer(const py::object& array, bool write) {
   Py_buffer view;
   const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (write ? PyBUF_WRITABLE : 0);
   if (PyObject_GetBuffer(array.ptr(), &view, flags) != 0) {
     const py::error_already_set error;
-    const std::string what =
-        std::string("cannot use this ") + Py_TYPE(array.ptr())->tp_name + ": " + error.what();
-    if (!py::hasattr(array, "__dlpack__")) throw Error(what);
-    try {
-      return dlpack_buffer(array, write);
-    } catch (const NoDLPack& e) {
-      throw Error(what + "; " + e.what());
+    const std::string what = std::string("cannot use this ") + Py_TYPE(array.ptr())->tp_name + ": ";
+    if (write && PyObject_GetBuffer(array.ptr(), &view, flags & ~PyBUF_WRITABLE) == 0) {
+      PyBuffer_Release(&view);
+      throw Error(what + "its values cannot change; pass a copy, numpy.array(x)");
     }
+    PyErr_Clear();
+    const bool exports = py::hasattr(array, "__dlpack__");
+    throw Error(what + error.what() + (exports ? "; pass torch.from_dlpack(x)" : ""));
   }
   const size_t itemsize = static_cast<size_t>(std::max<Py_ssize_t>(1, view.itemsize));
   const py::tuple result = py::make_tuple(reinterpret_cast<uintptr_t>(view.buf),
@@ -203,7 +136,6 @@ void bind_options(py::module_& m) {
       .def_property(
           "timeout", [](const Options& o) { return o.timeout.count() / 1e3; },
           [](Options& o, double seconds) { o.timeout = milliseconds(seconds); })
-      .def_readwrite("agreed", &Options::agreed)
       .def_readwrite("description", &Options::description)
       .def_readwrite("global_ranks", &Options::global_ranks)
       .def_property(

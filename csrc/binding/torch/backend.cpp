@@ -20,7 +20,7 @@ Backend::Backend(const std::shared_ptr<TorchStore>& store, int rank, int size,
       group_(group),
       options_(std::move(options)) {
   if (options_->enable_reconfigure) {
-    open_ = std::make_shared<OpenGroup>(nullptr, nullptr);
+    open_ = std::make_shared<OpenGroup>(nullptr);
     open_endpoint();
     return;
   }
@@ -34,14 +34,13 @@ Backend::Backend(const std::shared_ptr<TorchStore>& store, int rank, int size,
     communicator.parent_ranks = parent.ranks;
   }
   open_ = std::make_shared<OpenGroup>(
-      std::make_shared<Engine>(store, rank, size, communicator, options_->device, hooks_), store);
+      std::make_shared<Engine>(store, rank, size, communicator, options_->device, hooks_));
 }
 
 CommunicatorOptions Backend::communicator_options() const {
   CommunicatorOptions communicator = options_->communicator;
   communicator.timeout = unwrapped(options_->timeout);
   communicator.description = options_->group_desc;
-  if (options_->device.path == "mixed") communicator.agreed = "device_path=mixed";
   return communicator;
 }
 
@@ -64,7 +63,7 @@ void join_straggler_monitor(Backend& backend, const std::shared_ptr<OpenGroup>& 
     const auto open = weak.lock();
     const auto engine = first.lock();
     // After reconfigure() there is another monitor for the new members.
-    auto store = engine && open && open->engine() == engine ? open->store() : nullptr;
+    auto store = engine && open && open->engine() == engine ? engine->store() : nullptr;
     if (store) return SealedStore(store, Seal(key_of_secret(secret), engine->group()));
     throw std::runtime_error("the store is gone");
   };
@@ -103,7 +102,7 @@ intrusive_ptr<Backend> Backend::make(const intrusive_ptr<c10d::Store>& store, in
                                      intrusive_ptr<BackendOptions> options, const std::string& name,
                                      const Parent& parent) {
   const auto known =
-      parent.engine ? parent.engine->store().round_trip() : std::chrono::microseconds(0);
+      parent.engine ? parent.engine->store()->round_trip() : std::chrono::microseconds(0);
   const auto requests = std::make_shared<TorchStore>(store, known);
   const bool later = options->enable_reconfigure;  // the store may not be that of all its members
   const std::string unique = later ? name : unique_name(*requests, name, rank, parent);
@@ -268,8 +267,7 @@ WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
   const Collective how = arguments_.reducing(call, Op::all_reduce, given, opts.reduceOp);
   Staging staging(*this, call);
   const at::Tensor tensor = staging.in_out(given);
-  const bool cuts = options_->device.path != "mixed";  // other ranks' tensors may be on the CPU
-  if (cuts && staging.on_device() && !staging.peers() && tensor.nbytes() >= 2 * kDevicePartBytes)
+  if (staging.on_device() && !staging.peers() && tensor.nbytes() >= 2 * kDevicePartBytes)
     return all_reduce_in_parts(call, tensors[0], tensor, how);
   auto work = issue(call, tensors, staging,
                     [=](auto& comm) { run_in_place(comm, how, tensor, call.timeout); });
@@ -859,9 +857,9 @@ void Backend::wait_for_all(const Engine& engine, const c10d::BarrierOptions& opt
   const auto verdict = key + "/verdict";
   const std::string good = "all ranks arrived";
   const WithoutGil without_gil;
-  const std::shared_ptr<Store> shared = open_->store();
-  if (!shared) raise_not_open();
-  SealedStore store(shared, Seal(key_of_secret(options_->communicator.secret), engine.group()));
+  if (!open_->engine()) raise_not_open();
+  SealedStore store(engine.store(),
+                    Seal(key_of_secret(options_->communicator.secret), engine.group()));
 
   if (rank_ > 0) {
     store.set(arrival_key(rank_), "here");
@@ -912,32 +910,6 @@ namespace {
 // that are all alive do, and others would take until their deadline.
 constexpr Milliseconds kGrace(2000);
 
-/// The group whose members form another one, as their source of knowledge of who has died. That it
-/// had an error itself does not matter any more.
-class FormerGroup final : public ParentGroup {
- public:
-  explicit FormerGroup(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
-  int size() const override { return engine_->comm().size(); }
-  std::exception_ptr over() const override { return nullptr; }
-  bool lost(int rank) const override { return engine_->comm().lost(rank); }
-  bool uses_network() const override { return engine_->comm().uses_network(); }
-
- private:
-  const std::shared_ptr<Engine> engine_;
-};
-
-/// Returns the place of each handle in the former list; nothing if one was not there.
-std::vector<int> places(const std::vector<std::string>& handles,
-                        const std::vector<std::string>& former) {
-  std::vector<int> ranks;
-  for (const std::string& handle : handles) {
-    const auto found = std::find(former.begin(), former.end(), handle);
-    if (found == former.end()) return {};
-    ranks.push_back(static_cast<int>(found - former.begin()));
-  }
-  return ranks;
-}
-
 }  // namespace
 
 void Backend::open_endpoint() {
@@ -978,7 +950,7 @@ void Backend::form(int64_t uuid, const std::vector<std::string>& handles, Millis
     tcp::GroupFormation formation(*endpoint_, uuid, handles, communicator.secret, limit,
                                   &check_signals);
     try {
-      form(formation, uuid, handles, communicator, limit, former);
+      form(formation, uuid, communicator, limit, former);
       formation.end();
     } catch (const std::exception& error) {
       formation.end(error.what());
@@ -989,8 +961,7 @@ void Backend::form(int64_t uuid, const std::vector<std::string>& handles, Millis
   join_straggler_monitor(*this, open_, options_->communicator.secret);
 }
 
-void Backend::form(tcp::GroupFormation& formation, int64_t uuid,
-                   const std::vector<std::string>& handles, CommunicatorOptions communicator,
+void Backend::form(tcp::GroupFormation& formation, int64_t uuid, CommunicatorOptions communicator,
                    Milliseconds limit, const std::shared_ptr<Engine>& former) {
   if (former)
     former->finish_within(std::min(kGrace, limit / 4), "reconfigures the group in the middle");
@@ -998,21 +969,11 @@ void Backend::form(tcp::GroupFormation& formation, int64_t uuid,
   const auto store = size > 1 ? formation.store() : nullptr;
   communicator.group = group_ + "/members " + std::to_string(uuid);
   communicator.timeout = limit;
-  if (former) communicator.kept_heaps = former->comm().kept_heaps();
   communicator.interrupt = [&] { formation.check_members(); };
-  std::optional<FormerGroup> parent;
-  communicator.parent_ranks = places(handles, handles_);
-  if (former && !communicator.parent_ranks.empty()) {
-    parent.emplace(former);
-    communicator.parent = &*parent;
-  } else {
-    communicator.parent_ranks.clear();
-  }
   auto engine = std::make_shared<Engine>(store, rank, size, communicator, options_->device, hooks_);
   engine->set_timeout(unwrapped(options_->timeout));
   if (onCompletionHook_) engine->set_hook(onCompletionHook_);
-  if (!open_->replace(std::move(engine), store)) raise_not_open();
-  handles_ = handles;
+  if (!open_->replace(std::move(engine))) raise_not_open();
   ++formed_;
   arguments_ = {rank, size};
   monitored_barriers_ = 0;

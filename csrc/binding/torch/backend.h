@@ -291,9 +291,8 @@ class Backend final : public c10d::Backend {
   }
   void wait_for_all(const Engine& engine, const c10d::BarrierOptions& opts, bool wait_all_ranks);
   void open_endpoint();
-  void form(tcp::GroupFormation& formation, int64_t uuid, const std::vector<std::string>& handles,
-            CommunicatorOptions communicator, Milliseconds limit,
-            const std::shared_ptr<Engine>& former);
+  void form(tcp::GroupFormation& formation, int64_t uuid, CommunicatorOptions communicator,
+            Milliseconds limit, const std::shared_ptr<Engine>& former);
   /// Returns the options of our communicators, all but the name and the members.
   CommunicatorOptions communicator_options() const;
   intrusive_ptr<BackendOptions> options_for(const intrusive_ptr<Options>& given) const;
@@ -312,7 +311,6 @@ class Backend final : public c10d::Backend {
   std::shared_ptr<OpenGroup> open_;
   std::mutex forming_;                       ///< held while the group is formed anew
   std::unique_ptr<tcp::Endpoint> endpoint_;  ///< null in a group that cannot be reconfigured
-  std::vector<std::string> handles_;         ///< of the members, if the group was formed from them
   std::atomic<int64_t> formed_{0};
   int monitored_barriers_ = 0;
   c10::weak_intrusive_ptr<c10d::Backend> fresh_{intrusive_ptr<c10d::Backend>()};

@@ -32,8 +32,7 @@ class PeerRoute;  // torch/peers.h
 
 /// Options for device tensors.
 struct DeviceOptions {
-  /// The data path. "auto": kernels among accelerators of one host, otherwise the host; "host"; or
-  /// "mixed": the host, and each call is the one that ranks with tensors on the CPU make.
+  /// The data path. "auto": kernels among accelerators of one host, otherwise the host; or "host".
   std::string path = "auto";
   /// True: wait() blocks the host until the collective is done, and raises its error.
   bool blocking_wait = false;

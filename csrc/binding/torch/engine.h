@@ -56,7 +56,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
         hooks_(std::move(hooks)) {}
 
   Communicator& comm() { return comm_; }
-  const Store& store() const { return *store_; }
+  const std::shared_ptr<Store>& store() const { return store_; }
   const std::string& group() const { return group_; }
   /// Returns how many groups of this name these ranks have made from this one, including the next.
   int64_t count_child(const std::string& name, const std::vector<int>& ranks) {

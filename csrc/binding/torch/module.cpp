@@ -120,8 +120,8 @@ void bind(py::module_& m) {
       .def_property(
           "device_path", [](const BackendOptions& self) { return self.device.path; },
           [](BackendOptions& self, const std::string& path) {
-            self.device.path = one_of<std::string>(
-                "device_path", path, {{"auto", "auto"}, {"host", "host"}, {"mixed", "mixed"}});
+            self.device.path =
+                one_of<std::string>("device_path", path, {{"auto", "auto"}, {"host", "host"}});
           });
 
   // `hold` is the address of a function of the type in core/stream_hold.h.

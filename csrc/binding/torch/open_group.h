@@ -13,14 +13,12 @@
 
 namespace pycomm::torch_binding {
 
-/// A backend's engine, and the store that its ranks used for the rendezvous. Code that observes a
-/// group that may end holds a weak reference to this: a weak reference to a backend or a store of
-/// torch would keep that from being destroyed.
+/// A backend's engine. Code that observes a group that may end holds a weak reference to this: a
+/// weak reference to a backend of torch would keep that from being destroyed.
 class OpenGroup {
  public:
-  /// A group that is still to be formed has neither.
-  OpenGroup(std::shared_ptr<Engine> engine, std::shared_ptr<Store> store)
-      : engine_(std::move(engine)), store_(std::move(store)) {}
+  /// A group that is still to be formed has none.
+  explicit OpenGroup(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
   ~OpenGroup() { join(); }
 
   /// Null after shutdown, and before the group is formed.
@@ -28,18 +26,12 @@ class OpenGroup {
     const std::lock_guard<std::mutex> lock(mutex_);
     return engine_;
   }
-  /// Null after shutdown, and before the group is formed.
-  std::shared_ptr<Store> store() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return store_;
-  }
   /// Puts another engine in the place of this one, which is closed by a thread of its own: a close
   /// waits for peers that may be dead. Returns false if the group has been shut down meanwhile.
-  bool replace(std::shared_ptr<Engine> engine, std::shared_ptr<Store> store) {
+  bool replace(std::shared_ptr<Engine> engine) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (ended_) return false;
     engine_.swap(engine);
-    store_.swap(store);
     last_error_ = c10d::ErrorType::SUCCESS;
     closing_.remove_if([](Closing& closing) {
       if (!closing.done) return false;
@@ -86,7 +78,6 @@ class OpenGroup {
       const std::lock_guard<std::mutex> lock(mutex_);
       ended_ = true;
       engine_.reset();
-      store_.reset();
     }
     join();
     return interrupted;
@@ -115,7 +106,6 @@ class OpenGroup {
   mutable std::mutex mutex_;
   const ForkGuard fork_{};
   std::shared_ptr<Engine> engine_;
-  std::shared_ptr<Store> store_;
   bool ended_ = false;
   std::list<Closing> closing_;  ///< former engines
   std::atomic<c10d::ErrorType> last_error_{c10d::ErrorType::SUCCESS};

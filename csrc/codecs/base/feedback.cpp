@@ -33,8 +33,12 @@ PYCOMM_SIMD void load_int8(const uint8_t* __restrict in, size_t n, float* __rest
     float scale;
     std::memcpy(&scale, in, sizeof scale);
     const auto* codes = reinterpret_cast<const int8_t*>(in + sizeof scale);
-    const size_t count = n - lo < kBlock ? n - lo : kBlock;
-    for (size_t i = 0; i < count; i++) out[lo + i] = value_of(codes[i], scale);
+    // Not as many as are left in one loop, which would take its iterations one by one.
+    if (n - lo >= kBlock) {
+      for (size_t i = 0; i < kBlock; i++) out[lo + i] = value_of(codes[i], scale);
+    } else {
+      for (size_t i = 0; i < n - lo; i++) out[lo + i] = value_of(codes[i], scale);
+    }
   }
 }
 
@@ -49,6 +53,10 @@ PYCOMM_SIMD void store_int8(const float* __restrict in, size_t n, uint8_t* __res
     auto* codes = reinterpret_cast<int8_t*>(out + sizeof scale);
     if (!used) {
       std::memset(codes, 0, kBlock);
+      continue;
+    }
+    if (count == kBlock) {
+      for (size_t i = 0; i < kBlock; i++) codes[i] = code_of(in[lo + i], inv);
       continue;
     }
     for (size_t i = 0; i < count; i++) codes[i] = code_of(in[lo + i], inv);

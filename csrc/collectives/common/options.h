@@ -15,8 +15,6 @@
 
 namespace pycomm {
 
-struct KeptHeaps;
-
 /// Largest size in bytes by which a pointer can be moved. No buffer is larger, and no size in bytes
 /// wraps below it.
 constexpr size_t kLargestBuffer = PTRDIFF_MAX;
@@ -43,7 +41,6 @@ struct CommunicatorOptions : GroupOptions {
 
   std::string group = "default";  ///< unique in the store
   Milliseconds timeout = env().timeout;
-  std::string agreed;  ///< more that must be equal on all ranks, such as "device_path=mixed"
   /// Purpose of the group, for the trace, and its members' numbers among all processes; empty: as
   /// in the group.
   std::string description;
@@ -52,9 +49,6 @@ struct CommunicatorOptions : GroupOptions {
   /// this group is created is missed at once. Only used to create the group.
   const ParentGroup* parent = nullptr;
   std::vector<int> parent_ranks;
-  /// The heaps of a former group of these processes, which the ranks of a host keep if all of them
-  /// had them (transports/shm/heap.h). Only used to create the group.
-  std::shared_ptr<const KeptHeaps> kept_heaps;
   /// Called regularly while this rank waits for the others to join; an exception from it ends the
   /// rendezvous.
   std::function<void()> interrupt;

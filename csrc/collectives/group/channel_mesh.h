@@ -64,10 +64,6 @@ class ChannelMesh {
   Medium slowest() const { return slowest_; }
   /// Heap of this rank that all ranks of the window address in place, or null.
   std::shared_ptr<SharedHeap> heap() const { return shared_ ? shared_->heap() : nullptr; }
-  /// The heaps of all ranks of the window, for a later group, or null.
-  std::shared_ptr<const KeptHeaps> kept_heaps() const {
-    return shared_ ? shared_->kept_heaps() : nullptr;
-  }
   /// To be called when a collective has failed in its middle, before its caller gets the error: if
   /// its buffer lies in the heap, the buffer belongs to this rank alone from then on, whatever
   /// stopped peers do. Returns "", or a sentence that says why this was not possible. Called by the

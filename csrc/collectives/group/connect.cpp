@@ -53,7 +53,6 @@ std::string compatibility_text(const Rendezvous& rendezvous, const CommunicatorO
     text += " sockets=" + (options.sockets == 0 ? "auto" : std::to_string(options.sockets)) +
             " tls=" + encryption_text(options);
   }
-  if (!options.agreed.empty()) text += " " + options.agreed;
   if (!options.sites.empty()) text += " sites=" + numbers(options.sites);
   if (options.nodes.empty()) return text;
   return text + " nodes=" + numbers(options.nodes);
@@ -166,7 +165,7 @@ ChannelMesh::ChannelMesh(Rendezvous rendezvous, const CommunicatorOptions& optio
 
 void ChannelMesh::connect(const Rendezvous& rendezvous, const CommunicatorOptions& options,
                           Membership& membership) {
-  ShmSetup shm(options.kept_heaps);
+  ShmSetup shm;
   TcpSetup tcp(options, !options.parent || options.parent->uses_network());
   bootstrap(rendezvous, options, membership, shm, tcp);
   const std::vector<std::string> links =

@@ -190,12 +190,10 @@ std::string doing(const RankState& rank_state) {
 
 /// Adds what to do about a mismatch of two calls, if that is known.
 std::string with_advice(std::string text) {
-  if (text.find(kPathsLabel) == std::string::npos || text.find("device_path") != std::string::npos)
-    return text;
+  if (text.find(kPathsLabel) == std::string::npos) return text;
   return text +=
          "; this is the first collective whose tensor is on an accelerator, and the other rank's "
-         "may be on the CPU: make the group with pycomm.Options(device_path=\"mixed\") on all "
-         "ranks";
+         "may be on the CPU: pass tensors of one kind of device on all ranks";
 }
 
 /// Returns `error` with the state of every rank in its text, if it is an error that ends a group

@@ -16,19 +16,19 @@
 
 namespace pycomm::cma {
 
+bool proves(const RankSlot& theirs) {
+  uint64_t seen[2] = {};
+  const auto* from = reinterpret_cast<const RankSlot*>(theirs.address)->process;
+  return read(static_cast<pid_t>(theirs.process[0]), from, seen, sizeof seen) == 0 &&
+         std::memcmp(seen, theirs.process, sizeof seen) == 0;
+}
+
 bool readable(const SharedRegion& region, int self) {
   const RankSlot& ours = region.rank_slot(self);
   for (int r = 0; r < region.ranks(); r++) {
     if (r == self) continue;
     const RankSlot& theirs = region.rank_slot(r);
-    // In another PID namespace their process number may belong to another process.
-    if (theirs.process[0] == ours.process[0] || theirs.process[1] != ours.process[1]) return false;
-    // We read the process name in their rank slot at their address, and compare it with the known
-    // one.
-    uint64_t seen[2] = {};
-    const auto* from = reinterpret_cast<const RankSlot*>(theirs.address)->process;
-    if (read(static_cast<pid_t>(theirs.process[0]), from, seen, sizeof seen) != 0) return false;
-    if (std::memcmp(seen, theirs.process, sizeof seen) != 0) return false;
+    if (theirs.process[0] == ours.process[0] || !proves(theirs)) return false;
   }
   return true;
 }

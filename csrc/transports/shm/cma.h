@@ -15,6 +15,9 @@
 
 namespace pycomm::cma {
 
+/// True if we can read what a rank has signed in that rank's own memory: its number is right.
+bool proves(const RankSlot& theirs);
+
 /// True if we can read the memory of all other ranks, all of which have signed. False if one of
 /// them shares our process: threads gain nothing by it.
 bool readable(const SharedRegion& region, int self);

@@ -10,6 +10,7 @@
 
 #include "core/deadline.h"
 #include "core/error.h"
+#include "transports/shm/cma.h"
 
 namespace pycomm {
 namespace {
@@ -25,29 +26,19 @@ int64_t now_ns() {
   return duration_cast<std::chrono::nanoseconds>(Deadline::Clock::now().time_since_epoch()).count();
 }
 
-bool same_process(const RankSlot& a, const RankSlot& b) {
-  return a.process[0] == b.process[0] && a.process[1] == b.process[1];
-}
-
 }  // namespace
 
-FailureDetector::FailureDetector(const SharedRegion& region, std::vector<int> members, int self,
-                                 const Handles& handles)
+FailureDetector::FailureDetector(const SharedRegion& region, std::vector<int> members, int self)
     : region_(region), members_(std::move(members)), self_(self) {
   const RankSlot& ours = region_.rank_slot(self_);
   for (int r = 0; r < region_.ranks(); r++) {
-    if (!region_.present(r) || same_process(ours, region_.rank_slot(r))) continue;
-    const auto handle = handles.find(r);
-    const bool sees = visible(ours, region_.rank_slot(r));
-    if (!sees && handle == handles.end()) continue;  // only deadlines reveal its end
+    const RankSlot& theirs = region_.rank_slot(r);
+    if (!region_.present(r) || theirs.process[0] == ours.process[0]) continue;
+    // Where /proc is not mounted, it may be the number of another process.
+    if (theirs.process[1] == 0 && !cma::proves(theirs)) continue;
     watched_.push_back(r);
-    processes_.push_back(std::make_unique<PeerProcess>(
-        region_.rank_slot(r), sees, handle == handles.end() ? nullptr : handle->second));
+    processes_.push_back(std::make_unique<PeerProcess>(theirs));
   }
-}
-
-bool FailureDetector::visible(const RankSlot& ours, const RankSlot& theirs) {
-  return ours.process[1] != 0 && ours.process[1] == theirs.process[1];
 }
 
 void FailureDetector::sign(RankSlot& rank_slot) {
@@ -100,9 +91,7 @@ bool FailureDetector::died(int rank) const {
 }
 
 bool FailureDetector::stopped(int rank) const {
-  const RankSlot& rank_slot = region_.rank_slot(rank);
-  return visible(region_.rank_slot(self_), rank_slot) &&
-         is_stopped(static_cast<pid_t>(rank_slot.process[0]));
+  return is_stopped(static_cast<pid_t>(region_.rank_slot(rank).process[0]));
 }
 
 void FailureDetector::check_deaths() {

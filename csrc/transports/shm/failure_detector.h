@@ -1,6 +1,5 @@
 // Failure detector of a shared region's ranks: deaths (peer_process.h), closes and aborts.
 #pragma once
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,18 +11,12 @@ namespace pycomm {
 
 class FailureDetector {
  public:
-  /// Pidfds passed on by ranks of other PID namespaces, by their place.
-  using Handles = std::map<int, std::shared_ptr<PidFd>>;
-
   /// `members[i]` is the group's number of the region's rank i; `self` is our i. All ranks that
   /// have the memory have signed.
-  FailureDetector(const SharedRegion& region, std::vector<int> members, int self,
-                  const Handles& handles);
+  FailureDetector(const SharedRegion& region, std::vector<int> members, int self);
 
   /// Writes into the rank slot what names this process on this host.
   static void sign(RankSlot& rank_slot);
-  /// True if the two ranks see each other's processes by the same numbers.
-  static bool visible(const RankSlot& ours, const RankSlot& theirs);
 
   /// Throws PeerLost if a peer has died and Aborted if a rank has aborted. Asks the kernel at most
   /// once a millisecond. Any thread.
@@ -40,8 +33,7 @@ class FailureDetector {
   }
   /// Asks the kernel whether the rank has died.
   bool died(int rank) const;
-  /// True if the rank's process is stopped until it is continued (SIGSTOP, a debugger). False if
-  /// not known: containers do not see each other's processes.
+  /// True if the rank's process is stopped until it is continued (SIGSTOP, a debugger).
   bool stopped(int rank) const;
   /// Throws that the rank has left; but if there was a death or an abort before, throws that.
   [[noreturn]] void throw_left(int rank);

@@ -209,11 +209,6 @@ SharedHeap::Gap SharedHeap::take_gap(Gaps::iterator gap) {
   return result;
 }
 
-bool SharedHeap::taken_back() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return taken_back_;
-}
-
 size_t SharedHeap::used() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return used_;
@@ -226,25 +221,6 @@ size_t SharedHeap::kept() const {
 
 std::shared_ptr<void> allocate_shared(const std::shared_ptr<SharedHeap>& heap, size_t bytes) {
   return {heap->allocate(bytes), [heap](void* data) { heap->free(data); }};
-}
-
-std::string KeptHeaps::value(const KeptHeaps* heaps) {
-  if (heaps == nullptr || heaps->heap->taken_back()) return "none";
-  return std::to_string(heaps->name) + " " + std::to_string(heaps->own);
-}
-
-std::vector<uint32_t> KeptHeaps::numbers(const std::vector<std::string>& values) {
-  std::vector<uint32_t> numbers;
-  std::set<std::string> names;
-  for (const std::string& value : values) {
-    const size_t space = value.find(' ');
-    if (space == std::string::npos) return {};
-    names.insert(value.substr(0, space));
-    numbers.push_back(static_cast<uint32_t>(std::strtoul(value.c_str() + space, nullptr, 10)));
-  }
-  const std::set<uint32_t> different(numbers.begin(), numbers.end());
-  if (names.size() != 1 || different.size() != numbers.size()) return {};
-  return numbers;
 }
 
 }  // namespace pycomm

@@ -65,8 +65,6 @@ PidFd::~PidFd() {
   if (fd_ >= 0 && ours()) ::close(fd_);
 }
 
-int PidFd::of_self() { return static_cast<int>(::syscall(kPidfdOpen, ::getpid(), 0)); }
-
 bool PidFd::ours() const {
   if (fd_ < 0) return false;
   // Signal 0 sends nothing. EBADF means that the descriptor is no pidfd.
@@ -75,16 +73,15 @@ bool PidFd::ours() const {
   return process == process_ || process == -1 || process == kUnknown || process_ == kUnknown;
 }
 
-PeerProcess::PeerProcess(const RankSlot& rank_slot, bool visible, std::shared_ptr<PidFd> handle)
+PeerProcess::PeerProcess(const RankSlot& rank_slot)
     : rank_slot_(rank_slot),
-      visible_(visible),
       reads_(cma::showable(rank_slot.process, sizeof rank_slot.process)),
-      process_(visible ? static_cast<pid_t>(rank_slot.process[0]) : 0,
+      process_(static_cast<pid_t>(rank_slot.process[0]),
                rank_slot.birth == 0 ? "" : std::to_string(rank_slot.birth)),
-      handle_(visible ? open_shared(rank_slot) : std::move(handle)) {
-  if (handle_ && handle_->get() < 0) handle_.reset();
+      handle_(open_shared(rank_slot)) {
+  if (handle_->get() < 0) handle_.reset();
   // The process may have died before we asked, and its number may be another's.
-  if (visible_ && process_.died()) dead(how_);
+  if (process_.died()) dead(how_);
 }
 
 bool PeerProcess::dead(const char* how) {
@@ -104,7 +101,6 @@ bool PeerProcess::ended() {
   if (ended_) return true;
   pollfd wanted = {fd(), POLLIN, 0};
   if (wanted.fd >= 0) return ::poll(&wanted, 1, 0) > 0 && ended(wanted.revents);
-  if (!visible_) return false;
   return ::kill(process_.id(), 0) != 0 && errno == ESRCH && dead(how_);
 }
 
@@ -112,7 +108,6 @@ bool PeerProcess::check_proc() {
   // Another file under its number need never be ready.
   if (fd() >= 0 && !handle_->ours()) lost_ = true;
   if (ended()) return true;
-  if (!visible_) return false;
   if (fd() < 0 && process_.died()) return dead(how_);
   if (process_.dumps()) return dead("its process has crashed and writes a core dump");
   if (!reads_) return false;

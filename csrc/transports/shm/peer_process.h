@@ -3,8 +3,8 @@
 // The kernel tells by a pidfd: it is ready from the end of the process on, however that came about,
 // and belongs to us alone, so nothing that the other process closes or hands to its children makes
 // it look dead. Where there is none (kernels before 5.3, a seccomp filter, no descriptors left, or
-// other code has closed ours) the process is looked up by its number. A rank in another PID
-// namespace has no number here; it passes on a pidfd of itself at the rendezvous (shm.cpp).
+// other code has closed ours) the process is looked up by its number: ranks share memory if they
+// see each other's processes by the same numbers (shm.cpp).
 //
 // A pidfd reveals two ends late or never, which are polled for now and then: a process that writes
 // a core dump does not run any more, and one that has called exec() is not our rank.
@@ -24,22 +24,19 @@ class PidFd {
   ~PidFd();
   PidFd(const PidFd&) = delete;
 
-  /// Opens a pidfd of this process.
-  static int of_self();
   int get() const { return fd_; }
   /// False once the descriptor has been closed or its number is another file's now.
   bool ours() const;
 
  private:
   const int fd_;
-  long process_;  ///< the kernel's number for us; 0: in another namespace
+  long process_;  ///< the kernel's number
 };
 
 class PeerProcess {
  public:
-  /// Watches the rank that has signed `rank_slot`. `handle` is the pidfd that it has passed on, or
-  /// null.
-  PeerProcess(const RankSlot& rank_slot, bool visible, std::shared_ptr<PidFd> handle);
+  /// Watches the rank that has signed `rank_slot`.
+  explicit PeerProcess(const RankSlot& rank_slot);
 
   /// Returns a descriptor to poll() for input; -1 if there is none.
   int fd() const { return lost_.load(std::memory_order_relaxed) || !handle_ ? -1 : handle_->get(); }
@@ -56,8 +53,7 @@ class PeerProcess {
   bool dead(const char* how);
 
   const RankSlot& rank_slot_;
-  const bool visible_;  ///< its number is valid in our namespace
-  const bool reads_;    ///< the kernel reads the memory of processes of its kind for others
+  const bool reads_;  ///< the kernel reads the memory of processes of its kind for others
   const Process process_;
   std::shared_ptr<PidFd> handle_;
   std::atomic<bool> lost_{false};

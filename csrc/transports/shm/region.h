@@ -1,8 +1,7 @@
 // Shared region: memory that the ranks of one host share, and which rank writes which line.
 //
 //   Header | RankSlot of each rank | staging of each rank | Ring of each ordered pair and lane
-//   and behind it, where address space permits: the heap of each rank (shm/heap.h), unless the
-//   ranks keep those of a former group (shm/heap.h)
+//   and behind it, where address space permits: the heap of each rank (shm/heap.h)
 //
 // A region starts as zero pages and is valid as such; pages that no rank touches cost nothing. It
 // depends neither on how the memory was made (shm.cpp) nor on its
@@ -53,8 +52,7 @@ struct RankSlot {
   alignas(kLine) Doorbell moved[kLanes];  ///< rung by peers when one of our channels can proceed
   alignas(kLine) SharedRankState rank_state;  ///< read in long waits and for error texts
   alignas(kLine) std::atomic<uint32_t> left;  ///< 1 after a close
-  uint32_t heap;                              ///< 1 + the number of its heap, which all ranks have
-                                              ///< mapped; 0 if it has mapped none
+  uint32_t heap;                              ///< 1 if the rank has mapped the heaps
   uint64_t process[2];                        ///< names the process on this host
   uint64_t birth;                             ///< process_birth()
   uint64_t address;                           ///< of this rank slot in that process
@@ -77,8 +75,6 @@ struct alignas(kPart) Header {
   /// 1 if ranks must name who may read them (cma.h), as the rank that made the region has
   /// found.
   uint32_t permits;
-  /// The name of the heaps in this memory: random, so that it is that of no others.
-  uint64_t heaps_name;
   /// Used by threads of one process: the number that still holds the region, and the bytes to unmap
   /// after the last.
   std::atomic<int32_t> holders;
@@ -99,14 +95,9 @@ class SharedRegion {
     return bytes(ranks) + static_cast<size_t>(ranks) * kHeapBytes;
   }
 
-  /// `heaps`: where they begin, if it is not behind the rest.
-  SharedRegion(void* base, int ranks, uint8_t* heaps = nullptr)
-      : base_(static_cast<uint8_t*>(base)),
-        heaps_(heaps ? heaps : base_ + bytes(ranks)),
-        ranks_(ranks) {}
+  SharedRegion(void* base, int ranks) : base_(static_cast<uint8_t*>(base)), ranks_(ranks) {}
 
   int ranks() const { return ranks_; }
-  uint8_t* heaps() const { return heaps_; }
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
   RankSlot& rank_slot(int rank) const {
     return reinterpret_cast<RankSlot*>(base_ + sizeof(Header))[rank];
@@ -115,7 +106,9 @@ class SharedRegion {
   bool present(int rank) const { return rank_slot(rank).process[0] != 0; }
   uint8_t* staging(int rank) const;
   /// Returns the heap of a rank, once all have one (has_heaps()).
-  uint8_t* heap(int rank) const { return heaps_ + (rank_slot(rank).heap - 1) * kHeapBytes; }
+  uint8_t* heap(int rank) const {
+    return base_ + bytes(ranks_) + static_cast<size_t>(rank) * kHeapBytes;
+  }
   /// True if all ranks have mapped the heaps.
   bool has_heaps() const {
     bool all = true;
@@ -128,7 +121,6 @@ class SharedRegion {
 
  private:
   uint8_t* base_;
-  uint8_t* heaps_;
   int ranks_;
 };
 

@@ -1,14 +1,13 @@
 // Shm transport: ranks are processes of one host, and the shared region is a memory file of the
 // lowest of them.
 //
-// host_id() tells which ranks are candidates, and trying tells which are members: a rank that
+// sharers_id() tells which ranks are candidates, and trying tells which are members: a rank that
 // cannot receive or map the file publishes that in the store, and the others go on without it.
 //
 // Local transport: ranks are threads of one process, and the shared region is plain memory, found
 // by its address in the store.
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/random.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -19,7 +18,6 @@
 #include <iterator>
 #include <set>
 #include <system_error>
-#include <thread>
 #include <utility>
 
 #include "transports/shared_file.h"
@@ -31,18 +29,9 @@ namespace {
 
 constexpr char kName[] = "shm/name";  ///< name of the socket that passes on the region
 constexpr char kOutcomes[] = "shm/outcome";
-constexpr char kHeaps[] = "shm/heaps";  ///< of a former group (shm/heap.h)
-/// The time that ranks may take to fetch each other's handles.
-constexpr Milliseconds kHandleWait(5000);
 
 [[noreturn]] void throw_errno(const std::string& what) {
   throw Error("shm: cannot " + what + ": " + std::generic_category().message(errno));
-}
-
-uint64_t random_name() {
-  uint64_t name = 0;
-  if (::getrandom(&name, sizeof name, 0) != sizeof name) throw_errno("get random bytes");
-  return name;
 }
 
 /// Returns the largest file that this process may make: `ulimit -f`, which also limits memory
@@ -53,9 +42,9 @@ size_t largest_file() {
   return static_cast<size_t>(limit.rlim_cur);
 }
 
-/// Makes the file, with heaps unless there are some, if a file may be so large.
-Fd make_region_file(int ranks, bool heaps) {
-  size_t bytes = heaps ? SharedRegion::bytes_with_heaps(ranks) : SharedRegion::bytes(ranks);
+/// Makes the file, with heaps if a file may be so large.
+Fd make_region_file(int ranks) {
+  size_t bytes = SharedRegion::bytes_with_heaps(ranks);
   // Exceeding the limit would raise a signal that ends the process.
   if (bytes > largest_file()) bytes = SharedRegion::bytes(ranks);
   if (bytes > largest_file()) {
@@ -95,29 +84,8 @@ std::shared_ptr<void> map_region(Fd file, int ranks, bool& heaps) {
           }};
 }
 
-/// The heaps of a former group, if the candidates keep them, and the number of ours.
-struct Kept {
-  std::shared_ptr<const KeptHeaps> heaps;
-  uint32_t number = 0;
-};
-
-/// All candidates come to the same result, since they see the same values.
-Kept kept_heaps(const Rendezvous& rendezvous, const std::vector<int>& candidates,
-                const std::shared_ptr<const KeptHeaps>& ours) {
-  const std::vector<std::string> values =
-      all_gather_values(rendezvous, kHeaps, candidates, KeptHeaps::value(ours.get()));
-  if (KeptHeaps::numbers(values).empty()) return {};
-  if (!ours) {
-    throw Error("shm: rank " + std::to_string(rendezvous.rank) +
-                " keeps no memory of a former group, and the store says that it does: somebody "
-                "else writes to the store; set PYCOMM_SECRET, and let nobody else reach the store");
-  }
-  return {ours, ours->own};
-}
-
 /// Maps the region and takes our place in it.
-SharedMemory join(const Rendezvous& rendezvous, const std::vector<int>& candidates, Fd file,
-                  const Kept& kept) {
+SharedMemory join(const Rendezvous& rendezvous, const std::vector<int>& candidates, Fd file) {
   SharedMemory memory;
   memory.members = candidates;
   memory.rank = rendezvous.rank;
@@ -127,12 +95,7 @@ SharedMemory join(const Rendezvous& rendezvous, const std::vector<int>& candidat
   memory.base = map_region(std::move(file), ranks, heaps);
   RankSlot& rank_slot =
       SharedRegion(memory.base.get(), ranks).rank_slot(memory.place(rendezvous.rank));
-  if (kept.heaps) {
-    memory.heaps = kept.heaps;
-    rank_slot.heap = kept.number + 1;
-  } else if (heaps) {
-    rank_slot.heap = static_cast<uint32_t>(memory.place(rendezvous.rank)) + 1;
-  }
+  rank_slot.heap = heaps ? 1 : 0;
   FailureDetector::sign(rank_slot);
   return memory;
 }
@@ -146,19 +109,18 @@ void leave(const SharedMemory& memory) {
 /// Shares the region: the lowest rank makes it, the others fetch it. Throws Error if we cannot have
 /// it.
 SharedMemory share(const Rendezvous& rendezvous, const std::vector<int>& candidates,
-                   const Kept& kept, const std::shared_ptr<HostSocket>& announced) {
+                   const std::shared_ptr<HostSocket>& announced) {
   SharedMemory memory;
   const int ranks = static_cast<int>(candidates.size());
   const auto make = [&] {
-    Fd file = make_region_file(ranks, !kept.heaps);
+    Fd file = make_region_file(ranks);
     const int fd = file.get();
-    memory = join(rendezvous, candidates, std::move(file), kept);
-    Header& header = SharedRegion(memory.base.get(), ranks).header();
-    header.permits = cma::permit::wanted() ? 1 : 0;
-    header.heaps_name = random_name();
+    memory = join(rendezvous, candidates, std::move(file));
+    const bool permits = cma::permit::wanted();
+    SharedRegion(memory.base.get(), ranks).header().permits = permits ? 1 : 0;
     return fd;
   };
-  const auto take = [&](Fd file) { memory = join(rendezvous, candidates, std::move(file), kept); };
+  const auto take = [&](Fd file) { memory = join(rendezvous, candidates, std::move(file)); };
   try {
     share_file(rendezvous, candidates, {"shm", kName, kOutcomes}, announced, make, take);
   } catch (const Error&) {
@@ -166,58 +128,6 @@ SharedMemory share(const Rendezvous& rendezvous, const std::vector<int>& candida
     throw;
   }
   return memory;
-}
-
-/// Fetches descriptors of the processes that we do not see, since they are in another PID namespace
-/// than ours. Each rank passes on its own; a rank that gets none learns of a death by deadlines
-/// alone.
-FailureDetector::Handles fetch_handles(const Rendezvous& rendezvous, const SharedMemory& memory) {
-  const int self = memory.place(rendezvous.rank), ranks = static_cast<int>(memory.members.size());
-  const SharedRegion region(memory.base.get(), ranks);
-  std::vector<int> sharers;
-  std::vector<int> foreign;
-  for (int r = 0; r < ranks; r++) {
-    if (!region.present(r)) continue;
-    sharers.push_back(memory.members[static_cast<size_t>(r)]);
-    const bool sees = FailureDetector::visible(region.rank_slot(self), region.rank_slot(r));
-    if (r != self && !sees) foreign.push_back(r);
-  }
-  FailureDetector::Handles handles;
-  const Fd own(PidFd::of_self());
-  // All ranks see all rank slots, so either all or none of them exchange names.
-  bool all_visible = true;
-  for (const int rank : sharers) {
-    const RankSlot& rank_slot = region.rank_slot(memory.place(rank));
-    all_visible = all_visible &&
-                  FailureDetector::visible(region.rank_slot(memory.place(sharers[0])), rank_slot);
-  }
-  if (all_visible) return handles;
-  std::unique_ptr<HostSocket> server;
-  if (own) server = std::make_unique<HostSocket>();
-  const std::vector<std::string> names =
-      all_gather_values(rendezvous, "shm/handle", sharers, server ? server->name() : kUnavailable);
-  const Deadline handle_deadline =
-      Deadline::after(std::min(kHandleWait, rendezvous.deadline.left()));
-  std::thread serving([&] {
-    try {
-      for (size_t served = 0; server && served < foreign.size() && !handle_deadline.expired();) {
-        served += server->serve(own.get(), rendezvous.poll_interval()) ? 1 : 0;
-      }
-    } catch (const Error&) {  // the others go without
-      server.reset();
-    }
-  });
-  for (const int place : foreign) {
-    const auto rank = std::find(sharers.begin(), sharers.end(), memory.members[place]);
-    const std::string& name = names[static_cast<size_t>(rank - sharers.begin())];
-    if (name == kUnavailable) continue;
-    try {
-      handles[place] = std::make_shared<PidFd>(receive_fd(name, handle_deadline).release());
-    } catch (const Error&) {  // the group goes on without
-    }
-  }
-  serving.join();
-  return handles;
 }
 
 /// If reading each other's memory takes a permit, all ranks give it before any rank reads.
@@ -230,9 +140,7 @@ std::shared_ptr<void> permit_reading(const Rendezvous& rendezvous, const SharedM
     const RankSlot& rank_slot = region.rank_slot(r);
     const auto process = static_cast<pid_t>(rank_slot.process[0]);
     const bool twice = std::count(processes.begin(), processes.end(), process) > 0;
-    // In these cases memory is not read, as all ranks see.
-    if (process == 0 || twice || !FailureDetector::visible(region.rank_slot(0), rank_slot))
-      return nullptr;
+    if (process == 0 || twice) return nullptr;  // memory is not read, as all ranks see
     processes.push_back(process);
   }
   const bool reads = cma::readable(region, self);
@@ -247,8 +155,7 @@ std::shared_ptr<void> permit_reading(const Rendezvous& rendezvous, const SharedM
 }  // namespace
 
 void ShmSetup::announce(const Rendezvous& rendezvous) {
-  pycomm::announce(rendezvous, kHostIdTopic, host_id());
-  pycomm::announce(rendezvous, kHeaps, KeptHeaps::value(kept_.get()));
+  pycomm::announce(rendezvous, kSharersTopic, sharers_id());
   std::string name = kUnavailable;
   try {
     socket_ = std::make_shared<HostSocket>();
@@ -260,29 +167,27 @@ void ShmSetup::announce(const Rendezvous& rendezvous) {
 
 std::unique_ptr<ShmTransport> ShmSetup::make(const Rendezvous& rendezvous,
                                              const std::vector<int>& ranks) {
-  const std::string host = host_id();
-  const std::vector<std::string> hosts = all_gather_values(rendezvous, kHostIdTopic, ranks, host);
+  const std::string ours = sharers_id();
+  const std::vector<std::string> ids = all_gather_values(rendezvous, kSharersTopic, ranks, ours);
   std::vector<int> candidates;
   for (size_t i = 0; i < ranks.size(); i++) {
-    if (hosts[i] == host) candidates.push_back(ranks[i]);
+    if (ids[i] == ours) candidates.push_back(ranks[i]);
   }
   if (candidates.size() < 2 || candidates.size() > kMaxRanks) return nullptr;
 
-  const Kept kept = kept_heaps(rendezvous, candidates, kept_);
   SharedMemory memory;
-  const std::string outcome = outcome_of(
-      [&] { memory = share(rendezvous, candidates, kept, std::exchange(socket_, nullptr)); });
+  const std::string outcome =
+      outcome_of([&] { memory = share(rendezvous, candidates, std::exchange(socket_, nullptr)); });
   const std::vector<std::string> outcomes =
       all_gather_values(rendezvous, kOutcomes, candidates, outcome);
   const auto sharers = std::count(outcomes.begin(), outcomes.end(), kYes);
   if (outcome != kYes || sharers < 2) return nullptr;
-  memory.handles = fetch_handles(rendezvous, memory);
   memory.permit = permit_reading(rendezvous, memory);
   return std::make_unique<ShmTransport>("shm", memory);
 }
 
 bool hosts_differ(const Rendezvous& rendezvous) {
-  const auto received = rendezvous.exchange->received.find(kHostIdTopic);
+  const auto received = rendezvous.exchange->received.find(kSharersTopic);
   if (received == rendezvous.exchange->received.end()) return false;
   const std::set<std::string> hosts(received->second.begin(), received->second.end());
   return hosts.size() == received->second.size();
@@ -307,8 +212,7 @@ void* map_memory(int ranks) {
   keep_out_of_dumps(base, bytes);
   const SharedRegion region(base, ranks);
   region.header().mapped_bytes = bytes;
-  for (int r = 0; r < ranks; r++)
-    region.rank_slot(r).heap = heaps ? static_cast<uint32_t>(r) + 1 : 0;
+  for (int r = 0; r < ranks; r++) region.rank_slot(r).heap = heaps ? 1 : 0;
   // All holders are counted from the start, so that the region stays for ranks that are late.
   region.header().holders.store(ranks);
   return base;

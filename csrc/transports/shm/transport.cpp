@@ -16,34 +16,25 @@ ShmTransport::ShmTransport(std::string name, const SharedMemory& memory)
     : name_(std::move(name)),
       memory_(memory),
       self_(memory.place(memory.rank)),
-      region_(memory.base.get(), static_cast<int>(memory.members.size()),
-              memory.heaps ? memory.heaps->base : nullptr),
-      detector_(region_, memory.members, self_, memory.handles) {
+      region_(memory.base.get(), static_cast<int>(memory.members.size())),
+      detector_(region_, memory.members, self_) {
   const SpinPace pace(region_, env().spin);
   bool all = true;
   for (int r = 0; r < region_.ranks(); r++) all = all && region_.present(r);
   if (all) {
     region_.rank_slot(self_).reads.store(cma::readable(region_, self_), std::memory_order_release);
     window_ = std::make_unique<Window>(region_, detector_, self_, pace);
-    if (region_.has_heaps()) heaps_ = memory.heaps ? memory.heaps : heaps_here();
+    if (region_.has_heaps()) {
+      uint8_t* const own = region_.heap(self_);
+      const auto offset = static_cast<size_t>(own - static_cast<uint8_t*>(memory_.base.get()));
+      heap_ = std::make_shared<SharedHeap>(memory_.base, own, kHeapBytes,
+                                           HeapFile{memory_.file, offset});
+    }
   }
   for (LaneState& lane : lanes_) {
     lane.channels.resize(memory.members.size());
     lane.pace = pace;
   }
-}
-
-std::shared_ptr<const KeptHeaps> ShmTransport::heaps_here() const {
-  auto heaps = std::make_shared<KeptHeaps>();
-  heaps->memory = memory_.base;
-  heaps->base = region_.heaps();
-  heaps->name = region_.header().heaps_name;
-  heaps->own = static_cast<uint32_t>(self_);
-  uint8_t* const own = region_.heap(self_);
-  const auto offset = static_cast<size_t>(own - static_cast<uint8_t*>(memory_.base.get()));
-  heaps->heap =
-      std::make_shared<SharedHeap>(memory_.base, own, kHeapBytes, HeapFile{memory_.file, offset});
-  return heaps;
 }
 
 ShmTransport::~ShmTransport() { detector_.leave(); }
@@ -135,7 +126,7 @@ std::string ShmTransport::describe() const {
   }
   if (text.back() == ' ') return text + "nobody";
   // A heap is in use only if all ranks could map it.
-  if (window_ && !heaps_) text += " (no shared heap: ulimit -f or -v leaves no room for one)";
+  if (window_ && !heap_) text += " (no shared heap: ulimit -f or -v leaves no room for one)";
   return text;
 }
 

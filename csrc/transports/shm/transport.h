@@ -18,13 +18,11 @@ namespace pycomm {
 /// The outcome of a rendezvous. All ranks that have the memory have signed their slots; a member
 /// whose slot is unsigned could not get it.
 struct SharedMemory {
-  std::shared_ptr<void> base;  ///< gives the memory back when the last holder releases it
-  std::vector<int> members;    ///< ranks of the group that it was made for, ascending
-  int rank = 0;                ///< ours, in the group
-  int file = -1;               ///< the memory's file, or -1; `base` keeps it open
-  std::shared_ptr<const KeptHeaps> heaps;  ///< of a former group; null: those in this memory
-  FailureDetector::Handles handles;        ///< of ranks in other PID namespaces
-  std::shared_ptr<void> permit;            ///< lets the other ranks read our memory
+  std::shared_ptr<void> base;    ///< gives the memory back when the last holder releases it
+  std::vector<int> members;      ///< ranks of the group that it was made for, ascending
+  int rank = 0;                  ///< ours, in the group
+  int file = -1;                 ///< the memory's file, or -1; `base` keeps it open
+  std::shared_ptr<void> permit;  ///< lets the other ranks read our memory
 
   /// Returns the number in the region of a rank of the group; -1 if it has none.
   int place(int rank) const;
@@ -42,9 +40,7 @@ class PYCOMM_API ShmTransport final : public Transport {
   /// part in it. Window::size() and member() name them.
   Window* window() { return window_.get(); }
   /// Returns memory of ours that all ranks of the window address in place, or null.
-  std::shared_ptr<SharedHeap> heap() { return heaps_ ? heaps_->heap : nullptr; }
-  /// Returns the heaps of all ranks of the window, for a later group of theirs, or null.
-  std::shared_ptr<const KeptHeaps> kept_heaps() { return heaps_; }
+  std::shared_ptr<SharedHeap> heap() { return heap_; }
   void idle(Lane lane, std::chrono::microseconds limit) override;
   void check() override { detector_.check(); }
   PeerStatus look(int rank) override;
@@ -55,7 +51,6 @@ class PYCOMM_API ShmTransport final : public Transport {
   std::string describe() const override;
 
  private:
-  std::shared_ptr<const KeptHeaps> heaps_here() const;
   /// The state of a lane, driven by one thread at a time.
   struct LaneState {
     std::vector<std::unique_ptr<RingChannel>> channels;  ///< by rank of the region; null: unused
@@ -70,7 +65,7 @@ class PYCOMM_API ShmTransport final : public Transport {
   SharedRegion region_;
   FailureDetector detector_;
   std::unique_ptr<Window> window_;
-  std::shared_ptr<const KeptHeaps> heaps_;  ///< those in use; null if there are none
+  std::shared_ptr<SharedHeap> heap_;  ///< null if not all ranks have mapped the heaps
   std::array<LaneState, kLanes> lanes_;
 };
 
@@ -81,10 +76,6 @@ PYCOMM_API std::unique_ptr<ShmTransport> make_local(const Rendezvous& rendezvous
 /// Makes the transport for ranks that are processes.
 class PYCOMM_API ShmSetup {
  public:
-  /// `kept`: the heaps of a former group, which this one keeps if all ranks that share memory had
-  /// them; or null.
-  explicit ShmSetup(std::shared_ptr<const KeptHeaps> kept = nullptr) : kept_(std::move(kept)) {}
-
   /// Announces what make() publishes about this rank's host, with the exchange that begins a group,
   /// so that it needs none of its own.
   void announce(const Rendezvous& rendezvous);
@@ -93,7 +84,6 @@ class PYCOMM_API ShmSetup {
   std::unique_ptr<ShmTransport> make(const Rendezvous& rendezvous, const std::vector<int>& ranks);
 
  private:
-  const std::shared_ptr<const KeptHeaps> kept_;
   std::shared_ptr<HostSocket> socket_;  ///< passes on the region, if we create it
 };
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
+import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,35 +27,24 @@ def main(argv: Sequence[str]) -> int:
     path = "file that is written (probe.json)"
     add("--out", type=options.file, default=Path("probe.json"), help=path)
     add("--ranks", "-n", type=options.count, default=2, help="to start, without torchrun (2)")
-    add("--store", type=Path, help="rendezvous folder: shared by all nodes")
     add("--effort", type=options.positive, default=1.0, help="share of the usual time to take (1)")
     given = parser.parse_args(argv)
     rank, size = env().rank, env().world_size
     if rank is not None and size is not None:
-        here = env().local_world_size or size
-        if here < size and not given.store:
-            parser.error(
-                f"{size} ranks on nodes of {here} cannot meet in a folder of their own: name a new "
-                "one that all nodes share with --store"
-            )
-        folder = given.store or _rendezvous_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # ranks trust its contents
-        return _join(folder, rank, size, given)
+        return _join(rank, size, given)
     if given.ranks < 2:
         parser.error("one rank has no links to probe: --ranks 2 or more")
-    with tempfile.TemporaryDirectory(prefix="pycomm-probe-") as made:
-        words = ["--store", made, "--out", str(given.out), "--effort", str(given.effort)]
-        return _start(given.ranks, words)
-
-
-def _rendezvous_folder() -> Path:
-    """Return the rendezvous folder, the same for all ranks of one torchrun on a machine."""
-    return Path(tempfile.gettempdir()) / f"pycomm-probe-{os.getppid()}"
+    return _start(given.ranks, ["--out", str(given.out), "--effort", str(given.effort)])
 
 
 def _start(ranks: int, words: Sequence[str]) -> int:
     command = [sys.executable, "-m", "pycomm.plan", "probe", *words]
-    started = [subprocess.Popen(command, env=variables_of_rank(r, ranks)) for r in range(ranks)]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    started = [
+        subprocess.Popen(command, env=variables_of_rank(rank, ranks) | master)
+        for rank in range(ranks)
+    ]
     try:
         return max(abs(process.wait(TIMEOUT)) for process in started)
     except subprocess.TimeoutExpired:
@@ -68,14 +55,10 @@ def _start(ranks: int, words: Sequence[str]) -> int:
             process.kill()
 
 
-def _join(folder: Path, rank: int, size: int, given: argparse.Namespace) -> int:
+def _join(rank: int, size: int, given: argparse.Namespace) -> int:
     from pycomm.plan.probe.measure import run
 
-    try:
-        found = run(folder, rank, size, given.effort)
-    finally:
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+    found = run(rank, size, given.effort)
     if found is not None:
         found.write(given.out)
         report(found)

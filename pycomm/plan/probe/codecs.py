@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import array
-import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 from pycomm import _C
 from pycomm.communicator import Communicator
@@ -34,7 +34,7 @@ class Codecs:
 
 
 class Buffers:
-    """Approximately normal values by a seed, buffers for output and residual, and a payload."""
+    """Normal values by a seed, buffers for output and residual, and a payload."""
 
     def __init__(self, numel: int, seed: int) -> None:
         self.numel = numel
@@ -130,31 +130,13 @@ def spent(cluster: Cluster, coding: Coding, numel: int) -> tuple[float, float]:
 
 
 def _values(numel: int, seed: int) -> array.array[float]:
-    """Return sums of four uniform float32 less their mean: approximately normal values.
+    """Return normally distributed float32.
 
-    Values beyond a tile repeat it, scaled up slightly, at an odd distance, so a codec that samples
-    at a fixed stride sees all of it.
+    Values beyond a tile repeat it at an odd distance, so a codec that samples at a fixed stride
+    sees all of it.
     """
-    generator, length = random.Random(seed), min(numel, TILE)
-    terms = [_uniform(generator, length) for _ in range(4)] + [array.array("f", [-6.0]) * length]
-    tile, out = array.array("f", bytes(4 * length)), array.array("f", bytes(4 * numel))
-    source, target = (_C.buffer(b, True)[0] for b in (tile, out))
-    dtype, op = _C.DType.float32, _C.ReduceOp.sum
-    _C.reduce(dtype, op, [_C.buffer(term, False)[0] for term in terms], source, length)
-    for i, begin in enumerate(range(0, numel, length)):
-        part, place = min(length, numel - begin), target + 4 * begin
-        _C.scale(dtype, source, place, part, 1 + i / 1024)
-    return out
-
-
-def _uniform(generator: random.Random, numel: int) -> array.array[float]:
-    """Return values from 1 to 2: ones with random bits as fractions."""
-    fractions, ones = (
-        int.from_bytes(word.to_bytes(4, "little") * numel, "little")
-        for word in (0x007FFFFF, 0x3F800000)
-    )
-    bits = generator.getrandbits(32 * numel) & fractions | ones
-    return array.array("f", bits.to_bytes(4 * numel, "little"))
+    tile = array.array("f", NormalDist().samples(min(numel, TILE), seed=seed))
+    return (tile * -(-numel // len(tile)))[:numel]
 
 
 def _seconds(call: Callable[[], object], budget: float) -> float:

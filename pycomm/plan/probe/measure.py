@@ -1,14 +1,13 @@
 """`plan probe`: measures links, cores and codecs of its ranks, on a LAN in under 30 seconds.
 
-Without torchrun it starts two ranks on this machine; under torchrun every rank calls it, on nodes
-that share a folder. Two ranks measure each level of links while the others wait; all ranks that
-have a core measure codecs at the same time, since that is how they will be used.
+Without torchrun it starts two ranks on this machine; under torchrun every rank calls it. Two ranks
+measure each level of links while the others wait; all ranks that have a core measure codecs at the
+same time, since that is how they will be used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from pycomm import _C
 from pycomm.communicator import Communicator
@@ -22,14 +21,13 @@ TURNS = 3
 NUMELS = 1 << 18, 8 << 20  # sizes of the buffers of codecs; caches hold the first
 
 
-def run(folder: Path, rank: int, size: int, effort: float = 1.0) -> ClusterProbe | None:
+def run(rank: int, size: int, effort: float = 1.0) -> ClusterProbe | None:
     """Measure; rank 0 gets the result, the others None.
 
     Everything is measured several times, some seconds apart, and the median counts: cores of a
     rented machine vary in speed.
 
     Args:
-        folder: rendezvous folder; shared by all ranks, and new.
         rank: this rank.
         size: number of ranks.
         effort: share of the usual time and memory: less is quicker and less accurate.
@@ -39,7 +37,7 @@ def run(folder: Path, rank: int, size: int, effort: float = 1.0) -> ClusterProbe
     """
     if size < 2:
         raise ValueError("one rank has no links to probe: start two or more")
-    ranks = Ranks(folder, rank, size)
+    ranks = Ranks(rank, size)
     sizes = [max(1 << 16, int(numel * effort) >> 16 << 16) for numel in NUMELS]
     buffers = [codecs.Buffers(numel, rank) for numel in sizes]
     found = [_turn(ranks, buffers, effort) for _ in range(TURNS)]

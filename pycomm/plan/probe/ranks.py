@@ -6,11 +6,11 @@ import array
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from pycomm import _C
-from pycomm.communicator import Communicator, Store
+from pycomm.communicator import Communicator
 from pycomm.plan.codecs import Coding
+from pycomm.stores import at_master
 
 PAUSE = 0.03  # seconds after which a token bucket is full again
 
@@ -18,8 +18,8 @@ PAUSE = 0.03  # seconds after which a token bucket is full again
 class Ranks:
     """The ranks of a probe, and the values that they exchange."""
 
-    def __init__(self, folder: Path, rank: int, size: int) -> None:
-        self.store, self.rank, self.size = Store.file(str(folder)), rank, size
+    def __init__(self, rank: int, size: int) -> None:
+        self.store, self.rank, self.size = at_master(rank, _C.CommunicatorOptions()), rank, size
         self.group = Communicator(self.store, rank, size, group="probe", timeout=60)
         self._groups: dict[str, Communicator] = {}
         self._told = 0

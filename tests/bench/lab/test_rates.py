@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from pycomm.bench.lab.rates import Rate, parse
@@ -35,3 +38,26 @@ def test_rates(text, links):
 def test_what_is_wrong_is_quoted(text, wrong):
     with pytest.raises(ValueError, match=wrong):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--rate", "1gbit@0@200%"], "the loss 200% is no share: want 0% to 100%"),
+        (["--rate", "1gbit@0@-1%"], "the loss -1% is no share: want 0% to 100%"),
+        (["--rate", "1gbit@0@nan"], "the loss nan is no share"),
+        (["--rate", "1gbit@-3ms"], "cannot read the round trip '-3ms': want a time with a unit"),
+        (["--rate", "1gbit@61s"], "the round trip 61s is impossible: want 0 to 60s"),
+        (["--rate", "1gbit@3"], "cannot read the round trip '3': want a time with a unit"),
+        (["--rate", "1gbit,1gbit@1ms"], "with delay or loss a node has one link"),
+        (["--nodes", "two"], "invalid int value: 'two'"),
+    ],
+)
+def test_bad_input_gets_one_line_and_status_2(options, problem):
+    command = [sys.executable, "-m", "pycomm.bench.netlab", *options, "--", "true"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "netlab: " in done.stderr
+    assert problem in done.stderr
+    assert done.stderr.count("\n") == 1

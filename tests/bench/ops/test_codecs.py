@@ -36,11 +36,7 @@ def test_every_codec_is_measured_by_default():
     assert {spec.partition(":")[0] for spec in chosen} == set(CODECS)
 
 
-def test_torch_is_measured_beside_a_codec(tmp_path):
-    out, cores = tmp_path / "out.csv", os.sched_getaffinity(0)
-    assert codecs.main(["-b", "4K", "-e", "4K", "--codec", codecs.PEER, "--csv", str(out)]) == 0
-    assert os.sched_getaffinity(0) == cores  # who called main() is not left on one core
-    rows = read_rows(out, Row)
-    beside = [(row.op, row.codec) for row in rows if row.backend == codecs.TORCH]
-    assert beside == [("encode", spec) for spec in codecs.specs([codecs.PEER])]
-    assert all(row.time_p50 > 0 for row in rows)
+def test_who_calls_it_is_not_left_on_one_core():
+    cores = os.sched_getaffinity(0)
+    assert codecs.main(["-b", "4K", "-e", "4K", "--codec", "topk:0.01"]) == 0
+    assert os.sched_getaffinity(0) == cores

@@ -24,7 +24,7 @@ from pycomm.bench.ops.operations import OPERATIONS, make_case
 from pycomm.env import env
 from tests.extent import each_value
 from tests.ranks import run_processes
-from tests.torch.interpreter import launch
+from tests.torch.interpreter import free_port, launch
 
 CLEAN = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
@@ -99,8 +99,8 @@ from pathlib import Path
 from pycomm.bench.__main__ import main
 
 for name, words in json.loads(sys.argv[1]).items():
-    said, store = io.StringIO(), Path(f"{name} store").resolve()
-    given = [*words.split(), "-n", "10", "--csv", f"{name}.csv", "--store", str(store)]
+    said = io.StringIO()
+    given = [*words.split(), "-n", "10", "--csv", f"{name}.csv"]
     with contextlib.redirect_stderr(said):
         status = main(given)
     if os.environ["RANK"] == "0" and status != 0:
@@ -340,18 +340,13 @@ def test_backends_have_their_turns_iteration_by_iteration():
     assert [len(variant.samples) for variant in variants] == [3, 3]
 
 
-def test_a_wrong_row_ends_with_1(monkeypatch, capsys, tmp_path):
+def test_a_wrong_row_ends_with_1(monkeypatch, capsys):
     monkeypatch.setattr(measure.Rank, "run", lambda self, report: False)
     monkeypatch.setattr(collectives, "env", lambda: replace(env(), rank=0, world_size=1))
-    assert collectives.main(["all_reduce", "--store", str(tmp_path / "store")]) == 1
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    assert collectives.main(["all_reduce"]) == 1
     assert "WRONG" in capsys.readouterr().err
-
-
-def test_ranks_of_several_nodes_are_told_to_name_a_folder(monkeypatch, capsys):
-    place = {"rank": 0, "world_size": 4, "local_world_size": 2}
-    monkeypatch.setattr(collectives, "env", lambda: replace(env(), **place))
-    assert collectives.main(["all_reduce"]) == 2
-    assert "4 ranks on nodes of 2" in capsys.readouterr().err
 
 
 def test_a_rank_that_fails_ends_all(tmp_path):

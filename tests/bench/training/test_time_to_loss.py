@@ -18,8 +18,8 @@ from pycomm.bench.training.results import (
     describe,
     exact_of,
     load,
+    steps_to_exact,
     steps_to_loss,
-    totals,
 )
 from pycomm.bench.training.train import Config, Transformer
 
@@ -37,20 +37,16 @@ def test_steps_to_a_loss_are_found_between_evaluations():
     assert steps_to_loss([{10: 4.0, 20: 2.0}], 1.0) is None
 
 
-def test_totals_hold_each_method_against_the_float32_run():
+def test_steps_count_until_the_loss_of_the_float32_run():
     rows = [
         row("loss", EXACT, seed=0, steps=20, loss=2.0, curve="10:3.0 20:2.0"),
         row("loss", FP16, seed=0, steps=20, loss=2.0, curve="10:3.0 20:2.0"),
         row("loss", INT4, seed=0, steps=20, loss=2.1, curve="10:3.0 20:2.1 30:1.9"),
-        row("step", EXACT, rate="1gbit", seconds=1.0),
-        row("step", FP16, rate="1gbit", seconds=0.5),
-        row("step", INT4, rate="1gbit", seconds=0.1),
     ]
-    found = {r.method: r for r in totals(rows)}
-    assert found[FP16.label].seconds_to_loss == 10.0
-    assert found[INT4.label].steps_to_loss == pytest.approx(25.0)  # half-way from 2.1 to 1.9
-    assert found[INT4.label].seconds_to_loss == pytest.approx(2.5)
-    assert found[INT4.label].change == pytest.approx(0.05)
+    assert steps_to_exact(FP16.label, "demo", rows) == 20.0
+    # Half-way from 2.1 to 1.9.
+    assert steps_to_exact(INT4.label, "demo", rows) == pytest.approx(25.0)
+    assert changes(INT4.label, "demo", rows) == [pytest.approx(0.05)]
 
 
 def test_losses_are_compared_on_the_same_text():

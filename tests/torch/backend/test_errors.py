@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import signal
 import threading
 import time
 import weakref
@@ -77,19 +76,6 @@ def test_rank_that_does_not_call_is_named(rank, size):
     assert native is not None
     assert native.get_error() == torch._C._distributed_c10d.ErrorType.TIMEOUT
     assert 0.9 < time.monotonic() - start < 2.5
-
-
-@on_ranks(2, backend=None)
-def test_rank_that_never_comes_is_named(rank, size, store):
-    if rank == 0:
-        start = time.monotonic()
-        with pytest.raises(pycomm.Timeout, match=r"rank.* 1"):
-            dist.init_process_group(
-                "pycomm", store=store, rank=0, world_size=2, timeout=timedelta(seconds=1)
-            )
-        # Torch's FileStore has timeouts in whole seconds, and would wait for two.
-        assert 1 <= time.monotonic() - start < 1.8
-        assert not dist.is_initialized()
 
 
 @on_ranks(2)
@@ -189,22 +175,6 @@ def test_abort_ends_a_shutdown_that_waits(rank, size):
     with pytest.raises(pycomm.Error, match="abort"):
         work.wait()
     native.abort()  # a second abort does nothing
-
-
-@on_ranks(2, backend=None)
-def test_a_signal_ends_init_on_all_ranks(rank, size, store):
-    start = time.monotonic()
-    if rank == 0:
-        # A shell starts background jobs with SIGINT ignored, and these tests may be such a job.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            dist.init_process_group("pycomm", store=store, rank=0, world_size=3)
-    else:
-        with pytest.raises(pycomm.Error, match=r"rank 0 has left the rendezvous.*Interrupt"):
-            dist.init_process_group("pycomm", store=store, rank=1, world_size=3)
-    assert time.monotonic() - start < 3
-    assert not dist.is_initialized()
 
 
 @on_ranks(2, backend=None)

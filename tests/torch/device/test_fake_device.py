@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm import _C, backend
-from pycomm.errors import Error, Timeout
+from pycomm.errors import Error, Timeout, WireMismatch
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Decision, Parameter
 from pycomm.reduction.bucket import Bucket
@@ -163,6 +163,14 @@ def test_tensors_must_be_on_one_device(rank, ranks):
     x = torch.ones(3, device="fakegpu:1")
     dist.all_reduce(x)
     assert x.cpu().eq(ranks).all()
+
+
+@on_fakes("held")
+def test_devices_that_differ_are_told_on_every_rank(rank, ranks):
+    x = torch.full((1000,), float(rank), device="cpu" if rank == 0 else FAKE)
+    with pytest.raises(WireMismatch, match="pass tensors of one kind of device on all ranks"):
+        dist.all_reduce(x, async_op=True).wait()
+    assert x.cpu().eq(rank).all()  # nothing was reduced
 
 
 @on_ranks(fixture="fakes", backend=None)

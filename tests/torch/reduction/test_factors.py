@@ -64,7 +64,7 @@ def worst(got: dict[str, torch.Tensor], step: int, ranks: int) -> float:
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("codec", "bound"), [("int8", 0.03), ("int4", 0.45), ("eden:bits=4", 0.35)]
+    ("codec", "bound"), [("int8", 0.03), ("int4", 0.45), ("eden:bits=4", 0.35), ("sign", 1.4)]
 )
 def test_rows_and_columns_keep_their_precision(rank, size, codec, bound):
     model, state = wrapped(codec, feedback=False)
@@ -121,7 +121,17 @@ def owed(state: Any, name: str) -> torch.Tensor:
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    "codec", ["int8", "int4", "int4:rounding=stochastic", "mxfp4", "nvfp4", "sign", "topk:0.05"]
+    "codec",
+    [
+        "int8",
+        "int4",
+        "int4:rounding=stochastic",
+        "mxfp4",
+        "nvfp4",
+        "sign",
+        "eden:bits=2",
+        "topk:0.05",
+    ],
 )
 def test_no_step_is_spoilt_when_factors_come(rank, size, codec):
     """What was left over before them is not of the size of many gradients."""

@@ -51,27 +51,7 @@ def test_number_of_sockets_is_checked(sockets):
         _test.Transport("tcp", _C.Store.local(), "g", 0, 1, sockets=sockets)
 
 
-def test_sockets_must_be_equal_on_all_ranks():
-    outcomes = threads(
-        2,
-        lambda me: None,
-        options=lambda rank: {"sockets": 1 + rank, "timeout": 0.5},
-        errors=True,
-    )
-    assert isinstance(outcomes[0], pycomm.errors.Timeout)
-    assert "PYCOMM_SOCKETS" in str(outcomes[1])
-
-
 # ------------------------------------------------------------------------------ set-up
-
-
-def test_ranks_on_several_hosts_refuse_loopback():
-    store = _C.Store.local()
-    store.set("g/tcp-host/1", "another host 1")
-    with pytest.raises(
-        pycomm.errors.Error, match=r'"lo" is loopback.*PYCOMM_INTERFACE.*"lo": set it'
-    ):
-        _test.Transport("tcp", store, "g", 0, 2, timeout=SECONDS, interface="lo")
 
 
 def test_an_unproven_host_is_not_called_by_loopback():
@@ -107,17 +87,6 @@ def test_loopback_of_ipv6():
         return me.transport.describe()
 
     assert "(::1)" in threads(2, body, options={"interface": "::1"})[0]
-
-
-def test_set_up_leaves_no_descriptor_behind():
-    def descriptors():
-        return len(os.listdir("/proc/self/fd"))
-
-    threads(3, lambda me: None)
-    before = descriptors()
-    threads(3, lambda me: None)
-    threads(3, lambda me: None, ranks=[0, 1], options={"timeout": 0.1}, errors=True)
-    assert descriptors() == before
 
 
 CANDIDATES = [

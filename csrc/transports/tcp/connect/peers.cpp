@@ -112,12 +112,11 @@ class AddressExchange {
   }
 
  private:
-  // True if a rank has another host id than ours among those by which ranks have looked for whom
-  // they share memory with.
+  // True if a rank has said that it cannot share memory with us.
   bool shares_no_memory(int rank) const {
-    const auto ids = rendezvous_.exchange->received.find(kHostIdTopic);
+    const auto ids = rendezvous_.exchange->received.find(kSharersTopic);
     return ids != rendezvous_.exchange->received.end() &&
-           ids->second[static_cast<size_t>(rank)] != pycomm::host_id();
+           ids->second[static_cast<size_t>(rank)] != sharers_id();
   }
 
   // Without a secret anybody who can write to the store can give a rank another host, so that it
