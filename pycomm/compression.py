@@ -102,16 +102,15 @@ def compress(
 def state_of(model: nn.Module) -> CompressionState | None:
     """Return the state of a compressed model, as `compress` returned it.
 
-    Scripts under `pycomm.run` do not call `compress`; they need the state to save it or to call
-    `follow`. There, if a model in fully_shard has had no forward yet, this call compresses it;
-    that is collective.
+    Scripts under `pycomm.run` do not call `compress`; they need the state to save it. There, if a
+    model in fully_shard has had no forward yet, this call compresses it; that is collective.
 
     Args:
         model: the model that was given to `compress`, compiled or not, or a module that contains
             it.
 
     Returns:
-        The state; None if nothing of the model is compressed, or `remove` was called.
+        The state; None if nothing of the model is compressed.
 
     Example:
         >>> state = pycomm.state_of(model)  # doctest: +SKIP
@@ -122,7 +121,7 @@ def state_of(model: nn.Module) -> CompressionState | None:
     model = getattr(model, "_orig_mod", model)
     for module in model.modules():
         for _, state in getattr(module, "_comm_hooks", []):
-            if isinstance(state, CompressionState) and not state.removed:
+            if isinstance(state, CompressionState):
                 return state
         if (replaced := state_in(module)) is not None:
             return replaced
@@ -148,21 +147,12 @@ def attach(model: DistributedDataParallel, make: Callable[[], State]) -> State:
     """Let a state reduce a DDP model's buckets; collective.
 
     Args:
-        model: a model that no hook reduces yet, or whose compression was removed.
+        model: a model that no hook reduces yet.
         make: function that makes the state.
 
     Raises:
         Error: the model has a communication hook, or its reducer takes none.
     """
-    hooks = getattr(model, "_comm_hooks", [])
-    before = hooks[0][1] if hooks else None
-    if isinstance(before, HookState) and before.removed:
-        # torch's reducer takes one hook, for good: the old state forwards to the new one.
-        state = make()
-        state.agree()
-        before.successor = state
-        hooks[0] = (compress_hook, state)
-        return state
     check_takes_hook(model)
     state = make()
     state.agree()

@@ -170,14 +170,6 @@ def watch(watched: Watched, before: Watched | None = None) -> None:
         _watched[number] = watched
 
 
-def forget(watched: Watched) -> None:
-    """Show an object no longer."""
-    with _lock:
-        number = _number(watched)
-        if number is not None:
-            del _watched[number]
-
-
 def _number(watched: Watched | None) -> int | None:
     return next((n for n, known in _watched.items() if known is watched), None)
 

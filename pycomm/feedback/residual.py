@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -97,11 +98,12 @@ class Residual:
         spans = self.spans.get(role)
         return spans[side] if spans else self._all
 
-    def span_options(self) -> dict[str, list[Span]]:
-        """Return the spans of both sides, as the core takes them; empty: all values."""
-        if self.rows > 1:
-            return {}
-        return {f"{role}_spans": spans for role, spans in self.spans.items()}
+    def options(self) -> dict[str, Any]:
+        """Return the rule, the buffers by role, and their spans, as the core takes them."""
+        rule = self.rule
+        found = {"kind": rule.kind, "storage": rule.storage, "decay": rule.decay}
+        spans = {} if self.rows > 1 else {f"{role}_spans": one for role, one in self.spans.items()}
+        return {**found, **dict(self.pairs()), **spans}
 
     def stored(self, role: str, side: int, row: int, begin: int, end: int) -> torch.Tensor:
         """Return values as they are stored, in place.

@@ -19,8 +19,7 @@ from pycomm.policy import Policy
 from pycomm.policy.exchange import gather
 from pycomm.policy.names import clean, matching
 from pycomm.reduction.exchange_thread import ExchangeThread
-from pycomm.reduction.reducer import average
-from pycomm.reduction.state import CompressionState, Usage
+from pycomm.reduction.state import CompressionState
 from pycomm.reduction.taken import DiscardedGradients
 
 
@@ -91,13 +90,12 @@ class HookState(CompressionState):
 
     def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a DDP bucket over the group; see `compress_hook`."""
-        if bucket.index() == 0 and self.open_step(absent=torch._C._current_graph_task_id() == -1):
+        if bucket.index() == 0:
+            self.begin_step(absent=torch._C._current_graph_task_id() == -1)
             self._order = []
             self._saved_buckets = self._take_loaded()
             if self._current.absent and not self._settles and (model := self._looks_for_unused()):
                 self._settles = model.register_forward_pre_hook(_settle_joined, prepend=True)
-        if self._usage is Usage.REMOVED:
-            return average(bucket.buffer(), self.process_group)
         parameters = bucket.parameters()
         for parameter in parameters:
             if id(parameter) not in self._names:
@@ -248,8 +246,6 @@ def compress_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[
     Raises:
         Error: the group's all_reduce failed.
     """
-    while state.successor is not None:
-        state = state.successor  # type: ignore[assignment]  # of the same kind
     future = (state.transform or state).reduce_bucket(bucket)
     if not future.done():
         backend.wait_after_backward(future, state.process_group)

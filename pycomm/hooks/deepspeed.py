@@ -59,7 +59,7 @@ class DeepSpeedState(ReplacedState):
         self._attach(engine)
         # With it the optimizer cuts a bucket by the ranks that take its parts, and all-reduces the
         # parts together all the same.
-        self._set(self._optimizer, "reduce_scatter", False)
+        self._optimizer.reduce_scatter = False
         self._reduce_exactly = self._replace(
             self._optimizer, "gradient_reduction_w_predivide", self._reduce_bucket
         )
@@ -79,12 +79,12 @@ class DeepSpeedState(ReplacedState):
         found = getattr(self._optimizer, "loss_scale", 1.0)
         return float(found) if isinstance(found, (int, float)) else 1.0
 
-    def open_step(self, *, absent: bool = False) -> bool:
+    def open_step(self) -> None:
         """See `ReplacedState`. Residuals follow the loss scale, in whose units gradients are."""
-        if not self.is_open and not self.removed and (now := self._loss_scale()) != self._scale:
+        if not self.is_open and (now := self._loss_scale()) != self._scale:
             self.rescale(now / self._scale, momentum=True)
             self._scale = now
-        return super().open_step(absent=absent)
+        super().open_step()
 
     def _close(self, *args: Any, **kwargs: Any) -> Any:
         result = self._end_backward(*args, **kwargs)
@@ -94,9 +94,10 @@ class DeepSpeedState(ReplacedState):
     @torch.no_grad()
     def _reduce_bucket(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         optimizer = self._optimizer
-        if tensor.numel() == 0 or not self.open_step():
+        if tensor.numel() == 0:
             reduced: torch.Tensor = self._reduce_exactly(tensor, dtype)
             return reduced
+        self.open_step()
         names = [
             self._name_of[optimizer.bit16_groups[group][place]]
             for group, place, _ in optimizer.ipg_buckets[dtype].params

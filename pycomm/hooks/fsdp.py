@@ -31,7 +31,7 @@ from pycomm.log import logger
 from pycomm.policy import CODED, Decision, Policy, agree_on_options
 from pycomm.policy.exchange import gather
 from pycomm.reduction.factors import Matrix
-from pycomm.reduction.state import CompressionState, Usage
+from pycomm.reduction.state import CompressionState
 from pycomm.reduction.taken import DiscardedGradients
 
 # torch 2.13 renamed it, and warns about the old name.
@@ -153,8 +153,6 @@ class FSDPState(CompressionState):
     def _end_backward(self) -> None:
         self.end_step()
         self._backward = None
-        if self._usage is Usage.LEAVING and self._may_leave(begins=False):
-            self._leave()
 
     def on_any_rank(self, found: bool) -> bool:
         """See `CompressionState`: with HSDP shards decide together, too."""
@@ -162,11 +160,6 @@ class FSDPState(CompressionState):
         if self._scatters or self.shard_group is None:
             return found
         return any(one for (one,) in gather([found], self.shard_group, self._device))
-
-    def _leave(self) -> None:
-        super()._leave()
-        for unit in self._units:
-            unit.restore()
 
     def end_step(self) -> None:
         """Wait for the step's collectives; with HSDP the shards agree whether it is finite."""

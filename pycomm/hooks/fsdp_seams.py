@@ -38,15 +38,6 @@ class Unit:
     parameters: dict[str, Any]
     """torch's FSDPParam by name, in the order of the message."""
 
-    def __post_init__(self) -> None:
-        kept = {name: getattr(self.group, name) for name in _SEAMS if hasattr(self.group, name)}
-        object.__setattr__(self, "_before", kept)
-
-    def restore(self) -> None:
-        """Restore the communication that torch's group had when this object was made."""
-        for name, value in vars(self)["_before"].items():
-            setattr(self.group, name, value)
-
     def trained(self) -> tuple[str, ...]:
         """Names of the parameters that get gradients."""
         return tuple(n for n, p in self.parameters.items() if p.sharded_param.requires_grad)

@@ -57,8 +57,10 @@ class MegatronState(ReplacedState):
             )
         super().__init__(codec, process_group=model.intra_dp_cp_group, **options)
         names = {p: clean(name) for name, p in model.module.named_parameters()}
-        groups = [_BucketGroup(self, group, names) for group in model.bucket_groups]
-        held = {p for group in groups for bucket in group.buckets for p in bucket.parameters}
+        self._started: set[_BucketGroup] = set()
+        self._groups = [_BucketGroup(self, group, names) for group in model.bucket_groups]
+        buckets = [bucket for group in model.bucket_groups for bucket in group.buckets]
+        held = {p for bucket in buckets for p in bucket.params_list}
         for parameter, name in names.items():
             if parameter in held:
                 same = parameter.dtype == parameter.main_grad.dtype
@@ -75,20 +77,16 @@ class MegatronState(ReplacedState):
                 min(names[p] for p in experts),
             )
         self._attach(model)
-        self._started: set[_BucketGroup] = set()
-        self._groups = groups
-        for group in groups:
+        for group in self._groups:
             group.install()
 
-    def start(self, group: _BucketGroup) -> bool:
-        """Open a step for the buckets of a group; False: compression has been removed."""
+    def start(self, group: _BucketGroup) -> None:
+        """Open a step for the buckets of a group."""
         if group in self._started:  # a group reduces again before the others have begun
             self.close_step()
             self._started.clear()
-        if not self.open_step():
-            return False
+        self.open_step()
         self._started.add(group)
-        return True
 
     def finish(self, group: _BucketGroup) -> None:
         """Wait for a group's gradients; all end with the last group, as PowerSGD needs it."""
@@ -100,48 +98,18 @@ class MegatronState(ReplacedState):
                 each.complete()
 
 
-class _Bucket:
-    """One of Megatron's buckets: gradients that travel together."""
-
-    def __init__(self, bucket: Any, names: dict[Any, str]) -> None:
-        self.parameters = list(bucket.params_list)
-        self.names = [names[p] for p in self.parameters]
-        self._bucket = bucket
-
-    def reduce(self, state: MegatronState, factor: float) -> Callable[[], None]:
-        """Start to average the gradients; return what waits, and multiplies them by a factor."""
-        data = self._bucket.grad_data
-        views = [p.main_grad.view(-1) for p in self.parameters]
-        padded = sum(view.numel() for view in views) != data.numel()
-        flat = torch.cat(views) if padded else data
-        future = state.reduce(flat, self.names)
-
-        def complete() -> None:
-            state.wait(future)
-            if padded:  # the distributed optimizer aligns parameters
-                for view, part in zip(
-                    views, torch.split(flat, [view.numel() for view in views]), strict=True
-                ):
-                    view.copy_(part)
-            if factor != 1.0:
-                data.mul_(factor)
-
-        return complete
-
-
 class _BucketGroup:
     """One of Megatron's bucket groups, whose two methods are replaced."""
 
     def __init__(self, state: MegatronState, group: Any, names: dict[Any, str]) -> None:
-        self._state, self._group = state, group
-        self.buckets = [_Bucket(bucket, names) for bucket in group.buckets]
+        self._state, self._group, self._names = state, group, names
         self._pending: list[Callable[[], None]] = []
         self._begun = False  # from start to finish
 
     def install(self) -> None:
         replace = self._state._replace
-        self._start_exactly = replace(self._group, "start_grad_sync", self.start)
-        self._finish_exactly = replace(self._group, "finish_grad_sync", self.finish)
+        replace(self._group, "start_grad_sync", self.start)
+        replace(self._group, "finish_grad_sync", self.finish)
 
     @torch.no_grad()
     def start(self, force_all_reduce: bool | None = False) -> None:
@@ -151,9 +119,7 @@ class _BucketGroup:
             if group.is_first_batch or not config.overlap_grad_reduce:
                 return  # begun already, as Megatron's own method has it for the first batch
             raise Error("a bucket group's gradients are reduced twice before they are waited for")
-        if not self._state.start(self):
-            self._start_exactly(force_all_reduce=force_all_reduce)
-            return
+        self._state.start(self)
         self._begun = True
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             group.check_grads(
@@ -161,17 +127,33 @@ class _BucketGroup:
                 check_for_large=config.check_for_large_grads,
             )
         ranks = self._state.process_group.size()
-        for bucket, theirs in zip(self.buckets, group.buckets, strict=True):
+        for bucket in group.buckets:
             # Megatron multiplies before it sums, or averages; its factor is usually 1 / ranks.
-            factor = theirs.gradient_scaling_factor
+            factor = bucket.gradient_scaling_factor
             factor *= 1 if config.average_in_collective else ranks
-            self._pending.append(bucket.reduce(self._state, factor))
+            self._pending.append(self._reduce(bucket, factor))
+
+    def _reduce(self, bucket: Any, factor: float) -> Callable[[], None]:
+        """Start to average gradients that travel together; return what waits, and multiplies."""
+        state, data = self._state, bucket.grad_data
+        views = [p.main_grad.view(-1) for p in bucket.params_list]
+        sizes = [view.numel() for view in views]
+        padded = sum(sizes) != data.numel()
+        flat = torch.cat(views) if padded else data
+        future = state.reduce(flat, [self._names[p] for p in bucket.params_list])
+
+        def complete() -> None:
+            state.wait(future)
+            if padded:  # the distributed optimizer aligns parameters
+                for view, part in zip(views, torch.split(flat, sizes), strict=True):
+                    view.copy_(part)
+            if factor != 1.0:
+                data.mul_(factor)
+
+        return complete
 
     def finish(self, force_all_reduce: bool | None = False) -> None:
         """Wait for the group's gradients, in place of Megatron's method."""
-        if self._state.removed:
-            self._finish_exactly(force_all_reduce=force_all_reduce)
-            return
         self._group.param_gather_dispatched = False
         if not self._begun:
             if self._group.ddp_config.overlap_grad_reduce and not self._group.is_first_batch:
@@ -181,17 +163,8 @@ class _BucketGroup:
                     "(requires_grad=False), or set overlap_grad_reduce=False"
                 )
             self.start(force_all_reduce=force_all_reduce)
-            if self._state.removed:
-                self._end_exactly()
-                return
         self._begun = False
         self._state.finish(self)
-
-    def _end_exactly(self) -> None:
-        """Wait for what Megatron's own method has begun."""
-        if self._group.grad_reduce_handle is not None:
-            self._group.grad_reduce_handle.wait()
-            self._group.grad_reduce_handle = None
 
     @torch.no_grad()
     def complete(self) -> None:

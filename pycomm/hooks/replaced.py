@@ -12,14 +12,13 @@ from pycomm.reduction.state import CompressionState
 from pycomm.reduction.step import StepStatus
 
 _ATTRIBUTE = "_pycomm_state"
-_NONE = object()
 
 
 class ReplacedState(CompressionState):
     """State of a wrapper that reduces its gradients by methods of its own.
 
-    Such methods are replaced on the one object, not on its class, and are put back by `remove`.
-    Between `open_step` and `close_step` the wrapper's buckets are reduced. Gradients that the
+    Such methods are replaced on the one object, not on its class. Between `open_step` and
+    `close_step` the wrapper's buckets are reduced. Gradients that the
     wrapper throws away for other reasons than values that are not finite are not noticed:
     `discard` declares them.
     """
@@ -27,8 +26,6 @@ class ReplacedState(CompressionState):
     def _attach(self, wrapper: nn.Module) -> None:
         """Let `state_of` find this state."""
         vars(wrapper)[_ATTRIBUTE] = self
-        self._wrapper = wrapper
-        self._originals: list[tuple[Any, str, Any]] = []
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Replace a method of one object, and return the original.
@@ -43,37 +40,23 @@ class ReplacedState(CompressionState):
                 f"this version of {package} cannot be compressed: its {type(owner).__name__} has "
                 f"no {name}. docs/trainers.md has the versions that are tested"
             )
-        self._set(owner, name, function)
+        setattr(owner, name, function)
         return original
-
-    def _set(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of an object until compression is removed."""
-        self._originals.append((owner, name, vars(owner).get(name, _NONE)))
-        setattr(owner, name, value)
 
     @property
     def is_open(self) -> bool:
         """Whether a step has begun, and not all of its buckets have been given to `reduce`."""
         return self._current.status is StepStatus.OPEN
 
-    def open_step(self, *, absent: bool = False) -> bool:
-        """See `CompressionState`; begins a step if none is open."""
-        return self.is_open or super().open_step(absent=absent)
+    def open_step(self) -> None:
+        """Begin a step, if none is open."""
+        if not self.is_open:
+            self.begin_step()
 
     def close_step(self) -> None:
         """End the step, if one is open."""
         if self.is_open:
             self.end_step()
-
-    def _leave(self) -> None:
-        super()._leave()
-        for owner, name, before in reversed(self._originals):
-            if before is _NONE:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-        self._originals.clear()
-        vars(self._wrapper).pop(_ATTRIBUTE, None)
 
 
 def state_in(wrapper: nn.Module) -> ReplacedState | None:

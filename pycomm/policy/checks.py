@@ -122,7 +122,18 @@ class Checks:
         rows: int = 1,
         average: bool = True,
     ) -> BucketProbe | None:
-        """Start the exact sums of a bucket's slices; see `Plan.probe`. None: it has no slices."""
+        """Start the exact sums of a bucket's slices before it is reduced; all ranks call it.
+
+        Args:
+            values: the bucket's gradients, any float dtype; copied.
+            pieces: layout of a row.
+            residual_of: function that returns what this rank's residuals add to the average.
+            rows: one for each rank for a reduce-scatter; 1 for an all-reduce.
+            average: whether the result is the average; else it is the sum.
+
+        Returns:
+            None, or a probe whose ``finish`` takes the result, before the next step.
+        """
         if not self.wanted:
             return None
         begin = self._clock()

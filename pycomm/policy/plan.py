@@ -166,7 +166,6 @@ class Plan:
         seconds = None if self._began is None else now - self._began
         self._began = now
         self.step = step
-        self.overflows += not finite
         if seconds is not None:
             self._seconds.append(seconds)
         if self.group.size() == 1:
@@ -197,27 +196,12 @@ class Plan:
         values: torch.Tensor,
         pieces: Sequence[SampledPiece],
         residual_of: ResidualOf,
-        *,
-        rows: int = 1,
-        average: bool = True,
+        **layout: Any,
     ) -> BucketProbe | None:
-        """Sample a bucket before it is reduced; all ranks call it for each bucket.
-
-        Args:
-            values: the bucket's gradients, any float dtype.
-            pieces: layout of a row.
-            residual_of: function that returns what this rank's residuals add to the average.
-            rows: one for each rank for a reduce-scatter; 1 for an all-reduce.
-            average: whether the result is the average; else it is the sum.
-
-        Returns:
-            None, or a probe whose ``finish`` takes the result, before the next step.
-        """
-        if self.group.size() == 1:
-            return None
+        """Sample a bucket before it is reduced; see `Checks.probe`."""
         if self._checks is None:
             return None
-        return self._checks.probe(values, pieces, residual_of, rows=rows, average=average)
+        return self._checks.probe(values, pieces, residual_of, **layout)
 
     def followed_by(
         self,

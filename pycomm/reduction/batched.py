@@ -49,12 +49,11 @@ class Batched:
         for piece in bucket.pieces:
             options: dict[str, Any] = {}
             if piece.residual is not None:
-                rule, pairs = piece.residual.rule, piece.residual.pairs()
-                options = {role: [side.data_ptr() for side in pair] for role, pair in pairs}
-                options["kind"] = getattr(_C.FeedbackKind, rule.kind)
-                options["storage"] = getattr(_C.FeedbackStorage, rule.storage)
-                options["decay"] = rule.decay
-                options |= piece.residual.span_options()
+                options = piece.residual.options()
+                options["kind"] = getattr(_C.FeedbackKind, options["kind"])
+                options["storage"] = getattr(_C.FeedbackStorage, options["storage"])
+                for role, pair in piece.residual.pairs():
+                    options[role] = [side.data_ptr() for side in pair]
             native.add(piece.numel, piece.codec.native, tensor=piece.tensor, **options)
         numbers = {id(piece): i for i, piece in enumerate(bucket.pieces)}
 

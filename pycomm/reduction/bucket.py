@@ -163,12 +163,7 @@ class Bucket:
 
             self._native = load_c10d().Layout(self.rows, owner_residuals=self._may_owe)
             for p in self.pieces:
-                options: dict[str, Any] = {}
-                if p.residual is not None:
-                    rule, options = p.residual.rule, dict(p.residual.pairs())
-                    options |= {"kind": rule.kind, "storage": rule.storage}
-                    options["decay"] = rule.decay
-                    options |= p.residual.span_options()
+                options = p.residual.options() if p.residual is not None else {}
                 self._native.add(p.offset, p.numel, p.codec.spec(), p.tensor, **options)
         return self._native
 

@@ -30,9 +30,7 @@ KINDS = ("residual", "decay", "momentum")
 def _core(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> str:
     if backend.find(group, device):
         return ""
-    if backend.find(group, device) is None:
-        return f"the group's backend for {device.type} is not pycomm"
-    return "some of the group's ranks have their tensors on other devices"
+    return f"the group's backend for {device.type} is not pycomm"
 
 
 def _peers(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> str:

@@ -99,7 +99,6 @@ class BucketReducer:
         self._thread: ExchangeThread | None = None  # that does so beside backward, of host tensors
         self._formed_with = self._formed()
         self._current = Step(StepStatus.COMMITTED)
-        self._overflows = 0  # steps whose result was not finite
         self.encoded: Callable[[], None] | None = None
         """Is called once, by the next reduction of which `coding_of` tells."""
 
@@ -389,23 +388,17 @@ class BucketReducer:
 
     def _settle_deferred(self) -> None:
         """Let the host know of the steps about which the device has decided; see `SideStream`."""
-        side, before = self._side, self._overflows
+        side, before = self._side, self.plan.overflows
         if side is None or not side.ahead:
             return
         swapped = side.settle()
-        self._hear(side)
+        self.plan.overflows += side.hear()
         if self.residuals:
             if swapped:
                 self.residuals.swap(side.names)
             self.residuals.set_step(side.names, side.last_finite)
-        if self._overflows > before:
+        if self.plan.overflows > before:
             self.check_operations()
-
-    def _hear(self, side: SideStream) -> None:
-        """Count the deferred steps of which the host knows by now."""
-        overflows = side.hear()
-        self._overflows += overflows
-        self.plan.overflows += overflows
 
     def scatter(
         self,

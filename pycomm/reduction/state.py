@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
-from enum import Enum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pycomm import monitor
 from pycomm.arguments import number, typed
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Cut, Feedback, reshard, sources
 from pycomm.log import tell, warn_once
-from pycomm.policy import EXACT, Policy, refused_together
+from pycomm.policy import Policy, refused_together
 from pycomm.policy.exchange import gather
 from pycomm.policy.names import few, matching, renamed
 from pycomm.reduction import members, paths
@@ -35,18 +33,6 @@ from pycomm.reduction.taken import DiscardedGradients
 from pycomm.reduction.transform import Transform
 
 STATE_VERSION = 1
-
-
-class Usage(Enum):
-    """What a state does for its model: `remove` leads on, and `set_policy` back."""
-
-    ACTIVE = "active"
-    REQUESTED = "requested"
-    """`remove` was called, and no step has begun since."""
-    LEAVING = "leaving"
-    """Steps send what residuals are left."""
-    REMOVED = "removed"
-    """The model no longer uses the state."""
 
 
 class CompressionState(BucketReducer):
@@ -86,7 +72,6 @@ class CompressionState(BucketReducer):
         self._taken: DiscardedGradients | None = None
         """Observer that detects unused gradients, if the hook has one."""
         self._told = 0  # bytes of residuals that were reported, the most so far
-        self._usage = Usage.ACTIVE
         self._rank = self.process_group.rank()  # in the group for which residuals are laid out
         self._met_in = 0 if not self._formed_with else -1
         """How often the group's members had been set when they compared where they stand."""
@@ -94,8 +79,6 @@ class CompressionState(BucketReducer):
         """Reason why this state cannot go on with other members of its group; "": it can."""
         self.busy = False
         """Reductions of a step run, which a hook that does not wait for them in backward says."""
-        self.successor: CompressionState | None = None
-        """The new state, if a DDP model was compressed again after `remove`."""
         if transform is not None:
             transform.bind(self)
 
@@ -106,15 +89,10 @@ class CompressionState(BucketReducer):
     reads residuals on the host between two steps cannot have that."""
 
     @property
-    def removed(self) -> bool:
-        """`remove` is complete: the model no longer uses this state."""
-        return self._usage is Usage.REMOVED
-
-    @property
     def overflows(self) -> int:
         """Steps whose result was not finite; they have left the residuals as they were."""
         self._settle_deferred()
-        return self._overflows
+        return self.plan.overflows
 
     def __repr__(self) -> str:
         what = f"{self.plan.policy}, step={self.step}, overflows={self.overflows}"
@@ -186,7 +164,8 @@ class CompressionState(BucketReducer):
         """Change the codec or policy from the next step on; collective, between two steps.
 
         Residuals are kept and sent with the new codecs, completely if a parameter becomes exact.
-        The kind of feedback stays. This cancels a `remove` that is not complete.
+        The kind of feedback stays. "none" makes gradients exact, after a step that also sends what
+        is left of all residuals.
 
         Args:
             codec: as for `pycomm.compress`, equal on all ranks. Steps of a warm-up or a schedule
@@ -196,24 +175,11 @@ class CompressionState(BucketReducer):
             ValueError: an unknown codec, or one that this wrapper or feedback cannot use; the state
                 is unchanged.
             WireMismatch: ranks were given different codecs or policies.
-            Error: `remove` is complete; call `pycomm.compress` again.
         """
-        self._check_in_use()
         self.settle()
         with refused_together(self.process_group):
             self.plan = self.plan.followed_by(Policy.of(codec), self._device)
         self._forget_buckets()
-        self._usage = Usage.ACTIVE
-
-    def _check_in_use(self) -> None:
-        """Check that the model uses this state, and that no step is under way.
-
-        Raises:
-            Error: `remove` is complete, or a step is under way.
-        """
-        if self.removed:
-            raise Error("compression was taken off this model: call pycomm.compress(model, ...)")
-        self._check_idle()
 
     def _check_idle(self) -> None:
         if self.busy:
@@ -221,44 +187,6 @@ class CompressionState(BucketReducer):
                 f"rank {self.process_group.rank()}: gradients are on the way, which use the "
                 "residuals: call optimizer.step() or optimizer.synchronize() first"
             )
-
-    def remove(self) -> None:
-        """Remove compression from the model; collective, between two steps.
-
-        The next step is exact and also sends every parameter's residual, so nothing is lost. After
-        that the model reduces its gradients as if it had never been compressed. Momentum that was
-        kept here (feedback "momentum") ends: configure it in the optimizer.
-        """
-        if self.removed:
-            return
-        self.set_policy(Policy(EXACT, rules=(), guard=None))
-        self._usage = Usage.REQUESTED
-
-    def _may_leave(self, *, begins: bool) -> bool:
-        """Return whether no rank has residuals after the last step; collective.
-
-        Args:
-            begins: the next step begins; else the last one has just ended, and its gradients may
-                not have been used yet.
-        """
-        if begins and self._taken:
-            self._current.discarded |= self._taken.begin(self._current.pieces)
-        self.settle(last=begins)
-        if begins and self._formed() != self._formed_with:
-            return False  # a new member does not know of it before the step begins
-        has_residual = self.residuals is not None and self.residuals.has_residual
-        return not self.on_any_rank(has_residual)
-
-    def _leave(self) -> None:
-        """Complete `remove`."""
-        self._usage = Usage.REMOVED
-        monitor.forget(self.plan)
-        if self._taken:
-            self._taken.release()
-        if self.residuals:
-            self.residuals.clear()
-        self._forget_buckets()
-        self._thread = None  # which has a group of its own
 
     def residual_norms(self) -> dict[str, tuple[float, float]]:
         """Return the L2 norms of each parameter's worker and owner residual after the last step."""
@@ -308,9 +236,8 @@ class CompressionState(BucketReducer):
         Raises:
             ValueError: the state is of another version or model, ranks are missing, or this rank's
                 entry was not loaded with the rest.
-            Error: `remove` is complete; call `pycomm.compress` again.
         """
-        self._check_in_use()
+        self._check_idle()
         if self.transform is not None:
             self.transform.drop_step()
         for state in states:
@@ -407,7 +334,6 @@ class CompressionState(BucketReducer):
 
         Raises:
             ValueError: ranks shard the parameters (FSDP2), so the lost ranks' shards are lost.
-            Error: `remove` is complete; call `pycomm.compress` again.
 
         Example:
             >>> dist.shrink_group(error.ranks, shrink_flags=1)  # doctest: +SKIP
@@ -416,7 +342,7 @@ class CompressionState(BucketReducer):
             >>> state.adopt_state(previous)  # doctest: +SKIP
         """
         typed("previous", previous, CompressionState, None)
-        self._check_in_use()
+        self._check_idle()
         if previous is not None:
             previous.busy = False  # a step that its group has not ended
         if self._cuts():
@@ -502,9 +428,8 @@ class CompressionState(BucketReducer):
 
         Raises:
             ValueError: the checkpoint has nothing under this key.
-            Error: `remove` is complete; call `pycomm.compress` again.
         """
-        self._check_in_use()
+        self._check_idle()
         about = load_saved(checkpoint_id, key, ["about"], self.process_group)["about"]
         before = about[0]["world_size"]
         others = self.transform.keys(before) if self.transform else []
@@ -549,19 +474,6 @@ class CompressionState(BucketReducer):
 
     # ------------------------------------------------------------------ for hooks
 
-    def open_step(self, *, absent: bool = False) -> bool:
-        """Begin a step of a hook; False: `remove` is complete, and gradients travel exactly.
-
-        Args:
-            absent: as for `begin_step`.
-        """
-        if self._usage is Usage.LEAVING and self._may_leave(begins=True):
-            self._leave()
-        if self.removed:
-            return False
-        self.begin_step(absent=absent)
-        return True
-
     def begin_step(self, *, absent: bool = False) -> None:
         """Settle the last step and begin the next, before its first `reduce`, on all ranks.
 
@@ -597,8 +509,6 @@ class CompressionState(BucketReducer):
         )
         if step.looks:
             self._factors.start_look()
-        if self._usage is Usage.REQUESTED:
-            self._usage = Usage.LEAVING
         if self.transform is not None:
             self.transform.step_begun()
 
@@ -674,7 +584,7 @@ class CompressionState(BucketReducer):
             step.pieces = {name: step.pieces[name] for name in waiting}
             step.checks = [lambda: True]
             return
-        self._overflows += not finite
+        self.plan.overflows += not finite
         step.end(finite=finite, committed=came)
         if not finite:
             self.check_operations()
@@ -696,7 +606,6 @@ class CompressionState(BucketReducer):
             self.defers
             and step.status is StepStatus.REDUCED
             and not (step.checks or step.flushed or step.discarded or step.unused)
-            and self._usage is Usage.ACTIVE
             and not (self.plan.judges or self._side.is_full)
             and (not self._side.ahead or self._side.names == step.pieces.keys())
             and not any(
@@ -711,7 +620,7 @@ class CompressionState(BucketReducer):
         if self.residuals:
             self.residuals.swap(self._side.names)
         self._current.end(finite=True, committed=True)
-        self._hear(self._side)
+        self.plan.overflows += self._side.hear()
         self.check_operations()
 
     def on_any_rank(self, found: bool) -> bool:

@@ -58,13 +58,13 @@ def plain(net: nn.Module, **options: Any) -> Training:
 def gradients(net: nn.Module, codec: str = "int4", *, make: Make = SGD, **options: Any) -> Training:
     model = DistributedDataParallel(net)
     state = pycomm.compress(model, codec, **options)
-    return Training(model, make(model.parameters()), state, end=state.remove)
+    return Training(model, make(model.parameters()), state)
 
 
 def shards(net: nn.Module, codec: str = "int4", **options: Any) -> Training:
     model = fully_shard(net)
     state = pycomm.compress(model, codec, **options)
-    return Training(model, SGD(model.parameters()), state, end=state.remove)
+    return Training(model, SGD(model.parameters()), state)
 
 
 def momentum(

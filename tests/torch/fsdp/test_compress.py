@@ -318,7 +318,9 @@ ALONE = {"weight": (64, 48)}
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("codec", ["int2", "int2 3:int3 5:int2", "int2 3:topk:0.1 6:int2"])
+@pytest.mark.parametrize(
+    "codec", ["int2", "int2 3:int3 5:int2", "int2 3:topk:0.1 6:int2", "int2 3:fp32 6:int2"]
+)
 def test_codecs_that_take_turns_lose_nothing(rank, size, codec):
     """What was averaged in all steps, and what ranks still owe, is the sum of the gradients."""
     model = fully_shard(Chosen(ALONE), mesh=init_device_mesh("cpu", (size,)))

@@ -33,17 +33,17 @@ def mean(step: int, ranks: int) -> list[torch.Tensor]:
     return [sum(parts[1:], parts[0]) / ranks for parts in zip(*every, strict=True)]
 
 
-def lost_with_remove(
+def lost_in_all(
     backward: Callable[[list[torch.Tensor]], list[torch.Tensor]],
     state: pycomm.HookState,
     rank: int,
     ranks: int,
 ) -> list[torch.Tensor]:
-    """Return what two steps, and the one that remove() makes exact, lack of the means, in sum."""
+    """Return what two steps, and the exact one that follows, lack of the means, in sum."""
     total = [torch.zeros(shape) for shape in SHAPES]
     for step in range(3):
         if step == 2:
-            state.remove()
+            state.set_policy("none")
         found = backward(drawn(rank, step))
         for sum_, want, part in zip(total, mean(step, ranks), found, strict=True):
             sum_ += want - part

@@ -30,18 +30,15 @@ class Trainer:
 
 
 def compress(trainer: Trainer, codec: str | Policy, **options: Any) -> CompressionState:
-    """Let the trainer's averages travel compressed, until `remove` is complete."""
-    state, exactly = CompressionState(codec, **options), trainer.average
+    """Let the trainer's averages travel compressed."""
+    state = CompressionState(codec, **options)
     for name, parameter in trainer.module.named_parameters():
         state.add(name, parameter)
     state.plan.complete()
     state.agree()
 
     def average(named: Gradients) -> None:
-        if not state.open_step():
-            trainer.average = exactly
-            exactly(named)
-            return
+        state.begin_step()
         futures = [state.reduce(gradient.view(-1), [name]) for name, gradient in named.items()]
         state.end_step()
         for future in futures:
@@ -68,18 +65,15 @@ def test_the_exact_codec_has_the_bits_of_the_trainer(rank, size):
 
 @on_ranks(2)
 @pytest.mark.parametrize("codec", ["int4", "topk:0.1"])
-def test_what_is_owed_is_sent_before_compression_ends(rank, size, codec):
+def test_what_is_owed_is_sent_by_an_exact_codec(rank, size, codec):
     trainer = Trainer(Chosen())
-    exactly = trainer.average
     state = compress(trainer, Policy(codec, guard=None))
     missing = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(6):
         if step == 3:
             assert any(one.norm() > 0 for one in owed(state).values())
-            state.remove()
+            state.set_policy("none")
         found, want = averaged(trainer, rank, step), mean(size, step)
         for name in SHAPES:
             missing[name] += want[name] - found[name]
     near_zero(*missing.values())
-    assert state.removed
-    assert trainer.average == exactly

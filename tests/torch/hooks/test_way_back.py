@@ -1,4 +1,4 @@
-"""Removing compression from a model, or changing its policy, without losing residuals."""
+"""Changing the policy of a compressed model without losing residuals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import gc
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,11 +17,9 @@ from tests.extent import each_value
 from tests.torch.harness import (
     CODED,
     SHAPES,
-    Chosen,
     compressed,
     gradients,
     lost,
-    mean,
     near_zero,
     reduced,
 )
@@ -34,15 +31,12 @@ from tests.torch.reduction.test_saved_state import PATIENT, network, train
 @on_ranks(3, **PATIENT)
 @each_value
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-@pytest.mark.parametrize("then", ["remove", "fp32", "int8"])
+@pytest.mark.parametrize("then", ["none", "int8"])
 def test_what_is_owed_is_sent_with_the_next_step(rank, size, then):
     model, state = compressed("int4", "residual")
     before = lost(model, rank, range(4))
     assert max(float(before[name].abs().max()) for name in CODED) > 1e-2
-    if then == "remove":
-        state.remove()
-    else:
-        state.set_policy(then)
+    state.set_policy(then)
     after = lost(model, rank, [4])
     paid = [before[name] + after[name] for name in SHAPES]
     if then == "int8":
@@ -53,26 +47,6 @@ def test_what_is_owed_is_sent_with_the_next_step(rank, size, then):
         for step in (5, 6):
             near_zero(*lost(model, rank, [step]).values(), atol=1e-6)
         assert not state.residual_norms()
-    assert state.removed == (then == "remove")
-    assert (pycomm.state_of(model) is None) == (then == "remove")
-
-
-@on_ranks(2)
-def test_nothing_is_loaded_after_remove(rank, size):
-    model = DistributedDataParallel(Chosen())
-    state = pycomm.compress(model, "int4")
-    saved = state.state_dict()
-    state.remove()
-    for step in range(2):
-        reduced(model, gradients(rank, step))
-    assert state.removed
-    for use in (
-        lambda: state.load_state_dict(saved),
-        lambda: state.load_checkpoint("not there"),
-        lambda: state.adopt_state(None),
-    ):
-        with pytest.raises(pycomm.Error, match="taken off this model"):
-            use()
 
 
 @on_ranks(2, **PATIENT)
@@ -80,10 +54,10 @@ def test_nothing_is_loaded_after_remove(rank, size):
 def test_of_every_kind_of_feedback_nothing_stays(rank, size, feedback):
     model, state = compressed("topk:0.1", feedback)
     lost(model, rank, range(3))
-    state.remove()
+    state.set_policy("none")
     lost(model, rank, range(3, 5))
     near_zero(*lost(model, rank, [5]).values(), atol=1e-6)
-    assert state.removed
+    assert not state.residual_norms()
 
 
 @on_ranks(2, **PATIENT)
@@ -91,70 +65,25 @@ def test_a_step_that_overflows_pays_nothing(rank, size):
     """A step that is not finite applies no residuals, so the next one does."""
     model, state = compressed("int4")
     before = lost(model, rank, range(3))
-    state.remove()
+    state.set_policy("none")
     bad = gradients(rank, 3)
     if rank == 0:
         bad["big"].view(-1)[0] = float("nan")
     reduced(model, bad)
     after = lost(model, rank, [4])
-    assert not state.removed
     near_zero(before["big"] + after["big"], atol=2e-5)
-    reduced(model, gradients(rank, 5))
-    assert state.removed
-
-
-@on_ranks(**PATIENT)
-@pytest.mark.parametrize(("shape", "ranks"), [("shards", 2), ("hsdp", 4)])
-def test_fsdp_communicates_as_before(rank, size, shape):
-    mesh = {"shards": None, "hsdp": (2, size // 2)}[shape]
-    names = ("replicate", "shard")
-    options = {} if mesh is None else {"mesh": init_device_mesh("cpu", mesh, mesh_dim_names=names)}
-    models = [fully_shard(network(), **options) for _ in range(2)]
-    state = pycomm.compress(models[1], "int4")
-    for model in models:
-        train(model, rank, 2)
-    assert state.residual_norms()
-    state.remove()
-    train(models[1], rank, 1)
-    assert state.removed
-    assert not state.residual_norms()
-    assert pycomm.state_of(models[1]) is None
-    for model in models:
-        model.zero_grad()
-        train(model, rank, 2)
-    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(p.grad.full_tensor(), q.grad.full_tensor())
-    again = pycomm.compress(models[1], "int8")
-    train(models[1], rank, 1)
-    assert again.residual_norms()
-    assert pycomm.state_of(models[1]) is again
 
 
 @on_ranks(2, **PATIENT)
-def test_a_model_is_compressed_again(rank, size):
+def test_a_policy_that_is_refused_changes_nothing(rank, size):
     model = DistributedDataParallel(network())
     state = pycomm.compress(model, "int4")
     assert pycomm.state_of(model) is state
     assert pycomm.state_of(nn.Sequential(model)) is state
     assert pycomm.state_of(network()) is None
-    state.remove()
     train(model, rank, 1)
     with pytest.raises(pycomm.Error, match="compressed already"):
-        pycomm.compress(model, "int8")  # the last residuals may not have been applied yet
-    state.set_policy("int4")  # so this takes them back
-    train(model, rank, 2)
-    assert state.residual_norms()
-    assert not state.removed
-    for spec in ("int8", "bf16"):
-        state.remove()
-        train(model, rank, 2)
-        with pytest.raises(pycomm.Error, match=r"call pycomm\.compress"):
-            state.set_policy("int4")
-        state = pycomm.compress(model, spec)
-        assert pycomm.state_of(model) is state
-        train(model, rank, 2)
-        assert state.step == 2
-    # The call was refused, and nothing has changed.
+        pycomm.compress(model, "int8")
     with pytest.raises(ValueError, match="unknown codec"):
         state.set_policy("int9")
     with pytest.raises(pycomm.WireMismatch, match="ranks do not compress alike"):
@@ -193,43 +122,17 @@ def test_scripts_under_run_find_their_states(tmp_path):
     assert "TEXT model 0: step 1" in output
 
 
-@on_ranks(4, **PATIENT)
-def test_shards_leave_together(rank, size):
-    """Replicas of one shard may owe nothing, as where "auto" chose another codec for them."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = fully_shard(Chosen(), mesh=mesh)
-    state = pycomm.compress(model, "int4")
-    for step in range(8):
-        if step == 3:
-            if mesh.get_local_rank("shard") == 1:
-                state.settle()
-                state.residuals.clear()
-            state.remove()
-        model.zero_grad()
-        model(gradients(rank, step)).backward()
-    assert state.removed
-    want = mean(size, 7)
-    near_zero(*(p.grad.full_tensor() - want[n] for n, p in model.named_parameters()), atol=1e-6)
-
-
 @on_ranks(2, **PATIENT)
 def test_a_model_keeps_its_number_in_the_monitor(rank, size):
     gc.collect()  # what other tests have left
     others = pycomm.monitor.snapshot().keys()
     model, state = compressed("int8")
     (number,) = pycomm.monitor.snapshot().keys() - others
-    for step in range(8):
+    for step in range(4):
         if step == 2:
             state.set_policy("int4")
-        if step == 4:
-            state.remove()
         reduced(model, gradients(rank, step))
-        found = pycomm.monitor.snapshot()
-        assert (number in found) == (not state.removed)
-        assert state.removed or found[number].step == step + 1
-    assert state.removed
-    pycomm.compress(model, "int8")
-    assert len(pycomm.monitor.snapshot()) == len(others) + 1
+        assert pycomm.monitor.snapshot()[number].step == step + 1
 
 
 # --------------------------------------------------------------------------------- dropped models

@@ -169,23 +169,6 @@ def test_the_backend_pycomm_needs_no_thread(rank, ranks):
 
 
 @on_ranks(2, backend="gloo")
-def test_a_state_that_was_removed_has_no_thread(rank, ranks):
-    before = set(threading.enumerate())
-    model = wrapped()
-    state = pycomm.compress(model, "int4")
-    backward(model, rank)
-    made = set(threading.enumerate()) - before
-    assert len(made) == 1
-    state.remove()
-    for step in range(3):
-        backward(model, rank, step)
-    assert state.removed
-    for thread in made:
-        thread.join(20)
-        assert not thread.is_alive()
-
-
-@on_ranks(2, backend="gloo")
 def test_who_gets_a_result_may_fork(rank, ranks):
     """A child has no thread that would end the wait for a step."""
     thread = ExchangeThread(dist.group.WORLD)

@@ -19,7 +19,7 @@ from pycomm.reduction.step import StepStatus
 from tests.torch.harness import CODED, SHAPES, equal, gradients, mean, near_zero, owed
 
 ENDS = ("is used", "overflows", "breaks off", "is discarded", "is discarded late")
-BETWEEN = ("is looked at", "is saved and loaded", "has another codec", "is to be removed")
+BETWEEN = ("is looked at", "is saved and loaded", "has another codec", "is exact")
 ORDERS = st.lists(st.sampled_from(ENDS + BETWEEN + ("is used",)), min_size=4, max_size=12)
 
 
@@ -75,8 +75,8 @@ def play(rank: int, size: int, order: list[str]) -> None:
             state.load_state_dict(saved)
         elif event == "has another codec":
             state.set_policy(Policy("int8", guard=None))
-        elif event == "is to be removed":
-            state.remove()
+        elif event == "is exact":
+            state.set_policy(Policy("fp32", guard=None))
         else:
             found = advance(rank, state, number, event)
             step = state._current
