@@ -20,17 +20,14 @@ that have no place for a command: `PYCOMM_RUN="--codec int4" accelerate launch .
 from __future__ import annotations
 
 import argparse
-import builtins
 import functools
 import importlib.util
-import io
+import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.abc import InspectLoader
-from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -296,36 +293,11 @@ def _mark(module: nn.Module) -> None:
 # ------------------------------------------------------------------------ scripts and modules
 
 
-def _load(script: str) -> tuple[CodeType, ModuleType]:
-    """Compile a script and make the `__main__` that python would make for it."""
-    path = Path(script).absolute()
-    with io.open_code(str(path)) as file:
-        code = compile(file.read(), str(path), "exec", dont_inherit=True)
-    return code, _main_module(str(path), None, SourceFileLoader("__main__", str(path)))
-
-
-def _find(name: str) -> tuple[CodeType, ModuleType]:
-    """Find the module for `-m name`, a package's `__main__`, and make its `__main__`."""
+def _is_found(module: str) -> bool:
     try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-    except ModuleNotFoundError as error:
-        raise ValueError(f"-m {name}: {error}") from None
-    loader = spec.loader if spec else None
-    code = loader.get_code(spec.name) if spec and isinstance(loader, InspectLoader) else None
-    if spec is None or spec.origin is None or code is None:
-        raise ValueError(f"-m {name}: there is no such module that can be run")
-    module = _main_module(spec.origin, spec, spec.loader)
-    module.__package__ = spec.parent
-    return code, module
-
-
-def _main_module(file: str, spec: ModuleSpec | None, loader: Any) -> ModuleType:
-    module = ModuleType("__main__")
-    vars(module).update(__file__=file, __cached__=None, __spec__=spec, __loader__=loader)
-    vars(module).update(__builtins__=builtins)
-    return module
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package around it
+        return False
 
 
 def _hide_our_frames() -> None:
@@ -357,20 +329,25 @@ def main() -> None:
             raise ValueError("there is nothing to run: name a script, or a module after -m")
         if not as_module and not Path(words[0]).is_file():
             raise ValueError(f"there is no script {words[0]}")
-        located = _find(words[0]) if as_module else None
+        if as_module and not _is_found(words[0]):
+            raise ValueError(f"-m {words[0]}: there is no such module")
     except (ValueError, Error) as error:
         _parser().print_usage(sys.stderr)
         print(f"pycomm.run: {error}", file=sys.stderr)
         sys.exit(2)
     hand_on_run(options or ["--backend", "pycomm"])
     _hide_our_frames()
-    if located is None and not getattr(sys.flags, "safe_path", False):
+    sys.argv = words
+    if as_module:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        return
+    script = Path(words[0]).absolute()
+    if not getattr(sys.flags, "safe_path", False):
         # `-m` has put the current folder there; a script expects its own folder.
-        sys.path[0] = str(Path(words[0]).resolve().parent)
-    code, module = located or _load(words[0])
-    sys.argv = [str(module.__file__) if as_module else words[0], *words[1:]]
-    sys.modules["__main__"] = module
-    exec(code, vars(module))
+        sys.path[0] = str(script.resolve().parent)
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    module.__file__ = str(script)
+    exec(compile(script.read_bytes(), str(script), "exec", dont_inherit=True), vars(module))
 
 
 if __name__ == "__main__":

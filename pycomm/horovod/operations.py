@@ -136,32 +136,15 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
 
 
-def _summand(
-    tensor: torch.Tensor, op: Op, factors: tuple[float, float], ranks: int
-) -> torch.Tensor:
-    """Return what a rank contributes to a reduction of its values.
+def _summand(tensor: torch.Tensor, op: Op, factors: tuple[float, float]) -> torch.Tensor:
+    """Return what a rank contributes to a reduction: its values, scaled in place.
 
-    Averages of integers are exact: the ranks add up quotients by their number, and remainders, in
-    int64, where no sum is larger than the values themselves. Sums that are scaled are made in
-    int64, too.
-
-    Args:
-        tensor: the values, which are scaled in place unless they are integers that are averaged.
-        op: the reduction.
-        factors: before and after it.
-        ranks: their number.
-
-    Returns:
-        The same shape, or for averages of integers [*shape, 2].
+    Averages of integers, and sums of them that are scaled, are made in int64.
     """
-    averages = op is Op.Average
-    if _is_whole(tensor) and (averages or (op is Op.Sum and factors != (1.0, 1.0))):
+    if _is_whole(tensor) and (op is Op.Average or (op is Op.Sum and factors != (1.0, 1.0))):
         tensor = tensor.to(torch.int64, copy=True)
     _scale(tensor, factors[0])
-    if not averages or not _is_whole(tensor):
-        return tensor
-    quotient = tensor.div(ranks, rounding_mode="floor")
-    return torch.stack([quotient, tensor - quotient * ranks], -1)
+    return tensor
 
 
 def _finished(
@@ -177,9 +160,7 @@ def _finished(
         factor: of the result.
     """
     if op is Op.Average and _is_whole(values):
-        quotients, rests = values.unbind(-1)
-        values = quotients + rests.div(ranks, rounding_mode="floor")
-        values += (values < 0) & (rests % ranks != 0)  # towards zero
+        values.div_(ranks, rounding_mode="trunc")
     elif op is Op.Average:
         factor /= ranks
     _scale(values, factor)
@@ -207,7 +188,7 @@ def _allreduce_(
     factors = float(prescale_factor), float(postscale_factor)  # whatever kind of number ranks give
 
     def launch(call: Call, _: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
-        sent = [_summand(tensor, op, factors, call.size) for tensor in flat]
+        sent = [_summand(tensor, op, factors) for tensor in flat]
         reduction = _reduction(op)
         works = [dist.all_reduce(t, reduction, group=call.group, async_op=True) for t in sent]
 
@@ -371,9 +352,8 @@ def sparse_allreduce_async(
 
     def result() -> torch.Tensor:
         ranks = len(process_set.ranks)
-        where, what = indices.wait().t(), _summand(values.wait(), chosen, (1.0, 1.0), ranks)
-        size = (*tensor.shape, *what.shape[own.values().dim() :])
-        summed = torch.sparse_coo_tensor(where, what, size).coalesce()
+        where, what = indices.wait().t(), _summand(values.wait(), chosen, (1.0, 1.0))
+        summed = torch.sparse_coo_tensor(where, what, tensor.shape).coalesce()
         results = _finished(summed.values(), tensor.dtype, chosen, ranks, 1.0)
         places = summed.indices()
         return torch.sparse_coo_tensor(places, results, tensor.shape, is_coalesced=True)
@@ -401,7 +381,7 @@ def reducescatter_async(
 
     def launch(call: Call, _: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
         own = tensor.detach().clone(memory_format=torch.contiguous_format)
-        own = _summand(own, chosen, factors, call.size)
+        own = _summand(own, chosen, factors)
         rows, more = divmod(own.shape[0], call.size)
         if more == 0:
             out = own.new_empty((rows, *own.shape[1:]))
