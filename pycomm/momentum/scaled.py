@@ -227,6 +227,7 @@ def _encode_by(kernels: Kernels, encodings: Sequence[Encoding]) -> None:
 
 
 def _encode_at(e: Encoding) -> tuple[Any, ...]:
+    # Without a call of Python for what an encoding does not have: there is one for each parameter.
     second: tuple[Any, ...] = _NO_SECOND_MOMENTS
     if e.sums is not None or e.projections is not None:
         row_sums_, column_sums_ = e.sums or (None, None)
@@ -237,16 +238,21 @@ def _encode_at(e: Encoding) -> tuple[Any, ...]:
             (_at(bounds), most),
             (_at(signs), first, stride, _at(projections), e.unit),
         )
+    row, column = (0, 0) if e.row is None else (_at(e.row), _at(e.column))
     momentum, residual, gradient, parameter = [
-        _form(t) for t in (e.momentum, e.residual, e.gradient, e.parameter)
+        _NONE if t is None else (t.data_ptr(), FORMS[t.dtype])
+        for t in (e.momentum, e.residual, e.gradient, e.parameter)
     ]
+    errors = 0 if e.errors is None else e.errors.data_ptr()
+    copy = 0 if e.copy is None else e.copy.data_ptr()
     return (
-        (e.values.data_ptr(), *e.values.shape, _at(e.row), _at(e.column)),
-        *(e.real, (momentum, e.known, e.beta, e.rest), *second),
-        *(residual, _at(e.errors), _at(e.copy), (gradient, parameter, e.decay)),
+        (e.values.data_ptr(), *e.values.shape, row, column),
+        *(e.real, (momentum, e.known, e.beta, (1 - e.beta) * e.unit), *second),
+        *(residual, errors, copy, (gradient, parameter, e.decay)),
     )
 
 
+_NONE = (0, 0)
 _NO_SECOND_MOMENTS = ((0, 0, 0.0), (0, 0.0), (0, 0, 1, 0, 0.0))
 """No sums, no bound and no projections."""
 
