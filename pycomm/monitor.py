@@ -178,7 +178,7 @@ def snapshot() -> dict[int, MonitorReport]:
     """Return the report of each model whose gradients this process compresses, by number.
 
     Numbers count from 0 in the order in which the models were given to `pycomm.compress`. A model
-    keeps its number when its policy is set anew, and has none after `remove`.
+    keeps its number when its policy is set anew.
     """
     with _lock:
         living = sorted(_watched.items())

@@ -338,14 +338,15 @@ def main() -> None:
     hand_on_run(options or ["--backend", "pycomm"])
     _hide_our_frames()
     sys.argv = words
+    # It stays there after the end, for threads that go on and functions that run at exit.
+    module = sys.modules["__main__"] = ModuleType("__main__")
     if as_module:
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        runpy._run_module_as_main(words[0])  # type: ignore[attr-defined]  # what python -m calls
         return
     script = Path(words[0]).absolute()
     if not getattr(sys.flags, "safe_path", False):
         # `-m` has put the current folder there; a script expects its own folder.
         sys.path[0] = str(script.resolve().parent)
-    module = sys.modules["__main__"] = ModuleType("__main__")
     module.__file__ = str(script)
     exec(compile(script.read_bytes(), str(script), "exec", dont_inherit=True), vars(module))
 

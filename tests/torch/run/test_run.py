@@ -139,6 +139,22 @@ def test_a_script_runs_as_under_python(tmp_path, form, end):
         assert ours.stderr.splitlines()[-4:] == plain.stderr.splitlines()[-4:]
 
 
+LATE = """
+import pickle, threading
+class Local: pass
+def late():
+    threading.main_thread().join()
+    print(type(pickle.loads(pickle.dumps(Local()))) is Local)
+threading.Thread(target=late).start()
+"""
+
+
+def test_a_thread_outlives_its_module(tmp_path):
+    (tmp_path / "script.py").write_text(LATE)
+    done = python("-m", "pycomm.run", "-m", "script", folder=tmp_path)
+    assert done.stdout == "True\n", done.stderr
+
+
 FEEDBACK = """
 import sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
