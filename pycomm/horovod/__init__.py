@@ -8,6 +8,8 @@ torchrun, srun or mpirun starts it. docs/migrating.md lists what differs. The in
 
 from __future__ import annotations
 
+from types import ModuleType
+
 from torch.nn import SyncBatchNorm as SyncBatchNorm
 
 from pycomm import errors
@@ -77,6 +79,15 @@ from pycomm.horovod.process_sets import global_process_set as global_process_set
 from pycomm.horovod.process_sets import remove_process_set as remove_process_set
 
 HorovodInternalError = errors.Error
+
+# For `from pycomm.horovod import *`: the names above, without the modules that they are from.
+__all__ = [
+    name
+    for name, value in list(globals().items())
+    if not (
+        name.startswith("_") or isinstance(value, ModuleType) or value in (ModuleType, annotations)
+    )
+]
 
 # What Horovod has besides, and what to write instead.
 _ELSEWHERE = {

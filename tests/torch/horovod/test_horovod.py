@@ -293,6 +293,13 @@ def test_what_it_does_not_have_says_what_to_write():
         _ = hvd.nonsense
 
 
+def test_a_star_import_takes_its_names_and_no_modules():
+    found: dict[str, Any] = {}
+    exec("from pycomm.horovod import *", found)
+    assert found["allreduce"] is hvd.allreduce
+    assert not [name for name in found if isinstance(found[name], type(pycomm))]
+
+
 def test_before_init_there_is_a_clear_error():
     with pytest.raises(pycomm.Error, match=r"hvd\.init\(\) first"):
         hvd.rank()
