@@ -23,7 +23,7 @@ columns are alike costs nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -118,6 +118,7 @@ class Factors:
         self._decided: Exponents = {}  # also of parameters whose codec needs none at present
         self._means: dict[str, torch.Tensor] = {}  # of squares: float64 [rows + columns]
         self._sums: dict[str, torch.Tensor] = {}  # in the current look: float32, the same
+        self._erring: set[str] = set()  # whose codec in the last look `errs_alike`
         self._scales: dict[tuple[str, torch.device, int], list[torch.Tensor]] = {}
 
     # ------------------------------------------------------------------ a step
@@ -151,7 +152,14 @@ class Factors:
                 now[name] = exponents
         if not _equal(now, self.current):
             before()
-            self.use(now, lambda name: taken(name) or shape(name), residuals)
+
+            def matrix_of(name: str) -> Matrix | None:
+                matrix = taken(name)  # of the codec that reads the residual; another has left it
+                if matrix is None or name not in self._erring:
+                    return matrix or shape(name)
+                return replace(matrix, forgets=True)
+
+            self.use(now, matrix_of, residuals)
         new = self.current.keys() - self._told
         self._told |= new
         return new
@@ -236,6 +244,7 @@ class Factors:
             device: a device whose tensors the groups move.
         """
         sums, self._sums = self._sums, {}
+        self._erring = {name for name, matrix in matrices.items() if matrix.forgets}
         if not matrices:
             return
         sizes = [one.size for one in matrices.values()]

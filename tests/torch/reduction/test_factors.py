@@ -135,14 +135,29 @@ def owed(state: Any, name: str) -> torch.Tensor:
 )
 def test_no_step_is_spoilt_when_factors_come(rank, size, codec):
     """What was left over before them is not of the size of many gradients."""
-    model, _ = wrapped(codec)
+    assert max(errors(rank, size, codec, codec)) < 1.5
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("codec", ["sign", "int4:rounding=stochastic"])
+def test_a_codec_is_not_spoilt_by_what_another_one_left(rank, size, codec):
+    assert max(errors(rank, size, codec, "int8")[2:]) < 0.1
+
+
+def errors(rank: int, size: int, codec: str, later: str) -> list[float]:
+    """Return the relative error of each of four steps, of which the first has its own codec."""
+    model, state = wrapped(codec)
     shape = SHAPES["big"]
     columns = 2.0 ** torch.linspace(-10, 10, torch.Size(shape[1:]).numel()).view(shape[1:])
+    found = []
     for step in range(4):
         ours = gradients(rank, step, shapes=SHAPES)
         mean = sum(gradients(r, step, shapes=SHAPES)["big"] for r in range(size)) / size * columns
         got = reduced(model, ours | {"big": ours["big"] * columns})["big"]
-        assert float((got - mean).norm() / mean.norm()) < 1.5
+        found.append(float((got - mean).norm() / mean.norm()))
+        if later != codec:
+            state.set_policy(later)
+    return found
 
 
 @on_ranks(2)
