@@ -12,6 +12,7 @@ import os
 import statistics
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -72,7 +73,10 @@ class Torch(BackendCalls):
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory of the device; shared: that of the group, where DDP keeps its buckets."""
         if not self.name.endswith("-shared"):
-            return torch.empty(numel, dtype=dtype, device=self.device)
+            if self.device != CPU:
+                return torch.empty(numel, dtype=dtype, device=self.device)
+            # As pycomm's core has it: numpy asks for huge pages, which alone are worth a quarter.
+            return torch.from_numpy(np.empty(numel * dtype.itemsize, np.uint8)).view(dtype)
         backend = self.group._get_backend(self.device)
         shared: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=self.device)
         return shared
