@@ -53,6 +53,7 @@ struct TcpChannel::Socket {
   int number = 0;
   uint32_t generation = 0;  // counts the connections from 0
   std::string cut_by;       // why the last one ended
+  bool reopening = false;   // a new one is on its way
   double limit = 0;         // bytes per second of this one; 0: none
 
   // On a later connection both ends first send a Resume.
@@ -488,6 +489,7 @@ void TcpChannel::adopt_connections() {
     if (!socket.sock) cuts_--;
     socket.sock = std::move(fresh.sock);
     socket.generation = fresh.generation;
+    socket.reopening = false;
     socket.limit = 0;
     socket.ready = {};
     socket.wake_bytes = 1;
@@ -549,6 +551,7 @@ void TcpChannel::cut(Socket& socket, const std::string& how) {
   socket.cut_by = how;
   cuts_++;
   if (poller_.control().gone(peer_)) return;
+  socket.reopening = true;
   connector_.reopen({peer_, poller_.lane(), socket.number, socket.generation});
 }
 
@@ -605,6 +608,14 @@ bool TcpChannel::interrupted() {
   });
 }
 
+bool TcpChannel::ended() {
+  poller_.poll();
+  poller_.ring();  // we may have taken the event that the lane's thread sleeps for
+  return std::all_of(sockets_.begin(), sockets_.end(), [](const auto& socket) {
+    return socket->sock ? socket->ready.ends : !socket->reopening;
+  });
+}
+
 void TcpChannel::reconnect() {
   std::lock_guard<std::mutex> lock(poller_.mutex());
   resume(true);
@@ -614,8 +625,11 @@ void TcpChannel::resume(bool pushes) {
   if (sockets_.empty() && !(connector_.ready(peer_, poller_.lane()) && connected())) return;
   poller_.poll();
   if (connector_.fresh(peer_, poller_.lane())) adopt_connections();
+  poller_.control().poll();
+  const bool gone = poller_.control().gone(peer_);
   for (auto& socket : sockets_) {
-    if (socket->sock && socket->ready.ends && !socket->out.all_acknowledged()) {
+    // What a peer has sent before it left can still be read.
+    if (socket->sock && socket->ready.ends && !socket->out.all_acknowledged() && !gone) {
       cut(*socket, "it closed the connection");
     }
     if ((!socket->greeting || greet(*socket)) && pushes) push(*socket);

@@ -17,7 +17,7 @@
 
 namespace pycomm::tcp {
 
-/// A TCP channel. Each member except on_tick() takes the poller's mutex.
+/// A TCP channel. Each member except on_tick() and ended() takes the poller's mutex.
 class TcpChannel final : public Channel {
  public:
   TcpChannel(int peer, Connector& connector, Poller& poller, bool checks_payload);
@@ -39,6 +39,9 @@ class TcpChannel final : public Channel {
   bool interrupted();
   /// Notices cuts, reconnects and repeats lost bytes, without completing any operation.
   void reconnect();
+  /// True if the peer's host has told the end of all that the peer has sent, or no connection is
+  /// left. The caller has the mutex.
+  bool ended();
   /// Calls reconnect() if there are new connections or bytes to repeat, since on a lane that nobody
   /// drives the peer may wait for either. Returns true if it should be called again soon. The
   /// caller has the mutex. Leaves callers' memory alone.

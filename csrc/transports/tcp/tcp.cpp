@@ -46,6 +46,7 @@ class TcpTransport final : public Transport {
     connector_.connect_all(control_, rendezvous.interrupt_check);
     control_.on_ask([this](int rank, int lane) { connector_.open(rank, lane); });
     control_.on_cut([this](const LostConnection& broken) { connector_.reopen(broken); });
+    control_.on_close([this] { connector_.wake(); });
     for (uint16_t lane = 0; lane < kLanes; lane++) {
       pollers_[lane] = std::make_unique<Poller>(lane, rendezvous.rank, control_, pacer_,
                                                 !connector_.directory().crowded);
@@ -144,7 +145,26 @@ class TcpTransport final : public Transport {
         if (channel) tick_again_[lane] |= channel->on_tick();
       }
     }
-    return std::count(tick_again_.begin(), tick_again_.end(), true) > 0;
+    const bool closing = answer_closes();
+    return closing || std::count(tick_again_.begin(), tick_again_.end(), true) > 0;
+  }
+
+  // Acknowledges the closes of peers whose bytes have come to their end: what stands between may
+  // have taken them, and a peer that has the answer is gone. Returns true while others are coming.
+  bool answer_closes() {
+    bool coming = false;
+    for (const int peer : peers_) {
+      if (!control_.owes_answer(peer)) continue;
+      bool ended = true;
+      for (size_t lane = 0; lane < kLanes; lane++) {
+        const std::unique_lock<std::mutex> lock(pollers_[lane]->mutex(), std::try_to_lock);
+        const auto& channel = channels_[static_cast<size_t>(peer)][lane];
+        ended = ended && lock && (!channel || channel->ended());
+      }
+      if (ended) control_.answer_close(peer);
+      coming |= !ended;
+    }
+    return coming;
   }
 
   // Sends the abort to the peers whose connections have not been able to take it yet.
@@ -157,42 +177,40 @@ class TcpTransport final : public Transport {
     }
   }
 
-  // Reconnects cut connections and repeats their bytes. Bytes that were lost at the last moment may
-  // be all that a peer waits for, and without a close we would seem to have died.
-  void reconnect(Deadline deadline) noexcept {
-    for (bool interrupted = true; interrupted && !deadline.expired() && !control_.aborted();) {
-      control_.poll();
-      interrupted = control_.cut_off();
-      try {
-        for_each_channel([&](TcpChannel& channel) {
-          channel.reconnect();
-          interrupted = interrupted || channel.interrupted();
-        });
-      } catch (const std::exception&) {  // the peer reports what cannot be resumed
-        return;
-      }
-      if (interrupted) std::this_thread::sleep_for(std::chrono::microseconds(100));
+  // Reconnects cut connections and repeats their bytes, which may be all that a peer waits for.
+  // Returns true while some are not repeated yet.
+  bool mend() noexcept {
+    bool interrupted = control_.cut_off();
+    try {
+      for_each_channel([&](TcpChannel& channel) {
+        channel.reconnect();
+        interrupted |= channel.interrupted();
+      });
+    } catch (const std::exception&) {  // the peer reports what cannot be resumed
+      return false;
     }
+    return interrupted;
   }
 
+  // Our close follows our last bytes: a peer that has heard it makes no connection again, and
+  // without a close we would seem to have died. A connection may be cut at any time until then.
   void leave() noexcept {
-    const auto deadline = Deadline::after(kLinger + kRoundTrips * control_.round_trip());
-    reconnect(deadline);
-    control_.send_close();
-    for_each_channel([](TcpChannel& channel) { channel.finish(); });
-    // Closing a socket that has unread bytes resets it, and a reset may overtake our last bytes.
-    const auto close_acknowledged =
-        Deadline::after(kCloseTimeout + kRoundTrips * control_.round_trip());
-    while (any_peer_waits(!close_acknowledged.expired()) &&
-           !(close_acknowledged.expired() && deadline.expired())) {
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    const auto round_trips = kRoundTrips * control_.round_trip();
+    const auto deadline = Deadline::after(kLinger + round_trips);
+    auto answer = Deadline::after(kCloseTimeout + round_trips);
+    for (;; std::this_thread::sleep_for(std::chrono::microseconds(100))) {
+      control_.poll();
+      if (mend() && !deadline.expired() && !control_.aborted()) continue;
+      if (control_.send_close()) answer = Deadline::after(kCloseTimeout + round_trips);
+      for_each_channel([](TcpChannel& channel) { channel.finish(); });
+      // Closing a socket that has unread bytes resets it, and a reset may overtake our last bytes.
+      if (!any_peer_waits(!answer.expired()) || (answer.expired() && deadline.expired())) return;
     }
   }
 
   // True if a peer still waits for our bytes. A peer that has left reads no more, whatever is in
   // flight.
   bool any_peer_waits(bool until_close_acknowledged) {
-    control_.poll();
     return std::any_of(peers_.begin(), peers_.end(), [&](int peer) {
       const auto& lanes = channels_[static_cast<size_t>(peer)];
       return !control_.gone(peer) &&

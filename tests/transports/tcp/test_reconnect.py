@@ -331,6 +331,65 @@ def test_a_close_that_was_cut_off_is_repeated():
     wires.run(leaver, stayer)
 
 
+def test_bytes_that_were_cut_off_come_before_the_close():
+    """A rank that has left is not asked for anything, and may be gone."""
+    wires, greeted = Wires(), threading.Event()
+
+    def slowly(data):
+        if data.startswith(b"PYCR"):  # what resumes a stream
+            time.sleep(0.1)
+        return data
+
+    def cut():
+        wires.network.proxies[0].tap = slowly
+        wires.swallow(False)
+        wires.network.cut()
+
+    def leaver(me):
+        greet(me)
+        assert greeted.wait(5)
+        wires.swallow(True)
+        me.wait(me.send(1, b"last", tag(2)))
+        threading.Timer(0.05, cut).start()
+
+    def stayer(me):
+        greet(me)
+        greeted.set()
+        goal, word = me.recv(0, 4, tag(2))
+        me.wait(goal)
+        assert word() == b"last"
+
+    wires.run(leaver, stayer)
+
+
+def test_a_leaving_rank_stays_until_what_stands_between_has_passed_its_bytes_on():
+    wires, sending, held = Wires(), threading.Event(), threading.Event()
+
+    def tap(data):
+        if sending.is_set() and data.startswith(b"PYCM") and b"last" in data:
+            held.set()
+            time.sleep(0.3)
+        return data
+
+    def leaver(me):
+        greet(me)
+        wires.network.proxies[0].tap = tap
+        sending.set()
+        me.wait(me.send(1, b"last", tag(2)))
+
+    def stayer(me):
+        greet(me)
+        assert held.wait(5)
+        for seq in range(3):  # to a rank that has gone, the proxy fails, and drops both ways
+            time.sleep(0.05)
+            me.send(0, b"more", tag(2 + seq))
+        goal, word = me.recv(0, 4, tag(2))
+        me.wait(goal)
+        assert word() == b"last"
+
+    wires.run(leaver, stayer, sockets=1)
+
+
 def fill(me):
     """Send more than a connection buffers while nobody reads."""
     for _ in range(60_000):

@@ -157,10 +157,14 @@ void Connector::stop() {
     return;
   }
   stop_ = true;
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
+  wake();
   thread_->join();
   thread_.reset();
+}
+
+void Connector::wake() {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
 }
 
 void Connector::run() {
@@ -199,8 +203,7 @@ void Connector::open(int rank, int lane) {
     std::lock_guard<std::mutex> lock(requests_mutex_);
     pending_requests_.emplace_back(rank, lane);
   }
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
+  wake();
 }
 
 void Connector::process_requests() {
@@ -642,8 +645,7 @@ void Connector::reopen(const LostConnection& broken) {
     std::lock_guard<std::mutex> lock(requests_mutex_);
     lost_connections_.push_back(broken);
   }
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
+  wake();
 }
 
 void Connector::reconnect() {

@@ -72,6 +72,8 @@ class Connector {
 
   /// Requests the sockets of the lane. Returns at once.
   void open(int rank, int lane);
+  /// Lets the thread look at everything once. Any thread.
+  void wake();
   /// Reports that this connection is cut. Returns at once; take() returns a new one later, unless
   /// the peer is dead.
   void reopen(const LostConnection& broken);

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstring>
 #include <new>
+#include <utility>
 
 #include "core/crc32c.h"
 #include "core/error.h"
@@ -60,7 +61,9 @@ struct Control::Peer {
   Clock::time_point cut_at{}, died_at{};  // when its connection ended, when its port refused us
   RankState rank_state;                   // its last answer
   bool answered = false;                  // since we last asked
+  bool told = false;                      // our close went by this connection
   bool heard = false;                     // it has acknowledged our close
+  std::atomic<bool> owed{false};          // we have not acknowledged its close yet
   Message in;
   size_t in_done = 0;
   std::string out;  // not yet taken by the connection: the rest of a message, then whole ones
@@ -111,10 +114,9 @@ void Control::renew(int rank, uint32_t generation, SecureSocket sock) {
   peer.in_done = 0;
   peer.out.clear();
   peer.out_done = 0;
-  peer.full = false;
+  peer.full = peer.told = false;
   watch(peer);
   peer.state.store(State::here, std::memory_order_release);
-  if (leaving_) tell(peer, Message(Message::Kind::close));
 }
 
 void Control::refused(int rank) {
@@ -181,6 +183,7 @@ void Control::take_in(Peer& peer) {
 void Control::lose(Peer& peer) {
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.sock.get(), nullptr);
   peer.sock.reset();
+  peer.owed = false;  // it waits no longer
   if (peer.state != State::here) return;
   peer.cut_at = Clock::now();
   peer.state.store(State::cut, std::memory_order_release);
@@ -198,7 +201,9 @@ void Control::on_message(Peer& peer, const Message& message) {
   switch (message.kind) {
     case Message::Kind::close:
       peer.state.store(State::left, std::memory_order_release);
-      return tell(peer, Message(Message::Kind::heard));
+      peer.owed = true;
+      if (on_close_) on_close_();
+      return;
     case Message::Kind::heard:
       peer.heard = true;
       return;
@@ -327,10 +332,23 @@ PeerStatus Control::look(int rank) {
   return status;
 }
 
-void Control::send_close() noexcept {
+bool Control::send_close() noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  leaving_ = true;
-  tell_all(Message(Message::Kind::close));
+  bool any = false;
+  for (const auto& peer : peers_) {
+    if (!peer->sock || std::exchange(peer->told, true)) continue;
+    tell(*peer, Message(Message::Kind::close));
+    any = true;
+  }
+  return any;
+}
+
+bool Control::owes_answer(int rank) const { return find(rank)->owed; }
+
+void Control::answer_close(int rank) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  find(rank)->owed = false;
+  tell(*find(rank), Message(Message::Kind::heard));
 }
 
 size_t Control::unacknowledged(int rank) const {

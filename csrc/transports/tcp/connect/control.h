@@ -35,6 +35,9 @@ class Control {
   /// At set-up only. Sets the action for a connection that is cut: a control connection, or one
   /// that a peer reports; called from any thread.
   void on_cut(std::function<void(const LostConnection&)> reopen) { on_cut_ = std::move(reopen); }
+  /// At set-up only. Sets the action for a peer's close, which answer_close() acknowledges; called
+  /// from any thread.
+  void on_close(std::function<void()> look) { on_close_ = std::move(look); }
   /// Asks a higher rank to connect a lane with us.
   void ask_to_connect(int rank, int lane) noexcept;
   /// Asks a higher rank to make a connection of a lane again.
@@ -71,10 +74,14 @@ class Control {
   void ask() noexcept;
   /// Polls. A peer that has not answered since the last ask() is silent.
   PeerStatus look(int rank);
-  /// Sends our close to all peers; to those that are cut off, when they are connected again.
-  void send_close() noexcept;
+  /// Sends our close to all peers that have not got it on the connection of now. Returns true if
+  /// there are any; those that are cut off are told by a later call.
+  bool send_close() noexcept;
   /// True once the peer has acknowledged our close.
   bool close_acknowledged(int rank) const;
+  /// True if the peer has sent its close, and we have not acknowledged it.
+  bool owes_answer(int rank) const;
+  void answer_close(int rank) noexcept;
   /// Returns the number of bytes that the peer's host has not acknowledged.
   size_t unacknowledged(int rank) const;
   /// Returns the round-trip time to the farthest peer, measured when its connection was made.
@@ -118,7 +125,7 @@ class Control {
   std::vector<std::unique_ptr<Peer>> peers_;
   std::function<void(int, int)> on_ask_;
   std::function<void(const LostConnection&)> on_cut_;
-  bool leaving_ = false;
+  std::function<void()> on_close_;
   std::atomic<bool> aborted_{false};
   uint8_t abort_notice_[Notice::kBytes] = {};  // encoded; written once, before aborted_
   std::atomic<uint64_t> sent_bytes_{0};
