@@ -64,8 +64,8 @@ def hand_over(
     Raises:
         TypeError, ValueError: bad arguments.
         WireMismatch: models, optimizers or arguments differ; on all ranks, before a tensor is sent.
-        Error: no rank has the state; a rank's model cannot be handed over, or the sender has failed
-            (on all ranks); or the transfer has failed with another backend.
+        Error: no rank has the state; a rank's model cannot be handed over, or a rank has failed (on
+            all ranks); or the transfer has failed with another backend.
         PeerLost: a rank is gone. With backends other than "pycomm" it may be an `Error`.
         Timeout: a rank did not come, or the next chunk did not, within the group's timeout.
 
@@ -158,7 +158,7 @@ def _broadcast(
         device: a device whose tensors the group moves.
 
     Raises:
-        Error: the rank that sends has failed.
+        Error: another rank has failed.
     """
     failure: Exception | None = None
     content = _room(0)
@@ -189,11 +189,11 @@ def _broadcast(
             land()
     while under_way:
         land()
-    failed = [bool(row[0]) for row in gather([failure is not None], group, device)]
+    rows = gather([failure is not None], group, device)
     if failure is not None:
         raise failure
-    if failed[root]:
-        raise Error(f"rank {root} has failed")
+    if failed := [rank for rank, (has_failed,) in enumerate(rows) if has_failed]:
+        raise Error(f"rank {failed[0]} has failed")
     return content
 
 

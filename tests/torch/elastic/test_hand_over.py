@@ -344,7 +344,7 @@ def lost(rank: int, size: int, who: int) -> None:
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_fails_holds_nobody_up(rank, size, who):
-    """A rank fails and lives: the state of a sender is refused, and the group goes on."""
+    """A rank fails and lives: all ranks are told, none has changed, and the group goes on."""
     torch.manual_seed(rank)
     model = nn.Linear(300, 300)
     before = values(model)
@@ -359,13 +359,13 @@ def test_a_rank_that_fails_holds_nobody_up(rank, size, who):
     fails = patch.object(transfer, name, gives_up) if rank == who else nullcontext()
     refused = pytest.raises(
         MemoryError if rank == who else pycomm.Error,
-        match="" if rank == who else "rank 0 has failed",
+        match="" if rank == who else f"rank {who} has failed",
     )
     start = time.monotonic()
-    with fails, refused if who in (0, rank) else nullcontext():
-        assert elastic.hand_over(model, has=rank == 0, chunk_bytes=SMALL) == 0
+    with fails, refused:
+        elastic.hand_over(model, has=rank == 0, chunk_bytes=SMALL)
     assert time.monotonic() - start < 15, "long before the group's timeout of 20 s"
-    assert equal(values(model), before) == (rank == 0 or who in (0, rank))
+    assert equal(values(model), before)
     check_sum()
     assert elastic.hand_over(model, has=rank == 0, chunk_bytes=SMALL) == 0
     wanted = model.weight.detach().clone()
