@@ -525,9 +525,14 @@ def test_asynchronous_calls_are_matched_by_name(rank, size):
     hvd.init()
     names = ["loss", "accuracy"] if rank else ["accuracy", "loss"]
     handles = [hvd.allreduce_async(torch.ones(1), name=name) for name in names]
-    hvd.allreduce_async(torch.ones(1 << 22), name="large")
-    with pytest.raises(ValueError, match="'large' runs already"):
-        hvd.allreduce_async(torch.ones(1), name="large")
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:  # so that the other one's runs until it has tried
+        store.wait(["tried"])
+    hvd.allreduce_async(torch.ones(1), name="late")
+    if rank == 0:
+        with pytest.raises(ValueError, match="'late' runs already"):
+            hvd.allreduce_async(torch.ones(1), name="late")
+        store.set("tried", "")
     with pytest.raises(pycomm.WireMismatch, match="called 'accuracy'"):
         hvd.synchronize(handles[0])
 
