@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -14,15 +14,13 @@ from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState, compress_hook
-from pycomm.hooks.deepspeed import DeepSpeedState, is_deepspeed
-from pycomm.hooks.fsdp import FSDPState, compressed_state
-from pycomm.hooks.megatron import MegatronState, is_megatron
+from pycomm.hooks.deepspeed import compress_engine, is_deepspeed
+from pycomm.hooks.fsdp import compress_shards, compressed_state
+from pycomm.hooks.megatron import compress_chunk, is_megatron
 from pycomm.hooks.replaced import state_in
 from pycomm.policy import Policy
 from pycomm.reduction.detached import DetachedState
 from pycomm.reduction.state import CompressionState
-
-State = TypeVar("State", bound=HookState)
 
 
 def compress(
@@ -81,16 +79,14 @@ def compress(
     options: dict[str, Any] = {"feedback": feedback, "seed": seed}
     if isinstance(model, DistributedDataParallel):
         wrapped = model
-        state: CompressionState = attach(
-            wrapped, lambda: HookState(codec, wrapped, nodes=nodes, **options)
-        )
+        state = attach(wrapped, lambda: HookState(codec, wrapped, nodes=nodes, **options))
     elif nodes is not None:
         raise ValueError("nodes= is for DistributedDataParallel: leave it out")
     elif is_deepspeed(model) or is_megatron(model):
-        make = DeepSpeedState if is_deepspeed(model) else MegatronState
+        make = compress_engine if is_deepspeed(model) else compress_chunk
         state = make(codec, model, **options)
     elif any(isinstance(module, FSDPModule) for module in model.modules()):
-        state = FSDPState(codec, model, **options)
+        state = compress_shards(codec, model, **options)
     else:
         raise TypeError(
             f"pycomm.compress takes a model wrapped in DistributedDataParallel or fully_shard, not "
@@ -143,7 +139,9 @@ def compress_late(act: Callable[[nn.Module], None]) -> None:
     _late.append(act)
 
 
-def attach(model: DistributedDataParallel, make: Callable[[], State]) -> State:
+def attach(
+    model: DistributedDataParallel, make: Callable[[], CompressionState]
+) -> CompressionState:
     """Let a state reduce a DDP model's buckets; collective.
 
     Args:

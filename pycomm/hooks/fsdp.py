@@ -12,8 +12,8 @@ The collective that crosses the slow link is compressed:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,12 +25,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 
 from pycomm.codecs import Codec
 from pycomm.errors import Error
-from pycomm.feedback import Cut
 from pycomm.hooks.fsdp_seams import Unit, leave_replicas_to_the_hook, units
 from pycomm.log import logger
-from pycomm.policy import CODED, Decision, Policy, agree_on_options
-from pycomm.policy.exchange import gather
-from pycomm.reduction.factors import Matrix
+from pycomm.policy import CODED, Policy, agree_on_options
+from pycomm.reduction.adapter import Adapter, Layout
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.taken import DiscardedGradients
 
@@ -40,10 +38,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _KNOWN = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
 
 
-class FSDPState(CompressionState):
-    """Codecs and feedback of a model's shards.
-
-    The constructor replaces the communication of the model, which uses this state from then on.
+def compress_shards(
+    codec: str | Codec | Policy, model: nn.Module, **options: Any
+) -> CompressionState:
+    """Replace the communication of a model, and return the state that it uses from then on.
 
     Args:
         codec: codec of the gradients; see `CompressionState`. Rules see whole parameters, not
@@ -56,83 +54,87 @@ class FSDPState(CompressionState):
         ValueError: a codec whose payloads cannot be reduce-scattered.
         WireMismatch: ranks have different models or codecs.
     """
+    found = list(units(model))
+    info = _mesh_info(found)
+    scatters = not isinstance(info, DDPMeshInfo)
+    group = info.shard_process_group if scatters else info.replicate_process_group
+    shares = isinstance(info, FSDPMeshInfo) and info.shard_mesh_size > 1
+    parameters = [item for unit in found for item in unit.parameters.items()]
+    for name, count in Counter(name for name, _ in parameters).items():
+        if count > 1:
+            raise Error(f"the model has two parameters of the name {name}: rename one")
+    layout = Layout(
+        shards={name: parameter.padded_sharded_param_size for name, parameter in parameters},
+        by_rows={name for name, parameter in parameters if parameter.fsdp_placement.dim == 0},
+        shard_group=info.shard_process_group if shares else None,
+        scatters=scatters,
+    )
+    adapter = Adapter("fully_shard" if scatters else "HSDP", layout)
+    state = CompressionState(codec, process_group=group, adapter=adapter, **options)
+    hooks = FSDPHooks(state, found, torch.device(info.mesh.device_type))
+    state.plan.complete()
+    state.agree()
+    if layout.shard_group is not None and not scatters:
+        # So far only the replicas of each shard have compared what they were given.
+        terms = [f"gradients: {term}" for term in state.plan.terms]
+        agree_on_options(terms, layout.shard_group, state.process_group)
+    if state.residuals:
+        reducer = state.reducer
+        state.discarded = DiscardedGradients(reducer.names, reducer.by_name, early=True)
+    for unit in found:
+        if scatters:
+            unit.module.set_custom_reduce_scatter(CompressedReduceScatter(hooks, unit))
+        else:
+            leave_replicas_to_the_hook(unit.group)
+            unit.module.set_all_reduce_hook(ReplicaHook(hooks, unit))
+    return state
 
-    def __init__(self, codec: str | Codec | Policy, model: nn.Module, **options: Any) -> None:
-        self._units = list(units(model))
-        info = _mesh_info(self._units)
-        self._scatters = not isinstance(info, DDPMeshInfo)
-        group = info.shard_process_group if self._scatters else info.replicate_process_group
-        super().__init__(codec, process_group=group, **options)
-        self.stays_because = (
-            "its ranks share the parameters (fully_shard), whose shards keep their places: shard "
-            "the model anew and go on from a checkpoint, with load_checkpoint"
-        )
-        self._ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
-        self.shard_group = info.shard_process_group if self._ranks > 1 else None
-        """The ranks that share the parameters; None: each has whole ones."""
-        self._shards: dict[str, torch.Size] = {}  # by name: a rank's padded shard
-        self._rows: set[str] = set()  # parameters that are sharded along their first dimension
+
+class FSDPHooks:
+    """What the collectives of a model in FSDP2 do for its state.
+
+    Args:
+        state: the state.
+        units: the wrapped parts of the model, whose parameters are entered.
+        device: the device of the groups; parameters may be on the CPU, or have no memory yet.
+    """
+
+    def __init__(
+        self, state: CompressionState, units: Sequence[Unit], device: torch.device
+    ) -> None:
+        self.state, self._reducer, self._device = state, state.reducer, device
+        self._scatters = state.adapter.layout.scatters
         self._backward: int | None = None  # number of the running backward
         self._reduced: set[str] = set()  # in this step
         self._waits: list[Callable[[], object]] = []  # for collectives that are in flight
-        # The device of the groups; parameters may be on the CPU, or have no memory yet.
-        self._mesh_device = torch.device(info.mesh.device_type)
-        if self.transform is None or self.transform.by_nodes:
-            self.find_nodes(self._mesh_device)
-        self._tensor_of: dict[str, Callable[[], torch.Tensor]] = {}
-        for unit in self._units:
-            for name, parameter in unit.parameters.items():
-                if name in self._shards:
-                    raise Error(f"the model has two parameters of the name {name}: rename one")
-                self._shards[name] = parameter.padded_sharded_param_size
-                if parameter.fsdp_placement.dim == 0:
-                    self._rows.add(name)
-                self._tensor_of[name] = partial(getattr, parameter, "sharded_param")
+        if state.transform is None or state.transform.by_nodes:
+            self._reducer.find_nodes(device)
+        self._tensor_of: dict[str, Callable[[], torch.Tensor]] = {
+            name: partial(getattr, parameter, "sharded_param")
+            for unit in units
+            for name, parameter in unit.parameters.items()
+        }
+        for unit in units:
             self._enter(unit.trained())
-        self.plan.complete()
-        self.agree()
-        if self.shard_group is not None and not self._scatters:
-            # So far only the replicas of each shard have compared what they were given.
-            terms = [f"gradients: {term}" for term in self.plan.terms]
-            agree_on_options(terms, self.shard_group, self.process_group)
-        if self.residuals:
-            self._taken = DiscardedGradients(self._names, self._by_name, early=True)
-        for unit in self._units:
-            self._install(unit)
-
-    def _refusal(self, codec: Codec) -> str:
-        if self._scatters and codec.combine == "factors":
-            return (
-                f"{codec.name} averages whole matrices, and FSDP2 has shards of them at different "
-                "ranks: take another codec, or HSDP, where it works on shards"
-            )
-        return super()._refusal(codec)
-
-    def _install(self, unit: Unit) -> None:
-        if self._scatters:
-            unit.module.set_custom_reduce_scatter(CompressedReduceScatter(self, unit))
-        else:
-            leave_replicas_to_the_hook(unit.group)
-            unit.module.set_all_reduce_hook(ReplicaHook(self, unit))
 
     # ------------------------------------------------------------------ steps
 
     def _enter(self, names: Sequence[str]) -> None:
         """Let codecs be decided for parameters that get gradients, frozen ones when they do."""
         for name in names:
-            if name not in self._numbers:
-                self.add(name, self._tensor_of[name]())
-        self._device = self._mesh_device
+            if name not in self._reducer.numbers:
+                self._reducer.add(name, self._tensor_of[name]())
+        self._reducer.device = self._device
 
-    def begin_step(self, *, absent: bool = False) -> None:
-        """See `CompressionState`. Loading a model may have replaced its parameters' tensors."""
-        for name, before in list(self._by_name.items()):
+    def _begin_step(self) -> None:
+        """Begin a step. Loading a model may have replaced its parameters' tensors."""
+        for name, before in list(self._reducer.by_name.items()):
             now = self._tensor_of[name]()
             if now is not before:
-                self._put(name, now)
-                if self._taken:
-                    self._taken.replaced(name)
-        super().begin_step(absent=absent)
+                self._reducer.put(name, now)
+                if self.state.discarded:
+                    self.state.discarded.replaced(name)
+        self.state.begin_step()
 
     def enter(self, names: Sequence[str]) -> None:
         """Begin a step if these are the first parameters of a backward, or recur in it."""
@@ -142,50 +144,44 @@ class FSDPState(CompressionState):
             self._reduced.update(names)
             return
         if backward == self._backward:
-            self.end_step()
+            self._end_step()
         else:
             # Runs at the end of this backward, like torch's own hooks.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._backward, self._reduced = backward, set(names)
         self._waits.clear()
-        self.begin_step()
+        self._begin_step()
 
     def _end_backward(self) -> None:
-        self.end_step()
+        self._end_step()
         self._backward = None
 
-    def on_any_rank(self, found: bool) -> bool:
-        """See `CompressionState`: with HSDP shards decide together, too."""
-        found = super().on_any_rank(found)
-        if self._scatters or self.shard_group is None:
-            return found
-        return any(one for (one,) in gather([found], self.shard_group, self._device))
-
-    def end_step(self) -> None:
+    def _end_step(self) -> None:
         """Wait for the step's collectives; with HSDP the shards agree whether it is finite."""
-        super().end_step()
+        self.state.end_step()
         for wait in self._waits:
             wait()
         self._waits.clear()
-        if self._scatters or self.shard_group is None:
+        shard_group = self._reducer.layout.shard_group
+        if self._scatters or shard_group is None:
             return
-        finite = self._all_finite()
+        finite = self._reducer.all_finite()
         verdict = torch.tensor(finite, dtype=torch.uint8, device=self._device)
-        dist.all_reduce(verdict, dist.ReduceOp.MIN, group=self.shard_group)
+        dist.all_reduce(verdict, dist.ReduceOp.MIN, group=shard_group)
         # Neither 0 nor the bytes of a failure.
-        self._current.checks = [lambda: int(verdict) == 1]
+        self._reducer.step.checks = [lambda: int(verdict) == 1]
 
     # ------------------------------------------------------------------ exchanges
 
     def expects(self, names: Sequence[str]) -> int:
         """Return the number of values in one rank's shards of these parameters, with padding."""
-        return sum(self._shards[name].numel() for name in names)
+        return sum(self._reducer.layout.shards[name].numel() for name in names)
 
     def travel_exactly(self, names: Sequence[str], why: str) -> None:
         """Note why gradients travel exactly in this step."""
-        if self.transform is not None:
-            self.transform.check_exact(names, why)
-        self.plan.exactly.update(dict.fromkeys(names, why))
+        if self._reducer.transform is not None:
+            self._reducer.transform.check_exact(names, why)
+        self._reducer.plan.exactly.update(dict.fromkeys(names, why))
 
     def reduce_scatter(
         self,
@@ -208,7 +204,7 @@ class FSDPState(CompressionState):
             later: the result is not needed before backward ends.
         """
         self.enter(names)
-        reducer = self.transform or self
+        reducer = self._reducer.transform or self._reducer
         wait = reducer.scatter(output, input, names, group, average=average)
         if later:
             self._waits.append(wait)
@@ -220,57 +216,19 @@ class FSDPState(CompressionState):
     ) -> None:
         """Average shards over the replicas, in place; `later`: see `reduce_scatter`."""
         self.enter(names)
-        future = (self.transform or self).reduce(tensor, names)
+        future = (self._reducer.transform or self._reducer).reduce(tensor, names)
         if later:
-            self._waits.append(partial(self.wait, future))
+            self._waits.append(partial(self._reducer.wait, future))
         else:
-            self._exchanges.finish()
-            self.wait(future)
-
-    def _cuts(self) -> dict[str, Cut]:
-        if not self._scatters:
-            return {}
-        shapes = {name: self._tensor_of[name]().shape for name in self._rows}
-        return {name: Cut(tuple(shape), self._ranks) for name, shape in shapes.items()}
-
-    def _shape(self, name: str) -> Matrix | None:
-        """See `BucketReducer`; of parameters that are sharded by rows."""
-        found = super()._shape(name)
-        if found is None or self._ranks == 1:
-            return found
-        if name not in self._rows:
-            return None
-        if self._scatters or self.shard_group is None:
-            return found
-        count = found.got.stop  # replicas average this rank's shard
-        first = self.shard_group.rank() * count
-        here = slice(first, first + count)
-        return replace(found, given=here, got=here)
-
-    @property
-    def _all_groups(self) -> list[dist.ProcessGroup]:
-        groups = [self.process_group]
-        if self.shard_group is not None and not self._scatters:
-            groups.append(self.shard_group)
-        return groups
-
-    @property
-    def rows(self) -> int:
-        """A reduce-scatter has a row for every owner; an all-reduce between replicas has one."""
-        return self._ranks if self._scatters else 1
-
-    def part(self, decision: Decision) -> Decision:
-        """Return the decision for one rank's shard of a parameter, padded."""
-        shape = tuple(self._shards[decision.parameter.name])
-        parameter = replace(decision.parameter, shape=shape)
-        return replace(decision, parameter=parameter, codec=decision.codec.fit(shape))
+            self._reducer.exchanges.finish()
+            self._reducer.wait(future)
 
 
 class Comm:
     """Base of the classes that replace torch's collectives of a unit."""
 
-    def __init__(self, state: FSDPState, unit: Unit) -> None:
-        self.state = state
+    def __init__(self, hooks: FSDPHooks, unit: Unit) -> None:
+        self.hooks, self.state = hooks, hooks.state
         self._unit = unit
         self._told = False
 
@@ -285,10 +243,10 @@ class Comm:
         names, exactly = self._unit.trained(), self.state.plan.exactly
         if tensor.dtype not in CODED:
             what = str(tensor.dtype).removeprefix("torch.")
-            self.state.travel_exactly(names, f"no codec takes {what}")
+            self.hooks.travel_exactly(names, f"no codec takes {what}")
             return False
-        if numel != self.state.expects(names):
-            self.state.travel_exactly(names, "some of its unit have no gradients")
+        if numel != self.hooks.expects(names):
+            self.hooks.travel_exactly(names, "some of its unit have no gradients")
             if not self._told:
                 logger.warning(
                     "fsdp: some of %s have no gradient in this step, and it is not known which: "
@@ -324,7 +282,7 @@ class CompressedReduceScatter(Comm, ReduceScatter):
         if op == dist.ReduceOp.PREMUL_SUM:  # each rank has a factor of its own
             _, factor = op.__getstate__()
             input_tensor = input_tensor * factor
-        self.state.reduce_scatter(
+        self.hooks.reduce_scatter(
             output_tensor,
             input_tensor,
             self._unit.trained(),
@@ -338,8 +296,8 @@ class CompressedReduceScatter(Comm, ReduceScatter):
 class ReplicaHook(Comm):
     """Average over the replicas, for `FSDPModule.set_all_reduce_hook`."""
 
-    def __init__(self, state: FSDPState, unit: Unit) -> None:
-        super().__init__(state, unit)
+    def __init__(self, hooks: FSDPHooks, unit: Unit) -> None:
+        super().__init__(hooks, unit)
         self._partial: torch.Tensor | None = None  # sum of micro-steps that are not reduced yet
 
     def __call__(self, reduce_output: torch.Tensor) -> None:
@@ -353,7 +311,7 @@ class ReplicaHook(Comm):
             self._partial = None
         if self._reducible(reduce_output, reduce_output.numel()):
             later = self._unit.only_views(reduce_output)
-            self.state.all_reduce(reduce_output, self._unit.trained(), later=later)
+            self.hooks.all_reduce(reduce_output, self._unit.trained(), later=later)
         else:
             dist.all_reduce(reduce_output, group=self.state.process_group)
             reduce_output.div_(self.state.process_group.size())
@@ -384,12 +342,12 @@ def _mesh_info(found: Sequence[Unit]) -> Any:
     return infos[0]
 
 
-def compressed_state(model: nn.Module) -> FSDPState | None:
+def compressed_state(model: nn.Module) -> CompressionState | None:
     """Return the state that compresses a model in fully_shard, if there is one."""
     return _state_of(units(model))
 
 
-def _state_of(found: Iterable[Unit]) -> FSDPState | None:
+def _state_of(found: Iterable[Unit]) -> CompressionState | None:
     for unit in found:
         for comm in (unit.group._reduce_scatter_comm, unit.group._all_reduce_hook):
             if isinstance(comm, Comm):

@@ -25,6 +25,7 @@ from pycomm.local_sgd.shared import Average, SharedModel, copies
 from pycomm.local_sgd.streamed import Blocking, Streamed
 from pycomm.policy import Policy, agree_on_options
 from pycomm.reduction import own_group
+from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.weights import checked
 
@@ -137,14 +138,14 @@ class LocalSGD:
                 own = own_group.make(group)
                 closing = weakref.finalize(self, own_group.close, own)
         self.state = CompressionState(
-            codec, process_group=own or group, feedback=feedback, seed=seed
+            codec,
+            process_group=own or group,
+            feedback=feedback,
+            seed=seed,
+            adapter=Adapter("LocalSGD"),
         )
         """Codecs and feedback: `residual_norms()`."""
-        self.state.averages_senders = average == "senders"
-        self.state.stays_because = (
-            "LocalSGD keeps a start that members share: make a new LocalSGD on all ranks, which "
-            "starts from the parameters of the first, and call its state.adopt_state(former.state)"
-        )
+        self.state.reducer.averages_senders = average == "senders"
         self._shared = SharedModel(
             model,
             self.state,
@@ -156,7 +157,7 @@ class LocalSGD:
             weighted=weighted,
         )
         if average == "ranks" and group is not None:
-            self.state.find_nodes(reals(trained[0]).device)
+            self.state.reducer.find_nodes(reals(trained[0]).device)
         self.local_steps = 0
         """Optimizer steps in this round."""
         self._own = own

@@ -104,7 +104,7 @@ class SharedModel:
         self.state.follow_members()  # raises if the group has other members now
         mine = Contribution(weight, is_finite(gradient), finishing, dirty, bool(changed))
         row = list(map(float, astuple(mine)))
-        wait = start_gather(row, self.state.process_group, self.state._device)
+        wait = start_gather(row, self.state.process_group, self.state.reducer.device)
 
         def hear() -> list[Contribution]:
             told = [Contribution(weight, *map(bool, flags)) for weight, *flags in wait()]
@@ -134,7 +134,7 @@ class SharedModel:
             announced: result of `announce`.
         """
         if self._weighted:
-            self.state.factors = factors([rank.weight for rank in announced()])
+            self.state.reducer.weights = factors([rank.weight for rank in announced()])
         names = part.names
         self.state.begin_step()
         futures = {width: self.state.reduce(gradient[width], names[width]) for width in gradient}
@@ -158,7 +158,7 @@ class SharedModel:
         if is_finite(average.values):  # on all ranks alike
             part.apply(average.values, self._lr)
             return True
-        self.state.check_operations()
+        self.state.reducer.check_operations()
         self.skipped += 1
         logger.warning(
             "rank %d: LocalSGD skips round %d, and all ranks go back to its start: the average is "

@@ -31,15 +31,21 @@ class Step:
     """What belongs to one step of a state on this rank.
 
     Args:
+        number: its number, from 1; 0: none was taken yet.
         status: where it is.
         absent: this rank has no data in it: Join shadows the rank.
         parameters: number of parameters that the state had when it began.
     """
 
     def __init__(
-        self, status: StepStatus = StepStatus.OPEN, *, absent: bool = False, parameters: int = 0
+        self,
+        number: int,
+        status: StepStatus = StepStatus.OPEN,
+        *,
+        absent: bool = False,
+        parameters: int = 0,
     ) -> None:
-        self.status = status
+        self.number, self.status = number, status
         self.absent, self.parameters = absent, parameters
         self.finite = True
         """Its results are finite; known when it is settled."""
