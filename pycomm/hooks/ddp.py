@@ -21,6 +21,7 @@ from pycomm.policy.names import clean, matching
 from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.exchange_thread import ExchangeThread
 from pycomm.reduction.reducer import BucketReducer
+from pycomm.reduction.refusals import DDP
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.taken import DiscardedGradients
 
@@ -79,7 +80,7 @@ class DDPHooks:
         """Return what the model's state has to know."""
         model = self._model()
         return Adapter(
-            "DistributedDataParallel",
+            DDP,
             defers=True,
             ignored=frozenset(map(clean, model.parameters_to_ignore if model else ())),
             reduce_bucket=self.reduce_bucket,
@@ -168,7 +169,7 @@ class DDPHooks:
         self._by_loaded -= 1
 
         def numel(name: str) -> int:
-            return self.reducer.decisions[name].parameter.numel
+            return self.reducer.plan.decisions[name].parameter.numel
 
         return SavedBuckets(self._loaded_order, numel, self._reduce_named, self.reducer.wait)
 

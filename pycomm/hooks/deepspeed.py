@@ -19,6 +19,7 @@ from pycomm.hooks.replaced import attach, is_a, refuse_second, replace
 from pycomm.policy import Policy
 from pycomm.policy.names import clean
 from pycomm.reduction.adapter import Adapter
+from pycomm.reduction.refusals import DEEPSPEED, refused
 from pycomm.reduction.state import CompressionState
 
 
@@ -31,9 +32,8 @@ def compress_engine(codec: str | Codec | Policy, engine: Any, **options: Any) ->
     """Replace the reductions of an engine, and return the state that they use.
 
     Args:
-        codec: a codec, a `Policy`, or the text of either; see `CompressionState`.
+        codec, options: as for `CompressionState`.
         engine: DeepSpeed's engine.
-        options: feedback and seed; see `CompressionState`.
 
     Raises:
         Error: the engine is compressed already, or reduces in a way that cannot be replaced; the
@@ -44,7 +44,7 @@ def compress_engine(codec: str | Codec | Policy, engine: Any, **options: Any) ->
     if why := _obstacle(engine):
         raise Error(f"DeepSpeed's engine cannot be compressed: {why}")
     group = engine.seq_data_parallel_group
-    state = CompressionState(codec, process_group=group, adapter=Adapter("DeepSpeed"), **options)
+    state = CompressionState(codec, process_group=group, adapter=Adapter(DEEPSPEED), **options)
     names = {
         parameter: clean(name)
         for name, parameter in engine.module.named_parameters()
@@ -118,40 +118,21 @@ class DeepSpeedHooks:
 
 def _obstacle(engine: Any) -> str:
     """Return why an engine's reductions cannot be replaced, and what to do; "": they can."""
-    name = type(engine.optimizer).__name__
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     inner = type(getattr(engine, "basic_optimizer", None)).__name__
-    if is_a(engine, "deepspeed.runtime.pipe.engine", "PipelineEngine"):
-        return "a PipelineEngine has not been tested. Use deepspeed.initialize without a pipeline"
-    if not engine.enable_backward_allreduce or "OneBit" in inner or inner == "ZeroOneAdam":
-        return (
-            f"{inner} reduces the gradients itself, compressed in its own way. Use "
-            "torch.optim.AdamW to compress them by pycomm"
-        )
-    if engine.sequence_parallel_size > 1:
-        return "sequence parallelism has not been tested. Set sequence_parallel_size to 1"
-    if engine.has_moe_layers:
-        return (
-            "the parameters of experts are reduced in groups of their own. Use fully_shard(model)"
-        )
-    if engine.zero_quantized_gradients():
-        return (
-            "ZeRO++ quantizes the gradients already. Leave zero_quantized_gradients out to "
-            "compress them by pycomm, with error feedback"
-        )
-    stage = engine.zero_optimization_stage()
-    if stage == 0:
-        return "it is without ZeRO, whose stage 1 gives the same results. Set its stage to 1"
-    if stage == 3:
-        return (
-            "ZeRO 3 cuts gradients anywhere in a row. Use fully_shard(model), whose shards are "
-            "compressed, or stage 2"
-        )
-    known = ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer")
-    if (type(engine.optimizer).__module__, name) != known:
-        return f"its optimizer is {name}, which has not been tested. Use the usual one of ZeRO"
-    if not engine.optimizer.contiguous_gradients:
-        return (
-            "without contiguous_gradients, gradients have no buffer. Set contiguous_gradients to "
-            "true"
-        )
-    return ""
+    name, known = type(optimizer).__name__, "deepspeed.runtime.zero.stage_1_and_2"
+    reduces = not engine.enable_backward_allreduce or "OneBit" in inner or inner == "ZeroOneAdam"
+    found = {
+        "pipelines": is_a(engine, "deepspeed.runtime.pipe.engine", "PipelineEngine"),
+        "1-bit optimizers": reduces,
+        "sequence parallelism": engine.sequence_parallel_size > 1,
+        "experts": engine.has_moe_layers,
+        "`zero_quantized_gradients`": engine.zero_quantized_gradients(),
+        "no ZeRO": stage == 0,
+        "ZeRO 3": stage == 3,
+        "other optimizers of its own": (type(optimizer).__module__, name)
+        != (known, "DeepSpeedZeroOptimizer"),
+        "no `contiguous_gradients`": not getattr(optimizer, "contiguous_gradients", True),
+    }
+    option = next((option for option, there in found.items() if there), "")
+    return refused(DEEPSPEED, option, inner=inner, name=name) if option else ""

@@ -29,6 +29,7 @@ from pycomm.hooks.fsdp_seams import Unit, leave_replicas_to_the_hook, units
 from pycomm.log import logger
 from pycomm.policy import CODED, Policy, agree_on_options
 from pycomm.reduction.adapter import Adapter, Layout
+from pycomm.reduction.refusals import FSDP, HSDP
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.taken import DiscardedGradients
 
@@ -44,10 +45,8 @@ def compress_shards(
     """Replace the communication of a model, and return the state that it uses from then on.
 
     Args:
-        codec: codec of the gradients; see `CompressionState`. Rules see whole parameters, not
-            shards.
+        codec, options: as for `CompressionState`. Rules see whole parameters, not shards.
         model: a model in which fully_shard or replicate has wrapped modules.
-        options: feedback and seed; see `CompressionState`.
 
     Raises:
         Error: parts of the model are reduced in different groups, or are compressed already.
@@ -68,10 +67,11 @@ def compress_shards(
         by_rows={name for name, parameter in parameters if parameter.fsdp_placement.dim == 0},
         shard_group=info.shard_process_group if shares else None,
         scatters=scatters,
+        device=torch.device(info.mesh.device_type),  # parameters may be elsewhere, or nowhere yet
     )
-    adapter = Adapter("fully_shard" if scatters else "HSDP", layout)
+    adapter = Adapter(FSDP if scatters else HSDP, layout)
     state = CompressionState(codec, process_group=group, adapter=adapter, **options)
-    hooks = FSDPHooks(state, found, torch.device(info.mesh.device_type))
+    hooks = FSDPHooks(state, found)
     state.plan.complete()
     state.agree()
     if layout.shard_group is not None and not scatters:
@@ -96,19 +96,15 @@ class FSDPHooks:
     Args:
         state: the state.
         units: the wrapped parts of the model, whose parameters are entered.
-        device: the device of the groups; parameters may be on the CPU, or have no memory yet.
     """
 
-    def __init__(
-        self, state: CompressionState, units: Sequence[Unit], device: torch.device
-    ) -> None:
-        self.state, self._reducer, self._device = state, state.reducer, device
-        self._scatters = state.adapter.layout.scatters
+    def __init__(self, state: CompressionState, units: Sequence[Unit]) -> None:
+        self.state, self._reducer = state, state.reducer
         self._backward: int | None = None  # number of the running backward
         self._reduced: set[str] = set()  # in this step
         self._waits: list[Callable[[], object]] = []  # for collectives that are in flight
         if state.transform is None or state.transform.by_nodes:
-            self._reducer.find_nodes(device)
+            self._reducer.find_nodes(self._reducer.device)
         self._tensor_of: dict[str, Callable[[], torch.Tensor]] = {
             name: partial(getattr, parameter, "sharded_param")
             for unit in units
@@ -124,7 +120,6 @@ class FSDPHooks:
         for name in names:
             if name not in self._reducer.numbers:
                 self._reducer.add(name, self._tensor_of[name]())
-        self._reducer.device = self._device
 
     def _begin_step(self) -> None:
         """Begin a step. Loading a model may have replaced its parameters' tensors."""
@@ -162,73 +157,28 @@ class FSDPHooks:
         for wait in self._waits:
             wait()
         self._waits.clear()
-        shard_group = self._reducer.layout.shard_group
-        if self._scatters or shard_group is None:
+        layout = self._reducer.layout
+        if layout.scatters or layout.shard_group is None:
             return
         finite = self._reducer.all_finite()
-        verdict = torch.tensor(finite, dtype=torch.uint8, device=self._device)
-        dist.all_reduce(verdict, dist.ReduceOp.MIN, group=shard_group)
+        verdict = torch.tensor(finite, dtype=torch.uint8, device=self._reducer.device)
+        dist.all_reduce(verdict, dist.ReduceOp.MIN, group=layout.shard_group)
         # Neither 0 nor the bytes of a failure.
         self._reducer.step.checks = [lambda: int(verdict) == 1]
 
-    # ------------------------------------------------------------------ exchanges
-
-    def expects(self, names: Sequence[str]) -> int:
-        """Return the number of values in one rank's shards of these parameters, with padding."""
-        return sum(self._reducer.layout.shards[name].numel() for name in names)
-
-    def travel_exactly(self, names: Sequence[str], why: str) -> None:
-        """Note why gradients travel exactly in this step."""
-        if self._reducer.transform is not None:
-            self._reducer.transform.check_exact(names, why)
-        self._reducer.plan.exactly.update(dict.fromkeys(names, why))
-
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        names: Sequence[str],
-        group: dist.ProcessGroup,
-        *,
-        average: bool,
-        later: bool = False,
-    ) -> None:
-        """Sum or average the gradients of all ranks, compressed; each rank gets its shards.
-
-        Args:
-            output: floats of 16 or 32 bits [values]; this rank's shards of the named parameters.
-            input: the shards of every rank [ranks * values].
-            names: the parameters, in the order of the input.
-            group: the ranks that reduce.
-            average: divide by the number of ranks.
-            later: the result is not needed before backward ends.
-        """
-        self.enter(names)
-        reducer = self._reducer.transform or self._reducer
-        wait = reducer.scatter(output, input, names, group, average=average)
+    def wait(self, wait: Callable[[], object], *, later: bool) -> None:
+        """Wait for a result, or when backward ends, if it is not needed before."""
         if later:
             self._waits.append(wait)
         else:
             wait()
-
-    def all_reduce(
-        self, tensor: torch.Tensor, names: Sequence[str], *, later: bool = False
-    ) -> None:
-        """Average shards over the replicas, in place; `later`: see `reduce_scatter`."""
-        self.enter(names)
-        future = (self._reducer.transform or self._reducer).reduce(tensor, names)
-        if later:
-            self._waits.append(partial(self._reducer.wait, future))
-        else:
-            self._reducer.exchanges.finish()
-            self._reducer.wait(future)
 
 
 class Comm:
     """Base of the classes that replace torch's collectives of a unit."""
 
     def __init__(self, hooks: FSDPHooks, unit: Unit) -> None:
-        self.hooks, self.state = hooks, hooks.state
+        self.hooks, self.reducer = hooks, hooks.state.reducer
         self._unit = unit
         self._told = False
 
@@ -240,13 +190,12 @@ class Comm:
 
     def _reducible(self, tensor: torch.Tensor, numel: int) -> bool:
         """Return whether all parameters have gradients; logs once if they do not."""
-        names, exactly = self._unit.trained(), self.state.plan.exactly
+        names, plan = self._unit.trained(), self.reducer.plan
+        why = ""
         if tensor.dtype not in CODED:
-            what = str(tensor.dtype).removeprefix("torch.")
-            self.hooks.travel_exactly(names, f"no codec takes {what}")
-            return False
-        if numel != self.hooks.expects(names):
-            self.hooks.travel_exactly(names, "some of its unit have no gradients")
+            why = f"no codec takes {str(tensor.dtype).removeprefix('torch.')}"
+        elif numel != sum(self.reducer.layout.shards[name].numel() for name in names):
+            why = "some of its unit have no gradients"
             if not self._told:
                 logger.warning(
                     "fsdp: some of %s have no gradient in this step, and it is not known which: "
@@ -255,9 +204,13 @@ class Comm:
                     ", ".join(names),
                 )
                 self._told = True
+        if why:
+            if self.reducer.transform is not None:
+                self.reducer.transform.check_exact(names, why)
+            plan.exactly.update(dict.fromkeys(names, why))
             return False
-        for name in names if exactly else ():
-            exactly.pop(name, None)
+        for name in names if plan.exactly else ():
+            plan.exactly.pop(name, None)
         return True
 
 
@@ -282,14 +235,11 @@ class CompressedReduceScatter(Comm, ReduceScatter):
         if op == dist.ReduceOp.PREMUL_SUM:  # each rank has a factor of its own
             _, factor = op.__getstate__()
             input_tensor = input_tensor * factor
-        self.hooks.reduce_scatter(
-            output_tensor,
-            input_tensor,
-            self._unit.trained(),
-            group,
-            average=op == dist.ReduceOp.AVG,
-            later=self._unit.only_views(output_tensor),
-        )
+        names, average = self._unit.trained(), op == dist.ReduceOp.AVG
+        self.hooks.enter(names)
+        reducer = self.reducer.transform or self.reducer
+        wait = reducer.scatter(output_tensor, input_tensor, names, group, average=average)
+        self.hooks.wait(wait, later=self._unit.only_views(output_tensor))
         return None
 
 
@@ -309,14 +259,19 @@ class ReplicaHook(Comm):
         if self._partial is not None:
             reduce_output.add_(self._partial)
             self._partial = None
+        ranks = self.reducer.process_group.size()
         if self._reducible(reduce_output, reduce_output.numel()):
-            later = self._unit.only_views(reduce_output)
-            self.hooks.all_reduce(reduce_output, self._unit.trained(), later=later)
+            names, later = self._unit.trained(), self._unit.only_views(reduce_output)
+            self.hooks.enter(names)
+            future = (self.reducer.transform or self.reducer).reduce(reduce_output, names)
+            if not later:
+                self.reducer.exchanges.finish()
+            self.hooks.wait(partial(self.reducer.wait, future), later=later)
         else:
-            dist.all_reduce(reduce_output, group=self.state.process_group)
-            reduce_output.div_(self.state.process_group.size())
+            dist.all_reduce(reduce_output, group=self.reducer.process_group)
+            reduce_output.div_(ranks)
         if group.gradient_divide_factor is not None:  # then torch sums instead of averaging
-            reduce_output.mul_(self.state.process_group.size())
+            reduce_output.mul_(ranks)
 
     def _keep(self, reduce_output: torch.Tensor) -> None:
         if self._partial is None:
@@ -351,5 +306,5 @@ def _state_of(found: Iterable[Unit]) -> CompressionState | None:
     for unit in found:
         for comm in (unit.group._reduce_scatter_comm, unit.group._all_reduce_hook):
             if isinstance(comm, Comm):
-                return comm.state
+                return comm.hooks.state
     return None

@@ -22,6 +22,7 @@ from pycomm.log import logger
 from pycomm.policy import Policy
 from pycomm.policy.names import clean
 from pycomm.reduction.adapter import Adapter
+from pycomm.reduction.refusals import MEGATRON, refused
 from pycomm.reduction.state import CompressionState
 
 
@@ -35,9 +36,8 @@ def compress_chunk(codec: str | Codec | Policy, model: Any, **options: Any) -> C
     """Replace the reductions of one model chunk, and return the state that they use.
 
     Args:
-        codec: a codec, a `Policy`, or the text of either; see `CompressionState`.
+        codec, options: as for `CompressionState`.
         model: Megatron-Core's DistributedDataParallel, with or without the distributed optimizer.
-        options: feedback and seed; see `CompressionState`.
 
     Raises:
         Error: the model is compressed already.
@@ -47,15 +47,11 @@ def compress_chunk(codec: str | Codec | Policy, model: Any, **options: Any) -> C
     refuse_second(model, "model")
     config = model.ddp_config
     if config.num_distributed_optimizer_instances > 1:
-        raise ValueError(
-            "num_distributed_optimizer_instances="
-            f"{config.num_distributed_optimizer_instances} reduces gradients in two stages, "
-            "within an instance and between them, and pycomm compresses one: set it to 1"
-        )
+        option = "`num_distributed_optimizer_instances` above 1"
+        count = config.num_distributed_optimizer_instances
+        raise ValueError(refused(MEGATRON, option, count=count))
     group = model.intra_dp_cp_group
-    state = CompressionState(
-        codec, process_group=group, adapter=Adapter("Megatron-Core"), **options
-    )
+    state = CompressionState(codec, process_group=group, adapter=Adapter(MEGATRON), **options)
     names = {p: clean(name) for name, p in model.module.named_parameters()}
     buckets = [bucket for group in model.bucket_groups for bucket in group.buckets]
     held = {p for bucket in buckets for p in bucket.params_list}

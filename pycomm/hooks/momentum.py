@@ -35,6 +35,7 @@ from pycomm.momentum.on_device.table import Table
 from pycomm.momentum.sum_places import SumPlaces
 from pycomm.policy import CODED
 from pycomm.reduction.bucket import Bucket, BucketPiece
+from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.saved import known, residuals_of
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.transform import Transform
@@ -57,6 +58,7 @@ class Momenta(Transform, ABC):
     """
 
     state: CompressionState
+    reducer: BucketReducer
     kept_alike = 2  # what was sent is kept beside the residuals
     own: Residuals
     """What this rank has sent of the momentum, also for the shards of other ranks."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from pycomm.reduction.reducer import average, completed
+from pycomm.reduction.reducer import BucketReducer, average, completed
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.transform import Future, Transform
 
@@ -24,6 +24,7 @@ class SentMomenta(Transform):
     """
 
     state: CompressionState
+    reducer: BucketReducer
 
     def __init__(self) -> None:
         self.before: dict[str, torch.Tensor] = {}

@@ -26,6 +26,7 @@ from pycomm.local_sgd.streamed import Blocking, Streamed
 from pycomm.policy import Policy, agree_on_options
 from pycomm.reduction import own_group
 from pycomm.reduction.adapter import Adapter
+from pycomm.reduction.refusals import LOCAL_SGD, refused
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.weights import checked
 
@@ -142,7 +143,7 @@ class LocalSGD:
             process_group=own or group,
             feedback=feedback,
             seed=seed,
-            adapter=Adapter("LocalSGD"),
+            adapter=Adapter(LOCAL_SGD),
         )
         """Codecs and feedback: `residual_norms()`."""
         self.state.reducer.averages_senders = average == "senders"
@@ -421,11 +422,8 @@ def _refuse_meetings(model: nn.Module, group: dist.ProcessGroup) -> None:
 
     def refuse(what: str, ranks: set[int]) -> None:
         if len(apart & ranks) > 1:
-            raise Error(
-                f"LocalSGD: {what} over ranks {sorted(apart & ranks)}, which are to train apart "
-                "and would meet in every step: use one of the two, or a group with one rank of "
-                "each node"
-            )
+            option = "DDP or other averages over the same ranks"
+            raise Error(refused(LOCAL_SGD, option, what=what, ranks=sorted(apart & ranks)))
 
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):

@@ -16,6 +16,7 @@ from pycomm.local_sgd.outer import Fragment, Values, broadcast, split
 from pycomm.log import logger
 from pycomm.policy.exchange import start_gather
 from pycomm.policy.names import clean, few
+from pycomm.reduction.refusals import LOCAL_SGD, refused
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.weights import factors
 
@@ -110,12 +111,10 @@ class SharedModel:
             told = [Contribution(weight, *map(bool, flags)) for weight, *flags in wait()]
             ranks = [str(rank) for rank, each in enumerate(told) if each.changed]
             if ranks:
-                raise Error(
-                    f"rank {self._rank}: LocalSGD averages the parameters that were trained when "
-                    f"it was made, but on rank {', '.join(ranks)} others are trained now "
-                    f"({changed or 'its error names them'}): call finish() before parameters are "
-                    "frozen, unfrozen, added, removed or replaced, and make a new LocalSGD after it"
-                )
+                option = "other trained parameters than at first"
+                names = changed or "its error names them"
+                why = refused(LOCAL_SGD, option, ranks=", ".join(ranks), names=names)
+                raise Error(f"rank {self._rank}: {why}")
             return told
 
         return hear

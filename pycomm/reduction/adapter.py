@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,6 @@ import torch.distributed as dist
 from pycomm.feedback import Cut
 from pycomm.policy import Decision
 from pycomm.reduction.factors import Matrix
-
-if TYPE_CHECKING:
-    from pycomm.reduction.state import CompressionState
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +41,8 @@ class Layout:
     """The ranks that share the parameters; None: each has whole ones."""
     scatters: bool = False
     """These ranks reduce-scatter; else replicas of each shard all-reduce it."""
+    device: torch.device | None = None
+    """The device of the groups; None: that of the first parameter."""
 
     @cached_property
     def ranks(self) -> int:
@@ -95,11 +94,7 @@ class Layout:
         return Matrix(decision.parameter.shape[0], torch.Size(shape[1:]).numel(), given, got)
 
 
-def _nothing() -> dict[str, Any]:
-    return {}
-
-
-def _no_bucket(state: CompressionState, bucket: Any) -> Any:
+def _no_bucket(state: Any, bucket: Any) -> Any:
     raise AssertionError("this trainer has no buckets of DDP")
 
 
@@ -118,10 +113,9 @@ class Adapter:
     reads residuals on the host between two steps cannot have that."""
     ignored: Collection[str] = ()
     """Names of the parameters that the trainer was told not to average."""
-    reduce_bucket: Callable[[CompressionState, dist.GradBucket], torch.futures.Future[Any]] = (
-        _no_bucket
-    )
-    """Averages a bucket of DDP, for `pycomm.compress_hook`."""
+    reduce_bucket: Callable[[Any, dist.GradBucket], torch.futures.Future[Any]] = _no_bucket
+    """Averages a bucket of DDP for the `CompressionState` that it gets; see `pycomm.compress_hook`.
+    """
     unused: Callable[[], Set[str]] = frozenset
     """Returns the parameters of which one knows by now that no rank has used them in the last step:
     the trainer leaves their gradients as they are."""
@@ -129,7 +123,7 @@ class Adapter:
     """Whether the trainer makes new buckets after the next backward."""
     is_new: Callable[[], bool] = lambda: False
     """Whether this rank takes over the parameters of others, and so owes nothing."""
-    saved: Callable[[], dict[str, Any]] = _nothing
+    saved: Callable[[], dict[str, Any]] = dict
     """Returns entries of a checkpoint, equal on all ranks."""
     loaded: Callable[[Mapping[str, Any]], None] = lambda _: None
     """Gets the entries of a loaded checkpoint; nothing, if they are those of other members."""

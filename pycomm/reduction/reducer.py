@@ -25,7 +25,6 @@ from pycomm.feedback.rule import EXACT
 from pycomm.log import tell, warn_once
 from pycomm.policy import (
     CODED,
-    Decision,
     Parameter,
     Plan,
     Policy,
@@ -90,7 +89,7 @@ class BucketReducer:
         self.by_name: dict[str, torch.Tensor] = {}
         self.names: dict[int, str] = {}  # by id of these
         self.numbers: dict[str, int] = {}
-        self.device = torch.device("cpu")
+        self.device = self.layout.device or torch.device("cpu")
         self.buckets: dict[tuple[str, ...], Bucket] = {}
         self.agreed: dict[tuple[str, ...], Agreed] = {}  # about buckets; equal on all ranks
         self.factors = Factors()
@@ -130,16 +129,6 @@ class BucketReducer:
         elif levels:
             self.nodes = Nodes(group, levels, device)
 
-    @property
-    def decisions(self) -> dict[str, Decision]:
-        """The codec of each parameter, by name."""
-        return self.plan.decisions
-
-    @property
-    def codecs(self) -> dict[str, Codec]:
-        """Their codecs alone."""
-        return {name: decision.codec for name, decision in self.decisions.items()}
-
     def add(self, name: str, parameter: torch.Tensor, *, exact: str = "") -> None:
         """Enter a parameter, or the part of it that is reduced here; in one order on all ranks.
 
@@ -154,14 +143,14 @@ class BucketReducer:
         """
         if self.transform is not None:
             exact = self.transform.exact(parameter) or exact
-        if not self.numbers:
+        if not self.numbers and self.layout.device is None:
             self.device = parameter.device
         if name in self.numbers:
             self.forget_buckets({name})
         self.put(name, parameter)
         self.numbers.setdefault(name, len(self.numbers))
         shape = (*parameter.shape, 2) if parameter.is_complex() else parameter.shape
-        before = self.decisions.get(name)
+        before = self.plan.decisions.get(name)
         if before is not None and before.parameter.shape != shape:
             self.factors.forget(name)
             if self.residuals:
@@ -195,7 +184,7 @@ class BucketReducer:
         """Memory of the residuals on this rank when all of them have been written, in bytes."""
         if self.residuals is None:
             return 0
-        parts = [self.layout.part(decision) for decision in self.decisions.values()]
+        parts = [self.layout.part(decision) for decision in self.plan.decisions.values()]
         form = self.layout.rows, self.shards
         each = (self.residuals.bytes_for(p.codec, p.parameter.numel, *form) for p in parts)
         return sum(each) * (self.transform.kept_alike if self.transform else 1)
@@ -205,7 +194,7 @@ class BucketReducer:
         taken = self.residual_bytes
         if not taken:
             return ""
-        values = sum(decision.parameter.numel for decision in self.decisions.values())
+        values = sum(decision.parameter.numel for decision in self.plan.decisions.values())
         return (
             f"feedback: residuals take up to {taken / 1e6:.3g} MB on each rank, "
             f"{taken / values:.2g} bytes for each of {values} values "
@@ -539,7 +528,7 @@ class BucketReducer:
             if self.formed_with and self.process_group.size() > 1 and not agreed.compared:
                 members.compare_bucket(names, self.process_group, self.device)
                 agreed.compared = True
-            decisions = [self.layout.part(self.decisions[name]) for name in names]
+            decisions = [self.layout.part(self.plan.decisions[name]) for name in names]
             if self.process_group.size() == 1:  # sends residuals of a checkpoint of more ranks
                 decisions = [replace(decision, codec=EXACT) for decision in decisions]
             numbers = [self.numbers[name] for name in names]
@@ -654,7 +643,7 @@ class BucketReducer:
 
     def _matrices(self) -> dict[str, Matrix]:
         """Return all parameters that may get factors now."""
-        found = {name: self.matrix(name) for name in self.decisions}
+        found = {name: self.matrix(name) for name in self.plan.decisions}
         return {name: matrix for name, matrix in found.items() if matrix is not None}
 
     def _divide(self, values: torch.Tensor, bucket: Bucket) -> bool:
@@ -671,7 +660,7 @@ class BucketReducer:
 
     def matrix(self, name: str) -> Matrix | None:
         """Return a parameter as a matrix, if its rows and columns may get factors now."""
-        decision = self.decisions.get(name)
+        decision = self.plan.decisions.get(name)
         if decision is None or not self.plan.policy.factors or not is_divided(decision.codec):
             return None
         found = self.shape(name)
@@ -682,7 +671,7 @@ class BucketReducer:
 
     def shape(self, name: str) -> Matrix | None:
         """Return a parameter as a matrix, whatever its codec; None: there are no whole rows."""
-        decision = self.decisions.get(name)
+        decision = self.plan.decisions.get(name)
         if decision is None or self.transform is not None:
             return None
         return self.layout.matrix(decision)

@@ -28,7 +28,7 @@ from pycomm.reduction.detached import DetachedState
 from pycomm.reduction.factors import names_in
 from pycomm.reduction.nodes import flat_text
 from pycomm.reduction.reducer import BucketReducer
-from pycomm.reduction.refusals import refused
+from pycomm.reduction.refusals import ALL, FSDP, HSDP, refused, stays_because
 from pycomm.reduction.saved import check_sizes, known, load_saved, residuals_of
 from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.taken import DiscardedGradients
@@ -87,10 +87,8 @@ class CompressionState:
         self._rank = self.process_group.rank()  # in the group for which residuals are laid out
         self._met_in = 0 if not reducer.formed_with else -1
         """How often the group's members had been set when they compared where they stand."""
-        self.stays_because = refused(self.adapter.trainer, "members")
+        self.stays_because = stays_because(self.adapter.trainer)
         """Reason why this state cannot go on with other members of its group; "": it can."""
-        self.busy = False
-        """Reductions of a step run, which a hook that does not wait for them in backward says."""
         self.defers = self.adapter.defers
         """See `Adapter`."""
         if transform is not None:
@@ -111,7 +109,7 @@ class CompressionState:
     @property
     def decisions(self) -> dict[str, Decision]:
         """The codec of each parameter, by name."""
-        return self.reducer.plan.decisions
+        return self.plan.decisions
 
     @property
     def codecs(self) -> dict[str, Codec]:
@@ -185,7 +183,7 @@ class CompressionState:
         self.reducer.forget_buckets()
 
     def _check_idle(self) -> None:
-        if self.busy:
+        if self.reducer.step.busy:
             raise Error(
                 f"rank {self.process_group.rank()}: gradients are on the way, which use the "
                 "residuals: call optimizer.step() or optimizer.synchronize() first"
@@ -315,10 +313,9 @@ class CompressionState:
         if before == self.process_group.size():
             return [f"rank{dist.get_rank()}"]
         if self.process_group.size() != dist.get_world_size():
-            raise ValueError(
-                f"the hook's state was saved by groups of {before} ranks; groups that are not the "
-                f"whole world can only go on with as many, not {self.process_group.size()}"
-            )
+            option = "residuals on another number of ranks"
+            ranks = self.process_group.size()
+            raise ValueError(refused(HSDP, option, before=before, ranks=ranks))
         rank, ranks = self.process_group.rank(), self.process_group.size()
         return [f"rank{r}" for r in sources(before, rank, ranks)]
 
@@ -346,12 +343,9 @@ class CompressionState:
         typed("previous", previous, CompressionState, None)
         self._check_idle()
         if previous is not None:
-            previous.busy = False  # a step that its group has not ended
+            previous.reducer.step.busy = False  # a step that its group has not ended
         if self.adapter.layout.cuts(self.decisions):
-            raise ValueError(
-                "ranks share these parameters, and the shards of lost ranks are gone with them; "
-                "go on from a checkpoint, with load_checkpoint"
-            )
+            raise ValueError(refused(FSDP, "survivors that adopt a state"))
         self._meet(previous)
         if self.transform is not None:
             self.transform.adopted()
@@ -514,11 +508,12 @@ class CompressionState:
             self.transform.step_begun()
 
     def _check_capture(self) -> None:
-        if self.reducer.device.type != "cpu" and _captures(self.reducer.device):
+        device = self.reducer.device
+        module = None if device.type == "cpu" else torch.get_device_module(device)
+        asks = getattr(module, "is_current_stream_capturing", None)
+        if asks and asks():
             raise Error(
-                f"rank {self.process_group.rank()}: a step with compressed gradients cannot be "
-                "part of a CUDA graph, since a replay would use the residuals, the seed and the "
-                "step of the capture; capture the model alone (torch.cuda.make_graphed_callables)"
+                f"rank {self.process_group.rank()}: {refused(ALL, 'a captured CUDA graph')}"
             )
 
     def end_step(self) -> None:
@@ -621,9 +616,3 @@ class CompressionState:
         for name in sent:
             residuals.drop(name)
         self.reducer.forget_buckets(sent, alone=True)
-
-
-def _captures(device: torch.device) -> bool:
-    """Return whether a graph captures what is queued on the current stream."""
-    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return bool(ask and ask())

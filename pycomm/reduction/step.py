@@ -49,6 +49,8 @@ class Step:
         self.absent, self.parameters = absent, parameters
         self.finite = True
         """Its results are finite; known when it is settled."""
+        self.busy = False
+        """Buckets are on the way that backward does not wait for: they use the residuals."""
         self.looks = False
         """It sums the squares of rows and columns; see `pycomm.reduction.factors`."""
         self.checks: list[Callable[[], bool]] = []

@@ -16,7 +16,6 @@ from pycomm.errors import Error
 
 if TYPE_CHECKING:
     from pycomm.reduction.bucket import Bucket
-    from pycomm.reduction.reducer import BucketReducer
 
 Future = torch.futures.Future[torch.Tensor]
 
@@ -28,7 +27,7 @@ class Transform:
     """
 
     state: Any  # a CompressionState, which subclasses name: this module stands below its own
-    reducer: BucketReducer
+    reducer: Any  # its BucketReducer
     by_nodes = True
     """Nodes may code the sums of their ranks."""
     kept_alike = 1
@@ -93,7 +92,10 @@ class Transform:
         **options: Any,
     ) -> torch.Tensor | None:
         """Average a bucket whose payloads Python moves; see `BucketReducer.exchange`."""
-        return self.reducer.exchange(tensor, bucket, group, finish, **options)
+        finite: torch.Tensor | None = self.reducer.exchange(
+            tensor, bucket, group, finish, **options
+        )
+        return finite
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -1,6 +1,7 @@
 """DistributedDataParallel for torchft's Manager, with compressed gradients."""
 
-# No `from __future__ import annotations` here: DDP compares the hook's annotations with the types.
+from __future__ import annotations
+
 from collections import deque
 from typing import Any
 

@@ -15,7 +15,9 @@ from pycomm.log import logger
 from pycomm.policy import Policy
 from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.reducer import completed
+from pycomm.reduction.refusals import TORCHFT
 from pycomm.reduction.state import CompressionState
+from pycomm.reduction.step import StepStatus
 from pycomm.reduction.weights import factors
 from pycomm.torchft.group import ProcessGroupPycomm
 
@@ -54,7 +56,6 @@ class ManagedHooks:
         self._manager = manager
         self._members: ProcessGroupPycomm = group
         self._at: int | None = None  # the Manager's step in the last backward that reduced
-        self._goes = False  # this step has begun, and nothing has failed
         self._heals = False  # this replica takes over the others' parameters at this step's end,
         self._loaded = False  # or has done so before the step
         manager.register_state_dict_fn("pycomm", self._note_load, dict)
@@ -62,7 +63,7 @@ class ManagedHooks:
     def make_state(self, codec: str | Codec | Policy, **options: Any) -> CompressionState:
         """Return the state of the replicas; arguments as for `CompressionState`."""
         adapter = Adapter(
-            "torchft",
+            TORCHFT,
             reduce_bucket=self.reduce_bucket,
             is_new=lambda: self._heals or self._loaded,
         )
@@ -83,10 +84,8 @@ class ManagedHooks:
         names = [state.reducer.names[id(parameter)] for parameter in bucket.parameters()]
         tensor = bucket.buffer()
         try:
-            if bucket.index() == 0:
-                self._goes = False
-                self._goes = self._begin(state)
-            if not self._goes or self._manager.errored():
+            begins = bucket.index() > 0 or self._begin(state)
+            if not begins or not state.is_open or self._manager.errored():
                 self._give_up(state)
                 return completed(tensor)
             future = state.reduce(tensor, names)
@@ -143,6 +142,7 @@ class ManagedHooks:
 
     def _give_up(self, state: CompressionState) -> None:
         """End the step of the other replicas, too, which would wait for this one's gradients."""
-        self._goes = False
+        if state.is_open:
+            state.reducer.step.status = StepStatus.ROLLED_BACK
         state.reducer.exchanges.forget()  # else the backward would wait for their futures
         self._members.abort(errored=False)
