@@ -50,8 +50,18 @@ def HookState(
     """
     typed("model", model, DistributedDataParallel)
     hooks = DDPHooks(model)
+    adapter = Adapter(
+        DDP,
+        defers=True,
+        ignored=frozenset(map(clean, model.parameters_to_ignore)),
+        reduce_bucket=hooks.reduce_bucket,
+        unused=hooks.unused,
+        rebuilds=hooks.rebuilds,
+        saved=hooks.saved,
+        loaded=hooks.loaded,
+    )
     group = process_group or model.process_group
-    state = CompressionState(codec, process_group=group, adapter=hooks.adapter(), **options)
+    state = CompressionState(codec, process_group=group, adapter=adapter, **options)
     hooks.enter(state, nodes)
     return state
 
@@ -75,20 +85,6 @@ class DDPHooks:
         self._loaded_order: list[tuple[str, ...]] = []  # the buckets of a loaded state,
         self._by_loaded = 0  # by which so many steps are still reduced
         self._saved_buckets: SavedBuckets | None = None  # in such a step
-
-    def adapter(self) -> Adapter:
-        """Return what the model's state has to know."""
-        model = self._model()
-        return Adapter(
-            DDP,
-            defers=True,
-            ignored=frozenset(map(clean, model.parameters_to_ignore if model else ())),
-            reduce_bucket=self.reduce_bucket,
-            unused=self.unused,
-            rebuilds=self.rebuilds,
-            saved=lambda: {"buckets": [list(names) for names in self._order]},
-            loaded=self.loaded,
-        )
 
     def enter(self, state: CompressionState, nodes: Sequence[int] | None) -> None:
         """Enter the model's parameters; collective."""
@@ -173,11 +169,14 @@ class DDPHooks:
 
         return SavedBuckets(self._loaded_order, numel, self._reduce_named, self.reducer.wait)
 
+    def saved(self) -> dict[str, Any]:
+        """See `Adapter`. Residuals of owners belong to the buckets of the last step."""
+        return {"buckets": [list(names) for names in self._order]}
+
     def loaded(self, about: Mapping[str, Any]) -> None:
         """See `Adapter`. The next steps are reduced by the buckets of the saved one.
 
-        Residuals of owners belong to these. After a change of members each has buckets of its own
-        DDP, which are compared.
+        After a change of members each has buckets of its own DDP, which are compared.
         """
         self._by_loaded = 0
         if not about:

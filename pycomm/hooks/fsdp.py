@@ -102,7 +102,6 @@ class FSDPHooks:
         self.state, self._reducer = state, state.reducer
         self._backward: int | None = None  # number of the running backward
         self._reduced: set[str] = set()  # in this step
-        self._waits: list[Callable[[], object]] = []  # for collectives that are in flight
         if state.transform is None or state.transform.by_nodes:
             self._reducer.find_nodes(self._reducer.device)
         self._tensor_of: dict[str, Callable[[], torch.Tensor]] = {
@@ -139,37 +138,21 @@ class FSDPHooks:
             self._reduced.update(names)
             return
         if backward == self._backward:
-            self._end_step()
+            self.state.end_step()
         else:
             # Runs at the end of this backward, like torch's own hooks.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._backward, self._reduced = backward, set(names)
-        self._waits.clear()
         self._begin_step()
 
     def _end_backward(self) -> None:
-        self._end_step()
-        self._backward = None
-
-    def _end_step(self) -> None:
-        """Wait for the step's collectives; with HSDP the shards agree whether it is finite."""
         self.state.end_step()
-        for wait in self._waits:
-            wait()
-        self._waits.clear()
-        layout = self._reducer.layout
-        if layout.scatters or layout.shard_group is None:
-            return
-        finite = self._reducer.all_finite()
-        verdict = torch.tensor(finite, dtype=torch.uint8, device=self._reducer.device)
-        dist.all_reduce(verdict, dist.ReduceOp.MIN, group=layout.shard_group)
-        # Neither 0 nor the bytes of a failure.
-        self._reducer.step.checks = [lambda: int(verdict) == 1]
+        self._backward = None
 
     def wait(self, wait: Callable[[], object], *, later: bool) -> None:
         """Wait for a result, or when backward ends, if it is not needed before."""
         if later:
-            self._waits.append(wait)
+            self._reducer.step.waits.append(wait)
         else:
             wait()
 

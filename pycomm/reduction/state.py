@@ -517,15 +517,28 @@ class CompressionState:
             )
 
     def end_step(self) -> None:
-        """End a step: every bucket of it has been given to `reduce`."""
-        step = self.reducer.step
-        self.reducer.end_look()
-        self.reducer.exchanges.finish()
-        step.reduced()
+        """End a step: every bucket of it has been given to `reduce`.
+
+        Ranks that share parameters agree whether it is finite.
+        """
+        reducer, step = self.reducer, self.reducer.step
+        reducer.end_look()
+        reducer.exchanges.finish()
+        if step.status is StepStatus.OPEN:
+            step.status = StepStatus.REDUCED
         if self.discarded:
             self.discarded.end(step.pieces, elsewhere=step.absent)
         if self.transform is not None:
             self.transform.step_ended()
+        for wait in step.waits:
+            wait()
+        step.waits.clear()
+        _, *shared = reducer.layout.groups(self.process_group)
+        if shared:
+            verdict = torch.tensor(reducer.all_finite(), dtype=torch.uint8, device=reducer.device)
+            dist.all_reduce(verdict, dist.ReduceOp.MIN, group=shared[0])
+            # Neither 0 nor the bytes of a failure.
+            step.checks = [lambda: int(verdict) == 1]
 
     def settle(self, *, last: bool = True, ahead: bool = False) -> None:
         """Wait for the last step; keep its residuals if it completed and is finite.

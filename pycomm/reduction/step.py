@@ -53,6 +53,8 @@ class Step:
         """Buckets are on the way that backward does not wait for: they use the residuals."""
         self.looks = False
         """It sums the squares of rows and columns; see `pycomm.reduction.factors`."""
+        self.waits: list[Callable[[], object]] = []
+        """Wait for collectives that nobody needs before the step is reduced."""
         self.checks: list[Callable[[], bool]] = []
         """Wait for a result each, and return whether it is finite."""
         self.pieces: dict[str, BucketPiece] = {}
@@ -67,11 +69,6 @@ class Step:
     def kept(self) -> set[str]:
         """Return the parameters whose residuals are kept if the step is committed."""
         return self.pieces.keys() - self.unused - self.discarded
-
-    def reduced(self) -> None:
-        """All buckets were given to `reduce`."""
-        if self.status is StepStatus.OPEN:
-            self.status = StepStatus.REDUCED
 
     def end(self, *, finite: bool, committed: bool) -> None:
         """End the step: the residuals of all of its parameters are decided."""

@@ -105,9 +105,9 @@ WAITS = (
     ),
     Mutant(
         "backward-ends-before-its-collectives",
-        "pycomm/hooks/fsdp.py::FSDPHooks._end_step",
-        "        for wait in self._waits:\n            wait()\n",
-        "        for _ in self._waits:\n            pass\n",
+        "pycomm/reduction/state.py::CompressionState.end_step",
+        "        for wait in step.waits:\n            wait()\n",
+        "        for _ in step.waits:\n            pass\n",
         (
             "torch/fsdp/test_compress.py::test_accumulation "
             "torch/fsdp/test_compress.py::test_exact_gradients_are_those_without_a_codec"
