@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -14,15 +14,14 @@ from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState, compress_hook
-from pycomm.hooks.deepspeed import DeepSpeedState, is_deepspeed
-from pycomm.hooks.fsdp import FSDPState, compressed_state
-from pycomm.hooks.megatron import MegatronState, is_megatron
+from pycomm.hooks.deepspeed import compress_engine, is_deepspeed
+from pycomm.hooks.fsdp import compress_shards, compressed_state
+from pycomm.hooks.megatron import compress_chunk, is_megatron
 from pycomm.hooks.replaced import state_in
 from pycomm.policy import Policy
 from pycomm.reduction.detached import DetachedState
+from pycomm.reduction.refusals import ALL, DDP, refused
 from pycomm.reduction.state import CompressionState
-
-State = TypeVar("State", bound=HookState)
 
 
 def compress(
@@ -81,16 +80,14 @@ def compress(
     options: dict[str, Any] = {"feedback": feedback, "seed": seed}
     if isinstance(model, DistributedDataParallel):
         wrapped = model
-        state: CompressionState = attach(
-            wrapped, lambda: HookState(codec, wrapped, nodes=nodes, **options)
-        )
+        state = attach(wrapped, lambda: HookState(codec, wrapped, nodes=nodes, **options))
     elif nodes is not None:
-        raise ValueError("nodes= is for DistributedDataParallel: leave it out")
+        raise ValueError(refused(ALL, "`nodes=`, but for DDP"))
     elif is_deepspeed(model) or is_megatron(model):
-        make = DeepSpeedState if is_deepspeed(model) else MegatronState
+        make = compress_engine if is_deepspeed(model) else compress_chunk
         state = make(codec, model, **options)
     elif any(isinstance(module, FSDPModule) for module in model.modules()):
-        state = FSDPState(codec, model, **options)
+        state = compress_shards(codec, model, **options)
     else:
         raise TypeError(
             f"pycomm.compress takes a model wrapped in DistributedDataParallel or fully_shard, not "
@@ -143,7 +140,9 @@ def compress_late(act: Callable[[nn.Module], None]) -> None:
     _late.append(act)
 
 
-def attach(model: DistributedDataParallel, make: Callable[[], State]) -> State:
+def attach(
+    model: DistributedDataParallel, make: Callable[[], CompressionState]
+) -> CompressionState:
     """Let a state reduce a DDP model's buckets; collective.
 
     Args:
@@ -170,25 +169,17 @@ def check_takes_hook(model: DistributedDataParallel) -> None:
     if hooks and isinstance(hooks[0][1], DetachedState):  # the model is a copy of a compressed one
         hooks.clear()
     if getattr(model, "_use_python_reducer", False):
-        raise Error(
-            "DDP has the reducer of torch.compile, which traces hooks: set torch._dynamo.config."
-            'optimize_ddp = "ddp_optimizer" before DistributedDataParallel is made'
-        )
+        raise Error(refused(DDP, "the reducer of `torch.compile`"))
     if hooks and isinstance(hooks[0][1], CompressionState):
         raise Error(
             "this model is compressed already: change its codec by set_policy() of that state, "
             "which pycomm.compress returned, and pycomm.state_of(model) does"
         )
     if hooks:
-        raise Error(
-            f"the model has the communication hook {hooks[0][0].__qualname__} already, and DDP "
-            "takes one: wrap the module in a new DistributedDataParallel to change it"
-        )
+        hook = hooks[0][0].__qualname__
+        raise Error(refused(DDP, "another communication hook", hook=hook))
     if getattr(model, "_delay_all_reduce_all_params", False):
-        raise Error(
-            "this model reduces its gradients after backward (delay_all_reduce_named_params) and "
-            "uses no communication hook; wrap it without that option"
-        )
+        raise Error(refused(DDP, "`delay_all_reduce_named_params`"))
 
 
 def _advice(model: nn.Module) -> str:

@@ -1,4 +1,5 @@
-"""What is written from the table of options: one of docs/api/backend.md, lines of pycomm/_C.pyi.
+"""What is written from the tables of options and of refusals: tables of docs/api/backend.md and of
+docs/combine.md, lines of pycomm/_C.pyi.
 
 python -m tests.options
 """
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from pycomm import _C
 from pycomm.env import VARIABLES, Variable
+from pycomm.reduction.refusals import ALL, REFUSALS
 
 ROOT = Path(__file__).parents[1]
 END = "The end of what it writes."
@@ -39,10 +41,27 @@ def fields(variables: Iterable[Variable]) -> str:
     return "".join(f"    {name}: {type(getattr(defaults, name)).__name__}\n" for name in names)
 
 
+def refusals() -> str:
+    """Return the table of docs/combine.md: a row for each trainer."""
+    lines = ["", "| trainer | not with (instead) |", "| --- | --- |"]
+    for trainer, refused in REFUSALS.items():
+        options: dict[str, list[str]] = {}
+        for option, (_, instead) in refused.items():
+            options.setdefault(instead, []).append(option)
+        cells = [", ".join(some) + f" ({but})" * bool(but) for but, some in options.items()]
+        lines.append(f"| {'all' if trainer == ALL else f'`{trainer}`'} | {'; '.join(cells)} |")
+    return "\n".join([*lines, "", ""])
+
+
 def written() -> dict[Path, str]:
-    """Return the texts of the two files as they should be."""
+    """Return the texts of the files as they should be."""
+    made = {
+        "docs/api/backend.md": table(rows()),
+        "docs/combine.md": refusals(),
+        "pycomm/_C.pyi": fields(rows()),
+    }
     texts = {}
-    for file, make in (("docs/api/backend.md", table), ("pycomm/_C.pyi", fields)):
+    for file, ours in made.items():
         text = (ROOT / file).read_text()
         before, mark, rest = text.partition("`python -m tests.options` writes")
         line, _, old = rest.partition("\n")
@@ -50,7 +69,7 @@ def written() -> dict[Path, str]:
         assert mark, f"{file} does not say where what is written begins"
         assert end, f"{file} does not say where what is written ends"
         opening = text[: text.index(END)].rpartition("\n")[2]  # what precedes the mark in its line
-        texts[ROOT / file] = f"{before}{mark}{line}\n{make(rows())}{opening}{END}{after}"
+        texts[ROOT / file] = f"{before}{mark}{line}\n{ours}{opening}{END}{after}"
     return texts
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from pycomm import _C, _build
 from pycomm.communicator import Communicator
+from pycomm.reduction.refusals import MEMBERS, REFUSALS
 from tests.compiling import compile_cpp
 from tests.options import ROOT, rows, table, written
 
@@ -33,10 +34,20 @@ int main() {
 """
 
 
-@pytest.mark.parametrize("file", ["docs/api/backend.md", "pycomm/_C.pyi"])
+@pytest.mark.parametrize("file", ["docs/api/backend.md", "docs/combine.md", "pycomm/_C.pyi"])
 def test_written_lines_are_those_of_the_table(file):
     """`python -m tests.options` writes them."""
     assert (ROOT / file).read_text() == written()[ROOT / file]
+
+
+def test_no_refusal_is_dead():
+    """Those that `pycomm.reduction.refusals` itself looks up aside, other files name the option."""
+    table = ROOT / "pycomm/reduction/refusals.py"
+    sources = [file.read_text() for file in (ROOT / "pycomm").rglob("*.py") if file != table]
+    named = "".join(sources) + MEMBERS + "`powersgd`"
+    assert [
+        option for of_one in REFUSALS.values() for option in of_one if option not in named
+    ] == []
 
 
 def test_every_row_names_an_existing_page():

@@ -59,4 +59,3 @@ def test_state_and_communicator_are_public():
 
     assert pycomm.CompressionState is CompressionState
     assert pycomm.Communicator is Communicator
-    assert issubclass(pycomm.HookState, pycomm.CompressionState)

@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types.
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -18,13 +18,23 @@ from pycomm.hooks.saved_buckets import SavedBuckets
 from pycomm.policy import Policy
 from pycomm.policy.exchange import gather
 from pycomm.policy.names import clean, matching
+from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.exchange_thread import ExchangeThread
+from pycomm.reduction.reducer import BucketReducer
+from pycomm.reduction.refusals import DDP
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.taken import DiscardedGradients
 
 
-class HookState(CompressionState):
-    """State that `compress_hook` keeps between steps: see `CompressionState`.
+def HookState(
+    codec: str | Codec | Policy,
+    model: DistributedDataParallel,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    nodes: Sequence[int] | None = None,
+    **options: Any,
+) -> CompressionState:
+    """Return the state that `compress_hook` keeps between steps.
 
     Args:
         codec: a codec, a `Policy`, or the text of either; see `CompressionState`.
@@ -38,80 +48,103 @@ class HookState(CompressionState):
         >>> state = pycomm.HookState("int4", model)  # doctest: +SKIP
         >>> model.register_comm_hook(state, pycomm.compress_hook)  # doctest: +SKIP
     """
+    typed("model", model, DistributedDataParallel)
+    hooks = DDPHooks(model)
+    adapter = Adapter(
+        DDP,
+        defers=True,
+        ignored=frozenset(map(clean, model.parameters_to_ignore)),
+        reduce_bucket=hooks.reduce_bucket,
+        unused=hooks.unused,
+        rebuilds=hooks.rebuilds,
+        saved=hooks.saved,
+        loaded=hooks.loaded,
+    )
+    group = process_group or model.process_group
+    state = CompressionState(codec, process_group=group, adapter=adapter, **options)
+    hooks.enter(state, nodes)
+    return state
 
-    defers = True
 
-    def __init__(
-        self,
-        codec: str | Codec | Policy,
-        model: DistributedDataParallel,
-        *,
-        process_group: dist.ProcessGroup | None = None,
-        nodes: Sequence[int] | None = None,
-        **options: Any,
-    ) -> None:
-        typed("model", model, DistributedDataParallel)
-        super().__init__(codec, process_group=process_group or model.process_group, **options)
-        # Weak: the model's reducer holds this state in C++, where the garbage collector cannot see
-        # a cycle.
+class DDPHooks:
+    """What `compress_hook` does for a state of a DDP model.
+
+    Args:
+        model: the DDP model.
+    """
+
+    reducer: BucketReducer
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        # Weak: the model's reducer holds this in C++, where the garbage collector cannot see a
+        # cycle.
         self._model = weakref.ref(model)
         self._sparse = _sparse(model.module)
+        self._settles: Any = None  # the handle of the forward hook `_settle_joined`
+        self._order: list[tuple[str, ...]] = []  # the last step's buckets, as they were reduced
+        self._loaded_order: list[tuple[str, ...]] = []  # the buckets of a loaded state,
+        self._by_loaded = 0  # by which so many steps are still reduced
+        self._saved_buckets: SavedBuckets | None = None  # in such a step
+
+    def enter(self, state: CompressionState, nodes: Sequence[int] | None) -> None:
+        """Enter the model's parameters; collective."""
+        self.reducer = reducer = state.reducer
+        model = self._model()
+        assert model is not None
         # The order is that of DDP's reducer, which has no frozen or ignored parameters.
         reduced = model._build_params_for_reducer()[0]  # type: ignore[no-untyped-call]
         ids = set(map(id, reduced))
         for name, parameter in model.module.named_parameters():
             if id(parameter) in ids:
                 self._enter(name, parameter)
-        self.plan.complete()
+        state.plan.complete()
         if reduced:
             device = reduced[0].device
-            self.find_nodes(device, nodes)
+            reducer.find_nodes(device, nodes)
             if self._may_use_thread(device):
-                self._thread = ExchangeThread(self.process_group)
-        if self.residuals:
-            self._taken = DiscardedGradients(self._names, self._by_name)
-        self._settles: Any = None  # the handle of the forward hook `_settle_joined`
-        self._reduced = [self._names[id(parameter)] for parameter in reduced]
-        self._order: list[tuple[str, ...]] = []  # the last step's buckets, as they were reduced
-        self._loaded_order: list[tuple[str, ...]] = []  # the buckets of a loaded state,
-        self._by_loaded = 0  # by which so many steps are still reduced
-        self._saved_buckets: SavedBuckets | None = None  # in such a step
+                reducer.thread = ExchangeThread(reducer.process_group)
+        if state.residuals:
+            state.discarded = DiscardedGradients(reducer.names, reducer.by_name)
+        self._reduced = [reducer.names[id(parameter)] for parameter in reduced]
 
     def _may_use_thread(self, device: torch.device) -> bool:
         """Return whether another backend than pycomm moves host tensors of all ranks; collective.
 
         NCCL and its like let streams wait, and the hook's thread queues their operations.
         """
-        group = self.process_group
+        group = self.reducer.process_group
         if group.size() == 1 or backend.find(group) is not None:
             return False
         here = [device.type == "cpu"]
         return all(there for (there,) in gather(here, group, device))
 
-    def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce_bucket(
+        self, state: CompressionState, bucket: GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
         """Average a DDP bucket over the group; see `compress_hook`."""
+        reducer = self.reducer
         if bucket.index() == 0:
-            self.begin_step(absent=torch._C._current_graph_task_id() == -1)
+            state.begin_step(absent=torch._C._current_graph_task_id() == -1)
             self._order = []
             self._saved_buckets = self._take_loaded()
-            if self._current.absent and not self._settles and (model := self._looks_for_unused()):
+            if reducer.step.absent and not self._settles and (model := self._looks_for_unused()):
                 self._settles = model.register_forward_pre_hook(_settle_joined, prepend=True)
         parameters = bucket.parameters()
         for parameter in parameters:
-            if id(parameter) not in self._names:
+            if id(parameter) not in reducer.names:
                 self._enter(self._new_name(parameter), parameter)
-        names = tuple(map(self._names.__getitem__, map(id, parameters)))
+        names = tuple(map(reducer.names.__getitem__, map(id, parameters)))
         if self._saved_buckets is not None:
             future = self._saved_buckets.reduce(bucket.buffer(), names, last=bucket.is_last())
         else:
             self._order.append(names)
-            future = (self.transform or self).reduce(bucket.buffer(), names)
+            future = (reducer.transform or reducer).reduce(bucket.buffer(), names)
         if bucket.is_last():
-            self.end_step()
+            state.end_step()
             if self._saved_buckets is not None:
                 self._saved_buckets.finish()
             self._saved_buckets = None
-            if not self._current.absent and self._looks_for_unused() is not None:
+            if not reducer.step.absent and self._looks_for_unused() is not None:
                 # Queued twice: DDP queues the callback that ends the backward after this one, and
                 # the look must come after that.
                 queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -123,7 +156,7 @@ class HookState(CompressionState):
     ) -> torch.futures.Future[torch.Tensor]:
         """Reduce a bucket, and record it for checkpoints."""
         self._order.append(names)
-        return (self.transform or self).reduce(tensor, names)
+        return (self.reducer.transform or self.reducer).reduce(tensor, names)
 
     def _take_loaded(self) -> SavedBuckets | None:
         """Return the buckets of a loaded state, if this step is reduced by them."""
@@ -132,27 +165,24 @@ class HookState(CompressionState):
         self._by_loaded -= 1
 
         def numel(name: str) -> int:
-            return self.decisions[name].parameter.numel
+            return self.reducer.plan.decisions[name].parameter.numel
 
-        return SavedBuckets(self._loaded_order, numel, self._reduce_named, self.wait)
+        return SavedBuckets(self._loaded_order, numel, self._reduce_named, self.reducer.wait)
 
-    def _common(self) -> dict[str, Any]:
-        """See `CompressionState`. Residuals of owners belong to the buckets of the last step."""
-        common = super()._common()
-        (about,) = common["about"]
-        return {**common, "about": ({**about, "buckets": [list(names) for names in self._order]},)}
+    def saved(self) -> dict[str, Any]:
+        """See `Adapter`. Residuals of owners belong to the buckets of the last step."""
+        return {"buckets": [list(names) for names in self._order]}
 
-    def _load_common(self, about: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
-        # After a change of members each has buckets of its own DDP, which are compared.
-        super()._load_common(about, factors)
+    def loaded(self, about: Mapping[str, Any]) -> None:
+        """See `Adapter`. The next steps are reduced by the buckets of the saved one.
+
+        After a change of members each has buckets of its own DDP, which are compared.
+        """
         self._by_loaded = 0
-
-    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
-        """See `CompressionState`. The next steps are reduced by the buckets of the saved one."""
-        super().load_state_dict(*states)
-        (about,) = next(state["about"] for state in states if "about" in state)
+        if not about:
+            return
         order = about.get("buckets", ())  # a state of FSDP2 has none
-        here = matching([name for names in order for name in names], self._numbers)
+        here = matching([name for names in order for name in names], self.reducer.numbers)
         self._loaded_order = [tuple(here.get(name, name) for name in names) for names in order]
         self._order = list(self._loaded_order)
         # DDP makes its final buckets after one backward, with static_graph after two.
@@ -160,21 +190,15 @@ class HookState(CompressionState):
 
     def _enter(self, name: str, parameter: torch.Tensor) -> None:
         why = "its gradient is sparse" if id(parameter) in self._sparse else ""
-        self.add(clean(name), parameter, exact=why)
+        self.reducer.add(clean(name), parameter, exact=why)
 
-    def reduces(self, name: str, parameter: torch.Tensor) -> bool:
-        """Return whether DDP averages a parameter's gradient, or was told to leave it out."""
-        if id(parameter) in self._names:
-            return True
-        model = self._model()
-        ignored = model.parameters_to_ignore if model is not None else ()
-        return name in map(clean, ignored)
-
-    def _find_unused(self) -> None:
+    def unused(self) -> Set[str]:
+        """See `Adapter`. Where this rank had no backward, it looks now."""
         # A joined rank had no backward, and the others have shared their map of used parameters by
         # now. Inside a backward the reducer already holds the lock that this would take.
-        if self._current.absent and torch._C._current_graph_task_id() == -1:
+        if self.reducer.step.absent and torch._C._current_graph_task_id() == -1:
             self._look_for_unused()
+        return self.reducer.step.unused
 
     def _looks_for_unused(self) -> DistributedDataParallel | None:
         """The model, if it was wrapped with `find_unused_parameters`."""
@@ -190,11 +214,12 @@ class HookState(CompressionState):
             return
         used = model.reducer._get_local_used_map()  # summed over all ranks
         if used.numel() == len(self._reduced):  # else some were frozen after the model was wrapped
-            self._current.unused = {
+            self.reducer.step.unused = {
                 name for name, n in zip(self._reduced, used.tolist(), strict=True) if not n
             }
 
-    def _rebuilds(self) -> bool:
+    def rebuilds(self) -> bool:
+        """See `Adapter`."""
         model = self._model()
         if model is None or model._has_rebuilt_buckets:
             return False
@@ -207,15 +232,15 @@ class HookState(CompressionState):
             if known is parameter:
                 return str(name)
         raise Error(
-            f"rank {self.process_group.rank()}: a gradient of shape {tuple(parameter.shape)} "
-            "belongs to no parameter of this state's model"
+            f"rank {self.reducer.process_group.rank()}: a gradient of shape "
+            f"{tuple(parameter.shape)} belongs to no parameter of this state's model"
         )
 
 
 def _settle_joined(model: DistributedDataParallel, *_: Any) -> None:
     """Settle the last step in which Join shadowed this rank, before the rank's own backward."""
     for _hook, state in model._comm_hooks:
-        if isinstance(state, HookState) and state._current.absent:
+        if isinstance(state, CompressionState) and state.reducer.step.absent:
             state.settle()
 
 
@@ -228,7 +253,9 @@ def _sparse(module: torch.nn.Module) -> set[int]:
     }
 
 
-def compress_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def compress_hook(
+    state: CompressionState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket's gradients over all ranks, compressed.
 
     The owner of each value sums the decoded values in float32 in rank order and divides once, so
@@ -246,7 +273,10 @@ def compress_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[
     Raises:
         Error: the group's all_reduce failed.
     """
-    future = (state.transform or state).reduce_bucket(bucket)
+    if state.transform is not None:
+        future = state.transform.reduce_bucket(bucket)
+    else:
+        future = state.adapter.reduce_bucket(state, bucket)
     if not future.done():
         backend.wait_after_backward(future, state.process_group)
     return future

@@ -8,17 +8,15 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 
 from pycomm.errors import Error
-from pycomm.hooks.ddp import HookState
 from pycomm.hooks.momentum import Momenta
 from pycomm.momentum.moment import CodedMoment
-from pycomm.reduction.look import GradientHook
+from pycomm.reduction.taken import GradientHook
 
 
 class DDPMomenta(Momenta):
     """The momenta of a DDP model; arguments as for `Momenta`."""
 
     has_whole = True
-    state: HookState
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -47,7 +45,7 @@ class DDPMomenta(Momenta):
 
     def check_reduced(self, name: str, parameter: torch.Tensor) -> None:
         """See `Momenta`. DDP's buckets have all parameters but these."""
-        if not self.state.reduces(name, parameter):
+        if id(parameter) not in self.reducer.names and name not in self.state.adapter.ignored:
             raise Error(
                 f"rank {self.state.process_group.rank()}: {name} was frozen when the model was "
                 "wrapped, so DDP does not average its gradient, and ranks would differ: wrap the "
@@ -65,7 +63,7 @@ class DDPMomenta(Momenta):
             if not parameter.is_contiguous() and _is_strided(parameter):
                 break
         else:
-            return self.state.reduce_bucket(bucket)
+            return self.state.adapter.reduce_bucket(self.state, bucket)
         strided = [
             (gradient, gradient.as_strided(parameter.shape, parameter.stride()))
             for gradient, parameter in zip(bucket.gradients(), parameters, strict=True)
@@ -73,7 +71,7 @@ class DDPMomenta(Momenta):
         ]
         for gradient, as_it_lies in strided:
             gradient.copy_(as_it_lies.clone())
-        future = self.state.reduce_bucket(bucket)
+        future = self.state.adapter.reduce_bucket(self.state, bucket)
 
         def restore(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             result = done.value()

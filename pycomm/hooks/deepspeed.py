@@ -15,9 +15,12 @@ from torch import nn
 
 from pycomm.codecs import Codec
 from pycomm.errors import Error
-from pycomm.hooks.replaced import ReplacedState, is_a, state_in
+from pycomm.hooks.replaced import attach, is_a, refuse_second, replace
 from pycomm.policy import Policy
 from pycomm.policy.names import clean
+from pycomm.reduction.adapter import Adapter
+from pycomm.reduction.refusals import DEEPSPEED, refused
+from pycomm.reduction.state import CompressionState
 
 
 def is_deepspeed(model: nn.Module) -> bool:
@@ -25,125 +28,111 @@ def is_deepspeed(model: nn.Module) -> bool:
     return is_a(model, "deepspeed.runtime.engine", "DeepSpeedEngine")
 
 
-class DeepSpeedState(ReplacedState):
-    """Codecs and feedback of an engine's parameters.
+def compress_engine(codec: str | Codec | Policy, engine: Any, **options: Any) -> CompressionState:
+    """Replace the reductions of an engine, and return the state that they use.
 
     Args:
-        codec: a codec, a `Policy`, or the text of either; see `CompressionState`.
+        codec, options: as for `CompressionState`.
         engine: DeepSpeed's engine.
-        options: feedback and seed; see `CompressionState`.
 
     Raises:
         Error: the engine is compressed already, or reduces in a way that cannot be replaced; the
             text says which, and what to use.
         ValueError: PowerSGD, whose results come at the end of a step.
     """
+    refuse_second(engine, "engine")
+    if why := _obstacle(engine):
+        raise Error(f"DeepSpeed's engine cannot be compressed: {why}")
+    group = engine.seq_data_parallel_group
+    state = CompressionState(codec, process_group=group, adapter=Adapter(DEEPSPEED), **options)
+    names = {
+        parameter: clean(name)
+        for name, parameter in engine.module.named_parameters()
+        if parameter.requires_grad
+    }
+    for parameter, name in names.items():
+        state.add(name, parameter)
+    attach(state, engine)
+    DeepSpeedHooks(state, engine.optimizer, names)
+    return state
 
-    def __init__(self, codec: str | Codec | Policy, engine: Any, **options: Any) -> None:
-        if state_in(engine) is not None:
-            raise Error(
-                "this engine is compressed already: change its codec by set_policy() of that state"
-            )
-        if why := _obstacle(engine):
-            raise Error(f"DeepSpeed's engine cannot be compressed: {why}")
-        super().__init__(codec, process_group=engine.seq_data_parallel_group, **options)
-        self._optimizer = engine.optimizer
+
+class DeepSpeedHooks:
+    """What takes the place of reductions of an engine's optimizer.
+
+    Args:
+        state: codecs and feedback of the engine's parameters.
+        optimizer: the engine's.
+        names: of the parameters.
+    """
+
+    def __init__(self, state: CompressionState, optimizer: Any, names: dict[Any, str]) -> None:
+        self._state, self._optimizer, self._name_of = state, optimizer, names
         self._scale = self._loss_scale()
-        self._name_of: dict[Any, str] = {}
-        for name, parameter in engine.module.named_parameters():
-            if parameter.requires_grad:
-                self._name_of[parameter] = clean(name)
-                self.add(clean(name), parameter)
-        self.plan.complete()
-        self.agree()
-        self._attach(engine)
         # With it the optimizer cuts a bucket by the ranks that take its parts, and all-reduces the
         # parts together all the same.
-        self._optimizer.reduce_scatter = False
-        self._reduce_exactly = self._replace(
-            self._optimizer, "gradient_reduction_w_predivide", self._reduce_bucket
+        optimizer.reduce_scatter = False
+        self._reduce_exactly = replace(
+            optimizer, "gradient_reduction_w_predivide", self._reduce_bucket
         )
         # It reduces the last bucket of a backward.
         name = "overlapping_partition_gradients_reduce_epilogue"
-        self._end_backward = self._replace(self._optimizer, name, self._close)
-
-    def _refusal(self, codec: Codec) -> str:
-        if codec.combine == "factors":
-            return (
-                f"{codec.name} has its results at the end of a step, and DeepSpeed uses those of "
-                "each bucket at once: take another codec"
-            )
-        return super()._refusal(codec)
+        self._end_backward = replace(optimizer, name, self._close)
 
     def _loss_scale(self) -> float:
         found = getattr(self._optimizer, "loss_scale", 1.0)
         return float(found) if isinstance(found, (int, float)) else 1.0
 
-    def open_step(self) -> None:
-        """See `ReplacedState`. Residuals follow the loss scale, in whose units gradients are."""
-        if not self.is_open and (now := self._loss_scale()) != self._scale:
-            self.rescale(now / self._scale, momentum=True)
+    def _open_step(self) -> None:
+        """Begin a step, if none is open. Residuals follow the loss scale, in whose units gradients
+        are."""
+        if self._state.is_open:
+            return
+        if (now := self._loss_scale()) != self._scale:
+            self._state.rescale(now / self._scale, momentum=True)
             self._scale = now
-        super().open_step()
+        self._state.begin_step()
 
     def _close(self, *args: Any, **kwargs: Any) -> Any:
         result = self._end_backward(*args, **kwargs)
-        self.close_step()
+        if self._state.is_open:
+            self._state.end_step()
         return result
 
     @torch.no_grad()
     def _reduce_bucket(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        optimizer = self._optimizer
+        optimizer, state = self._optimizer, self._state
         if tensor.numel() == 0:
             reduced: torch.Tensor = self._reduce_exactly(tensor, dtype)
             return reduced
-        self.open_step()
+        self._open_step()
         names = [
             self._name_of[optimizer.bit16_groups[group][place]]
             for group, place, _ in optimizer.ipg_buckets[dtype].params
         ]
-        self.wait(self.reduce(tensor, names))
+        state.wait(state.reduce(tensor, names))
         if not optimizer.gradient_average:
-            tensor.mul_(float(self.process_group.size()))
+            tensor.mul_(float(state.process_group.size()))
         return tensor
 
 
 def _obstacle(engine: Any) -> str:
     """Return why an engine's reductions cannot be replaced, and what to do; "": they can."""
-    name = type(engine.optimizer).__name__
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     inner = type(getattr(engine, "basic_optimizer", None)).__name__
-    if is_a(engine, "deepspeed.runtime.pipe.engine", "PipelineEngine"):
-        return "a PipelineEngine has not been tested. Use deepspeed.initialize without a pipeline"
-    if not engine.enable_backward_allreduce or "OneBit" in inner or inner == "ZeroOneAdam":
-        return (
-            f"{inner} reduces the gradients itself, compressed in its own way. Use "
-            "torch.optim.AdamW to compress them by pycomm"
-        )
-    if engine.sequence_parallel_size > 1:
-        return "sequence parallelism has not been tested. Set sequence_parallel_size to 1"
-    if engine.has_moe_layers:
-        return (
-            "the parameters of experts are reduced in groups of their own. Use fully_shard(model)"
-        )
-    if engine.zero_quantized_gradients():
-        return (
-            "ZeRO++ quantizes the gradients already. Leave zero_quantized_gradients out to "
-            "compress them by pycomm, with error feedback"
-        )
-    stage = engine.zero_optimization_stage()
-    if stage == 0:
-        return "it is without ZeRO, whose stage 1 gives the same results. Set its stage to 1"
-    if stage == 3:
-        return (
-            "ZeRO 3 cuts gradients anywhere in a row. Use fully_shard(model), whose shards are "
-            "compressed, or stage 2"
-        )
-    known = ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer")
-    if (type(engine.optimizer).__module__, name) != known:
-        return f"its optimizer is {name}, which has not been tested. Use the usual one of ZeRO"
-    if not engine.optimizer.contiguous_gradients:
-        return (
-            "without contiguous_gradients, gradients have no buffer. Set contiguous_gradients to "
-            "true"
-        )
-    return ""
+    name, known = type(optimizer).__name__, "deepspeed.runtime.zero.stage_1_and_2"
+    reduces = not engine.enable_backward_allreduce or "OneBit" in inner or inner == "ZeroOneAdam"
+    found = {
+        "pipelines": is_a(engine, "deepspeed.runtime.pipe.engine", "PipelineEngine"),
+        "1-bit optimizers": reduces,
+        "sequence parallelism": engine.sequence_parallel_size > 1,
+        "experts": engine.has_moe_layers,
+        "`zero_quantized_gradients`": engine.zero_quantized_gradients(),
+        "no ZeRO": stage == 0,
+        "ZeRO 3": stage == 3,
+        "other optimizers of its own": (type(optimizer).__module__, name)
+        != (known, "DeepSpeedZeroOptimizer"),
+        "no `contiguous_gradients`": not getattr(optimizer, "contiguous_gradients", True),
+    }
+    option = next((option for option, there in found.items() if there), "")
+    return refused(DEEPSPEED, option, inner=inner, name=name) if option else ""

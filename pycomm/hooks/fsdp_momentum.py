@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
 from pycomm.errors import Error
-from pycomm.hooks.fsdp import FSDPState
 from pycomm.hooks.fsdp_seams import units
 from pycomm.hooks.momentum import Momenta
 from pycomm.momentum import scaled
@@ -32,10 +31,9 @@ class ShardedMomenta(Momenta):
     """The momenta of a model in fully_shard or replicate; arguments as for `Momenta`."""
 
     by_nodes = False
-    state: FSDPState
 
     def _shard(self) -> tuple[int, int]:
-        group = self.state.shard_group
+        group = self.reducer.layout.shard_group
         return (0, 1) if group is None else (group.rank(), group.size())
 
     def check_exact(self, names: Sequence[str], why: str) -> None:
@@ -51,13 +49,13 @@ class ShardedMomenta(Momenta):
 
     def whole_sums(self, sums: torch.Tensor) -> torch.Tensor:
         """See `Momenta`."""
-        if self.state.shard_group is not None:
-            dist.all_reduce(sums, group=self.state.shard_group)
+        if self.reducer.layout.shard_group is not None:
+            dist.all_reduce(sums, group=self.reducer.layout.shard_group)
         return sums
 
     def _total(self, sums: torch.Tensor) -> torch.Tensor:
         # In a reduce-scatter each rank has a gradient of all rows, so it has the sums of all.
-        return sums if self.state.rows > 1 else self.whole_sums(sums)
+        return sums if self.reducer.layout.rows > 1 else self.whole_sums(sums)
 
     def _has_momentum(self) -> bool:
         return self.state.on_any_rank(any(map(_is_filled, self.moments.values())))
@@ -79,12 +77,12 @@ class ShardedMomenta(Momenta):
         average: bool,
     ) -> Callable[[], None]:
         """See `Transform`; this rank gets its shards of the momentum."""
-        rows = input.view(self.state.rows, -1)
+        rows = input.view(self.reducer.layout.rows, -1)
         parts = self._parts(tuple(names), rows)
         if parts and not average:
             raise Error(f"rank {self.state.process_group.rank()}: {_DIVIDES}")
-        scaled.encode(self._encodings(parts, range(self.state.rows)))
-        wait = self.state.scatter(output, input, names, group, average=average)
+        scaled.encode(self._encodings(parts, range(self.reducer.layout.rows)))
+        wait = self.reducer.scatter(output, input, names, group, average=average)
 
         def finish() -> None:
             wait()
@@ -100,7 +98,7 @@ class ShardedMomenta(Momenta):
             [
                 moment.sent(part[r], piece.residual, self._own_of(piece), r)
                 for moment, part, piece in parts
-                for r in range(self.state.rows)
+                for r in range(self.reducer.layout.rows)
             ]
         )
         places = [output[p.offset : p.offset + p.numel] for _, _, p in parts]

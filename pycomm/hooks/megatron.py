@@ -17,10 +17,13 @@ from torch import nn
 
 from pycomm.codecs import Codec
 from pycomm.errors import Error
-from pycomm.hooks.replaced import ReplacedState, is_a, state_in
+from pycomm.hooks.replaced import attach, is_a, refuse_second, replace
 from pycomm.log import logger
 from pycomm.policy import Policy
 from pycomm.policy.names import clean
+from pycomm.reduction.adapter import Adapter
+from pycomm.reduction.refusals import MEGATRON, refused
+from pycomm.reduction.state import CompressionState
 
 
 def is_megatron(model: nn.Module) -> bool:
@@ -29,104 +32,110 @@ def is_megatron(model: nn.Module) -> bool:
     return is_a(model, module, "DistributedDataParallel")
 
 
-class MegatronState(ReplacedState):
-    """Codecs and feedback of the dense parameters of one model chunk.
+def compress_chunk(codec: str | Codec | Policy, model: Any, **options: Any) -> CompressionState:
+    """Replace the reductions of one model chunk, and return the state that they use.
 
     Args:
-        codec: a codec, a `Policy`, or the text of either; see `CompressionState`.
+        codec, options: as for `CompressionState`.
         model: Megatron-Core's DistributedDataParallel, with or without the distributed optimizer.
-        options: feedback and seed; see `CompressionState`.
 
     Raises:
         Error: the model is compressed already.
         ValueError: the model has several instances of the distributed optimizer, which reduce in
             two stages.
     """
+    refuse_second(model, "model")
+    config = model.ddp_config
+    if config.num_distributed_optimizer_instances > 1:
+        option = "`num_distributed_optimizer_instances` above 1"
+        count = config.num_distributed_optimizer_instances
+        raise ValueError(refused(MEGATRON, option, count=count))
+    group = model.intra_dp_cp_group
+    state = CompressionState(codec, process_group=group, adapter=Adapter(MEGATRON), **options)
+    names = {p: clean(name) for name, p in model.module.named_parameters()}
+    buckets = [bucket for group in model.bucket_groups for bucket in group.buckets]
+    held = {p for bucket in buckets for p in bucket.params_list}
+    for parameter, name in names.items():
+        if parameter in held:
+            same = parameter.dtype == parameter.main_grad.dtype
+            state.add(name, parameter if same else parameter.main_grad)
+    attach(state, model)
+    experts = [p for group in model.expert_parallel_bucket_groups for p in group.params]
+    if experts and state.process_group.rank() == 0:
+        logger.warning(
+            "megatron: %d parameters of experts, from %s on, are reduced in a group of their "
+            "own: they travel exactly. Leave experts out of expert parallelism "
+            "(expert_model_parallel_size=1) to compress them",
+            len(experts),
+            min(names[p] for p in experts),
+        )
+    MegatronHooks(state, model.bucket_groups, names)
+    return state
 
-    def __init__(self, codec: str | Codec | Policy, model: Any, **options: Any) -> None:
-        if state_in(model) is not None:
-            raise Error(
-                "this model is compressed already: change its codec by set_policy() of that state"
-            )
-        config = model.ddp_config
-        if config.num_distributed_optimizer_instances > 1:
-            raise ValueError(
-                "num_distributed_optimizer_instances="
-                f"{config.num_distributed_optimizer_instances} reduces gradients in two stages, "
-                "within an instance and between them, and pycomm compresses one: set it to 1"
-            )
-        super().__init__(codec, process_group=model.intra_dp_cp_group, **options)
-        names = {p: clean(name) for name, p in model.module.named_parameters()}
+
+class MegatronHooks:
+    """What takes the place of reductions of a model chunk's bucket groups.
+
+    Args:
+        state: codecs and feedback of the chunk's dense parameters.
+        groups: Megatron's bucket groups.
+        names: of the parameters.
+    """
+
+    def __init__(self, state: CompressionState, groups: Any, names: dict[Any, str]) -> None:
+        self.state = state
         self._started: set[_BucketGroup] = set()
-        self._groups = [_BucketGroup(self, group, names) for group in model.bucket_groups]
-        buckets = [bucket for group in model.bucket_groups for bucket in group.buckets]
-        held = {p for bucket in buckets for p in bucket.params_list}
-        for parameter, name in names.items():
-            if parameter in held:
-                same = parameter.dtype == parameter.main_grad.dtype
-                self.add(name, parameter if same else parameter.main_grad)
-        self.plan.complete()
-        self.agree()
-        experts = [p for group in model.expert_parallel_bucket_groups for p in group.params]
-        if experts and self.process_group.rank() == 0:
-            logger.warning(
-                "megatron: %d parameters of experts, from %s on, are reduced in a group of their "
-                "own: they travel exactly. Leave experts out of expert parallelism "
-                "(expert_model_parallel_size=1) to compress them",
-                len(experts),
-                min(names[p] for p in experts),
-            )
-        self._attach(model)
+        self._groups = [_BucketGroup(self, group, names) for group in groups]
         for group in self._groups:
-            group.install()
+            replace(group.theirs, "start_grad_sync", group.start)
+            replace(group.theirs, "finish_grad_sync", group.finish)
 
     def start(self, group: _BucketGroup) -> None:
         """Open a step for the buckets of a group."""
         if group in self._started:  # a group reduces again before the others have begun
-            self.close_step()
-            self._started.clear()
-        self.open_step()
+            self._close_step()
+        if not self.state.is_open:
+            self.state.begin_step()
         self._started.add(group)
 
     def finish(self, group: _BucketGroup) -> None:
         """Wait for a group's gradients; all end with the last group, as PowerSGD needs it."""
         if len(self._started) == len(self._groups):
-            self.close_step()
-            self._started.clear()
-        if not self.is_open:
+            self._close_step()
+        if not self.state.is_open:
             for each in self._groups:
                 each.complete()
+
+    def _close_step(self) -> None:
+        if self.state.is_open:
+            self.state.end_step()
+        self._started.clear()
 
 
 class _BucketGroup:
     """One of Megatron's bucket groups, whose two methods are replaced."""
 
-    def __init__(self, state: MegatronState, group: Any, names: dict[Any, str]) -> None:
-        self._state, self._group, self._names = state, group, names
+    def __init__(self, hooks: MegatronHooks, theirs: Any, names: dict[Any, str]) -> None:
+        self._hooks, self.theirs, self._names = hooks, theirs, names
         self._pending: list[Callable[[], None]] = []
         self._begun = False  # from start to finish
-
-    def install(self) -> None:
-        replace = self._state._replace
-        replace(self._group, "start_grad_sync", self.start)
-        replace(self._group, "finish_grad_sync", self.finish)
 
     @torch.no_grad()
     def start(self, force_all_reduce: bool | None = False) -> None:
         """Begin to reduce the group's buckets, in place of Megatron's method."""
-        group, config = self._group, self._group.ddp_config
+        group, config = self.theirs, self.theirs.ddp_config
         if self._begun:
             if group.is_first_batch or not config.overlap_grad_reduce:
                 return  # begun already, as Megatron's own method has it for the first batch
             raise Error("a bucket group's gradients are reduced twice before they are waited for")
-        self._state.start(self)
+        self._hooks.start(self)
         self._begun = True
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             group.check_grads(
                 check_for_nan_or_inf=config.check_for_nan_in_grad,
                 check_for_large=config.check_for_large_grads,
             )
-        ranks = self._state.process_group.size()
+        ranks = self._hooks.state.process_group.size()
         for bucket in group.buckets:
             # Megatron multiplies before it sums, or averages; its factor is usually 1 / ranks.
             factor = bucket.gradient_scaling_factor
@@ -135,7 +144,7 @@ class _BucketGroup:
 
     def _reduce(self, bucket: Any, factor: float) -> Callable[[], None]:
         """Start to average gradients that travel together; return what waits, and multiplies."""
-        state, data = self._state, bucket.grad_data
+        state, data = self._hooks.state, bucket.grad_data
         views = [p.main_grad.view(-1) for p in bucket.params_list]
         sizes = [view.numel() for view in views]
         padded = sum(sizes) != data.numel()
@@ -154,9 +163,9 @@ class _BucketGroup:
 
     def finish(self, force_all_reduce: bool | None = False) -> None:
         """Wait for the group's gradients, in place of Megatron's method."""
-        self._group.param_gather_dispatched = False
+        self.theirs.param_gather_dispatched = False
         if not self._begun:
-            if self._group.ddp_config.overlap_grad_reduce and not self._group.is_first_batch:
+            if self.theirs.ddp_config.overlap_grad_reduce and not self.theirs.is_first_batch:
                 raise Error(
                     "Megatron has not begun to reduce a bucket group when it waits for it: some of "
                     "its parameters got no gradient in this backward. Freeze them "
@@ -164,7 +173,7 @@ class _BucketGroup:
                 )
             self.start(force_all_reduce=force_all_reduce)
         self._begun = False
-        self._state.finish(self)
+        self._hooks.finish(self)
 
     @torch.no_grad()
     def complete(self) -> None:

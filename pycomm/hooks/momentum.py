@@ -35,6 +35,7 @@ from pycomm.momentum.on_device.table import Table
 from pycomm.momentum.sum_places import SumPlaces
 from pycomm.policy import CODED
 from pycomm.reduction.bucket import Bucket, BucketPiece
+from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.saved import known, residuals_of
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.transform import Transform
@@ -57,6 +58,7 @@ class Momenta(Transform, ABC):
     """
 
     state: CompressionState
+    reducer: BucketReducer
     kept_alike = 2  # what was sent is kept beside the residuals
     own: Residuals
     """What this rank has sent of the momentum, also for the shards of other ranks."""
@@ -99,7 +101,7 @@ class Momenta(Transform, ABC):
     def begin(self) -> None:
         """Begin with the parameters that the state has got so far."""
         if self.has_whole:
-            self._passes = DevicePasses.find(self.state._device)
+            self._passes = DevicePasses.find(self.reducer.device)
         self.state.defers = self._passes is not None
         for name in self.state.decisions:
             self._make_moment(name)
@@ -129,7 +131,7 @@ class Momenta(Transform, ABC):
 
     def _make_moment(self, name: str) -> CodedMoment | None:
         """Code the momentum of a parameter, unless it has one dimension or is always exact."""
-        decision, parameter = self.state.decisions[name], self.state._by_name[name]
+        decision, parameter = self.state.decisions[name], self.reducer.by_name[name]
         rule = self.state.plan.policy.rule(decision.parameter)
         exact = rule is not None and parse_codec(rule.codec) == EXACT
         found = self._find(parameter)
@@ -187,7 +189,7 @@ class Momenta(Transform, ABC):
         self._added = self._pending
         if self._added:
             return
-        for name, parameter in list(self.state._by_name.items()):
+        for name, parameter in list(self.reducer.by_name.items()):
             travels_exactly = self.state.decisions[name].parameter.exact == OTHERS
             if travels_exactly and self._find(parameter) is not None:
                 self.state.add(name, parameter)
@@ -195,7 +197,7 @@ class Momenta(Transform, ABC):
     def drop_step(self) -> None:
         """Drop what a backward has left that no optimizer step has used: a state is loaded."""
         if self._pending:
-            self.state._current.discarded.update(self.moments)
+            self.reducer.step.discarded.update(self.moments)
             self._stale = True
         if self._sent is not None:
             self._sent.wait()
@@ -234,8 +236,8 @@ class Momenta(Transform, ABC):
 
     def _take_sums_on(self, passes: DevicePasses) -> None:
         """Take the sums by kernels, behind what was queued on the stream beside this one."""
-        if self.state._side is not None:
-            torch.accelerator.current_stream().wait_stream(self.state._side.stream)
+        if self.reducer.side is not None:
+            torch.accelerator.current_stream().wait_stream(self.reducer.side.stream)
         if self.moments:
             ranks = self.state.process_group.size()
             passes.commit(
@@ -308,7 +310,7 @@ class Momenta(Transform, ABC):
                 "runs twice in one forward does so, too"
             )
         if self._pending:
-            self.state._current.discarded.update(self.moments)
+            self.reducer.step.discarded.update(self.moments)
             if self._sent is not None:
                 self._sent.wait()  # its numbers belong to gradients that were not used
             self._sent = self._sums = None
@@ -361,9 +363,9 @@ class Momenta(Transform, ABC):
 
     def _beside(self) -> AbstractContextManager[Any]:
         """Return a context in which work is queued behind the reductions by kernels."""
-        if self._passes is None or self.state._side is None:
+        if self._passes is None or self.reducer.side is None:
             return nullcontext()
-        stream = self.state._side.stream
+        stream = self.reducer.side.stream
         stream.wait_stream(torch.accelerator.current_stream())
         return cast("AbstractContextManager[Any]", stream)
 
@@ -380,8 +382,8 @@ class Momenta(Transform, ABC):
             return self._reduce_on(tensor, tuple(names))
         parts = self._parts(tuple(names), tensor)
         if not parts:
-            return self.state.reduce(tensor, names)
-        bucket = self.state.bucket_of(tuple(names), tensor.device)
+            return self.reducer.reduce(tensor, names)
+        bucket = self.reducer.bucket_of(tuple(names), tensor.device)
         # Else nodes code the sums of their ranks; and what one rank has sent is the momentum.
         alone = self.state.process_group.size() > 1 and not bucket.levels
         divides = self._divides(names)
@@ -402,9 +404,9 @@ class Momenta(Transform, ABC):
             )
 
         if alone:
-            befores = self.state.residuals_before((piece for _, _, piece in parts), bucket)
-        if alone and self.state.coding_of(bucket) is not None:
-            self.state.encoded = keep
+            befores = self.reducer.residuals_before((piece for _, _, piece in parts), bucket)
+        if alone and self.reducer.coding_of(bucket) is not None:
+            self.reducer.encoded = keep
         elif alone:  # what is coded may be gone before anybody can look at it
             room = self._room_for(values)
             sizes = [part.numel() for part in values]
@@ -412,7 +414,7 @@ class Momenta(Transform, ABC):
             for one, copy in zip(encodings, values, strict=True):
                 one.copy = copy
         scaled.encode(encodings)
-        future = self.state.reduce(tensor, names)
+        future = self.reducer.reduce(tensor, names)
 
         def restore(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             with self._noting_loss():
@@ -427,7 +429,7 @@ class Momenta(Transform, ABC):
 
     def _divides(self, names: Sequence[str]) -> bool:
         """Return whether a momentum is divided by d: not where it is not coded, on one rank."""
-        return self.state.process_group.size() > 1 or self._scale != 1 or self.state._is_fed(names)
+        return self.state.process_group.size() > 1 or self._scale != 1 or self.reducer.is_fed(names)
 
     # ------------------------------------------------------------------ kernels of a device
 
@@ -436,13 +438,13 @@ class Momenta(Transform, ABC):
     ) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket whose passes are kernels. Written with few calls, as `_reduce_coded`."""
         assert self._passes is not None
-        bucket = self.state._buckets.get(names) or self.state.bucket_of(names, tensor.device)
+        bucket = self.reducer.buckets.get(names) or self.reducer.bucket_of(names, tensor.device)
         ranks = self.state.process_group.size()
         table: Table | None = bucket.moments
         if table is None or not table.is_current:
             table = bucket.moments = self._table_of(bucket)
         if not table.parts:
-            return self.state.reduce(tensor, names)
+            return self.reducer.reduce(tensor, names)
         for moment, piece in table.parts:
             assert piece is not None
             if ranks > 1 and moment.codec is not piece.codec:
@@ -453,12 +455,12 @@ class Momenta(Transform, ABC):
             ranks=ranks,
             looks=self._exchanges_sums,
             divides=ranks > 1 or self._divides(names),
-            copies=table.own is not None and self.state.coding_of(bucket) is None,
+            copies=table.own is not None and self.reducer.coding_of(bucket) is None,
         )
         if not self._encodes_beside(bucket):
             self._encode_now(job, bucket)
             self._held.append(job)
-        future = self.state.reduce(tensor, names)
+        future = self.reducer.reduce(tensor, names)
         if self._job is None:  # `exchange` has finished it
             return future
         self._job = None
@@ -500,11 +502,11 @@ class Momenta(Transform, ABC):
 
     def _encode_now(self, job: Job, bucket: Bucket) -> None:
         """Encode on the stream of backward, before the reduction looks at values and residuals."""
-        self.state._settle_deferred()
+        self.reducer.settle_deferred()
         job.encode(scale=self._scale_on)
         if job.keeps:
             pieces = (piece for piece in bucket.pieces if piece.name in self.moments)
-            job.befores = self.state.residuals_before(pieces, bucket)
+            job.befores = self.reducer.residuals_before(pieces, bucket)
 
     def _scale_on(self, moments: Sequence[DeviceMoment]) -> None:
         def sum_up(sums: torch.Tensor) -> int:
@@ -526,14 +528,14 @@ class Momenta(Transform, ABC):
         """See `BucketReducer`; kernels make the momentum of the gradients before it, and after."""
         job, self._job = self._job, None
         if job is None:
-            return self.state.exchange(tensor, bucket, group, finish, **options)
+            return self.reducer.exchange(tensor, bucket, group, finish, **options)
         if not job.encoded:
             job.encode(options.get("swapped"))
         single = job.keeps and bool(bucket.single)
         if single:
-            self.state.encoded = job.sent
+            self.reducer.encoded = job.sent
         try:
-            finite = self.state.exchange(tensor, bucket, group, finish, **options)
+            finite = self.reducer.exchange(tensor, bucket, group, finish, **options)
         except PeerLost as error:
             self._lost = self._lost or error
             raise
@@ -546,7 +548,11 @@ class Momenta(Transform, ABC):
 
     def _own_of(self, piece: BucketPiece) -> Residual:
         return self.own.get(
-            piece.name, piece.numel, self.state._device, rows=self.state.rows, codec=piece.codec
+            piece.name,
+            piece.numel,
+            self.reducer.device,
+            rows=self.reducer.layout.rows,
+            codec=piece.codec,
         )
 
     def _sent_before(self, piece: BucketPiece, shard: int | None = None) -> torch.Tensor | None:
@@ -579,7 +585,7 @@ class Momenta(Transform, ABC):
         found = [(name, self.moments[name]) for name in names if name in self.moments]
         if not found:
             return []
-        bucket = self.state.bucket_of(names, tensor.device)
+        bucket = self.reducer.bucket_of(names, tensor.device)
         pieces = {piece.name: piece for piece in bucket.pieces}
         parts = []
         for name, moment in found:
@@ -662,5 +668,5 @@ class Momenta(Transform, ABC):
         (about,) = saved["about"]
         before = about["world_size"]
         own = [residuals_of(saved, key, about["step"]) for key in self.keys(before)]
-        own = known(own, self.state._numbers, tell=False)
+        own = known(own, self.reducer.numbers, tell=False)
         self.own.load_state_dict(self.state.resharded(own, before), self.state.codecs)

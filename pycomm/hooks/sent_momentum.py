@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from pycomm.reduction.reducer import average, completed
+from pycomm.reduction.reducer import BucketReducer, average, completed
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.transform import Future, Transform
 
@@ -24,6 +24,7 @@ class SentMomenta(Transform):
     """
 
     state: CompressionState
+    reducer: BucketReducer
 
     def __init__(self) -> None:
         self.before: dict[str, torch.Tensor] = {}
@@ -67,13 +68,13 @@ class SentMomenta(Transform):
     def reduce(self, tensor: torch.Tensor, names: Sequence[str]) -> Future:
         """See `Transform`; fills `before`."""
         self.before = {}
-        bucket = self.state.bucket_of(tuple(names), tensor.device)
+        bucket = self.reducer.bucket_of(tuple(names), tensor.device)
         if self.state.process_group.size() > 1 and not bucket.levels:
-            befores = self.state.residuals_before(bucket.pieces, bucket)
+            befores = self.reducer.residuals_before(bucket.pieces, bucket)
             for piece, before in zip(bucket.pieces, befores, strict=True):
                 if before is not None:
                     self.before[piece.name] = before
-        return self.state.reduce(tensor, names)
+        return self.reducer.reduce(tensor, names)
 
     def room(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """Return memory for what this rank sends of a parameter [shape]; `keep` makes it that."""
@@ -117,6 +118,6 @@ class SentMomenta(Transform):
         self.own = {
             name: torch.stack([part[name] for part in parts if name in part])
             .mean(0)
-            .to(self.state._device)
+            .to(self.reducer.device)
             for name in dict.fromkeys(name for part in parts for name in part)
         }

@@ -25,6 +25,8 @@ from pycomm.local_sgd.shared import Average, SharedModel, copies
 from pycomm.local_sgd.streamed import Blocking, Streamed
 from pycomm.policy import Policy, agree_on_options
 from pycomm.reduction import own_group
+from pycomm.reduction.adapter import Adapter
+from pycomm.reduction.refusals import LOCAL_SGD, refused
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.weights import checked
 
@@ -137,14 +139,14 @@ class LocalSGD:
                 own = own_group.make(group)
                 closing = weakref.finalize(self, own_group.close, own)
         self.state = CompressionState(
-            codec, process_group=own or group, feedback=feedback, seed=seed
+            codec,
+            process_group=own or group,
+            feedback=feedback,
+            seed=seed,
+            adapter=Adapter(LOCAL_SGD),
         )
         """Codecs and feedback: `residual_norms()`."""
-        self.state.averages_senders = average == "senders"
-        self.state.stays_because = (
-            "LocalSGD keeps a start that members share: make a new LocalSGD on all ranks, which "
-            "starts from the parameters of the first, and call its state.adopt_state(former.state)"
-        )
+        self.state.reducer.averages_senders = average == "senders"
         self._shared = SharedModel(
             model,
             self.state,
@@ -156,7 +158,7 @@ class LocalSGD:
             weighted=weighted,
         )
         if average == "ranks" and group is not None:
-            self.state.find_nodes(reals(trained[0]).device)
+            self.state.reducer.find_nodes(reals(trained[0]).device)
         self.local_steps = 0
         """Optimizer steps in this round."""
         self._own = own
@@ -420,11 +422,8 @@ def _refuse_meetings(model: nn.Module, group: dist.ProcessGroup) -> None:
 
     def refuse(what: str, ranks: set[int]) -> None:
         if len(apart & ranks) > 1:
-            raise Error(
-                f"LocalSGD: {what} over ranks {sorted(apart & ranks)}, which are to train apart "
-                "and would meet in every step: use one of the two, or a group with one rank of "
-                "each node"
-            )
+            option = "DDP or other averages over the same ranks"
+            raise Error(refused(LOCAL_SGD, option, what=what, ranks=sorted(apart & ranks)))
 
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):

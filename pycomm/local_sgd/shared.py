@@ -16,6 +16,7 @@ from pycomm.local_sgd.outer import Fragment, Values, broadcast, split
 from pycomm.log import logger
 from pycomm.policy.exchange import start_gather
 from pycomm.policy.names import clean, few
+from pycomm.reduction.refusals import LOCAL_SGD, refused
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.weights import factors
 
@@ -104,18 +105,16 @@ class SharedModel:
         self.state.follow_members()  # raises if the group has other members now
         mine = Contribution(weight, is_finite(gradient), finishing, dirty, bool(changed))
         row = list(map(float, astuple(mine)))
-        wait = start_gather(row, self.state.process_group, self.state._device)
+        wait = start_gather(row, self.state.process_group, self.state.reducer.device)
 
         def hear() -> list[Contribution]:
             told = [Contribution(weight, *map(bool, flags)) for weight, *flags in wait()]
             ranks = [str(rank) for rank, each in enumerate(told) if each.changed]
             if ranks:
-                raise Error(
-                    f"rank {self._rank}: LocalSGD averages the parameters that were trained when "
-                    f"it was made, but on rank {', '.join(ranks)} others are trained now "
-                    f"({changed or 'its error names them'}): call finish() before parameters are "
-                    "frozen, unfrozen, added, removed or replaced, and make a new LocalSGD after it"
-                )
+                option = "other trained parameters than at first"
+                names = changed or "its error names them"
+                why = refused(LOCAL_SGD, option, ranks=", ".join(ranks), names=names)
+                raise Error(f"rank {self._rank}: {why}")
             return told
 
         return hear
@@ -134,7 +133,7 @@ class SharedModel:
             announced: result of `announce`.
         """
         if self._weighted:
-            self.state.factors = factors([rank.weight for rank in announced()])
+            self.state.reducer.weights = factors([rank.weight for rank in announced()])
         names = part.names
         self.state.begin_step()
         futures = {width: self.state.reduce(gradient[width], names[width]) for width in gradient}
@@ -158,7 +157,7 @@ class SharedModel:
         if is_finite(average.values):  # on all ranks alike
             part.apply(average.values, self._lr)
             return True
-        self.state.check_operations()
+        self.state.reducer.check_operations()
         self.skipped += 1
         logger.warning(
             "rank %d: LocalSGD skips round %d, and all ranks go back to its start: the average is "

@@ -20,7 +20,7 @@ from pycomm.compression import attach
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState
 from pycomm.hooks.ddp_momentum import DDPMomenta
-from pycomm.hooks.fsdp import FSDPState
+from pycomm.hooks.fsdp import compress_shards
 from pycomm.hooks.fsdp_momentum import ShardedMomenta, check_averages
 from pycomm.hooks.momentum import Momenta
 from pycomm.momentum.moment import FLOAT32_STATES, local
@@ -36,6 +36,7 @@ from pycomm.optim.settings import (
     settings_only,
 )
 from pycomm.policy import Policy, agree_on_options, refused_together
+from pycomm.reduction.state import CompressionState
 
 _NAME = "CodedAdamW"
 
@@ -132,18 +133,17 @@ class CodedAdamW(CodedOptimizer):
         kind = DDPMomenta if _is_ddp(model) else ShardedMomenta
         self.momenta = momenta = kind(self._find, self._unit, refresh)
         given: dict[str, Any] = {"feedback": rule, "seed": seed, "transform": momenta}
-        self.compression: HookState | FSDPState
         if _is_ddp(model):
             wrapped = model
 
-            def make() -> HookState:
+            def make() -> CompressionState:
                 state = HookState(policy, wrapped, **given)
                 momenta.begin()
                 return state
 
             self.compression = attach(model, make)
         else:
-            self.compression = FSDPState(policy, model, **given)
+            self.compression = compress_shards(policy, model, **given)
             momenta.begin()
         """Codecs and residuals: `summary()`, `residual_norms()`, and `state_dict()`, which a
         checkpoint keeps beside the optimizer's own."""
@@ -242,7 +242,7 @@ class CodedAdamW(CodedOptimizer):
         Raises:
             ValueError: the model is in `fully_shard` or `replicate`.
         """
-        if not isinstance(self.compression, HookState):
+        if not isinstance(self.momenta, DDPMomenta):
             raise ValueError(
                 "CodedAdamW adopts states of models in DistributedDataParallel, since shards of "
                 "lost ranks are gone with them; go on from a checkpoint, with load_checkpoint"

@@ -270,10 +270,10 @@ class CodedSGD(CodedOptimizer):
             self._start(part)
         coded = [part for part in parts if part.name not in self._exact]
         names = [part.name for part in parts]
-        bucket = self.compression.bucket_of(tuple(names), parts[0].parameter.device)
+        bucket = self.compression.reducer.bucket_of(tuple(names), parts[0].parameter.device)
         # Else nodes code the sums of their ranks, of which none has sent anything of its own.
         alone = self.process_group.size() == 1 or not bucket.levels
-        copies = alone and self.compression.coding_of(bucket) is None
+        copies = alone and self.compression.reducer.coding_of(bucket) is None
         # In a step that begins: what the coding before has left is in it, and can be measured.
         measures = alone and self.momenta.steps % MEASURED_EVERY == 1
         values = self._room_for(parts)
@@ -416,8 +416,9 @@ class CodedSGD(CodedOptimizer):
         """
         state, overflows = self.compression, self.compression.overflows
         state.begin_step()
-        early = state.coding_of(state.bucket_of(tuple(names), values.device)) is not None
-        state.encoded = store if early else None
+        bucket = state.reducer.bucket_of(tuple(names), values.device)
+        early = state.reducer.coding_of(bucket) is not None
+        state.reducer.encoded = store if early else None
         state.wait(self.momenta.reduce(values, names))
         if store is not None and not early:
             store()

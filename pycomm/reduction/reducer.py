@@ -1,12 +1,10 @@
 """Bucket reducer: averages buckets over a group by their parameters' codecs and residuals.
 
-It is the base class of `CompressionState`, which says when a step begins and ends, and of which it
-knows nothing.
+A `CompressionState` has one, and says when a step begins and ends.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
@@ -24,20 +22,22 @@ from pycomm.errors import Error
 from pycomm.feedback import Feedback, Residuals
 from pycomm.feedback.residual import ALL, Spans
 from pycomm.feedback.rule import EXACT
-from pycomm.log import warn_once
+from pycomm.log import tell, warn_once
 from pycomm.policy import (
     CODED,
-    Decision,
     Parameter,
     Plan,
     Policy,
     refused_together,
 )
+from pycomm.policy.names import few
 from pycomm.reduction import coding, members, paths, powersgd, two_shot
+from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
 from pycomm.reduction.exchange_thread import ExchangeThread
-from pycomm.reduction.factors import Factors, Matrix, errs_alike, is_divided
+from pycomm.reduction.factors import Factors, Matrix, errs_alike, is_divided, is_look
 from pycomm.reduction.nodes import Nodes, find_levels
+from pycomm.reduction.refusals import refused_codec
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.single_coding import SingleCoding
 from pycomm.reduction.step import Step, StepStatus
@@ -58,7 +58,8 @@ class BucketReducer:
         process_group: dist.ProcessGroup | None,
         feedback: bool | str | Feedback | None,
         seed: int,
-        transform: Transform | None = None,
+        adapter: Adapter,
+        transform: Transform | None,
     ) -> None:
         process_group = process_group or dist.group.WORLD
         if process_group is None:
@@ -69,46 +70,41 @@ class BucketReducer:
             rule = Feedback.of(feedback)
             self._kind = rule.kind if rule else None
             options = (f"feedback={rule}", f"seed={seed}")
-            # Weak: a plan that kept this state alive would keep a dropped model in the monitor.
-            refusal = _weakly(self._refusal)
+            # It holds no state: a plan that did would keep a dropped model in the monitor.
+            refusal = partial(refused_codec, adapter.trainer, self._kind)
             self.plan = Plan(Policy.of(codec), process_group, options=options, refusal=refusal)
         self.residuals = Residuals(rule, process_group.size()) if rule else None
         self.seed = seed
-        self.step = 0
-        """Number of the current step, from 1."""
-
+        self.step = Step(0, StepStatus.COMMITTED)
+        """The current step."""
+        self.layout = adapter.layout
         self.transform = transform
         """What takes the place of the gradients before they are coded; None: nothing does. It is a
         momentum: its coarse payloads are gathered, or answered without a residual (see
         `pycomm.reduction.single_coding`), and its matrices have no factors."""
         self.averages_senders = False
         """A value of a sparse payload is averaged over the ranks that have sent it."""
-        self.factors: list[float] | None = None
+        self.weights: list[float] | None = None
         """Of each rank, what its contribution to this step is multiplied by; None: by 1."""
-        self._by_name: dict[str, torch.Tensor] = {}
-        self._names: dict[int, str] = {}  # by id of these
-        self._numbers: dict[str, int] = {}
-        self._device = torch.device("cpu")
-        self._buckets: dict[tuple[str, ...], Bucket] = {}
-        self._agreed: dict[tuple[str, ...], Agreed] = {}  # about buckets; equal on all ranks
-        self._factors = Factors()
-        self._exchanges = powersgd.Exchanges(process_group)
-        self._side: SideStream | None = None  # of the device, where hooks exchange payloads
-        self._nodes: Nodes | None = None  # where hooks exchange payloads by nodes
-        self._flat: Sequence[int] = ()  # the node of each rank, where nodes are of no use
-        self._thread: ExchangeThread | None = None  # that does so beside backward, of host tensors
-        self._formed_with = self._formed()
-        self._current = Step(StepStatus.COMMITTED)
+        self.by_name: dict[str, torch.Tensor] = {}
+        self.names: dict[int, str] = {}  # by id of these
+        self.numbers: dict[str, int] = {}
+        self.device = self.layout.device or torch.device("cpu")
+        self.buckets: dict[tuple[str, ...], Bucket] = {}
+        self.agreed: dict[tuple[str, ...], Agreed] = {}  # about buckets; equal on all ranks
+        self.factors = Factors()
+        self.exchanges = powersgd.Exchanges(process_group)
+        self.side: SideStream | None = None  # of the device, where hooks exchange payloads
+        self.nodes: Nodes | None = None  # where hooks exchange payloads by nodes
+        self.flat: Sequence[int] = ()  # the node of each rank, where nodes are of no use
+        self.thread: ExchangeThread | None = None  # that does so beside backward, of host tensors
+        self.formed_with = self.formed()
+        """How often the group's members had been set when these codecs were compared."""
+        self._told = 0  # bytes of residuals that were reported, the most so far
         self.encoded: Callable[[], None] | None = None
         """Is called once, by the next reduction of which `coding_of` tells."""
 
-    def _refusal(self, codec: Codec) -> str:
-        """Return why this group cannot use a codec; "" if it can."""
-        if codec.combine == "factors" and self._kind not in (None, "residual"):
-            return f"{codec.name} has feedback of the kind residual, not {self._kind}"
-        return ""
-
-    def _formed(self) -> int:
+    def formed(self) -> int:
         """Return how often the group's members have been set; 0: it keeps its members."""
         return getattr(backend.find(self.process_group), "formed", 0)
 
@@ -120,7 +116,7 @@ class BucketReducer:
             given: number of the node of each rank; see `pycomm.compress`.
         """
         group = self.process_group
-        if group.size() == 1 or self._formed_with:
+        if group.size() == 1 or self.formed_with:
             return
         if device.type == "cpu" and backend.find(group):
             if given is not None and group.rank() == 0:
@@ -128,20 +124,10 @@ class BucketReducer:
             return
         levels = find_levels(group, given, device)
         uneven = levels is not None and len(set(Counter(levels).values())) > 1
-        if levels and (self._kind == "momentum" or (uneven and self.rows > 1)):
-            self._flat = levels
+        if levels and (self._kind == "momentum" or (uneven and self.layout.rows > 1)):
+            self.flat = levels
         elif levels:
-            self._nodes = Nodes(group, levels, device)
-
-    @property
-    def decisions(self) -> dict[str, Decision]:
-        """The codec of each parameter, by name."""
-        return self.plan.decisions
-
-    @property
-    def codecs(self) -> dict[str, Codec]:
-        """Their codecs alone."""
-        return {name: decision.codec for name, decision in self.decisions.items()}
+            self.nodes = Nodes(group, levels, device)
 
     def add(self, name: str, parameter: torch.Tensor, *, exact: str = "") -> None:
         """Enter a parameter, or the part of it that is reduced here; in one order on all ranks.
@@ -157,35 +143,63 @@ class BucketReducer:
         """
         if self.transform is not None:
             exact = self.transform.exact(parameter) or exact
-        if not self._numbers:
-            self._device = parameter.device
-        if name in self._numbers:
-            self._forget_buckets({name})
-        self._put(name, parameter)
-        self._numbers.setdefault(name, len(self._numbers))
+        if not self.numbers and self.layout.device is None:
+            self.device = parameter.device
+        if name in self.numbers:
+            self.forget_buckets({name})
+        self.put(name, parameter)
+        self.numbers.setdefault(name, len(self.numbers))
         shape = (*parameter.shape, 2) if parameter.is_complex() else parameter.shape
-        before = self.decisions.get(name)
+        before = self.plan.decisions.get(name)
         if before is not None and before.parameter.shape != shape:
-            self._factors.forget(name)
+            self.factors.forget(name)
             if self.residuals:
                 self.residuals.forget(name)
         self.plan.add(Parameter(name, tuple(shape), parameter.dtype, exact))
         if self.transform is not None:
             self.transform.entered(name)
 
-    def _put(self, name: str, parameter: torch.Tensor) -> None:
+    def put(self, name: str, parameter: torch.Tensor) -> None:
         """Let a tensor be the parameter of a name, in the place of another one."""
-        if name in self._by_name:
-            self._names.pop(id(self._by_name[name]), None)
-        self._by_name[name] = parameter
-        self._names[id(parameter)] = name
+        if name in self.by_name:
+            self.names.pop(id(self.by_name[name]), None)
+        self.by_name[name] = parameter
+        self.names[id(parameter)] = name
 
     def agree(self) -> None:
-        """Check that all ranks have decided alike; collective. See `Plan.agree`.
+        """Check that all ranks have decided alike, and report the residuals' memory; collective.
 
-        `reduce` also calls it, for parameters that it has not seen before.
+        The report comes before any residual is allocated. See `Plan.agree`. `reduce` also calls it,
+        for parameters that it has not seen before.
         """
-        self.plan.agree(self._device)
+        self.plan.agree(self.device)
+        taken = self.residual_bytes
+        if taken > self._told and self.process_group.size() > 1:
+            self._told = taken  # so that trials of "auto", and schedules, report it once
+            if self.process_group.rank() == 0:
+                tell(self.memory_text())
+
+    @property
+    def residual_bytes(self) -> int:
+        """Memory of the residuals on this rank when all of them have been written, in bytes."""
+        if self.residuals is None:
+            return 0
+        parts = [self.layout.part(decision) for decision in self.plan.decisions.values()]
+        form = self.layout.rows, self.shards
+        each = (self.residuals.bytes_for(p.codec, p.parameter.numel, *form) for p in parts)
+        return sum(each) * (self.transform.kept_alike if self.transform else 1)
+
+    def memory_text(self) -> str:
+        """Return the memory of the residuals as a line of text; empty if there are none."""
+        taken = self.residual_bytes
+        if not taken:
+            return ""
+        values = sum(decision.parameter.numel for decision in self.plan.decisions.values())
+        return (
+            f"feedback: residuals take up to {taken / 1e6:.3g} MB on each rank, "
+            f"{taken / values:.2g} bytes for each of {values} values "
+            f"({self.residuals.rule if self.residuals else None})"
+        )
 
     def reduce(
         self, tensor: torch.Tensor, names: Sequence[str]
@@ -205,14 +219,14 @@ class BucketReducer:
         Raises:
             Error: the tensor has another number of values than the parameters.
         """
-        if self.factors is not None:
-            weigh(tensor, self.factors[self.process_group.rank()])
-        if self.process_group.size() == 1 and not self._is_fed(names):
+        if self.weights is not None:
+            weigh(tensor, self.weights[self.process_group.rank()])
+        if self.process_group.size() == 1 and not self.is_fed(names):
             return completed(tensor)
         if tensor.dtype not in CODED or tensor.is_sparse:
             return self._reduce_plain(tensor)
         key = tuple(names)
-        bucket = self._buckets.get(key) or self.bucket_of(key, tensor.device)
+        bucket = self.buckets.get(key) or self.bucket_of(key, tensor.device)
         if bucket.numel != tensor.numel():
             raise Error(
                 f"rank {self.process_group.rank()}: a bucket has {tensor.numel()} values, and its "
@@ -233,13 +247,13 @@ class BucketReducer:
 
         Its results are not finite; this tells a failure from an overflow.
         """
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return
-        ours = backend.find(self.process_group, self._device)
+        ours = backend.find(self.process_group, self.device)
         if ours is not None:
             ours.check()
-        if self._nodes is not None:
-            self._nodes.check(self._device)
+        if self.nodes is not None:
+            self.nodes.check(self.device)
 
     def _reduce_factors(
         self, tensor: torch.Tensor, bucket: Bucket
@@ -263,8 +277,8 @@ class BucketReducer:
             for place, part in zip(places, parts, strict=True):
                 place.copy_(part)
 
-        exchange, future = self._exchanges.start(tensor, taken, put_back, seed=self.seed)
-        self._current.checks.append(lambda: exchange.finite)
+        exchange, future = self.exchanges.start(tensor, taken, put_back, seed=self.seed)
+        self.step.checks.append(lambda: exchange.finite)
         if probe is None:
             return future
         return future.then(lambda done: probe.finish(done.value()))
@@ -273,20 +287,20 @@ class BucketReducer:
         self, tensor: torch.Tensor, bucket: Bucket
     ) -> torch.futures.Future[torch.Tensor]:
         # A step calls this for every bucket: what is rare is a flag, so that it costs no call.
-        step = self._current
+        step = self.step
         if step.looks:
-            self._factors.look(tensor, bucket, self.matrix)
-        divided = bool(self._factors.current) and self._divide(tensor, bucket)
+            self.factors.look(tensor, bucket, self.matrix)
+        divided = bool(self.factors.current) and self._divide(tensor, bucket)
         for residual in bucket.residuals:
             if residual is not None and (residual.in_place or residual.layouts != bucket.layouts):
-                self._settle_deferred()
+                self.settle_deferred()
                 self._use(bucket.pieces, bucket, tensor)
                 break
         step.pieces.update(bucket.with_residual)
         step.flushed |= bucket.flushed
         probe = None
         if self.plan.sampled:
-            self._settle_deferred()
+            self.settle_deferred()
             probe = self.plan.probe(tensor, bucket.pieces, self._residual_of)
         senders = self._senders() if self.averages_senders and bucket.gathers else None
         choice = bucket.agreed.paths.get(("all_reduce", senders is not None))
@@ -301,14 +315,14 @@ class BucketReducer:
             if probe is not None:
                 probe.finish(result)
             if divided:
-                self._factors.scale(result, bucket, 1)
+                self.factors.scale(result, bucket, 1)
             return result
 
         finish = land if probe is not None or divided else None
         native = choice.native
         if native is not None:
             work = native.compressed_all_reduce(
-                tensor, bucket.native, bucket.sides, self.seed, self.step
+                tensor, bucket.native, bucket.sides, self.seed, step.number
             )
             step.checks.append(lambda: work.finite)
             coded: torch.futures.Future[torch.Tensor]
@@ -319,13 +333,13 @@ class BucketReducer:
             last = land if tensor.is_cpu else lambda results: land(results[0])
             coded = load_c10d().then(work, last)
             return coded
-        options: dict[str, Any] = {"seed": self.seed, "step": self.step}
+        options: dict[str, Any] = {"seed": self.seed, "step": step.number}
         if senders is not None:
             options["senders"] = senders
         exchange = (self.transform or self).exchange
-        if self._thread is not None and not bucket.single:
-            group = self._thread.group
-            coded, is_finite = self._thread.run(
+        if self.thread is not None and not bucket.single:
+            group = self.thread.group
+            coded, is_finite = self.thread.run(
                 tensor, lambda: exchange(tensor, bucket, group, finish, **options)
             )
             step.checks.append(is_finite)
@@ -333,17 +347,17 @@ class BucketReducer:
         future: Any = torch._C.Future([] if tensor.is_cpu else [tensor.device])
         stream = None
         if not tensor.is_cpu:
-            side = self._side = self._side or SideStream(tensor.device)
+            side = self.side = self.side or SideStream(tensor.device)
             stream = side.stream
             stream.wait_stream(torch._C._accelerator_getStream(tensor.device.index))
             stream.__enter__()
             if choice.path.decides:
                 if side.ahead and not bucket.with_residual.keys() <= side.names:
-                    self._settle_deferred()  # the flag is not about the sides of the others
+                    self.settle_deferred()  # the flag is not about the sides of the others
                 side.open = True
                 options |= side.flags
             else:
-                self._settle_deferred()
+                self.settle_deferred()
         try:
             finite = exchange(tensor, bucket, self.process_group, finish, **options)
             future.set_result(tensor)
@@ -369,8 +383,8 @@ class BucketReducer:
         if bucket.single:
             encoded, self.encoded = self.encoded, None
             finite = bucket.single.average(values, bucket, encoded=encoded, **options)
-        elif self._nodes is not None and bucket.levels:
-            finite = self._nodes.all_reduce(values, bucket, **options)
+        elif self.nodes is not None and bucket.levels:
+            finite = self.nodes.all_reduce(values, bucket, **options)
         else:
             finite = two_shot.all_reduce(values, bucket, group, **options)
         if values is not tensor:
@@ -379,16 +393,21 @@ class BucketReducer:
             finish(tensor)
         return finite
 
-    def _all_finite(self) -> bool:
+    def all_finite(self) -> bool:
         """Wait for this step's buckets; return whether their results are finite."""
-        finite = all([check() for check in self._current.checks])
-        if self._side is not None and self._side.open:
-            finite &= self._side.end_step()
+        finite = all([check() for check in self.step.checks])
+        if self.side is not None and self.side.open:
+            finite &= self.side.end_step()
         return finite
 
-    def _settle_deferred(self) -> None:
+    @property
+    def has_results(self) -> bool:
+        """Whether buckets have been reduced since the last step was settled."""
+        return bool(self.step.checks) or (self.side is not None and self.side.open)
+
+    def settle_deferred(self) -> None:
         """Let the host know of the steps about which the device has decided; see `SideStream`."""
-        side, before = self._side, self.plan.overflows
+        side, before = self.side, self.plan.overflows
         if side is None or not side.ahead:
             return
         swapped = side.settle()
@@ -423,26 +442,26 @@ class BucketReducer:
             A function that waits for the result.
         """
         bucket = self.bucket_of(tuple(names), input.device)
-        step = self._current
+        step = self.step
         if step.looks:
-            self._factors.look(input, bucket, self.matrix)
-        divided = bool(self._factors.current) and self._divide(input, bucket)
+            self.factors.look(input, bucket, self.matrix)
+        divided = bool(self.factors.current) and self._divide(input, bucket)
         self._use(bucket.pieces, bucket, input)
         probe = self.plan.probe(
-            input, bucket.pieces, self._residual_of, rows=self.rows, average=average
+            input, bucket.pieces, self._residual_of, rows=self.layout.rows, average=average
         )
         native = paths.native_backend(bucket, group, "reduce_scatter", output)
         if native is not None:
             work = native.compressed_reduce_scatter(
-                output, input, bucket.native, bucket.sides, self.seed, self.step, average
+                output, input, bucket.native, bucket.sides, self.seed, step.number, average
             )
             step.checks.append(lambda: work.finite)
         else:
             scatter: Callable[..., torch.Tensor] = two_shot.reduce_scatter
-            if self._nodes is not None and bucket.levels:
-                scatter = self._nodes.reduce_scatter
+            if self.nodes is not None and bucket.levels:
+                scatter = self.nodes.reduce_scatter
             finite = scatter(
-                output, input, bucket, group, seed=self.seed, step=self.step, average=average
+                output, input, bucket, group, seed=self.seed, step=step.number, average=average
             )
             step.checks.append(lambda: bool(finite))
 
@@ -452,7 +471,7 @@ class BucketReducer:
             if probe is not None:
                 probe.finish(output)
             if divided:
-                self._factors.scale(output, bucket, 1)
+                self.factors.scale(output, bucket, 1)
 
         return wait
 
@@ -467,18 +486,18 @@ class BucketReducer:
                     gradient = rows[:, piece.offset : piece.offset + piece.numel]
                 if residual.in_place or residual.layouts != [bucket.layout, bucket.layout]:
                     residual.use(bucket.layout, ranks, gradient, bucket.spans[piece.name])
-                self._current.pieces[piece.name] = piece
+                self.step.pieces[piece.name] = piece
         bucket.follow_memory()
-        self._current.flushed |= bucket.flushed
+        self.step.flushed |= bucket.flushed
 
     def _senders(self) -> list[float]:
         """Return what each sender of a value counts.
 
         A rank of weight 0 may still send a part of its residual, which was weighted earlier.
         """
-        return [factor or 1.0 for factor in self.factors or [1.0] * self.process_group.size()]
+        return [factor or 1.0 for factor in self.weights or [1.0] * self.process_group.size()]
 
-    def _is_fed(self, names: Sequence[str]) -> bool:
+    def is_fed(self, names: Sequence[str]) -> bool:
         """Return whether feedback adds to these gradients, even in a group of one rank."""
         return self.residuals is not None and (
             self.residuals.rule.kind == "momentum" or any(n in self.residuals for n in names)
@@ -497,38 +516,38 @@ class BucketReducer:
             verdict.append(bool(values.isfinite().all()))
             return result
 
-        self._current.checks.append(lambda: verdict == [True])
+        self.step.checks.append(lambda: verdict == [True])
         return average(tensor, self.process_group).then(look)
 
     def bucket_of(self, names: tuple[str, ...], device: torch.device) -> Bucket:
-        bucket = self._buckets.get(names)
+        bucket = self.buckets.get(names)
         if bucket is None:
-            self._settle_deferred()  # residuals may change their form
-            agreed = self._agreed.setdefault(names, Agreed())
+            self.settle_deferred()  # residuals may change their form
+            agreed = self.agreed.setdefault(names, Agreed())
             self.agree()
-            if self._formed_with and self.process_group.size() > 1 and not agreed.compared:
-                members.compare_bucket(names, self.process_group, self._device)
+            if self.formed_with and self.process_group.size() > 1 and not agreed.compared:
+                members.compare_bucket(names, self.process_group, self.device)
                 agreed.compared = True
-            decisions = [self.part(self.decisions[name]) for name in names]
+            decisions = [self.layout.part(self.plan.decisions[name]) for name in names]
             if self.process_group.size() == 1:  # sends residuals of a checkpoint of more ranks
                 decisions = [replace(decision, codec=EXACT) for decision in decisions]
-            numbers = [self._numbers[name] for name in names]
+            numbers = [self.numbers[name] for name in names]
             native = backend.find(self.process_group) if device.type == "cpu" else None
-            alone = self.averages_senders or self.rows > 1  # each rank sends for itself
+            alone = self.averages_senders or self.layout.rows > 1  # each rank sends for itself
             owned = native if native and not alone else None
-            nodes = self._nodes if native is None and not self.averages_senders else None
+            nodes = self.nodes if native is None and not self.averages_senders else None
             bucket = Bucket(
                 decisions,
                 numbers,
                 self.residuals,
                 device,
-                rows=self.rows,
+                rows=self.layout.rows,
                 levels=owned.levels if owned else nodes.levels if nodes else (),
                 shares=owned.shares if owned else (),
                 agreed=agreed,
                 held=partial(self.held, nodes=nodes) if device.type != "cpu" else None,
             )
-            self._buckets[names] = bucket
+            self.buckets[names] = bucket
         return bucket
 
     def coding_of(self, bucket: Bucket) -> SingleCoding | None:
@@ -587,78 +606,86 @@ class BucketReducer:
     @property
     def shards(self) -> int:
         """Number of ranks of a node that code a part of its sum each; 1: ranks code all values."""
-        levels: Sequence[int] = self._nodes.levels if self._nodes else ()
-        if self._device.type == "cpu" and not self._nodes and self._kind != "momentum":
+        levels: Sequence[int] = self.nodes.levels if self.nodes else ()
+        if self.device.type == "cpu" and not self.nodes and self._kind != "momentum":
             native = backend.find(self.process_group)
             levels = native.levels if native and not self.averages_senders else ()
-        alone = self.rows > 1 or self.transform is not None
+        alone = self.layout.rows > 1 or self.transform is not None
         return 1 if alone else min(Counter(levels).values(), default=1)
 
-    @property
-    def rows(self) -> int:
-        """Number of parts of each parameter that a rank contributes; see `Bucket`."""
-        return 1
+    def begin_factors(self, *, anew: bool) -> None:
+        """Let the factors of the last look hold, and begin another one if it is time; in a new
+        step.
 
-    def part(self, decision: Decision) -> Decision:
-        """Return the decision for a bucket's part of a parameter; here the whole parameter."""
-        return decision
+        Args:
+            anew: parameters or their codecs have changed.
+        """
+        factors, step = self.factors, self.step
+        if factors.moved or anew:
+            new = factors.begin(self.matrix, self.shape, self.residuals, self.settle_deferred)
+            if new:
+                self.plan.events.append(
+                    f"step {step.number}: rows or columns differ, and are divided by "
+                    f"{factors.span(new)} before they are coded: {few(sorted(new))}"
+                )
+        step.looks = (self.transform is None and self.process_group.size() > 1) and (
+            is_look(step.number) or (anew and not factors.knows(self._matrices()))
+        )
+        if step.looks:
+            factors.start_look()
+
+    def end_look(self) -> None:
+        """End a look at rows and columns, after the buckets of a step; collective."""
+        if self.step.looks:
+            groups = self.layout.groups(self.process_group)
+            self.factors.end(self._matrices(), groups, self.device)
+            self.step.looks = False
+
+    def _matrices(self) -> dict[str, Matrix]:
+        """Return all parameters that may get factors now."""
+        found = {name: self.matrix(name) for name in self.plan.decisions}
+        return {name: matrix for name, matrix in found.items() if matrix is not None}
 
     def _divide(self, values: torch.Tensor, bucket: Bucket) -> bool:
         """Divide a bucket [rows * values] by its factors; return whether it has any."""
-        if self._factors.current.keys().isdisjoint(bucket.spans):
+        if self.factors.current.keys().isdisjoint(bucket.spans):
             return False
         if values.dtype == torch.float16:  # of a checkpoint: it has no room for them
-            self._settle_deferred()
+            self.settle_deferred()
             names = {piece.name for piece in bucket.pieces}
-            self._factors.leave(names, self._shape, self.residuals)
+            self.factors.leave(names, self.shape, self.residuals)
             return False
-        self._factors.scale(values, bucket, -1)
+        self.factors.scale(values, bucket, -1)
         return True
 
     def matrix(self, name: str) -> Matrix | None:
         """Return a parameter as a matrix, if its rows and columns may get factors now."""
-        decision = self.decisions.get(name)
+        decision = self.plan.decisions.get(name)
         if decision is None or not self.plan.policy.factors or not is_divided(decision.codec):
             return None
-        found = self._shape(name)
+        found = self.shape(name)
         if found is None:
             return None
         codec = decision.codec
         return replace(found, by_rows=codec.combine != "gather", forgets=errs_alike(codec))
 
-    def _shape(self, name: str) -> Matrix | None:
-        """Return a parameter as a matrix, whatever its codec; None: there are no whole rows here.
-
-        All dimensions but the first count as columns.
-        """
-        decision = self.decisions.get(name)
+    def shape(self, name: str) -> Matrix | None:
+        """Return a parameter as a matrix, whatever its codec; None: there are no whole rows."""
+        decision = self.plan.decisions.get(name)
         if decision is None or self.transform is not None:
             return None
-        shape = self.part(decision).parameter.shape
-        if len(shape) < 2 or not torch.Size(shape).numel():
-            return None
-        rows, columns = decision.parameter.shape[0], torch.Size(shape[1:]).numel()
-        given, got = slice(0, self.rows * shape[0]), slice(0, shape[0])
-        if self.rows > 1:
-            rank = self.process_group.rank()
-            got = slice(rank * shape[0], (rank + 1) * shape[0])
-        return Matrix(rows, columns, given, got)
+        return self.layout.matrix(decision)
 
-    @property
-    def _all_groups(self) -> list[dist.ProcessGroup]:
-        """The groups whose ranks have the same parameters, or shards of the same ones."""
-        return [self.process_group]
-
-    def _forget_buckets(self, names: Set[str] | None = None, *, alone: bool = False) -> None:
+    def forget_buckets(self, names: Set[str] | None = None, *, alone: bool = False) -> None:
         """Make the buckets of some parameters anew when they are reduced next; None: all.
 
         Args:
             names: the parameters.
             alone: only this rank may do so: what the ranks have agreed on stays.
         """
-        everything: list[dict[tuple[str, ...], Any]] = [self._buckets]
+        everything: list[dict[tuple[str, ...], Any]] = [self.buckets]
         if not alone:
-            everything.append(self._agreed)
+            everything.append(self.agreed)
         for kept in everything:
             for bucket in [one for one in kept if names is None or not names.isdisjoint(one)]:
                 del kept[bucket]
@@ -681,14 +708,3 @@ def completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(tensor)
     return future
-
-
-def _weakly(method: Callable[[Codec], str]) -> Callable[[Codec], str]:
-    """Return a function that calls a method and does not keep the method's object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(codec: Codec) -> str:
-        living = reference()
-        return living(codec) if living is not None else ""
-
-    return call

@@ -1,4 +1,4 @@
-"""Compression state of a model, the base of all hooks: codecs, residuals and buckets.
+"""Compression state of a model: its steps, its checkpoints, and the members of its group.
 
 A step is `begin_step`, one `reduce` for each bucket, and `end_step`. Its residuals become current
 when the next step begins, if all of its reductions completed and are finite; until then the step
@@ -17,16 +17,18 @@ import torch.distributed as dist
 from pycomm.arguments import number, typed
 from pycomm.codecs import Codec
 from pycomm.errors import Error
-from pycomm.feedback import Cut, Feedback, reshard, sources
-from pycomm.log import tell, warn_once
-from pycomm.policy import Policy, refused_together
+from pycomm.feedback import Feedback, reshard, sources
+from pycomm.log import warn_once
+from pycomm.policy import Decision, Plan, Policy, refused_together
 from pycomm.policy.exchange import gather
-from pycomm.policy.names import few, matching, renamed
+from pycomm.policy.names import matching, renamed
 from pycomm.reduction import members, paths
+from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.detached import DetachedState
-from pycomm.reduction.factors import Matrix, is_look, names_in
+from pycomm.reduction.factors import names_in
 from pycomm.reduction.nodes import flat_text
 from pycomm.reduction.reducer import BucketReducer
+from pycomm.reduction.refusals import ALL, FSDP, HSDP, refused, stays_because
 from pycomm.reduction.saved import check_sizes, known, load_saved, residuals_of
 from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.taken import DiscardedGradients
@@ -35,11 +37,10 @@ from pycomm.reduction.transform import Transform
 STATE_VERSION = 1
 
 
-class CompressionState(BucketReducer):
+class CompressionState:
     """Codecs and feedback of the parameters that one group of ranks reduces.
 
-    Collective: all ranks of the group make one. Hooks of DDP, FSDP2 and the outer steps of LocalSGD
-    are thin layers above it.
+    Collective: all ranks of the group make one. Hooks of trainers call it.
 
     Args:
         codec: a codec, its text ("int8", "quant:bits=4,block=64"), a `Policy`, or the text of one
@@ -50,6 +51,7 @@ class CompressionState(BucketReducer):
             `pycomm.Feedback`. Equal on all ranks.
         seed: seed of random rounding; equal on all ranks.
         transform: what takes the place of the gradients; an optimizer gives it.
+        adapter: what the trainer is like.
 
     Raises:
         Error: there is no process group.
@@ -65,33 +67,59 @@ class CompressionState(BucketReducer):
         feedback: bool | str | Feedback | None = True,
         seed: int = 0,
         transform: Transform | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
-        super().__init__(
-            codec, process_group=process_group, feedback=feedback, seed=seed, transform=transform
+        self.adapter = adapter or Adapter()
+        self.reducer = reducer = BucketReducer(
+            codec,
+            process_group=process_group,
+            feedback=feedback,
+            seed=seed,
+            adapter=self.adapter,
+            transform=transform,
         )
-        self._taken: DiscardedGradients | None = None
-        """Observer that detects unused gradients, if the hook has one."""
-        self._told = 0  # bytes of residuals that were reported, the most so far
+        self.process_group, self.residuals = reducer.process_group, reducer.residuals
+        self.transform = transform
+        self.add, self.reduce, self.wait = reducer.add, reducer.reduce, reducer.wait
+        self.agree = reducer.agree
+        self.discarded: DiscardedGradients | None = None
+        """Observer that detects unused gradients, if the trainer has one."""
         self._rank = self.process_group.rank()  # in the group for which residuals are laid out
-        self._met_in = 0 if not self._formed_with else -1
+        self._met_in = 0 if not reducer.formed_with else -1
         """How often the group's members had been set when they compared where they stand."""
-        self.stays_because = ""
+        self.stays_because = stays_because(self.adapter.trainer)
         """Reason why this state cannot go on with other members of its group; "": it can."""
-        self.busy = False
-        """Reductions of a step run, which a hook that does not wait for them in backward says."""
+        self.defers = self.adapter.defers
+        """See `Adapter`."""
         if transform is not None:
             transform.bind(self)
 
     # ------------------------------------------------------------------ for users
 
-    defers = False
-    """On a device a step may begin before the host knows whether the last one is finite. Whoever
-    reads residuals on the host between two steps cannot have that."""
+    @property
+    def step(self) -> int:
+        """Number of the current step, from 1."""
+        return self.reducer.step.number
+
+    @property
+    def plan(self) -> Plan:
+        """The policy, and the codec of each parameter."""
+        return self.reducer.plan
+
+    @property
+    def decisions(self) -> dict[str, Decision]:
+        """The codec of each parameter, by name."""
+        return self.plan.decisions
+
+    @property
+    def codecs(self) -> dict[str, Codec]:
+        """Their codecs alone."""
+        return {name: decision.codec for name, decision in self.decisions.items()}
 
     @property
     def overflows(self) -> int:
         """Steps whose result was not finite; they have left the residuals as they were."""
-        self._settle_deferred()
+        self.reducer.settle_deferred()
         return self.plan.overflows
 
     def __repr__(self) -> str:
@@ -117,48 +145,21 @@ class CompressionState(BucketReducer):
         """Return the current decisions, a line for each codec and reason, their changes, the paths
         of the buckets that were reduced, the nodes by which they were, and the memory of the
         residuals on this rank."""
-        taken = paths.summary(self._buckets.values())
-        nodes = f"by nodes: {self._nodes}" if self._nodes else ""
-        lines = [self.plan.summary(), taken, nodes, self._memory_text()]
-        if self._flat:
+        reducer = self.reducer
+        taken = paths.summary(reducer.buckets.values())
+        nodes = f"by nodes: {reducer.nodes}" if reducer.nodes else ""
+        lines = [self.plan.summary(), taken, nodes, reducer.memory_text()]
+        if reducer.flat:
             values = sum(one.parameter.numel for one in self.decisions.values())
             payload = self.plan.report().payload_bytes
-            lines.append(flat_text(self._flat, payload, values, scatters=self.rows > 1))
+            scatters = reducer.layout.rows > 1
+            lines.append(flat_text(reducer.flat, payload, values, scatters=scatters))
         return "\n".join(filter(None, lines))
-
-    def agree(self) -> None:
-        """Check that all ranks have decided alike, and report the residuals' memory; collective.
-
-        The report comes before any residual is allocated. See `Plan.agree`.
-        """
-        super().agree()
-        taken = self.residual_bytes
-        if taken > self._told and self.process_group.size() > 1:
-            self._told = taken  # so that trials of "auto", and schedules, report it once
-            if self.process_group.rank() == 0:
-                tell(self._memory_text())
 
     @property
     def residual_bytes(self) -> int:
         """Memory of the residuals on this rank when all of them have been written, in bytes."""
-        if self.residuals is None:
-            return 0
-        parts = [self.part(decision) for decision in self.decisions.values()]
-        form = self.rows, self.shards
-        each = (self.residuals.bytes_for(p.codec, p.parameter.numel, *form) for p in parts)
-        return sum(each) * (self.transform.kept_alike if self.transform else 1)
-
-    def _memory_text(self) -> str:
-        """Return the memory of the residuals as a line of text; empty if there are none."""
-        taken = self.residual_bytes
-        if not taken:
-            return ""
-        values = sum(decision.parameter.numel for decision in self.decisions.values())
-        return (
-            f"feedback: residuals take up to {taken / 1e6:.3g} MB on each rank, "
-            f"{taken / values:.2g} bytes for each of {values} values "
-            f"({self.residuals.rule if self.residuals else None})"
-        )
+        return self.reducer.residual_bytes
 
     def set_policy(self, codec: str | Codec | Policy) -> None:
         """Change the codec or policy from the next step on; collective, between two steps.
@@ -178,11 +179,11 @@ class CompressionState(BucketReducer):
         """
         self.settle()
         with refused_together(self.process_group):
-            self.plan = self.plan.followed_by(Policy.of(codec), self._device)
-        self._forget_buckets()
+            self.reducer.plan = self.plan.followed_by(Policy.of(codec), self.reducer.device)
+        self.reducer.forget_buckets()
 
     def _check_idle(self) -> None:
-        if self.busy:
+        if self.reducer.step.busy:
             raise Error(
                 f"rank {self.process_group.rank()}: gradients are on the way, which use the "
                 "residuals: call optimizer.step() or optimizer.synchronize() first"
@@ -191,7 +192,7 @@ class CompressionState(BucketReducer):
     def residual_norms(self) -> dict[str, tuple[float, float]]:
         """Return the L2 norms of each parameter's worker and owner residual after the last step."""
         self.settle(last=False)
-        return self._factors.norms(self.residuals) if self.residuals else {}
+        return self.reducer.factors.norms(self.residuals) if self.residuals else {}
 
     def residual_ages(self) -> dict[str, int]:
         """Return the number of steps that each residual has waited; see `Residuals.ages`."""
@@ -220,12 +221,13 @@ class CompressionState(BucketReducer):
         about = {
             "version": STATE_VERSION,
             "world_size": self.process_group.size(),
-            "seed": self.seed,
+            "seed": self.reducer.seed,
             "step": self.step,
             "plan": self.plan.state_dict(),
-            "factors": self._factors.state_dict(),
+            "factors": self.reducer.factors.state_dict(),
         }
-        return {"about": (about,), "factors": (self._exchanges.memory.state_dict(),)}
+        about |= self.adapter.saved()
+        return {"about": (about,), "factors": (self.reducer.exchanges.memory.state_dict(),)}
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict`, on the same or another number of ranks.
@@ -259,21 +261,22 @@ class CompressionState(BucketReducer):
         self._load_common(about, factors)
         if self.residuals:
             self.residuals.load_state_dict(own, self.codecs)
-        self._forget_buckets()
+        self.reducer.forget_buckets()
+        self.adapter.loaded(about)
         if self.transform is not None:
             self.transform.load_state_dict(saved)
 
     def _load_common(self, about: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
         """Restore the entries that are equal on all ranks; own residuals get their units."""
         self.settle()
-        self.seed, self.step = about["seed"], about["step"]
+        self.reducer.seed, self.reducer.step.number = about["seed"], about["step"]
         plan, units = dict(about["plan"]), about.get("factors", {})
         known = {*factors, *plan["escalated"], *names_in(units)}
-        names = matching(known, self._numbers)
+        names = matching(known, self.reducer.numbers)
         plan["escalated"] = renamed(plan["escalated"], names)
         self.plan.load_state_dict(plan)
-        self._exchanges.memory.load_state_dict(renamed(factors, names))
-        self._factors.load_state_dict(units, names, self._shape, self.residuals)
+        self.reducer.exchanges.memory.load_state_dict(renamed(factors, names))
+        self.reducer.factors.load_state_dict(units, names, self.reducer.shape, self.residuals)
 
     def _own_residuals(self, saved: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
         """Return the residuals for this rank, by the parameters' names here."""
@@ -289,22 +292,19 @@ class CompressionState(BucketReducer):
             )
         own = [residuals_of(saved, key, about["step"]) for key in needed]
         # Renamed before they are resharded: the cuts are known by the names here.
-        own = known(own, self._numbers, tell=self.process_group.rank() == 0)
+        own = known(own, self.reducer.numbers, tell=self.process_group.rank() == 0)
         return self.resharded(own, before)
 
     def resharded(self, own: Sequence[Any], before: int) -> Any:
         """Return this rank's residuals from those of `before` ranks that it takes over."""
-        assert self.residuals is not None
-        ranks = self.process_group.size()
-        (mine,) = own if before == ranks else [reshard(own, before, ranks, self._cuts())]
-        parts = {name: self.part(decision).parameter for name, decision in self.decisions.items()}
-        sizes = {name: (self.rows, part.numel) for name, part in parts.items()}
+        ranks, layout = self.process_group.size(), self.adapter.layout
+        (mine,) = (
+            own if before == ranks else [reshard(own, before, ranks, layout.cuts(self.decisions))]
+        )
+        parts = {name: layout.part(one).parameter for name, one in self.decisions.items()}
+        sizes = {name: (layout.rows, part.numel) for name, part in parts.items()}
         check_sizes(mine, sizes)
         return mine
-
-    def _cuts(self) -> dict[str, Cut]:
-        """Return how ranks shard the parameters; empty: each rank has all of them."""
-        return {}
 
     def needed(self, before: int) -> list[str]:
         """Return the keys of the entries of `before` ranks that this rank needs."""
@@ -313,10 +313,9 @@ class CompressionState(BucketReducer):
         if before == self.process_group.size():
             return [f"rank{dist.get_rank()}"]
         if self.process_group.size() != dist.get_world_size():
-            raise ValueError(
-                f"the hook's state was saved by groups of {before} ranks; groups that are not the "
-                f"whole world can only go on with as many, not {self.process_group.size()}"
-            )
+            option = "residuals on another number of ranks"
+            ranks = self.process_group.size()
+            raise ValueError(refused(HSDP, option, before=before, ranks=ranks))
         rank, ranks = self.process_group.rank(), self.process_group.size()
         return [f"rank{r}" for r in sources(before, rank, ranks)]
 
@@ -344,12 +343,9 @@ class CompressionState(BucketReducer):
         typed("previous", previous, CompressionState, None)
         self._check_idle()
         if previous is not None:
-            previous.busy = False  # a step that its group has not ended
-        if self._cuts():
-            raise ValueError(
-                "ranks share these parameters, and the shards of lost ranks are gone with them; "
-                "go on from a checkpoint, with load_checkpoint"
-            )
+            previous.reducer.step.busy = False  # a step that its group has not ended
+        if self.adapter.layout.cuts(self.decisions):
+            raise ValueError(refused(FSDP, "survivors that adopt a state"))
         self._meet(previous)
         if self.transform is not None:
             self.transform.adopted()
@@ -365,43 +361,47 @@ class CompressionState(BucketReducer):
             WireMismatch: members have other models, codecs, policies or options; raised on all.
             Error: this state cannot continue, for the reason that the text gives.
         """
-        if self.stays_because and self._formed() != self._formed_with:
+        if self.stays_because and self.reducer.formed() != self.reducer.formed_with:
             raise Error(
                 f"rank {self.process_group.rank()}: the members of the process group have changed, "
                 f"and {self.stays_because}"
             )
-        if not self.stays_because and self._formed() != self._met_in:
-            self._meet(self)
+        is_new = self.adapter.is_new()
+        if not self.stays_because and self.reducer.formed() != self._met_in:
+            self._meet(None if is_new else self)
+        elif is_new and self.residuals:
+            self.residuals.load_state_dict({})
 
     def _meet(self, previous: CompressionState | None) -> None:
         """Take over the furthest member's common state; keep the own residuals of `previous`."""
         group, ranks = self.process_group, self.process_group.size()
-        before, own, units = ranks, {}, self._factors.current
+        before, own, units = ranks, {}, self.reducer.factors.current
         if previous is not None:
             previous.settle(last=previous is self)
-            units = previous._factors.current
+            units = previous.reducer.factors.current
             if previous.residuals is not None:
                 before, own = previous.residuals.ranks, previous.residuals.state_dict()
-        formed = self._formed()
+        formed = self.reducer.formed()
         standing = members.MemberState(
             step=previous.step if previous is not None else 0,
-            agreed=formed == self._formed_with and previous in (None, self),
-            rebuilds=self._rebuilds(),
+            agreed=formed == self.reducer.formed_with and previous in (None, self),
+            rebuilds=self.adapter.rebuilds(),
             rank=previous._rank if previous is not None else -1,
             ranks=before,
         )
-        standings = members.exchange_states(standing, group, self._device)
+        standings = members.exchange_states(standing, group, self.reducer.device)
         root = members.source(standings)
         if all(one.agreed and one.step == standings[root].step for one in standings):
             self._met_in = formed  # these members have made their states together
             return
         common = (previous or self)._common() if group.rank() == root else None
-        common = members.broadcast_object(common, root, group, self._device)
+        common = members.broadcast_object(common, root, group, self.reducer.device)
         (about,), (factors,) = common["about"], common["factors"]
         self._load_common(about, factors)
+        self.adapter.loaded({})
         self.plan.step = self.step
-        self.plan = self.plan.followed_by(
-            self.plan.policy, self._device, saved=self.plan.state_dict()
+        self.reducer.plan = self.plan.followed_by(
+            self.plan.policy, self.reducer.device, saved=self.plan.state_dict()
         )
         if self.residuals:
             if not members.in_place(standings):
@@ -409,14 +409,10 @@ class CompressionState(BucketReducer):
             self.residuals.clear()
             self.residuals.ranks = ranks
             self.residuals.load_state_dict(own, self.codecs)
-            now, self._factors.current = self._factors.current, units
-            self._factors.use(now, self._shape, self.residuals)
-        self._forget_buckets()
-        self._formed_with, self._met_in, self._rank = formed, formed, group.rank()
-
-    def _rebuilds(self) -> bool:
-        """Return whether a wrapper makes new buckets after the next backward."""
-        return False
+            now, self.reducer.factors.current = self.reducer.factors.current, units
+            self.reducer.factors.use(now, self.reducer.shape, self.residuals)
+        self.reducer.forget_buckets()
+        self.reducer.formed_with, self._met_in, self._rank = formed, formed, group.rank()
 
     def load_checkpoint(self, checkpoint_id: str | os.PathLike[str], key: str = "pycomm") -> None:
         """Continue from a checkpoint of torch.distributed.checkpoint; collective.
@@ -469,10 +465,15 @@ class CompressionState(BucketReducer):
         before the next one. If `zero_grad` follows without an optimizer step, that is detected
         without this call; see docs/feedback.md.
         """
-        if self._has_results:  # there was a backward, and nothing has settled it
-            self._current.status = StepStatus.ROLLED_BACK
+        if self.reducer.has_results:  # there was a backward, and nothing has settled it
+            self.reducer.step.status = StepStatus.ROLLED_BACK
 
     # ------------------------------------------------------------------ for hooks
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has begun, and not all of its buckets have been given to `reduce`."""
+        return self.reducer.step.status is StepStatus.OPEN
 
     def begin_step(self, *, absent: bool = False) -> None:
         """Settle the last step and begin the next, before its first `reduce`, on all ranks.
@@ -491,61 +492,53 @@ class CompressionState(BucketReducer):
             self.transform.before_step()
         if self.stays_because:
             self.follow_members()  # raises if they have changed
-        before = self._current
-        if self._taken:
-            before.discarded |= self._taken.begin(before.pieces)
+        reducer, before = self.reducer, self.reducer.step
+        if self.discarded:
+            before.discarded |= self.discarded.begin(before.pieces)
         self.settle(ahead=True)
-        self._exchanges.forget()
+        reducer.exchanges.forget()
         self.follow_members()
-        self.step = (self.step + 1) % 2**32
-        changed = self.plan.advance(self.step, self._device, finite=before.finite)
-        self._forget_buckets(changed)
-        step = self._current = Step(absent=absent, parameters=len(self.decisions))
-        anew = bool(changed) or not self._buckets or before.parameters != step.parameters
-        if self._factors.moved or anew:
-            self._begin_factors()
-        step.looks = (self.transform is None and self.process_group.size() > 1) and (
-            is_look(self.step) or (anew and not self._factors.knows(self._matrices()))
-        )
-        if step.looks:
-            self._factors.start_look()
+        number = (before.number + 1) % 2**32
+        changed = self.plan.advance(number, reducer.device, finite=before.finite)
+        reducer.forget_buckets(changed)
+        reducer.step = Step(number, absent=absent, parameters=len(self.decisions))
+        anew = bool(changed) or not reducer.buckets or before.parameters != len(self.decisions)
+        reducer.begin_factors(anew=anew)
         if self.transform is not None:
             self.transform.step_begun()
 
-    def _matrices(self) -> dict[str, Matrix]:
-        """Return all parameters that may get factors now."""
-        found = {name: self.matrix(name) for name in self.decisions}
-        return {name: matrix for name, matrix in found.items() if matrix is not None}
-
-    def _begin_factors(self) -> None:
-        new = self._factors.begin(self.matrix, self._shape, self.residuals, self._settle_deferred)
-        if new:
-            named, span = few(sorted(new)), self._factors.span(new)
-            self.plan.events.append(
-                f"step {self.step}: rows or columns differ, and are divided by {span} before they "
-                f"are coded: {named}"
-            )
-
     def _check_capture(self) -> None:
-        if self._device.type != "cpu" and _captures(self._device):
+        device = self.reducer.device
+        module = None if device.type == "cpu" else torch.get_device_module(device)
+        asks = getattr(module, "is_current_stream_capturing", None)
+        if asks and asks():
             raise Error(
-                f"rank {self.process_group.rank()}: a step with compressed gradients cannot be "
-                "part of a CUDA graph, since a replay would use the residuals, the seed and the "
-                "step of the capture; capture the model alone (torch.cuda.make_graphed_callables)"
+                f"rank {self.process_group.rank()}: {refused(ALL, 'a captured CUDA graph')}"
             )
 
     def end_step(self) -> None:
-        """End a step: every bucket of it has been given to `reduce`."""
-        step = self._current
-        if step.looks:
-            self._factors.end(self._matrices(), self._all_groups, self._device)
-            step.looks = False
-        self._exchanges.finish()
-        step.reduced()
-        if self._taken:
-            self._taken.end(step.pieces, elsewhere=step.absent)
+        """End a step: every bucket of it has been given to `reduce`.
+
+        Ranks that share parameters agree whether it is finite.
+        """
+        reducer, step = self.reducer, self.reducer.step
+        reducer.end_look()
+        reducer.exchanges.finish()
+        if step.status is StepStatus.OPEN:
+            step.status = StepStatus.REDUCED
+        if self.discarded:
+            self.discarded.end(step.pieces, elsewhere=step.absent)
         if self.transform is not None:
             self.transform.step_ended()
+        for wait in step.waits:
+            wait()
+        step.waits.clear()
+        _, *shared = reducer.layout.groups(self.process_group)
+        if shared:
+            verdict = torch.tensor(reducer.all_finite(), dtype=torch.uint8, device=reducer.device)
+            dist.all_reduce(verdict, dist.ReduceOp.MIN, group=shared[0])
+            # Neither 0 nor the bytes of a failure.
+            step.checks = [lambda: int(verdict) == 1]
 
     def settle(self, *, last: bool = True, ahead: bool = False) -> None:
         """Wait for the last step; keep its residuals if it completed and is finite.
@@ -560,26 +553,28 @@ class CompressionState(BucketReducer):
                 a step is under way.
         """
         self._check_idle()
-        step = self._current
-        if ahead and self._has_results and self._may_defer():
+        reducer, step = self.reducer, self.reducer.step
+        if ahead and self._may_defer():
             self._defer()
             return
-        if not ahead or self._has_results:
-            self._settle_deferred()
-        if not self._has_results:
+        if not ahead or reducer.has_results:
+            reducer.settle_deferred()
+        if not reducer.has_results:
             return
-        finite = self._all_finite()
+        finite = reducer.all_finite()
         came = finite and step.status is StepStatus.REDUCED
-        waiting = self._taken.waiting(step.pieces) if came and not last and self._taken else set()
+        waiting: Set[str] = set()
+        if came and not last and self.discarded:
+            waiting = self.discarded.waiting(step.pieces)
         if came:
-            self._find_unused()
+            step.unused |= self.adapter.unused()
         if self.residuals:
             names = step.pieces.keys() - waiting
             kept = step.kept() - waiting if came else set()
             self.residuals.take_back(names - kept)
-            self.residuals.commit(kept, self.step)
+            self.residuals.commit(kept, step.number)
             self._drop_flushed(kept)
-        self._exchanges.memory.commit(came)
+        reducer.exchanges.memory.commit(came)
         if waiting:
             step.pieces = {name: step.pieces[name] for name in waiting}
             step.checks = [lambda: True]
@@ -587,27 +582,22 @@ class CompressionState(BucketReducer):
         self.plan.overflows += not finite
         step.end(finite=finite, committed=came)
         if not finite:
-            self.check_operations()
-
-    @property
-    def _has_results(self) -> bool:
-        """Whether buckets have been reduced since the last step was settled."""
-        return bool(self._current.checks) or (self._side is not None and self._side.open)
+            reducer.check_operations()
 
     # ------------------------------------------------------------------ ahead of the device
 
     def _may_defer(self) -> bool:
         """Whether the device alone decides about the last step, and about all residuals alike."""
-        if self._side is None or not self._side.open:
+        side, step = self.reducer.side, self.reducer.step
+        if side is None or not side.open:
             return False
-        self._find_unused()
-        step = self._current
+        step.unused |= self.adapter.unused()
         return (
             self.defers
             and step.status is StepStatus.REDUCED
             and not (step.checks or step.flushed or step.discarded or step.unused)
-            and not (self.plan.judges or self._side.is_full)
-            and (not self._side.ahead or self._side.names == step.pieces.keys())
+            and not (self.plan.judges or side.is_full)
+            and (not side.ahead or side.names == step.pieces.keys())
             and not any(
                 p.residual is not None and p.residual.has_moved for p in step.pieces.values()
             )
@@ -615,32 +605,27 @@ class CompressionState(BucketReducer):
 
     def _defer(self) -> None:
         """Commit the last step as if it were finite, and let the device keep account."""
-        assert self._side is not None
-        self._side.defer(self.step, set(self._current.pieces))
+        side, step = self.reducer.side, self.reducer.step
+        assert side is not None
+        side.defer(step.number, set(step.pieces))
         if self.residuals:
-            self.residuals.swap(self._side.names)
-        self._current.end(finite=True, committed=True)
-        self.plan.overflows += self._side.hear()
-        self.check_operations()
+            self.residuals.swap(side.names)
+        step.end(finite=True, committed=True)
+        self.plan.overflows += side.hear()
+        self.reducer.check_operations()
 
     def on_any_rank(self, found: bool) -> bool:
-        """Return whether any rank has found something; collective."""
-        return any(one for (one,) in gather([found], self.process_group, self._device))
-
-    def _find_unused(self) -> None:
-        """Let the step know the parameters that no rank has used, before it is settled."""
+        """Return whether any rank has found something, also of those that share parameters;
+        collective."""
+        for group in self.adapter.layout.groups(self.process_group):
+            found = any(one for (one,) in gather([found], group, self.reducer.device))
+        return found
 
     def _drop_flushed(self, names: Set[str]) -> None:
         """Drop the residuals that have been sent with a codec that leaves no new error."""
         assert self.residuals is not None
-        flushed, residuals = self._current.flushed & names, self.residuals
+        flushed, residuals = self.reducer.step.flushed & names, self.residuals
         sent = {name for name in flushed if residuals[name].worker is not None}
         for name in sent:
             residuals.drop(name)
-        self._forget_buckets(sent, alone=True)
-
-
-def _captures(device: torch.device) -> bool:
-    """Return whether a graph captures what is queued on the current stream."""
-    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return bool(ask and ask())
+        self.reducer.forget_buckets(sent, alone=True)

@@ -31,20 +31,30 @@ class Step:
     """What belongs to one step of a state on this rank.
 
     Args:
+        number: its number, from 1; 0: none was taken yet.
         status: where it is.
         absent: this rank has no data in it: Join shadows the rank.
         parameters: number of parameters that the state had when it began.
     """
 
     def __init__(
-        self, status: StepStatus = StepStatus.OPEN, *, absent: bool = False, parameters: int = 0
+        self,
+        number: int,
+        status: StepStatus = StepStatus.OPEN,
+        *,
+        absent: bool = False,
+        parameters: int = 0,
     ) -> None:
-        self.status = status
+        self.number, self.status = number, status
         self.absent, self.parameters = absent, parameters
         self.finite = True
         """Its results are finite; known when it is settled."""
+        self.busy = False
+        """Buckets are on the way that backward does not wait for: they use the residuals."""
         self.looks = False
         """It sums the squares of rows and columns; see `pycomm.reduction.factors`."""
+        self.waits: list[Callable[[], object]] = []
+        """Wait for collectives that nobody needs before the step is reduced."""
         self.checks: list[Callable[[], bool]] = []
         """Wait for a result each, and return whether it is finite."""
         self.pieces: dict[str, BucketPiece] = {}
@@ -59,11 +69,6 @@ class Step:
     def kept(self) -> set[str]:
         """Return the parameters whose residuals are kept if the step is committed."""
         return self.pieces.keys() - self.unused - self.discarded
-
-    def reduced(self) -> None:
-        """All buckets were given to `reduce`."""
-        if self.status is StepStatus.OPEN:
-            self.status = StepStatus.REDUCED
 
     def end(self, *, finite: bool, committed: bool) -> None:
         """End the step: the residuals of all of its parameters are decided."""

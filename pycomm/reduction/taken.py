@@ -24,11 +24,30 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pycomm.reduction.look import GradientHook
-
 _QUIET_STEPS = 32  # in a row, whose gradients were all used; then the hooks are removed
 _UNSEEN_STEPS = 16  # in a row without a visible change: something moves parameters unseen
 _SAMPLE = 16  # values that are checked before the whole gradient: most gradients are not zero
+
+
+class GradientHook:
+    """Tells an object of a parameter's next gradient.
+
+    The reference is weak, since parameters outlive a state.
+
+    Args:
+        owner: the object, whose `look` is called.
+        name: the parameter's name, with which it is called.
+    """
+
+    __torch_unserializable__ = True  # torch.save of the parameter leaves the hook out silently
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner, self._name = weakref.ref(owner), name
+
+    def __call__(self, _: torch.Tensor) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.look(self._name)
 
 
 class DiscardedGradients:

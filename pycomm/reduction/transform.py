@@ -27,6 +27,7 @@ class Transform:
     """
 
     state: Any  # a CompressionState, which subclasses name: this module stands below its own
+    reducer: Any  # its BucketReducer
     by_nodes = True
     """Nodes may code the sums of their ranks."""
     kept_alike = 1
@@ -34,13 +35,13 @@ class Transform:
     reduce: Callable[[torch.Tensor, Sequence[str]], Future]
     """Averages a bucket in place; see `BucketReducer.reduce`."""
     reduce_bucket: Callable[[dist.GradBucket], Future]
-    """Where DDP reduces: averages a bucket in place; see `HookState.reduce_bucket`."""
+    """Where DDP reduces: averages a bucket in place; see `Adapter.reduce_bucket`."""
     scatter: Callable[..., Callable[[], None]]
     """Where gradients are reduce-scattered: starts to do so; see `BucketReducer.scatter`."""
 
     def bind(self, state: Any) -> None:
         """Belong to a state, which has no parameters yet."""
-        self.state = state
+        self.state, self.reducer = state, state.reducer
 
     # ------------------------------------------------------------------ parameters
 
@@ -91,7 +92,9 @@ class Transform:
         **options: Any,
     ) -> torch.Tensor | None:
         """Average a bucket whose payloads Python moves; see `BucketReducer.exchange`."""
-        finite: torch.Tensor | None = self.state.exchange(tensor, bucket, group, finish, **options)
+        finite: torch.Tensor | None = self.reducer.exchange(
+            tensor, bucket, group, finish, **options
+        )
         return finite
 
     # ------------------------------------------------------------------ checkpoints

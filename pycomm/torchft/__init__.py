@@ -12,6 +12,5 @@ from __future__ import annotations
 
 from pycomm.torchft.ddp import DistributedDataParallel
 from pycomm.torchft.group import ProcessGroupPycomm
-from pycomm.torchft.state import ManagedState
 
-__all__ = ["DistributedDataParallel", "ManagedState", "ProcessGroupPycomm"]
+__all__ = ["DistributedDataParallel", "ProcessGroupPycomm"]

@@ -1,20 +1,20 @@
 """DistributedDataParallel for torchft's Manager, with compressed gradients."""
 
-# No `from __future__ import annotations` here: DDP compares the hook's annotations with the types.
+from __future__ import annotations
+
 from collections import deque
 from typing import Any
 
-import torch
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
 from torch.nn import parallel
 from torchft.process_group import ProcessGroupDummy
 
 from pycomm.codecs import Codec
 from pycomm.feedback import Feedback
+from pycomm.hooks.ddp import compress_hook
 from pycomm.policy import Policy
 from pycomm.policy.names import clean
-from pycomm.torchft.state import ManagedState
+from pycomm.torchft.state import ManagedHooks
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
@@ -65,15 +65,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         # parameters that were used: 1.4 KiB of memory in each step.
         group._work = deque(maxlen=0)
         super().__init__(module, process_group=group, **options)
-        self.state = ManagedState(manager, codec, feedback=feedback, seed=seed)
+        self.state = ManagedHooks(manager).make_state(codec, feedback=feedback, seed=seed)
         ids = set(map(id, self._build_params_for_reducer()[0]))  # type: ignore[no-untyped-call]
         for name, parameter in module.named_parameters():
             if id(parameter) in ids:
                 self.state.add(clean(name), parameter)
         self.state.plan.complete()
-        self.register_comm_hook(self.state, _hook)
-
-
-def _hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    assert isinstance(state, ManagedState)
-    return state.reduce_bucket(bucket)
+        self.register_comm_hook(self.state, compress_hook)

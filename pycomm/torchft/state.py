@@ -13,8 +13,11 @@ from pycomm.codecs import Codec
 from pycomm.errors import WireMismatch
 from pycomm.log import logger
 from pycomm.policy import Policy
+from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.reducer import completed
+from pycomm.reduction.refusals import TORCHFT
 from pycomm.reduction.state import CompressionState
+from pycomm.reduction.step import StepStatus
 from pycomm.reduction.weights import factors
 from pycomm.torchft.group import ProcessGroupPycomm
 
@@ -23,8 +26,8 @@ if TYPE_CHECKING:
     from torchft.manager import Manager
 
 
-class ManagedState(CompressionState):
-    """Codecs and residuals of the replicas of one Manager.
+class ManagedHooks:
+    """What a DDP model does for the state of the replicas of one Manager.
 
     A step of torchft is a quorum, an average, and a vote, after which the optimizer acts or not.
     Accordingly:
@@ -40,50 +43,57 @@ class ManagedState(CompressionState):
 
     Args:
         manager: a Manager whose process group is a `ProcessGroupPycomm`.
-        codec: see `CompressionState`.
-        options: feedback and seed; see `CompressionState`.
 
     Raises:
         TypeError: the Manager has another process group.
     """
 
-    def __init__(self, manager: Manager, codec: str | Codec | Policy, **options: Any) -> None:
+    def __init__(self, manager: Manager) -> None:
         group: Any = manager._pg
         while not isinstance(group, ProcessGroupPycomm) and isinstance(group, ProcessGroupWrapper):
             group = group._pg  # such as one that torchft's tests let fail
         typed("the manager's process group", group, ProcessGroupPycomm)
         self._manager = manager
         self._members: ProcessGroupPycomm = group
-        super().__init__(codec, process_group=self._members.alone(), **options)
-        if self.residuals:
-            self.residuals.inherited = True  # a replica that heals has none, and the others may
         self._at: int | None = None  # the Manager's step in the last backward that reduced
-        self._goes = False  # this step has begun, and nothing has failed
         self._heals = False  # this replica takes over the others' parameters at this step's end,
         self._loaded = False  # or has done so before the step
         manager.register_state_dict_fn("pycomm", self._note_load, dict)
+
+    def make_state(self, codec: str | Codec | Policy, **options: Any) -> CompressionState:
+        """Return the state of the replicas; arguments as for `CompressionState`."""
+        adapter = Adapter(
+            TORCHFT,
+            reduce_bucket=self.reduce_bucket,
+            is_new=lambda: self._heals or self._loaded,
+        )
+        group = self._members.alone()
+        state = CompressionState(codec, process_group=group, adapter=adapter, **options)
+        if state.residuals:
+            state.residuals.inherited = True  # a replica that heals has none, and the others may
+        return state
 
     def _note_load(self, _: object) -> None:
         # In a step of an asynchronous quorum that heals, the residuals are gone already.
         self._loaded = not self._heals
 
-    def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce_bucket(
+        self, state: CompressionState, bucket: GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket of DDP over the participants; undefined after an error, as torchft's."""
-        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
+        names = [state.reducer.names[id(parameter)] for parameter in bucket.parameters()]
         tensor = bucket.buffer()
         try:
-            if bucket.index() == 0:
-                self._goes = False
-                self._goes = self._begin()
-            if not self._goes or self._manager.errored():
-                self._give_up()
+            begins = bucket.index() > 0 or self._begin(state)
+            if not begins or not state.is_open or self._manager.errored():
+                self._give_up(state)
                 return completed(tensor)
-            future = self.reduce(tensor, names)
+            future = state.reduce(tensor, names)
             if bucket.is_last():
-                self.end_step()
+                state.end_step()
         except Exception as error:
             self._manager.report_error(error)
-            self._give_up()
+            self._give_up(state)
             if isinstance(error, WireMismatch) and (self._heals or self._loaded):
                 raise  # another model or codec: the others go on without this replica
             return completed(tensor)
@@ -111,15 +121,7 @@ class ManagedState(CompressionState):
 
         return report
 
-    def follow_members(self) -> None:
-        """See `CompressionState`. A replica that heals brings nothing."""
-        new = self._heals or self._loaded
-        if self._formed() != self._met_in:
-            self._meet(None if new else self)
-        elif new and self.residuals:
-            self.residuals.load_state_dict({})
-
-    def _begin(self) -> bool:
+    def _begin(self, state: CompressionState) -> bool:
         """Begin a step; return whether the quorum has been found, and formed the group."""
         manager = self._manager
         manager.wait_quorum()
@@ -127,19 +129,20 @@ class ManagedState(CompressionState):
             return False
         self._heals = manager._healing
         if self._at == manager.current_step():
-            self.discard()  # the vote was against the last step
-        self.settle()
-        self.step = self._at = manager.current_step()
-        self.begin_step()
+            state.discard()  # the vote was against the last step
+        state.settle()
+        state.reducer.step.number = self._at = manager.current_step()
+        state.begin_step()
         self._loaded = False
-        takes_part, size = manager.is_participating(), self.process_group.size()
+        takes_part, size = manager.is_participating(), state.process_group.size()
         others = manager.num_participants() - takes_part
         weights = [1.0] * others + [0.0] * (size - others - 1)
-        self.factors = [factors([float(takes_part), *weights])[0]] * size
+        state.reducer.weights = [factors([float(takes_part), *weights])[0]] * size
         return True
 
-    def _give_up(self) -> None:
+    def _give_up(self, state: CompressionState) -> None:
         """End the step of the other replicas, too, which would wait for this one's gradients."""
-        self._goes = False
-        self._exchanges.forget()  # else the backward would wait for their futures
+        if state.is_open:
+            state.reducer.step.status = StepStatus.ROLLED_BACK
+        state.reducer.exchanges.forget()  # else the backward would wait for their futures
         self._members.abort(errored=False)

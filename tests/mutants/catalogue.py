@@ -105,9 +105,9 @@ WAITS = (
     ),
     Mutant(
         "backward-ends-before-its-collectives",
-        "pycomm/hooks/fsdp.py::FSDPState.end_step",
-        "        for wait in self._waits:\n            wait()\n",
-        "        for _ in self._waits:\n            pass\n",
+        "pycomm/reduction/state.py::CompressionState.end_step",
+        "        for wait in step.waits:\n            wait()\n",
+        "        for _ in step.waits:\n            pass\n",
         (
             "torch/fsdp/test_compress.py::test_accumulation "
             "torch/fsdp/test_compress.py::test_exact_gradients_are_those_without_a_codec"
@@ -290,7 +290,7 @@ RESIDUALS = (
     Mutant(
         "paid-residual-sent-again",
         "pycomm/reduction/reducer.py::BucketReducer._use",
-        "self._current.flushed |= bucket.flushed",
+        "self.step.flushed |= bucket.flushed",
         "pass",
         (
             "torch/hooks/test_policy.py::test_a_schedule_loses_nothing "
@@ -347,8 +347,8 @@ RESIDUALS = (
     ),
     Mutant(
         "deepspeed-residuals-keep-the-old-scale",
-        "pycomm/hooks/deepspeed.py::DeepSpeedState.open_step",
-        "self.rescale(now / self._scale, momentum=True)",
+        "pycomm/hooks/deepspeed.py::DeepSpeedHooks._open_step",
+        "self._state.rescale(now / self._scale, momentum=True)",
         "pass",
         "torch/hooks/test_deepspeed.py::test_residuals_follow_the_loss_scale",
     ),

@@ -273,7 +273,7 @@ def reduced(model: nn.Module, given: dict[str, torch.Tensor]) -> dict[str, torch
 
 def compressed(
     spec: Any = "int4", feedback: Any = True, **options: Any
-) -> tuple[DistributedDataParallel, pycomm.HookState]:
+) -> tuple[DistributedDataParallel, pycomm.CompressionState]:
     """Return a model of chosen gradients in DDP, which has several buckets, and its state."""
     model = DistributedDataParallel(Chosen(), **{"bucket_cap_mb": 0.02, **options})
     return model, pycomm.compress(model, spec, feedback=feedback)

@@ -33,6 +33,7 @@ from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState, compress_hook
 from pycomm.momentum.on_device.kernels import Kernels
 from pycomm.reduction import paths, side_stream, two_shot
+from pycomm.reduction.state import CompressionState
 from tests.torch.device import fake_device
 
 FAKE = fake_device.NAME
@@ -230,7 +231,7 @@ def main(
     optimizer = None
     if kind:
         optimizer = OPTIMIZERS[kind](wrapped.parameters(), model=wrapped, codec=momentum)
-        state: HookState = optimizer.compression
+        state: CompressionState = optimizer.compression
     else:
         state = HookState(codec, wrapped)
     profile = Profile()
@@ -248,7 +249,7 @@ def main(
 
 def take(
     given: list[tuple[torch.Tensor, list[nn.Parameter]]],
-    state: HookState,
+    state: CompressionState,
     optimizer: torch.optim.Optimizer | None,
     profile: Profile | None,
 ) -> None:

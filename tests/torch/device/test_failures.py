@@ -382,7 +382,7 @@ def test_a_rank_that_dies_in_a_step_of_ddp_is_named(rank, ranks, after):
     def next_operation() -> None:
         dist.all_reduce(torch.ones(1, device=FAKE))
         torch.accelerator.synchronize()
-        state.check_operations()
+        state.reducer.check_operations()
 
     with pytest.raises(RuntimeError, match="rank 1"):  # PeerLost, or DDP's own that quotes it
         steps()

@@ -110,8 +110,8 @@ def check_factors(rank: int, ranks: int, device: str, codec: str) -> Any:
         found.append({name: g.cpu() for name, g in result.items() if step != 5})
     state.settle()
     assert state.overflows == 1
-    assert set(state._factors.current) == {"large", "small"}
-    return found, dict(state._factors.current), state.residual_norms()
+    assert set(state.reducer.factors.current) == {"large", "small"}
+    return found, dict(state.reducer.factors.current), state.residual_norms()
 
 
 @pytest.mark.parametrize("way", ["kernels", "peers"])

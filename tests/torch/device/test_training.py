@@ -192,9 +192,9 @@ def check_steps_before_the_host_knows(rank: int, ranks: int, device: str, rule: 
             found.append((state.overflows, state.residual_ages()))
         if step == 10:
             state.discard()
-        if state._side is not None:
-            ahead += state._side.ahead
-            with state._side.stream:
+        if state.reducer.side is not None:
+            ahead += state.reducer.side.ahead
+            with state.reducer.side.stream:
                 torch.ops.fakegpu.busy(40)
     state.settle()
     _, saved = state.state_dict()[f"rank{rank}"]
@@ -368,7 +368,7 @@ def check_training(
         if step == LOADED:
             optimizer.load_state_dict(optimizer.state_dict())
             state.load_state_dict(state.state_dict())
-        ahead += state._side is not None and state._side.ahead
+        ahead += state.reducer.side is not None and state.reducer.side.ahead
         found.append(on_host({name: p.detach() for name, p in model.named_parameters()}))
     state.settle()
     found.append((state.overflows, state.residual_norms()))

@@ -28,7 +28,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
 
-def held(state: pycomm.HookState) -> int:
+def held(state: pycomm.CompressionState) -> int:
     """Return the bytes written so far, since untouched pages take no memory."""
     total = 0
     for name in state.decisions:

@@ -67,7 +67,7 @@ def debts(rank: int, size: int, codec: str) -> tuple[list[bool], list[bool]]:
         if step == 4:
             state.load_state_dict(state.state_dict())
         reduced(model, gradients(rank, step))
-        expected.append(any(b.native.owner_residuals for b in state._buckets.values()))
+        expected.append(any(b.native.owner_residuals for b in state.reducer.buckets.values()))
         state.settle()
         assert state.residuals is not None
         found.append("big" in state.residuals)

@@ -35,7 +35,7 @@ def mean(step: int, ranks: int) -> list[torch.Tensor]:
 
 def lost_in_all(
     backward: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-    state: pycomm.HookState,
+    state: pycomm.CompressionState,
     rank: int,
     ranks: int,
 ) -> list[torch.Tensor]:

@@ -103,7 +103,7 @@ def test_other_gradient_dtypes(pool, dtype, spec):
 def test_feedback_loses_nothing_over_new_buckets(rank, size, spec):
     model, state = compressed(spec)
     missing = lost(model, rank, range(6), ["small", "bias", "big"])
-    layouts = {tuple(p.name for p in b.pieces) for b in state._buckets.values()}
+    layouts = {tuple(p.name for p in b.pieces) for b in state.reducer.buckets.values()}
     assert len(layouts) > len(set(map(frozenset, layouts))) or len(layouts) > 2, layouts
     debts = owed(state)
     assert all(debts[name].any() == (name in CODED) for name in SHAPES)

@@ -1,4 +1,4 @@
-"""What a trainer needs to send its gradients compressed: `compress` below is all of it."""
+"""What trainers need to send their gradients compressed: `compress` and `compress_shards` below."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pycomm.policy import Policy
+from pycomm.reduction.adapter import Adapter, Layout
 from pycomm.reduction.state import CompressionState
 from tests.torch.harness import SHAPES, Chosen, equal, gradients, mean, near_zero, owed
 from tests.torch.pool import on_ranks
@@ -31,7 +32,7 @@ class Trainer:
 
 def compress(trainer: Trainer, codec: str | Policy, **options: Any) -> CompressionState:
     """Let the trainer's averages travel compressed."""
-    state = CompressionState(codec, **options)
+    state = CompressionState(codec, adapter=Adapter("Trainer"), **options)
     for name, parameter in trainer.module.named_parameters():
         state.add(name, parameter)
     state.plan.complete()
@@ -77,3 +78,52 @@ def test_what_is_owed_is_sent_by_an_exact_codec(rank, size, codec):
         for name in SHAPES:
             missing[name] += want[name] - found[name]
     near_zero(*missing.values())
+
+
+class Shards:
+    """A trainer of which each rank has rows of all parameters, and gets their gradients."""
+
+    def __init__(self, ranks: int) -> None:
+        cuts = {name: (shape[0] // ranks, *shape[1:]) for name, shape in SHAPES.items()}
+        self.shapes = {name: torch.Size(shape) for name, shape in cuts.items()}
+
+    def rows_of_ranks(self, named: Gradients) -> torch.Tensor:
+        parts = [named[name].reshape(dist.get_world_size(), -1) for name in self.shapes]
+        return torch.cat(parts, dim=1).view(-1)
+
+
+def compress_shards(trainer: Shards, codec: str | Policy) -> CompressionState:
+    """Let the trainer's reduce-scatters travel compressed."""
+    group = dist.group.WORLD
+    layout = Layout(trainer.shapes, by_rows=set(SHAPES), shard_group=group, scatters=True)
+    state = CompressionState(codec, adapter=Adapter("Shards", layout))
+    for name, shape in SHAPES.items():
+        state.add(name, torch.empty(shape))
+    state.agree()
+    return state
+
+
+def scattered(state: CompressionState, trainer: Shards, given: Gradients) -> torch.Tensor:
+    rows = trainer.rows_of_ranks(given)
+    ours = torch.empty(rows.numel() // dist.get_world_size())
+    state.begin_step()
+    wait = state.reducer.scatter(ours, rows, list(SHAPES), dist.group.WORLD, average=True)
+    state.end_step()
+    wait()
+    return ours
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_a_layout_of_shards_scatters_what_is_owed(rank, size, backend):
+    """Each rank gets its rows of the means, and an exact codec sends what a coarse one owes."""
+    trainer = Shards(size)
+    state = compress_shards(trainer, Policy("int4", guard=None))
+    missing = torch.zeros(sum(shape.numel() for shape in trainer.shapes.values()))
+    for step in range(3):
+        if step == 2:
+            state.set_policy("none")
+        want = trainer.rows_of_ranks(mean(size, step)).view(size, -1)[rank]
+        missing += want - scattered(state, trainer, gradients(rank, step))
+        assert step == 2 or missing.any()
+    near_zero(missing)

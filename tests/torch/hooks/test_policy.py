@@ -64,7 +64,7 @@ def test_a_schedule_loses_nothing(rank, size):
 def test_a_rank_that_counts_other_steps_is_named(rank, size):
     model, state = compressed(Policy("int4", schedule=((2, "int8"), (3, "bf16"))))
     reduced(model, gradients(rank, 0))
-    state.step += rank
+    state.reducer.step.number += rank
     with pytest.raises(RuntimeError, match=r"rank 0 has 'big .*int8.*rank 1 has .*bf16"):
         reduced(model, gradients(rank, 1))
 

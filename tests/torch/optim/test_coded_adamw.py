@@ -122,7 +122,7 @@ def test_replicas_of_shards_have_the_bits_of_ddp(rank, size):
 def trained(rank: int, size: int, codec: Any, steps: int = 4) -> list[torch.Tensor]:
     model, optimizer = make(codec)
     train(model, optimizer, rank, range(steps))
-    singles = [b.single for b in optimizer.compression._buckets.values() if b.single]
+    singles = [b.single for b in optimizer.compression.reducer.buckets.values() if b.single]
     modes = {single.gathers for single in singles}
     return [*values(model), torch.tensor(sorted(modes))]
 
@@ -165,7 +165,7 @@ def test_both_ways_of_coding_a_bucket_write_the_same_bits(pool, ranks):
 def forms(rank: int, size: int) -> tuple[list[bool], list[torch.Tensor]]:
     model, optimizer = make("quant:bits=3")
     train(model, optimizer, rank, range(3))
-    singles = [b.single for b in optimizer.compression._buckets.values() if b.single]
+    singles = [b.single for b in optimizer.compression.reducer.buckets.values() if b.single]
     return [single.gathers for single in singles], values(model)
 
 

@@ -180,7 +180,7 @@ rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 4)
 dist.init_process_group("pycomm", store=store, rank=rank, world_size=4)
 model, optimizer = make("int4")
 train(model, optimizer, rank, range(4))
-bucket = optimizer.compression.bucket_of(("big", "small", "bias"), torch.device("cpu"))
+bucket = optimizer.compression.reducer.bucket_of(("big", "small", "bias"), torch.device("cpu"))
 print(bool(bucket.levels), len(optimizer.momenta.own))
 buffer = optimizer.state[model.module.big]["momentum_buffer"]
 print([float(x.double().sum()) for x in (*values(model), buffer)])

@@ -48,7 +48,7 @@ def results(model: nn.Module) -> list[bytes]:
 
 def run_here(state: Any) -> None:
     """Let the hook's thread exchange, as it did before there was a thread."""
-    state._thread = None
+    state.reducer.thread = None
 
 
 @on_ranks(2, backend="gloo")
@@ -60,7 +60,7 @@ def test_a_bucket_travels_while_backward_goes_on(rank, ranks, codec):
     backward(model, rank)
     last, waited = threading.Event(), []
     model.module[0].bias.register_hook(lambda grad: last.set())
-    state._thread.run(torch.ones(1), lambda: waited.append(last.wait(60)))
+    state.reducer.thread.run(torch.ones(1), lambda: waited.append(last.wait(60)))
     backward(model, rank, 1)
     assert waited == [True]
 
@@ -134,7 +134,7 @@ def test_a_signal_ends_the_wait_for_a_step(rank, ranks):
     model = wrapped()
     state = pycomm.compress(model, "int4")
     release = threading.Event()
-    state._thread.run(torch.ones(1), lambda: release.wait() and torch.ones(()))
+    state.reducer.thread.run(torch.ones(1), lambda: release.wait() and torch.ones(()))
     state.reduce(torch.ones(WIDTH * WIDTH), ["0.weight"])
     old = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -165,7 +165,7 @@ def test_the_thread_ends_with_the_state(rank, ranks):
 
 @on_ranks(2)
 def test_the_backend_pycomm_needs_no_thread(rank, ranks):
-    assert pycomm.compress(wrapped(), "int4")._thread is None
+    assert pycomm.compress(wrapped(), "int4").reducer.thread is None
 
 
 @on_ranks(2, backend="gloo")
@@ -246,5 +246,5 @@ def test_the_group_of_the_thread_has_the_models_backend(rank, ranks):
     model = wrapped(process_group=dist.new_group(backend="gloo"))
     state = pycomm.compress(model, "int4")
     backward(model, rank)
-    assert dist.get_backend(state._thread.group) == dist.get_backend(model.process_group)
-    assert backend.find(state._thread.group) is None
+    assert dist.get_backend(state.reducer.thread.group) == dist.get_backend(model.process_group)
+    assert backend.find(state.reducer.thread.group) is None

@@ -84,9 +84,9 @@ def steps(rank: int, size: int, codec: str, feedback: str) -> list[Any]:
     for step in range(10):
         got = reduced(model, unequal(rank, step, turned=step in (2, 3, 4)))
         state.settle()
-        found += [got, {name: one.clone() for name, one in state._factors.current.items()}]
+        found += [got, {name: one.clone() for name, one in state.reducer.factors.current.items()}]
     assert not equal(found[5], found[-1])
-    return [found, state.residual_norms(), state._factors.current]
+    return [found, state.residual_norms(), state.reducer.factors.current]
 
 
 @pytest.mark.parametrize("feedback", ["residual:storage=float32", "decay:0.8,storage=int8"])
@@ -105,7 +105,7 @@ def test_three_ranks_have_the_same_factors(pool, codec):
 def factor(state: Any, name: str) -> torch.Tensor:
     """Return the factor of each value of a parameter, [rows, columns]."""
     rows = SHAPES[name][0]
-    exponents = state._factors.current[name]
+    exponents = state.reducer.factors.current[name]
     return powers(exponents[:rows])[:, None] * powers(exponents[rows:])
 
 
@@ -113,7 +113,7 @@ def owed(state: Any, name: str) -> torch.Tensor:
     """Return what all ranks' residuals are as a part of the average, in units of the gradients."""
     state.settle()
     mine = state.residuals.added(name, 0, torch.Size(SHAPES[name]).numel()).double()
-    if name in state._factors.current:
+    if name in state.reducer.factors.current:
         mine = (mine.view(len(factor(state, name)), -1) * factor(state, name)).view(-1)
     dist.all_reduce(mine)
     return mine
@@ -174,7 +174,7 @@ def test_a_change_of_factors_loses_nothing(rank, size, storage, tolerance):
     for step in range(10):
         turned = step in (2, 3, 4)
         got = reduced(model, unequal(rank, step, turned=turned))
-        seen.append(state._factors.current.get("big"))
+        seen.append(state.reducer.factors.current.get("big"))
         for name in CODED:
             sums[name] += got[name].view(-1)
             for other in range(size):
@@ -209,7 +209,7 @@ def test_what_is_even_is_coded_as_it_is(rank, size, codec):
     for step in range(5):
         given = gradients(rank, step, shapes=SHAPES)
         assert equal(reduced(model, given), reduced(plain, given))
-    assert not state._factors.current
+    assert not state.reducer.factors.current
 
 
 @on_ranks(2)
@@ -218,12 +218,12 @@ def test_sparse_codecs_get_no_factors_of_rows(rank, size):
     for step in range(3):
         reduced(model, unequal(rank, step))
     rows = SHAPES["big"][0]
-    exponents = state._factors.current["big"]
+    exponents = state.reducer.factors.current["big"]
     assert exponents[rows:].any()
     assert not exponents[:rows].any()
     reduced(model, unequal(rank, 3))
-    assert torch.equal(state._factors.current["big"][rows:], exponents[rows:])
-    assert state._factors.current["big"][:rows].any()
+    assert torch.equal(state.reducer.factors.current["big"][rows:], exponents[rows:])
+    assert state.reducer.factors.current["big"][:rows].any()
 
 
 @on_ranks(2)
@@ -234,13 +234,13 @@ def test_an_overflow_leaves_factors_as_they_were(rank, size):
         bad["big"][0, 0] = float("inf")
     reduced(model, bad)  # step 1, a look
     reduced(model, unequal(rank, 1))
-    assert set(state._factors.current) == {"kernel"}
+    assert set(state.reducer.factors.current) == {"kernel"}
     reduced(model, unequal(rank, 2))
-    before = dict(state._factors.current)
+    before = dict(state.reducer.factors.current)
     assert set(before) == set(CODED)
     for _ in range(6):  # the steps 4 to 9, in which are two looks
         reduced(model, bad)
-    assert equal(before["big"], state._factors.current["big"])
+    assert equal(before["big"], state.reducer.factors.current["big"])
     state.settle()
     assert state.overflows == 7
 
@@ -259,7 +259,7 @@ def test_a_loaded_state_goes_on_to_the_bit(rank, size, feedback, saved_after):
     for step in range(saved_after, 9):
         given = unequal(rank, step, turned=step < 5)
         assert equal(reduced(model, given), reduced(again, given)), step
-    assert equal(state._factors.current, loaded._factors.current)
+    assert equal(state.reducer.factors.current, loaded.reducer.factors.current)
 
 
 def saved_by(rank: int, size: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -291,10 +291,10 @@ def test_a_load_of_another_version_begins_anew(rank, size):
     saved["about"] = ({key: value for key, value in about.items() if key != "factors"},)
     again, loaded = wrapped("int4")
     loaded.load_state_dict(saved)
-    assert not loaded._factors.current
+    assert not loaded.reducer.factors.current
     for step in range(3, 6):  # step 4 is a look
         reduced(again, unequal(rank, step))
-    assert set(loaded._factors.current) == set(CODED)
+    assert set(loaded.reducer.factors.current) == set(CODED)
 
 
 @on_ranks(2)
@@ -303,11 +303,11 @@ def test_a_parameter_that_thaws_gets_factors(rank, size):
     model.module.kernel.requires_grad_(False)
     for step in range(3):
         reduced(model, unequal(rank, step))
-    assert set(state._factors.current) == {"big"}
+    assert set(state.reducer.factors.current) == {"big"}
     model.module.kernel.requires_grad_(True)
     for step in range(3, 5):
         got = reduced(model, unequal(rank, step))
-    assert set(state._factors.current) == set(CODED)
+    assert set(state.reducer.factors.current) == set(CODED)
     assert worst(got, 4, size) < 0.1
 
 
@@ -319,14 +319,14 @@ def test_an_exact_codec_takes_real_units(rank, size):
     debt = {name: owed(state, name) for name in CODED}
     state.set_policy("fp32")
     got = reduced(model, unequal(rank, 3))
-    assert not state._factors.current
+    assert not state.reducer.factors.current
     for name in CODED:
         exact = sum(unequal(other, 3)[name].double() for other in range(size)) / size
         want = exact.view(-1) + debt[name]
         torch.testing.assert_close(got[name].view(-1).double(), want, rtol=1e-5, atol=1e-5)
     state.set_policy("int4")
     reduced(model, unequal(rank, 4))
-    assert set(state._factors.current) == set(CODED)
+    assert set(state.reducer.factors.current) == set(CODED)
 
 
 @on_ranks(2)
@@ -338,8 +338,8 @@ def test_fsdp_has_the_factors_of_ddp(rank, size, backend):
     for step in range(3):
         reduced(model, unequal(rank, step))
         got = reduced(sharded, unequal(rank, step))
-    assert set(there._factors.current) == set(CODED)
-    assert equal(state._factors.current, there._factors.current)
+    assert set(there.reducer.factors.current) == set(CODED)
+    assert equal(state.reducer.factors.current, there.reducer.factors.current)
     assert worst(got, 2, size) < 0.03
 
 
@@ -351,8 +351,8 @@ def test_replicas_of_shards_have_the_same_factors(rank, size, backend):
     state = pycomm.compress(model, "int8", feedback=False)
     for step in range(3):
         got = reduced(model, unequal(rank, step))
-    assert set(state._factors.current) == set(CODED)
-    assert alike(*state._factors.current.values())
+    assert set(state.reducer.factors.current) == set(CODED)
+    assert alike(*state.reducer.factors.current.values())
     assert worst(got, 2, size) < 0.05
 
 
@@ -362,12 +362,12 @@ def test_half_precision_gradients_get_no_factors(rank, size):
     state = pycomm.compress(model, "int8")
     for step in range(3):
         reduced(model, {name: g.half() for name, g in unequal(rank, step).items()})
-    assert not state._factors.current
+    assert not state.reducer.factors.current
     model = DistributedDataParallel(Chosen(SHAPES).bfloat16())
     state = pycomm.compress(model, "int8")
     for step in range(3):
         reduced(model, {name: g.bfloat16() for name, g in unequal(rank, step).items()})
-    assert set(state._factors.current) == set(CODED)
+    assert set(state.reducer.factors.current) == set(CODED)
 
 
 @on_ranks(2)
@@ -379,10 +379,10 @@ def test_float16_has_no_factors_not_even_loaded_ones(rank, size):
     half = DistributedDataParallel(Chosen(SHAPES).half(), bucket_cap_mb=0.02)
     fresh = pycomm.compress(half, "int4", feedback="residual:storage=float32")
     fresh.load_state_dict(state.state_dict())
-    assert set(fresh._factors.current) == set(CODED)
+    assert set(fresh.reducer.factors.current) == set(CODED)
     sent = {name: g.half() for name, g in gradients(rank, 3, shapes=SHAPES).items()}
     got = reduced(half, sent)
-    assert fresh._factors.current == {}
+    assert fresh.reducer.factors.current == {}
     mean = {n: sum(gradients(r, 3, shapes=SHAPES)[n].half() for r in range(2)) / 2 for n in CODED}
     for name in CODED:
         total = got[name].view(-1).double() + owed(fresh, name)
@@ -397,20 +397,20 @@ def test_a_new_member_has_the_factors_of_the_others(rank, member, handles):
     model, state = wrapped("int4", "residual:storage=float32")
     for step in range(3):
         reduced(model, unequal(rank, step))
-    before = dict(state._factors.current)
+    before = dict(state.reducer.factors.current)
     if rank != 1:
         member.form(2, [handles[0], handles[2]])
         for step in (3, 4):
             reduced(model, unequal(rank, step, turned=True))
         state.settle()
         reduced(model, unequal(rank, 5, turned=True))
-        assert not equal(before, state._factors.current)
+        assert not equal(before, state.reducer.factors.current)
         debts = {name: owed(state, name) for name in CODED}
     member.form(3, [handles[2], handles[1], handles[0]])
     model, fresh = wrapped("int4", "residual:storage=float32")
     fresh.adopt_state(None if rank == 1 else state)
-    assert alike(*fresh._factors.current.values())
-    assert set(fresh._factors.current) == set(CODED)
+    assert alike(*fresh.reducer.factors.current.values())
+    assert set(fresh.reducer.factors.current) == set(CODED)
     now = {}
     for name in CODED:
         fresh.residuals.get(name, torch.Size(SHAPES[name]).numel(), torch.device("cpu"))
@@ -419,7 +419,7 @@ def test_a_new_member_has_the_factors_of_the_others(rank, member, handles):
         for name, debt in debts.items():
             torch.testing.assert_close(now[name], debt, rtol=1e-4, atol=1e-6)
     got = reduced(model, unequal(rank, 6))
-    assert alike(*got.values(), *fresh._factors.current.values())
+    assert alike(*got.values(), *fresh.reducer.factors.current.values())
 
 
 # ------------------------------------------------------------------- without ranks

@@ -24,7 +24,7 @@ MATRICES = ("a", "b", "c")
 Gradients = dict[str, torch.Tensor]
 
 
-def model(spec: str) -> tuple[DistributedDataParallel, pycomm.HookState]:
+def model(spec: str) -> tuple[DistributedDataParallel, pycomm.CompressionState]:
     """Return a model in several buckets, which stay as they are."""
     made = DistributedDataParallel(Chosen(SHAPES), bucket_cap_mb=0.02, find_unused_parameters=True)
     return made, pycomm.compress(made, Policy(spec, guard=None))
@@ -50,7 +50,7 @@ def mean(given: list[Gradients]) -> Gradients:
     return {name: sum(one[name] for one in given) / len(given) for name in SHAPES}
 
 
-def owed(state: pycomm.HookState, name: str) -> torch.Tensor:
+def owed(state: pycomm.CompressionState, name: str) -> torch.Tensor:
     """Return the mean of the residuals over the ranks."""
     state.settle()
     total = torch.zeros(SHAPES[name])
@@ -60,7 +60,7 @@ def owed(state: pycomm.HookState, name: str) -> torch.Tensor:
     return total / dist.get_world_size()
 
 
-def forgive(state: pycomm.HookState) -> None:
+def forgive(state: pycomm.CompressionState) -> None:
     """Let a rank owe nothing."""
     state.settle()
     for name in MATRICES if state.step else ():

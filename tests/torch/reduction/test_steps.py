@@ -79,7 +79,7 @@ def play(rank: int, size: int, order: list[str]) -> None:
             state.set_policy(Policy("fp32", guard=None))
         else:
             found = advance(rank, state, number, event)
-            step = state._current
+            step = state.reducer.step
             state.settle()
             assert state.step == sum(one in ENDS for one in order[: number + 1])
             if event != "is used":

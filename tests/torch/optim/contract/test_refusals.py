@@ -243,6 +243,6 @@ def test_the_backward_after_a_loss_raises_the_first_error(rank, size, which):
 def test_other_members_of_the_same_group_are_refused(rank, size):
     model, optimizer = table.make("sgd")
     table.train(model, optimizer, rank, range(1))
-    optimizer.compression._formed = lambda: 1  # as after pycomm.elastic.reconfigure
+    optimizer.compression.reducer.formed = lambda: 1  # as after pycomm.elastic.reconfigure
     with pytest.raises(Error, match="adopt_state"):
         table.train(model, optimizer, rank, range(1, 2))

@@ -1,0 +1,174 @@
+"""What trainers refuse, and why: the table of which docs/combine.md is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pycomm.codecs import Codec
+
+DDP, FSDP, HSDP = "DistributedDataParallel", "fully_shard", "HSDP"
+DEEPSPEED, MEGATRON = "DeepSpeed", "Megatron-Core"
+LOCAL_SGD, TORCHFT, ALL = "LocalSGD", "torchft", "all"
+MEMBERS = "members that change in place"
+
+_SHARES = (
+    "its ranks share the parameters (fully_shard), whose shards keep their places: shard the model "
+    "anew and go on from a checkpoint, with load_checkpoint"
+)
+
+REFUSALS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    ALL: {
+        "a captured CUDA graph": (
+            "a step with compressed gradients cannot be part of a CUDA graph, since a replay "
+            "would use the residuals, the seed and the step of the capture; capture the model "
+            "alone (torch.cuda.make_graphed_callables)",
+            "capture the model alone",
+        ),
+        "`nodes=`, but for DDP": (
+            "nodes= is for DistributedDataParallel: leave it out",
+            "",
+        ),
+    },
+    DDP: {
+        "another communication hook": (
+            "the model has the communication hook {hook} already, and DDP takes one: wrap the "
+            "module in a new DistributedDataParallel to change it",
+            "a new DDP without it",
+        ),
+        "`delay_all_reduce_named_params`": (
+            "this model reduces its gradients after backward (delay_all_reduce_named_params) and "
+            "uses no communication hook; wrap it without that option",
+            "a new DDP without it",
+        ),
+        "the reducer of `torch.compile`": (
+            "DDP has the reducer of torch.compile, which traces hooks: set "
+            'torch._dynamo.config.optimize_ddp = "ddp_optimizer" before DistributedDataParallel '
+            "is made",
+            '`torch._dynamo.config.optimize_ddp = "ddp_optimizer"` before DDP is made',
+        ),
+    },
+    FSDP: {
+        "`powersgd`": (
+            "{codec} averages whole matrices, and FSDP2 has shards of them at different ranks: "
+            "take another codec, or HSDP, where it works on shards",
+            "another codec; HSDP",
+        ),
+        MEMBERS: (_SHARES, "a checkpoint"),
+        "survivors that adopt a state": (
+            "ranks share these parameters, and the shards of lost ranks are gone with them; go on"
+            " from a checkpoint, with load_checkpoint",
+            "a checkpoint",
+        ),
+    },
+    HSDP: {
+        MEMBERS: (_SHARES, "a checkpoint"),
+        "residuals on another number of ranks": (
+            "the hook's state was saved by groups of {before} ranks; groups that are not the "
+            "whole world can only go on with as many, not {ranks}",
+            "as many ranks",
+        ),
+    },
+    DEEPSPEED: {
+        "`powersgd`": (
+            "{codec} has its results at the end of a step, and DeepSpeed uses those of each "
+            "bucket at once: take another codec",
+            "another codec",
+        ),
+        "no ZeRO": (
+            "it is without ZeRO, whose stage 1 gives the same results. Set its stage to 1",
+            "stage 1",
+        ),
+        "ZeRO 3": (
+            "ZeRO 3 cuts gradients anywhere in a row. Use fully_shard(model), whose shards are "
+            "compressed, or stage 2",
+            "`fully_shard`; stage 2",
+        ),
+        "pipelines": (
+            "a PipelineEngine has not been tested. Use deepspeed.initialize without a pipeline",
+            "",
+        ),
+        "1-bit optimizers": (
+            "{inner} reduces the gradients itself, compressed in its own way. Use "
+            "torch.optim.AdamW to compress them by pycomm",
+            "",
+        ),
+        "sequence parallelism": (
+            "sequence parallelism has not been tested. Set sequence_parallel_size to 1",
+            "",
+        ),
+        "experts": (
+            "the parameters of experts are reduced in groups of their own. Use fully_shard(model)",
+            "",
+        ),
+        "`zero_quantized_gradients`": (
+            "ZeRO++ quantizes the gradients already. Leave zero_quantized_gradients out to "
+            "compress them by pycomm, with error feedback",
+            "",
+        ),
+        "other optimizers of its own": (
+            "its optimizer is {name}, which has not been tested. Use the usual one of ZeRO",
+            "",
+        ),
+        "no `contiguous_gradients`": (
+            "without contiguous_gradients, gradients have no buffer. Set contiguous_gradients to "
+            "true",
+            "",
+        ),
+    },
+    MEGATRON: {
+        "`num_distributed_optimizer_instances` above 1": (
+            "num_distributed_optimizer_instances={count} reduces gradients in two stages, within "
+            "an instance and between them, and pycomm compresses one: set it to 1",
+            "",
+        ),
+    },
+    LOCAL_SGD: {
+        MEMBERS: (
+            "LocalSGD keeps a start that members share: make a new LocalSGD on all ranks, which "
+            "starts from the parameters of the first, and call its "
+            "state.adopt_state(former.state)",
+            "a new `LocalSGD`",
+        ),
+        "DDP or other averages over the same ranks": (
+            "LocalSGD: {what} over ranks {ranks}, which are to train apart and would meet in "
+            "every step: use one of the two, or a group with one rank of each node",
+            "a group with one rank of each node",
+        ),
+        "other trained parameters than at first": (
+            "LocalSGD averages the parameters that were trained when it was made, but on rank "
+            "{ranks} others are trained now ({names}): call finish() before parameters are "
+            "frozen, unfrozen, added, removed or replaced, and make a new LocalSGD after it",
+            "`finish()` first; a new `LocalSGD`",
+        ),
+    },
+}
+"""By `Adapter.trainer` and option, in the words of the documentation: the error, whose fields in
+braces are filled in, and what to use instead; "": what the error says."""
+
+
+def refused(trainer: str, option: str, **fields: object) -> str:
+    """Return why a trainer refuses an option of the table, with the fields of the text."""
+    why, _ = REFUSALS[trainer][option]
+    return why.format(**fields)
+
+
+def stays_because(trainer: str) -> str:
+    """Return why a trainer's states cannot go on with other members; "": they can."""
+    return refused(trainer, MEMBERS) if MEMBERS in REFUSALS.get(trainer, {}) else ""
+
+
+def refused_codec(trainer: str, kind: str | None, codec: Codec) -> str:
+    """Return why a trainer's gradients cannot have a codec; "" if they can.
+
+    Args:
+        trainer: `Adapter.trainer`.
+        kind: kind of the feedback.
+        codec: the codec.
+    """
+    if codec.combine != "factors":
+        return ""
+    if "`powersgd`" in REFUSALS.get(trainer, {}):
+        return refused(trainer, "`powersgd`", codec=codec.name)
+    if kind not in (None, "residual"):
+        return f"{codec.name} has feedback of the kind residual, not {kind}"
+    return ""
