@@ -17,7 +17,6 @@ from pycomm.reduction.look import GradientHook
 class DDPMomenta(Momenta):
     """The momenta of a DDP model; arguments as for `Momenta`."""
 
-    has_whole = True
     state: HookState
 
     def __init__(self, *args: Any) -> None:
