@@ -8,26 +8,6 @@ namespace {
 
 using codecs::Batching;
 
-size_t patches_of(const DeviceMatrix& m) { return (m.columns + kPatch - 1) / kPatch; }
-size_t blocks_of(const DeviceMatrix& m) { return (m.rows + kBlock - 1) / kBlock; }
-size_t numel_of(const DeviceMatrix& m) { return size_t{m.rows} * m.columns; }
-
-size_t cells_of(const DeviceMatrix& m) { return size_t{m.rows} * patches_of(m); }
-
-/// Floats of Parts in moments.cu, and of parts of the sums of errors behind them.
-size_t scratch_of(const DeviceMatrix& m) {
-  return 3 * cells_of(m) + m.rows + blocks_of(m) * m.columns + kProjections * patches_of(m);
-}
-
-/// Forms of moments_params.h.
-uint32_t form_of(const Stored& stored) { return static_cast<uint32_t>(stored.storage); }
-uint32_t form_of(DType dtype) {
-  if (dtype == DType::float32) return static_cast<uint32_t>(feedback::Storage::float32);
-  return dtype == DType::float16 ? kFloat16 : static_cast<uint32_t>(feedback::Storage::bfloat16);
-}
-
-size_t bytes_of(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
-
 /// Returns the name of a kernel for values of a dtype.
 std::string name(const char* kernel, DType dtype) {
   if (dtype != DType::float32 && dtype != DType::bfloat16 && dtype != DType::float16) {
@@ -39,11 +19,19 @@ std::string name(const char* kernel, DType dtype) {
 
 /// Returns the arguments that all kernels of a matrix have.
 template <typename Params>
-Params params_of(const DeviceMatrix& m) {
+Params params_of(const Matrix& m) {
   Params params{};
   params.room = m.room;
   params.rows = m.rows;
-  params.columns = m.columns;
+  return params;
+}
+
+/// Returns those of a matrix without factors.
+template <typename Params, typename Item>
+Params plain_params(const Item& item) {
+  Params params{};
+  const auto rows = static_cast<uint32_t>(item.rows), columns = static_cast<uint32_t>(item.columns);
+  params.rows = {rows, columns, 0, rows, 0, 1};
   return params;
 }
 
@@ -51,6 +39,11 @@ template <typename Params>
 void run(std::string kernel, const Params& params, size_t items, size_t each,
          const Stream& stream) {
   codecs::launch("moments", std::move(kernel), params, items, each, stream);
+}
+
+void run_encode(const EncodeParams& params, DType dtype, const Stream& stream) {
+  const size_t groups = (params.rows.count + kEncodeRows - 1) / kEncodeRows;
+  run(name("encode", dtype), params, groups * params.rows.patches(), 1, stream);
 }
 
 /// Calls act(item, i) for each item, which lists its launches, and starts them together.
@@ -64,67 +57,62 @@ void for_all(const Items& items, const Stream& stream, const float* swapped, con
   batching.start(stream);
 }
 
-uint8_t* place(const void* values, DType dtype, const DeviceMatrix& m) {
-  auto* at = static_cast<uint8_t*>(const_cast<void*>(values));
-  return at == nullptr ? nullptr : at + m.offset * bytes_of(dtype);
-}
-
 }  // namespace
 
-size_t DeviceMoments::scratch_floats() const {
-  size_t floats = 0;
-  for (const DeviceMatrix& m : matrices_) floats += scratch_of(m);
-  return floats;
-}
-
-void DeviceMoments::squares(const void* values, DType dtype, const std::vector<Turn>& turns,
-                            float* scratch, double unit, double bound, uint32_t ranks,
-                            const Stream& stream) const {
-  for_all(matrices_, stream, nullptr, [&](const DeviceMatrix& m, size_t i) {
+void DeviceMoments::square(const Pass& pass, const std::vector<Turn>& turns, bool is_new,
+                           const Stream& stream) const {
+  float* scratch = pass.scratch;
+  for_all(matrices_, stream, nullptr, [&](const Matrix& m, size_t i) {
     const Turn& turn = turns.at(i);
     auto params = params_of<SquaresParams>(m);
-    params.values = place(values, dtype, m);
+    params.values = place(pass.values, pass.dtype, m);
     params.bounds = m.row;
-    params.scratch = scratch;
+    params.scratch = scratch - m.rows.shard * m.rows.scratch_floats();
+    scratch += m.rows.scratch_floats();
+    if (turn.is_new != is_new) return;
     params.signs = turn.signs;
     params.first = turn.first;
     params.stride = turn.stride;
     params.momentum = turn.momentum;
-    params.unit = static_cast<float>(unit);
-    params.unit_squared = static_cast<float>(unit * unit);
-    params.bound = static_cast<float>(bound);
-    params.ranks = ranks;
-    run(name("squares", dtype), params, blocks_of(m) * patches_of(m), 1, stream);
-    scratch += scratch_of(m);
+    params.unit = pass.unit;
+    params.unit_squared = static_cast<float>(pass.unit * pass.unit);
+    params.bound = pass.bound;
+    params.ranks = pass.ranks;
+    run(name("squares", pass.dtype), params, m.rows.blocks() * m.rows.patches(), 1, stream);
   });
 }
 
-void DeviceMoments::encode(void* values, DType dtype, const std::vector<Turn>& turns, void* copy,
-                           float* scratch, bool divides, const float* swapped,
+void DeviceMoments::squares(const Pass& pass, const std::vector<Turn>& turns,
+                            const Stream& stream) const {
+  square(pass, turns, true, stream);
+}
+
+void DeviceMoments::encode(const Pass& pass, const std::vector<Turn>& turns,
                            const Stream& stream) const {
-  for_all(matrices_, stream, swapped, [&](const DeviceMatrix& m, size_t i) {
+  square(pass, turns, false, stream);
+  float* scratch = pass.scratch;
+  for_all(matrices_, stream, pass.swapped, [&](const Matrix& m, size_t i) {
     const Turn& turn = turns.at(i);
     auto params = params_of<EncodeParams>(m);
-    params.values = place(values, dtype, m);
-    params.momentum = turn.own < 0 ? m.momentum : m.own.at[turn.own];
-    params.momentum_form = turn.own < 0 ? m.momentum_form : m.own.form;
+    params.values = place(pass.values, pass.dtype, m);
+    params.momentum = turn.own < 0 ? m.momentum.at : m.own.at[turn.own];
+    params.momentum_form = turn.own < 0 ? m.momentum.form : m.own.form;
     if (turn.signs != nullptr) {
       params.stored = m.residual.at[turn.residual];
       params.other_side = m.residual.at[1 - turn.residual];
     }
     params.form = m.residual.form;
-    params.copy = place(copy, dtype, m);
-    params.left = scratch + scratch_of(m) - 2 * cells_of(m);
-    params.divides = divides ? 1 : 0;
-    run(name("encode", dtype), params, (m.rows + kEncodeRows - 1) / kEncodeRows * patches_of(m), 1,
-        stream);
-    scratch += scratch_of(m);
+    params.copy = place(pass.copy, pass.dtype, m);
+    scratch += m.rows.scratch_floats();
+    params.left = scratch - 2 * m.rows.cells();
+    params.divides = pass.divides ? 1 : 0;
+    run_encode(params, pass.dtype, stream);
   });
 }
 
 void DeviceMoments::sent(const void* values, DType dtype, const std::vector<Sending>& sendings,
                          const float* swapped, const Stream& stream) const {
-  for_all(matrices_, stream, swapped, [&](const DeviceMatrix& m, size_t i) {
+  for_all(matrices_, stream, swapped, [&](const Matrix& m, size_t i) {
     const Sending& by = sendings.at(i);
     auto params = params_of<SentParams>(m);
     params.values = place(values, dtype, m);
@@ -133,117 +121,102 @@ void DeviceMoments::sent(const void* values, DType dtype, const std::vector<Send
     params.out = m.own.at[by.own];
     params.form = m.residual.form;
     params.out_form = m.own.form;
-    run(name("sent", dtype), params, numel_of(m), kPatch, stream);
+    run(name("sent", dtype), params, m.rows.numel(), kPatch, stream);
   });
 }
 
 void DeviceMoments::land(void* values, DType dtype, double unit, bool divides,
                          const Stream& stream) const {
-  for_all(matrices_, stream, nullptr, [&](const DeviceMatrix& m, size_t) {
+  for_all(matrices_, stream, nullptr, [&](const Matrix& m, size_t) {
     auto params = params_of<LandParams>(m);
     params.values = place(values, dtype, m);
     params.unit = static_cast<float>(unit);
     params.divides = divides ? 1 : 0;
-    run(name("land", dtype), params, numel_of(m), kPatch, stream);
+    run(name("land", dtype), params, m.rows.numel(), kPatch, stream);
   });
 }
 
 void DeviceMoments::collect(float* sums, const Stream& stream) const {
-  for_all(matrices_, stream, nullptr, [&](const DeviceMatrix& m, size_t) {
+  for_all(matrices_, stream, nullptr, [&](const Matrix& m, size_t) {
     auto params = params_of<CollectParams>(m);
     params.out = sums + m.sums_at;
-    run("pycomm::moments::collect", params, size_t{m.rows} + m.columns + kExtra, cuda::kLanes,
-        stream);
+    run("pycomm::moments::collect", params, size_t{m.rows.all} + m.rows.columns + kExtra,
+        cuda::kLanes, stream);
   });
 }
 
 void DeviceMoments::commit(const float* sums, const std::vector<Commit>& how, uint32_t ranks,
                            const Stream& stream) const {
-  for_all(matrices_, stream, nullptr, [&](const DeviceMatrix& m, size_t i) {
-    auto params = params_of<CommitParams>(m);
-    params.sums = sums == nullptr ? nullptr : sums + m.sums_at;
-    params.row = m.row;
-    params.column = m.column;
-    params.heard = m.heard;
-    params.ranks = ranks;
-    params.use = how.at(i).use;
-    params.beta2 = how[i].beta2;
-    params.eps = how[i].eps;
+  for_all(matrices_, stream, nullptr, [&](const Matrix& m, size_t i) {
+    const CommitParams params = commit_params(m, sums, how.at(i), ranks);
     run("pycomm::moments::commit", params, 1, 1, stream);  // one block
   });
 }
 
 void DeviceMoments::move(const std::vector<Step>& steps, DType dtype, const Stream& stream) const {
   for_all(steps, stream, nullptr, [&](const Step& step, size_t) {
-    const DeviceMatrix& m = matrices_.at(step.matrix);
+    const Matrix& m = matrices_.at(step.matrix);
     auto params = params_of<MoveParams>(m);
+    params.rows.count = m.rows.real();
     params.values = step.values;
     params.gradient = step.gradient;
     params.gradient_form = form_of(dtype);
-    params.momentum = m.momentum;
+    params.momentum = m.momentum.at;
     params.lr = static_cast<float>(step.lr);
     params.keep = static_cast<float>(step.keep);
     params.limit = static_cast<float>(step.limit);
     params.probed = step.probed ? 1 : 0;
-    run(name("move", dtype), params, numel_of(m), kPatch, stream);
+    run(name("move", dtype), params, params.rows.numel(), kPatch, stream);
   });
 }
 
-void encode_on_device(const std::vector<Encode>& matrices, float* scratch, const Stream& stream) {
+void encode(const std::vector<Encode>& matrices, float* scratch, const Stream& stream) {
   for_all(matrices, stream, nullptr, [&](const Encode& one, size_t) {
-    DeviceMatrix m{};
-    m.rows = static_cast<uint32_t>(one.rows);
-    m.columns = static_cast<uint32_t>(one.columns);
-    auto params = params_of<EncodeParams>(m);
+    auto params = plain_params<EncodeParams>(one);
     params.values = one.values;
     params.gradient = one.gradient.at;
-    params.gradient_form = form_of(one.gradient);
+    params.gradient_form = one.gradient.form;
     params.parameter = one.parameter.at;
-    params.parameter_form = form_of(one.parameter);
+    params.parameter_form = one.parameter.form;
     params.momentum = one.momentum.at;
-    params.momentum_form = form_of(one.momentum);
+    params.momentum_form = one.momentum.form;
     params.beta = one.beta;
     params.rest = one.rest;
     params.decay = one.decay;
     params.copy = one.copy;
     if (one.errors != nullptr) {
       params.stored = params.other_side = one.residual.at;
-      params.form = form_of(one.residual);
+      params.form = one.residual.form;
       params.errors = one.errors;
       params.left = scratch;
-      scratch += 2 * cells_of(m);
+      scratch += 2 * params.rows.cells();
     }
-    run(name("encode", DType::float32), params,
-        (one.rows + kEncodeRows - 1) / kEncodeRows * patches_of(m), 1, stream);
+    run_encode(params, DType::float32, stream);
   });
 }
 
-void sent_on_device(const std::vector<Sent>& matrices, const Stream& stream) {
+void sent(const std::vector<Sent>& matrices, const Stream& stream) {
   for_all(matrices, stream, nullptr, [&](const Sent& one, size_t) {
-    SentParams params{};
-    params.values = one.x.values;
-    params.rows = static_cast<uint32_t>(one.x.rows);
-    params.columns = static_cast<uint32_t>(one.x.columns);
+    auto params = plain_params<SentParams>(one);
+    params.values = one.values;
     params.before = one.before.at;
     params.after = one.after.at;
-    params.out = one.out;
-    params.form = form_of(one.before);
-    params.out_form = static_cast<uint32_t>(one.storage);
-    run(name("sent", DType::float32), params, one.x.rows * one.x.columns, kPatch, stream);
+    params.out = one.out.at;
+    params.form = one.before.form;
+    params.out_form = one.out.form;
+    run(name("sent", DType::float32), params, params.rows.numel(), kPatch, stream);
   });
 }
 
-void move_on_device(const std::vector<Move>& matrices, DType dtype, const Stream& stream) {
+void move(const std::vector<Move>& matrices, DType dtype, const Stream& stream) {
   for_all(matrices, stream, nullptr, [&](const Move& one, size_t) {
-    MoveParams params{};
-    params.values = one.x.values;
-    params.rows = static_cast<uint32_t>(one.x.rows);
-    params.columns = static_cast<uint32_t>(one.x.columns);
+    auto params = plain_params<MoveParams>(one);
+    params.values = one.values.at;
     params.gradient = one.gradient;
     params.momentum = one.momentum;
     params.lr = one.lr;
-    params.keep = one.keep;
-    run(name("move", dtype), params, one.x.rows * one.x.columns, kPatch, stream);
+    params.keep = 1.0f;
+    run(name("move", dtype), params, params.rows.numel(), kPatch, stream);
   });
 }
 

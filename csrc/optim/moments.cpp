@@ -7,6 +7,9 @@
 #include <emmintrin.h>
 #endif
 
+#include "codecs/base/feedback.h"
+#include "codecs/cast.h"
+#include "optim/moments_sums.h"
 #include "optim/spread.h"
 
 namespace pycomm::moments {
@@ -226,24 +229,44 @@ PYCOMM_SIMD void sent_row(const float* __restrict x, const float* __restrict bef
   for (size_t j = 0; j < count; j++) out[j] = (x[j] + before[j] - after[j]) * row * column[j];
 }
 
-// ------------------------------------------------------------------------------ matrices
+// ------------------------------------------------------------------------------ forms
 
-size_t blocks_of(size_t rows) { return (rows + kBlock - 1) / kBlock; }
+template <typename Form>
+PYCOMM_SIMD void load_floats(const uint16_t* in, size_t count, float* out) {
+  for (size_t i = 0; i < count; i++) out[i] = Form::decode(in[i]);
+}
 
-const float* floats_at(const Stored& stored) { return reinterpret_cast<const float*>(stored.at); }
+template <typename Form>
+PYCOMM_SIMD void store_floats(const float* in, size_t count, uint16_t* out) {
+  for (size_t i = 0; i < count; i++) out[i] = Form::encode(in[i]);
+}
 
-/// Returns `count` stored values from value i on, in `room` (kSlice + 32) if they are not floats.
+constexpr auto kFloat32 = static_cast<uint32_t>(Storage::float32);
+constexpr auto kInt8 = static_cast<uint32_t>(Storage::int8);
+
+/// Returns values from value i on.
+Stored from(const Stored& stored, size_t i) {
+  const size_t bytes = stored.form == kInt8 ? feedback::stored_bytes(Storage::int8, i)
+                                            : i * (stored.form == kFloat32 ? 4 : 2);
+  return {stored.at + bytes, stored.form};
+}
+
+float* floats_at(const Stored& stored) { return reinterpret_cast<float*>(stored.at); }
+
+/// Returns `count` values from value i on, in `room` (kSlice + 32) if they are not float32.
 const float* loaded(const Stored& stored, size_t i, size_t count, float* room) {
-  if (stored.storage == Storage::float32) return floats_at(stored) + i;
-  const size_t before = stored.storage == Storage::int8 ? i % feedback::kBlock : 0;
-  const size_t bytes = stored.storage == Storage::int8
-                           ? feedback::stored_bytes(stored.storage, i - before)
-                           : i * sizeof(uint16_t);
-  feedback::load(stored.storage, stored.at + bytes, {room, before + count});
+  if (stored.form == kFloat32) return floats_at(stored) + i;
+  const size_t before = stored.form == kInt8 ? i % feedback::kBlock : 0;
+  const uint8_t* const at = from(stored, i - before).at;
+  if (stored.form == kFloat16) {
+    load_floats<codecs::cast::Float16>(reinterpret_cast<const uint16_t*>(at), count, room);
+  } else {
+    feedback::load(static_cast<Storage>(stored.form), at, {room, before + count});
+  }
   return room + before;
 }
 
-using Room = float[kSlice + feedback::kBlock];
+using Slice = float[kSlice + feedback::kBlock];
 
 /// Copies values of the first-level cache. `far`: to memory that nobody reads soon, past the
 /// caches, which would read it first.
@@ -258,12 +281,54 @@ void put(float* to, const float* from, size_t count, bool far) {
 #else
   (void)far;
 #endif
-  std::memcpy(to, from, count * sizeof(float));
+  if (to != from) std::memcpy(to, from, count * sizeof(float));
+}
+
+/// Writes floats of one of the forms from value i on.
+void put(const Stored& to, size_t i, const float* values, size_t count, bool far) {
+  auto* const codes = reinterpret_cast<uint16_t*>(to.at) + i;
+  if (to.form == kFloat32) {
+    put(floats_at(to) + i, values, count, far);
+  } else if (to.form == kFloat16) {
+    store_floats<codecs::cast::Float16>(values, count, codes);
+  } else {
+    store_floats<codecs::cast::BFloat16>(values, count, codes);
+  }
+}
+
+// ------------------------------------------------------------------------------ matrices
+
+size_t blocks_of(size_t rows) { return (rows + kBlock - 1) / kBlock; }
+
+struct Shape {
+  size_t rows, columns;
+};
+
+Shape shape_of(const Matrix& m) { return {m.rows.count, m.rows.columns}; }
+template <typename Item>
+Shape shape_of(const Item& item) {
+  return item.shape;
+}
+
+/// Factors by row, which are 1 behind the last real one, and by column. Nulls: all are 1.
+struct Factors {
+  const float* row = nullptr;
+  const float* column = nullptr;
+  size_t real = 0;
+
+  float of_row(size_t i) const { return row && i < real ? row[i] : 1.0f; }
+};
+
+Room room_of(const Matrix& m) { return room_at(m.room, m.rows.all, m.rows.columns); }
+
+Factors factors_of(const Matrix& m) {
+  const Room room = room_of(m);
+  return {room.by_row + m.rows.first, room.by_column, m.rows.real()};
 }
 
 /// Calls act(at, count) for slices of a block of rows.
 template <typename Act>
-void over_slices(const Matrix& x, size_t block, const Act& act) {
+void over_slices(const Shape& x, size_t block, const Act& act) {
   const size_t end = std::min(x.rows, (block + 1) * kBlock) * x.columns;
   for (size_t at = block * kBlock * x.columns; at < end; at += kSlice) {
     act(at, std::min(kSlice, end - at));
@@ -273,18 +338,12 @@ void over_slices(const Matrix& x, size_t block, const Act& act) {
 /// Calls act(k, n, i, j) for the n values of a slice from its value k on, which are in row i from
 /// column j on.
 template <typename Act>
-void over_rows(const Matrix& x, size_t at, size_t count, const Act& act) {
+void over_rows(const Shape& x, size_t at, size_t count, const Act& act) {
   for (size_t k = 0, n; k < count; k += n) {
     const size_t i = (at + k) / x.columns, j = (at + k) % x.columns;
     n = std::min(count - k, x.columns - j);
     act(k, n, i, j);
   }
-}
-
-const Matrix& matrix_of(const Matrix& item) { return item; }
-template <typename Item>
-const Matrix& matrix_of(const Item& item) {
-  return item.x;
 }
 
 /// Calls act(item, block, far) for each block of rows of each matrix; `far`: see put().
@@ -293,7 +352,7 @@ void over_blocks(Items& items, int threads, const Act& act) {
   std::vector<std::pair<decltype(items.data()), size_t>> places;
   size_t values = 0;
   for (auto& item : items) {
-    const Matrix& x = matrix_of(item);
+    const Shape x = shape_of(item);
     for (size_t b = 0; b < blocks_of(x.rows); b++) places.emplace_back(&item, b);
     values += x.rows * x.columns;
   }
@@ -306,163 +365,196 @@ void over_blocks(Items& items, int threads, const Act& act) {
   });
 }
 
-/// The work on one matrix of `encode`.
+// ------------------------------------------------------------------------------ encode
+
+/// What is to be done with a shard, or with a matrix without factors.
+struct Task {
+  float* values = nullptr;  ///< g [rows, columns], which becomes p
+  Shape shape = {};
+  size_t group = 0;  ///< the same of all shards of a matrix
+  size_t real = 0;   ///< rows before the padding
+  bool looks_only = false;
+  Factors by = {};
+  Stored momentum = {};  ///< m of the real rows; null: it is left out
+  float beta = 0, rest = 1;
+  float* row_sums = nullptr;  ///< to which `unit` times g's squares are added; null: not wanted
+  float* column_sums = nullptr;
+  float unit = 1;
+  const float* bounds = nullptr;  ///< [real]; g's squares count at most `most` times their sum
+  float most = 0;                 ///< 0: any
+  const float* signs = nullptr;   ///< [columns]; null: rows have no projections
+  size_t begin = 0;               ///< number of the first row in the matrix, of which
+  size_t first = 0, stride = 1;   ///< these rows have one
+  float* projections = nullptr;   ///< to which `by_unit` times g's rows times the signs are added
+  float by_unit = 1;
+  Stored residual = {};     ///< e, by which p is coded
+  float* errors = nullptr;  ///< [2], to which the squares of e and of p + e are added; null: none
+  float* copy = nullptr;    ///< where p is written, too; null: nowhere
+  Stored gradient = {};     ///< g, if it is elsewhere: `values` is only written
+  Stored parameter = {};    ///< x; null: there is no decay
+  float decay = 0;          ///< g is added to by this times x
+};
+
+/// The work on one task.
 class Encoding {
  public:
-  /// `room` is zeros, room_for(args) of them.
-  Encoding(const Encode& args, float* room)
-      : x{args.values, args.rows, args.columns, args.row, args.column},
-        args_(args),
-        width_(width_of(args)),
+  /// `room` is zeros, room_for(task) of them.
+  Encoding(const Task& task, float* room)
+      : shape(task.shape),
+        task_(task),
+        width_(width_of(task)),
         rows_(room),
-        errors_(rows_ + args.real),
-        reciprocals_(errors_ + 2 * args.rows),
+        errors_(rows_ + task.real),
+        reciprocals_(errors_ + 2 * shape.rows),
         columns_(reciprocals_ + width_) {
-    for (size_t j = 0; j < args.columns; j++) {
-      reciprocals_[j] = args.row ? 1.0f / args.column[j] : 1.0f;
+    for (size_t j = 0; j < shape.columns; j++) {
+      reciprocals_[j] = task.by.column ? 1.0f / task.by.column[j] : 1.0f;
     }
   }
 
-  static size_t room_for(const Encode& args) {
-    return args.real + 2 * args.rows + width_of(args) * (1 + blocks_of(args.real));
+  static size_t room_for(const Task& task) {
+    return task.real + 2 * task.shape.rows + width_of(task) * (1 + blocks_of(task.real));
   }
+
+  size_t group() const { return task_.group; }
 
   /// Goes over a block of rows.
   void take(size_t block, bool far) {
-    const size_t first = block * kBlock, end = std::min(args_.rows, first + kBlock);
-    if (args_.gradient.at) {
-      const size_t known = args_.momentum.at ? std::clamp(args_.known, first, end) : first;
-      const size_t together = args_.errors ? 1 : kBlock;  // errors are added up row by row
-      for (size_t i = first, stop; i < end; i = stop) {
-        stop = std::min(i < known ? known : end, i + together);
-        blend(i, stop, i < known, far);
-      }
+    const size_t first = block * kBlock, end = std::min(shape.rows, first + kBlock);
+    if (task_.gradient.at) {
+      const size_t together = task_.errors ? 1 : kBlock;  // errors are added up row by row
+      for (size_t i = first; i < end; i += together) blend(i, std::min(end, i + together), far);
       return;
     }
     for (size_t i = first; i < end; i += 2) {
       const size_t stop = std::min(end, i + 2);
       look(i, stop);
-      for (size_t r = i; args_.row && r < stop; r++) divide(r, far);
+      for (size_t r = i; !task_.looks_only && r < stop; r++) divide(r, far);
     }
   }
 
-  /// Adds up what the blocks have found. Returns whether the gradient is to be scaled down.
-  bool finish() {
-    if (!args_.row_sums) return false;
-    add_times(args_.row_sums, rows_, args_.unit, args_.real);
-    for (size_t b = 1; b < blocks_of(args_.real); b++) {
-      add_to(columns_, columns_ + b * width_, args_.columns);
+  /// Adds up what the blocks have found, and scales a gradient down that is too large.
+  void finish() {
+    if (add_up()) {
+      for (size_t b = 0; b < blocks_of(shape.rows); b++) bound(b);
     }
-    if (args_.real) add_times(args_.column_sums, columns_, args_.unit, args_.columns);
-    if (args_.most == 0 || !args_.row) return false;
-    const float energy = total(rows_, args_.real) * args_.unit;
-    const float most = std::max(kTiny, total(args_.bounds, args_.real) * args_.most);
+    for (size_t k = 0; task_.errors && k < 2; k++) {
+      task_.errors[k] += total(errors_ + k * shape.rows, shape.rows);
+    }
+  }
+
+  const Shape shape;
+
+ private:
+  /// Returns whether the gradient is to be scaled down.
+  bool add_up() {
+    if (!task_.row_sums) return false;
+    add_times(task_.row_sums, rows_, task_.unit, task_.real);
+    for (size_t b = 1; b < blocks_of(task_.real); b++) {
+      add_to(columns_, columns_ + b * width_, shape.columns);
+    }
+    if (task_.real) add_times(task_.column_sums, columns_, task_.unit, shape.columns);
+    if (task_.most == 0) return false;
+    const float energy = total(rows_, task_.real) * task_.unit;
+    const float most = std::max(kTiny, total(task_.bounds, task_.real) * task_.most);
     if (!(energy > most)) return false;
     share_ = std::sqrt(most / energy);
     return true;
   }
 
+  bool has_momentum(size_t i) const { return task_.momentum.at && i < task_.real; }
+
   /// Scales the gradient down in a block of rows.
   void bound(size_t block) {
-    const float other = (1 - share_) * args_.beta;
-    for_slices(block, [&](size_t i, size_t j, size_t count, float* p, Room& room) {
-      if (args_.momentum.at && i < args_.known) {
-        const float* m = loaded(args_.momentum, i * args_.columns + j, count, room);
-        bound_row(p, m, reciprocals_ + j, count, share_, other, 1.0f / args_.row[i]);
-      } else {
-        scale_to(p, p, count, share_);
+    const float other = (1 - share_) * task_.beta;
+    const size_t end = std::min(shape.rows, (block + 1) * kBlock);
+    Slice room;
+    for (size_t i = block * kBlock; i < end; i++) {
+      for (size_t j = 0; j < shape.columns; j += kSlice) {
+        const size_t count = std::min(kSlice, shape.columns - j), at = i * shape.columns + j;
+        float* const p = task_.values + at;
+        if (has_momentum(i)) {
+          const float* m = loaded(task_.momentum, at, count, room);
+          bound_row(p, m, reciprocals_ + j, count, share_, other, 1.0f / task_.by.of_row(i));
+        } else {
+          scale_to(p, p, count, share_);
+        }
+        written(i, at, count, p, room, j == 0, false);
       }
-    });
+    }
   }
 
-  void add_errors_up() {
-    if (!args_.errors) return;
-    for (size_t k = 0; k < 2; k++) args_.errors[k] += total(errors_ + k * args_.rows, args_.rows);
-  }
-
-  const Matrix x;
-
- private:
   /// Adds squares and projections of up to two rows.
   void look(size_t begin, size_t end) {
-    const float* x = args_.values + begin * args_.columns;
-    const size_t count = std::min(end, args_.real) - std::min(begin, args_.real);
-    if (args_.row_sums && count > 0) {
-      const float* const y = count == 2 ? x + args_.columns : nullptr;
-      square_rows(x, y, args_.columns, &rows_[begin], &columns_[begin / kBlock * width_]);
+    const float* x = task_.values + begin * shape.columns;
+    const size_t count = std::min(end, task_.real) - std::min(begin, task_.real);
+    if (task_.row_sums && count > 0) {
+      const float* const y = count == 2 ? x + shape.columns : nullptr;
+      square_rows(x, y, shape.columns, &rows_[begin], &columns_[begin / kBlock * width_]);
     }
-    if (!args_.signs) return;
-    for (size_t i = begin; i < begin + count; i++, x += args_.columns) {
-      if (i < args_.first || (i - args_.first) % args_.stride != 0) continue;
-      float& to = args_.projections[(i - args_.first) / args_.stride];
-      to = to + project(x, args_.signs, args_.columns) * args_.by;
+    if (!task_.signs) return;
+    for (size_t i = task_.begin + begin; i < task_.begin + begin + count; i++) {
+      if (i >= task_.first && (i - task_.first) % task_.stride == 0) {
+        float& to = task_.projections[(i - task_.first) / task_.stride];
+        to = to + project(x, task_.signs, shape.columns) * task_.by_unit;
+      }
+      x += shape.columns;
     }
   }
 
   /// Makes rows of a gradient that is elsewhere, which have no factors.
-  void blend(size_t begin, size_t end, bool known, bool far) {
-    Room made, room;
-    const size_t first = begin * args_.columns, last = end * args_.columns;
+  void blend(size_t begin, size_t end, bool far) {
+    Slice given, decayed, made, room;
+    const size_t first = begin * shape.columns, last = end * shape.columns;
     for (size_t at = first; at < last; at += kSlice) {
       const size_t count = std::min(kSlice, last - at);
-      const float* g = floats_at(args_.gradient) + at;
-      if (args_.parameter.at) {
-        decay_row(g, floats_at(args_.parameter) + at, made, count, args_.decay);
-        g = made;
+      const float* g = loaded(task_.gradient, at, count, given);
+      if (task_.parameter.at) {
+        const float* const x = loaded(task_.parameter, at, count, room);
+        decay_row(g, x, decayed, count, task_.decay);
+        g = decayed;
       }
-      const float* const m = known ? loaded(args_.momentum, at, count, room) : nullptr;
-      blend_row(g, m, made, count, args_.beta, args_.rest);
-      put(args_.values + at, made, count, far);
+      const bool adds = task_.momentum.at != nullptr;
+      const float* const m = adds ? loaded(task_.momentum, at, count, room) : nullptr;
+      blend_row(g, m, made, count, task_.beta, task_.rest);
+      put(task_.values + at, made, count, far);
       written(begin, at, count, made, room, at == first, far);
     }
   }
 
   void divide(size_t i, bool far) {
-    const float row = 1.0f / args_.row[i];
-    Room room;
-    for (size_t j = 0; j < args_.columns; j += kSlice) {
-      const size_t count = std::min(kSlice, args_.columns - j), at = i * args_.columns + j;
-      float* const g = args_.values + at;
-      if (args_.momentum.at && i < args_.known) {
-        const float* m = loaded(args_.momentum, at, count, room);
-        divide_row(g, m, reciprocals_ + j, count, args_.beta, args_.rest, row);
+    const float row = 1.0f / task_.by.of_row(i);
+    Slice room;
+    for (size_t j = 0; j < shape.columns; j += kSlice) {
+      const size_t count = std::min(kSlice, shape.columns - j), at = i * shape.columns + j;
+      float* const g = task_.values + at;
+      if (has_momentum(i)) {
+        const float* m = loaded(task_.momentum, at, count, room);
+        divide_row(g, m, reciprocals_ + j, count, task_.beta, task_.rest, row);
       } else {
-        divide_alone(g, reciprocals_ + j, count, args_.rest, row);
+        divide_alone(g, reciprocals_ + j, count, task_.rest, row);
       }
       written(i, at, count, g, room, j == 0, far);
     }
   }
 
-  template <typename Act>
-  void for_slices(size_t block, const Act& act) {
-    const size_t end = std::min(args_.rows, (block + 1) * kBlock);
-    Room room;
-    for (size_t i = block * kBlock; i < end; i++) {
-      for (size_t j = 0; j < args_.columns; j += kSlice) {
-        const size_t count = std::min(kSlice, args_.columns - j), at = i * args_.columns + j;
-        act(i, j, count, args_.values + at, room);
-        written(i, at, count, args_.values + at, room, j == 0, false);
-      }
-    }
-  }
-
   /// Takes note of values that are to be coded.
-  void written(size_t i, size_t at, size_t count, const float* p, Room& room, bool first,
+  void written(size_t i, size_t at, size_t count, const float* p, Slice& room, bool first,
                bool far) {
-    if (args_.copy) put(args_.copy + at, p, count, far);
-    if (!args_.errors) return;
-    float sums[2] = {first ? 0 : errors_[i], first ? 0 : errors_[args_.rows + i]};
-    add_errors(p, loaded(args_.residual, at, count, room), count, sums);
+    if (task_.copy) put(task_.copy + at, p, count, far);
+    if (!task_.errors) return;
+    float sums[2] = {first ? 0 : errors_[i], first ? 0 : errors_[shape.rows + i]};
+    add_errors(p, loaded(task_.residual, at, count, room), count, sums);
     errors_[i] = sums[0];
-    errors_[args_.rows + i] = sums[1];
+    errors_[shape.rows + i] = sums[1];
   }
 
   /// Room for the sums of a block's columns.
-  static size_t width_of(const Encode& args) {
-    return (args.columns + kLanes - 1) / kLanes * kLanes;
+  static size_t width_of(const Task& task) {
+    return (task.shape.columns + kLanes - 1) / kLanes * kLanes;
   }
 
-  const Encode& args_;
+  const Task& task_;
   const size_t width_;
   float* const rows_;         // sums of squares [real]
   float* const errors_;       // two sums [2, rows]
@@ -471,167 +563,392 @@ class Encoding {
   float share_ = 1;
 };
 
-void sent_block(const Sent& by, size_t block, bool far) {
-  const Matrix& x = by.x;
-  over_slices(x, block, [&](size_t at, size_t count) {
-    const float *values = x.values + at, *e = nullptr, *left = nullptr;
-    Room before, after, out;
-    if (by.before.at) {
-      e = loaded(by.before, at, count, before);
-      left = loaded(by.after, at, count, after);
+void encode(const std::vector<Task>& tasks, int threads) {
+  std::vector<Encoding> all;
+  all.reserve(tasks.size());
+  // Kept from call to call: pages of fresh memory would cost as much as the sums.
+  thread_local std::vector<float> room;
+  size_t values = 0, numel = 0;
+  for (const Task& task : tasks) numel += Encoding::room_for(task);
+  room.assign(numel, 0.0f);
+  float* next = room.data();
+  std::vector<size_t> groups;  // the first one of each, and the end
+  for (size_t i = 0; i < tasks.size(); i++) {
+    if (i == 0 || tasks[i].group != tasks[i - 1].group) groups.push_back(i);
+    all.emplace_back(tasks[i], next);
+    next += Encoding::room_for(tasks[i]);
+    values += tasks[i].shape.rows * tasks[i].shape.columns;
+  }
+  groups.push_back(tasks.size());
+  over_blocks(all, threads, [](Encoding& one, size_t block, bool far) { one.take(block, far); });
+  // Shards add to the same sums, one after the other.
+  spread(groups.size() - 1, values, threads, [&](size_t g) {
+    for (size_t i = groups[g]; i < groups[g + 1]; i++) all[i].finish();
+  });
+}
+
+/// Values of a matrix as floats: where they are, or in memory of their own.
+class Floats {
+ public:
+  Floats(const Stored& stored, size_t numel) : stored_(stored) {
+    if (stored.form == kFloat32) return;
+    own_.resize(numel);
+    for (size_t i = 0; i < numel; i += kSlice) {
+      loaded(stored, i, std::min(kSlice, numel - i), &own_[i]);
     }
-    if (!x.row && e) {
+  }
+
+  float* at() { return own_.empty() ? floats_at(stored_) : own_.data(); }
+
+  /// Writes them to where they were, and to `copy`, unless that has them already.
+  void write(const Stored& copy) const {
+    if (own_.empty()) return;
+    put(stored_, 0, own_.data(), own_.size(), false);
+    if (copy.at) put(copy, 0, own_.data(), own_.size(), false);
+  }
+
+ private:
+  const Stored stored_;
+  std::vector<float> own_;
+};
+
+// ------------------------------------------------------------------------------ what comes of that
+
+/// A matrix of `sent`.
+struct Sendable {
+  Stored values;
+  Shape shape;
+  Factors by;
+  Stored before, after;  ///< the residual before and after the coding, of one form; or none
+  Stored out;
+};
+
+void sent_block(const Sendable& item, size_t block, bool far) {
+  over_slices(item.shape, block, [&](size_t at, size_t count) {
+    Slice given, before, after, out;
+    const float *values = loaded(item.values, at, count, given), *e = nullptr, *left = nullptr;
+    if (item.before.at) {
+      e = loaded(item.before, at, count, before);
+      left = loaded(item.after, at, count, after);
+    }
+    if (!item.by.row && e) {
       sent_plainly(values, e, left, out, count);
       values = out;
-    } else if (x.row) {
-      over_rows(x, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
+    } else if (item.by.row) {
+      over_rows(item.shape, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
+        const float row = item.by.of_row(i);
         if (e) {
-          sent_row(values + k, e + k, left + k, x.column + j, out + k, n, x.row[i]);
+          sent_row(values + k, e + k, left + k, item.by.column + j, out + k, n, row);
         } else {
           std::memcpy(out + k, values + k, 4 * n);
-          multiply_row(out + k, x.column + j, n, x.row[i]);
+          multiply_row(out + k, item.by.column + j, n, row);
         }
       });
       values = out;
     }
-    uint8_t* const to = by.out + feedback::stored_bytes(by.storage, at);
-    if (by.storage == Storage::float32) {
-      put(reinterpret_cast<float*>(to), values, count, far);
+    if (item.out.form == kFloat32) {
+      put(floats_at(item.out) + at, values, count, far);
     } else {
-      feedback::store(by.storage, {values, count}, to);
+      feedback::store(static_cast<Storage>(item.out.form), {values, count}, from(item.out, at).at);
     }
   });
 }
 
-void move_block(const Move& by, size_t block, bool far) {
-  const Matrix& x = by.x;
-  const float* const all = by.gradient;
-  const bool any = x.row && by.probe.value[0] != 0;
-  const float restore =
-      any ? restoring(by.probe, all[by.probe.at[0]], all[by.probe.at[1]], kTolerance) : 1.0f;
-  over_slices(x, block, [&](size_t at, size_t count) {
-    const float* g = all + at;
-    float* const values = x.values + at;
-    Room restored;
-    if (restore != 1) {
-      scale_to(g, restored, count, restore);
+/// A parameter of `move`.
+struct Moved {
+  Stored x;
+  Shape shape;
+  Stored gradient;
+  Stored momentum;  ///< null: it is not kept
+  Factors by;       ///< reciprocals of the denominators
+  float lr, keep, limit;
+  float restore = 1;  ///< what the gradient is multiplied by
+  bool moves = true;  ///< else only the momentum is kept
+};
+
+void move_block(const Moved& item, size_t block, bool far) {
+  over_slices(item.shape, block, [&](size_t at, size_t count) {
+    Slice given, restored, values;
+    const float* g = loaded(item.gradient, at, count, given);
+    if (item.restore != 1) {
+      scale_to(g, restored, count, item.restore);
       g = restored;
     }
-    if (!x.row) {
-      move_plainly(values, g, count, by.lr, by.keep);
-    } else {
-      over_rows(x, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
-        move_row(values + k, g + k, x.column + j, n, x.row[i], by.lr, by.keep, by.limit);
-      });
+    if (item.moves) {
+      auto* const x = const_cast<float*>(loaded(item.x, at, count, values));
+      if (!item.by.row) {
+        move_plainly(x, g, count, item.lr, item.keep);
+      } else {
+        over_rows(item.shape, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
+          const float row = item.by.row[i];
+          move_row(x + k, g + k, item.by.column + j, n, row, item.lr, item.keep, item.limit);
+        });
+      }
+      if (item.x.form != kFloat32) put(item.x, at, x, count, false);
     }
-    if (by.momentum) put(by.momentum + at, g, count, far);
+    if (item.momentum.at) put(item.momentum, at, g, count, far);
   });
 }
 
-/// Returns the share that row or column i has of the floor's square.
-float floor_of(const Heard& heard, size_t i) {
-  return heard.mean == nullptr ? 1.0f : floor_share(heard.mean[i], heard.square[i]);
+// ------------------------------------------------------------------------------ second moments
+
+/// A thread that works alone.
+struct Alone {
+  template <typename Act>
+  void each(size_t count, const Act& act) const {
+    for (size_t i = 0; i < count; i++) act(i);
+  }
+  template <typename At>
+  float total(size_t count, const At& at) const {
+    float sum = 0;
+    for (size_t j = 0; j < count; j += kPatch) {
+      float patch[kPatch] = {};
+      const size_t end = std::min(kPatch, count - j);
+      for (size_t k = 0; k < end; k++) patch[k] = at(j + k);
+      sum += moments::total(patch, end);
+    }
+    return sum;
+  }
+  template <typename At>
+  bool all(size_t count, const At& at) const {
+    for (size_t i = 0; i < count; i++) {
+      if (!at(i)) return false;
+    }
+    return true;
+  }
+  template <typename Act>
+  Folding once(const Act& act) const {
+    return act();
+  }
+  void sync() const {}
+};
+
+// ------------------------------------------------------------------------------ of moments
+
+/// Adds up the squares of new matrices' gradients; or those of the others, and encodes all.
+void take_turns(const std::vector<Matrix>& matrices, const Pass& pass,
+                const std::vector<Turn>& turns, int threads, bool new_ones) {
+  std::vector<Task> tasks;
+  std::vector<Floats> floats;
+  std::vector<Stored> copies;
+  floats.reserve(matrices.size());
+  const auto place = [&](void* values, const Matrix& m) -> Stored {
+    auto* const at = static_cast<uint8_t*>(values);
+    return {at ? at + m.offset * size_of(pass.dtype) : nullptr, form_of(pass.dtype)};
+  };
+  size_t group = 0;
+  for (size_t i = 0; i < matrices.size(); i++) {
+    const Matrix& m = matrices[i];
+    const Turn& turn = turns.at(i);
+    if (m.rows.shard == 0) group++;
+    if (new_ones && !turn.is_new) continue;
+    const Room room = room_of(m);
+    Numbers& numbers = *room.numbers;
+    float* const extra = room.fresh + m.rows.all + m.rows.columns;
+    floats.emplace_back(place(pass.values, m), m.rows.numel());
+    copies.push_back(place(pass.copy, m));
+    Task task;
+    task.values = floats.back().at();
+    task.shape = shape_of(m);
+    task.group = group;
+    task.real = m.rows.real();
+    if (new_ones || !turn.is_new) {
+      if (m.rows.shard == 0) std::fill(room.fresh, extra + kExtra, 0.0f);
+      task.row_sums = room.fresh + m.rows.first;
+      task.column_sums = room.fresh + m.rows.all;
+      task.unit = static_cast<float>(pass.unit * pass.unit);
+      if (numbers.weight > 0) {
+        task.bounds = m.row + m.rows.first;
+        task.most = most_of(numbers, pass.bound, pass.ranks);
+      }
+      task.signs = turn.signs;
+      task.begin = m.rows.first;
+      task.first = turn.first;
+      task.stride = turn.stride;
+      task.projections = extra + kOwn + 1;
+      task.by_unit = static_cast<float>(pass.unit);
+    }
+    task.looks_only = new_ones;
+    if (!new_ones) {
+      set_step(numbers, turn.momentum, pass.unit);
+      task.beta = numbers.beta;
+      task.rest = numbers.rest;
+      if (pass.divides) task.by = factors_of(m);
+      if (task.beta > 0) {
+        task.momentum = turn.own < 0 ? m.momentum : Stored{m.own.at[turn.own], m.own.form};
+      }
+      if (turn.signs != nullptr && m.residual.at[0] != nullptr) {
+        task.residual = {m.residual.at[turn.residual], m.residual.form};
+        task.errors = extra + kLeft;
+      }
+      if (pass.dtype == DType::float32) task.copy = floats_at(copies.back());
+    }
+    tasks.push_back(task);
+  }
+  encode(tasks, threads);
+  for (size_t i = 0; !new_ones && i < floats.size(); i++) floats[i].write(copies[i]);
 }
 
 }  // namespace
 
-void encode(const std::vector<Encode>& matrices, int threads) {
-  std::vector<Encoding> all;
-  all.reserve(matrices.size());
-  // Kept from call to call: pages of fresh memory would cost as much as the sums.
-  thread_local std::vector<float> room;
-  size_t values = 0, numel = 0;
-  for (const Encode& one : matrices) numel += Encoding::room_for(one);
-  room.assign(numel, 0.0f);
-  float* next = room.data();
-  for (const Encode& one : matrices) {
-    all.emplace_back(one, next);
-    next += Encoding::room_for(one);
-    values += one.rows * one.columns;
-  }
-  over_blocks(all, threads, [](Encoding& one, size_t block, bool far) { one.take(block, far); });
-  std::vector<char> bounded(all.size());
-  spread(all.size(), values, threads, [&](size_t i) {
-    bounded[i] = all[i].finish();
-    for (size_t b = 0; bounded[i] && b < blocks_of(all[i].x.rows); b++) all[i].bound(b);
-    all[i].add_errors_up();
-  });
+void HostMoments::squares(const Pass& pass, const std::vector<Turn>& turns, int threads) const {
+  take_turns(matrices_, pass, turns, threads, true);
 }
 
-std::vector<Probe> land(const std::vector<Matrix>& matrices, float unit, int threads) {
-  over_blocks(matrices, threads, [&](const Matrix& x, size_t block, bool) {
-    if (!x.row) return;
-    for (size_t i = block * kBlock; i < std::min(x.rows, (block + 1) * kBlock); i++) {
-      multiply_row(x.values + i * x.columns, x.column, x.columns, x.row[i] * unit);
-    }
-  });
-  std::vector<Probe> probes(matrices.size());
-  for (size_t n = 0; n < matrices.size(); n++) {
-    const Matrix& x = matrices[n];
-    const size_t count = std::min(kProbed, x.rows * x.columns);
-    for (size_t i = 0; i < count; i++) look_at(probes[n], static_cast<uint32_t>(i), x.values[i]);
-    for (float& value : probes[n].value) value /= unit;
+void HostMoments::encode(const Pass& pass, const std::vector<Turn>& turns, int threads) const {
+  take_turns(matrices_, pass, turns, threads, false);
+}
+
+void HostMoments::sent(const void* values, DType dtype, const std::vector<Sending>& sendings,
+                       const float*, int threads) const {
+  std::vector<Sendable> items;
+  for (size_t i = 0; i < matrices_.size(); i++) {
+    const Matrix& m = matrices_[i];
+    const Sending& by = sendings.at(i);
+    auto* const before =
+        by.before == nullptr ? m.residual.at[by.residual] : const_cast<uint8_t*>(by.before);
+    items.push_back({{place(values, dtype, m), form_of(dtype)},
+                     shape_of(m),
+                     factors_of(m),
+                     {before, m.residual.form},
+                     {m.residual.at[1 - by.residual], m.residual.form},
+                     {m.own.at[by.own], m.own.form}});
   }
-  return probes;
+  over_blocks(items, threads, sent_block);
+}
+
+void HostMoments::land(void* values, DType dtype, double unit, bool divides, int threads) const {
+  const auto by_unit = static_cast<float>(unit);
+  over_blocks(matrices_, threads, [&](const Matrix& m, size_t block, bool) {
+    if (!divides) return;
+    const Stored x{place(values, dtype, m), form_of(dtype)};
+    const Factors by = factors_of(m);
+    const Shape shape = shape_of(m);
+    over_slices(shape, block, [&](size_t at, size_t count) {
+      Slice room;
+      auto* const made = const_cast<float*>(loaded(x, at, count, room));
+      over_rows(shape, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
+        multiply_row(made + k, by.column + j, n, by.of_row(i) * by_unit);
+      });
+      if (x.form != kFloat32) put(x, at, made, count, false);
+    });
+  });
+  for (const Matrix& m : matrices_) {
+    const Stored x{place(values, dtype, m), form_of(dtype)};
+    Probe probe{};
+    Slice room;
+    for (size_t at = 0, end = std::min(kProbed, m.rows.numel()); at < end; at += kSlice) {
+      const size_t count = std::min(kSlice, end - at);
+      const float* const found = loaded(x, at, count, room);
+      for (size_t i = 0; i < count; i++) {
+        look_at(probe, static_cast<uint32_t>(at + i), found[i]);
+      }
+    }
+    room_of(m).numbers->probe = probed(probe, m.rows, by_unit);
+  }
+}
+
+void HostMoments::collect(float* sums, int) const {
+  for (const Matrix& m : matrices_) {
+    const Room room = room_of(m);
+    const float steps = room.numbers->steps;
+    const size_t behind = size_t{m.rows.all} + m.rows.columns;
+    float* const out = sums + m.sums_at;
+    std::copy(room.fresh, room.fresh + behind + kExtra, out);
+    for (size_t i = 0; steps > 0 && i < behind + kOwn; i++) {  // projections are of this step alone
+      out[i] = (room.since[i] + room.fresh[i]) / (steps + 1);
+    }
+    const float* const projections = room.fresh + behind + kOwn + 1;
+    const auto square = [&](size_t k) { return projections[k] * projections[k]; };
+    out[behind + kOwn] = Alone().total(kProjections, square);
+  }
+}
+
+void HostMoments::commit(const float* sums, const std::vector<Commit>& how, uint32_t ranks,
+                         int) const {
+  Alone thread;
+  for (size_t i = 0; i < matrices_.size(); i++) {
+    take_commit(thread, commit_params(matrices_[i], sums, how.at(i), ranks));
+  }
+}
+
+void HostMoments::move(const std::vector<Step>& steps, DType dtype, int threads) const {
+  std::vector<Moved> items;
+  for (const Step& step : steps) {
+    const Matrix& m = matrices_.at(step.matrix);
+    const Room room = room_of(m);
+    const Numbers& numbers = *room.numbers;
+    Moved item{
+        .x = {static_cast<uint8_t*>(step.values), form_of(dtype)},
+        .shape = {m.rows.real(), m.rows.columns},
+        .gradient = {static_cast<uint8_t*>(const_cast<void*>(step.gradient)), form_of(dtype)},
+        .momentum = m.momentum,
+        .by = {room.reciprocal_row + m.rows.first, room.reciprocal_column, m.rows.real()},
+        .lr = static_cast<float>(step.lr),
+        .keep = static_cast<float>(step.keep),
+        .limit = numbers.steps > 0 ? static_cast<float>(step.limit) : 0.0f,
+        .moves = numbers.weight > 0};
+    if (item.moves && step.probed && numbers.probe.value[0] != 0) {
+      float first, second;
+      Slice room_of_one;
+      first = *loaded(item.gradient, numbers.probe.at[0], 1, room_of_one);
+      second = *loaded(item.gradient, numbers.probe.at[1], 1, room_of_one);
+      const float tolerance = dtype == DType::float32 ? kTolerance : kTolerance16;
+      item.restore = restoring(numbers.probe, first, second, tolerance);
+    }
+    items.push_back(item);
+  }
+  over_blocks(items, threads, move_block);
+}
+
+// ------------------------------------------------------------------------------ without factors
+
+void encode(const std::vector<Encode>& matrices, float*, int threads) {
+  std::vector<Task> tasks;
+  for (const Encode& one : matrices) {
+    Task task;
+    task.values = one.values;
+    task.shape = {one.rows, one.columns};
+    task.group = tasks.size();
+    task.real = one.rows;
+    task.momentum = one.momentum;
+    task.beta = one.beta;
+    task.rest = one.rest;
+    task.residual = one.residual;
+    task.errors = one.errors;
+    task.copy = one.copy;
+    task.gradient = one.gradient;
+    task.parameter = one.parameter;
+    task.decay = one.decay;
+    tasks.push_back(task);
+  }
+  encode(tasks, threads);
 }
 
 void sent(const std::vector<Sent>& matrices, int threads) {
-  over_blocks(matrices, threads, sent_block);
+  std::vector<Sendable> items;
+  for (const Sent& one : matrices) {
+    auto* const values = reinterpret_cast<uint8_t*>(const_cast<float*>(one.values));
+    const Shape shape{one.rows, one.columns};
+    items.push_back({{values, kFloat32}, shape, {}, one.before, one.after, one.out});
+  }
+  over_blocks(items, threads, sent_block);
 }
 
-void move(const std::vector<Move>& matrices, int threads) {
-  over_blocks(matrices, threads, move_block);
-}
-
-void fold(const Sums& sums, const float* fresh, float decay, float weight, int steps) {
-  const double slow = heard_decay(steps);
-  const auto kept = static_cast<float>(slow), rest = static_cast<float>(1 - slow);
-  const auto more = static_cast<float>(steps - 1);
-  const auto add = [&](float* to, const float* from, size_t count, const Heard& heard) {
-    for (size_t i = 0; i < count; i++) to[i] = to[i] * decay + from[i] * weight;
-    if (heard.mean == nullptr) return;
-    const float mean = std::max(kTiny, total(from, count) / static_cast<float>(count));
-    const float known = total(heard.mean, count) / static_cast<float>(count);
-    for (size_t i = 0; i < count; i++) {
-      hear(heard.mean[i], heard.square[i], from[i] / mean, known, more, kept, rest);
-    }
-  };
-  add(sums.row, fresh, sums.rows, sums.by_row);
-  add(sums.column, fresh + sums.rows, sums.columns, sums.by_column);
-}
-
-void factors(const Sums& sums, float* row, float* column) {
-  const float of_columns = total(sums.column, sums.columns);
-  const float all = std::max(kTiny, of_columns * sums.weight);
-  const float root_row = std::sqrt(of_columns / all / static_cast<float>(sums.rows));
-  const float root_column = std::sqrt(of_columns / static_cast<float>(sums.columns));
-  const float least_row = kFloor * root_row, least_column = kFloor * root_column;
-  for (size_t i = 0; i < sums.rows; i++) {
-    const float least = std::max(kTiny, least_row * std::sqrt(floor_of(sums.by_row, i)));
-    row[i] = std::max(least, std::sqrt(sums.row[i] / all));
+void move(const std::vector<Move>& matrices, DType dtype, int threads) {
+  std::vector<Moved> items;
+  for (const Move& one : matrices) {
+    auto* const gradient = reinterpret_cast<uint8_t*>(const_cast<float*>(one.gradient));
+    items.push_back({.x = one.values,
+                     .shape = {one.rows, one.columns},
+                     .gradient = {gradient, kFloat32},
+                     .momentum = {one.momentum, form_of(dtype)},
+                     .by = {},
+                     .lr = one.lr,
+                     .keep = 1.0f,
+                     .limit = 0.0f});
   }
-  for (size_t j = 0; j < sums.columns; j++) {
-    const float least = std::max(kTiny, least_column * std::sqrt(floor_of(sums.by_column, j)));
-    column[j] = std::max(least, std::sqrt(sums.column[j]));
-  }
-}
-
-void reciprocal_factors(const Sums& sums, size_t all_rows, float least, float* row, float* column) {
-  const auto rows = static_cast<float>(all_rows), columns = static_cast<float>(sums.columns);
-  const float by_column = least * rows, by_row = least * columns;
-  for (size_t j = 0; j < sums.columns; j++) column[j] = sums.column[j] + by_column;
-  const float of_columns = total(column, sums.columns);
-  const float all = of_columns * sums.weight;
-  const float least_row = kFloor * kFloor * (of_columns / rows);
-  const float least_column = kFloor * kFloor * (of_columns / columns);
-  for (size_t i = 0; i < sums.rows; i++) {
-    const float lowest = least_row * floor_of(sums.by_row, i);
-    row[i] = std::sqrt(all / std::max(lowest, sums.row[i] + by_row));
-  }
-  for (size_t j = 0; j < sums.columns; j++) {
-    const float lowest = least_column * floor_of(sums.by_column, j);
-    column[j] = 1 / std::sqrt(std::max(lowest, column[j]));
-  }
+  over_blocks(items, threads, move_block);
 }
 
 }  // namespace pycomm::moments

@@ -10,6 +10,7 @@
 #include "codecs/base/warp_cuda.h"
 #include "codecs/cast.h"
 #include "optim/moments_params.h"
+#include "optim/moments_sums.h"
 
 namespace pycomm::moments {
 
@@ -19,14 +20,19 @@ namespace pycomm::moments {
 constexpr int kEach = kPatch / kLanes;
 static_assert(kLanes == cuda::kLanes);
 
-__device__ __forceinline__ uint32_t patches_of(uint32_t columns) {
-  return static_cast<uint32_t>((columns + kPatch - 1) / kPatch);
+__device__ __forceinline__ uint32_t patches_of(const Rows& rows) {
+  return static_cast<uint32_t>(rows.patches());
 }
 
 /// Returns the room of a matrix; nulls: it has no factors.
 template <typename Params>
 __device__ __forceinline__ Room room_of(const Params& args) {
-  return args.room == nullptr ? Room{} : room_at(args.room, args.rows, args.columns);
+  return args.room == nullptr ? Room{} : room_at(args.room, args.rows.all, args.rows.columns);
+}
+
+/// Returns the factor of a row of a shard; that of padding changes nothing.
+__device__ __forceinline__ float factor_of(const float* by_row, const Rows& rows, size_t i) {
+  return i < rows.real() ? by_row[rows.first + i] : 1.0f;
 }
 
 /// Returns value i of an array in one of the forms.
@@ -78,9 +84,6 @@ __device__ float total(size_t count, const At& at) {
   return sum;
 }
 
-/// The larger one, as std::max.
-__device__ __forceinline__ float larger(float x, float y) { return x < y ? y : x; }
-
 /// Tells all threads of a block whether it is the last one of its matrix that comes here. That one
 /// sees what the others have written, if it reads by fresh().
 __device__ inline bool is_last(uint32_t* done, uint32_t blocks) {
@@ -99,19 +102,19 @@ __device__ inline bool is_last(uint32_t* done, uint32_t blocks) {
 /// Reads what other blocks of this launch have written, past the cache of this processor.
 __device__ __forceinline__ float fresh(const float* from) { return __ldcg(from); }
 
-/// Parts of the sums of a matrix, in scratch memory.
+/// Parts of the sums of a shard, in scratch memory.
 struct Parts {
   float* row;         ///< [rows, patches]; then [rows]
   float* row_sum;     ///< [rows]
   float* column;      ///< [blocks, columns]
-  float* projection;  ///< [kProjections, patches]
+  float* projection;  ///< [kProjections, patches]; of all shards in the first one's
 
-  __device__ Parts(float* at, uint32_t rows, uint32_t columns) {
-    const size_t patches = patches_of(columns), cells = rows * patches;
-    row = at;
-    row_sum = row + cells;
-    column = row_sum + rows;
-    projection = column + (rows + kBlock - 1) / kBlock * columns;
+  /// `at`: the scratch memory of all shards.
+  __device__ Parts(float* at, const Rows& rows) {
+    row = at + rows.shard * rows.scratch_floats();
+    row_sum = row + rows.cells();
+    column = row_sum + rows.count;
+    projection = at + rows.cells() + rows.count + rows.blocks() * rows.columns;
   }
 };
 
@@ -124,92 +127,93 @@ __device__ __forceinline__ float sum_of_patches(const float* parts, size_t row, 
 
 // ---------------------------------------------------------------- squares
 
-/// Returns the squares of the ranks' mean over the mean of their squares, as
-/// momentum/agreement.py does.
-__device__ inline double share_of(double of_mean, double own, uint32_t ranks) {
-  if (!(own > 0)) return 1.0;
-  const double least = 1.0 / ranks, found = of_mean / own;
-  const double bounded = found > least ? found : least;
-  return rint(256 * (bounded < 1.0 ? bounded : 1.0)) / 256;
-}
-
-/// Returns the coefficient of a coded momentum, as `shortened` of momentum/moment.py
-/// does.
-__device__ inline double shortened(double momentum, double error) {
-  if (error == 0) return momentum;
-  error = error < 0.99 ? error : 0.99;
-  const double found = floor(1024 * (momentum - error) / (1 - error)) / 1024;
-  return found > 0 ? found : 0.0;
-}
-
-/// Adds up what the blocks have found, and decides by how much the gradient counts.
-__device__ inline void finish_squares(const SquaresParams& args, const Room& room,
-                                      const Parts& parts) {
-  const uint32_t patches = patches_of(args.columns);
-  float* const columns = room.fresh + args.rows;
-  float* const extra = columns + args.columns;
+/// Adds up what the blocks have found, and decides by how much the gradients of shards count.
+__device__ inline void finish_squares(const SquaresParams& args, const Room& room) {
+  const Rows first = args.rows.of_shard(0);
+  const uint32_t patches = patches_of(first);
+  const size_t begin = first.first, end = begin + size_t{first.shards} * first.count;
+  float* const columns = room.fresh + first.all;
+  float* const extra = columns + first.columns;
   const float unit_squared = args.unit_squared;
-  for (size_t i = threadIdx.x; i < args.rows; i += cuda::kThreads) {
-    const float sum = sum_of_patches(parts.row, i, patches);
-    parts.row_sum[i] = sum;
-    room.fresh[i] = sum * unit_squared;
+  for (size_t i = threadIdx.x; i < first.all; i += cuda::kThreads) {
+    if (i < begin || i >= end) room.fresh[i] = 0.0f;  // of shards that are not coded here
   }
-  const size_t blocks = (args.rows + kBlock - 1) / kBlock;
-  for (size_t j = threadIdx.x; j < args.columns; j += cuda::kThreads) {
-    float sum = fresh(parts.column + j);
+  for (uint32_t s = 0; s < first.shards; s++) {
+    const Rows shard = first.of_shard(s);
+    const Parts parts(args.scratch, shard);
+    for (size_t i = threadIdx.x; i < shard.real(); i += cuda::kThreads) {
+      const float sum = sum_of_patches(parts.row, i, patches);
+      parts.row_sum[i] = sum;
+      room.fresh[shard.first + i] = sum * unit_squared;
+    }
+  }
+  for (size_t j = threadIdx.x; j < first.columns; j += cuda::kThreads) {
+    float all = 0.0f;
+    for (uint32_t s = 0; s < first.shards; s++) {
+      const Rows shard = first.of_shard(s);
+      const size_t blocks = (shard.real() + kBlock - 1) / kBlock;
+      if (blocks == 0) break;
+      const float* const column = Parts(args.scratch, shard).column + j;
+      float sum = fresh(column);
 #pragma unroll 8
-    for (size_t b = 1; b < blocks; b++) sum = sum + fresh(parts.column + b * args.columns + j);
-    columns[j] = sum * unit_squared;
+      for (size_t b = 1; b < blocks; b++) sum = sum + fresh(column + b * first.columns);
+      all = all + sum * unit_squared;
+    }
+    columns[j] = all;
   }
+  const auto unit = static_cast<float>(args.unit);
   for (size_t k = threadIdx.x; k < kProjections; k += cuda::kThreads) {
-    const bool there = args.signs != nullptr && args.first + k * args.stride < args.rows;
-    const float found = there ? sum_of_patches(parts.projection, k, patches) * args.unit : 0.0f;
-    extra[kOwn + 1 + k] = found;
+    const size_t row = args.first + k * args.stride;
+    const bool there = args.signs != nullptr && row >= begin && row < end && row < first.all;
+    const float* const projection = Parts(args.scratch, first).projection;
+    extra[kOwn + 1 + k] = there ? sum_of_patches(projection, k, patches) * unit : 0.0f;
   }
   if (threadIdx.x < 3) extra[threadIdx.x] = 0.0f;
   __syncthreads();
-  const float energy = total(args.rows, [&](size_t i) { return parts.row_sum[i]; }) * unit_squared;
-  const float bounds = total(args.rows, [&](size_t i) { return args.bounds[i]; });
-  if (threadIdx.x != 0) return;
   Numbers& numbers = *room.numbers;
-  const double own = numbers.weight * share_of(numbers.mean_energy, numbers.own_energy, args.ranks);
-  const auto allowed = static_cast<float>(double{args.bound} * args.bound / own);
-  const float most = larger(kTiny, bounds * allowed);
-  const bool is_above = numbers.weight > 0 && energy > most;
-  const float share = is_above ? sqrtf(most / energy) : 1.0f;
-  const double beta = shortened(args.momentum, numbers.coding_error);
-  numbers.beta = static_cast<float>(beta);
-  numbers.rest = static_cast<float>((1 - beta) * args.unit);
-  numbers.share = share;
+  for (uint32_t s = 0; s < first.shards; s++) {
+    const Rows shard = first.of_shard(s);
+    const Parts parts(args.scratch, shard);
+    const float* const bounds = args.bounds + shard.first;
+    const float energy =
+        total(shard.real(), [&](size_t i) { return parts.row_sum[i]; }) * unit_squared;
+    const float allowed = total(shard.real(), [&](size_t i) { return bounds[i]; });
+    if (threadIdx.x != 0) continue;
+    const float most = larger(kTiny, allowed * most_of(numbers, args.bound, args.ranks));
+    const bool is_above = numbers.weight > 0 && energy > most;
+    room.shares[s] = is_above ? sqrtf(most / energy) : 1.0f;
+  }
+  if (threadIdx.x == 0) set_step(numbers, args.momentum, args.unit);
 }
 
 template <typename Value>
 __global__ void __launch_bounds__(cuda::kThreads)
     squares(const codecs::Batch<SquaresParams> batch) {
   const SquaresParams args = codecs::place_of_block(batch);
-  const Room room = room_at(args.room, args.rows, args.columns);
-  const Parts parts(args.scratch, args.rows, args.columns);
-  const uint32_t patches = patches_of(args.columns), lane = codecs::lane_of_warp();
+  const Rows& rows = args.rows;
+  const Room room = room_of(args);
+  const Parts parts(args.scratch, rows);
+  const uint32_t patches = patches_of(rows), lane = codecs::lane_of_warp();
   const size_t tile = codecs::warp_of(args), block = tile / patches;
   const auto patch = static_cast<uint32_t>(tile % patches);
   const size_t first = block * kBlock;
-  if (first < args.rows) {
-    const size_t end = first + kBlock < args.rows ? first + kBlock : args.rows;
+  if (first < rows.real()) {
+    const size_t end = first + kBlock < rows.real() ? first + kBlock : rows.real();
     const size_t begin = size_t{patch} * kPatch + lane;
     const auto* values = static_cast<const typename Value::Code*>(args.values);
     float column[kEach] = {}, signs[kEach] = {};
     for (int k = 0; args.signs != nullptr && k < kEach; k++) {
       const size_t j = begin + k * kLanes;
-      if (j < args.columns) signs[k] = args.signs[j];
+      if (j < rows.columns) signs[k] = args.signs[j];
     }
     for (size_t i = first; i < end; i += 2) {
       float x[kEach], y[kEach], of_x = 0.0f, of_y = 0.0f;
 #pragma unroll
       for (int k = 0; k < kEach; k++) {
         const size_t j = begin + k * kLanes;
-        const bool there = j < args.columns;
-        x[k] = there ? Value::decode(values[i * args.columns + j]) : 0.0f;
-        y[k] = there && i + 1 < end ? Value::decode(values[(i + 1) * args.columns + j]) : 0.0f;
+        const bool there = j < rows.columns;
+        x[k] = there ? Value::decode(values[i * rows.columns + j]) : 0.0f;
+        y[k] = there && i + 1 < end ? Value::decode(values[(i + 1) * rows.columns + j]) : 0.0f;
       }
 #pragma unroll
       for (int k = 0; k < kEach; k++) {
@@ -225,9 +229,8 @@ __global__ void __launch_bounds__(cuda::kThreads)
         if (i + 1 < end) parts.row[(i + 1) * patches + patch] = of_y;
       }
       for (uint32_t r = 0; args.signs != nullptr && r < 2; r++) {
-        if (i + r < args.first || i + r >= end) continue;
-        const size_t behind = i + r - args.first;
-        if (behind % args.stride != 0) continue;
+        const size_t row = rows.first + i + r, behind = row - args.first;
+        if (i + r >= end || row < args.first || behind % args.stride != 0) continue;
         float sum = 0.0f;
 #pragma unroll
         for (int k = 0; k < kEach; k++) sum = sum + (r == 0 ? x[k] : y[k]) * signs[k];
@@ -238,10 +241,10 @@ __global__ void __launch_bounds__(cuda::kThreads)
 #pragma unroll
     for (int k = 0; k < kEach; k++) {
       const size_t j = begin + k * kLanes;
-      if (j < args.columns) parts.column[block * args.columns + j] = column[k];
+      if (j < rows.columns) parts.column[block * rows.columns + j] = column[k];
     }
   }
-  if (is_last(&room.numbers->done[0], args.blocks.count)) finish_squares(args, room, parts);
+  if (is_last(&room.numbers->done[0], rows.shards * args.blocks.count)) finish_squares(args, room);
 }
 
 // ---------------------------------------------------------------- encode
@@ -249,20 +252,21 @@ __global__ void __launch_bounds__(cuda::kThreads)
 template <typename Value>
 __global__ void __launch_bounds__(cuda::kThreads) encode(const codecs::Batch<EncodeParams> batch) {
   const EncodeParams args = codecs::tensor_of_block(batch);
+  const Rows& rows = args.rows;
   const Room room = room_of(args);
-  const uint32_t patches = patches_of(args.columns), lane = codecs::lane_of_warp();
-  float* const coded_parts = args.left + size_t{args.rows} * patches;
+  const uint32_t patches = patches_of(rows), lane = codecs::lane_of_warp(), real = rows.real();
+  float* const coded_parts = args.left + rows.cells();
   const size_t tile = codecs::warp_of(args), group = tile / patches;
   const auto patch = static_cast<uint32_t>(tile % patches);
   const size_t first = group * kEncodeRows;
   const Numbers* const numbers = room.numbers;
   const float beta = numbers != nullptr ? numbers->beta : args.beta;
   const float rest = numbers != nullptr ? numbers->rest : args.rest;
-  const float share = numbers != nullptr ? numbers->share : 1.0f;
+  const float share = numbers != nullptr ? room.shares[rows.shard] : 1.0f;
   const float other = (1 - share) * beta;
   const bool goes_on = beta > 0;
-  if (first < args.rows) {
-    const size_t end = first + kEncodeRows < args.rows ? first + kEncodeRows : args.rows;
+  if (first < rows.count) {
+    const size_t end = first + kEncodeRows < rows.count ? first + kEncodeRows : rows.count;
     const size_t begin = size_t{patch} * kPatch + lane;
     auto* values = static_cast<typename Value::Code*>(args.values);
     auto* copy = static_cast<typename Value::Code*>(args.copy);
@@ -271,35 +275,36 @@ __global__ void __launch_bounds__(cuda::kThreads) encode(const codecs::Batch<Enc
     for (int k = 0; k < kEach; k++) {
       const size_t j = begin + k * kLanes;
       by_column[k] = 1.0f;
-      if (args.divides != 0 && j < args.columns) by_column[k] = 1.0f / room.by_column[j];
+      if (args.divides != 0 && j < args.rows.columns) by_column[k] = 1.0f / room.by_column[j];
     }
     for (size_t i = first; i < end; i++) {
-      const float by_row = args.divides != 0 ? 1.0f / room.by_row[i] : 1.0f;
+      const float by_row = args.divides != 0 ? 1.0f / factor_of(room.by_row, rows, i) : 1.0f;
+      const bool adds = goes_on && i < real;
       float g[kEach], m[kEach], e[kEach], left = 0.0f, coded = 0.0f;
 #pragma unroll
       for (int k = 0; k < kEach; k++) {
-        const size_t j = begin + k * kLanes, at = i * args.columns + j;
-        const bool there = j < args.columns;
+        const size_t j = begin + k * kLanes, at = i * args.rows.columns + j;
+        const bool there = j < args.rows.columns;
         g[k] = !there                     ? 0.0f
                : args.gradient == nullptr ? Value::decode(values[at])
                                           : stored_value(args.gradient, args.gradient_form, at);
         if (there && args.parameter != nullptr) {
           g[k] = g[k] + stored_value(args.parameter, args.parameter_form, at) * args.decay;
         }
-        m[k] = there && goes_on ? stored_value(args.momentum, args.momentum_form, at) : 0.0f;
+        m[k] = there && adds ? stored_value(args.momentum, args.momentum_form, at) : 0.0f;
         e[k] = there && args.stored != nullptr ? stored_value(args.stored, args.form, at) : 0.0f;
       }
 #pragma unroll
       for (int k = 0; k < kEach; k++) {
-        const size_t j = begin + k * kLanes, at = i * args.columns + j;
-        const float sum = goes_on ? g[k] * rest + m[k] * beta : g[k] * rest;
+        const size_t j = begin + k * kLanes, at = i * args.rows.columns + j;
+        const float sum = adds ? g[k] * rest + m[k] * beta : g[k] * rest;
         float p = sum * by_row * by_column[k];
         if (share < 1.0f) p = p * share;
-        if (share < 1.0f && goes_on) p = p + m[k] * other * by_row * by_column[k];
+        if (share < 1.0f && adds) p = p + m[k] * other * by_row * by_column[k];
         const float both = p + e[k];
         left = left + e[k] * e[k];
         coded = coded + both * both;
-        if (j >= args.columns) continue;
+        if (j >= args.rows.columns) continue;
         const typename Value::Code code = Value::encode(p);
         values[at] = code;
         if (copy != nullptr) copy[at] = code;
@@ -316,15 +321,20 @@ __global__ void __launch_bounds__(cuda::kThreads) encode(const codecs::Batch<Enc
   if (args.stored == nullptr) return;
   const bool own = args.errors != nullptr;
   auto* const done = own ? reinterpret_cast<uint32_t*>(args.errors + 2) : &room.numbers->done[1];
-  if (!is_last(done, args.blocks.count)) return;
-  float* const errors = own ? args.errors : room.fresh + args.rows + args.columns;
-  const float of_left =
-      total(args.rows, [&](size_t i) { return sum_of_patches(args.left, i, patches); });
-  const float of_coded =
-      total(args.rows, [&](size_t i) { return sum_of_patches(coded_parts, i, patches); });
-  if (threadIdx.x == 0) {
-    errors[kLeft] += of_left;
-    errors[kCoded] += of_coded;
+  if (!is_last(done, rows.shards * args.blocks.count)) return;
+  float* const errors = own ? args.errors : room.fresh + rows.all + rows.columns;
+  const float* const first_left = args.left - rows.shard * rows.scratch_floats();
+  for (uint32_t s = 0; s < rows.shards; s++) {
+    const float* const left_parts = first_left + s * rows.scratch_floats();
+    const float of_left =
+        total(rows.count, [&](size_t i) { return sum_of_patches(left_parts, i, patches); });
+    const float of_coded = total(rows.count, [&](size_t i) {
+      return sum_of_patches(left_parts + rows.cells(), i, patches);
+    });
+    if (threadIdx.x == 0) {
+      errors[kLeft] += of_left;
+      errors[kCoded] += of_coded;
+    }
   }
 }
 
@@ -336,8 +346,8 @@ struct Walk {
   size_t i, end;
   uint32_t row, column, columns;
 
-  __device__ explicit Walk(const Params& args) : columns(args.columns) {
-    const size_t begin = codecs::warp_of(args) * kPatch, numel = size_t{args.rows} * columns;
+  __device__ explicit Walk(const Params& args) : columns(args.rows.columns) {
+    const size_t begin = codecs::warp_of(args) * kPatch, numel = args.rows.numel();
     end = begin + kPatch < numel ? begin + kPatch : numel;
     i = begin + codecs::lane_of_warp();
     row = static_cast<uint32_t>(i / columns);
@@ -397,7 +407,8 @@ __global__ void __launch_bounds__(cuda::kThreads) sent(const codecs::Batch<SentP
         x = x + stored_value(before, args.form, at.i);
         x = x - stored_value(after, args.form, at.i);
       }
-      if (args.room != nullptr) x = x * room.by_row[at.row] * room.by_column[at.column];
+      if (args.room != nullptr)
+        x = x * factor_of(room.by_row, args.rows, at.row) * room.by_column[at.column];
     }
     store_lanes(args.out, args.out_form, at.i, at.there(), x);
   }
@@ -406,7 +417,7 @@ __global__ void __launch_bounds__(cuda::kThreads) sent(const codecs::Batch<SentP
 template <typename Value>
 __global__ void __launch_bounds__(cuda::kThreads) land(const codecs::Batch<LandParams> batch) {
   const LandParams args = codecs::place_of_block(batch);
-  const Room room = room_at(args.room, args.rows, args.columns);
+  const Room room = room_of(args);
   auto* values = static_cast<typename Value::Code*>(args.values);
   Walk<LandParams> at(args);
   Probe probe{};
@@ -415,8 +426,8 @@ __global__ void __launch_bounds__(cuda::kThreads) land(const codecs::Batch<LandP
     if (!at.there()) continue;
     float x = Value::decode(values[at.i]);
     if (args.divides != 0) {
-      const typename Value::Code code =
-          Value::encode(x * (room.by_row[at.row] * args.unit) * room.by_column[at.column]);
+      const float by_row = factor_of(room.by_row, args.rows, at.row) * args.unit;
+      const typename Value::Code code = Value::encode(x * by_row * room.by_column[at.column]);
       values[at.i] = code;
       x = Value::decode(code);
     }
@@ -433,8 +444,7 @@ __global__ void __launch_bounds__(cuda::kThreads) land(const codecs::Batch<LandP
     look_at(probe, other.at[0], other.value[0]);
     look_at(probe, other.at[1], other.value[1]);
   }
-  for (float& value : probe.value) value = value / args.unit;
-  room.numbers->probe = probe;
+  room.numbers->probe = probed(probe, args.rows, args.unit);
 }
 
 template <typename Value>
@@ -462,7 +472,9 @@ __global__ void __launch_bounds__(cuda::kThreads) move(const codecs::Batch<MoveP
     if (momentum != nullptr) momentum[at.i] = Value::encode(now);
     if (!known) continue;
     float moved = now;
-    if (divides) moved = now * room.reciprocal_row[at.row] * room.reciprocal_column[at.column];
+    if (divides)
+      moved =
+          now * room.reciprocal_row[args.rows.first + at.row] * room.reciprocal_column[at.column];
     if (limited) {
       moved = moved > args.limit ? args.limit : moved;  // a NaN stays one
       moved = moved < -args.limit ? -args.limit : moved;
@@ -478,8 +490,8 @@ __global__ void __launch_bounds__(cuda::kThreads) move(const codecs::Batch<MoveP
 __global__ void __launch_bounds__(cuda::kThreads)
     collect(const codecs::Batch<CollectParams> batch) {
   const CollectParams args = codecs::place_of_block(batch);
-  const Room room = room_at(args.room, args.rows, args.columns);
-  const size_t sums = size_t{args.rows} + args.columns, numel = sums + kExtra;
+  const Room room = room_of(args);
+  const size_t sums = size_t{args.rows.all} + args.rows.columns, numel = sums + kExtra;
   const float steps = room.numbers->steps;
   const size_t i = size_t{codecs::block_of(args)} * cuda::kThreads + threadIdx.x;
   if (i < numel && i != sums + kOwn) {
@@ -497,166 +509,37 @@ __global__ void __launch_bounds__(cuda::kThreads)
   }
 }
 
-/// Moves a number by a share of 1 - decay to a new one, and returns it.
-__device__ __forceinline__ double decayed(float& number, double decay, double now) {
-  number = static_cast<float>(decay * number + (1 - decay) * now);
-  return number;
-}
-
-/// Folds the ranks' sums into the second moments; or adds this step's to those that wait.
-__device__ inline void fold(const CommitParams& args, const Room& room) {
-  __shared__ float decay_of_sums, weight_of_sums;
-  Numbers& numbers = *room.numbers;
-  const size_t sums = size_t{args.rows} + args.columns, numel = sums + kExtra;
-  const auto ranks = static_cast<float>(args.ranks);
-  int wrong = 0;
-  const float* const checked = args.sums != nullptr ? args.sums : room.fresh;
-  for (size_t i = threadIdx.x; i < numel; i += cuda::kThreads)
-    wrong |= !codecs::is_finite(checked[i]);
-  bool finite = __syncthreads_or(wrong) == 0;
-  float of_mean = 0.0f;
-  if (args.sums != nullptr) {
-    for (size_t k = codecs::lane_of_warp(); k < kProjections; k += kLanes) {
-      const float mean = args.sums[sums + kOwn + 1 + k] / ranks;
-      of_mean = of_mean + mean * mean;
-    }
-    of_mean = sum_of_lanes(of_mean);
-    finite = finite && codecs::is_finite(of_mean);
+/// The threads of a block.
+struct Block {
+  template <typename Act>
+  __device__ void each(size_t count, const Act& act) const {
+    for (size_t i = threadIdx.x; i < count; i += cuda::kThreads) act(i);
   }
-  const double decay = numbers.decay * args.beta2;  // a schedule may change it
-  const double slow = heard_decay(static_cast<int>(numbers.steps) + 1);
-  const auto more = static_cast<float>(numbers.steps);
-  __syncthreads();  // all threads have read the numbers
-  if (args.sums == nullptr || !finite) {
-    bool adds = finite;
-    if (args.sums != nullptr) {
-      wrong = 0;
-      for (size_t i = threadIdx.x; i < numel; i += cuda::kThreads) {
-        wrong |= !codecs::is_finite(room.fresh[i]);
-      }
-      adds = __syncthreads_or(wrong) == 0;
-    }
-    for (size_t i = threadIdx.x; adds && i < numel; i += cuda::kThreads) {
-      room.since[i] = room.since[i] + room.fresh[i];
-    }
-    if (threadIdx.x == 0) {
-      numbers.decay = decay;
-      numbers.steps = numbers.steps + 1;
-    }
-    return;
+  template <typename At>
+  __device__ float total(size_t count, const At& at) const {
+    return moments::total(count, at);
   }
-  if (threadIdx.x == 0) {
-    const double left = args.sums[sums + kLeft] / ranks, coded = args.sums[sums + kCoded] / ranks;
-    const double own = args.sums[sums + kOwn] / ranks;
-    const double mean_energy = decayed(numbers.mean_energy, decay, of_mean);
-    const double own_energy = decayed(numbers.own_energy, decay, own);
-    decayed(numbers.weight, decay, 1.0);
-    decay_of_sums = static_cast<float>(decay);
-    weight_of_sums =
-        static_cast<float>((1 - decay) * share_of(mean_energy, own_energy, args.ranks));
-    if (left > 0 && coded > 0) {
-      const double error = left / coded;
-      decayed(numbers.coding_error, 0.75, error < 1.0 ? error : 1.0);
-    }
-    numbers.decay = 1.0;
-    numbers.steps = 0;
+  template <typename At>
+  __device__ bool all(size_t count, const At& at) const {
+    int wrong = 0;
+    for (size_t i = threadIdx.x; i < count; i += cuda::kThreads) wrong |= !at(i);
+    return __syncthreads_or(wrong) == 0;
   }
-  __syncthreads();
-  for (size_t i = threadIdx.x; i < sums; i += cuda::kThreads) {
-    float& to = i < args.rows ? args.row[i] : args.column[i - args.rows];
-    to = to * decay_of_sums + args.sums[i] / ranks * weight_of_sums;
+  template <typename Act>
+  __device__ Folding once(const Act& act) const {
+    __shared__ Folding found;
+    if (threadIdx.x == 0) found = act();
+    __syncthreads();
+    return found;
   }
-  const auto kept = static_cast<float>(slow), rest = static_cast<float>(1 - slow);
-  const auto listen = [&](size_t begin, size_t count) {
-    const auto at = [&](size_t i) { return args.sums[begin + i] / ranks; };
-    const float mean = larger(kTiny, total(count, at) / static_cast<float>(count));
-    const auto heard_at = [&](size_t i) { return args.heard[begin + i]; };
-    const float known = total(count, heard_at) / static_cast<float>(count);
-    for (size_t i = threadIdx.x; i < count; i += cuda::kThreads) {
-      float* const heard = args.heard + begin + i;
-      hear(heard[0], heard[sums], at(i) / mean, known, more, kept, rest);
-    }
-  };
-  listen(0, args.rows);
-  listen(args.rows, args.columns);
-  for (size_t i = threadIdx.x; i < numel; i += cuda::kThreads) room.since[i] = 0.0f;
-}
-
-/// Returns the share that row or column i, counted behind the rows, has of the floor's square.
-__device__ __forceinline__ float floor_of(const CommitParams& args, size_t i) {
-  return floor_share(args.heard[i], args.heard[size_t{args.rows} + args.columns + i]);
-}
-
-/// Writes factors of second moments, which are row(i) and column(j); see factors() of moments.h.
-/// `share`: of the floor's square, of row or column i, counted behind the rows.
-template <typename Row, typename Column, typename Share>
-__device__ void write_factors(const CommitParams& args, const Room& room, float weight,
-                              const Row& row, const Column& column, const Share& share) {
-  const float of_columns = total(args.columns, column);
-  const float all = larger(kTiny, of_columns * weight);
-  const float root_row = sqrtf(of_columns / all / static_cast<float>(args.rows));
-  const float root_column = sqrtf(of_columns / static_cast<float>(args.columns));
-  const float least_row = kFloor * root_row, least_column = kFloor * root_column;
-  for (size_t i = threadIdx.x; i < args.rows; i += cuda::kThreads) {
-    const float least = larger(kTiny, least_row * sqrtf(share(i)));
-    room.by_row[i] = larger(least, sqrtf(row(i) / all));
-  }
-  for (size_t j = threadIdx.x; j < args.columns; j += cuda::kThreads) {
-    const float least = larger(kTiny, least_column * sqrtf(share(args.rows + j)));
-    room.by_column[j] = larger(least, sqrtf(column(j)));
-  }
-}
-
-/// See reciprocal_factors() of moments.h.
-__device__ inline void write_reciprocals(const CommitParams& args, const Room& room) {
-  const float weight = room.numbers->weight;
-  const double eps = args.eps > 1e-12 ? args.eps : 1e-12;
-  const auto least = static_cast<float>(weight * (eps * eps));
-  const auto rows = static_cast<float>(args.rows), columns = static_cast<float>(args.columns);
-  const float by_column = least * rows, by_row = least * columns;
-  const auto column = [&](size_t j) { return args.column[j] + by_column; };
-  const float of_columns = total(args.columns, column);
-  const float all = of_columns * weight;
-  const float least_row = kFloor * kFloor * (of_columns / rows);
-  const float least_column = kFloor * kFloor * (of_columns / columns);
-  for (size_t i = threadIdx.x; i < args.rows; i += cuda::kThreads) {
-    const float lowest = least_row * floor_of(args, i);
-    room.reciprocal_row[i] = sqrtf(all / larger(lowest, args.row[i] + by_row));
-  }
-  for (size_t j = threadIdx.x; j < args.columns; j += cuda::kThreads) {
-    const float lowest = least_column * floor_of(args, args.rows + j);
-    room.reciprocal_column[j] = 1 / sqrtf(larger(lowest, column(j)));
-  }
-}
-
-/// Makes the ranks' sums of one step the scale of its coding. What is not finite overflows anyway.
-__device__ inline void scale(const CommitParams& args, const Room& room) {
-  const auto ranks = static_cast<float>(args.ranks);
-  const auto rows = static_cast<float>(args.rows), columns = static_cast<float>(args.columns);
-  int wrong = 0;
-  for (size_t i = threadIdx.x; i < size_t{args.rows} + args.columns; i += cuda::kThreads) {
-    wrong |= !codecs::is_finite(args.sums[i]);
-  }
-  const bool finite = __syncthreads_or(wrong) == 0;
-  write_factors(
-      args, room, 1.0f, [&](size_t i) { return finite ? args.sums[i] / ranks : columns; },
-      [&](size_t j) { return finite ? args.sums[args.rows + j] / ranks : rows; },
-      [](size_t) { return 1.0f; });
-}
+  __device__ void sync() const { __syncthreads(); }
+};
 
 /// Takes the ranks' sums, a matrix by each block of threads.
 __global__ void __launch_bounds__(cuda::kThreads) commit(const codecs::Batch<CommitParams> batch) {
   const CommitParams args = codecs::place_of_block(batch);
-  const Room room = room_at(args.room, args.rows, args.columns);
-  if (args.use == kScale) return scale(args, room);
-  if (args.use == kStep) fold(args, room);
-  __syncthreads();
-  const float weight = room.numbers->weight;
-  if (!(weight > 0)) return;
-  write_factors(
-      args, room, weight, [&](size_t i) { return args.row[i]; },
-      [&](size_t j) { return args.column[j]; }, [&](size_t i) { return floor_of(args, i); });
-  write_reciprocals(args, room);
+  Block block;
+  take_commit(block, args);
 }
 
 }  // namespace pycomm::moments

@@ -1,18 +1,47 @@
 // What the passes over moments have in common on all processors: the order of sums (moments.h), and
 // the arguments of the kernels of a device. Compiled by gcc, nvcc and NVRTC.
 #pragma once
+#ifndef __CUDACC_RTC__
+#include <cmath>
+#endif
+
 #include "codecs/base/batch.h"
 #include "core/types.h"
 
 namespace pycomm::moments {
 
-constexpr size_t kLanes = 32, kPatch = 256, kBlock = 64;
+constexpr size_t kLanes = 32, kPatch = 256, kBlock = 64, kProjections = 64;
 constexpr size_t kEncodeRows = 8;  ///< that a warp takes in `encode` on a device
 constexpr float kTiny = 1e-30f;
 
 /// Least factor of a row or column, relative to their root mean square; less of what is heard in
 /// most steps.
 constexpr float kFloor = 0.1f;
+
+/// The rows of a matrix that a pass takes: all of them, or those of a shard, which is coded by
+/// itself. Behind the matrix's rows there is padding.
+struct Rows {
+  uint32_t all, columns;   ///< of the matrix
+  uint32_t first, count;   ///< the rows, of which some may be padding
+  uint32_t shard, shards;  ///< the number among the shards that are coded here, and their number
+
+  PYCOMM_HD uint32_t real() const {
+    const uint32_t there = first < all ? all - first : 0;
+    return there < count ? there : count;
+  }
+  /// Another shard, all of which follow each other.
+  PYCOMM_HD Rows of_shard(uint32_t number) const {
+    return {all, columns, first + (number - shard) * count, count, number, shards};
+  }
+  PYCOMM_HD size_t numel() const { return size_t{count} * columns; }
+  PYCOMM_HD size_t patches() const { return (columns + kPatch - 1) / kPatch; }
+  PYCOMM_HD size_t cells() const { return count * patches(); }
+  PYCOMM_HD size_t blocks() const { return (count + kBlock - 1) / kBlock; }
+  /// Floats of Parts in moments.cu, and of parts of the sums of errors behind them.
+  PYCOMM_HD size_t scratch_floats() const {
+    return 3 * cells() + count + blocks() * columns + kProjections * patches();
+  }
+};
 
 /// What is known of how evenly the rows and columns of a matrix are heard: moving averages of the
 /// share that each has in the squares of a step, relative to the mean one, and of its square.
@@ -76,6 +105,15 @@ PYCOMM_HD void look_at(Probe& probe, uint32_t i, float value) {
   }
 }
 
+/// Returns a probe of landed values, divided by their unit. Where it is in padding, which has no
+/// gradient, it tells nothing.
+PYCOMM_HD Probe probed(Probe probe, const Rows& rows, float unit) {
+  const size_t real = size_t{rows.real()} * rows.columns;
+  const bool there = probe.at[0] < real && probe.at[1] < real;
+  for (float& value : probe.value) value = there ? value / unit : 0.0f;
+  return probe;
+}
+
 /// Returns what gradients, of which `first` and `second` stand at the places of a probe, have to be
 /// multiplied by to be what they were. 1: they are that, or were changed otherwise.
 /// `tolerance`: of the values' rounding.
@@ -91,22 +129,81 @@ constexpr float kTolerance = 0x1p-16f, kTolerance16 = 0x1p-6f;  ///< of float32;
 
 /// Numbers behind the sums of a matrix by row and by column: the squares of what the last coding
 /// has left, of its input, and of this rank's projections; then these projections.
-constexpr size_t kProjections = 64;
 constexpr size_t kLeft = 0, kCoded = 1, kOwn = 2, kExtra = 3 + kProjections;
 
-/// What a device knows of a matrix's moment. The first five, and `decay`, are equal on all ranks.
+/// What is known of a matrix's moment. The first five, and `decay`, are equal on all ranks.
 struct Numbers {
   float weight;  ///< of the second moments, which are sums times this
   float coding_error, mean_energy, own_energy;
   float steps;  ///< whose sums wait for an exchange
-  // Of the current step: p = (g rest + m beta) / d, and of a gradient that is too large
-  // p share + m other / d.
-  float beta, rest, share;
+  // Of the current step: p = (g rest + m beta) / d, and of a shard whose gradient is too large
+  // p share + m (1 - share) beta / d; Room has the shares.
+  float beta, rest, unused;
   double decay;      ///< of second moments in those steps and this one
   uint32_t done[2];  ///< blocks of threads that are done with a pass; zeros between passes
   Probe probe;
 };
 static_assert(sizeof(Numbers) == 64);
+
+/// Returns the squares of the ranks' mean over the mean of their squares, between 1 / ranks and 1.
+/// It is rounded, so that the order in which squares were added up does not matter.
+PYCOMM_HD double share_of(double of_mean, double own, uint32_t ranks) {
+  if (!(own > 0)) return 1.0;
+  const double least = 1.0 / ranks, found = of_mean / own;
+  const double bounded = found > least ? found : least;
+  return rint(256 * (bounded < 1.0 ? bounded : 1.0)) / 256;
+}
+
+/// Returns the most that the squares of a shard's gradient count, as a multiple of the sum of its
+/// rows of the second moments.
+PYCOMM_HD float most_of(const Numbers& numbers, float bound, uint32_t ranks) {
+  const double own = numbers.weight * share_of(numbers.mean_energy, numbers.own_energy, ranks);
+  return static_cast<float>(double{bound} * bound / own);
+}
+
+/// Returns the coefficient of a coded momentum that has the horizon of an exact one, as
+/// `shortened` of momentum/moment.py does.
+PYCOMM_HD double shortened(double momentum, double error) {
+  if (error == 0) return momentum;
+  error = error < 0.99 ? error : 0.99;
+  const double found = floor(1024 * (momentum - error) / (1 - error)) / 1024;
+  return found > 0 ? found : 0.0;
+}
+
+/// Sets what the momentum and the gradient are multiplied by in a step.
+PYCOMM_HD void set_step(Numbers& numbers, double momentum, double unit) {
+  const double beta = shortened(momentum, numbers.coding_error);
+  numbers.beta = static_cast<float>(beta);
+  numbers.rest = static_cast<float>((1 - beta) * unit);
+}
+
+/// Moves a number by a share of 1 - decay to a new one, and returns it.
+PYCOMM_HD double decayed(float& number, double decay, double now) {
+  number = static_cast<float>(decay * number + (1 - decay) * now);
+  return number;
+}
+
+/// What sums are multiplied by, and new ones, when these enter the second moments.
+struct Folding {
+  float decay, weight;
+};
+
+/// Lets the ranks' means of what stands behind the sums enter the numbers. `of_mean`: the squares
+/// of the projections' means. `decay`: of second moments since the sums of before.
+PYCOMM_HD Folding fold_numbers(Numbers& numbers, double left, double coded, double own,
+                               double of_mean, double decay, uint32_t ranks) {
+  const double mean_energy = decayed(numbers.mean_energy, decay, of_mean);
+  const double own_energy = decayed(numbers.own_energy, decay, own);
+  decayed(numbers.weight, decay, 1.0);
+  if (left > 0 && coded > 0) {
+    const double error = left / coded;
+    decayed(numbers.coding_error, 0.75, error < 1.0 ? error : 1.0);
+  }
+  numbers.decay = 1.0;
+  numbers.steps = 0;
+  const double share = share_of(mean_energy, own_energy, ranks);
+  return {static_cast<float>(decay), static_cast<float>((1 - decay) * share)};
+}
 
 /// What is kept of a matrix beside the optimizer's state, one behind the other.
 struct Room {
@@ -117,15 +214,21 @@ struct Room {
   float* by_column;
   float* reciprocal_row;  ///< and their reciprocals in the next step
   float* reciprocal_column;
+  float* shares;  ///< [shards]: how much of a shard's gradient counts
 };
 PYCOMM_HD Room room_at(float* at, size_t rows, size_t columns) {
   const size_t sums = rows + columns + kExtra;
   float* const fresh = at + sizeof(Numbers) / sizeof(float);
   float* const by_row = fresh + 2 * sums;
   float* const reciprocal_row = by_row + rows + columns;
-  return {
-      reinterpret_cast<Numbers*>(at), fresh, fresh + sums, by_row, by_row + rows, reciprocal_row,
-      reciprocal_row + rows};
+  return {reinterpret_cast<Numbers*>(at),
+          fresh,
+          fresh + sums,
+          by_row,
+          by_row + rows,
+          reciprocal_row,
+          reciprocal_row + rows,
+          reciprocal_row + rows + columns};
 }
 
 /// Forms of momenta and residuals: those of feedback::Storage, and float16.
@@ -137,27 +240,29 @@ struct SquaresParams {
   codecs::Blocks blocks;
   const void* values;
   float* room;
-  uint32_t rows, columns;
-  const float* bounds;  ///< [rows]
-  float* scratch;
-  const float* signs;  ///< null: rows have no projections
-  uint32_t first, stride;
-  double momentum;  ///< coefficient of an exact momentum
-  float unit, unit_squared;
+  Rows rows;
+  const float* bounds;     ///< [rows.all]
+  float* scratch;          ///< of all shards
+  const float* signs;      ///< null: rows have no projections
+  uint32_t first, stride;  ///< the rows that have one, counted from the first of all
+  double momentum;         ///< coefficient of an exact momentum
+  double unit;
+  float unit_squared;
   float bound;     ///< g's squares count at most bound^2 times the second moment
   uint32_t ranks;  ///< that average their momenta
+  uint32_t unused;
 };
 
 struct EncodeParams {
   codecs::Blocks blocks;
   void* values;
   float* room;  ///< null, as in the following: no factors; `beta` and `rest` are these
-  uint32_t rows, columns;
+  Rows rows;
   const void* momentum;
   const uint8_t* stored;      ///< the residual; null: its errors are not wanted
   const uint8_t* other_side;  ///< in place of it, if the batch says so
   void* copy;                 ///< null: nowhere
-  float* left;                ///< [2, rows, patches], for parts of the sums of errors
+  float* left;                ///< [2, rows, patches] of the shard, for parts of the sums of errors
   float* errors;              ///< [2], and a zero that counts blocks; null: those of the room
   const void* gradient;       ///< null: it is in `values`
   const void* parameter;      ///< null: it does not decay
@@ -170,7 +275,7 @@ struct SentParams {
   codecs::Blocks blocks;
   const void* values;
   float* room;
-  uint32_t rows, columns;
+  Rows rows;
   const uint8_t* before;  ///< null: there is no residual
   const uint8_t* after;
   uint8_t* out;
@@ -183,7 +288,7 @@ struct LandParams {
   codecs::Blocks blocks;
   void* values;
   float* room;
-  uint32_t rows, columns;
+  Rows rows;
   float unit;
   uint32_t divides;  ///< 0: values stay as they are
 };
@@ -192,7 +297,7 @@ struct MoveParams {
   codecs::Blocks blocks;
   void* values;
   float* room;
-  uint32_t rows, columns;
+  Rows rows;
   const void* gradient;
   void* momentum;  ///< null: it is not kept
   float lr, keep;
@@ -206,7 +311,7 @@ struct CollectParams {
   codecs::Blocks blocks;
   float* room;
   float* out;
-  uint32_t rows, columns;
+  Rows rows;
 };
 
 /// What `commit` does with the ranks' sums.
@@ -223,7 +328,7 @@ struct CommitParams {
   float* row;  ///< of the second moments
   float* column;
   float* heard;  ///< [2, rows + columns]: means, and squares; see Heard
-  uint32_t rows, columns;
+  Rows rows;
   uint32_t ranks;
   uint32_t use;  ///< Use
   double beta2, eps;

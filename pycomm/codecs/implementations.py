@@ -230,6 +230,17 @@ def select(name: str, device: str) -> Implementation:
     return _select(name, device, env().impl)
 
 
+def of_kernels(name: str, device: str) -> Implementation | None:
+    """Return what runs the CUDA sources of a name on a device, whatever PYCOMM_IMPL names."""
+    for kind in ORDER.get(device, ()):
+        if kind in ("native", "nvrtc"):
+            try:
+                return _select(name, device, kind)
+            except Unavailable:
+                pass
+    return None
+
+
 @cache
 def _select(name: str, device: str, wanted: str) -> Implementation:
     reasons = []

@@ -16,8 +16,6 @@ from pycomm.reduction.taken import GradientHook
 class DDPMomenta(Momenta):
     """The momenta of a DDP model; arguments as for `Momenta`."""
 
-    has_whole = True
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._handles: dict[str, Any] = {}  # of the coded parameters that get gradients

@@ -16,9 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 from pycomm.errors import Error
 from pycomm.hooks.fsdp_seams import units
 from pycomm.hooks.momentum import Momenta
-from pycomm.momentum import scaled
 from pycomm.momentum.moment import CodedMoment, local
-from pycomm.reduction.bucket import BucketPiece
 
 _DIVIDES = (
     "torch sums the gradients of this model and divides them by itself, so the momentum would have "
@@ -62,11 +60,6 @@ class ShardedMomenta(Momenta):
 
     # ------------------------------------------------------------------ exchanges
 
-    def _sent_before(self, piece: BucketPiece, shard: int | None = None) -> torch.Tensor | None:
-        if shard is not None:  # the momentum of other shards is unknown
-            return self._own_of(piece).stored_worker(shard)
-        return super()._sent_before(piece)
-
     def scatter(
         self,
         output: torch.Tensor,
@@ -77,32 +70,24 @@ class ShardedMomenta(Momenta):
         average: bool,
     ) -> Callable[[], None]:
         """See `Transform`; this rank gets its shards of the momentum."""
-        rows = input.view(self.reducer.layout.rows, -1)
-        parts = self._parts(tuple(names), rows)
-        if parts and not average:
+        bucket = self.reducer.bucket_of(tuple(names), input.device)
+        table = bucket.moments
+        if table is None or not table.is_current:
+            table = bucket.moments = self._table_of(bucket)
+        if not table.parts:
+            return self.reducer.scatter(output, input, names, group, average=average)
+        if not average:
             raise Error(f"rank {self.state.process_group.rank()}: {_DIVIDES}")
-        scaled.encode(self._encodings(parts, range(self.reducer.layout.rows)))
+        job = self._job_of(table, input, divides=True)
+        job.encode(scale=self._scale_on)
         wait = self.reducer.scatter(output, input, names, group, average=average)
 
         def finish() -> None:
             wait()
-            self._finish(parts, output)
+            job.sent()
+            job.land(output)
 
         return finish
-
-    def _finish(
-        self, parts: Sequence[tuple[CodedMoment, torch.Tensor, BucketPiece]], output: torch.Tensor
-    ) -> None:
-        """Keep what was sent, and make momentum of the own shards."""
-        scaled.store_sent(
-            [
-                moment.sent(part[r], piece.residual, self._own_of(piece), r)
-                for moment, part, piece in parts
-                for r in range(self.reducer.layout.rows)
-            ]
-        )
-        places = [output[p.offset : p.offset + p.numel] for _, _, p in parts]
-        self._land([(moment, place) for (moment, _, _), place in zip(parts, places, strict=True)])
 
 
 def _is_filled(moment: CodedMoment) -> bool:

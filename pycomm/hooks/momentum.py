@@ -24,21 +24,19 @@ import torch.distributed as dist
 from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
 from pycomm.errors import Error, PeerLost
-from pycomm.feedback import Residual, Residuals
+from pycomm.feedback import Residuals
 from pycomm.feedback.rule import EXACT
-from pycomm.momentum import scaled
+from pycomm.momentum.job import Job
+from pycomm.momentum.kernels import Kernels
 from pycomm.momentum.moment import CodedMoment
-from pycomm.momentum.on_device.job import Job
-from pycomm.momentum.on_device.moment import DeviceMoment
-from pycomm.momentum.on_device.passes import DevicePasses
-from pycomm.momentum.on_device.table import Table
-from pycomm.momentum.sum_places import SumPlaces
+from pycomm.momentum.passes import Passes
+from pycomm.momentum.table import Table
 from pycomm.policy import CODED
-from pycomm.reduction.bucket import Bucket, BucketPiece
+from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.saved import known, residuals_of
 from pycomm.reduction.state import CompressionState
-from pycomm.reduction.transform import Transform
+from pycomm.reduction.transform import Future, Transform
 
 OTHERS = "another optimizer has it"
 """Why a parameter travels exactly that the optimizer does not have."""
@@ -62,8 +60,6 @@ class Momenta(Transform, ABC):
     kept_alike = 2  # what was sent is kept beside the residuals
     own: Residuals
     """What this rank has sent of the momentum, also for the shards of other ranks."""
-    has_whole = False
-    """Each rank has whole parameters, which the kernels of a device take."""
 
     def __init__(self, find: Find, unit: Callable[[], float], refresh: int) -> None:
         self._find, self._unit, self._scale = find, unit, 1.0
@@ -74,14 +70,13 @@ class Momenta(Transform, ABC):
         self._begun = False
         self._sent: dist.Work | None = None  # the exchange of second moments, of several ranks
         self._sums: torch.Tensor | None = None
-        self._sum_places: SumPlaces | None = None
         self._lost: PeerLost | None = None  # the first error of a group that has lost ranks
         self._pending = False  # a reduction that no optimizer step has used
         self._stale = False  # a state was loaded since the last backward
         self._added = False  # the optimizer has got parameters since the last step began
-        # Of a device with kernels, which then have the passes over all moments.
-        self._passes: DevicePasses | None = None
-        self._job: Job | None = None  # of the bucket that is reduced
+        self._passes: Passes
+        """The passes over all moments, from `begin` on."""
+        self._job: Job | None = None  # of the bucket that is reduced, on a device
         self._spare: list[torch.Tensor] = []
         # Of a device, whose memory another stream may read until backward's has waited for it.
         self._held: list[Job] = []
@@ -100,9 +95,7 @@ class Momenta(Transform, ABC):
 
     def begin(self) -> None:
         """Begin with the parameters that the state has got so far."""
-        if self.has_whole:
-            self._passes = DevicePasses.find(self.reducer.device)
-        self.state.defers = self._passes is not None
+        self._passes = Passes(Kernels.find("moments", self.reducer.device))
         for name in self.state.decisions:
             self._make_moment(name)
         self._begun = True
@@ -143,12 +136,8 @@ class Momenta(Transform, ABC):
             return None
         settings, kept = found
         shard, shards = self._shard()
-        made = (CodedMoment if self._passes is None else DeviceMoment)(
-            *(parameter, settings, kept, decision.codec),
-            shard=shard,
-            shards=shards,
-            ranks=self.state.process_group.size(),
-        )
+        form = parameter, settings, kept, decision.codec
+        made = CodedMoment(*form, shard=shard, shards=shards)
         self.factor(made, kept)
         self.moments[name] = made
         return made
@@ -226,63 +215,29 @@ class Momenta(Transform, ABC):
         if self._sent is not None:
             with self._noting_loss(), self._beside():
                 self._sent.wait()
-        if self._passes is not None:
-            self._take_sums_on(self._passes)
-        else:
-            self._take_sums()
+        if self.reducer.side is not None:  # behind what was queued there
+            torch.accelerator.current_stream().wait_stream(self.reducer.side.stream)
+        if self.moments:
+            sums = None if self._sums is None else self._total(self._sums)
+            self._passes.commit(
+                *(self._all, sums, self.state.process_group.size()),
+                lambda moment: moment.parameter.grad is not None,
+            )
         self._sent = self._sums = None
         self._pending = False
         self.steps += 1
 
-    def _take_sums_on(self, passes: DevicePasses) -> None:
-        """Take the sums by kernels, behind what was queued on the stream beside this one."""
-        if self.reducer.side is not None:
-            torch.accelerator.current_stream().wait_stream(self.reducer.side.stream)
-        if self.moments:
-            ranks = self.state.process_group.size()
-            passes.commit(
-                *(self._on_device, self._sums, ranks),
-                lambda moment: moment.parameter.grad is not None,
-            )
-
-    def _take_sums(self) -> None:
-        received: Sequence[torch.Tensor] = ()
-        numbers: list[list[float]] = []
-        if self._sums is not None:
-            means = self._sums.div_(self.state.process_group.size())
-            places = self._sum_places_in(means)
-            places.condense(means)
-            received, numbers = places.split(self._total(means))
-        waiting = []
-        for i, moment in enumerate(self.moments.values()):
-            part, of_part = (received[i], numbers[i]) if received else (None, [])
-            if of_part and not of_part[-1]:  # not finite
-                part = None
-            if moment.commit(part, of_part, used=moment.parameter.grad is not None):
-                waiting.append(moment)
-        CodedMoment.wait(waiting)
-
     @property
-    def _on_device(self) -> Sequence[DeviceMoment]:
-        """The moments, of a device with kernels."""
-        return cast("list[DeviceMoment]", list(self.moments.values()))
+    def _all(self) -> Sequence[CodedMoment]:
+        return list(self.moments.values())
 
     def move(self, moments: Sequence[CodedMoment], lr: float, weight_decay: float) -> None:
         """Move parameters of one group by their momenta, which are their gradients."""
-        if self._passes is None:
-            CodedMoment.move(moments, lr, weight_decay)
-        elif moments:
-            ours = cast("Sequence[DeviceMoment]", moments)
-            self._passes.move(self._on_device, ours, lr, weight_decay)
-
-    def _sum_places_in(self, sums: torch.Tensor) -> SumPlaces:
-        sizes = [moment.sums_numel for moment in self.moments.values()]
-        if self._sum_places is None or self._sum_places.sizes != sizes:
-            self._sum_places = SumPlaces(sizes, sums.device)
-        return self._sum_places
+        if moments:
+            self._passes.move(self._all, moments, lr, weight_decay)
 
     def _total(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the sums of whole parameters from those that replicas have averaged."""
+        """Return the sums of whole parameters from those that replicas have added up."""
         return sums
 
     @property
@@ -326,8 +281,7 @@ class Momenta(Transform, ABC):
         self._scale = self._unit()
         for moment in self.moments.values():
             moment.begin()
-        if self._passes is not None:
-            self._passes.refresh(self._on_device)
+        self._passes.refresh(self._all)
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:
@@ -345,25 +299,19 @@ class Momenta(Transform, ABC):
     def step_ended(self) -> None:
         """See `Transform`: the second moments travel behind the last bucket."""
         self._pending = True
-        moments = self.moments.values()
-        if not moments or not self._exchanges_sums:
+        if not self.moments or not self._exchanges_sums:
             return
-        if self._passes is not None:
-            # Made on backward's stream, on which the step reads it at last.
-            sums = self._passes.sums_of(self._on_device)
+        # Made on backward's stream, on which the step reads it at last.
+        sums = self._passes.sums_of(self._all)
         with self._beside():
-            if self._passes is not None:
-                self._passes.collect(self._on_device, sums)
-            else:
-                sums = torch.cat([moment.local_sums() for moment in moments])
-                self._sum_places_in(sums).measure(sums)
+            self._passes.collect(self._all, sums)
             if self.state.process_group.size() > 1:
                 self._sent = dist.all_reduce(sums, group=self.state.process_group, async_op=True)
         self._sums = sums
 
     def _beside(self) -> AbstractContextManager[Any]:
         """Return a context in which work is queued behind the reductions by kernels."""
-        if self._passes is None or self.reducer.side is None:
+        if self.reducer.side is None:
             return nullcontext()
         stream = self.reducer.side.stream
         stream.wait_stream(torch.accelerator.current_stream())
@@ -374,70 +322,12 @@ class Momenta(Transform, ABC):
         """Whether second moments travel in this step."""
         return self.steps < self._refresh or self.steps % self._refresh == 0
 
-    def reduce(
-        self, tensor: torch.Tensor, names: Sequence[str]
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket: gradients of exact parameters, and the momentum of the others."""
-        if self._passes is not None:
-            return self._reduce_on(tensor, tuple(names))
-        parts = self._parts(tuple(names), tensor)
-        if not parts:
-            return self.reducer.reduce(tensor, names)
-        bucket = self.reducer.bucket_of(tuple(names), tensor.device)
-        # Else nodes code the sums of their ranks; and what one rank has sent is the momentum.
-        alone = self.state.process_group.size() > 1 and not bucket.levels
-        divides = self._divides(names)
-        encodings = self._encodings(parts, [None], alone=alone, divides=divides)
-        values = [part for _, part, _ in parts]
-        room: torch.Tensor | None = None
-        befores: list[torch.Tensor | None] = []
+    def reduce(self, tensor: torch.Tensor, names: Sequence[str]) -> Future:
+        """Average a bucket: gradients of exact parameters, and the momentum of the others.
 
-        def keep() -> None:
-            """Keep what this rank has sent, of values that are coded and not yet averaged."""
-            scaled.store_sent(
-                [
-                    moment.sent(value, piece.residual, self._own_of(piece), None, before)
-                    for (moment, _, piece), value, before in zip(
-                        parts, values, befores, strict=True
-                    )
-                ]
-            )
-
-        if alone:
-            befores = self.reducer.residuals_before((piece for _, _, piece in parts), bucket)
-        if alone and self.reducer.coding_of(bucket) is not None:
-            self.reducer.encoded = keep
-        elif alone:  # what is coded may be gone before anybody can look at it
-            room = self._room_for(values)
-            sizes = [part.numel() for part in values]
-            values = list(torch.split(room[: sum(sizes)], sizes))
-            for one, copy in zip(encodings, values, strict=True):
-                one.copy = copy
-        scaled.encode(encodings)
-        future = self.reducer.reduce(tensor, names)
-
-        def restore(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            with self._noting_loss():
-                result = done.value()
-            if room is not None:
-                keep()
-                self._spare.append(room)
-            self._land([(moment, part) for moment, part, _ in parts], divides=divides)
-            return result
-
-        return future.then(restore)
-
-    def _divides(self, names: Sequence[str]) -> bool:
-        """Return whether a momentum is divided by d: not where it is not coded, on one rank."""
-        return self.state.process_group.size() > 1 or self._scale != 1 or self.reducer.is_fed(names)
-
-    # ------------------------------------------------------------------ kernels of a device
-
-    def _reduce_on(
-        self, tensor: torch.Tensor, names: tuple[str, ...]
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket whose passes are kernels. Written with few calls, as `_reduce_coded`."""
-        assert self._passes is not None
+        Written with few calls, as `_reduce_coded`.
+        """
+        names = tuple(names)
         bucket = self.reducer.buckets.get(names) or self.reducer.bucket_of(names, tensor.device)
         ranks = self.state.process_group.size()
         table: Table | None = bucket.moments
@@ -445,31 +335,31 @@ class Momenta(Transform, ABC):
             table = bucket.moments = self._table_of(bucket)
         if not table.parts:
             return self.reducer.reduce(tensor, names)
-        for moment, piece in table.parts:
-            assert piece is not None
-            if ranks > 1 and moment.codec is not piece.codec:
-                moment.use(piece.codec)
-        job = self._job = Job(
-            *(self._passes, table, tensor),
-            unit=self._scale,
-            ranks=ranks,
-            looks=self._exchanges_sums,
+        single = table.own is not None and self.reducer.coding_of(bucket) is not None
+        copies = table.own is not None and not single
+        job = self._job_of(
+            table,
+            tensor,
             divides=ranks > 1 or self._divides(names),
-            copies=table.own is not None and self.reducer.coding_of(bucket) is None,
+            room=self._room_for if copies else None,
         )
-        if not self._encodes_beside(bucket):
+        if single:
+            self.reducer.encoded = job.sent
+        if tensor.is_cpu or not self._encodes_beside(bucket):
             self._encode_now(job, bucket)
-            self._held.append(job)
+        self._job = None if tensor.is_cpu else job
         future = self.reducer.reduce(tensor, names)
-        if self._job is None:  # `exchange` has finished it
+        if self._job is None and not tensor.is_cpu:  # `exchange` has finished it
             return future
         self._job = None
 
-        def finish(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        def finish(done: Future) -> torch.Tensor:
             with self._noting_loss():
                 result = done.value()
-            if job.keeps:
+            if copies:
                 job.sent()
+                if tensor.is_cpu:
+                    self._spare.append(job.coded)
             job.land()
             return result
 
@@ -478,12 +368,31 @@ class Momenta(Transform, ABC):
             return future
         return future.then(finish)
 
+    def _job_of(self, table: Table, values: torch.Tensor, **options: Any) -> Job:
+        """Return the passes over a bucket in this step."""
+        ranks = self.state.process_group.size()
+        for moment, piece in table.parts:
+            assert piece is not None
+            if ranks > 1 and moment.codec is not piece.codec:
+                moment.use(piece.codec)
+        options |= {"unit": self._scale, "ranks": ranks, "looks": self._exchanges_sums}
+        return Job(self._passes, table, values, **options)
+
+    def _divides(self, names: Sequence[str]) -> bool:
+        """Return whether a momentum is divided by d: not where it is not coded, on one rank."""
+        return self.state.process_group.size() > 1 or self._scale != 1 or self.reducer.is_fed(names)
+
     def _table_of(self, bucket: Bucket) -> Table:
         parts = [(self.moments[p.name], p) for p in bucket.pieces if p.name in self.moments]
         own = None
         if self.state.process_group.size() > 1 and not bucket.levels:
-            own = [self._own_of(piece) for _, piece in parts]
-        return Table([(cast("DeviceMoment", moment), piece) for moment, piece in parts], own)
+            form: dict[str, Any] = {"rows": self.reducer.layout.rows}
+            own = [
+                self.own.get(p.name, p.numel, self.reducer.device, codec=p.codec, **form)
+                for _, p in parts
+            ]
+        numel = sum(piece.numel for piece in bucket.pieces)
+        return Table(self._passes.kernels, parts, own, self.reducer.layout.rows, numel)
 
     def _encodes_beside(self, bucket: Bucket) -> bool:
         """Return whether `exchange` may encode, as what comes before it has nothing to change."""
@@ -503,18 +412,20 @@ class Momenta(Transform, ABC):
     def _encode_now(self, job: Job, bucket: Bucket) -> None:
         """Encode on the stream of backward, before the reduction looks at values and residuals."""
         self.reducer.settle_deferred()
+        if self.reducer.device.type != "cpu":
+            self._held.append(job)
         job.encode(scale=self._scale_on)
         if job.keeps:
             pieces = (piece for piece in bucket.pieces if piece.name in self.moments)
             job.befores = self.reducer.residuals_before(pieces, bucket)
 
-    def _scale_on(self, moments: Sequence[DeviceMoment]) -> None:
+    def _scale_on(self, moments: Sequence[CodedMoment]) -> None:
         def sum_up(sums: torch.Tensor) -> int:
             if self.state.process_group.size() > 1:
                 dist.all_reduce(sums, group=self.state.process_group)
+            self._total(sums)
             return self.state.process_group.size()
 
-        assert self._passes is not None
         self._passes.scale(moments, sum_up)
 
     def exchange(
@@ -526,131 +437,31 @@ class Momenta(Transform, ABC):
         **options: Any,
     ) -> torch.Tensor | None:
         """See `BucketReducer`; kernels make the momentum of the gradients before it, and after."""
-        job, self._job = self._job, None
+        job, self._job = self._job, None  # None on the CPU, where another thread may call this
         if job is None:
             return self.reducer.exchange(tensor, bucket, group, finish, **options)
         if not job.encoded:
             job.encode(options.get("swapped"))
-        single = job.keeps and bool(bucket.single)
-        if single:
-            self.reducer.encoded = job.sent
         try:
             finite = self.reducer.exchange(tensor, bucket, group, finish, **options)
         except PeerLost as error:
             self._lost = self._lost or error
             raise
-        if job.keeps and not single:
+        if job.keeps and not bucket.single:
             job.sent()
         job.land()
         return finite
 
-    # ------------------------------------------------------------------ what a rank has sent
-
-    def _own_of(self, piece: BucketPiece) -> Residual:
-        return self.own.get(
-            piece.name,
-            piece.numel,
-            self.reducer.device,
-            rows=self.reducer.layout.rows,
-            codec=piece.codec,
-        )
-
-    def _sent_before(self, piece: BucketPiece, shard: int | None = None) -> torch.Tensor | None:
-        """Return o [numel of the shard] as it is stored; None: nothing is kept.
-
-        Args:
-            shard: its number, in a reduce-scatter; None: that which replicas average.
-        """
-        if piece.name not in self.own:
-            return None
-        own = self._own_of(piece)
-        return own.stored_worker(shard or 0) if own.last_step else None
-
-    def _room_for(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return memory for copies of values, which is given back to `_spare`.
+    def _room_for(self, values: torch.Tensor) -> torch.Tensor:
+        """Return memory for a copy of values; on the CPU `_spare` gets it back.
 
         It is used again: pages of new memory would cost more than the copy.
         """
-        numel, dtype = sum(part.numel() for part in values), values[0].dtype
         for i, spare in enumerate(self._spare):
-            if spare.dtype == dtype and spare.numel() >= numel:
+            if spare.dtype == values.dtype and spare.numel() >= values.numel():
                 return self._spare.pop(i)
         self._spare.clear()  # what is too small now
-        return values[0].new_empty(numel)
-
-    def _parts(
-        self, names: tuple[str, ...], tensor: torch.Tensor
-    ) -> list[tuple[CodedMoment, torch.Tensor, BucketPiece]]:
-        """Return the coded parameters of a bucket, with their places in its last dimension."""
-        found = [(name, self.moments[name]) for name in names if name in self.moments]
-        if not found:
-            return []
-        bucket = self.reducer.bucket_of(names, tensor.device)
-        pieces = {piece.name: piece for piece in bucket.pieces}
-        parts = []
-        for name, moment in found:
-            piece = pieces[name]
-            if self.state.process_group.size() > 1:
-                moment.use(piece.codec)
-            part = tensor[..., piece.offset : piece.offset + piece.numel]
-            parts.append((moment, part, piece))
-        return parts
-
-    def _encodings(
-        self,
-        parts: Sequence[tuple[CodedMoment, torch.Tensor, BucketPiece]],
-        shards: Sequence[int | None],
-        *,
-        alone: bool = True,
-        divides: bool = True,
-    ) -> list[scaled.Encoding]:
-        """Return what `scaled.encode` makes of gradients; ranks exchange missing second moments.
-
-        Args:
-            parts: coded parameters with their gradients [numel], or [shards, numel].
-            shards: numbers of the shards in a reduce-scatter; [None]: each has its own, or all.
-            alone: this rank goes on from what itself has sent.
-            divides: see `CodedMoment.encoding`.
-        """
-        places = [
-            (moment, part if shard is None else part[shard], piece, shard)
-            for moment, part, piece in parts
-            for shard in shards
-        ]
-        new = {id(moment): moment for moment, _, _ in parts if not moment.has_scale}
-        for moment, part, _, shard in places:
-            if id(moment) in new:
-                moment.enter(part, self._scale, shard)
-        if new:
-            moments = list(new.values())
-            sums = torch.cat([moment.local_sums() for moment in moments])
-            if self.state.process_group.size() > 1:
-                dist.all_reduce(sums, group=self.state.process_group)
-                sums.div_(self.state.process_group.size())
-            totals = torch.split(self._total(sums), [moment.sums_numel for moment in moments])
-            for moment, total in zip(moments, totals, strict=True):
-                moment.provide(total)
-        looks = self._exchanges_sums
-        return [
-            moment.encoding(
-                *(part, self._scale, piece.residual),
-                self._sent_before(piece, shard) if alone else None,
-                shard,
-                entered=id(moment) in new,
-                looks=looks,
-                divides=divides,
-            )
-            for moment, part, piece, shard in places
-        ]
-
-    def _land(
-        self, places: Sequence[tuple[CodedMoment, torch.Tensor]], *, divides: bool = True
-    ) -> None:
-        """Make the ranks' means momenta; see `CodedMoment.landing`."""
-        landings = [moment.landing(place, divides=divides) for moment, place in places]
-        probes = scaled.land(landings, self._scale)
-        for (moment, _), probe in zip(places, probes, strict=True):
-            moment.land(probe)
+        return torch.empty_like(values)
 
     # ------------------------------------------------------------------ checkpoints
 

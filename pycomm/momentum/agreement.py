@@ -23,27 +23,13 @@ _TURNS = 1021  # a prime number of places at which the signs of a step begin
 _STRIDE = 389
 
 
-def turn(begin: int, rows: int, step: int) -> tuple[int, int, int]:
-    """Return whose turn it is among some rows of a matrix.
+def turn(rows: int, step: int) -> tuple[int, int]:
+    """Return whose turn it is in a step, of a matrix's rows: the first, and the distance of others.
 
-    Args:
-        begin: number of the first of these rows in the whole matrix.
-        rows: number of rows of the whole matrix.
-        step: number of the step.
-
-    Returns:
-        The first row, counted from `begin`, the distance to the next one, and the first one's place
-        among the ROWS numbers.
+    The first one has the first place among the ROWS numbers.
     """
     stride = max(1, -(-rows // ROWS))
-    first = (step - begin) % stride
-    return first, stride, (begin + first) // stride
-
-
-def signs_of(columns: int, step: int, device: torch.device) -> torch.Tensor:
-    """Return the random signs of a step, float32 [columns]."""
-    begin = place_of_signs(step)
-    return table(columns, device)[begin : begin + columns]
+    return step % stride, stride
 
 
 def place_of_signs(step: int) -> int:
@@ -56,18 +42,3 @@ def table(columns: int, device: torch.device) -> torch.Tensor:
     """Return the signs of all steps, one behind the other, float32."""
     words = random_words(RandomKey(_SEED, 0, 0), 0, columns + _TURNS, device)
     return 1.0 - 2.0 * (words >> 31).float()
-
-
-def share(of_mean: float, own: float, ranks: int) -> float:
-    """Return the square of the mean gradient over the mean of squares, between 1 / ranks and 1.
-
-    It is rounded, so that the order in which squares were added up does not matter.
-
-    Args:
-        of_mean: squares of the ranks' mean.
-        own: mean of the ranks' squares.
-        ranks: their number.
-    """
-    if not own > 0:
-        return 1.0
-    return round(256 * min(1.0, max(1 / ranks, of_mean / own))) / 256

@@ -23,9 +23,8 @@ from pycomm.hooks.ddp_momentum import DDPMomenta
 from pycomm.hooks.fsdp import compress_shards
 from pycomm.hooks.fsdp_momentum import ShardedMomenta, check_averages
 from pycomm.hooks.momentum import Momenta
+from pycomm.momentum.kernels import Kernels, written
 from pycomm.momentum.moment import FLOAT32_STATES, local
-from pycomm.momentum.on_device.kernels import Kernels
-from pycomm.momentum.scaled import native, written
 from pycomm.optim.loading import has_gradient, is_filling, load
 from pycomm.optim.optimizer import CodedOptimizer
 from pycomm.optim.settings import (
@@ -368,11 +367,10 @@ def step_by_adamw(
     squares = [local(state["exp_avg_sq"]) for state in states]
     steps = [state["step"] for state in states]
     tensors = parameters, gradients, momenta, squares
-    on_cpu = not as_torch and all(native(*each) for each in (*tensors, steps))
-    on_device = not (as_torch or on_cpu) and native(*steps)
-    kernels = _kernels_for(tensors) if on_device else None
-    if on_cpu or kernels is not None:
-        given = (
+    if not as_torch and _is_known(tensors, steps):
+        kernels = Kernels.find("adamw", momenta[0].device)
+        kernels.call(
+            _C.adamw_step if kernels.on_host else _C.adamw_step_on_device,
             [
                 (*(tensor.data_ptr() for tensor in each), each[0].numel())
                 for each in zip(*tensors, steps, strict=True)
@@ -380,10 +378,6 @@ def step_by_adamw(
             *(float(settings["lr"]), float(beta1), float(beta2)),
             *(float(settings["eps"]), float(settings["weight_decay"])),
         )
-        if kernels is not None:
-            kernels.call(_C.adamw_step_on_device, *given)
-        else:
-            _C.adamw_step(*given, torch.get_num_threads())
         written(parameters)
         return
     adamw(
@@ -405,10 +399,10 @@ def step_by_adamw(
     )
 
 
-def _kernels_for(tensors: Sequence[Sequence[torch.Tensor]]) -> Kernels | None:
-    """Return the kernels that take these tensors; None: torch does."""
+def _is_known(tensors: Sequence[Sequence[torch.Tensor]], steps: Sequence[torch.Tensor]) -> bool:
+    """Return whether C++ takes these tensors, by their addresses."""
     device = tensors[0][0].device
-    for one in chain(*tensors):
-        if one.device != device or one.dtype != torch.float32 or not one.is_contiguous():
-            return None
-    return Kernels.find("adamw", device)
+    for one in chain(*tensors, steps):
+        if one.dtype != torch.float32 or not one.is_contiguous() or one.is_neg():
+            return False
+    return all(one.device == device for one in chain(*tensors)) and all(one.is_cpu for one in steps)

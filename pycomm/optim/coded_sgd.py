@@ -23,7 +23,7 @@ from pycomm.feedback import Feedback, Residual
 from pycomm.feedback.rule import EXACT
 from pycomm.hooks.ddp import compress_hook
 from pycomm.hooks.sent_momentum import SentMomenta
-from pycomm.momentum import scaled
+from pycomm.momentum import plain
 from pycomm.momentum.moment import shortened
 from pycomm.optim.loading import has_gradient, is_filling, load
 from pycomm.optim.optimizer import CodedOptimizer
@@ -281,7 +281,7 @@ class CodedSGD(CodedOptimizer):
         place_of = dict(zip(names, places, strict=True))
         sums = torch.zeros(len(coded), 3, dtype=torch.float32, device=values.device)
         errors = dict(zip((part.name for part in coded), sums, strict=False)) if measures else {}
-        scaled.encode(
+        plain.encode(
             [
                 self._encoding(part, place_of[part.name], errors.get(part.name), copies=copies)
                 for part in parts
@@ -315,21 +315,19 @@ class CodedSGD(CodedOptimizer):
 
     def _encoding(
         self, part: Part, place: torch.Tensor, errors: torch.Tensor | None, *, copies: bool
-    ) -> scaled.Encoding:
+    ) -> plain.Encoding:
         """Return what makes that which travels: the momentum, or g where that is exact."""
-        shape = scaled.rows_and_columns(part.parameter)
-        gradient = part.gradient.contiguous()
-        made = scaled.Encoding(place.view(shape), shape[0], gradient=gradient)
+        shape = plain.rows_and_columns(part.parameter)
+        made = plain.Encoding(place.view(shape), _known(part.gradient))
         if part.name in self._exact:
             return made
         state, momentum = self.state[part.parameter], float(part.group["momentum"])
         made.beta = shortened(momentum, float(state["coding_error"]))
         made.unit = 1 / (1 - momentum)
         if made.beta > 0:  # from what this rank has sent, or what all have agreed on
-            before = self.momenta.own.get(part.name, state["momentum_buffer"])
-            made.momentum, made.known = before.contiguous(), shape[0]
+            made.momentum = _known(self.momenta.own.get(part.name, state["momentum_buffer"]))
         if decay := float(part.group["weight_decay"]):
-            made.parameter, made.decay = part.parameter.detach().contiguous(), decay
+            made.parameter, made.decay = _known(part.parameter.detach()), decay
         if copies and momentum > 0:
             made.copy = self.momenta.room(part.name, part.parameter)
         if errors is not None and (residual := self._residual(part.name)) is not None:
@@ -354,10 +352,10 @@ class CodedSGD(CodedOptimizer):
                 before = self.momenta.before.get(part.name)
                 before = residual.stored_worker() if before is None else before
                 after = residual.fresh_worker()
-            matrix = values.view(scaled.rows_and_columns(part.parameter))
-            stored.append(scaled.Sent(matrix, None, None, before, after, room.view(-1)))
+            matrix = values.view(plain.rows_and_columns(part.parameter))
+            stored.append(plain.Sent(matrix, before, after, room.view(-1)))
         if stored:
-            scaled.store_sent(stored)
+            plain.store_sent(stored)
 
     def _move(self, parts: list[Part], means: Mapping[str, torch.Tensor]) -> None:
         """Move coded parameters by the ranks' mean momenta, and keep these."""
@@ -370,10 +368,14 @@ class CodedSGD(CodedOptimizer):
                 strided += [(parameter, values), (buffer, momentum)]
             keeps = float(part.group["momentum"]) > 0
             mean, lr = means[part.name].view(values.shape), float(part.group["lr"])
-            kept = momentum if keeps else None
-            moves.append(scaled.Move(values, mean, kept, None, None, lr=lr, keep=1.0, limit=0.0))
+            if values.dtype == torch.float64:
+                values.sub_(mean * lr)
+                if keeps:
+                    momentum.copy_(mean)
+            else:
+                moves.append(plain.Move(values, mean, momentum if keeps else None, lr))
         if moves:
-            scaled.move(moves)
+            plain.move(moves)
         for to, values in strided:
             if to is not values:
                 to.copy_(values)
@@ -466,6 +468,11 @@ class CodedSGD(CodedOptimizer):
             if left > 0 and math.isfinite(coded):
                 error = self.state[part.parameter]["coding_error"]
                 error.mul_(0.75).add_(0.25 * min(1.0, left / coded))
+
+
+def _known(values: torch.Tensor) -> torch.Tensor:
+    """Return values as `plain.encode` takes them: without gaps, of 16 or 32 bits."""
+    return (values.float() if values.dtype == torch.float64 else values).contiguous()
 
 
 def _float32(parameter: torch.Tensor) -> torch.Tensor:

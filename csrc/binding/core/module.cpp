@@ -10,5 +10,4 @@ PYBIND11_MODULE(_C, m) {
   pycomm::bind_stores(m);
   pycomm::bind_communicator(m);
   pycomm::bind_optimizers(m);
-  pycomm::bind_device_moments(m);
 }

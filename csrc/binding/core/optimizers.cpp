@@ -1,4 +1,4 @@
-// Operations of optimizers, for momentum/scaled.py and optim/coded_adamw.py.
+// Operations of optimizers, for pycomm/momentum and optim/coded_adamw.py.
 #include <pybind11/stl.h>
 
 #include <array>
@@ -17,176 +17,201 @@ namespace py = pybind11;
 namespace pycomm {
 namespace {
 
+using moments::DeviceMoments;
+using moments::HostMoments;
+
+/// Where C++ works: threads of the host, without Python; or a stream.
+template <typename Moments>
+struct Where {
+  explicit Where(uintptr_t given) : at{Device::cuda, pointer(given), {}} {}
+  const Stream at;
+};
+template <>
+struct Where<HostMoments> {
+  explicit Where(uintptr_t given) : at(static_cast<int>(given)) {}
+  const GilReleased release;
+  const DefaultArithmetic arithmetic;
+  const int at;
+};
+
 namespace passes {  // by addresses
 
-using moments::Stored;
+/// Address and form of values.
+using StoredAt = std::pair<uintptr_t, uint32_t>;
 
-/// Address and form of stored values.
-using StoredAt = std::pair<uintptr_t, int>;
+moments::Stored stored(const StoredAt& at) { return {bytes(at.first), at.second}; }
 
-Stored stored(const StoredAt& at) {
-  return {bytes(at.first), static_cast<feedback::Storage>(at.second)};
+/// The two sides of stored values, and their form.
+using SidesAt = std::tuple<uintptr_t, uintptr_t, uint32_t>;
+
+moments::StoredPair sides(const SidesAt& at) {
+  const auto& [first, second, form] = at;
+  return {{bytes(first), bytes(second)}, form};
 }
 
-/// Values, rows and columns; factors by row and by column.
-using MatrixAt = std::tuple<uintptr_t, size_t, size_t, uintptr_t, uintptr_t>;
-
-moments::Matrix matrix(const MatrixAt& at) {
-  const auto& [values, rows, columns, row, column] = at;
-  return {floats(values), rows, columns, floats(row), floats(column)};
+/// Offset, that of its sums; Rows; what is kept, second moments by row and by column, how these are
+/// heard; momentum; residual; what was sent.
+template <typename Moments>
+void add(Moments& self, const std::pair<size_t, size_t>& place, const std::array<uint32_t, 6>& rows,
+         const std::array<uintptr_t, 4>& at, const StoredAt& momentum, const SidesAt& residual,
+         const SidesAt& own) {
+  self.add({place.first,
+            place.second,
+            {rows[0], rows[1], rows[2], rows[3], rows[4], rows[5]},
+            floats(at[0]),
+            floats(at[1]),
+            floats(at[2]),
+            floats(at[3]),
+            stored(momentum),
+            sides(residual),
+            sides(own)});
 }
 
-/// A matrix, its rows without padding; momentum, rows of it, beta, rest; sums by row and column,
-/// unit; bounds, most; signs, first, stride, projections, by; residual, errors, copy; gradient and
-/// parameter, decay.
-using EncodeAt = std::tuple<MatrixAt, size_t, std::tuple<StoredAt, size_t, float, float>,
-                            std::tuple<uintptr_t, uintptr_t, float>, std::pair<uintptr_t, float>,
-                            std::tuple<uintptr_t, size_t, size_t, uintptr_t, float>, StoredAt,
-                            uintptr_t, uintptr_t, std::tuple<StoredAt, StoredAt, float>>;
+/// Signs, first row and distance of projections; coefficient of the momentum; sides of o and of e
+/// that are read; whether the matrix is new.
+using TurnAt = std::tuple<uintptr_t, uint32_t, uint32_t, double, int, uint32_t, bool>;
+/// Values, dtype; unit, bound, ranks; copy, whether to divide; scratch, swapped.
+using PassAt =
+    std::tuple<uintptr_t, DType, double, float, uint32_t, uintptr_t, bool, uintptr_t, uintptr_t>;
 
-std::vector<moments::Encode> encodes(const std::vector<EncodeAt>& matrices) {
+moments::Pass pass(const PassAt& at) {
+  const auto& [values, dtype, unit, bound, ranks, copy, divides, scratch, swapped] = at;
+  return {pointer(values), dtype,           unit,           bound, ranks, pointer(copy),
+          divides,         floats(scratch), floats(swapped)};
+}
+
+std::vector<moments::Turn> turns_of(const std::vector<TurnAt>& turns) {
+  std::vector<moments::Turn> all;
+  for (const auto& [signs, first, stride, momentum, own, residual, is_new] : turns) {
+    all.push_back({floats(signs), first, stride, momentum, own, residual, is_new});
+  }
+  return all;
+}
+
+template <typename Moments>
+void squares(const Moments& self, const PassAt& at, const std::vector<TurnAt>& turns,
+             uintptr_t where) {
+  self.squares(pass(at), turns_of(turns), Where<Moments>(where).at);
+}
+
+template <typename Moments>
+void encode(const Moments& self, const PassAt& at, const std::vector<TurnAt>& turns,
+            uintptr_t where) {
+  self.encode(pass(at), turns_of(turns), Where<Moments>(where).at);
+}
+
+/// The residual before the coding or 0, the side where it is, and the side of o that is written.
+using SendingAt = std::tuple<uintptr_t, uint32_t, uint32_t>;
+
+template <typename Moments>
+void sent(const Moments& self, uintptr_t values, DType dtype,
+          const std::vector<SendingAt>& sendings, uintptr_t swapped, uintptr_t where) {
+  std::vector<moments::Sending> all;
+  for (const auto& [before, residual, own] : sendings) {
+    all.push_back({bytes(before), residual, own});
+  }
+  self.sent(pointer(values), dtype, all, floats(swapped), Where<Moments>(where).at);
+}
+
+template <typename Moments>
+void land(const Moments& self, uintptr_t values, DType dtype, double unit, bool divides,
+          uintptr_t where) {
+  self.land(pointer(values), dtype, unit, divides, Where<Moments>(where).at);
+}
+
+template <typename Moments>
+void collect(const Moments& self, uintptr_t sums, uintptr_t where) {
+  self.collect(floats(sums), Where<Moments>(where).at);
+}
+
+/// How the sums of a matrix are used, beta2 and eps.
+using CommitAt = std::tuple<moments::Use, double, double>;
+
+template <typename Moments>
+void commit(const Moments& self, uintptr_t sums, const std::vector<CommitAt>& how, uint32_t ranks,
+            uintptr_t where) {
+  std::vector<moments::Commit> all;
+  for (const auto& [use, beta2, eps] : how) all.push_back({use, beta2, eps});
+  self.commit(floats(sums), all, ranks, Where<Moments>(where).at);
+}
+
+/// Number of the matrix; parameter and gradient; lr, keep and limit; whether it was landed.
+using StepAt = std::tuple<size_t, uintptr_t, uintptr_t, double, double, double, bool>;
+
+template <typename Moments>
+void move(const Moments& self, const std::vector<StepAt>& steps, DType dtype, uintptr_t where) {
+  std::vector<moments::Step> all;
+  for (const auto& [matrix, values, gradient, lr, keep, limit, probed] : steps) {
+    all.push_back({matrix, pointer(values), pointer(gradient), lr, keep, limit, probed});
+  }
+  self.move(all, dtype, Where<Moments>(where).at);
+}
+
+// Without factors.
+
+/// Rows and columns.
+using ShapeAt = std::pair<size_t, size_t>;
+/// Values, shape; gradient, parameter, momentum; beta, rest, decay; residual; errors, copy.
+using EncodeAt = std::tuple<uintptr_t, ShapeAt, std::array<StoredAt, 3>, std::array<float, 3>,
+                            StoredAt, uintptr_t, uintptr_t>;
+
+template <typename Moments>
+void encode_plain(const std::vector<EncodeAt>& matrices, uintptr_t scratch, uintptr_t where) {
   std::vector<moments::Encode> all;
-  for (const auto& [at, real, momentum, sums, bound, signs, residual, errors, copy, given] :
-       matrices) {
-    const moments::Matrix x = matrix(at);
-    const auto& [m, known, beta, rest] = momentum;
-    const auto& [row_sums, column_sums, unit] = sums;
-    const auto& [signs_at, first, stride, projections, by] = signs;
-    const auto& [gradient, parameter, decay] = given;
-    all.push_back({x.values,
-                   x.rows,
-                   x.columns,
-                   real,
-                   x.row,
-                   x.column,
-                   stored(m),
-                   known,
-                   beta,
-                   rest,
-                   floats(row_sums),
-                   floats(column_sums),
-                   unit,
-                   floats(bound.first),
-                   bound.second,
-                   floats(signs_at),
-                   first,
-                   stride,
-                   floats(projections),
-                   by,
-                   stored(residual),
-                   floats(errors),
-                   floats(copy),
-                   stored(gradient),
-                   stored(parameter),
-                   decay});
+  for (const auto& [values, shape, given, by, residual, errors, copy] : matrices) {
+    all.push_back({floats(values), shape.first, shape.second, stored(given[0]), stored(given[1]),
+                   stored(given[2]), by[0], by[1], by[2], stored(residual), floats(errors),
+                   floats(copy)});
   }
-  return all;
+  moments::encode(all, floats(scratch), Where<Moments>(where).at);
 }
 
-void encode(const std::vector<EncodeAt>& matrices, int threads) {
-  GilReleased release;
-  const DefaultArithmetic arithmetic;
-  moments::encode(encodes(matrices), threads);
-}
+/// Values, shape; the residual before and after, and where it is stored.
+using SentAt = std::tuple<uintptr_t, ShapeAt, std::array<StoredAt, 3>>;
 
-Stream on(uintptr_t stream) { return {Device::cuda, pointer(stream), {}}; }
-
-void encode_on_device(const std::vector<EncodeAt>& matrices, uintptr_t scratch, uintptr_t stream) {
-  moments::encode_on_device(encodes(matrices), floats(scratch), on(stream));
-}
-
-/// Places and values of a probe.
-using ProbeAt = std::tuple<uint32_t, uint32_t, float, float>;
-
-std::vector<ProbeAt> land(const std::vector<MatrixAt>& matrices, float unit, int threads) {
-  GilReleased release;
-  const DefaultArithmetic arithmetic;
-  std::vector<moments::Matrix> all;
-  for (const MatrixAt& at : matrices) all.push_back(matrix(at));
-  std::vector<ProbeAt> found;
-  for (const moments::Probe& probe : moments::land(all, unit, threads)) {
-    found.emplace_back(probe.at[0], probe.at[1], probe.value[0], probe.value[1]);
-  }
-  return found;
-}
-
-/// A matrix; the residual before and after; where it is stored.
-using SentAt = std::tuple<MatrixAt, StoredAt, StoredAt, StoredAt>;
-
-std::vector<moments::Sent> sents(const std::vector<SentAt>& matrices) {
+template <typename Moments>
+void sent_plain(const std::vector<SentAt>& matrices, uintptr_t where) {
   std::vector<moments::Sent> all;
-  for (const auto& [at, before, after, out] : matrices) {
-    all.push_back(
-        {matrix(at), stored(before), stored(after), bytes(out.first), stored(out).storage});
+  for (const auto& [values, shape, given] : matrices) {
+    all.push_back({floats(values), shape.first, shape.second, stored(given[0]), stored(given[1]),
+                   stored(given[2])});
   }
-  return all;
+  moments::sent(all, Where<Moments>(where).at);
 }
 
-void sent(const std::vector<SentAt>& matrices, int threads) {
-  GilReleased release;
-  const DefaultArithmetic arithmetic;
-  moments::sent(sents(matrices), threads);
-}
+/// Parameter, shape; gradient, momentum; lr.
+using MoveAt = std::tuple<uintptr_t, ShapeAt, uintptr_t, uintptr_t, float>;
 
-void sent_on_device(const std::vector<SentAt>& matrices, uintptr_t stream) {
-  moments::sent_on_device(sents(matrices), on(stream));
-}
-
-/// A matrix; gradient and momentum; lr, keep and limit; a probe.
-using MoveAt = std::tuple<MatrixAt, uintptr_t, uintptr_t, float, float, float, ProbeAt>;
-
-std::vector<moments::Move> moves(const std::vector<MoveAt>& matrices) {
+template <typename Moments>
+void move_plain(const std::vector<MoveAt>& matrices, DType dtype, uintptr_t where) {
   std::vector<moments::Move> all;
-  for (const auto& [at, gradient, momentum, lr, keep, limit, probe] : matrices) {
-    const auto& [first, second, largest, smallest] = probe;
-    all.push_back({matrix(at),
+  for (const auto& [values, shape, gradient, momentum, lr] : matrices) {
+    all.push_back({{bytes(values), moments::form_of(dtype)},
+                   shape.first,
+                   shape.second,
                    floats(gradient),
-                   floats(momentum),
-                   lr,
-                   keep,
-                   limit,
-                   {{first, second}, {largest, smallest}}});
+                   bytes(momentum),
+                   lr});
   }
-  return all;
+  moments::move(all, dtype, Where<Moments>(where).at);
 }
 
-void move(const std::vector<MoveAt>& matrices, int threads) {
-  GilReleased release;
-  const DefaultArithmetic arithmetic;
-  moments::move(moves(matrices), threads);
-}
-
-void move_on_device(const std::vector<MoveAt>& matrices, DType dtype, uintptr_t stream) {
-  moments::move_on_device(moves(matrices), dtype, on(stream));
-}
-
-/// Means and squares; see moments::Heard.
-using HeardAt = std::pair<uintptr_t, uintptr_t>;
-
-moments::Heard heard(const HeardAt& at) { return {floats(at.first), floats(at.second)}; }
-
-/// Sums by row, their number, how they are heard; the same by column; weight.
-using SumsAt = std::tuple<uintptr_t, size_t, HeardAt, uintptr_t, size_t, HeardAt, float>;
-
-moments::Sums sums_at(const SumsAt& at) {
-  const auto& [row, rows, by_row, column, columns, by_column, weight] = at;
-  return {floats(row), rows, floats(column), columns, weight, heard(by_row), heard(by_column)};
-}
-
-void fold(const SumsAt& sums, uintptr_t fresh, float decay, float weight, int steps) {
-  const DefaultArithmetic arithmetic;
-  moments::fold(sums_at(sums), floats(fresh), decay, weight, steps);
-}
-
-void factors(const SumsAt& sums, uintptr_t row, uintptr_t column) {
-  const DefaultArithmetic arithmetic;
-  moments::factors(sums_at(sums), floats(row), floats(column));
-}
-
-void reciprocal_factors(const SumsAt& sums, size_t all_rows, float least, uintptr_t row,
-                        uintptr_t column) {
-  const DefaultArithmetic arithmetic;
-  moments::reciprocal_factors(sums_at(sums), all_rows, least, floats(row), floats(column));
+template <typename Moments>
+void bind(py::module_& m, const char* name) {
+  py::class_<Moments>(m, name)
+      .def(py::init<>())
+      .def("add", &add<Moments>)
+      .def_property_readonly("scratch_floats", &Moments::scratch_floats)
+      .def("squares", &squares<Moments>)
+      .def("encode", &encode<Moments>)
+      .def("sent", &sent<Moments>)
+      .def("land", &land<Moments>)
+      .def("collect", &collect<Moments>)
+      .def("commit", &commit<Moments>)
+      .def("move", &move<Moments>)
+      .def_static("encode_plain", &encode_plain<Moments>)
+      .def_static("sent_plain", &sent_plain<Moments>)
+      .def_static("move_plain", &move_plain<Moments>);
 }
 
 }  // namespace passes
@@ -220,22 +245,16 @@ void adamw_step_on_device(const std::vector<AdamwTensor>& tensors, double lr, do
 }  // namespace
 
 void bind_optimizers(py::module_& m) {
-  m.def("moments_encode", &passes::encode);
-  m.def("moments_land", &passes::land);
-  m.def("moments_sent", &passes::sent);
-  m.def("moments_move", &passes::move);
-  m.def("moments_encode_on_device", &passes::encode_on_device);
-  m.def("moments_sent_on_device", &passes::sent_on_device);
-  m.def("moments_move_on_device", &passes::move_on_device);
-  m.def("moments_fold", &passes::fold);
-  m.def("moments_factors", &passes::factors);
-  m.def("moments_reciprocal_factors", &passes::reciprocal_factors);
+  m.attr("MOMENT_EXTRA") = moments::kExtra;
+  m.attr("MOMENT_NUMBERS") = sizeof(moments::Numbers) / sizeof(float);
+  py::enum_<moments::Use>(m, "MomentUse")
+      .value("nothing", moments::kNothing)
+      .value("step", moments::kStep)
+      .value("scale", moments::kScale);
+  passes::bind<HostMoments>(m, "HostMoments");
+  passes::bind<DeviceMoments>(m, "DeviceMoments");
   m.def("adamw_step", &adamw_step);
   m.def("adamw_step_on_device", &adamw_step_on_device);
-  m.attr("MOMENT_FLOOR") = moments::kFloor;
-  m.attr("MOMENT_HEARD_DECAY") = moments::kHeardDecay;
-  m.attr("MOMENT_EVEN") = moments::kEven;
-  m.attr("MOMENT_LEAST_SHARE") = moments::kLeastShare;
 }
 
 }  // namespace pycomm

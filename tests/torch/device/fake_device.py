@@ -124,7 +124,7 @@ def module() -> types.ModuleType:
         get_device_name=lambda device=0: "stand-in",
         get_device_properties=lambda device: types.SimpleNamespace(L2_cache_size=4096),
         synchronize=torch.accelerator.synchronize,
-        Stream=lambda: torch.Stream(NAME),
+        Stream=lambda priority=0: torch.Stream(NAME),
         stream=lambda stream: stream,
         Event=lambda enable_timing=False: torch.Event(NAME, enable_timing=enable_timing),
         CUDAGraph=Graph,

@@ -31,7 +31,6 @@ from pycomm.codecs import convert, implementations
 from pycomm.codecs.cuda.launches import Launch
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState, compress_hook
-from pycomm.momentum.on_device.kernels import Kernels
 from pycomm.reduction import paths, side_stream, two_shot
 from pycomm.reduction.state import CompressionState
 from tests.torch.device import fake_device
@@ -162,9 +161,8 @@ def change(change: str) -> None:
 
     Args:
         change: "wait": the host waits for the device once a bucket; "launches": each parameter has
-            launches of its own, and moments have operations of torch; "stream": reductions run on
-            the caller's stream; "before": both of these and residuals in bf16, as in November
-            2026; "": nothing.
+            launches of its own; "stream": reductions run on the caller's stream; "before": both of
+            these and residuals in bf16, as in November 2026; "": nothing.
     """
     if change == "wait":
         reduce = two_shot.all_reduce
@@ -177,7 +175,6 @@ def change(change: str) -> None:
         two_shot.all_reduce = waiting
     if change in ("launches", "before"):
         paths.KERNELS.__dict__["codecs"] = ()
-        Kernels.find = staticmethod(lambda name, device: None)
     if change in ("stream", "before"):
         side_stream.new_stream = torch.accelerator.current_stream
     if change == "before":

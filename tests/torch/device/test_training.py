@@ -15,13 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import pycomm
 from pycomm.policy import Rule
 from tests.torch.device.checks import every_value, slow
 from tests.torch.device.fake_device import NAME as FAKE
-from tests.torch.device.fake_device import run, same_as_cpu
+from tests.torch.device.fake_device import launched, run, same_as_cpu
 from tests.torch.harness import Chosen, equal, gradients, reduced
 
 # ------------------------------------------------------------------------------- the caller's group
@@ -410,3 +413,95 @@ def test_ranks_have_the_bits_of_the_host(fakes, ranks, feedback):
 @pytest.mark.parametrize("codec", ["sign", "int4"])
 def test_kernels_work_among_peers(fakes, codec):
     trained_alike(fakes, "adamw", codec, way="both")
+
+
+def check_sharded(
+    rank: int, ranks: int, device: str, codec: str, dtype: torch.dtype, replicas: int
+) -> list[Any]:
+    """Train in FSDP2, or HSDP; return the results."""
+    shape, names = (ranks,), ("shards",)
+    if replicas > 1:
+        shape, names = (replicas, ranks // replicas), ("replicas", "shards")
+    # The stand-in gives no memory back before its end, which FSDP2 asks for in between.
+    fsdp_param.free_storage = fsdp_param.alloc_storage = lambda *_: None
+    mesh = dist.init_device_mesh(device, shape, mesh_dim_names=names)
+    model = fully_shard(Chosen(SHAPES).to(device, dtype), mesh=mesh)
+    optimizer = pycomm.CodedAdamW(model.parameters(), lr=0.01, model=model, codec=codec)
+    found = []
+    for step in range(6):
+        optimizer.zero_grad()
+        mine = {n: g.to(dtype) for n, g in given(rank, step, device).items()}
+        if step == CLIPPED:
+            mine["a"] *= 500
+        model(mine).backward()
+        optimizer.step()
+        found.append([p.detach().to_local().cpu().clone() for p in model.parameters()])
+    for parameter in model.parameters():
+        state = optimizer.state[parameter].items()
+        found.append([v.to_local().cpu() if hasattr(v, "to_local") else v.cpu() for _, v in state])
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
+def test_sharded_training_has_the_bits_of_the_host(fakes, dtype, ranks, replicas):
+    how = "sign", dtype, replicas
+    want = run(fakes, "kernels", check_sharded, "cpu", *how, ranks=ranks)
+    got = run(fakes, "kernels", check_sharded, FAKE, *how, ranks=ranks)
+    assert equal(got, want)
+
+
+class Operations(TorchDispatchMode):
+    """Collects the operations of torch on the device that are more than views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        on_device = any(isinstance(one, torch.Tensor) and not one.is_cpu for one in args)
+        if on_device and not op.is_view:
+            self.names.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+def check_launches(rank: int, ranks: int, device: str, count: int) -> list[Any]:
+    """Return how a step's momenta of so many matrices are made: by kernels, and by torch."""
+    fsdp_param.free_storage = fsdp_param.alloc_storage = lambda *_: None
+    shapes = {f"p{i}": (256, 260) for i in range(count)}  # more than 2^16 values
+    model = Chosen(shapes).to(device)
+    fully_shard(model, mesh=dist.init_device_mesh(device, (ranks,)))
+    operations = Operations()
+
+    def within(function: Any, context: Callable[[], Any]) -> Any:
+        """Call a function, and what it returns, in a context."""
+
+        def call(*args: Any, **options: Any) -> Any:
+            with context():
+                result = function(*args, **options)
+            return within(result, context) if callable(result) else result
+
+        return call
+
+    with launched() as names:
+        optimizer = pycomm.CodedAdamW(model.parameters(), model=model)
+        momenta, state = optimizer.momenta, optimizer.compression
+        momenta.scatter = within(momenta.scatter, lambda: operations)
+        state.scatter = within(state.scatter, _disable_current_modes)
+        for step in range(3):
+            operations.names.clear()
+            names.clear()
+            mine = gradients(rank, step, shapes=shapes).items()
+            model({name: gradient.to(device) for name, gradient in mine}).backward()
+            with operations:
+                optimizer.step()
+            optimizer.zero_grad()
+    passes = [name.partition("moments::")[2].partition("<")[0] for name in names]
+    return [[name for name in passes if name], operations.names]
+
+
+def test_passes_of_shards_are_kernels_for_all_matrices_at_once(fakes):
+    for count in (2, 9):
+        for kernels, operations in run(fakes, "kernels", check_launches, FAKE, count):
+            assert kernels == ["squares", "encode", "sent", "land", "collect", "commit", "move"]
+            assert len(operations) <= 2, operations

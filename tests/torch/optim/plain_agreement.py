@@ -6,7 +6,7 @@ import torch
 
 import pycomm
 from pycomm.momentum import agreement
-from pycomm.momentum.scaled import FLOOR
+from tests.torch.optim.plain_moment import FLOOR, signs_of
 
 SIZES = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -19,7 +19,7 @@ class Agreement:
         self.steps, self.energies = 0, [0.0, 0.0]
 
     def share(self, gs: list[torch.Tensor], beta2: float) -> float:
-        signs = agreement.signs_of(self.columns, self.steps, torch.device("cpu"))
+        signs = signs_of(self.columns, self.steps)
         matrices = [g.view(-1, self.columns)[self.steps % self.stride :: self.stride] for g in gs]
         found = [matrix @ signs for matrix in matrices]
         mean = sum(found) / len(gs)

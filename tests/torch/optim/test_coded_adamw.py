@@ -14,11 +14,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.feedback import storage
-from pycomm.momentum import agreement, scaled
+from pycomm.momentum import agreement
+from pycomm.momentum.job import Job
+from pycomm.momentum.kernels import Kernels
+from pycomm.momentum.moment import CodedMoment
+from pycomm.momentum.passes import Passes
+from pycomm.momentum.table import Table
+from pycomm.reduction.bucket import BucketPiece
 from tests.extent import each_value
 from tests.torch.harness import Chosen, all_equal, equal, values, whole
 from tests.torch.optim import table
 from tests.torch.optim.plain_agreement import SIZES, PlainAdamW
+from tests.torch.optim.plain_moment import share
 from tests.torch.optim.table import CALM, SHAPES, gradients, integers, named, train
 from tests.torch.pool import on_ranks
 
@@ -259,14 +266,26 @@ def test_without_sent_values_ranks_use_the_momentum(rank, size):
 # The share of the ranks' squares that belongs to their mean.
 
 
-def project(matrix: torch.Tensor, begin: int, rows: int, step: int, to: torch.Tensor) -> None:
-    """Add the random numbers of some rows of a matrix, as `CodedMoment` does."""
-    first, stride, at = agreement.turn(begin, rows, step)
-    size = matrix.shape[1]
-    signs = agreement.signs_of(size, step, matrix.device)
-    ones = torch.ones(len(matrix)), torch.ones(size)
-    projections = signs, first, stride, to[at:]
-    scaled.encode([scaled.Encoding(matrix, len(matrix), *ones, projections=projections)])
+def projected(gradient: torch.Tensor, step: int, shards: int = 1) -> torch.Tensor:
+    """Return the random numbers of a matrix's rows, as `CodedAdamW` has them."""
+    moment = moment_of(gradient, shards=shards)
+    moment.state["step"].fill_(step)
+    moment.begin()
+    kernels = Kernels(torch.device("cpu"))
+    bucket = torch.zeros(shards, moment.padded * moment.columns)
+    bucket.view(-1)[: gradient.numel()] = gradient.view(-1)
+    piece = BucketPiece("", 0, bucket.shape[1], moment.codec, 0, None)
+    table_ = Table(kernels, [(moment, piece)], None, *bucket.shape)
+    how: dict[str, Any] = {"unit": 1.0, "ranks": 1, "looks": True, "divides": True}
+    Job(Passes(kernels), table_, bucket, **how).encode(scale=lambda new: None)
+    return moment.room[len(moment.numbers) :][: moment.sums_numel][-agreement.ROWS :].clone()
+
+
+def moment_of(value: torch.Tensor, **options: Any) -> CodedMoment:
+    settings = {"betas": (0.9, 0.5), "eps": 1e-8}
+    moment = CodedMoment(torch.nn.Parameter(value), settings, {}, pycomm.codec("sign"), **options)
+    moment.start()
+    return moment
 
 
 def measured(ranks: int, noise: float, steps: int, rows: int = 200, columns: int = 48) -> float:
@@ -278,12 +297,10 @@ def measured(ranks: int, noise: float, steps: int, rows: int = 200, columns: int
         found = []
         for _ in range(ranks):
             gradient = common + noise * torch.randn(rows, columns, generator=generator)
-            one = torch.zeros(agreement.ROWS)
-            project(gradient, 0, rows, step, one)
-            found.append(one)
+            found.append(projected(gradient, step))
         of_mean += float((sum(found) / ranks).square().sum())
         own += float(sum(one.square().sum() for one in found)) / ranks
-    return agreement.share(of_mean, own, ranks)
+    return share(of_mean, own, ranks)
 
 
 @each_value
@@ -299,15 +316,11 @@ def test_agreement_is_the_share_of_the_mean(ranks, noise):
 
 
 def test_shards_have_the_projections_of_the_whole():
-    whole, parts = torch.zeros(agreement.ROWS), torch.zeros(agreement.ROWS)
     gradient = torch.randint(-9, 10, (150, 30)).float()
     for step in range(4):
-        project(gradient, 0, 150, step, whole)
-        for begin in range(0, 150, 52):
-            rows = gradient[begin : begin + 52]
-            project(rows, begin, 150, step, parts)
-    assert torch.equal(whole, parts)
-    assert int(whole.count_nonzero()) >= 48
+        found = projected(gradient, step)
+        assert torch.equal(found, projected(gradient, step, shards=3))
+        assert int(found.count_nonzero()) >= 45
 
 
 def test_every_row_has_its_turn():
@@ -316,16 +329,22 @@ def test_every_row_has_its_turn():
         for row in range(200):
             gradient = torch.zeros(200, 8)
             gradient[row] = torch.arange(1.0, 9.0)
-            found = torch.zeros(agreement.ROWS)
-            project(gradient, 0, 200, step, found)
-            seen[row] += float(found.abs().sum() > 0)
+            seen[row] += float(projected(gradient, step).abs().sum() > 0)
     assert bool((seen == 1).all())
 
 
-def test_bounds():
-    assert agreement.share(0.0, 0.0, 4) == 1  # nothing was measured yet
-    assert agreement.share(1e-9, 1.0, 4) == 0.25
-    assert agreement.share(2.0, 1.0, 4) == 1
+@pytest.mark.parametrize(
+    ("of_mean", "own", "want"),
+    [(0.0, 0.0, 1.0), (1e-9, 1.0, 0.25), (2.0, 1.0, 1.0)],  # first: nothing was measured yet
+)
+def test_bounds(of_mean, own, want):
+    """Of the share of four ranks' squares by which second moments grow."""
+    moment = moment_of(torch.zeros(4, 4))
+    sums = torch.ones(moment.sums_numel)
+    sums[-agreement.ROWS :] = 0
+    sums[-agreement.ROWS - 1], sums[-agreement.ROWS] = own, of_mean**0.5
+    Passes(Kernels(torch.device("cpu"))).commit([moment], 4 * sums, 4, lambda one: True)
+    assert moment.state["row"].tolist() == [0.5 * want] * 4
 
 
 # --------------------------------------------------------------------------------- steps stay small
@@ -428,8 +447,7 @@ def of_all_ranks(rank: int, size: int, which: str, refresh: int) -> list[list[to
         assert all(one.isfinite().all() for one in kept)
         found.append([*kept, *values(model)])
         if which != "sgd":
-            steps = [moment._steps for moment in optimizer.momenta.moments.values()]
-            found.append([torch.tensor(steps)])
+            found.append([moment.numbers[4] for moment in optimizer.momenta.moments.values()])
     return found
 
 

@@ -1,4 +1,4 @@
-"""The kernels of a device, for all moments of a state."""
+"""The passes of csrc/optim over the moments of a state."""
 
 from __future__ import annotations
 
@@ -9,42 +9,35 @@ import torch
 
 from pycomm import _C
 from pycomm.arrays import core_dtype
-from pycomm.momentum.moment import LIMIT
-from pycomm.momentum.on_device.kernels import Kernels
-from pycomm.momentum.on_device.moment import DeviceMoment
-from pycomm.momentum.on_device.table import Table
-from pycomm.momentum.scaled import written
+from pycomm.momentum.kernels import Kernels, written
+from pycomm.momentum.moment import LIMIT, CodedMoment, local
+from pycomm.momentum.table import Table
 from pycomm.policy.rules import CODED
 
 DTYPES = {dtype: core_dtype(dtype) for dtype in CODED}
 
 
-class DevicePasses:
-    """The kernels of a device, for all moments of a state.
+class Passes:
+    """The passes over all moments of a state, which wait for nothing on a device.
 
     Args:
-        kernels: what starts them.
+        kernels: what runs them.
     """
 
     def __init__(self, kernels: Kernels) -> None:
-        self.call, self._device = kernels.call, kernels.device
+        self.kernels, self.call = kernels, kernels.call
         self._all: Table | None = None
 
-    @staticmethod
-    def find(device: torch.device) -> DevicePasses | None:
-        """Return the passes of a device; None: it has no kernels for them."""
-        kernels = Kernels.find("moments", device)
-        return DevicePasses(kernels) if kernels is not None else None
-
-    def scale(self, moments: Sequence[DeviceMoment], sum_up: Callable[[torch.Tensor], int]) -> None:
+    def scale(self, moments: Sequence[CodedMoment], sum_up: Callable[[torch.Tensor], int]) -> None:
         """Make the ranks' sums of this step the scale of the first coding of these moments.
 
         Args:
             moments: those without second moments.
-            sum_up: function that adds a tensor up over the ranks, and returns their number.
+            sum_up: function that adds a tensor up over the ranks, and returns the number of those
+                that have a gradient of the same rows.
         """
-        table = Table([(moment, None) for moment in moments])
-        sums = torch.empty(table.sums_numel, dtype=torch.float32, device=self._device)
+        table = Table(self.kernels, [(moment, None) for moment in moments])
+        sums = self._sums_of(table)
         self.call(table.native.collect, sums.data_ptr())
         ranks = sum_up(sums)
         how = [(_C.MomentUse.scale, 0.0, 0.0)] * len(moments)
@@ -52,30 +45,35 @@ class DevicePasses:
         for moment in moments:
             moment.knows = True
 
-    def sums_of(self, moments: Sequence[DeviceMoment]) -> torch.Tensor:
-        """Return memory for the sums of all moments."""
-        count = self._table(moments).sums_numel
-        return torch.empty(count, dtype=torch.float32, device=self._device)
+    def _sums_of(self, table: Table) -> torch.Tensor:
+        return torch.empty(table.sums_numel, dtype=torch.float32, device=self.kernels.device)
 
-    def collect(self, moments: Sequence[DeviceMoment], sums: torch.Tensor) -> None:
-        """Write this rank's mean sums of all moments; see `CodedMoment.local_sums`."""
+    def sums_of(self, moments: Sequence[CodedMoment]) -> torch.Tensor:
+        """Return memory for the sums of all moments."""
+        return self._sums_of(self._table(moments))
+
+    def collect(self, moments: Sequence[CodedMoment], sums: torch.Tensor) -> None:
+        """Write this rank's mean sums of the steps since the last exchange, of all moments."""
         for moment in moments:
             moment.complete()
         self.call(self._table(moments).native.collect, sums.data_ptr())
 
     def commit(
         self,
-        moments: Sequence[DeviceMoment],
+        moments: Sequence[CodedMoment],
         sums: torch.Tensor | None,
         ranks: int,
-        used: Callable[[DeviceMoment], bool],
+        used: Callable[[CodedMoment], bool],
     ) -> None:
         """Fold the ranks' sums into the second moments, and compute the factors.
+
+        All ranks count the step, also a rank whose squares overflow and are left out: the ranks'
+        number of steps decides how far second moments decay and values move.
 
         Args:
             moments: all moments.
             sums: the total of what `collect` wrote, over the ranks; None: it did not travel.
-            ranks: their number.
+            ranks: the number of those that have a gradient of the same rows.
             used: function that tells whether a moment's parameter takes part in the step.
         """
         how = []
@@ -89,7 +87,7 @@ class DevicePasses:
         at = 0 if sums is None else sums.data_ptr()
         self.call(self._table(moments).native.commit, at, how, ranks)
 
-    def refresh(self, moments: Sequence[DeviceMoment]) -> None:
+    def refresh(self, moments: Sequence[CodedMoment]) -> None:
         """Compute the factors of second moments that were loaded, after `begin`."""
         if not any(moment.is_stale for moment in moments):
             return
@@ -100,8 +98,8 @@ class DevicePasses:
 
     def move(
         self,
-        moments: Sequence[DeviceMoment],
-        chosen: Sequence[DeviceMoment],
+        moments: Sequence[CodedMoment],
+        chosen: Sequence[CodedMoment],
         lr: float,
         weight_decay: float,
     ) -> None:
@@ -117,15 +115,15 @@ class DevicePasses:
         alive = []  # until the kernels are queued
         strided = []
         for moment in chosen:
-            state, parameter = moment.state, moment.parameter
-            assert parameter.grad is not None
+            state, parameter = moment.state, local(moment.parameter.detach())
+            assert moment.parameter.grad is not None
             count = state["step"].item() + 1
             state["step"].fill_(count)
             correction = 1 - float(moment.settings["betas"][0]) ** count
-            gradient, values = parameter.grad.contiguous(), parameter.detach().contiguous()
+            gradient, values = local(moment.parameter.grad).contiguous(), parameter.contiguous()
             alive += [gradient, values]
-            if not parameter.is_contiguous():  # in another memory format
-                strided.append((parameter.detach(), values))
+            if values is not parameter:  # in another memory format
+                strided.append((parameter, values))
             steps.setdefault(parameter.dtype, []).append(
                 (
                     *(table.numbers[id(moment)], values.data_ptr(), gradient.data_ptr()),
@@ -138,9 +136,9 @@ class DevicePasses:
             parameter.copy_(values)
         written([moment.parameter for moment in chosen])
 
-    def _table(self, moments: Sequence[DeviceMoment]) -> Table:
+    def _table(self, moments: Sequence[CodedMoment]) -> Table:
         """Return the table of all moments of the state."""
         known = self._all is not None and len(self._all.parts) == len(moments)
         if self._all is None or not known or not self._all.is_current:
-            self._all = Table([(moment, None) for moment in moments])
+            self._all = Table(self.kernels, [(moment, None) for moment in moments])
         return self._all

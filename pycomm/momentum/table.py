@@ -1,0 +1,109 @@
+"""The matrices of a bucket or of a step, as C++ knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pycomm.errors import Error
+from pycomm.feedback import Residual, storage
+from pycomm.momentum.kernels import Kernels
+from pycomm.momentum.moment import CodedMoment, local
+from pycomm.momentum.plain import FORMS
+from pycomm.reduction.bucket import BucketPiece
+
+Part = tuple[CodedMoment, "BucketPiece | None"]
+"""A matrix, and its place in a bucket."""
+
+
+class Table:
+    """Matrices, and the addresses of all that the passes read and write for them.
+
+    Args:
+        kernels: what runs the passes.
+        parts: the matrices.
+        own: where what was sent of each is kept; None: nowhere.
+        shards: number of shards of each that this rank codes, one behind the other; 1: its own.
+        numel: values of a bucket's shard.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        parts: Sequence[Part],
+        own: Sequence[Residual] | None = None,
+        shards: int = 1,
+        numel: int = 0,
+    ) -> None:
+        self.parts, self.own, self.shards = list(parts), own, shards
+        self.native = kernels.moments()
+        """The shards that are coded."""
+        self.landed = kernels.moments() if shards > 1 else self.native
+        """This rank's own shards."""
+        self._at = [_addresses(moment) for moment, _ in parts]
+        self.numbers = {id(moment): i for i, (moment, _) in enumerate(parts)}
+        """Of the moments, by id."""
+        self.sums_numel = 0
+        for i, (moment, piece) in enumerate(parts):
+            if moment.device.type != kernels.device.type:
+                raise Error(
+                    f"CodedAdamW: parameters are on {moment.device}, and gradients are reduced on "
+                    f"{kernels.device}: leave out CPUOffloadPolicy"
+                )
+            offset = piece.offset if piece else 0
+            residual, sent = piece.residual if piece else None, own[i] if own is not None else None
+            for shard in range(shards) if shards > 1 else ():
+                place = offset + shard * numel
+                self._add(self.native, moment, place, (shard, shard, shards), residual, sent)
+            self._add(self.landed, moment, offset, (moment.shard, 0, 1), residual, sent)
+            self.sums_numel += moment.sums_numel
+
+    def _add(
+        self,
+        to: object,
+        moment: CodedMoment,
+        offset: int,
+        shard: tuple[int, int, int],
+        residual: Residual | None,
+        own: Residual | None,
+    ) -> None:
+        """Add a shard: its number, that among those that are coded here, and their number."""
+        momentum, (number, row, rows) = local(moment.state["exp_avg"]), shard
+        to.add(  # type: ignore[attr-defined]
+            (offset, self.sums_numel),
+            (moment.rows, moment.columns, number * moment.padded, moment.padded, row, rows),
+            (moment.room.data_ptr(), *_addresses(moment)[1:]),
+            (momentum.data_ptr(), FORMS[momentum.dtype]),
+            _sides(residual, row),
+            _sides(own, row),
+        )
+
+    @property
+    def is_current(self) -> bool:
+        """Whether addresses are still those: a state may have been loaded since."""
+        for (moment, _), (momentum, row, column, heard) in zip(self.parts, self._at, strict=True):
+            state = moment.state
+            if state["row"].data_ptr() != row or state["column"].data_ptr() != column:
+                return False
+            if local(state["exp_avg"]).data_ptr() != momentum or state["heard"].data_ptr() != heard:
+                return False
+        return True
+
+
+def _addresses(moment: CodedMoment) -> tuple[int, int, int, int]:
+    """Return those of what is in the optimizer's state, which lies without gaps."""
+    state = moment.state
+    for key in ("exp_avg", "row", "column", "heard"):
+        if not local(state[key]).is_contiguous():  # of a checkpoint
+            state[key] = state[key].contiguous()
+    momentum, row, column, heard = (
+        local(state[key]).data_ptr() for key in ("exp_avg", "row", "column", "heard")
+    )
+    return momentum, row, column, heard
+
+
+def _sides(residual: Residual | None, row: int) -> tuple[int, int, int]:
+    if residual is None or residual.worker is None:
+        return 0, 0, 0
+    first, second = residual.worker
+    before = row * storage.count(residual.rule.storage, residual.numel)
+    return first.data_ptr() + before, second.data_ptr() + before, FORMS[first.dtype]
