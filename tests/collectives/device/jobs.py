@@ -8,56 +8,16 @@ import pycomm
 from pycomm import _C
 from tests.collectives import ways
 from tests.collectives.device.ranks import Buffer, Rank
-from tests.collectives.ways import REDUCIBLE, floats, integers
+from tests.collectives.ways import REDUCIBLE, TYPES, contribution, floats, integers
 
 DType, ReduceOp = _C.DType, _C.ReduceOp
 ALGOS = ["one_shot", "two_shot"]
 SIZES = [0, 1, 3, 17, 1000, 4099, 30011]
-# Each type with the numpy type that holds its bits.
-TYPES = {
-    "float32": "f4",
-    "float64": "f8",
-    "float16": "u2",
-    "bfloat16": "u2",
-    "float8_e4m3": "u1",
-    "float8_e5m2": "u1",
-    "int8": "i1",
-    "int16": "i2",
-    "int32": "i4",
-    "int64": "i8",
-    "uint8": "u1",
-    "uint16": "u2",
-    "uint32": "u4",
-    "uint64": "u8",
-    "bool": "u1",
-    "complex64": "c8",
-    "complex128": "c16",
-}
 OPS = ["sum", "avg", "premul_sum", "prod", "min", "max", "band", "bor", "bxor"]
 
 
 def has_meaning(dtype: str, op: str) -> bool:
     return (getattr(DType, dtype), getattr(ReduceOp, op)) in REDUCIBLE
-
-
-def contribution(rank: int, numel: int, dtype: str) -> np.ndarray:
-    """Return values over many magnitudes; for small floats all codes but those of Inf and NaN."""
-    random = np.random.default_rng([rank, numel, len(dtype)])
-    if dtype in ("float32", "float64"):
-        return floats(rank, numel).astype(TYPES[dtype])
-    if dtype.startswith("complex"):
-        return (floats(rank, numel) + 1j * floats(rank + 100, numel)).astype(TYPES[dtype])
-    if dtype == "bool":
-        return random.integers(0, 2, numel, dtype="u1")
-    if dtype == "float16":
-        return floats(rank, numel).clip(-6e4, 6e4).astype("f2").view("u2")
-    if dtype == "bfloat16":
-        return (floats(rank, numel).view("u4") >> 16).astype("u2")
-    if dtype.startswith("float8"):
-        sign = random.integers(0, 2, numel, dtype="u1") << 7
-        return sign | random.integers(0, 0x7B, numel, dtype="u1")
-    limits = np.iinfo(TYPES[dtype])
-    return random.integers(limits.min, limits.max, numel, dtype=TYPES[dtype], endpoint=True)
 
 
 def own_factor(rank: int) -> float:
