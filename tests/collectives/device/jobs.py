@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 
 import pycomm
 from pycomm import _C
 from tests.collectives import ways
 from tests.collectives.device.ranks import Buffer, Rank
-from tests.collectives.ways import REDUCIBLE, TYPES, contribution, floats, integers
+from tests.collectives.ways import REDUCIBLE, TYPES, contribution, integers
 
 DType, ReduceOp = _C.DType, _C.ReduceOp
 ALGOS = ["one_shot", "two_shot"]
@@ -79,20 +81,27 @@ def parts(buffers: list[Buffer]) -> _C.Parts:
 
 
 def reduce_and_scatter(c: Rank) -> None:
-    for numel in (5, 3001):
+    kinds = [("float32", "avg"), ("float32", "premul_sum"), ("bfloat16", "premul_sum")]
+    for numel, (dtype, op) in product((5, 3001), kinds):
+        kind, factor = (getattr(DType, dtype), getattr(ReduceOp, op)), own_factor(c.rank)
         sizes = part_sizes(c, numel)
-        inputs = [[floats(r * 50 + p, n) for p, n in enumerate(sizes)] for r in range(c.size)]
+        inputs = [
+            [contribution(r * 50 + p, n, dtype) for p, n in enumerate(sizes)] for r in range(c.size)
+        ]
         ours = [c.put(x) for x in inputs[c.rank]]
-        out = c.put(np.zeros(sizes[c.rank], dtype="f4"))
-        c.call("reduce_scatter", parts(ours), out.address, 0, DType.float32, ReduceOp.avg)
-        want = folded([inputs[r][c.rank] for r in range(c.size)], "float32", "avg")
-        assert out.get().tobytes() == want.tobytes(), numel
+        out = c.put(np.zeros_like(inputs[c.rank][c.rank]))
+        c.call("reduce_scatter", parts(ours), out.address, 0, *kind, factor=factor)
+        want = folded([inputs[r][c.rank] for r in range(c.size)], dtype, op)
+        assert out.get().tobytes() == want.tobytes(), (numel, dtype, op)
+        for x, unchanged in zip(ours, inputs[c.rank], strict=True):
+            assert x.get().tobytes() == unchanged.tobytes()
         for root in range(c.size):
-            whole = [floats(r, numel) for r in range(c.size)]
-            x, y = c.put(whole[c.rank]), c.put(np.zeros(numel, dtype="f4"))
-            c.call("reduce", x.address, y.address, numel, DType.float32, ReduceOp.sum, root)
-            want = folded(whole, "float32", "sum") if root == c.rank else np.zeros(numel)
-            assert np.array_equal(y.get(), want), (numel, root)
+            whole = [contribution(r, numel, dtype) for r in range(c.size)]
+            x, y = c.put(whole[c.rank]), c.put(np.zeros_like(whole[0]))
+            c.call("reduce", x.address, y.address, numel, *kind, root, factor=factor)
+            want = folded(whole, dtype, op) if root == c.rank else np.zeros_like(whole[0])
+            assert np.array_equal(y.get(), want), (numel, dtype, op, root)
+            assert np.array_equal(x.get(), whole[c.rank])
 
 
 def moves(c: Rank) -> None:
