@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -16,7 +13,7 @@ import pytest
 from pycomm import _test
 from pycomm.errors import Error
 from tests.collectives.ways import RANKS, bits, check_everything, floats, integers, right, shared
-from tests.compiling import library
+from tests.compiling import run_preloaded
 from tests.extent import each_value, part
 from tests.ranks import run, run_processes
 
@@ -377,11 +374,4 @@ print("whole")
 
 
 def test_memory_in_use_is_kept_when_its_neighbour_is_freed(tmp_path):
-    ended = subprocess.run(
-        [sys.executable, "-c", HEAP],
-        env={**os.environ, "LD_PRELOAD": library(KERNEL, tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert ended.stdout == "whole\n", ended.stderr
+    assert run_preloaded(HEAP, KERNEL, tmp_path) == "whole\n"
