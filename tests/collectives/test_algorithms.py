@@ -13,6 +13,7 @@ from pycomm import _C
 from pycomm.errors import Error, PeerLost, Timeout
 from tests.collectives.ways import (
     ALGOS_OF,
+    CANONICAL,
     REDUCIBLE,
     TINY,
     TYPES,
@@ -152,12 +153,20 @@ def small_values(rank, numel, dtype):
     ],
 )
 def test_every_dtype_and_op(way, numel):
-    """Results are in rank order; inputs of other ways give the same bits in every order."""
+    """Results are in rank order, and NaNs canonical; inputs of other ways give the same bits in
+    every order."""
     ranks = 3
     options = {"transport": "local", "algo": way, "segment_bytes": 256}
     if way == "hierarchical":
         options |= {"nodes": [0, 1, 0], "sockets": 1}
-    values = contribution if way in RANK_ORDER["all_reduce"] else small_values
+    ordered = way in RANK_ORDER["all_reduce"]
+
+    def values(rank, numel, dtype):
+        x = (contribution if ordered else small_values)(rank, numel, dtype)
+        if dtype in CANONICAL and (ordered or rank == 1):
+            word, _, inf = CANONICAL[dtype]
+            x.view(word)[1::8] |= np.array(inf if ordered else inf | 1, word)  # Inf and NaNs
+        return x
 
     def job(c):
         results = []
@@ -189,6 +198,10 @@ CALLS = {
     "broadcast": lambda c: c.broadcast(np.ones(1000, np.float32), 0),
     "reduce": lambda c: c.reduce(np.ones(1000, np.float32), np.empty(1000, np.float32), root=3),
     "barrier": lambda c: c.barrier(),
+    "large all_reduce": lambda c: c.all_reduce(np.ones(100_000)),
+    "large broadcast": lambda c: c.broadcast(np.ones(100_000), 0),
+    "all_to_all": lambda c: c.all_to_all(np.ones(10 * c.size), np.ones(10 * c.size)),
+    "coded": lambda c: c.all_reduce_coded(np.ones(10_000, np.float32), "quant"),
 }
 
 
@@ -235,7 +248,9 @@ def test_a_rank_that_leaves_ends_the_call_everywhere(call, algo):
     check_left(call, lost, r"rank \d", 5, transport="tcp", sockets=1, algo=algo)
 
 
-@pytest.mark.parametrize(("call", "algo"), PAIRS)
+@pytest.mark.parametrize(
+    ("call", "algo"), [*PAIRS, *((call, algo) for call in CALLS for algo in ("auto", "direct"))]
+)
 def test_a_missing_rank_ends_the_call_everywhere(call, algo):
     check_missing(call, 2, 5, transport="local", algo=algo)
 

@@ -56,6 +56,18 @@ TYPES = {
     "complex128": "c16",
 }
 
+# The bits of the canonical NaN, and by how many bits of a part those of any NaN are recognised.
+CANONICAL = {
+    "float32": ("u4", 0x7FC00000, 0x7F800000),
+    "float64": ("u8", 0x7FF8000000000000, 0x7FF0000000000000),
+    "float16": ("u2", 0x7E00, 0x7C00),
+    "bfloat16": ("u2", 0x7FC0, 0x7F80),
+    "float8_e5m2": ("u1", 0x7E, 0x7C),
+    "float8_e4m3": ("u1", 0x7F, 0x7F),
+    "complex64": ("u4", 0x7FC00000, 0x7F800000),
+    "complex128": ("u8", 0x7FF8000000000000, 0x7FF0000000000000),
+}
+
 
 def _reducible(dtype: _C.DType, op: _C.ReduceOp) -> bool:
     try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -22,7 +20,7 @@ from tests.collectives.coded.test_collectives import (
 )
 from tests.collectives.test_hierarchical import NODES, SITES, options, sited
 from tests.collectives.ways import bits
-from tests.ranks import attempt, run, run_processes
+from tests.ranks import run, run_processes
 
 LEVELS = [name for name in NODES if name not in ("flat", "one")]
 
@@ -136,21 +134,6 @@ def test_non_finite_values_reach_every_rank(bad, name):
     assert all(outcome == outcomes[0] for outcome in outcomes)
     assert outcomes[0][:2] == (False, True)
     assert outcomes[0][3] is False
-
-
-@pytest.mark.parametrize("lost", [1, 2])
-def test_a_rank_that_does_not_come_is_named(lost):
-    """Its own node may wait for it, or another one."""
-
-    def absent(c):
-        if c.rank == lost:
-            return time.sleep(1.0)
-        return c.all_reduce_coded(np.ones(5000, np.float32), pycomm.codec("int8"), timeout=0.5)
-
-    outcomes = attempt(4, absent, **options("2+2"))
-    for error in outcomes[:lost] + outcomes[lost + 1 :]:
-        assert isinstance(error, pycomm.Timeout)
-        assert f"rank {lost}" in str(error)
 
 
 @pytest.mark.parametrize("name", ["2+2", "mixed", "3+1", "2+1+2", "hosts of two ranks"])
