@@ -16,21 +16,12 @@ import torch
 from pycomm import _C
 from pycomm.errors import Error
 from tests.collectives.test_hierarchical import NODES
-from tests.collectives.ways import TINY
+from tests.collectives.ways import CANONICAL, TINY
 from tests.ranks import run, run_processes
 
 PREMUL_SUM = _C.ReduceOp.premul_sum
 FACTORS = [1.0, 3.0, 2.0, 4.0, -1.0, -2.0, -3.0, -4.0]
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float8_e4m3": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-    "complex64": torch.complex64,
-    "complex128": torch.complex128,
-}
+DTYPES = {name: getattr(torch, name.replace("e4m3", "e4m3fn")) for name in CANONICAL}
 SMALL, LARGE = [0, 1, 7, 1001], [30011]
 # Data are scaled before an algorithm is chosen (contribution.h), so there is one of each kind.
 WAYS = {

@@ -37,23 +37,8 @@ TINY = {"segment_bytes": 404}
 
 # Each type with the numpy type that holds its bits.
 TYPES = {
-    "float32": "f4",
-    "float64": "f8",
-    "float16": "u2",
-    "bfloat16": "u2",
-    "float8_e4m3": "u1",
-    "float8_e5m2": "u1",
-    "int8": "i1",
-    "int16": "i2",
-    "int32": "i4",
-    "int64": "i8",
-    "uint8": "u1",
-    "uint16": "u2",
-    "uint32": "u4",
-    "uint64": "u8",
-    "bool": "u1",
-    "complex64": "c8",
-    "complex128": "c16",
+    name: f"u{_C.size_of(dtype)}" if name.startswith(("float8", "float16", "bf", "bool")) else name
+    for name, dtype in _C.DType.__members__.items()
 }
 
 # The bits of the canonical NaN, and by how many bits of a part those of any NaN are recognised.
