@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,6 +60,19 @@ def library(source: str, folder: Path) -> str:
     made = folder / "kernel.so"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", made, folder / "kernel.c"], check=True)
     return str(made)
+
+
+def run_preloaded(program: str, kernel: str, folder: Path, *words: str, **variables: str) -> str:
+    """Run a Python program on the `library` of a C source; return what it has printed."""
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        env={**os.environ, "LD_PRELOAD": library(kernel, folder), **variables},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
 
 
 def _run(command: Sequence[str | Path], root: Path) -> None:

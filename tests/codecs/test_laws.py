@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +14,6 @@ from pycomm.codecs import Cast, Eden, Quant, Sign
 from pycomm.codecs.base import Codec
 from pycomm.codecs.implementations import Reference
 from pycomm.codecs.mx import ELEMENTS
-from pycomm.errors import Error
 from tests.codecs.harness import NORMAL, never_sent, relative_error, same
 from tests.extent import each_value
 
@@ -97,10 +94,12 @@ def test_an_overflow_is_seen_by_all_and_keeps_the_residual(spec, bad):
     assert bool(residual.isfinite().all())
 
 
-# Those whose payloads hold sizes and places.
+# Those whose payloads hold sizes and places, and some others.
 PLACES = [
     *("lossless", "lossless:bfloat16"),
     *(f"topk:0.1,values={v},indices={i}" for v in VALUES for i in ("int32", "int12")),
+    *("fp8_e5m2", "int3", "int8:block=2048", "mx:fp6_e2m3", "nvfp4", "sign:block=32"),
+    *("eden:bits=3,size=4096", "eden:bits=4,size=64"),
 ]
 
 
@@ -112,7 +111,10 @@ def test_a_wrong_payload_is_read_within_its_bounds(spec, data):
     codec = pycomm.codec(spec)
     numel = data.draw(st.integers(1, 5000))
     payload = codec.encode(NORMAL[:numel])
-    for _ in range(data.draw(st.integers(0, 6))):
+    if data.draw(st.booleans()):  # nothing of it is right
+        seed = data.draw(st.integers(0, 999))
+        payload.random_(256, generator=torch.Generator().manual_seed(seed))
+    for _ in range(data.draw(st.integers(0, 6)) if payload.numel() else 0):
         place = data.draw(st.sampled_from([*range(4), *range(payload.numel())]))
         payload[place] = data.draw(st.integers(0, 255))
     # The copy has the exact size, so that the address sanitizer detects reads past its end.
@@ -121,39 +123,6 @@ def test_a_wrong_payload_is_read_within_its_bounds(spec, data):
     want = torch.empty(numel)
     Reference().decode(codec, payload, want)
     assert same(guard[32:-32], want)
+    codec.native.decode_add(copy.data_ptr(), guard[32:].data_ptr(), numel)
     assert bool((guard[:32] == 7).all())
     assert bool((guard[-32:] == 7).all())
-
-
-LIARS = [
-    *("fp8_e5m2", "int3", "int8:block=2048", "mx:fp6_e2m3", "nvfp4", "sign:block=32"),
-    *("topk:0.05", "topk:0.05,values=int8,indices=int12", "topk:0.3,values=bins2,indices=int12"),
-    *("eden:bits=3,size=4096", "eden:bits=4,size=64", "lossless", "lossless:bfloat16"),
-]
-
-
-def lie(payload: np.ndarray, rng: np.random.Generator, how: int) -> None:
-    """Change one bit, forty bytes, the first words, or everything."""
-    if how == 0:
-        payload[rng.integers(len(payload))] ^= 1 << rng.integers(8)
-    elif how == 1:
-        payload[rng.integers(len(payload), size=40)] = rng.choice([0, 1, 0x7F, 0x80, 0xFF], 40)
-    else:
-        most = min(16, len(payload)) if how == 2 else len(payload)
-        payload[:most] = rng.integers(256, size=most)
-
-
-@pytest.mark.parametrize("spec", LIARS)
-def test_decoders_stay_inside_whatever_a_payload_says(spec):
-    """They may give any values, or an Error; `make asan` sees what they read."""
-    codec, rng = pycomm.codec(spec), np.random.default_rng(0)
-    for numel in (1, 33, 2047, 5001):
-        honest = codec.encode(NORMAL[:numel]).numpy()
-        out = np.full(numel + 64, 7, np.float32)
-        for turn in range(100):
-            payload = honest.copy()
-            lie(payload, rng, turn % 4)
-            for decode in (codec.native.decode, codec.native.decode_add):
-                with contextlib.suppress(Error):
-                    decode(payload.ctypes.data, out.ctypes.data, numel)
-            assert (out[numel:] == 7).all(), (numel, turn)

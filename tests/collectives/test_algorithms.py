@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import re
 import time
 from functools import cache
@@ -13,8 +11,20 @@ import pytest
 
 from pycomm import _C
 from pycomm.errors import Error, PeerLost, Timeout
-from tests.collectives.ways import ALGOS_OF, REDUCIBLE, TINY, bits, floats, folded, integers
-from tests.extent import each_value, pairs
+from tests.collectives.ways import (
+    ALGOS_OF,
+    CANONICAL,
+    REDUCIBLE,
+    TINY,
+    TYPES,
+    bits,
+    check_everything,
+    contribution,
+    floats,
+    folded,
+    right,
+)
+from tests.extent import pairs
 from tests.ranks import attempt, run, run_processes
 
 RANKS = [1, 2, 3, 4, 5, 7, 8]
@@ -40,40 +50,10 @@ def rank_order(values, divisor=1):
     return total / np.float32(divisor)
 
 
-def all_collectives(c):
-    """Run every collective that has algorithms, for all sizes; return bytes for comparison."""
-    results = []
-    n, root = c.size, c.size // 2
-    for numel in SIZES:
-        x = integers(c.rank, numel, "int32")
-        c.all_reduce(x)
-        part = np.empty(numel, np.int32)
-        c.reduce_scatter(integers(c.rank, n * numel, "int32"), part)
-        whole = np.empty(n * numel, np.int32)
-        c.all_gather(integers(c.rank, numel, "int32"), whole)
-        b = integers(c.rank, numel, "int32")
-        c.broadcast(b, root)
-        out = np.empty(numel, np.int32)
-        c.reduce(integers(c.rank, numel, "int32"), out if c.rank == root else None, root=root)
-        c.barrier()
-        results.append((x, part, whole, b, out if c.rank == root else None))
-    return results
-
-
-def check_all_collectives(outcomes):
-    n = len(outcomes)
-    root = n // 2
-    for numel, of_ranks in zip(SIZES, zip(*outcomes, strict=True), strict=True):
-        inputs = [integers(r, numel, "int32") for r in range(n)]
-        total, joined = sum(inputs), np.concatenate(inputs)
-        parts = sum(integers(r, n * numel, "int32") for r in range(n))
-        for rank, (x, part, whole, b, out) in enumerate(of_ranks):
-            assert np.array_equal(x, total), numel
-            assert np.array_equal(part, parts[rank * numel : (rank + 1) * numel]), numel
-            assert np.array_equal(whole, joined), numel
-            assert np.array_equal(b, inputs[root]), numel
-            if rank == root:
-                assert np.array_equal(out, total), numel
+def everything(ranks, on=run, **options):
+    """Check every collective of whole numbers at all sizes."""
+    results = right(ranks, tuple(SIZES), "int32")
+    on(ranks, lambda c: check_everything(c, results), **options)
 
 
 # Of ranks with shared memory, auto takes the window.
@@ -81,14 +61,13 @@ def check_all_collectives(outcomes):
     ("algo", "ranks", "transport"), pairs([*ALGOS, "auto"], RANKS, [*TRANSPORTS])
 )
 def test_every_collective_is_exact(algo, ranks, transport):
-    options = TRANSPORTS[transport] | {"algo": algo}
-    check_all_collectives(run(ranks, all_collectives, **options))
+    everything(ranks, algo=algo, **TRANSPORTS[transport])
 
 
 @algos
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_every_collective_is_exact_in_tiny_segments(algo, ranks):
-    check_all_collectives(run(ranks, all_collectives, transport="local", algo=algo, **TINY))
+    everything(ranks, transport="local", algo=algo, **TINY)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +82,7 @@ def test_every_collective_is_exact_in_tiny_segments(algo, ranks):
     ids=str,
 )
 def test_every_collective_is_exact_between_processes(options):
-    check_all_collectives(run_processes(3, all_collectives, **options))
+    everything(3, run_processes, **options)
 
 
 def float_sums(c):
@@ -159,19 +138,11 @@ def test_ring_sums_have_the_same_bits_on_all_ranks(ranks):
     assert all(other == first for other in others)
 
 
-def small_values(rank, dtype, numel):
-    """Return bytes of values whose sums and products of a few are exact in every dtype."""
-    names = {
-        "float32": "f4", "float64": "f8", "float16": "f2", "complex64": "c8", "complex128": "c16",
-        "bool": "?",
-    }  # fmt: skip
+def small_values(rank, numel, dtype):
+    """Return values whose sums and products of a few are exact in every dtype."""
+    one = {"float16": 0x3C00, "bfloat16": 0x3F80, "float8_e4m3": 0x38, "float8_e5m2": 0x3C}
     values = np.random.default_rng([rank, numel]).integers(0, 2, numel)
-    if dtype.name == "bfloat16":
-        return (values.astype("f4").view("u4") >> 16).astype("u2").tobytes()
-    if dtype.name.startswith("float8"):
-        one = {"float8_e4m3": 0x38, "float8_e5m2": 0x3C}[dtype.name]
-        return (values * one).astype("u1").tobytes()
-    return values.astype(names.get(dtype.name, dtype.name)).tobytes()
+    return (values * one.get(dtype, 1)).astype(TYPES[dtype])
 
 
 @pytest.mark.parametrize(
@@ -182,28 +153,35 @@ def small_values(rank, dtype, numel):
     ],
 )
 def test_every_dtype_and_op(way, numel):
-    """The inputs give the same bits in every order; the number of ranks is no power of two."""
+    """Results are in rank order, and NaNs canonical; inputs of other ways give the same bits in
+    every order."""
     ranks = 3
     options = {"transport": "local", "algo": way, "segment_bytes": 256}
     if way == "hierarchical":
         options |= {"nodes": [0, 1, 0], "sockets": 1}
+    ordered = way in RANK_ORDER["all_reduce"]
+
+    def values(rank, numel, dtype):
+        x = (contribution if ordered else small_values)(rank, numel, dtype)
+        if dtype in CANONICAL and (ordered or rank == 1):
+            word, _, inf = CANONICAL[dtype]
+            x.view(word)[1::8] |= np.array(inf if ordered else inf | 1, word)  # Inf and NaNs
+        return x
 
     def job(c):
         results = []
         for dtype, op in REDUCIBLE:
-            data = small_values(c.rank, dtype, numel)
-            x = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
-            at = ctypes.addressof(x)
-            c.core.run("all_reduce", at, at, numel, dtype, op, -1, 2.0)
-            results.append(bytes(x))
+            x = values(c.rank, numel, dtype.name)
+            c.core.run("all_reduce", x.ctypes.data, x.ctypes.data, numel, dtype, op, -1, 2.0)
+            results.append(bits(x))
         return results
 
     want = []
     for dtype, op in REDUCIBLE:
-        inputs = [np.array(bytearray(small_values(r, dtype, numel))) for r in range(ranks)]
+        inputs = [values(r, numel, dtype.name) for r in range(ranks)]
         for x in inputs if op == _C.ReduceOp.premul_sum else []:
             _C.scale(dtype, x.ctypes.data, x.ctypes.data, numel, 2.0)
-        want.append(folded(dtype, op, inputs).tobytes())
+        want.append(bits(folded(dtype, op, inputs)))
     for results in run(ranks, job, **options):
         for combination, result, expected in zip(REDUCIBLE, results, want, strict=True):
             assert result == expected, combination
@@ -220,6 +198,10 @@ CALLS = {
     "broadcast": lambda c: c.broadcast(np.ones(1000, np.float32), 0),
     "reduce": lambda c: c.reduce(np.ones(1000, np.float32), np.empty(1000, np.float32), root=3),
     "barrier": lambda c: c.barrier(),
+    "large all_reduce": lambda c: c.all_reduce(np.ones(100_000)),
+    "large broadcast": lambda c: c.broadcast(np.ones(100_000), 0),
+    "all_to_all": lambda c: c.all_to_all(np.ones(10 * c.size), np.ones(10 * c.size)),
+    "coded": lambda c: c.all_reduce_coded(np.ones(10_000, np.float32), "quant"),
 }
 
 
@@ -266,7 +248,9 @@ def test_a_rank_that_leaves_ends_the_call_everywhere(call, algo):
     check_left(call, lost, r"rank \d", 5, transport="tcp", sockets=1, algo=algo)
 
 
-@pytest.mark.parametrize(("call", "algo"), PAIRS)
+@pytest.mark.parametrize(
+    ("call", "algo"), [*PAIRS, *((call, algo) for call in CALLS for algo in ("auto", "direct"))]
+)
 def test_a_missing_rank_ends_the_call_everywhere(call, algo):
     check_missing(call, 2, 5, transport="local", algo=algo)
 
@@ -281,97 +265,32 @@ def test_a_misspelled_algorithm_lists_the_known_ones():
 
 
 NUMEL = 60_000  # two-shot over channels, several slots of the window
-PREFIXES = [1, 29, 31, 1000, 8191, 33_000]  # within a flag's line, one-shot, one slot, two-shot
-# All ways whose sums are in rank order; automatic choice is restricted to these.
 ORDERED = {
     "window": {"transport": "local"},
     "one-shot": {"transport": "local", "algo": "one_shot"},
-    "two-shot": {"transport": "local", "algo": "two_shot"},
-    "small segments": {"transport": "local", "algo": "two_shot", "segment_bytes": 4096},
+    "two-shot": {"transport": "local", "algo": "two_shot", "segment_bytes": 4096},
     "bruck": {"transport": "local", "algo": "bruck"},
-    "tcp": {"transport": "tcp", "sockets": 1},
     "tcp, several sockets": {"transport": "tcp", "sockets": 3, "algo": "direct"},
 }
 
-ordered = pytest.mark.parametrize("way", ORDERED)
-dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-all_ranks = pytest.mark.parametrize("ranks", [2, 3, 4])
 
-
-class Values:
-    """Values of many magnitudes, as raw bytes: another order of a sum changes the result."""
-
-    def __init__(self, dtype, rank, numel):
-        wide = floats(rank, numel).view(np.uint32)
-        self.dtype = getattr(_C.DType, dtype)
-        # The upper half of a float32 is a bfloat16.
-        self.array = wide if dtype == "float32" else (wide >> 16).astype(np.uint16)
-
-    def part(self, begin, end):
-        result = Values.__new__(Values)
-        result.dtype, result.array = self.dtype, self.array[begin:end].copy()
-        return result
-
-    @property
-    def bytes(self):
-        return self.array.tobytes()
-
-
-def all_reduce(c, values, op=_C.ReduceOp.sum):
-    at = values.array.ctypes.data
-    c.core.run("all_reduce", at, at, values.array.size, values.dtype, op)
-    return values
-
-
-def in_rank_order(dtype, ranks, numel=NUMEL):
-    """Return the core's sums in one process, which every way must reproduce."""
-    inputs = [Values(dtype, rank, numel) for rank in range(ranks)]
-    out = inputs[0].part(0, numel)
-    pointers = [values.array.ctypes.data for values in inputs]
-    _C.reduce(out.dtype, _C.ReduceOp.sum, pointers, out.array.ctypes.data, numel)
-    return out
-
-
-@each_value
-@ordered
-@dtypes
-@all_ranks
-def test_a_part_of_a_message_has_its_own_bits(way, dtype, ranks):
-    want = in_rank_order(dtype, ranks)
-
-    def job(c):
-        mine = Values(dtype, c.rank, NUMEL)
-        whole = all_reduce(c, mine.part(0, NUMEL))
-        prefixes = [all_reduce(c, mine.part(0, numel)) for numel in PREFIXES]
-        # Buckets have uneven sizes, with one's last element right before the next one's first.
-        edges = [0, 7, 1000, 1001, 20_000, 52_345, NUMEL]
-        buckets = [all_reduce(c, mine.part(*edge)) for edge in itertools.pairwise(edges)]
-        return whole, prefixes, buckets
-
-    for whole, prefixes, buckets in run(ranks, job, **ORDERED[way]):
-        assert whole.bytes == want.bytes
-        for numel, prefix in zip(PREFIXES, prefixes, strict=True):
-            assert prefix.bytes == want.part(0, numel).bytes, numel
-        assert b"".join(bucket.bytes for bucket in buckets) == want.bytes
-
-
-@each_value
-@ordered
-@dtypes
-def test_arrival_does_not_matter(way, dtype):
+@pytest.mark.parametrize("way", ORDERED)
+def test_arrival_does_not_matter(way):
     """Another rank comes first in each run, and during a run ranks are delayed."""
     ranks = 3
-    want = in_rank_order(dtype, ranks)
 
     def job(c):
         results = []
         for turn in range(6):
             time.sleep(0.003 * ((c.rank + turn) % ranks))
-            results.append(all_reduce(c, Values(dtype, c.rank, NUMEL)).bytes)
+            x = floats(c.rank, NUMEL)
+            c.all_reduce(x, "avg")
+            results.append(bits(x))
         return results
 
+    mean, _ = means(ranks, NUMEL)
     for results in run(ranks, job, **ORDERED[way]):
-        assert results == [want.bytes] * 6
+        assert results == [mean] * 6
 
 
 def explained_and_taken(c):

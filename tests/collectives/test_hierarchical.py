@@ -8,10 +8,9 @@ import pytest
 from pycomm.errors import Error, WireMismatch
 from tests.collectives.test_algorithms import (
     CALLS,
-    all_collectives,
-    check_all_collectives,
     check_left,
     check_missing,
+    everything,
     float_sums,
 )
 from tests.collectives.ways import TINY, bits, floats
@@ -73,18 +72,17 @@ SEGMENTS = {"whole": {}, "tiny": TINY}
 )
 def test_every_collective_is_exact(nodes, kind):
     segments = SEGMENTS[kind]
-    check_all_collectives(run(len(NODES[nodes]), all_collectives, **options(nodes, **segments)))
+    everything(len(NODES[nodes]), **options(nodes, **segments))
 
 
 @pytest.mark.parametrize("algo", ["flat", "ring"])
 def test_flat_algorithms_run_over_both_transports(algo):
-    check_all_collectives(run(5, all_collectives, **options("2+1+2", algo=algo)))
+    everything(5, **options("2+1+2", algo=algo))
 
 
 @pytest.mark.parametrize("name", ["2+2", "1+3"])
 def test_every_collective_is_exact_between_processes(name):
-    more = options(name) | {"transport": "shm"}
-    check_all_collectives(run_processes(4, all_collectives, **more))
+    everything(4, run_processes, **options(name) | {"transport": "shm"})
 
 
 @nodes
@@ -259,7 +257,7 @@ def sited(name, **more):
     ],
 )
 def test_every_collective_is_exact_on_sites(name, segments):
-    check_all_collectives(run(len(SITES[name][0]), all_collectives, **sited(name, **segments)))
+    everything(len(SITES[name][0]), **sited(name, **segments))
 
 
 @sites

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from functools import cache
 
 import numpy as np
 import pytest
@@ -20,54 +19,12 @@ ways = pytest.mark.parametrize("way", WAYS)
 everywhere = pytest.mark.parametrize("ranks", RANKS)
 
 
-def each_size(job):
-    """Return a job that calls ``job(c, numel)`` for every size."""
-    return lambda c: [job(c, numel) for numel in SIZES]
-
-
-def all_equal(outcomes, want):
-    """Check that every rank's result for every size is ``want(rank, numel)``."""
-    for rank, results in enumerate(outcomes):
-        for numel, result in zip(SIZES, results, strict=True):
-            assert np.array_equal(result, want(rank, numel)), (rank, numel)
-
-
-def joined(ranks, numel):
-    return np.concatenate([integers(r, numel) for r in range(ranks)])
-
-
 def with_each(name, values):
     """Run a test on every way with every number of ranks, which take turns with these values."""
     return pytest.mark.parametrize(("way", "ranks", name), pairs([*WAYS], RANKS, values))
 
 
 with_segments = with_each("segments", [*SEGMENTS])
-
-
-@ways
-@everywhere
-def test_all_gather_and_all_to_all(way, ranks):
-    def job(c, numel):
-        gathered = np.empty(ranks * numel, np.float32)
-        c.all_gather(integers(c.rank, numel), gathered)
-        in_place = np.zeros(ranks * numel, np.float32)
-        own = in_place[c.rank * numel : (c.rank + 1) * numel]
-        own[:] = integers(c.rank, numel)
-        c.all_gather(own, in_place)
-        assert np.array_equal(gathered, in_place)
-        exchanged = np.empty(ranks * numel, np.float32)
-        c.all_to_all(integers(c.rank, ranks * numel), exchanged)
-        return np.stack([gathered, exchanged])
-
-    @cache
-    def inputs(numel):
-        return np.stack([integers(r, ranks * numel) for r in range(ranks)])
-
-    def want(rank, numel):
-        parts = inputs(numel)[:, rank * numel : (rank + 1) * numel]
-        return np.stack([joined(ranks, numel), parts.ravel()])
-
-    all_equal(run(ranks, each_size(job), **WAYS[way]), want)
 
 
 @ways
@@ -174,30 +131,6 @@ def test_sizes_that_differ_are_named_on_every_rank(way, op):
     for outcome in outcomes:
         assert isinstance(outcome, WireMismatch), outcome
         assert all(word in str(outcome) for word in words), outcome
-
-
-@with_segments
-def test_reduce_gather_and_scatter(way, ranks, segments):
-    root = ranks - 1
-    totals = {numel: sum(integers(r, numel) for r in range(ranks)) for numel in SIZES}
-
-    def job(c):
-        is_root = c.rank == root
-        for numel in SIZES:
-            x = integers(c.rank, numel)
-            total = np.zeros(numel, np.float32) if is_root else None
-            c.reduce(x, total, root)
-            everything = np.zeros(ranks * numel, np.float32) if is_root else None
-            c.gather(x, everything, root)
-            back = np.zeros(numel, np.float32)
-            c.scatter(everything, back, root)
-            assert np.array_equal(x, integers(c.rank, numel))
-            assert np.array_equal(back, x)
-            if is_root:
-                assert np.array_equal(everything, joined(ranks, numel))
-                assert np.array_equal(total, totals[numel])
-
-    run(ranks, job, **WAYS[way], **SEGMENTS[segments])
 
 
 @pytest.mark.parametrize("way", ["window", "direct", "tcp"])

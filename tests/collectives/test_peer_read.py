@@ -14,8 +14,7 @@ import pytest
 
 from pycomm import _C
 from pycomm.errors import Error, PeerLost
-from tests.collectives.test_shared_heap import check_everything, right
-from tests.collectives.ways import floats, integers
+from tests.collectives.ways import check_everything, floats, integers, right
 from tests.extent import FULL, each_value
 from tests.ranks import run, run_processes
 
@@ -35,7 +34,7 @@ def everything(c, who=lambda rank: False):
 
     The buffers of `who` lie in heaps.
     """
-    check_everything(c, who, right(c.size, tuple(SIZES)))
+    check_everything(c, right(c.size, tuple(SIZES)), who)
     sums = []
     for n in SIZES:
         for op in ("sum", "avg", "max"):

@@ -15,24 +15,13 @@ import torch
 
 from pycomm import _C
 from pycomm.errors import Error
-from tests.collectives.device import ranks as device_ranks
 from tests.collectives.test_hierarchical import NODES
-from tests.collectives.ways import TINY
-from tests.extent import pairs
+from tests.collectives.ways import CANONICAL, TINY
 from tests.ranks import run, run_processes
 
 PREMUL_SUM = _C.ReduceOp.premul_sum
 FACTORS = [1.0, 3.0, 2.0, 4.0, -1.0, -2.0, -3.0, -4.0]
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float8_e4m3": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-    "complex64": torch.complex64,
-    "complex128": torch.complex128,
-}
+DTYPES = {name: getattr(torch, name.replace("e4m3", "e4m3fn")) for name in CANONICAL}
 SMALL, LARGE = [0, 1, 7, 1001], [30011]
 # Data are scaled before an algorithm is chosen (contribution.h), so there is one of each kind.
 WAYS = {
@@ -160,45 +149,6 @@ def test_on_memory_that_all_ranks_share(ranks, who):
                 check(c, dtype, numel, place)
 
     run(ranks, job, transport="local")
-
-
-def check_on_device(c, dtype: str, numel: int, op: str) -> None:
-    kind, factor = _C.DType.__members__[dtype], FACTORS[c.rank]
-    each = _C.size_of(kind)
-    mine, want = brought(c.rank, c.size, numel, dtype), wanted(c.size, numel, dtype)
-    x = c.put(mine)
-    if op == "reduce":
-        root = numel % c.size
-        y = c.put(np.zeros_like(mine))
-        c.call("reduce", x.address, y.address, numel, kind, PREMUL_SUM, root, factor=factor)
-        assert np.array_equal(y.get(), want if c.rank == root else 0 * mine), (dtype, numel)
-        assert np.array_equal(x.get(), mine)
-    elif op == "reduce_scatter":
-        numels = uneven(c.size, numel)
-        begins = [sum(numels[:r]) for r in range(c.size + 1)]
-        parts = [(x.address + begins[r] * each, numels[r]) for r in range(c.size)]
-        y = c.put(np.zeros(numels[c.rank] * each, np.uint8))
-        c.call("reduce_scatter", _C.Parts(parts), y.address, 0, kind, PREMUL_SUM, factor=factor)
-        own = want[begins[c.rank] * each : begins[c.rank + 1] * each]
-        assert np.array_equal(y.get(), own), (dtype, numel)
-        assert np.array_equal(x.get(), mine)
-    else:
-        c.call("all_reduce", x.address, x.address, numel, kind, PREMUL_SUM, factor=factor, algo=op)
-        assert np.array_equal(x.get(), want), (op, dtype, numel)
-
-
-ON_DEVICES = pairs(
-    [*DTYPES], [1, 7, 1001, 30011], ["one_shot", "two_shot", "reduce", "reduce_scatter"]
-)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 5, 8])
-def test_kernels_of_devices(ranks):
-    def job(c) -> None:
-        for case in ON_DEVICES:
-            check_on_device(c, *case)
-
-    device_ranks.run(ranks, job)
 
 
 def test_what_travels_is_rounded_once():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
@@ -33,6 +34,24 @@ ALGOS_OF = {
 }
 # Segments of a hundred elements: many in a chunk, the last one shorter.
 TINY = {"segment_bytes": 404}
+
+# Each type with the numpy type that holds its bits.
+TYPES = {
+    name: f"u{_C.size_of(dtype)}" if name.startswith(("float8", "float16", "bf", "bool")) else name
+    for name, dtype in _C.DType.__members__.items()
+}
+
+# The bits of the canonical NaN, and by how many bits of a part those of any NaN are recognised.
+CANONICAL = {
+    "float32": ("u4", 0x7FC00000, 0x7F800000),
+    "float64": ("u8", 0x7FF8000000000000, 0x7FF0000000000000),
+    "float16": ("u2", 0x7E00, 0x7C00),
+    "bfloat16": ("u2", 0x7FC0, 0x7F80),
+    "float8_e5m2": ("u1", 0x7E, 0x7C),
+    "float8_e4m3": ("u1", 0x7F, 0x7F),
+    "complex64": ("u4", 0x7FC00000, 0x7F800000),
+    "complex128": ("u8", 0x7FF8000000000000, 0x7FF0000000000000),
+}
 
 
 def _reducible(dtype: _C.DType, op: _C.ReduceOp) -> bool:
@@ -90,3 +109,105 @@ _floats, _many_floats = (lru_cache(maxsize=most)(_new_floats) for most in (256, 
 
 def bits(x: np.ndarray) -> bytes:
     return x.tobytes()
+
+
+def contribution(rank: int, numel: int, dtype: str) -> np.ndarray:
+    """Return values over many magnitudes; for small floats all codes but those of Inf and NaN."""
+    random = np.random.default_rng([rank, numel, len(dtype)])
+    if dtype in ("float32", "float64"):
+        return floats(rank, numel).astype(TYPES[dtype])
+    if dtype.startswith("complex"):
+        return (floats(rank, numel) + 1j * floats(rank + 100, numel)).astype(TYPES[dtype])
+    if dtype == "bool":
+        return random.integers(0, 2, numel, dtype="u1")
+    if dtype == "float16":
+        return floats(rank, numel).clip(-6e4, 6e4).astype("f2").view("u2")
+    if dtype == "bfloat16":
+        return (floats(rank, numel).view("u4") >> 16).astype("u2")
+    if dtype.startswith("float8"):
+        sign = random.integers(0, 2, numel, dtype="u1") << 7
+        return sign | random.integers(0, 0x7B, numel, dtype="u1")
+    limits = np.iinfo(TYPES[dtype])
+    return random.integers(limits.min, limits.max, numel, dtype=TYPES[dtype], endpoint=True)
+
+
+def shared(c, values):
+    array = np.asarray(c.allocate(len(values), values.dtype))
+    array[:] = values
+    return array
+
+
+@dataclass
+class Right:
+    """The inputs of all ranks for a size, and what comes of them; no rank writes to these."""
+
+    mine: list[np.ndarray]
+    wide: list[np.ndarray]
+    total: np.ndarray
+    wide_total: np.ndarray
+    joined: np.ndarray
+
+    @classmethod
+    def of(cls, ranks, n, dtype):
+        mine, wide = ([integers(r, m, dtype) for r in range(ranks)] for m in (n, ranks * n))
+        return cls(mine, wide, sum(mine), sum(wide), np.concatenate(mine))
+
+
+@lru_cache(maxsize=1)
+def right(ranks, sizes, dtype="float32"):
+    """Return the right results of each size, which are made before the ranks begin."""
+    return {n: Right.of(ranks, n, dtype) for n in sizes}
+
+
+def check_everything(c, results, who=lambda rank: False):
+    """Check every collective against plain arithmetic, with the buffers of `who` in the heap."""
+    ranks, me = c.size, c.rank
+    root = ranks // 2
+
+    def place(values):
+        return shared(c, values) if who(me) else values.copy()
+
+    for n, of in results.items():
+        mine, wide = of.mine[me], of.wide[me]
+        own = slice(me * n, (me + 1) * n)
+
+        x = place(mine)
+        c.all_reduce(x)
+        assert np.array_equal(x, of.total)
+
+        x, out = place(wide), place(np.zeros_like(mine))
+        c.reduce_scatter(x, out)
+        assert np.array_equal(out, of.wide_total[own])
+        assert np.array_equal(x, wide)
+        c.reduce_scatter(x, x[own])
+        assert np.array_equal(x[own], of.wide_total[own])
+
+        x, out = place(mine), place(np.zeros_like(wide))
+        c.all_gather(x, out)
+        assert np.array_equal(out, of.joined)
+        out[:] = 0
+        out[own] = mine
+        c.all_gather(out[own], out)
+        assert np.array_equal(out, of.joined)
+
+        x, out = place(wide), place(np.zeros_like(wide))
+        c.all_to_all(x, out)
+        assert np.array_equal(out, np.concatenate([w[own] for w in of.wide]))
+
+        x = place(mine)
+        c.broadcast(x, root)
+        assert np.array_equal(x, of.mine[root])
+
+        x, out = place(mine), place(np.zeros_like(wide))
+        c.gather(x, out, root)
+        assert me != root or np.array_equal(out, of.joined)
+        back = place(np.zeros_like(mine))
+        c.scatter(out, back, root)
+        assert np.array_equal(back, mine)
+
+        x, out = place(mine), place(np.zeros_like(mine))
+        c.reduce(x, out if me == root else None, root)
+        assert me != root or np.array_equal(out, of.total)
+        assert np.array_equal(x, mine)
+        c.barrier()
+    return True

@@ -1,4 +1,5 @@
-"""A reduction that gives NaN gives the same NaN, whatever processor, path or place made it."""
+"""A reduction that gives NaN gives the same NaN, whatever processor or place made it; for those of
+ranks test_algorithms.py tests the same."""
 
 from __future__ import annotations
 
@@ -7,23 +8,11 @@ import pytest
 
 from pycomm import _C
 from tests.collectives.device import ranks as device_ranks
-from tests.collectives.ways import WAYS, folded
+from tests.collectives.ways import CANONICAL, folded
 from tests.extent import each_value
-from tests.ranks import run
 
 DTYPES = _C.DType.__members__
 OPS = _C.ReduceOp.__members__
-# The bits of the canonical NaN, and by how many bits of a part those of any NaN are recognised.
-CANONICAL = {
-    "float32": ("u4", 0x7FC00000, 0x7F800000),
-    "float64": ("u8", 0x7FF8000000000000, 0x7FF0000000000000),
-    "float16": ("u2", 0x7E00, 0x7C00),
-    "bfloat16": ("u2", 0x7FC0, 0x7F80),
-    "float8_e5m2": ("u1", 0x7E, 0x7C),
-    "float8_e4m3": ("u1", 0x7F, 0x7F),
-    "complex64": ("u4", 0x7FC00000, 0x7F800000),
-    "complex128": ("u8", 0x7FF8000000000000, 0x7FF0000000000000),
-}
 everywhere = pytest.mark.parametrize("dtype", CANONICAL)
 
 
@@ -79,41 +68,6 @@ def test_of_reductions(dtype, numel):
             out = folded(kind, OPS[op], inputs)
             assert nans(out, dtype).all(), (op, count)
             check(out, dtype, (op, count))
-
-
-@each_value
-@everywhere
-@pytest.mark.parametrize(
-    "way",
-    [
-        *WAYS.values(),
-        *({"transport": "local", "algo": a} for a in ("one_shot", "ring", "bruck")),
-        {"transport": "local", "nodes": [0, 0, 1], "sockets": 1},
-        {"transport": "local", "nodes": [0, 1, 2], "sockets": 1},
-    ],
-    ids=str,
-)
-def test_of_collectives(dtype, way):
-    kind, numel = DTYPES[dtype], 1027
-
-    def job(c):
-        results = []
-        for op in ops(dtype):
-            x = special(c.rank, dtype, numel)
-            at = x.ctypes.data
-            c.core.run("all_reduce", at, at, numel, kind, OPS[op])
-            y, part = special(c.rank, dtype, numel * c.size), special(9, dtype, numel)
-            places = y.ctypes.data, part.ctypes.data
-            c.core.run("reduce_scatter", *places, numel, kind, OPS[op])
-            check(part, dtype, op)
-            results.append(x)
-        return results
-
-    first, *others = run(3, job, **way)
-    for op, x in zip(ops(dtype), first, strict=True):
-        check(x, dtype, op)
-    for other in others:
-        assert all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 @each_value

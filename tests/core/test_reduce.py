@@ -15,25 +15,7 @@ from pycomm import _C, _test
 from pycomm.errors import Error
 from tests.extent import each_value
 
-TORCH = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float8_e4m3": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "uint8": torch.uint8,
-    "uint16": torch.uint16,
-    "uint32": torch.uint32,
-    "uint64": torch.uint64,
-    "bool": torch.bool,
-    "complex64": torch.complex64,
-    "complex128": torch.complex128,
-}
+TORCH = {name: getattr(torch, name.replace("e4m3", "e4m3fn")) for name in _C.DType.__members__}
 SMALL_FLOATS = ["float16", "bfloat16", "float8_e4m3", "float8_e5m2"]
 FLOATS = ["float32", "float64", *SMALL_FLOATS]
 INTEGERS = [name for name in TORCH if "int" in name]

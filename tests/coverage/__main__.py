@@ -21,7 +21,6 @@ import sys
 from pathlib import Path
 from typing import TypedDict
 
-from tests.mutants.mutant import functions
 from tests.mutants.staged import ROOT, Staged
 
 HERE = Path(__file__).parent
@@ -146,18 +145,10 @@ def lost(before: dict[str, Covered], after: dict[str, Covered]) -> int:
         still = set(new["lines"])
         gone = [place[line] for line in old["lines"] if place.get(line, -1) not in {-1, *still}]
         for line in gone:
-            text = new["source"][line - 1].strip()
-            print(f"{name}:{line}: {function_of(name, new['source'], line)}: {text}")
+            print(f"{name}:{line}: {new['source'][line - 1].strip()}")
         count += len(gone)
     print(f"{count} lines that were covered before are not after")
     return 1 if count else 0
-
-
-def function_of(name: str, source: list[str], line: int) -> str:
-    text = "\n".join(source) + "\n"
-    at = sum(len(one) + 1 for one in source[: line - 1])
-    around = [(end - begin, f) for f, (begin, end) in functions(name, text) if begin <= at < end]
-    return min(around)[1] if around else "at the top"
 
 
 if __name__ == "__main__":

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 import resource
 import signal
 import tempfile
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error
 from tests.collectives.ways import WAYS
 from tests.extent import each_value
+from tests.faults.injection.rank import held, leaks
 from tests.ranks import attempt, in_child, on_processes, run, run_processes
 
 # Seconds from abort() to the end of a wait. Waits poll every few milliseconds; a busy machine may
@@ -111,14 +110,6 @@ def test_of_two_reasons_for_an_abort_the_first_counts(transport):
     assert "reason 1" not in text
 
 
-def held():
-    gc.collect()
-    threads = len(os.listdir("/proc/self/task"))
-    files = len(os.listdir("/proc/self/fd"))
-    maps = Path("/proc/self/maps").read_text()
-    return threads, files, maps.count("/dev/zero") + maps.count("memfd:")  # shared memory
-
-
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
 def test_errors_leave_no_thread_no_file_and_no_memory_behind(transport):
     def fail(c):
@@ -131,10 +122,7 @@ def test_errors_leave_no_thread_no_file_and_no_memory_behind(transport):
     before = held()
     for _ in range(5):
         assert all(isinstance(e, Error) for e in attempt(2, fail, transport=transport))
-    end = time.monotonic() + 5
-    while held() != before and time.monotonic() < end:
-        time.sleep(0.05)
-    assert held() == before
+    assert leaks(before, 5.0) == {}
 
 
 # --------------------------------------------------------------------------------------------- disk

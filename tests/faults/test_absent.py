@@ -52,47 +52,6 @@ def test_who_hears_of_another_s_limit_says_whose_it_is(transport, absent):
     assert f"rank {impatient}" in str(errors[0])
 
 
-CALLS = {
-    "all_reduce": lambda c: c.all_reduce(np.ones(10)),
-    "large all_reduce": lambda c: c.all_reduce(np.ones(100_000)),
-    "coded": lambda c: c.all_reduce_coded(np.ones(10_000, np.float32), "quant"),
-    "reduce_scatter": lambda c: c.reduce_scatter(np.ones(30), np.ones(10)),
-    "all_gather": lambda c: c.all_gather(np.ones(10), np.ones(30)),
-    "all_to_all": lambda c: c.all_to_all(np.ones(30), np.ones(30)),
-    "broadcast": lambda c: c.broadcast(np.ones(10), 2),
-    "large broadcast": lambda c: c.broadcast(np.ones(100_000), 2),
-    "barrier": lambda c: c.barrier(),
-}
-
-
-@each_value
-@everywhere
-@pytest.mark.parametrize("call", CALLS)
-def test_in_an_operation(way, call):
-    over = threading.Barrier(3)
-
-    def job(c):
-        c.barrier()
-        c.timeout = 0.3
-        start = time.monotonic()
-        try:
-            if c.rank < 2:
-                CALLS[call](c)
-        finally:
-            took = time.monotonic() - start
-            over.wait(10)
-        return took
-
-    *waited, absent = attempt(3, job, **WAYS[way])
-    assert absent < 0.1
-    for error in waited:
-        assert isinstance(error, Timeout), error
-        assert "rank 2" in str(error)
-        assert "rank 0 and" not in str(error)
-        assert "#2" in str(error)
-        assert "300 ms" in str(error)
-
-
 @everywhere
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "200 ms"), (0.0004, "1 ms")])
 def test_a_call_may_name_its_own_timeout(way, seconds, text):

@@ -19,6 +19,7 @@ from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, PeerLost, Timeout
 from tests.extent import each_pair, each_value
 from tests.ranks import attempt, on_processes, run_processes
+from tests.soak.held import descriptors
 
 # Seconds, as the design promises. The promise is that no wait for a dead rank lasts longer, but a
 # busy machine may delay this process: the fastest of three tries counts.
@@ -379,10 +380,9 @@ def test_an_abort_counts_from_its_start(c):
     """What is seen of rank 1 if it is stopped between the start of an abort and its reason."""
     if c.rank == 1:
         c.barrier()
-        for name in os.listdir("/proc/self/fd"):
-            path = f"/proc/self/fd/{name}"
-            if os.path.exists(path) and "memfd:pycomm" in os.readlink(path):
-                with open(path, "r+b") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE) as header:
+        for number, target in descriptors().items():
+            if "memfd:pycomm" in target:
+                with mmap.mmap(number, mmap.PAGESIZE) as header:
                     header[:4] = (1 * 4 + 1).to_bytes(4, "little")  # its place, writing
 
     def calls():

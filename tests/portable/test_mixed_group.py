@@ -7,29 +7,22 @@ library is the real one. The rank for aarch64 is compiled by `make portable`.
 from __future__ import annotations
 
 import platform
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.compiling import compile_cpp
 from tests.portable.__main__ import RANK_AARCH64
-from tests.portable.test_other_processors import LIBRARY, ROOT
+from tests.portable.test_other_processors import compiled, emulator
 
 LIMIT = 100  # seconds of a group
 
 
 @pytest.fixture(scope="module")
 def rank(tmp_path_factory):
-    """Compile the program of a rank against libpycomm."""
     if platform.machine() != "x86_64":
         pytest.skip("this needs x86-64")
-    binary = tmp_path_factory.mktemp("mixed") / "rank"
-    source = Path(__file__).parent / "rank.cpp"
-    link = (LIBRARY / "libpycomm.so", f"-Wl,-rpath,{LIBRARY}")
-    compile_cpp(source, binary, "-std=gnu++17", "-O1", f"-I{ROOT / 'csrc'}", link=link)
-    return binary
+    return compiled("rank", tmp_path_factory.mktemp("mixed"))
 
 
 def lines_of(commands: list[list[str]], folder: Path) -> list[list[str]]:
@@ -50,13 +43,6 @@ def lines_of(commands: list[list[str]], folder: Path) -> list[list[str]]:
     for process, (_, errors) in zip(ranks, answers, strict=True):
         assert process.returncode == 0, errors.decode()
     return [text.decode().splitlines() for text, _ in answers]
-
-
-def emulator(name: str) -> str:
-    found = shutil.which(name)
-    if found is None:
-        pytest.skip(f"there is no {name}: apt-get install qemu-user")
-    return found
 
 
 def results(lines: list[str]) -> list[str]:

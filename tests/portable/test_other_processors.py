@@ -32,14 +32,24 @@ FLOATS = {"float32": 4, "float64": 8, "complex64": 8, **SMALL_FLOATS}
 INTEGERS = {"int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1, "uint64": 8}
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    """Compile the driver against libpycomm."""
-    binary = tmp_path_factory.mktemp("portable") / "driver"
-    source = Path(__file__).parent / "driver.cpp"
+def compiled(name: str, folder: Path) -> Path:
+    """Compile a program of this folder against libpycomm."""
+    binary, source = folder / name, Path(__file__).parent / f"{name}.cpp"
     link = (LIBRARY / "libpycomm.so", f"-Wl,-rpath,{LIBRARY}")
     compile_cpp(source, binary, "-std=gnu++17", "-O1", f"-I{ROOT / 'csrc'}", link=link)
     return binary
+
+
+def emulator(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"there is no {name}: apt-get install qemu-user")
+    return found
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    return compiled("driver", tmp_path_factory.mktemp("portable"))
 
 
 @pytest.fixture(params=["native", *EMULATED, "aarch64"])
@@ -47,19 +57,15 @@ def processor(request):
     """Return the name of a processor, and the command that runs the driver on it."""
     name = request.param
     if name == "aarch64":
-        emulator = shutil.which("qemu-aarch64")
-        if not AARCH64.exists() or emulator is None:
+        if not AARCH64.exists():
             pytest.skip("make portable compiles for aarch64, and needs qemu-user")
-        return name, [emulator, str(AARCH64)]
+        return name, [emulator("qemu-aarch64"), str(AARCH64)]
     if platform.machine() != "x86_64":
         pytest.skip("this machine is no x86-64")
     binary = str(request.getfixturevalue("driver"))
     if name == "native":
         return name, [binary]
-    emulator = shutil.which("qemu-x86_64")
-    if emulator is None:
-        pytest.skip("there is no qemu-x86_64: apt-get install qemu-user")
-    return name, [emulator, "-cpu", name, binary]
+    return name, [emulator("qemu-x86_64"), "-cpu", name, binary]
 
 
 def answer(processor, request: bytes) -> bytes:

@@ -17,7 +17,7 @@ import pytest
 
 from pycomm.bench import netlab
 from tests.extent import each_value
-from tests.processes.labs import near_hosts
+from tests.processes.labs import near_hosts, printed_by
 
 RATE = 80e6 / 8  # bytes per second
 
@@ -368,15 +368,8 @@ except errors.Error as error:
 
 
 def test_ranks_with_different_sets_of_paths_get_one_line(tmp_path):
-    with (
-        near_hosts(2, "unlimited,unlimited") as lab,
-        (tmp_path / "printed").open("w+") as printed,
-    ):
-        command = [sys.executable, "-c", JOIN, str(tmp_path / "store")]
-        ranks = lab.start(command, env=dict(os.environ), stdout=printed, stderr=printed)
-        assert netlab.wait(ranks) == 0
-        printed.seek(0)
-        lines = printed.read().splitlines()
+    with near_hosts(2, "unlimited,unlimited") as lab:
+        lines = printed_by(lab, JOIN, tmp_path, str(tmp_path / "store")).splitlines()
     # A rank that has seen the other one leave reports its reason.
     assert len(lines) == 2
     sets = (

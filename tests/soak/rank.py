@@ -66,7 +66,7 @@ def cut_connections(rng: random.Random, spared_port: int) -> None:
 
 def all_collectives(group: dist.ProcessGroup | None, numel: int) -> None:
     """Call each, and check what it yields."""
-    calls = TorchGroup.of(group or dist.group.WORLD)
+    calls = TorchGroup(group or dist.group.WORLD)
     for op in OPS:
         assert calls.call(Call(op, numel, root=calls.ranks - 1), False), op
 

@@ -12,10 +12,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -293,6 +295,25 @@ def lost(
         for name, got in reduced(model, gradients(rank, step, names, **how)).items():
             total[name] = total.get(name, torch.zeros(())) + want[name] - got
     return total
+
+
+def resumed(
+    rank: int,
+    size: int,
+    folder: Path,
+    steps: range,
+    make: Callable[[], tuple[nn.Module, Any]],
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+) -> tuple[dict[str, torch.Tensor], ...]:
+    """Load, reduce some steps, save; return what ranks owed before, `lost`, and what they owe."""
+    model, state = make()
+    if steps.start > 0:
+        state.load_checkpoint(folder / str(steps.start))
+        assert state.step == steps.start
+    began = owed(state, shapes)
+    missing = lost(model, rank, steps, shapes=shapes)
+    dcp.save({"pycomm": state.state_dict()}, checkpoint_id=folder / str(steps.stop))
+    return began, missing, owed(state, shapes)
 
 
 def owed(state: Any, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, torch.Tensor]:

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+NOTHING: Mapping[str, str] = {}
 EXECUTABLE = "TESTS_PYTHON"  # the path that `sys.executable` is in a process, where it is set
 PRELOADED = "torch.distributed.fsdp, torch._dynamo, torch.distributed.checkpoint"
 # One thread, since a fork copies none: the libraries that torch loads start theirs at import.
@@ -62,6 +63,7 @@ class Interpreter:
         self,
         *command: str,
         env: Mapping[str, str] | None = None,
+        variables: Mapping[str, str] = NOTHING,
         cwd: Path | str | None = None,
         merged: bool = False,
         fds: Sequence[int] = (),
@@ -72,7 +74,8 @@ class Interpreter:
 
         Args:
             command: what follows `python`: `-c CODE`, `-m MODULE` or a script, and its arguments.
-            env: all of its environment; None: the caller's.
+            env: its environment; None: the caller's, where pycomm is found without an installation.
+            variables: to add to it.
             cwd: its working directory; None: the caller's.
             merged: write stderr to stdout.
             fds: descriptors to pass on; the process finds their numbers in PASSED_FDS.
@@ -85,7 +88,7 @@ class Interpreter:
         self._err = self._out if merged else tempfile.TemporaryFile()  # noqa: SIM115
         wish = {
             "command": command,
-            "env": dict(os.environ if env is None else env),
+            "env": _environment(env, variables),
             "cwd": str(cwd or os.getcwd()),
             "autoload": autoload,
             "finalized": finalized,
@@ -147,8 +150,23 @@ class Interpreter:
         self.send_signal(signal.SIGKILL)
 
 
-def run(*command: str, timeout: float = 60.0, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run `python COMMAND` to its end; arguments are those of `Interpreter`."""
+def _environment(
+    env: Mapping[str, str] | None, variables: Mapping[str, str] = NOTHING
+) -> dict[str, str]:
+    return {**({**os.environ, "PYTHONPATH": str(ROOT)} if env is None else env), **variables}
+
+
+def run(
+    *command: str, timeout: float = 60.0, fresh: bool = False, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run `python COMMAND` to its end; arguments are those of `Interpreter`.
+
+    With `fresh` an interpreter is started, which imports torch itself.
+    """
+    if fresh:
+        options["env"] = _environment(options.get("env"), options.pop("variables", NOTHING))
+        options |= {"capture_output": True, "text": True, "timeout": timeout}
+        return subprocess.run([sys.executable, *command], check=False, **options)
     process = Interpreter(*command, **options)
     out, err = process.communicate(timeout)
     return subprocess.CompletedProcess(process.args, process.wait(), out, err)
@@ -173,11 +191,11 @@ def launch(*command: str, folder: Path, ranks: int = 2, **environment: str) -> s
     """
     sizes = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": free_port()}
     common = {key: str(value) for key, value in sizes.items()}
-    common |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT), **environment}
+    common |= {"MASTER_ADDR": "127.0.0.1", **environment}
     started = [
         Interpreter(
             *command,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            variables={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             cwd=folder,
             merged=True,
             finalized=True,

@@ -76,32 +76,3 @@ class CompressedManager(manager_integ_test.ManagerIntegTest):
 
 class LocalSGD(local_sgd_integ_test.LocalSGDIntegTest):
     """LocalSGD, DiLoCo and Streaming DiLoCo under the Manager."""
-
-
-# ------------------------------------------------------------------------------------ collectives
-# All of them, also those that torchft's tests skip for Gloo.
-
-COLLECTIVES = sorted(process_group_test._ALL_COLLECTIVES)
-
-
-class Replicas(process_group_test.MultiPgBaseTest):
-    """Three replicas, threads of one process as torchft makes them."""
-
-    WORLD_SIZE = 3
-    __test__ = False
-
-    @classmethod
-    def _create_pg(cls, backend: str) -> ProcessGroupPycomm:
-        return ProcessGroupPycomm(timeout=timedelta(seconds=10))
-
-
-@pytest.fixture(scope="module")
-def groups() -> Any:
-    Replicas.setUpClass()
-    yield Replicas("_run_parallel")
-    Replicas.tearDownClass()
-
-
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_every_collective_of_torchft(groups: Replicas, collective: str) -> None:
-    groups._run_parallel(collective)

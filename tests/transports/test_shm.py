@@ -19,6 +19,7 @@ from pycomm import _C, _test
 from pycomm.errors import Error, PeerLost, Timeout
 from tests.compiling import library
 from tests.ranks import on_processes, run
+from tests.soak.held import descriptors
 from tests.transports.ranks import processes, tag
 
 
@@ -51,13 +52,7 @@ def test_ranks_that_miss_the_rendezvous_are_all_named():
 
 
 def memfds() -> list[str]:
-    links = []
-    for fd in Path("/proc/self/fd").iterdir():
-        try:
-            links.append(os.readlink(fd))
-        except OSError:  # the descriptor that listed the folder
-            continue
-    return [link for link in links if "memfd:pycomm" in link]
+    return [link for link in descriptors().values() if "memfd:pycomm" in link]
 
 
 def own_doors() -> list[str]:
@@ -65,7 +60,7 @@ def own_doors() -> list[str]:
 
     Other tests run at the same time, with abstract sockets that end when their processes do.
     """
-    held = {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if os.path.islink(fd)}
+    held = set(descriptors().values())
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
     named = [(row[6], row[7]) for row in rows if len(row) == 8 and "pycomm-" in row[7]]
     return [name for inode, name in named if name.startswith("/") or f"socket:[{inode}]" in held]

@@ -20,24 +20,15 @@ import pytest
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, PeerLost
 from tests.ranks import on_processes, run_processes
+from tests.soak.held import descriptors
 
 SOON = 8.0
 """Seconds; the group's own deadline is 20."""
 
 
-def links():
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:  # the descriptor that listed the folder
-            continue
-    return found
-
-
 def ours():
     """Return the descriptors of a group over shared memory."""
-    return [fd for fd, link in links().items() if "memfd:pycomm" in link or "pidfd" in link]
+    return [fd for fd, link in descriptors().items() if "memfd:pycomm" in link or "pidfd" in link]
 
 
 def go_on(c):
@@ -64,7 +55,7 @@ def lost(c, victim=1):
 @on_processes(2)
 def test_who_closes_a_twin_of_a_descriptor_lives(c):
     if c.rank == 1:
-        for fd, link in links().items():
+        for fd, link in descriptors().items():
             if "memfd:pycomm" in link:
                 os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY))
     time.sleep(0.3)
@@ -190,7 +181,7 @@ def without_pidfd(rank):
 @on_processes(2, then=process_is_gone, prepare=without_pidfd)
 def test_a_death_is_seen_where_there_are_no_pidfds(c):
     go_on(c)
-    assert not any("pidfd" in link for link in links().values())
+    assert not any("pidfd" in link for link in descriptors().values())
     if c.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)  # a zombie, since its parent has not waited for it yet
     return lost(c)
@@ -303,16 +294,16 @@ def test_groups_share_the_descriptor_of_a_peer():
             ]
             for c in groups:
                 go_on(c)
-            pipe.send(sum("pidfd" in link for link in links().values()))
+            pipe.send(sum("pidfd" in link for link in descriptors().values()))
             for c in groups:
                 c.barrier()
             for c in groups:
                 c.close()
-            pipe.send(sum("pidfd" in link for link in links().values()))
+            pipe.send(sum("pidfd" in link for link in descriptors().values()))
 
         pipes = [context.Pipe() for _ in range(2)]
         ranks = [context.Process(target=main, args=(r, pipes[r][1])) for r in range(2)]
-        before = sum("pidfd" in link for link in links().values())
+        before = sum("pidfd" in link for link in descriptors().values())
         for rank in ranks:
             rank.start()
         assert [pipe[0].recv() - before for pipe in pipes] == [1, 1]

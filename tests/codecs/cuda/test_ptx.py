@@ -29,6 +29,7 @@ from tests.codecs.cuda.ptx import (
     instructions,
     kept,
     run_nvcc_and_keep,
+    spilled,
 )
 from tests.codecs.cuda.sass import LINE, budgets, calls
 from tests.compiling import GENERATED
@@ -230,15 +231,9 @@ def test_kernels_of_optimizers_are_exact(nvcc, name, arch):
 
 @pytest.mark.parametrize("name", [*BY_NVCC, *OPTIMIZERS])
 def test_cuda_kernels_spill_no_register(nvcc, name):
-    log, least = (nvcc(name) / f"{name}.log").read_text(), {**SOURCES, **OPTIMIZERS}[name]
-    spilled = re.findall(
-        r"Compiling entry function '(\w+)'[^\n]*\n(?:[^\n]*\n)?"
-        r"\s*(\d+) bytes stack frame, (\d+) bytes spill stores",
-        log,
-    )
-    assert len(spilled) == log.count("Compiling entry function") >= least * len(ARCHS)
-    for kernel, frame, stores in spilled:
-        assert (frame, stores) == ("0", "0"), kernel
+    found = spilled((nvcc(name) / f"{name}.log").read_text())
+    assert len(found) >= {**SOURCES, **OPTIMIZERS}[name] * len(ARCHS)
+    assert set(found) == {("0", "0", "0")}
 
 
 @every_arch

@@ -1,6 +1,6 @@
 """Coded collectives with every kind of codec that the contract allows (simple_codecs.cpp).
 
-The results can be computed exactly, since every value is an integer times an eighth.
+A code is an integer times an eighth, so sums are exact.
 """
 
 from __future__ import annotations
@@ -8,28 +8,30 @@ from __future__ import annotations
 import importlib.util
 import re
 import sysconfig
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pybind11
 import pytest
+import torch
 
 import pycomm
 from pycomm import _C, _test
+from pycomm.codecs import RandomKey
 from pycomm.codecs.cuda.sources import include_folder
-from pycomm.communicator import Piece
 from pycomm.straggler.compare import compare
 from pycomm.straggler.stats import rank_stats
-from tests.collectives.test_hierarchical import options
-from tests.collectives.ways import WAYS, bits
+from tests.collectives.coded import test_nodes, test_shards
+from tests.collectives.coded.test_collectives import SEED, TENSORS, check, reduce_once
+from tests.collectives.test_hierarchical import NODES, options
+from tests.collectives.ways import WAYS
 from tests.compiling import compile_cpp
 from tests.extent import each_value
-from tests.ranks import attempt, run, run_processes
+from tests.ranks import attempt, run
 
-SEED, STEP = 77, 5
-SIZES = [1000, 3, 4099, 0, 20011]
-OFFSETS = np.cumsum([0, *SIZES])
 KINDS = [
     {"combine": combine, "granule": granule, "variable": variable}
     for combine in ("recode", "gather")
@@ -57,83 +59,24 @@ def codecs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return module
 
 
-def gradient(rank: int, rows: int = 1) -> np.ndarray:
-    """Return sparse values, so that payloads vary; multiples of 1/1024 below 16 are exact."""
-    random = np.random.default_rng([rank, rows])
-    values = random.integers(-(1 << 13), 1 << 13, (rows, OFFSETS[-1])) / 1024
-    return (values * (random.random(values.shape) < 0.3)).astype(np.float32)
+@dataclass
+class Simple:
+    """A codec of simple_codecs.cpp with a reference in torch."""
+
+    native: Any
+    combine: str
+
+    def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
+        return torch.round(8 * p) + 0.0  # an integer has no -0
+
+    def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        return payload / 8
 
 
-def debts(rank: int, rows: int = 1) -> np.ndarray:
-    random = np.random.default_rng([rank, rows, 1])
-    return (random.integers(-64, 64, (rows, OFFSETS[-1])) / 1024).astype(np.float32)
-
-
-def through(p: np.ndarray) -> np.ndarray:
-    codes = np.rint(8 * p) + 0.0  # an integer has no -0
-    return (codes / 8).astype(np.float32)
-
-
-def model(kind: dict[str, Any], ps: list[np.ndarray], divisor: int, owed: np.ndarray | None):
-    """Return one tensor's result, each rank's residual, and the owners' residual."""
-    if ps[0].size == 0:
-        return ps[0], ps, ps[0]
-    sent = [through(p) for p in ps]
-    left = [p - s for p, s in zip(ps, sent, strict=True)]
-    total = sent[0]
-    for s in sent[1:]:
-        total = total + s
-    average = total / np.float32(divisor)
-    if kind["combine"] != "recode" or owed is None:
-        return average, left, owed
-    p = average + owed
-    result = through(p)
-    return result, left, p - result
-
-
-def pieces(codec: Any, owed: np.ndarray, owners: np.ndarray | None = None) -> list[Piece]:
-    return [
-        Piece(
-            size,
-            codec,
-            tensor=i,
-            residual=owed[i],
-            owner_residual=None if owners is None else owners[0, begin : begin + size],
-        )
-        for i, (size, begin) in enumerate(zip(SIZES, OFFSETS[:-1], strict=True))
-    ]
-
-
-def by_tensor(rows: np.ndarray) -> list[np.ndarray]:
-    """Return a copy in the layout of pieces' residuals: [rows, size] for each tensor."""
-    return [rows[:, b : b + n].copy() for b, n in zip(OFFSETS[:-1], SIZES, strict=True)]
-
-
-def all_reduce(codec: Any):
-    def job(c):
-        data, owed, owners = gradient(c.rank)[0], by_tensor(debts(c.rank)), debts(0)
-        fine = c.all_reduce_coded(data, pieces(codec, owed, owners), seed=SEED, step=STEP)
-        return fine, data, owed, owners[0]
-
-    return job
-
-
-def check_all_reduce(kind: dict[str, Any], outcomes: list[Any]) -> None:
-    ranks = len(outcomes)
-    for i, (begin, size) in enumerate(zip(OFFSETS[:-1], SIZES, strict=True)):
-        part = slice(begin, begin + size)
-        ps = [(gradient(r) + debts(r))[0, part] for r in range(ranks)]
-        start = debts(0)[0, part]
-        result, left, owners = model(kind, ps, ranks, start)
-        owned = np.zeros(size, np.int64)
-        for r, (fine, data, owed, theirs) in enumerate(outcomes):
-            assert fine
-            assert bits(data[part]) == bits(result), (i, r)
-            assert bits(owed[i][0]) == bits(left[r]), (i, r)
-            changed = theirs[part] != start
-            assert np.array_equal(theirs[part][changed], owners[changed])
-            owned += changed
-        assert np.array_equal(owned, owners != start)
+@pytest.fixture
+def all_simple(codecs: Any, kind: dict[str, Any]) -> dict[int, Simple]:
+    """The codec of a kind, for each tensor."""
+    return dict.fromkeys(TENSORS, Simple(codecs.Simple(**kind), kind["combine"]))
 
 
 kinds = pytest.mark.parametrize("kind", KINDS, ids=describe)
@@ -141,84 +84,40 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=describe)
 
 @kinds
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_bytes_of_the_model(codecs, kind, ranks):
-    check_all_reduce(kind, run(ranks, all_reduce(codecs.Simple(**kind))))
+def test_bytes_of_the_model(all_simple, ranks):
+    check(run(ranks, reduce_once(list(TENSORS), all_simple)), all_simple)
 
 
 @each_value
 @kinds
 @pytest.mark.parametrize("way", ["direct", "tcp"])
-def test_result_is_independent_of_way_and_segments(codecs, kind, way):
-    job = all_reduce(codecs.Simple(**kind))
-    check_all_reduce(kind, run(3, job, **WAYS[way], segment_bytes=700))
+def test_result_is_independent_of_way_and_segments(all_simple, way):
+    job = reduce_once(list(TENSORS), all_simple)
+    check(run(3, job, **WAYS[way], segment_bytes=700), all_simple)
 
 
 @kinds
-def test_on_nodes_there_is_one_result(codecs, kind):
-    """The result is that of the nodes' sums, as if nodes were ranks."""
-    outcomes = run(4, all_reduce(codecs.Simple(**kind)), **options("mixed"))
-    for i, (begin, size) in enumerate(zip(OFFSETS[:-1], SIZES, strict=True)):
-        part = slice(begin, begin + size)
-        ps, start = [], debts(0)[0, part]
-        for node in ([0, 2], [1, 3]):
-            p = sum(gradient(r)[0, part] for r in node)
-            # A residual is on the rank that encodes the value: where it has changed, no other rank
-            # has written. Where it has not, either rank's residual may have been applied.
-            paid = [outcomes[r][2][i][0] != debts(r)[0, part] for r in node]
-            first = share_of(outcomes, i, node[0], part, paid[0], paid[1])
-            ps.append(p + np.where(first, *(debts(r)[0, part] for r in node)))
-        result, _, _ = model(kind, ps, 4, start)
-        for fine, data, _, _ in outcomes:
-            assert fine
-            assert bits(data[part]) == bits(result), i
-
-
-def share_of(outcomes, tensor, rank, part, ours, theirs) -> np.ndarray:
-    """Return the values that a node's first rank encodes, from where residuals have changed."""
-    numel = ours.size
-    cut = int(np.argmax(theirs)) if theirs.any() else numel
-    last = numel - int(np.argmax(ours[::-1])) if ours.any() else 0
-    assert last <= cut
-    # The cut lies in between, where neither has changed, at a multiple of the granularity of cuts.
-    return np.arange(numel) < cut
+def test_on_nodes_the_result_is_that_of_their_sums(all_simple):
+    outcomes = run(4, test_nodes.job(all_simple), **options("mixed"))
+    test_nodes.check(outcomes, NODES["mixed"], all_simple)
 
 
 @kinds
-def test_both_halves(codecs, kind):
+def test_both_halves(all_simple):
     """Rows go through reduce_scatter and all_gather."""
-    ranks, codec = 3, codecs.Simple(**kind)
-
-    def job(c):
-        data, owed = gradient(c.rank, ranks), by_tensor(debts(c.rank, ranks))
-        out = np.empty(OFFSETS[-1], np.float32)
-        fine = c.reduce_scatter_coded(data, out, pieces(codec, owed), seed=SEED, step=STEP)
-        row, rows = gradient(c.rank)[0], np.empty((ranks, OFFSETS[-1]), np.float32)
-        debt = by_tensor(debts(c.rank))
-        fine &= c.all_gather_coded(row, rows, pieces(codec, debt), seed=SEED, step=STEP)
-        return fine, out, owed, rows, debt
-
-    outcomes = run(ranks, job, segment_bytes=700)
-    assert all(outcome[0] for outcome in outcomes)
-    for i, (begin, size) in enumerate(zip(OFFSETS[:-1], SIZES, strict=True)):
-        part = slice(begin, begin + size)
-        for owner in range(ranks):
-            ps = [(gradient(r, ranks) + debts(r, ranks))[owner, part] for r in range(ranks)]
-            result, left, _ = model(kind, ps, ranks, None)
-            assert bits(outcomes[owner][1][part]) == bits(result)
-            assert all(bits(outcomes[r][2][i][owner]) == bits(left[r]) for r in range(ranks))
-            p = (gradient(owner) + debts(owner))[0, part]
-            alone, left, _ = model(kind, [p], 1, None)
-            assert all(bits(outcome[3][owner, part]) == bits(alone) for outcome in outcomes)
-            assert bits(outcomes[owner][4][i][0]) == bits(left[0])
+    whole = run(3, test_shards.reduce_scatter(codecs=all_simple), segment_bytes=700)
+    test_shards.check_reduce_scatter(whole, codecs=all_simple)
+    rows = run(3, test_shards.all_gather(False, all_simple), segment_bytes=700)
+    test_shards.check_all_gather(rows, all_simple)
 
 
 @pytest.mark.parametrize("combine", ["recode", "gather"])
 def test_keys(codecs, combine):
     """Each encoder uses the seed that hop_seed in coded.h documents."""
     ranks = 3
-    codec = codecs.Simple(combine)
+    codec = Simple(codecs.Simple(combine), combine)
     codecs.take_keys()
-    run(ranks, all_reduce(codec))
+    run(ranks, reduce_once(list(TENSORS), dict.fromkeys(TENSORS, codec)))
     expected = {_test.hop_seed(SEED, r) for r in range(ranks)}
     if combine == "recode":
         expected.add(_test.hop_seed(SEED, -1))
@@ -239,12 +138,8 @@ def test_only_the_used_bytes_travel(codecs):
     for combine in ("recode", "gather"):
         codec = codecs.Simple(combine, variable=True, granule=1 << 14)
         used = 256 * 8 + 4
-        for n in run(2, sent_by(sent, codec), **WAYS["tcp"]):
+        for n in run(2, partial(sent, codec=codec), **WAYS["tcp"]):
             assert used <= n < 2 * used + 1500, "payload, frames and sizes"
-
-
-def sent_by(job, codec):
-    return lambda c: job(c, codec)
 
 
 @pytest.mark.parametrize("combine", ["recode", "gather"])
@@ -258,11 +153,6 @@ def test_a_size_that_cannot_be_is_an_error_on_every_rank(codecs, combine, way):
         assert isinstance(error, pycomm.WireMismatch)
         # The error comes from a peer before it receives, or from rank 1 itself when it decodes.
         assert re.search(r"rank 1 (is to send|sent a payload of simple .* has) 6 bytes", str(error))
-
-
-def test_between_processes(codecs):
-    kind = KINDS[2]
-    check_all_reduce(kind, run_processes(3, all_reduce(codecs.Simple(**kind)), transport="tcp"))
 
 
 @pytest.mark.parametrize("way", ["direct", "tcp"])

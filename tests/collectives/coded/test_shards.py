@@ -10,21 +10,17 @@ import pycomm
 from pycomm import _test
 from pycomm.codecs import RandomKey
 from pycomm.communicator import Piece
+from tests.collectives.coded.test_collectives import built
 from tests.collectives.ways import WAYS, bits
 from tests.extent import each_value
 from tests.ranks import run, run_processes
 
 RANKS = [1, 2, 3, 4, 8]
 STOCHASTIC = "quant:bits=4,block=64,rounding=stochastic"
-# Codec and size of the shards of some parameters, numbered as in a model.
-SHARDS = {
-    7: ("int8", 1000),
-    3: ("fp32", 1),
-    4: ("int4", 0),
-    9: (STOCHASTIC, 4099),
-    2: ("fp8", 20011),
-}
-ROW = sum(numel for _, numel in SHARDS.values())
+# Size and codec of the shards of some parameters, numbered as in a model.
+SHARDS = {7: 1000, 3: 1, 4: 0, 9: 4099, 2: 20011}
+CODECS = dict(zip(SHARDS, ["int8", "fp32", "int4", STOCHASTIC, "fp8"], strict=True))
+ROW = sum(SHARDS.values())
 SEED, STEP = 0x1234567890ABCDEF, 11
 
 
@@ -37,14 +33,14 @@ def residuals(rank: int, rows: int) -> dict[int, np.ndarray]:
     random = np.random.default_rng([rank, 99])
     return {
         tensor: (random.standard_normal((rows, numel)) / 50).astype(np.float32)
-        for tensor, (_, numel) in SHARDS.items()
+        for tensor, numel in SHARDS.items()
     }
 
 
-def pieces(owed: dict[int, np.ndarray]) -> list[Piece]:
+def pieces(owed: dict[int, np.ndarray], codecs=CODECS) -> list[Piece]:
     return [
-        Piece(numel, pycomm.codec(codec), tensor=tensor, residual=owed.get(tensor))
-        for tensor, (codec, numel) in SHARDS.items()
+        Piece(numel, built(codecs[tensor]), tensor=tensor, residual=owed.get(tensor))
+        for tensor, numel in SHARDS.items()
     ]
 
 
@@ -53,11 +49,11 @@ def seed_of(rank: int, row: int) -> int:
     return _test.hop_seed(seed, row) if row > 0 else seed
 
 
-def coded(row: np.ndarray, owed: dict[int, np.ndarray], at: int, seed: int) -> np.ndarray:
+def coded(row: np.ndarray, owed: dict[int, np.ndarray], at: int, seed: int, codecs):
     """Return the decoded row, and update `owed[tensor][at]` to the new residual."""
     result, begin = row.copy(), 0
-    for tensor, (codec, numel) in SHARDS.items():
-        code = pycomm.codec(codec)
+    for tensor, numel in SHARDS.items():
+        code = built(codecs[tensor])
         p = torch.from_numpy(row[begin : begin + numel] + owed[tensor][at])
         payload = code.reference_encode(p, RandomKey(seed, STEP, tensor), 0)
         sent = code.reference_decode(payload, numel)
@@ -67,7 +63,7 @@ def coded(row: np.ndarray, owed: dict[int, np.ndarray], at: int, seed: int) -> n
     return result
 
 
-def model_of_reduce_scatter(ranks: int, average: bool):
+def model_of_reduce_scatter(ranks: int, average: bool, codecs):
     """Return the rows of the result, and each rank's residuals."""
     owed = [residuals(r, ranks) for r in range(ranks)]
     inputs = [values(r, ranks) for r in range(ranks)]
@@ -75,26 +71,26 @@ def model_of_reduce_scatter(ranks: int, average: bool):
     for row in range(ranks):
         total = None
         for r in range(ranks):
-            sent = coded(inputs[r][row], owed[r], row, seed_of(r, row))
+            sent = coded(inputs[r][row], owed[r], row, seed_of(r, row), codecs)
             total = sent if total is None else total + sent
         rows.append(total / np.float32(ranks) if average else total)
     return rows, owed
 
 
-def reduce_scatter(average: bool = True, in_place: bool = False):
+def reduce_scatter(average: bool = True, in_place: bool = False, codecs=CODECS):
     def job(c):
         data, owed = values(c.rank, c.size), residuals(c.rank, c.size)
         out = data[c.rank] if in_place else np.empty(ROW, np.float32)
         fine = c.reduce_scatter_coded(
-            data, out, pieces(owed), average=average, seed=SEED, step=STEP
+            data, out, pieces(owed, codecs), average=average, seed=SEED, step=STEP
         )
         return fine, out.copy(), owed
 
     return job
 
 
-def check_reduce_scatter(outcomes, average: bool = True) -> None:
-    rows, owed = model_of_reduce_scatter(len(outcomes), average)
+def check_reduce_scatter(outcomes, average: bool = True, codecs=CODECS) -> None:
+    rows, owed = model_of_reduce_scatter(len(outcomes), average, codecs)
     for r, (fine, out, ours) in enumerate(outcomes):
         assert fine
         assert bits(out) == bits(rows[r])
@@ -116,22 +112,22 @@ def test_reduce_scatter_is_independent_of_way_and_segments(way, segment_bytes):
     check_reduce_scatter(run(2, reduce_scatter(in_place=True), **options))
 
 
-def all_gather(in_place: bool):
+def all_gather(in_place: bool, codecs=CODECS):
     def job(c):
         out, owed = np.empty((c.size, ROW), np.float32), residuals(c.rank, 1)
         row = values(c.rank, 1)[0]
         if in_place:
             out[c.rank] = row
             row = out[c.rank]
-        fine = c.all_gather_coded(row, out, pieces(owed), seed=SEED, step=STEP)
+        fine = c.all_gather_coded(row, out, pieces(owed, codecs), seed=SEED, step=STEP)
         return fine, out, owed
 
     return job
 
 
-def check_all_gather(outcomes) -> None:
+def check_all_gather(outcomes, codecs=CODECS) -> None:
     owed = [residuals(r, 1) for r in range(len(outcomes))]
-    rows = [coded(values(r, 1)[0], owed[r], 0, seed_of(r, 0)) for r in range(len(outcomes))]
+    rows = [coded(values(r, 1)[0], owed[r], 0, seed_of(r, 0), codecs) for r in range(len(outcomes))]
     for r, (fine, out, ours) in enumerate(outcomes):
         assert fine
         assert bits(out) == bits(np.stack(rows))

@@ -2,62 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 
 import pycomm
 from pycomm import _C
 from tests.collectives import ways
 from tests.collectives.device.ranks import Buffer, Rank
-from tests.collectives.ways import REDUCIBLE, floats, integers
+from tests.collectives.ways import REDUCIBLE, TYPES, contribution, integers
 
 DType, ReduceOp = _C.DType, _C.ReduceOp
 ALGOS = ["one_shot", "two_shot"]
 SIZES = [0, 1, 3, 17, 1000, 4099, 30011]
-# Each type with the numpy type that holds its bits.
-TYPES = {
-    "float32": "f4",
-    "float64": "f8",
-    "float16": "u2",
-    "bfloat16": "u2",
-    "float8_e4m3": "u1",
-    "float8_e5m2": "u1",
-    "int8": "i1",
-    "int16": "i2",
-    "int32": "i4",
-    "int64": "i8",
-    "uint8": "u1",
-    "uint16": "u2",
-    "uint32": "u4",
-    "uint64": "u8",
-    "bool": "u1",
-    "complex64": "c8",
-    "complex128": "c16",
-}
 OPS = ["sum", "avg", "premul_sum", "prod", "min", "max", "band", "bor", "bxor"]
 
 
 def has_meaning(dtype: str, op: str) -> bool:
     return (getattr(DType, dtype), getattr(ReduceOp, op)) in REDUCIBLE
-
-
-def contribution(rank: int, numel: int, dtype: str) -> np.ndarray:
-    """Return values over many magnitudes; for small floats all codes but those of Inf and NaN."""
-    random = np.random.default_rng([rank, numel, len(dtype)])
-    if dtype in ("float32", "float64"):
-        return floats(rank, numel).astype(TYPES[dtype])
-    if dtype.startswith("complex"):
-        return (floats(rank, numel) + 1j * floats(rank + 100, numel)).astype(TYPES[dtype])
-    if dtype == "bool":
-        return random.integers(0, 2, numel, dtype="u1")
-    if dtype == "float16":
-        return floats(rank, numel).clip(-6e4, 6e4).astype("f2").view("u2")
-    if dtype == "bfloat16":
-        return (floats(rank, numel).view("u4") >> 16).astype("u2")
-    if dtype.startswith("float8"):
-        sign = random.integers(0, 2, numel, dtype="u1") << 7
-        return sign | random.integers(0, 0x7B, numel, dtype="u1")
-    limits = np.iinfo(TYPES[dtype])
-    return random.integers(limits.min, limits.max, numel, dtype=TYPES[dtype], endpoint=True)
 
 
 def own_factor(rank: int) -> float:
@@ -119,20 +81,27 @@ def parts(buffers: list[Buffer]) -> _C.Parts:
 
 
 def reduce_and_scatter(c: Rank) -> None:
-    for numel in (5, 3001):
+    kinds = [("float32", "avg"), ("float32", "premul_sum"), ("bfloat16", "premul_sum")]
+    for numel, (dtype, op) in product((5, 3001), kinds):
+        kind, factor = (getattr(DType, dtype), getattr(ReduceOp, op)), own_factor(c.rank)
         sizes = part_sizes(c, numel)
-        inputs = [[floats(r * 50 + p, n) for p, n in enumerate(sizes)] for r in range(c.size)]
+        inputs = [
+            [contribution(r * 50 + p, n, dtype) for p, n in enumerate(sizes)] for r in range(c.size)
+        ]
         ours = [c.put(x) for x in inputs[c.rank]]
-        out = c.put(np.zeros(sizes[c.rank], dtype="f4"))
-        c.call("reduce_scatter", parts(ours), out.address, 0, DType.float32, ReduceOp.avg)
-        want = folded([inputs[r][c.rank] for r in range(c.size)], "float32", "avg")
-        assert out.get().tobytes() == want.tobytes(), numel
+        out = c.put(np.zeros_like(inputs[c.rank][c.rank]))
+        c.call("reduce_scatter", parts(ours), out.address, 0, *kind, factor=factor)
+        want = folded([inputs[r][c.rank] for r in range(c.size)], dtype, op)
+        assert out.get().tobytes() == want.tobytes(), (numel, dtype, op)
+        for x, unchanged in zip(ours, inputs[c.rank], strict=True):
+            assert x.get().tobytes() == unchanged.tobytes()
         for root in range(c.size):
-            whole = [floats(r, numel) for r in range(c.size)]
-            x, y = c.put(whole[c.rank]), c.put(np.zeros(numel, dtype="f4"))
-            c.call("reduce", x.address, y.address, numel, DType.float32, ReduceOp.sum, root)
-            want = folded(whole, "float32", "sum") if root == c.rank else np.zeros(numel)
-            assert np.array_equal(y.get(), want), (numel, root)
+            whole = [contribution(r, numel, dtype) for r in range(c.size)]
+            x, y = c.put(whole[c.rank]), c.put(np.zeros_like(whole[0]))
+            c.call("reduce", x.address, y.address, numel, *kind, root, factor=factor)
+            want = folded(whole, dtype, op) if root == c.rank else np.zeros_like(whole[0])
+            assert np.array_equal(y.get(), want), (numel, dtype, op, root)
+            assert np.array_equal(x.get(), whole[c.rank])
 
 
 def moves(c: Rank) -> None:

@@ -7,10 +7,7 @@ block. test_gpu.py runs the same jobs on a GPU.
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import subprocess
-import sys
 import threading
 import time
 
@@ -24,7 +21,7 @@ from tests.collectives.device import jobs
 from tests.collectives.device.jobs import SPECS, Bucket, DType, ReduceOp
 from tests.collectives.device.ranks import Rank, attempt, run, run_processes
 from tests.collectives.ways import RANKS, integers
-from tests.compiling import library
+from tests.compiling import run_preloaded
 from tests.extent import each_value
 
 every_count = pytest.mark.parametrize("ranks", RANKS)
@@ -296,33 +293,14 @@ finally: os.kill(maker, signal.SIGKILL)
 """
 
 
-@pytest.fixture
-def on_kernel(tmp_path):
-    """Runs a program on the kernel above; returns what it has printed."""
-    kernel = library(KERNEL, tmp_path)
-
-    def run(program, **variables):
-        store = tmp_path / "store"
-        store.mkdir(mode=0o700)
-        ended = subprocess.run(
-            [sys.executable, "-c", program, str(store)],
-            env={**os.environ, "LD_PRELOAD": kernel, **variables},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout
-
-    return run
+def test_each_rank_shows_whole_pages(tmp_path):
+    assert run_preloaded(SIZES, KERNEL, tmp_path, LARGE_PAGES="yes") == "3 True\n"
 
 
-def test_each_rank_shows_whole_pages(on_kernel):
-    assert on_kernel(SIZES, LARGE_PAGES="yes") == "3 True\n"
-
-
-def test_a_signal_ends_the_wait_for_the_file(on_kernel):
-    assert on_kernel(WAITING) == "KeyboardInterrupt\n"
+def test_a_signal_ends_the_wait_for_the_file(tmp_path):
+    store = tmp_path / "store"
+    store.mkdir(mode=0o700)
+    assert run_preloaded(WAITING, KERNEL, tmp_path, str(store)) == "KeyboardInterrupt\n"
 
 
 # -------------------------------------------------------------------------------------------- coded

@@ -67,7 +67,6 @@ class Case:
 
     seed: int
     number: int
-    world: str
     transport: str
     ranks: int
     victim: int
@@ -164,7 +163,6 @@ def draw(
     return Case(
         seed=seed,
         number=number,
-        world="elastic" if phase in ELASTIC else "core",
         transport=transport,
         ranks=ranks,
         victim=rng.randrange(ranks),

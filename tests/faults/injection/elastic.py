@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.faults.injection.case import ELASTIC, Call
 from tests.faults.injection.groups import Place, TorchGroup
-from tests.faults.injection.rank import SETTLE, Rank, held, leaks
+from tests.faults.injection.rank import SETTLE, Rank, held, leaks, wait_for
 
 NAME = "elastic"
 
@@ -27,16 +27,13 @@ class ElasticGroup(TorchGroup):
 
         from pycomm._build import load_c10d
 
-        self.rank, self.ranks = place.rank, place.ranks
-        self.completed = 0
-        self._limit = timedelta(seconds=place.timeout)
         c10d = load_c10d()
         options = c10d.Options()
         options.enable_reconfigure, options.group_name = True, NAME
-        options.transport, options._timeout = place.transport, self._limit
+        options.transport, options._timeout = place.transport, timedelta(seconds=place.timeout)
         store = dist.HashStore()
         self.backend: Any = c10d.Backend(store, 0, 1, options, NAME)
-        self._group = dist.ProcessGroup(store, 0, 1)
+        super().__init__(dist.ProcessGroup(store, 0, 1))
         kind = dist.ProcessGroup.BackendType.CUSTOM
         self._group._set_default_backend(kind)
         self._group._register_backend(torch.device("cpu"), kind, self.backend)
@@ -51,11 +48,7 @@ class ElasticGroup(TorchGroup):
 
     def _handle(self, process: int) -> str:
         file = self._folder / f"handle.{process}"
-        end = time.monotonic() + 10
-        while not file.exists():
-            if time.monotonic() > end:
-                raise TimeoutError(f"no {file.name}")
-            time.sleep(0.002)
+        wait_for(file)
         return file.read_text()
 
     def form(self, uuid: int, processes: list[int], seconds: float) -> None:
@@ -88,7 +81,7 @@ class ElasticRank(Rank):
     def main(self) -> None:
         """Play the case and report its outcome."""
         case, everyone = self.case, list(range(self.case.ranks))
-        place = Place(NAME, self.folder, "", self.rank, case.ranks, case.transport, case.timeout)
+        place = Place(self.folder, "", self.rank, case.ranks, case.transport, case.timeout)
         first = everyone if case.phase == "reconfigure" else everyone[:-1]
         assert case.phase in ELASTIC
         self._warm_up(place)

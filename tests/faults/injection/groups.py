@@ -1,26 +1,18 @@
-"""Groups of ranks as the cases use them: pycomm without torch, and process groups of torch."""
+"""Groups of ranks as the cases use them: pycomm without torch, and process groups of torch.
+
+Their `call` returns whether the result is right.
+"""
 
 from __future__ import annotations
 
-import datetime
 import threading
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from pycomm.communicator import Communicator, Store
 from tests.faults.injection.case import Call
-
-
-class Group(Protocol):
-    """A rank's group. `call` returns whether the result is right."""
-
-    completed: int
-
-    def call(self, call: Call, async_op: bool) -> bool: ...
-    def abort(self, reason: str) -> None: ...
-    def close(self) -> None: ...
 
 
 def expected(call: Call, rank: int, ranks: int) -> Any:
@@ -38,8 +30,6 @@ def expected(call: Call, rank: int, ranks: int) -> Any:
 class Place:
     """The rendezvous of a rank with the others of a group."""
 
-    world: str
-    """"core", or the name of a backend of torch.distributed"""
     folder: str
     name: str
     rank: int
@@ -151,34 +141,11 @@ class CoreGroup:
 
 
 class TorchGroup:
-    """A process group of torch: pycomm's backend or Gloo's. It makes calls without codecs."""
+    """A process group of torch. It makes calls without codecs."""
 
-    def __init__(self, place: Place) -> None:
-        import torch.distributed as dist
-
-        self.rank, self.ranks, self._backend = place.rank, place.ranks, place.world
-        self.completed = 0
-        limit = self._limit = datetime.timedelta(seconds=place.timeout)
-        if dist.is_initialized():
-            self._group = dist.new_group(timeout=limit)
-            return
-        store = dist.FileStore(f"{place.folder}/{place.name}", place.ranks)
-        dist.init_process_group(
-            place.world, store=store, rank=place.rank, world_size=place.ranks, timeout=limit
-        )
-        self._group = dist.group.WORLD
-
-    @classmethod
-    def of(cls, group: Any) -> TorchGroup:
-        """Make calls of a group that there is already."""
-        made = cls.__new__(cls)
-        made.rank, made.ranks, made.completed = group.rank(), group.size(), 0
-        made._group, made._limit = group, datetime.timedelta(minutes=1)
-        return made
-
-    def set_timeout(self, seconds: float) -> None:
-        self._limit = datetime.timedelta(seconds=seconds)
-        self._group.set_timeout(self._limit)
+    def __init__(self, group: Any) -> None:
+        self.rank, self.ranks, self.completed = group.rank(), group.size(), 0
+        self._group = group
 
     def call(self, call: Call, async_op: bool) -> bool:
         import torch
@@ -211,26 +178,6 @@ class TorchGroup:
             ]
         for work in works:
             if work is not None:
-                # Gloo's requests have no timeout but that of the wait.
-                work.wait(self._limit) if call.op == "send_recv" else work.wait()
+                work.wait()
         self.completed += call.op != "send_recv"
         return bool((out.numpy() == expected(call, rank, ranks)).all())
-
-    def abort(self, reason: str) -> None:
-        self._group.abort()
-
-    def close(self) -> None:
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def make_group(
-    place: Place, parent: CoreGroup | TorchGroup | None = None
-) -> CoreGroup | TorchGroup:
-    """Connect to the other ranks, through a `parent` group if there is one."""
-    if place.world == "core":
-        assert not isinstance(parent, TorchGroup)
-        return CoreGroup(place, parent)
-    return TorchGroup(place)

@@ -15,8 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.faults.injection.case import FROM_OUTSIDE, HUNGRY, LASTS, MEET, MEETING, Call, Case
-from tests.faults.injection.groups import CoreGroup, Place, TorchGroup, make_group
+from tests.faults.injection.groups import CoreGroup, Place
 from tests.ranks import in_child
 from tests.soak.held import COUNTS, connections, descriptors
 from tests.soak.held import held as held_by
@@ -74,17 +76,16 @@ class Rank:
         self.case, self.rank, self.folder, self.say = case, rank, folder, say
         self.is_victim = rank == case.victim
         self.now: Call | None = None
-        self.group: CoreGroup | TorchGroup | None = None
+        self.group: Any = None  # a CoreGroup, or that of an ElasticRank
         self.arrays: list[Any] = []
         """the arrays of a failed call, which no peer may write any more"""
         self.child: str | None = None
         self.due = float("inf")  # the time of a fault that this rank injects itself
         self.aborted = False
 
-    def join(self, name: str) -> CoreGroup | TorchGroup:
+    def join(self, name: str) -> CoreGroup:
         case = self.case
         place = Place(
-            case.world,
             self.folder,
             name,
             self.rank,
@@ -93,13 +94,13 @@ class Rank:
             case.rendezvous,
             apart=case.is_apart,
         )
-        return make_group(place, parent=self.group)
+        return CoreGroup(place, parent=self.group)
 
     def main(self) -> None:
         """Play the case and report its outcome."""
         before = held()
         facts: dict[str, Any] = {}
-        first: CoreGroup | TorchGroup | None = None
+        first: CoreGroup | None = None
         try:
             if self.case.phase != "init":
                 first = self.group = self.join("first")
@@ -111,8 +112,7 @@ class Rank:
                 if self.aborted:  # the first group, if this one was made already
                     self.group.abort("somebody pressed stop")
             self.group.set_timeout(self.case.timeout)
-            if self.case.fault == "pause" and isinstance(self.group, CoreGroup):
-                self.group.in_heap = True
+            self.group.in_heap = self.case.fault == "pause"
             self.operate()
         except Injected:
             self.group = None
@@ -121,7 +121,7 @@ class Rank:
             return
         except Exception as error:
             facts = self.tell(error)
-        if self.case.fault == "pause" and isinstance(self.group, CoreGroup):
+        if self.case.fault == "pause":
             self.arrays = self.group.arrays
             for array in self.arrays:
                 array[:] = OURS
@@ -132,9 +132,7 @@ class Rank:
         self.group = first = None
         self.say(
             "left",  # arrays keep the mapping of their heap
-            leaks={}
-            if self.arrays
-            else leaks(before, SETTLE if self.case.world == "core" else 0.0),
+            leaks={} if self.arrays else leaks(before, SETTLE),
             at=time.monotonic(),
         )
 
@@ -157,7 +155,6 @@ class Rank:
     # ------------------------------------------------------------------ the calls
 
     def run(self, call: Call) -> None:
-        assert self.group is not None
         self.now = call
         if not self.group.call(call, self.case.async_op):
             raise AssertionError(f"rank {self.rank}: a wrong result of {call}")
@@ -192,9 +189,6 @@ class Rank:
 
     def enough(self) -> bool:
         """Return whether the time of a case without an error is over, equally on all ranks."""
-        assert isinstance(self.group, CoreGroup)
-        import numpy as np
-
         over = np.array([time.monotonic() - self.started > 0.05 + SLOW], np.float32)
         self.group._core.all_reduce(over, "min")
         self.group.completed += 1
@@ -230,22 +224,17 @@ class Rank:
         if case.fault == "socket":
             cut_sockets(random.Random(case.how))
         elif case.fault == "fork":
-            group: Any = self.group
-            self.child = in_child(lambda: group.call(Call("all_reduce", 10), False))
+            self.child = in_child(lambda: self.group.call(Call("all_reduce", 10), False))
         elif case.fault == "descriptors":
             close_descriptors()
         elif case.fault == "slow":
             time.sleep(SLOW)
         elif case.fault == "abort":
-            assert self.group is not None
             self.aborted = True
             self.group.abort("somebody pressed stop")
 
     def call_without_memory(self) -> None:
         """Make the call that needs memory while none is available."""
-        import numpy as np
-
-        assert isinstance(self.group, CoreGroup)
         self.now = HUNGRY
         data = np.full(HUNGRY.numel, self.rank + 1, np.float32)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -272,9 +261,7 @@ def go_on(case: Case, rank: int, folder: str) -> float:
     """Make a group of the survivors and reduce over it; return the seconds it took."""
     left = [r for r in range(case.ranks) if r not in case.leavers]
     start = time.monotonic()
-    group = make_group(
-        Place(case.world, folder, "after", left.index(rank), len(left), case.transport, 8.0)
-    )
+    group = CoreGroup(Place(folder, "after", left.index(rank), len(left), case.transport, 8.0))
     if not group.call(Call("all_reduce", 1000), False):
         raise AssertionError("the new group's result is wrong")
     took = time.monotonic() - start

@@ -6,8 +6,6 @@ then a valid one, which only succeeds if no rank has sent anything or waited for
 
 from __future__ import annotations
 
-import os
-import subprocess
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -510,11 +508,6 @@ def test_numbers_of_numpy_are_numbers(rank, size):
         assert type(act()) in (int, float), number
 
 
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(interpreter.ROOT), **environment}
-    return interpreter.run("-m", *command, env=env, timeout=110)
-
-
 @pytest.mark.parametrize(
     ("command", "environment", "says"),
     [
@@ -540,7 +533,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_programs_say_in_one_line_what_is_wrong(command, environment, says):
-    done = run(*command, **environment)
+    done = interpreter.run("-m", *command, variables=environment, timeout=110)
     assert done.returncode == 2, done.stderr
     assert says in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
@@ -548,9 +541,8 @@ def test_programs_say_in_one_line_what_is_wrong(command, environment, says):
 
 def test_a_wrong_variable_is_no_broken_binary():
     """It would be compiled again, for minutes, and then not load either."""
-    env = {**os.environ, "PYTHONPATH": str(interpreter.ROOT), "PYCOMM_LINK": "0"}
     code = "from pycomm._build import load_c10d; load_c10d()"
-    done = interpreter.run("-c", code, env=env, timeout=110)
+    done = interpreter.run("-c", code, variables={"PYCOMM_LINK": "0"}, timeout=110)
     assert "compiling" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith(
         "pycomm.errors.Error: PYCOMM_LINK=0 is invalid: expected a rate"
@@ -558,7 +550,8 @@ def test_a_wrong_variable_is_no_broken_binary():
 
 
 def test_the_doctor_finds_a_variable_that_python_refuses():
-    done = run("pycomm.doctor", PYCOMM_HEALTH="xx")
+    options = {"variables": {"PYCOMM_HEALTH": "xx"}, "timeout": 110}
+    done = interpreter.run("-m", "pycomm.doctor", **options)
     assert done.returncode == 1
     assert "PROBLEM" in done.stdout
     assert "PYCOMM_HEALTH='xx' is invalid: expected on, off" in done.stdout

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from tests.torch.interpreter import ROOT, run, run_ranks
+from tests.torch.interpreter import run, run_ranks
 from tests.torch.pool import on_ranks
 
 
@@ -143,8 +143,7 @@ def test_who_waits_for_a_late_rank_prints_nothing(tmp_path):
     far = FarStore(0.0)
     script = tmp_path / "late.py"
     script.write_text(LATE)
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ranks = run_ranks(str(script), words=["2", str(far.port)], env=env, merged=True, autoload=True)
+    ranks = run_ranks(str(script), words=["2", str(far.port)], merged=True, autoload=True)
     said = [rank.stdout for rank in ranks]
     far.close()
     # Rank 0 tells of its group, and nothing else.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import datetime
-import os
 import threading
 import time
 from datetime import timedelta
@@ -411,6 +410,6 @@ dist.destroy_process_group()
 def test_pycomm_tls_encrypts_what_torch_sends(tmp_path):
     variables = {"PYCOMM_TLS": "on", "PYCOMM_TRANSPORT": "tcp"}
     words = [str(tmp_path / "store")]
-    for rank in run_ranks("-c", ENCRYPTED, words=words, env=os.environ | variables, autoload=True):
+    for rank in run_ranks("-c", ENCRYPTED, words=words, variables=variables, autoload=True):
         assert "TLS 1.3" in rank.stdout, rank.stderr
         assert rank.returncode == 0

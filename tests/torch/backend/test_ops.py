@@ -35,16 +35,7 @@ FLOATS = [
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 ]
-INTEGERS = [
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-]
+INTEGERS = [getattr(torch, f"{kind}{n}") for kind in ("int", "uint") for n in (8, 16, 32, 64)]
 COMPLEX = [torch.complex64, torch.complex128]
 CPU = torch.device("cpu")
 DTYPES = [*FLOATS, *INTEGERS, torch.bool, *COMPLEX]

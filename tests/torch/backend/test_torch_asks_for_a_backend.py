@@ -231,7 +231,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("name", ["pycomm", "cpu:pycomm", "cpu:pycomm,cuda:pycomm"])
 def test_torch_has_nothing_to_warn_of(installed, name):
     path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
-    done = run("-c", QUIET.format(name=name), env={**os.environ, "PYTHONPATH": path}, autoload=True)
+    done = run("-c", QUIET.format(name=name), variables={"PYTHONPATH": path}, autoload=True)
     assert done.returncode == 0, done.stderr
     if TORCH >= (2, 14):  # older versions warn in C++ of devices named one by one
         assert "Warning" not in done.stderr

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import _test, elastic
 from tests.torch.elastic.member import LIMIT, Member, on_members, until_lost
-from tests.torch.harness import alike, check_sum
+from tests.torch.harness import check_sum
 from tests.torch.pool import on_ranks
 from tests.transports.wire_peer import (
     CHALLENGE,
@@ -274,23 +273,6 @@ def test_a_stopped_first_member_is_named(rank, store, member, handles):
     member.meet("seen")
     member.form(2, handles)
     check_sum()
-
-
-@on_members(2, formed=False)
-def test_a_compressed_model_is_wrapped_anew_after_a_change(member, handles):
-    net = torch.nn.Linear(300, 300, bias=False)
-    for uuid, members in ((1, handles), (2, handles[::-1])):
-        member.form(uuid, members)
-        model = DistributedDataParallel(net)
-        pycomm.compress(model, "int4")
-        before = net.weight.detach().clone()
-        for _ in range(3):
-            model.zero_grad()
-            model(torch.randn(4, 300)).square().mean().backward()
-            with torch.no_grad():
-                net.weight -= net.weight.grad
-        assert not torch.equal(net.weight, before)
-        assert alike(net.weight)
 
 
 # ---------------------------------------------------------------------------------------- strangers

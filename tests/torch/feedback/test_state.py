@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
@@ -20,13 +19,13 @@ from tests.torch.harness import (
     compressed,
     equal,
     gradients,
-    lost,
     mean,
     near_zero,
     on_both,
     owed,
     reduced,
     residuals_of,
+    resumed,
 )
 from tests.torch.pool import on_ranks
 
@@ -234,28 +233,14 @@ def test_accumulated_steps_lose_nothing(rank, size, options, compiled):
 STEPS = 3  # DDP rebuilds its buckets after the first
 
 
-def check_world(
-    rank: int, size: int, path: str, first: int, feedback: str
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Load, train, save; return residuals before, the average's errors, and residuals after."""
-    model, state = compressed("int4", feedback)
-    if first > 0:
-        state.load_checkpoint(Path(path) / str(first))
-        assert state.step == first
-    began = owed(state)
-    missing = lost(model, rank, range(first, first + STEPS))
-    dcp.save({"pycomm": state.state_dict()}, checkpoint_id=Path(path) / str(first + STEPS))
-    return began, missing, owed(state)
-
-
 @pytest.mark.parametrize(
     "feedback", ["residual", "residual:storage=bf16", "residual:storage=int8", "momentum"]
 )
 def test_other_numbers_of_ranks_owe_the_same(pool, tmp_path, feedback):
     before = None
     for i, ranks in enumerate((2, 3, 1)):
-        answers = pool.run(check_world, str(tmp_path), i * STEPS, feedback, ranks=ranks)
-        began, missing, ended = answers[0]
+        steps, make = range(i * STEPS, (i + 1) * STEPS), partial(compressed, "int4", feedback)
+        began, missing, ended = pool.run(resumed, tmp_path, steps, make, ranks=ranks)[0]
         for name in CODED if before else ():
             # Float32 round-off of values around 1; 8 bits of bf16, or of the largest of 32 values.
             atol = 1e-2 if "storage" in feedback else 1e-5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,10 @@ from tests.torch.harness import (
     all_equal,
     equal,
     inputs,
-    lost,
     near_zero,
     on_both,
-    owed,
     perceptron,
+    resumed,
     same_as_gloo,
 )
 from tests.torch.pool import on_ranks
@@ -229,26 +229,13 @@ def test_hsdp(rank, size):
 STEPS = 4
 
 
-def check_world(
-    rank: int, size: int, path: str, first: int, spec: str
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Load, take some steps, save; return residuals before, the averages, and residuals after."""
-    model, state = chosen(size, spec)
-    if first > 0:
-        state.load_checkpoint(Path(path) / str(first))
-    began = owed(state, SHAPES)
-    missing = lost(model, rank, range(first, first + STEPS), shapes=SHAPES)
-    dcp.save({"pycomm": state.state_dict()}, checkpoint_id=Path(path) / str(first + STEPS))
-    return began, missing, owed(state, SHAPES)
-
-
 # sign also has errors in the padding; the third is a codec of tests/torch/harness.py
 @pytest.mark.parametrize("spec", ["int4", "sign", "multiples"])
 def test_other_numbers_of_shards_owe_the_same(pool, tmp_path, spec):
     before: dict[str, torch.Tensor] = {}
     for i, ranks in enumerate((3, 2, 4)):
-        answers = pool.run(check_world, str(tmp_path), i * STEPS, spec, ranks=ranks)
-        began, missing, ended = answers[0]
+        steps, make = range(i * STEPS, (i + 1) * STEPS), partial(chosen, ranks, spec)
+        began, missing, ended = pool.run(resumed, tmp_path, steps, make, SHAPES, ranks=ranks)[0]
         for name in CODED:
             near_zero(began[name] - (before[name] if before else 0))
             near_zero(missing[name] - (ended[name] - began[name]), atol=2e-5)

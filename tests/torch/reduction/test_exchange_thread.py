@@ -22,7 +22,7 @@ from pycomm import backend
 from pycomm.bench.step.stages import BY_EXCHANGES, Stages
 from pycomm.policy.exchange import bytes_of
 from pycomm.reduction.exchange_thread import ExchangeThread
-from tests.torch.interpreter import ROOT, Interpreter
+from tests.torch.interpreter import Interpreter
 from tests.torch.pool import on_ranks
 
 WIDTH = 256  # a weight has 65,536 values, and a bucket of its own
@@ -214,8 +214,7 @@ runs.wait()
 
 def test_an_interpreter_may_end_while_a_bucket_travels():
     """A thread that comes back from C++ later would abort the process."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = Interpreter("-c", ENDS, env=env, merged=True, finalized=True)
+    process = Interpreter("-c", ENDS, merged=True, finalized=True)
     assert process.wait(60) == 0, process.output()
 
 

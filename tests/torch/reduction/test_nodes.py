@@ -26,7 +26,7 @@ from pycomm.policy.exchange import bytes_of
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.nodes import Nodes, flat_text
 from tests.torch.harness import Chosen, all_equal, gradients, reduced
-from tests.torch.interpreter import ROOT, Interpreter
+from tests.torch.interpreter import Interpreter
 from tests.torch.pool import on_ranks
 
 SHAPES = {"large": (256, 256), "odd": (255, 257), "bias": (50,), "small": (40, 70)}
@@ -71,11 +71,11 @@ getattr(test_nodes, sys.argv[1])(int(sys.argv[2]), sys.argv[3])
 
 def run_on_nodes(function: str, folder: Path, **env: str) -> None:
     """Run a function of this file, of a rank and a folder, on four ranks of two nodes."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYCOMM_ALGO": "hierarchical", **env}
+    env = {"PYCOMM_ALGO": "hierarchical", **env}
     ranks = [
         Interpreter(
             *("-c", ON_NODE, function, str(rank), str(folder)),
-            env={**env, "PYCOMM_HOST_ID": f"node{rank // 2}"},
+            variables={**env, "PYCOMM_HOST_ID": f"node{rank // 2}"},
             merged=True,
         )
         for rank in range(4)

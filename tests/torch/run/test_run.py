@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -81,24 +78,6 @@ def test_codec_compresses_what_is_compiled_in_shards(tmp_path):
     assert "steps 3 ['int4'" in output
 
 
-def python(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Return the result of a fresh interpreter that finds pycomm without an installation."""
-    return subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-def forked(*command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Return the result of an interpreter that has imported torch, and not pycomm."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return run_python(*command, env=env, cwd=folder)
-
-
 ASKS = """
 import sys, pickle, __main__
 class Local: pass
@@ -126,11 +105,11 @@ def test_a_script_runs_as_under_python(tmp_path, form, end):
     (package / "script.py").write_text(ASKS.replace("END", end))
     command = ["package/script.py"] if form == "script" else ["-m", "package.script"]
     command += ["--codec", "x"]
-    plain = python(*command, folder=tmp_path)
+    plain = run_python(*command, cwd=tmp_path, fresh=True)
     # A traceback of a forked interpreter begins with frames of its own.
     fresh = FULL or (form == "script" and "raise" in end)
-    start = python if fresh else forked
-    ours = start("-m", "pycomm.run", "--codec", "int8", *command, folder=tmp_path)
+    words = ["-m", "pycomm.run", "--codec", "int8", *command]
+    ours = run_python(*words, cwd=tmp_path, fresh=fresh)
     assert ours.stdout == plain.stdout
     assert ours.returncode == plain.returncode != 0
     if form == "script":
@@ -151,7 +130,7 @@ threading.Thread(target=late).start()
 
 def test_a_thread_outlives_its_module(tmp_path):
     (tmp_path / "script.py").write_text(LATE)
-    done = python("-m", "pycomm.run", "-m", "script", folder=tmp_path)
+    done = run_python("-m", "pycomm.run", "-m", "script", cwd=tmp_path, fresh=True)
     assert done.stdout == "True\n", done.stderr
 
 
@@ -171,7 +150,7 @@ for number, words in enumerate(options):
 
 def test_feedback_is_left_out_if_asked(tmp_path):
     (tmp_path / "script.py").write_text(FEEDBACK)
-    done = forked("script.py", str(tmp_path / "store"), folder=tmp_path)
+    done = run_python("script.py", str(tmp_path / "store"), cwd=tmp_path)
     assert done.stdout.split() == ["residual", "None"], done.stderr
 
 
@@ -196,7 +175,8 @@ if __name__ == "__main__":
 def test_processes_that_the_script_starts_do_the_same(tmp_path, installed):
     (tmp_path / "script.py").write_text(SPAWNS)
     command = ["-m", "pycomm.run", "script.py", str(tmp_path / "store")]
-    done = forked(*command, folder=tmp_path, PYTHONPATH=f"{installed}{os.pathsep}{ROOT}")
+    variables = {"PYTHONPATH": f"{installed}{os.pathsep}{ROOT}"}
+    done = run_python(*command, cwd=tmp_path, variables=variables)
     assert done.stdout.splitlines() == ["2.0 True"] * 2, done.stderr
 
 
@@ -246,10 +226,10 @@ def test_contradicting_wishes_are_named(monkeypatch):
 
 
 def test_run_refuses_what_it_cannot_run(tmp_path):
-    done = forked("-m", "pycomm.run", "--codec", "int4", "x.py", folder=tmp_path)
+    done = run_python("-m", "pycomm.run", "--codec", "int4", "x.py", cwd=tmp_path)
     assert done.returncode == 2
     assert "pycomm.run: there is no script x.py" in done.stderr
-    done = forked("-m", "pycomm.run", "-m", "no.such", folder=tmp_path)
+    done = run_python("-m", "pycomm.run", "-m", "no.such", cwd=tmp_path)
     assert done.returncode == 2
     assert "-m no.such: " in done.stderr
 
@@ -274,14 +254,13 @@ def test_ranks_that_srun_starts_find_each_other(tmp_path, way):
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_NODEID": "0",
         "MASTER_PORT": str(free_port()),  # the one that follows from the job might be taken here
-        "PYTHONPATH": str(ROOT),
         **({"PYCOMM_RUN": "--codec int4"} if way == "variable" else {}),
     }
     command = ["-m", "pycomm.run", "script.py"] if way == "run" else ["script.py"]
     tasks = [
         Interpreter(
             *command,
-            env={**os.environ, **step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
+            variables={**step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
             cwd=tmp_path,
             merged=True,
             autoload=way == "variable",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -356,32 +354,17 @@ def test_names_that_cannot_be_answered_for(name):
 ROOT = Path(__file__).parents[3]
 
 
-def run_finding(code: str, *path: Path, **environment: str) -> str:
-    """Return the output of a fresh interpreter that finds pycomm without an installation."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT])),
-            **environment,
-        },
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def forked(code: str, *path: Path, loaded: bool = False, **environment: str) -> str:
+def forked(
+    code: str, *path: Path, loaded: bool = False, fresh: bool = False, **environment: str
+) -> str:
     """Return the output of an interpreter that has imported torch without its entry points.
 
-    With `loaded` it loads them before the code begins, as the last thing of `import torch`.
+    With `loaded` it loads them before the code begins, as the last thing of `import torch`; with
+    `fresh` nothing is imported.
     """
     variables = {"PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT])), **environment}
-    env = {**os.environ, **variables}
-    done = interpreter.run("-c", code, env=env, cwd="/", autoload=loaded)
+    options = {} if fresh else {"autoload": loaded}
+    done = interpreter.run("-c", code, variables=variables, cwd="/", fresh=fresh, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -413,7 +396,7 @@ dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1)
 print(dist.get_backend(), "pycomm.backend" in sys.modules)
 dist.destroy_process_group()
 """
-    assert run_finding(code, installed).split() == ["False", "pycomm", "True"]
+    assert forked(code, installed, fresh=True).split() == ["False", "pycomm", "True"]
 
 
 def test_import_torch_survives_a_failing_registration(installed):
@@ -438,7 +421,7 @@ def test_pyproject_names_the_entry_points():
 
 def test_import_is_light_and_knows_the_version():
     code = "import sys, pycomm; light = len(dir(pycomm)) > 5 and 'torch' not in sys.modules"
-    light, version = run_finding(f"{code}; print(light, pycomm.__version__)").split()
+    light, version = forked(f"{code}; print(light, pycomm.__version__)", fresh=True).split()
     assert light == "True"
     assert f'\nversion = "{version}"\n' in (ROOT / "pyproject.toml").read_text()
 
@@ -446,7 +429,7 @@ def test_import_is_light_and_knows_the_version():
 def test_import_order_does_not_matter():
     names = "import torch.distributed as d; print(d.Backend('pycomm'))"
     assert forked(f"import torch, pycomm; {names}").endswith("pycomm")
-    assert run_finding(f"import pycomm.backend; {names}").endswith("pycomm")
+    assert forked(f"import pycomm.backend; {names}", fresh=True).endswith("pycomm")
 
 
 def test_compress_is_imported_as_a_function():
@@ -493,7 +476,8 @@ def test_import_torch_survives_a_wrong_variable(installed):
         "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
         "print([hook.__name__ for hook, _ in model._comm_hooks])\ndist.destroy",
     )
-    said = run_finding(code, installed, PYCOMM_TAKEOVER="mpi", PYCOMM_RUN="--codec int4")
+    given = {"PYCOMM_TAKEOVER": "mpi", "PYCOMM_RUN": "--codec int4"}
+    said = forked(code, installed, fresh=True, **given)
     warned, *said = said.splitlines()
     assert "cannot answer for the backend 'mpi'" in warned
     assert said == ["True", "gloo pycomm", "['compress_hook']"]

@@ -22,6 +22,7 @@ import pycomm
 from pycomm import _C, _test
 from pycomm.communicator import Communicator, Store
 from tests.ranks import on_threads
+from tests.soak.held import descriptors
 from tests.transports.wire_peer import HELLO, MAGIC, hello
 
 SECRET = "nobody may see this"
@@ -32,12 +33,7 @@ PATIENCE = 5.0
 
 def listeners() -> dict[str, str]:
     """The sockets of this process that listen, by inode, with their addresses in hexadecimal."""
-    ours = {
-        target[8:-1]
-        for name in os.listdir("/proc/self/fd")
-        if os.path.lexists(path := f"/proc/self/fd/{name}")
-        and (target := os.readlink(path)).startswith("socket:")
-    }
+    ours = {link[8:-1] for link in descriptors().values() if link.startswith("socket:")}
     found = {}
     for family in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):

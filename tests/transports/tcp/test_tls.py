@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ import pytest
 import pycomm
 from pycomm import _C
 from pycomm.errors import Error, Timeout
-from tests.compiling import library
+from tests.compiling import run_preloaded
 from tests.ranks import good
 from tests.transports import proxy
 from tests.transports.ranks import threads
@@ -180,19 +177,11 @@ for tls in ("auto", "auto", "on"):
 
 def test_without_openssl_auto_warns_once_and_on_refuses(tmp_path):
     """With a secret, what travels is authenticated while groups begin, and no longer secret."""
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_GROUPS],
-        env={**os.environ, "LD_PRELOAD": library(WITHOUT_OPENSSL, tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert lines.count("STANDS auto False") == 4, done.stdout
+    lines = run_preloaded(TWO_GROUPS, WITHOUT_OPENSSL, tmp_path).splitlines()
+    assert lines.count("STANDS auto False") == 4, lines
     warned = [line for line in lines if line.startswith("WARNED")]
-    assert len(warned) == 1, done.stdout
+    assert len(warned) == 1, lines
     assert "without OpenSSL 3 nothing is encrypted" in warned[0]
     refused = [line for line in lines if line.startswith("REFUSED")]
-    assert len(refused) == 2, done.stdout
+    assert len(refused) == 2, lines
     assert all("encryption needs OpenSSL 3" in line for line in refused)

@@ -22,6 +22,7 @@ from pycomm.errors import Error
 from tests.compiling import ROOT, compile_cpp
 from tests.extent import each_value
 from tests.ranks import run_processes
+from tests.soak.held import held
 from tests.transports.ranks import SECONDS, pattern, processes, tag, threads
 
 MIB = 1 << 20
@@ -143,24 +144,10 @@ def test_bridges_of_containers_are_the_last_choice():
 # ------------------------------------------------------------------------------ lazy connections
 
 
-def sockets_of_this_process() -> int:
-    links = [os.readlink(entry) for entry in open_descriptors()]
-    return sum(link.startswith("socket:") for link in links)
-
-
-def open_descriptors() -> list[str]:
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        path = f"/proc/self/fd/{name}"
-        if os.path.lexists(path):  # the listing's own descriptor is closed
-            found.append(path)
-    return found
-
-
 @pytest.mark.parametrize("sender", [0, 1], ids=["lower rank sends", "higher rank sends"])
 def test_sockets_of_a_lane_are_made_when_somebody_sends(tmp_path, sender):
     def body(me):
-        counts = [sockets_of_this_process()]
+        counts = [held("self")["sockets"]]
         for lane in (0, 1):
             if me.rank == sender:
                 goals = [me.send(1 - me.rank, b"first words", tag(), lane)]
@@ -172,7 +159,7 @@ def test_sockets_of_a_lane_are_made_when_somebody_sends(tmp_path, sender):
             me.wait(*goals, lane=lane)
             if me.rank == 1 - sender:
                 assert result() == b"first words"
-            counts.append(sockets_of_this_process())
+            counts.append(held("self")["sockets"])
         (tmp_path / f"done {me.rank}").touch()
         while len(list(tmp_path.glob("done *"))) < 4:  # a leaving rank closes peers' sockets
             time.sleep(0.001)
