@@ -2,7 +2,7 @@
 
 #include "collectives/algorithms/dispatch.h"
 #include "collectives/algorithms/rails.h"
-#include "collectives/coded/channels.h"
+#include "collectives/coded/nodes.h"
 #include "collectives/coded/one_shot.h"
 #include "collectives/coded/two_shot.h"
 #include "core/reduce.h"
@@ -106,14 +106,13 @@ uint64_t hop_seed(uint64_t seed, int rank) {
 namespace {
 
 /// Returns true if the result is finite, of what this rank has decoded.
-bool exchange(CollectiveContext& context, const CodedArgs& args, void* out, const Plan& plan,
-              int divisor) {
+bool exchange(CollectiveContext& context, const CodedArgs& args, void* out, Channels& channels,
+              const Plan& plan, int divisor) {
   CoderOptions options;
   options.rank = context.rank();
   options.divisor = divisor;
   options.timing = &context.timing();
   Coder coder(args, out, context.feedback_scratch(), options);
-  Channels channels(context, plan);
   TwoShot(channels, coder, plan).run();
   context.wait_all();
   return coder.finite();
@@ -128,7 +127,8 @@ bool flat(CollectiveContext& context, Algo wanted, const CodedArgs& args, const 
       all_reduce_plan(args.pieces, values, context.size(), one_shot,
                       coded_segment(context.segment_bytes(), context.speed()),
                       coded_segment(context.segment_bytes(), shown_at), context.coded_shares());
-  return exchange(context, args, args.data.data, plan, divisor);
+  Channels channels(context, plan);
+  return exchange(context, args, args.data.data, channels, plan, divisor);
 }
 
 /// Combines what each owner knows, so that all ranks have the same answer.
@@ -139,13 +139,47 @@ bool all_agree(CollectiveContext& context, bool finite) {
   return flag != 0;
 }
 
+/// Returns the plan of an exchange by segments for the rank at a place (coded/nodes.h).
+Plan plan_of_places(CollectiveContext& context, const CodedArgs& args, const PieceRuns& values,
+                    int place) {
+  const Topology& topology = context.topology();
+  const int shards = topology.narrowest();
+  Plan plan;
+  for (int p = 0; p < shards; p++) {
+    const std::vector<int> members = hierarchical::rail(topology, p);
+    plan.places.emplace_back(args.pieces, share_of(args.pieces, values, shards, p),
+                             topology.nodes(),
+                             coded_segment(context.segment_bytes(), context.speed()),
+                             context.among(members).coded_shares());
+  }
+  if (place < shards) plan.owned = plan.places[static_cast<size_t>(place)];
+  return plan;
+}
+
 // All-reduce node by node: the node's exact sum, of which the rank at each place has a shard; coded
 // all-reduces of the shards between the nodes; and an all-gather of the shards in the node. A node
 // has the role of a rank in the coding: its residual lies on the rank that has coded the shard.
 bool by_nodes(CollectiveContext& context, Algo wanted, const CodedArgs& args,
               const PieceRuns& values) {
   Node node(context);
-  const int shards = context.topology().narrowest();
+  const Topology& topology = context.topology();
+  const int shards = topology.narrowest();
+  const bool owned = std::none_of(args.pieces.begin(), args.pieces.end(), [](const Piece& piece) {
+    return piece.codec->combine() == Combine::gather;
+  });
+  if (node.shares_memory() && owned &&
+      !goes_in_one_shot(args, values, wanted, topology.nodes(), context.speed())) {
+    const Plan plan = plan_of_places(context, args, values, node.place());
+    if (plan.most() > 1) {
+      const std::vector<int> members =
+          hierarchical::rail(topology, node.place() < shards ? node.place() : 0, context.rank());
+      CollectiveContext rail = context.among(members);
+      Nodes nodes(rail, node, topology, plan, args);
+      const bool finite = exchange(rail, args, args.data.data, nodes, plan, context.size());
+      node.end();
+      return finite;
+    }
+  }
   std::vector<Part> parts;
   PieceRuns ours;
   size_t end = 0;
@@ -204,7 +238,8 @@ bool run(CollectiveContext& context, Op op, Algo wanted, const CodedArgs& args, 
   const bool scatters = op == Op::reduce_scatter;
   const Plan plan = plan_of_rows(args.pieces, context.size(),
                                  coded_segment(context.segment_bytes(), context.speed()), scatters);
-  const bool finite = exchange(context, args, out, plan, scatters ? context.size() : 1);
+  Channels channels(context, plan);
+  const bool finite = exchange(context, args, out, channels, plan, scatters ? context.size() : 1);
   return scatters ? all_agree(context, finite) : finite;
 }
 

@@ -13,7 +13,7 @@
 
 #include "codecs/base/launch.h"
 #include "codecs/convert.h"
-#include "collectives/coded/layout.h"
+#include "collectives/coded/exchange.h"
 #include "core/op_timing.h"
 
 namespace pycomm::coded {
@@ -22,13 +22,6 @@ namespace pycomm::coded {
 enum class Hop : uint8_t {
   worker,  ///< what a rank contributes
   owner,   ///< what an owner sends back
-};
-
-/// Payloads of some runs that have come from a rank: what is not read yet. A variable one needs
-/// memory after it for its largest size.
-struct Received {
-  Span<const uint8_t> left;
-  int sender;
 };
 
 struct CoderOptions {

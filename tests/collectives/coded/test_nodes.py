@@ -112,7 +112,8 @@ def test_each_byte_of_a_payload_goes_over_a_link_once():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("name", ["2+2", "1+3"])
-def test_non_finite_values_reach_every_rank(bad, name):
+@pytest.mark.parametrize("segment_bytes", [0, 700])
+def test_non_finite_values_reach_every_rank(bad, name, segment_bytes):
     def overflow(c):
         x = np.ones(5000, np.float32)
         if c.rank == 1:
@@ -121,14 +122,15 @@ def test_non_finite_values_reach_every_rank(bad, name):
         again = c.all_reduce_coded(np.ones(5000, np.float32), pycomm.codec("int4"))
         return finite, again, bits(x), bool(np.isfinite(x[1234]))
 
-    outcomes = run(4, overflow, **options(name))
+    outcomes = run(4, overflow, **options(name, segment_bytes=segment_bytes))
     assert all(outcome == outcomes[0] for outcome in outcomes)
     assert outcomes[0][:2] == (False, True)
     assert outcomes[0][3] is False
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-def test_a_rank_that_does_not_come_is_named(lost):
+@pytest.mark.parametrize("segment_bytes", [0, 700])
+def test_a_rank_that_does_not_come_is_named(lost, segment_bytes):
     """Its own node may wait for it, or another one."""
 
     def absent(c):
@@ -136,7 +138,7 @@ def test_a_rank_that_does_not_come_is_named(lost):
             return time.sleep(1.0)
         return c.all_reduce_coded(np.ones(5000, np.float32), pycomm.codec("int8"), timeout=0.5)
 
-    outcomes = attempt(4, absent, **options("2+2"))
+    outcomes = attempt(4, absent, **options("2+2", segment_bytes=segment_bytes))
     for error in outcomes[:lost] + outcomes[lost + 1 :]:
         assert isinstance(error, pycomm.Timeout)
         assert f"rank {lost}" in str(error)
