@@ -1,6 +1,7 @@
 // Exchange: how payloads move between the ranks of a coded operation. The schedule
-// (coded/two_shot.h) is the same for all: channels (coded/channels.h), memory that the kernels of
-// peers read (device/coded.cpp), and the caller's process group (binding/core/coded.cpp).
+// (coded/two_shot.h) is the same for all: channels (coded/channels.h), between nodes too
+// (coded/nodes.h), memory that the kernels of peers read (device/coded.cpp), and the caller's
+// process group (binding/core/coded.cpp).
 #pragma once
 #include <functional>
 

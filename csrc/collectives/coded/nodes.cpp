@@ -27,7 +27,8 @@ void Nodes::make(int owner, size_t s) {
     parts[p] = {args_.data.at(args_.pieces[runs[0].piece].offset + runs[0].offset), numel_of(runs)};
   }
   void* const own = const_cast<void*>(parts[static_cast<size_t>(node_.place())].data);
-  node_.reduce_scatter(ConstParts(parts).of(sizeof(float)), own, {DType::float32, ReduceOp::sum});
+  node_.reduce_scatter(ConstParts(parts).of(sizeof(float)).aligned(), own,
+                       {DType::float32, ReduceOp::sum});
 }
 
 bool Nodes::has(Shot shot, int rank, size_t s) {

@@ -106,23 +106,22 @@ void TwoShot::own(size_t s) {
   land_from(me_);
 }
 
-// Once more where a result was decoded: it may have been another's turn before.
+// Goes on while results are decoded: it may be another rank's turn then.
 bool TwoShot::land() {
-  bool all = land_shown();
-  for (bool again = plan_.gathers; again;) {
-    const std::vector<size_t> before = landed_;
-    bool landed = true;
-    for (int i = 1; i <= n_; i++) landed &= land_from(exchange_.after(i));
-    again = !landed && landed_ != before;
-    if (!again) all &= landed;
+  const bool shown = land_shown();
+  bool all = true;
+  for (size_t before = results_ + 1; plan_.gathers && before != results_;) {
+    before = results_;
+    all = true;
+    for (int i = 1; i <= n_; i++) all &= land_from(exchange_.after(i));
   }
-  return all;
+  return shown && all;
 }
 
 bool TwoShot::land_from(int owner) {
   const size_t count = in_stage(plan_.count(owner));
   size_t& s = landed_[static_cast<size_t>(owner)];
-  for (; s < count && exchange_.has(Shot::result, owner, s); s++) {
+  for (; s < count && exchange_.has(Shot::result, owner, s); s++, results_++) {
     const auto land = [&](const BucketLayout& layout, const Received& payload) {
       if (s >= layout.count(owner)) return;
       const Segment& segment = layout.at(owner, s);

@@ -24,9 +24,9 @@ def members(nodes):
     return [[r for r, n in enumerate(nodes) if n == node] for node in dict.fromkeys(nodes)]
 
 
-def job(codecs):
+def job(codecs, shared=lambda rank: False):
     def reduce(c):
-        bucket = Bucket(c.rank, list(TENSORS), codecs)
+        bucket = Bucket(c.rank, list(TENSORS), codecs, shared=shared(c.rank))
         start = {t: x.copy() for t, x in bucket.residuals.items()}
         result = bucket.all_reduce(c)
         return result, start, bucket.residuals, bucket.owner_residuals
@@ -89,9 +89,23 @@ def test_bytes_of_the_model(name, segment_bytes):
     check(outcomes, nodes, OWNED)
 
 
-def test_between_processes():
-    more = options("2+2") | {"transport": "shm"}
-    check(run_processes(4, job(OWNED), **more), NODES["2+2"], OWNED)
+@pytest.mark.parametrize("shared", [(), (0,), (0, 1, 2, 3)], ids=len)
+@pytest.mark.parametrize("segment_bytes", [0, 8192])
+def test_between_processes(shared, segment_bytes):
+    """Ranks of a node read the values of those whose bucket is in the heap of their group."""
+    more = options("2+2", segment_bytes=segment_bytes) | {"transport": "shm"}
+    outcomes = run_processes(4, job(OWNED, lambda rank: rank in shared), **more)
+    check(outcomes, NODES["2+2"], OWNED)
+
+
+def test_values_that_the_kernel_reads_have_the_same_sums():
+    def reduce(c):
+        x = np.random.default_rng(c.rank).standard_normal(1 << 20, np.float32)
+        c.all_reduce_coded(x, pycomm.codec("int8"))
+        return bits(x)
+
+    processes = run_processes(4, reduce, **(options("2+2") | {"transport": "shm"}))
+    assert processes == run(4, reduce, **options("2+2"))
 
 
 def test_each_byte_of_a_payload_goes_over_a_link_once():
