@@ -49,9 +49,9 @@ class PYCOMM_API Coder {
   Coder(const CodedArgs& args, void* out, feedback::Scratch& scratch, const CoderOptions& options);
   Coder(const Coder&) = delete;
 
-  /// Returns the bytes of a GPU's scratch memory for all runs of a layout, so that they share their
+  /// Returns the bytes of a GPU's scratch memory for all runs of a plan, so that they share their
   /// launches, but not more than a bound if the largest run needs less.
-  static size_t scratch_bytes(const CodedArgs& args, Span<const BucketLayout* const> layouts);
+  static size_t scratch_bytes(const CodedArgs& args, const Plan& plan);
 
   /// Encodes runs of a row of the input as a contribution, with the residual and random numbers of
   /// row `number`. Returns the bytes of the payloads.

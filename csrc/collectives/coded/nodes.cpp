@@ -6,9 +6,7 @@ Nodes::Nodes(CollectiveContext& rail, Node& node, const Topology& topology, cons
              const CodedArgs& args)
     : Channels(rail, plan), node_(node), topology_(topology), plan_(plan), args_(args) {
   size_t most = 0;
-  for (const BucketLayout& place : plan.places) {
-    for (const Segment& segment : place.segments()) most = std::max(most, segment.bytes);
-  }
+  for (const BucketLayout& place : plan.places) most = std::max(most, place.most_bytes());
   arrivals_.resize(most * plan.places.size());
   for (size_t s = 0; s < plan.count(rank()); s++) order_.emplace_back(rank(), s);
   for (size_t s = 0; s < plan.most(); s++) {
