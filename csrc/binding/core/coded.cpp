@@ -42,10 +42,8 @@ size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 /// Where our payloads begin in the memory of an operation: contributions, our result, what we show.
 struct Places {
   explicit Places(const coded::Plan& plan) {
-    size_t most = 0;
-    for (const coded::Segment& each : plan.owned.segments()) most = std::max(most, each.bytes);
     result = plan.scatters ? aligned(plan.owned.bytes()) : 0;
-    shown = result + (plan.gathers ? aligned(most) : 0);
+    shown = result + (plan.gathers ? aligned(plan.owned.most_bytes()) : 0);
     end = shown + plan.shown.bytes();
   }
   size_t result, shown, end;
@@ -146,20 +144,6 @@ class CallersGroup final : public coded::Exchange {
   bool has_all_ = false;
 };
 
-/// What an operation works on.
-struct CodedCall {
-  Place input, output;  ///< address and elements
-  DType dtype = DType::float32;
-  const std::vector<Sides>& sides;  ///< of each piece
-  uint64_t seed = 0;
-  uint32_t step = 0;
-  int divisor = 1;
-  uintptr_t found_inf = 0;          ///< address
-  std::optional<uintptr_t> stream;  ///< of a device; none: the values are on the CPU
-  Place scratch;                    ///< of that stream
-  uintptr_t swapped = 0;            ///< address; 0: there is none
-};
-
 /// The pieces of a bucket, and the chunks in which they travel.
 class CodedBucket final : public Pieces {
  public:
@@ -212,47 +196,38 @@ class CodedBucket final : public Pieces {
   size_t room_behind() const { return room_behind_; }
   /// Bytes of scratch memory that run() needs on a GPU.
   size_t scratch_bytes(DType dtype) const {
-    CodedArgs args;
-    args.pieces = pieces();
-    args.data.dtype = dtype;
-    const coded::BucketLayout* const layouts[] = {&plan_.owned, &plan_.shown};
-    return coded::Coder::scratch_bytes(args, {layouts, 2});
+    return coded::Coder::scratch_bytes(args(Op::all_reduce, 1, 0, dtype), plan_);
   }
 
-  /// Runs the operation.
-  void run(const CodedCall& call, const Place& memory, const Move& move, const Launcher& launch) {
-    if (call.divisor < 1) {
-      throw Error("divisor is " + std::to_string(call.divisor) + "; want 1 or more");
-    }
+  /// Runs the operation on values at addresses, of so many elements. `sides` has one entry for each
+  /// piece. On a device there is a stream with its scratch memory, and `swapped` may be 0.
+  void run(Place input, Place output, DType dtype, const std::vector<Sides>& sides, Place memory,
+           const Move& move, const Launcher& launch, uint64_t seed, uint32_t step, int divisor,
+           uintptr_t found_inf, std::optional<uintptr_t> stream, Place scratch, uintptr_t swapped) {
+    if (divisor < 1) throw Error("divisor is " + std::to_string(divisor) + "; want 1 or more");
     if (memory.second < memory_bytes()) {
       throw Error("the memory has " + std::to_string(memory.second) + " bytes, but payloads need " +
                   std::to_string(memory_bytes()) + "; make it larger");
     }
-    const size_t ranks = static_cast<size_t>(ranks_);
-    const size_t rows_in = by_rows_ ? ranks : 1;
-    check_values(call.input, rows_in);
-    check_values(call.output, 1);
-    set_sides(call.sides);
-    CodedArgs args;
-    args.data = {pointer(call.input.first), call.input.second, call.dtype};
-    args.pieces = pieces();
-    args.seed = call.seed;
-    args.step = call.step;
-    args.average = call.divisor != 1;
+    const size_t rows_in = by_rows_ ? static_cast<size_t>(ranks_) : 1;
+    check_values(input, rows_in);
+    check_values(output, 1);
+    set_sides(sides);
+    const CodedArgs args = this->args(by_rows_ ? Op::reduce_scatter : Op::all_reduce, ranks_,
+                                      input.first, dtype, divisor != 1, seed, step);
     coded::check("coded bucket", args, rows_in);
     coded::CoderOptions options;
     options.rank = rank_;
-    options.divisor = call.divisor;
-    options.found_inf = reinterpret_cast<float*>(call.found_inf);
-    if (call.stream) {
-      options.stream = {
-          Device::cuda, pointer(*call.stream), {bytes(call.scratch.first), call.scratch.second}};
-      options.swapped = reinterpret_cast<const float*>(call.swapped);
+    options.divisor = divisor;
+    options.found_inf = floats(found_inf);
+    if (stream) {
+      options.stream = {Device::cuda, pointer(*stream), {bytes(scratch.first), scratch.second}};
+      options.swapped = floats(swapped);
     }
     const GilReleased release;
     const DefaultArithmetic arithmetic;
-    feedback::Scratch scratch;
-    coded::Coder coder(args, pointer(call.output.first), scratch, options);
+    feedback::Scratch passes;
+    coded::Coder coder(args, pointer(output.first), passes, options);
     CallersGroup group(rank_, ranks_, plan_, room_behind_, bytes(memory.first), move, launch);
     coded::TwoShot(group, coder, plan_).run();
     group.launch();
@@ -312,20 +287,11 @@ void bind_coded(py::module_& m) {
       .def_property_readonly("memory_bytes", &CodedBucket::memory_bytes)
       .def_property_readonly("room_behind", &CodedBucket::room_behind)
       .def("scratch_bytes", &CodedBucket::scratch_bytes, py::arg("dtype"))
-      .def(
-          "run",
-          [](CodedBucket& bucket, Place input, Place output, DType dtype,
-             const std::vector<Sides>& sides, Place memory, const Move& move,
-             const Launcher& launch, uint64_t seed, uint32_t step, int divisor, uintptr_t found_inf,
-             std::optional<uintptr_t> stream, Place scratch, uintptr_t swapped) {
-            bucket.run({input, output, dtype, sides, seed, step, divisor, found_inf, stream,
-                        scratch, swapped},
-                       memory, move, launch);
-          },
-          py::arg("input"), py::arg("output"), py::arg("dtype"), py::arg("sides"),
-          py::arg("memory"), py::arg("move"), py::arg("launch") = py::none(), py::kw_only(),
-          py::arg("seed"), py::arg("step"), py::arg("divisor"), py::arg("found_inf"),
-          py::arg("stream") = py::none(), py::arg("scratch") = Place(), py::arg("swapped") = 0);
+      .def("run", &CodedBucket::run, py::arg("input"), py::arg("output"), py::arg("dtype"),
+           py::arg("sides"), py::arg("memory"), py::arg("move"), py::arg("launch") = py::none(),
+           py::kw_only(), py::arg("seed"), py::arg("step"), py::arg("divisor"),
+           py::arg("found_inf"), py::arg("stream") = py::none(), py::arg("scratch") = Place(),
+           py::arg("swapped") = 0);
 }
 
 }  // namespace pycomm

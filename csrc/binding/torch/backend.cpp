@@ -366,13 +366,13 @@ WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inp
 WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                  const c10d::AllgatherOptions& opts) {
   const Call call("pycomm:all_gather_single", OpType::_ALLGATHER_BASE, opts);
-  return all_gather_each(call, {output}, {input});
+  return issue_each(call, Op::all_gather, {output}, {input});
 }
 
 WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const c10d::AllgatherOptions& opts) {
   const Call call("pycomm:all_gather_single_coalesced", OpType::COALESCED, opts);
-  return all_gather_each(call, outputs, inputs);
+  return issue_each(call, Op::all_gather, outputs, inputs);
 }
 
 WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -394,14 +394,14 @@ WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
 WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                       const c10d::ReduceScatterOptions& opts) {
   const Call call("pycomm:reduce_scatter_single", OpType::_REDUCE_SCATTER_BASE, opts);
-  return reduce_scatter_each(call, {output}, {input}, opts.reduceOp);
+  return issue_each(call, Op::reduce_scatter, {output}, {input}, opts.reduceOp);
 }
 
 WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const c10d::ReduceScatterOptions& opts) {
   // Torch 2.11 has no type of its own for several.
   const Call call("pycomm:reduce_scatter_single_coalesced", OpType::_REDUCE_SCATTER_BASE, opts);
-  return reduce_scatter_each(call, outputs, inputs, opts.reduceOp);
+  return issue_each(call, Op::reduce_scatter, outputs, inputs, opts.reduceOp);
 }
 
 WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -454,26 +454,15 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
   return issue(call, {}, staging, [=](Communicator& comm) { comm.barrier(call.timeout); });
 }
 
-WorkPtr Backend::all_gather_each(const Call& call, const Tensors& outputs, const Tensors& inputs) {
-  arguments_.pair_up(call, outputs, inputs);
+WorkPtr Backend::issue_each(const Call& call, Op op, const Tensors& outputs, const Tensors& inputs,
+                            const c10d::ReduceOp& redop) {
+  const bool scatters = op == Op::reduce_scatter;
+  const Tensors& parts = scatters ? outputs : inputs;
+  arguments_.pair_up(call, scatters ? inputs : outputs, parts);
   arguments_.check_written(call, outputs, inputs);
   std::vector<Collective> how;
-  for (const at::Tensor& t : inputs) how.push_back(moving(Op::all_gather, t));
-  return issue_each(call, how, inputs, outputs);
-}
-
-WorkPtr Backend::reduce_scatter_each(const Call& call, const Tensors& outputs,
-                                     const Tensors& inputs, const c10d::ReduceOp& op) {
-  arguments_.pair_up(call, inputs, outputs);
-  arguments_.check_written(call, outputs, inputs);
-  std::vector<Collective> how;
-  for (const at::Tensor& t : outputs)
-    how.push_back(arguments_.reducing(call, Op::reduce_scatter, t, op));
-  return issue_each(call, how, inputs, outputs);
-}
-
-WorkPtr Backend::issue_each(const Call& call, const std::vector<Collective>& how,
-                            const Tensors& inputs, const Tensors& outputs) {
+  for (const at::Tensor& t : parts)
+    how.push_back(scatters ? arguments_.reducing(call, op, t, redop) : moving(op, t));
   Staging staging(*this, call);
   const Tensors from = staging.in(inputs), to = staging.out(outputs);
   return issue(call, outputs, staging, [=](auto& comm) {

@@ -267,12 +267,9 @@ class Backend final : public c10d::Backend {
   /// one.
   WorkPtr issue_lists(const Call& call, const Collective& how, const Tensors& inputs,
                       const Tensors& outputs);
-  /// Runs each from its tensor to another.
-  WorkPtr issue_each(const Call& call, const std::vector<Collective>& how, const Tensors& inputs,
-                     const Tensors& outputs);
-  WorkPtr all_gather_each(const Call& call, const Tensors& outputs, const Tensors& inputs);
-  WorkPtr reduce_scatter_each(const Call& call, const Tensors& outputs, const Tensors& inputs,
-                              const c10d::ReduceOp& op);
+  /// Runs an all_gather or a reduce_scatter from each tensor to another.
+  WorkPtr issue_each(const Call& call, Op op, const Tensors& outputs, const Tensors& inputs,
+                     const c10d::ReduceOp& redop = {});
   WorkPtr post(const char* title, OpType type, Tensors& tensors, int peer, int tag);
   /// Notes the work, so that endCoalescing() waits for it, and returns it.
   WorkPtr noted(WorkPtr work);

@@ -78,7 +78,7 @@ class AllReduce {
 
   void reduce_in_node(size_t t) {
     const auto list = shards_of<const void>(data_, stage(t), shards_, node_.size(), element_);
-    node_.reduce_scatter(ConstParts(list).of(element_), partial(t), fold_.between());
+    node_.reduce_scatter(ConstParts(list).of(element_).aligned(), partial(t), fold_.between());
     if (!on_rail_) return;
     const size_t begin = shard(t).begin, own = chunk(t, rail_.rank()).size() * element_;
     for (int i = 1; i < rail_.size(); i++) {

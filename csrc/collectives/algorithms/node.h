@@ -16,6 +16,8 @@ class Node {
 
   int size() const { return size_; }
   int place() const { return place_; }
+  /// True unless its ranks exchange messages, as those of a site do.
+  bool shares_memory() const { return !site_; }
 
   /// Runs a step. All ranks of the node make the same one with equal sizes. Parts know the bytes of
   /// their elements, and the root is a place.

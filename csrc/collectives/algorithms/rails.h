@@ -71,7 +71,7 @@ void through_nodes(CollectiveContext& context, Node& node, const std::vector<Par
   const Part own = shards[static_cast<size_t>(node.place())];
   std::vector<ConstPart> inputs;
   for (const Part& shard : shards) inputs.push_back({shard.data, shard.numel});
-  node.reduce_scatter(ConstParts(inputs).of(element), own.data, fold.between());
+  node.reduce_scatter(ConstParts(inputs).of(element).aligned(), own.data, fold.between());
   if (node.place() < context.topology().narrowest()) {
     const std::vector<int> members = rail(context.topology(), node.place());
     CollectiveContext rail = context.among(members);

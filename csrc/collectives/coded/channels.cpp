@@ -10,11 +10,8 @@ Channels::Channels(CollectiveContext& context, const Plan& plan)
   const size_t ranks = static_cast<size_t>(size());
   const size_t mine = plan.scatters ? owned.count(rank()) : 0;
   before_ = {0, mine, mine + shown.count(0)};
-  size_t spare = 0;  // in one shot, for a result
-  for (const Segment& segment : shown.segments()) {
-    if (plan.one_shot) spare = std::max(spare, segment.bytes);
-  }
-  const size_t sent = std::max(owned.bytes(), spare);
+  // In one shot there is one for a result.
+  const size_t sent = plan.one_shot ? shown.most_bytes() : owned.bytes();
   const size_t incoming = plan.scatters ? ranks * owned.bytes(rank()) : 0;
   sent_ = context.scratch(sent + incoming + ranks * shown.bytes());
   incoming_ = sent_ + sent;

@@ -11,7 +11,7 @@
 
 namespace pycomm::coded {
 
-class Channels final : public Exchange {
+class Channels : public Exchange {
  public:
   Channels(CollectiveContext& context, const Plan& plan);
 

@@ -114,9 +114,9 @@ Coder::Coder(const CodedArgs& args, void* out, feedback::Scratch& scratch,
       row_bytes_(row_numel(args.pieces) * size_of(args.data.dtype)),
       found_inf_at_(on_gpu() || options.found_inf ? options.found_inf : &found_inf_) {}
 
-size_t Coder::scratch_bytes(const CodedArgs& args, Span<const BucketLayout* const> layouts) {
+size_t Coder::scratch_bytes(const CodedArgs& args, const Plan& plan) {
   size_t largest = 0, all = 0;
-  for (const BucketLayout* layout : layouts) {
+  for (const BucketLayout* layout : {&plan.owned, &plan.shown}) {
     for (const Segment& segment : layout->segments()) {
       for (const PieceRun& run : layout->runs(segment)) {
         const size_t one = coded::scratch_bytes(args.pieces[run.piece], run.numel, args.data.dtype);

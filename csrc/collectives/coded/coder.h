@@ -13,7 +13,7 @@
 
 #include "codecs/base/launch.h"
 #include "codecs/convert.h"
-#include "collectives/coded/layout.h"
+#include "collectives/coded/exchange.h"
 #include "core/op_timing.h"
 
 namespace pycomm::coded {
@@ -22,13 +22,6 @@ namespace pycomm::coded {
 enum class Hop : uint8_t {
   worker,  ///< what a rank contributes
   owner,   ///< what an owner sends back
-};
-
-/// Payloads of some runs that have come from a rank: what is not read yet. A variable one needs
-/// memory after it for its largest size.
-struct Received {
-  Span<const uint8_t> left;
-  int sender;
 };
 
 struct CoderOptions {
@@ -56,9 +49,9 @@ class PYCOMM_API Coder {
   Coder(const CodedArgs& args, void* out, feedback::Scratch& scratch, const CoderOptions& options);
   Coder(const Coder&) = delete;
 
-  /// Returns the bytes of a GPU's scratch memory for all runs of a layout, so that they share their
+  /// Returns the bytes of a GPU's scratch memory for all runs of a plan, so that they share their
   /// launches, but not more than a bound if the largest run needs less.
-  static size_t scratch_bytes(const CodedArgs& args, Span<const BucketLayout* const> layouts);
+  static size_t scratch_bytes(const CodedArgs& args, const Plan& plan);
 
   /// Encodes runs of a row of the input as a contribution, with the residual and random numbers of
   /// row `number`. Returns the bytes of the payloads.

@@ -1,6 +1,7 @@
 // Exchange: how payloads move between the ranks of a coded operation. The schedule
-// (coded/two_shot.h) is the same for all: channels (coded/channels.h), memory that the kernels of
-// peers read (device/coded.cpp), and the caller's process group (binding/core/coded.cpp).
+// (coded/two_shot.h) is the same for all: channels (coded/channels.h), between nodes too
+// (coded/nodes.h), memory that the kernels of peers read (device/coded.cpp), and the caller's
+// process group (binding/core/coded.cpp).
 #pragma once
 #include <functional>
 
@@ -15,6 +16,14 @@ struct Plan {
   bool scatters = true;   ///< ranks send what they contribute to the chunks of owners
   bool gathers = true;    ///< owners send all ranks the result
   bool one_shot = false;  ///< of what is shown every rank makes the result, as its owner would
+  /// What the ranks of our node have, by place, as `owned` is of ours: empty unless they work
+  /// together (coded/nodes.h). Some may have segments that we lack.
+  std::vector<BucketLayout> places = {};
+
+  /// Segments of an owner's chunk, here or at another place.
+  size_t count(int owner) const;
+  /// The most segments of a chunk, and of what is shown.
+  size_t most() const;
 };
 
 /// Returns the plan of an all-reduce of `values`: chunks of what owners sum, and the rest, which
@@ -24,6 +33,13 @@ Plan all_reduce_plan(Span<const Piece> pieces, const PieceRuns& values, int rank
 
 /// Returns the plan of a reduce-scatter or an all-gather of rows, one for each rank.
 Plan plan_of_rows(Span<const Piece> pieces, int ranks, size_t segment, bool scatters);
+
+/// Payloads of some runs that have come from a rank: what is not read yet. A variable one needs
+/// memory after it for its largest size.
+struct Received {
+  Span<const uint8_t> left;
+  int sender;
+};
 
 /// What a payload is.
 enum class Shot : uint8_t {
@@ -57,11 +73,15 @@ class PYCOMM_API Exchange {
   /// Called when this rank has put all contributions of a stage, and when it has put all else:
   /// moves them, where that does not happen by and by.
   virtual void flush(Shot shot) = 0;
+  /// Makes the values of segment s of a chunk, before we encode them.
+  virtual void make(int, size_t) {}
   /// Returns true once segment s of a rank's payloads has come: contributions to our chunk, what it
   /// shows, or its results. Our own have come once they are put and, if need be, flushed.
   virtual bool has(Shot shot, int rank, size_t s) = 0;
   /// Returns such a payload.
   virtual Span<const uint8_t> get(Shot shot, int rank, size_t s) = 0;
+  /// Returns the results of segment s of that rank's chunks at all places of the plan.
+  virtual Span<const Received> get_places(int, size_t) { return {}; }
   /// Lets payloads come until done() is true.
   virtual void wait(const std::function<bool()>& done) { done(); }
 

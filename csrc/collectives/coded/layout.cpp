@@ -121,6 +121,12 @@ size_t BucketLayout::most() const {
   return most;
 }
 
+size_t BucketLayout::most_bytes() const {
+  size_t most = 0;
+  for (const Segment& segment : segments_) most = std::max(most, segment.bytes);
+  return most;
+}
+
 void BucketLayout::add(Span<const Piece> pieces, const PieceRun& run) {
   const Codec& codec = *pieces[run.piece].codec;
   const size_t bytes = codec.encoded_bytes(run.numel);

@@ -50,6 +50,8 @@ class PYCOMM_API BucketLayout {
     return {runs_.data() + segment.first_run, segment.last_run - segment.first_run};
   }
   Span<const Segment> segments() const { return {segments_.data(), segments_.size()}; }
+  /// The most bytes of a segment.
+  size_t most_bytes() const;
   /// Bytes of all payloads, and of those of one owner's chunk.
   size_t bytes() const { return bytes_; }
   size_t bytes(int owner) const {

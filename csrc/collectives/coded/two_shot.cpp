@@ -26,6 +26,18 @@ Plan plan_of_rows(Span<const Piece> pieces, int ranks, size_t segment, bool scat
   return plan;
 }
 
+size_t Plan::count(int owner) const {
+  size_t most = owned.count(owner);
+  for (const BucketLayout& place : places) most = std::max(most, place.count(owner));
+  return most;
+}
+
+size_t Plan::most() const {
+  size_t most = std::max(owned.most(), shown.most());
+  for (const BucketLayout& place : places) most = std::max(most, place.most());
+  return most;
+}
+
 TwoShot::TwoShot(Exchange& exchange, Coder& coder, const Plan& plan)
     : exchange_(exchange),
       coder_(coder),
@@ -35,14 +47,14 @@ TwoShot::TwoShot(Exchange& exchange, Coder& coder, const Plan& plan)
       landed_(static_cast<size_t>(n_), 0) {}
 
 void TwoShot::run() {
-  const size_t segments = std::max(plan_.owned.most(), plan_.shown.most());
+  const size_t segments = plan_.most();
   for (; first_ < segments; first_ = last_) {
     last_ = first_ + std::min(exchange_.stage(), segments - first_);
     if (plan_.scatters) contribute();
     coder_.start();
     exchange_.flush(Shot::contribution);
     show();
-    for (size_t s = first_; s < in_stage(plan_.owned.count(me_)); s++) own(s);
+    for (size_t s = first_; s < in_stage(plan_.count(me_)); s++) own(s);
     coder_.start();
     exchange_.flush(Shot::result);
     exchange_.wait([this] { return land(); });
@@ -52,9 +64,10 @@ void TwoShot::run() {
 
 // Encodes segment by segment for all owners in turn: one is encoded while those before it are sent.
 void TwoShot::contribute() {
-  for (size_t s = first_; s < in_stage(plan_.owned.most()); s++) {
+  for (size_t s = first_; s < last_; s++) {
     for (int i = 1; i <= n_; i++) {
       const int owner = exchange_.after(i);
+      if (s < plan_.count(owner)) exchange_.make(owner, s);
       if (s >= plan_.owned.count(owner)) continue;
       const Segment& segment = plan_.owned.at(owner, s);
       uint8_t* const room = exchange_.room(Shot::contribution, owner, s);
@@ -75,6 +88,7 @@ void TwoShot::show() {
 
 // A float32 sum accumulates in the data themselves: our contribution there is encoded by now.
 void TwoShot::own(size_t s) {
+  if (s >= plan_.owned.count(me_)) return void(land_from(me_));
   const Segment& segment = plan_.owned.at(me_, s);
   const Span<const PieceRun> runs = plan_.owned.runs(segment);
   if (plan_.scatters) {
@@ -92,19 +106,33 @@ void TwoShot::own(size_t s) {
   land_from(me_);
 }
 
+// Goes on while results are decoded: it may be another rank's turn then.
 bool TwoShot::land() {
-  bool all = land_shown();
-  for (int i = 1; plan_.gathers && i <= n_; i++) all &= land_from(exchange_.after(i));
-  return all;
+  const bool shown = land_shown();
+  bool all = true;
+  for (size_t before = results_ + 1; plan_.gathers && before != results_;) {
+    before = results_;
+    all = true;
+    for (int i = 1; i <= n_; i++) all &= land_from(exchange_.after(i));
+  }
+  return shown && all;
 }
 
 bool TwoShot::land_from(int owner) {
-  const size_t count = in_stage(plan_.owned.count(owner));
+  const size_t count = in_stage(plan_.count(owner));
   size_t& s = landed_[static_cast<size_t>(owner)];
-  for (; s < count && exchange_.has(Shot::result, owner, s); s++) {
-    const Segment& segment = plan_.owned.at(owner, s);
-    coder_.land(plan_.owned.runs(segment), segment.row,
-                {exchange_.get(Shot::result, owner, s), exchange_.member(owner)});
+  for (; s < count && exchange_.has(Shot::result, owner, s); s++, results_++) {
+    const auto land = [&](const BucketLayout& layout, const Received& payload) {
+      if (s >= layout.count(owner)) return;
+      const Segment& segment = layout.at(owner, s);
+      coder_.land(layout.runs(segment), segment.row, payload);
+    };
+    if (plan_.places.empty()) {
+      land(plan_.owned, {exchange_.get(Shot::result, owner, s), exchange_.member(owner)});
+      continue;
+    }
+    const Span<const Received> payloads = exchange_.get_places(owner, s);
+    for (size_t p = 0; p < payloads.size; p++) land(plan_.places[p], payloads[p]);
   }
   return s == count;
 }

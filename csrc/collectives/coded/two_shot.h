@@ -40,6 +40,7 @@ class PYCOMM_API TwoShot {
   const int n_, me_;
   size_t first_ = 0, last_ = 0;      ///< segments of each chunk in this stage
   std::vector<size_t> landed_;       ///< per owner: segments of the result
+  size_t results_ = 0;               ///< of all owners, here and at other places
   size_t shown_ = 0, added_up_ = 0;  ///< segments of what is shown
   std::vector<Received> received_;
 };

@@ -45,6 +45,14 @@ class BasicParts {
     result.element_bytes_ = element_bytes;
     return result;
   }
+  /// Returns the same list, whose parts lie at equal distances from each other on all ranks.
+  BasicParts aligned() const {
+    BasicParts result = *this;
+    result.aligned_ = true;
+    return result;
+  }
+  /// True if all ranks' parts lie like ours, from their first part that is not empty on.
+  bool is_aligned() const { return aligned_ || !is_list(); }
   size_t bytes(int rank) const { return numel(rank) * element_bytes_; }
   Span<Byte> operator[](int rank) const {
     if (is_list()) return {static_cast<Byte*>(list_[rank].data), bytes(rank)};
@@ -68,6 +76,7 @@ class BasicParts {
   BasicPart<T> each_;
   Span<const BasicPart<T>> list_;
   size_t element_bytes_ = 1;
+  bool aligned_ = false;
 };
 using Parts = BasicParts<void>;
 using ConstParts = BasicParts<const void>;

@@ -26,16 +26,9 @@
 namespace pycomm {
 namespace {
 
-using coded::BucketLayout;
 using coded::Coder;
 using coded::Plan;
 using coded::Shot;
-
-size_t most_bytes(const BucketLayout& layout) {
-  size_t most = 0;
-  for (const coded::Segment& segment : layout.segments()) most = std::max(most, segment.bytes);
-  return most;
-}
 
 }  // namespace
 
@@ -69,8 +62,8 @@ class DeviceGroup::Coded final : public coded::Exchange {
     const size_t all = std::max<size_t>(1, coded::row_numel(args.pieces));
     for (size_t owned = all, shown = all;;) {
       Plan plan = in_segments(group, op, args, owned, shown);
-      const size_t results = most_bytes(plan.owned),
-                   most = std::max(results, most_bytes(plan.shown));
+      const size_t results = plan.owned.most_bytes(),
+                   most = std::max(results, plan.shown.most_bytes());
       if (most <= group.place_bytes()) return plan;
       size_t& numel = results > group.place_bytes() ? owned : shown;
       if (numel == 1) {
@@ -82,10 +75,6 @@ class DeviceGroup::Coded final : public coded::Exchange {
       }
       numel = (numel + 1) / 2;
     }
-  }
-  static size_t scratch_bytes(const CodedArgs& args, const Plan& plan) {
-    const BucketLayout* const layouts[] = {&plan.owned, &plan.shown};
-    return Coder::scratch_bytes(args, {layouts, 2});
   }
 
   size_t stage() const override { return 1; }
@@ -126,7 +115,7 @@ class DeviceGroup::Coded final : public coded::Exchange {
 };
 
 size_t DeviceGroup::coded_scratch_bytes(Op op, const CodedArgs& args) const {
-  const size_t bytes = Coded::scratch_bytes(args, Coded::plan(*this, op, args));
+  const size_t bytes = Coder::scratch_bytes(args, Coded::plan(*this, op, args));
   return index() < 0 ? 0 : bytes;
 }
 
@@ -136,7 +125,7 @@ void DeviceGroup::run_coded(Op op, const CodedArgs& args, void* out, Stream stre
   const device::Guard guard(index_);
   const DefaultArithmetic arithmetic;
   const Plan plan = Coded::plan(*this, op, args);
-  const size_t needed = stream.device == Device::cpu ? 0 : Coded::scratch_bytes(args, plan);
+  const size_t needed = stream.device == Device::cpu ? 0 : Coder::scratch_bytes(args, plan);
   if (stream.scratch.size < needed) {
     check(op).fail("needs " + std::to_string(needed) + " bytes of scratch memory, but the stream " +
                    "has " + std::to_string(stream.scratch.size) + "; ask coded_scratch_bytes()");

@@ -92,9 +92,9 @@ void all_reduce(Window& window, Reducer& reducer, const Places& data, void* own,
   barrier(window);
 }
 
-void reduce_scatter(Window& window, Reducer& reducer, const Places& in, const void* own,
-                    size_t part_bytes, void* out) {
-  reduce_range(window, reducer, in, part_bytes * window.rank(), own, part_bytes, out);
+void reduce_scatter(Window& window, Reducer& reducer, const Places& in, Span<const uint8_t> own,
+                    size_t offset, void* out) {
+  reduce_range(window, reducer, in, offset, own.data, own.size, out);
   barrier(window);
 }
 

@@ -35,10 +35,9 @@ constexpr size_t kPartFrom = size_t{256} << 10;
 
 /// Reduces the `bytes` of all ranks in place; ours are at `own`.
 void all_reduce(Window& window, Reducer& reducer, const Places& data, void* own, size_t bytes);
-/// Reduces the parts of all ranks, which lie one after another; our part of our own data is at
-/// `own`.
-void reduce_scatter(Window& window, Reducer& reducer, const Places& in, const void* own,
-                    size_t part_bytes, void* out);
+/// Reduces our part of all ranks' data, which lies at `offset` there; of our own data it is `own`.
+void reduce_scatter(Window& window, Reducer& reducer, const Places& in, Span<const uint8_t> own,
+                    size_t offset, void* out);
 /// Gathers each rank's `in`, which has the size of its part of `out`; ours is at `own`.
 void all_gather(Window& window, const Places& in, const void* own, const Parts& out);
 /// Copies the root's data, which lie at `place`.

@@ -162,9 +162,12 @@ void reduce_scatter(Window& window, const Collective& call) {
   const Areas areas(window);
   const PartCuts<const void> cuts{parts, window.size(), areas.each};
   Shown shown;
-  if (!parts.is_list() && parts.bytes(0) >= kInPlaceBytes) {
-    shown = {parts.data(), parts.bytes(0) * window.size(),
+  if (parts.is_aligned()) {
+    int first = 0;
+    while (first + 1 < window.size() && parts.bytes(first) == 0) first++;
+    shown = {parts[first].data, parts.total(window.size()) * size_of(call.dtype),
              in_place::reduce_scatter_from(window.size())};
+    if (shown.bytes < kInPlaceBytes * static_cast<size_t>(window.size())) shown = {};
   }
   rounds(
       window, shown, cuts.count(),
@@ -183,7 +186,9 @@ void reduce_scatter(Window& window, const Collective& call) {
             own.size, at(out, i * areas.each));
       },
       [&](const Places& places) {
-        in_place::reduce_scatter(window, reducer, places, parts[me].data, parts.bytes(0), out);
+        const size_t offset =
+            parts.bytes(me) > 0 ? static_cast<size_t>(parts[me].data - at(shown.data, 0)) : 0;
+        in_place::reduce_scatter(window, reducer, places, parts[me], offset, out);
       });
 }
 

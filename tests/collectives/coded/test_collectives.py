@@ -61,6 +61,7 @@ class Bucket:
     order: list[int]
     codecs: dict[int, Any]
     feedback: bool = True
+    shared: bool = False
     residuals: dict[int, np.ndarray] = field(default_factory=dict)
     owner_residuals: dict[int, np.ndarray] = field(default_factory=dict)
 
@@ -72,6 +73,10 @@ class Bucket:
 
     def all_reduce(self, c, step: int = 0, average: bool = True) -> dict[int, np.ndarray]:
         data = np.concatenate([gradient(self.rank, t, step) for t in self.order])
+        if self.shared:
+            heap = np.asarray(c.allocate(data.size))
+            heap[:] = data
+            data = heap
         pieces = [
             Piece(
                 TENSORS[t],

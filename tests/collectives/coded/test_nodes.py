@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,7 @@ from tests.collectives.coded.test_collectives import (
 )
 from tests.collectives.test_hierarchical import NODES, SITES, options, sited
 from tests.collectives.ways import bits
-from tests.ranks import run, run_processes
+from tests.ranks import attempt, run, run_processes
 
 LEVELS = [name for name in NODES if name not in ("flat", "one")]
 
@@ -30,9 +32,9 @@ def members(nodes):
     return [[r for r, n in enumerate(nodes) if n == node] for node in dict.fromkeys(nodes)]
 
 
-def job(codecs):
+def job(codecs, shared=lambda rank: False):
     def reduce(c):
-        bucket = Bucket(c.rank, list(TENSORS), codecs)
+        bucket = Bucket(c.rank, list(TENSORS), codecs, shared=shared(c.rank))
         start = {t: x.copy() for t, x in bucket.residuals.items()}
         result = bucket.all_reduce(c)
         return result, start, bucket.residuals, bucket.owner_residuals
@@ -98,9 +100,23 @@ def test_bytes_of_the_model(name, segment_bytes):
     check(outcomes, nodes, OWNED)
 
 
-def test_between_processes():
-    more = options("2+2") | {"transport": "shm"}
-    check(run_processes(4, job(OWNED), **more), NODES["2+2"], OWNED)
+@pytest.mark.parametrize("shared", [(), (0,), (0, 1, 2, 3)], ids=len)
+@pytest.mark.parametrize("segment_bytes", [0, 8192])
+def test_between_processes(shared, segment_bytes):
+    """Ranks of a node read the values of those whose bucket is in the heap of their group."""
+    more = options("2+2", segment_bytes=segment_bytes) | {"transport": "shm"}
+    outcomes = run_processes(4, job(OWNED, lambda rank: rank in shared), **more)
+    check(outcomes, NODES["2+2"], OWNED)
+
+
+def test_values_that_the_kernel_reads_have_the_same_sums():
+    def reduce(c):
+        x = np.random.default_rng(c.rank).standard_normal(1 << 20, np.float32)
+        c.all_reduce_coded(x, pycomm.codec("int8"))
+        return bits(x)
+
+    processes = run_processes(4, reduce, **(options("2+2") | {"transport": "shm"}))
+    assert processes == run(4, reduce, **options("2+2"))
 
 
 def test_each_byte_of_a_payload_goes_over_a_link_once():
@@ -121,7 +137,8 @@ def test_each_byte_of_a_payload_goes_over_a_link_once():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("name", ["2+2", "1+3"])
-def test_non_finite_values_reach_every_rank(bad, name):
+@pytest.mark.parametrize("segment_bytes", [0, 700])
+def test_non_finite_values_reach_every_rank(bad, name, segment_bytes):
     def overflow(c):
         x = np.ones(5000, np.float32)
         if c.rank == 1:
@@ -130,10 +147,26 @@ def test_non_finite_values_reach_every_rank(bad, name):
         again = c.all_reduce_coded(np.ones(5000, np.float32), pycomm.codec("int4"))
         return finite, again, bits(x), bool(np.isfinite(x[1234]))
 
-    outcomes = run(4, overflow, **options(name))
+    outcomes = run(4, overflow, **options(name, segment_bytes=segment_bytes))
     assert all(outcome == outcomes[0] for outcome in outcomes)
     assert outcomes[0][:2] == (False, True)
     assert outcomes[0][3] is False
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+@pytest.mark.parametrize("segment_bytes", [0, 700])
+def test_a_rank_that_does_not_come_is_named(lost, segment_bytes):
+    """Its own node may wait for it, or another one."""
+
+    def absent(c):
+        if c.rank == lost:
+            return time.sleep(1.0)
+        return c.all_reduce_coded(np.ones(5000, np.float32), pycomm.codec("int8"), timeout=0.5)
+
+    outcomes = attempt(4, absent, **options("2+2", segment_bytes=segment_bytes))
+    for error in outcomes[:lost] + outcomes[lost + 1 :]:
+        assert isinstance(error, pycomm.Timeout)
+        assert f"rank {lost}" in str(error)
 
 
 @pytest.mark.parametrize("name", ["2+2", "mixed", "3+1", "2+1+2", "hosts of two ranks"])
