@@ -208,33 +208,28 @@ bool by_nodes(CollectiveContext& context, Algo wanted, const CodedArgs& args,
   return finite;
 }
 
-// Widens the buffer: the exact sum of a node is float32 as a whole.
+// Widens the buffer: the exact sum of a node is float32 as a whole. Its memory stays for later
+// calls, since fresh pages take as long as what is done in them.
 bool by_nodes_wide(CollectiveContext& context, Algo wanted, CodedArgs args,
                    const PieceRuns& values) {
   const Values bucket = args.data;
-  const std::unique_ptr<float[]> wide(bucket.dtype == DType::float32 ? nullptr
-                                                                     : new float[bucket.size]);
-  ConvertArgs widen;
-  if (wide) {
-    widen.in = bucket.data;
-    widen.from = bucket.dtype;
-    widen.out = args.data.data = wide.get();
-    args.data.dtype = DType::float32;
-    widen.numel = bucket.size;
-    convert(widen);
-  }
-  bool finite = by_nodes(context, wanted, args, values);
-  if (wide) {
-    float found_inf = 0.0f;
-    ConvertArgs narrow = widen;
-    std::swap(narrow.from, narrow.to);
-    narrow.in = wide.get();
-    narrow.out = bucket.data;
-    narrow.found_inf = &found_inf;
-    convert(narrow);
-    finite = found_inf == 0.0f;
-  }
-  return finite;
+  if (bucket.dtype == DType::float32) return by_nodes(context, wanted, args, values);
+  float* const wide = context.feedback_scratch().get(feedback::Scratch::kFloat32, bucket.size);
+  args.data = {wide, bucket.size, DType::float32};
+  ConvertArgs whole;
+  whole.in = bucket.data;
+  whole.from = bucket.dtype;
+  whole.out = wide;
+  whole.numel = bucket.size;
+  convert(whole);
+  by_nodes(context, wanted, args, values);
+  float found_inf = 0.0f;
+  std::swap(whole.from, whole.to);
+  whole.in = wide;
+  whole.out = bucket.data;
+  whole.found_inf = &found_inf;
+  convert(whole);
+  return found_inf == 0.0f;
 }
 
 }  // namespace
