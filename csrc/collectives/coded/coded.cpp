@@ -25,6 +25,27 @@ class Hash {
   uint64_t value_ = 0xcbf29ce484222325ull;
 };
 
+uint32_t signature(const CodedArgs& args) {
+  Hash hash;
+  const Codec* last = nullptr;
+  for (const Piece& p : args.pieces) {
+    if (p.codec != last) {
+      const std::string spec = p.codec->spec();
+      hash.add(spec.data(), spec.size());
+      hash.add(static_cast<uint64_t>(p.codec->wire_version()));
+      last = p.codec;
+    }
+    hash.add(p.numel);
+    hash.add(p.tensor);
+  }
+  hash.add(args.average);
+  hash.add(args.seed);
+  hash.add(args.step);
+  if (!args.owner_residuals) hash.add(1);
+  const uint32_t value = hash.value();
+  return value ? value : 1;
+}
+
 }  // namespace
 
 void check(const char* op, const CodedArgs& args, size_t rows) {
@@ -65,33 +86,16 @@ void check(const char* op, const CodedArgs& args, size_t rows) {
   }
 }
 
-uint32_t signature(const CodedArgs& args) {
-  Hash hash;
-  const Codec* last = nullptr;
-  for (const Piece& p : args.pieces) {
-    if (p.codec != last) {
-      const std::string spec = p.codec->spec();
-      hash.add(spec.data(), spec.size());
-      hash.add(static_cast<uint64_t>(p.codec->wire_version()));
-      last = p.codec;
-    }
-    hash.add(p.numel);
-    hash.add(p.tensor);
-  }
-  hash.add(args.average);
-  hash.add(args.seed);
-  hash.add(args.step);
-  if (!args.owner_residuals) hash.add(1);
-  const uint32_t value = hash.value();
-  return value ? value : 1;
-}
-
-std::string label(const CodedArgs& args) {
+OpTag tag_of(Op op, const CodedArgs& args) {
+  OpTag tag =
+      make_tag(op, args.data.size, args.data.dtype, args.average ? ReduceOp::avg : ReduceOp::sum);
+  tag.codec = signature(args);
   const Piece* largest = nullptr;
   for (const Piece& p : args.pieces) {
     if (!largest || p.numel > largest->numel) largest = &p;
   }
-  return largest ? largest->codec->spec() : "";
+  if (largest) largest->codec->spec().copy(tag.label, sizeof tag.label - 1);
+  return tag;
 }
 
 uint64_t hop_seed(uint64_t seed, int rank) {
