@@ -348,10 +348,7 @@ bool Communicator::run_coded(Op op, const CodedArgs& args, void* out, Millisecon
   if (scatters) check.buffer(out, args.data.size / ranks, element);
   if (op == Op::all_gather) check.parts(Parts(out, args.data.size), element);
   coded::check(name(op), args, scatters ? ranks : 1);
-  const ReduceOp redop = args.average ? ReduceOp::avg : ReduceOp::sum;
-  OpTag tag = make_tag(op, args.data.size, args.data.dtype, redop);
-  tag.codec = coded::signature(args);
-  coded::label(args).copy(tag.label, sizeof tag.label - 1);
+  OpTag tag = coded::tag_of(op, args);
   bool finite = false;
   impl_->exchange(tag, timeout, [&](CollectiveContext& context) {
     finite = coded::run(context, op, impl_->algo(), args, out);

@@ -15,7 +15,7 @@ from pycomm.plan.cluster import Cluster, Link
 from pycomm.plan.codecs import NONE, Coding
 
 STAGE = 1 << 20
-"""Bytes of a stage of the exact hierarchical all-reduce."""
+"""Bytes of a stage of the exact hierarchical all-reduce, and of a segment of the coded one."""
 
 EXACT = ("one_shot", "two_shot", "bruck")
 """Those that `auto` chooses from without a codec: they keep rank order."""
@@ -215,19 +215,18 @@ def _hierarchical(cluster: Cluster, coding: Coding, size: Size) -> Cost:
     local, nodes = cluster.ranks_per_node, cluster.nodes
     inside = _inside(cluster, size)
     shard = size.part(local)
-    if coding.exact:
-        between = _flat(cluster, cluster.inter, nodes, coding, "two_shot", shard, local)
-        stages = max(1.0, size.plain / STAGE)
-        both = between.plus(inside)
-        longer, shorter = sorted((between.seconds, inside.seconds), reverse=True)
-        return Cost(
-            longer + shorter / stages, between.wire, both.processor, both.sent, both.latency
-        )
     ways = ["gather" if coding.combine == "gather" else "two_shot"]
-    if in_one_shot(coding, cluster.inter):
+    if not coding.exact and in_one_shot(coding, cluster.inter):
         ways.append("one_shot")
-    costs = [_flat(cluster, cluster.inter, nodes, coding, way, shard, local) for way in ways]
-    return inside.plus(min(costs, key=lambda cost: cost.seconds))
+    costs = {way: _flat(cluster, cluster.inter, nodes, coding, way, shard, local) for way in ways}
+    best = min(ways, key=lambda way: costs[way].seconds)
+    between, both = costs[best], costs[best].plus(inside)
+    if best != "two_shot" or not (coding.exact or coding.combine == "recode"):
+        return both
+    stages = (size.plain if coding.exact else 4 * shard.values / nodes) / STAGE
+    longer, shorter = sorted((between.seconds, inside.seconds), reverse=True)
+    seconds = longer + shorter / max(1.0, stages)
+    return Cost(seconds, between.wire, both.processor, both.sent, both.latency)
 
 
 def _inside(cluster: Cluster, size: Size) -> Cost:

@@ -25,6 +25,27 @@ class Hash {
   uint64_t value_ = 0xcbf29ce484222325ull;
 };
 
+uint32_t signature(const CodedArgs& args) {
+  Hash hash;
+  const Codec* last = nullptr;
+  for (const Piece& p : args.pieces) {
+    if (p.codec != last) {
+      const std::string spec = p.codec->spec();
+      hash.add(spec.data(), spec.size());
+      hash.add(static_cast<uint64_t>(p.codec->wire_version()));
+      last = p.codec;
+    }
+    hash.add(p.numel);
+    hash.add(p.tensor);
+  }
+  hash.add(args.average);
+  hash.add(args.seed);
+  hash.add(args.step);
+  if (!args.owner_residuals) hash.add(1);
+  const uint32_t value = hash.value();
+  return value ? value : 1;
+}
+
 }  // namespace
 
 void check(const char* op, const CodedArgs& args, size_t rows) {
@@ -65,33 +86,16 @@ void check(const char* op, const CodedArgs& args, size_t rows) {
   }
 }
 
-uint32_t signature(const CodedArgs& args) {
-  Hash hash;
-  const Codec* last = nullptr;
-  for (const Piece& p : args.pieces) {
-    if (p.codec != last) {
-      const std::string spec = p.codec->spec();
-      hash.add(spec.data(), spec.size());
-      hash.add(static_cast<uint64_t>(p.codec->wire_version()));
-      last = p.codec;
-    }
-    hash.add(p.numel);
-    hash.add(p.tensor);
-  }
-  hash.add(args.average);
-  hash.add(args.seed);
-  hash.add(args.step);
-  if (!args.owner_residuals) hash.add(1);
-  const uint32_t value = hash.value();
-  return value ? value : 1;
-}
-
-std::string label(const CodedArgs& args) {
+OpTag tag_of(Op op, const CodedArgs& args) {
+  OpTag tag =
+      make_tag(op, args.data.size, args.data.dtype, args.average ? ReduceOp::avg : ReduceOp::sum);
+  tag.codec = signature(args);
   const Piece* largest = nullptr;
   for (const Piece& p : args.pieces) {
     if (!largest || p.numel > largest->numel) largest = &p;
   }
-  return largest ? largest->codec->spec() : "";
+  if (largest) largest->codec->spec().copy(tag.label, sizeof tag.label - 1);
+  return tag;
 }
 
 uint64_t hop_seed(uint64_t seed, int rank) {
@@ -208,33 +212,28 @@ bool by_nodes(CollectiveContext& context, Algo wanted, const CodedArgs& args,
   return finite;
 }
 
-// Widens the buffer: the exact sum of a node is float32 as a whole.
+// Widens the buffer: the exact sum of a node is float32 as a whole. Its memory stays for later
+// calls, since fresh pages take as long as what is done in them.
 bool by_nodes_wide(CollectiveContext& context, Algo wanted, CodedArgs args,
                    const PieceRuns& values) {
   const Values bucket = args.data;
-  const std::unique_ptr<float[]> wide(bucket.dtype == DType::float32 ? nullptr
-                                                                     : new float[bucket.size]);
-  ConvertArgs widen;
-  if (wide) {
-    widen.in = bucket.data;
-    widen.from = bucket.dtype;
-    widen.out = args.data.data = wide.get();
-    args.data.dtype = DType::float32;
-    widen.numel = bucket.size;
-    convert(widen);
-  }
-  bool finite = by_nodes(context, wanted, args, values);
-  if (wide) {
-    float found_inf = 0.0f;
-    ConvertArgs narrow = widen;
-    std::swap(narrow.from, narrow.to);
-    narrow.in = wide.get();
-    narrow.out = bucket.data;
-    narrow.found_inf = &found_inf;
-    convert(narrow);
-    finite = found_inf == 0.0f;
-  }
-  return finite;
+  if (bucket.dtype == DType::float32) return by_nodes(context, wanted, args, values);
+  float* const wide = context.feedback_scratch().get(feedback::Scratch::kFloat32, bucket.size);
+  args.data = {wide, bucket.size, DType::float32};
+  ConvertArgs whole;
+  whole.in = bucket.data;
+  whole.from = bucket.dtype;
+  whole.out = wide;
+  whole.numel = bucket.size;
+  convert(whole);
+  by_nodes(context, wanted, args, values);
+  float found_inf = 0.0f;
+  std::swap(whole.from, whole.to);
+  whole.in = wide;
+  whole.out = bucket.data;
+  whole.found_inf = &found_inf;
+  convert(whole);
+  return found_inf == 0.0f;
 }
 
 }  // namespace

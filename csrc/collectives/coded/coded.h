@@ -24,10 +24,9 @@ namespace pycomm::coded {
 /// Throws Error unless the pieces ascend and cover the values: `rows` times, one after the other.
 PYCOMM_API void check(const char* op, const CodedArgs& args, size_t rows);
 
-/// Hash of what all ranks must agree on: codecs, wire versions, layout, averaging, seed and step.
-uint32_t signature(const CodedArgs& args);
-/// Name of the codec of most of the bucket.
-std::string label(const CodedArgs& args);
+/// Returns the tag of an operation, with the codec of most of the bucket and a hash of what all
+/// ranks must agree on: codecs, wire versions, layout, averaging, seed and step.
+OpTag tag_of(Op op, const CodedArgs& args);
 
 /// Number of a hop beside those of the ranks: what owners send back, which must not depend on which
 /// rank owns an element.

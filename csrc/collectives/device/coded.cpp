@@ -36,16 +36,11 @@ using coded::Shot;
 class DeviceGroup::Coded final : public coded::Exchange {
  public:
   Coded(DeviceGroup& group, Op op, const CodedArgs& args, const Plan& plan, Stream stream)
-      : Exchange(group.rank(), group.size()), group_(group), plan_(plan), stream_(stream) {
-    OpTag tag;
-    tag.op = op;
-    tag.numel = args.data.size;
-    tag.dtype = args.data.dtype;
-    tag.redop = args.average ? ReduceOp::avg : ReduceOp::sum;
-    tag.codec = coded::signature(args);
-    coded::label(args).copy(tag.label, sizeof tag.label - 1);
-    call_ = group.begin(tag, stream);
-  }
+      : Exchange(group.rank(), group.size()),
+        group_(group),
+        plan_(plan),
+        stream_(stream),
+        call_(group.begin(coded::tag_of(op, args), stream)) {}
 
   /// Returns the plan of an operation, in segments that fit in a place. Throws Error if it is not
   /// possible.
@@ -140,10 +135,7 @@ void DeviceGroup::run_coded(Op op, const CodedArgs& args, void* out, Stream stre
   Coded exchange(*this, op, args, plan, stream);
   coded::TwoShot(exchange, coder, plan).run();
   if (op == Op::reduce_scatter && found_inf) {  // tells all ranks what each owner knows
-    OpTag tag;
-    tag.op = Op::all_reduce;
-    tag.numel = 1;
-    tag.redop = ReduceOp::max;
+    const OpTag tag = make_tag(Op::all_reduce, 1, DType::float32, ReduceOp::max);
     all_reduce(found_inf, tag, choose(sizeof(float)), 1.0, stream);
   }
   // Leaves no values in the result if a barrier has failed.
