@@ -75,6 +75,7 @@ class DeviceWork final : public Work {
   bool isCompleted() override {
     return is_lost_ || (Work::isCompleted() && (delivery_.is_done() || !Work::isSuccess()));
   }
+  bool isSuccess() const override { return !is_lost_ && Work::isSuccess(); }
   std::exception_ptr exception() const override {
     return is_lost_ ? as_python(lost_) : Work::exception();
   }
