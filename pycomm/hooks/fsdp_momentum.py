@@ -17,6 +17,7 @@ from pycomm.errors import Error
 from pycomm.hooks.fsdp import FSDPState
 from pycomm.hooks.fsdp_seams import units
 from pycomm.hooks.momentum import Momenta
+from pycomm.momentum.job import Job
 from pycomm.momentum.moment import CodedMoment, local
 
 _DIVIDES = (
@@ -80,7 +81,13 @@ class ShardedMomenta(Momenta):
             return self.state.scatter(output, input, names, group, average=average)
         if not average:
             raise Error(f"rank {self.state.process_group.rank()}: {_DIVIDES}")
-        job = self._job_of(table, input, divides=True)
+        job = Job(
+            *(self._passes, table, input),
+            unit=self._scale,
+            ranks=self.state.process_group.size(),
+            looks=self._exchanges_sums,
+            divides=True,
+        )
         job.encode(scale=self._scale_on)
         wait = self.state.scatter(output, input, names, group, average=average)
 
