@@ -30,7 +30,8 @@ Params params_of(const Matrix& m) {
 template <typename Params, typename Item>
 Params plain_params(const Item& item) {
   Params params{};
-  const auto rows = static_cast<uint32_t>(item.rows), columns = static_cast<uint32_t>(item.columns);
+  const auto rows = static_cast<uint32_t>(item.shape.rows),
+             columns = static_cast<uint32_t>(item.shape.columns);
   params.rows = {rows, columns, 0, rows, 0, 1};
   return params;
 }
@@ -198,7 +199,7 @@ void encode(const std::vector<Encode>& matrices, float* scratch, const Stream& s
 void sent(const std::vector<Sent>& matrices, const Stream& stream) {
   for_all(matrices, stream, nullptr, [&](const Sent& one, size_t) {
     auto params = plain_params<SentParams>(one);
-    params.values = one.values;
+    params.values = one.values.at;
     params.before = one.before.at;
     params.after = one.after.at;
     params.out = one.out.at;
@@ -211,11 +212,12 @@ void sent(const std::vector<Sent>& matrices, const Stream& stream) {
 void move(const std::vector<Move>& matrices, DType dtype, const Stream& stream) {
   for_all(matrices, stream, nullptr, [&](const Move& one, size_t) {
     auto params = plain_params<MoveParams>(one);
-    params.values = one.values.at;
-    params.gradient = one.gradient;
-    params.momentum = one.momentum;
+    params.values = one.x.at;
+    params.gradient = one.gradient.at;
+    params.gradient_form = one.gradient.form;
+    params.momentum = one.momentum.at;
     params.lr = one.lr;
-    params.keep = 1.0f;
+    params.keep = one.keep;
     run(name("move", dtype), params, params.rows.numel(), kPatch, stream);
   });
 }

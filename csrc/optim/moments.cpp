@@ -300,24 +300,11 @@ void put(const Stored& to, size_t i, const float* values, size_t count, bool far
 
 size_t blocks_of(size_t rows) { return (rows + kBlock - 1) / kBlock; }
 
-struct Shape {
-  size_t rows, columns;
-};
-
 Shape shape_of(const Matrix& m) { return {m.rows.count, m.rows.columns}; }
 template <typename Item>
 Shape shape_of(const Item& item) {
   return item.shape;
 }
-
-/// Factors by row, which are 1 behind the last real one, and by column. Nulls: all are 1.
-struct Factors {
-  const float* row = nullptr;
-  const float* column = nullptr;
-  size_t real = 0;
-
-  float of_row(size_t i) const { return row && i < real ? row[i] : 1.0f; }
-};
 
 Room room_of(const Matrix& m) { return room_at(m.room, m.rows.all, m.rows.columns); }
 
@@ -367,39 +354,11 @@ void over_blocks(Items& items, int threads, const Act& act) {
 
 // ------------------------------------------------------------------------------ encode
 
-/// What is to be done with a shard, or with a matrix without factors.
-struct Task {
-  float* values = nullptr;  ///< g [rows, columns], which becomes p
-  Shape shape = {};
-  size_t group = 0;  ///< the same of all shards of a matrix
-  size_t real = 0;   ///< rows before the padding
-  bool looks_only = false;
-  Factors by = {};
-  Stored momentum = {};  ///< m of the real rows; null: it is left out
-  float beta = 0, rest = 1;
-  float* row_sums = nullptr;  ///< to which `unit` times g's squares are added; null: not wanted
-  float* column_sums = nullptr;
-  float unit = 1;
-  const float* bounds = nullptr;  ///< [real]; g's squares count at most `most` times their sum
-  float most = 0;                 ///< 0: any
-  const float* signs = nullptr;   ///< [columns]; null: rows have no projections
-  size_t begin = 0;               ///< number of the first row in the matrix, of which
-  size_t first = 0, stride = 1;   ///< these rows have one
-  float* projections = nullptr;   ///< to which `by_unit` times g's rows times the signs are added
-  float by_unit = 1;
-  Stored residual = {};     ///< e, by which p is coded
-  float* errors = nullptr;  ///< [2], to which the squares of e and of p + e are added; null: none
-  float* copy = nullptr;    ///< where p is written, too; null: nowhere
-  Stored gradient = {};     ///< g, if it is elsewhere: `values` is only written
-  Stored parameter = {};    ///< x; null: there is no decay
-  float decay = 0;          ///< g is added to by this times x
-};
-
 /// The work on one task.
 class Encoding {
  public:
   /// `room` is zeros, room_for(task) of them.
-  Encoding(const Task& task, float* room)
+  Encoding(const Encode& task, float* room)
       : shape(task.shape),
         task_(task),
         width_(width_of(task)),
@@ -412,7 +371,7 @@ class Encoding {
     }
   }
 
-  static size_t room_for(const Task& task) {
+  static size_t room_for(const Encode& task) {
     return task.real + 2 * task.shape.rows + width_of(task) * (1 + blocks_of(task.real));
   }
 
@@ -550,11 +509,11 @@ class Encoding {
   }
 
   /// Room for the sums of a block's columns.
-  static size_t width_of(const Task& task) {
+  static size_t width_of(const Encode& task) {
     return (task.shape.columns + kLanes - 1) / kLanes * kLanes;
   }
 
-  const Task& task_;
+  const Encode& task_;
   const size_t width_;
   float* const rows_;         // sums of squares [real]
   float* const errors_;       // two sums [2, rows]
@@ -562,30 +521,6 @@ class Encoding {
   float* const columns_;      // sums of squares [blocks, width]
   float share_ = 1;
 };
-
-void encode(const std::vector<Task>& tasks, int threads) {
-  std::vector<Encoding> all;
-  all.reserve(tasks.size());
-  // Kept from call to call: pages of fresh memory would cost as much as the sums.
-  thread_local std::vector<float> room;
-  size_t values = 0, numel = 0;
-  for (const Task& task : tasks) numel += Encoding::room_for(task);
-  room.assign(numel, 0.0f);
-  float* next = room.data();
-  std::vector<size_t> groups;  // the first one of each, and the end
-  for (size_t i = 0; i < tasks.size(); i++) {
-    if (i == 0 || tasks[i].group != tasks[i - 1].group) groups.push_back(i);
-    all.emplace_back(tasks[i], next);
-    next += Encoding::room_for(tasks[i]);
-    values += tasks[i].shape.rows * tasks[i].shape.columns;
-  }
-  groups.push_back(tasks.size());
-  over_blocks(all, threads, [](Encoding& one, size_t block, bool far) { one.take(block, far); });
-  // Shards add to the same sums, one after the other.
-  spread(groups.size() - 1, values, threads, [&](size_t g) {
-    for (size_t i = groups[g]; i < groups[g + 1]; i++) all[i].finish();
-  });
-}
 
 /// Values of a matrix as floats: where they are, or in memory of their own.
 class Floats {
@@ -614,16 +549,7 @@ class Floats {
 
 // ------------------------------------------------------------------------------ what comes of that
 
-/// A matrix of `sent`.
-struct Sendable {
-  Stored values;
-  Shape shape;
-  Factors by;
-  Stored before, after;  ///< the residual before and after the coding, of one form; or none
-  Stored out;
-};
-
-void sent_block(const Sendable& item, size_t block, bool far) {
+void sent_block(const Sent& item, size_t block, bool far) {
   over_slices(item.shape, block, [&](size_t at, size_t count) {
     Slice given, before, after, out;
     const float *values = loaded(item.values, at, count, given), *e = nullptr, *left = nullptr;
@@ -654,19 +580,7 @@ void sent_block(const Sendable& item, size_t block, bool far) {
   });
 }
 
-/// A parameter of `move`.
-struct Moved {
-  Stored x;
-  Shape shape;
-  Stored gradient;
-  Stored momentum;  ///< null: it is not kept
-  Factors by;       ///< reciprocals of the denominators
-  float lr, keep, limit;
-  float restore = 1;  ///< what the gradient is multiplied by
-  bool moves = true;  ///< else only the momentum is kept
-};
-
-void move_block(const Moved& item, size_t block, bool far) {
+void move_block(const Move& item, size_t block, bool far) {
   over_slices(item.shape, block, [&](size_t at, size_t count) {
     Slice given, restored, values;
     const float* g = loaded(item.gradient, at, count, given);
@@ -728,7 +642,7 @@ struct Alone {
 /// Adds up the squares of new matrices' gradients; or those of the others, and encodes all.
 void take_turns(const std::vector<Matrix>& matrices, const Pass& pass,
                 const std::vector<Turn>& turns, int threads, bool new_ones) {
-  std::vector<Task> tasks;
+  std::vector<Encode> tasks;
   std::vector<Floats> floats;
   std::vector<Stored> copies;
   floats.reserve(matrices.size());
@@ -747,7 +661,7 @@ void take_turns(const std::vector<Matrix>& matrices, const Pass& pass,
     float* const extra = room.fresh + m.rows.all + m.rows.columns;
     floats.emplace_back(place(pass.values, m), m.rows.numel());
     copies.push_back(place(pass.copy, m));
-    Task task;
+    Encode task;
     task.values = floats.back().at();
     task.shape = shape_of(m);
     task.group = group;
@@ -785,7 +699,7 @@ void take_turns(const std::vector<Matrix>& matrices, const Pass& pass,
     }
     tasks.push_back(task);
   }
-  encode(tasks, threads);
+  moments::encode(tasks, nullptr, threads);
   for (size_t i = 0; !new_ones && i < floats.size(); i++) floats[i].write(copies[i]);
 }
 
@@ -801,7 +715,7 @@ void HostMoments::encode(const Pass& pass, const std::vector<Turn>& turns, int t
 
 void HostMoments::sent(const void* values, DType dtype, const std::vector<Sending>& sendings,
                        const float*, int threads) const {
-  std::vector<Sendable> items;
+  std::vector<Sent> items;
   for (size_t i = 0; i < matrices_.size(); i++) {
     const Matrix& m = matrices_[i];
     const Sending& by = sendings.at(i);
@@ -873,21 +787,20 @@ void HostMoments::commit(const float* sums, const std::vector<Commit>& how, uint
 }
 
 void HostMoments::move(const std::vector<Step>& steps, DType dtype, int threads) const {
-  std::vector<Moved> items;
+  std::vector<Move> items;
   for (const Step& step : steps) {
     const Matrix& m = matrices_.at(step.matrix);
     const Room room = room_of(m);
     const Numbers& numbers = *room.numbers;
-    Moved item{
-        .x = {static_cast<uint8_t*>(step.values), form_of(dtype)},
-        .shape = {m.rows.real(), m.rows.columns},
-        .gradient = {static_cast<uint8_t*>(const_cast<void*>(step.gradient)), form_of(dtype)},
-        .momentum = m.momentum,
-        .by = {room.reciprocal_row + m.rows.first, room.reciprocal_column, m.rows.real()},
-        .lr = static_cast<float>(step.lr),
-        .keep = static_cast<float>(step.keep),
-        .limit = numbers.steps > 0 ? static_cast<float>(step.limit) : 0.0f,
-        .moves = numbers.weight > 0};
+    Move item{.x = {static_cast<uint8_t*>(step.values), form_of(dtype)},
+              .shape = {m.rows.real(), m.rows.columns},
+              .gradient = {static_cast<uint8_t*>(const_cast<void*>(step.gradient)), form_of(dtype)},
+              .momentum = m.momentum,
+              .by = {room.reciprocal_row + m.rows.first, room.reciprocal_column, m.rows.real()},
+              .lr = static_cast<float>(step.lr),
+              .keep = static_cast<float>(step.keep),
+              .limit = numbers.steps > 0 ? static_cast<float>(step.limit) : 0.0f,
+              .moves = numbers.weight > 0};
     if (item.moves && step.probed && numbers.probe.value[0] != 0) {
       float first, second;
       Slice room_of_one;
@@ -901,54 +814,38 @@ void HostMoments::move(const std::vector<Step>& steps, DType dtype, int threads)
   over_blocks(items, threads, move_block);
 }
 
-// ------------------------------------------------------------------------------ without factors
+// ------------------------------------------------------------------------------ single matrices
 
-void encode(const std::vector<Encode>& matrices, float*, int threads) {
-  std::vector<Task> tasks;
-  for (const Encode& one : matrices) {
-    Task task;
-    task.values = one.values;
-    task.shape = {one.rows, one.columns};
-    task.group = tasks.size();
-    task.real = one.rows;
-    task.momentum = one.momentum;
-    task.beta = one.beta;
-    task.rest = one.rest;
-    task.residual = one.residual;
-    task.errors = one.errors;
-    task.copy = one.copy;
-    task.gradient = one.gradient;
-    task.parameter = one.parameter;
-    task.decay = one.decay;
-    tasks.push_back(task);
+void encode(const std::vector<Encode>& tasks, float*, int threads) {
+  std::vector<Encoding> all;
+  all.reserve(tasks.size());
+  // Kept from call to call: pages of fresh memory would cost as much as the sums.
+  thread_local std::vector<float> room;
+  size_t values = 0, numel = 0;
+  for (const Encode& task : tasks) numel += Encoding::room_for(task);
+  room.assign(numel, 0.0f);
+  float* next = room.data();
+  std::vector<size_t> groups;  // the first one of each, and the end
+  for (size_t i = 0; i < tasks.size(); i++) {
+    if (i == 0 || tasks[i].group != tasks[i - 1].group) groups.push_back(i);
+    all.emplace_back(tasks[i], next);
+    next += Encoding::room_for(tasks[i]);
+    values += tasks[i].shape.rows * tasks[i].shape.columns;
   }
-  encode(tasks, threads);
+  groups.push_back(tasks.size());
+  over_blocks(all, threads, [](Encoding& one, size_t block, bool far) { one.take(block, far); });
+  // Shards add to the same sums, one after the other.
+  spread(groups.size() - 1, values, threads, [&](size_t g) {
+    for (size_t i = groups[g]; i < groups[g + 1]; i++) all[i].finish();
+  });
 }
 
 void sent(const std::vector<Sent>& matrices, int threads) {
-  std::vector<Sendable> items;
-  for (const Sent& one : matrices) {
-    auto* const values = reinterpret_cast<uint8_t*>(const_cast<float*>(one.values));
-    const Shape shape{one.rows, one.columns};
-    items.push_back({{values, kFloat32}, shape, {}, one.before, one.after, one.out});
-  }
-  over_blocks(items, threads, sent_block);
+  over_blocks(matrices, threads, sent_block);
 }
 
-void move(const std::vector<Move>& matrices, DType dtype, int threads) {
-  std::vector<Moved> items;
-  for (const Move& one : matrices) {
-    auto* const gradient = reinterpret_cast<uint8_t*>(const_cast<float*>(one.gradient));
-    items.push_back({.x = one.values,
-                     .shape = {one.rows, one.columns},
-                     .gradient = {gradient, kFloat32},
-                     .momentum = {one.momentum, form_of(dtype)},
-                     .by = {},
-                     .lr = one.lr,
-                     .keep = 1.0f,
-                     .limit = 0.0f});
-  }
-  over_blocks(items, threads, move_block);
+void move(const std::vector<Move>& matrices, DType, int threads) {
+  over_blocks(matrices, threads, move_block);
 }
 
 }  // namespace pycomm::moments

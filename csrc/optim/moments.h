@@ -109,12 +109,12 @@ class PYCOMM_API Matrices {
  protected:
   static CommitParams commit_params(const Matrix& m, const float* sums, const Commit& how,
                                     uint32_t ranks) {
-    return {{},       sums == nullptr ? nullptr : sums + m.sums_at,
-            m.room,   m.row,
-            m.column, m.heard,
-            m.rows,   ranks,
-            how.use,  how.beta2,
-            how.eps};
+    return {{},         sums == nullptr ? nullptr : sums + m.sums_at,
+            m.room,     m.row,
+            m.column,   m.heard,
+            m.rows.all, m.rows.columns,
+            ranks,      how.use,
+            how.beta2,  how.eps};
   }
   /// Returns where a matrix's values are among those of a bucket; null: nowhere.
   static uint8_t* place(const void* values, DType dtype, const Matrix& m) {
@@ -147,39 +147,76 @@ class PYCOMM_API HostMoments : public Matrices {
   void move(const std::vector<Step>& steps, DType dtype, int threads) const;
 };
 
-// Passes over matrices without factors.
+// Passes over single matrices. On a device they have no factors, and no sums of squares.
 
-struct Encode {
-  float* values;
+struct Shape {
   size_t rows, columns;
-  Stored gradient, parameter;  ///< g, and x or nothing
-  Stored momentum;             ///< m; null: it is left out
-  float beta, rest, decay;
-  Stored residual;  ///< e, by which p is coded
-  float* errors;  ///< [2] and a zero, to which the squares of e and of p + e are added; null: none
-  float* copy;    ///< where p is written, too; null: nowhere
 };
 
+/// Factors by row, which are 1 behind the last real one, and by column. Nulls: all are 1.
+struct Factors {
+  const float* row = nullptr;
+  const float* column = nullptr;
+  size_t real = 0;
+
+  float of_row(size_t i) const { return row && i < real ? row[i] : 1.0f; }
+};
+
+/// What `encode` does with a shard, or with a matrix without factors.
+struct Encode {
+  float* values = nullptr;  ///< g [rows, columns], which becomes p
+  Shape shape = {};
+  size_t group = 0;  ///< the same of all shards of a matrix
+  size_t real = 0;   ///< rows before the padding
+  bool looks_only = false;
+  Factors by = {};
+  Stored momentum = {};  ///< m of the real rows; null: it is left out
+  float beta = 0, rest = 1;
+  float* row_sums = nullptr;  ///< to which `unit` times g's squares are added; null: not wanted
+  float* column_sums = nullptr;
+  float unit = 1;
+  const float* bounds = nullptr;  ///< [real]; g's squares count at most `most` times their sum
+  float most = 0;                 ///< 0: any
+  const float* signs = nullptr;   ///< [columns]; null: rows have no projections
+  size_t begin = 0;               ///< number of the first row in the matrix, of which
+  size_t first = 0, stride = 1;   ///< these rows have one
+  float* projections = nullptr;   ///< to which `by_unit` times g's rows times the signs are added
+  float by_unit = 1;
+  Stored residual = {};     ///< e, by which p is coded
+  float* errors = nullptr;  ///< [2], to which the squares of e and of p + e are added; null: none
+  float* copy = nullptr;    ///< where p is written, too; null: nowhere
+  Stored gradient = {};     ///< g, if it is elsewhere: `values` is only written
+  Stored parameter = {};    ///< x; null: there is no decay
+  float decay = 0;          ///< g is added to by this times x
+};
+
+/// A matrix of `sent`.
 struct Sent {
-  const float* values;
-  size_t rows, columns;
+  Stored values;
+  Shape shape;
+  Factors by;
   Stored before, after;  ///< the residual before and after the coding, of one form; or none
   Stored out;
 };
 
+/// A parameter of `move`.
 struct Move {
-  Stored values;
-  size_t rows, columns;
-  const float* gradient;
-  uint8_t* momentum;  ///< of the form of the values; null: it is not kept
-  float lr;
+  Stored x;
+  Shape shape;
+  Stored gradient;
+  Stored momentum;  ///< null: it is not kept
+  Factors by;       ///< reciprocals of the denominators
+  float lr, keep, limit;
+  float restore = 1;  ///< what the gradient is multiplied by
+  bool moves = true;  ///< else only the momentum is kept
 };
 
-/// Writes p = beta m + rest (g + decay x). `scratch`: [scratch_floats()] on a device, as in Pass.
+/// Replaces gradients by p = (beta m + rest (g + decay x)) / d. `scratch`: on a device, [2, rows,
+/// patches] for each matrix with errors.
 PYCOMM_API void encode(const std::vector<Encode>& matrices, float* scratch, int threads);
-/// Stores what was sent of values x: x + before - after.
+/// Stores what was sent of values: (x + before - after) d.
 PYCOMM_API void sent(const std::vector<Sent>& matrices, int threads);
-/// m <- g; x <- x - lr g. All values have the dtype.
+/// m <- g; x <- keep x - lr clip(g / d).
 PYCOMM_API void move(const std::vector<Move>& matrices, DType dtype, int threads);
 
 }  // namespace pycomm::moments

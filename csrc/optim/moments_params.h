@@ -23,7 +23,7 @@ constexpr float kFloor = 0.1f;
 struct Rows {
   uint32_t all, columns;   ///< of the matrix
   uint32_t first, count;   ///< the rows, of which some may be padding
-  uint32_t shard, shards;  ///< the number among the shards that are coded here, and their number
+  uint16_t shard, shards;  ///< the number among the shards that are coded here, and their number
 
   PYCOMM_HD uint32_t real() const {
     const uint32_t there = first < all ? all - first : 0;
@@ -31,7 +31,8 @@ struct Rows {
   }
   /// Another shard, all of which follow each other.
   PYCOMM_HD Rows of_shard(uint32_t number) const {
-    return {all, columns, first + (number - shard) * count, count, number, shards};
+    return {all,   columns, first + (number - shard) * count, count, static_cast<uint16_t>(number),
+            shards};
   }
   PYCOMM_HD size_t numel() const { return size_t{count} * columns; }
   PYCOMM_HD size_t patches() const { return (columns + kPatch - 1) / kPatch; }
@@ -257,7 +258,6 @@ struct EncodeParams {
   codecs::Blocks blocks;
   void* values;
   float* room;  ///< null, as in the following: no factors; `beta` and `rest` are these
-  Rows rows;
   const void* momentum;
   const uint8_t* stored;      ///< the residual; null: its errors are not wanted
   const uint8_t* other_side;  ///< in place of it, if the batch says so
@@ -266,23 +266,25 @@ struct EncodeParams {
   float* errors;              ///< [2], and a zero that counts blocks; null: those of the room
   const void* gradient;       ///< null: it is in `values`
   const void* parameter;      ///< null: it does not decay
-  uint32_t momentum_form, form, gradient_form, parameter_form;
+  Rows rows;
+  uint8_t momentum_form, form, gradient_form, parameter_form;
   float beta, rest, decay;
   uint32_t divides;  ///< 0: factors are 1
 };
+static_assert(sizeof(EncodeParams) <= 128);
 
 struct SentParams {
   codecs::Blocks blocks;
   const void* values;
   float* room;
-  Rows rows;
   const uint8_t* before;  ///< null: there is no residual
   const uint8_t* after;
   uint8_t* out;
-  uint32_t form, out_form;
+  Rows rows;
+  uint16_t form, out_form;
   uint32_t swapped;  ///< not 0: `before` and `after` are exchanged
-  uint32_t unused;
 };
+static_assert(sizeof(SentParams) <= 80);
 
 struct LandParams {
   codecs::Blocks blocks;
@@ -297,15 +299,15 @@ struct MoveParams {
   codecs::Blocks blocks;
   void* values;
   float* room;
-  Rows rows;
   const void* gradient;
   void* momentum;  ///< null: it is not kept
+  Rows rows;
+  uint32_t gradient_form;
   float lr, keep;
   float limit;      ///< while second moments are some steps old
   uint32_t probed;  ///< not 0: `land` of this step has made the gradient
-  uint32_t gradient_form;
-  uint32_t unused;
 };
+static_assert(sizeof(MoveParams) <= 80);  // launches have room for 50 matrices
 
 struct CollectParams {
   codecs::Blocks blocks;
@@ -328,10 +330,11 @@ struct CommitParams {
   float* row;  ///< of the second moments
   float* column;
   float* heard;  ///< [2, rows + columns]: means, and squares; see Heard
-  Rows rows;
+  uint32_t rows, columns;
   uint32_t ranks;
   uint32_t use;  ///< Use
   double beta2, eps;
 };
+static_assert(sizeof(CommitParams) <= 80);
 
 }  // namespace pycomm::moments

@@ -37,7 +37,7 @@ PYCOMM_TEAM void fold(Team& team, const Folding& folding, size_t count, const At
 template <typename Team>
 PYCOMM_TEAM void take_sums(Team& team, const CommitParams& args, const Room& room) {
   Numbers& numbers = *room.numbers;
-  const size_t rows = args.rows.all, sums = rows + args.rows.columns, numel = sums + kExtra;
+  const size_t rows = args.rows, sums = rows + args.columns, numel = sums + kExtra;
   const auto ranks = static_cast<float>(args.ranks);
   const auto mean = [&](size_t i) { return args.sums[i] / ranks; };
   bool finite = args.sums != nullptr &&
@@ -80,19 +80,20 @@ PYCOMM_TEAM void take_sums(Team& team, const CommitParams& args, const Room& roo
 /// row(i) and column(j), times the weight. None is below kFloor times the root mean square of its
 /// kind, or the root of its share(i) of that, of row or column i, counted behind the rows.
 template <typename Team, typename Row, typename Column, typename Share>
-PYCOMM_TEAM void write_factors(Team& team, const Rows& shape, const Room& room, float weight,
-                               const Row& row, const Column& column, const Share& share) {
+PYCOMM_TEAM void write_factors(Team& team, const CommitParams& shape, const Room& room,
+                               float weight, const Row& row, const Column& column,
+                               const Share& share) {
   const float of_columns = team.total(shape.columns, column);
   const float all = larger(kTiny, of_columns * weight);
-  const float root_row = sqrtf(of_columns / all / static_cast<float>(shape.all));
+  const float root_row = sqrtf(of_columns / all / static_cast<float>(shape.rows));
   const float root_column = sqrtf(of_columns / static_cast<float>(shape.columns));
   const float least_row = kFloor * root_row, least_column = kFloor * root_column;
-  team.each(shape.all, [&](size_t i) {
+  team.each(shape.rows, [&](size_t i) {
     const float least = larger(kTiny, least_row * sqrtf(share(i)));
     room.by_row[i] = larger(least, sqrtf(row(i) / all));
   });
   team.each(shape.columns, [&](size_t j) {
-    const float least = larger(kTiny, least_column * sqrtf(share(shape.all + j)));
+    const float least = larger(kTiny, least_column * sqrtf(share(shape.rows + j)));
     room.by_column[j] = larger(least, sqrtf(column(j)));
   });
 }
@@ -105,20 +106,20 @@ PYCOMM_TEAM void write_reciprocals(Team& team, const CommitParams& args, const R
                                    float weight, const Share& share) {
   const double eps = args.eps > 1e-12 ? args.eps : 1e-12;
   const auto least = static_cast<float>(weight * (eps * eps));
-  const auto rows = static_cast<float>(args.rows.all);
-  const auto columns = static_cast<float>(args.rows.columns);
+  const auto rows = static_cast<float>(args.rows);
+  const auto columns = static_cast<float>(args.columns);
   const float by_column = least * rows, by_row = least * columns;
   const auto column = [&](size_t j) { return args.column[j] + by_column; };
-  const float of_columns = team.total(args.rows.columns, column);
+  const float of_columns = team.total(args.columns, column);
   const float all = of_columns * weight;
   const float least_row = kFloor * kFloor * (of_columns / rows);
   const float least_column = kFloor * kFloor * (of_columns / columns);
-  team.each(args.rows.all, [&](size_t i) {
+  team.each(args.rows, [&](size_t i) {
     const float lowest = least_row * share(i);
     room.reciprocal_row[i] = sqrtf(all / larger(lowest, args.row[i] + by_row));
   });
-  team.each(args.rows.columns, [&](size_t j) {
-    const float lowest = least_column * share(args.rows.all + j);
+  team.each(args.columns, [&](size_t j) {
+    const float lowest = least_column * share(args.rows + j);
     room.reciprocal_column[j] = 1 / sqrtf(larger(lowest, column(j)));
   });
 }
@@ -127,12 +128,12 @@ PYCOMM_TEAM void write_reciprocals(Team& team, const CommitParams& args, const R
 template <typename Team>
 PYCOMM_TEAM void write_scale(Team& team, const CommitParams& args, const Room& room) {
   const auto ranks = static_cast<float>(args.ranks);
-  const size_t rows = args.rows.all;
-  const auto by_row = static_cast<float>(args.rows.columns), by_column = static_cast<float>(rows);
+  const size_t rows = args.rows;
+  const auto by_row = static_cast<float>(args.columns), by_column = static_cast<float>(rows);
   const bool finite =
-      team.all(rows + args.rows.columns, [&](size_t i) { return codecs::is_finite(args.sums[i]); });
+      team.all(rows + args.columns, [&](size_t i) { return codecs::is_finite(args.sums[i]); });
   write_factors(
-      team, args.rows, room, 1.0f, [&](size_t i) { return finite ? args.sums[i] / ranks : by_row; },
+      team, args, room, 1.0f, [&](size_t i) { return finite ? args.sums[i] / ranks : by_row; },
       [&](size_t j) { return finite ? args.sums[rows + j] / ranks : by_column; },
       [](size_t) { return 1.0f; });
 }
@@ -140,16 +141,16 @@ PYCOMM_TEAM void write_scale(Team& team, const CommitParams& args, const Room& r
 /// Takes the ranks' sums of a matrix.
 template <typename Team>
 PYCOMM_TEAM void take_commit(Team& team, const CommitParams& args) {
-  const Room room = room_at(args.room, args.rows.all, args.rows.columns);
+  const Room room = room_at(args.room, args.rows, args.columns);
   if (args.use == kScale) return write_scale(team, args, room);
   if (args.use == kStep) take_sums(team, args, room);
   team.sync();
   const float weight = room.numbers->weight;
   if (!(weight > 0)) return;
-  const size_t sums = size_t{args.rows.all} + args.rows.columns;
+  const size_t sums = size_t{args.rows} + args.columns;
   const auto share = [&](size_t i) { return floor_share(args.heard[i], args.heard[sums + i]); };
   write_factors(
-      team, args.rows, room, weight, [&](size_t i) { return args.row[i]; },
+      team, args, room, weight, [&](size_t i) { return args.row[i]; },
       [&](size_t j) { return args.column[j]; }, share);
   write_reciprocals(team, args, room, weight, share);
 }

@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 from pycomm.errors import Error
 from pycomm.hooks.fsdp_seams import units
 from pycomm.hooks.momentum import Momenta
+from pycomm.momentum.job import Job
 from pycomm.momentum.moment import CodedMoment, local
 
 _DIVIDES = (
@@ -78,7 +79,13 @@ class ShardedMomenta(Momenta):
             return self.reducer.scatter(output, input, names, group, average=average)
         if not average:
             raise Error(f"rank {self.state.process_group.rank()}: {_DIVIDES}")
-        job = self._job_of(table, input, divides=True)
+        job = Job(
+            *(self._passes, table, input),
+            unit=self._scale,
+            ranks=self.state.process_group.size(),
+            looks=self._exchanges_sums,
+            divides=True,
+        )
         job.encode(scale=self._scale_on)
         wait = self.reducer.scatter(output, input, names, group, average=average)
 

@@ -337,11 +337,14 @@ class Momenta(Transform, ABC):
             return self.reducer.reduce(tensor, names)
         single = table.own is not None and self.reducer.coding_of(bucket) is not None
         copies = table.own is not None and not single
-        job = self._job_of(
-            table,
-            tensor,
+        room = self._room_for if tensor.is_cpu else torch.empty_like
+        job = Job(
+            *(self._passes, table, tensor),
+            unit=self._scale,
+            ranks=ranks,
+            looks=self._exchanges_sums,
             divides=ranks > 1 or self._divides(names),
-            room=self._room_for if copies else None,
+            room=room if copies else None,
         )
         if single:
             self.reducer.encoded = job.sent
@@ -367,16 +370,6 @@ class Momenta(Transform, ABC):
             finish(future)
             return future
         return future.then(finish)
-
-    def _job_of(self, table: Table, values: torch.Tensor, **options: Any) -> Job:
-        """Return the passes over a bucket in this step."""
-        ranks = self.state.process_group.size()
-        for moment, piece in table.parts:
-            assert piece is not None
-            if ranks > 1 and moment.codec is not piece.codec:
-                moment.use(piece.codec)
-        options |= {"unit": self._scale, "ranks": ranks, "looks": self._exchanges_sums}
-        return Job(self._passes, table, values, **options)
 
     def _divides(self, names: Sequence[str]) -> bool:
         """Return whether a momentum is divided by d: not where it is not coded, on one rank."""
@@ -453,7 +446,7 @@ class Momenta(Transform, ABC):
         return finite
 
     def _room_for(self, values: torch.Tensor) -> torch.Tensor:
-        """Return memory for a copy of values; on the CPU `_spare` gets it back.
+        """Return memory for a copy of values, on the CPU, where `_spare` gets it back.
 
         It is used again: pages of new memory would cost more than the copy.
         """

@@ -72,6 +72,8 @@ class Job:
         turns: list[tuple[Any, ...]] = []
         new = []
         for i, (moment, piece) in enumerate(parts):
+            if self._ranks > 1 and piece and moment.codec is not piece.codec:
+                moment.use(piece.codec)
             if not moment.knows:
                 new.append(moment)
             moment.entered = True

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from pycomm.errors import Error
 from pycomm.feedback import Residual, storage
@@ -39,7 +42,7 @@ class Table:
         """The shards that are coded."""
         self.landed = kernels.moments() if shards > 1 else self.native
         """This rank's own shards."""
-        self._at = [_addresses(moment) for moment, _ in parts]
+        self._at = [_checked(moment.state) for moment, _ in parts]
         self.numbers = {id(moment): i for i, (moment, _) in enumerate(parts)}
         """Of the moments, by id."""
         self.sums_numel = 0
@@ -67,11 +70,15 @@ class Table:
         own: Residual | None,
     ) -> None:
         """Add a shard: its number, that among those that are coded here, and their number."""
-        momentum, (number, row, rows) = local(moment.state["exp_avg"]), shard
+        (number, row, rows), state = shard, moment.state
+        momentum = local(state["exp_avg"])
         to.add(  # type: ignore[attr-defined]
             (offset, self.sums_numel),
             (moment.rows, moment.columns, number * moment.padded, moment.padded, row, rows),
-            (moment.room.data_ptr(), *_addresses(moment)[1:]),
+            [
+                moment.room.data_ptr(),
+                *(state[key].data_ptr() for key in ("row", "column", "heard")),
+            ],
             (momentum.data_ptr(), FORMS[momentum.dtype]),
             _sides(residual, row),
             _sides(own, row),
@@ -80,25 +87,19 @@ class Table:
     @property
     def is_current(self) -> bool:
         """Whether addresses are still those: a state may have been loaded since."""
-        for (moment, _), (momentum, row, column, heard) in zip(self.parts, self._at, strict=True):
-            state = moment.state
-            if state["row"].data_ptr() != row or state["column"].data_ptr() != column:
-                return False
-            if local(state["exp_avg"]).data_ptr() != momentum or state["heard"].data_ptr() != heard:
+        for (moment, _), (momentum, at) in zip(self.parts, self._at, strict=True):
+            state = moment.state  # without a call of Python
+            if state["exp_avg"] is not momentum or state["row"].data_ptr() != at:
                 return False
         return True
 
 
-def _addresses(moment: CodedMoment) -> tuple[int, int, int, int]:
-    """Return those of what is in the optimizer's state, which lies without gaps."""
-    state = moment.state
+def _checked(state: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    """Return what tells one state from another, whose tensors lie without gaps."""
     for key in ("exp_avg", "row", "column", "heard"):
         if not local(state[key]).is_contiguous():  # of a checkpoint
             state[key] = state[key].contiguous()
-    momentum, row, column, heard = (
-        local(state[key]).data_ptr() for key in ("exp_avg", "row", "column", "heard")
-    )
-    return momentum, row, column, heard
+    return state["exp_avg"], state["row"].data_ptr()
 
 
 def _sides(residual: Residual | None, row: int) -> tuple[int, int, int]:

@@ -57,7 +57,8 @@ void add(Moments& self, const std::pair<size_t, size_t>& place, const std::array
          const SidesAt& own) {
   self.add({place.first,
             place.second,
-            {rows[0], rows[1], rows[2], rows[3], rows[4], rows[5]},
+            {rows[0], rows[1], rows[2], rows[3], static_cast<uint16_t>(rows[4]),
+             static_cast<uint16_t>(rows[5])},
             floats(at[0]),
             floats(at[1]),
             floats(at[2]),
@@ -159,9 +160,19 @@ template <typename Moments>
 void encode_plain(const std::vector<EncodeAt>& matrices, uintptr_t scratch, uintptr_t where) {
   std::vector<moments::Encode> all;
   for (const auto& [values, shape, given, by, residual, errors, copy] : matrices) {
-    all.push_back({floats(values), shape.first, shape.second, stored(given[0]), stored(given[1]),
-                   stored(given[2]), by[0], by[1], by[2], stored(residual), floats(errors),
-                   floats(copy)});
+    all.push_back({.values = floats(values),
+                   .shape = {shape.first, shape.second},
+                   .group = all.size(),
+                   .real = shape.first,
+                   .momentum = stored(given[2]),
+                   .beta = by[0],
+                   .rest = by[1],
+                   .residual = stored(residual),
+                   .errors = floats(errors),
+                   .copy = floats(copy),
+                   .gradient = stored(given[0]),
+                   .parameter = stored(given[1]),
+                   .decay = by[2]});
   }
   moments::encode(all, floats(scratch), Where<Moments>(where).at);
 }
@@ -173,7 +184,11 @@ template <typename Moments>
 void sent_plain(const std::vector<SentAt>& matrices, uintptr_t where) {
   std::vector<moments::Sent> all;
   for (const auto& [values, shape, given] : matrices) {
-    all.push_back({floats(values), shape.first, shape.second, stored(given[0]), stored(given[1]),
+    all.push_back({{bytes(values)},
+                   {shape.first, shape.second},
+                   {},
+                   stored(given[0]),
+                   stored(given[1]),
                    stored(given[2])});
   }
   moments::sent(all, Where<Moments>(where).at);
@@ -185,13 +200,16 @@ using MoveAt = std::tuple<uintptr_t, ShapeAt, uintptr_t, uintptr_t, float>;
 template <typename Moments>
 void move_plain(const std::vector<MoveAt>& matrices, DType dtype, uintptr_t where) {
   std::vector<moments::Move> all;
+  const uint32_t form = moments::form_of(dtype);
   for (const auto& [values, shape, gradient, momentum, lr] : matrices) {
-    all.push_back({{bytes(values), moments::form_of(dtype)},
-                   shape.first,
-                   shape.second,
-                   floats(gradient),
-                   bytes(momentum),
-                   lr});
+    all.push_back({.x = {bytes(values), form},
+                   .shape = {shape.first, shape.second},
+                   .gradient = {bytes(gradient)},
+                   .momentum = {bytes(momentum), form},
+                   .by = {},
+                   .lr = lr,
+                   .keep = 1.0f,
+                   .limit = 0.0f});
   }
   moments::move(all, dtype, Where<Moments>(where).at);
 }

@@ -27,10 +27,9 @@ GPT = MODELS["124m"]
 MEASURED = {
     ("int4", "10gbit"): 140,
     ("int8", "10gbit"): 195,
-    ("coded sign", "10gbit"): 153,
     ("int4", "1gbit"): 623,
 }
-BEFORE = ("int4", "int8", "coded sign")
+BEFORE = ("int4", "int8")
 CHANGES = ("wait", "launches", "stream")
 # What the hook of a bucket asks for today, and how often the host waits in a step: these may only
 # fall. Of tensors of the host, calls of the hook alone: a thread does the rest.
