@@ -308,7 +308,7 @@ Shape shape_of(const Item& item) {
 
 Room room_of(const Matrix& m) { return room_at(m.room, m.rows.all, m.rows.columns); }
 
-Factors factors_of(const Matrix& m) {
+MatrixFactors factors_of(const Matrix& m) {
   const Room room = room_of(m);
   return {room.by_row + m.rows.first, room.by_column, m.rows.real()};
 }
@@ -736,7 +736,7 @@ void HostMoments::land(void* values, DType dtype, double unit, bool divides, int
   over_blocks(matrices_, threads, [&](const Matrix& m, size_t block, bool) {
     if (!divides) return;
     const Stored x{place(values, dtype, m), form_of(dtype)};
-    const Factors by = factors_of(m);
+    const MatrixFactors by = factors_of(m);
     const Shape shape = shape_of(m);
     over_slices(shape, block, [&](size_t at, size_t count) {
       Slice room;

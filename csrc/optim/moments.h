@@ -154,7 +154,7 @@ struct Shape {
 };
 
 /// Factors by row, which are 1 behind the last real one, and by column. Nulls: all are 1.
-struct Factors {
+struct MatrixFactors {
   const float* row = nullptr;
   const float* column = nullptr;
   size_t real = 0;
@@ -169,7 +169,7 @@ struct Encode {
   size_t group = 0;  ///< the same of all shards of a matrix
   size_t real = 0;   ///< rows before the padding
   bool looks_only = false;
-  Factors by = {};
+  MatrixFactors by = {};
   Stored momentum = {};  ///< m of the real rows; null: it is left out
   float beta = 0, rest = 1;
   float* row_sums = nullptr;  ///< to which `unit` times g's squares are added; null: not wanted
@@ -194,7 +194,7 @@ struct Encode {
 struct Sent {
   Stored values;
   Shape shape;
-  Factors by;
+  MatrixFactors by;
   Stored before, after;  ///< the residual before and after the coding, of one form; or none
   Stored out;
 };
@@ -204,8 +204,8 @@ struct Move {
   Stored x;
   Shape shape;
   Stored gradient;
-  Stored momentum;  ///< null: it is not kept
-  Factors by;       ///< reciprocals of the denominators
+  Stored momentum;   ///< null: it is not kept
+  MatrixFactors by;  ///< reciprocals of the denominators
   float lr, keep, limit;
   float restore = 1;  ///< what the gradient is multiplied by
   bool moves = true;  ///< else only the momentum is kept
