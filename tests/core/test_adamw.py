@@ -76,7 +76,7 @@ def test_every_bit_is_that_of_single_operations(steps):
 @pytest.mark.parametrize("steps", [0.0, 7.0])
 def test_a_step_is_that_of_the_formula(monkeypatch, native, steps):
     if not native:
-        monkeypatch.setattr(coded_adamw, "native", lambda *_: False)
+        monkeypatch.setattr(coded_adamw, "_is_known", lambda *_: False)
     parameters, gradients, states = given(steps=steps)
     wants = [by_formula(*one) for one in zip(parameters, gradients, states, strict=True)]
     before = [float(state["step"]) for state in states]

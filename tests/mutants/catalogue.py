@@ -466,8 +466,8 @@ BOUNDS = (
     Mutant(
         "half-a-state-taken",
         "pycomm/elastic/transfer.py::_broadcast",
-        "if failed[root]:",
-        "if False:",
+        "if failed := [rank for rank, (has_failed,) in enumerate(rows) if has_failed]:",
+        "if failed := []:",
         "torch/elastic/test_hand_over.py::test_a_rank_that_fails_holds_nobody_up",
     ),
     Mutant(

@@ -428,7 +428,7 @@ NUMPY: list[Callable[[], Any]] = [
     lambda: Guard(every=np.int64(4)).every,
     lambda: Trial(steps=np.int64(4)).steps,
     lambda: pycomm.Feedback("decay", np.float32(0.5)).decay,
-    lambda: pycomm.compress(wrapped(), seed=np.uint64(2**63)).seed,
+    lambda: pycomm.compress(wrapped(), seed=np.uint64(2**63)).reducer.seed,
 ]
 REFUSED: list[Callable[[], Any]] = [
     *(lambda what=what: pycomm.compress(what) for what in ("x", None, 8)),

@@ -58,7 +58,7 @@ def test_different_codecs_are_an_error_on_the_wire_too(rank, size):
     model = DistributedDataParallel(nn.Linear(64, 64))
     with patch("pycomm.policy.plan.agree_on_options"):  # skips the comparison
         state = pycomm.HookState(["int8", "int4"][rank], model)
-    state.agree = lambda: None
+    state.reducer.agree = lambda: None
     model.register_comm_hook(state, pycomm.compress_hook)
     with pytest.raises(pycomm.WireMismatch, match="bits=4"):
         model(torch.ones(1, 64)).sum().backward()

@@ -485,9 +485,9 @@ def check_launches(rank: int, ranks: int, device: str, count: int) -> list[Any]:
 
     with launched() as names:
         optimizer = pycomm.CodedAdamW(model.parameters(), model=model)
-        momenta, state = optimizer.momenta, optimizer.compression
+        momenta, reducer = optimizer.momenta, optimizer.compression.reducer
         momenta.scatter = within(momenta.scatter, lambda: operations)
-        state.scatter = within(state.scatter, _disable_current_modes)
+        reducer.scatter = within(reducer.scatter, _disable_current_modes)
         for step in range(3):
             operations.names.clear()
             names.clear()
