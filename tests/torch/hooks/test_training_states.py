@@ -290,8 +290,12 @@ def test_the_python_reducer_is_refused_before_training(rank, size):
     try:
         with pytest.raises(pycomm.Error, match=r"optimize_ddp = \"ddp_optimizer\""):
             pycomm.compress(DistributedDataParallel(network()), "int8")
-    finally:
+    finally:  # DDP has set more, for all models of the process
         torch._dynamo.config.optimize_ddp = mode
+        torch._inductor.config._fuse_ddp_communication = False
+        rules = torch._dynamo.trace_rules
+        rules.LEGACY_MOD_INLINELIST.discard("torch.nn.parallel.distributed")
+        rules.get_legacy_mod_inlinelist.cache_clear()
 
 
 # ------------------------------------------------------------------------------ frozen parameters
