@@ -751,14 +751,14 @@ void HostMoments::land(void* values, DType dtype, double unit, bool divides, int
     const Stored x{place(values, dtype, m), form_of(dtype)};
     Probe probe{};
     Slice room;
-    for (size_t at = 0, end = std::min(kProbed, m.rows.numel()); at < end; at += kSlice) {
+    for (size_t at = 0, end = std::min(kProbed, m.rows.values()); at < end; at += kSlice) {
       const size_t count = std::min(kSlice, end - at);
       const float* const found = loaded(x, at, count, room);
       for (size_t i = 0; i < count; i++) {
         look_at(probe, static_cast<uint32_t>(at + i), found[i]);
       }
     }
-    room_of(m).numbers->probe = probed(probe, m.rows, by_unit);
+    room_of(m).numbers->probe = probed(probe, by_unit);
   }
 }
 

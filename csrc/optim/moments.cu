@@ -431,7 +431,7 @@ __global__ void __launch_bounds__(cuda::kThreads) land(const codecs::Batch<LandP
       values[at.i] = code;
       x = Value::decode(code);
     }
-    look_at(probe, static_cast<uint32_t>(at.i), x);
+    if (at.i < args.rows.values()) look_at(probe, static_cast<uint32_t>(at.i), x);
   }
   if (codecs::block_of(args) != 0) return;
   static_assert(kProbed == cuda::kThreads * kEach);
@@ -444,7 +444,7 @@ __global__ void __launch_bounds__(cuda::kThreads) land(const codecs::Batch<LandP
     look_at(probe, other.at[0], other.value[0]);
     look_at(probe, other.at[1], other.value[1]);
   }
-  room.numbers->probe = probed(probe, args.rows, args.unit);
+  room.numbers->probe = probed(probe, args.unit);
 }
 
 template <typename Value>

@@ -35,6 +35,8 @@ struct Rows {
             shards};
   }
   PYCOMM_HD size_t numel() const { return size_t{count} * columns; }
+  /// Without padding.
+  PYCOMM_HD size_t values() const { return size_t{real()} * columns; }
   PYCOMM_HD size_t patches() const { return (columns + kPatch - 1) / kPatch; }
   PYCOMM_HD size_t cells() const { return count * patches(); }
   PYCOMM_HD size_t blocks() const { return (count + kBlock - 1) / kBlock; }
@@ -82,8 +84,8 @@ PYCOMM_HD float floor_share(float mean, float square) {
 }
 
 /// Two values of a momentum as a step gets it: the largest and the smallest that is not 0, of the
-/// first kProbed. They tell a step by how much its gradient was multiplied since: clipping scales
-/// gradients, of which Adam's steps do not depend, and here they are the momentum.
+/// first kProbed without padding. They tell a step by how much its gradient was multiplied since:
+/// clipping scales gradients, of which Adam's steps do not depend, and here they are the momentum.
 struct Probe {
   uint32_t at[2];
   float value[2];  ///< 0: it is not known
@@ -106,12 +108,9 @@ PYCOMM_HD void look_at(Probe& probe, uint32_t i, float value) {
   }
 }
 
-/// Returns a probe of landed values, divided by their unit. Where it is in padding, which has no
-/// gradient, it tells nothing.
-PYCOMM_HD Probe probed(Probe probe, const Rows& rows, float unit) {
-  const size_t real = size_t{rows.real()} * rows.columns;
-  const bool there = probe.at[0] < real && probe.at[1] < real;
-  for (float& value : probe.value) value = there ? value / unit : 0.0f;
+/// Returns a probe of landed values, divided by their unit.
+PYCOMM_HD Probe probed(Probe probe, float unit) {
+  for (float& value : probe.value) value = value / unit;
   return probe;
 }
 

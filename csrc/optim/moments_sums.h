@@ -50,6 +50,8 @@ PYCOMM_TEAM void take_sums(Team& team, const CommitParams& args, const Room& roo
     });
     finite = codecs::is_finite(of_mean);
   }
+  // Second moments begin with the first gradient that is not 0: zeros scale nothing.
+  const bool begins = numbers.weight > 0 || (finite && team.total(rows, mean) > 0);
   const double decay = numbers.decay * args.beta2;  // a schedule may change it
   const double slow = heard_decay(static_cast<int>(numbers.steps) + 1);
   const float more = numbers.steps;
@@ -63,6 +65,15 @@ PYCOMM_TEAM void take_sums(Team& team, const CommitParams& args, const Room& roo
       numbers.steps = numbers.steps + 1;
       return Folding{};
     });
+    return;
+  }
+  if (!begins) {
+    team.once([&] {
+      numbers.decay = 1.0;
+      numbers.steps = 0;
+      return Folding{};
+    });
+    team.each(numel, [&](size_t i) { room.since[i] = 0.0f; });
     return;
   }
   const Folding folding = team.once([&] {

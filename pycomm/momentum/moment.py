@@ -61,7 +61,7 @@ FLOAT32_STATES = (
     *("moment_weight", "coding_error", "mean_energy", "own_energy"),
 )
 """States that are float32 whatever the parameter is. Those without dimensions are where the passes
-are."""
+are: views of memory that a checkpoint does not need."""
 _TINY = 1e-30
 _ONES = 1024  # steps of b, from 0 to 1
 LIMIT = 50.0

@@ -195,6 +195,15 @@ class CodedAdamW(CodedOptimizer):
                 self._step_exact(group, exact)
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as `torch.optim.AdamW` does; each number has memory of its own."""
+        saved = super().state_dict()
+        saved["state"] = {
+            key: {name: _alone(value) for name, value in state.items()}
+            for key, state in saved["state"].items()
+        }
+        return saved
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, on any number of ranks, or torch's AdamW.
 
@@ -339,6 +348,11 @@ def _is_ddp(model: nn.Module) -> TypeGuard[DistributedDataParallel]:
         "CodedAdamW takes a model wrapped in DistributedDataParallel or fully_shard, not "
         f"{type(model).__name__}"
     )
+
+
+def _alone(value: Any) -> Any:
+    """Return a value of a state; of a number, which may be part of a larger memory, a copy."""
+    return value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value
 
 
 def step_by_adamw(

@@ -241,13 +241,15 @@ class PlainMoment:
         if divides:
             row, column = self.d(self.shard)
             values.copy_(values.float() * (row * number(unit)) * column)
-        first = values.reshape(-1)[:2048].float()
-        sizes = first.abs()
-        places = [int(sizes.argmax()), int(sizes.where(sizes > 0, math.inf).argmin())]
         real = (self.rows_of(self.shard).stop - self.rows_of(self.shard).start) * self.columns
-        found = [float(first[i] / number(unit)) for i in places]
-        known = max(places) < real and found[0] != 0 and places[0] != places[1]
-        self.probe = (places, found) if known else None
+        first = values.reshape(-1)[: min(2048, real)].float()
+        sizes = first.abs()
+        self.probe = None
+        if real:
+            places = [int(sizes.argmax()), int(sizes.where(sizes > 0, math.inf).argmin())]
+            found = [float(first[i] / number(unit)) for i in places]
+            known = found[0] != 0 and places[0] != places[1]
+            self.probe = (places, found) if known else None
 
     # ------------------------------------------------------------------ a step
 
@@ -272,6 +274,10 @@ class PlainMoment:
             if self.fresh.isfinite().all():
                 self.since += self.fresh
             self.waiting += 1
+            return
+        if not self.weight > 0 and not total(mean[: self.rows]) > 0:
+            self.since.zero_()
+            self.waiting, self.decay = 0, 1.0
             return
         decay, more = self.decay, self.waiting
         left, coded, own = (float(mean[i - EXTRA]) for i in range(3))

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.errors import Error
 from tests.extent import FULL
-from tests.torch.harness import all_equal, equal, near, values, whole
+from tests.torch import harness
+from tests.torch.harness import Chosen, all_equal, equal, near, values, whole
 from tests.torch.optim.table import (
     ROWS,
     SHAPES,
@@ -381,6 +382,44 @@ def test_clipping_costs_no_more_distance_than_adamw(rank, size, which, how, code
         for most in (1e-2, 1e9)
     )
     assert clipped_[0] / free[0] == pytest.approx(clipped_[1] / free[1], rel=0.05)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("which", ["adamw", "adamw on shards"])
+def test_a_factor_is_seen_in_a_shard_with_padding(rank, size, which):
+    """Padding stands among the first values, by which a factor is recognised."""
+    shapes = {"odd": (7, 13), "even": (64, 64)}
+    found = []
+    for factor in (1.0, 0.25):
+        model = wrap(which, Chosen(shapes, 0.01))
+        optimizer = coded(which, model, codec=pycomm.Policy("sign", rules=()))
+        for number in range(5):
+            optimizer.zero_grad()
+            model(harness.gradients(rank, number, shapes=shapes)).backward()
+            for parameter in model.parameters():
+                parameter.grad.mul_(factor)
+            optimizer.step()
+        found.append(values(model))
+    assert equal(*found)
+
+
+@on_ranks(then=all_equal)
+@rows(LOCAL)
+@pytest.mark.parametrize("codec", ["sign", "int4"])
+def test_a_matrix_without_gradient_at_first_is_trained(rank, size, which, codec):
+    """The first factor of LoRA has a gradient of zeros in its first step: the other one is zero."""
+    model = wrap(which, net())
+    optimizer = coded(which, model, codec=codec)
+    for number in range(6):
+        given = gradients(rank, number)
+        if number < 2:
+            given["big"] = torch.zeros_like(given["big"])
+        before = values(model)
+        step(model, optimizer, given)
+    moved = [a - b for a, b in zip(values(model), before, strict=True)]
+    assert all(one.isfinite().all() and one.any() for one in moved)
+    assert all(one.abs().max() < 10 * optimizer.param_groups[0]["lr"] for one in moved)
+    return values(model)
 
 
 @on_ranks(2, then=all_equal)

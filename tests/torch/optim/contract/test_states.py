@@ -142,6 +142,17 @@ def test_training_goes_on_wherever_a_state_is_loaded(rank, size, which, part):
 
 
 @on_ranks()
+@rows()
+def test_a_saved_state_has_no_more_memory_than_its_values(rank, size, which):
+    model, optimizer = make(which)
+    train(model, optimizer, rank, range(2))
+    for state in optimizer.state_dict()["state"].values():
+        for value in filter(torch.is_tensor, state.values()):
+            mine = getattr(value, "_local_tensor", value)
+            assert mine.untyped_storage().nbytes() == mine.nbytes
+
+
+@on_ranks()
 @rows(("local", 2))
 def test_a_16_bit_model_before_and_after_a_load(rank, size, which):
     model, optimizer = fresh(which, net().bfloat16())
