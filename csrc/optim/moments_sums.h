@@ -50,8 +50,9 @@ PYCOMM_TEAM void take_sums(Team& team, const CommitParams& args, const Room& roo
     });
     finite = codecs::is_finite(of_mean);
   }
-  // Second moments begin with the first gradient that is not 0: zeros scale nothing.
-  const bool begins = numbers.weight > 0 || (finite && team.total(rows, mean) > 0);
+  // Where no rank has a gradient, second moments neither begin nor decay: zeros scale nothing, and
+  // what comes after a long silence would be divided by next to nothing.
+  const bool silent = finite && !(team.total(rows, mean) > 0);
   const double decay = numbers.decay * args.beta2;  // a schedule may change it
   const double slow = heard_decay(static_cast<int>(numbers.steps) + 1);
   const float more = numbers.steps;
@@ -67,7 +68,7 @@ PYCOMM_TEAM void take_sums(Team& team, const CommitParams& args, const Room& roo
     });
     return;
   }
-  if (!begins) {
+  if (silent) {
     team.once([&] {
       numbers.decay = 1.0;
       numbers.steps = 0;

@@ -22,9 +22,11 @@ quotient in the update. It is a tenth for a row or column without a gradient for
 moment has decayed, and which would dominate the block in which it is coded: with a smaller one,
 coding errors of such rows moved an embedding by 50 learning rates a step, and a run of 2,000 steps
 diverged. One that is small in all steps, as that of a feature in small units, is no such row or
-column, and its floor falls to a thousandth (`scaled.Heard`); gradients that are not 0 are no sign
-of it, since an output for a rare word has small ones in all steps, and a large one now and then.
-A rank's gradient counts at most `BOUND` times its root second moment.
+column, and its floor falls to a thousandth (`Heard` of csrc/optim); gradients that are not 0 are no
+sign of it, since an output for a rare word has small ones in all steps, and a large one now and
+then.
+A rank's gradient counts at most `BOUND` times its root second moment. Steps in which no rank has a
+gradient (an idle expert, LoRA's first factor at first) leave second moments as they are.
 Sources: Tang et al. 2021, "1-bit Adam", algorithm 1, for a coded momentum with feedback.
 
 Ranks may share the parameter by rows (FSDP2). Its sums are then those of the whole parameter, on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ WHOLE, ALONE, HUGE, CLIPPED, WRONG = 1, (2, 3, 6), 4, 5, 6
 OWN = 1  # the shard of this rank
 
 
-class Followed:
+class Followed(ABC):
     """Matrices of a bucket, and all that a step reads and writes.
 
     Args:
@@ -59,8 +60,9 @@ class Followed:
         begin = self.shard * self.padded[i]
         return self.given[i][begin : begin + self.padded[i]]
 
+    @abstractmethod
     def moments(self) -> list[torch.Tensor]:
-        raise NotImplementedError
+        """Return the tensors of the moments."""
 
     def state(self) -> list[torch.Tensor]:
         """Return all that is to have the same bits."""
@@ -105,15 +107,15 @@ class Followed:
                 storage.store(p - (p / 2).to(part.dtype).float(), e.fresh_worker(place))
         return bucket[self.shard if len(bucket) > 1 else 0] / 2
 
+    @abstractmethod
     def backward(
         self, bucket: torch.Tensor, step: int, unit: float, *, looks: bool, divides: bool
     ) -> torch.Tensor:
         """Make momenta of the gradients of one rank; return those of the own shards."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, gradients: Sequence[torch.Tensor], *, travels: bool) -> None:
         """Exchange second moments with ranks that have the same, and move the parameters."""
-        raise NotImplementedError
 
 
 class ByPasses(Followed):

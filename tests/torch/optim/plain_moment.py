@@ -275,7 +275,7 @@ class PlainMoment:
                 self.since += self.fresh
             self.waiting += 1
             return
-        if not self.weight > 0 and not total(mean[: self.rows]) > 0:
+        if not total(mean[: self.rows]) > 0:
             self.since.zero_()
             self.waiting, self.decay = 0, 1.0
             return

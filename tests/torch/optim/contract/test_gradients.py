@@ -403,22 +403,28 @@ def test_a_factor_is_seen_in_a_shard_with_padding(rank, size, which):
     assert equal(*found)
 
 
+SILENCES = [(*row, codec, range(2)) for row in [*ROWS, LOCAL] for codec in ("sign", "int4")]
+# Second moments of betas[1] = 0.5 would have vanished, as those of 0.95 do in 2,000 steps.
+SILENCES += [(w, 2, "sign", range(2, 162)) for w in ("adamw", "adamw on shards")]
+
+
 @on_ranks(then=all_equal)
-@rows(LOCAL)
-@pytest.mark.parametrize("codec", ["sign", "int4"])
-def test_a_matrix_without_gradient_at_first_is_trained(rank, size, which, codec):
-    """The first factor of LoRA has a gradient of zeros in its first step: the other one is zero."""
+@pytest.mark.parametrize(("which", "ranks", "codec", "silent"), SILENCES)
+def test_a_matrix_without_gradient_for_a_while_is_trained(rank, size, which, codec, silent):
+    """LoRA's first factor has zeros in its first step, an idle expert in thousands of steps."""
     model = wrap(which, net())
-    optimizer = coded(which, model, codec=codec)
-    for number in range(6):
+    options = {"betas": (0.9, 0.5)} if len(silent) > 2 else {}
+    optimizer = coded(which, model, codec=codec, **options)
+    most = 10 * optimizer.param_groups[0]["lr"]
+    for number in range(silent.stop + 4):
         given = gradients(rank, number)
-        if number < 2:
+        if number in silent:
             given["big"] = torch.zeros_like(given["big"])
         before = values(model)
         step(model, optimizer, given)
-    moved = [a - b for a, b in zip(values(model), before, strict=True)]
+        moved = [a - b for a, b in zip(values(model), before, strict=True)]
+        assert number < silent.stop or all(one.abs().max() < most for one in moved)
     assert all(one.isfinite().all() and one.any() for one in moved)
-    assert all(one.abs().max() < 10 * optimizer.param_groups[0]["lr"] for one in moved)
     return values(model)
 
 
