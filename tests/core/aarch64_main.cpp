@@ -29,7 +29,7 @@ int checksums() {
     for (const std::string& way : ways) {
       if (crc32c_by(way, part, before) != want) return 1;
     }
-    if (crc32c(part, before) != want || crc32c(part, before, Where::memory) != want) return 1;
+    if (crc32c(part, before) != want) return 1;
   }
   return 0;
 }

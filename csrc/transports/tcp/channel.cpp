@@ -260,7 +260,7 @@ const uint8_t* TcpChannel::cut_frame(Socket& socket, FrameHeader& header) {
     message.frames++;
   } else if (checks_payload_) {
     header.checks = FrameHeader::kHere;
-    header.payload = crc32c(message.data.sub(header.offset, length), 0, Where::memory);
+    header.payload = crc32c(message.data.sub(header.offset, length));
   }
   return message.data.data + header.offset;
 }
