@@ -75,9 +75,11 @@ class DeviceWork final : public Work {
   bool isCompleted() override {
     return is_lost_ || (Work::isCompleted() && (delivery_.is_done() || !Work::isSuccess()));
   }
-  bool isSuccess() const override { return !is_lost_ && Work::isSuccess(); }
+  bool isSuccess() const override { return !is_lost_ && Work::isSuccess() && !device_error(); }
   std::exception_ptr exception() const override {
-    return is_lost_ ? as_python(lost_) : Work::exception();
+    if (is_lost_) return as_python(lost_);
+    const auto error = Work::exception();
+    return error ? error : device_error();
   }
   /// Sets the error of an operation for which streams wait, before they go on: whoever then has
   /// what they have left finds it. By the thread that runs the operation, once.
@@ -86,7 +88,7 @@ class DeviceWork final : public Work {
     is_lost_ = true;
   }
 
-  /// Sets a function that throws if work on the device has failed.
+  /// Sets a function that throws if work on the device has failed. Any thread calls it.
   void set_check(std::function<void()> check) { check_ = std::move(check); }
 
   /// Sets the flag of a compressed operation, which the device makes nonzero if a value is Inf or
@@ -129,6 +131,16 @@ class DeviceWork final : public Work {
   }
 
  private:
+  std::exception_ptr device_error() const {
+    if (!check_) return nullptr;
+    try {
+      check_();
+    } catch (...) {
+      return as_python(std::current_exception());
+    }
+    return nullptr;
+  }
+
   const bool held_, blocking_wait_;
   std::exception_ptr lost_;
   std::atomic<bool> is_lost_{false};
