@@ -138,7 +138,9 @@ class Flow {
   }
 
   /// True if update() has something to do.
-  bool is_due(Clock::time_point now) const { return now - since_ >= kWindow; }
+  bool is_due(Clock::time_point now) const {
+    return now - since_ >= kWindow && now - looked_ >= kLook;
+  }
 
   /// Takes a look at all sockets. A window in which they had bytes to send all the time says how
   /// fast the path is, one in which they had some how fast at least; none does from before the
@@ -172,8 +174,8 @@ class Flow {
 
  private:
   static constexpr auto kWindow = std::chrono::milliseconds(100);
-  static constexpr auto kPause = 2 * kWindow;  // without a look
-  static constexpr double kFirst = 1.1;        // round trips until what is sent is acknowledged
+  static constexpr auto kLook = kWindow / 10, kPause = 2 * kWindow;  // from one look to the next
+  static constexpr double kFirst = 1.1;  // round trips until what is sent is acknowledged
   static constexpr double kStale = 2, kGrowth = 1.25;
   static constexpr double kPerSocket = 64 << 10;  // bytes in flight
 
