@@ -53,6 +53,7 @@ class RateLimit {
       if (calm_ >= kLately) lossy_ = 0;
       if (limit_ > 0 && rate >= kInUse * limit_) raise();
     } else if (limit_ > 0 ? whole || !lowered_ : !grows && ++lossy_ == kFirst) {
+      // Of another window the rate says too little to lower a limit to it.
       lower(rate);
     } else {
       calm_ = 0;
