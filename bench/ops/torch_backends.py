@@ -25,7 +25,7 @@ from pycomm.bench.ops.cases import STORAGE, Array, BackendCalls, Case, Run
 from pycomm.policy import Decision, Parameter
 from pycomm.reduction import two_shot
 from pycomm.reduction.bucket import Bucket
-from pycomm.reduction.paths import native_backend
+from pycomm.reduction.paths import chosen
 
 # The names in torch.distributed.
 NAMES = {
@@ -132,7 +132,7 @@ def coded_run(group: Any, case: Case, x: torch.Tensor, y: torch.Tensor, spec: st
     decision = Decision(parameter, pycomm.codec(spec), "the benchmark's")
     bucket = Bucket([decision], [0], None, x.device, rows=rows)
     tensors = (x,) if case.op.name == "all_reduce" else (y, x)
-    native: Any = native_backend(bucket, group, case.op.name, tensors[0])
+    native: Any = chosen(bucket, group, case.op.name, tensors[0]).native
     if native is not None:
         own = getattr(native, f"compressed_{case.op.name}")
         return lambda: own(*tensors, bucket.native, bucket.sides, seed=0, step=0).wait()

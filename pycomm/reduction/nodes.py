@@ -190,7 +190,8 @@ class Nodes:
             return places[0]
         most, ranks = max(place.numel() for place in places), self._node.size()
         rows = values.new_empty(ranks, most, dtype=torch.float32)
-        _copy([rows[i, : place.numel()] for i, place in enumerate(places)], places)
+        parts = [rows[i, : place.numel()] for i, place in enumerate(places)]
+        torch._foreach_copy_(parts, list(places))  # on a device in one launch
         ours = rows.new_empty(most)
         dist.reduce_scatter_tensor(ours, rows.view(-1), group=self._node)
         return ours
@@ -206,7 +207,8 @@ class Nodes:
         row[most:].copy_(found_inf)
         rows = row.new_empty(self._node.size(), most + 1)
         self._node._allgather_base(rows.view(-1), row).wait()
-        _copy(places, [rows[i, : place.numel()] for i, place in enumerate(places)])
+        parts = [rows[i, : place.numel()] for i, place in enumerate(places)]
+        torch._foreach_copy_(list(places), parts)
         found_inf.copy_(rows[:, most].amax(0, keepdim=True))
 
 
@@ -285,8 +287,3 @@ def _begin(runs: Sequence[Run]) -> int:
 
 def _end(runs: Sequence[Run]) -> int:
     return runs[-1].piece.offset + runs[-1].end if runs else 0
-
-
-def _copy(to: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Copy tensors, on a device in one launch."""
-    torch._foreach_copy_(list(to), list(values))

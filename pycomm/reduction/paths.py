@@ -231,16 +231,6 @@ def chosen(
     return choice
 
 
-def native_backend(
-    bucket: Bucket, group: dist.ProcessGroup, op: str, tensor: torch.Tensor
-) -> Backend | None:
-    """Return the backend that runs an operation in C++; None: hooks exchange the payloads.
-
-    The arguments are those of `chosen`, and all ranks call it together.
-    """
-    return chosen(bucket, group, op, tensor).native
-
-
 def report(bucket: Bucket, op: str, choice: ChosenPath, group: dist.ProcessGroup) -> None:
     """Log the path of a bucket, on one rank, and whether PYCOMM_IMPL plays no part in it."""
     if group.rank() == 0:

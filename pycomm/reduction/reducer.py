@@ -450,7 +450,7 @@ class BucketReducer:
         probe = self.plan.probe(
             input, bucket.pieces, self._residual_of, rows=self.layout.rows, average=average
         )
-        native = paths.native_backend(bucket, group, "reduce_scatter", output)
+        native = paths.chosen(bucket, group, "reduce_scatter", output).native
         if native is not None:
             work = native.compressed_reduce_scatter(
                 output, input, bucket.native, bucket.sides, self.seed, step.number, average

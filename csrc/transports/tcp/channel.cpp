@@ -116,7 +116,8 @@ uint64_t TcpChannel::send(const OpTag& tag, Span<const uint8_t> data) {
     connector_.open(peer_, poller_.lane());
   }
   if (cutting_ + 1 == outgoing_.size()) {
-    for (auto& socket : sockets_) push(*socket);
+    const size_t first = turn_;
+    for (size_t i = 0; i < sockets_.size(); i++) push(*sockets_[(first + i) % sockets_.size()]);
   }
   return ticket;
 }
@@ -173,9 +174,14 @@ bool TcpChannel::connected() {
 }
 
 // With at most two sockets, or one per path, use all; also where the user has set their number.
-void TcpChannel::choose_sockets() {
+bool TcpChannel::chooses_sockets() const {
   const PeerDirectory& directory = connector_.directory();
-  if (sockets_.size() <= 2 || directory.options.sockets > 0 || directory.paths() > 1) return;
+  return sockets_.size() > 2 && directory.options.sockets == 0 && directory.paths() == 1;
+}
+
+// None may have much unsent: what lies in one waits while others stand idle.
+void TcpChannel::choose_sockets() {
+  if (!chooses_sockets()) return;
   const auto now = Flow::Clock::now();
   if (!flow_.is_due(now)) return;
   SocketUse use;
@@ -185,6 +191,7 @@ void TcpChannel::choose_sockets() {
   for (auto& socket : sockets_) {
     if (socket->limit != limit && socket->sock) limit_rate(socket->sock.get(), limit);
     socket->limit = limit;
+    limit_unsent(socket->sock.get(), kLeastFarUnsent);
   }
 }
 
@@ -227,6 +234,8 @@ bool TcpChannel::take_frame(Socket& socket) {
   header.before = socket.out_crc;
   socket.proving = std::exchange(socket.unproven, 0);
   socket.out_crc = 0;
+  // What was sent first must not lie on one socket alone: all that follows would wait for that.
+  if (!bare && chooses_sockets()) turn_ = static_cast<size_t>(socket.number) + 1;
   const uint8_t* payload = bare ? nullptr : cut_frame(socket, header);
   seal(header);
   socket.out.push(header, payload);
@@ -651,7 +660,7 @@ void TcpChannel::look_at_paths() {
     if (is_silent(socket->sock.get())) {
       cut(*socket, "its path carries nothing");
     } else {
-      limit_unsent(socket->sock.get());
+      limit_unsent(socket->sock.get(), kLeastUnsent);
     }
   }
 }

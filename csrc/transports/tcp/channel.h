@@ -71,6 +71,7 @@ class TcpChannel final : public Channel {
   void adopt_connections();
   bool advance();
   void look_at_paths();
+  bool chooses_sockets() const;
   void choose_sockets();
   bool takes_frames(const Socket& socket) const;
   bool release_buffers();
@@ -114,7 +115,8 @@ class TcpChannel final : public Channel {
   std::atomic<uint64_t> sent_{0}, received_{0};
   size_t cutting_ = 0;  // first of outgoing_ that has bytes without a frame
   uint64_t polls_seen_ = 0;
-  int cuts_ = 0;  // sockets without a connection
+  int cuts_ = 0;     // sockets without a connection
+  size_t turn_ = 0;  // the socket that may take a message first
   std::chrono::steady_clock::time_point
       stalled_since_;                                 // when progress stopped; zero if it has not
   bool tick_again_ = false;                           // on_tick() has work left

@@ -28,10 +28,10 @@ namespace pycomm::tcp {
 /// there is no limit for a long time.
 class RateLimit {
  public:
-  /// A window has ended in which all sockets always had bytes to send. `rate` bytes per second were
-  /// acknowledged in it; `sent` and `repeated` are the bytes that have left since the connections
-  /// were made, and those of them that had left before.
-  void update(double rate, uint64_t sent, uint64_t repeated) {
+  /// A window has ended. `rate` bytes per second were acknowledged in it; `sent` and `repeated` are
+  /// the bytes that have left since the connections were made, and those of them that had left
+  /// before. The sockets had bytes to send all the time if it is `whole`, else for a part of it.
+  void update(double rate, uint64_t sent, uint64_t repeated, bool whole = true) {
     if (sent < sent_ || repeated < repeated_) {  // a connection was made again
       sent_ = sent;
       repeated_ = repeated;
@@ -42,16 +42,21 @@ class RateLimit {
         static_cast<double>(repeated - repeated_) >= kTooMuch * static_cast<double>(sent - sent_);
     sent_ = sent;
     repeated_ = repeated;
+    // A rate that still grows is that of a slow start.
+    const bool grows = rate >= kGrowth * best();
     rates_[windows_++ % kRates] = rate;
     if (pause_ > 0) {
       pause_--;
     } else if (!loses) {
-      in_a_row_ = 0;
       lowered_ = false;
       if (++calm_ >= kCalm) tries_ = 0;
+      if (calm_ >= kLately) lossy_ = 0;
       if (limit_ > 0 && rate >= kInUse * limit_) raise();
-    } else if (limit_ > 0 || ++in_a_row_ == kFirst) {
+    } else if (limit_ > 0 ? whole || !lowered_ : !grows && ++lossy_ == kFirst) {
+      // Of another window the rate says too little to lower a limit to it.
       lower(rate);
+    } else {
+      calm_ = 0;
     }
   }
 
@@ -63,13 +68,16 @@ class RateLimit {
   // Less is taken for random loss, which bbr does not mind.
   static constexpr double kTooMuch = 0.025;
   static constexpr double kBelow = 0.97;  // so that the queue empties
-  static constexpr double kInUse = 0.7;
+  static constexpr double kInUse = 0.85, kGrowth = 1.25;
   static constexpr double kFirstStep = 0.01, kLargestStep = 0.25;
-  static constexpr int kFirst = 2;      // windows in a row: one may be that of a slow start
+  static constexpr int kFirst = 2;      // windows: one may be that of a slow start
+  static constexpr int kLately = 5;     // windows without losses after which others are long ago
   static constexpr int kTries = 3;      // limits after which losses do not depend on the rate
   static constexpr int kCalm = 2;       // windows without losses after which a limit has helped
   static constexpr int kWithout = 100;  // windows without a limit then
   static constexpr size_t kRates = 8;   // windows of which the best counts
+
+  double best() const { return *std::max_element(rates_.begin(), rates_.end()); }
 
   void raise() {
     limit_ *= 1 + step_;
@@ -77,7 +85,7 @@ class RateLimit {
   }
 
   void lower(double rate) {
-    in_a_row_ = calm_ = 0;
+    lossy_ = calm_ = 0;
     if (tries_ == kTries) {
       limit_ = 0;
       tries_ = 0;
@@ -87,7 +95,7 @@ class RateLimit {
     }
     // A single window may have been slow for another reason. If the best was too much, the path has
     // become slower.
-    limit_ = kBelow * (lowered_ ? rate : *std::max_element(rates_.begin(), rates_.end()));
+    limit_ = kBelow * (lowered_ ? rate : best());
     lowered_ = true;
     tries_++;
     step_ = kFirstStep;
@@ -98,7 +106,7 @@ class RateLimit {
   uint64_t sent_ = 0, repeated_ = 0;
   std::array<double, kRates> rates_ = {};
   size_t windows_ = 0;
-  int in_a_row_ = 0;      // windows with losses, without a limit
+  int lossy_ = 0;         // windows with losses lately, without a limit
   int tries_ = 0;         // limits since one has helped
   int calm_ = 0;          // windows without losses since then
   bool lowered_ = false;  // since the last window without losses
@@ -121,36 +129,43 @@ class Flow {
     return limit_.bytes_per_second() / static_cast<double>(sockets(most));
   }
 
-  /// Bytes are to be sent again after a pause.
+  /// There are bytes to send, and were none.
   void begin(Clock::time_point now) {
+    was_idle_ = true;
+    if (now - looked_ < kPause) return;
     begun_ = since_ = now;
     full_ = false;
+    delivered_ = std::numeric_limits<uint64_t>::max();  // by now: not known
   }
 
   /// True if update() has something to do.
-  bool is_due(Clock::time_point now) const { return now - since_ >= kWindow; }
+  bool is_due(Clock::time_point now) const {
+    return now - since_ >= kWindow && now - looked_ >= kLook;
+  }
 
-  /// Takes a look at all sockets. Only a window in which they had bytes to send all the time says
-  /// how fast the path is, and none from before the first acknowledgements.
+  /// Takes a look at all sockets. A window in which they had bytes to send all the time says how
+  /// fast the path is, one in which they had some how fast at least; none does from before the
+  /// first acknowledgements.
   void update(Clock::time_point now, const SocketUse& use) {
+    looked_ = now;
     const double round_trip = use.least_round_trip_us * 1e-6;
     if (seconds(now - begun_) < kFirst * round_trip) return;
     const double took = seconds(now - since_);
-    if (took < round_trip && full_ && use.unsent > 0) return;  // goes on
+    const bool is_full = use.unsent > 0, some = full_ || is_full;
+    if (took < round_trip && some) return;  // goes on
     // A connection that was made again counts from 0.
-    const bool was_full = full_ && use.unsent > 0 && took < kStale && use.delivered >= delivered_;
-    const double rate = was_full ? static_cast<double>(use.delivered - delivered_) / took : 0;
-    if (rate > 0) {
-      // A rate that still grows is that of a slow start.
-      if (rate_ > 0 && rate < kGrowth * rate_) {
-        in_use_ = worth(rate, round_trip);
-        limit_.update(rate, use.sent, use.repeated);
-      }
+    const bool counts = some && took < kStale && use.delivered >= delivered_;
+    const double rate = counts ? static_cast<double>(use.delivered - delivered_) / took : 0;
+    const bool whole = full_ && is_full && !was_idle_;
+    if (rate > 0) limit_.update(rate, use.sent, use.repeated, whole);
+    if (rate > 0 && whole) {
+      if (rate_ > 0 && rate < kGrowth * rate_) in_use_ = worth(rate, round_trip);
       rate_ = rate;
     }
     since_ = now;
     delivered_ = use.delivered;
-    full_ = use.unsent > 0;
+    full_ = is_full;
+    was_idle_ = false;
   }
 
   /// Returns the number of sockets for a rate (bytes per second) and a round trip (seconds).
@@ -160,6 +175,7 @@ class Flow {
 
  private:
   static constexpr auto kWindow = std::chrono::milliseconds(100);
+  static constexpr auto kLook = kWindow / 10, kPause = 2 * kWindow;  // from one look to the next
   static constexpr double kFirst = 1.1;  // round trips until what is sent is acknowledged
   static constexpr double kStale = 2, kGrowth = 1.25;
   static constexpr double kPerSocket = 64 << 10;  // bytes in flight
@@ -169,10 +185,11 @@ class Flow {
   }
 
   size_t in_use_ = std::numeric_limits<size_t>::max();
-  Clock::time_point begun_, since_;
+  Clock::time_point begun_, since_, looked_;
   uint64_t delivered_ = 0;
-  bool full_ = false;
-  double rate_ = 0;  // of the last such window
+  bool full_ = false;      // when the window began
+  bool was_idle_ = false;  // since then
+  double rate_ = 0;        // of the last whole window
   RateLimit limit_;
 };
 

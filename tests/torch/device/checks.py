@@ -25,7 +25,7 @@ from pycomm.policy import Decision, Parameter
 from pycomm.reduction import paths, two_shot
 from pycomm.reduction.batched import Batched
 from pycomm.reduction.bucket import Bucket, BucketPiece
-from pycomm.reduction.paths import native_backend
+from pycomm.reduction.paths import chosen
 from tests.torch.harness import inputs, perceptron
 
 
@@ -351,7 +351,7 @@ def check_bits(
                 finite = bool(call(*tensors, bucket, dist.group.WORLD, seed=5, step=step))
                 assert all(isinstance(way, Batched) for way in bucket.exchanges.values())
             else:
-                assert paths.native_backend(bucket, dist.group.WORLD, op, out) is native
+                assert paths.chosen(bucket, dist.group.WORLD, op, out).native is native
                 path = paths.CORE if device == "cpu" else paths.PEERS
                 assert bucket.agreed.paths[op, False].path is path
                 call = getattr(native, f"compressed_{op}")
@@ -379,7 +379,7 @@ def check_capture(rank: int, ranks: int, device: str) -> None:
         dist.all_reduce(x, async_op=True).wait()
         native.compressed_all_reduce(y, bucket.native, bucket.sides, seed=5, step=0).wait()
 
-    assert native_backend(bucket, dist.group.WORLD, "all_reduce", y) is native
+    assert chosen(bucket, dist.group.WORLD, "all_reduce", y).native is native
     calls(want_x, want_y)
     with capture(device):
         calls(x, y)

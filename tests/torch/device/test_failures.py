@@ -31,7 +31,7 @@ from pycomm.policy.exchange import gather
 from pycomm.reduction import payloads, two_shot
 from pycomm.reduction.bucket import Agreed, Bucket
 from pycomm.reduction.nodes import Nodes
-from pycomm.reduction.paths import native_backend
+from pycomm.reduction.paths import chosen
 from tests.soak.held import connections
 from tests.torch.device import fake_device
 from tests.torch.device.fake_device import GROUP
@@ -508,7 +508,7 @@ def test_a_compressed_operation_among_peers_that_fails_leaves_no_result(rank, ra
         tensors = [ours(n * 5000) for n in CODED[op]]
         residuals, device = Residuals(Feedback(), 2), torch.device(FAKE)
         bucket = Bucket([decision], [0], residuals, device, rows=CODED[op][-1], agreed=agreed[op])
-        native: Any = native_backend(bucket, made[op], op, tensors[0])
+        native: Any = chosen(bucket, made[op], op, tensors[0]).native
         run = getattr(native, f"compressed_{op}")
         return run(*tensors, bucket.native, bucket.sides, seed=1, step=step), tensors[0]
 

@@ -21,7 +21,7 @@ from pycomm.errors import Error, Timeout, WireMismatch
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Decision, Parameter
 from pycomm.reduction.bucket import Bucket
-from pycomm.reduction.paths import native_backend
+from pycomm.reduction.paths import chosen
 from tests.torch.device import fake_device
 from tests.torch.device.checks import (
     check_capture,
@@ -240,7 +240,7 @@ def test_compressed_collectives_need_peers(rank, ranks):
     with pytest.raises(Error, match="its residuals are elsewhere"):
         native.compressed_all_reduce(x, on_cpu.native, on_cpu.sides, seed=1, step=1)
     bucket = Bucket([decision], [0], None, there)
-    assert native_backend(bucket, dist.group.WORLD, "all_reduce", x) is None
+    assert chosen(bucket, dist.group.WORLD, "all_reduce", x).native is None
     with pytest.raises(Error, match="needs ranks that reach each other's memory"):
         native.compressed_all_reduce(x, bucket.native, bucket.sides, seed=1, step=1)
 

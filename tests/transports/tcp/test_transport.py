@@ -447,12 +447,18 @@ def test_an_address_that_is_mapped_to_ours_is_published():
 RATE = 24e6  # bytes a second
 
 
+def compiled(tmp_path_factory, name):
+    """Return a program of this folder."""
+    program = tmp_path_factory.mktemp(name) / name
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
+    compile_cpp(Path(__file__).with_name(f"{name}_main.cpp"), program, *flags)
+    return program
+
+
 @pytest.fixture(scope="module")
 def windows(tmp_path_factory):
     """Return a function from phases (rate, wanted, loss, windows) to what each window saw."""
-    program = tmp_path_factory.mktemp("limit") / "rate_limit"
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
-    compile_cpp(Path(__file__).with_name("rate_limit_main.cpp"), program, *flags)
+    program = compiled(tmp_path_factory, "rate_limit")
 
     def run(*phases):
         words = [str(word) for phase in phases for word in phase]
@@ -517,3 +523,49 @@ def test_connections_that_are_made_again_count_from_zero(windows):
     once = (RATE, 2 * RATE, 0, 1)
     seen = windows(once, (-RATE, 0.9 * RATE, 0, 1), once)
     assert offered(seen)[-1] == 2 * RATE
+
+
+SHORT, FAR = 400, 200  # milliseconds: an operation sends for less than two round trips
+
+
+@pytest.fixture(scope="module")
+def operations(tmp_path_factory):
+    """Return a function from operations (pause before it, share that is repeated) to what each look
+    found: what the sockets may send together, and how many are in use.
+
+    The path carries `RATE`. In a pause the peer acknowledges what was under way, and nobody looks.
+    """
+    program = compiled(tmp_path_factory, "flow")
+
+    def run(*each):
+        lines, now, delivered, sent, repeated = [], 1000, 0, 0, 0
+        for pause, again in each:
+            now += pause
+            delivered = sent
+            lines.append(f"begin {now}")
+            for ms in range(0, SHORT + 2 * FAR, 20):
+                busy = ms < SHORT
+                sent += int(0.02 * RATE * 1.2) if busy else 0
+                repeated = int(again * sent)
+                delivered += int(0.02 * RATE) if FAR <= ms < SHORT + FAR else 0
+                unsent = 1 << 20 if busy else 0
+                lines.append(f"look {now + ms} {FAR} {delivered} {unsent} {sent} {repeated}")
+            now += SHORT + 2 * FAR
+        done = subprocess.run(
+            [program], input="\n".join(lines), stdout=subprocess.PIPE, text=True, check=True
+        )
+        return [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+
+    return run
+
+
+def test_operations_that_end_within_two_round_trips_show_an_overflow(operations):
+    """Such as the shots of a coded all-reduce: no window has bytes to send from end to end."""
+    limits = [limit for limit, _ in operations(*[(0, 0.2)] * 3)]
+    assert 0.85 * RATE < max(limits) <= RATE
+
+
+def test_what_arrives_in_a_pause_is_no_rate(operations):
+    limits = [limit for limit, _ in operations(*[(3000, 0.2)] * 8)]
+    assert 0.85 * RATE < max(limits) <= RATE
+    assert {used for _, used in operations(*[(3000, 0)] * 8)} == {4}

@@ -29,10 +29,7 @@ constexpr uint32_t kLongWay = 1000;
 constexpr int kLargest = 1 << 30;  // the kernel takes the largest that the system allows
 constexpr int kFarUnsent = 1 << 20;
 
-// Limits of what waits unsent on one of several paths. At the least one frame waits while another
-// is sent.
-constexpr uint64_t kLeastUnsent = 128 << 10;
-constexpr uint64_t kMostUnsent = 4 << 20;
+constexpr uint64_t kMostUnsent = 4 << 20;  // on one of several paths, or far sockets
 constexpr uint64_t kFirstUnsent = 256 << 10;
 constexpr uint64_t kUnsentParts = 25;  // of what the path delivers in a second: 40 ms
 
@@ -88,12 +85,12 @@ void choose_buffers(int fd, bool several_paths) {
   }
 }
 
-void limit_unsent(int fd) {
+void limit_unsent(int fd, uint64_t least) {
   tcp_info info = {};
   if (!look(fd, info) || info.tcpi_delivery_rate == 0) return;
   set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT,
       static_cast<int>(
-          std::clamp<uint64_t>(info.tcpi_delivery_rate / kUnsentParts, kLeastUnsent, kMostUnsent)));
+          std::clamp<uint64_t>(info.tcpi_delivery_rate / kUnsentParts, least, kMostUnsent)));
 }
 
 void add_use(int fd, SocketUse& sum) {

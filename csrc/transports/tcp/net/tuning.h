@@ -20,9 +20,13 @@ namespace pycomm::tcp {
 ///     take the rest.
 void choose_buffers(int fd, bool several_paths);
 
-/// Sets how much may wait unsent on one of several paths: what it delivers in a few hundredths of a
-/// second, as the kernel has measured it. To be called every now and then.
-void limit_unsent(int fd);
+/// The least that may wait unsent on one of several paths: one frame while another is sent.
+constexpr uint64_t kLeastUnsent = 128 << 10;
+/// And on each of a far peer's sockets, which an idle moment costs more.
+constexpr uint64_t kLeastFarUnsent = 256 << 10;
+/// Sets how much may wait unsent on one of several sockets: what it delivers in a few hundredths of
+/// a second, as the kernel has measured it, but so much at least. To be called every now and then.
+void limit_unsent(int fd, uint64_t least);
 
 /// What the kernel says of a connection's sending side.
 struct SocketUse {
