@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import threading
 import time
 
@@ -15,7 +14,7 @@ from pycomm.errors import Error
 from tests.collectives.ways import RANKS, bits, check_everything, floats, integers, right, shared
 from tests.compiling import run_preloaded
 from tests.extent import each_value, part
-from tests.ranks import run, run_processes
+from tests.ranks import in_child, on_processes, run, run_processes
 
 # In-place operation begins at 2 KiB; one slot is 128 KiB, and a call that needs more than four of
 # them uses some again.
@@ -240,34 +239,21 @@ def test_threads_allocate_at_once():
     assert run(2, job) == [0, 0]
 
 
-def forked_child(c, block, pipe):
-    try:
-        c.allocate(10)
-    except Error as error:
-        pipe.send(str(error))
-    del block
-    pipe.close()
-
-
-def fork_from_a_rank(c):
+@on_processes(2)
+def test_a_forked_child_leaves_the_heap_alone(c):
     block = shared(c, integers(c.rank, 5000))
     used = _test.heap_bytes(c.core)
-    ours, theirs = multiprocessing.Pipe()
-    child = multiprocessing.get_context("fork").Process(
-        target=forked_child, args=(c, block, theirs)
-    )
-    child.start()
-    text = ours.recv()
-    child.join()
+
+    def drop():
+        nonlocal block
+        block = None
+        gc.collect()
+
+    assert in_child(lambda: c.allocate(10)) == "refused"
+    assert in_child(drop) == "returned"
     assert _test.heap_bytes(c.core) == used
     c.all_reduce(block)
     assert np.array_equal(block, sum(integers(r, 5000) for r in range(c.size)))
-    return text
-
-
-def test_a_forked_child_leaves_the_heap_alone():
-    for text in run_processes(2, fork_from_a_rank):
-        assert "forked child" in text
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
