@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.soak.held import (
-    COUNTS,
-    GROWTH,
-    MEMORY,
-    Sample,
-    breaches,
-    growths,
-    held_at_rest,
-)
+from tests.soak.held import COUNTS, GROWTH, MEMORY, Sample, breaches, growths, held_at_rest
 from tests.soak.schedule import ELDER, RANKS, draw
 
 EVENTS = 10
