@@ -12,7 +12,7 @@ import pytest
 
 from pycomm import _C
 from tests.collectives.ways import folded
-from tests.core.test_nan import CANONICAL, ops, special
+from tests.core.test_arithmetic import CANONICAL, ops, special
 
 ROOT = Path(__file__).parents[2]
 COMPILER, QEMU = "aarch64-linux-gnu-g++", "qemu-aarch64"

@@ -26,6 +26,10 @@ from tests.soak.held import held
 from tests.transports.ranks import SECONDS, pattern, processes, tag, threads
 
 MIB = 1 << 20
+beyond_loopback = pytest.mark.skipif(
+    all(ip.startswith(("127.", "::1")) for _, ip in _C.interfaces()),
+    reason="this machine has no interface but loopback",
+)
 
 
 # ------------------------------------------------------------------------------ several sockets
@@ -55,11 +59,9 @@ def test_number_of_sockets_is_checked(sockets):
 # ------------------------------------------------------------------------------ set-up
 
 
+@beyond_loopback
 def test_an_unproven_host_is_not_called_by_loopback():
     """A clone of this machine has the same host id but is another machine."""
-    others = [ip for name, ip in _C.interfaces() if not ip.startswith(("127.", "::1"))]
-    if not others:
-        pytest.skip("this machine has no interface but loopback")
     store = _C.Store.local()
 
     def meet():
@@ -407,6 +409,7 @@ def test_a_malformed_range_is_refused(ports):
         assert f"PYCOMM_PORTS={ports} is invalid: expected a range" in str(outcome)
 
 
+@beyond_loopback
 @pytest.mark.parametrize(
     ("advertise", "text"),
     [
@@ -418,9 +421,6 @@ def test_a_malformed_range_is_refused(ports):
 )
 def test_what_cannot_be_advertised_is_refused(advertise, text):
     """Only groups that span hosts use it: rank 1 claims to be on another one."""
-    others = [ip for _, ip in _C.interfaces() if not ip.startswith(("127.", "::1"))]
-    if not others:
-        pytest.skip("this machine has no interface but loopback")
     store = _C.Store.local()
     store.set("g/tcp-host/1", "another-host 1 - -")
     with pytest.raises(errors.Error) as raised:
@@ -428,10 +428,8 @@ def test_what_cannot_be_advertised_is_refused(advertise, text):
     assert text in str(raised.value)
 
 
+@beyond_loopback
 def test_an_address_that_is_mapped_to_ours_is_published():
-    others = [ip for _, ip in _C.interfaces() if not ip.startswith(("127.", "::1"))]
-    if not others:
-        pytest.skip("this machine has no interface but loopback")
     store = _C.Store.local()
     store.set("g/tcp-host/1", "another-host 1 - -")
     with pytest.raises(errors.Timeout):
