@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import resource
 import socket
-import subprocess
 import threading
 import time
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from statistics import mean
 
 import numpy as np
 import pytest
@@ -19,7 +17,6 @@ import pytest
 import pycomm.errors
 from pycomm import _C, _test, errors
 from pycomm.errors import Error
-from tests.compiling import ROOT, compile_cpp
 from tests.extent import each_value
 from tests.ranks import run_processes
 from tests.soak.held import held
@@ -445,73 +442,71 @@ def test_an_address_that_is_mapped_to_ours_is_published():
 RATE = 24e6  # bytes a second
 
 
-@pytest.fixture(scope="module")
-def windows(tmp_path_factory):
-    """Return a function from phases (rate, wanted, loss, windows) to what each window saw."""
-    program = tmp_path_factory.mktemp("limit") / "rate_limit"
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
-    compile_cpp(Path(__file__).with_name("rate_limit_main.cpp"), program, *flags)
-
-    def run(*phases):
-        words = [str(word) for phase in phases for word in phase]
-        done = subprocess.run([program, *words], stdout=subprocess.PIPE, text=True, check=True)
-        return [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
-
-    return run
+WINDOW, PACKET = 0.2, 1448  # seconds, bytes
 
 
-def offered(seen):
-    return [window[0] for window in seen]
+def windows(*phases):
+    """Return what is offered, delivered, and which part of it is repeated, window by window.
 
-
-def delivered(seen):
-    return [window[1] for window in seen]
-
-
-def lost(seen):
-    return [window[2] for window in seen]
+    Args:
+        phases: (what the path carries, what the sender would send without a limit, how likely the
+            path loses a packet, windows). With a path below 0 connections are made anew first.
+    """
+    limit, chance, seen = _test.RateLimit(), np.random.default_rng(7), []
+    sent = repeated = 0.0
+    for rate, wanted, loss, count in phases:
+        if rate < 0:
+            sent = repeated = 0.0
+        for _ in range(count):
+            offered = min(limit.bytes_per_second or wanted, wanted)
+            lost = chance.binomial(int(offered * WINDOW / PACKET), loss) * PACKET / WINDOW
+            delivered = min(offered - lost, abs(rate))
+            sent += offered * WINDOW
+            repeated += (offered - delivered) * WINDOW
+            limit.update(delivered, int(sent), int(repeated))
+            seen.append((offered, delivered, (offered - delivered) / offered))
+    return np.array(seen).T
 
 
 @pytest.mark.parametrize("loss", [0, 0.01])
 @pytest.mark.parametrize("wanted", [1.1, 1.3, 3])
-def test_a_queue_that_overflows_all_the_time_is_left_alone(windows, wanted, loss):
-    seen = windows((RATE, wanted * RATE, loss, 100))
-    assert lost(seen)[0] > 0.05
-    later = seen[10:]
-    assert mean(lost(later)) < 0.025 + loss
-    assert mean(delivered(later)) > 0.95 * RATE
+def test_a_queue_that_overflows_all_the_time_is_left_alone(wanted, loss):
+    _, delivered, lost = windows((RATE, wanted * RATE, loss, 100))
+    assert lost[0] > 0.05
+    assert lost[10:].mean() < 0.025 + loss
+    assert delivered[10:].mean() > 0.95 * RATE
 
 
-def test_a_single_window_with_losses_changes_nothing(windows):
-    seen = windows((RATE, 2 * RATE, 0, 1), (RATE, 0.9 * RATE, 0, 5), (RATE, 2 * RATE, 0, 1))
-    assert offered(seen)[-1] == 2 * RATE
+def test_a_single_window_with_losses_changes_nothing():
+    once = (RATE, 2 * RATE, 0, 1)
+    offered, _, _ = windows(once, (RATE, 0.9 * RATE, 0, 5), once)
+    assert offered[-1] == 2 * RATE
 
 
 @pytest.mark.parametrize("loss", [0.01, 0.02, 0.024, 0.025, 0.026, 0.03, 0.04, 0.1])
 @pytest.mark.parametrize("wanted", [0.1, 0.5])
-def test_a_lossy_path_is_not_slowed_down(windows, loss, wanted):
+def test_a_lossy_path_is_not_slowed_down(loss, wanted):
     """Near the limit of what counts as too much, some windows lose more than that, some less."""
     wanted *= RATE
-    seen = offered(windows((RATE, wanted, loss, 2000)))
-    assert mean(seen) > 0.95 * wanted
-    assert mean(seen[-500:]) > 0.9 * wanted
+    offered, _, _ = windows((RATE, wanted, loss, 2000))
+    assert offered.mean() > 0.95 * wanted
+    assert offered[-500:].mean() > 0.9 * wanted
 
 
-def test_a_path_that_becomes_faster_is_found(windows):
-    seen = windows((RATE, 1.3 * RATE, 0, 30), (4 * RATE, 5 * RATE, 0, 12))
-    assert delivered(seen)[29] < 1.05 * RATE
-    assert delivered(seen)[-1] > 3 * RATE
+def test_a_path_that_becomes_faster_is_found():
+    _, delivered, _ = windows((RATE, 1.3 * RATE, 0, 30), (4 * RATE, 5 * RATE, 0, 12))
+    assert delivered[29] < 1.05 * RATE
+    assert delivered[-1] > 3 * RATE
 
 
-def test_a_path_that_becomes_slower_is_followed(windows):
-    seen = windows((RATE, 1.3 * RATE, 0, 30), (RATE / 3, 1.3 * RATE, 0, 30))
-    later = seen[40:]
-    assert mean(lost(later)) < 0.05
-    assert mean(delivered(later)) > 0.9 * RATE / 3
+def test_a_path_that_becomes_slower_is_followed():
+    _, delivered, lost = windows((RATE, 1.3 * RATE, 0, 30), (RATE / 3, 1.3 * RATE, 0, 30))
+    assert lost[40:].mean() < 0.05
+    assert delivered[40:].mean() > 0.9 * RATE / 3
 
 
-def test_connections_that_are_made_again_count_from_zero(windows):
+def test_connections_that_are_made_again_count_from_zero():
     """With the first window the new counts would be a second one with losses."""
     once = (RATE, 2 * RATE, 0, 1)
-    seen = windows(once, (-RATE, 0.9 * RATE, 0, 1), once)
-    assert offered(seen)[-1] == 2 * RATE
+    offered, _, _ = windows(once, (-RATE, 0.9 * RATE, 0, 1), once)
+    assert offered[-1] == 2 * RATE
