@@ -96,7 +96,6 @@ class CoreGroup(Group):
             parent=parent and parent._core,
             nodes=place.nodes,
         )
-        self.describe = self._core.describe
 
     def set_timeout(self, seconds: float) -> None:
         self._core.timeout = seconds
