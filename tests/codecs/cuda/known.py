@@ -129,7 +129,10 @@ class Thread:
         target = operands[leading] if operands else ""
         if place := re.fullmatch(r"(U?R)(\d+)", target):
             sizes = {"128": 4, "64": 2, "WIDE": 2, "F64": 2, "S64": 2, "U64": 2}
-            count = max([sizes.get(m, 1) for m in modifiers] + [2 if word[:1] == "D" else 1])
+            count = max(
+                [sizes.get(m, 1) for m in modifiers]
+                + [2 if word == "CS2R" or word[0] == "D" else 1]
+            )
             written += [f"{place[1]}{int(place[2]) + k}" for k in range(count)]
             written += filter(is_predicate, operands[leading + 1 : leading + 3])
         if word == "R2P":
@@ -160,13 +163,6 @@ class Thread:
         return [(operands[0], self.places.get(operands[1]))]
 
     _s2ur = _s2r
-
-    def _cs2r(self, _: State, modifiers: list[str], operands: list[str]) -> Written:
-        return pair(operands[0], 0 if operands[1] == "SRZ" else None)
-
-    def _r2ur(self, state: State, modifiers: list[str], operands: list[str]) -> Written:
-        at = 1 if is_predicate(operands[0]) else 0
-        return [(operands[at], self.word(state, operands[at + 1]))]
 
     def _imad(self, state: State, modifiers: list[str], operands: list[str]) -> Written:
         target, *sources = operands
@@ -207,10 +203,6 @@ class Thread:
 
     def _viadd(self, state: State, modifiers: list[str], operands: list[str]) -> Written:
         return self._iadd3(state, [], [*operands, "RZ"])
-
-    def _iadd(self, state: State, modifiers: list[str], operands: list[str]) -> Written:
-        words = [self.word(state, each, 2) for each in operands[1:3]]
-        return pair(operands[0], None if None in words else sum(words))
 
     def _isetp(self, state: State, modifiers: list[str], operands: list[str]) -> Written:
         target, second, left, right, *conditions = operands
