@@ -189,21 +189,21 @@ def test_every_dtype_and_op(way, numel):
             assert result == expected, combination
 
 
+def ones(numel):
+    return np.ones(numel, np.float32)
+
+
 CALLS = {
-    "all_reduce": lambda c: c.all_reduce(np.ones(1000, np.float32)),
-    "reduce_scatter": lambda c: c.reduce_scatter(
-        np.ones(1000 * c.size, np.float32), np.empty(1000, np.float32)
-    ),
-    "all_gather": lambda c: c.all_gather(
-        np.ones(1000, np.float32), np.empty(1000 * c.size, np.float32)
-    ),
-    "broadcast": lambda c: c.broadcast(np.ones(1000, np.float32), 0),
-    "reduce": lambda c: c.reduce(np.ones(1000, np.float32), np.empty(1000, np.float32), root=3),
+    "all_reduce": lambda c: c.all_reduce(ones(1000)),
+    "reduce_scatter": lambda c: c.reduce_scatter(ones(1000 * c.size), ones(1000)),
+    "all_gather": lambda c: c.all_gather(ones(1000), ones(1000 * c.size)),
+    "broadcast": lambda c: c.broadcast(ones(1000), 0),
+    "reduce": lambda c: c.reduce(ones(1000), ones(1000), root=3),
     "barrier": lambda c: c.barrier(),
-    "large all_reduce": lambda c: c.all_reduce(np.ones(100_000)),
-    "large broadcast": lambda c: c.broadcast(np.ones(100_000), 0),
-    "all_to_all": lambda c: c.all_to_all(np.ones(10 * c.size), np.ones(10 * c.size)),
-    "coded": lambda c: c.all_reduce_coded(np.ones(10_000, np.float32), "quant"),
+    "large all_reduce": lambda c: c.all_reduce(ones(200_000)),
+    "large broadcast": lambda c: c.broadcast(ones(200_000), 0),
+    "all_to_all": lambda c: c.all_to_all(ones(20 * c.size), ones(20 * c.size)),
+    "coded": lambda c: c.all_reduce_coded(ones(10_000), "quant"),
 }
 
 

@@ -12,6 +12,7 @@ from tests.collectives.test_algorithms import (
     check_missing,
     everything,
     float_sums,
+    ones,
 )
 from tests.collectives.ways import TINY, bits, floats
 from tests.extent import part
@@ -159,18 +160,6 @@ def wire_bytes(name, call, numel):
     return list(sent.values())
 
 
-def all_reduce(c, numel):
-    c.all_reduce(np.ones(numel, np.float32))
-
-
-def reduce_scatter(c, numel):
-    c.reduce_scatter(np.ones(numel * c.size, np.float32), np.empty(numel, np.float32))
-
-
-def all_gather(c, numel):
-    c.all_gather(np.ones(numel, np.float32), np.empty(numel * c.size, np.float32))
-
-
 @pytest.mark.parametrize("name", ["2+2", "1+3", "4+4", "2+1+2"])
 def test_each_byte_crosses_a_link_once(name):
     order = NODES[name]
@@ -178,15 +167,17 @@ def test_each_byte_crosses_a_link_once(name):
     numel = 240_000
     size = 4 * numel
     headers = 0.02  # of frames, for segments of this size
-    for sent in wire_bytes(name, all_reduce, numel):
+    for sent in wire_bytes(name, lambda c, k: c.all_reduce(ones(k)), numel):
         assert sent == pytest.approx(2 * (m - 1) / m * size, rel=headers)
     local = [order.count(node) for node in dict.fromkeys(order)]
-    for ranks, sent in zip(local, wire_bytes(name, reduce_scatter, numel), strict=True):
+    scatters = wire_bytes(name, lambda c, k: c.reduce_scatter(ones(k * c.size), ones(k)), numel)
+    for ranks, sent in zip(local, scatters, strict=True):
         assert sent == pytest.approx((n - ranks) * size, rel=headers)
-    for ranks, sent in zip(local, wire_bytes(name, all_gather, numel), strict=True):
+    gathers = wire_bytes(name, lambda c, k: c.all_gather(ones(k), ones(k * c.size)), numel)
+    for ranks, sent in zip(local, gathers, strict=True):
         assert sent == pytest.approx((m - 1) * ranks * size, rel=headers)
     root = n - 1
-    broadcast = wire_bytes(name, lambda c, k: c.broadcast(np.ones(k, np.float32), root), numel)
+    broadcast = wire_bytes(name, lambda c, k: c.broadcast(ones(k), root), numel)
     assert sum(broadcast) == pytest.approx((m - 1) * size, rel=headers)
     assert max(broadcast) <= (1 + headers) * size
 

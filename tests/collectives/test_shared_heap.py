@@ -52,25 +52,17 @@ def test_every_collective_between_processes(ranks):
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_in_place_has_the_bits_of_other_ways(ranks, op):
-    def in_place(c):
+    def sums(c, place=lambda c, x: x):
         results = []
         for n in SIZES:
-            x = shared(c, floats(c.rank, n))
+            x = place(c, floats(c.rank, n))
             c.all_reduce(x, op)
             results.append(bits(x))
         return results
 
-    def plain(c):
-        results = []
-        for n in SIZES:
-            x = floats(c.rank, n)
-            c.all_reduce(x, op)
-            results.append(bits(x))
-        return results
-
-    results = run(ranks, lambda c: (in_place(c), plain(c)))
-    assert [ours for ours, _ in results] == [theirs for _, theirs in results]
-    assert [ours for ours, _ in results] == run(ranks, plain, algo="direct")
+    in_place, plain = zip(*run(ranks, lambda c: (sums(c, shared), sums(c))), strict=True)
+    assert in_place == plain
+    assert [*plain] == run(ranks, sums, algo="direct")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3", "int64", "bool", "complex128"])
@@ -331,33 +323,26 @@ int madvise(void* begin, size_t bytes, int advice) {
   return syscall(SYS_madvise, begin, bytes, advice);
 }
 """
-HEAP = r"""
-import sys, threading
-import numpy as np
-from pycomm.communicator import Communicator, Store
 
-store, group = Store.local(), {}
-def make(rank): group[rank] = Communicator(store, rank, 2, transport="local")
-threads = [threading.Thread(target=make, args=(r,)) for r in range(2)]
-[t.start() for t in threads]; [t.join() for t in threads]
-c = group[0]
 
-def block(bytes):
-    array = np.asarray(c.allocate(bytes, "uint8"))
-    array[:] = 1
-    return array
+def free_large_blocks_among_others():
+    def block(c, count):
+        return shared(c, np.ones(count, np.uint8))
 
-random = np.random.default_rng(1)
-for _ in range(6):
-    around = [block(int(n)) for n in random.integers(1, 200000, 8)]
-    large = np.asarray(c.allocate((300 << 20) + int(random.integers(0, 65536)), "uint8"))
-    behind = block(4096)  # in use, right behind it
-    del large  # more than the heap keeps: its pages go back
-    assert behind.all() and all(array.all() for array in around)
-    assert not behind.size > 65536 or behind.ctypes.data % 65536 == 0
-print("whole")
-"""
+    def job(c):
+        random = np.random.default_rng(1)
+        for _ in range(6 if c.rank == 0 else 0):
+            around = [block(c, int(n)) for n in random.integers(1, 200000, 8)]
+            large = c.allocate((300 << 20) + int(random.integers(0, 65536)), "uint8")
+            behind = block(c, 4096)  # in use, right behind it
+            del large  # more than the heap keeps: its pages go back
+            assert behind.all()
+            assert all(array.all() for array in around)
+        return "whole"
+
+    print(*run(2, job))
 
 
 def test_memory_in_use_is_kept_when_its_neighbour_is_freed(tmp_path):
-    assert run_preloaded(HEAP, KERNEL, tmp_path) == "whole\n"
+    program = f"from {__name__} import *; free_large_blocks_among_others()"
+    assert run_preloaded(program, KERNEL, tmp_path) == "whole whole\n"

@@ -375,7 +375,7 @@ def test_kernels_wait_for_a_rank_that_is_late(seconds):
         x = c.put(np.ones(9, np.float32))
         if c.rank == 1:
             time.sleep(0.1)
-        c.call("all_reduce", x.address, x.address, 9, _C.DType.float32, _C.ReduceOp.sum)
+        c.all_reduce(x)
         return x.get()
 
     for result in device_ranks.run(2, job, timeout=seconds):

@@ -99,14 +99,12 @@ def threads(
     kind: str = "tcp",
     store: Any = None,
     errors: bool = False,
-    ranks: list[int] | None = None,
     options: Any = None,
 ) -> list[Any]:
     """Run `body` on ranks that are threads; return the results in the order of ranks.
 
     Args:
         options: keyword arguments of the transport, or a function from the rank to them.
-        ranks: those that start; the others never join. Default: all.
         errors: return ranks' exceptions as their results, instead of raising the first.
     """
     store = store or _C.Store.local()
@@ -115,7 +113,7 @@ def threads(
     def target(rank: int) -> Any:
         return run_rank(kind, store, group, rank, size, body, options or {})
 
-    outcomes = on_threads(sorted(ranks or range(size)), target, 10 * SECONDS)
+    outcomes = on_threads(range(size), target, 10 * SECONDS)
     return outcomes if errors else good(outcomes)
 
 

@@ -31,7 +31,7 @@ def test_workers_forked_from_a_rank_do_not_keep_it_alive(kind):
     """DataLoader workers may outlive a killed trainer; its peers must not wait for them."""
 
     waits = {
-        "shm": lambda me: me.transport.run_shared(_test.OpTag("barrier")),
+        "shm": lambda me: me.transport.barrier(),
         "tcp": lambda me: me.wait(me.recv(1, 100, tag())[0]),
     }
 
@@ -77,7 +77,7 @@ def test_nothing_is_left_behind_by_a_crash():
         if me.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(PeerLost):
-            me.transport.run_shared(_test.OpTag("barrier"))
+            me.transport.barrier()
         me.transport.close()
         assert len(memfds()) <= len(inherited)
         assert mapped_memfds() <= mapped

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import logging
 import os
 import random
 import resource
@@ -25,7 +26,7 @@ from pycomm import _C, _test
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, Timeout
 from tests.compiling import run_preloaded
-from tests.ranks import good, on_threads
+from tests.ranks import attempt, good, on_threads
 from tests.soak.held import descriptors
 from tests.transports import proxy
 from tests.transports.ranks import SECONDS, threads
@@ -332,35 +333,25 @@ void* dlopen(const char* name, int flags) {
   return real(name != 0 && strstr(name, "libssl.so") != 0 ? "/nowhere/libssl.so.3" : name, flags);
 }
 """
-TWO_GROUPS = """
-import logging, sys, threading
-logging.basicConfig(format="WARNED %(message)s", stream=sys.stdout)
-from pycomm import _C
-from pycomm.communicator import Communicator
-from pycomm.errors import Error
 
-def run(store, rank, tls):
-    try:
-        options = dict(transport="tcp", timeout=20.0, secret="sixteen bytes, at least", tls=tls)
-        with Communicator(store, rank, 2, **options) as c:
-            c.barrier()
-            print(f"STANDS {tls} {'TLS' in c.describe()}", flush=True)
-    except Error as error:
-        print(f"REFUSED {tls} {error}", flush=True)
 
-for tls in ("auto", "auto", "on"):
-    store = _C.Store.local()
-    ranks = [threading.Thread(target=run, args=(store, r, tls)) for r in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-"""
+def begin_three_groups():
+    logging.basicConfig(format="WARNED %(message)s", stream=sys.stdout)
+
+    def job(c):
+        c.barrier()
+        return f"STANDS {tls} {'TLS' in c.describe()}"
+
+    for tls in ("auto", "auto", "on"):
+        options = {"transport": "tcp", "secret": "sixteen bytes, at least", "tls": tls}
+        for outcome in attempt(2, job, **options):
+            print(outcome if isinstance(outcome, str) else f"REFUSED {tls} {outcome}", flush=True)
 
 
 def test_without_openssl_auto_warns_once_and_on_refuses(tmp_path):
     """With a secret, what travels is authenticated while groups begin, and no longer secret."""
-    lines = run_preloaded(TWO_GROUPS, WITHOUT_OPENSSL, tmp_path).splitlines()
+    program = f"from {__name__} import begin_three_groups as begin; begin()"
+    lines = run_preloaded(program, WITHOUT_OPENSSL, tmp_path).splitlines()
     assert lines.count("STANDS auto False") == 4, lines
     warned = [line for line in lines if line.startswith("WARNED")]
     assert len(warned) == 1, lines
