@@ -202,7 +202,7 @@ CALLS = {
     "barrier": lambda c: c.barrier(),
     "large all_reduce": lambda c: c.all_reduce(ones(200_000)),
     "large broadcast": lambda c: c.broadcast(ones(200_000), 0),
-    "all_to_all": lambda c: c.all_to_all(ones(20 * c.size), ones(20 * c.size)),
+    "all_to_all": lambda c: c.all_to_all(np.ones(10 * c.size), np.ones(10 * c.size)),
     "coded": lambda c: c.all_reduce_coded(ones(10_000), "quant"),
 }
 
