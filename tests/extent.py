@@ -1,12 +1,15 @@
 """Extent of the tests: how much of the large products of parameters runs.
 
-`make test` takes a part in which every value of every parameter occurs; `make soak` takes all.
+`make test` takes a part in which every value of every parameter occurs; `make soak` takes all. A
+test of its own costs 2 ms in a worker, and a part of that in the collection of each worker, so
+cases that take less run in a loop, each within `noting`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import combinations, product
 from typing import Any, TypeVar
 
@@ -77,3 +80,14 @@ def covering(cases: Sequence[Mapping[Any, Any]], width: int) -> list[int]:
         chosen.append(best)
         left -= all_held[best]
     return sorted(chosen)
+
+
+@contextmanager
+def noting(what: str) -> Iterator[None]:
+    """Add a note to every error that leaves the block: which case, or which rank, it is of."""
+    try:
+        yield
+    except BaseException as error:
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(what)
+        raise

@@ -15,7 +15,7 @@ from typing import Any
 
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error
-from tests.noting import noting
+from tests.extent import noting
 
 Job = Callable[..., Any]
 OPTIONS = {"transport": "local", "timeout": 20.0}

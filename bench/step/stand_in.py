@@ -6,7 +6,7 @@ formula of a step is in here: a replay takes the notes one by one. Parameters ar
 model's, and bytes are counted eight times.
 
 The speeds are those of an H200 (`docs/gpu.md`): with them the path of November 2026 takes what was
-measured then, within a fifth (`tests/bench/step/test_stand_in.py`). That was over a late carrier:
+measured then, within a fifth (`tests/bench/test_step.py`). That was over a late carrier:
 the host waits for an exchange, and then queues the copy back, as Gloo does, and pycomm where
 streams cannot be held. An ordered carrier, such as NCCL, lets the stream wait. What else NCCL costs
 is not modelled: its exact all-reduce reached 55 % of 10 Gbit/s there, and 93 % of 1 Gbit/s.

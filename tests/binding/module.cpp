@@ -14,6 +14,7 @@ PYBIND11_MODULE(_test, m) {
   py::register_local_exception_translator(pycomm::translate_errors);
   pycomm::bind_tools(m);
   pycomm::bind_transports(m);
+  pycomm::bind_codecs(m);
   pycomm::bind_device(m);
   pycomm::bind_queue(m);
   pycomm::bind_schedule(m);

@@ -28,6 +28,7 @@ inline Notice notice(const std::string& text, const std::string& kind, int from,
   return result;
 }
 
+void bind_codecs(pybind11::module_& m);      // codecs.cpp: a codec of every kind
 void bind_device(pybind11::module_& m);      // device.cpp: groups of ranks on GPUs
 void bind_queue(pybind11::module_& m);       // queue.cpp
 void bind_schedule(pybind11::module_& m);    // schedule.cpp: schedule, seeds of hops

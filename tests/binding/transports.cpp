@@ -1,4 +1,5 @@
 // Transports for tests. Programs use the communicator.
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -7,12 +8,14 @@
 #include "binding/core/arguments.h"
 #include "binding/core/errors.h"
 #include "binding/core/gil.h"
+#include "collectives/group/rate_meter.h"
 #include "collectives/window/shared.h"
 #include "core/env.h"
 #include "tests/binding/module.h"
 #include "transports/rendezvous.h"
 #include "transports/seal.h"
 #include "transports/shm/transport.h"
+#include "transports/tcp/flow.h"
 #include "transports/tcp/transport.h"
 
 namespace py = pybind11;
@@ -22,17 +25,9 @@ namespace {
 
 Deadline after_seconds(double seconds) { return Deadline::after(milliseconds(seconds)); }
 
-OpTag tag_of(const std::string& op, uint64_t seq, uint64_t numel, DType dtype, ReduceOp redop,
-             int root, uint32_t codec, const std::string& label) {
-  OpTag tag;
-  tag.op = op_named(op);
+OpTag tag_of(const std::string& op, uint64_t seq, uint64_t numel, DType dtype, ReduceOp redop) {
+  OpTag tag = make_tag(op_named(op), numel, dtype, redop);
   tag.seq = seq;
-  tag.numel = numel;
-  tag.dtype = dtype;
-  tag.redop = redop;
-  tag.root = root;
-  tag.codec = codec;
-  label.copy(tag.label, sizeof tag.label - 1);
   return tag;
 }
 
@@ -107,21 +102,15 @@ void wait_for(const OwnedTransport& owned, int lane, const std::vector<Goal>& go
   }
 }
 
-/// Runs the collective that the tag names over the window of all ranks.
-void run_shared(const OwnedTransport& owned, const OpTag& tag, uintptr_t in, uintptr_t out,
-                double seconds) {
+/// Waits for all ranks in their window.
+void barrier(const OwnedTransport& owned) {
   GilReleased release;
   Window* window = owned.window();
   if (!window)
     throw Error("the transport has no window of all ranks; use one whose ranks share a host");
-  const Collective call{tag.op,
-                        tag.dtype,
-                        {pointer(in != 0 ? in : out), tag.numel},
-                        {pointer(out), tag.numel},
-                        tag.redop,
-                        1.0,
-                        tag.root};
-  shared::run(*window, tag, call.checked(window->rank(), window->size()), after_seconds(seconds));
+  const Collective call{Op::barrier};
+  const OpTag tag = tag_of("barrier", 1, 0, DType::float32, ReduceOp::sum);
+  shared::run(*window, tag, call.checked(window->rank(), window->size()), after_seconds(20));
 }
 
 }  // namespace
@@ -130,8 +119,7 @@ void bind_transports(py::module_& m) {
   py::class_<OpTag>(m, "OpTag")
       .def(py::init(&tag_of), py::arg("op"), py::kw_only(), py::arg("seq") = 1,
            py::arg("numel") = 0, py::arg_v("dtype", DType::float32, "DType.float32"),
-           py::arg_v("redop", ReduceOp::sum, "ReduceOp.sum"), py::arg("root") = -1,
-           py::arg("codec") = 0, py::arg("label") = "")
+           py::arg_v("redop", ReduceOp::sum, "ReduceOp.sum"))
       .def("__repr__", &describe);
 
   py::class_<Channel>(m, "Channel")
@@ -156,7 +144,6 @@ void bind_transports(py::module_& m) {
   py::class_<OwnedTransport>(m, "Transport")
       .def(py::init(&make_transport), py::arg("kind"), py::arg("store"), py::arg("group"),
            py::arg("rank"), py::arg("size"), py::kw_only(), py::arg("timeout") = 300.0)
-      .def_property_readonly("name", [](const OwnedTransport& t) { return (*t).name(); })
       .def_property_readonly("sent_bytes",
                              [](const OwnedTransport& t) { return (*t).sent_bytes(); })
       .def("describe", [](const OwnedTransport& t) { return (*t).describe(); })
@@ -180,9 +167,7 @@ void bind_transports(py::module_& m) {
            "Moves bytes on channels of a lane until each has sent and received its tickets.")
       .def_property_readonly("has_window",
                              [](const OwnedTransport& t) { return t.window() != nullptr; })
-      .def("run_shared", &run_shared, py::arg("tag"), py::arg("input") = 0, py::arg("out") = 0,
-           py::kw_only(), py::arg("timeout") = 20.0,
-           "Runs the collective that the tag names over shared memory; in-place ones use `out`.")
+      .def("barrier", &barrier)
       .def(
           "abort",
           [](const OwnedTransport& t, const std::string& why, const std::string& kind, int rank,
@@ -192,6 +177,49 @@ void bind_transports(py::module_& m) {
           py::arg("why"), py::arg("kind") = "error", py::arg("rank") = -1,
           py::arg("ranks") = std::vector<int>())
       .def("close", [](OwnedTransport& t) { t.transport.reset(); }, py::call_guard<GilReleased>());
+
+  py::class_<tcp::RateLimit>(m, "RateLimit")
+      .def(py::init())
+      .def_property_readonly("bytes_per_second", &tcp::RateLimit::bytes_per_second)
+      .def("update", &tcp::RateLimit::update, py::arg("rate"), py::arg("sent"),
+           py::arg("repeated"));
+
+  // Times are in milliseconds; returns what the sockets may send together, in bytes per second, and
+  // how many are in use.
+  py::class_<tcp::Flow>(m, "Flow")
+      .def(py::init())
+      .def("begin", [](tcp::Flow& flow,
+                       int64_t ms) { flow.begin(tcp::Flow::Clock::time_point(Milliseconds(ms))); })
+      .def("look", [](tcp::Flow& flow, int64_t ms, int64_t round_trip, uint64_t delivered,
+                      uint64_t unsent, uint64_t sent, uint64_t repeated) {
+        constexpr size_t kSockets = 4;
+        const tcp::Flow::Clock::time_point now{Milliseconds(ms)};
+        tcp::SocketUse use;
+        use.least_round_trip_us = static_cast<uint32_t>(1000 * round_trip);
+        use.delivered = delivered;
+        use.unsent = unsent;
+        use.sent = sent;
+        use.repeated = repeated;
+        if (flow.is_due(now)) flow.update(now, use);
+        const size_t used = flow.sockets(kSockets);
+        return std::pair(flow.limit(kSockets) * static_cast<double>(used), used);
+      });
+
+  py::class_<RateMeter>(m, "RateMeter")
+      .def(py::init())
+      .def("begin", &RateMeter::begin)
+      .def(
+          "look",
+          [](RateMeter& meter, const std::function<uint64_t()>& sent) {
+            meter.look([&] {
+              LinkUse use;
+              use.unsent = 1;
+              use.bytes = sent();
+              return use;
+            });
+          },
+          py::arg("sent"), "A connection that always has bytes to send has sent so many.")
+      .def("report", &RateMeter::report);
 
   m.def(
       "exchange",
@@ -239,20 +267,6 @@ void bind_transports(py::module_& m) {
       },
       py::arg("secret"), py::arg("group"), py::arg("name"), py::arg("value"),
       "A value of a group, with a proof of the secret, if there is one.");
-  m.def(
-      "open_sealed",
-      [](const std::string& secret, const std::string& group, const std::string& name,
-         const std::string& text) {
-        const std::string what = "what the store has as \"" + name + "\"";
-        std::string value;
-        {
-          GilReleased release;
-          value = Seal(key_of_secret(secret), group).open(name, text, what);
-        }
-        return py::bytes(value);
-      },
-      py::arg("secret"), py::arg("group"), py::arg("name"), py::arg("text"),
-      "The value that was sealed; raises Error if it has no right proof.");
 }
 
 }  // namespace pycomm

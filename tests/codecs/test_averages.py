@@ -13,8 +13,7 @@ from pycomm.codecs import CODECS
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.base import Codec
 from tests.codecs.cases import ROTATIONS, SPECS
-from tests.extent import each_value, part
-from tests.noting import noting
+from tests.extent import each_value, noting, part
 
 SIZE = 2048
 # Deviations of the mean, in sigma, that occur by chance once in 10^7 projections.

@@ -23,8 +23,7 @@ from pycomm.codecs.rotation import HEADER
 from tests.codecs.cases import CASES, ROTATIONS, SPECS, bits
 from tests.codecs.cuda import emulated as emulated_cuda
 from tests.codecs.harness import same
-from tests.extent import FULL, each_value, part
-from tests.noting import noting
+from tests.extent import FULL, each_value, noting, part
 
 # (implementation, device). CPU implementations must work. With a GPU Triton's interpreter is off,
 # and an implementation that is not installed is skipped, but `make gpu` requires them all.

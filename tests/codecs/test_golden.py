@@ -18,9 +18,8 @@ import pycomm
 from pycomm.codecs import CODECS
 from pycomm.codecs.args import EncodeArgs
 from tests.codecs.test_contract import IMPLEMENTATIONS, runner, same
-from tests.extent import part
+from tests.extent import noting, part
 from tests.golden.__main__ import KEY
-from tests.noting import noting
 
 FOLDER = Path(__file__).parent.parent / "golden"
 EVERYONE = [("reference", "cpu"), *IMPLEMENTATIONS]

@@ -12,6 +12,7 @@ from tests.collectives.test_algorithms import (
     check_missing,
     everything,
     float_sums,
+    ones,
 )
 from tests.collectives.ways import TINY, bits, floats
 from tests.extent import part
@@ -29,12 +30,27 @@ NODES = {
     "flat": [0, 1, 2],
     "one": [4, 4, 4],
 }
-nodes = pytest.mark.parametrize("nodes", NODES)
+# Hosts near each other are a site, and reduce among themselves first: the site of each rank, and
+# its node where some share memory.
+SITES = {name: (sites, list(range(len(sites)))) for name, sites in NODES.items() if name != "one"}
+SITES["hosts of two ranks"] = [0, 0, 0, 1, 1], [0, 0, 1, 2, 2]
+SITES["a host among three"] = [0, 0, 0, 0, 1, 1, 1], [0, 1, 1, 2, 3, 4, 5]
 SIZES = [0, 1, 3, 17, 1000, 30011]
 
 
 def options(name, **more):
     return {"transport": "local", "sockets": 1, "nodes": NODES[name], **more}
+
+
+def sited(name, **more):
+    sites, nodes = SITES[name]
+    return {"transport": "local", "sockets": 1, "nodes": nodes, "sites": sites, **more}
+
+
+# The node or site of each rank, which reduces first, and the options of the group. Inside a site
+# sums are in rank order, whatever shares memory.
+PLACES = {name: (nodes, options(name)) for name, nodes in NODES.items()}
+PLACES |= {f"sites {name}": (sites, sited(name)) for name, (sites, _) in SITES.items()}
 
 
 def node_order(nodes, values, divisor):
@@ -62,17 +78,17 @@ def check_sums(order, outcomes):
                 assert out == (mean if rank == n - 1 else b""), numel
 
 
-# Here and in the sums of floats, nodes take turns with the segments, the other way round there.
+# Here and in the sums of floats, places take turns with the segments, the other way round there.
 SEGMENTS = {"whole": {}, "tiny": TINY}
 
 
 @pytest.mark.parametrize(
-    ("nodes", "kind"),
-    [(name, kind) for place, name in enumerate(NODES) for kind in part([*SEGMENTS], 2, place)],
+    ("place", "kind"),
+    [(name, kind) for number, name in enumerate(PLACES) for kind in part([*SEGMENTS], 2, number)],
 )
-def test_every_collective_is_exact(nodes, kind):
-    segments = SEGMENTS[kind]
-    everything(len(NODES[nodes]), **options(nodes, **segments))
+def test_every_collective_is_exact(place, kind):
+    order, more = PLACES[place]
+    everything(len(order), **more, **SEGMENTS[kind])
 
 
 @pytest.mark.parametrize("algo", ["flat", "ring"])
@@ -85,12 +101,11 @@ def test_every_collective_is_exact_between_processes(name):
     everything(4, run_processes, **options(name) | {"transport": "shm"})
 
 
-@nodes
-def test_float_sums_have_one_order_at_every_size(nodes):
-    order, n = NODES[nodes], len(NODES[nodes])
-    turns = part([*SEGMENTS.values()], 2, [*NODES].index(nodes) + 1)
-    outcomes = [run(n, float_sums, **options(nodes, **more)) for more in turns]
-    check_sums(order, outcomes)
+@pytest.mark.parametrize("place", PLACES)
+def test_float_sums_have_one_order_at_every_size(place):
+    order, more = PLACES[place]
+    turns = part([*SEGMENTS.values()], 2, [*PLACES].index(place) + 1)
+    check_sums(order, [run(len(order), float_sums, **more, **kind) for kind in turns])
 
 
 def test_bits_are_independent_of_the_length():
@@ -145,18 +160,6 @@ def wire_bytes(name, call, numel):
     return list(sent.values())
 
 
-def all_reduce(c, numel):
-    c.all_reduce(np.ones(numel, np.float32))
-
-
-def reduce_scatter(c, numel):
-    c.reduce_scatter(np.ones(numel * c.size, np.float32), np.empty(numel, np.float32))
-
-
-def all_gather(c, numel):
-    c.all_gather(np.ones(numel, np.float32), np.empty(numel * c.size, np.float32))
-
-
 @pytest.mark.parametrize("name", ["2+2", "1+3", "4+4", "2+1+2"])
 def test_each_byte_crosses_a_link_once(name):
     order = NODES[name]
@@ -164,15 +167,17 @@ def test_each_byte_crosses_a_link_once(name):
     numel = 240_000
     size = 4 * numel
     headers = 0.02  # of frames, for segments of this size
-    for sent in wire_bytes(name, all_reduce, numel):
+    for sent in wire_bytes(name, lambda c, k: c.all_reduce(ones(k)), numel):
         assert sent == pytest.approx(2 * (m - 1) / m * size, rel=headers)
     local = [order.count(node) for node in dict.fromkeys(order)]
-    for ranks, sent in zip(local, wire_bytes(name, reduce_scatter, numel), strict=True):
+    scatters = wire_bytes(name, lambda c, k: c.reduce_scatter(ones(k * c.size), ones(k)), numel)
+    for ranks, sent in zip(local, scatters, strict=True):
         assert sent == pytest.approx((n - ranks) * size, rel=headers)
-    for ranks, sent in zip(local, wire_bytes(name, all_gather, numel), strict=True):
+    gathers = wire_bytes(name, lambda c, k: c.all_gather(ones(k), ones(k * c.size)), numel)
+    for ranks, sent in zip(local, gathers, strict=True):
         assert sent == pytest.approx((m - 1) * ranks * size, rel=headers)
     root = n - 1
-    broadcast = wire_bytes(name, lambda c, k: c.broadcast(np.ones(k, np.float32), root), numel)
+    broadcast = wire_bytes(name, lambda c, k: c.broadcast(ones(k), root), numel)
     assert sum(broadcast) == pytest.approx((m - 1) * size, rel=headers)
     assert max(broadcast) <= (1 + headers) * size
 
@@ -227,47 +232,6 @@ def test_bytes_travel_while_ranks_wait_inside_their_node(name):
         return bits(x) == bits(np.ones_like(x)) and bool((out == 1).all())
 
     assert all(run(len(NODES[name]), job, **options(name, link_bytes_per_second=5e7)))
-
-
-# ------------------------------------------------------------------------------------------ sites
-# Hosts near each other, far from all others, reduce among themselves first.
-
-
-# The site of each rank, and its node where some share memory.
-SITES = {name: (sites, list(range(len(sites)))) for name, sites in NODES.items() if name != "one"}
-SITES["hosts of two ranks"] = [0, 0, 0, 1, 1], [0, 0, 1, 2, 2]
-SITES["a host among three"] = [0, 0, 0, 0, 1, 1, 1], [0, 1, 1, 2, 3, 4, 5]
-sites = pytest.mark.parametrize("name", SITES)
-
-
-def sited(name, **more):
-    sites, nodes = SITES[name]
-    return {"transport": "local", "sockets": 1, "nodes": nodes, "sites": sites, **more}
-
-
-# Here and in the next test, sites take turns with the segments, the other way round there.
-
-
-@pytest.mark.parametrize(
-    ("name", "segments"),
-    [
-        pytest.param(name, more, id=f"{name}-{kind}")
-        for place, name in enumerate(SITES)
-        for kind, more in part([*SEGMENTS.items()], 2, place)
-    ],
-)
-def test_every_collective_is_exact_on_sites(name, segments):
-    everything(len(SITES[name][0]), **sited(name, **segments))
-
-
-@sites
-def test_float_sums_go_site_by_site_at_every_size(name):
-    order, n = SITES[name][0], len(SITES[name][0])
-    if name == "hosts of two ranks":
-        order = [0, 0, 0, 1, 1]  # inside a site in rank order, whatever shares memory
-    turns = part([*SEGMENTS.items()], 2, [*SITES].index(name) + 1)
-    outcomes = [run(n, float_sums, **sited(name, **more)) for _, more in turns]
-    check_sums(order, outcomes)
 
 
 def test_sites_with_unequal_links_keep_their_bits():

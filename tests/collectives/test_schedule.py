@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,9 +11,10 @@ from hypothesis import strategies as st
 
 from pycomm import _C, _test
 from pycomm._test import schedule
+from pycomm.communicator import Piece
 from pycomm.errors import Error
-from tests.collectives.ways import ALGOS_OF
-from tests.extent import each_value
+from tests.collectives.ways import ALGOS_OF, bits, floats, integers
+from tests.extent import each_pair, each_value
 from tests.ranks import run
 
 RANKS = st.integers(1, 9)
@@ -177,3 +180,319 @@ def test_the_table_knows_the_bytes(op, algo, ranks):
         assert sum(sent) >= expected
     else:
         assert max(sent) == pytest.approx(expected, rel=0.01, abs=128 * max(1, messages))
+
+
+# ------------------------------------------------------------------------------------ unequal links
+# Unequal links: shares of owners follow them, and no result changes.
+
+
+RATES = ["20mbit", "100mbit", "100mbit/50mbit", "", "35mbit/1gbit", "20mbit", "100mbit", "1mbit"]
+MEGABIT = 1e6 / 8
+SHORT = {"segment_bytes": 52}  # of a few elements
+WAYS = {
+    "local": {"transport": "local", "algo": "two_shot"},
+    "segments": {"transport": "local", "algo": "two_shot", **SHORT},
+    "tcp": {"transport": "tcp"},
+}
+NUMELS = [0, 1, 17, 1000, 4099, 100003]
+sizes = pytest.mark.parametrize("numel", NUMELS)
+
+
+def unequal(rank: int) -> dict[str, str]:
+    return {"rate": RATES[rank]}
+
+
+# ------------------------------------------------------------------ the shares
+
+
+def time_of(rates: list[float], shares: list[float]) -> float:
+    n = len(rates)
+    return max(((1 + (n - 2) * x) / m for m, x in zip(rates, shares, strict=True) if m), default=0)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=9))
+def test_the_shares_reach_the_lower_bound(rates):
+    """Each rank sends its buffer, and all of them together 2 (n - 1) buffers."""
+    rates = [float(rate) for rate in rates]
+    shares = _test.schedule.best_shares(rates)
+    assert abs(sum(shares) - 1) < 1e-9
+    assert min(shares) >= 0
+    n = len(rates)
+    if n > 1:
+        bound = max(1 / min(rates), 2 * (n - 1) / sum(rates))
+        # The quotients are rounded.
+        assert bound * (1 - 1e-9) <= time_of(rates, shares) <= bound * (1 + 1e-9)
+
+
+def test_a_rank_whose_link_bounds_the_time_owns_nothing():
+    assert _test.schedule.best_shares([20, 100, 100, 100]) == [0, 1 / 3, 1 / 3, 1 / 3]
+    assert _test.schedule.best_shares([20, 0, 0]) == [0, 0.5, 0.5], "0 is no limit"
+
+
+@pytest.mark.parametrize("rates", [[], [5.0], [1.0, 9.0], [7.0, 7.0, 7.0], [0.0, 0.0, 0.0]])
+def test_equal_links_have_equal_shares(rates):
+    assert _test.schedule.best_shares(rates) == [1 / len(rates) for _ in rates]
+
+
+@given(
+    st.integers(0, 5000),
+    st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any),
+    st.integers(1, 64),
+)
+def test_chunks_cover_and_follow_the_shares(numel, parts, granule):
+    chunks = _test.schedule.shares(numel, parts, granule)
+    assert [0, *(end for _, end in chunks)] == [*(begin for begin, _ in chunks), numel]
+    assert all(begin % granule == 0 or begin == numel for begin, _ in chunks)
+    for (begin, end), part in zip(chunks, parts, strict=True):
+        # Two cuts are rounded to the granule, and to 1/65536 of the whole.
+        assert abs(end - begin - numel * part / sum(parts)) <= 2 * granule + numel / 65536
+
+
+# ------------------------------------------------------------------ what is measured
+
+
+def by_links(declared: list[str], megabits: list[float]) -> tuple[list[int], list[int], str]:
+    return _test.schedule.shares_by_links(declared, [rate * MEGABIT for rate in megabits])
+
+
+NONE = ["", "", "", ""]
+THIRDS = [0, 0, 21845, 43691, 65536]
+
+
+def test_measured_rates_decide_shares_of_exact_sums():
+    exact, coded, text = by_links(NONE, [19, 93, 97, 102])
+    assert (exact, coded) == (THIRDS, []), "the faster ones are rounded to one rate"
+    assert text == "measured 19 93 97 102 Mbit/s, exact shares 0 0.333 0.333 0.333"
+
+
+@pytest.mark.parametrize(
+    "megabits",
+    [
+        [19, 93, 97, 0],  # who was never heard of may be the slowest
+        [0, 0, 0, 0],
+        [70, 93, 97, 102],  # so far apart are measurements of equal links
+        [100, 100, 100, 100],
+    ],
+)
+def test_shares_stay_equal_for_unknown_links(megabits):
+    assert by_links(NONE, megabits)[:2] == ([], [])
+
+
+def test_declared_rates_count_more_than_measured():
+    declared = ["20mbit", "100mbit", "100mbit", "100mbit"]
+    assert by_links(declared, [90, 90, 90, 90])[:2] == (THIRDS, THIRDS)
+    exact, coded, text = by_links(["20mbit", "", "", ""], [90, 101, 99, 100])
+    assert exact == coded == THIRDS
+    assert "rates 20 - - - Mbit/s" in text
+    assert "exact shares" not in text
+    exact, coded, text = by_links(["100mbit", "", "", ""], [90, 101, 19, 100])
+    assert coded == [0, 0, 21845, 43691, 65536], "0 is no limit"
+    assert exact[3] == exact[2], "the third rank owns nothing"
+    assert ", exact shares " in text
+
+
+# ------------------------------------------------------------------ results
+
+
+# Sockets add nothing at the other sizes.
+CASES = [
+    (way, ranks, numel)
+    for way in WAYS
+    for ranks in ([3, 4, 8] if way == "tcp" else [2, 3, 4, 7, 8])
+    for numel in ([17, 100003] if way == "tcp" else NUMELS)
+]
+
+
+@each_pair
+@pytest.mark.parametrize(("way", "ranks", "numel"), CASES)
+def test_results_keep_their_bits(way, ranks, numel):
+    """All-reduce, reduce and broadcast of floats whose sums depend on the order."""
+
+    def job(group):
+        whole = floats(group.rank, numel)
+        group.all_reduce(whole)
+        counted = integers(group.rank, numel, "int64")
+        group.all_reduce(counted)
+        root = group.size - 1
+        sum_ = np.zeros(numel, np.float32)
+        group.reduce(floats(group.rank, numel), sum_, root=root)
+        moved = floats(group.rank, numel)
+        group.broadcast(moved, root=0)
+        return bits(whole), bits(counted), bits(sum_) if group.rank == root else b"", bits(moved)
+
+    expected = run(ranks, job, transport="local", algo="two_shot")
+    assert run(ranks, job, of_rank=unequal, **WAYS[way]) == expected
+    assert expected[0][1] == bits(sum(integers(r, numel, "int64") for r in range(ranks)))
+
+
+@each_value
+@pytest.mark.parametrize(
+    "codec", ["quant:bits=8", "quant:bits=4,rounding=stochastic", "topk:density=0.1", "sign"]
+)
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_coded_results_and_residuals_keep_their_bits(ranks, codec):
+    """The owner's residual of a value is the same, whichever rank owns it."""
+    numels = [1000, 3, 0, 4099]
+    total = sum(numels)
+
+    def job(group):
+        values = floats(group.rank, total)
+        residuals = np.zeros((2, total), np.float32)
+        pieces, at = [], 0
+        for number, numel in enumerate(numels):
+            worker, owner = (row[at : at + numel] for row in residuals)
+            pieces.append(Piece(numel, codec, tensor=number, residual=worker, owner_residual=owner))
+            at += numel
+        for step in range(2):
+            assert group.all_reduce_coded(values, pieces, seed=7, step=step)
+        return bits(values), residuals[0], residuals[1]
+
+    expected = run(ranks, job, transport="local", algo="two_shot")
+    found = run(ranks, job, of_rank=unequal, transport="local", algo="two_shot", **SHORT)
+    for (values, worker, _), (theirs, workers, _) in zip(found, expected, strict=True):
+        assert values == theirs
+        assert bits(worker) == bits(workers)
+    owner, owners = (sum(rank[2] for rank in ranks_) for ranks_ in (found, expected))
+    assert bits(owner) == bits(owners), "each value has one owner"
+
+
+def nodes_and_rates(rank: int) -> dict[str, str]:
+    return {"rate": ["20mbit", "20mbit", "100mbit", "100mbit", "50mbit", "100mbit"][rank]}
+
+
+@sizes
+def test_nodes_share_by_their_links(numel):
+    def job(group):
+        whole = floats(group.rank, numel)
+        group.all_reduce(whole)
+        values = floats(group.rank, numel)
+        group.all_reduce_coded(values, [Piece(numel, "quant:bits=8")], seed=3)
+        return bits(whole), bits(values), tuple(group.core.shares)
+
+    options = {"nodes": [0, 0, 1, 1, 2, 2], "transport": "auto"}
+    expected = run(6, job, **options)
+    found = run(6, job, of_rank=nodes_and_rates, **options)
+    assert [rank[:2] for rank in found] == [rank[:2] for rank in expected]
+    assert {rank[2] for rank in expected} == {()}
+    assert len({rank[2] for rank in found}) == 1
+    assert found[0][2][1] == 0, "the node behind 20 Mbit/s owns nothing"
+
+
+# ------------------------------------------------------------------ bytes
+
+
+def test_a_rank_behind_a_slow_link_sends_its_buffer_once():
+    """1.5 buffers with equal shares among four ranks."""
+    numel = 1 << 20
+
+    def job(group):
+        group.barrier()
+        before = group.wire_bytes()
+        group.all_reduce(np.ones(numel, np.float32))
+        exact = group.wire_bytes() - before
+        group.all_reduce_coded(np.ones(numel, np.float32), [Piece(numel, "quant:bits=8")])
+        return exact / (4 * numel), (group.wire_bytes() - before - exact) / numel
+
+    options = {"transport": "tcp", "algo": "two_shot"}
+    for exact, coded in run(4, job, **options):
+        assert 1.5 <= exact < 1.52  # frames have headers
+        assert 1.5 <= coded < 1.58  # and int8 has scales
+    found = run(4, job, of_rank=lambda r: {"rate": "20mbit" if r == 2 else "100mbit"}, **options)
+    for rank, (exact, coded) in enumerate(found):
+        least = 1 if rank == 2 else 5 / 3
+        assert least <= exact + 1e-4 < least + 0.02
+        assert least <= coded + 1e-4 < least + 0.09
+
+
+# ------------------------------------------------------------------ what ranks say
+
+
+def test_describe_says_what_is_known():
+    def job(group):
+        return group.describe(), group.core.shares
+
+    for text, shares in run(4, job, of_rank=lambda r: {"rate": "20mbit" if r == 0 else "80mbit"}):
+        assert "rates 20 80 80 80 Mbit/s, shares 0 0.333 0.333 0.333" in text
+        assert shares == [0, 0, 21845, 43691, 65536]
+    for text, shares in run(2, job, of_rank=lambda r: {"rate": "20mbit/50mbit"}):
+        assert "rates 20/50 20/50 Mbit/s" in text
+        assert shares == []
+    home = ["20mbit/100mbit", "100mbit/20mbit", "100mbit", "100mbit"]
+    for _, shares in run(4, job, of_rank=lambda r: {"rate": home[r]}):
+        assert shares == [0, 0, 0, 32768, 65536], "the slower direction counts"
+    for text, shares in run(3, job):
+        assert "rates" not in text
+        assert shares == []
+
+
+@pytest.mark.parametrize("rate", ["fast", "20mbit/", "/20mbit", "0mbit", "20mbit/-1mbit"])
+def test_a_rate_that_makes_no_sense_is_refused(rate):
+    with pytest.raises(Error, match="cannot read the rate"):
+        run(2, lambda group: None, rate=rate)
+
+
+# ------------------------------------------------------------------ the choice
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize(
+    "op", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"]
+)
+def test_a_small_operation_takes_one_way_to_a_far_rank(op, ranks):
+    for way in (0.03, 0.1):
+        for size in (0, 16, 8192):
+            chosen = _test.schedule.select(tag(op), ranks, size, way=way, byte=8 / 100e6)
+            assert chosen == "one_shot"
+
+
+def test_far_ranks_use_no_tree_and_no_ring():
+    """So their order need not follow the links."""
+    for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"):
+        for ranks in (2, 3, 4, 8, 16):
+            for size in (0, 16, 8192, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 26):
+                for way in (0.001, 0.015, 0.1):
+                    for rate in (5e6, 100e6, 1e9):
+                        chosen = _test.schedule.select(tag(op), ranks, size, way=way, byte=8 / rate)
+                        assert chosen not in ("tree", "ring"), (op, ranks, size, way, rate)
+
+
+def test_a_large_operation_sends_few_bytes():
+    for way in (0.03, 0.1):
+        assert (
+            _test.schedule.select(tag("all_reduce"), 4, 1 << 24, way=way, byte=4e-8) == "two_shot"
+        )
+    # 2 MB take 0.48 s in one shot, and 0.44 s in two with one way more.
+    rate = 8 / 100e6
+    assert _test.schedule.select(tag("all_reduce"), 4, 2_000_000, way=0.2, byte=rate) == "two_shot"
+    assert _test.schedule.select(tag("all_reduce"), 4, 1_600_000, way=0.2, byte=rate) == "one_shot"
+    # The best shares halve the bytes of the slowest rank.
+    assert (
+        _test.schedule.select(tag("all_reduce"), 4, 1_600_000, way=0.2, byte=rate, shared=1.0)
+        == "two_shot"
+    )
+
+
+# -------------------------------------------------------------------------------------- the meter
+# The meter of what a rank sends tells a rate once it has seen enough of it.
+
+
+WINDOW = 0.25  # seconds, at the least
+
+
+def test_a_rate_is_told_after_four_windows():
+    meter, start, looks, rate = _test.RateMeter(), time.monotonic(), [], 0.0
+    meter.begin()
+
+    def sent():
+        """A million bytes each second."""
+        looks.append(time.monotonic() - start)
+        return int(1e6 * looks[-1])
+
+    while rate == 0:
+        assert time.monotonic() < start + 30
+        meter.look(sent)
+        rate = meter.report()
+        time.sleep(0.01)
+    # However late a busy machine looks. A look takes its time, so the rate is never higher.
+    assert looks[-1] >= 4 * WINDOW
+    assert 500_000 < rate <= 1_000_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import threading
 import time
 
@@ -15,7 +14,7 @@ from pycomm.errors import Error
 from tests.collectives.ways import RANKS, bits, check_everything, floats, integers, right, shared
 from tests.compiling import run_preloaded
 from tests.extent import each_value, part
-from tests.ranks import run, run_processes
+from tests.ranks import in_child, on_processes, run, run_processes
 
 # In-place operation begins at 2 KiB; one slot is 128 KiB, and a call that needs more than four of
 # them uses some again.
@@ -53,25 +52,17 @@ def test_every_collective_between_processes(ranks):
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_in_place_has_the_bits_of_other_ways(ranks, op):
-    def in_place(c):
+    def sums(c, place=lambda c, x: x):
         results = []
         for n in SIZES:
-            x = shared(c, floats(c.rank, n))
+            x = place(c, floats(c.rank, n))
             c.all_reduce(x, op)
             results.append(bits(x))
         return results
 
-    def plain(c):
-        results = []
-        for n in SIZES:
-            x = floats(c.rank, n)
-            c.all_reduce(x, op)
-            results.append(bits(x))
-        return results
-
-    results = run(ranks, lambda c: (in_place(c), plain(c)))
-    assert [ours for ours, _ in results] == [theirs for _, theirs in results]
-    assert [ours for ours, _ in results] == run(ranks, plain, algo="direct")
+    in_place, plain = zip(*run(ranks, lambda c: (sums(c, shared), sums(c))), strict=True)
+    assert in_place == plain
+    assert [*plain] == run(ranks, sums, algo="direct")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3", "int64", "bool", "complex128"])
@@ -240,34 +231,21 @@ def test_threads_allocate_at_once():
     assert run(2, job) == [0, 0]
 
 
-def forked_child(c, block, pipe):
-    try:
-        c.allocate(10)
-    except Error as error:
-        pipe.send(str(error))
-    del block
-    pipe.close()
-
-
-def fork_from_a_rank(c):
+@on_processes(2)
+def test_a_forked_child_leaves_the_heap_alone(c):
     block = shared(c, integers(c.rank, 5000))
     used = _test.heap_bytes(c.core)
-    ours, theirs = multiprocessing.Pipe()
-    child = multiprocessing.get_context("fork").Process(
-        target=forked_child, args=(c, block, theirs)
-    )
-    child.start()
-    text = ours.recv()
-    child.join()
+
+    def drop():
+        nonlocal block
+        block = None
+        gc.collect()
+
+    assert in_child(lambda: c.allocate(10)) == "refused"
+    assert in_child(drop) == "returned"
     assert _test.heap_bytes(c.core) == used
     c.all_reduce(block)
     assert np.array_equal(block, sum(integers(r, 5000) for r in range(c.size)))
-    return text
-
-
-def test_a_forked_child_leaves_the_heap_alone():
-    for text in run_processes(2, fork_from_a_rank):
-        assert "forked child" in text
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -345,33 +323,26 @@ int madvise(void* begin, size_t bytes, int advice) {
   return syscall(SYS_madvise, begin, bytes, advice);
 }
 """
-HEAP = r"""
-import sys, threading
-import numpy as np
-from pycomm.communicator import Communicator, Store
 
-store, group = Store.local(), {}
-def make(rank): group[rank] = Communicator(store, rank, 2, transport="local")
-threads = [threading.Thread(target=make, args=(r,)) for r in range(2)]
-[t.start() for t in threads]; [t.join() for t in threads]
-c = group[0]
 
-def block(bytes):
-    array = np.asarray(c.allocate(bytes, "uint8"))
-    array[:] = 1
-    return array
+def free_large_blocks_among_others():
+    def block(c, count):
+        return shared(c, np.ones(count, np.uint8))
 
-random = np.random.default_rng(1)
-for _ in range(6):
-    around = [block(int(n)) for n in random.integers(1, 200000, 8)]
-    large = np.asarray(c.allocate((300 << 20) + int(random.integers(0, 65536)), "uint8"))
-    behind = block(4096)  # in use, right behind it
-    del large  # more than the heap keeps: its pages go back
-    assert behind.all() and all(array.all() for array in around)
-    assert not behind.size > 65536 or behind.ctypes.data % 65536 == 0
-print("whole")
-"""
+    def job(c):
+        random = np.random.default_rng(1)
+        for _ in range(6 if c.rank == 0 else 0):
+            around = [block(c, int(n)) for n in random.integers(1, 200000, 8)]
+            large = c.allocate((300 << 20) + int(random.integers(0, 65536)), "uint8")
+            behind = block(c, 4096)  # in use, right behind it
+            del large  # more than the heap keeps: its pages go back
+            assert behind.all()
+            assert all(array.all() for array in around)
+        return "whole"
+
+    print(*run(2, job))
 
 
 def test_memory_in_use_is_kept_when_its_neighbour_is_freed(tmp_path):
-    assert run_preloaded(HEAP, KERNEL, tmp_path) == "whole\n"
+    program = f"from {__name__} import *; free_large_blocks_among_others()"
+    assert run_preloaded(program, KERNEL, tmp_path) == "whole whole\n"

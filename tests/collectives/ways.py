@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import mul
 from typing import TypeVar
 
 import numpy as np
@@ -148,21 +149,27 @@ class Right:
     joined: np.ndarray
 
     @classmethod
-    def of(cls, ranks, n, dtype):
+    def of(cls, ranks, n, dtype, factors):
         mine, wide = ([integers(r, m, dtype) for r in range(ranks)] for m in (n, ranks * n))
-        return cls(mine, wide, sum(mine), sum(wide), np.concatenate(mine))
+        sums = (sum(map(mul, factors, x)) if factors else sum(x) for x in (mine, wide))
+        return cls(mine, wide, *sums, np.concatenate(mine))
 
 
 @lru_cache(maxsize=1)
-def right(ranks, sizes, dtype="float32"):
-    """Return the right results of each size, which are made before the ranks begin."""
-    return {n: Right.of(ranks, n, dtype) for n in sizes}
+def right(ranks, sizes, dtype="float32", factors=()):
+    """Return the right results of each size, which are made before the ranks begin.
+
+    Args:
+        factors: of each rank in a premul_sum. Default: a sum.
+    """
+    return {n: Right.of(ranks, n, dtype, factors) for n in sizes}
 
 
-def check_everything(c, results, who=lambda rank: False):
+def check_everything(c, results, who=lambda rank: False, factors=()):
     """Check every collective against plain arithmetic, with the buffers of `who` in the heap."""
     ranks, me = c.size, c.rank
     root = ranks // 2
+    how = {"op": "premul_sum", "factor": factors[me]} if factors else {}
 
     def place(values):
         return shared(c, values) if who(me) else values.copy()
@@ -172,14 +179,14 @@ def check_everything(c, results, who=lambda rank: False):
         own = slice(me * n, (me + 1) * n)
 
         x = place(mine)
-        c.all_reduce(x)
+        c.all_reduce(x, **how)
         assert np.array_equal(x, of.total)
 
         x, out = place(wide), place(np.zeros_like(mine))
-        c.reduce_scatter(x, out)
+        c.reduce_scatter(x, out, **how)
         assert np.array_equal(out, of.wide_total[own])
         assert np.array_equal(x, wide)
-        c.reduce_scatter(x, x[own])
+        c.reduce_scatter(x, x[own], **how)
         assert np.array_equal(x[own], of.wide_total[own])
 
         x, out = place(mine), place(np.zeros_like(wide))
@@ -206,8 +213,10 @@ def check_everything(c, results, who=lambda rank: False):
         assert np.array_equal(back, mine)
 
         x, out = place(mine), place(np.zeros_like(mine))
-        c.reduce(x, out if me == root else None, root)
+        c.reduce(x, out if me == root else None, root, **how)
         assert me != root or np.array_equal(out, of.total)
         assert np.array_equal(x, mine)
+        c.reduce(x, x if me == root else None, root, **how)
+        assert np.array_equal(x, of.total if me == root else mine)
         c.barrier()
     return True

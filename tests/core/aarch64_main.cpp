@@ -1,5 +1,5 @@
-// The core on AArch64, for tests/core/test_aarch64.py: checksums, and reductions of what stands on
-// the standard input.
+// The core on AArch64, for tests/core/test_arithmetic.py: checksums, and reductions of what stands
+// on the standard input.
 #include <unistd.h>
 
 #include <cstdio>

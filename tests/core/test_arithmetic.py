@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
+import struct
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +19,7 @@ from pycomm.codecs.implementations import Native
 from tests.arithmetic import KINDS, arithmetic
 from tests.codecs.cases import CASES, SPECS
 from tests.collectives.device import ranks as device_ranks
-from tests.collectives.ways import WAYS, folded
+from tests.collectives.ways import CANONICAL, WAYS, folded
 from tests.extent import each_value, part
 from tests.ranks import run
 
@@ -197,8 +201,7 @@ def test_kernels_of_devices_on_the_processor(kind, algo):
     def job(c):
         x = c.put(tiny(c.rank, 5003))
         with arithmetic(kind if c.rank == 1 else None):
-            dtype, avg = _C.DType.float32, _C.ReduceOp.avg
-            c.call("all_reduce", x.address, x.address, 5003, dtype, avg, algo=algo)
+            c.all_reduce(x, "avg", algo=algo)
         return x.get().tobytes()
 
     first, *others = device_ranks.run(3, job)
@@ -218,3 +221,172 @@ def test_floating_point_traps_end_no_reduction():
     finally:
         libm.fedisableexcept(invalid)
     assert np.isnan(np.frombuffer(out, np.float32)).all()
+
+
+# ---------------------------------------------------------------------------------------------- NaN
+# A reduction that gives NaN gives the same NaN, whatever processor or place made it; for those of
+# ranks test_algorithms.py tests the same.
+
+
+DTYPES = _C.DType.__members__
+REDOPS = _C.ReduceOp.__members__
+everywhere = pytest.mark.parametrize("dtype", CANONICAL)
+
+
+def special(rank: int, dtype: str, numel: int) -> np.ndarray:
+    """Any bits, half of them with the exponent of Inf and NaN: all signs and payloads."""
+    word, _, inf = CANONICAL[dtype]
+    parts = numel * (2 if dtype.startswith("complex") else 1)
+    random = np.random.default_rng([rank, numel])
+    x = random.integers(0, np.iinfo(word).max, parts, dtype=word, endpoint=True)
+    x[::2] |= np.array(inf, word)
+    x[1::8] = inf  # Inf, whose sums with -Inf are new NaNs
+    return x
+
+
+def nans(x: np.ndarray, dtype: str) -> np.ndarray:
+    word, canonical, inf = CANONICAL[dtype]
+    sign = 1 << (8 * np.dtype(word).itemsize - 1)
+    magnitude = x & np.array(~sign & np.iinfo(word).max, word)
+    return magnitude == canonical if dtype == "float8_e4m3" else magnitude > inf
+
+
+def ops(dtype: str) -> list[str]:
+    if dtype.startswith("complex"):
+        return ["sum", "avg", "prod", "premul_sum"]
+    return ["sum", "avg", "prod", "min", "max", "premul_sum"]
+
+
+def check(x: np.ndarray, dtype: str, what: object) -> None:
+    word, canonical, _ = CANONICAL[dtype]
+    found = nans(x, dtype)
+    assert found.any(), what
+    assert np.array_equal(x[found], np.full(found.sum(), canonical, word)), what
+
+
+@each_value
+@everywhere
+@pytest.mark.parametrize("numel", [1, 3, 7, 8, 9, 1027])
+def test_of_reductions(dtype, numel):
+    """At sizes around the vectors, so that vectors and what is left over are compared."""
+    kind = DTYPES[dtype]
+    for op in ops(dtype):
+        for count in (2, 3, 5):
+            # Whatever the sums are, the first input makes them NaN.
+            inputs = [special(r, dtype, numel) for r in range(count)]
+            word, canonical, _ = CANONICAL[dtype]
+            sign = 1 << (8 * np.dtype(word).itemsize - 1)
+            inputs[count // 2][:] = np.array(canonical | sign | (1 if numel % 2 else 0), word)
+            if op == "premul_sum":
+                for x in inputs:
+                    _C.scale(kind, x.ctypes.data, x.ctypes.data, numel, -0.5)
+                    if nans(x, dtype).any():
+                        check(x, dtype, "scale")
+            out = folded(kind, REDOPS[op], inputs)
+            assert nans(out, dtype).all(), (op, count)
+            check(out, dtype, (op, count))
+
+
+@each_value
+@everywhere
+@pytest.mark.parametrize("algo", ["one_shot", "two_shot"])
+def test_of_kernels_of_devices(dtype, algo):
+    kind, numel = DTYPES[dtype], 1027
+
+    def job(c):
+        for op in ops(dtype):
+            x = c.put(special(c.rank, dtype, numel))
+            c.call("all_reduce", x.address, x.address, numel, kind, REDOPS[op], algo=algo)
+            check(x.get(), dtype, op)
+
+    device_ranks.run(3, job)
+
+
+def test_of_conversions_to_and_from_float16():
+    """Eight at a time by an instruction, the rest by plain arithmetic: with the same bits."""
+    codes = np.arange(1 << 16, dtype=np.uint16)
+    words = np.array([0x7FC00000, 0x7F800001, 0x7FA12345, 0x7FFFFFFF, 0x7F802000], np.uint32)
+    words = np.concatenate((words, words | 0x80000000))
+    options = {"by": (0, 1.0), "clip": (0, 1.0), "divisor": 1.0, "found_inf": 0}
+
+    def converted(x, source, target, out):
+        _C.convert(
+            x.ctypes.data, DTYPES[source], out.ctypes.data, DTYPES[target], len(x), **options
+        )
+        return out
+
+    wide = converted(codes, "float16", "float32", np.zeros(len(codes), np.uint32))
+    for i in [*range(0x7BFA, 0x8000), *range(0xFBFA, 1 << 16, 7)]:
+        alone = converted(codes[i : i + 1].copy(), "float16", "float32", np.zeros(1, np.uint32))
+        assert alone[0] == wide[i], hex(i)
+    for word in words:  # quiet, with its sign and what fits of its payload
+        narrow = converted(np.full(9, word), "float32", "float16", np.zeros(9, np.uint16))
+        assert set(narrow.tolist()) == {0x7E00 | int(word) >> 31 << 15 | int(word) >> 13 & 0x3FF}, (
+            hex(word)
+        )
+
+
+# ------------------------------------------------------------------------------------------ AArch64
+# The core, compiled for AArch64 and run by qemu, gives the bits of this machine.
+
+
+ROOT = Path(__file__).parents[2]
+COMPILER, QEMU = "aarch64-linux-gnu-g++", "qemu-aarch64"
+CORE = ["crc32c", "float16", "op", "reduce", "reduce_float", "reduce_integer", "reduce_small_float"]
+# Of the register FPCR: flush denormals; round toward plus and minus infinity, and toward zero.
+SETTINGS = [0, 1 << 24, 1 << 22, 2 << 22, 3 << 22]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    if not (shutil.which(COMPILER) and shutil.which(QEMU)):
+        pytest.skip("there is no g++ for AArch64, or no qemu that runs what it makes")
+    path = tmp_path_factory.mktemp("aarch64") / "core"
+    flags = ["-std=c++17", "-O3", "-static", "-ffp-contract=off", "-fno-math-errno"]
+    flags += ["-fno-trapping-math", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
+    sources = [str(ROOT / "csrc/core" / f"{name}.cpp") for name in CORE]
+    subprocess.run(
+        [COMPILER, *flags, *sources, str(Path(__file__).with_name("aarch64_main.cpp")), "-o", path],
+        check=True,
+    )
+    return path
+
+
+@pytest.mark.parametrize("processor", ["max", "cortex-a53"])
+def test_crc_instructions_give_the_tables_checksums(program, processor):
+    done = subprocess.run(
+        [QEMU, "-cpu", processor, program, "checksums"], stdout=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 0
+    assert done.stdout.split() == ["streams", "instruction", "table"]
+
+
+def test_reductions_ignore_the_threads_settings(program):
+    """Any values, with NaNs, Infs and denormals, at sizes with and without a rest."""
+    jobs, want = [], []
+    for dtype in CANONICAL:
+        kind = _C.DType.__members__[dtype]
+        for i, op in enumerate(ops(dtype)):
+            reduction = _C.ReduceOp.__members__[op]
+            for numel in (7, 1027):
+                inputs = [special(10 * i + r, dtype, numel) for r in range(3)]
+                for x in inputs:
+                    x[: numel // 3] >>= np.array(8 * x.itemsize - 4, x.dtype)  # tiny values
+                if op == "premul_sum":
+                    out = np.zeros_like(inputs[0])
+                    _C.scale(kind, inputs[0].ctypes.data, out.ctypes.data, numel, 0.3)
+                else:
+                    out = folded(kind, reduction, inputs)
+                for fpcr in SETTINGS:
+                    head = struct.pack("<iiiiQ", kind.value, reduction.value, 3, numel, fpcr)
+                    jobs.append(head + b"".join(x.tobytes() for x in inputs))
+                    want.append((dtype, op, numel, fpcr, out.tobytes()))
+    done = subprocess.run(
+        [QEMU, program, "reductions"], input=b"".join(jobs), stdout=subprocess.PIPE
+    )
+    assert done.returncode == 0
+    at = 0
+    for *what, bits in want:
+        assert done.stdout[at : at + len(bits)] == bits, what
+        at += len(bits)
+    assert at == len(done.stdout)

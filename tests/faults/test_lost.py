@@ -210,37 +210,14 @@ def buffers(c, heap, numel, needs):
     return make("x", numel, mine), make("wide", 2 * numel, mine), make("out", 2 * numel, 0.0)
 
 
-CALLS = {  # (call, what the victim must hold where it ends well, the buffers of both)
-    "all_reduce": (
-        lambda c, x, wide, out: c.all_reduce(x),
-        lambda x, wide, out: (x, OLD + 2),
-        ("x",),
-    ),
-    "broadcast": (
-        lambda c, x, wide, out: c.broadcast(x, ROOT),
-        lambda x, wide, out: (x, OLD),
-        ("x",),
-    ),
-    "all_gather": (
-        lambda c, x, wide, out: c.all_gather(x, out),
-        lambda x, wide, out: (out[:NUMEL], OLD),
-        ("x", "out"),
-    ),
-    "reduce_scatter": (
-        lambda c, x, wide, out: c.reduce_scatter(wide, x),
-        lambda x, wide, out: (x, OLD + 2),
-        ("x", "wide"),
-    ),
-    "all_to_all": (
-        lambda c, x, wide, out: c.all_to_all(wide, out),
-        lambda x, wide, out: (out[:NUMEL], OLD),
-        ("wide", "out"),
-    ),
-    "scatter": (
-        lambda c, x, wide, out: c.scatter(wide, x, ROOT),
-        lambda x, wide, out: (x, OLD),
-        ("x", "wide"),
-    ),
+# A call, its buffers, and what the last of them holds on the victim where the call ends well.
+CALLS = {
+    "all_reduce": (lambda c, x, wide, out: c.all_reduce(x), ["x"], OLD + 2),
+    "broadcast": (lambda c, x, wide, out: c.broadcast(x, ROOT), ["x"], OLD),
+    "all_gather": (lambda c, x, wide, out: c.all_gather(x, out), ["x", "out"], OLD),
+    "reduce_scatter": (lambda c, x, wide, out: c.reduce_scatter(wide, x), ["wide", "x"], OLD + 2),
+    "all_to_all": (lambda c, x, wide, out: c.all_to_all(wide, out), ["wide", "out"], OLD),
+    "scatter": (lambda c, x, wide, out: c.scatter(wide, x, ROOT), ["wide", "x"], OLD),
 }
 
 
@@ -261,7 +238,7 @@ def stop_after(seconds):
 
 
 def rank_main(rank, folder, name, heap, seconds, say):
-    call, result, needs = CALLS[name]
+    call, needs, right = CALLS[name]
     c = Communicator(Store.file(folder), rank, 2, transport="shm", timeout=20)
     arrays = buffers(c, heap, NUMEL, needs)
     c.barrier()
@@ -274,8 +251,8 @@ def rank_main(rank, folder, name, heap, seconds, say):
     except Error as error:
         outcome = type(error), str(error)
     if rank == VICTIM:
-        got, right = result(*arrays)
-        return say.send((outcome, bool((got == right).all())))
+        got = dict(zip(("x", "wide", "out"), arrays, strict=True))[needs[-1]]
+        return say.send((outcome, bool((got[:NUMEL] == right).all())))
     c.close()
     if outcome is not None:
         for array in arrays:

@@ -218,37 +218,25 @@ def test_torchs_analyzer_names_the_rank(tmp_path, way, ranks, fault):
         assert said[4] == f"missing ranks: {{{odd}}}"
 
 
-SCRIPT = """
-import sys, threading, time
-import numpy as np
-from pycomm.communicator import Communicator, Store
+def fail():
+    """Print the error of a rank whose peer never makes the second call."""
+    over = threading.Barrier(2)
 
-store, texts = Store.local(), []
-over = threading.Barrier(2)
-
-def main(rank):
-    with Communicator(store, rank, 2, transport="local", timeout=0.2) as c:
+    def job(c):
         c.barrier()
         try:
-            if rank == 0:
+            if c.rank == 0:
                 c.all_reduce(np.ones(3))
-        except RuntimeError as error:
-            texts.append(str(error))
-        over.wait()
+        finally:
+            over.wait(10)
 
-threads = [threading.Thread(target=main, args=(rank,)) for rank in range(2)]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-print(texts[0], end="")
-"""
+    print(attempt(2, job, timeout=0.2)[0], end="")
 
 
 def failing_run(*command, **variables):
-    environment = {**os.environ, **variables}
-    command = [*command, sys.executable, "-c", SCRIPT]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True
-    ).stdout
+    command = [*command, sys.executable, "-c", f"from {__name__} import fail; fail()"]
+    env = {**os.environ, **variables}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
 
 def test_a_failure_writes_the_trace_where_the_environment_says(tmp_path):

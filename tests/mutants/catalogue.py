@@ -144,7 +144,7 @@ ORDERS = (
         "csrc/collectives/group/channel_mesh.cpp::ChannelMesh::use_sites",
         "    topology_ = sites;\n",
         "",
-        "collectives/test_hierarchical.py::test_float_sums_go_site_by_site_at_every_size",
+        "collectives/test_hierarchical.py::test_float_sums_have_one_order_at_every_size",
     ),
     Mutant(
         "tree-sums-from-the-root-on",
@@ -240,7 +240,7 @@ RESIDUALS = (
         "csrc/codecs/quant.cpp::Writer::write_block",
         "p[i] - dequantize(code, s.unit)",
         "p[i]",
-        "codecs/test_quant.py",
+        "codecs/test_special.py",
     ),
     Mutant(
         "triton-residual-not-added",

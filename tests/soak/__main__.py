@@ -1,4 +1,14 @@
-"""The command line: see the package."""
+"""A long run: training through kills, shrinks, restarts, cuts and errors, in flat memory.
+
+A cycle is drawn from (seed, number) alone, so every one can be played again:
+
+python -m tests.soak --minutes 60 --seed 7
+python -m tests.soak --seed 7 --cycle 12
+python -m tests.soak --minutes 30 --joins
+
+`schedule` draws cycles, `rank` is what a process does, `director` leads the processes through the
+cycles, `held` looks at what they hold, and says whether that is flat.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +27,9 @@ TELLS = 300.0
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--minutes", type=float, default=60, help="when no new cycle begins (60)")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--cycle", type=int, help="play this one alone")

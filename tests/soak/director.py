@@ -40,8 +40,7 @@ class Director:
         self._context.set_forkserver_preload(["tests.soak.rank"])  # imports torch once
         self._processes: dict[int, tuple[BaseProcess, Connection]] = {}
         self._store: dist.TCPStore | None = None
-        self._start = time.monotonic()
-        self._due = self._start + every
+        self._due = time.monotonic() + every
         self._setups = 0
         self.cycle = self.events = self.restarts = self.steps = 0
         self.doing = "nothing"
@@ -142,13 +141,10 @@ class Director:
         self._due = now + self._every
         for process, (child, _) in self._processes.items():
             try:
-                self._keep(process, False, held(child.pid or 0))
+                what = held(child.pid or 0)
             except OSError:  # it has just been killed
                 continue
-
-    def _keep(self, process: int, at_rest: bool, what: dict[str, int]) -> None:
-        seconds = time.monotonic() - self._start
-        self.samples.append(Sample(seconds, self.cycle, self.events, process, at_rest, what))
+            self.samples.append(Sample(self.events, process, False, what))
 
     # ------------------------------------------------------------------ cycles
 
@@ -168,7 +164,7 @@ class Director:
             raise Broken(f"the loss was {self._first:.3f} at first and {self._last:.3f} at last")
         self.losses.append(self._last / self._first)
         for process, what in self._tell("rest").items():
-            self._keep(process, True, what)
+            self.samples.append(Sample(self.events, process, True, what))
 
     def _happen(self, event: Event) -> None:
         if event.what == "start":

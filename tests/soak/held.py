@@ -96,8 +96,6 @@ def held_at_rest() -> dict[str, int]:
 class Sample:
     """What a process held."""
 
-    seconds: float
-    cycle: int
     events: int
     """so far, of all cycles"""
     process: int

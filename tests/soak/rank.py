@@ -64,6 +64,13 @@ def cut_connections(rng: random.Random, spared_port: int) -> None:
                 libc.connect(twin.fileno(), nowhere, ctypes.sizeof(nowhere))
 
 
+def our_backend() -> Any:
+    """Return the backend of the default group."""
+    found = pycomm.backend.find()
+    assert found is not None
+    return found
+
+
 def all_collectives(group: dist.ProcessGroup | None, numel: int) -> None:
     """Call each, and check what it yields."""
     calls = TorchGroup(group or dist.group.WORLD)
@@ -104,9 +111,7 @@ class Rank:
             timeout=TIMEOUT,
             pg_options=pycomm.Options(transport=setup.transport, sockets=setup.sockets),
         )
-        found = pycomm.backend.find()
-        assert found is not None
-        return found.describe()
+        return our_backend().describe()
 
     def found(self, setup: GroupSetup) -> str:
         """Make an elastic group, which has no members yet; return the handle of this process."""
@@ -122,9 +127,7 @@ class Rank:
     def form(self, uuid: int, handles: list[str]) -> str:
         """Form the elastic group of these processes."""
         elastic.reconfigure(uuid, handles)
-        found = pycomm.backend.find()
-        assert found is not None
-        return found.describe()
+        return our_backend().describe()
 
     def leave(self) -> None:
         """Keep the model, and nothing of the group."""
@@ -259,9 +262,7 @@ class Rank:
         assert world is not None
         ranks = sorted(rng.sample(range(world.size()), 2))
         if world.rank() in ranks:
-            found = pycomm.backend.find()
-            assert found is not None
-            options = copy.deepcopy(found.options)
+            options = copy.deepcopy(our_backend().options)
             options.group_name = f"part {event.seed}"
             half = world.split_group(ranks, opts=options, group_name=options.group_name)
             x = torch.full((rng.randrange(1, 30_000),), 1.0)

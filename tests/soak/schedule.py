@@ -28,9 +28,6 @@ class GroupSetup:
     order: tuple[int, ...]
     """the processes by their rank in the group"""
 
-    def __str__(self) -> str:
-        return f"{self.transport}, store {self.store}, ranks are processes {list(self.order)}"
-
 
 @dataclass(frozen=True)
 class Event:
@@ -45,22 +42,6 @@ class Event:
     """when, or for how long"""
     seed: int = 0
     setup: GroupSetup | None = None
-
-    def __str__(self) -> str:
-        more = {
-            "start": f"{self.setup}; {self.codec}",
-            "codec": self.codec,
-            "slow": f"process {self.process} by {self.seconds:.2f} s",
-            "cut": f"connections of process {self.process}",
-            "abort": f"by process {self.process} after {self.seconds:.2f} s; then {self.setup}",
-            "kill": f"process {self.process} after {self.seconds:.2f} s",
-            "restart": str(self.setup),
-            "found": f"{self.setup}; {self.codec}",
-            "quit": f"process {self.process}",
-            "die": f"process {self.process} after {self.seconds:.2f} s",
-            "return": str(self.setup),
-        }
-        return f"{self.what} {more.get(self.what, '')}".strip()
 
 
 def _draw_setup(rng: random.Random) -> GroupSetup:

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.soak.held import (
-    COUNTS,
-    GROWTH,
-    MEMORY,
-    Sample,
-    breaches,
-    growths,
-    held_at_rest,
-)
+from tests.soak.held import COUNTS, GROWTH, MEMORY, Sample, breaches, growths, held_at_rest
 from tests.soak.schedule import ELDER, RANKS, draw
 
 EVENTS = 10
@@ -26,7 +18,7 @@ def samples(**at: dict[int, int]) -> list[Sample]:
         held["rss_kib"] += cycle % 5 * 100  # as memory does
         for name, more in at.items():
             held[name] += sum(n for first, n in more.items() if cycle >= first)
-        made.append(Sample(cycle, cycle, EVENTS * (cycle + 1), ELDER, True, held))
+        made.append(Sample(EVENTS * (cycle + 1), ELDER, True, held))
     return made
 
 

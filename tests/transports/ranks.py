@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
-import pickle
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from pycomm import _C, _test
-from tests.ranks import good, on_threads
+from tests.ranks import good, in_processes, on_threads
 
 SECONDS = 30.0  # far beyond what any step needs; a test that waits this long has failed
 COLLECTIVE, POINT_TO_POINT = 0, 1
@@ -101,14 +99,12 @@ def threads(
     kind: str = "tcp",
     store: Any = None,
     errors: bool = False,
-    ranks: list[int] | None = None,
     options: Any = None,
 ) -> list[Any]:
     """Run `body` on ranks that are threads; return the results in the order of ranks.
 
     Args:
         options: keyword arguments of the transport, or a function from the rank to them.
-        ranks: those that start; the others never join. Default: all.
         errors: return ranks' exceptions as their results, instead of raising the first.
     """
     store = store or _C.Store.local()
@@ -117,7 +113,7 @@ def threads(
     def target(rank: int) -> Any:
         return run_rank(kind, store, group, rank, size, body, options or {})
 
-    outcomes = on_threads(sorted(ranks or range(size)), target, 10 * SECONDS)
+    outcomes = on_threads(range(size), target, 10 * SECONDS)
     return outcomes if errors else good(outcomes)
 
 
@@ -134,39 +130,16 @@ def processes(
 
     ``prepare(rank)`` runs in the process before the rendezvous.
     """
+    group = f"group {next(SERIAL)}"
+
+    def target(rank: int) -> Any:
+        prepare(rank)
+        return run_rank(kind, _C.Store.file(folder), group, rank, size, body, options or {})
+
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = _processes(size, body, folder, kind, options, prepare)
+        outcomes = in_processes(size, target, 10 * SECONDS)
     return outcomes if errors else good(outcomes)
 
 
 RUNNERS = {"local": partial(threads, kind="local"), "shm": processes}
 """How ranks run that share memory: as threads, or as processes."""
-
-
-def _processes(
-    size: int, body: Body, folder: str, kind: str, options: Any, prepare: Callable[[int], None]
-) -> list[Any]:
-    context = multiprocessing.get_context("fork")
-    group = f"group {next(SERIAL)}"
-
-    def target(rank: int, pipe: Any) -> None:
-        prepare(rank)
-        store = _C.Store.file(folder)
-        outcome = run_rank(kind, store, group, rank, size, body, options or {})
-        pipe.send_bytes(pickle.dumps(outcome))
-
-    started = []
-    for rank in range(size):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=target, args=(rank, theirs))
-        process.start()
-        theirs.close()
-        started.append((process, ours))
-    outcomes = []
-    for process, pipe in started:
-        try:
-            outcomes.append(pickle.loads(pipe.recv_bytes()))
-        except EOFError:
-            outcomes.append(None)
-        process.join()
-    return outcomes

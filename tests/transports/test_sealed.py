@@ -213,11 +213,11 @@ def joint_entries(joint: bytes) -> dict[int, bytes]:
     return found
 
 
-def changing_here(change):
-    """Return a tampering with what each rank says of itself first: ``change(rank, text)``."""
+def changing(topic, change):
+    """Return a tampering with what each rank says of a topic: ``change(rank, text)``."""
 
     def tamper(key: str, value: bytes) -> bytes:
-        if "/here/all from" not in key:
+        if f"/{topic}/all from" not in key:
             return value
         rank = rank_of(key, value)
         return entry(rank, change(rank, value.partition(b":")[2]))
@@ -225,16 +225,31 @@ def changing_here(change):
     return tamper
 
 
+class Seen(OpenStore):
+    """What a rank sees of a store where ``change(entries)`` shows it other first values."""
+
+    def __init__(self, store: OpenStore, change) -> None:
+        super().__init__(store.appends)
+        self.store, self.change = store, change
+        self.set, self.append = store.set, store.append  # type: ignore[method-assign]
+
+    def find(self, key: str) -> bytes | None:
+        value = self.store.find(key)
+        if key != "default/here/all from 0" or value is None:
+            return value
+        entries = joint_entries(value)
+        self.change(entries)
+        return b"".join(entry(rank, text) for rank, text in entries.items())
+
+
 def test_a_card_of_a_stranger_is_refused():
     """It would make rank 1 connect to him, who passes on the handshake."""
 
-    def tamper(key: str, value: bytes) -> bytes:
-        if "tcp-card" in key and rank_of(key, value) == 0:
-            _, _, rest = value.partition(b"127.0.0.1:")
-            port = rest.partition(b" ")[0]
-            return entry(0, value.partition(b":")[2].replace(port, b"9"))
-        return value
+    def change(rank: int, text: bytes) -> bytes:
+        port = text.partition(b"127.0.0.1:")[2].partition(b" ")[0]
+        return text.replace(port, b"9") if rank == 0 else text
 
+    tamper = changing("tcp-card", change)
     for outcome in group(OpenStore(True, tamper)):
         assert "of rank 0 (tcp-card of group" in str(outcome)
     # Without a secret the card is believed: the attack is one.
@@ -249,13 +264,11 @@ def test_a_value_of_an_earlier_group_is_refused(replayed):
     old = joint_entries(earlier.values["default/here/all from 0"])
     tampered = []
 
-    def tamper(key: str, value: bytes) -> bytes:
-        if key == "default/here/all from 0" and rank_of(key, value) == replayed:
-            tampered.append(key)
-            return entry(replayed, old[replayed])
-        return value
+    def change(rank: int, text: bytes) -> bytes:
+        tampered.extend([rank] * (rank == replayed))
+        return old[rank] if rank == replayed else text
 
-    outcomes = group(OpenStore(True, tamper))
+    outcomes = group(OpenStore(True, changing("here", change)))
     assert tampered
     assert "is not what it has published" in str(outcomes[replayed])
     assert all(isinstance(outcome, Error) for outcome in outcomes)
@@ -269,27 +282,12 @@ def test_a_rank_that_is_told_other_nonces_joins_nobody():
     old = joint_entries(earlier.values["default/here/all from 0"])
     store = OpenStore(True)
 
-    class OfRank1(OpenStore):
-        """What rank 1 sees: rank 0's first value of the earlier group."""
+    def replay(entries: dict[int, bytes]) -> None:
+        if 0 in entries:
+            entries[0] = old[0]
 
-        def set(self, key: str, value: bytes) -> None:
-            store.set(key, value)
-
-        def append(self, key: str, value: bytes) -> None:
-            store.append(key, value)
-
-        def find(self, key: str) -> bytes | None:
-            value = store.find(key)
-            if key != "default/here/all from 0" or value is None:
-                return value
-            entries = joint_entries(value)
-            if 0 in entries:
-                entries[0] = old[0]
-            return b"".join(entry(rank, text) for rank, text in entries.items())
-
-    for outcome in group(
-        store, OfRank1(True)
-    ):  # of two that refuse each other, one tells the other first
+    # Of two that refuse each other, one tells the other first.
+    for outcome in group(store, Seen(store, replay)):
         assert "(tcp-card of group" in str(outcome)
         assert "wrong proof" in str(outcome)
 
@@ -329,7 +327,7 @@ def test_announcements_of_one_rank_are_not_those_of_another():
         return head + (mark + b"junk" + mark + link) * (rank == 1) + b"\x1e" + more
 
     # Rank 0 says nothing now.
-    for outcome in group(OpenStore(True, changing_here(change)), secret=""):
+    for outcome in group(OpenStore(True, changing("here", change)), secret=""):
         assert "rank 0 says" in str(outcome)
         assert "junk" not in str(outcome)
 
@@ -431,25 +429,15 @@ def test_a_socket_of_another_user_proves_no_host(owner):
         assert squatter.stdout is not None
         assert squatter.stdout.readline() == b"listens\n"
 
-        class OfRank0(OpenStore):
-            """What rank 0 sees: rank 1 on another host, with a proof that the squatter has."""
-
-            def find(self, key: str) -> bytes | None:
-                value = store.find(key)
-                if key != "default/here/all from 0" or value is None:
-                    return value
-                entries = joint_entries(value)
-                for topic in (b"shm/host", b"tcp-host") if 1 in entries else ():
-                    head, mark, rest = entries[1].partition(topic + b"\x1f")
-                    entries[1] = head + mark + b"another-host" + rest[12:]
-                    entries[1] = re.sub(rb"pycomm-[0-9a-f]{64}", name.encode(), entries[1])
-                return b"".join(entry(rank, text) for rank, text in entries.items())
+        def change(entries: dict[int, bytes]) -> None:
+            """Rank 1 is on another host, with a proof that the squatter has."""
+            for topic in (b"shm/host", b"tcp-host") if 1 in entries else ():
+                head, mark, rest = entries[1].partition(topic + b"\x1f")
+                entries[1] = head + mark + b"another-host" + rest[12:]
+                entries[1] = re.sub(rb"pycomm-[0-9a-f]{64}", name.encode(), entries[1])
 
         store = OpenStore(True)
-        seen = OfRank0(True)
-        seen.set, seen.append = store.set, store.append  # type: ignore[method-assign]
-
-        first, _ = group(seen, store, transport="auto", secret="", tls="auto")
+        first, _ = group(Seen(store, change), store, transport="auto", secret="", tls="auto")
     told = "run on one host, since its socket answers here" in str(first)
     assert told == (owner == "the same user")
 
@@ -467,7 +455,7 @@ def test_a_false_host_is_refused(topics):
 
     plain = group(OpenStore(True), secret="", transport="auto")
     assert plain == [True, True]
-    store = OpenStore(True, changing_here(change))
+    store = OpenStore(True, changing("here", change))
     for outcome in group(store, secret="", transport="auto"):
         assert "run on one host, since its socket answers here" in str(outcome)
         assert "PYCOMM_SECRET" in str(outcome)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import resource
 import shutil
@@ -19,7 +18,7 @@ import pytest
 
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, PeerLost
-from tests.ranks import on_processes, run_processes
+from tests.ranks import in_processes, on_processes, run_processes
 from tests.soak.held import descriptors
 
 SOON = 8.0
@@ -181,7 +180,7 @@ def without_pidfd(rank):
 @on_processes(2, then=process_is_gone, prepare=without_pidfd)
 def test_a_death_is_seen_where_there_are_no_pidfds(c):
     go_on(c)
-    assert not any("pidfd" in link for link in descriptors().values())
+    assert pidfds() == 0
     if c.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)  # a zombie, since its parent has not waited for it yet
     return lost(c)
@@ -283,30 +282,22 @@ def test_a_limit_below_all_shared_memory_leaves_tcp(c):
     assert "tcp to" in describe(c)
 
 
-def test_groups_share_the_descriptor_of_a_peer():
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
+def pidfds():
+    return sum("pidfd" in link for link in descriptors().values())
 
-        def main(rank, pipe):
-            groups = [
-                Communicator(Store.file(folder), rank, 2, transport="shm", group=str(i))
-                for i in range(4)
-            ]
-            for c in groups:
-                go_on(c)
-            pipe.send(sum("pidfd" in link for link in descriptors().values()))
-            for c in groups:
-                c.barrier()
-            for c in groups:
-                c.close()
-            pipe.send(sum("pidfd" in link for link in descriptors().values()))
 
-        pipes = [context.Pipe() for _ in range(2)]
-        ranks = [context.Process(target=main, args=(r, pipes[r][1])) for r in range(2)]
-        before = sum("pidfd" in link for link in descriptors().values())
-        for rank in ranks:
-            rank.start()
-        assert [pipe[0].recv() - before for pipe in pipes] == [1, 1]
-        assert [pipe[0].recv() - before for pipe in pipes] == [0, 0]
-        for rank in ranks:
-            rank.join(20)
+def test_groups_share_the_descriptor_of_a_peer(tmp_path):
+    def main(rank):
+        store = Store.file(str(tmp_path))
+        groups = [Communicator(store, rank, 2, transport="shm", group=str(i)) for i in range(4)]
+        for c in groups:
+            go_on(c)
+        shared = pidfds()
+        for c in groups:
+            c.barrier()
+        for c in groups:
+            c.close()
+        return shared - before, pidfds() - before
+
+    before = pidfds()
+    assert in_processes(2, main, 60.0) == [(1, 0)] * 2

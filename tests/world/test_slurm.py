@@ -98,17 +98,8 @@ class SlurmCluster:
         munge = {name: f"{self.folder}/munge/{name}" for name in ("socket", "pid", "log", "seed")}
         files = [f"--{name}-file={munge[name]}" for name in ("pid", "log", "seed")]
         # munged insists on folders that only root may write, and /tmp is not one.
-        self._daemon(
-            0,
-            [
-                "munged",
-                "--foreground",
-                "--force",
-                f"--key-file={key}",
-                *files,
-                f"--socket={munge['socket']}",
-            ],
-        )
+        command = ["munged", "--foreground", "--force", f"--key-file={key}", *files]
+        self._daemon(0, [*command, f"--socket={munge['socket']}"])
         until(lambda: Path(munge["socket"]).exists(), 10, lambda: "munged made no socket")
         self._daemon(0, ["slurmctld", "-D"])
         for node in range(nodes):

@@ -233,21 +233,8 @@ def test_a_failing_kernel_does_not_lose_the_others(pretend_gpu, tmp_path, capsys
         return row(kind, numel, spec, op)
 
     pretend_gpu.setattr(gpu_tasks, "time_kernel", fails)
-    assert (
-        gpu.main(
-            [
-                "--results",
-                str(tmp_path),
-                "--kinds",
-                "native",
-                "--numel",
-                "64",
-                "--stages",
-                "kernels",
-            ]
-        )
-        == 1
-    )
+    words = ["--results", str(tmp_path), "--kinds", "native", "--numel", "64"]
+    assert gpu.main([*words, "--stages", "kernels"]) == 1
     assert "native int8 decode of 64: no such kernel" in capsys.readouterr().err
     timed = [r for r in tables.read(tmp_path / "gpu-device.csv") if r["kind"] == "native"]
     assert len(timed) == KERNELS - 1

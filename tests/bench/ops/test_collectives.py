@@ -14,13 +14,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
+import pycomm
 from pycomm import _C
 from pycomm.bench import __main__ as cli
+from pycomm.bench.__main__ import main
 from pycomm.bench.common import arguments, harness
-from pycomm.bench.ops import backends, coded, collectives, measure
+from pycomm.bench.common.harness import Row, read_rows
+from pycomm.bench.ops import backends, codecs, coded, collectives, measure
 from pycomm.bench.ops.cases import REDUCTIONS, STORAGE, BackendCalls
 from pycomm.bench.ops.operations import OPERATIONS, make_case
+from pycomm.bench.ops.torch_backends import Torch, coded_run
 from pycomm.env import env
 from tests.extent import each_value
 from tests.ranks import run_processes
@@ -422,3 +428,87 @@ def test_bus_factors(op):
     # Bytes over the busiest link of the best algorithm, over `size`: see docs/bench.md.
     factors = {"all_reduce": 1.5, "broadcast": 1.0, "reduce": 1.0, "sendrecv": 1.0}
     assert OPERATIONS[op].bus_factor(4) == factors.get(op, 0.75)
+
+
+# ------------------------------------------------------------------------------------------- codecs
+# `python -m pycomm.bench codecs`: a row per codec and call, beside memcpy's rate.
+
+
+@pytest.fixture(autouse=True)
+def _blocks_are_short(monkeypatch):
+    monkeypatch.setattr(codecs, "SECONDS", 0.002)
+
+
+def test_rows(tmp_path):
+    out = tmp_path / "out.csv"
+    options = ["-b", "4K", "-e", "4K", "--codec", "int8,int4:block=64", "--csv", str(out)]
+    assert codecs.main(options) == 0
+    rows = read_rows(out, Row)
+    specs = ["quant:bits=8,block=256,rounding=nearest", "quant:bits=4,block=64,rounding=nearest"]
+    ops = ["encode", "encode+residual", "decode", "decode_add"]
+    assert [(row.codec, row.op) for row in rows] == [(s, o) for s in specs for o in ops]
+    for row in rows:
+        assert row.algbw == 4096 / row.time_p50 / 1e3
+        assert row.of_copy == row.algbw / row.copybw
+    assert rows[0].ratio == 4096 / (1024 + 4 * 4)
+
+
+def test_every_codec_is_measured_by_default():
+    chosen = codecs.specs([])
+    assert len(set(chosen)) == len(chosen)
+    assert {spec.partition(":")[0] for spec in chosen} == set(_C.codec_names())
+
+
+def test_who_calls_it_is_not_left_on_one_core():
+    cores = os.sched_getaffinity(0)
+    assert codecs.main(["-b", "4K", "-e", "4K", "--codec", "topk:0.01"]) == 0
+    assert os.sched_getaffinity(0) == cores
+
+
+# ------------------------------------------------------------------------------------------ devices
+# `python -m pycomm.bench OP --device cuda`: what of it needs no GPU.
+
+
+@pytest.fixture
+def torch_alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/x", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("argv", [["all_reduce"], ["all_gather", "--backend", "nccl"]])
+def test_cuda_without_a_gpu_is_one_line(argv, capsys):
+    assert main([*argv, "--device", "cuda"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "a torch that was built for CUDA" in said
+
+
+def test_backends_of_the_other_device_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["all_reduce", "--backend", "nccl"])
+    assert "--backend nccl is not for --device cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [n for n in OPERATIONS if n != "sendrecv"])  # with itself
+@pytest.mark.parametrize("place", ["in", "out"])
+def test_tensors_lie_in_and_out_of_place(torch_alone, name, place):
+    """Of a group of one rank, on the CPU in place of a GPU."""
+    backend = Torch("pycomm-torch", torch_alone)
+    case = make_case(OPERATIONS[name], 256, dtype="float32", redop="sum", rank=0, ranks=1)
+    case = replace(case, place=place if case.op.in_part else "")
+    x, y = backend.buffers(case)
+    run = backend.prepare(case, x, y)
+    backend.fill(x, case.stored(case.inputs(0)))
+    run()
+    assert (backend.stored(case, y) == case.expected()).all()
+
+
+def test_payloads_of_another_backend_are_coded_alike(torch_alone):
+    of = {"dtype": "float32", "redop": "avg", "rank": 0, "ranks": 1}
+    case = make_case(OPERATIONS["reduce_scatter"], 4096, **of)
+    x, y = torch.linspace(-1, 1, case.count), torch.zeros(case.count)
+    coded_run(torch_alone, case, x, y, "int8")()
+    codec = pycomm.codec("int8")
+    assert torch.equal(y, codec.decode(codec.encode(x), case.count))

@@ -22,11 +22,7 @@ import pycomm
 from pycomm.codecs import CODECS
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.base import Codec
-from pycomm.codecs.cuda.launches import (
-    Launch,
-    decode_launches,
-    encode_launches,
-)
+from pycomm.codecs.cuda.launches import Launch, decode_launches, encode_launches
 from pycomm.codecs.cuda.sources import check_library, include_folder, source_file
 from tests.codecs.cases import ROTATIONS, SPECS
 from tests.compiling import GENERATED, compile_cpp

@@ -1,9 +1,10 @@
 """What a kernel's SASS computes from the arguments of a call: the branches that they decide.
 
-Bits of registers and predicates are followed from the arguments and from the place of the first
-warp of the second block, since the first block also writes headers and clears what is unused. What
-comes from memory, from other lanes or by an instruction that is not among those below is unknown. A
-branch that is not decided stays with both of its ways.
+Words of registers and bits of predicates are followed from the arguments and from the place of the
+first and the last thread of the first warp of the second block, since the first block also writes
+headers and clears what is unused. What comes from memory, from other lanes or by an instruction
+that is not among those below is unknown. A branch that is not decided, or not for both threads
+alike, stays with both of its ways.
 """
 
 from __future__ import annotations
@@ -11,174 +12,111 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+from itertools import product
 
 Instruction = tuple[int, str, str, str]  # address, guard, operation, operands
+Value = int | None  # a word, two of them, or a predicate's bit; None: unknown
+State = dict[str, int]  # the registers and predicates that are known
+Written = list[tuple[str, Value]]
 FULL = 0xFFFFFFFF
 # Where the arguments begin in the constant bank.
 ARGUMENTS = {90: 0x210, 100: 0x380}
+LANES = (0, 31)
+COMPARISONS = {
+    **{"LT": int.__lt__, "LE": int.__le__, "GT": int.__gt__, "GE": int.__ge__},
+    **{"EQ": int.__eq__, "NE": int.__ne__},
+}
 
 
-class Bits(NamedTuple):
-    """A word whose bits are known but for those of ``open``, which are 0 in ``value``."""
-
-    value: int
-    open: int = 0
-
-    @property
-    def most(self) -> int:
-        return self.value | self.open
-
-
-UNKNOWN = Bits(0, FULL)
-State = dict[str, Bits]  # registers and predicates; those that are missing are unknown
-
-
-def plus(a: Bits, b: Bits, carry: Bits, width: int = 32) -> Bits:
-    """Return a sum of ``width`` bits, and the bit that it carries."""
-    low, high = a.value + b.value + carry.value, a.most + b.most + carry.most
-    # A carry into a bit grows with the summands: it is known if it is the same for both ends.
-    unsure = (low ^ a.value ^ b.value) ^ (high ^ a.most ^ b.most)
-    # Above the words it is the carry alone that differs.
-    open_ = (a.open | b.open | unsure) & ((2 << width) - 1)
-    return Bits(low & ~open_ & ((2 << width) - 1), open_)
-
-
-def part(x: Bits, at: int, width: int = 32) -> Bits:
-    mask = (1 << width) - 1
-    return Bits(x.value >> at & mask, x.open >> at & mask)
-
-
-def joined(low: Bits, high: Bits) -> Bits:
-    return Bits(low.value | high.value << 32, low.open | high.open << 32)
-
-
-def shifted(x: Bits, by: int, width: int = 32) -> Bits:
-    mask = (1 << width) - 1
-    if by < 0:
-        return Bits(x.value >> -by, x.open >> -by)
-    return Bits(x.value << by & mask, x.open << by & mask)
-
-
-def times(a: Bits, b: Bits, width: int) -> Bits:
-    if a.open and not b.open:
-        a, b = b, a
-    if a.open:
-        return Bits(0, (1 << width) - 1)
-    if not b.open:
-        return Bits(a.value * b.value & ((1 << width) - 1))
-    if a.value == 0:
-        return Bits(0)
-    if a.value & (a.value - 1) == 0:
-        return shifted(b, a.value.bit_length() - 1, width)
-    return Bits(0, (1 << width) - 1)
-
-
-def compared(how: str, a: Bits, b: Bits) -> Bits:
-    """Return a bit: the result of a comparison of unsigned numbers."""
-    if how in ("GT", "LE"):
-        how, a, b = {"GT": "LT", "LE": "GE"}[how], b, a
-    if how in ("LT", "GE"):
-        less = 1 if a.most < b.value else 0 if a.value >= b.most else None
-        return UNSURE if less is None else Bits(less ^ (how == "GE"))
-    same = a.value if a == b and not a.open else None
-    differs = ((a.value ^ b.value) & ~(a.open | b.open)) != 0
-    if same is None and not differs:
-        return UNSURE
-    return Bits(int(differs == (how == "NE")))
-
-
-UNSURE = Bits(0, 1)
-
-
-def logic(table: int, *words: Bits, width: int = 32) -> Bits:
+def logic(table: int, values: list[Value], width: int = 32) -> Value:
     """Return a function of the bits of three words: bit 4 a + 2 b + c of the table."""
-    ones = zeros = 0  # where an input that is possible gives the one, and the other
     mask = (1 << width) - 1
-    for place in range(8):
-        possible = mask
-        for n, word in enumerate(words):
-            wanted = place >> (2 - n) & 1
-            possible &= word.most if wanted else ~word.value
-        if table >> place & 1:
-            ones |= possible
-        else:
-            zeros |= possible
-    return Bits(ones & ~zeros, ones & zeros)
+    found = set()
+    for words in product(*([0, mask] if value is None else [value] for value in values)):
+        result = 0
+        for place in (place for place in range(8) if table >> place & 1):
+            here = mask
+            for n, word in enumerate(words):
+                here &= word if place >> (2 - n) & 1 else ~word
+            result |= here
+        found.add(result)
+    return found.pop() if len(found) == 1 else None
 
 
-def meet(a: Bits, b: Bits) -> Bits:
-    open_ = a.open | b.open | (a.value ^ b.value)
-    return Bits(a.value & ~open_, open_)
+def times(a: Value, b: Value) -> Value:
+    return 0 if 0 in (a, b) else None if a is None or b is None else a * b
 
 
 def is_predicate(name: str) -> bool:
     return re.fullmatch(r"!?U?P(\d|T)", name) is not None
 
 
+def pair(target: str, value: Value) -> Written:
+    """Write two registers."""
+    if target in ("RZ", "URZ"):
+        return []
+    name, number = re.match(r"(U?R)(\d+)", target).groups()
+    words = (None, None) if value is None else (value & FULL, value >> 32 & FULL)
+    return [(f"{name}{int(number) + k}", word) for k, word in enumerate(words)]
+
+
 class Thread:
     """A thread of a block's first warp: what is known when it runs instructions."""
 
-    def __init__(self, arguments: bytes, base: int) -> None:
-        self.arguments = arguments
-        self.base = base
+    def __init__(self, arguments: bytes, base: int, lane: int = 0) -> None:
+        self.arguments, self.base = arguments, base
+        self.places = {"SR_CTAID.X": 1, "SR_TID.X": lane}
 
     # ------------------------------------------------------------------ operands
 
-    def constant(self, at: int, words: int) -> list[Bits]:
-        found = []
-        for place in range(at - self.base, at - self.base + 4 * words, 4):
-            inside = 0 <= place <= len(self.arguments) - 4
-            word = int.from_bytes(self.arguments[place : place + 4], "little")
-            found.append(Bits(word) if inside else UNKNOWN)
-        return found
+    def constant(self, at: int) -> Value:
+        place = at - self.base
+        inside = 0 <= place <= len(self.arguments) - 4
+        return int.from_bytes(self.arguments[place : place + 4], "little") if inside else None
 
-    def word(self, state: State, operand: str, words: int = 1) -> Bits:
+    def word(self, state: State, operand: str, words: int = 1) -> Value:
         """Return the word of an operand, or the joined words of two registers."""
         text = operand.strip().split(".reuse")[0]
         sign, text = (text[0], text[1:]) if text[:1] in "-~" else ("", text)
-        found: list[Bits] = [UNKNOWN] * words
+        found: list[Value] = [None]
         if text in ("RZ", "URZ", "SRZ"):
-            found = [Bits(0)] * words
-        elif re.fullmatch(r"U?R\d+(\.64)?", text):
-            name, number = re.match(r"(U?R)(\d+)", text).groups()
-            found = [state.get(f"{name}{int(number) + k}", UNKNOWN) for k in range(words)]
+            found = [0]
+        elif register := re.fullmatch(r"(U?R)(\d+)(\.64)?", text):
+            found = [state.get(f"{register[1]}{int(register[2]) + k}") for k in range(words)]
         elif re.fullmatch(r"-?(0x[0-9a-f]+|\d+)", text):
-            found = [Bits(int(text, 0) & FULL)] + [Bits(0)] * (words - 1)
+            found = [int(text, 0) & FULL]
         elif place := re.fullmatch(r"c\[0x0\]\[(?:(U?R[\dZ]+)\+?)?(0x[0-9a-f]+)?\]", text):
-            base = self.word(state, place[1]) if place[1] else Bits(0)
-            if not base.open:
-                found = self.constant(base.value + int(place[2] or "0", 16), words)
-        value = found[0] if words == 1 else joined(*found)
-        full = (1 << 32 * words) - 1
-        if sign == "~":
-            return Bits(~value.most & full, value.open)
-        if sign == "-":
-            inverse = Bits(~value.most & full, value.open)
-            return part(plus(inverse, Bits(0), Bits(1), 32 * words), 0, 32 * words)
-        return value
+            base = self.word(state, place[1]) if place[1] else 0
+            if base is not None:
+                begin = base + int(place[2] or "0", 16)
+                found = [self.constant(begin + 4 * k) for k in range(words)]
+        if None in found:
+            return None
+        value = sum(each << 32 * k for k, each in enumerate(found))
+        return {"~": ~value, "-": -value}.get(sign, value) & ((1 << 32 * words) - 1)
 
-    def bit(self, state: State, operand: str) -> Bits:
-        text = operand.strip()
-        inverse, name = text.startswith("!"), text.lstrip("!@")
-        value = Bits(1) if name in ("PT", "UPT") else state.get(name, UNSURE)
-        return Bits(1 - value.value) if inverse and not value.open else value
+    def bit(self, state: State, operand: str) -> Value:
+        inverse, name = operand.strip().startswith("!"), operand.strip().lstrip("!@")
+        value = 1 if name in ("PT", "UPT") else state.get(name)
+        return value if value is None else value ^ inverse
 
     # -------------------------------------------------------------- instructions
 
     def run(self, state: State, guard: str, op: str, rest: str) -> None:
         """Change the state by an instruction."""
-        executed = self.bit(state, guard.strip().removeprefix("@")) if guard else Bits(1)
-        if not executed.open and not executed.value:
+        executed = self.bit(state, guard.strip().removeprefix("@")) if guard else 1
+        if executed == 0:
             return
         operands = [each.strip() for each in re.split(r",(?![^\[]*\])", rest.strip()) if each]
         for name, value in self.results(state, op, operands):
             if name in ("RZ", "URZ", "PT", "UPT"):
                 continue
-            unknown = UNSURE if "P" in name else UNKNOWN
-            state[name] = meet(state.get(name, unknown), value) if executed.open else value
+            if value is None or (executed is None and state.get(name) != value):
+                state.pop(name, None)
+            else:
+                state[name] = value
 
-    def results(self, state: State, op: str, operands: list[str]) -> list[tuple[str, Bits]]:
+    def results(self, state: State, op: str, operands: list[str]) -> Written:
         """Return what an instruction writes."""
         word, *modifiers = op.split(".")
         leading = next((n for n, each in enumerate(operands) if not is_predicate(each)), 0)
@@ -187,204 +125,142 @@ class Thread:
             return compute(state, modifiers, operands)
         if word in ("BRA", "BSSY", "BSYNC", "EXIT", "CALL", "RET"):
             return []
-        written = [(each, UNSURE) for each in operands[: min(leading, 2)]]
+        written = operands[: min(leading, 2)]
         target = operands[leading] if operands else ""
         if place := re.fullmatch(r"(U?R)(\d+)", target):
             sizes = {"128": 4, "64": 2, "WIDE": 2, "F64": 2, "S64": 2, "U64": 2}
-            count = max([sizes.get(m, 1) for m in modifiers] + [2 if word == "CS2R" else 1])
-            count = 2 if word[:1] == "D" else count
-            written += [(f"{place[1]}{int(place[2]) + k}", UNKNOWN) for k in range(count)]
-            written += [
-                (each, UNSURE) for each in operands[leading + 1 : leading + 3] if is_predicate(each)
-            ]
+            count = max(
+                [sizes.get(m, 1) for m in modifiers]
+                + [2 if word == "CS2R" or word[0] == "D" else 1]
+            )
+            written += [f"{place[1]}{int(place[2]) + k}" for k in range(count)]
+            written += filter(is_predicate, operands[leading + 1 : leading + 3])
         if word == "R2P":
-            written += [(f"P{n}", UNSURE) for n in range(7)]
-        return [(name.lstrip("!"), value) for name, value in written]
+            written += [f"P{n}" for n in range(7)]
+        return [(name.lstrip("!"), None) for name in written]
 
-    def _mov(self, state: State, modifiers: list[str], operands: list[str]) -> list:
+    def _mov(self, state: State, modifiers: list[str], operands: list[str]) -> Written:
         if modifiers == ["64"]:
-            return self._pair(operands[0], self.word(state, operands[1], 2))
+            return pair(operands[0], self.word(state, operands[1], 2))
         return [(operands[0], self.word(state, operands[1]))]
 
-    def _pair(self, target: str, value: Bits) -> list:
-        if target in ("RZ", "URZ"):
-            return []
-        name, number = re.match(r"(U?R)(\d+)", target).groups()
-        return [(f"{name}{int(number) + k}", part(value, 32 * k)) for k in range(2)]
+    def _ldc(self, state: State, modifiers: list[str], operands: list[str]) -> Written:
+        known = modifiers in ([], ["64"])
+        return self._mov(state, modifiers, operands) if known else [(operands[0], None)]
 
-    def _hfma2(self, state: State, modifiers: list[str], operands: list[str]) -> list:
+    _ldcu = _ldc
+
+    def _hfma2(self, _: State, modifiers: list[str], operands: list[str]) -> Written:
         """Two numbers of 16 bits: known if 0 times 0 is added to constants, the upper one first."""
         target, *factors, upper, lower = operands
         numbers = [re.fullmatch(r"-?\d+(\.\d+)?(e[-+]?\d+)?", each) for each in (upper, lower)]
         if factors != ["-RZ", "RZ"] or None in numbers or "BF16_V2" in modifiers:
-            return [(target, UNKNOWN)]
+            return [(target, None)]
         word = struct.pack("<2e", float(lower), float(upper))
-        return [(target, Bits(int.from_bytes(word, "little")))]
+        return [(target, int.from_bytes(word, "little"))]
 
-    def _ldc(self, state: State, modifiers: list[str], operands: list[str]) -> list:
-        if modifiers == ["64"]:
-            return self._pair(operands[0], self.word(state, operands[1], 2))
-        return [(operands[0], UNKNOWN if modifiers else self.word(state, operands[1]))]
-
-    _ldcu = _ldc
-
-    def _s2r(self, _: State, modifiers: list[str], operands: list[str]) -> list:
-        known = {"SR_CTAID.X": Bits(1), "SR_TID.X": Bits(0, 31)}
-        return [(operands[0], known.get(operands[1], UNKNOWN))]
+    def _s2r(self, _: State, modifiers: list[str], operands: list[str]) -> Written:
+        return [(operands[0], self.places.get(operands[1]))]
 
     _s2ur = _s2r
 
-    def _cs2r(self, state: State, modifiers: list[str], operands: list[str]) -> list:
-        value = Bits(0) if operands[1] == "SRZ" else joined(UNKNOWN, UNKNOWN)
-        return self._pair(operands[0], value)
-
-    def _r2ur(self, state: State, modifiers: list[str], operands: list[str]) -> list:
-        at = 1 if is_predicate(operands[0]) else 0
-        return [(operands[at], self.word(state, operands[at + 1]))]
-
-    def _imad(self, state: State, modifiers: list[str], operands: list[str]) -> list:
+    def _imad(self, state: State, modifiers: list[str], operands: list[str]) -> Written:
         target, *sources = operands
-        out = [
-            (each, UNSURE) for each in sources if sources.index(each) == 0 and is_predicate(each)
-        ]
-        sources = sources[len(out) :]
+        carry: Written = [(sources.pop(0), None)] if is_predicate(sources[0]) else []
         a, b = (self.word(state, each) for each in sources[:2])
-        if "HI" in modifiers:
-            return [*out, (target, UNKNOWN)]
-        if "WIDE" in modifiers:
-            signed = "U32" not in modifiers
-            if signed and ((a.most | b.most) >> 31):
-                return [*out, *self._pair(target, joined(UNKNOWN, UNKNOWN))]
-            c = self.word(state, sources[2], 2)
-            return [*out, *self._pair(target, part(plus(times(a, b, 64), c, Bits(0), 64), 0, 64))]
-        c = self.word(state, sources[2])
-        carry = self.bit(state, sources[3]) if "X" in modifiers else Bits(0)
-        return [*out, (target, part(plus(times(a, b, 32), c, carry), 0))]
+        wide = "WIDE" in modifiers
+        if wide and "U32" not in modifiers:  # numbers with a sign
+            a, b = (each and each - (each >> 31 << 32) for each in (a, b))
+        added = [times(a, b), self.word(state, sources[2], 2 if wide else 1)]
+        added.append(self.bit(state, sources[3]) if "X" in modifiers else 0)
+        total = None if None in added or "HI" in modifiers else sum(added)
+        if wide:
+            return [*carry, *pair(target, total)]
+        return [*carry, (target, total if total is None else total & FULL)]
 
-    def _add(self, state: State, extended: bool, operands: list[str]) -> list:
+    def _iadd3(self, state: State, modifiers: list[str], operands: list[str]) -> Written:
         target, *sources = operands
+        if "64" in modifiers:
+            return pair(target, None)
         carries = []
         while sources and is_predicate(sources[0]):
             carries.append(sources.pop(0))
-        added = [self.bit(state, each) for each in sources[3:]] if extended else []
-        added += [Bits(0)] * (2 - len(added))
-        a, b, c = (self.word(state, each) for each in sources[:3])
-        first = plus(a, b, added[0])
-        second = plus(part(first, 0), c, added[1])
-        carry = UNSURE
-        one, other = part(first, 32, 1), part(second, 32, 1)
-        there = [each for each in sources[:3] if each not in ("RZ", "URZ")]
-        minus = [each for each in there if each.startswith("-")]
-        if not minus:
-            carry = logic(0xFC, one, other, Bits(0), width=1)
-        elif len(there) <= 2 and len(minus) == 1:  # a difference carries if it is not negative
-            left = next((each for each in there if each not in minus), "RZ")
-            carry = compared("GE", self.word(state, left), self.word(state, minus[0][1:]))
+        words = [self.word(state, each.removeprefix("-")) for each in sources[:3]]
+        words += [self.bit(state, each) for each in sources[3:] if "X" in modifiers]
         named = [each for each in carries if each not in ("PT", "UPT")]
-        carry = carry if len(named) == 1 else UNSURE
-        return [(target, part(second, 0)), *((each, carry) for each in named)]
+        if None in words:
+            return [(each, None) for each in (target, *named)]
+        minus = [each.startswith("-") for each in sources[:3]]
+        total = sum(
+            (1 << 32) - word if less else word
+            for word, less in zip(words, [*minus, False, False], strict=False)
+        )
+        # A difference of two carries if it is not negative; of more, nothing is said.
+        two = len([each for each in sources[:3] if each not in ("RZ", "URZ")]) <= 2
+        clear = not any(minus) or (sum(minus) == 1 and two and "X" not in modifiers)
+        carry = int(total >> 32 > 0) if clear and len(named) == 1 else None
+        return [(target, total & FULL), *((each, carry) for each in named)]
 
-    def _iadd3(self, state: State, modifiers: list[str], operands: list[str]) -> list:
-        if "64" in modifiers:
-            return self._pair(operands[0], joined(UNKNOWN, UNKNOWN))
-        return self._add(state, "X" in modifiers, operands)
+    def _viadd(self, state: State, modifiers: list[str], operands: list[str]) -> Written:
+        return self._iadd3(state, [], [*operands, "RZ"])
 
-    def _viadd(self, state: State, modifiers: list[str], operands: list[str]) -> list:
-        return self._add(state, False, [*operands, "RZ"])
-
-    def _iadd(self, state: State, modifiers: list[str], operands: list[str]) -> list:
-        a, b = (self.word(state, each, 2) for each in operands[1:3])
-        return self._pair(operands[0], part(plus(a, b, Bits(0), 64), 0, 64))
-
-    def _isetp(self, state: State, modifiers: list[str], operands: list[str]) -> list:
+    def _isetp(self, state: State, modifiers: list[str], operands: list[str]) -> Written:
         target, second, left, right, *conditions = operands
         size = 2 if {"U64", "S64"} & set(modifiers) else 1
         a, b = (self.word(state, each, size) for each in (left, right))
-        how = modifiers[0]
-        unsigned = "U32" in modifiers or "U64" in modifiers or how in ("EQ", "NE")
-        if unsigned or not (a.most | b.most) >> (32 * size - 1):
-            result = compared(how, a, b)
-            if "EX" in modifiers:
-                result = self._extended(how, a, b, self.bit(state, conditions[1]))
-        else:
-            result = UNSURE
+        how, result = modifiers[0], None
+        if a is not None and b is not None:
+            if not {"U32", "U64"} & set(modifiers):  # numbers with a sign
+                a, b = (each - (each >> 32 * size - 1 << 32 * size) for each in (a, b))
+            result = int(COMPARISONS[how](a, b))
+            if "EX" in modifiers and a == b:  # of the upper words: the lower ones decide
+                result = self.bit(state, conditions[1])
         also = self.bit(state, conditions[0])
-        if "AND" in modifiers:
-            result = logic(0x80 | 0x40, result, also, Bits(0), width=1)
-        elif "OR" in modifiers:
-            result = logic(0xFC, result, also, Bits(0), width=1)
-        else:
-            result = UNSURE
-        return [(target, result), (second, UNSURE)]
+        tables = {"AND": 0xC0, "OR": 0xFC}
+        table = next((table for word, table in tables.items() if word in modifiers), None)
+        result = None if table is None else logic(table, [result, also, 0], width=1)
+        return [(target, result), (second, None)]
 
-    @staticmethod
-    def _extended(how: str, a: Bits, b: Bits, lower: Bits) -> Bits:
-        """Return the result for the upper words, if that for the lower ones is ``lower``."""
-        same = compared("EQ", a, b)
-        if not same.open and same.value:
-            return lower
-        strict = compared({"GE": "GT", "LE": "LT"}.get(how, how), a, b)
-        if how in ("EQ", "NE") or not same.open:
-            return strict if not same.open else UNSURE
-        return UNSURE
+    def _lop3(self, state: State, modifiers: list[str], operands: list[str]) -> Written:
+        predicate = [operands.pop(0)] if is_predicate(operands[0]) else []
+        target, *sources, table, also = operands
+        result = logic(int(table, 16), [self.word(state, each) for each in sources])
+        alone = self.bit(state, also) == 0
+        some = int(result != 0) if alone and result is not None else None
+        return [(target, result), *((each, some) for each in predicate)]
 
-    def _lop3(self, state: State, modifiers: list[str], operands: list[str]) -> list:
-        written = []
-        if is_predicate(operands[0]):
-            predicate, *operands = operands
-            written.append(predicate)
-        target, a, b, c, table, also = operands
-        result = logic(int(table, 16), *(self.word(state, each) for each in (a, b, c)))
-        ways = [(target, result)]
-        if written:
-            some = Bits(1) if result.value else UNSURE if result.open else Bits(0)
-            extra = self.bit(state, also)
-            if also == "!PT" or (not extra.open and not extra.value):
-                ways.append((written[0], some))
-            else:
-                ways.append((written[0], UNSURE))
-        return ways
-
-    def _plop3(self, state: State, modifiers: list[str], operands: list[str]) -> list:
-        targets, sources, tables = operands[:2], operands[2:5], operands[5:7]
-        bits = [self.bit(state, each) for each in sources]
+    def _plop3(self, state: State, modifiers: list[str], operands: list[str]) -> Written:
+        bits = [self.bit(state, each) for each in operands[2:5]]
         return [
-            (target, logic(int(table, 16), *bits, width=1))
-            for target, table in zip(targets, tables, strict=True)
+            (target, logic(int(table, 16), bits, width=1))
+            for target, table in zip(operands[:2], operands[5:7], strict=True)
         ]
 
-    def _sel(self, state: State, modifiers: list[str], operands: list[str]) -> list:
-        target, a, b, condition = operands
+    def _sel(self, state: State, modifiers: list[str], operands: list[str]) -> Written:
+        target, *sources, condition = operands
+        one, other = (self.word(state, each) for each in sources)
         bit = self.bit(state, condition)
-        one, other = self.word(state, a), self.word(state, b)
-        return [(target, meet(one, other) if bit.open else one if bit.value else other)]
+        return [(target, one if bit or one == other else other if bit == 0 else None)]
 
-    def _shf(self, state: State, modifiers: list[str], operands: list[str]) -> list:
-        target, low, by, high = operands
-        shift = self.word(state, by)
-        if shift.open or "S32" in modifiers or "S64" in modifiers:
-            return [(target, UNKNOWN)]
-        count = shift.value & 63 if "W" not in modifiers else shift.value & 31
-        pair = joined(self.word(state, low), self.word(state, high))
-        if "L" in modifiers:
-            found = part(shifted(pair, count, 64), 32 if "HI" in modifiers else 0)
-        elif "HI" in modifiers and "U32" in modifiers:
-            # The upper word, shifted: what leaves it is not seen.
-            found = part(shifted(joined(Bits(0), self.word(state, high)), -count, 64), 32)
-        else:
-            found = part(shifted(pair, -count, 64), 0)
-        return [(target, found)]
+    def _shf(self, state: State, modifiers: list[str], operands: list[str]) -> Written:
+        target, *sources = operands
+        low, by, high = (self.word(state, each) for each in sources)
+        upper = "HI" in modifiers
+        if "R" in modifiers and upper:
+            low = 0  # what leaves the upper word is not seen
+        if None in (low, by, high) or {"S32", "S64"} & set(modifiers):
+            return [(target, None)]
+        both, count = low | high << 32, by & (31 if "W" in modifiers else 63)
+        both = both << count if "L" in modifiers else both >> count
+        return [(target, both >> 32 * upper & FULL)]
 
-    def _prmt(self, state: State, modifiers: list[str], operands: list[str]) -> list:
-        target, low, pick, high = operands
-        select = self.word(state, pick)
-        if modifiers or select.open or select.value & 0x8888:
-            return [(target, UNKNOWN)]
-        pair, found = joined(self.word(state, low), self.word(state, high)), Bits(0)
-        for byte in range(4):
-            one = shifted(part(pair, 8 * (select.value >> 4 * byte & 7), 8), 8 * byte)
-            found = Bits(found.value | one.value, found.open | one.open)
-        return [(target, found)]
+    def _prmt(self, state: State, modifiers: list[str], operands: list[str]) -> Written:
+        target, *sources = operands
+        low, pick, high = (self.word(state, each) for each in sources)
+        if modifiers or None in (low, pick, high) or pick & 0x8888:
+            return [(target, None)]
+        data = (low | high << 32).to_bytes(8, "little")
+        return [(target, int.from_bytes((data[pick >> 4 * n & 7] for n in range(4)), "little"))]
 
 
 def decided(
@@ -398,24 +274,23 @@ def decided(
         arguments: of the launch.
         arch: 90 or 100.
     """
-    thread = Thread(arguments, ARGUMENTS[arch])
-    states: list[State | None] = [None] * len(lines)
-    states[0] = {}
     ways: list[set[int]] = [set() for _ in lines]
-    waiting = [0]
-    while waiting:
-        i = waiting.pop()
-        while True:
-            state = dict(states[i] or {})
+    for lane in LANES:
+        thread = Thread(arguments, ARGUMENTS[arch], lane)
+        states: dict[int, State] = {0: {}}
+        waiting = [0]
+        while waiting:
+            i = waiting.pop()
+            state = dict(states[i])
             _, guard, op, rest = lines[i]
             thread.run(state, guard, op, rest)
-            possible = list(_possible(thread, state, lines[i], follows[i]))
-            ways[i] |= set(possible)
-            changed = [each for each in possible if _merge(states, each, state)]
-            if not changed:
-                break
-            i, *others = changed
-            waiting += others
+            for each in _possible(thread, state, lines[i], follows[i]):
+                ways[i].add(each)
+                old = states.get(each)
+                known = {k: v for k, v in (old or state).items() if state.get(k) == v}
+                if old is None or len(known) < len(old):  # less is known than before
+                    states[each] = known
+                    waiting.append(each)
     return [[each for each in follows[i] if each in ways[i]] for i in range(len(lines))]
 
 
@@ -424,28 +299,10 @@ def _possible(thread: Thread, state: State, line: Instruction, follows: list[int
     if not op.startswith("BRA") or len(follows) < 2:
         yield from follows
         return
-    taken = thread.bit(state, guard.strip().removeprefix("@")) if guard else Bits(1)
+    taken = thread.bit(state, guard.strip().removeprefix("@")) if guard else 1
     if condition := re.match(r"\s*(!?U?P(?:\d|T))\s*,", rest):
-        taken = logic(0xC0, taken, thread.bit(state, condition[1]), Bits(0), width=1)
-    if taken.open or taken.value:
+        taken = logic(0xC0, [taken, thread.bit(state, condition[1]), 0], width=1)
+    if taken != 0:
         yield follows[0]
-    if taken.open or not taken.value:
+    if taken != 1:
         yield follows[1]
-
-
-def _merge(states: list[State | None], i: int, new: State) -> bool:
-    """Add what is known before an instruction; return whether that is less than before."""
-    old = states[i]
-    if old is None:
-        states[i] = dict(new)
-        return True
-    changed = False
-    for name, value in list(old.items()):
-        both = meet(value, new.get(name, UNSURE if "P" in name else UNKNOWN))
-        if both != value:
-            changed = True
-            if both in (UNKNOWN, UNSURE):
-                del old[name]
-            else:
-                old[name] = both
-    return changed

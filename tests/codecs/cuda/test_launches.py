@@ -6,11 +6,13 @@ import importlib
 import sys
 import types
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
 import pycomm
+from pycomm import _C
 from pycomm._cuda_wheel import STAMP
 from pycomm.codecs import CODECS
 from pycomm.codecs.args import EncodeArgs, RandomKey
@@ -20,8 +22,16 @@ from pycomm.codecs.cuda.sources import has_kernels
 from pycomm.codecs.implementations import implementation
 from pycomm.codecs.quant import Quant
 from pycomm.codecs.sign import Sign
+from pycomm.feedback import Feedback, Residual, storage
+from pycomm.momentum import plain
+from pycomm.momentum.kernels import Kernels
+from pycomm.momentum.passes import DTYPES
 from tests.codecs.cases import ROTATIONS, SPECS
 from tests.codecs.cuda.emulated import all_kernels, guarded, kernels, listed, run
+from tests.codecs.cuda.ptx import ARCHS
+from tests.codecs.harness import check_ptx, spills
+from tests.torch.harness import same_bits
+from tests.torch.optim.followed import SHAPES, ByPasses, differing
 
 NVRTC = "pycomm.codecs.cuda.nvrtc"
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -63,7 +73,7 @@ def formats() -> list[str]:
 
 
 def test_tables_list_exactly_the_launched_kernels():
-    # Of test_convert.py, test_feedback_kernels.py and test_moments.py.
+    # Of test_convert.py, and those below.
     others = ("convert::", "stored::", "pycomm::moments::", "pycomm::adamw::")
     of_codecs = [name for name in listed(all_kernels()) if not name.startswith(others)]
     assert sorted(kernels(formats())) == sorted(of_codecs)
@@ -135,3 +145,170 @@ def test_kernels_of_other_sources_are_refused(monkeypatch, tmp_path):
     for compiles in (lambda: compile_kernel("cast", "any", "90"), all_kernels.__wrapped__):
         with pytest.raises(pycomm.Error, match="built from other sources than the kernels in"):
             compiles()
+
+
+# ----------------------------------------------------------------------------------------- feedback
+# Encoding with feedback on a GPU: kernels load and store residuals with the bits of the CPU.
+#
+# The kernels are compiled by g++ (tests/codecs/cuda/emulated.py), and by NVRTC and nvcc to look at.
+
+
+FED = [
+    *("int8", "int4:block=64", "sign", "fp8_e4m3", "bf16", "mxfp4", "nvfp4", "lossless"),
+    *("eden2", "eden:bits=2,size=128", "eden:bits=4,size=2048,scale=mmse"),
+]
+SIZES = [1, 31, 33, 4096, 5003]
+KERNELS = [
+    *(
+        f"stored::{way}_kernel<stored::{form}>"
+        for way in ("load", "store")
+        for form in ("Float32", "BFloat16")
+    ),
+    "stored::load_blocks",
+    "stored::store_blocks",
+]
+
+
+def values(numel: int, seed: int) -> torch.Tensor:
+    """Return values of all magnitudes, so that some overflow bfloat16 and blocks of int8."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator)
+    x *= 10.0 ** torch.randint(-3, 3, (numel,), generator=generator)
+    if numel > 1000:
+        x[100], x[300], x[500], x[2100] = 3.4e38, 2.0**-120, float("inf"), 1e25
+    return x
+
+
+def encode(
+    spec: str, x: torch.Tensor, kind: str, form: str, old: torch.Tensor, *, on_gpu: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the payload and the new residual, as it is stored."""
+    codec = pycomm.codec(spec)
+    out = torch.full((codec.encoded_bytes(x.numel()),), 0xA5, dtype=torch.uint8)
+    fresh = torch.full_like(old, 7)
+
+    def call(room: torch.Tensor) -> None:
+        codec.native.encode_fed(
+            x.data_ptr(),
+            x.numel(),
+            out.data_ptr(),
+            kind=_C.FeedbackKind.__members__[kind],
+            storage=_C.FeedbackStorage.__members__[form],
+            decay=0.9,
+            error=(old.data_ptr(), fresh.data_ptr()),
+            momentum=(0, 0),
+            scratch=_C.FeedbackScratch(),
+            stream=0 if on_gpu else None,
+            room=(room.data_ptr(), room.numel()),
+        )
+
+    if not on_gpu:
+        call(torch.empty(0, dtype=torch.uint8))
+        return out, fresh
+    with guarded(4 * x.numel() + 512 + codec.native.scratch_bytes(x.numel())) as room:
+        launches = recorded(lambda: call(room))
+        if codec.name in ("topk", "lossless"):
+            assert launches[0].kernel.startswith("stored::load")
+            assert launches[-1].kernel.startswith("stored::store")
+        else:
+            assert len(launches) == 1
+        run(launches, all_kernels())
+    return out, fresh
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8", "float32"])
+@pytest.mark.parametrize("kind", ["residual", "decay"])
+def test_kernels_of_feedback_have_the_bits_of_the_cpu(kind, form):
+    if (kind, form) == ("residual", "float32"):
+        pytest.skip("by design: the codec's kernels read and write it themselves")
+    for spec in FED:
+        for numel in SIZES if spec == "int8" else SIZES[-1:]:
+            old = storage.zeros(form, numel, torch.device("cpu"))
+            storage.store(values(numel, 1).nan_to_num(0.0, 1e30, -1e30), old)
+            want = encode(spec, values(numel, 2), kind, form, old, on_gpu=False)
+            got = encode(spec, values(numel, 2), kind, form, old, on_gpu=True)
+            for g, w in zip(got, want, strict=True):
+                assert same_bits(g, w), (spec, numel)
+
+
+def test_momentum_has_no_kernels():
+    old = torch.zeros(64)
+    with pytest.raises(pycomm.Error, match="momentum has no kernels on a GPU"):
+        encode("int8", values(64, 1), "momentum", "float32", old, on_gpu=True)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_nvrtc_compiles_them_exactly(arch):
+    check_ptx("feedback", KERNELS, arch)
+
+
+def test_nvcc_spills_no_register(tmp_path):
+    assert spills("feedback", tmp_path, ["90"]) == [("0", "0", "0")] * len(KERNELS)
+
+
+# ------------------------------------------------------------------------------------------ moments
+# Kernels of coded moments, compiled by g++: the bits of the passes on the CPU, over some steps.
+
+
+def launch(launches: Any, device: torch.device) -> None:
+    run(launches, all_kernels())
+
+
+def plain_passes(form: str, dtype: torch.dtype, times: int) -> tuple[list[torch.Tensor], ...]:
+    """Do the passes of an optimizer that divides by nothing; return what they have written."""
+    shapes = SHAPES * times
+    rule = Feedback("residual", storage=form)
+    generator = torch.Generator().manual_seed(1)
+    encodings, stores, moves, errors = [], [], [], torch.zeros(len(shapes), 3)
+    for i, shape in enumerate(shapes):
+        g, x, m = (torch.randn(shape, generator=generator) for _ in "gxm")
+        residual = Residual(rule, g.numel(), g.device)
+        for side, values in zip(residual.worker or (), (x, m), strict=True):
+            storage.store(values.view(-1), side)
+        own = torch.zeros(shape)
+        made = plain.Encoding(torch.zeros(shape), g.to(dtype), copy=own)
+        if i % 2:
+            made.beta, made.unit, made.momentum = 0.75, 10.0, m.to(dtype)
+            made.residual, made.errors = residual.stored_worker(), errors[i]
+        if i % 3:
+            made.parameter, made.decay = x.to(dtype), 0.1
+        encodings.append(made)
+        sides = (residual.stored_worker(), residual.fresh_worker()) if i % 2 else (None, None)
+        stores.append(plain.Sent(own, *sides, own.view(-1)))
+        kept = torch.zeros(shape, dtype=dtype) if i % 2 else None
+        moves.append(plain.Move(x.to(dtype), made.values, kept, 0.1))
+    plain.encode(encodings)
+    plain.store_sent(stores)
+    plain.move(moves)
+    kept = [one.momentum for one in moves if one.momentum is not None]
+    written = [one.parameter for one in moves]
+    return [e.values for e in encodings], [s.to for s in stores], kept, written, [errors[:, :2]]
+
+
+@pytest.mark.parametrize("form", ["float32", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("times", "launches"), [(1, 3), (5, 4)])  # 31 matrices to an encode
+@torch.no_grad()
+def test_kernels_without_factors_have_those_bits(monkeypatch, form, dtype, times, launches):
+    want = plain_passes(form, dtype, times)
+    launched: list[str] = []
+
+    def noted(launches: Any, device: torch.device) -> None:
+        launched.extend(each.kernel for each in launches)
+        launch(launches, device)
+
+    found = Kernels(torch.device("cpu"), noted)
+    monkeypatch.setattr(Kernels, "find", staticmethod(lambda *_: found))
+    got = plain_passes(form, dtype, times)
+    assert len(launched) == launches
+    for ours, theirs in zip(got, want, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("form", ["float32", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shards", "scatters"), [(1, True), (3, True), (3, False)])
+@torch.no_grad()
+def test_kernels_have_the_bits_of_the_cpu(form, dtype, shards, scatters):
+    ways = Kernels(torch.device("cpu"), launch), Kernels(torch.device("cpu"))
+    assert not differing(*(ByPasses(way, form, dtype, shards, scatters) for way in ways))

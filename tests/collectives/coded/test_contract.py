@@ -1,34 +1,28 @@
-"""Coded collectives with every kind of codec that the contract allows (simple_codecs.cpp).
+"""Coded collectives with every kind of codec that the contract allows (tests/binding/codecs.cpp).
 
 A code is an integer times an eighth, so sums are exact.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sysconfig
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pybind11
 import pytest
 import torch
 
 import pycomm
-from pycomm import _C, _test
+from pycomm import _test
 from pycomm.codecs import RandomKey
-from pycomm.codecs.cuda.sources import include_folder
 from pycomm.straggler.compare import compare
 from pycomm.straggler.stats import rank_stats
 from tests.collectives.coded import test_nodes, test_shards
 from tests.collectives.coded.test_collectives import SEED, TENSORS, check, reduce_once
 from tests.collectives.test_hierarchical import NODES, options
 from tests.collectives.ways import WAYS
-from tests.compiling import compile_cpp
 from tests.extent import each_value
 from tests.ranks import attempt, run
 
@@ -43,25 +37,9 @@ def describe(kind: dict[str, Any]) -> str:
     return f"{kind['combine']}-{kind['granule']}" + "-variable" * kind["variable"]
 
 
-@pytest.fixture(scope="module")
-def codecs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    target = tmp_path_factory.mktemp("codecs") / "simple_codecs.so"
-    source = Path(__file__).parent / "simple_codecs.cpp"
-    package = Path(_C.__file__).parent
-    flags = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden")
-    folders = (include_folder(), pybind11.get_include(), sysconfig.get_paths()["include"])
-    link = ("-shared", f"-L{package}", "-lpycomm", f"-Wl,-rpath,{package}")
-    compile_cpp(source, target, *flags, *(f"-I{folder}" for folder in folders), link=link)
-    spec = importlib.util.spec_from_file_location("simple_codecs", target)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @dataclass
 class Simple:
-    """A codec of simple_codecs.cpp with a reference in torch."""
+    """A codec of tests/binding/codecs.cpp with a reference in torch."""
 
     native: Any
     combine: str
@@ -74,9 +52,9 @@ class Simple:
 
 
 @pytest.fixture
-def all_simple(codecs: Any, kind: dict[str, Any]) -> dict[int, Simple]:
+def all_simple(kind: dict[str, Any]) -> dict[int, Simple]:
     """The codec of a kind, for each tensor."""
-    return dict.fromkeys(TENSORS, Simple(codecs.Simple(**kind), kind["combine"]))
+    return dict.fromkeys(TENSORS, Simple(_test.Simple(**kind), kind["combine"]))
 
 
 kinds = pytest.mark.parametrize("kind", KINDS, ids=describe)
@@ -112,19 +90,19 @@ def test_both_halves(all_simple):
 
 
 @pytest.mark.parametrize("combine", ["recode", "gather"])
-def test_keys(codecs, combine):
+def test_keys(combine):
     """Each encoder uses the seed that hop_seed in coded.h documents."""
     ranks = 3
-    codec = Simple(codecs.Simple(combine), combine)
-    codecs.take_keys()
+    codec = Simple(_test.Simple(combine), combine)
+    _test.take_seeds()
     run(ranks, reduce_once(list(TENSORS), dict.fromkeys(TENSORS, codec)))
     expected = {_test.hop_seed(SEED, r) for r in range(ranks)}
     if combine == "recode":
         expected.add(_test.hop_seed(SEED, -1))
-    assert set(codecs.take_keys()) == expected
+    assert set(_test.take_seeds()) == expected
 
 
-def test_only_the_used_bytes_travel(codecs):
+def test_only_the_used_bytes_travel():
     numel = 1 << 16
 
     def sent(c, codec):
@@ -136,7 +114,7 @@ def test_only_the_used_bytes_travel(codecs):
         return c.wire_bytes() - before
 
     for combine in ("recode", "gather"):
-        codec = codecs.Simple(combine, variable=True, granule=1 << 14)
+        codec = _test.Simple(combine, variable=True, granule=1 << 14)
         used = 256 * 8 + 4
         for n in run(2, partial(sent, codec=codec), **WAYS["tcp"]):
             assert used <= n < 2 * used + 1500, "payload, frames and sizes"
@@ -144,9 +122,9 @@ def test_only_the_used_bytes_travel(codecs):
 
 @pytest.mark.parametrize("combine", ["recode", "gather"])
 @pytest.mark.parametrize("way", ["direct", "tcp"])
-def test_a_size_that_cannot_be_is_an_error_on_every_rank(codecs, combine, way):
+def test_a_size_that_cannot_be_is_an_error_on_every_rank(combine, way):
     def job(c):
-        codec = codecs.Simple(combine, variable=True, lies=c.rank == 1)
+        codec = _test.Simple(combine, variable=True, lies=c.rank == 1)
         c.all_reduce_coded(np.ones(1000, np.float32), codec)
 
     for error in attempt(3, job, **WAYS[way]):
@@ -156,11 +134,11 @@ def test_a_size_that_cannot_be_is_an_error_on_every_rank(codecs, combine, way):
 
 
 @pytest.mark.parametrize("way", ["direct", "tcp"])
-def test_the_rank_that_stands_still_is_named(codecs, way):
+def test_the_rank_that_stands_still_is_named(way):
     """The others have sent what they could, and wait for it."""
 
     def job(c):
-        codec = codecs.Simple("recode", rests=600 if c.rank == 1 else 0)
+        codec = _test.Simple("recode", rests=600 if c.rank == 1 else 0)
         c.barrier()
         c.all_reduce_coded(np.ones(3000, np.float32), codec, timeout=0.3)
 
@@ -173,9 +151,9 @@ def test_the_rank_that_stands_still_is_named(codecs, way):
         assert "\n  ranks 0, 2 wait: " in str(error)
 
 
-def test_the_rank_whose_codec_is_slow_is_named(codecs):
+def test_the_rank_whose_codec_is_slow_is_named():
     def job(c):
-        codec = codecs.Simple("recode", rests=3 if c.rank == 1 else 0)
+        codec = _test.Simple("recode", rests=3 if c.rank == 1 else 0)
         for _ in range(10):
             c.all_reduce_coded(np.ones(300, np.float32), codec)
         return rank_stats(c.core.trace())

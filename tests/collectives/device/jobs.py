@@ -43,9 +43,7 @@ def reduce_all_types(c: Rank) -> int:
             want = folded(inputs, dtype, op)
             for algo in ALGOS:
                 x = c.put(inputs[c.rank])
-                kind = getattr(DType, dtype), getattr(ReduceOp, op)
-                factor = own_factor(c.rank)
-                c.call("all_reduce", x.address, x.address, numel, *kind, factor=factor, algo=algo)
+                c.all_reduce(x, op, dtype, factor=own_factor(c.rank), algo=algo)
                 got = x.get()
                 assert got.tobytes() == want.tobytes(), (dtype, op, algo)
                 done += 1
@@ -59,15 +57,7 @@ def reduce_sizes(c: Rank) -> None:
         for algo in ALGOS:
             for shift in (0, 4):
                 x = c.put(integers(c.rank, numel), shift)
-                c.call(
-                    "all_reduce",
-                    x.address,
-                    x.address,
-                    numel,
-                    DType.float32,
-                    ReduceOp.sum,
-                    algo=algo,
-                )
+                c.all_reduce(x, algo=algo)
                 assert np.array_equal(x.get(), want), (numel, algo, shift)
 
 
@@ -162,9 +152,7 @@ def mixture(c: Rank) -> None:
             checks.append((step, out, want))
         else:
             x = c.put(integers(c.rank + step, numel))
-            c.call(
-                "all_reduce", x.address, x.address, numel, DType.float32, ReduceOp.sum, algo=kind
-            )
+            c.all_reduce(x, algo=kind)
             checks.append((step, x, sum(integers(r + step, numel) for r in range(c.size))))
     for step, buffer, want in checks:
         assert np.array_equal(buffer.get(), want), step

@@ -103,6 +103,11 @@ class Rank:
         run = self.group.run_coded if coded else self.group.run
         run(op.removesuffix("_coded"), *args, **kwargs, stream=self.stream)
 
+    def all_reduce(self, x: Buffer, op: str = "sum", dtype: str = "float32", **more: Any) -> None:
+        """Reduce a buffer in place."""
+        kind = _C.DType.__members__[dtype], _C.ReduceOp.__members__[op]
+        self.call("all_reduce", x.address, x.address, x.shape[0], *kind, **more)
+
     def synchronize(self) -> None:
         if self.cuda:
             self.torch_stream.synchronize()

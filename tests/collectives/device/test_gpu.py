@@ -1,4 +1,4 @@
-"""The jobs of test_exact.py and test_coded.py on a GPU that all ranks share.
+"""The jobs of test_exact.py on a GPU that all ranks share.
 
 Ranks are streams of this process or processes; both ways of sharing memory are tested.
 """
@@ -19,7 +19,6 @@ import pytest
 import pycomm
 from pycomm import _C
 from tests.collectives.device import jobs
-from tests.collectives.device.jobs import DType, ReduceOp
 from tests.collectives.device.ranks import run, run_processes
 from tests.collectives.ways import integers
 
@@ -65,7 +64,7 @@ def test_large_messages_fill_all_blocks(ranks, memory):
 
     def job(c):
         x = c.put(integers(c.rank, numel))
-        c.call("all_reduce", x.address, x.address, numel, DType.float32, ReduceOp.sum)
+        c.all_reduce(x)
         return x.get()
 
     want = sum(integers(r, numel) for r in range(ranks))
@@ -93,7 +92,7 @@ def test_a_graph_can_be_replayed():
         graph = torch.cuda.CUDAGraph()
         c.torch_stream.synchronize()
         with torch.cuda.graph(graph, stream=c.torch_stream, capture_error_mode="thread_local"):
-            c.call("all_reduce", x.address, x.address, 5000, DType.float32, ReduceOp.sum)
+            c.all_reduce(x)
             c.call("barrier")
         with torch.cuda.stream(c.torch_stream):
             for _ in range(5):
@@ -114,7 +113,7 @@ def test_an_absent_rank_is_named_within_the_limit(memory):
                 c.group.check()
             return
         x = c.put(integers(c.rank, 1000))
-        c.call("all_reduce", x.address, x.address, 1000, DType.float32, ReduceOp.sum)
+        c.all_reduce(x)
         with pytest.raises(pycomm.Timeout, match=r"all_reduce #1 .* waited 500 ms for rank\(s\) 1"):
             x.get()
 
@@ -128,7 +127,7 @@ def test_an_abort_ends_a_kernel_that_waits():
             c.group.abort("out of coffee")
             return
         x = c.put(integers(c.rank, 1000))
-        c.call("all_reduce", x.address, x.address, 1000, DType.float32, ReduceOp.sum)
+        c.all_reduce(x)
         with pytest.raises(pycomm.Error, match="rank 0 aborted the group: out of coffee"):
             x.get()
 

@@ -1,4 +1,10 @@
-"""Command line of the fault injection; see the package."""
+"""Faults at random moments: survivors' errors, their latency, and leftover resources.
+
+A case is drawn from (seed, number) alone, so that it can be repeated:
+
+python -m tests.faults.injection --seed 7 --cases 1000
+python -m tests.faults.injection --seed 7 --case 412
+"""
 
 from __future__ import annotations
 
@@ -9,20 +15,15 @@ import sys
 import time
 from collections import defaultdict
 
-from tests.faults.injection.case import (
-    ELASTIC,
-    FAULTS,
-    FAULTS_OF_ELASTIC,
-    NETWORK,
-    PHASES,
-    draw,
-)
+from tests.faults.injection.case import ELASTIC, FAULTS, FAULTS_OF_ELASTIC, NETWORK, PHASES, draw
 from tests.faults.injection.judge import DEATH, DEATHS, breaches, is_late, latest
 from tests.faults.injection.play import lab_of, play
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.injection", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.injection", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--case", type=int, help="play this one alone, and show all of it")

@@ -75,9 +75,6 @@ class ElasticGroup(TorchGroup):
 class ElasticRank(Rank):
     """A process of a case whose phase is one of `ELASTIC`."""
 
-    took = 0.0
-    """seconds in which the survivors have formed a group"""
-
     def main(self) -> None:
         """Play the case and report its outcome."""
         case, everyone = self.case, list(range(self.case.ranks))
@@ -97,7 +94,7 @@ class ElasticRank(Rank):
                 group.form(2, first, 8.0)
                 self.run(Call("all_reduce", 10))
             group.set_timeout(case.timeout)
-            self.say("ready", before=time.monotonic())
+            self.say("ready", at=time.monotonic())
             self.arm()
             group.form(3, everyone, case.rendezvous)
             self.operate()
@@ -106,16 +103,14 @@ class ElasticRank(Rank):
         self.say("over", at=time.monotonic(), **facts)
         left = [r for r in everyone if r not in case.leavers]
         if self.rank in left:  # the group that had the error is formed anew
-            start = time.monotonic()
             group.set_timeout(8.0)
             group.form(4, left, 8.0)
             if not group.call(Call("all_reduce", 1000), False):
                 raise AssertionError("the new members' result is wrong")
-            self.took = time.monotonic() - start
         group.close()
         self.group = group = None  # type: ignore[assignment]
         gc.collect()
-        self.say("left", leaks=leaks(before, SETTLE), at=time.monotonic())
+        self.say("left", leaks=leaks(before, SETTLE))
 
     def _warm_up(self, place: Place) -> None:
         """Start what torch and pycomm keep for the life of a process, and no threads of OpenMP."""

@@ -5,7 +5,6 @@ Their `call` returns whether the result is right.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,10 @@ import numpy as np
 
 from pycomm.communicator import Communicator, Store
 from tests.faults.injection.case import Call
+from tests.ranks import good, on_threads
+
+ENDS = 60.0
+"""Seconds in which any call has ended, or its process was killed."""
 
 
 def expected(call: Call, rank: int, ranks: int) -> Any:
@@ -47,12 +50,38 @@ class Place:
         return [rank * hosts // self.ranks for rank in range(self.ranks)] if hosts else []
 
 
-class CoreGroup:
+class Group:
+    """A group of either kind."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks, self.completed = rank, ranks, 0
+
+    def call(self, call: Call, async_op: bool) -> bool:
+        one, many = self._new((call.numel,)), self._new((self.ranks, call.numel))
+        one[:], many[:] = self.rank + 1, self.rank + 1
+        if call.op == "all_to_all":
+            many[:] = (10 * self.rank + np.arange(self.ranks))[:, None]
+        out = many if call.op == "all_gather" else one
+        if call.op in ("all_to_all", "send_recv"):
+            out = np.empty_like(many if call.op == "all_to_all" else one)
+        self._run(call, one, many, out, async_op)
+        self.completed += call.op != "send_recv"
+        if call.codec:  # codec errors are not tested here
+            return bool(np.isfinite(out).all())
+        return bool((out == expected(call, self.rank, self.ranks)).all())
+
+    def _new(self, shape: tuple[int, ...]) -> Any:
+        return np.empty(shape, np.float32)
+
+    def _run(self, call: Call, one: Any, many: Any, out: Any, async_op: bool) -> None:
+        raise NotImplementedError
+
+
+class CoreGroup(Group):
     """A `Communicator`. Async calls run on another thread, as in a process group."""
 
     def __init__(self, place: Place, parent: CoreGroup | None = None) -> None:
-        self.rank, self.ranks = place.rank, place.ranks
-        self.completed = 0
+        super().__init__(place.rank, place.ranks)
         self.in_heap = False
         """calls use memory that peers can access"""
         self.arrays: list[Any] = []
@@ -67,71 +96,39 @@ class CoreGroup:
             parent=parent and parent._core,
             nodes=place.nodes,
         )
-        self.describe = self._core.describe
 
     def set_timeout(self, seconds: float) -> None:
         self._core.timeout = seconds
 
-    def call(self, call: Call, async_op: bool) -> bool:
-        if not async_op:
-            right = self._call(call)
-        else:
-            outcome: list[Any] = []
+    def _new(self, shape: tuple[int, ...]) -> Any:
+        if not self.in_heap:
+            return super()._new(shape)
+        return np.asarray(self._core.allocate(int(np.prod(shape)))).reshape(shape)
 
-            def run() -> None:
-                try:
-                    outcome.append(self._call(call))
-                except BaseException as error:
-                    outcome.append(error)
-
-            thread = threading.Thread(target=run)
-            thread.start()
-            thread.join()
-            if isinstance(outcome[0], BaseException):
-                raise outcome[0]
-            right = outcome[0]
-        self.completed += call.op != "send_recv"
-        return right
-
-    def _call(self, call: Call) -> bool:
-        core, rank, ranks, codec = self._core, self.rank, self.ranks, call.codec
-        one = self._full((call.numel,), rank + 1)
-        many = self._full((ranks, call.numel), rank + 1)
+    def _run(self, call: Call, one: Any, many: Any, out: Any, async_op: bool) -> None:
         if self.in_heap:
             self.arrays = [one, many]
-        out = one
+        if async_op:
+            good(on_threads([self.rank], lambda _: self._run(call, one, many, out, False), ENDS))
+            return
+        core, codec = self._core, call.codec
         if call.op == "all_reduce":
             core.all_reduce_coded(one, codec, average=False) if codec else core.all_reduce(one)
+        elif call.op == "reduce_scatter" and codec:
+            core.reduce_scatter_coded(many, one, codec, average=False)
         elif call.op == "reduce_scatter":
-            if codec:
-                core.reduce_scatter_coded(many, one, codec, average=False)
-            else:
-                core.reduce_scatter(many, one)
+            core.reduce_scatter(many, one)
         elif call.op == "all_gather":
             core.all_gather_coded(one, many, codec) if codec else core.all_gather(one, many)
-            out = many
         elif call.op == "all_to_all":
-            many[:] = (10 * rank + np.arange(ranks))[:, None]
-            out = np.empty_like(many)
             core.all_to_all(list(many), list(out))
         elif call.op == "broadcast":
             core.broadcast(one, call.root)
         else:
-            out = np.empty_like(one)
-            took = core.recv(out, (rank - 1) % ranks)
-            gave = core.send(one, (rank + 1) % ranks)
+            took = core.recv(out, (self.rank - 1) % self.ranks)
+            gave = core.send(one, (self.rank + 1) % self.ranks)
             took.wait()
             gave.wait()
-        if codec:  # codec errors are not tested here
-            return bool(np.isfinite(out).all())
-        return bool((out == expected(call, rank, ranks)).all())
-
-    def _full(self, shape: tuple[int, ...], value: float) -> Any:
-        if not self.in_heap:
-            return np.full(shape, value, np.float32)
-        array = np.asarray(self._core.allocate(int(np.prod(shape)))).reshape(shape)
-        array[:] = value
-        return array
 
     def abort(self, reason: str) -> None:
         self._core.abort(reason)
@@ -140,44 +137,31 @@ class CoreGroup:
         self._core.close()
 
 
-class TorchGroup:
+class TorchGroup(Group):
     """A process group of torch. It makes calls without codecs."""
 
     def __init__(self, group: Any) -> None:
-        self.rank, self.ranks, self.completed = group.rank(), group.size(), 0
+        super().__init__(group.rank(), group.size())
         self._group = group
 
-    def call(self, call: Call, async_op: bool) -> bool:
+    def _run(self, call: Call, one: Any, many: Any, out: Any, async_op: bool) -> None:
         import torch
         import torch.distributed as dist
 
-        group, rank, ranks = self._group, self.rank, self.ranks
-        one = torch.full((call.numel,), float(rank + 1))
-        many = torch.full((ranks, call.numel), float(rank + 1))
-        out, works = one, []
-        if call.op == "all_reduce":
-            works = [dist.all_reduce(one, group=group, async_op=async_op)]
-        elif call.op == "reduce_scatter":
-            works = [dist.reduce_scatter_tensor(one, many.view(-1), group=group, async_op=async_op)]
-        elif call.op == "all_gather":
-            works = [
-                dist.all_gather_into_tensor(many.view(-1), one, group=group, async_op=async_op)
-            ]
-            out = many
-        elif call.op == "all_to_all":
-            many[:] = (10.0 * rank + torch.arange(ranks))[:, None]
-            out = torch.empty_like(many)
-            works = [dist.all_to_all_single(out, many, group=group, async_op=async_op)]
-        elif call.op == "broadcast":
-            works = [dist.broadcast(one, group_src=call.root, group=group, async_op=async_op)]
-        else:
-            out = torch.empty_like(one)
-            works = [
-                dist.irecv(out, group_src=(rank - 1) % ranks, group=group),
-                dist.isend(one, group_dst=(rank + 1) % ranks, group=group),
-            ]
-        for work in works:
+        one, many, out = map(torch.from_numpy, (one, many, out))
+        group = self._group
+        how: dict[str, Any] = {"group": group, "async_op": async_op}
+        calls = {
+            "all_reduce": lambda: [dist.all_reduce(one, **how)],
+            "reduce_scatter": lambda: [dist.reduce_scatter_tensor(one, many.view(-1), **how)],
+            "all_gather": lambda: [dist.all_gather_into_tensor(many.view(-1), one, **how)],
+            "all_to_all": lambda: [dist.all_to_all_single(out, many, **how)],
+            "broadcast": lambda: [dist.broadcast(one, group_src=call.root, **how)],
+            "send_recv": lambda: [
+                dist.irecv(out, group_src=(self.rank - 1) % self.ranks, group=group),
+                dist.isend(one, group_dst=(self.rank + 1) % self.ranks, group=group),
+            ],
+        }
+        for work in calls[call.op]():
             if work is not None:
                 work.wait()
-        self.completed += call.op != "send_recv"
-        return bool((out.numpy() == expected(call, rank, ranks)).all())

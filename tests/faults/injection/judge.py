@@ -5,28 +5,17 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tests.faults.injection.case import ELASTIC, Case
+from tests.faults.injection.case import ELASTIC, NETWORK, Case
 from tests.faults.injection.play import Played
 
 DEATH = 0.2
 """The promised limit in seconds from a death to the last survivor's error."""
 DEATHS = ("kill", "kill2", "crash", "raise", "exit", "_exit")
 KINDS = {
-    "kill": {"PeerLost"},
-    "kill2": {"PeerLost"},
-    "crash": {"PeerLost"},
-    "raise": {"PeerLost"},
-    "exit": {"PeerLost"},
-    "_exit": {"PeerLost"},
+    **dict.fromkeys(DEATHS, frozenset({"PeerLost"})),
+    **dict.fromkeys(("stop", "pause", *NETWORK), frozenset({"Timeout"})),
+    **dict.fromkeys(("fork", "descriptors", "slow"), frozenset({None})),
     "socket": {"PeerLost", None},  # or it has reconnected
-    "stop": {"Timeout"},
-    "pause": {"Timeout"},
-    "fork": {None},
-    "descriptors": {None},
-    "slow": {None},
-    "down": {"Timeout"},
-    "drop": {"Timeout"},
-    "vanish": {"Timeout"},
     "memory": {"Error", None},  # or it had enough memory in reserve
     "abort": {"Error"},
 }

@@ -76,14 +76,13 @@ def _rank_process(case: Case, rank: int, folder: str, pipe: int, lab: Netlab | N
             lab.enter(rank)
         player = player_of(case, rank, folder, say)
         player.main()
-        if rank not in case.leavers and case.phase in ELASTIC:
-            say("on", took=player.took)
-        elif rank not in case.leavers:
-            if case.fault in ("down", "drop"):
-                wait_for(Path(folder, MENDED))
-            took = go_on(case, rank, folder)
-            player.check_memory()
-            say("on", took=took)
+        if rank not in case.leavers:
+            if case.phase not in ELASTIC:
+                if case.fault in ("down", "drop"):
+                    wait_for(Path(folder, MENDED))
+                go_on(case, rank, folder)
+                player.check_memory()
+            say("on")
     except SystemExit:
         code = 3
     except BaseException as error:

@@ -105,7 +105,7 @@ class Rank:
             if self.case.phase != "init":
                 first = self.group = self.join("first")
                 self.run(Call("all_reduce", 10))
-            self.say("ready", before=time.monotonic())
+            self.say("ready", at=time.monotonic())
             self.arm()
             if self.group is None or self.case.phase == "split":
                 self.group = self.join("second")
@@ -130,11 +130,8 @@ class Rank:
             if group is not None:
                 group.close()
         self.group = first = None
-        self.say(
-            "left",  # arrays keep the mapping of their heap
-            leaks={} if self.arrays else leaks(before, SETTLE),
-            at=time.monotonic(),
-        )
+        # Arrays keep the mapping of their heap.
+        self.say("left", leaks={} if self.arrays else leaks(before, SETTLE))
 
     def check_memory(self) -> None:
         """Check that no peer has written to this rank's arrays since it left."""
@@ -257,13 +254,10 @@ def wait_for(file: Path) -> None:
         time.sleep(0.005)
 
 
-def go_on(case: Case, rank: int, folder: str) -> float:
-    """Make a group of the survivors and reduce over it; return the seconds it took."""
+def go_on(case: Case, rank: int, folder: str) -> None:
+    """Make a group of the survivors and reduce over it."""
     left = [r for r in range(case.ranks) if r not in case.leavers]
-    start = time.monotonic()
     group = CoreGroup(Place(folder, "after", left.index(rank), len(left), case.transport, 8.0))
     if not group.call(Call("all_reduce", 1000), False):
         raise AssertionError("the new group's result is wrong")
-    took = time.monotonic() - start
     group.close()
-    return took

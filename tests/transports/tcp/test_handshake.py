@@ -3,28 +3,48 @@ that cannot prove the secret never joins."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import logging
+import os
 import random
+import resource
 import socket
+import stat
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+import pycomm
 import pycomm.errors
 from pycomm import _C, _test
-from tests.transports.ranks import SECONDS
+from pycomm.communicator import Communicator, Store
+from pycomm.errors import Error, Timeout
+from tests.compiling import run_preloaded
+from tests.ranks import attempt, good, on_threads
+from tests.soak.held import descriptors
+from tests.transports import proxy
+from tests.transports.ranks import SECONDS, threads
 from tests.transports.wire_peer import (
     CHALLENGE,
     CONTROL,
     GROUP,
+    HELLO,
     KEY,
+    MAGIC,
     REPLY,
     WELCOME,
     WRONG_SECRET,
     WRONG_SHAPE,
     WRONG_TLS,
     WRONG_VERSION,
+    RankZero,
+    frame,
     hello,
     read_exactly,
 )
@@ -174,3 +194,387 @@ def test_listener_that_is_gone_is_a_lost_peer():
         _test.Transport("tcp", store, GROUP, 1, 2, timeout=SECONDS, sockets=1)
     assert lost.value.rank == 0
     false.join()
+
+
+# --------------------------------------------------------------------------------------- encryption
+# Encrypted connections: data cannot be read or changed on the way, and all else is unchanged.
+
+
+WORDS = b"nobody on the way may read this "
+
+
+def collectives(c, network):
+    """Return the results of exact and coded collectives."""
+    values = np.random.default_rng(c.rank)
+    results = []
+    for size in (1, 1000, 100_001, 700_000):
+        x = values.standard_normal(size).astype(np.float32)
+        y, z = x.copy(), np.empty(c.size * size, np.float32)
+        c.all_reduce(x)
+        c.all_reduce_coded(y, pycomm.codec("int4"))
+        c.all_gather(x, z)
+        results += [x, y, z]
+    c.barrier()
+    return results
+
+
+@pytest.mark.parametrize(("ranks", "sockets"), [(2, 1), (3, 3)])
+def test_the_same_bits(ranks, sockets):
+    plain, encrypted = (
+        good(proxy.run(ranks, collectives, sockets=sockets, tls=tls, weather=calm))
+        for tls in ("off", "on")
+    )
+    for before, after in zip(plain, encrypted, strict=True):
+        assert all(np.array_equal(b, a) for b, a in zip(before, after, strict=True))
+
+
+def calm(network):
+    """Leave the network undisturbed."""
+    network.calm = True
+
+
+@pytest.mark.parametrize("tls", ["off", "on"])
+def test_nobody_on_the_way_reads_what_travels(tls):
+    heard = []
+
+    def listen(network):
+        for each in network.proxies.values():
+            each.tap = lambda data: heard.append(data) or data
+        network.calm = True
+
+    def job(c, network):
+        while not network.calm:
+            pass
+        x = np.frombuffer(WORDS * 5000, np.uint8).copy()
+        c.broadcast(x, 0)
+        c.barrier()
+        return x.tobytes()
+
+    outcomes = good(proxy.run(2, job, tls=tls, weather=listen))
+    assert outcomes == [WORDS * 5000] * 2
+    heard = b"".join(heard)
+    assert len(heard) > len(WORDS) * 5000
+    # Frames and notices begin with these bytes.
+    assert any(word in heard for word in (WORDS, b"PYCM", b"PYCN")) is (tls == "off")
+
+
+def test_a_changed_record_is_sent_again():
+    changed = []
+
+    def flip(data):
+        if len(data) < 20_000 or len(changed) == 3:
+            return data
+        changed.append(1)
+        middle = len(data) // 2
+        return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+    def weather(network):
+        for each in network.proxies.values():
+            each.tap = flip
+        network.calm = True
+
+    def job(c, network):
+        while not network.calm:
+            pass
+        for _ in range(3):
+            x = np.arange(500_000, dtype=np.float32)
+            c.all_reduce(x)
+            assert np.array_equal(x, 2 * np.arange(500_000, dtype=np.float32))
+        c.barrier()
+        return True
+
+    good(proxy.run(2, job, weather=weather, tls="on"))
+    assert len(changed) == 3
+
+
+def test_ranks_that_do_not_agree_are_told():
+    outcomes = threads(
+        2, lambda me: None, options=lambda rank: {"tls": ("off", "on")[rank]}, errors=True
+    )
+    for rank, error in enumerate(outcomes):
+        assert type(error) is Error
+        assert f"rank {rank} and rank {1 - rank}: only rank 1 encrypts" in str(error)
+        assert "PYCOMM_TLS" in str(error)
+
+
+@pytest.mark.parametrize("first", [frame(b"1234"), b"\x16\x03\x01" + bytes(500)])
+def test_who_knows_the_secret_and_speaks_plain_is_refused(first):
+    rank_0 = RankZero(tls="on", timeout=3.0)
+    rank_0.publish_card("127.0.0.1:1 tls")
+    connection, verdict, _ = rank_0.join(hello(0xFFFF, tls=1))
+    assert verdict == WELCOME
+    connection.sendall(first)
+    with contextlib.suppress(ConnectionResetError):
+        while connection.recv(1000):
+            pass
+    rank_0.thread.join()
+    assert isinstance(rank_0.error, Timeout)
+    assert "refused 1 connections" in str(rank_0.error)
+
+
+def test_it_says_that_it_encrypts():
+    described = threads(2, lambda me: me.transport.describe(), options={"tls": "on"})
+    assert all("TLS 1.3" in text for text in described)
+
+
+def test_a_missing_openssl_is_an_error():
+    assert _C.tls_version().startswith("OpenSSL 3")
+    with pytest.raises(Error, match=r"needs OpenSSL 3.*/nowhere/.*apt install libssl3"):
+        _C.tls_version("/nowhere/libssl.so.3")
+
+
+# What dlopen() answers on a host without OpenSSL.
+WITHOUT_OPENSSL = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <string.h>
+void* dlopen(const char* name, int flags) {
+  void* (*real)(const char*, int) = (void* (*)(const char*, int))dlsym(RTLD_NEXT, "dlopen");
+  return real(name != 0 && strstr(name, "libssl.so") != 0 ? "/nowhere/libssl.so.3" : name, flags);
+}
+"""
+
+
+def begin_three_groups():
+    logging.basicConfig(format="WARNED %(message)s", stream=sys.stdout)
+
+    def job(c):
+        c.barrier()
+        return f"STANDS {tls} {'TLS' in c.describe()}"
+
+    for tls in ("auto", "auto", "on"):
+        options = {"transport": "tcp", "secret": "sixteen bytes, at least", "tls": tls}
+        for outcome in attempt(2, job, **options):
+            print(outcome if isinstance(outcome, str) else f"REFUSED {tls} {outcome}", flush=True)
+
+
+def test_without_openssl_auto_warns_once_and_on_refuses(tmp_path):
+    """With a secret, what travels is authenticated while groups begin, and no longer secret."""
+    program = f"from {__name__} import begin_three_groups as begin; begin()"
+    lines = run_preloaded(program, WITHOUT_OPENSSL, tmp_path).splitlines()
+    assert lines.count("STANDS auto False") == 4, lines
+    warned = [line for line in lines if line.startswith("WARNED")]
+    assert len(warned) == 1, lines
+    assert "without OpenSSL 3 nothing is encrypted" in warned[0]
+    refused = [line for line in lines if line.startswith("REFUSED")]
+    assert len(refused) == 2, lines
+    assert all("encryption needs OpenSSL 3" in line for line in refused)
+
+
+# ---------------------------------------------------------------------------------------- strangers
+# Strangers on the network of a running group: they neither end nor stall it, and learn nothing.
+
+
+SECRET = "nobody may see this"
+RANKS = 2
+# Seconds without a completed all-reduce that are no stall: strangers take processors from us, too.
+PATIENCE = 5.0
+
+
+def listeners() -> dict[str, str]:
+    """The sockets of this process that listen, by inode, with their addresses in hexadecimal."""
+    ours = {link[8:-1] for link in descriptors().values() if link.startswith("socket:")}
+    found = {}
+    for family in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError):
+            for line in Path(f"/proc/self/net/{family}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and fields[9] in ours:
+                    found[fields[9]] = fields[1].split(":")[0]
+    return found
+
+
+class Group:
+    """Two ranks that reduce until they are told to stop."""
+
+    def __init__(self) -> None:
+        self.store = Store.local()
+        self.others = listeners()  # of tests that came before
+        self.done = [0] * RANKS
+        self.longest = 0.0
+        self.errors: list[BaseException] = []
+        self.stopping = False
+        self.threads = [threading.Thread(target=self._run, args=(r,)) for r in range(RANKS)]
+        for thread in self.threads:
+            thread.start()
+        card = self.store.get("default/tcp-card/0", 10).decode()
+        _, _, ip, port = card.split(":")  # "sealed", and a proof
+        self.address = ip, int(port)
+        self.wait_for(1)
+
+    def _run(self, rank: int) -> None:
+        try:
+            options = dict(transport="tcp", timeout=20, secret=SECRET, tls="off")
+            with Communicator(self.store, rank, RANKS, **options) as c:
+                going = np.ones(1)
+                while going[0] == RANKS or self.done[rank] == 0:
+                    start = time.monotonic()
+                    x = np.full(50_000, c.rank + 1, np.float32)
+                    c.all_reduce(x)
+                    assert (x == 3).all()
+                    # Both leave after the same call.
+                    going[0] = not self.stopping
+                    c.all_reduce(going)
+                    self.done[rank] += 1
+                    self.longest = max(self.longest, time.monotonic() - start)
+        except BaseException as error:
+            self.errors.append(error)
+
+    def wait_for(self, more: int) -> None:
+        goal, end = self.done[0] + more, time.monotonic() + 10
+        while self.done[0] < goal and not self.errors and time.monotonic() < end:
+            time.sleep(0.001)
+        assert not self.errors, self.errors
+        assert self.done[0] >= goal, "the group stands still"
+
+    def stop(self) -> None:
+        self.stopping = True
+        for thread in self.threads:
+            thread.join(30)
+        assert not self.errors, self.errors
+        assert self.longest < PATIENCE
+
+
+@pytest.fixture
+def group():
+    running = Group()
+    yield running
+    running.stop()
+
+
+def knock(address: tuple[str, int]) -> socket.socket:
+    return socket.create_connection(address, 10)
+
+
+def test_a_flood_of_connections(group):
+    held = []
+    for _ in range(3000):
+        with contextlib.suppress(OSError):
+            held.append(knock(group.address))
+        if len(held) > 800:  # more than a rank lets wait
+            held.pop(0).close()
+    group.wait_for(20)
+    for each in held:
+        each.close()
+
+
+FLOOD = """
+import resource, socket, sys, time
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+held = [socket.create_connection((sys.argv[1], int(sys.argv[2])), 10) for _ in range(300)]
+print("held", flush=True)
+time.sleep(30)
+"""
+
+
+def test_a_flood_that_takes_all_descriptors(group):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, limits[1]))
+    try:
+        where = [group.address[0], str(group.address[1])]
+        command = [sys.executable, "-c", FLOOD, *where]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as flood:
+            assert flood.stdout.readline() == b"held\n"
+            group.wait_for(20)
+            flood.kill()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    group.wait_for(5)
+
+
+def test_a_port_scanner(group):
+    for _ in range(1000):
+        knock(group.address).close()
+    group.wait_for(20)
+
+
+def test_slow_lorises(group):
+    lorises = [knock(group.address) for _ in range(100)]
+    words = hello()
+    for i in range(30):  # a byte each, now and then
+        for loris in lorises:
+            with contextlib.suppress(OSError):
+                loris.send(words[i : i + 1])
+        time.sleep(0.01)
+    group.wait_for(20)
+    for loris in lorises:
+        loris.close()
+
+
+def test_random_and_mutated_words(group):
+    chance = random.Random(5)
+    for _ in range(500):
+        words = bytearray(hello(chance.choice([0, 1, 0xFFFF, 0xFFFE]), generation=1) + bytes(64))
+        for _ in range(chance.randrange(4)):
+            words[chance.randrange(len(words))] = chance.randrange(256)
+        if chance.random() < 0.3:
+            words = chance.randbytes(chance.randrange(1, 5000))
+        with knock(group.address) as stranger, contextlib.suppress(OSError):
+            stranger.send(words)
+    group.wait_for(20)
+
+
+def test_a_stranger_cannot_take_the_place_of_a_connection(group):
+    """Who knows everything but the secret gets a challenge, and no more."""
+    for lane in (0, 1, 0xFFFF, 0xFFFE):
+        with knock(group.address) as stranger:
+            first = hello(lane, generation=1, sockets=2, rank=1)
+            assert HELLO.unpack(first)[0] == MAGIC
+            stranger.sendall(first)
+            assert len(stranger.recv(100)) == 40
+            stranger.sendall(bytes(32))
+            assert stranger.recv(100)[0] == 3, "wrong secret"
+            assert stranger.recv(100) == b""
+    group.wait_for(5)
+
+
+def test_listeners_are_on_the_chosen_interface_alone(group):
+    listening = [place for inode, place in listeners().items() if inode not in group.others]
+    assert listening == ["0100007F"] * RANKS  # 127.0.0.1
+
+
+def test_the_secret_is_not_told():
+    store = _C.Store.local()
+
+    def rank_main(rank):
+        options = dict(timeout=1.0, secret=SECRET + "?" * rank)
+        _test.Transport("tcp", store, "g", rank, 2, **options).close()
+
+    for error in map(str, on_threads(range(2), rank_main, 30)):
+        assert "secret" in error
+        assert SECRET not in error
+    assert SECRET not in store.get("g/tcp-host/0", 1).decode()
+    environment = Path("/proc/self/environ").read_bytes()
+    assert SECRET.encode() not in environment
+
+
+def test_what_is_shared_has_no_name_and_is_private(tmp_path):
+    """Memory is a memfd; files of a rendezvous are the user's alone."""
+    store = Store.file(str(tmp_path / "store"))
+    store.set("a/key", "secret")
+    found = [path for path in (tmp_path / "store").rglob("*")]
+    assert any(path.is_file() for path in found)
+    assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in found)
+    assert not [name for name in os.listdir("/dev/shm") if "pycomm" in name]
+
+
+def test_nothing_is_unpickled():
+    """No module of the package reads pickles, which may hold any program, but with an Unpickler
+    that chooses the classes itself."""
+    readers = {"load", "loads", "Unpickler"}
+    for path in Path(pycomm.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        choosing = {
+            base
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef)
+            and "find_class" in {getattr(part, "name", None) for part in node.body}
+            for base in node.bases
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                reads = node.value.id == "pickle" and node.attr in readers
+                assert not reads or node in choosing, path
+            if isinstance(node, ast.keyword) and node.arg == "weights_only":
+                assert getattr(node.value, "value", None) is not False, path

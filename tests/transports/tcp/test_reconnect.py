@@ -16,13 +16,7 @@ from tests.extent import each_value
 from tests.ranks import good, on_threads
 from tests.transports import proxy
 from tests.transports.ranks import COLLECTIVE, POINT_TO_POINT, Rank, run_rank, tag
-from tests.transports.wire_peer import (
-    CONTROL,
-    NOTICE,
-    RankZero,
-    hello,
-    read_exactly,
-)
+from tests.transports.wire_peer import CONTROL, NOTICE, RankZero, hello, read_exactly
 
 ROUNDS = 12
 SIZES = [1, 1000, 60_000, 300_000]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import resource
 import socket
-import subprocess
 import threading
 import time
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from statistics import mean
 
 import numpy as np
 import pytest
@@ -19,13 +17,16 @@ import pytest
 import pycomm.errors
 from pycomm import _C, _test, errors
 from pycomm.errors import Error
-from tests.compiling import ROOT, compile_cpp
 from tests.extent import each_value
 from tests.ranks import run_processes
 from tests.soak.held import held
 from tests.transports.ranks import SECONDS, pattern, processes, tag, threads
 
 MIB = 1 << 20
+beyond_loopback = pytest.mark.skipif(
+    all(ip.startswith(("127.", "::1")) for _, ip in _C.interfaces()),
+    reason="this machine has no interface but loopback",
+)
 
 
 # ------------------------------------------------------------------------------ several sockets
@@ -55,11 +56,9 @@ def test_number_of_sockets_is_checked(sockets):
 # ------------------------------------------------------------------------------ set-up
 
 
+@beyond_loopback
 def test_an_unproven_host_is_not_called_by_loopback():
     """A clone of this machine has the same host id but is another machine."""
-    others = [ip for name, ip in _C.interfaces() if not ip.startswith(("127.", "::1"))]
-    if not others:
-        pytest.skip("this machine has no interface but loopback")
     store = _C.Store.local()
 
     def meet():
@@ -407,6 +406,7 @@ def test_a_malformed_range_is_refused(ports):
         assert f"PYCOMM_PORTS={ports} is invalid: expected a range" in str(outcome)
 
 
+@beyond_loopback
 @pytest.mark.parametrize(
     ("advertise", "text"),
     [
@@ -418,9 +418,6 @@ def test_a_malformed_range_is_refused(ports):
 )
 def test_what_cannot_be_advertised_is_refused(advertise, text):
     """Only groups that span hosts use it: rank 1 claims to be on another one."""
-    others = [ip for _, ip in _C.interfaces() if not ip.startswith(("127.", "::1"))]
-    if not others:
-        pytest.skip("this machine has no interface but loopback")
     store = _C.Store.local()
     store.set("g/tcp-host/1", "another-host 1 - -")
     with pytest.raises(errors.Error) as raised:
@@ -428,10 +425,8 @@ def test_what_cannot_be_advertised_is_refused(advertise, text):
     assert text in str(raised.value)
 
 
+@beyond_loopback
 def test_an_address_that_is_mapped_to_ours_is_published():
-    others = [ip for _, ip in _C.interfaces() if not ip.startswith(("127.", "::1"))]
-    if not others:
-        pytest.skip("this machine has no interface but loopback")
     store = _C.Store.local()
     store.set("g/tcp-host/1", "another-host 1 - -")
     with pytest.raises(errors.Timeout):
@@ -447,125 +442,110 @@ def test_an_address_that_is_mapped_to_ours_is_published():
 RATE = 24e6  # bytes a second
 
 
-def compiled(tmp_path_factory, name):
-    """Return a program of this folder."""
-    program = tmp_path_factory.mktemp(name) / name
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
-    compile_cpp(Path(__file__).with_name(f"{name}_main.cpp"), program, *flags)
-    return program
+WINDOW, PACKET = 0.2, 1448  # seconds, bytes
 
 
-@pytest.fixture(scope="module")
-def windows(tmp_path_factory):
-    """Return a function from phases (rate, wanted, loss, windows) to what each window saw."""
-    program = compiled(tmp_path_factory, "rate_limit")
+def windows(*phases):
+    """Return what is offered, delivered, and which part of it is repeated, window by window.
 
-    def run(*phases):
-        words = [str(word) for phase in phases for word in phase]
-        done = subprocess.run([program, *words], stdout=subprocess.PIPE, text=True, check=True)
-        return [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
-
-    return run
-
-
-def offered(seen):
-    return [window[0] for window in seen]
-
-
-def delivered(seen):
-    return [window[1] for window in seen]
-
-
-def lost(seen):
-    return [window[2] for window in seen]
+    Args:
+        phases: (what the path carries, what the sender would send without a limit, how likely the
+            path loses a packet, windows). With a path below 0 connections are made anew first.
+    """
+    limit, chance, seen = _test.RateLimit(), np.random.default_rng(7), []
+    sent = repeated = 0.0
+    for rate, wanted, loss, count in phases:
+        if rate < 0:
+            sent = repeated = 0.0
+        for _ in range(count):
+            offered = min(limit.bytes_per_second or wanted, wanted)
+            lost = chance.binomial(int(offered * WINDOW / PACKET), loss) * PACKET / WINDOW
+            delivered = min(offered - lost, abs(rate))
+            sent += offered * WINDOW
+            repeated += (offered - delivered) * WINDOW
+            limit.update(delivered, int(sent), int(repeated))
+            seen.append((offered, delivered, (offered - delivered) / offered))
+    return np.array(seen).T
 
 
 @pytest.mark.parametrize("loss", [0, 0.01])
 @pytest.mark.parametrize("wanted", [1.1, 1.3, 3])
-def test_a_queue_that_overflows_all_the_time_is_left_alone(windows, wanted, loss):
-    seen = windows((RATE, wanted * RATE, loss, 100))
-    assert lost(seen)[0] > 0.05
-    later = seen[10:]
-    assert mean(lost(later)) < 0.025 + loss
-    assert mean(delivered(later)) > 0.95 * RATE
+def test_a_queue_that_overflows_all_the_time_is_left_alone(wanted, loss):
+    _, delivered, lost = windows((RATE, wanted * RATE, loss, 100))
+    assert lost[0] > 0.05
+    assert lost[10:].mean() < 0.025 + loss
+    assert delivered[10:].mean() > 0.95 * RATE
 
 
-def test_a_single_window_with_losses_changes_nothing(windows):
-    seen = windows((RATE, 2 * RATE, 0, 1), (RATE, 0.9 * RATE, 0, 5), (RATE, 2 * RATE, 0, 1))
-    assert offered(seen)[-1] == 2 * RATE
+def test_a_single_window_with_losses_changes_nothing():
+    once = (RATE, 2 * RATE, 0, 1)
+    offered, _, _ = windows(once, (RATE, 0.9 * RATE, 0, 5), once)
+    assert offered[-1] == 2 * RATE
 
 
 @pytest.mark.parametrize("loss", [0.01, 0.02, 0.024, 0.025, 0.026, 0.03, 0.04, 0.1])
 @pytest.mark.parametrize("wanted", [0.1, 0.5])
-def test_a_lossy_path_is_not_slowed_down(windows, loss, wanted):
+def test_a_lossy_path_is_not_slowed_down(loss, wanted):
     """Near the limit of what counts as too much, some windows lose more than that, some less."""
     wanted *= RATE
-    seen = offered(windows((RATE, wanted, loss, 2000)))
-    assert mean(seen) > 0.95 * wanted
-    assert mean(seen[-500:]) > 0.9 * wanted
+    offered, _, _ = windows((RATE, wanted, loss, 2000))
+    assert offered.mean() > 0.95 * wanted
+    assert offered[-500:].mean() > 0.9 * wanted
 
 
-def test_a_path_that_becomes_faster_is_found(windows):
-    seen = windows((RATE, 1.3 * RATE, 0, 30), (4 * RATE, 5 * RATE, 0, 12))
-    assert delivered(seen)[29] < 1.05 * RATE
-    assert delivered(seen)[-1] > 3 * RATE
+def test_a_path_that_becomes_faster_is_found():
+    _, delivered, _ = windows((RATE, 1.3 * RATE, 0, 30), (4 * RATE, 5 * RATE, 0, 12))
+    assert delivered[29] < 1.05 * RATE
+    assert delivered[-1] > 3 * RATE
 
 
-def test_a_path_that_becomes_slower_is_followed(windows):
-    seen = windows((RATE, 1.3 * RATE, 0, 30), (RATE / 3, 1.3 * RATE, 0, 30))
-    later = seen[40:]
-    assert mean(lost(later)) < 0.05
-    assert mean(delivered(later)) > 0.9 * RATE / 3
+def test_a_path_that_becomes_slower_is_followed():
+    _, delivered, lost = windows((RATE, 1.3 * RATE, 0, 30), (RATE / 3, 1.3 * RATE, 0, 30))
+    assert lost[40:].mean() < 0.05
+    assert delivered[40:].mean() > 0.9 * RATE / 3
 
 
-def test_connections_that_are_made_again_count_from_zero(windows):
+def test_connections_that_are_made_again_count_from_zero():
     """With the first window the new counts would be a second one with losses."""
     once = (RATE, 2 * RATE, 0, 1)
-    seen = windows(once, (-RATE, 0.9 * RATE, 0, 1), once)
-    assert offered(seen)[-1] == 2 * RATE
+    offered, _, _ = windows(once, (-RATE, 0.9 * RATE, 0, 1), once)
+    assert offered[-1] == 2 * RATE
 
 
 SHORT, FAR = 400, 200  # milliseconds: an operation sends for less than two round trips
 
 
-@pytest.fixture(scope="module")
-def operations(tmp_path_factory):
-    """Return a function from operations (pause before it, share that is repeated) to what each look
-    found: what the sockets may send together, and how many are in use.
+def operations(*each):
+    """Return what each look found: what the sockets may send together, and how many are in use.
 
     The path carries `RATE`. In a pause the peer acknowledges what was under way, and nobody looks.
+
+    Args:
+        each: operations: the pause before it, in milliseconds, and the share that is repeated.
     """
-    program = compiled(tmp_path_factory, "flow")
-
-    def run(*each):
-        lines, now, delivered, sent, repeated = [], 1000, 0, 0, 0
-        for pause, again in each:
-            now += pause
-            delivered = sent
-            lines.append(f"begin {now}")
-            for ms in range(0, SHORT + 2 * FAR, 20):
-                busy = ms < SHORT
-                sent += int(0.02 * RATE * 1.2) if busy else 0
-                repeated = int(again * sent)
-                delivered += int(0.02 * RATE) if FAR <= ms < SHORT + FAR else 0
-                unsent = 1 << 20 if busy else 0
-                lines.append(f"look {now + ms} {FAR} {delivered} {unsent} {sent} {repeated}")
-            now += SHORT + 2 * FAR
-        done = subprocess.run(
-            [program], input="\n".join(lines), stdout=subprocess.PIPE, text=True, check=True
-        )
-        return [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-
-    return run
+    flow, seen = _test.Flow(), []
+    now, delivered, sent = 1000, 0, 0
+    for pause, again in each:
+        now += pause
+        delivered = sent
+        flow.begin(now)
+        for ms in range(0, SHORT + 2 * FAR, 20):
+            busy = ms < SHORT
+            sent += int(0.02 * RATE * 1.2) if busy else 0
+            delivered += int(0.02 * RATE) if FAR <= ms < SHORT + FAR else 0
+            unsent = 1 << 20 if busy else 0
+            seen.append(flow.look(now + ms, FAR, delivered, unsent, sent, int(again * sent)))
+        now += SHORT + 2 * FAR
+    return seen
 
 
-def test_operations_that_end_within_two_round_trips_show_an_overflow(operations):
+def test_operations_that_end_within_two_round_trips_show_an_overflow():
     """Such as the shots of a coded all-reduce: no window has bytes to send from end to end."""
     limits = [limit for limit, _ in operations(*[(0, 0.2)] * 3)]
     assert 0.85 * RATE < max(limits) <= RATE
 
 
-def test_what_arrives_in_a_pause_is_no_rate(operations):
+def test_what_arrives_in_a_pause_is_no_rate():
     limits = [limit for limit, _ in operations(*[(3000, 0.2)] * 8)]
     assert 0.85 * RATE < max(limits) <= RATE
     assert {used for _, used in operations(*[(3000, 0)] * 8)} == {4}

@@ -1,7 +1,5 @@
 // Minimal codecs of every kind that csrc/codecs/base/codec.h allows, for tests of the collectives.
 // A value is an integer times an eighth, so sums are exact.
-#include <pybind11/pybind11.h>
-
 #include <chrono>
 #include <cmath>
 #include <cstring>
@@ -10,23 +8,24 @@
 #include <thread>
 
 #include "codecs/base/codec.h"
-#include "core/error.h"
+#include "tests/binding/module.h"
 
 namespace py = pybind11;
-using namespace pycomm;
 
+namespace pycomm {
 namespace {
 
 constexpr float kUnit = 0.125f;
 
-struct Pair {
+/// A value of a payload of variable size.
+struct Code {
   uint32_t index;
   int32_t code;
 };
 
 /// The seeds of all encoder calls.
-std::mutex keys_mutex;
-std::set<uint64_t> keys;
+std::mutex seeds_mutex;
+std::set<uint64_t> seeds;
 
 class Simple final : public Codec {
  public:
@@ -40,16 +39,16 @@ class Simple final : public Codec {
   size_t granule() const override { return granule_; }
   bool variable() const override { return variable_; }
   size_t encoded_bytes(size_t numel) const override {
-    return variable_ ? kHead + numel * sizeof(Pair) : numel * sizeof(int32_t);
+    return variable_ ? kHead + numel * sizeof(Code) : numel * sizeof(int32_t);
   }
 
   void encode(const EncodeArgs& args) const override {
     if (rests_.count() > 0) std::this_thread::sleep_for(rests_);
     {
-      const std::lock_guard<std::mutex> lock(keys_mutex);
-      keys.insert(args.key.seed);
+      const std::lock_guard<std::mutex> lock(seeds_mutex);
+      seeds.insert(args.key.seed);
     }
-    auto* pair = reinterpret_cast<Pair*>(args.out.data + kHead);
+    auto* pair = reinterpret_cast<Code*>(args.out.data + kHead);
     auto* code = reinterpret_cast<int32_t*>(args.out.data);
     for (size_t i = 0; i < args.in.size; i++) {
       const float p = args.in[i] + (args.residual ? args.residual[i] : 0.0f);
@@ -78,7 +77,7 @@ class Simple final : public Codec {
     }
     uint32_t used = 0;
     std::memcpy(&used, in, sizeof used);
-    const auto* pair = reinterpret_cast<const Pair*>(in + kHead);
+    const auto* pair = reinterpret_cast<const Code*>(in + kHead);
     for (; reinterpret_cast<const uint8_t*>(pair) < in + used; pair++) {
       if (pair->index < out.size) add(pair->index, pair->code);
     }
@@ -95,8 +94,7 @@ class Simple final : public Codec {
 
 }  // namespace
 
-PYBIND11_MODULE(simple_codecs, m) {
-  py::module_::import("pycomm._C");
+void bind_codecs(py::module_& m) {
   py::class_<Simple, Codec>(m, "Simple")
       .def(py::init(
                [](const std::string& combine, size_t granule, bool variable, bool lies, int rests) {
@@ -105,11 +103,13 @@ PYBIND11_MODULE(simple_codecs, m) {
                }),
            py::arg("combine"), py::kw_only(), py::arg("granule") = 64, py::arg("variable") = false,
            py::arg("lies") = false, py::arg("rests") = 0);
-  m.def("take_keys", [] {
-    const std::lock_guard<std::mutex> lock(keys_mutex);
+  m.def("take_seeds", [] {
+    const std::lock_guard<std::mutex> lock(seeds_mutex);
     py::list taken;
-    for (const uint64_t seed : keys) taken.append(seed);
-    keys.clear();
+    for (const uint64_t seed : seeds) taken.append(seed);
+    seeds.clear();
     return taken;
   });
 }
+
+}  // namespace pycomm
