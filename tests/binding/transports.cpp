@@ -181,8 +181,8 @@ void bind_transports(py::module_& m) {
   py::class_<tcp::RateLimit>(m, "RateLimit")
       .def(py::init())
       .def_property_readonly("bytes_per_second", &tcp::RateLimit::bytes_per_second)
-      .def("update", &tcp::RateLimit::update, py::arg("rate"), py::arg("sent"),
-           py::arg("repeated"));
+      .def("update", &tcp::RateLimit::update, py::arg("rate"), py::arg("sent"), py::arg("repeated"),
+           py::arg("whole") = true);
 
   // Times are in milliseconds; returns what the sockets may send together, in bytes per second, and
   // how many are in use.
