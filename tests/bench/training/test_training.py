@@ -7,7 +7,6 @@ from itertools import groupby, islice
 import torch
 
 from pycomm.bench.training import train as training
-from pycomm.bench.training.corpora import standard_library
 from pycomm.bench.training.methods import Method
 from pycomm.bench.training.train import (
     Config,
@@ -15,6 +14,7 @@ from pycomm.bench.training.train import (
     batches,
     loss_of,
     schedule,
+    standard_library,
     take_turns,
 )
 
