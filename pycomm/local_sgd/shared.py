@@ -55,7 +55,7 @@ class SharedModel:
         model: the model.
         state: codecs and feedback of its parameters.
         fragments, every: see `split`.
-        lr, momentum, nesterov, weighted: see `LocalSGD`.
+        lr, momentum, weighted: see `LocalSGD`.
     """
 
     def __init__(
@@ -67,7 +67,6 @@ class SharedModel:
         every: int,
         lr: float,
         momentum: float,
-        nesterov: bool,
         weighted: bool,
     ) -> None:
         self._model, self.state, self._lr, self._weighted = model, state, lr, weighted
@@ -78,7 +77,7 @@ class SharedModel:
         broadcast(model, group)
         trained = self.trained()
         self.parts = [
-            Fragment(part, momentum=momentum, nesterov=nesterov, end=end)
+            Fragment(part, momentum=momentum, end=end)
             for part, end in split(trained, fragments, every)
         ]
         for name, parameter in trained.items():
