@@ -1,21 +1,17 @@
 """The doctor's command line.
 
 python -m pycomm.doctor
-python -m pycomm.doctor --json - --no-self-test
+python -m pycomm.doctor --no-self-test
 torchrun --nnodes 2 ... -m pycomm.doctor
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from pycomm.doctor import gpu, installed, machine, network, probe, self_test, variables
 from pycomm.doctor.finding import LEVELS, STATUS, Finding, worst
@@ -46,7 +42,7 @@ def examine(
     findings += variables.judge(
         set_here, refused, torch.facts.get("impl", ""), torch.facts.get("no_effect", ())
     )
-    findings += machine.judge(machine.look(), ranks_here, ranks)
+    findings.append(machine.judge(machine.look(), ranks_here))
     facts = probe.platform_facts() | {
         "torch": probe.version("torch"),
         "SIMD level": core.facts.get("simd", "none"),
@@ -112,17 +108,6 @@ def verdict(findings: Sequence[Finding]) -> str:
     return ", ".join(said) or "all is well"
 
 
-def to_record(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return the report as a value for JSON."""
-    level = worst(findings)
-    return {
-        "host": socket.gethostname(),
-        "verdict": level if STATUS[level] else "ok",
-        "status": STATUS[level],
-        "findings": [asdict(finding) for finding in findings],
-    }
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m pycomm.doctor",
@@ -131,7 +116,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         epilog="Exit status: 0 all is well, 1 a problem, 2 wrong options, 3 only warnings.",
     )
     add = parser.add_argument
-    add("--json", metavar="FILE", help="write the report to this file too; - prints it instead")
     add("--no-self-test", dest="self_test", action="store_false", help="start no ranks")
     what = "let two ranks average on the GPU"
     add("--gpu", action="store_true", help=what)
@@ -162,17 +146,8 @@ def main(argv: Sequence[str]) -> int:
         findings, status = job.examine(
             lambda: examine(here, ranks, hosts), rank, ranks, options.self_test
         )
-    if findings and options.json != "-":
+    if findings:
         show(findings)
-    if findings and options.json:
-        text = json.dumps(to_record(findings), indent=1) + "\n"
-        if options.json == "-":
-            print(text, end="")
-        else:
-            try:
-                Path(options.json).write_text(text)
-            except OSError as error:
-                return fail(f"--json {options.json} cannot be written: {error.strerror}")
     return status
 
 

@@ -41,12 +41,6 @@ def _core(core: ProbeOutcome) -> Iterator[Finding]:
         )
     else:
         yield TOPIC.ok("core", f"loads; SIMD level {simd}")
-    if core.facts.get("cuda_wheel"):
-        yield TOPIC.warning(
-            "pycomm-cuda13",
-            f"is installed and not used: {core.facts['cuda_wheel']}",
-            "as above, or pip uninstall pycomm-cuda13",
-        )
     if core.facts.get("tls"):
         yield TOPIC.ok("encryption", f"{core.facts['tls']} is there for PYCOMM_TLS=on")
     elif core.facts.get("tls_error"):

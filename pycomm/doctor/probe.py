@@ -33,9 +33,8 @@ Facts = dict[str, Any]
 
 def core() -> Facts:
     """Return facts on `_C` and libpycomm.so."""
-    from pycomm import _C, _cuda_wheel
+    from pycomm import _C
 
-    wheel = _cuda_wheel.installed()
     try:
         tls, tls_error = _C.tls_version(), ""
     except RuntimeError as error:
@@ -43,7 +42,6 @@ def core() -> Facts:
     return {
         "simd": _C.simd_level(),
         "cuda": _C.cuda_built(),
-        "cuda_wheel": "" if wheel is None else _cuda_wheel.why_not(wheel),
         "gpus": _C.device_count(),
         "tls": tls,
         "tls_error": tls_error,
