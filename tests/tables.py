@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pycomm
@@ -25,11 +25,12 @@ from pycomm.bench.training.methods import METHODS
 from pycomm.bench.training.results import (
     DEMO_HEAD,
     RANKS,
+    changes,
     demo_cells,
     load,
     loss,
     pairs,
-    steps_to_loss,
+    steps_to_exact,
 )
 from pycomm.codecs import CODECS as KNOWN
 from pycomm.codecs import short_text
@@ -42,8 +43,6 @@ TRAINING, CODECS = tables.RESULTS / "training-cpu.csv", tables.RESULTS / "codecs
 SGD, SUITE = tables.RESULTS / "sgd-cpu.csv", tables.RESULTS / "suite-cpu.csv"
 LOCAL, LINKS = tables.RESULTS / "local-sgd-cpu.csv", tables.RESULTS / "links-cpu.csv"
 DEMO = tables.RESULTS / "demo-cpu.csv"
-EXACT = next(method for method in METHODS if method.label == "pycomm, exact")
-EXACT_SGD = next(method for method in METHODS if method.label == "pycomm, exact SGD")
 
 
 def steps(rows: Sequence[Row], model: str) -> str:
@@ -154,40 +153,6 @@ def suite_losses(rows: Sequence[Row]) -> str:
         shown = [of[task][method] for task in (*suite.UNEVEN, *means)]
         table.append([method, *shown, of[worst][method], worst, of[worst][spread]])
     return markdown(("method", *suite.UNEVEN, *means, "worst", "task", "its spread"), table)
-
-
-def exact_of(label: str) -> str:
-    """Return the label of the exact run of a method's optimizer."""
-    by_sgd = any(method.label == label and method.sgd for method in METHODS)
-    return (EXACT_SGD if by_sgd else EXACT).label
-
-
-def changes(method: str, model: str, rows: Iterable[Row], ranks: int = RANKS) -> list[float]:
-    """Return by seed the relative change of the loss at the schedule's end against the exact run.
-
-    Both losses are on the same held-out text: if one was taken on less, the curves are compared.
-    """
-    return [
-        loss(mine) / loss(exact) - 1
-        if mine.windows == exact.windows
-        else curve_end(mine) / curve_end(exact) - 1
-        for mine, exact in pairs(method, model, rows, ranks, exact=exact_of(method))
-    ]
-
-
-def steps_to_exact(method: str, model: str, rows: Sequence[Row]) -> float | None:
-    """Return the steps until a method's mean loss is that of the exact runs at their end.
-
-    These are from the curves, which use less text than the final loss. None: it never is.
-    """
-    trained = pairs(method, model, rows, exact=exact_of(method))
-    target = statistics.fmean(curve_end(exact) for _, exact in trained)
-    return steps_to_loss([tables.parse_curve(mine.curve) for mine, _ in trained], target)
-
-
-def curve_end(row: Row) -> float:
-    """Return the curve's loss at the end of the schedule."""
-    return tables.parse_curve(row.curve)[row.steps or 0]
 
 
 def label(method: str) -> str:

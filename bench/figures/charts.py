@@ -8,7 +8,7 @@ from typing import Any
 
 from pycomm.bench.common import harness, tables
 from pycomm.bench.common.tables import Row
-from pycomm.bench.figures.drawing import chart, line, log_scale, panels
+from pycomm.bench.figures.drawing import COLOURS, GREY, chart, line, log_scale, panels
 from pycomm.units import format_bytes, format_rate, format_time, parse_rate
 
 BASE_METHOD = "Gloo, fp32"
@@ -99,6 +99,29 @@ def steps(rows: Sequence[Row]) -> Any:
 
 
 @chart
+def bars_of_steps(rows: Sequence[Row]) -> Any:
+    """Draw steps beside their bounds: a panel for the fastest link and one for the slowest."""
+    rates = sorted({row["rate"] for row in rows}, key=lambda rate: -parse_rate(rate)[0])
+    shown = list(dict.fromkeys((rates[0], rates[-1])))
+    methods = list(dict.fromkeys(row["method"] for row in rows))[::-1]
+    figure, every = panels(
+        "Training steps beside what the link allows",
+        f"{_transformer(rows[0])}; {rows[0]['device']}; lower is better",
+        len(shown),
+    )
+    bars = (("the bound B", "bound", GREY, 0.2), ("step", "seconds", COLOURS[0], -0.2))
+    for axes, rate in zip(every, shown, strict=True):
+        mine = {row["method"]: row for row in rows if row["rate"] == rate}
+        for label, column, colour, above in bars:
+            lengths = [_ms(mine[name][column]) if name in mine else 0.0 for name in methods]
+            places = [place + above for place in range(len(methods))]
+            axes.barh(places, lengths, 0.4, label=label, color=colour)
+        axes.set_yticks(range(len(methods)), methods)
+        axes.set(xlabel="ms", title=f"Links of {_link(rate)}")
+    return figure
+
+
+@chart
 def losses(rows: Sequence[Row]) -> Any:
     """Plot the loss against steps, as the mean over the seeds, by method."""
     first = rows[0]
@@ -119,6 +142,10 @@ def losses(rows: Sequence[Row]) -> Any:
             highs.append(means[1] + 0.05)
     axes.set(xlabel="step", ylabel=LOSS, ylim=(min(lows), max(highs)))
     return figure
+
+
+def _ms(seconds: str) -> float:
+    return 1e3 * float(seconds) if seconds not in ("", "None") else 0.0
 
 
 def _millions(row: Row) -> str:

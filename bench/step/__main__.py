@@ -24,6 +24,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -274,6 +275,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--compute", type=arguments.seconds, default=0.0, help=what)
     add("--paced", action="store_true", help="no namespaces: pycomm paces its own sockets")
     add("--cpu", action="store_true", help="use no GPU")
+    add("--picture", metavar="FILE", type=Path, help="draw the steps beside their bounds, as PNG")
     arguments.add_csv(parser)
     options = parser.parse(argv)
     if options.nodes < 2 or options.ranks_per_node < 1:
@@ -294,6 +296,11 @@ def main(argv: Sequence[str]) -> int:
     report.header(f"{report.origin.device}, torch {torch.__version__}, {name}")
     for rate in options.rate:
         steps.steps(rate, report.add)
+    if options.picture:
+        from pycomm.bench.figures import charts, drawing  # need matplotlib
+
+        rows = [{k: str(v) for k, v in one.items()} for one in report.records()]
+        drawing.save(charts.bars_of_steps(rows), options.picture)
     return 0
 
 

@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from pycomm.bench.common.harness import Row, read_rows
-from pycomm.bench.training.methods import Method
+from pycomm.bench.common.tables import parse_curve
+from pycomm.bench.training.methods import METHODS, Method
 
 RANKS = 2
+EXACT = next(method for method in METHODS if method.label == "pycomm, exact")
+EXACT_SGD = next(method for method in METHODS if method.label == "pycomm, exact SGD")
+
+
 DEMO_HEAD = ("run", "step", "wire per step", "held-out loss", "speed-up")
 
 
@@ -48,6 +53,12 @@ def describe(kind: str, model: str, count: int, method: Method, ranks: int = RAN
     )
 
 
+def exact_of(label: str) -> str:
+    """Return the label of the exact run of a method's optimizer."""
+    by_sgd = any(method.label == label and method.sgd for method in METHODS)
+    return (EXACT_SGD if by_sgd else EXACT).label
+
+
 def steps_to_loss(curves: Sequence[Mapping[Any, float]], target: float) -> float | None:
     """Return the steps until the mean curve reaches the target, interpolated; None: never."""
     places = sorted(curves[0])
@@ -66,21 +77,52 @@ def pairs(
     rows: Iterable[Row],
     ranks: int = RANKS,
     *,
-    exact: str,
     kind: str = "loss",
+    exact: str = "",
 ) -> list[tuple[Row, Row]]:
-    """Return a method's trainings, one per seed, each with that of `exact` and the same seed.
+    """Return a method's trainings, one per seed, each with the exact one of the same seed.
 
     Of repeated trainings the last counts.
     """
     found = [r for r in rows if (r.kind, r.model, r.ranks) == (kind, model, ranks)]
-    mine, theirs = ({r.seed: r for r in found if r.method == wanted} for wanted in (method, exact))
+    mine, theirs = (
+        {r.seed: r for r in found if r.method == wanted}
+        for wanted in (method, exact or exact_of(method))
+    )
     return [(mine[seed], theirs[seed]) for seed in mine if seed in theirs]
+
+
+def changes(method: str, model: str, rows: Iterable[Row], ranks: int = RANKS) -> list[float]:
+    """Return by seed the relative change of the loss at the schedule's end against the exact run.
+
+    Both losses are on the same held-out text: if one was taken on less, the curves are compared.
+    """
+    return [
+        loss(mine) / loss(exact) - 1
+        if mine.windows == exact.windows
+        else curve_end(mine) / curve_end(exact) - 1
+        for mine, exact in pairs(method, model, rows, ranks)
+    ]
+
+
+def steps_to_exact(method: str, model: str, rows: Sequence[Row]) -> float | None:
+    """Return the steps until a method's mean loss is that of the exact runs at their end.
+
+    These are from the curves, which use less text than the final loss. None: it never is.
+    """
+    trained = pairs(method, model, rows)
+    target = statistics.fmean(curve_end(exact) for _, exact in trained)
+    return steps_to_loss([parse_curve(mine.curve) for mine, _ in trained], target)
 
 
 def loss(row: Row) -> float:
     assert row.loss is not None
     return row.loss
+
+
+def curve_end(row: Row) -> float:
+    """Return the curve's loss at the end of the schedule."""
+    return parse_curve(row.curve)[row.steps or 0]
 
 
 def load(path: Path) -> list[Row]:

@@ -7,6 +7,8 @@ import argparse
 import pytest
 
 from pycomm.bench.common import tables
+from pycomm.bench.figures.charts import bars_of_steps
+from pycomm.bench.figures.drawing import digest, picture_digest
 from pycomm.bench.step import __main__ as command
 from pycomm.bench.step.bound import Pace, wire_seconds
 from pycomm.bench.training.train import MODELS, Config, parameters
@@ -45,7 +47,8 @@ def test_two_ranks_take_turns_and_pace_themselves(tmp_path, capsys, monkeypatch)
     start_with(monkeypatch, as_python(tmp_path))
     words = ["--model", "1,32,2,8,300,2", "--cpu", "--paced", "--rate", "1gbit"]
     words += ["--methods", "exact,int4", "--rounds", "1", "--turn-seconds", "0.05"]
-    assert command.main([*words, "--csv", str(tmp_path / "x.csv")]) == 0
+    files = ["--csv", str(tmp_path / "x.csv"), "--picture", str(tmp_path / "x.png")]
+    assert command.main([*words, *files]) == 0
     printed = capsys.readouterr().out
     assert "# no lab: paced links were asked for" in printed
     assert "# links: " in printed
@@ -57,3 +60,7 @@ def test_two_ranks_take_turns_and_pace_themselves(tmp_path, capsys, monkeypatch)
     assert int4 < exact / 2  # norms and biases travel exactly
     assert all(float(row["bound"]) > 0 and float(row["ratio"]) > 0 for row in rows[1:])
     assert all(part in row["parts"] for row in rows for part in ("forward", "backward"))
+    chart = bars_of_steps(rows)
+    assert picture_digest(tmp_path / "x.png") == digest(chart)
+    ticks = [label.get_text() for label in chart.axes[0].get_yticklabels()]
+    assert ticks == [row["method"] for row in rows][::-1]

@@ -11,9 +11,17 @@ import torch.distributed as dist
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin, Row, record
 from pycomm.bench.training.methods import METHODS, Method
-from pycomm.bench.training.results import describe, load, steps_to_loss
+from pycomm.bench.training.results import (
+    EXACT,
+    EXACT_SGD,
+    changes,
+    describe,
+    exact_of,
+    load,
+    steps_to_exact,
+    steps_to_loss,
+)
 from pycomm.bench.training.train import Config, Transformer
-from tests.tables import EXACT, EXACT_SGD, changes, exact_of, steps_to_exact
 
 FP16 = next(method for method in METHODS if method.hook == "fp16")
 INT4 = next(method for method in METHODS if method.codec == "int4")
