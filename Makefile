@@ -83,8 +83,8 @@ mutants: build $(VENV)/dev.stamp
 	$(IN_VENV) $(PY) -m tests.mutants
 
 bench: build
-	@$(PY) -m pycomm.bench report; status=$$?; \
-	  $(PY) -m tests.tables && $(PY) -m pycomm.bench.plot --docs && exit $$status
+	@$(PY) -m pycomm.bench report --measure; status=$$?; \
+	  $(PY) -m pycomm.bench report --tables && $(PY) -m pycomm.bench.plot --docs && exit $$status
 
 conformance: build $(VENV)/dev.stamp
 	$(PY) -m tests.conformance

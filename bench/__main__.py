@@ -20,7 +20,7 @@ SUBCOMMANDS = {
     "links": ("links", "collectives over emulated links, near and far, beside Gloo and iperf3"),
     "peers": ("peers.table", "time to a loss beside other systems, over the same links"),
     "plan": ("plan.command", "the planner's predictions beside measurements"),
-    "report": ("figures.report", "measures again what docs claim"),
+    "report": ("figures.report", "measures what docs claim, and writes their tables"),
     "step": ("step.__main__", "training steps beside what the link allows"),
     "training": ("training.time_to_loss", "losses of a model with each codec, and torch's"),
 }

@@ -138,4 +138,14 @@ FIGURES = (
         # Curves have the same number of windows in all rows, and bits depend on no machine.
         measured=(*MEASURED, "windows", *CHECKED),
     ),
+    Figure(
+        "kinds",
+        "suite-cpu.csv",
+        charts.kinds,
+        {"kind": ["suite"], "method": charts.KIND_METHODS},
+        panel=("model", "parameters", "steps", "size", "count"),
+        line=("method", "codec"),
+        point=("seed",),
+        measured=(*MEASURED, *CHECKED),
+    ),
 )

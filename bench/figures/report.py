@@ -1,8 +1,9 @@
-"""`python -m pycomm.bench report`: what docs say was measured, measured again.
+"""`python -m pycomm.bench report`: what docs say was measured, measured again and written.
 
-    python -m pycomm.bench report --only demo,links
+    python -m pycomm.bench report --measure --only demo,links    repeat measurements
+    python -m pycomm.bench report --tables                       write the tables of docs
 
-It runs what takes half an hour on two cores (claims.csv). New rows replace those that the
+`--measure` runs what takes half an hour on two cores (claims.csv). New rows replace those that the
 same command wrote before; rows of other commands stay, since docs cite them. A command that fails
 leaves its table as it was, and the others continue.
 """
@@ -91,12 +92,21 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="python -m pycomm.bench report", description=__doc__)
     add = parser.add_argument
     add("--results", type=Path, default=tables.RESULTS, help="folder of the tables")
-    add("--only", default="", help="beginnings of tables' names, comma-separated")
-    add("--list", action="store_true", help="print the commands")
+    add("--measure", action="store_true", help="repeat the measurements")
+    add("--only", default="", help="of --measure: beginnings of tables' names, comma-separated")
+    add("--list", action="store_true", help="of --measure: print the commands")
     add("--log", type=Path, default=Path("build/bench.log"), help="what commands print")
+    add("--tables", action="store_true", help="write the tables of docs")
     options = parser.parse_args(argv)
-    names = tuple(options.only.split(","))
-    chosen = [one for one in commands() if one[0].startswith(names)]
-    if not chosen:
-        parser.error(f"no table begins with {options.only!r}")
-    return 0 if measure(chosen, options.results, options.log, options.list) else 1
+    if options.tables:
+        from pycomm.bench.figures import docs  # needs torch
+
+        docs.write_all(CLAIMS)
+        return 0
+    if options.measure:
+        names = tuple(options.only.split(","))
+        chosen = [one for one in commands() if one[0].startswith(names)]
+        if not chosen:
+            parser.error(f"no table begins with {options.only!r}")
+        return 0 if measure(chosen, options.results, options.log, options.list) else 1
+    parser.error("say --measure or --tables; python -m pycomm.bench.plot draws the figures")
