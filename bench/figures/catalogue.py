@@ -1,8 +1,8 @@
 """Figures of README and docs: the rows that each shows, and its chart.
 
-A figure declares which columns name its lines and the points of a line. All other columns that were
-set and not measured have one value: else lines would differ by more than what the figure shows, and
-`Figure.of` raises.
+A figure declares which columns name its panels, its lines and the points of a line. All other
+columns that were set and not measured have one value in a panel: else lines would differ by more
+than what the figure shows, and `Figure.of` raises.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Figure:
     chart: Callable[[Sequence[Row]], Any]
     where: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """by column: the values of the rows that are shown"""
+    panel: Sequence[str] = ()
     line: Sequence[str] = ()
     """the first column names a line; the others may differ between lines, and not within one"""
     point: Sequence[str] = ()
@@ -55,9 +56,9 @@ class Figure:
     def mixtures(self, results: Path) -> list[str]:
         """Return a sentence for each column in which rows differ that are drawn as equals."""
         rows, wrong = self.rows(results), []
-        declared = {*self.line, *self.point}
+        declared = {*self.panel, *self.line, *self.point}
         for column in self._settings(rows):
-            within = self.line[:1] if column in self.line[1:] else ()
+            within = (*self.panel, self.line[0]) if column in self.line[1:] else tuple(self.panel)
             if column in declared and column not in self.line[1:]:
                 continue
             groups: dict[tuple[str, ...], set[str]] = {}
@@ -127,6 +128,24 @@ FIGURES = (
         line=("method", "backend", "codec", "hook"),
         point=("rate",),
         measured=(*MEASURED, "steps"),
+    ),
+    Figure(
+        "gpu-steps",
+        "step-stand-in.csv",
+        charts.bars_of_steps,
+        {"kind": ["step"]},
+        panel=("rate",),
+        line=("method", "codec"),
+        measured=MEASURED,
+    ),
+    Figure(
+        "gpu-trace",
+        "trace-stand-in.csv",
+        charts.timeline,
+        panel=("model", "method", "rate"),
+        line=("stage",),
+        point=("bucket",),
+        measured=("begin", "end"),
     ),
     Figure(
         "losses",

@@ -11,6 +11,7 @@ The stages come in the order of what they tell a minute, and each ends within it
     optimizer    CodedAdamW beside torch's fused AdamW
     contract     the contract test of every implementation, ranks on one GPU (checks.py)
     sanitize     the kernels under compute-sanitizer
+    trace        the stages of a step in int4, as a picture
 
 Rows go to CSV files at once, so that a crash or a timeout keeps all earlier ones. `contract` and
 `sanitize` go on where an earlier run of the same sources has stopped. At the end stands what has
@@ -214,6 +215,11 @@ def sanitize(run: GpuRun) -> None:
             run.check(suite)
 
 
+def trace(run: GpuRun) -> None:
+    file = str(run.file("trace"))
+    run.call("trace", "pycomm.bench", *WORDS["trace"], "--rounds", "1", "--trace", file)
+
+
 Stage = Callable[[GpuRun], None]
 STAGES: dict[str, tuple[float, Stage]] = {
     "smoke": (1, smoke),
@@ -223,6 +229,7 @@ STAGES: dict[str, tuple[float, Stage]] = {
     "optimizer": (1, partial(measured, "optimizer")),
     "contract": (4, contract),
     "sanitize": (4, sanitize),
+    "trace": (1, trace),
 }
 """By name the minutes of each, and what it does."""
 WORDS = {
@@ -232,6 +239,7 @@ WORDS = {
         *("--codec", "none,int8,int4"),
     ),
     "optimizer": ("training", "--only", "optimizer", "--models", "25m,124m"),
+    "trace": ("step", "--methods", "int4", "--backend", "pycomm", "--rate", "10gbit"),
 }
 """The commands of `pycomm.bench` that stages run, but for their files."""
 

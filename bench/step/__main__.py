@@ -4,6 +4,7 @@
     python -m pycomm.bench step --model 124m --rate 10gbit,1gbit --backend nccl,pycomm
     python -m pycomm.bench step --nodes 2 --ranks-per-node 2 --backend cpu:pycomm,cuda:nccl
     python -m pycomm.bench step --model demo --trainings FSDP2
+    python -m pycomm.bench step --stand-in
 
 Ranks train a GPT on links between network namespaces (netlab.py): on GPUs, which ranks share where
 there are fewer, in bf16 autocast with fused AdamW; else on the CPU, a smaller one. Every row has
@@ -14,6 +15,10 @@ the bytes that a node has sent, the wire's time for them at 95 % of its rate, th
 and the ratio to it. C is forward and backward, `first` the time until the first bucket is ready,
 `last` the share of the last bucket; `alone` is a step whose hook sends nothing. Where there are no
 namespaces, pycomm paces its own sockets, which is checked; other backends then need a lab.
+
+`--stand-in` models the step of a GPU on a virtual clock (stand_in.py), from a checkout: nothing
+runs on one. Its parts are launches, copies and Python calls of a bucket, waits of the host in a
+step, and the share of the step in which each stage is busy.
 """
 
 from __future__ import annotations
@@ -30,12 +35,13 @@ from typing import Any
 import torch
 
 from pycomm.bench import netlab
-from pycomm.bench.common import accelerator, arguments
-from pycomm.bench.common.harness import Row
+from pycomm.bench.common import accelerator, arguments, tables
+from pycomm.bench.common.harness import Row, record
 from pycomm.bench.common.report import Column, Report
 from pycomm.bench.lab import jobs
-from pycomm.bench.step import rank
+from pycomm.bench.step import rank, stand_in
 from pycomm.bench.step.bound import Pace, wire_seconds
+from pycomm.bench.step.stages import StageTime
 from pycomm.bench.training.methods import METHODS, ONE_BUCKET, Method
 from pycomm.bench.training.results import describe
 from pycomm.bench.training.train import MODELS, Config, parameters
@@ -134,6 +140,10 @@ class Answers:
         if name == "links":
             rate = 8e-9 * answer["rate"]
             print(f"# links: {answer['sent']} bytes at {rate:.3g} Gbit/s a rank", flush=True)
+        elif name == "trace":
+            label = self._steps.methods[-1].label
+            spans = (StageTime(**each) for each in answer["spans"])
+            self._steps.traces += [span.row(label, self._base.rate) for span in spans]
         elif name == "alone":
             self._add(self._alone(answer))
         else:
@@ -209,6 +219,8 @@ class Steps:
         self.name, self.config, self.methods = name, config, methods
         self.options, self.device = options, device
         self.ranks = options.nodes * options.ranks_per_node
+        self.traces: list[dict[str, Any]] = []
+        """The stages of a step of the last method on each link."""
 
     def steps(self, rate: str, add: Callable[[Row], object]) -> None:
         """Time all methods on links of a rate.
@@ -237,7 +249,7 @@ class Steps:
                 lab,
                 rank.time_methods,
                 *(self.config, methods, self.device, options.rounds, options.turn_seconds),
-                *(options.compute, paced / options.ranks_per_node),
+                *(options.compute, paced / options.ranks_per_node, bool(options.trace)),
                 env={"NCCL_SOCKET_IFNAME": lab.interface} if on_gpu else {},
                 ranks_per_node=options.ranks_per_node,
                 heard=Answers(self, rate, where, bool(reason), add).hear,
@@ -274,34 +286,61 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     what = "that a timed step computes at least, as a faster or larger model's would"
     add("--compute", type=arguments.seconds, default=0.0, help=what)
     add("--paced", action="store_true", help="no namespaces: pycomm paces its own sockets")
+    what = "write the stages of a step of the last method, as CSV, and beside it as PNG"
+    add("--trace", metavar="FILE", type=Path, help=what)
     add("--cpu", action="store_true", help="use no GPU")
+    add("--stand-in", action="store_true", help="model the steps of a GPU with a virtual clock")
+    what = "with --stand-in: end with 1 where the engine's goals do not hold, which are told"
+    add("--check", action="store_true", help=what)
     add("--picture", metavar="FILE", type=Path, help="draw the steps beside their bounds, as PNG")
     arguments.add_csv(parser)
     options = parser.parse(argv)
     if options.nodes < 2 or options.ranks_per_node < 1:
         parser.error("want at least two --nodes, and one rank on each")
-    options.model = options.model or model(small)
+    if options.check and not options.stand_in:
+        parser.error("--check belongs to --stand-in")
+    options.model = options.model or model("124m" if options.stand_in else small)
     return options
 
 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     name, config = options.model
-    kind = "cpu" if options.cpu else accelerator.kind() or "cpu"
-    chosen = methods_of(options.methods, options.backend)
-    if options.trainings:
-        chosen = [m for m in METHODS if options.trainings.search(m.label) and not m.scheduled]
-    steps = Steps(name, config, chosen, options, kind)
-    report = Report(COLUMNS, options, device="" if kind == "cpu" else accelerator.describe())
+    if options.stand_in:
+        modelled = stand_in.ModelledSteps(name, config, options.methods)
+        steps: Steps | stand_in.ModelledSteps = modelled
+        device = "stand-in for an H200"
+    else:
+        kind = "cpu" if options.cpu else accelerator.kind() or "cpu"
+        chosen = methods_of(options.methods, options.backend)
+        if options.trainings:
+            chosen = [m for m in METHODS if options.trainings.search(m.label) and not m.scheduled]
+        steps = Steps(name, config, chosen, options, kind)
+        device = "" if kind == "cpu" else accelerator.describe()
+    report = Report(COLUMNS, options, device=device)
     report.header(f"{report.origin.device}, torch {torch.__version__}, {name}")
+    if options.trace:
+        options.trace.parent.mkdir(parents=True, exist_ok=True)
     for rate in options.rate:
         steps.steps(rate, report.add)
     if options.picture:
-        from pycomm.bench.figures import charts, drawing  # need matplotlib
+        draw("bars_of_steps", report.records(), options.picture)
+    if options.trace and steps.traces:
+        rows = [record({"model": name} | row, report.origin) for row in steps.traces]
+        tables.append(options.trace, rows)
+        draw("timeline", rows, options.trace.with_suffix(".png"))
+    wrong = steps.broken if isinstance(steps, stand_in.ModelledSteps) and options.check else []
+    for goal in wrong:
+        report.note(f"not yet: {goal}")
+    return 1 if wrong else 0
 
-        rows = [{k: str(v) for k, v in one.items()} for one in report.records()]
-        drawing.save(charts.bars_of_steps(rows), options.picture)
-    return 0
+
+def draw(chart: str, records: list[dict[str, Any]], path: Path) -> None:
+    """Draw a chart of rows as their table would have them."""
+    from pycomm.bench.figures import charts, drawing  # need matplotlib
+
+    rows = [{k: str(v) for k, v in one.items()} for one in records]
+    drawing.save(getattr(charts, chart)(rows), path)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pycomm.backend import find
 from pycomm.bench.common import accelerator
 from pycomm.bench.common.timing import in_turns
+from pycomm.bench.step.stages import Stages, StageTime
 from pycomm.bench.training.methods import Method
 from pycomm.bench.training.train import (
     Config,
@@ -135,29 +137,35 @@ def alone(
 ) -> dict[str, Any]:
     """Return the steps of DDP with a hook that sends nothing, and their parts. Collective."""
     stepper = Stepper(config, Method("alone"), net, group, clock, 0.0)
-    sizes: list[int] = []
-    ready: list[float] = []
+    stages, sizes = Stages(clock.device), []
 
     def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if not sizes:
-            ready.append(clock())
         sizes.append(bucket.buffer().numel())
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
     assert isinstance(stepper.model, DistributedDataParallel)
-    stepper.model.register_comm_hook(None, hook)
+    with stages.noted():
+        stepper.model.register_comm_hook(None, hook)
     seconds = in_turns({"": stepper.step}, 4 * SETTLE, settle=SETTLE, turn=4 * SETTLE, clock=clock)
     parts = stepper.parts()
     first = []
     for _ in range(PARTS):
         sizes.clear()
-        begin = clock()
-        stepper.step()
-        first.append(ready[-1] - begin)
+        first.append(next(iter(trace(stepper, stages, clock))).end)
     shape = {"first": statistics.median(first), "last": sizes[-1] / sum(sizes), "buckets": sizes}
     return {"seconds": seconds[""], "memory": clock.memory(), "parts": parts, **shape}
+
+
+def trace(stepper: Stepper, stages: Stages, clock: Clock) -> list[StageTime]:
+    """Return the stages of a step. Collective."""
+    clock()
+    stages.begin()
+    stepper.step()
+    stages.end()
+    clock()
+    return stages.spans()
 
 
 def agreed_count(steps: float) -> int:
@@ -214,6 +222,7 @@ def time_methods(
     turn_seconds: float,
     compute: float,
     paced: float,
+    traced: bool,
 ) -> Iterator[dict[str, Any]]:
     """Time methods in turns; yield the samples. Most share one model. Collective.
 
@@ -224,6 +233,7 @@ def time_methods(
         rounds, turn_seconds: turns of each method, and timed seconds of one.
         compute: see `Stepper`.
         paced: bytes per second of each rank where pycomm paces itself; 0: links do.
+        traced: the stages of a step of the last method are yielded, too.
     """
     if device != "cpu":
         ranks = int(os.environ["WORLD_SIZE"])
@@ -244,7 +254,9 @@ def time_methods(
     for method in methods * rounds:
         group = groups[method.backend]
         clock.memory(begins=True)
-        stepper = Stepper(config, method, net, group, clock, compute)
+        stages = Stages(clock.device)
+        with stages.noted() if traced and method is methods[-1] else nullcontext():
+            stepper = Stepper(config, method, net, group, clock, compute)
         every = method.local.get("every", 1)
         begin = settle_steps(method) - 1
         (last,) = in_turns({"": stepper.step}, 1, settle=begin, clock=clock)[""]
@@ -255,6 +267,10 @@ def time_methods(
         dist.barrier()
         sent = (wire_bytes(group) - before) / timed
         parts = {} if method.local else stepper.parts()
+        if traced and method is methods[-1]:
+            with stages.noted():
+                spans = trace(stepper, stages, clock)
+            yield {"method": "trace", "spans": [asdict(span) for span in spans]}
         made = {"seconds": seconds, "sent": sent, "memory": clock.memory(), "parts": parts}
         yield {"method": method.label, **made}
         stepper.finish()

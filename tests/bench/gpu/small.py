@@ -13,6 +13,7 @@ gpu.WORDS |= {
     "step": (*gpu.WORDS["step"], *STEP, "--methods", "exact,sign"),
     "collectives": (*gpu.WORDS["collectives"], "-b", "4K", "-e", "4K", "-n", "5"),
     "optimizer": ("training", "--only", "optimizer", "--models", "tiny"),
+    "trace": (*gpu.WORDS["trace"], *STEP),
 }
 checks.PARTS, checks.SANITIZERS = ("sign",), ("memcheck",)
 # They have devices of their own, in processes that test_fake_device.py and test_exact.py start.

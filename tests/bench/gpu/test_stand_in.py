@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from pycomm.bench.common import tables
+from pycomm.bench.figures.charts import timeline
+from pycomm.bench.figures.drawing import digest, picture_digest
 from pycomm.bench.gpu import __main__ as gpu
 from pycomm.bench.gpu import tasks
+from pycomm.bench.step.stages import STAGES
 from tests.torch.device import fake_device
 from tests.torch.interpreter import EXECUTABLE, ROOT
 
@@ -118,6 +121,16 @@ def test_kernels_run_under_the_sanitizer(rows, folder):
     assert "torch.zeros(1, device='fakegpu')" in trial
     assert run.startswith("--tool=memcheck --error-exitcode=86 --print-limit=20 ")
     assert "test_alignment_does_not_matter and nvrtc-fakegpu and sign" in run
+
+
+def test_the_trace_shows_the_stages_of_each_bucket(done, folder):
+    spans = table(folder, "trace")
+    stages = [span["stage"] for span in spans]
+    assert stages == [stage for stage in STAGES if stage != "reduce"]  # of the one bucket
+    times = [float(span[at]) for span in spans for at in ("begin", "end")]
+    assert times == sorted(times)
+    picture = folder / "results" / "trace-stand-in.png"
+    assert picture_digest(picture) == digest(timeline(spans))
 
 
 def test_collectives_of_its_tensors_are_right(done, folder):

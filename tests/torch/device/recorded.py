@@ -1,4 +1,4 @@
-"""What the shipped hooks ask of a device in a step, for the clock of clock.py.
+"""What the shipped hooks ask of a device in a step, for the clock of `bench step --stand-in`.
 
     python -m tests.torch.device.recorded JOB ...
 

@@ -1,14 +1,15 @@
 """The step of a GPU on a virtual clock: what the shipped hooks ask of a device, at its speeds.
 
-The hooks run on the stand-in device (recorded.py), which notes each launch, copy, wait, exchange
-and call of a Python function, in order. No formula of a step is in here: a replay takes the notes
-one by one. Parameters are an eighth of the model's, and bytes are counted eight times.
+The hooks run on the stand-in device of the tests (`python -m tests.torch.device.recorded`, in a
+checkout), which notes each launch, copy, wait, exchange and call of a Python function, in order. No
+formula of a step is in here: a replay takes the notes one by one. Parameters are an eighth of the
+model's, and bytes are counted eight times.
 
 The speeds are those of an H200 (`docs/gpu.md`): with them the path of November 2026 takes what was
-measured then, within a fifth. That was over a late carrier: the host waits for an exchange, and
-then queues the copy back, as Gloo does, and pycomm where streams cannot be held. An ordered
-carrier, such as NCCL, lets the stream wait. What else NCCL costs is not modelled: its exact
-all-reduce reached 55 % of 10 Gbit/s there, and 93 % of 1 Gbit/s.
+measured then, within a fifth (`tests/bench/step/test_stand_in.py`). That was over a late carrier:
+the host waits for an exchange, and then queues the copy back, as Gloo does, and pycomm where
+streams cannot be held. An ordered carrier, such as NCCL, lets the stream wait. What else NCCL costs
+is not modelled: its exact all-reduce reached 55 % of 10 Gbit/s there, and 93 % of 1 Gbit/s.
 """
 
 from __future__ import annotations
@@ -19,21 +20,27 @@ import statistics
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pycomm.bench.step.bound import FULL, Pace
+from pycomm.bench.common.harness import Row
+from pycomm.bench.step.bound import FULL, Pace, wire_seconds
+from pycomm.bench.step.stages import StageTime, joined
+from pycomm.bench.training.methods import Method
+from pycomm.bench.training.results import describe
 from pycomm.bench.training.train import Config, Transformer, parameters
 from pycomm.plan.model import BUCKET, FIRST_BUCKET
+from pycomm.units import parse_rate
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 RECORDER = "tests.torch.device.recorded"
 SCALE = 8
-CODECS = ("int4", "int8", "coded sign")
+CODECS = {"int4": "int4", "int8": "int8", "sign": "coded sign"}
+CARRIERS = ("ordered", "late")
 
 # What the recorder notes: kind, stream and value. The first seven are those of fake_device.cpp.
 OPERATION, WORK, COPY, RECORD, BLOCK, WAIT_STREAM, WAIT_EVENT = range(7)
@@ -54,6 +61,8 @@ GOALS = {"launches": 8, "calls": 20, "waits": 0, "held": 0}
 the compute stream waits. A late carrier itself waits twice a bucket."""
 PASSES = {"launches": 4, "calls": 15}
 """What the passes of a coded optimizer over moments may add to these."""
+CALLS_OF_HOST = 12
+"""Most Python calls of a bucket of tensors of the host."""
 OVER = 1.1
 """What a step may be of the bound."""
 
@@ -148,6 +157,13 @@ class Replay:
         self._events: dict[int, float] = {}
         self._arrived: dict[int, float] = {}
         self.sent = 0.0
+        self.spans: list[StageTime] = []
+        self.noted = True
+        """Spans are kept of what each stream and the link do."""
+        self._bucket = -1  # whose hook has run last in this step
+        self._exchanges: dict[int, float] = {}  # when those that are not answered have begun
+        self._ready = 0.0  # when that bucket was ready
+        self._came = 0  # answers to the bucket's exchanges
 
     def step(self) -> float:
         """Take the step; return when the compute stream has done it."""
@@ -159,7 +175,13 @@ class Replay:
 
     def _work(self, stream: Lane, seconds: float) -> None:
         self.host.take(OPERATIONS)
-        stream.take(seconds, self.host.free)
+        end = stream.take(seconds, self.host.free)
+        coding = ("encode", "own", "land")[min(self._came, 2)]
+        self._span("optimizer" if self._bucket < 0 else coding, end - seconds, end)
+
+    def _span(self, stage: str, begin: float, end: float) -> None:
+        if self.noted and end > self._ready:  # else its kernel has no need of the bucket's values
+            self.spans.append(StageTime(stage, self._bucket, max(begin, self._ready), end))
 
     def _take(self, kind: int, number: int, value: int) -> None:
         host, stream = self.host, self.streams[number]
@@ -183,18 +205,30 @@ class Replay:
             out, sent, _ = (n * self._scale for n in self._recorded.exchanges[value])
             host.take(COLLECTIVES)
             self.sent += sent
-            self.up.take(out / BUS, stream.free, host.free)
+            begin = max(self.up.free, stream.free, host.free)
+            self.up.take(out / BUS, begin)
             self._arrived[value] = self.link.take(sent / self._rate, self.up.free)
-        elif kind in (ANSWER, ARRIVAL):
+            self._exchanges[value] = begin
+        elif kind == ANSWER:
             came = self._recorded.exchanges[value][2] * self._scale
-            if kind == ANSWER:
-                host.take(0.0, self._arrived[value])
-            since = host.free if kind == ANSWER else self._arrived[value]
-            stream.take(0.0, self.down.take(came / BUS, since))
+            host.take(0.0, self._arrived[value])
+            end = stream.take(0.0, self.down.take(came / BUS, host.free))
+            self._span(("scatter", "gather")[min(self._came, 1)], self._exchanges.pop(value), end)
+            self._came += 1
+        elif kind == ARRIVAL:
+            came = self._recorded.exchanges[value][2] * self._scale
+            end = stream.take(0.0, self.down.take(came / BUS, self._arrived[value]))
+            self._span(("scatter", "gather")[min(self._came, 1)], self._exchanges.pop(value), end)
+            self._came += 1
         elif kind == BUCKET_READY:
             begin, seconds = host.free, EACH if value else FIRST
             host.take(seconds)
-            self.streams[COMPUTE].take(seconds, begin)
+            end = self.streams[COMPUTE].take(seconds, begin)
+            self._bucket, self._came, self._ready = value, 0, end - seconds
+            self._span("compute", end - seconds, end)
+            self._ready = end
+        elif kind == STEP:
+            self._bucket = -1
 
 
 @dataclass(frozen=True)
@@ -203,19 +237,28 @@ class Modelled:
 
     seconds: float
     sent: float
-    on_wire: float
-    """Share of the step in which the link carries something."""
+    busy: dict[str, float]
+    """Share of the step in which each stage did something."""
+    spans: list[StageTime]
+    """The stages of each bucket."""
 
 
 def modelled(recorded: Recorded, rate: float, scale: float, repeats: int = 4) -> Modelled:
     """Return the step that repeats on links of so many bytes per second."""
     replay, ends = Replay(recorded, FULL * rate, scale), [0.0]
-    for _ in range(repeats):
-        replay.sent = 0.0
+    for number in range(repeats):
+        replay.sent, replay.noted = 0.0, number == repeats - 1
         ends.append(replay.step())
     since, until = ends[-2:]
-    seconds = until - since
-    return Modelled(seconds, replay.sent, replay.link.busy(since, until) / seconds)
+    lanes = {"host": replay.host, "compute": replay.streams[COMPUTE], "out": replay.up}
+    lanes |= {"wire": replay.link, "in": replay.down}
+    busy = {name: lane.busy(since, until) / (until - since) for name, lane in lanes.items()}
+    sides = [lane for number, lane in replay.streams.items() if number != COMPUTE]
+    busy["coding"] = sum(lane.busy(since, until) for lane in sides) / (until - since)
+    spans = [
+        StageTime(s.stage, s.bucket, s.begin - since, s.end - since) for s in joined(replay.spans)
+    ]
+    return Modelled(until - since, replay.sent, busy, spans)
 
 
 def small(config: Config) -> Config:
@@ -250,8 +293,10 @@ def record(config: Config, jobs: Sequence[dict[str, str]]) -> list[Recorded]:
     """Return what the hooks ask of the device in each job: the recorder's arguments but buckets.
 
     Raises:
-        RuntimeError: the recorder has failed.
+        RuntimeError: the recorder has failed, or this is no checkout.
     """
+    if not (ROOT / "tests").is_dir():
+        raise RuntimeError("--stand-in runs on the device of the tests: use a checkout of pycomm")
     shapes = {"buckets": buckets(config)}
     command = [sys.executable, "-m", RECORDER, *(json.dumps(job | shapes) for job in jobs)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -291,3 +336,58 @@ def broken(recorded: Recorded, seconds: float, bound: float, *, coded: bool = Fa
     if seconds > OVER * bound:
         wrong.append(f"{seconds / bound:.2f} of the bound, where {OVER} is the goal")
     return wrong
+
+
+class ModelledSteps:
+    """The modelled steps of `bench step --stand-in`.
+
+    Args:
+        name, config: of the model.
+        methods: those of `CODECS`.
+    """
+
+    def __init__(self, name: str, config: Config, methods: Sequence[str]) -> None:
+        self._name, self._config = name, config
+        self._methods = [method for method in methods if method in CODECS]
+        host = {"codec": "int4", "device": "cpu"}
+        self._shown = [(method, carrier) for method in self._methods for carrier in CARRIERS]
+        jobs = [{"codec": CODECS[method], "carrier": carrier} for method, carrier in self._shown]
+        *self._recorded, of_host = record(config, [*jobs, host])
+        calls = of_host.summary()["calls"]
+        self.broken: list[str] = []
+        """What keeps the goals from holding."""
+        if calls > CALLS_OF_HOST:
+            self.broken.append(f"{calls:g} calls on the host, where {CALLS_OF_HOST} are the goal")
+
+        self.traces: list[dict[str, Any]] = []
+        """The stages of a step of each method."""
+
+    def steps(self, rate: str, add: Callable[[Row], object]) -> None:
+        """Add the row of each method on links of a rate."""
+        speed, pace = parse_rate(rate)[0], pace_of(self._config)
+        count, scale = parameters(self._config), scale_of(self._config)
+        for (name, carrier), recorded in zip(self._shown, self._recorded, strict=True):
+            found = modelled(recorded, speed, scale)
+            wire = wire_seconds(found.sent, speed)
+            bound = pace.bound(wire)
+            coded = CODECS[name].startswith("coded ")
+            goals = broken(recorded, found.seconds, bound, coded=coded)
+            wrong = goals if carrier == "ordered" else []
+            self.broken += [f"{name} at {rate}: {one}" for one in wrong]
+            words = [f"{key}:{value:g}" for key, value in recorded.summary().items()]
+            words += [f"{key}:{value:.0%}" for key, value in found.busy.items()]
+            told = name + ", late carrier" * (carrier == "late")
+            method = Method(f"stand-in, {told}", "stand-in", codec=name)
+            row = replace(
+                describe("step", self._name, count, method),
+                rate=rate,
+                seconds=found.seconds,
+                wire_bytes=found.sent,
+                wire_seconds=wire,
+                bound=bound,
+                ratio=found.seconds / bound,
+                parts=" ".join(words),
+            )
+            add(row)
+            if carrier == "ordered":
+                self.traces += [span.row(name, rate) for span in found.spans]

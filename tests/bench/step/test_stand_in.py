@@ -8,11 +8,16 @@ from functools import cache
 
 import pytest
 
+from pycomm.bench.common import tables
+from pycomm.bench.figures.charts import timeline
+from pycomm.bench.figures.drawing import digest, picture_digest
+from pycomm.bench.step import __main__ as command
+from pycomm.bench.step import stand_in
 from pycomm.bench.step.bound import wire_seconds
+from pycomm.bench.step.stages import STAGES
+from pycomm.bench.step.stand_in import broken, buckets, modelled, pace_of, record, scale_of
 from pycomm.bench.training.train import MODELS
 from pycomm.units import parse_rate
-from tests.torch.device import clock
-from tests.torch.device.clock import broken, buckets, modelled, pace_of, record, scale_of
 from tests.torch.interpreter import as_python, start_with
 
 pytestmark = pytest.mark.timeout(600)  # the recorder takes 20 seconds of a free core
@@ -38,14 +43,14 @@ LAUNCHES_OF_ITS_STEP = 4
 # Of CodedSGD, whose step exchanges the momenta: all of it, for the same parameters. The host waits
 # to know whether any rank's gradients overflow. All but 23 launches are torch's for the parameters
 # that travel exactly: three for all of them where it has kernels for lists, as on a GPU.
-TODAY_SGD = {clock.WORK: 3 * 98 + 23, clock.OPERATION: 703, clock.CALL: 5050}
+TODAY_SGD = {stand_in.WORK: 3 * 98 + 23, stand_in.OPERATION: 703, stand_in.CALL: 5050}
 WAITS_OF_SGD = 1
 
 
 JOBS = [
     *((codec, "late", "before") for codec in BEFORE),
     ("int4", "late", ""),
-    *((codec, "ordered", "") for codec in clock.CODECS),
+    *((codec, "ordered", "") for codec in stand_in.CODECS.values()),
     ("sgd sign", "ordered", ""),
 ]
 NOW = ("int4", "ordered", "")
@@ -104,35 +109,36 @@ def test_what_coded_momentum_asks_for_only_falls(recorded):
     counts = found.summary()
     assert all(counts[name] <= most for name, most in TODAY_CODED.items()), counts
     kinds = [kind for kind, _, _ in found.notes]
-    step = kinds[kinds.index(clock.STEP) :]
-    assert step.count(clock.WORK) <= LAUNCHES_OF_ITS_STEP
+    step = kinds[kinds.index(stand_in.STEP) :]
+    assert step.count(stand_in.WORK) <= LAUNCHES_OF_ITS_STEP
 
 
 def test_what_a_step_of_coded_sgd_asks_for_only_falls(recorded):
     found = recorded["sgd sign", "ordered", ""]
     kinds = [kind for kind, _, _ in found.notes]
-    step = Counter(kinds[kinds.index(clock.STEP) :])
+    step = Counter(kinds[kinds.index(stand_in.STEP) :])
     assert all(step[kind] <= most for kind, most in TODAY_SGD.items()), step
     assert found.summary()["waits"] <= WAITS_OF_SGD
 
 
-@pytest.mark.parametrize("rate", ["10gbit", "1gbit"])
-@pytest.mark.parametrize("codec", clock.CODECS)
-def test_the_goals_hold_over_an_ordered_carrier(recorded, step_of, codec, rate):
-    one = codec, "ordered", ""
-    found = step_of(one, rate)
-    coded = codec.startswith("coded ")
-    assert broken(recorded[one], found.seconds, bound_of(found, rate), coded=coded) == []
+def test_the_check_passes(recorded, monkeypatch, capsys):
+    """What `bench step --stand-in --check` records: over a late carrier it checks nothing."""
+    late = recorded["int4", "late", ""]
+    ordered = [recorded[codec, "ordered", ""] for codec in stand_in.CODECS.values()]
+    shown = [one for each in ordered for one in (each, late)]
+    monkeypatch.setattr(stand_in, "record", lambda *_: [*shown, recorded["cpu"]])
+    words = ["--stand-in", "--check", "--methods", ",".join(stand_in.CODECS)]
+    assert command.main(words) == 0, capsys.readouterr().out
 
 
 def test_today_is_faster_than_before(step_of):
     now, before = (step_of(("int4", "late", way)) for way in ("", "before"))
     assert now.seconds < 0.8 * before.seconds
     assert now.sent == before.sent
-    assert now.on_wire > before.on_wire
+    assert now.busy["wire"] > before.busy["wire"]
 
 
-def test_goals_that_do_not_hold_are_told(recorded, step_of):
+def test_the_check_says_which_goals_do_not_hold(recorded, step_of):
     found = step_of(NOW)
     assert broken(recorded[NOW], found.seconds, found.seconds) == []
     wrong = broken(recorded["int4", "late", ""], found.seconds, found.seconds / 1.2)
@@ -140,10 +146,10 @@ def test_goals_that_do_not_hold_are_told(recorded, step_of):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_goals_fail_again(recorded, step_of, change, monkeypatch):
+def test_the_check_fails_again(recorded, step_of, change, monkeypatch):
     """Even if the goals were what today's path reaches."""
     today = recorded["small"]
-    monkeypatch.setattr(clock, "GOALS", {k: today.summary()[k] for k in clock.GOALS})
+    monkeypatch.setattr(stand_in, "GOALS", {k: today.summary()[k] for k in stand_in.GOALS})
     found = step_of("small")
     assert broken(today, found.seconds, found.seconds) == []
     later = step_of(change)
@@ -152,8 +158,33 @@ def test_the_goals_fail_again(recorded, step_of, change, monkeypatch):
     assert any(told in line for line in wrong)
 
 
+def test_the_command_ends_with_1_where_goals_do_not_hold(recorded, monkeypatch, tmp_path, capsys):
+    late = recorded["int4", "late", ""]
+    monkeypatch.setattr(stand_in, "record", lambda *_: [late, late, recorded["cpu"]])
+    words = [
+        "--stand-in",
+        "--methods",
+        "int4",
+        "--rate",
+        "10gbit",
+        "--trace",
+        str(tmp_path / "t.csv"),
+    ]
+    assert command.main(words) == 0
+    assert command.main([*words[:-2], "--check"]) == 1
+    said = capsys.readouterr().out
+    waits = late.summary()["waits"]
+    assert f"not yet: int4 at 10gbit: {waits} waits, where 0 are the goal" in said
+    spans = tables.read(tmp_path / "t.csv")
+    assert {int(span["bucket"]) for span in spans} == {-1, *range(len(buckets(GPT)))}
+    assert {span["stage"] for span in spans} == set(STAGES) - {"reduce"}
+    for span in spans:
+        assert 0 <= float(span["begin"]) < float(span["end"]) < 0.2
+    assert picture_digest(tmp_path / "t.png") == digest(timeline(spans))
+
+
 def test_a_lane_does_one_thing_after_the_other():
-    lane = clock.Lane()
+    lane = stand_in.Lane()
     assert lane.take(2.0) == 2.0
     assert lane.take(1.0, 0.5) == 3.0
     assert lane.take(1.0, 5.0, 4.0) == 6.0
