@@ -59,24 +59,13 @@ def alone(options: argparse.Namespace) -> list[Finding]:
     """Examine this machine, and run a self-test with ranks on it."""
     findings, _ = examine()
     if options.self_test:
-        bad = [f.name for f in findings if f.level == "problem" and blocks_ranks(f)]
-        if bad:
-            text = f"is left out: no rank can start before {', '.join(bad)} is mended"
-            findings.append(self_test.TOPIC.note("self-test", text))
-        else:
-            findings += self_test.run(options.ranks)
+        findings += self_test.run(options.ranks)
     if options.gpu:
         sees = any((f.level, f.name) == ("ok", "CUDA") for f in findings)
         text = "torch sees no GPU: this needs one, its driver, and a torch for CUDA"
         none = gpu.TOPIC.problem("ranks", text, "see what stands above of CUDA")
         findings += gpu.run() if sees else [none]
     return findings
-
-
-def blocks_ranks(finding: Finding) -> bool:
-    """Return whether this problem keeps ranks of the core from starting."""
-    own = {*variables.core(), "PYCOMM_HEALTH"}
-    return finding.name in ("core", "interface") or finding.name in own
 
 
 def show(findings: Sequence[Finding]) -> None:

@@ -140,15 +140,6 @@ def _cuda(found: Mapping[str, ProbeOutcome]) -> Iterator[Finding]:
         )
         return
     yield TOPIC.ok(name, f"{text}, {driver_is}")
-    if driver.facts["apart"]:
-        yield TOPIC.note(
-            "GPU peers",
-            f"{driver.facts['apart']} pairs of GPUs do not reach each other's memory: kernels "
-            "meet in memory of the host",
-            "nothing where the hardware has no peer access (GeForce); else look at IOMMU and ACS",
-        )
-    elif len(gpus) > 1:
-        yield TOPIC.ok("GPU peers", "every GPU reaches the memory of every other")
     yield _kernels(core, found["nvrtc"], found["triton"])
 
 

@@ -109,7 +109,7 @@ def c10d() -> Facts:
 def driver() -> Facts:
     """Return facts on NVIDIA's driver, without torch or the CUDA runtime."""
     cuda = ctypes.CDLL("libcuda.so.1")
-    facts: Facts = {"error": cuda.cuInit(0), "version": 0, "gpus": [], "apart": 0}
+    facts: Facts = {"error": cuda.cuInit(0), "version": 0, "gpus": []}
     number = ctypes.c_int()
     if cuda.cuDriverGetVersion(ctypes.byref(number)) == 0:
         facts["version"] = number.value
@@ -119,11 +119,6 @@ def driver() -> Facts:
             cuda.cuDeviceGet(ctypes.byref(device), index)
             cuda.cuDeviceGetName(name, len(name), device)
             facts["gpus"].append(name.value.decode())
-            for peer in range(index):
-                other, reaches = ctypes.c_int(), ctypes.c_int()
-                cuda.cuDeviceGet(ctypes.byref(other), peer)
-                cuda.cuDeviceCanAccessPeer(ctypes.byref(reaches), device, other)
-                facts["apart"] += reaches.value == 0
     return facts
 
 

@@ -224,7 +224,7 @@ def test_the_binary_in_use_is_told(kind, text):
 
 
 GPU = WELL | {
-    "driver": ProbeOutcome({"error": 0, "version": 13000, "gpus": ["NVIDIA H200"] * 2, "apart": 0}),
+    "driver": ProbeOutcome({"error": 0, "version": 13000, "gpus": ["NVIDIA H200"] * 2}),
     "torch": ProbeOutcome(WELL["torch"].facts | {"cuda": "13.0", "gpus": 2}),
     "nvrtc": ProbeOutcome({"version": "13.0", "cupy": "14.0"}),
 }
@@ -244,8 +244,6 @@ def lacks(well: dict[str, ProbeOutcome], probe: str, error: str, missing: bool =
     [
         (WELL, "CUDA", "note"),
         (GPU, "CUDA", "ok"),
-        (GPU, "GPU peers", "ok"),
-        (but(GPU, "driver", apart=1), "GPU peers", "note"),
         (GPU, "CUDA kernels", "note"),
         (but(GPU, "core", cuda=True, gpus=2), "CUDA kernels", "ok"),
         (but(GPU, "core", cuda=True, gpus=0), "CUDA kernels", "warning"),
