@@ -15,16 +15,18 @@ def main() -> None:
 
     centres = torch.randn(10, 64)  # the same on all ranks; their batches differ
     torch.manual_seed(1 + dist.get_rank())
-    with pycomm.LocalSGD(model, every=10, codec="int4", optimizer=optimizer) as local:
-        for step in range(60):
-            labels = torch.randint(10, (32,))
-            points = centres[labels] + torch.randn(32, 64)
-            loss = nn.functional.cross_entropy(model(points), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if step % 10 == 9 and dist.get_rank() == 0:
-                print(f"step {step + 1}: loss {loss.item():.3f}")
+    local = pycomm.LocalSGD(model, every=10, codec="int4")
+    for step in range(60):
+        labels = torch.randint(10, (32,))
+        points = centres[labels] + torch.randn(32, 64)
+        loss = nn.functional.cross_entropy(model(points), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        local.step()
+        if step % 10 == 9 and dist.get_rank() == 0:
+            print(f"step {step + 1}: loss {loss.item():.3f}")
+    local.finish()
 
     if dist.get_rank() == 0:
         print(f"ranks met {local.rounds} times")

@@ -17,7 +17,6 @@ import importlib.util
 import os
 import re
 import shutil
-import struct
 import subprocess
 import sys
 import sysconfig
@@ -102,7 +101,12 @@ def _load(version: str) -> ModuleType:
         with _locked(folder.parent):
             if not (folder / BINARY).exists():  # else another rank has built it
                 _compile_aloud(folder, version, reason)
-    return _load_or_repair(folder, version)
+    binary = folder / BINARY
+    try:
+        return import_c10d(binary)
+    except (ImportError, OSError) as error:
+        reason = f"{binary} does not load: {str(error).splitlines()[0]}"
+        raise Error(f"{reason}; remove that file, and it is compiled again") from None
 
 
 def minor_of(version: str) -> tuple[int, int]:
@@ -255,22 +259,6 @@ def _compile_aloud(folder: Path, version: str, reason: str) -> None:
     tell(f"built {folder / BINARY} in {time.monotonic() - start:.0f} s")
 
 
-def _load_or_repair(folder: Path, version: str) -> ModuleType:
-    """Import the compiled binary; compile one that does not load, such as half a file, again."""
-    binary = folder / BINARY
-    try:
-        return import_c10d(binary)
-    except (ImportError, OSError) as error:
-        reason = f"{binary} does not load: {str(error).splitlines()[0]}"
-    if not os.access(folder, os.W_OK):
-        raise Error(f"{reason}; remove that file, which belongs to another user")
-    before = binary.stat().st_ino
-    with _locked(folder.parent):
-        if not binary.exists() or binary.stat().st_ino == before:  # else another rank was here
-            _compile_aloud(folder, version, reason)
-    return import_c10d(binary)
-
-
 def _tool(name: str) -> str | None:
     """Return a program's path: on the PATH, or next to the interpreter, where pip puts it."""
     return shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))
@@ -321,36 +309,12 @@ def _run(command: list[str]) -> None:
         raise Error("\n".join([f"compiling _c10d failed: {' '.join(command)}", *words]))
 
 
-def check_whole(binary: Path) -> None:
-    """Raise ImportError if a part of the binary is missing: loading it would end the process.
-
-    The loader maps the segments of an ELF file without looking at its size, and what it then reads
-    beyond the end is a bus error.
-    """
-    with open(binary, "rb") as file:
-        size, head = os.fstat(file.fileno()).st_size, file.read(64)
-        if len(head) < 64 or head[:5] != b"\x7fELF\x02":
-            raise ImportError(f"{binary} is no 64-bit library of Linux")
-        (table,) = struct.unpack_from("<Q", head, 32)  # e_phoff, e_phentsize and e_phnum
-        each, count = struct.unpack_from("<HH", head, 54)
-        file.seek(table)
-        segments = file.read(each * count)
-    if len(segments) < each * count or each < 56:
-        raise ImportError(f"{binary} is cut short")
-    for at in range(0, len(segments), each):
-        offset, length = struct.unpack_from("<Q16xQ", segments, at + 8)  # p_offset, p_filesz
-        if offset + length > size:
-            raise ImportError(f"{binary} is cut short: it has {size} bytes")
-
-
 def import_c10d(binary: Path) -> ModuleType:
     """Import a binary as `pycomm._c10d`, wherever it lies.
 
     Raises:
-        ImportError: it is not whole, or does not load.
-        OSError: it cannot be read.
+        ImportError: it does not load.
     """
-    check_whole(binary)
     loader = importlib.machinery.ExtensionFileLoader("pycomm._c10d", str(binary))
     spec = importlib.util.spec_from_file_location("pycomm._c10d", binary, loader=loader)
     assert spec is not None

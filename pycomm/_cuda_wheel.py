@@ -69,14 +69,11 @@ def load() -> None:
     folder = installed()
     if folder is None:
         return
-    from pycomm._build import check_whole
-
     why, library = why_not(folder), folder / "libpycomm.so"
     if not why:
         try:
-            check_whole(library)
             ctypes.CDLL(str(library))
-        except (ImportError, OSError) as error:
+        except OSError as error:
             why = f"it does not load: {error}"
     if why:
         warnings.warn(f"{NAME} is installed and not used: {why}", RuntimeWarning, stacklevel=2)

@@ -26,6 +26,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
@@ -36,14 +37,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pycomm import _register, takeover
+from pycomm import _register, monitor, takeover
 from pycomm.arguments import whole
 from pycomm.backend import create
 from pycomm.compression import compress, compress_late
 from pycomm.env import at_import, hand_on_run
 from pycomm.errors import Error
-from pycomm.hooks import unreached
 from pycomm.hooks.construction import after_construction
 from pycomm.launch import launch_env
 from pycomm.log import logger
@@ -185,7 +186,7 @@ def apply(options: Sequence[str]) -> None:
         _compress_every_ddp()
         _compress_every_fsdp()
         _compress_other_wrappers()
-        unreached.watch("--optimizer" if momentum else "--codec")
+        _watch_steps()
 
 
 # ------------------------------------------------------------------------ patches of torch
@@ -261,7 +262,7 @@ def _compress_or_tell(model: nn.Module) -> None:
             raise Error(f"{type(model).__name__} exchanges gradients: use --codec")
         compress(model, given.policy, feedback=given.feedback, seed=given.seed)
     except (Error, ValueError) as error:
-        unreached.tell(str(error))
+        _tell(str(error))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -281,7 +282,7 @@ def _compress_root(module: nn.Module, _: object) -> None:
             if isinstance(part, FSDPModule):
                 part.reshard()  # an evaluation has left whole parameters
         _mark(module)
-        found.code_optimizer_of(module, given.policy, unreached.tell, seed=given.seed)
+        found.code_optimizer_of(module, given.policy, _tell, seed=given.seed)
 
 
 def _mark(module: nn.Module) -> None:
@@ -349,6 +350,45 @@ def main() -> None:
         sys.path[0] = str(script.resolve().parent)
     module.__file__ = str(script)
     exec(compile(script.read_bytes(), str(script), "exec", dont_inherit=True), vars(module))
+
+
+# ------------------------------------------------------------------ what is not compressed
+
+_STEPS = 3  # optimizer steps, after which a script with several ranks has wrapped its model
+
+NOTHING = (
+    "no model of this script is in DistributedDataParallel, fully_shard, or an engine of DeepSpeed "
+    "or Megatron whose reductions pycomm replaces: gradients that FullyShardedDataParallel (FSDP1) "
+    "or the script's own dist.all_reduce averages travel exactly. Write "
+    "model = DistributedDataParallel(model) in place of its all-reduces or of "
+    "deepspeed.initialize, fully_shard(model) in place of FSDP1, or "
+    "pycomm.LocalSGD(model, every=...) to average parameters now and then. docs/trainers.md has "
+    "the line for Accelerate, Lightning and HF Trainer"
+)
+
+_told: set[str] = set()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Warn if no model is compressed after a few steps: only its speed would show it."""
+    numbers = count(1)
+
+    def stepped(*_: object) -> None:
+        if next(numbers) != _STEPS or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        if not _told and not monitor.snapshot():
+            _tell(NOTHING)
+
+    register_optimizer_step_post_hook(stepped)
+
+
+def _tell(reason: str) -> None:
+    """Warn on the first rank, once for each reason, that gradients are not compressed."""
+    if reason not in _told and dist.get_rank() == 0:
+        option = "--optimizer" if _compression.momentum else "--codec"
+        logger.warning("run: %s compresses nothing here: %s", option, reason)
+    _told.add(reason)
 
 
 if __name__ == "__main__":

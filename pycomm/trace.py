@@ -84,16 +84,16 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: Traced | None = N
 
     Args:
         path: a folder for ``rank_<r>.json`` and ``trace_rank_<r>``, which is the same in the
-            pickled form that ``torchfrtrace`` reads; or a file that ends in ``.json``. None: the
-            folder that PYCOMM_TRACE names. A folder is made if needed, for this user alone; one
-            that is there must belong to this user or root, and be writable by nobody else.
+            pickled form that ``torchfrtrace`` reads; None: the one that PYCOMM_TRACE names. It is
+            made if needed, for this user alone; one that is there must belong to this user or
+            root, and be writable by nobody else.
         group: see :func:`collect`.
 
     Returns:
         The JSON files, one for each rank in this process.
 
     Raises:
-        Error: no path is given or set, or one file would hold several ranks.
+        Error: no path is given or set.
         PermissionError: the folder is a link, another user's, or writable by others.
         OSError: the files cannot be written.
 
@@ -105,15 +105,9 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: Traced | None = N
     target = Path(path or _C.env()["trace"])
     if not target.name:
         raise Error("trace.dump needs a path, or PYCOMM_TRACE=folder in the environment")
-    ranks = collect(group)
-    if target.suffix == ".json":
-        if len(ranks) != 1:
-            raise Error(f"{target} cannot hold the traces of {len(ranks)} ranks; name a folder")
-        _write(target, json.dumps(next(iter(ranks.values())), indent=1).encode())
-        return [target]
     private(target)  # torch's reader unpickles what is in it
     files = []
-    for rank, recording in ranks.items():
+    for rank, recording in collect(group).items():
         # The analyzer needs both ends, so receives without a known sender are left out.
         known = [e for e in recording["entries"] if not e["profiling_name"].endswith(":recv")]
         _write(target / f"trace_rank_{rank}", pickle.dumps({**recording, "entries": known}))

@@ -40,7 +40,7 @@ PYTHON_LAYERS = (
     {"policy", "feedback", "monitor", "trace"},
     {"codecs", "communicator", "backend"},
     {"triton_kernels"},
-    {"arrays", "launch", "pieces", "stores", "straggler", "takeover"},
+    {"arrays", "launch", "stores", "straggler", "takeover"},
     {
         "_build",
         "_cuda_wheel",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import subprocess
@@ -13,7 +12,6 @@ from pycomm.bench.lab.base import Lab, LabUnavailable, Traffic, interface_counts
 
 TOOLS = ("ip", "tc", "unshare", "nsenter")
 BURST = 128 * 1024  # bytes that may pass at once: two of the kernel's largest packets
-_CLONE_NEWNET, _CLONE_NEWUSER = 0x40000000, 0x10000000  # sched.h
 QUEUE_MS = 50  # a packet that would wait longer in the bucket is dropped
 
 
@@ -141,32 +139,6 @@ class Netlab(Lab):
     def host(self, node: int) -> dict[str, str]:
         """Return the name by which Python, too, takes a node for a host of its own."""
         return {"PYCOMM_HOST_ID": f"node{node}"}
-
-    def enter(self, node: int) -> None:
-        """Move this process, which must have one thread, to a node's network permanently.
-
-        Raises:
-            LabUnavailable: the kernel refuses it.
-        """
-        libc = ctypes.CDLL(None, use_errno=True)
-        kinds = {"user": _CLONE_NEWUSER} if self._user else {}
-        for kind, flag in (kinds | {"net": _CLONE_NEWNET}).items():
-            with open(f"/proc/{self._holders[node + 1].pid}/ns/{kind}") as space:
-                if libc.setns(space.fileno(), flag) != 0:
-                    raise LabUnavailable(f"setns: {os.strerror(ctypes.get_errno())}")
-
-    def cut(self, node: int, *, link: int = 0) -> None:
-        """Drop all packets from and to a node from now on; its interface stays up."""
-        self._shell(0, [f"ip link set dev port{link}.{node} nomaster"])
-
-    def mend(self, node: int, *, link: int = 0) -> None:
-        """Undo `cut` or `take_down`."""
-        self._shell(0, [f"ip link set dev port{link}.{node} master switch{link}"])
-        self._shell(node + 1, [f"ip link set dev eth{link} up"])
-
-    def take_down(self, node: int, *, link: int = 0) -> None:
-        """Set a node's interface down."""
-        self._shell(node + 1, [f"ip link set dev eth{link} down"])
 
     def traffic(self) -> list[Traffic]:
         found = []

@@ -164,35 +164,6 @@ class WanLab(Netlab):
         assert self._link.stdout is not None
         return self._link.stdout.readline().strip()
 
-    def mark(self) -> None:
-        """Begin to count one-way trips anew."""
-        self._ask("mark")
-
-    def trips(self) -> int:
-        """Return the longest chain of one-way trips, each after the one before, since the mark.
-
-        It does not depend on how fast this machine is: what a rank computes takes no trip.
-        """
-        return int(self._ask("trips"))
-
-    def packets(self) -> tuple[int, int, int]:
-        """Return how many packets were delivered, lost, and dropped because a queue was full."""
-        delivered, lost, dropped = map(int, self._ask("packets").split())
-        return delivered, lost, dropped
-
-    def cut(self, node: int, *, link: int = 0) -> None:
-        """Drop all packets from and to a node from now on; its interface stays up."""
-        self._say(f"cut {node}")
-
-    def mend(self, node: int, *, link: int = 0) -> None:
-        """Undo `cut` or `take_down`."""
-        self._say(f"mend {node}")
-        self._shell(node + 1, [f"ip link set dev eth{link} up"])
-
-    def firewall(self, node: int, first: int, last: int) -> None:
-        """Let a node take TCP connections on these ports alone; others get no answer."""
-        self._say(f"ports {node} {first} {last}")
-
     def describe(self) -> str:
         s = self.shape
         words = [f"{1e3 * s.delay:g} ms one way"]

@@ -24,8 +24,7 @@ from pycomm.bench.lab.base import Lab, Paced
 from pycomm.bench.lab.jobs import Failed, ask
 from pycomm.bench.lab.rates import UNLIMITED
 from pycomm.bench.lab.wan import lab_of
-from pycomm.bench.peers import rank
-from pycomm.bench.peers.systems import PEERS, Peer
+from pycomm.bench.peers.systems import PEERS, Peer, train
 from pycomm.bench.training.results import steps_to_loss
 from pycomm.bench.training.train import Config
 from pycomm.units import parse_rate
@@ -51,7 +50,7 @@ def measured(lab: Lab, peer: Peer, seconds: float = 0.0, config: Config | None =
         config: the training; None: the demo's.
     """
     words = peer.name, config or Config(), seconds
-    return ask(lab, rank.train, *words, env=peer.environment, limit=PATIENCE)
+    return ask(lab, train, *words, env=peer.environment, limit=PATIENCE)
 
 
 # ------------------------------------------------------------------------ measurements

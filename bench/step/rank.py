@@ -20,9 +20,15 @@ from pycomm.backend import find
 from pycomm.bench.common import accelerator
 from pycomm.bench.common.timing import in_turns
 from pycomm.bench.step.stages import Stages, StageTime
-from pycomm.bench.training.corpora import standard_library
 from pycomm.bench.training.methods import Method
-from pycomm.bench.training.train import Config, Transformer, batches, loss_of, wire_bytes
+from pycomm.bench.training.train import (
+    Config,
+    Transformer,
+    batches,
+    loss_of,
+    standard_library,
+    wire_bytes,
+)
 
 SETTLE = 3  # untimed steps after a change of the method: DDP makes new buckets
 PARTS = 3  # steps whose parts are timed, after the others

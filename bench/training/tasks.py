@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pycomm.bench.training.corpora import standard_library
-from pycomm.bench.training.train import Config, Transformer
+from pycomm.bench.training.train import Config, Transformer, standard_library
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]

@@ -11,7 +11,9 @@ from __future__ import annotations
 import gc
 import math
 import os
+import random
 import statistics
+import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +27,6 @@ from torch import nn
 
 from pycomm.bench.common import accelerator
 from pycomm.bench.lab.base import interface_bytes
-from pycomm.bench.training.corpora import standard_library
 from pycomm.bench.training.methods import Method
 
 WINDOWS, FINAL_WINDOWS = 256, 2048  # of held-out text: on the way, and at the schedule's end
@@ -276,3 +277,28 @@ def ranks_train(
     # group, and one that releases a tensor at interpreter exit aborts the process (pytorch#190489).
     gc.collect()
     dist.destroy_process_group()
+
+
+Corpus = tuple[torch.Tensor, torch.Tensor]
+"""Bytes (uint8) for training, and bytes that are held out."""
+
+
+def standard_library(limit: int = 8 << 20) -> Corpus:
+    """Return Python's own sources as bytes (uint8): for training, and every 16th file held out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    # Tests and tables that repeat each other are excluded: they would leak held-out text.
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+    skipped |= {"encodings", "pydoc_data"}
+    paths = [p for p in sorted(root.rglob("*.py")) if not set(p.relative_to(root).parts) & skipped]
+    paths = [p for p in paths if not p.name.startswith("_sysconfigdata")]
+    random.Random(0).shuffle(paths)
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    size = 0
+    for i, path in enumerate(paths):
+        text = path.read_bytes()
+        parts[i % 16 == 0].append(text)
+        size += len(text)
+        if size > limit:
+            break
+    train, held_out = (torch.frombuffer(bytearray(b"".join(p)), dtype=torch.uint8) for p in parts)
+    return train, held_out

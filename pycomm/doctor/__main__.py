@@ -1,21 +1,17 @@
 """The doctor's command line.
 
 python -m pycomm.doctor
-python -m pycomm.doctor --json - --no-self-test
+python -m pycomm.doctor --no-self-test
 torchrun --nnodes 2 ... -m pycomm.doctor
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from pycomm.doctor import gpu, installed, machine, network, probe, self_test, variables
 from pycomm.doctor.finding import LEVELS, STATUS, Finding, worst
@@ -46,7 +42,7 @@ def examine(
     findings += variables.judge(
         set_here, refused, torch.facts.get("impl", ""), torch.facts.get("no_effect", ())
     )
-    findings += machine.judge(machine.look(), ranks_here, ranks)
+    findings.append(machine.judge(machine.look(), ranks_here))
     facts = probe.platform_facts() | {
         "torch": probe.version("torch"),
         "SIMD level": core.facts.get("simd", "none"),
@@ -63,24 +59,13 @@ def alone(options: argparse.Namespace) -> list[Finding]:
     """Examine this machine, and run a self-test with ranks on it."""
     findings, _ = examine()
     if options.self_test:
-        bad = [f.name for f in findings if f.level == "problem" and blocks_ranks(f)]
-        if bad:
-            text = f"is left out: no rank can start before {', '.join(bad)} is mended"
-            findings.append(self_test.TOPIC.note("self-test", text))
-        else:
-            findings += self_test.run(options.ranks)
+        findings += self_test.run(options.ranks)
     if options.gpu:
         sees = any((f.level, f.name) == ("ok", "CUDA") for f in findings)
         text = "torch sees no GPU: this needs one, its driver, and a torch for CUDA"
         none = gpu.TOPIC.problem("ranks", text, "see what stands above of CUDA")
         findings += gpu.run() if sees else [none]
     return findings
-
-
-def blocks_ranks(finding: Finding) -> bool:
-    """Return whether this problem keeps ranks of the core from starting."""
-    own = {*variables.core(), "PYCOMM_HEALTH"}
-    return finding.name in ("core", "interface") or finding.name in own
 
 
 def show(findings: Sequence[Finding]) -> None:
@@ -112,17 +97,6 @@ def verdict(findings: Sequence[Finding]) -> str:
     return ", ".join(said) or "all is well"
 
 
-def to_record(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return the report as a value for JSON."""
-    level = worst(findings)
-    return {
-        "host": socket.gethostname(),
-        "verdict": level if STATUS[level] else "ok",
-        "status": STATUS[level],
-        "findings": [asdict(finding) for finding in findings],
-    }
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m pycomm.doctor",
@@ -131,7 +105,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         epilog="Exit status: 0 all is well, 1 a problem, 2 wrong options, 3 only warnings.",
     )
     add = parser.add_argument
-    add("--json", metavar="FILE", help="write the report to this file too; - prints it instead")
     add("--no-self-test", dest="self_test", action="store_false", help="start no ranks")
     what = "let two ranks average on the GPU"
     add("--gpu", action="store_true", help=what)
@@ -162,17 +135,8 @@ def main(argv: Sequence[str]) -> int:
         findings, status = job.examine(
             lambda: examine(here, ranks, hosts), rank, ranks, options.self_test
         )
-    if findings and options.json != "-":
+    if findings:
         show(findings)
-    if findings and options.json:
-        text = json.dumps(to_record(findings), indent=1) + "\n"
-        if options.json == "-":
-            print(text, end="")
-        else:
-            try:
-                Path(options.json).write_text(text)
-            except OSError as error:
-                return fail(f"--json {options.json} cannot be written: {error.strerror}")
     return status
 
 

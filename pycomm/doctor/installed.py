@@ -41,12 +41,6 @@ def _core(core: ProbeOutcome) -> Iterator[Finding]:
         )
     else:
         yield TOPIC.ok("core", f"loads; SIMD level {simd}")
-    if core.facts.get("cuda_wheel"):
-        yield TOPIC.warning(
-            "pycomm-cuda13",
-            f"is installed and not used: {core.facts['cuda_wheel']}",
-            "as above, or pip uninstall pycomm-cuda13",
-        )
     if core.facts.get("tls"):
         yield TOPIC.ok("encryption", f"{core.facts['tls']} is there for PYCOMM_TLS=on")
     elif core.facts.get("tls_error"):
@@ -146,15 +140,6 @@ def _cuda(found: Mapping[str, ProbeOutcome]) -> Iterator[Finding]:
         )
         return
     yield TOPIC.ok(name, f"{text}, {driver_is}")
-    if driver.facts["apart"]:
-        yield TOPIC.note(
-            "GPU peers",
-            f"{driver.facts['apart']} pairs of GPUs do not reach each other's memory: kernels "
-            "meet in memory of the host",
-            "nothing where the hardware has no peer access (GeForce); else look at IOMMU and ACS",
-        )
-    elif len(gpus) > 1:
-        yield TOPIC.ok("GPU peers", "every GPU reaches the memory of every other")
     yield _kernels(core, found["nvrtc"], found["triton"])
 
 

@@ -13,9 +13,6 @@ from pycomm.doctor.finding import Finding, Topic
 TOPIC = Topic("network")
 # In the order of csrc/core/env.cpp: the first that is set counts.
 VARIABLES = ("PYCOMM_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-SMALLEST_MTU = 1280
-"""The MTU in bytes that every IPv6 link must support."""
-WIRE_USUALLY = 1500
 
 Interface = tuple[str, str]
 """Name and address."""
@@ -35,8 +32,6 @@ class HostNetwork:
     """Facts on the network of this machine."""
 
     up: list[Interface]
-    here: list[Interface] = field(default_factory=list)
-    """Interfaces chosen if all ranks are on this machine."""
     far: list[NetworkCard] = field(default_factory=list)
     """Interfaces chosen if the ranks are on several machines."""
     why: str = ""
@@ -45,8 +40,6 @@ class HostNetwork:
     """Why no interface fits."""
     error_far: str = ""
     """Why no interface leads to other machines."""
-    store_error: str = ""
-    """Why MASTER_ADDR has no route."""
     congestion: str = ""
 
 
@@ -57,11 +50,10 @@ def look(given: Mapping[str, str]) -> HostNetwork:
     up = _C.interfaces()
     source = next((name for name in VARIABLES if given.get(name)), "")
     wish, store = given.get(source, ""), given.get("MASTER_ADDR", "")
-    here: list[Interface] = []
     far: list[Interface] = []
     error = error_far = ""
     try:
-        here = _C.choose_interfaces(wish, True, up)
+        _C.choose_interfaces(wish, True, up)
     except RuntimeError as failure:
         error = _short(failure)
     try:
@@ -75,17 +67,11 @@ def look(given: Mapping[str, str]) -> HostNetwork:
     else:
         why = "the first that is up and not of a container"
     found = [NetworkCard(name, ip, _mtu(name)) for name, ip in far]
-    return HostNetwork(up, here, found, why, error, error_far, _store_error(store), _congestion())
+    return HostNetwork(up, found, why, error, error_far, _congestion())
 
 
 def judge(network: HostNetwork, hosts: int) -> Iterator[Finding]:
     """Yield findings for ranks on a number of hosts; 0: not known."""
-    if network.store_error:
-        yield TOPIC.problem(
-            "MASTER_ADDR",
-            network.store_error,
-            "give the address of rank 0's host, or a name that every host resolves (/etc/hosts)",
-        )
     if not network.up:
         text = "no interface is up, not even loopback: ranks can use shared memory alone"
         yield TOPIC.problem("interface", text, "ip link set lo up, and start a network")
@@ -97,9 +83,6 @@ def judge(network: HostNetwork, hosts: int) -> Iterator[Finding]:
             f"name one that is up: {_names(network.up)}; or unset the variable",
         )
         return
-    if network.here:
-        text = f"{_names(network.here)}, where all ranks are on this machine"
-        yield TOPIC.ok("inside", text)
     if not network.far:
         level = "problem" if hosts > 1 else "note"
         advice = "bring up an interface that other machines reach, or name it in PYCOMM_INTERFACE"
@@ -108,18 +91,7 @@ def judge(network: HostNetwork, hosts: int) -> Iterator[Finding]:
     chosen = _names([(link.name, link.address) for link in network.far])
     yield TOPIC.ok("interface", f"{chosen} to other machines: {network.why}")
     for link in network.far:
-        yield _link(link)
-
-
-def _link(link: NetworkCard) -> Finding:
-    name = f"{link.name}"
-    if link.mtu is not None and link.mtu < SMALLEST_MTU:
-        return TOPIC.warning(
-            name,
-            f"MTU {link.mtu}: packets are small, and each costs the processor as much",
-            f"ip link set {link.name} mtu {WIRE_USUALLY}, if the way to the peers carries it",
-        )
-    return TOPIC.ok(name, f"MTU {link.mtu or 'unknown'}")
+        yield TOPIC.ok(link.name, f"MTU {link.mtu or 'unknown'}")
 
 
 def _names(interfaces: Sequence[Interface]) -> str:
@@ -133,15 +105,6 @@ def _address_towards(host: str) -> str:
             with socket.socket(family, kind) as probe:
                 probe.connect(address)
                 return str(probe.getsockname()[0])
-    return ""
-
-
-def _store_error(host: str) -> str:
-    try:
-        if host:
-            socket.getaddrinfo(host, None)
-    except OSError as error:
-        return f"{host} is not known here: {error.strerror}"
     return ""
 
 

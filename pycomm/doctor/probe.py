@@ -33,9 +33,8 @@ Facts = dict[str, Any]
 
 def core() -> Facts:
     """Return facts on `_C` and libpycomm.so."""
-    from pycomm import _C, _cuda_wheel
+    from pycomm import _C
 
-    wheel = _cuda_wheel.installed()
     try:
         tls, tls_error = _C.tls_version(), ""
     except RuntimeError as error:
@@ -43,7 +42,6 @@ def core() -> Facts:
     return {
         "simd": _C.simd_level(),
         "cuda": _C.cuda_built(),
-        "cuda_wheel": "" if wheel is None else _cuda_wheel.why_not(wheel),
         "gpus": _C.device_count(),
         "tls": tls,
         "tls_error": tls_error,
@@ -111,7 +109,7 @@ def c10d() -> Facts:
 def driver() -> Facts:
     """Return facts on NVIDIA's driver, without torch or the CUDA runtime."""
     cuda = ctypes.CDLL("libcuda.so.1")
-    facts: Facts = {"error": cuda.cuInit(0), "version": 0, "gpus": [], "apart": 0}
+    facts: Facts = {"error": cuda.cuInit(0), "version": 0, "gpus": []}
     number = ctypes.c_int()
     if cuda.cuDriverGetVersion(ctypes.byref(number)) == 0:
         facts["version"] = number.value
@@ -121,11 +119,6 @@ def driver() -> Facts:
             cuda.cuDeviceGet(ctypes.byref(device), index)
             cuda.cuDeviceGetName(name, len(name), device)
             facts["gpus"].append(name.value.decode())
-            for peer in range(index):
-                other, reaches = ctypes.c_int(), ctypes.c_int()
-                cuda.cuDeviceGet(ctypes.byref(other), peer)
-                cuda.cuDeviceCanAccessPeer(ctypes.byref(reaches), device, other)
-                facts["apart"] += reaches.value == 0
     return facts
 
 

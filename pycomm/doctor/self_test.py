@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 TOPIC = Topic("self-test")
 CODEC = "quant:bits=8,block=256,rounding=nearest"
 BLOCK = 256
+ADVICE = {
+    "shm": "allow memfd_create and mmap in the container (its seccomp profile, its memory limit); "
+    "without them ranks of this machine talk by TCP",
+    "tcp": "look at what stands above about the interface",
+}
+"""What to do if ranks do not meet by a transport."""
 LIMIT = 30.0
 """Seconds after which the self-test is abandoned."""
 
@@ -225,8 +231,7 @@ def judge(said: Sequence[Sequence[dict[str, Any]]]) -> Iterator[Finding]:
         lines = [line for rank in said for line in rank if line.get("way") == way]
         errors = [line["error"] for line in lines if "error" in line]
         if errors or len(lines) < len(said):
-            advice = "look at what stands above about shared memory and the interface"
-            yield TOPIC.problem(way, (errors or ["a rank said nothing"])[0], advice)
+            yield TOPIC.problem(way, (errors or ["a rank said nothing"])[0], ADVICE[way])
             continue
         yield from judge_results([Result(**line) for line in lines])
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 
 from pycomm.doctor.finding import Finding, Topic
 from pycomm.doctor.probe import AT_IMPORT
@@ -62,9 +60,6 @@ def judge(
         elif name in AT_IMPORT and no_effect:
             advice = "correct it, or unset it; `python -m pycomm.run --help` has the options"
             yield TOPIC.problem(name, f"{value} has no effect: {no_effect[0]}", advice)
-        elif name == "PYCOMM_TRACE" and not _can_be_written(Path(value)):
-            advice = "name a folder that every rank can write, shared or of its host"
-            yield TOPIC.problem(name, f"{value} cannot be written", advice)
         elif value and name in FORGOTTEN and value != "auto":
             advice = "unset it, unless you are trying something out"
             yield TOPIC.note(name, f"{value}: {FORGOTTEN[name]}", advice)
@@ -80,12 +75,6 @@ def judge(
             yield TOPIC.warning(name, "nothing of pycomm reads it", guess(name, known))
     if not any(name.startswith(PREFIX) for name in given):
         yield TOPIC.ok(f"{PREFIX}*", "none is set: everything is as we chose it")
-
-
-def _can_be_written(folder: Path) -> bool:
-    """Return True if the folder is writable or can be made."""
-    there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 def shared(given: Mapping[str, str]) -> dict[str, str]:

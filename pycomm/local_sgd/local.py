@@ -5,10 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
@@ -31,7 +29,7 @@ from pycomm.reduction.state import CompressionState
 from pycomm.reduction.weights import checked
 
 STATE_VERSION = 1
-_OPTIONS = ("every", "exchange", "lr", "momentum", "nesterov", "weighted", "average")
+_OPTIONS = ("every", "exchange", "lr", "momentum", "weighted", "average")
 
 
 class LocalSGD:
@@ -61,14 +59,11 @@ class LocalSGD:
         codec: codec of the outer gradients, its text ("int4"), or a `pycomm.Policy`. Warm-ups and
             schedules count exchanges.
         lr: outer learning rate.
-        momentum: momentum of the outer optimizer; 0 for none. DiLoCo's 0.9 is for long trainings:
-            over a few dozen rounds it multiplies the steps by what may be too much.
-        nesterov: look ahead by the momentum, as DiLoCo does.
+        momentum: Nesterov momentum of the outer optimizer; 0 for none. DiLoCo's 0.9 is for long
+            trainings: over a few dozen rounds it multiplies the steps by what may be too much.
         weighted: weight each rank's outer gradient by the samples or tokens that `step` is given.
         average: "ranks": the mean over all ranks. "senders": with sparse codecs (top-k), each value
             is averaged over the ranks that have sent it (SparseLoCo).
-        optimizer: the inner optimizer; needed only if this is used as a context manager, which
-            counts the optimizer's steps.
         process_group: the ranks that train apart; None: the default group.
         feedback: error feedback; see `pycomm.compress`.
         seed: seed of random rounding; equal on all ranks.
@@ -98,22 +93,19 @@ class LocalSGD:
         codec: str | Codec | Policy = "int8",
         lr: float = 0.7,
         momentum: float = 0.5,
-        nesterov: bool = True,
         weighted: bool = False,
         average: Literal["ranks", "senders"] = "ranks",
-        optimizer: torch.optim.Optimizer | None = None,
         process_group: dist.ProcessGroup | None = None,
         feedback: bool | str | Feedback | None = True,
         seed: int = 0,
     ) -> None:
         typed("model", model, nn.Module)
         typed("exchange", exchange, Blocking, Streamed)
-        typed("optimizer", optimizer, torch.optim.Optimizer, None)
         typed("weighted", weighted, bool)
         self.every = whole("every", every, 1)
         self.exchange = exchange
         self.lr, self.momentum = number("lr", lr), number("momentum", momentum)
-        self.nesterov, self.weighted, self.average = nesterov, weighted, average
+        self.weighted, self.average = weighted, average
         if self.lr <= 0 or not 0 <= self.momentum < 1:
             raise ValueError(
                 f"LocalSGD: lr={lr} must be above 0, and momentum={momentum} from 0 to below 1"
@@ -122,8 +114,6 @@ class LocalSGD:
             raise ValueError(f"LocalSGD: average={average!r}: use 'ranks' or 'senders'")
         self.weight = 0.0
         """Samples or tokens of all steps on this rank."""
-        self._optimizer = optimizer
-        self._hook: Any = None
         group = process_group or dist.group.WORLD
         exchange.check(self.every)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -154,7 +144,6 @@ class LocalSGD:
             every=self.every,
             lr=self.lr,
             momentum=self.momentum,
-            nesterov=nesterov,
             weighted=weighted,
         )
         if average == "ranks" and group is not None:
@@ -333,25 +322,6 @@ class LocalSGD:
             gathered = decision.codec.combine == "gather"
             total += decision.encoded_bytes * (ranks - 1) * (1 if gathered else 2 / ranks)
         return round(total)
-
-    def __enter__(self) -> LocalSGD:
-        if self._optimizer is None:
-            raise Error("LocalSGD as a context manager counts steps: pass optimizer=")
-        self._hook = self._optimizer.register_step_post_hook(self._count)
-        return self
-
-    def _count(self, *_: object) -> None:
-        self.step()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._hook.remove()
-        if kind is None:
-            self.finish()
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse a copy.

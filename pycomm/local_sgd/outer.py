@@ -45,15 +45,14 @@ class Fragment:
 
     Args:
         parameters: parameters by name, floats or complex numbers; equal on all ranks.
-        momentum: momentum of the outer optimizer; 0: none is kept.
-        nesterov: look ahead by the momentum.
+        momentum: Nesterov momentum of the outer optimizer; 0: none is kept.
         end: number of the step of a round, from 1, after which they are averaged.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], *, momentum: float, nesterov: bool, end: int
+        self, parameters: Mapping[str, nn.Parameter], *, momentum: float, end: int
     ) -> None:
-        self.momentum, self.nesterov, self.end = momentum, nesterov, end
+        self.momentum, self.end = momentum, end
         self.weight = 0.0
         """Samples, tokens or steps since they were last sent."""
         self.parameters = dict(parameters)
@@ -89,7 +88,7 @@ class Fragment:
             update = gradient[width]
             if self.velocity is not None:
                 velocity = self.velocity[width].mul_(self.momentum).add_(update)
-                update = update.add_(velocity, alpha=self.momentum) if self.nesterov else velocity
+                update.add_(velocity, alpha=self.momentum)
             start.add_(update, alpha=-lr)
 
     @torch.no_grad()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
+from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pycomm.errors import Error
-from pycomm.local_sgd.inner import InnerOptimizers
-from pycomm.local_sgd.outer import Fragment, Values, broadcast, split
+from pycomm.local_sgd.outer import Fragment, Values, broadcast, reals, split
 from pycomm.log import logger
 from pycomm.policy.exchange import start_gather
 from pycomm.policy.names import clean, few
@@ -55,7 +57,7 @@ class SharedModel:
         model: the model.
         state: codecs and feedback of its parameters.
         fragments, every: see `split`.
-        lr, momentum, nesterov, weighted: see `LocalSGD`.
+        lr, momentum, weighted: see `LocalSGD`.
     """
 
     def __init__(
@@ -67,7 +69,6 @@ class SharedModel:
         every: int,
         lr: float,
         momentum: float,
-        nesterov: bool,
         weighted: bool,
     ) -> None:
         self._model, self.state, self._lr, self._weighted = model, state, lr, weighted
@@ -78,7 +79,7 @@ class SharedModel:
         broadcast(model, group)
         trained = self.trained()
         self.parts = [
-            Fragment(part, momentum=momentum, nesterov=nesterov, end=end)
+            Fragment(part, momentum=momentum, end=end)
             for part, end in split(trained, fragments, every)
         ]
         for name, parameter in trained.items():
@@ -250,3 +251,58 @@ def is_finite(values: Values) -> bool:
 def copies(values: Values) -> Values:
     """Return copies of flat tensors."""
     return {width: part.clone() for width, part in values.items()}
+
+
+_everybody: WeakSet[InnerOptimizers] = WeakSet()
+
+
+class InnerOptimizers:
+    """The optimizers that have stepped parameters of one model.
+
+    After one gradient that is not finite the moments of AdamW are NaN for ever, and so is each
+    further round of that rank. LocalSGD puts the model back to its start, and these states with it.
+
+    Args:
+        parameters: function that returns the model's parameters of now, by name.
+    """
+
+    def __init__(self, parameters: Callable[[], Mapping[str, nn.Parameter]]) -> None:
+        self._parameters = parameters
+        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+        _everybody.add(self)
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note an optimizer that has taken a step, if it steps a parameter of the model."""
+        if optimizer in self._optimizers:
+            return
+        ids = set(map(id, self._parameters().values()))
+        if any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
+            self._optimizers.add(optimizer)
+
+    def reset(self) -> list[str]:
+        """Set the states of parameters that are not finite to zero, as those of a new optimizer.
+
+        Returns:
+            The names of these parameters.
+        """
+        reset = []
+        for name, parameter in self._parameters().items():
+            for optimizer in self._optimizers:
+                values = optimizer.state.get(parameter, {}).values()
+                tensors = [reals(value) for value in values if isinstance(value, torch.Tensor)]
+                if not _are_finite(tensors):
+                    torch._foreach_zero_(tensors)
+                    reset.append(name)
+        return reset
+
+
+def _are_finite(tensors: Collection[torch.Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def _note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for optimizers in list(_everybody):
+        optimizers.note(optimizer)
+
+
+register_optimizer_step_post_hook(_note)

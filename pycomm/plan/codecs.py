@@ -155,52 +155,10 @@ CODINGS: Mapping[str, Coding] = {coding.name: coding for coding in _ALL}
 NONE = CODINGS["none"]
 
 
-_MORE = (
-    _quant(2, 64, 0.515, (15.1, 11.1, 10.4, 9.5)),
-    _quant(3, 64, 6.31e-2, (13.8, 11.2, 10.9, 9.3)),
-    _quant(5, 128, 3.0e-3, (16.2, 18.1, 16.5, 9.6)),
-    _quant(6, 256, 8.15e-4, (16.9, 18.4, 18.6, 9.6)),
-    _quant(7, 256, 1.98e-4, (17.0, 18.4, 18.6, 9.6)),
-    _recode(
-        "fp8", 1 + 4 / 256, 6.79e-4, (15.6, 18.4, 19.0, 9.6), "cast:dtype=float8_e4m3,block=256"
-    ),
-    _recode(
-        "fp8_e5m2",
-        1 + 4 / 256,
-        2.71e-3,
-        (15.7, 18.4, 19.0, 9.6),
-        "cast:dtype=float8_e5m2,block=256",
-    ),
-    _recode(
-        "mxfp6",
-        0.75 + 1 / 32,
-        8.07e-4,
-        (8.8, 16.5, 15.4, 5.8),
-        "mx:format=fp6_e2m3,scale=floor",
-    ),
-    _recode(
-        "mxfp8",
-        1 + 1 / 32,
-        8.61e-4,
-        (10.2, 18.4, 18.0, 6.6),
-        "mx:format=fp8_e4m3,scale=floor",
-    ),
-    _recode("nvfp4", 0.5645, 9.07e-3, (5.3, 11.2, 9.7, 3.9), "mx:format=nvfp4"),
-    _eden(
-        "eden:bits=2,size=128",
-        0.2813,
-        0.131,
-        (3.4, 5.7, 5.5, 3.4),
-        "eden:bits=2,size=128,scale=unbiased",
-    ),
-    _eden(
-        "eden:bits=3", 0.379, 3.56e-2, (4.1, 3.4, 3.2, 4.1), "eden:bits=3,size=1024,scale=unbiased"
-    ),
-    _eden(
-        "eden:bits=4", 0.504, 9.53e-3, (3.2, 3.3, 3.2, 3.2), "eden:bits=4,size=1024,scale=unbiased"
-    ),
+_FP8 = _recode(
+    "fp8", 1 + 4 / 256, 6.79e-4, (15.6, 18.4, 19.0, 9.6), "cast:dtype=float8_e4m3,block=256"
 )
-KNOWN: Mapping[str, Coding] = {coding.name: coding for coding in (*_ALL, *_MORE)}
+KNOWN: Mapping[str, Coding] = {coding.name: coding for coding in (*_ALL, _FP8)}
 _SHORT = {"eden2": "eden:bits=2", "eden1": "eden:bits=1", "drive": "eden:bits=1"}
 _SHORT |= {"topk": "topk:0.01", "powersgd": "powersgd:4", "fp32": "none"}
 

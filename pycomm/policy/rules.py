@@ -7,9 +7,11 @@ step. If it leaves a codec open ("auto"), a `Plan` measures.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from numbers import Integral
+from typing import Any
 
 import torch
 
@@ -19,7 +21,6 @@ from pycomm.codecs import codec as parse_codec
 from pycomm.policy.auto import Trial
 from pycomm.policy.guard import Guard
 from pycomm.policy.names import bare
-from pycomm.policy.text import options
 
 EXACT = "fp32"
 AUTO = "auto"
@@ -62,17 +63,14 @@ class Rule:
     name: str = "*"
     """Pattern of names, matched like file names: ``*.bias``. Components that `torch.compile` and
     other wrappers insert into names, and a leading "module.", are ignored."""
-    min_numel: int = 0
     max_numel: int | None = None
     max_dims: int | None = None
-    dtype: torch.dtype | None = None
     reason: str = ""
     """Reason that is logged."""
 
     def __post_init__(self) -> None:
         typed("rule: codec", self.codec, str, Codec)
         typed("rule: name", self.name, str)
-        put(self, min_numel=whole("rule: min_numel", self.min_numel))
         for bound in ("max_numel", "max_dims"):
             if getattr(self, bound) is not None:
                 put(self, **{bound: whole(f"rule: {bound}", getattr(self, bound))})
@@ -81,10 +79,8 @@ class Rule:
         """Return whether all conditions hold."""
         return (
             self.names(parameter.name)
-            and parameter.numel >= self.min_numel
             and (self.max_numel is None or parameter.numel <= self.max_numel)
             and (self.max_dims is None or len(parameter.shape) <= self.max_dims)
-            and (self.dtype is None or parameter.dtype == self.dtype)
         )
 
     def names(self, name: str) -> bool:
@@ -312,3 +308,45 @@ def _fitted(parameter: Parameter, wanted: str | Codec, reason: str) -> Decision:
     if fitted.name != codec.name:
         reason = f"{codec.name} does not fit its shape"
     return Decision(parameter, fitted, reason)
+
+
+_TURN = re.compile(r"(\d+):(.+)")
+_NUMBERS = ("warmup", "error")
+_WORDS = "warmup=, error=, guard=off, factors=off, STEP:CODEC"
+
+
+def options(text: str) -> dict[str, Any]:
+    """Return a policy's options from its text; see `Policy.of`.
+
+    Raises:
+        ValueError: a word is unknown, or is given twice.
+    """
+    words = text.split()
+    if not words:
+        raise ValueError('policy: the text is empty; give a codec, such as "int8"')
+    found: dict[str, Any] = {}
+    if words[0].partition("=")[0] not in _NUMBERS:
+        found["codec"] = words.pop(0)
+    for word in words:
+        turn = _TURN.fullmatch(word)
+        name, _, value = word.partition("=")
+        if turn:
+            found["schedule"] = (*found.get("schedule", ()), (int(turn[1]), turn[2]))
+        elif name in found:
+            raise ValueError(f"policy: {name} is given twice in {text!r}")
+        elif name in _NUMBERS:
+            found[name] = _number(name, value)
+        elif word == "guard=off":
+            found["guard"] = None
+        elif word == "factors=off":
+            found["factors"] = False
+        else:
+            raise ValueError(f"policy: {word!r} in {text!r} is none of {_WORDS}")
+    return found
+
+
+def _number(name: str, value: str) -> int | float:
+    try:
+        return int(value) if name == "warmup" else float(value)
+    except ValueError:
+        raise ValueError(f"policy: {name}={value!r} is not a number") from None

@@ -20,8 +20,16 @@ from typing import Any
 from pycomm import _C
 from pycomm.env import env
 from pycomm.log import logger
-from pycomm.straggler.compare import Health, SlowRank, compare
-from pycomm.straggler.stats import LinkStats, RankStats, Trace, links, rank_stats
+from pycomm.straggler.compare import (
+    Health,
+    LinkStats,
+    RankStats,
+    SlowRank,
+    Trace,
+    compare,
+    links,
+    rank_stats,
+)
 
 # Interval in seconds at which the thread checks whether it must end.
 _LOOK = 0.5

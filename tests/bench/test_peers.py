@@ -9,7 +9,7 @@ from pycomm.bench.common import tables
 from pycomm.bench.lab.base import Paced
 from pycomm.bench.lab.jobs import Failed
 from pycomm.bench.lab.rates import UNLIMITED
-from pycomm.bench.peers import rank, table
+from pycomm.bench.peers import systems, table
 from pycomm.bench.peers.systems import PEERS, Training
 from pycomm.bench.training.train import Config
 
@@ -79,13 +79,13 @@ def test_a_broken_system_takes_no_steps(tmp_path, monkeypatch, capsys):
 def test_ranks_take_as_many_steps_as_the_first_one_has_time_for(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr(rank, "wire_bytes", lambda: 4 * len(taken))
+    monkeypatch.setattr(systems, "wire_bytes", lambda: 4 * len(taken))
     store, taken = dist.HashStore(), []
     training = Training(None, None, taken.append)
-    for every, enough, steps in ((1, 60.0, rank.MOST), (32, 60.0, 64), (32, 1e-9, 32)):
+    for every, enough, steps in ((1, 60.0, systems.MOST), (32, 60.0, 64), (32, 1e-9, 32)):
         taken.clear()
-        found = rank.time_of_steps(training, iter(range(200)), store, every, enough)
-        assert len(taken) == max(rank.SETTLE, every) + steps
+        found = systems.time_of_steps(training, iter(range(200)), store, every, enough)
+        assert len(taken) == max(systems.SETTLE, every) + steps
         assert found["bytes"] == 4.0
 
 

@@ -15,7 +15,6 @@ from pycomm.bench.common.harness import Origin, Row, record
 from pycomm.bench.step.__main__ import Steps, parse
 from pycomm.bench.training import suite
 from pycomm.bench.training import train as training
-from pycomm.bench.training.corpora import standard_library
 from pycomm.bench.training.methods import METHODS, Method
 from pycomm.bench.training.results import (
     EXACT,
@@ -37,6 +36,7 @@ from pycomm.bench.training.train import (
     loss_of,
     ranks_train,
     schedule,
+    standard_library,
     take_turns,
 )
 from tests.extent import FULL

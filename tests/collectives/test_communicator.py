@@ -19,10 +19,9 @@ import pytest
 import torch
 
 from pycomm import _C
-from pycomm.communicator import Communicator, Piece, Store
+from pycomm.communicator import Communicator, Piece, Store, built
 from pycomm.env import env
 from pycomm.errors import Error
-from pycomm.pieces import built
 from tests.collectives.ways import WAYS
 from tests.ranks import attempt, run
 from tests.torch.interpreter import free_port

@@ -64,12 +64,6 @@ WELL = {
     "triton": ProbeOutcome({"version": "3.6.0"}),
     "nvrtc": ProbeOutcome(error="No module named 'cupy'", missing=True),
 }
-MACHINE = Machine(
-    cores=8,
-    quota=None,
-    open_files=65536,
-    memfd_error="",
-)
 
 
 def level_of(findings, name: str) -> str:
@@ -88,18 +82,13 @@ def test_without_torch_all_else_is_examined(tmp_path):
     hidden = tmp_path / "torch.py"
     hidden.write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
     env = CLEAN | {"PYTHONPATH": str(tmp_path), "PYCOMM_SOKETS": "4"}
-    command = [sys.executable, "-m", "pycomm.doctor", "--json", "-"]
+    command = [sys.executable, "-m", "pycomm.doctor"]
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
-    report = json.loads(outcome.stdout)
-    levels = {(f["topic"], f["name"]): f["level"] for f in report["findings"]}
-    assert levels["installed", "torch"] == "problem"
-    assert levels["installed", "core"] == "ok"
-    assert levels["self-test", "shm"] != "problem"
-    assert levels["self-test", "tcp"] == "ok"
-    (typo,) = (f for f in report["findings"] if f["name"] == "PYCOMM_SOKETS")
-    assert typo["level"] == "warning"
-    assert "PYCOMM_SOCKETS" in typo["advice"]
-    assert (outcome.returncode, report["verdict"]) == (1, "problem")
+    said = outcome.stdout
+    levels = {(name, level) for level, name in re.findall(r"^  (\w+) +(\w+) ", said, re.M)}
+    assert {("torch", "PROBLEM"), ("core", "ok"), ("shm", "ok"), ("tcp", "ok")} <= levels
+    assert re.search(r"WARNING +PYCOMM_SOKETS .*\n +-> .*PYCOMM_SOCKETS", said)
+    assert (outcome.returncode, said.splitlines()[-1]) == (1, "1 problem, 1 warning")
 
 
 def test_a_wrong_command_line_is_2():
@@ -235,7 +224,7 @@ def test_the_binary_in_use_is_told(kind, text):
 
 
 GPU = WELL | {
-    "driver": ProbeOutcome({"error": 0, "version": 13000, "gpus": ["NVIDIA H200"] * 2, "apart": 0}),
+    "driver": ProbeOutcome({"error": 0, "version": 13000, "gpus": ["NVIDIA H200"] * 2}),
     "torch": ProbeOutcome(WELL["torch"].facts | {"cuda": "13.0", "gpus": 2}),
     "nvrtc": ProbeOutcome({"version": "13.0", "cupy": "14.0"}),
 }
@@ -255,8 +244,6 @@ def lacks(well: dict[str, ProbeOutcome], probe: str, error: str, missing: bool =
     [
         (WELL, "CUDA", "note"),
         (GPU, "CUDA", "ok"),
-        (GPU, "GPU peers", "ok"),
-        (but(GPU, "driver", apart=1), "GPU peers", "note"),
         (GPU, "CUDA kernels", "note"),
         (but(GPU, "core", cuda=True, gpus=2), "CUDA kernels", "ok"),
         (but(GPU, "core", cuda=True, gpus=0), "CUDA kernels", "warning"),
@@ -310,7 +297,6 @@ def test_the_core_says_what_is_wrong_with_a_variable():
     [
         ("PYCOMM_LINK", "1gbit", "note"),
         ("PYCOMM_TRANSPORT", "auto", "ok"),
-        ("PYCOMM_TRACE", "/dev/null/nowhere", "problem"),
         ("PYCOMM_IMPL", "triton", "problem"),
         ("PYCOMM_RUN", "--codc int4", "problem"),
         ("PYCOMM_CUDA", "OFF", "ok"),
@@ -326,24 +312,10 @@ def test_variables_are_judged(name, value, level):
 
 
 @pytest.mark.parametrize(
-    ("changed", "ranks_here", "name", "level"),
-    [
-        ({}, 8, "cores", "ok"),
-        ({}, 9, "cores", "warning"),
-        ({"quota": 1.5}, 0, "cores", "warning"),
-        ({"open_files": 200}, 0, "open files", "warning"),
-        ({"memfd_error": "denied"}, 0, "shared memory", "warning"),
-    ],
+    ("quota", "ranks_here", "level"), [(None, 8, "ok"), (None, 9, "warning"), (1.5, 0, "warning")]
 )
-def test_limits_are_judged(changed, ranks_here, name, level):
-    facts = Machine(**{**vars(MACHINE), **changed})
-    assert level_of(machine.judge(facts, ranks_here, 0), name) == level
-
-
-def test_open_files_are_held_against_the_ranks_of_the_job():
-    assert level_of(machine.judge(Machine(**vars(MACHINE)), 8, 512), "open files") == "ok"
-    few = Machine(**{**vars(MACHINE), "open_files": 1024})
-    assert level_of(machine.judge(few, 8, 512), "open files") == "problem"
+def test_cores_are_judged(quota, ranks_here, level):
+    assert machine.judge(Machine(8, quota), ranks_here).level == level
 
 
 @pytest.mark.parametrize(
@@ -372,19 +344,11 @@ def test_an_interface_that_does_not_exist_is_a_problem():
     assert "lo (127.0.0.1)" in found[0].advice
 
 
-def test_a_store_that_nobody_knows_is_a_problem():
-    found = list(network.judge(network.look({"MASTER_ADDR": "no-such-host.invalid"}), 2))
-    assert level_of(found, "MASTER_ADDR") == "problem"
-    assert network.look({"MASTER_ADDR": "127.0.0.1"}).store_error == ""
-
-
 def test_the_choice_of_an_interface_is_explained():
     by_name = network.look({"GLOO_SOCKET_IFNAME": "lo"})
     assert (by_name.far[0].name, by_name.why) == ("lo", "GLOO_SOCKET_IFNAME=lo names it")
     assert level_of(network.judge(by_name, 0), "interface") == "ok"
-    only_loopback = network.HostNetwork(
-        [("lo", "127.0.0.1")], [("lo", "127.0.0.1")], error_far="none"
-    )
+    only_loopback = network.HostNetwork([("lo", "127.0.0.1")], error_far="none")
     assert level_of(network.judge(only_loopback, 1), "interface") == "note"
     assert level_of(network.judge(only_loopback, 2), "interface") == "problem"
     assert (

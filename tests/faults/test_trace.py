@@ -282,13 +282,13 @@ def test_a_trace_that_cannot_be_written_hides_no_error(tmp_path, why):
     assert "\n  no trace: " in text
 
 
-def test_one_file_holds_one_rank(tmp_path):
+def test_the_trace_of_a_group_has_one_rank(tmp_path):
     def job(c):
         c.barrier()
-        return pycomm.trace.dump(tmp_path / f"{c.rank}.json", group=c)
+        return pycomm.trace.dump(tmp_path / f"of {c.rank}", group=c)
 
     files = run(2, job)
-    assert files == [[tmp_path / "0.json"], [tmp_path / "1.json"]]
+    assert files == [[tmp_path / f"of {rank}/rank_{rank}.json"] for rank in range(2)]
     assert [len(json.loads(f[0].read_text())["entries"]) for f in files] == [1, 1]
     with pytest.raises(Error, match="PYCOMM_TRACE"):
         pycomm.trace.dump()

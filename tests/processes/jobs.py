@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from pycomm.communicator import Communicator
-from pycomm.straggler.stats import rank_stats
+from pycomm.straggler.compare import rank_stats
 from tests.collectives.ways import check_everything, right
 
 

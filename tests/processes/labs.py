@@ -12,23 +12,23 @@ from typing import IO, Any
 
 import pytest
 
-from pycomm.bench.lab.wan import WanLab
 from pycomm.bench.netlab import LabUnavailable, Netlab, wait
+from tests.processes.faulty_links import NEW_NETWORK, NEW_USER, FaultyNetlab, FaultyWanLab
 from tests.torch.interpreter import Interpreter
 
 
-def near_hosts(nodes: int, rate: str = "80mbit", **options: Any) -> Netlab:
+def near_hosts(nodes: int, rate: str = "80mbit", **options: Any) -> FaultyNetlab:
     """Return hosts in a network without delay."""
     try:
-        return Netlab(nodes, rate, **options)
+        return FaultyNetlab(nodes, rate, **options)
     except LabUnavailable as error:
         pytest.skip(f"no network namespaces: {error}")
 
 
-def far_hosts(nodes: int, rate: str = "200mbit", **options: Any) -> WanLab:
+def far_hosts(nodes: int, rate: str = "200mbit", **options: Any) -> FaultyWanLab:
     """Return hosts in a network with delay."""
     try:
-        return WanLab(nodes, rate, **options)
+        return FaultyWanLab(nodes, rate, **options)
     except LabUnavailable as error:
         pytest.skip(f"no network namespaces with TUN devices: {error}")
 
@@ -65,7 +65,6 @@ for _stream, _number in zip({streams}, os.environ["PASSED_FDS"].split(",")):
     os.dup2(int(_number), _stream)
 """
 MODULE = "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-NEW_NETWORK, NEW_USER = 0x40000000, 0x10000000  # sched.h
 
 
 class Rank(Interpreter):

@@ -18,8 +18,7 @@ import pytest
 
 from pycomm.bench import netlab
 from pycomm.bench.lab.wan import Shape
-from pycomm.straggler.compare import compare
-from pycomm.straggler.stats import RankStats
+from pycomm.straggler.compare import RankStats, compare
 from tests.extent import FULL, each_value, part
 from tests.faults.injection.case import NETWORK, draw
 from tests.faults.injection.judge import breaches

@@ -12,9 +12,17 @@ from pycomm import monitor
 from pycomm.env import env
 from pycomm.errors import Error
 from pycomm.straggler import monitor as straggler_monitor
-from pycomm.straggler.compare import SlowRank, compare
+from pycomm.straggler.compare import (
+    SAMPLE,
+    LinkStats,
+    RankStats,
+    SlowRank,
+    TimeShares,
+    compare,
+    rank_stats,
+    totals,
+)
 from pycomm.straggler.monitor import Console, MonitoredGroup, StragglerMonitor
-from pycomm.straggler.stats import SAMPLE, LinkStats, RankStats, TimeShares, rank_stats, totals
 from pycomm.units import format_time
 from tests.collectives.ways import WAYS
 from tests.ranks import run

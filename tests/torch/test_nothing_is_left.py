@@ -146,7 +146,7 @@ def observed(rank: int, size: int, number: int) -> None:
     training.step(lambda net: net(torch.ones(2, WIDTH)).square().mean())
     assert monitor.text()
     with tempfile.TemporaryDirectory() as folder:
-        assert all(path.exists() for path in trace.dump(Path(folder) / "trace.json"))
+        assert all(path.exists() for path in trace.dump(Path(folder) / "trace"))
 
 
 def codecs(rank: int, size: int, number: int) -> None:

@@ -7,13 +7,17 @@ same time, since that is how they will be used.
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pycomm import _C
 from pycomm.communicator import Communicator
-from pycomm.plan.cluster import Link
-from pycomm.plan.probe import codecs, links
-from pycomm.plan.probe.ranks import Ranks
+from pycomm.plan.cluster import FAR, Link
+from pycomm.plan.probe import codecs
+from pycomm.plan.probe.codecs import Codecs
+from pycomm.plan.probe.ranks import PAUSE, Ranks, all_reduces
 from pycomm.plan.probe.result import ClusterProbe, cores_of_process, machine_of_process, middle
 
 SECONDS = 2.2  # time for one level of links, in all turns
@@ -58,7 +62,7 @@ def _turn(ranks: Ranks, buffers: Sequence[codecs.Buffers], effort: float) -> Clu
     for level, partner in partners.items():
         levels[level] = None
         if partner is not None and rank in (0, partner):
-            levels[level], group = links.measure(ranks, level, int(rank != 0), memory, budget)
+            levels[level], group = measure_link(ranks, level, int(rank != 0), memory, budget)
             pair = pair or group
         ranks.rest()
     machines, cores = ranks.gather(machine_of_process()), cores_of_process()
@@ -71,7 +75,7 @@ def _turn(ranks: Ranks, buffers: Sequence[codecs.Buffers], effort: float) -> Clu
             codecs.in_use(pair, inter, found, b, effort)
             for found, b in zip(measured, buffers, strict=True)
         ]
-        inter = links.with_rounds(inter, measured[0])
+        inter = with_rounds(inter, measured[0])
     ranks.rest()
     if rank > 0:
         return None
@@ -90,3 +94,83 @@ def _turn(ranks: Ranks, buffers: Sequence[codecs.Buffers], effort: float) -> Clu
         nodes=len(set(nodes)),
         device=_C.simd_level(),
     )
+
+
+SHORT, FIRST, OF_FAR, LONGEST = 8, 1 << 20, 8 << 20, 64 << 20  # bytes of messages
+MANY = 256  # number of small messages in flight at once
+
+
+def measure_link(
+    ranks: Ranks, level: str, member: int, memory: float, budget: float
+) -> tuple[Link, Communicator]:
+    """Measure a link by short and long all-reduces of two ranks.
+
+    A short one waits for one message each way. Two-shot between two ranks sends a buffer of b bytes
+    once each way, folds it, and waits for two rounds; so the extra time of a longer buffer gives
+    the rate. The core's time, less folding, gives its cost of a byte.
+    """
+    algos = {name: "auto" if level == "intra" else name for name in ("one_shot", "two_shot")}
+    groups = {
+        name: ranks.members(f"{level}-{name}", member, 2, algo) for name, algo in algos.items()
+    }
+    short = min(_short(groups["one_shot"], budget) for _ in range(3))
+    group = groups["two_shot"]
+    seconds, core = all_reduces(group, FIRST, 4)
+    # The planner's formulas count the longer of link and core for each size, so buffers are long.
+    # Where round trips are a good part of the first one's time, a longer one is needed at any rate.
+    far = 2 * short >= FAR
+    length, times = FIRST, max(3, min(20, round(budget / 4 / seconds)))
+    while length < LONGEST and (
+        3 * seconds * (2 * length / FIRST) < budget / 2 or (far and length < OF_FAR)
+    ):
+        length *= 2
+    # Over a far link one call may take half as long again as the next, since a lost packet costs a
+    # round trip and congestion control probes the path: the fastest calls show the rate.
+    typical = min if far else statistics.median
+    seconds, core = all_reduces(group, FIRST, times, typical=typical)
+    longer, longer_core = seconds, core
+    if length > FIRST:
+        longer, longer_core = all_reduces(group, length, 3 if far else 5, typical=typical)
+    rate, per_byte = FIRST / seconds, core / FIRST
+    if longer > seconds:  # else other work has delayed the shorter one
+        rate = (length - FIRST) / (longer - seconds)
+    if length > FIRST:
+        per_byte = (longer_core - core) / (length - FIRST)
+    message = min(short / 2, _message(groups["one_shot"]))
+    rested, _ = all_reduces(group, FIRST, 5, pause=PAUSE)
+    link = Link(
+        name="probed",
+        rate=rate,
+        latency=max(0.0, short - message),
+        far=far,
+        message=message if level == "inter" else 0.0,
+        byte=max(0.0, per_byte - 1 / memory) if level == "inter" else 0.0,
+        burst=max(0.0, seconds - rested) * rate if level == "inter" else 0.0,
+    )
+    return link, group
+
+
+def _short(group: Communicator, budget: float) -> float:
+    """Return the seconds of a short one. Two ranks on one core stay on it until they sleep."""
+    time.sleep(PAUSE)
+    return all_reduces(group, SHORT, max(5, round(40 * budget)))[0]
+
+
+def with_rounds(link: Link, found: Codecs) -> Link:
+    """Return the link with the observed wait in each round of an all-reduce."""
+    return replace(link, latency=link.latency + max(0.0, found.late))
+
+
+def _message(group: Communicator) -> float:
+    """Return the seconds of one of many independent small messages each way."""
+    peer, out = 1 - group.rank, bytearray(SHORT)
+    samples = []
+    for _ in range(5):
+        group.barrier()
+        begin = time.perf_counter()
+        requests = [group.recv(bytearray(SHORT), peer) for _ in range(MANY)]
+        requests += [group.send(out, peer) for _ in range(MANY)]
+        for request in requests:
+            request.wait()
+        samples.append((time.perf_counter() - begin) / MANY)
+    return min(samples)

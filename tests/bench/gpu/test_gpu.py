@@ -17,8 +17,7 @@ from pycomm.bench.common import accelerator, tables
 from pycomm.bench.gpu import __main__ as gpu
 from pycomm.bench.gpu import checks as gpu_checks
 from pycomm.bench.gpu import tasks as gpu_tasks
-from pycomm.bench.gpu.tasks import GpuRow
-from pycomm.bench.gpu.timing import bytes_moved, sets_needed
+from pycomm.bench.gpu.tasks import GpuRow, bytes_moved, sets_needed
 from pycomm.codecs import CODECS
 from pycomm.codecs.implementations import Unavailable
 from tests.codecs.test_contract import CUDA

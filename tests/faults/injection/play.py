@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pycomm.bench.netlab import Netlab
 from tests.faults.injection.case import ELASTIC, FROM_OUTSIDE, NETWORK, Case
 from tests.faults.injection.rank import Rank, go_on, wait_for
+from tests.processes.faulty_links import FaultyNetlab
 
 CORE = 4 << 20
 """Maximum bytes of a core dump."""
@@ -54,7 +54,7 @@ def limit_core_dumps() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (size, size))
 
 
-def _rank_process(case: Case, rank: int, folder: str, pipe: int, lab: Netlab | None) -> None:
+def _rank_process(case: Case, rank: int, folder: str, pipe: int, lab: FaultyNetlab | None) -> None:
     """Run a forked rank to its end. Never returns."""
     gc.freeze()  # the rank looks for what it leaves behind itself, again and again
     log = open(f"{folder}/rank{rank}.log", "w")  # noqa: SIM115 - to the end of the process
@@ -103,7 +103,7 @@ def player_of(case: Case, rank: int, folder: str, say: Any) -> Any:
     return ElasticRank(case, rank, folder, say)
 
 
-def play(case: Case, lab: Netlab | None = None) -> Played:
+def play(case: Case, lab: FaultyNetlab | None = None) -> Played:
     """Play a case to its end, in at most `LIMIT` seconds. No process outlives it.
 
     Network faults need a `lab` with a node for each rank.
@@ -141,14 +141,14 @@ def play(case: Case, lab: Netlab | None = None) -> Played:
     return played
 
 
-def lab_of(nodes: int) -> Netlab:
+def lab_of(nodes: int) -> FaultyNetlab:
     """Make a network for fault injection, with a node per rank. It ends with this process."""
-    lab = Netlab(nodes, "unlimited")
+    lab = FaultyNetlab(nodes, "unlimited")
     atexit.register(lab.close)
     return lab
 
 
-def _strike(case: Case, processes: list[int], lab: Netlab | None) -> float:
+def _strike(case: Case, processes: list[int], lab: FaultyNetlab | None) -> float:
     """Inject the fault; return its time."""
     at = time.monotonic()
     if lab and case.fault == "down":
@@ -166,7 +166,7 @@ def _strike(case: Case, processes: list[int], lab: Netlab | None) -> float:
 
 
 def _watch(
-    played: Played, reader: int, children: dict[int, int], lab: Netlab | None, mended: Path
+    played: Played, reader: int, children: dict[int, int], lab: FaultyNetlab | None, mended: Path
 ) -> None:
     """Read the ranks' reports until all that can have finished; inject the fault meanwhile."""
     case = played.case

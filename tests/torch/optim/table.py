@@ -93,8 +93,8 @@ def coded(which: str, model: Any, params: Any = None, **options: Any) -> Any:
         return KINDS[kind][0](params, model=model, **settings)
     codec = options.pop("codec", "int4")
     optimizer = plain(which, params, **options)
-    local = pycomm.LocalSGD(model, every=2, codec=codec, optimizer=optimizer)
-    local.__enter__()  # it counts the optimizer's steps
+    local = pycomm.LocalSGD(model, every=2, codec=codec)
+    optimizer.register_step_post_hook(lambda *_: local.step())
     optimizer.local = local
     return optimizer
 
