@@ -63,14 +63,17 @@ class Rule:
     name: str = "*"
     """Pattern of names, matched like file names: ``*.bias``. Components that `torch.compile` and
     other wrappers insert into names, and a leading "module.", are ignored."""
+    min_numel: int = 0
     max_numel: int | None = None
     max_dims: int | None = None
+    dtype: torch.dtype | None = None
     reason: str = ""
     """Reason that is logged."""
 
     def __post_init__(self) -> None:
         typed("rule: codec", self.codec, str, Codec)
         typed("rule: name", self.name, str)
+        put(self, min_numel=whole("rule: min_numel", self.min_numel))
         for bound in ("max_numel", "max_dims"):
             if getattr(self, bound) is not None:
                 put(self, **{bound: whole(f"rule: {bound}", getattr(self, bound))})
@@ -79,8 +82,10 @@ class Rule:
         """Return whether all conditions hold."""
         return (
             self.names(parameter.name)
+            and parameter.numel >= self.min_numel
             and (self.max_numel is None or parameter.numel <= self.max_numel)
             and (self.max_dims is None or len(parameter.shape) <= self.max_dims)
+            and (self.dtype is None or parameter.dtype == self.dtype)
         )
 
     def names(self, name: str) -> bool:

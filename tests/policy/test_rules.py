@@ -48,8 +48,10 @@ def test_the_form_of_exact_values_is_what_travels(dtype, name, size):
     "condition",
     [
         {"name": "*.weight"},
+        {"min_numel": 4096},
         {"max_numel": 4096},
         {"max_dims": 2},
+        {"dtype": torch.float32},
     ],
     ids=str,
 )
@@ -58,8 +60,10 @@ def test_every_condition_of_a_rule_counts(condition):
     assert chosen(policy) == codec("int8").spec()
     others = {
         "name": Parameter("layer.bias", (64, 64), torch.float32),
+        "min_numel": Parameter("layer.weight", (63, 65), torch.float32),
         "max_numel": Parameter("layer.weight", (64, 65), torch.float32),
         "max_dims": Parameter("layer.weight", (16, 16, 16), torch.float32),
+        "dtype": Parameter("layer.weight", (64, 64), torch.bfloat16),
     }
     (name,) = condition
     assert chosen(policy, others[name]) == codec("int4").spec()
