@@ -74,15 +74,7 @@ def read(path: Path = RESULTS) -> list[Row]:
     """The committed outcomes."""
     with lzma.open(path, "rt", newline="") as file:
         return [
-            Row(
-                row["like"],
-                int(row["world_size"]),
-                row["backend"],
-                row["test"],
-                row["status"],
-                float(row["seconds"]),
-                row["reason"],
-            )
+            Row(**row | {"world_size": int(row["world_size"]), "seconds": float(row["seconds"])})
             for row in csv.DictReader(file)
         ]
 

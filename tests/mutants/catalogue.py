@@ -294,7 +294,7 @@ RESIDUALS = (
         "pass",
         (
             "torch/hooks/test_policy.py::test_a_schedule_loses_nothing "
-            "torch/hooks/test_way_back.py::test_what_is_owed_is_sent_with_the_next_step"
+            "torch/hooks/test_policy.py::test_what_is_owed_is_sent_with_the_next_step"
         ),
     ),
     Mutant(
@@ -304,7 +304,7 @@ RESIDUALS = (
         'keeps_errors or kind == "momentum"',
         (
             "torch/hooks/test_policy.py::test_a_schedule_loses_nothing "
-            "torch/hooks/test_way_back.py::test_what_is_owed_is_sent_with_the_next_step"
+            "torch/hooks/test_policy.py::test_what_is_owed_is_sent_with_the_next_step"
         ),
     ),
     Mutant(

@@ -60,17 +60,14 @@ def test_link_has_its_rate_and_counts_its_bytes():
         command = [sys.executable, "-c", TRANSFER, str(size)]
         ranks = lab.start(command, stdout=subprocess.PIPE)
         assert netlab.wait(ranks) == 0
-        assert ranks[0].stdout is not None
         rate = size / float(ranks[0].stdout.read())
         # Above: a full bucket and the last queue pass without waiting, 0.12 and 0.5 MB of 8.
         # Below: headers take 4 %; the rest is for a machine that is busy with other tests.
         assert 0.4 * RATE < rate < 1.1 * RATE
         sent = lab.sent_bytes(1)
-        assert sent is not None
         # Headers, and what TCP sends again when the bucket overflows.
         assert size < sent < 1.25 * size
         acknowledgements = lab.sent_bytes(0)
-        assert acknowledgements is not None
         assert 0 < acknowledgements < 0.1 * size
 
 
@@ -168,7 +165,6 @@ def test_nothing_is_left_behind(sent, who, status):
         # A shell starts its background jobs deaf to SIGINT, and these tests may be one.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    assert started.stdout is not None
     for _ in range(2):
         assert started.stdout.readline() == b"up\n"
     assert len(processes_with(mark)) >= 4  # two ranks and two that they have started
@@ -201,7 +197,6 @@ def test_a_command_beside_the_ranks_ends_too():
     mark = f"{os.getpid()}.kept"
     code = KEPT.format(mark=mark)
     started = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert started.stdout is not None
     assert started.stdout.readline() == b"up\n"
     started.kill()
     started.wait(30)

@@ -37,7 +37,7 @@ class Job:
     args: tuple[Any, ...]
     rank: int
     ranks: int
-    backend: str | None  # None: the function makes its own group in `store`
+    backend: str | None  # None: the function may make a group in `store`, which ends after it
     store: str
     timeout: float
 
@@ -46,19 +46,17 @@ def _work(job: Job) -> Any:
     import torch.distributed as dist
 
     store = dist.FileStore(job.store, job.ranks)
-    if job.backend is None:
-        return job.function(job.rank, job.ranks, store, *job.args)
-    dist.init_process_group(
-        job.backend,
-        store=store,
-        rank=job.rank,
-        world_size=job.ranks,
-        timeout=timedelta(seconds=job.timeout),
-    )
+    given: tuple[Any, ...] = (store, *job.args)
+    if job.backend is not None:
+        limit = timedelta(seconds=job.timeout)
+        how = {"store": store, "rank": job.rank, "world_size": job.ranks, "timeout": limit}
+        dist.init_process_group(job.backend, **how)
+        given = job.args
     try:
-        return job.function(job.rank, job.ranks, *job.args)
-    finally:
-        dist.destroy_process_group()
+        return job.function(job.rank, job.ranks, *given)
+    finally:  # or the group that the function has made, since the next job makes another
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _forget() -> None:
@@ -92,9 +90,6 @@ def serve(descriptor: int) -> None:
             answer = (True, _work(job))
         except BaseException:
             answer = (False, traceback.format_exc())
-            # A job that made its own group may have left it, and the next job makes another.
-            with suppress(Exception):
-                torch.distributed.destroy_process_group()
         _forget()
         link.send(answer)
 
@@ -123,7 +118,8 @@ class Pool:
 
         Args:
             function: a function of a test module.
-            backend: the default group's; None: the function gets the store as its third argument.
+            backend: the default group's; None: the function gets the store as its third argument,
+                and need not destroy the group that it makes.
             timeout: the group's timeout, in seconds.
             deadline: seconds after which a rank without an answer counts as hung.
             dies: ranks that end their processes; their result is None.
@@ -190,7 +186,7 @@ def on_ranks(
     run: Callable[..., list[Any]] = Pool.run,
     *,
     fixture: str = "pool",
-    marks: Collection[str] = ("ranks", "backend"),
+    marks: Collection[str] = ("ranks", "backend", "dies"),
     **options: Any,
 ) -> Callable[[OfRank], OfRank]:
     """Make a test of a function that runs on every rank of the pool, with ``(rank, ranks, ...)``.

@@ -178,7 +178,6 @@ def behind_asynchronous(rank: int) -> Wait:
 def pending_works(rank: int) -> Wait:
     def wait() -> None:
         work = dist.irecv(torch.ones(10), 1 - rank)
-        assert work is not None
         dist.group.WORLD._wait_for_pending_works()  # type: ignore[union-attr]
         work.wait()  # the other rank's
 

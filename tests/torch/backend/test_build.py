@@ -33,13 +33,6 @@ def package(tmp_path, monkeypatch):
     return folder
 
 
-def _c10d_file() -> str:
-    """Return the file of the binary that this process uses."""
-    file = _build.load_c10d().__file__
-    assert file is not None
-    return file
-
-
 @pytest.fixture
 def compiled(monkeypatch):
     """Replace the compiler; return the list of folders in which it was called."""
@@ -168,7 +161,7 @@ def test_a_delivered_binary_that_does_not_load_is_replaced(
 @pytest.mark.parametrize("share", [0.5, 0.02, 0])
 def test_a_binary_that_is_cut_short_is_an_error_and_no_crash(tmp_path, share):
     """The loader of the system dies of a bus error there."""
-    whole = Path(_c10d_file()).read_bytes()
+    whole = Path(_build.load_c10d().__file__).read_bytes()
     binary = tmp_path / _build.BINARY
     binary.write_bytes(whole[: int(share * len(whole))])
     with pytest.raises(ImportError, match=r"is cut short|is no 64-bit library"):

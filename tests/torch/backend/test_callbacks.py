@@ -279,7 +279,6 @@ def test_a_callback_waits_for_another_threads_message(rank, size):
             continue
         x = torch.full((numel, 2), -1.0)[:, 0]
         received = dist.irecv(x, 0)
-        assert received is not None
         arrived = received.get_future()  # a thread of the group waits for it
         dist.barrier()
         sum_ = dist.all_reduce(torch.ones(1), async_op=True)
@@ -355,6 +354,7 @@ def test_a_timeout_is_told_alike_everywhere(rank, size):
             wait()
         assert str(caught.value) == f"{headline}{heard}\n{table}"
     assert [work.get_future_result().wait() for work in works] == [1, 1]  # WorkResult.TIMEOUT
+    assert backend.find().get_error() == torch._C._distributed_c10d.ErrorType.TIMEOUT
 
 
 # ----------------------------------------------------------------------------------------- health

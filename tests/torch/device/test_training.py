@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import pycomm
 from pycomm.policy import Rule
-from tests.torch.device.checks import every_value, slow
 from tests.torch.device.fake_device import NAME as FAKE
 from tests.torch.device.fake_device import launched, run, same_as_cpu
+from tests.torch.device.test_operations import every_value, slow
 from tests.torch.harness import Chosen, equal, gradients, reduced
 
 # ------------------------------------------------------------------------------- the caller's group
@@ -202,7 +202,6 @@ def check_steps_before_the_host_knows(rank: int, ranks: int, device: str, rule: 
     state.settle()
     _, saved = state.state_dict()[f"rank{rank}"]
     about = {name: one["about"] for name, one in saved.items()}
-    assert state.residuals is not None
     kept = {name: on_host(every_value(state.residuals[name])) for name in saved}
     return ahead, [found, state.overflows, kept, about]
 
@@ -214,7 +213,6 @@ def check_memory(rank: int, ranks: int, device: str, nodes: list[int] | None) ->
     for step in range(4):
         reduced(ddp, given(rank, step, device))
     state.settle()
-    assert state.residuals is not None
     residuals = [state.residuals[name] for name in state.residuals.norms()]
     taken, held = 0, {"worker": 0, "owner": 0}
     for residual in residuals:
@@ -311,7 +309,6 @@ def check_runs(rank: int, ranks: int, devices: list[str], nodes: Any, seed: int)
             result = reduced(ddp, {name: g.to(device) for name, g in given.items()})
             found.append({name: value.cpu().nan_to_num(0.5) for name, value in result.items()})
         saved = moved(state.state_dict(), "cpu")
-        assert state.residuals is not None
         for name in saved[f"rank{rank}"][1]:
             residual = state.residuals[name]
             buffers = [buffer for _, pair in residual.pairs() for buffer in pair]
@@ -329,9 +326,7 @@ def check_runs(rank: int, ranks: int, devices: list[str], nodes: Any, seed: int)
 def test_runs_continue_as_on_the_cpu(fakes, devices, ranks, seed):
     nodes = [0, 0, 1, 1] if ranks == 4 else None
     want = run(fakes, "kernels", check_runs, ["cpu"], nodes, seed, group="gloo", ranks=ranks)
-    got = run(fakes, "kernels", check_runs, devices, nodes, seed, ranks=ranks)
-    for rank in range(ranks):
-        assert equal(got[rank], want[rank]), f"rank {rank}"
+    assert equal(run(fakes, "kernels", check_runs, devices, nodes, seed, ranks=ranks), want)
 
 
 # --------------------------------------------------------------------------- coded optimizers
@@ -416,7 +411,7 @@ def test_kernels_work_among_peers(fakes, codec):
 
 
 def check_sharded(
-    rank: int, ranks: int, device: str, codec: str, dtype: torch.dtype, replicas: int
+    rank: int, ranks: int, device: str, dtype: torch.dtype, replicas: int
 ) -> list[Any]:
     """Train in FSDP2, or HSDP; return the results."""
     shape, names = (ranks,), ("shards",)
@@ -426,7 +421,7 @@ def check_sharded(
     fsdp_param.free_storage = fsdp_param.alloc_storage = lambda *_: None
     mesh = dist.init_device_mesh(device, shape, mesh_dim_names=names)
     model = fully_shard(Chosen(SHAPES).to(device, dtype), mesh=mesh)
-    optimizer = pycomm.CodedAdamW(model.parameters(), lr=0.01, model=model, codec=codec)
+    optimizer = pycomm.CodedAdamW(model.parameters(), lr=0.01, model=model, codec="sign")
     found = []
     for step in range(6):
         optimizer.zero_grad()
@@ -445,10 +440,7 @@ def check_sharded(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
 def test_sharded_training_has_the_bits_of_the_host(fakes, dtype, ranks, replicas):
-    how = "sign", dtype, replicas
-    want = run(fakes, "kernels", check_sharded, "cpu", *how, ranks=ranks)
-    got = run(fakes, "kernels", check_sharded, FAKE, *how, ranks=ranks)
-    assert equal(got, want)
+    same_as_cpu(fakes, "kernels", check_sharded, dtype, replicas, ranks=ranks)
 
 
 class Operations(TorchDispatchMode):

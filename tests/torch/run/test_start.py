@@ -277,7 +277,6 @@ def test_gloo(rank, size, store):
         assert find(own) is None
         check_sum(own)
         check_sum()
-        dist.destroy_process_group()
 
 
 @on_ranks(2, backend=None)
@@ -297,7 +296,6 @@ def test_other_names(rank, size, store):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         assert find() is None
         dist.barrier()  # Gloo's ranks do not wait for each other when they connect
-        dist.destroy_process_group()
 
 
 @on_ranks(2, backend=None)
@@ -307,9 +305,7 @@ def test_only_pycomms_options_count(rank, size, store):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, pg_options=options)
         group = dist.new_group(backend="gloo", pg_options=pycomm.Options(transport="tcp"))
         native = find(group)
-        assert native is not None
         assert "tcp" in native.describe()
-        dist.destroy_process_group()
 
 
 @on_ranks(2, backend=None)
@@ -320,7 +316,6 @@ def test_detailed_debugging_checks_over_the_real_gloo(rank, size, store):
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
             assert find() is not None
             check_sum()
-            dist.destroy_process_group()
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)
 
@@ -337,7 +332,6 @@ def test_device_mesh(rank, size, store):
             assert dist.get_backend(group) == "gloo"
             assert find(group) is not None
             check_sum(group)
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["mpi", "fake", "undefined", "pycomm", "cpu:gloo", ""])
