@@ -17,16 +17,17 @@ from pathlib import Path
 
 import torch
 
-from tests.conformance.judged import (
+from tests.conformance.suite import (
     BOUND_TO_A_NAME,
     NOT_JUDGED,
     NOT_ON_CPU,
+    Config,
     Row,
+    Runner,
     read,
     worse,
     write,
 )
-from tests.conformance.suite import Config, Runner
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "conformance.md"

@@ -33,8 +33,7 @@ def run(
     rate: str, ranks_per_node: int, command: list[str], env: Mapping[str, str] | None = None
 ) -> list[tuple[int, str, str]]:
     """Status, output and errors of each rank on two hosts; the command gets a shared folder."""
-    lab = near_hosts(2, rate)
-    with lab, tempfile.TemporaryDirectory() as folder:
+    with near_hosts(2, rate) as lab, tempfile.TemporaryDirectory() as folder:
         # The lab names its interface to Gloo, and so to us; here we choose.
         command = ["env", "-u", "GLOO_SOCKET_IFNAME", *command, folder]
         ranks = lab.start(
@@ -207,25 +206,21 @@ with Communicator(Store.file(folder), rank, size, interface="eth0", timeout=30) 
 """
 
 
-def start(lab: netlab.Lab, local: list[int], folder: str, op: str) -> list[subprocess.Popen[bytes]]:
-    """One process per rank, `local[k]` of them on node k."""
-    ranks = []
-    nodes = [node for node, count in enumerate(local) for _ in range(count)]
-    for rank, node in enumerate(nodes):
-        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(len(nodes))}
-        command = [*lab.wrap(node), sys.executable, "-c", ONE_CALL, folder, op]
-        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE))
-    return ranks
-
-
 @each_value
 @pytest.mark.parametrize("local", [[2, 2], [1, 3]], ids=["2+2", "1+3"])
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
 def test_each_byte_crosses_a_link_once(tmp_path, local, op):
-    lab = near_hosts(2, "1gbit")
-    with lab:
+    with near_hosts(2, "1gbit") as lab:
         before = [lab.sent_bytes(node) or 0 for node in range(2)]
-        ranks = start(lab, local, str(tmp_path), op)
+        nodes = [node for node, count in enumerate(local) for _ in range(count)]
+        ranks = [
+            subprocess.Popen(
+                [*lab.wrap(node), sys.executable, "-c", ONE_CALL, str(tmp_path), op],
+                env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(len(nodes))},
+                stdout=subprocess.PIPE,
+            )
+            for rank, node in enumerate(nodes)
+        ]
         try:
             said = [rank.communicate(timeout=60)[0].decode() for rank in ranks]
             assert [rank.returncode for rank in ranks] == [0] * len(ranks)
@@ -276,8 +271,7 @@ CASES = [
 @pytest.mark.parametrize(("delay", "near", "levels", "told"), part(CASES, 2))
 def test_sites_are_found_by_round_trips(tmp_path, delay, near, levels, told):
     differ = {way: Shape(delay) for a, b in near for way in ((a, b), (b, a))}
-    lab = far_hosts(4, "unlimited", shape=Shape(delay=0.03), differ=differ)
-    with lab:
+    with far_hosts(4, "unlimited", shape=Shape(delay=0.03), differ=differ) as lab:
         text = printed_by(lab, SUMS, tmp_path, forked=True)
     lines = [line for line in text.splitlines(keepends=True) if line.startswith(str(levels))]
     assert len(lines) == 4, text
@@ -292,8 +286,8 @@ STEPS_ON_LINKS = [sys.executable, "-m", "tests.processes.jobs", "step"]
 
 
 def test_the_rank_with_the_slow_link_is_named():
-    lab = near_hosts(3, "400mbit", node_rates={1: "60mbit"})
-    with lab, tempfile.TemporaryDirectory() as folder:
+    links = {"rate": "400mbit", "node_rates": {1: "60mbit"}}
+    with near_hosts(3, **links) as lab, tempfile.TemporaryDirectory() as folder:
         ranks = lab.start([*STEPS_ON_LINKS, folder], stdout=subprocess.PIPE)
         texts = [rank.communicate(timeout=60)[0] for rank in ranks]
     health = compare([RankStats.from_json(json.loads(text)) for text in texts])
@@ -355,8 +349,7 @@ group.close()
 def test_a_slow_sender_owns_little_of_exact_sums(tmp_path):
     """It sends less than 4/3 of a buffer, and all sums keep their bits; coded shares stay equal."""
     rates = {0: "5mbit/15mbit", 1: "15mbit", 2: "15mbit"}
-    lab = far_hosts(3, "unlimited", shape=Shape(delay=0.01), node_rates=rates)
-    with lab:
+    with far_hosts(3, "unlimited", shape=Shape(delay=0.01), node_rates=rates) as lab:
         text = printed_by(lab, MEASURED_SUMS, tmp_path, forked=True)
     lines = sorted(line for line in text.splitlines() if "round trips" in line)
     assert len(lines) == 3, text
@@ -531,6 +524,21 @@ def test_different_address_families_are_an_error(tmp_path):
     assert len(lines) == 2
     for line in lines:
         assert "rank 1 has no IPv6 address, and rank 0 listens on [fd77::1]:" in line
+
+
+def test_ranks_with_different_sets_of_paths_get_one_line(tmp_path):
+    with near_hosts(2, "unlimited,unlimited") as lab:
+        ranks = {"0": {"PYCOMM_INTERFACE": "eth0,eth1"}, "1": {"PYCOMM_INTERFACE": "eth0"}}
+        lines = described_by(lab, tmp_path, ranks)
+    # A rank that has seen the other one leave reports its reason.
+    assert len(lines) == 2
+    sets = (
+        r"rank 0 has 2 \(eth0, eth1\), rank 1 has 1 \(10\.77\.0\.2\)",
+        r"rank 1 has 1 \(eth0\), rank 0 has 2 \(10\.77\.0\.1, 10\.77\.1\.1\)",
+    )
+    remedy = "let PYCOMM_INTERFACE name as many interfaces on each host, in the same order"
+    for line in lines:
+        assert re.search(f"have different sets of paths: ({'|'.join(sets)}); {remedy}$", line), line
 
 
 # Forwards TCP connections: what a NAT with a mapped port does.

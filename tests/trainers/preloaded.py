@@ -1,4 +1,4 @@
-"""What the process that replicas are forked from has imported (replicas.py)."""
+"""What the process that replicas are forked from has imported (kills.py)."""
 
 from tests.trainers.kills import preload
 

@@ -471,8 +471,10 @@ def test_streams_of_a_group_have_high_priority(rank, ranks):
     assert torch.ops.fakegpu.prioritized() == before + 2
 
 
-def check_shared_queue(rank: int, ranks: int, queues: str) -> bool:
-    """Return whether `wait` waits for the other rank; it does so where streams are not held."""
+@on_fakes("held")
+@pytest.mark.parametrize(("queues", "waits"), [("1", True), ("8", False)])
+def test_no_stream_is_held_where_all_share_a_queue(rank, ranks, queues, waits):
+    """A held stream would stop the others: CUDA_DEVICE_MAX_CONNECTIONS=1 is Megatron's rule."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = queues
     store = dist.distributed_c10d._get_default_store()
     dist.all_reduce(torch.ones(10, device=FAKE))  # ranks agree on the path
@@ -485,17 +487,10 @@ def check_shared_queue(rank: int, ranks: int, queues: str) -> bool:
     else:
         work = dist.all_reduce(x, async_op=True)
         store.set("called", "")
-        work.wait()
-        waited = store.check(["calls"])
+        work.wait()  # for the other rank, where streams are not held
+        assert store.check(["calls"]) == waits
     torch.accelerator.synchronize()
     assert x.cpu().eq(2).all()
-    return rank == 1 or waited
-
-
-@pytest.mark.parametrize(("queues", "waits"), [("1", True), ("8", False)])
-def test_no_stream_is_held_where_all_share_a_queue(fakes, queues, waits):
-    """A held stream would stop the others: CUDA_DEVICE_MAX_CONNECTIONS=1 is Megatron's rule."""
-    assert run(fakes, "held", check_shared_queue, queues) == [waits, True]
 
 
 @pytest.mark.parametrize("way", ["held", "late", "kernels", "peers"])

@@ -46,8 +46,10 @@ def sizes() -> dict[str, int]:
     return {name: parameter.numel() for name, parameter in network().named_parameters()}
 
 
-def wrap(net: nn.Module, codec: str, feedback: str, **options: Any) -> tuple[Any, Any, Any]:
-    model = DistributedDataParallel(net, bucket_cap_mb=0.02, **options)
+def wrap(
+    net: nn.Module, codec: str, feedback: str = "residual", **options: Any
+) -> tuple[Any, Any, Any]:
+    model = DistributedDataParallel(net, **{"bucket_cap_mb": 0.02, **options})
     state = pycomm.compress(model, codec, feedback=feedback)
     return model, state, torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -107,7 +109,7 @@ def test_a_killed_member_is_replaced(rank, member, handles):
     net = network()
     if not joins:
         member.form(1, handles[:3])
-        model, state, optimizer = wrap(net, "int4", "residual")
+        model, state, optimizer = wrap(net, "int4")
         train(model, optimizer, 3)
         if rank == 1:
             net[3].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
@@ -117,7 +119,7 @@ def test_a_killed_member_is_replaced(rank, member, handles):
         before = owed(state, 3)
         del model  # its reducer listens to the parameters
         member.form(2, [handles[0], handles[2]])
-        model, fresh, optimizer = wrap(net, "int4", "residual")
+        model, fresh, optimizer = wrap(net, "int4")
         fresh.adopt_state(state)
         state = fresh
         check_owed(before, state)
@@ -127,7 +129,7 @@ def test_a_killed_member_is_replaced(rank, member, handles):
         before = owed(state, 2)
         del model
     member.form(3, [handles[0], handles[2], handles[3]])
-    model, fresh, optimizer = wrap(net, "int4", "residual")
+    model, fresh, optimizer = wrap(net, "int4")
     fresh.adopt_state(state)
     check_owed(before if left else None, fresh)
     train(model, optimizer, 2, first=5)
@@ -135,15 +137,13 @@ def test_a_killed_member_is_replaced(rank, member, handles):
     assert alike(*model.parameters(), torch.tensor(fresh.step))
 
 
-def two(
-    rank: int, member: Member, handles: list[str], codec: str, steps: int
-) -> tuple[Any, Any, Any, Any]:
+def two(rank: int, member: Member, handles: list[str], codec: str, steps: int) -> Any:
     """Two train; return what the third has, too, and a function by which it joins.
 
     Its buckets are fixed, and its first backward takes over the others'.
     """
     member.form(1, handles[2:] if rank == 2 else handles[:2])
-    model, state, optimizer = wrap(network(), codec, "residual", find_unused_parameters=True)
+    model, state, optimizer = wrap(network(), codec, find_unused_parameters=True)
     if rank < 2:
         train(model, optimizer, steps)
 
@@ -207,9 +207,7 @@ def test_a_new_member_that_does_not_fit_is_named_on_all(rank, member, handles, w
         net[3] = nn.Linear(128, 64, bias=False)
     if joins and what == "sizes":
         options["bucket_cap_mb"] = 1
-    model = DistributedDataParallel(net, **({"bucket_cap_mb": 0.02} | options))
-    state = pycomm.compress(model, codec)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, state, optimizer = wrap(net, codec, **options)
     if not joins:
         train(model, optimizer, 3)
     before = values(net)
@@ -221,10 +219,9 @@ def test_a_new_member_that_does_not_fit_is_named_on_all(rank, member, handles, w
     if joins:
         return
     member.form(3, handles[:2])  # without it
-    model = DistributedDataParallel(net, bucket_cap_mb=0.02)
-    fresh = pycomm.compress(model, codec)
+    model, fresh, optimizer = wrap(net, codec)
     fresh.adopt_state(state)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, first=3)
+    train(model, optimizer, 2, first=3)
     assert fresh.step >= 5
     assert alike(*model.parameters(), torch.tensor(fresh.step))
 

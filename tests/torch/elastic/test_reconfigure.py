@@ -32,6 +32,7 @@ from tests.torch.elastic.member import LIMIT, Member, on_members, until_lost
 from tests.torch.harness import check_sum
 from tests.torch.interpreter import ROOT
 from tests.torch.pool import on_ranks
+from tests.transports.proxy import Proxy
 from tests.transports.wire_peer import (
     CHALLENGE,
     CONTROL,
@@ -293,7 +294,7 @@ SECONDS = 20.0
 ID, SECRET, ADDRESSES = 2, 5, 6  # words of a handle
 
 
-class OnThePath:
+class OnThePath(Proxy):
     """Somebody on the path to an endpoint, who answers the first callers in its name.
 
     Args:
@@ -303,32 +304,16 @@ class OnThePath:
 
     def __init__(self, handle: str, replies: list[list[bytes]]) -> None:
         self.replies = replies
-        self._true = endpoint_of(handle)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._run, daemon=True).start()
+        super().__init__(endpoint_of(handle))
 
-    def _run(self) -> None:
-        while True:
-            caller = self._listener.accept()[0]
-            if self.replies:
-                replies = self.replies.pop(0)
-                with caller, suppress(OSError, EOFError):
-                    for reply in replies:
-                        caller.recv(72)
-                        caller.sendall(reply)
+    def _accept(self) -> None:
+        while self.replies:
+            with self.listener.accept()[0] as caller, suppress(OSError):
+                for reply in self.replies.pop(0):
                     caller.recv(72)
-                continue
-            other = socket.create_connection(self._true, SECONDS)
-            for ends in ((caller, other), (other, caller)):
-                threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
-
-    @staticmethod
-    def _pass_on(source: socket.socket, to: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(4096):
-                to.sendall(data)
-            to.shutdown(socket.SHUT_WR)
+                    caller.sendall(reply)
+                caller.recv(72)
+        super()._accept()
 
 
 def endpoint_of(handle: str) -> tuple[str, int]:
@@ -346,7 +331,7 @@ def through_the_path(
     """Return the handles with rank 0's by way of the stranger, and him, on rank 0."""
     path = OnThePath(handles[0], replies) if member.rank == 0 else None
     if path is not None:
-        member.store.set("path", path.address)
+        member.store.set("path", "{}:{}".format(*path.address))
     words = handles[0].split()
     words[ADDRESSES] = member.store.get("path").decode()
     return [" ".join(words), *handles[1:]], path

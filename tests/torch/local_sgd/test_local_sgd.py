@@ -141,12 +141,9 @@ def test_shards_of_fsdp2_meet_between_groups(rank, size):
     local = pycomm.LocalSGD(model, every=2, codec="int8", process_group=mesh.get_group("apart"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(4):
-        x, y = batch(rank, step)
-        nn.functional.cross_entropy(model(x.bfloat16()).float(), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, rank, step, torch.bfloat16)
         with torch.no_grad():
-            model(x.bfloat16())  # leaves whole parameters
+            model(batch(rank, step)[0].bfloat16())  # leaves whole parameters
         local.step()
     local.finish()
     assert model[0].weight.dtype == torch.bfloat16
@@ -248,10 +245,6 @@ def test_ranks_of_different_numbers_of_steps_end_equal(rank, size, options):
 BACKENDS = ["pycomm", "gloo"]
 
 
-def parameters(*sizes: int) -> dict[str, nn.Parameter]:
-    return {f"p{i}": nn.Parameter(torch.zeros(size)) for i, size in enumerate(sizes)}
-
-
 @pytest.mark.parametrize(
     ("sizes", "fragments", "want"),
     [
@@ -263,7 +256,8 @@ def parameters(*sizes: int) -> dict[str, nn.Parameter]:
     ],
 )
 def test_fragments_have_about_equal_sizes(sizes, fragments, want):
-    parts = split(parameters(*sizes), fragments, 10)
+    named = {f"p{i}": nn.Parameter(torch.zeros(size)) for i, size in enumerate(sizes)}
+    parts = split(named, fragments, 10)
     assert [list(part) for part, _ in parts] == want
     ends = [end for _, end in parts]
     assert ends[-1] == 10

@@ -24,7 +24,7 @@ from pycomm.feedback import Feedback, Residuals
 from pycomm.local_sgd import Blocking, Streamed
 from pycomm.policy.exchange import bytes_of
 from pycomm.reduction.nodes import Nodes, flat_text
-from tests.torch.harness import Chosen, all_equal, bucket_of, gradients, reduced
+from tests.torch.harness import Chosen, all_equal, bucket_of, gradients, owed, reduced
 from tests.torch.interpreter import Interpreter
 from tests.torch.pool import on_ranks
 
@@ -261,44 +261,29 @@ def test_resharded_residuals_are_sent_whole(rank, ranks, nodes):
     model = DistributedDataParallel(Chosen(SHAPES))
     state = pycomm.compress(model, "int4", nodes=nodes)
     state.load_state_dict(*saved[:2])
-    before, sent = corrections(state), dict.fromkeys(SHAPES, 0)
+    before, sent = owed(state, SHAPES), dict.fromkeys(SHAPES, 0)
     for _ in range(4):
         for name, value in reduced(model, {n: torch.zeros(s) for n, s in SHAPES.items()}).items():
-            sent[name] = sent[name] + value.view(-1).double()
-        state.settle()
-    after = corrections(state)
+            sent[name] = sent[name] + value
+    after = owed(state, SHAPES)
     assert before["large"].norm() > 0
-    for name, owed in before.items():
-        assert after[name].norm() <= 1e-3 * owed.norm(), name
-        lost = sent[name] + after[name] - owed  # but for the rounding of residuals in bf16
-        assert lost.norm() <= 1e-2 * owed.norm(), name
-
-
-def corrections(state: Any) -> dict[str, torch.Tensor]:
-    """Return what the residuals of all ranks add to the average, by parameter."""
-    result = {}
-    for name, shape in SHAPES.items():
-        added = state.residuals.added(name, 0, torch.Size(shape).numel())
-        added = torch.zeros(torch.Size(shape).numel()) if added is None else added
-        dist.all_reduce(added)
-        result[name] = added.double()
-    return result
-
-
-def groups_of_torch() -> int:
-    return len(distributed_c10d._world.pg_map)
+    for name, debt in before.items():
+        assert after[name].norm() <= 1e-3 * debt.norm(), name
+        lost = sent[name] + after[name] - debt  # but for the rounding of residuals in bf16
+        assert lost.norm() <= 1e-2 * debt.norm(), name
 
 
 @on_ranks(4, backend="gloo")
 def test_the_groups_go_with_the_state(rank, ranks):
-    before = groups_of_torch()
+    groups = distributed_c10d._world.pg_map
+    before = len(groups)
     model = DistributedDataParallel(Chosen(SHAPES))
     state = pycomm.compress(model, "int4", nodes=[0, 0, 1, 1])
     reduced(model, gradients(rank, 0, shapes=SHAPES))
-    assert groups_of_torch() == before + 3  # and that of the thread
+    assert len(groups) == before + 3  # and that of the thread
     del model, state
     gc.collect()
-    assert groups_of_torch() == before
+    assert len(groups) == before
 
 
 @on_ranks(4, backend="gloo", dies=[3], timeout=5)
