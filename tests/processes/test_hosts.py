@@ -26,7 +26,25 @@ from tests.faults.injection.judge import breaches
 from tests.faults.injection.play import lab_of, play
 from tests.processes.labs import far_hosts, near_hosts, printed_by
 
-JOB = [sys.executable, "-m", "tests.processes.jobs", "check_all"]
+# Checks all collectives and messages by `==`; prints how the rank is connected.
+CHECK_ALL = """
+import sys
+import numpy as np
+from pycomm.communicator import Communicator
+from tests.collectives.ways import check_everything, right
+with Communicator.from_env(sys.argv[1], timeout=30.0) as c:
+    results = right(c.size, (1, 1000, 100_003))
+    check_everything(c, results)
+    for numel, of in results.items():
+        outs = [np.empty(numel, np.float32) for _ in range(c.size)]
+        requests = [c.recv(out, peer) for peer, out in enumerate(outs)]
+        requests += [c.send(of.mine[c.rank], peer) for peer in range(c.size)]
+        for request in requests:
+            request.wait()
+        assert np.array_equal(outs, of.mine)
+    print(c.describe())
+"""
+JOB = [sys.executable, "-c", CHECK_ALL]
 
 
 def run(
@@ -282,13 +300,28 @@ def test_sites_are_found_by_round_trips(tmp_path, delay, near, levels, told):
 # The host whose link is slow is named by what the kernels of all hosts count.
 
 
-STEPS_ON_LINKS = [sys.executable, "-m", "tests.processes.jobs", "step"]
+# Makes a few all-reduces; prints what the rank knows of them. The kernel's counts are noted about
+# once a second, at the end of an operation.
+STEPS_ON_LINKS = """
+import json, sys, time
+import numpy as np
+from pycomm.communicator import Communicator
+from pycomm.straggler.stats import rank_stats
+with Communicator.from_env(sys.argv[1], timeout=30.0) as c:
+    goes_on, start = np.ones(1, np.float32), time.monotonic()
+    while goes_on[0] > 0:
+        c.all_reduce(np.ones(100_000, np.float32))
+        goes_on[0] = time.monotonic() - start < 1.8
+        c.all_reduce(goes_on, "min")
+    print(json.dumps(rank_stats(c.core.trace()).to_json()))
+"""
 
 
 def test_the_rank_with_the_slow_link_is_named():
     links = {"rate": "400mbit", "node_rates": {1: "60mbit"}}
     with near_hosts(3, **links) as lab, tempfile.TemporaryDirectory() as folder:
-        ranks = lab.start([*STEPS_ON_LINKS, folder], stdout=subprocess.PIPE)
+        command = [sys.executable, "-c", STEPS_ON_LINKS, folder]
+        ranks = lab.start(command, stdout=subprocess.PIPE)
         texts = [rank.communicate(timeout=60)[0] for rank in ranks]
     health = compare([RankStats.from_json(json.loads(text)) for text in texts])
     assert (health.finding.rank, health.finding.cause) == (1, "link")

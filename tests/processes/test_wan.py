@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,11 +40,11 @@ def test_a_group_takes_few_round_trips(nodes, round_trip):
             expected = ("hostname of the client socket", "pycomm: version ")
             lines = printed.splitlines()
             assert [line for line in lines if not any(text in line for text in expected)] == []
-            assert [step.name for step in steps] == list(STEPS)
-            for step in steps:
-                assert step.results == [total if "operation" in step.name else None] * nodes
-                if step.name in took:
-                    took[step.name] = min(took[step.name], step.round_trips)
+            assert [name for name, *_ in steps] == list(STEPS)
+            for name, trips, results in steps:
+                assert results == [total if "operation" in name else None] * nodes
+                if name in took:
+                    took[name] = min(took[name], trips)
             if all(trips <= PROMISED[name] for name, trips in took.items()):
                 return
     pytest.fail(f"{took} round trips, and {PROMISED} are promised")
@@ -357,23 +356,12 @@ PROMISED = {
 LIMIT = 300.0  # seconds for one step: a rank that hangs must not hang this
 
 
-@dataclass(frozen=True)
-class StepCost:
-    """Cost of one step.
-
-    Attributes:
-        round_trips: half of the longest chain of one-way trips that packets made. It depends on
-            what waits for what, and not on how fast this machine is.
-        results: what the step returned on each rank.
-    """
-
-    name: str
-    round_trips: float
-    results: list[Any]
-
-
-def run_steps(lab: WanLab) -> tuple[list[StepCost], str]:
+def run_steps(lab: WanLab) -> tuple[list[tuple[str, float, list[Any]]], str]:
     """Return the steps of one job with one rank per node, and all that its ranks have printed.
+
+    A step has a name, its round trips, which are half of the longest chain of one-way trips that
+    packets made, and what it returned on each rank. The chain depends on what waits for what, and
+    not on how fast this machine is.
 
     Raises:
         Failed: a rank failed.
@@ -404,7 +392,7 @@ def run_steps(lab: WanLab) -> tuple[list[StepCost], str]:
             lab.mark()
             (folder / f"{number}.go").touch()
             done = [json.loads(file.read_text()) for file in await_all(f"{number}.{{rank}}.done")]
-            steps.append(StepCost(step, lab.trips() / 2, done))
+            steps.append((step, lab.trips() / 2, done))
         for rank in ranks:
             if rank.wait(LIMIT) != 0:
                 raise Failed(f"a rank failed at its end:\n{text()}")
@@ -443,7 +431,9 @@ def take_steps(folder: Path) -> Iterator[None]:
     def form(uuid: int) -> None:
         if uuid == 1 or (uuid == 3 and rank == size - 1):
             made["former"] = made.get("reconfigure")
-            made["reconfigure"] = without_members()
+            options = load_c10d().Options()
+            options.enable_reconfigure, options.group_name = True, "elastic"  # without members yet
+            made["reconfigure"] = load_c10d().Backend(dist.HashStore(), 0, 1, options, "elastic")
         # Handles travel in files, as an agent of the cluster may bring them.
         elastic = made["reconfigure"]
         handle = folder / f"handle.{uuid}.{rank}"
@@ -482,11 +472,3 @@ def take_steps(folder: Path) -> Iterator[None]:
         if made.get(name) is not None:
             made[name].shutdown()
     del server
-
-
-def without_members() -> Any:
-    """Return a group of pycomm that is still to be formed."""
-    options = load_c10d().Options()
-    options.enable_reconfigure = True
-    options.group_name = "elastic"
-    return load_c10d().Backend(dist.HashStore(), 0, 1, options, "elastic")

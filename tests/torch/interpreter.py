@@ -126,6 +126,12 @@ class Interpreter:
             self._link.close()
         return self.returncode
 
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0.0)
+        except subprocess.TimeoutExpired:
+            return None
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Wait until the process ends, kill it if it does not, and return stdout and stderr."""
         try:

@@ -16,7 +16,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import Pipe, current_process
 from multiprocessing.connection import Connection, wait
@@ -25,35 +24,25 @@ from typing import Any
 
 from tests.torch.interpreter import ROOT, Interpreter
 
+OfRank = Callable[..., Any]
 RANKS = 4
 RANK = "import os; from tests.torch import pool; pool.serve(int(os.environ['PASSED_FDS']))"
 
 
-@dataclass
-class Job:
-    """A task of one rank."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    rank: int
-    ranks: int
-    backend: str | None  # None: the function may make a group in `store`, which ends after it
-    store: str
-    timeout: float
-
-
-def _work(job: Job) -> Any:
+def _work(
+    function: OfRank, args: Any, rank: int, ranks: int, backend: str | None, file: str, limit: float
+) -> Any:
+    """Do the job of a rank; without a backend the function may make a group in the store."""
     import torch.distributed as dist
 
-    store = dist.FileStore(job.store, job.ranks)
-    given: tuple[Any, ...] = (store, *job.args)
-    if job.backend is not None:
-        limit = timedelta(seconds=job.timeout)
-        how = {"store": store, "rank": job.rank, "world_size": job.ranks, "timeout": limit}
-        dist.init_process_group(job.backend, **how)
-        given = job.args
+    store = dist.FileStore(file, ranks)
+    if backend is None:
+        args = (store, *args)
+    else:
+        how = {"store": store, "rank": rank, "world_size": ranks}
+        dist.init_process_group(backend, timeout=timedelta(seconds=limit), **how)
     try:
-        return job.function(job.rank, job.ranks, *given)
+        return function(rank, ranks, *args)
     finally:  # or the group that the function has made, since the next job makes another
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -87,7 +76,7 @@ def serve(descriptor: int) -> None:
         except EOFError:
             return
         try:
-            answer = (True, _work(job))
+            answer = (True, _work(*job))
         except BaseException:
             answer = (False, traceback.format_exc())
         _forget()
@@ -128,7 +117,7 @@ class Pool:
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
             for rank in range(ranks):
-                job = Job(function, args, rank, ranks, backend, store, timeout)
+                job = function, args, rank, ranks, backend, store, timeout
                 self._ranks[rank][1].send(job)
             answers = [
                 self._receive(rank, deadline) if rank not in dies else (True, None)
@@ -175,9 +164,6 @@ class Pool:
                 process.wait(2)
             process.kill()
             process.wait(10)
-
-
-OfRank = Callable[..., Any]
 
 
 def on_ranks(

@@ -1,7 +1,5 @@
-"""What pycomm makes, it closes: each public object is made, used and dropped, again and again.
-
-Threads, descriptors and mappings of shared memory must be as many as before, and the heap as large,
-up to less than what a forgotten model would take in each round.
+"""What holds for all ways to train: nothing is left behind, no setting of the process changes a
+result, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -59,33 +57,30 @@ def trained(way: ways.Way, steps: int = 4) -> ways.Training:
     return training
 
 
-def of_way(way: ways.Way, ends: bool = False) -> Use:
-    def use(rank: int, size: int, number: int) -> None:
-        training = trained(way)
-        if training.state is not None:
-            assert training.state.summary()
-        if ends:
-            training.end()
-
-    return use
+def use(rank: int, size: int, number: int, *, way: ways.Way, ends: bool = False) -> None:
+    training = trained(way)
+    if training.state is not None:
+        assert training.state.summary()
+    if ends:
+        training.end()
 
 
-# ------------------------------------------------------------------ groups
+# ------------------------------------------------------------------ nothing is left
+# What pycomm makes, it closes: each public object is made, used and dropped, again and again.
+# Threads, descriptors and mappings of shared memory must be as many as before, and the heap as
+# large, up to less than what a forgotten model would take in each round.
 
 
-def group_of(**options: Any) -> Use:
-    def use(rank: int, size: int, number: int) -> None:
-        group = dist.new_group(backend="pycomm", pg_options=pycomm.Options(**options))
-        dist.all_reduce(torch.ones(100_000), group=group)
-        dist.all_reduce(torch.ones(10), group=group, async_op=True).wait()
-        if rank == 0:
-            dist.send(torch.ones(10), 1, group=group)
-        else:
-            dist.recv(torch.ones(10), 0, group=group)
-        dist.barrier(group)
-        dist.destroy_process_group(group)
-
-    return use
+def a_group(rank: int, size: int, number: int, **options: Any) -> None:
+    group = dist.new_group(backend="pycomm", pg_options=pycomm.Options(**options))
+    dist.all_reduce(torch.ones(100_000), group=group)
+    dist.all_reduce(torch.ones(10), group=group, async_op=True).wait()
+    if rank == 0:
+        dist.send(torch.ones(10), 1, group=group)
+    else:
+        dist.recv(torch.ones(10), 0, group=group)
+    dist.barrier(group)
+    dist.destroy_process_group(group)
 
 
 def aborted_group(rank: int, size: int, number: int) -> None:
@@ -98,18 +93,15 @@ def aborted_group(rank: int, size: int, number: int) -> None:
     dist.destroy_process_group(group)
 
 
-def communicator(**options: Any) -> Use:
-    def use(rank: int, size: int, number: int) -> None:
-        folder = [tempfile.mkdtemp() if rank == 0 else None]
-        dist.broadcast_object_list(folder)
-        group = Communicator(Store.file(folder[0]), rank, size, **options)  # not closed: dropped
-        values = array("f", [1.0] * 1000)
-        group.all_reduce(values)
-        group.recv(values, 1 - rank) if rank else group.send(values, 1 - rank).wait()
-        group.barrier()
-        dist.barrier()
-
-    return use
+def communicator(rank: int, size: int, number: int, **options: Any) -> None:
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    group = Communicator(Store.file(folder[0]), rank, size, **options)  # not closed: dropped
+    values = array("f", [1.0] * 1000)
+    group.all_reduce(values)
+    group.recv(values, 1 - rank) if rank else group.send(values, 1 - rank).wait()
+    group.barrier()
+    dist.barrier()
 
 
 def reconfigured(rank: int, size: int, number: int) -> None:
@@ -128,23 +120,20 @@ def reconfigured(rank: int, size: int, number: int) -> None:
     made.shutdown()
 
 
-# ------------------------------------------------------------------ training
-
-
 def gradients(codec: str = "int4", **options: Any) -> Use:
-    return of_way(partial(ways.gradients, codec=codec, **options))
+    return partial(use, way=partial(ways.gradients, codec=codec, **options))
 
 
 def momentum(make: ways.Make) -> Use:
-    return of_way(partial(ways.momentum, make=make))
+    return partial(use, way=partial(ways.momentum, make=make))
 
 
 def local_sgd(ends: bool = True, every: int = 1, **options: Any) -> Use:
-    return of_way(partial(ways.local, every=every, **options), ends)
+    return partial(use, way=partial(ways.local, every=every, **options), ends=ends)
 
 
 def horovod(rank: int, size: int, number: int) -> None:
-    of_way(ways.horovod)(rank, size, number)
+    use(rank, size, number, way=ways.horovod)
     hvd.allreduce(torch.ones(3), name="x")
 
 
@@ -164,18 +153,18 @@ def codecs(rank: int, size: int, number: int) -> None:
 
 
 USES: dict[str, Use] = {
-    "a group": group_of(),
-    "a group by TCP": group_of(transport="tcp"),
+    "a group": a_group,
+    "a group by TCP": partial(a_group, transport="tcp"),
     "an aborted group": aborted_group,
-    "a communicator": communicator(),
-    "a communicator by TCP": communicator(transport="tcp"),
+    "a communicator": communicator,
+    "a communicator by TCP": partial(communicator, transport="tcp"),
     "an elastic group": reconfigured,
     "compress": gradients(),
     "compress without feedback": gradients(feedback=None),
     "compress with decay": gradients("topk:0.1", feedback="decay:0.9"),
     "compress with momentum": gradients("topk:0.1", feedback="momentum:0.9"),
     "PowerSGD": gradients("powersgd:2"),
-    "FSDP2": of_way(ways.shards),
+    "FSDP2": partial(use, way=ways.shards),
     "CodedAdamW": momentum(ways.ADAMW),
     "CodedSGD": momentum(ways.SGD),
     "LocalSGD": local_sgd(),

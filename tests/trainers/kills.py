@@ -25,7 +25,6 @@ import sys
 import tempfile
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -43,11 +42,11 @@ EXAMPLE = ROOT / "examples/trainers/train_torchft.py"
 LIMIT = 240  # seconds; a process takes a minute to start on a busy machine
 
 
-class Replica(ABC):
+class Replica:
     """A replica's process, and what it has printed about its steps."""
 
-    def __init__(self, process: int, printed: IO[str]) -> None:
-        self.process = process
+    def __init__(self, process: int, printed: IO[str], wait: Callable[[float], object]) -> None:
+        self.process, self._wait = process, wait
         self.lines: list[dict[str, Any]] = []
         self._printed = printed
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -77,12 +76,8 @@ class Replica(ABC):
     def end(self) -> None:
         with suppress(ProcessLookupError):
             self.send(signal.SIGKILL)
-        self._wait()
+        self._wait(10)
         self._reader.join(10)
-
-    @abstractmethod
-    def _wait(self) -> None:
-        """Wait until the process has ended."""
 
 
 class Started(Replica):
@@ -90,17 +85,14 @@ class Started(Replica):
 
     def __init__(self, number: int, lighthouse: str, log: Path, *options: str) -> None:
         with log.open("ab") as errors:
-            self._child = subprocess.Popen(
+            child = subprocess.Popen(
                 [sys.executable, str(EXAMPLE), "--replica", str(number), *options],
                 env={**os.environ, **_environment(lighthouse), "PYTHONPATH": str(ROOT)},
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
             )
-        super().__init__(self._child.pid, self._child.stdout)
-
-    def _wait(self) -> None:
-        self._child.wait(10)
+        super().__init__(child.pid, child.stdout, child.wait)
 
 
 class Forked(Replica):
@@ -111,14 +103,11 @@ class Forked(Replica):
         context.set_forkserver_preload(["tests.trainers.preloaded"])
         reads, writes = context.Pipe(duplex=False)
         arguments = (number, lighthouse, str(log), options, writes)
-        self._child = context.Process(target=_run, args=arguments, daemon=True)
-        self._child.start()
+        child = context.Process(target=_run, args=arguments, daemon=True)
+        child.start()
         writes.close()
-        super().__init__(self._child.pid, os.fdopen(os.dup(reads.fileno())))
+        super().__init__(child.pid, os.fdopen(os.dup(reads.fileno())), child.join)
         reads.close()
-
-    def _wait(self) -> None:
-        self._child.join(10)
 
 
 def _environment(lighthouse: str) -> dict[str, str]:

@@ -361,11 +361,20 @@ def test_a_timeout_is_told_alike_everywhere(rank, size):
 # The straggler monitor is on by default: rank 0's standard error names a slow rank.
 
 
-def slow_steps(rank: int, ranks: int, store: dist.Store) -> list[str]:
+def rank_1_is_named(results: list[list[str]]) -> None:
+    first, other = results
+    assert other == []
+    (line,) = first
+    assert line.startswith("rank 1 (")
+    assert "it computes for" in line
+
+
+@on_ranks(2, then=rank_1_is_named, backend=None)
+def test_a_slow_rank_is_named_unasked(rank, size, store):
     lines: list[str] = []
     monitor._monitor = monitor.StragglerMonitor(1.0, lines.append)
     limit = timedelta(seconds=30)  # so that a call that hangs tells its name
-    dist.init_process_group("pycomm", store=store, rank=rank, world_size=ranks, timeout=limit)
+    dist.init_process_group("pycomm", store=store, rank=rank, world_size=size, timeout=limit)
     try:
         goes_on = torch.ones(1)
         end = time.monotonic() + 20
@@ -380,11 +389,3 @@ def slow_steps(rank: int, ranks: int, store: dist.Store) -> list[str]:
         monitor._monitor.close()
         monitor._monitor = None
     return lines
-
-
-def test_a_slow_rank_is_named_unasked(pool):
-    first, other = pool.run(slow_steps, backend=None)
-    assert other == []
-    (line,) = first
-    assert line.startswith("rank 1 (")
-    assert "it computes for" in line

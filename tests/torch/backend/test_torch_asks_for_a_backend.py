@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm import backend
 from pycomm.errors import Error, WireMismatch
+from tests.torch.elastic.member import on_members
 from tests.torch.harness import check_sum
 from tests.torch.interpreter import run
 from tests.torch.pool import on_ranks
@@ -252,58 +253,44 @@ def test_abort_hooks_are_called_before_an_abort(rank, ranks):
     assert set(called) == {rank}
 
 
-# A group gets hooks before it has members (torch 2.15 attaches its own) and keeps them when they
-# change.
-ELASTIC = """
-import torch, torch.distributed as dist, pycomm
-from pycomm import elastic
-dist.init_process_group(
-    "pycomm", store=dist.HashStore(), rank=0, world_size=1,
-    pg_options=pycomm.Options(enable_reconfigure=True),
-)
-called = []
-group = dist.group.WORLD
-group.register_abort_hook(7, lambda: called.append("kept"))
-group.register_abort_hook(8, lambda: called.append("removed"))
-group.unregister_abort_hook(8)
-for uuid in (1, 2):
-    elastic.reconfigure(uuid, [elastic.handle()])
-    dist.all_reduce(torch.ones(1))
-assert called == []
-group.abort()
-print(called)
-dist.destroy_process_group()
-"""
-
-
+@on_members(1, formed=False)
 @since_2_14
-def test_hooks_outlive_the_members_of_a_group():
-    done = run("-c", ELASTIC)
-    assert (done.returncode, done.stdout.strip()) == (0, "['kept']"), done.stderr
+def test_hooks_outlive_the_members_of_a_group(member, handles):
+    """It gets hooks before it has members (torch 2.15 attaches its own)."""
+    called = []
+    group = dist.group.WORLD
+    group.register_abort_hook(7, lambda: called.append("kept"))
+    group.register_abort_hook(8, lambda: called.append("removed"))
+    group.unregister_abort_hook(8)
+    for uuid in (1, 2):
+        member.form(uuid, handles)
+        dist.all_reduce(torch.ones(1))
+    assert called == []
+    group.abort()
+    assert called == ["kept"]
 
 
-def _records(rank, ranks):
+@on_ranks(2)
+@since_2_15
+def test_the_flight_recorder_tells_what_has_completed(rank, ranks):
     """Torch 2.15 attaches its flight recorder to every group."""
+
+    def entries() -> list[tuple[str, str]]:
+        dumped = pickle.loads(_distributed_c10d._dump_fr_trace(backend="pycomm"))["entries"]
+        return [(entry["profiling_name"], entry["state"]) for entry in dumped]
+
     _distributed_c10d._reset_fr_trace(backend="pycomm")
     x = torch.ones(5)
     # Hooks are called after the wait may have returned, but before the next operation begins.
     dist.all_reduce(x, async_op=True).wait()
     dist.all_reduce(x)
     late = dist.irecv(x, 1 - rank)
-    before = pickle.loads(_distributed_c10d._dump_fr_trace(backend="pycomm"))["entries"]
+    *reduced, receive = entries()
+    assert reduced == [("pycomm:all_reduce", "completed")] * 2
+    assert receive[1] == "scheduled"
     dist.send(x.clone(), 1 - rank)
     late.wait()
-    after = pickle.loads(_distributed_c10d._dump_fr_trace(backend="pycomm"))["entries"]
-    return [[(e["profiling_name"], e["state"]) for e in entries] for entries in (before, after)]
-
-
-@since_2_15
-def test_the_flight_recorder_tells_what_has_completed(pool):
-    reduced = ("pycomm:all_reduce", "completed")
-    for before, after in pool.run(_records):
-        assert before[:2] == [reduced, reduced]
-        assert [state for name, state in before[2:]] == ["scheduled"]
-        assert {state for _, state in after} == {"completed"}
+    assert {state for _, state in entries()} == {"completed"}
 
 
 # -------------------------------------------------------------------------------------------- traps

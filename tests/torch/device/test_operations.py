@@ -579,13 +579,9 @@ def test_groups_are_split_where_a_device_is_bound(rank, ranks, store):
 
 
 @WAYS
-def test_ddp_trains_as_on_the_cpu(fakes, way):
-    same_as_cpu(fakes, way, check_ddp)
-
-
-@pytest.mark.parametrize("way", ["held", "peers"])
-def test_compressed_gradients_have_the_same_bits_as_on_the_cpu(fakes, way):
-    same_as_cpu(fakes, way, check_compressed)
+@pytest.mark.parametrize("check", [check_ddp, check_compressed])
+def test_gradients_have_the_same_bits_as_on_the_cpu(fakes, way, check):
+    same_as_cpu(fakes, way, check)
 
 
 @on_fakes("peers")

@@ -28,7 +28,6 @@ from tests.torch.harness import (
     gradients,
     mean,
     near_zero,
-    on_both,
     owed,
     reduced,
     residuals_of,
@@ -45,22 +44,6 @@ RULES = [
 ]
 # Without rebuilt buckets after the first step.
 CALM = {"find_unused_parameters": True}
-
-
-# ---------------------------------------------------------------- equal on all backends
-
-
-@on_both()
-@pytest.mark.parametrize("spec", ["int4", "topk:0.1"])
-def test_other_backends_leave_the_same_bits(rank, size, spec):
-    found = {}
-    for feedback in RULES:
-        model, state = compressed(spec, feedback)
-        got = [g for step in range(4) for g in reduced(model, gradients(rank, step)).values()]
-        state.settle()
-        pieces = [state.residuals[name] for name in CODED]
-        found[feedback] = got + [r.current(role) for r in pieces for role, _ in r.pairs()]
-    return found
 
 
 # ---------------------------------------------------------------- codecs without residuals
@@ -312,23 +295,19 @@ Maker = Callable[[nn.Module], "tuple[Any, Any]"]
 """Makes the optimizer and the state of a wrapped model."""
 
 
-def by_codec(codec: str, feedback: str | bool = True) -> Maker:
-    def make(model: nn.Module) -> tuple[Any, Any]:
-        state = pycomm.compress(model, codec, feedback=feedback)
-        return torch.optim.AdamW(model.parameters(), 1e-3), state
-
-    return make
+def by_codec(model: nn.Module, codec: str, feedback: str | bool = True) -> tuple[Any, Any]:
+    state = pycomm.compress(model, codec, feedback=feedback)
+    return torch.optim.AdamW(model.parameters(), 1e-3), state
 
 
-def coded(kind: str) -> Maker:
-    def make(model: nn.Module) -> tuple[Any, Any]:
-        if kind == "CodedAdamW":
-            optimizer: Any = pycomm.CodedAdamW(model.parameters(), lr=1e-3, model=model)
-        else:
-            optimizer = pycomm.CodedSGD(model.parameters(), lr=1e-2, model=model)
-        return optimizer, optimizer.compression
+def coded(model: nn.Module, make: Any, lr: float) -> tuple[Any, Any]:
+    optimizer = make(model.parameters(), lr=lr, model=model)
+    return optimizer, optimizer.compression
 
-    return make
+
+INT4: Maker = partial(by_codec, codec="int4")
+ADAMW: Maker = partial(coded, make=pycomm.CodedAdamW, lr=1e-3)
+SGD: Maker = partial(coded, make=pycomm.CodedSGD, lr=1e-2)
 
 
 def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
@@ -369,20 +348,20 @@ def resume(rank: int, make: Maker, wrapper: str) -> int:
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_each_feedback_resumes_with_the_same_bits(rank, size, codec):
     for feedback in FEEDBACKS:
-        assert resume(rank, by_codec(codec, feedback), "plain") == 2
+        assert resume(rank, partial(by_codec, codec=codec, feedback=feedback), "plain") == 2
 
 
 @on_ranks(3)
 def test_each_wrapper_and_optimizer_resumes_with_the_same_bits(rank, size):
     for wrapper in WRAPPERS:
-        for make in (by_codec("int4"), coded("CodedAdamW"), coded("CodedSGD")):
+        for make in (INT4, ADAMW, SGD):
             resume(rank, make, wrapper)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("wrapper", SHARDS)
 def test_shards_resume_with_the_same_bits(rank, size, wrapper):
-    for make in (by_codec("int4:rounding=stochastic"), coded("CodedAdamW")):
+    for make in (partial(by_codec, codec="int4:rounding=stochastic"), ADAMW):
         resume(rank, make, wrapper)
 
 
@@ -390,19 +369,19 @@ def test_shards_resume_with_the_same_bits(rank, size, wrapper):
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
 def test_each_codec_resumes_with_the_same_bits_also_on_gloo(rank, size):
     for codec in ("powersgd:2", "topk:0.1", "sign", "nvfp4", "eden:bits=2,size=128"):
-        resume(rank, by_codec(codec), "plain")
+        resume(rank, partial(by_codec, codec=codec), "plain")
     for codec in ("quant:bits=4,block=64,rounding=stochastic", "multiples:unit=0.5"):
-        resume(rank, by_codec(codec), "find_unused")
+        resume(rank, partial(by_codec, codec=codec), "find_unused")
 
 
 @on_ranks(2)
 def test_buckets_of_another_model_are_not_used(rank, size):
     """Buckets that are not those of the checkpoint are reduced, and the state goes on."""
-    model, optimizer, state = fresh(by_codec("int4"), "plain")
+    model, optimizer, state = fresh(INT4, "plain")
     train(model, optimizer, rank, range(SAVED))
     saved = copy.deepcopy(state.state_dict())
     saved["about"][0]["buckets"][0].append("gone.weight")
-    again, other, loaded = fresh(by_codec("int4"), "plain")
+    again, other, loaded = fresh(INT4, "plain")
     loaded.load_state_dict(saved)
     train(again, other, rank, range(3))
     assert loaded.step == state.step + 3

@@ -522,10 +522,6 @@ def test_pipelines(pool):
     assert gpipe[0][1].shape == (2 * WIDTH, WIDTH)
 
 
-# --------------------------------------------------------------------------------- FSDP2 and HSDP
-# FSDP2 and HSDP on pycomm, as on Gloo.
-
-
 def sharded_blocks(mesh: DeviceMesh, **options: Any) -> FSDPModule:
     model = perceptron()
     for block in model:

@@ -60,7 +60,7 @@ class Layers(nn.Module):
         return x
 
 
-def joined(rank: int, size: int, spec: Any, uneven: bool) -> list[torch.Tensor]:
+def joined(rank: int, spec: Any, uneven: bool) -> list[torch.Tensor]:
     model = DistributedDataParallel(Layers(2), find_unused_parameters=True)
     state = pycomm.compress(model, spec) if spec else None
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -74,13 +74,12 @@ def joined(rank: int, size: int, spec: Any, uneven: bool) -> list[torch.Tensor]:
     return values(model)
 
 
+@on_ranks(2)
 @each_value
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("uneven", [True, False])
-def test_join_with_unused_parameters(pool, backend, uneven):
-    (plain, _), (exact, _), (coded, _) = (
-        pool.run(joined, spec, uneven, backend=backend) for spec in (None, "fp32", "int8")
-    )
+def test_join_with_unused_parameters(rank, size, uneven):
+    plain, exact, coded = (joined(rank, spec, uneven) for spec in (None, "fp32", "int8"))
     # The last rank trains alone at the end, and DDP divides its gradients before the sum.
     near_zero(*(a - b for a, b in zip(plain, exact, strict=True)), atol=1e-6)
     for a, b in zip(plain, coded, strict=True):
@@ -91,42 +90,41 @@ def test_join_with_unused_parameters(pool, backend, uneven):
 
 
 class Words(nn.Module):
-    def __init__(self, sparse: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words = nn.Embedding(300, 64, sparse=sparse)
-        self.bags = nn.EmbeddingBag(200, 64, sparse=sparse, mode="sum")
+        self.words = nn.Embedding(300, 64, sparse=True)
+        self.bags = nn.EmbeddingBag(200, 64, sparse=True, mode="sum")
         self.last = nn.Linear(64, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.words(x).mean(1) + self.bags(x % 200))
 
 
-def words(rank: int, size: int, spec: Any, sparse: bool, mb: float) -> list[torch.Tensor]:
-    model = DistributedDataParallel(Words(sparse), bucket_cap_mb=mb)
+def words(rank: int, spec: Any, mb: float) -> list[torch.Tensor]:
+    model = DistributedDataParallel(Words(), bucket_cap_mb=mb)
     if spec is not None:
         state = pycomm.compress(model, spec)
-        if sparse:
-            assert "its gradient is sparse" in state.summary()
+        assert "its gradient is sparse" in state.summary()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     for step in range(4):
         generator = torch.Generator().manual_seed(10 * step + rank)
         optimizer.zero_grad()
         x = torch.randint(300, (4 + rank, 8), generator=generator)  # more rows on one rank
         model(x).square().mean().backward()
-        assert model.module.words.weight.grad.is_sparse == sparse
+        assert model.module.words.weight.grad.is_sparse
         optimizer.step()
     assert alike(*model.parameters())
     return values(model)
 
 
+@on_ranks(2)
 @each_value
 @pytest.mark.parametrize("mb", [25, 0.01])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_sparse_gradients_travel_exactly(pool, backend, mb):
-    plain = pool.run(words, None, True, mb, backend=backend)[0]
-    assert equal(plain, pool.run(words, "fp32", True, mb, backend=backend)[0])
-    coded = pool.run(words, "int8", True, mb, backend=backend)[0]
+def test_sparse_gradients_travel_exactly(rank, size, mb):
+    plain, exact, coded = (words(rank, spec, mb) for spec in (None, "fp32", "int8"))
+    assert equal(plain, exact)
     assert not equal(plain, coded)  # the last layer's gradients are compressed
     for a, b in zip(plain, coded, strict=True):
         assert (a - b).norm() < 0.01 * a.norm()
@@ -201,10 +199,6 @@ def in_ddp(make: Any) -> Any:
     return make(model.parameters(), model=model)
 
 
-def in_file(thing: Any) -> None:
-    torch.save(thing, io.BytesIO())
-
-
 BOUND = {
     "CodedAdamW": lambda: in_ddp(pycomm.CodedAdamW),
     "CodedSGD": lambda: in_ddp(pycomm.CodedSGD),
@@ -225,7 +219,7 @@ SETTINGS = (
 def test_what_belongs_to_one_model_refuses_a_copy(rank, size, what):
     hvd.init()
     made = BOUND[what]()
-    for copying in (copy.deepcopy, copy.copy, pickle.dumps, in_file):
+    for copying in (copy.deepcopy, copy.copy, pickle.dumps, partial(torch.save, f=io.BytesIO())):
         with pytest.raises(pycomm.Error, match=r"cannot be copied or pickled.*state_dict\(\)"):
             copying(made)
     for one in SETTINGS:

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from pycomm.bench.step.stages import BY_EXCHANGES, Stages
 from pycomm.policy.exchange import bytes_of
 from pycomm.reduction import own_group
 from pycomm.reduction.exchange_thread import ExchangeThread
+from tests.ranks import in_child
 from tests.torch.interpreter import Interpreter
 from tests.torch.pool import on_ranks
 
@@ -159,26 +159,15 @@ def test_who_gets_a_result_may_fork(rank, ranks):
     begins, known = threading.Event(), []
     tensor = torch.ones(1)
     future, is_finite = thread.run(tensor, lambda: begins.wait(60) and torch.ones(()))
-    at_result = future.then(lambda _: known.append(in_child(is_finite)))
+
+    def ask() -> None:
+        signal.alarm(20)  # ends a child that waits
+        assert is_finite()
+
+    at_result = future.then(lambda _: known.append(in_child(ask)))
     begins.set()
     at_result.wait()
-    assert known == [True]
-
-
-def in_child(ask: Callable[[], bool]) -> bool:
-    """Return whether a forked child knows the answer soon."""
-    child = os.fork()
-    if not child:
-        os._exit(0 if ask() else 1)
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return status == 0
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return False
+    assert known == ["returned"]
 
 
 ENDS = """

@@ -18,7 +18,7 @@ from pycomm.policy import Policy
 from pycomm.reduction.factors import EVERY, Factors, Matrix, is_look
 from tests.torch import harness
 from tests.torch.elastic.member import on_members
-from tests.torch.harness import Chosen, alike, all_equal, equal, gradients, reduced, same_as_gloo
+from tests.torch.harness import Chosen, alike, all_equal, equal, gradients, on_both, reduced
 from tests.torch.pool import on_ranks
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"big": (48, 96), "kernel": (32, 16, 3, 3), "bias": (50,)}
@@ -95,17 +95,21 @@ def steps(rank: int, size: int, codec: str, feedback: str) -> list[Any]:
     return [found, state.residual_norms(), state.reducer.factors.current]
 
 
+def same_but_for_residuals(results: list[Any]) -> None:
+    all_equal([[found, factors] for found, _, factors in results])
+
+
+@on_both(2, then=same_but_for_residuals)
 @pytest.mark.parametrize("feedback", ["residual:storage=float32", "decay:0.8,storage=int8"])
 @pytest.mark.parametrize("codec", ["int8", "nvfp4", "topk:0.1", "multiples"])
-def test_all_carriers_have_the_same_bits(pool, codec, feedback):
-    results = same_as_gloo(pool, steps, codec, feedback, ranks=2)
-    all_equal([[found, factors] for found, _, factors in results])
+def test_all_carriers_have_the_same_bits(rank, size, codec, feedback):
+    return steps(rank, size, codec, feedback)
 
 
+@on_ranks(3, then=same_but_for_residuals)
 @pytest.mark.parametrize("codec", ["int4", "mxfp4"])
-def test_three_ranks_have_the_same_factors(pool, codec):
-    results = pool.run(steps, codec, "residual", ranks=3)
-    all_equal([[found, factors] for found, _, factors in results])
+def test_three_ranks_have_the_same_factors(rank, size, codec):
+    return steps(rank, size, codec, "residual")
 
 
 def factor(state: Any, name: str) -> torch.Tensor:

@@ -435,12 +435,17 @@ dist.destroy_process_group()
 """
 
 
-def test_takeover_by_environment(installed):
-    for given, said in (
-        ("gloo, nccl", ["True", "gloo", "pycomm"]),
-        ("", ["False", "gloo", "gloo"]),
-    ):
-        assert forked(TAKEOVER, installed, loaded=True, PYCOMM_TAKEOVER=given).split() == said
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"PYCOMM_TAKEOVER": "gloo, nccl"}, ["True", "gloo", "pycomm"]),
+        ({"PYCOMM_TAKEOVER": ""}, ["False", "gloo", "gloo"]),
+        # The other one is wrong; another test has a wrong name of a backend beside right options.
+        ({"PYCOMM_TAKEOVER": "gloo", "PYCOMM_RUN": "--codec 'int4"}, ["True", "gloo", "pycomm"]),
+    ],
+)
+def test_takeover_by_environment(installed, given, said):
+    assert forked(TAKEOVER, installed, loaded=True, **given).split() == said
 
 
 CAUGHT = """
@@ -482,10 +487,3 @@ def test_import_torch_survives_wrong_variables(installed):
         assert f"PYCOMM_RUN={text!r} has no effect: " in said
         assert wrong in said
         assert said.endswith('such as PYCOMM_RUN="--codec int4"')
-
-
-def test_of_two_variables_the_right_one_counts(installed):
-    """Another test has a wrong name of a backend beside the right options."""
-    given = {"PYCOMM_TAKEOVER": "gloo", "PYCOMM_RUN": "--codec 'int4"}
-    said = forked(TAKEOVER, installed, loaded=True, **given)
-    assert said.split() == ["True", "gloo", "pycomm"]
