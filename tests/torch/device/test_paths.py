@@ -139,10 +139,8 @@ def test_default_options_take_kernels_on_any_carrier(fakes, codec):
         assert kernels
 
 
-@on_fakes("kernels")
-@pytest.mark.parametrize(("codec", "most"), [("int4", 7), ("sign", 7), ("eden2", 10)])
-def test_a_launch_takes_all_parameters_of_a_bucket(rank, ranks, codec, most):
-    """Of four matrices and eight biases."""
+def check_launches(rank: int, ranks: int, codec: str) -> int:
+    """Return the launches for a bucket of four matrices and eight biases."""
     shapes = {f"w{i}": (256, 256 + i) for i in range(4)} | {f"b{i}": (50 + i,) for i in range(8)}
     with launched() as kernels:
         model = nn.parallel.DistributedDataParallel(Chosen(shapes).to(FAKE))
@@ -152,7 +150,12 @@ def test_a_launch_takes_all_parameters_of_a_bucket(rank, ranks, codec, most):
             given = gradients(rank, step, shapes=shapes)
             reduced(model, {name: g.to(FAKE) for name, g in given.items()})
         state.settle()
-    assert len(kernels) == most
+    return len(kernels)
+
+
+@pytest.mark.parametrize(("codec", "most"), [("int4", 7), ("sign", 7), ("eden2", 10)])
+def test_a_launch_takes_all_parameters_of_a_bucket(fakes, codec, most):
+    assert max(run(fakes, "kernels", check_launches, codec)) == most
 
 
 def test_default_options_by_way_of_the_host_say_why(fakes):
