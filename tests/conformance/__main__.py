@@ -12,21 +12,22 @@ import argparse
 import sys
 import tempfile
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import torch
 
-from tests.conformance.judged import (
+from tests.conformance.suite import (
     BOUND_TO_A_NAME,
     NOT_JUDGED,
     NOT_ON_CPU,
+    Config,
     Row,
+    Runner,
     read,
     worse,
     write,
 )
-from tests.conformance.runner import Runner
-from tests.conformance.suite import Config
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "conformance.md"
@@ -50,7 +51,7 @@ are counted on 2, 3 and 4 ranks together.
 def judge(config: Config, log: Path, wanted: list[str], only: set[str] | None) -> list[Row]:
     """Run the suite in one configuration, and print every test that does not pass."""
     rows = []
-    with Runner(config, log) as runner:
+    with closing(Runner(config, log)) as runner:
         for test in runner.names:
             if (wanted and not any(w in test for w in wanted)) or (only and test not in only):
                 continue
@@ -156,13 +157,10 @@ def _list(title: str, rows: list[Row]) -> str:
         said = row.reason[:60].replace("|", "/")
         reasons.setdefault(f"{said} | {sizes}", []).append(f"`{test}`")
     lines = [f"## {title}", "", "| says | ranks | tests |", "| --- | --- | --- |"]
-    lines += [f"| {reason} | {_names(tests)} |" for reason, tests in reasons.items()]
+    for reason, tests in reasons.items():
+        more = f" and {len(tests) - 1} more" if len(tests) > 1 else ""
+        lines.append(f"| {reason} | {tests[0]}{more} |")
     return "\n".join(lines) + "\n"
-
-
-def _names(tests: list[str]) -> str:
-    """Return the first of the tests' names, and the number of the others."""
-    return tests[0] + (f" and {len(tests) - 1} more" if len(tests) > 1 else "")
 
 
 def _not_judged() -> str:

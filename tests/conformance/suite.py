@@ -12,12 +12,19 @@ Every test runs in processes of its own, forked from one that has imported torch
 from __future__ import annotations
 
 import contextlib
+import csv
 import functools
+import json
+import lzma
 import os
+import subprocess
+import sys
 import tempfile
+import time
 import unittest
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -197,7 +204,7 @@ def open_gates(common_distributed: Any) -> None:
     }
 
 
-def for_rank(rank: int, backend: str) -> contextlib.AbstractContextManager[Any]:
+def for_rank(rank: int, ours: str) -> contextlib.AbstractContextManager[Any]:
     """In a rank's process: everything that names a CUDA device means the CPU."""
     import torch
     import torch.distributed as dist
@@ -238,38 +245,214 @@ def for_rank(rank: int, backend: str) -> contextlib.AbstractContextManager[Any]:
     torch.cuda.Stream = lambda *args, **kwargs: NoStream()
     torch.accelerator.current_stream = lambda *args, **kwargs: NoStream()
 
-    module_to = torch.nn.Module.to
-
-    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs:
-            kwargs["device"] = moved(kwargs["device"])
-        return module_to(self, *(moved(arg) for arg in args), **kwargs)
-
-    torch.nn.Module.to = to
-    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
-
+    module_to, new_group = torch.nn.Module.to, dist.new_group
+    torch.nn.Module.to = lambda self, *args, **how: module_to(
+        self, *map(moved, args), **{name: moved(value) for name, value in how.items()}
+    )
+    torch.nn.Module.cuda = lambda self, *args, **how: self
+    # Some tests ask for a second group by that very name.
+    dist.new_group = lambda *args, **how: new_group(
+        *args, **how | ({"backend": ours} if how.get("backend") == "nccl" else {})
+    )
     ddp = torch.nn.parallel.DistributedDataParallel
     ddp_init = ddp.__init__
-
-    def init(
-        self: Any,
-        module: Any,
-        device_ids: Any = None,
-        output_device: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        ddp_init(self, module, None, None, *args, **kwargs)
-
-    ddp.__init__ = init
-
-    # Some tests ask for a second group by that very name.
-    new_group = dist.new_group
-
-    def new_group_here(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("backend") == "nccl":
-            kwargs["backend"] = backend
-        return new_group(*args, **kwargs)
-
-    dist.new_group = new_group_here
+    ddp.__init__ = lambda self, module, device_ids=None, output_device=None, *args, **how: ddp_init(
+        self, module, None, None, *args, **how
+    )
     return OnCpu()
+
+
+# --------------------------------------------------------------------------- one test after another
+# A `Runner` keeps one server process that has imported torch and the suite; for each test that
+# process forks the ranks, so a test does not pay for the import.
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one test ended: "pass", "fail", "timeout" or "skip", and why."""
+
+    test: str
+    status: str
+    seconds: float
+    reason: str = ""  # one line
+    detail: str = ""  # tracebacks of the ranks
+
+
+class Runner:
+    """Runs tests: `Runner(Config("pycomm", 2), log).run("test_x")`."""
+
+    def __init__(self, config: Config, log: Path) -> None:
+        """What the ranks print goes to the file `log`."""
+        self.config = config
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        with log.open("ab") as sink:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "tests.conformance.suite", json.dumps(asdict(config))],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                text=True,
+            )
+        self.names: list[str] = self._answer()
+
+    def run(self, test: str) -> Outcome:
+        """Run one test on all ranks."""
+        self._server.stdin.write(test + "\n")
+        self._server.stdin.flush()
+        return Outcome(**self._answer())
+
+    def _answer(self) -> Any:
+        line = self._server.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the server of {self.config} died; see its log")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._server.kill()
+        self._server.communicate()
+
+
+def _run(suite: type[unittest.TestCase], test: str) -> Outcome:
+    case, result, start = suite(test), unittest.TestResult(), time.monotonic()
+    case.run(result)
+    seconds = round(time.monotonic() - start, 2)
+    if result.skipped:
+        # "subprocess level" is torch's word for: a rank has skipped, and knows why.
+        reason = getattr(case, "worker_skip_reason", None) or result.skipped[0][1]
+        return Outcome(test, "skip", seconds, reason)
+    for _, text in result.failures + result.errors:
+        status = "timeout" if "terminated or timed out after" in text else "fail"
+        return Outcome(test, status, seconds, _last_error(text), text[-6000:])
+    if result.unexpectedSuccesses:
+        return Outcome(test, "fail", seconds, "was expected to fail and did not")
+    return Outcome(test, "pass", seconds)
+
+
+def _last_error(text: str) -> str:
+    """The line of a traceback that names the error, of the first rank that had one."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    for line in lines:
+        kind, separator, _ = line.partition(": ")
+        is_error = kind.replace(".", "").replace("_", "").isalnum() and kind.endswith(
+            ("Error", "Exception", "Timeout", "Lost", "Mismatch")
+        )
+        if separator and is_error and "exited with error code" not in line:
+            return line[:300]
+    return lines[-1][:300] if lines else ""
+
+
+def serve(config: Config) -> None:
+    """Answer with all names, then with one outcome for each name that is asked for."""
+    # Only the answers go to our standard output; what ranks print goes to the log.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    suite = load(config)
+    suite.setUpClass()
+    print(json.dumps(sorted(n for n in dir(suite) if n.startswith("test"))), file=answers)
+    for line in sys.stdin:
+        print(f"\n===== {line.strip()}", flush=True)
+        print(json.dumps(asdict(_run(suite, line.strip()))), file=answers)
+
+
+# ------------------------------------------------------------------------------------------ results
+# `results.csv.xz` holds the last full run (`make conformance`) of pycomm and, in the same run, of
+# Gloo. docs/conformance.md lists the exceptions.
+
+
+RESULTS = ROOT / "tests/conformance/results.csv.xz"
+
+# Tests that no backend can pass with CPU tensors, or not here.
+NOT_ON_CPU = {
+    "SyncBatchNorm wants modules on a GPU": [
+        "test_DistributedDataParallel_SyncBatchNorm",
+        "test_DistributedDataParallel_SyncBatchNorm_2D_Input",
+        "test_DistributedDataParallel_SyncBatchNorm_Channels_Last",
+        "test_DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_Running_Value",
+        "test_DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_gradient",
+        "test_DistributedDataParallel_SyncBatchNorm_No_Affine",
+        "test_DistributedDataParallel_SyncBatchNorm_Single_Input_Per_Process",
+        "test_DistributedDataParallel_SyncBatchNorm_half",
+        "test_ddp_inference",
+        "test_ddp_sync_bn_training_vs_eval",
+        "test_ddp_uneven_inputs_stop_iteration_sync_bn",
+        "test_sync_bn_logged",
+    ],
+    "looks at CUDA device numbers": ["test_ddp_device", "test_ddp_logging_data_gpu"],
+    "DDP's own mixed precision needs device events": [
+        "test_ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none",
+        "test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none",
+        "test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none",
+        "test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none",
+    ],
+    "wants NCCL itself": [
+        "test_monitored_barrier_allreduce_hang",
+        "test_monitored_barrier_allreduce_hang_wait_all_ranks",
+        "test_nccl_high_priority_stream",
+    ],
+    "takes minutes on a CPU": ["test_ddp_uneven_inputs"],
+    "wants torchvision": ["test_SyncBatchNorm_process_group"],
+}
+NOT_JUDGED = {test: reason for reason, tests in NOT_ON_CPU.items() for test in tests}
+
+# Tests in which torch itself compares the backend's name: no backend from elsewhere passes them.
+BOUND_TO_A_NAME = {
+    "test_ddp_logging_data_cpu": "torch calls every backend from elsewhere 'custom'",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the results."""
+
+    like: str
+    world_size: int
+    backend: str
+    test: str
+    status: str
+    seconds: float
+    reason: str
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        """What the outcomes of several backends are compared by."""
+        return self.like, self.world_size, self.test
+
+
+def read(path: Path = RESULTS) -> list[Row]:
+    """The committed outcomes."""
+    with lzma.open(path, "rt", newline="") as file:
+        return [
+            Row(**row | {"world_size": int(row["world_size"]), "seconds": float(row["seconds"])})
+            for row in csv.DictReader(file)
+        ]
+
+
+def write(rows: list[Row], path: Path = RESULTS) -> None:
+    """Write the outcomes, sorted."""
+    with lzma.open(path, "wt", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(Row.__annotations__)
+        for row in sorted(rows, key=lambda r: (r.like, r.world_size, r.backend, r.test)):
+            writer.writerow(vars(row).values())
+
+
+def worse(rows: list[Row], than: str = "gloo", backend: str = "pycomm") -> list[Row]:
+    """Rows of `backend` that did not pass where `than` did: each is a bug."""
+    passed = {row.key for row in rows if row.backend == than and row.status == "pass"}
+    return [
+        row
+        for row in rows
+        if row.backend == backend
+        and row.status != "pass"
+        and row.key in passed
+        and row.test not in BOUND_TO_A_NAME
+    ]
+
+
+if __name__ == "__main__":
+    serve(Config(**json.loads(sys.argv[1])))

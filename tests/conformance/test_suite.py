@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.judged import BOUND_TO_A_NAME, NOT_JUDGED, read, worse
-from tests.conformance.runner import Runner
-from tests.conformance.suite import Config
+from tests.conformance.suite import BOUND_TO_A_NAME, NOT_JUDGED, Config, Runner, read, worse
 from tests.extent import FULL, part
 
 RANKS = {"gloo": 3, "nccl": 2}
@@ -41,7 +39,7 @@ def runner_for(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[s
 
     yield get
     for runner in runners.values():
-        runner.__exit__(None, None, None)
+        runner.close()
 
 
 IN_GLOOS_PLACE = [(like, test) for like, test in PASSED if like == "gloo"]

@@ -294,7 +294,7 @@ RESIDUALS = (
         "pass",
         (
             "torch/hooks/test_policy.py::test_a_schedule_loses_nothing "
-            "torch/hooks/test_way_back.py::test_what_is_owed_is_sent_with_the_next_step"
+            "torch/hooks/test_policy.py::test_what_is_owed_is_sent_with_the_next_step"
         ),
     ),
     Mutant(
@@ -304,7 +304,7 @@ RESIDUALS = (
         'keeps_errors or kind == "momentum"',
         (
             "torch/hooks/test_policy.py::test_a_schedule_loses_nothing "
-            "torch/hooks/test_way_back.py::test_what_is_owed_is_sent_with_the_next_step"
+            "torch/hooks/test_policy.py::test_what_is_owed_is_sent_with_the_next_step"
         ),
     ),
     Mutant(
@@ -350,7 +350,7 @@ RESIDUALS = (
         "pycomm/hooks/deepspeed.py::DeepSpeedHooks._open_step",
         "self._state.rescale(now / self._scale, momentum=True)",
         "pass",
-        "torch/hooks/test_deepspeed.py::test_residuals_follow_the_loss_scale",
+        "torch/hooks/test_other_trainers.py::test_residuals_follow_the_loss_scale",
     ),
 )
 
@@ -482,7 +482,7 @@ BOUNDS = (
         "pycomm/hooks/megatron.py::_BucketGroup._reduce.complete",
         "view.copy_(part)",
         "pass",
-        "torch/hooks/test_megatron.py::test_buckets_have_the_bits_of_ddp",
+        "torch/hooks/test_other_trainers.py::test_buckets_have_the_bits_of_ddp",
     ),
 )
 

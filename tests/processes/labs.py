@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -67,16 +66,6 @@ for _stream, _number in zip({streams}, os.environ["PASSED_FDS"].split(",")):
 MODULE = "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 
 
-class Rank(Interpreter):
-    """An interpreter with what a lab asks of its ranks."""
-
-    def poll(self) -> int | None:
-        try:
-            return self.wait(0.0)
-        except subprocess.TimeoutExpired:
-            return None
-
-
 def fork_ranks(lab: Netlab) -> None:
     """Let a lab start its ranks, which are `python -c CODE` or `python -m MODULE`, this way."""
     lab._keep = partial(keep, lab)  # type: ignore[method-assign]
@@ -101,6 +90,6 @@ def keep(
     }
     code = BEGIN.format(spaces=spaces, streams=tuple(streams))
     words = ["-c", code + what, *rest] if kind == "-c" else ["-c", code + MODULE, what, *rest]
-    rank = Rank(*words, env=env, fds=[file.fileno() for file in streams.values()])
+    rank = Interpreter(*words, env=env, fds=[file.fileno() for file in streams.values()])
     lab._ranks.append(rank)  # type: ignore[arg-type]
     return rank

@@ -25,15 +25,32 @@ from tests.faults.injection.judge import breaches
 from tests.faults.injection.play import lab_of, play
 from tests.processes.labs import far_hosts, near_hosts, printed_by
 
-JOB = [sys.executable, "-m", "tests.processes.jobs", "check_all"]
+# Checks all collectives and messages by `==`; prints how the rank is connected.
+CHECK_ALL = """
+import sys
+import numpy as np
+from pycomm.communicator import Communicator
+from tests.collectives.ways import check_everything, right
+with Communicator.from_env(sys.argv[1], timeout=30.0) as c:
+    results = right(c.size, (1, 1000, 100_003))
+    check_everything(c, results)
+    for numel, of in results.items():
+        outs = [np.empty(numel, np.float32) for _ in range(c.size)]
+        requests = [c.recv(out, peer) for peer, out in enumerate(outs)]
+        requests += [c.send(of.mine[c.rank], peer) for peer in range(c.size)]
+        for request in requests:
+            request.wait()
+        assert np.array_equal(outs, of.mine)
+    print(c.describe())
+"""
+JOB = [sys.executable, "-c", CHECK_ALL]
 
 
 def run(
     rate: str, ranks_per_node: int, command: list[str], env: Mapping[str, str] | None = None
 ) -> list[tuple[int, str, str]]:
     """Status, output and errors of each rank on two hosts; the command gets a shared folder."""
-    lab = near_hosts(2, rate)
-    with lab, tempfile.TemporaryDirectory() as folder:
+    with near_hosts(2, rate) as lab, tempfile.TemporaryDirectory() as folder:
         # The lab names its interface to Gloo, and so to us; here we choose.
         command = ["env", "-u", "GLOO_SOCKET_IFNAME", *command, folder]
         ranks = lab.start(
@@ -206,25 +223,21 @@ with Communicator(Store.file(folder), rank, size, interface="eth0", timeout=30) 
 """
 
 
-def start(lab: netlab.Lab, local: list[int], folder: str, op: str) -> list[subprocess.Popen[bytes]]:
-    """One process per rank, `local[k]` of them on node k."""
-    ranks = []
-    nodes = [node for node, count in enumerate(local) for _ in range(count)]
-    for rank, node in enumerate(nodes):
-        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(len(nodes))}
-        command = [*lab.wrap(node), sys.executable, "-c", ONE_CALL, folder, op]
-        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE))
-    return ranks
-
-
 @each_value
 @pytest.mark.parametrize("local", [[2, 2], [1, 3]], ids=["2+2", "1+3"])
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
 def test_each_byte_crosses_a_link_once(tmp_path, local, op):
-    lab = near_hosts(2, "1gbit")
-    with lab:
+    with near_hosts(2, "1gbit") as lab:
         before = [lab.sent_bytes(node) or 0 for node in range(2)]
-        ranks = start(lab, local, str(tmp_path), op)
+        nodes = [node for node, count in enumerate(local) for _ in range(count)]
+        ranks = [
+            subprocess.Popen(
+                [*lab.wrap(node), sys.executable, "-c", ONE_CALL, str(tmp_path), op],
+                env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(len(nodes))},
+                stdout=subprocess.PIPE,
+            )
+            for rank, node in enumerate(nodes)
+        ]
         try:
             said = [rank.communicate(timeout=60)[0].decode() for rank in ranks]
             assert [rank.returncode for rank in ranks] == [0] * len(ranks)
@@ -275,8 +288,7 @@ CASES = [
 @pytest.mark.parametrize(("delay", "near", "levels", "told"), part(CASES, 2))
 def test_sites_are_found_by_round_trips(tmp_path, delay, near, levels, told):
     differ = {way: Shape(delay) for a, b in near for way in ((a, b), (b, a))}
-    lab = far_hosts(4, "unlimited", shape=Shape(delay=0.03), differ=differ)
-    with lab:
+    with far_hosts(4, "unlimited", shape=Shape(delay=0.03), differ=differ) as lab:
         text = printed_by(lab, SUMS, tmp_path, forked=True)
     lines = [line for line in text.splitlines(keepends=True) if line.startswith(str(levels))]
     assert len(lines) == 4, text
@@ -287,17 +299,30 @@ def test_sites_are_found_by_round_trips(tmp_path, delay, near, levels, told):
 # The host whose link is slow is named by what the kernels of all hosts count.
 
 
-STEPS_ON_LINKS = [sys.executable, "-m", "tests.processes.jobs", "step"]
+# Makes a few all-reduces; prints what the rank knows of them. The kernel's counts are noted about
+# once a second, at the end of an operation.
+STEPS_ON_LINKS = """
+import json, sys, time
+import numpy as np
+from pycomm.communicator import Communicator
+from pycomm.straggler.compare import rank_stats
+with Communicator.from_env(sys.argv[1], timeout=30.0) as c:
+    goes_on, start = np.ones(1, np.float32), time.monotonic()
+    while goes_on[0] > 0:
+        c.all_reduce(np.ones(100_000, np.float32))
+        goes_on[0] = time.monotonic() - start < 1.8
+        c.all_reduce(goes_on, "min")
+    print(json.dumps(rank_stats(c.core.trace()).to_json()))
+"""
 
 
 def test_the_rank_with_the_slow_link_is_named():
-    lab = near_hosts(3, "400mbit", node_rates={1: "60mbit"})
-    with lab, tempfile.TemporaryDirectory() as folder:
-        ranks = lab.start([*STEPS_ON_LINKS, folder], stdout=subprocess.PIPE)
+    links = {"rate": "400mbit", "node_rates": {1: "60mbit"}}
+    with near_hosts(3, **links) as lab, tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", STEPS_ON_LINKS, folder]
+        ranks = lab.start(command, stdout=subprocess.PIPE)
         texts = [rank.communicate(timeout=60)[0] for rank in ranks]
     health = compare([RankStats.from_json(json.loads(text)) for text in texts])
-    assert health is not None
-    assert health.finding is not None
     assert (health.finding.rank, health.finding.cause) == (1, "link")
 
 
@@ -356,8 +381,7 @@ group.close()
 def test_a_slow_sender_owns_little_of_exact_sums(tmp_path):
     """It sends less than 4/3 of a buffer, and all sums keep their bits; coded shares stay equal."""
     rates = {0: "5mbit/15mbit", 1: "15mbit", 2: "15mbit"}
-    lab = far_hosts(3, "unlimited", shape=Shape(delay=0.01), node_rates=rates)
-    with lab:
+    with far_hosts(3, "unlimited", shape=Shape(delay=0.01), node_rates=rates) as lab:
         text = printed_by(lab, MEASURED_SUMS, tmp_path, forked=True)
     lines = sorted(line for line in text.splitlines() if "round trips" in line)
     assert len(lines) == 3, text
@@ -442,3 +466,162 @@ def test_ranks_of_different_locales_know_the_same_links(locales, tmp_path):
     found = [rank.communicate(timeout=60)[0].splitlines() for rank in ranks]
     assert [lines[:1] for lines in found] == [["True"], ["True"]], found
     assert found[0][1] == found[1][1] == "rates 12.5/20 100 Mbit/s"
+
+
+# ---------------------------------------------------------------------------------------- addresses
+# Addresses between hosts: IPv6, NAT, firewalls and patterns, in network namespaces.
+
+
+# A rank sums integers over a group, with variables of its own ({"0": {...}, "1": {...}}).
+SUM = r"""
+import json, os, sys
+os.environ |= json.loads(sys.argv[2]).get(os.environ["RANK"], {})
+os.environ["WORLD_SIZE"] = sys.argv[4]
+if int(os.environ["RANK"]) >= int(sys.argv[4]):
+    sys.exit()
+import numpy as np
+from pycomm import errors
+from pycomm.communicator import Communicator
+try:
+    group = Communicator.from_env(sys.argv[1], transport="tcp", timeout=float(sys.argv[3]))
+except errors.Error as error:
+    sys.stdout.write(f"{type(error).__name__}: {error}\n")  # one write: ranks share the file
+    sys.exit()
+x = np.arange(70_001, dtype=np.int64)
+group.all_reduce(x)
+assert (x == group.size * np.arange(70_001)).all()
+sys.stdout.write(group.describe() + "\n")
+sys.stdout.flush()
+group.close()
+"""
+
+
+def described_by(
+    lab: netlab.Netlab,
+    folder: Path,
+    ranks: Mapping[str, Mapping[str, str]],
+    *,
+    nodes: int | None = None,
+    timeout: float = 30,
+) -> list[str]:
+    """Run a rank on each node, or on the first so many; return the lines that they print."""
+    words = [str(folder / "store"), json.dumps(ranks), str(timeout), str(nodes or lab.nodes)]
+    lines = printed_by(lab, SUM, folder, *words).splitlines()
+    # Rank 0 has told the same on standard error, as it does when a group begins.
+    return [line for line in lines if not line.startswith("pycomm: ")]
+
+
+def both(variables: dict[str, str]) -> dict[str, dict[str, str]]:
+    return {"0": variables, "1": variables}
+
+
+def add_v6(lab: netlab.Netlab, node: int) -> str:
+    address = f"fd77::{node + 1}"
+    lab._shell(node + 1, [f"ip -6 addr add {address}/64 dev eth0 nodad"])
+    return address
+
+
+def test_ranks_connect_by_ipv6(tmp_path):
+    with near_hosts(2, "unlimited") as lab:
+        addresses = [add_v6(lab, node) for node in range(2)]
+        ranks = {str(n): {"PYCOMM_INTERFACE": a} for n, a in enumerate(addresses)}
+        lines = described_by(lab, tmp_path, ranks)
+    assert len(lines) == 2
+    for address in addresses:
+        assert any(f"eth0 ({address})" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("ipv4", "interface", "chosen"), [(False, "eth0", "fd77::"), (True, "eth*", "10.77.0.")]
+)
+def test_ipv4_is_used_where_there_is_one(tmp_path, ipv4, interface, chosen):
+    """Hosts that have none connect by IPv6, unasked."""
+    with near_hosts(2, "unlimited") as lab:
+        for node in range(2):
+            add_v6(lab, node)
+            if not ipv4:
+                lab._shell(node + 1, [f"ip addr del 10.77.0.{node + 1}/24 dev eth0"])
+        lines = described_by(lab, tmp_path, both({"PYCOMM_INTERFACE": interface}))
+    assert len(lines) == 2
+    assert all(f"eth0 ({chosen}" in line for line in lines)
+
+
+def test_different_address_families_are_an_error(tmp_path):
+    """Rank 1 connects to rank 0, and has no address of its family."""
+    with near_hosts(2, "unlimited") as lab:
+        ranks = {"0": {"PYCOMM_INTERFACE": add_v6(lab, 0)}, "1": {"PYCOMM_INTERFACE": "eth0"}}
+        lab._shell(2, ["sysctl -qw net.ipv6.conf.eth0.disable_ipv6=1"])
+        lab._shell(2, ["sysctl -qw net.ipv6.conf.lo.disable_ipv6=1"])
+        lines = described_by(lab, tmp_path, ranks)
+    assert len(lines) == 2
+    for line in lines:
+        assert "rank 1 has no IPv6 address, and rank 0 listens on [fd77::1]:" in line
+
+
+def test_ranks_with_different_sets_of_paths_get_one_line(tmp_path):
+    with near_hosts(2, "unlimited,unlimited") as lab:
+        ranks = {"0": {"PYCOMM_INTERFACE": "eth0,eth1"}, "1": {"PYCOMM_INTERFACE": "eth0"}}
+        lines = described_by(lab, tmp_path, ranks)
+    # A rank that has seen the other one leave reports its reason.
+    assert len(lines) == 2
+    sets = (
+        r"rank 0 has 2 \(eth0, eth1\), rank 1 has 1 \(10\.77\.0\.2\)",
+        r"rank 1 has 1 \(eth0\), rank 0 has 2 \(10\.77\.0\.1, 10\.77\.1\.1\)",
+    )
+    remedy = "let PYCOMM_INTERFACE name as many interfaces on each host, in the same order"
+    for line in lines:
+        assert re.search(f"have different sets of paths: ({'|'.join(sets)}); {remedy}$", line), line
+
+
+# Forwards TCP connections: what a NAT with a mapped port does.
+FORWARD = """
+import socket, sys, threading
+here, there = [(a, int(p)) for a, p in (word.rsplit(":", 1) for word in sys.argv[1:3])]
+def pump(a, b):
+    try:
+        while part := a.recv(1 << 16):
+            b.sendall(part)
+        b.shutdown(socket.SHUT_WR)
+    except OSError:
+        a.close(), b.close()
+with socket.create_server(here) as server:
+    print("ready", flush=True)
+    while True:
+        near, _ = server.accept()
+        far = socket.create_connection(there)
+        for ends in ((near, far), (far, near)):
+            threading.Thread(target=pump, args=ends, daemon=True).start()
+"""
+
+
+def test_a_mapped_port_is_reached_as_advertised(tmp_path):
+    """Node 2 is the NAT of node 0, to which node 1 has no route."""
+    with near_hosts(3, "unlimited") as lab:
+        lab._shell(2, ["ip route add prohibit 10.77.0.1/32"])
+        command = [sys.executable, "-c", FORWARD, "10.77.0.3:40000", "10.77.0.1:29600"]
+        nat = subprocess.Popen([*lab.wrap(2), *command], stdout=subprocess.PIPE)
+        try:
+            assert nat.stdout.readline() == b"ready\n"
+            behind = {"PYCOMM_PORTS": "29600"}
+            seen = described_by(lab, tmp_path / "a", {"0": behind}, nodes=2, timeout=3)
+            advertised = behind | {"PYCOMM_ADVERTISE": "10.77.0.3:40000"}
+            lines = described_by(lab, tmp_path / "b", {"0": advertised}, nodes=2)
+        finally:
+            nat.kill()
+            nat.communicate()
+    assert all(line.startswith("Timeout: ") for line in seen), seen
+    assert len(lines) == 2
+    assert all(line.startswith("rank ") or "tcp to " in line for line in lines), lines
+
+
+def test_ranks_behind_firewalls_use_open_ports(tmp_path):
+    with far_hosts(2) as lab:
+        for node in range(2):
+            lab.firewall(node, 29600, 29610)
+        closed = both({"PYCOMM_PORTS": "29700-29710"})
+        seen = described_by(lab, tmp_path / "a", closed, timeout=3)
+        opened = both({"PYCOMM_PORTS": "29600-29610"})
+        lines = described_by(lab, tmp_path / "b", opened)
+    assert any("Connection timed out" in line or "did not come" in line for line in seen), seen
+    assert len(lines) == 2
+    assert all("tcp to " in line for line in lines), lines

@@ -8,8 +8,9 @@ those that reduce over more use small integers.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.codecs import Codec, RandomKey, register
+from pycomm.feedback import Residuals
+from pycomm.policy import Decision, Parameter
+from pycomm.reduction.bucket import Bucket
 from tests.torch.pool import Pool, on_ranks
 
 # ------------------------------------------------------------------ a codec of somebody else
@@ -328,6 +332,22 @@ def owed(state: Any, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str
             result[name] = torch.cat(rows)[: result[name].numel()].reshape(shape).clone()
         dist.all_reduce(result[name])
     return result
+
+
+def bucket_of(
+    specs: str | Iterable[str],
+    sizes: Sequence[int],
+    residuals: Residuals | None = None,
+    device: str = "cpu",
+    **options: Any,
+) -> Bucket:
+    """Return a bucket of parameters p0, p1... of these sizes, which have the codecs in turn."""
+    codecs = itertools.cycle([specs] if isinstance(specs, str) else specs)
+    decisions = [
+        Decision(Parameter(f"p{i}", (numel,), torch.float32), pycomm.codec(spec), "test")
+        for i, (numel, spec) in enumerate(zip(sizes, codecs, strict=False))
+    ]
+    return Bucket(decisions, range(len(sizes)), residuals, torch.device(device), **options)
 
 
 def residuals_of(saved: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:

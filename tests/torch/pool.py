@@ -16,7 +16,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import Pipe, current_process
 from multiprocessing.connection import Connection, wait
@@ -25,40 +24,28 @@ from typing import Any
 
 from tests.torch.interpreter import ROOT, Interpreter
 
+OfRank = Callable[..., Any]
 RANKS = 4
 RANK = "import os; from tests.torch import pool; pool.serve(int(os.environ['PASSED_FDS']))"
 
 
-@dataclass
-class Job:
-    """A task of one rank."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    rank: int
-    ranks: int
-    backend: str | None  # None: the function makes its own group in `store`
-    store: str
-    timeout: float
-
-
-def _work(job: Job) -> Any:
+def _work(
+    function: OfRank, args: Any, rank: int, ranks: int, backend: str | None, file: str, limit: float
+) -> Any:
+    """Do the job of a rank; without a backend the function may make a group in the store."""
     import torch.distributed as dist
 
-    store = dist.FileStore(job.store, job.ranks)
-    if job.backend is None:
-        return job.function(job.rank, job.ranks, store, *job.args)
-    dist.init_process_group(
-        job.backend,
-        store=store,
-        rank=job.rank,
-        world_size=job.ranks,
-        timeout=timedelta(seconds=job.timeout),
-    )
+    store = dist.FileStore(file, ranks)
+    if backend is None:
+        args = (store, *args)
+    else:
+        how = {"store": store, "rank": rank, "world_size": ranks}
+        dist.init_process_group(backend, timeout=timedelta(seconds=limit), **how)
     try:
-        return job.function(job.rank, job.ranks, *job.args)
-    finally:
-        dist.destroy_process_group()
+        return function(rank, ranks, *args)
+    finally:  # or the group that the function has made, since the next job makes another
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _forget() -> None:
@@ -89,12 +76,9 @@ def serve(descriptor: int) -> None:
         except EOFError:
             return
         try:
-            answer = (True, _work(job))
+            answer = (True, _work(*job))
         except BaseException:
             answer = (False, traceback.format_exc())
-            # A job that made its own group may have left it, and the next job makes another.
-            with suppress(Exception):
-                torch.distributed.destroy_process_group()
         _forget()
         link.send(answer)
 
@@ -123,7 +107,8 @@ class Pool:
 
         Args:
             function: a function of a test module.
-            backend: the default group's; None: the function gets the store as its third argument.
+            backend: the default group's; None: the function gets the store as its third argument,
+                and need not destroy the group that it makes.
             timeout: the group's timeout, in seconds.
             deadline: seconds after which a rank without an answer counts as hung.
             dies: ranks that end their processes; their result is None.
@@ -132,7 +117,7 @@ class Pool:
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
             for rank in range(ranks):
-                job = Job(function, args, rank, ranks, backend, store, timeout)
+                job = function, args, rank, ranks, backend, store, timeout
                 self._ranks[rank][1].send(job)
             answers = [
                 self._receive(rank, deadline) if rank not in dies else (True, None)
@@ -181,16 +166,13 @@ class Pool:
             process.wait(10)
 
 
-OfRank = Callable[..., Any]
-
-
 def on_ranks(
     ranks: int = 2,
     then: Callable[[list[Any]], None] | None = None,
     run: Callable[..., list[Any]] = Pool.run,
     *,
     fixture: str = "pool",
-    marks: Collection[str] = ("ranks", "backend"),
+    marks: Collection[str] = ("ranks", "backend", "dies"),
     **options: Any,
 ) -> Callable[[OfRank], OfRank]:
     """Make a test of a function that runs on every rank of the pool, with ``(rank, ranks, ...)``.

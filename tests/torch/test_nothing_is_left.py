@@ -1,26 +1,30 @@
-"""What pycomm makes, it closes: each public object is made, used and dropped, again and again.
-
-Threads, descriptors and mappings of shared memory must be as many as before, and the heap as large,
-up to less than what a forgotten model would take in each round.
+"""What holds for all ways to train: nothing is left behind, no setting of the process changes a
+result, and nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import gc
+import pickle
+import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import fully_shard
 
 import pycomm
 import pycomm.horovod as hvd
@@ -30,6 +34,7 @@ from pycomm.local_sgd import Streamed
 from tests.extent import FULL
 from tests.soak.held import COUNTS, held_at_rest
 from tests.torch import ways
+from tests.torch.harness import equal
 from tests.torch.pool import on_ranks
 
 ROUNDS = 20 if FULL else 9
@@ -44,40 +49,38 @@ def until(done: Callable[[], bool], seconds: float = 15.0) -> None:
         time.sleep(0.05)
 
 
-def model() -> nn.Module:
+def trained(way: ways.Way, steps: int = 4) -> ways.Training:
     torch.manual_seed(0)
-    return nn.Linear(WIDTH, WIDTH)
+    training = way(nn.Linear(WIDTH, WIDTH))
+    for _ in range(steps):
+        training.step(lambda net: net(torch.ones(2, WIDTH)).square().mean())
+    return training
 
 
-def of_way(way: ways.Way, ends: bool = False) -> Use:
-    def use(rank: int, size: int, number: int) -> None:
-        training = way(model())
-        for _ in range(4):
-            training.step(lambda net: net(torch.ones(2, WIDTH)).square().mean())
-        if training.state is not None:
-            assert training.state.summary()
-        if ends:
-            training.end()
-
-    return use
+def use(rank: int, size: int, number: int, *, way: ways.Way, ends: bool = False) -> None:
+    training = trained(way)
+    if training.state is not None:
+        assert training.state.summary()
+    if ends:
+        training.end()
 
 
-# ------------------------------------------------------------------ groups
+# ------------------------------------------------------------------ nothing is left
+# What pycomm makes, it closes: each public object is made, used and dropped, again and again.
+# Threads, descriptors and mappings of shared memory must be as many as before, and the heap as
+# large, up to less than what a forgotten model would take in each round.
 
 
-def group_of(**options: Any) -> Use:
-    def use(rank: int, size: int, number: int) -> None:
-        group = dist.new_group(backend="pycomm", pg_options=pycomm.Options(**options))
-        dist.all_reduce(torch.ones(100_000), group=group)
-        dist.all_reduce(torch.ones(10), group=group, async_op=True).wait()
-        if rank == 0:
-            dist.send(torch.ones(10), 1, group=group)
-        else:
-            dist.recv(torch.ones(10), 0, group=group)
-        dist.barrier(group)
-        dist.destroy_process_group(group)
-
-    return use
+def a_group(rank: int, size: int, number: int, **options: Any) -> None:
+    group = dist.new_group(backend="pycomm", pg_options=pycomm.Options(**options))
+    dist.all_reduce(torch.ones(100_000), group=group)
+    dist.all_reduce(torch.ones(10), group=group, async_op=True).wait()
+    if rank == 0:
+        dist.send(torch.ones(10), 1, group=group)
+    else:
+        dist.recv(torch.ones(10), 0, group=group)
+    dist.barrier(group)
+    dist.destroy_process_group(group)
 
 
 def aborted_group(rank: int, size: int, number: int) -> None:
@@ -90,18 +93,15 @@ def aborted_group(rank: int, size: int, number: int) -> None:
     dist.destroy_process_group(group)
 
 
-def communicator(**options: Any) -> Use:
-    def use(rank: int, size: int, number: int) -> None:
-        folder = [tempfile.mkdtemp() if rank == 0 else None]
-        dist.broadcast_object_list(folder)
-        group = Communicator(Store.file(folder[0]), rank, size, **options)  # not closed: dropped
-        values = array("f", [1.0] * 1000)
-        group.all_reduce(values)
-        group.recv(values, 1 - rank) if rank else group.send(values, 1 - rank).wait()
-        group.barrier()
-        dist.barrier()
-
-    return use
+def communicator(rank: int, size: int, number: int, **options: Any) -> None:
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    group = Communicator(Store.file(folder[0]), rank, size, **options)  # not closed: dropped
+    values = array("f", [1.0] * 1000)
+    group.all_reduce(values)
+    group.recv(values, 1 - rank) if rank else group.send(values, 1 - rank).wait()
+    group.barrier()
+    dist.barrier()
 
 
 def reconfigured(rank: int, size: int, number: int) -> None:
@@ -120,30 +120,26 @@ def reconfigured(rank: int, size: int, number: int) -> None:
     made.shutdown()
 
 
-# ------------------------------------------------------------------ training
-
-
 def gradients(codec: str = "int4", **options: Any) -> Use:
-    return of_way(partial(ways.gradients, codec=codec, **options))
+    return partial(use, way=partial(ways.gradients, codec=codec, **options))
 
 
 def momentum(make: ways.Make) -> Use:
-    return of_way(partial(ways.momentum, make=make))
+    return partial(use, way=partial(ways.momentum, make=make))
 
 
 def local_sgd(ends: bool = True, every: int = 1, **options: Any) -> Use:
-    return of_way(partial(ways.local, every=every, **options), ends)
+    return partial(use, way=partial(ways.local, every=every, **options), ends=ends)
 
 
 def horovod(rank: int, size: int, number: int) -> None:
-    of_way(ways.horovod)(rank, size, number)
+    use(rank, size, number, way=ways.horovod)
     hvd.allreduce(torch.ones(3), name="x")
 
 
 def observed(rank: int, size: int, number: int) -> None:
     """The monitor and the trace."""
-    training = ways.gradients(model())
-    training.step(lambda net: net(torch.ones(2, WIDTH)).square().mean())
+    _training = trained(ways.gradients, 1)
     assert monitor.text()
     with tempfile.TemporaryDirectory() as folder:
         assert all(path.exists() for path in trace.dump(Path(folder) / "trace"))
@@ -157,18 +153,18 @@ def codecs(rank: int, size: int, number: int) -> None:
 
 
 USES: dict[str, Use] = {
-    "a group": group_of(),
-    "a group by TCP": group_of(transport="tcp"),
+    "a group": a_group,
+    "a group by TCP": partial(a_group, transport="tcp"),
     "an aborted group": aborted_group,
-    "a communicator": communicator(),
-    "a communicator by TCP": communicator(transport="tcp"),
+    "a communicator": communicator,
+    "a communicator by TCP": partial(communicator, transport="tcp"),
     "an elastic group": reconfigured,
     "compress": gradients(),
     "compress without feedback": gradients(feedback=None),
     "compress with decay": gradients("topk:0.1", feedback="decay:0.9"),
     "compress with momentum": gradients("topk:0.1", feedback="momentum:0.9"),
     "PowerSGD": gradients("powersgd:2"),
-    "FSDP2": of_way(ways.shards),
+    "FSDP2": partial(use, way=ways.shards),
     "CodedAdamW": momentum(ways.ADAMW),
     "CodedSGD": momentum(ways.SGD),
     "LocalSGD": local_sgd(),
@@ -220,3 +216,188 @@ def test_a_dropped_object_leaves_nothing(rank, size, name):
     # But for one round: a table of torch's Gloo doubles now and then, by up to 270 KiB at once.
     growths = sorted(b - a for a, b in pairwise([*heaps, after["heap_kib"]]))
     assert sum(growths[:-1]) < LEAST * ROUNDS, heaps
+
+
+# -------------------------------------------------------------------------- settings of the process
+# What a program sets for all of torch changes no result: defaults of new tensors, and autocast.
+# `torch.set_default_device("cuda")` is common, `torch.set_default_dtype` is in many a script, and
+# in many a loop the backward or the step is inside of autocast. A meta device stands for another
+# one here: what is made on it has no values.
+
+
+GIVEN = {"dtype": torch.float32, "device": "cpu"}
+STEPS = 6
+
+
+def numbers(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), **GIVEN)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(numbers(300, 64, seed=0) / 10)
+        self.bias = nn.Parameter(numbers(64, seed=1) / 10)
+        self.down = nn.Parameter(numbers(64, 300, seed=2) / 10)
+
+    def forward(self, seed: int) -> torch.Tensor:
+        """Return a loss whose gradients are a quarter of the parameters, and noise."""
+        losses = [
+            (p * p / 8 + p * numbers(*p.shape, seed=seed + i)).sum()
+            for i, p in enumerate((self.up, self.bias, self.down))
+        ]
+        return torch.stack(losses).sum()
+
+
+@contextmanager
+def defaults(dtype: torch.dtype, device: str | None) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    # Memory that nobody has written is NaN in this mode.
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+        torch.use_deterministic_algorithms(False)
+
+
+PLAIN = partial(torch.optim.SGD, lr=0.05)
+
+
+def compressed(codec: str, **options: Any) -> ways.Way:
+    return partial(ways.gradients, codec=codec, make=PLAIN, **options)
+
+
+METHODS: dict[str, ways.Way] = {
+    **{codec: compressed(codec) for codec in ("int4", "sign", "topk:0.01", "powersgd:2", "auto")},
+    **{codec: compressed(codec) for codec in ("topk:0.01", "lossless", "nvfp4")},
+    "eden": compressed("eden:bits=2,size=128"),
+    "residuals in int8": compressed("int4", feedback="decay:0.9,storage=int8"),
+    "sharded": ways.shards,
+    "coded momentum": ways.momentum,
+    "coded momentum, int4": partial(ways.momentum, codec="int4"),
+    "sharded momentum": partial(ways.momentum, wrap=fully_shard),
+    "sgd": partial(ways.momentum, make=ways.SGD),
+    "local": partial(ways.local, make=PLAIN, every=2),
+    "local in streams": partial(
+        ways.local,
+        make=PLAIN,
+        every=2,
+        codec="topk:0.05,values=bins2",
+        exchange=Streamed(2, overlap=0),
+    ),
+}
+
+
+def train(way: ways.Way) -> list[torch.Tensor]:
+    training = way(Net())
+    for step in range(STEPS):
+        training.step(lambda model, step=step: model(100 * step + 10 * dist.get_rank()))
+    training.end()
+    found = training.model.parameters()
+    return [getattr(p, "_local_tensor", p).detach().clone() for p in found]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [(name, "pycomm") for name in METHODS]
+    + [(name, "gloo") for name in ("int4", "topk:0.01", "coded momentum")],
+)
+def test_training_has_the_same_bits(rank, size, name):
+    """Gloo sends payloads that the core has made; pycomm's backend does all in the core."""
+    plain = train(METHODS[name])
+    with defaults(torch.float64, "meta"):
+        other = train(METHODS[name])
+    assert equal(plain, other)
+
+
+# ----------------------------------------------------------------------------- nothing is unpickled
+# No training reads a pickle of another rank: reading one runs code that its sender chooses.
+
+
+_read: list[str] = []
+_watching = False
+
+
+def _audit(event: str, args: tuple[object, ...]) -> None:
+    if _watching and event == "pickle.find_class":
+        _read.append(f"{args[0]}.{args[1]}")
+
+
+@cache
+def _install() -> None:
+    sys.addaudithook(_audit)  # for the life of the process
+
+
+def _watched(train: Callable[[], object]) -> list[str]:
+    """Return the classes that pickles named while a training ran, and of one read on purpose."""
+    global _watching
+    _install()
+    _read.clear()
+    _watching = True
+    # Texts and numbers in a pickle name no class, so torch's object collectives are watched, too.
+    with mock.patch.object(distributed_c10d, "_tensor_to_object", _object_collective):
+        try:
+            train()
+            pickle.loads(pickle.dumps(torch.Size))
+        finally:
+            _watching = False
+    return list(_read)
+
+
+def _object_collective(*args: object) -> None:
+    raise AssertionError("a collective of torch that unpickles what other ranks send")
+
+
+def _adopted() -> None:
+    one, other = (trained(ways.momentum, 2) for _ in range(2))
+    other.optimizer.adopt_state(one.optimizer)
+
+
+def _first_step(taken: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer, after a step where one is `taken`."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = ways.ADAMW(model.parameters())
+    if taken:
+        model(torch.ones(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def _handed_over() -> None:
+    model, optimizer = _first_step(True)
+    pycomm.elastic.hand_over(model, optimizer, has=dist.get_rank() == 0)
+
+
+def _horovod() -> None:
+    hvd.init()
+    model, optimizer = _first_step(hvd.rank() == 0)
+    hvd.broadcast_parameters(model.state_dict())
+    hvd.broadcast_optimizer_state(optimizer)
+    trained(partial(ways.horovod, make=ways.ADAMW), 2)
+
+
+TRAININGS: dict[str, Callable[[], object]] = {
+    "int4": lambda: trained(ways.gradients, 2).end(),
+    "auto": lambda: trained(partial(ways.gradients, codec="auto"), 2).end(),
+    "powersgd": lambda: trained(partial(ways.gradients, codec="powersgd:2"), 2).end(),
+    "coded optimizer": lambda: trained(ways.momentum, 2),
+    "adopted optimizer": _adopted,
+    "local SGD": lambda: trained(ways.local, 2).end(),
+    "hand-over": _handed_over,
+    "horovod": _horovod,
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_training_reads_no_pickle(rank, size, name):
+    # The hook has seen the one that was read on purpose.
+    assert _watched(TRAININGS[name]) == ["torch.Size"]

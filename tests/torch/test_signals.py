@@ -59,31 +59,26 @@ def communicator(rank: int, store: str, **options: Any) -> Communicator:
     return Communicator(Store.file(store), rank, 2, timeout=LONG, **options)
 
 
-def core_beside_a_thread(rank: int, store: str) -> Wait:
+def beside_a_thread(group: Communicator, peer: int) -> None:
     """The main thread waits for the end of another thread's call."""
-    group = communicator(rank, store)
+    if peer == 1:
+        entered = threading.Event()
 
-    def wait() -> None:
-        if rank == 0:
-            entered = threading.Event()
-
-            def other() -> None:
-                entered.set()
-                with pytest.raises(pycomm.Error):
-                    group.barrier()
-
-            thread = threading.Thread(target=other)
-            thread.start()
-            entered.wait(LONG)
-            threading.Event().wait(0.1)
-            try:
+        def other() -> None:
+            entered.set()
+            with pytest.raises(pycomm.Error):
                 group.barrier()
-            finally:
-                thread.join(LONG)
-                assert not thread.is_alive()
-        group.barrier()
 
-    return wait
+        thread = threading.Thread(target=other)
+        thread.start()
+        entered.wait(LONG)
+        threading.Event().wait(0.1)
+        try:
+            group.barrier()
+        finally:
+            thread.join(LONG)
+            assert not thread.is_alive()
+    group.barrier()
 
 
 def floats(numel: int) -> array[float]:
@@ -111,7 +106,7 @@ CORE: dict[str, Callable[[int, str], Wait]] = {
     "barrier": of_group(lambda group, _: group.barrier()),
     "recv": of_group(lambda group, peer: group.recv(floats(10), peer).wait(LONG)),
     "send": of_group(lambda group, peer: group.send(floats(1 << 20), peer).wait(LONG)),
-    "beside a thread": core_beside_a_thread,
+    "beside a thread": of_group(beside_a_thread),
     "start": lambda rank, store: lambda: communicator(rank, store),
     "start by TCP": lambda rank, store: lambda: communicator(rank, store, transport="tcp"),
 }
@@ -161,53 +156,41 @@ def test_a_signal_ends_the_wait_for_a_value(rank, size, store, folder):
 # ------------------------------------------------------------------ torch's functions
 
 
-def behind_asynchronous(rank: int) -> Wait:
+def behind_asynchronous(rank: int) -> None:
     """A synchronous operation waits for its turn."""
-
-    def wait() -> None:
-        work = dist.all_reduce(torch.ones(10), async_op=True)
-        try:
-            dist.all_reduce(torch.ones(10))
-        finally:
-            with pytest.raises(pycomm.Error):
-                work.wait()
-
-    return wait
+    work = dist.all_reduce(torch.ones(10), async_op=True)
+    try:
+        dist.all_reduce(torch.ones(10))
+    finally:
+        with pytest.raises(pycomm.Error):
+            work.wait()
 
 
-def pending_works(rank: int) -> Wait:
-    def wait() -> None:
-        work = dist.irecv(torch.ones(10), 1 - rank)
-        assert work is not None
-        dist.group.WORLD._wait_for_pending_works()  # type: ignore[union-attr]
-        work.wait()  # the other rank's
-
-    return wait
+def pending_works(rank: int) -> None:
+    work = dist.irecv(torch.ones(10), 1 - rank)
+    dist.group.WORLD._wait_for_pending_works()  # type: ignore[union-attr]
+    work.wait()  # the other rank's
 
 
-def shutdown(rank: int) -> Wait:
+def shutdown(rank: int) -> None:
     """The end of a group waits for what was issued."""
-
-    def wait() -> None:
-        dist.all_reduce(torch.ones(10), async_op=True)
-        if rank == 0:
-            backend.find().shutdown()  # type: ignore[union-attr]
-        dist.barrier()
-
-    return wait
+    dist.all_reduce(torch.ones(10), async_op=True)
+    if rank == 0:
+        backend.find().shutdown()  # type: ignore[union-attr]
+    dist.barrier()
 
 
-TORCH: dict[str, Callable[[int], Wait]] = {
-    "all_reduce": lambda rank: lambda: dist.all_reduce(torch.ones(10)),
-    "asynchronous": lambda rank: lambda: dist.all_reduce(torch.ones(10), async_op=True).wait(),
+TORCH: dict[str, Callable[[int], object]] = {
+    "all_reduce": lambda rank: dist.all_reduce(torch.ones(10)),
+    "asynchronous": lambda rank: dist.all_reduce(torch.ones(10), async_op=True).wait(),
     "behind an asynchronous one": behind_asynchronous,
-    "barrier": lambda rank: dist.barrier,
-    "objects": lambda rank: lambda: dist.all_gather_object([None, None], rank),
-    "receive": lambda rank: lambda: dist.recv(torch.ones(10), 1 - rank),
-    "receive from any": lambda rank: lambda: dist.recv(torch.ones(10)),
-    "send": lambda rank: lambda: dist.send(torch.ones(1 << 22), 1 - rank),
+    "barrier": lambda rank: dist.barrier(),
+    "objects": lambda rank: dist.all_gather_object([None, None], rank),
+    "receive": lambda rank: dist.recv(torch.ones(10), 1 - rank),
+    "receive from any": lambda rank: dist.recv(torch.ones(10)),
+    "send": lambda rank: dist.send(torch.ones(1 << 22), 1 - rank),
     "pending works": pending_works,
-    "new_group": lambda rank: lambda: dist.new_group([0, 1]),
+    "new_group": lambda rank: dist.new_group([0, 1]),
     "shutdown": shutdown,
 }
 
@@ -244,7 +227,7 @@ def training(way: ways.Way) -> Wait:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("kind", [*TORCH, *WAYS])
 def test_a_signal_ends_a_wait(rank, size, kind, number):
-    wait = TORCH[kind](rank) if kind in TORCH else training(WAYS[kind])
+    wait = partial(TORCH[kind], rank) if kind in TORCH else training(WAYS[kind])
     play(rank, number, dist.distributed_c10d._get_default_store(), wait)
 
 

@@ -2,29 +2,176 @@
 
     python -m tests.trainers.kills --kills 200 --seed 7
 
-Three replicas of the example train with four bits. Each time any but the first is killed by SIGKILL
-at a random moment of a step; the others must go on without it, and another process must take its
-place. In the end all parameters must be equal, to the bit, at every step that all have taken, as
-those of each dead replica were at its steps. The first replica lives from the first step to the
-last, and may hold no file, socket, thread, mapping or child more at the end than at first, and
-hardly more memory.
+Three replicas of the example train with four bits, in processes of this machine. Each time any but
+the first is killed by SIGKILL at a random moment of a step; the others must go on without it, and
+another process must take its place. In the end all parameters must be equal, to the bit, at every
+step that all have taken, as those of each dead replica were at its steps. The first replica lives
+from the first step to the last, and may hold no file, socket, thread, mapping or child more at the
+end than at first, and hardly more memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+from torchft.coordination import LighthouseServer
 
 from tests.soak.held import COUNTS, held, slope
-from tests.trainers.replicas import Forked, Lab, Replica
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/trainers/train_torchft.py"
+LIMIT = 240  # seconds; a process takes a minute to start on a busy machine
+
+
+class Replica:
+    """A replica's process, and what it has printed about its steps."""
+
+    def __init__(self, process: int, printed: IO[str], wait: Callable[[float], object]) -> None:
+        self.process, self._wait = process, wait
+        self.lines: list[dict[str, Any]] = []
+        self._printed = printed
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with self._printed:
+            for line in self._printed:
+                if line.startswith("{"):
+                    self.lines.append(json.loads(line))
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [line for line in list(self.lines) if line.get("committed")]
+
+    @property
+    def digests(self) -> dict[int, str]:
+        return {line["step"]: line["digest"] for line in self.steps}
+
+    def together(self, count: int) -> bool:
+        """Whether its last step was taken by so many."""
+        return bool(self.steps) and self.steps[-1]["participants"] == count
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.process, number)
+
+    def end(self) -> None:
+        with suppress(ProcessLookupError):
+            self.send(signal.SIGKILL)
+        self._wait(10)
+        self._reader.join(10)
+
+
+class Started(Replica):
+    """One that runs as users run it."""
+
+    def __init__(self, number: int, lighthouse: str, log: Path, *options: str) -> None:
+        with log.open("ab") as errors:
+            child = subprocess.Popen(
+                [sys.executable, str(EXAMPLE), "--replica", str(number), *options],
+                env={**os.environ, **_environment(lighthouse), "PYTHONPATH": str(ROOT)},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        super().__init__(child.pid, child.stdout, child.wait)
+
+
+class Forked(Replica):
+    """One that is forked from a process that has imported torch, so it starts at once."""
+
+    def __init__(self, number: int, lighthouse: str, log: Path, *options: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.trainers.preloaded"])
+        reads, writes = context.Pipe(duplex=False)
+        arguments = (number, lighthouse, str(log), options, writes)
+        child = context.Process(target=_run, args=arguments, daemon=True)
+        child.start()
+        writes.close()
+        super().__init__(child.pid, os.fdopen(os.dup(reads.fileno())), child.join)
+        reads.close()
+
+
+def _environment(lighthouse: str) -> dict[str, str]:
+    return {
+        "OMP_NUM_THREADS": "1",
+        "TORCHFT_LIGHTHOUSE": lighthouse,
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
+
+
+def preload() -> None:
+    """Import in the server what each replica needs; the first optimizer imports torch._dynamo."""
+    importlib.import_module("torch._dynamo")
+    example()
+
+
+@cache
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_torchft", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _run(number: int, lighthouse: str, log: str, options: tuple[str, ...], writes: Any) -> None:
+    os.environ.update(_environment(lighthouse))
+    os.dup2(writes.fileno(), 1)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    sys.argv = [str(EXAMPLE), "--replica", str(number), *options]
+    example().main()
+
+
+class Lab:
+    """A lighthouse and replicas, all of which end with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.server = LighthouseServer(
+            bind="[::]:0",
+            min_replicas=2,
+            join_timeout_ms=1000,
+            quorum_tick_ms=20,
+            heartbeat_timeout_ms=500,
+        )
+        self.log = folder / "log"
+        self.log.touch()
+        self.replicas: list[Replica] = []
+
+    def start(self, number: int, *options: str, kind: type[Replica] = Started) -> Replica:
+        replica = kind(number, self.server.address(), self.log, *options)
+        self.replicas.append(replica)
+        return replica
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + LIMIT
+        while not condition():
+            assert time.monotonic() < end, f"{what}: {self.log.read_text()[-4000:]}"
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        for replica in self.replicas:
+            replica.end()
+        self.server.shutdown()
+
 
 OPTIONS = ("--codec", "int4", "--pause", "0", "--steps", "1000000")
 TRAINS = 20  # steps with all three before the next kill

@@ -1,5 +1,5 @@
-"""What the process that replicas are forked from has imported (replicas.py)."""
+"""What the process that replicas are forked from has imported (kills.py)."""
 
-from tests.trainers.replicas import preload
+from tests.trainers.kills import preload
 
 preload()

@@ -1,4 +1,12 @@
-"""Coded momentum under trainers with schedulers, clipping, accumulation, and from checkpoints."""
+"""Ranks that train by a trainer with coded momentum, and once more from a checkpoint of the middle.
+
+    torchrun --nproc-per-node 2 -m tests.trainers.test_resuming TRAINER WAY DIR
+
+TRAINER is accelerate, transformers or lightning. WAY is how the momentum comes to be coded: `line`,
+as docs/trainers.md says, with residuals in the checkpoints; or `launcher`, by PYCOMM_RUN. Both runs
+have the trainer's scheduler, clip gradients and accumulate them. With `line` an exact run comes
+first. Rank 0 prints a line of JSON: of each run the losses, rates, optimizer and last weights.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +15,221 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
+import pycomm
 from tests.torch.interpreter import ROOT
-from tests.trainers import resuming
+
+STEPS, MIDDLE = 8, 4
+ACCUMULATED, CLIP, RATE = 2, 0.5, 0.01
+SAMPLES = 2 * 8 * ACCUMULATED * MIDDLE
+"""An epoch is half of the steps: Lightning goes on at the start of one."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 4))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
+
+
+def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    points = torch.randn(SAMPLES, 16, generator=torch.Generator().manual_seed(1))
+    return [(x, x[:4].argmax()) for x in points]
+
+
+class Residuals:
+    """What this rank keeps of coded momentum, beside a trainer's checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, optimizer: Any) -> None:
+        torch.save(optimizer.compression.state_dict(), self.folder / f"{dist.get_rank()}.pt")
+
+    def load(self, optimizer: Any) -> None:
+        dist.barrier()
+        parts = (self.folder / f"{rank}.pt" for rank in range(dist.get_world_size()))
+        optimizer.compression.load_state_dict(*(torch.load(p, weights_only=False) for p in parts))
+
+
+Run = tuple[nn.Module, Any, list[float], list[float]]
+"""Model, optimizer, losses of this rank's batches, rates."""
+
+
+def accelerate(folder: Path, by_line: bool, resumes: bool) -> Run:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED)
+    net, residuals = Net(), Residuals(folder)
+    inner = torch.optim.AdamW(net.parameters(), RATE)
+    loader = torch.utils.data.DataLoader(samples(), batch_size=8)
+    scheduler = CosineAnnealingLR(inner, 2 * STEPS)  # its wrapper steps once for each rank
+    model, optimizer, loader, scheduler = accelerator.prepare(net, inner, loader, scheduler)
+    if by_line:
+        pycomm.code_optimizer(optimizer, model, "sign")
+    if resumes:
+        accelerator.load_state(str(folder / "state"))
+        if by_line:
+            residuals.load(optimizer.optimizer)
+    losses, rates = [], []
+    for epoch in range(int(resumes), 2):
+        if epoch == 1 and not resumes:
+            accelerator.save_state(str(folder / "state"))
+            if by_line:
+                residuals.save(optimizer.optimizer)
+        for x, labels in loader:
+            with accelerator.accumulate(model):
+                rates.append(optimizer.param_groups[0]["lr"])
+                loss = model(x, labels)["loss"]
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+    return net, optimizer.optimizer, losses, rates
+
+
+def transformers(folder: Path, by_line: bool, resumes: bool) -> Run:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    residuals = Residuals(folder)
+
+    class CodedMomentum(TrainerCallback):
+        def on_train_begin(self, *_: Any, optimizer: Any, **__: Any) -> None:
+            pycomm.code_optimizer(optimizer, trainer.model_wrapped, "sign")
+            if resumes:
+                residuals.load(optimizer.optimizer)
+
+        def on_save(self, _: Any, state: Any, *__: Any, optimizer: Any, **___: Any) -> None:
+            if state.global_step == MIDDLE:
+                residuals.save(optimizer.optimizer)
+
+    net = Net()
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        ddp_backend="gloo",
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=ACCUMULATED,
+        max_steps=STEPS,
+        learning_rate=RATE,
+        lr_scheduler_type="cosine",
+        max_grad_norm=CLIP,
+        logging_steps=1,
+        save_steps=MIDDLE,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    data = [{"x": x, "labels": labels} for x, labels in samples()]
+    trainer = Trainer(model=net, args=arguments, train_dataset=data)
+    if by_line:
+        trainer.add_callback(CodedMomentum())
+    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{MIDDLE}") if resumes else None)
+    logged = [one for one in trainer.state.log_history if "loss" in one]
+    logged = logged[MIDDLE:] if resumes else logged
+    optimizer = trainer.optimizer.optimizer
+    return net, optimizer, [one["loss"] for one in logged], [one["learning_rate"] for one in logged]
+
+
+def lightning(folder: Path, by_line: bool, resumes: bool) -> Run:
+    import lightning as li
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import DDPStrategy
+
+    losses, rates, residuals = [], [], Residuals(folder)
+
+    class Module(li.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            loss = self.net(*batch)["loss"]
+            losses.append(loss.item())
+            rates.append(self.optimizers().param_groups[0]["lr"])
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), RATE)
+            if by_line:
+                optimizer = pycomm.code_optimizer(optimizer, self.trainer.strategy.model, "sign")
+            scheduler = {"scheduler": CosineAnnealingLR(optimizer, STEPS), "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+        def on_train_start(self) -> None:
+            if by_line and resumes:
+                residuals.load(self.trainer.optimizers[0])
+
+        def on_save_checkpoint(self, _: Any) -> None:  # on every rank
+            if by_line and self.trainer.global_step == MIDDLE:
+                residuals.save(self.trainer.optimizers[0])
+
+    keeps = ModelCheckpoint(folder, "{epoch}", every_n_epochs=1, save_top_k=-1)
+    trainer = li.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=DDPStrategy(process_group_backend="pycomm"),
+        max_epochs=2,
+        accumulate_grad_batches=ACCUMULATED,
+        gradient_clip_val=CLIP,
+        callbacks=[keeps],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module()
+    loader = torch.utils.data.DataLoader(samples(), batch_size=8)
+    path = folder / "epoch=0.ckpt" if resumes else None
+    trainer.fit(module, loader, ckpt_path=path, weights_only=False)
+    return module.net, trainer.optimizers[0], losses, rates
+
+
+TRAINERS: dict[str, Callable[[Path, bool, bool], Run]] = {
+    one.__name__: one for one in (accelerate, transformers, lightning)
+}
+
+
+def main(trainer: str, way: str, folder: str) -> None:
+    found = {}
+    kinds = [("whole", False), ("resumed", True)]
+    for kind, resumes in [("exact", False), *kinds] if way == "line" else kinds:
+        room = Path(folder) / ("exact" if kind == "exact" else "coded")
+        room.mkdir(exist_ok=True)
+        by_line = way == "line" and kind != "exact"
+        net, optimizer, losses, rates = TRAINERS[trainer](room, by_line, resumes)
+        weights = torch.cat([p.detach().flatten() for p in net.parameters()]).tolist()
+        found[kind] = {"losses": losses, "rates": rates, "weights": weights}
+        found[kind]["optimizer"] = type(optimizer).__name__
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+# -------------------------------------------------------------------------------------------- tests
+# Coded momentum under trainers with schedulers, clipping, accumulation, and from checkpoints.
 
 
 def train(trainer: str, way: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what rank 0 of `resuming` prints."""
+    """Return what rank 0 prints."""
     if importlib.util.find_spec(trainer) is None:
         pytest.skip(f"{trainer} is not installed: make trainers")
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = subprocess.run(
-        [sys.executable, *ranks, "-m", "tests.trainers.resuming", trainer, way, str(folder)],
+        [sys.executable, *ranks, "-m", __name__, trainer, way, str(folder)],
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -48,7 +255,7 @@ def half(numbers: list[float]) -> list[float]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("trainer", resuming.TRAINERS)
+@pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_line_of_code_resumes_to_the_bit(trainer, tmp_path):
     runs = train(trainer, "line", tmp_path)
     exact, whole, resumed = (runs[kind] for kind in ("exact", "whole", "resumed"))
@@ -62,7 +269,7 @@ def test_a_line_of_code_resumes_to_the_bit(trainer, tmp_path):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("trainer", resuming.TRAINERS)
+@pytest.mark.parametrize("trainer", TRAINERS)
 def test_the_launchers_optimizer_resumes(trainer, tmp_path):
     """A trainer's checkpoint has all but what each rank keeps of the momentum."""
     runs = train(trainer, "launcher", tmp_path)
@@ -70,3 +277,7 @@ def test_the_launchers_optimizer_resumes(trainer, tmp_path):
     assert resumed["rates"] == half(whole["rates"])
     assert resumed["losses"][0] == half(whole["losses"])[0]  # equal weights
     assert resumed["losses"] == pytest.approx(half(whole["losses"]), rel=0.05)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.torch.torchrun import joined_by_another
+from tests.torch.interpreter import ROOT, free_port
 
 LIMIT = 240  # seconds; a process takes a minute to start on a busy machine
 
@@ -64,18 +70,75 @@ dist.destroy_process_group()
 """
 
 
+def agent(folder: Path, port: int, ranks: int) -> subprocess.Popen[bytes]:
+    """Start one of up to four agents of torchrun, each with ranks of its own, on train.py.
+
+    They meet at a port, whenever they come. Their output goes to the file `output`.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:4"]
+    command += ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-id", "joins"]
+    command += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "last_call_timeout=1"]
+    command += ["--max-restarts", "5", "--monitor-interval", "0.2", "train.py"]
+    with (folder / "output").open("ab") as output:
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                # Else agents of one machine wait for each other after a change of members.
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            },
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End an agent, which ends its ranks."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)
+
+
 @pytest.mark.timeout(900)
 def test_a_node_joins_and_all_go_on_with_what_they_owe(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    latest = tmp_path / "latest"
+    latest, output = tmp_path / "latest", tmp_path / "output"
+    output.touch()
+    agents: list[subprocess.Popen[bytes]] = []
 
-    def reached() -> tuple[int, int]:
-        found = re.fullmatch(
-            r"checkpoint(\d+)\.(\d+)", latest.read_text() if latest.exists() else ""
-        )
-        return (int(found[1]), int(found[2])) if found else (0, 0)
+    def wait(ranks: int, least: int) -> int:
+        """Wait until so many ranks train, and have taken so many steps; return how many."""
+        until = time.monotonic() + LIMIT
+        while True:
+            text = latest.read_text() if latest.exists() else ""
+            found = re.fullmatch(rf"checkpoint{ranks}\.(\d+)", text)
+            if found and int(found[1]) >= least:
+                return int(found[1])
+            assert time.monotonic() < until, output.read_text()[-4000:]
+            assert agents[0].poll() is None, output.read_text()[-4000:]
+            time.sleep(0.05)
 
-    _, text = joined_by_another(tmp_path, 2, reached, more=5, limit=LIMIT)
+    port = free_port()
+    try:
+        agents.append(agent(tmp_path, port, 2))
+        before = wait(2, 5)
+        agents.append(agent(tmp_path, port, 1))
+        wait(3, before + 5)
+        (tmp_path / "stop").touch()
+        for process in agents:
+            assert process.wait(LIMIT) == 0, output.read_text()[-4000:]
+    finally:
+        for process in agents:
+            end(process)
+    text = output.read_text()
     went_on = re.findall(r"rank (\d) of 3 goes on after step (\d+)", text)
     assert sorted(rank for rank, _ in went_on) == ["0", "1", "2"], text
     assert len({step for _, step in went_on}) == 1

@@ -16,7 +16,7 @@ gpu.WORDS |= {
     "trace": (*gpu.WORDS["trace"], *STEP),
 }
 checks.PARTS, checks.SANITIZERS = ("sign",), ("memcheck",)
-# They have devices of their own, in processes that test_fake_device.py and test_exact.py start.
+# They have devices of their own, in processes that test_operations.py and test_exact.py start.
 checks.RANKS = ()
 
 os.sched_getaffinity = lambda process: {0}  # type: ignore[assignment] # one pytest a suite

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,40 +50,33 @@ def test_negative_split_sizes_are_refused(rank, size):
     check_sum()
 
 
-def list_calls(rank: int) -> dict[str, Callable[[], Any]]:
-    """Return calls that are equal on both ranks, but wrong on only one of them."""
-    native = backend.find()
-    assert native is not None
-    return {
-        "all_gather: second": lambda: dist.all_gather(
-            [torch.zeros(1), torch.zeros(2)], torch.ones(1)
-        ),
-        "all_gather: first": lambda: dist.all_gather(
-            [torch.zeros(3), torch.zeros(2)], torch.ones(2)
-        ),
-        "all_gather: none": lambda: dist.all_gather(
-            [torch.zeros(0), torch.zeros(1)], torch.ones(1)
-        ),
-        "reduce_scatter": lambda: dist.reduce_scatter(
-            torch.zeros(4), [torch.ones(4), torch.ones(5)]
-        ),
-        "all_gather_coalesced": lambda: native.allgather_coalesced(
-            [[torch.zeros(1), torch.zeros(2)], [torch.zeros(1), torch.zeros(3)]],
-            [torch.ones(1), torch.ones(2)],
-        ).wait(),
-    }
-
-
 @on_ranks(2, timeout=30)
 def test_a_list_that_is_wrong_for_one_rank_raises_on_all(rank, size):
-    for name, call in list_calls(rank).items():
+    """Calls are equal on both ranks, but wrong on only one of them."""
+    native: Any = backend.find()
+
+    def zeros(*numels: int) -> list[torch.Tensor]:
+        return [torch.zeros(numel) for numel in numels]
+
+    for name, call in (
+        ("all_gather", lambda: dist.all_gather(zeros(1, 2), torch.ones(1))),
+        ("all_gather", lambda: dist.all_gather(zeros(3, 2), torch.ones(2))),
+        ("all_gather", lambda: dist.all_gather(zeros(0, 1), torch.ones(1))),
+        ("reduce_scatter", lambda: dist.reduce_scatter(torch.zeros(4), zeros(4, 5))),
+        (
+            "all_gather",
+            lambda: native.allgather_coalesced(
+                [zeros(1, 2), zeros(1, 3)], [torch.ones(1), torch.ones(2)]
+            ).wait(),
+        ),
+    ):
         with pytest.raises(pycomm.Error, match=r"has a part of \d elements for rank") as caught:
             call()
-        assert name.split(":")[0].removesuffix("_coalesced") in str(caught.value)
+        assert name in str(caught.value)
         assert not isinstance(caught.value, pycomm.Timeout)
         check_sum()
     # The error may also come later, outside of the call.
-    work = dist.all_gather([torch.zeros(1), torch.zeros(2)], torch.ones(1), async_op=True)
+    work = dist.all_gather(zeros(1, 2), torch.ones(1), async_op=True)
     with pytest.raises(pycomm.Error, match="rank 1 brings 1"):
         work.wait()
     check_sum()
@@ -101,22 +95,6 @@ def test_a_list_wrong_on_every_rank_raises(rank, size):
     check_sum()
 
 
-def uneven_calls(rank: int, size: int) -> dict[str, Callable[[], Any]]:
-    """Calls of which one is wrong on the first rank, and right on the others."""
-    first, x = rank == 0, torch.ones(5)
-    out, one = torch.zeros(6), [1] * size
-    splits = [2, *one[1:]] if first else one
-    lists = [[torch.zeros(n) for n in numels] for numels in (one, splits)]
-    return {
-        "all_to_all_single": lambda: dist.all_to_all_single(
-            out[: sum(splits)], x[:size], splits, one
-        ),
-        "all_to_all": lambda: dist.all_to_all(lists[1], lists[0]),
-        "gather": lambda: dist.gather(x[:1], lists[1] if first else None, dst=0),
-        "scatter": lambda: dist.scatter(out[:1], lists[1] if first else None, src=0),
-    }
-
-
 def of_rank_0(texts: list[str]) -> None:
     own, *others = texts
     name = own.split(": ")[1]
@@ -127,8 +105,21 @@ def of_rank_0(texts: list[str]) -> None:
 @on_ranks(3, then=of_rank_0, timeout=60, deadline=180)
 @pytest.mark.parametrize("name", ["all_to_all_single", "all_to_all", "gather", "scatter"])
 def test_a_part_wrong_for_one_rank_fails_on_all(rank, size, name):
+    """A call is wrong on the first rank, and right on the others."""
+    first, x = rank == 0, torch.ones(5)
+    out, one = torch.zeros(6), [1] * size
+    splits = [2, *one[1:]] if first else one
+    right, list_ = [[torch.zeros(n) for n in numels] for numels in (one, splits)]
+
     def call() -> None:
-        uneven_calls(rank, size)[name]()
+        if name == "all_to_all_single":
+            dist.all_to_all_single(out[: sum(splits)], x[:size], splits, one)
+        elif name == "all_to_all":
+            dist.all_to_all(list_, right)
+        elif name == "gather":
+            dist.gather(x[:1], list_ if first else None, dst=0)
+        else:
+            dist.scatter(out[:1], list_ if first else None, src=0)
         dist.barrier()  # a gather may have ended where it has only sent
 
     with pytest.raises(pycomm.Error) as caught:
@@ -151,20 +142,15 @@ def test_outputs_that_share_memory_are_refused_at_the_call(rank, size):
         "columns": [torch.zeros(4, 2)[:, 0]] * 2,
     }
     for outputs in lists.values():
-        rows = [[out] for out in outputs]
         calls: list[Callable[[], Any]] = [
-            lambda outputs=outputs: native.allgather([outputs], [x]),
-            lambda rows=rows: native.allgather_coalesced(rows, [x]),
-            lambda outputs=outputs: native.alltoall(outputs, [x, x], c10d.AllToAllOptions()),
-            lambda outputs=outputs: native.gather(
-                [outputs], [x], with_root(c10d.GatherOptions, rank)
-            ),
+            partial(native.allgather, [outputs], [x]),
+            partial(native.allgather_coalesced, [[out] for out in outputs], [x]),
+            partial(native.alltoall, outputs, [x, x], options("AllToAll")),
+            partial(native.gather, [outputs], [x], options("Gather", rank)),
         ]
         if outputs[0].data_ptr() != outputs[1].data_ptr():  # else both get the same sum
             calls.append(
-                lambda outputs=outputs: native.allreduce_coalesced(
-                    outputs, c10d.AllreduceCoalescedOptions()
-                )
+                partial(native.allreduce_coalesced, outputs, options("AllreduceCoalesced"))
             )
         for call in calls:
             with pytest.raises(pycomm.Error, match=f"rank {rank}: .* share memory with each other"):
@@ -180,9 +166,11 @@ def test_outputs_that_share_memory_are_refused_at_the_call(rank, size):
     check_sum()
 
 
-def with_root(options: type, root: int, tensor: int = 0) -> Any:
-    made = options()
-    made.rootRank = root
+def options(call: str, root: int | None = None, tensor: int = 0) -> Any:
+    """Return torch's options of a call."""
+    made = getattr(c10d, f"{call}Options")()
+    if root is not None:
+        made.rootRank = root
     if tensor:
         made.rootTensor = tensor
     return made
@@ -201,18 +189,17 @@ def test_invalid_roots_peers_and_tags_are_refused(rank, size):
                     dist.broadcast(x, group_src=root, async_op=asynchronous)
                 with wrong:
                     dist.reduce(x, group_dst=root, async_op=asynchronous)
-        for call in (
-            lambda root=root: native.broadcast([x], with_root(c10d.BroadcastOptions, root)),
-            lambda root=root: native.reduce([x], with_root(c10d.ReduceOptions, root)),
-            lambda root=root: native.gather([], [x], with_root(c10d.GatherOptions, root)),
-            lambda root=root: native.scatter([x], [], with_root(c10d.ScatterOptions, root)),
+        for name, *given in (
+            ("broadcast", [x]),
+            ("reduce", [x]),
+            ("gather", [], [x]),
+            ("scatter", [x], []),
         ):
             with wrong if abs(root) < 2**31 else pytest.raises((pycomm.Error, TypeError)):
-                call()
-    with pytest.raises(pycomm.Error, match="the root tensor is 0, not 1"):
-        native.broadcast([x], with_root(c10d.BroadcastOptions, 0, tensor=1))
-    with pytest.raises(pycomm.Error, match="the root tensor is 0, not 1"):
-        native.reduce([x], with_root(c10d.ReduceOptions, 0, tensor=1))
+                getattr(native, name)(*given, options(name.capitalize(), root))
+    for name in ("broadcast", "reduce"):
+        with pytest.raises(pycomm.Error, match="the root tensor is 0, not 1"):
+            getattr(native, name)([x], options(name.capitalize(), 0, tensor=1))
     for peer in (-1, size):
         with pytest.raises(pycomm.Error, match=f"send: the destination is {peer}, but"):
             group.send([x], peer, 0)
@@ -251,33 +238,30 @@ def bad_tensors() -> dict[str, tuple[torch.Tensor, str]]:
 def all_calls(x: torch.Tensor, rank: int, size: int) -> dict[str, Callable[[], Any]]:
     """Return every operation, with the same tensor as each tensor argument."""
     native: Any = backend.find()
-    lists, single = [x] * size, c10d.AllToAllOptions()
-    return {
-        "all_reduce": lambda: native.allreduce([x], c10d.AllreduceOptions()),
-        "all_reduce_coalesced": lambda: native.allreduce_coalesced(
-            [torch.ones(4), x], c10d.AllreduceCoalescedOptions()
+    lists, first = [x] * size, rank == 0
+    calls: dict[str, tuple[Any, ...]] = {
+        "all_reduce": (native.allreduce, [x], options("Allreduce")),
+        "all_reduce_coalesced": (
+            native.allreduce_coalesced,
+            [torch.ones(4), x],
+            options("AllreduceCoalesced"),
         ),
-        "broadcast": lambda: native.broadcast([x], with_root(c10d.BroadcastOptions, 0)),
-        "reduce": lambda: native.reduce([x], with_root(c10d.ReduceOptions, 0)),
-        "gather": lambda: native.gather(
-            [lists] if rank == 0 else [], [x], with_root(c10d.GatherOptions, 0)
-        ),
-        "scatter": lambda: native.scatter(
-            [x], [lists] if rank == 0 else [], with_root(c10d.ScatterOptions, 0)
-        ),
-        "all_gather": lambda: native.allgather([lists], [x], c10d.AllgatherOptions()),
-        "all_gather_coalesced": lambda: native.allgather_coalesced([[x]] * size, [x]),
-        "all_gather_single": lambda: native._allgather_base(x, x, c10d.AllgatherOptions()),
-        "reduce_scatter": lambda: native.reduce_scatter([x], [lists], c10d.ReduceScatterOptions()),
-        "reduce_scatter_single": lambda: native._reduce_scatter_base(
-            x, x, c10d.ReduceScatterOptions()
-        ),
-        "all_to_all": lambda: native.alltoall(lists, lists, single),
-        "all_to_all_single": lambda: native.alltoall_base(x, x, [], [], single),
-        "send": lambda: native.send([x], 1 - rank, 0),
-        "recv": lambda: native.recv([x], 1 - rank, 0),
-        "recvAnySource": lambda: native.recv_anysource([x], 0),
+        "broadcast": (native.broadcast, [x], options("Broadcast", 0)),
+        "reduce": (native.reduce, [x], options("Reduce", 0)),
+        "gather": (native.gather, [lists] if first else [], [x], options("Gather", 0)),
+        "scatter": (native.scatter, [x], [lists] if first else [], options("Scatter", 0)),
+        "all_gather": (native.allgather, [lists], [x], options("Allgather")),
+        "all_gather_coalesced": (native.allgather_coalesced, [[x]] * size, [x]),
+        "all_gather_single": (native._allgather_base, x, x, options("Allgather")),
+        "reduce_scatter": (native.reduce_scatter, [x], [lists], options("ReduceScatter")),
+        "reduce_scatter_single": (native._reduce_scatter_base, x, x, options("ReduceScatter")),
+        "all_to_all": (native.alltoall, lists, lists, options("AllToAll")),
+        "all_to_all_single": (native.alltoall_base, x, x, [], [], options("AllToAll")),
+        "send": (native.send, [x], 1 - rank, 0),
+        "recv": (native.recv, [x], 1 - rank, 0),
+        "recvAnySource": (native.recv_anysource, [x], 0),
     }
+    return {name: partial(*call) for name, call in calls.items()}
 
 
 @on_ranks(2)
@@ -318,39 +302,41 @@ def test_overlapping_outputs_are_refused(rank, size):
 def test_lists_that_do_not_fit_are_refused(rank, size):
     native: Any = backend.find()
     x = torch.ones(2)
-    calls = [
-        lambda: native.allgather([], [x], c10d.AllgatherOptions()),
-        lambda: native.allgather([[x, x]], [], c10d.AllgatherOptions()),
-        lambda: native.allgather([[x]], [x], c10d.AllgatherOptions()),
-        lambda: native.allgather([[x, x]], [x, x], c10d.AllgatherOptions()),
-        lambda: native.allgather_coalesced([[], []], []),
-        lambda: native.allgather_coalesced([[x]], [x]),
-        lambda: native.allgather_coalesced([[x], []], [x]),
-        lambda: native.allreduce([], c10d.AllreduceOptions()),
-        lambda: native.allreduce_coalesced([], c10d.AllreduceCoalescedOptions()),
-        lambda: native.allreduce_coalesced([x, x.int()], c10d.AllreduceCoalescedOptions()),
-        lambda: native.reduce_scatter([x], [[x, x, x]], c10d.ReduceScatterOptions()),
-        lambda: native.reduce_scatter([x], [[x, x.double()]], c10d.ReduceScatterOptions()),
-        lambda: native.alltoall([], [], c10d.AllToAllOptions()),
-        lambda: native.alltoall([x, x], [x], c10d.AllToAllOptions()),
-        lambda: native.alltoall_base(x, x.int(), [], [], c10d.AllToAllOptions()),
-        lambda: native.alltoall_base(x, x, [2], [2], c10d.AllToAllOptions()),
-        lambda: native.alltoall_base(x, x, [1, 1, 0], [1, 1, 0], c10d.AllToAllOptions()),
-        lambda: native._allgather_base(torch.ones(3), x, c10d.AllgatherOptions()),
-        lambda: native._allgather_base(torch.ones(4).int(), x, c10d.AllgatherOptions()),
-        lambda: native._reduce_scatter_base(x, torch.ones(5), c10d.ReduceScatterOptions()),
-        lambda: native.send([x, x], 1 - rank, 0),
-        lambda: native.recv([], 1 - rank, 0),
-    ]
-    for call in calls:
+    gather, scatter, coalesced, to_all = (
+        options(name) for name in ("Allgather", "ReduceScatter", "AllreduceCoalesced", "AllToAll")
+    )
+    for call, *given in (
+        (native.allgather, [], [x], gather),
+        (native.allgather, [[x, x]], [], gather),
+        (native.allgather, [[x]], [x], gather),
+        (native.allgather, [[x, x]], [x, x], gather),
+        (native.allgather_coalesced, [[], []], []),
+        (native.allgather_coalesced, [[x]], [x]),
+        (native.allgather_coalesced, [[x], []], [x]),
+        (native.allreduce, [], options("Allreduce")),
+        (native.allreduce_coalesced, [], coalesced),
+        (native.allreduce_coalesced, [x, x.int()], coalesced),
+        (native.reduce_scatter, [x], [[x, x, x]], scatter),
+        (native.reduce_scatter, [x], [[x, x.double()]], scatter),
+        (native.alltoall, [], [], to_all),
+        (native.alltoall, [x, x], [x], to_all),
+        (native.alltoall_base, x, x.int(), [], [], to_all),
+        (native.alltoall_base, x, x, [2], [2], to_all),
+        (native.alltoall_base, x, x, [1, 1, 0], [1, 1, 0], to_all),
+        (native._allgather_base, torch.ones(3), x, gather),
+        (native._allgather_base, torch.ones(4).int(), x, gather),
+        (native._reduce_scatter_base, x, torch.ones(5), scatter),
+        (native.send, [x, x], 1 - rank, 0),
+        (native.recv, [], 1 - rank, 0),
+    ):
         with pytest.raises(pycomm.Error, match=f"rank {rank}: "):
-            call()
+            call(*given)
     three, eight = torch.ones(3), torch.ones(3).to(torch.float8_e8m0fnu)
     for words, call in {
         "all_reduce: .*band.*float32": lambda: dist.all_reduce(three, op=dist.ReduceOp.BAND),
         "all_reduce: cannot reduce dtype Float8_e8m0fnu": lambda: dist.all_reduce(eight),
         "all_gather_single: .* 2 times 3 values": lambda: native._allgather_base(
-            torch.ones(7), three, c10d.AllgatherOptions()
+            torch.ones(7), three, gather
         ),
         "all_to_all_single: .*sum is its dimension 0, 4": lambda: dist.all_to_all_single(
             torch.ones(4), torch.ones(4), [1, 2], [2, 2]

@@ -279,7 +279,6 @@ def test_a_callback_waits_for_another_threads_message(rank, size):
             continue
         x = torch.full((numel, 2), -1.0)[:, 0]
         received = dist.irecv(x, 0)
-        assert received is not None
         arrived = received.get_future()  # a thread of the group waits for it
         dist.barrier()
         sum_ = dist.all_reduce(torch.ones(1), async_op=True)
@@ -355,17 +354,27 @@ def test_a_timeout_is_told_alike_everywhere(rank, size):
             wait()
         assert str(caught.value) == f"{headline}{heard}\n{table}"
     assert [work.get_future_result().wait() for work in works] == [1, 1]  # WorkResult.TIMEOUT
+    assert backend.find().get_error() == torch._C._distributed_c10d.ErrorType.TIMEOUT
 
 
 # ----------------------------------------------------------------------------------------- health
 # The straggler monitor is on by default: rank 0's standard error names a slow rank.
 
 
-def slow_steps(rank: int, ranks: int, store: dist.Store) -> list[str]:
+def rank_1_is_named(results: list[list[str]]) -> None:
+    first, other = results
+    assert other == []
+    (line,) = first
+    assert line.startswith("rank 1 (")
+    assert "it computes for" in line
+
+
+@on_ranks(2, then=rank_1_is_named, backend=None)
+def test_a_slow_rank_is_named_unasked(rank, size, store):
     lines: list[str] = []
     monitor._monitor = monitor.StragglerMonitor(1.0, lines.append)
     limit = timedelta(seconds=30)  # so that a call that hangs tells its name
-    dist.init_process_group("pycomm", store=store, rank=rank, world_size=ranks, timeout=limit)
+    dist.init_process_group("pycomm", store=store, rank=rank, world_size=size, timeout=limit)
     try:
         goes_on = torch.ones(1)
         end = time.monotonic() + 20
@@ -380,11 +389,3 @@ def slow_steps(rank: int, ranks: int, store: dist.Store) -> list[str]:
         monitor._monitor.close()
         monitor._monitor = None
     return lines
-
-
-def test_a_slow_rank_is_named_unasked(pool):
-    first, other = pool.run(slow_steps, backend=None)
-    assert other == []
-    (line,) = first
-    assert line.startswith("rank 1 (")
-    assert "it computes for" in line

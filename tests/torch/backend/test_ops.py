@@ -11,6 +11,7 @@ import functools
 import operator
 import warnings
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.arithmetic import KINDS, arithmetic
 from tests.extent import each_value
 from tests.torch.fsdp.test_compress import chosen, gradients
 from tests.torch.fsdp.test_compress import reduced as of_codec
+from tests.torch.harness import on_both
 from tests.torch.pool import on_ranks
 
 FLOATS = [
@@ -36,9 +38,8 @@ FLOATS = [
     torch.float8_e5m2,
 ]
 INTEGERS = [getattr(torch, f"{kind}{n}") for kind in ("int", "uint") for n in (8, 16, 32, 64)]
-COMPLEX = [torch.complex64, torch.complex128]
 CPU = torch.device("cpu")
-DTYPES = [*FLOATS, *INTEGERS, torch.bool, *COMPLEX]
+DTYPES = [*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128]
 SHAPES = [(1,), (7,), (3, 5), (1000,), (65537,), (0,), ()]
 RANKS = [2, 3]
 
@@ -55,9 +56,14 @@ def wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.is_complex() else x.to(torch.float64)
 
 
-def same(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert got.shape == want.shape
-    assert torch.equal(wide(got), wide(want)), f"{got} is not {want}"
+def same(got: Any, want: Any) -> None:
+    """Check a tensor, or each of several."""
+    if isinstance(got, torch.Tensor):
+        assert got.shape == want.shape
+        assert torch.equal(wide(got), wide(want)), f"{got} is not {want}"
+        return
+    for one, of in zip(got, want, strict=True):
+        same(one, of)
 
 
 def reduced(op: dist.ReduceOp, inputs: list[torch.Tensor]) -> torch.Tensor:
@@ -66,13 +72,10 @@ def reduced(op: dist.ReduceOp, inputs: list[torch.Tensor]) -> torch.Tensor:
     if dtype == torch.bool:
         some, every = x.amax(0), x.amin(0)
         return (every if op in (dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN) else some).to(dtype)
-    folds = {
-        dist.ReduceOp.BAND: operator.and_,
-        dist.ReduceOp.BOR: operator.or_,
-        dist.ReduceOp.BXOR: operator.xor,
-    }
-    if op in folds:
-        return functools.reduce(folds[op], [i.to(torch.int64) for i in inputs]).to(dtype)
+    bits = {"BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor}
+    for name, fold in bits.items():
+        if op == getattr(dist.ReduceOp, name):
+            return functools.reduce(fold, [i.to(torch.int64) for i in inputs]).to(dtype)
     if op == dist.ReduceOp.AVG and dtype in INTEGERS:
         return x.sum(0).div(len(inputs), rounding_mode="trunc").to(dtype)
     if op == dist.ReduceOp.AVG:
@@ -81,24 +84,19 @@ def reduced(op: dist.ReduceOp, inputs: list[torch.Tensor]) -> torch.Tensor:
             return total / len(inputs)
         narrow = torch.float32 if dtype in FLOATS and dtype != torch.float64 else total.dtype
         return (total.to(narrow) / torch.full_like(total, len(inputs), dtype=narrow)).to(dtype)
-    plain = {
-        dist.ReduceOp.SUM: lambda: x.sum(0),
-        dist.ReduceOp.PRODUCT: lambda: x.prod(0),
-        dist.ReduceOp.MIN: lambda: x.amin(0),
-        dist.ReduceOp.MAX: lambda: x.amax(0),
-    }
-    return plain[op]().to(dtype)
+    if op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+        return (x.amin(0) if op == dist.ReduceOp.MIN else x.amax(0)).to(dtype)
+    return (x.sum(0) if op == dist.ReduceOp.SUM else x.prod(0)).to(dtype)
 
 
 def ops_for(dtype: torch.dtype) -> list[dist.ReduceOp]:
     op = dist.ReduceOp
-    if dtype in INTEGERS:
-        return [op.SUM, op.AVG, op.PRODUCT, op.MIN, op.MAX, op.BAND, op.BOR, op.BXOR]
-    if dtype == torch.bool:
-        return [op.SUM, op.PRODUCT, op.MIN, op.MAX]
     if dtype.is_complex:
         return [op.SUM, op.AVG]
-    return [op.SUM, op.AVG, op.PRODUCT, op.MIN, op.MAX]
+    ops = [op.SUM, op.PRODUCT, op.MIN, op.MAX]
+    if dtype in INTEGERS:
+        return [*ops, op.AVG, op.BAND, op.BOR, op.BXOR]
+    return ops if dtype == torch.bool else [*ops, op.AVG]
 
 
 @on_ranks()
@@ -129,9 +127,7 @@ def test_broadcast_gather_scatter_all_gather(rank, size, dtype):
 
             gathered = [torch.empty_like(mine) for _ in range(size)] if rank == root else None
             dist.gather(mine, gathered, dst=root)
-            if gathered:
-                for got, want in zip(gathered, theirs, strict=True):
-                    same(got, want)
+            same(gathered or [], theirs if rank == root else [])
 
             x = torch.empty_like(mine)
             dist.scatter(x, theirs if rank == root else None, src=root)
@@ -139,8 +135,7 @@ def test_broadcast_gather_scatter_all_gather(rank, size, dtype):
 
         gathered = [torch.empty_like(mine) for _ in range(size)]
         dist.all_gather(gathered, mine)
-        for got, want in zip(gathered, theirs, strict=True):
-            same(got, want)
+        same(gathered, theirs)
 
 
 @on_ranks()
@@ -183,13 +178,20 @@ def test_uneven_lists(rank, size):
 
     received = [torch.empty_like(e) for e in expected]
     dist.all_to_all(received, sent)
-    for got, want in zip(received, expected, strict=True):
-        same(got, want)
+    same(received, expected)
 
-    gathered = [torch.empty(r + 1, 3) for r in range(size)]
-    dist.all_gather(gathered, values(rank, (rank + 1, 3)))
-    for r, got in enumerate(gathered):
-        same(got, values(r, (r + 1, 3)))
+    theirs = [values(r, (r, 3)) for r in range(size)]  # none on the first rank
+    gathered = [torch.empty(r, 3) for r in range(size)]
+    dist.all_gather(gathered, theirs[rank])
+    same(gathered, theirs)
+
+    for root in range(size):
+        gathered = [torch.zeros(r, 3) for r in range(size)] if rank == root else None
+        dist.gather(theirs[rank], gathered, dst=root)
+        same(gathered or [], theirs if rank == root else [])
+        out = torch.zeros(rank, 3)
+        dist.scatter(out, theirs if rank == root else None, src=root)
+        same(out, theirs[rank])
 
     inputs = [[values(r + s, (s + 1, 3)) for s in range(size)] for r in range(size)]
     out = torch.empty(rank + 1, 3)
@@ -215,8 +217,8 @@ def test_coalesced(rank, size):
     with dist._coalescing_manager():
         for x in xs:
             dist.all_reduce(x)
-    for x, s in zip(xs, shapes, strict=True):
-        same(x, sum(values(r, s) for r in range(size)))
+    sums = [sum(values(r, s) for r in range(size)) for s in shapes]
+    same(xs, sums)
 
     xs = [values(rank, s) for s in shapes]
     everybody = [[torch.zeros(s) for s in shapes] for _ in range(size)]
@@ -224,11 +226,8 @@ def test_coalesced(rank, size):
         warnings.simplefilter("ignore")  # these functions are deprecated
         dist.all_reduce_coalesced(xs)
         dist.all_gather_coalesced(everybody, [values(rank, s) for s in shapes])
-    for x, s in zip(xs, shapes, strict=True):
-        same(x, sum(values(r, s) for r in range(size)))
-    for r, gathered in enumerate(everybody):
-        for got, s in zip(gathered, shapes, strict=True):
-            same(got, values(r, s))
+    same(xs, sums)
+    same(everybody, [[values(r, s) for s in shapes] for r in range(size)])
 
     outs = [torch.empty(size * 4), torch.empty(size * 6, 2)]
     ins = [values(rank, (4,)), values(rank, (6, 2))]
@@ -262,8 +261,7 @@ def test_tensors_that_are_not_contiguous(rank, size):
 
     gathered = [torch.empty(10, 6).t().contiguous().t()[::2] for _ in range(size)]
     dist.all_gather(gathered, strided(rank))
-    for r, got in enumerate(gathered):
-        same(got, strided(r))
+    same(gathered, [strided(r) for r in range(size)])
 
     leaf = torch.nn.Parameter(values(rank, (4, 4)).t())
     dist.broadcast(leaf.data, 0)
@@ -330,8 +328,7 @@ def test_point_to_point(rank, size):
     dist.send(values(rank + 7, (10,)), right, tag=7)
     for receive in receives:
         receive.wait()
-    same(a, values(left + 7, (10,)))
-    same(b, values(left + 8, (10,)))
+    same([a, b], [values(left + 7, (10,)), values(left + 8, (10,))])
 
     if rank == 0:
         sources = set()
@@ -373,7 +370,6 @@ def test_objects_and_new_group(rank, size):
     dist.broadcast_object_list(box, src=1)
     assert box == ["from 1"]
     native = backend.find()
-    assert native is not None
     native.monitored_barrier(timeout=timedelta(seconds=10))
 
     pair = dist.new_group([0, 2])
@@ -390,7 +386,6 @@ def test_group_tells_about_itself_and_shuts_down_twice(rank, size):
     group = dist.group.WORLD
     assert dist.get_backend() == "pycomm"
     native = backend.find()
-    assert native is not None
     assert native.name() == "pycomm"
     assert (native.rank(), native.size()) == (rank, size)
     assert f"{size} ranks" in native.describe()
@@ -420,33 +415,15 @@ def test_groups_one_after_another_in_the_same_store(rank, size, store):
 # ------------------------------------------------------------------ uneven, sparse, batched
 
 
-@on_ranks()
+@on_both()
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_sparse_all_reduce_is_that_of_gloo(rank, size):
+def test_sparse_all_reduce(rank, size):
     """Rows occur twice or on several ranks, and the last rank has none."""
     rows = [0, rank + 1, rank + 1, 9] if rank < size - 1 else []
     places = torch.tensor([rows], dtype=torch.long)
-    results = []
-    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
-        x = torch.sparse_coo_tensor(places, values(rank, (len(rows), 3)), (10, 3))
-        dist.all_reduce(x, group=group)
-        results.append(x.coalesce())
-    assert torch.equal(results[0].indices(), results[1].indices())
-    assert torch.equal(results[0].values(), results[1].values())
-
-
-@on_ranks()
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_uneven_gather_and_scatter(rank, size):
-    for root in range(size):
-        parts = [torch.zeros(r, 2) for r in range(size)] if rank == root else None
-        dist.gather(values(rank, (rank, 2)), parts, dst=root)
-        for r, part in enumerate(parts or []):
-            assert torch.equal(part, values(r, (r, 2)))
-        out = torch.zeros(rank, 2)
-        whole = [values(r, (r, 2)) for r in range(size)] if rank == root else None
-        dist.scatter(out, whole, src=root)
-        assert torch.equal(out, values(rank, (rank, 2)))
+    x = torch.sparse_coo_tensor(places, values(rank, (len(rows), 3)), (10, 3))
+    dist.all_reduce(x)
+    return x.coalesce().indices(), x.coalesce().values()
 
 
 @on_ranks(2)
@@ -463,24 +440,18 @@ def test_sparse_all_reduce_of_other_shapes(rank, size):
     dist.barrier()  # all ranks found the error alike: the group is still usable
 
 
-@on_ranks(2)
-def test_ddp_trains_a_sparse_embedding_as_with_gloo(rank, size):
-    gloo = dist.new_group(backend="gloo")
-    results = []
-    for group in (dist.group.WORLD, gloo):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 1))
-        ddp = DistributedDataParallel(model, process_group=group)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            ddp(torch.tensor([rank, step, 7 * rank + 3])).sum().backward()
-            assert model[0].weight.grad.is_sparse
-            optimizer.step()
-        results.append([p.detach() for p in model.parameters()])
-    for got, want in zip(*results, strict=True):
-        # With two ranks a sum of floats has the same bits in either order.
-        assert torch.equal(got, want)
+@on_both(2)
+def test_ddp_trains_a_sparse_embedding(rank, size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 1))
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        ddp(torch.tensor([rank, step, 7 * rank + 3])).sum().backward()
+        assert model[0].weight.grad.is_sparse
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
 
 
 @on_ranks()
@@ -497,8 +468,7 @@ def test_batches_of_sends_and_receives_are_one_work(rank, size):
         assert works[0].is_completed()
         assert works[0].is_success()
         assert len(works[0].result()) == 2 * size
-        for r, x in enumerate(received):
-            assert torch.equal(x, values(r + rank, (big,)))
+        same(received, [values(r + rank, (big,)) for r in range(size)])
 
     # The order of two messages to one peer is kept.
     left, right = (rank - 1) % size, (rank + 1) % size
@@ -511,8 +481,7 @@ def test_batches_of_sends_and_receives_are_one_work(rank, size):
     ]
     (work,) = dist.batch_isend_irecv(ops)
     assert len(work.get_future().wait()) == 4
-    assert torch.equal(first, values(left, (2,)))
-    assert torch.equal(second, values(left + 1, (3,)))
+    same([first, second], [values(left, (2,)), values(left + 1, (3,))])
 
 
 @on_ranks()
@@ -531,9 +500,7 @@ def test_a_coalescing_block_is_one_work(rank, size):
             piece()
     (work,) = block.works
     work.wait()
-    assert torch.equal(x, values(1, (1000,)))
-    assert torch.equal(y, values(0, (10,)))
-    assert torch.equal(z, values(left, (1 << 16,)))
+    same([x, y, z], [values(1, (1000,)), values(0, (10,)), values(left, (1 << 16,))])
 
     with dist._coalescing_manager(device=CPU, async_ops=True) as block:
         pass
@@ -567,28 +534,23 @@ def test_each_rank_has_a_factor_of_its_own(rank, size, dtype):
 
             x, out = inputs[rank].clone(), torch.zeros(numel, dtype=dtype)
             dist.reduce_scatter_tensor(out, x, op=op)
-            same(out, want[rank])
-            same(x, inputs[rank])
+            same([out, x], [want[rank], inputs[rank]])
 
             parts, out = list(inputs[rank].clone()), torch.zeros(numel, dtype=dtype)
             dist.reduce_scatter(out, parts, op=op)
-            same(out, want[rank])
-            same(torch.stack(parts), inputs[rank])
+            same([out, torch.stack(parts)], [want[rank], inputs[rank]])
 
             whole, rows = inputs[rank].clone(), list(inputs[rank].clone())
             with dist._coalescing_manager(device=CPU):
                 for tensor in (whole, *rows):
                     dist.all_reduce(tensor, op=op)
-            same(whole, want)
-            same(torch.stack(rows), want)
+            same([whole, torch.stack(rows)], [want, want])
 
             x, outs = inputs[rank].clone(), [torch.zeros(numel, dtype=dtype) for _ in range(2)]
             with dist._coalescing_manager(device=CPU):
                 for out in outs:
                     dist.reduce_scatter_tensor(out, x, op=op)
-            for out in outs:
-                same(out, want[rank])
-            same(x, inputs[rank])
+            same([*outs, x], [want[rank], want[rank], inputs[rank]])
 
 
 @on_ranks(2)

@@ -237,14 +237,12 @@ def on_fakes(way: str = "", ranks: int = 2, **options: Any) -> Callable[[OfRank]
         way: the data path, unless a mark says so.
         options: of `on_ranks` and of `run`.
     """
-    how = {"fixture": "fakes", "marks": ("ranks", "way"), "way": way, **options}
-    return on_ranks(ranks, run=_run_on_fakes, **how)
+    how = {"fixture": "fakes", "marks": ("ranks", "way", "dies"), "way": way, **options}
 
+    def run_it(fakes: Pool, check: Callable[..., Any], *args: Any, way: str, **more: Any) -> Any:
+        return run(fakes, way, check, *args, **more)
 
-def _run_on_fakes(
-    fakes: Pool, check: Callable[..., Any], *args: Any, way: str, **options: Any
-) -> list[Any]:
-    return run(fakes, way, check, *args, **options)
+    return on_ranks(ranks, run=run_it, **how)
 
 
 def _with_device(
@@ -266,5 +264,3 @@ def _with_device(
     finally:
         if settles:
             torch.accelerator.synchronize()
-        if dist.is_initialized():
-            dist.destroy_process_group()

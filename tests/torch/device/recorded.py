@@ -15,7 +15,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType, SimpleNamespace
@@ -114,11 +114,10 @@ class Wire(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Waiting:
         return self._sent(tensors[0], tensors[0].nbytes, tensors[0])
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> Waiting:
+    def broadcast(self, *_: Any) -> Waiting:
         return Waiting(-1)
 
-    def barrier(self, opts: Any = None) -> Waiting:
-        return Waiting(-1)
+    barrier = broadcast
 
 
 class Profile:
@@ -135,25 +134,6 @@ class Profile:
                 note(CALL)
         elif event == "return" and self._ours:
             self._ours -= 1
-
-
-class Backward(torch.autograd.Function):
-    """Calls the hooks within a backward, as DDP's reducer does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, run: Callable[[], None]) -> torch.Tensor:
-        ctx.run = run
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.run()
-        return gradients[0], None
-
-
-def converted(c: convert.Conversion) -> None:
-    """Stand in for the kernel of csrc/codecs/convert.cu."""
-    note(1, c.x.nbytes + c.out.nbytes)
 
 
 def change(change: str) -> None:
@@ -210,7 +190,9 @@ def main(
     fake_device.load("kernels")
     torch.ops.fakegpu.record_calls(True)  # streams do not pause
     implementations.nvrtc = NotedKernels
-    convert.select = lambda device: converted if device == FAKE else convert.native
+    # Stands in for the kernel of csrc/codecs/convert.cu.
+    noted: Any = {FAKE: lambda c: note(1, c.x.nbytes + c.out.nbytes)}
+    convert.select = lambda device: noted.get(device, convert.native)
     change(changed)
     dist.Backend.register_backend(
         "standin", lambda store, rank, size, timeout: Wire(rank, size), devices=["cpu", FAKE]
@@ -252,7 +234,7 @@ def take(
 ) -> None:
     """Take a step: the hook of each bucket within a backward, then what waits for the results."""
 
-    def hooks() -> None:
+    def hooks(_: torch.Tensor) -> None:
         futures = []
         for i, (tensor, parts) in enumerate(given):
             views = [v.view_as(p) for p, v in zip(parts, split(tensor, parts), strict=True)]
@@ -273,7 +255,9 @@ def take(
         for future in futures:
             future.wait()
 
-    Backward.apply(torch.ones((), requires_grad=True), hooks).backward()
+    loss = torch.ones((), requires_grad=True).clone()
+    loss.register_hook(hooks)  # is called within the backward, as those of DDP's reducer
+    loss.backward()
     note(STEP, optimizer is not None)
     if optimizer is not None:
         sys.setprofile(profile)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm.feedback import Feedback
-from tests.torch.device.checks import (
+from tests.torch.device.test_operations import (
     check_bits,
     check_capture,
     check_compressed,
@@ -33,18 +33,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 def on_gpu(rank: int, ranks: int, store: dist.Store, path: str, check: Callable[..., Any]) -> Any:
-    dist.init_process_group(
-        "pycomm",
-        store=store,
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=60),
-        pg_options=pycomm.Options(device_path=path),
-    )
-    try:
-        return check(rank, ranks)
-    finally:
-        dist.destroy_process_group()
+    how = {"store": store, "rank": rank, "world_size": ranks, "timeout": timedelta(seconds=60)}
+    dist.init_process_group("pycomm", pg_options=pycomm.Options(device_path=path), **how)
+    return check(rank, ranks)
 
 
 PATHS = pytest.mark.parametrize("path", ["host", "auto"])

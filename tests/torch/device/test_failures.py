@@ -26,17 +26,16 @@ from torch import nn
 import pycomm
 from pycomm.errors import Error, PeerLost
 from pycomm.feedback import Feedback, Residuals
-from pycomm.policy import Decision, Parameter
 from pycomm.policy.exchange import gather
 from pycomm.reduction import payloads, two_shot
-from pycomm.reduction.bucket import Agreed, Bucket
+from pycomm.reduction.bucket import Agreed
 from pycomm.reduction.nodes import Nodes
 from pycomm.reduction.paths import chosen
 from tests.soak.held import connections
 from tests.torch.device import fake_device
 from tests.torch.device.fake_device import GROUP
 from tests.torch.device.fake_device import NAME as FAKE
-from tests.torch.pool import Pool
+from tests.torch.harness import bucket_of
 
 LATE = 1200  # milliseconds that a stream is busy, longer than the limit of an operation
 LIMIT = 0.4
@@ -61,10 +60,6 @@ def operation(
     return begin
 
 
-def broadcast_of(root: int) -> Callable[[Any], tuple[dist.Work, torch.Tensor]]:
-    return operation(partial(dist.broadcast, src=root), lambda: ours(1000))
-
-
 OPERATIONS = {
     "all_reduce": operation(dist.all_reduce, lambda: ours(1000)),
     # In parts, each with a hold of its own.
@@ -75,8 +70,8 @@ OPERATIONS = {
     "reduce_scatter": operation(dist.reduce_scatter_tensor, lambda: ours(500), 1000),
     "all_gather": operation(dist.all_gather_into_tensor, lambda: ours(1000), 500),
     "all_to_all": operation(dist.all_to_all_single, lambda: ours(1000), 1000),
-    "broadcast_of_0": broadcast_of(0),
-    "broadcast_of_1": broadcast_of(1),
+    "broadcast_of_0": operation(partial(dist.broadcast, src=0), lambda: ours(1000)),
+    "broadcast_of_1": operation(partial(dist.broadcast, src=1), lambda: ours(1000)),
 }
 
 
@@ -123,10 +118,6 @@ def check_all_fail(
 on_fakes = partial(fake_device.on_fakes, settles=True)
 
 
-def run(fakes: Pool, way: str, check: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    return fake_device.run(fakes, way, check, way, *args, settles=True, **more)
-
-
 def groups(
     limit: float, transport: str = "auto", names: Iterable[str] = tuple(OPERATIONS)
 ) -> dict[str, Any]:
@@ -150,6 +141,10 @@ def abort(group: Any) -> None:
 
 def each_way(*ways: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("way", ways)
+
+
+ENDS = pytest.mark.parametrize(("how", "dies"), [("dies", (1,)), ("aborts", ())])
+"""How rank 1 ends."""
 
 
 # ------------------------------------------------------------------ faults
@@ -332,7 +327,10 @@ def no_second_shot(rank: int, how: str) -> Iterator[None]:
         yield
 
 
-def check_ddp_between_shots(rank: int, ranks: int, way: str, how: str) -> None:
+@on_fakes()
+@each_way("held", "kernels")
+@ENDS
+def test_a_step_of_ddp_whose_peer_ends_between_the_shots_is_nan(rank, ranks, how):
     torch.manual_seed(0)
     model = nn.Linear(64, 64).to(FAKE)
     ddp = nn.parallel.DistributedDataParallel(model)
@@ -356,12 +354,6 @@ def check_ddp_between_shots(rank: int, ranks: int, way: str, how: str) -> None:
     # Of torch, too: its reducer goes on with no backward that has raised.
     with pytest.raises(RuntimeError):
         step()
-
-
-@each_way("held", "kernels")
-@pytest.mark.parametrize("how", ["dies", "aborts"])
-def test_a_step_of_ddp_whose_peer_ends_between_the_shots_is_nan(fakes, how, way):
-    run(fakes, way, check_ddp_between_shots, how, dies={1} if how == "dies" else ())
 
 
 @on_fakes(dies={1}, timeout=3600)
@@ -399,8 +391,10 @@ STAGES: dict[str, tuple[Any, str]] = {
 }
 
 
-def check_nodes(rank: int, ranks: int, way: str, stage: str) -> bool:
-    """Return whether this rank has got an error."""
+@on_fakes("kernels", ranks=4, dies={3})
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_dies_by_nodes_leaves_no_result(rank, ranks, stage):
+    """In any stage; the ranks of its node and of its place learn the reason, in time."""
     model = nn.Linear(300, 300).to(FAKE)
     ddp = nn.parallel.DistributedDataParallel(model)
     state = pycomm.compress(ddp, "int4", nodes=[0, 0, 1, 1])
@@ -412,7 +406,6 @@ def check_nodes(rank: int, ranks: int, way: str, stage: str) -> bool:
     for _ in range(4):
         step()
     state.settle()
-    assert state.residuals is not None
     before = state.residuals.norms()
     dist.barrier()
     lost = True
@@ -435,21 +428,17 @@ def check_nodes(rank: int, ranks: int, way: str, stage: str) -> bool:
             failed = True
     with contextlib.suppress(RuntimeError):
         state.settle()
-    assert state.residuals is not None
     if lost:
         assert state.residuals.norms() == before
-    return failed
+    assert rank != 1 or failed == (stage != "gather in the node")
+    assert rank != 2 or failed
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_rank_that_dies_by_nodes_leaves_no_result(fakes, stage):
-    """In any stage; the ranks of its node and of its place learn the reason, in time."""
-    failed = run(fakes, "kernels", check_nodes, stage, ranks=4, dies={3})
-    assert failed[1] == (stage != "gather in the node")
-    assert failed[2]
-
-
-def check_local_sgd_between_shots(rank: int, ranks: int, way: str, how: str) -> None:
+@on_fakes()
+@each_way("held", "kernels")
+@ENDS
+def test_a_round_of_local_sgd_whose_peer_ends_between_the_shots_is_an_error(rank, ranks, how):
+    """It is not skipped, as one whose average is not finite."""
     torch.manual_seed(0)
     model = nn.Linear(64, 64).to(FAKE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25, foreach=False)
@@ -467,20 +456,10 @@ def check_local_sgd_between_shots(rank: int, ranks: int, way: str, how: str) -> 
         train(local)
 
 
-@each_way("held", "kernels")
-@pytest.mark.parametrize("how", ["dies", "aborts"])
-def test_a_round_of_local_sgd_whose_peer_ends_between_the_shots_is_an_error(fakes, how, way):
-    """It is not skipped, as one whose average is not finite."""
-    run(fakes, way, check_local_sgd_between_shots, how, dies={1} if how == "dies" else ())
-
-
 @on_fakes("held")
 def test_payloads_of_variable_size_that_did_not_come_are_an_error(rank, ranks):
     """Bytes of ones are values of lossless: only the error tells."""
-    codec = pycomm.codec("lossless")
-    decision = Decision(Parameter("p", (4000,), torch.float32), codec, "test")
-    bucket = Bucket([decision], [0], None, torch.device(FAKE))
-    x = ours(4000)
+    bucket, x = bucket_of("lossless", [4000], device=FAKE), ours(4000)
     assert two_shot.all_reduce(x, bucket, dist.group.WORLD, seed=1, step=1)
     assert x.cpu().equal(ours(4000).cpu())
 
@@ -500,14 +479,13 @@ CODED: dict[str, tuple[int, ...]] = {"all_reduce": (1,), "reduce_scatter": (1, 2
 
 @on_fakes("peers")
 def test_a_compressed_operation_among_peers_that_fails_leaves_no_result(rank, ranks):
-    decision = Decision(Parameter("p", (5000,), torch.float32), pycomm.codec("int8"), "test")
     made = {op: dist.new_group(backend=GROUP, timeout=timedelta(seconds=20)) for op in CODED}
     agreed = {op: Agreed() for op in CODED}  # the first call asks the ranks for the path
 
     def call(op: str, step: int) -> tuple[Any, torch.Tensor]:
         tensors = [ours(n * 5000) for n in CODED[op]]
-        residuals, device = Residuals(Feedback(), 2), torch.device(FAKE)
-        bucket = Bucket([decision], [0], residuals, device, rows=CODED[op][-1], agreed=agreed[op])
+        how = {"rows": CODED[op][-1], "agreed": agreed[op]}
+        bucket = bucket_of("int8", [5000], Residuals(Feedback(), 2), FAKE, **how)
         native: Any = chosen(bucket, made[op], op, tensors[0]).native
         run = getattr(native, f"compressed_{op}")
         return run(*tensors, bucket.native, bucket.sides, seed=1, step=step), tensors[0]

@@ -20,13 +20,12 @@ from pycomm import _C, backend
 from pycomm.doctor import gpu as doctor
 from pycomm.feedback import Feedback, Residuals
 from pycomm.feedback.rule import LARGE
-from pycomm.policy import Decision, Parameter
 from pycomm.reduction import paths, two_shot
-from pycomm.reduction.bucket import Bucket
-from tests.torch.device.checks import check_bits, generator
+from tests.torch.device.fake_device import GROUP, launched, on_fakes, run, same_as_cpu
 from tests.torch.device.fake_device import NAME as FAKE
-from tests.torch.device.fake_device import launched, on_fakes, run, same_as_cpu
-from tests.torch.harness import Chosen, equal, gradients, heard, reduced
+from tests.torch.device.test_operations import check_bits, generator
+from tests.torch.harness import Chosen, bucket_of, equal, gradients, heard, reduced
+from tests.torch.pool import Pool
 
 # On both sides of the size from which a residual is kept in bf16.
 SHAPES = {"large": (LARGE,), "small": (LARGE - 1,), "bias": (50,)}
@@ -67,11 +66,8 @@ def test_the_doctor_tells_the_path_on_a_gpu(rank, ranks, way):
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "sign", "topk:0.01", "bf16"])
 def test_default_options_take_kernels_among_peers(fakes, codec):
-    want = run(fakes, "peers", check_ddp, "cpu", codec)
-    got = run(fakes, "peers", check_ddp, FAKE, codec)
-    for (results, residuals, lines, chosen), (also, kept_there, *_) in zip(got, want, strict=True):
-        assert equal(results, also)
-        assert equal(residuals, kept_there)
+    got, want = with_the_bits_of_the_host(fakes, "peers", check_ddp, codec)
+    for _, residuals, lines, chosen in got:
         bf16 = "torch.float32" if codec.startswith("topk") else "torch.bfloat16"
         if residuals:
             assert residuals["large"][0] == bf16
@@ -86,6 +82,18 @@ def test_default_options_take_kernels_among_peers(fakes, codec):
 
 
 MATRICES = {"large": (LARGE // 256, 256), "small": (255, 257), "bias": (50,)}
+
+
+def with_the_bits_of_the_host(
+    fakes: Pool, way: str, check: Any, codec: str, *args: Any, host: str = GROUP, **more: Any
+) -> list[Any]:
+    """Return what ranks on the device found, and on the host, where results are the same."""
+    want = run(fakes, way, check, "cpu", codec, *args, group=host, **more)
+    got = run(fakes, way, check, FAKE, codec, *args, **more)
+    for (results, residuals, *_), (also, kept_there, *_) in zip(got, want, strict=True):
+        assert equal(results, also)
+        assert equal(residuals, kept_there)
+    return [got, want]
 
 
 def check_matrices(rank: int, ranks: int, device: str, codec: str, nodes: Any = None) -> Any:
@@ -122,13 +130,8 @@ def test_devices_have_the_factors_of_the_cpu(fakes, codec, way):
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "sign", "eden2", "nvfp4", "topk:0.01", "bf16"])
 def test_default_options_take_kernels_on_any_carrier(fakes, codec):
-    want = run(fakes, "kernels", check_matrices, "cpu", codec)
-    got = run(fakes, "kernels", check_matrices, FAKE, codec)
-    for (results, residuals, _, chosen, kernels), (also, kept_there, *_) in zip(
-        got, want, strict=True
-    ):
-        assert equal(results, also)
-        assert equal(residuals, kept_there)
+    got, _ = with_the_bits_of_the_host(fakes, "kernels", check_matrices, codec)
+    for *_, chosen, kernels in got:
         assert chosen
         for line in chosen:
             assert "values: kernels (coded by kernels on a stream beside backward" in line
@@ -232,12 +235,7 @@ def check_many(
     Args:
         fits: so many of the runs fit into the scratch memory; None: as usual.
     """
-    # Each rank owns whole parameters.
-    decisions = [
-        Decision(Parameter(f"p{i}", (256,), torch.float32), pycomm.codec(spec), "test")
-        for i in range(ranks * parameters)
-    ]
-    rule = Feedback(storage="bf16")
+    residuals = Residuals(Feedback(storage="bf16"), ranks)
     with launched() as kernels, pytest.MonkeyPatch.context() as patch:
         if fits is not None:
             all_of_them = _C.CodedBucket.scratch_bytes
@@ -246,9 +244,8 @@ def check_many(
                 "scratch_bytes",
                 lambda self, dtype: fits * all_of_them(self, dtype) // (ranks * parameters),
             )
-        bucket = Bucket(
-            decisions, range(len(decisions)), Residuals(rule, ranks), torch.device(device)
-        )
+        # Each rank owns whole parameters.
+        bucket = bucket_of(spec, [256] * (ranks * parameters), residuals, device)
         results = []
         for step in range(2):
             kernels.clear()
@@ -261,18 +258,13 @@ def check_many(
 # ------------------------------------------------------------------ the table
 
 
-def bucket_of(spec: str, rule: Feedback | None, device: str) -> Bucket:
-    decision = Decision(Parameter("p", (64,), torch.float32), pycomm.codec(spec), "test")
-    residuals = Residuals(rule, dist.get_world_size()) if rule else None
-    return Bucket([decision], [0], residuals, torch.device(device))
-
-
 @on_fakes("peers")
 def test_the_table_says_what_kernels_among_peers_take(rank, ranks):
     group, x = dist.group.WORLD, torch.ones(64, device=FAKE)
     for kind in paths.KINDS:
         for storage in ("float32", "bf16", "int8"):
-            bucket = bucket_of("int8", Feedback(kind, storage=storage), FAKE)
+            residuals = Residuals(Feedback(kind, storage=storage), ranks)
+            bucket = bucket_of("int8", [64], residuals, FAKE)
             chosen = paths.choose(bucket, group, x)
             if kind == "momentum":
                 assert chosen.path is paths.PAYLOADS
@@ -280,19 +272,17 @@ def test_the_table_says_what_kernels_among_peers_take(rank, ranks):
             else:
                 assert chosen == paths.ChosenPath(paths.PEERS)
     assert (
-        paths.choose(bucket_of("topk:0.1", None, FAKE), group, x, senders=True).why
+        paths.choose(bucket_of("topk:0.1", [64], device=FAKE), group, x, senders=True).why
         == "peers: it averages over all ranks, not over those that have sent; "
         "kernels: it averages over all ranks, not over those that have sent"
     )
-    whole = Parameter("whole", (1 << 22,), torch.float32)  # takes 24 MiB, which cannot be cut
-    large = Decision(whole, pycomm.codec("topk:0.75,indices=int32"), "test")
-    chosen = paths.choose(
-        Bucket([large], [0], None, torch.device(FAKE)), group, torch.empty(1 << 22, device=FAKE)
-    )
+    # Takes 24 MiB, which cannot be cut.
+    large = bucket_of("topk:0.75,indices=int32", [1 << 22], device=FAKE)
+    chosen = paths.choose(large, group, torch.empty(1 << 22, device=FAKE))
     assert chosen.path is paths.PAYLOADS
-    assert chosen.why.startswith("peers: whole has a payload of 25165824 bytes that cannot be cut")
+    assert chosen.why.startswith("peers: p0 has a payload of 25165824 bytes that cannot be cut")
     # The operation refuses what the table does.
-    bucket = bucket_of("int8", Feedback("momentum"), FAKE)
+    bucket = bucket_of("int8", [64], Residuals(Feedback("momentum"), ranks), FAKE)
     native: Any = backend.find(device=torch.device(FAKE))
     with pytest.raises(pycomm.Error, match="takes no feedback of the kind momentum"):
         native.compressed_all_reduce(x, bucket.native, bucket.sides, seed=1, step=1)
@@ -301,7 +291,7 @@ def test_the_table_says_what_kernels_among_peers_take(rank, ranks):
 @on_fakes("peers", ranks=1)
 def test_a_group_of_one_rank_has_no_peers(rank, ranks):
     x = torch.ones(64, device=FAKE)
-    chosen = paths.choose(bucket_of("int8", None, FAKE), dist.group.WORLD, x)
+    chosen = paths.choose(bucket_of("int8", [64], device=FAKE), dist.group.WORLD, x)
     assert chosen.path is paths.PAYLOADS
     assert chosen.why.startswith("peers: the group has one rank; kernels: ")
 
@@ -311,13 +301,8 @@ def test_a_group_of_one_rank_has_no_peers(rank, ranks):
 
 @pytest.mark.parametrize("codec", ["int4", "sign", "topk:0.01"])
 def test_devices_reduce_by_nodes_with_the_bits_of_the_host(fakes, codec):
-    nodes = [0, 0, 1, 1]
-    want = run(fakes, "kernels", check_matrices, "cpu", codec, nodes, group="gloo", ranks=4)
-    got = run(fakes, "kernels", check_matrices, FAKE, codec, nodes, ranks=4)
-    for (results, residuals, _, chosen, kernels), (also, kept_there, *_) in zip(
-        got, want, strict=True
-    ):
-        assert equal(results, also)
-        assert equal(residuals, kept_there)
+    how = "kernels", check_matrices, codec, [0, 0, 1, 1]
+    got, _ = with_the_bits_of_the_host(fakes, *how, host="gloo", ranks=4)
+    for *_, chosen, kernels in got:
         assert all("values: kernels (" in line for line in chosen)
         assert kernels

@@ -6,6 +6,7 @@ own.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import pycomm
 from pycomm.policy import Rule
-from tests.torch.device.checks import every_value, slow
 from tests.torch.device.fake_device import NAME as FAKE
 from tests.torch.device.fake_device import launched, run, same_as_cpu
+from tests.torch.device.test_operations import every_value, slow
 from tests.torch.harness import Chosen, equal, gradients, reduced
 
 # ------------------------------------------------------------------------------- the caller's group
@@ -202,7 +203,6 @@ def check_steps_before_the_host_knows(rank: int, ranks: int, device: str, rule: 
     state.settle()
     _, saved = state.state_dict()[f"rank{rank}"]
     about = {name: one["about"] for name, one in saved.items()}
-    assert state.residuals is not None
     kept = {name: on_host(every_value(state.residuals[name])) for name in saved}
     return ahead, [found, state.overflows, kept, about]
 
@@ -214,7 +214,6 @@ def check_memory(rank: int, ranks: int, device: str, nodes: list[int] | None) ->
     for step in range(4):
         reduced(ddp, given(rank, step, device))
     state.settle()
-    assert state.residuals is not None
     residuals = [state.residuals[name] for name in state.residuals.norms()]
     taken, held = 0, {"worker": 0, "owner": 0}
     for residual in residuals:
@@ -225,20 +224,13 @@ def check_memory(rank: int, ranks: int, device: str, nodes: list[int] | None) ->
     return taken, state.residual_bytes, held, sum(residual.numel for residual in residuals)
 
 
+ALONE_AND_BY_NODES = (
+    *(check_operations_between_buckets, check_buffers, check_two_models, check_compiled),
+    check_overflow_beside_a_late_stream,
+)
 CHECKS: list[tuple[Callable[..., Any], int]] = [
-    (check_operations_between_buckets, 2),
-    (check_operations_between_buckets, 4),
-    (check_buffers, 2),
-    (check_buffers, 4),
-    (check_two_models, 2),
-    (check_two_models, 4),
-    (check_half_of_the_world, 4),
-    (check_static_graph, 2),
-    (check_compiled, 2),
-    (check_compiled, 4),
-    (check_steps_of_other_buckets, 2),
-    (check_overflow_beside_a_late_stream, 2),
-    (check_overflow_beside_a_late_stream, 4),
+    *itertools.product(ALONE_AND_BY_NODES, NODES),
+    *((check_static_graph, 2), (check_steps_of_other_buckets, 2), (check_half_of_the_world, 4)),
 ]
 
 
@@ -311,7 +303,6 @@ def check_runs(rank: int, ranks: int, devices: list[str], nodes: Any, seed: int)
             result = reduced(ddp, {name: g.to(device) for name, g in given.items()})
             found.append({name: value.cpu().nan_to_num(0.5) for name, value in result.items()})
         saved = moved(state.state_dict(), "cpu")
-        assert state.residuals is not None
         for name in saved[f"rank{rank}"][1]:
             residual = state.residuals[name]
             buffers = [buffer for _, pair in residual.pairs() for buffer in pair]
@@ -329,9 +320,7 @@ def check_runs(rank: int, ranks: int, devices: list[str], nodes: Any, seed: int)
 def test_runs_continue_as_on_the_cpu(fakes, devices, ranks, seed):
     nodes = [0, 0, 1, 1] if ranks == 4 else None
     want = run(fakes, "kernels", check_runs, ["cpu"], nodes, seed, group="gloo", ranks=ranks)
-    got = run(fakes, "kernels", check_runs, devices, nodes, seed, ranks=ranks)
-    for rank in range(ranks):
-        assert equal(got[rank], want[rank]), f"rank {rank}"
+    assert equal(run(fakes, "kernels", check_runs, devices, nodes, seed, ranks=ranks), want)
 
 
 # --------------------------------------------------------------------------- coded optimizers
@@ -386,37 +375,32 @@ def check_training(
     return ahead, found
 
 
-def trained_alike(fakes, kind, codec, dtype=torch.float32, *, way="kernels", feedback="", ranks=2):
-    """Compare trainings on the CPU and on the device; return how far each rank's host was ahead."""
+F32, BF16 = torch.float32, torch.bfloat16
+MOMENTUM_CODECS = ["sign", "int4", "eden:bits=2,size=128,scale=mmse", "topk:0.05"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec", "dtype", "way", "feedback", "ranks"),
+    [
+        *((*of, "kernels", "", 2) for of in itertools.product(KINDS, MOMENTUM_CODECS, (F32, BF16))),
+        ("adamw", "sign", F32, "kernels", "", 1),
+        ("adamw", "sign", F32, "kernels", "residual:storage=int8", 4),
+        *(("adamw", codec, F32, "both", "", 2) for codec in ("sign", "int4")),
+    ],
+)
+def test_training_has_the_bits_of_the_host(fakes, kind, codec, dtype, way, feedback, ranks):
     how = kind, codec, dtype, feedback
     want = run(fakes, way, check_training, "cpu", *how, ranks=ranks)
     got = run(fakes, way, check_training, FAKE, *how, ranks=ranks)
-    for (_, host), (_, device) in zip(want, got, strict=True):
+    for (_, host), (ahead, device) in zip(want, got, strict=True):
         for i, (a, b) in enumerate(zip(device, host, strict=True)):
             assert equal(a, b), i
-    return [ahead for ahead, _ in got]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("codec", ["sign", "int4", "eden:bits=2,size=128,scale=mmse", "topk:0.05"])
-def test_training_has_the_bits_of_the_host(fakes, kind, codec, dtype):
-    ahead = trained_alike(fakes, kind, codec, dtype)
-    assert kind == "sgd" or min(ahead) >= 2
-
-
-@pytest.mark.parametrize(("ranks", "feedback"), [(1, ""), (4, "residual:storage=int8")])
-def test_ranks_have_the_bits_of_the_host(fakes, ranks, feedback):
-    trained_alike(fakes, "adamw", "sign", feedback=feedback, ranks=ranks)
-
-
-@pytest.mark.parametrize("codec", ["sign", "int4"])
-def test_kernels_work_among_peers(fakes, codec):
-    trained_alike(fakes, "adamw", codec, way="both")
+        # Steps that began before the host knew of the last one.
+        assert kind == "sgd" or way == "both" or ranks == 1 or ahead >= 2
 
 
 def check_sharded(
-    rank: int, ranks: int, device: str, codec: str, dtype: torch.dtype, replicas: int
+    rank: int, ranks: int, device: str, dtype: torch.dtype, replicas: int
 ) -> list[Any]:
     """Train in FSDP2, or HSDP; return the results."""
     shape, names = (ranks,), ("shards",)
@@ -426,7 +410,7 @@ def check_sharded(
     fsdp_param.free_storage = fsdp_param.alloc_storage = lambda *_: None
     mesh = dist.init_device_mesh(device, shape, mesh_dim_names=names)
     model = fully_shard(Chosen(SHAPES).to(device, dtype), mesh=mesh)
-    optimizer = pycomm.CodedAdamW(model.parameters(), lr=0.01, model=model, codec=codec)
+    optimizer = pycomm.CodedAdamW(model.parameters(), lr=0.01, model=model, codec="sign")
     found = []
     for step in range(6):
         optimizer.zero_grad()
@@ -442,13 +426,10 @@ def check_sharded(
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
 def test_sharded_training_has_the_bits_of_the_host(fakes, dtype, ranks, replicas):
-    how = "sign", dtype, replicas
-    want = run(fakes, "kernels", check_sharded, "cpu", *how, ranks=ranks)
-    got = run(fakes, "kernels", check_sharded, FAKE, *how, ranks=ranks)
-    assert equal(got, want)
+    same_as_cpu(fakes, "kernels", check_sharded, dtype, replicas, ranks=ranks)
 
 
 class Operations(TorchDispatchMode):

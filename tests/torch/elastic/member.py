@@ -34,7 +34,6 @@ class Member:
             "pycomm", store=store, rank=rank, world_size=size, pg_options=options, timeout=LIMIT
         )
         self.backend = pycomm.backend.find()
-        assert self.backend is not None
 
     def handles(self, topic: str) -> list[str]:
         self.store.set(f"{topic} {self.rank}", elastic.handle())
@@ -60,8 +59,7 @@ def on_members(
     """Make a test of a function of the processes of an elastic group, as `on_ranks` does.
 
     The function names what it needs: `member`, `handles` (of all processes), `rank`, `size`,
-    `store`, and what its marks give, of which `transport` is the group's. The group, whatever has
-    become of it, ends after it.
+    `store`, and what its marks give, of which `transport` is the group's.
 
     Args:
         formed: the group has all processes as members when the function begins, in uuid 1.
@@ -77,16 +75,13 @@ def on_members(
         def of_member(rank: int, size: int, store: Any, *args: Any) -> Any:
             given = dict(zip(marked, args, strict=True))
             of_group = {name: given[name] for name in ("transport",) if name in given}
-            try:
-                member = Member(rank, size, store, **of_group)
-                handles = member.handles("all")
-                if formed:
-                    member.form(1, handles)
-                    check_sum()
-                values = dict(zip(ours, (rank, size, store, member, handles), strict=True))
-                return function(**given, **{name: values[name] for name in named if name in ours})
-            finally:
-                dist.destroy_process_group()
+            member = Member(rank, size, store, **of_group)
+            handles = member.handles("all")
+            if formed:
+                member.form(1, handles)
+                check_sum()
+            values = dict(zip(ours, (rank, size, store, member, handles), strict=True))
+            return function(**given, **{name: values[name] for name in named if name in ours})
 
         keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
         of_member.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

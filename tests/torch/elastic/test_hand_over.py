@@ -314,13 +314,11 @@ def at_chunk(number: int, then: Callable[[], None]) -> Any:
     return patch.object(transfer, "answer", counted)
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_lost_member_is_told_and_the_others_are_as_before(pool, who):
-    pool.run(lost, who, ranks=3, dies={who})
-
-
-def lost(rank: int, size: int, who: int) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("dies", [(0,), (1,)])
+def test_a_lost_member_is_told_and_the_others_are_as_before(rank, size, dies):
     """A rank dies when some of the chunks have been sent."""
+    (who,) = dies
     torch.manual_seed(rank)
     model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

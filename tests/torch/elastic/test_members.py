@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from tests.torch.elastic.member import Member, on_members, until_lost
-from tests.torch.harness import alike, equal, network, train_step, values
+from tests.torch.harness import alike, all_equal, equal, network, train_step, values
 from tests.torch.pool import on_ranks
 from tests.torch.torchrun import launch
 
@@ -28,7 +28,7 @@ def owed(state: Any, ranks: int) -> dict[str, torch.Tensor]:
     return {n: state.residuals.added(n, 0, one.numel).double() for n, one in found.items()}
 
 
-def check_owed(before: Any, state: Any) -> None:
+def check_owed(before: Any, state: Any, rtol: float = 1e-5, atol: float = 1e-7) -> None:
     """What the members owe together is what those of them that are not new owed before."""
     after = owed(state, dist.get_world_size())
     names = [name for name, numel in sizes().items() if numel > 4096]
@@ -38,7 +38,7 @@ def check_owed(before: Any, state: Any) -> None:
         sums = torch.stack([was, parts])
         dist.all_reduce(sums)
         # The float32 residuals were multiplied by a ratio, and those of owners added.
-        torch.testing.assert_close(sums[1], sums[0], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(sums[1], sums[0], rtol=rtol, atol=atol)
         assert sums[0].abs().max() > 0
 
 
@@ -46,8 +46,10 @@ def sizes() -> dict[str, int]:
     return {name: parameter.numel() for name, parameter in network().named_parameters()}
 
 
-def wrap(net: nn.Module, codec: str, feedback: str, **options: Any) -> tuple[Any, Any, Any]:
-    model = DistributedDataParallel(net, bucket_cap_mb=0.02, **options)
+def wrap(
+    net: nn.Module, codec: str, feedback: str = "residual", **options: Any
+) -> tuple[Any, Any, Any]:
+    model = DistributedDataParallel(net, **{"bucket_cap_mb": 0.02, **options})
     state = pycomm.compress(model, codec, feedback=feedback)
     return model, state, torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -107,7 +109,7 @@ def test_a_killed_member_is_replaced(rank, member, handles):
     net = network()
     if not joins:
         member.form(1, handles[:3])
-        model, state, optimizer = wrap(net, "int4", "residual")
+        model, state, optimizer = wrap(net, "int4")
         train(model, optimizer, 3)
         if rank == 1:
             net[3].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
@@ -117,7 +119,7 @@ def test_a_killed_member_is_replaced(rank, member, handles):
         before = owed(state, 3)
         del model  # its reducer listens to the parameters
         member.form(2, [handles[0], handles[2]])
-        model, fresh, optimizer = wrap(net, "int4", "residual")
+        model, fresh, optimizer = wrap(net, "int4")
         fresh.adopt_state(state)
         state = fresh
         check_owed(before, state)
@@ -127,7 +129,7 @@ def test_a_killed_member_is_replaced(rank, member, handles):
         before = owed(state, 2)
         del model
     member.form(3, [handles[0], handles[2], handles[3]])
-    model, fresh, optimizer = wrap(net, "int4", "residual")
+    model, fresh, optimizer = wrap(net, "int4")
     fresh.adopt_state(state)
     check_owed(before if left else None, fresh)
     train(model, optimizer, 2, first=5)
@@ -135,15 +137,13 @@ def test_a_killed_member_is_replaced(rank, member, handles):
     assert alike(*model.parameters(), torch.tensor(fresh.step))
 
 
-def two(
-    rank: int, member: Member, handles: list[str], codec: str, steps: int
-) -> tuple[Any, Any, Any, Any]:
+def two(rank: int, member: Member, handles: list[str], codec: str, steps: int) -> Any:
     """Two train; return what the third has, too, and a function by which it joins.
 
     Its buckets are fixed, and its first backward takes over the others'.
     """
     member.form(1, handles[2:] if rank == 2 else handles[:2])
-    model, state, optimizer = wrap(network(), codec, "residual", find_unused_parameters=True)
+    model, state, optimizer = wrap(network(), codec, find_unused_parameters=True)
     if rank < 2:
         train(model, optimizer, steps)
 
@@ -207,9 +207,7 @@ def test_a_new_member_that_does_not_fit_is_named_on_all(rank, member, handles, w
         net[3] = nn.Linear(128, 64, bias=False)
     if joins and what == "sizes":
         options["bucket_cap_mb"] = 1
-    model = DistributedDataParallel(net, **({"bucket_cap_mb": 0.02} | options))
-    state = pycomm.compress(model, codec)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, state, optimizer = wrap(net, codec, **options)
     if not joins:
         train(model, optimizer, 3)
     before = values(net)
@@ -221,10 +219,9 @@ def test_a_new_member_that_does_not_fit_is_named_on_all(rank, member, handles, w
     if joins:
         return
     member.form(3, handles[:2])  # without it
-    model = DistributedDataParallel(net, bucket_cap_mb=0.02)
-    fresh = pycomm.compress(model, codec)
+    model, fresh, optimizer = wrap(net, codec)
     fresh.adopt_state(state)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, first=3)
+    train(model, optimizer, 2, first=3)
     assert fresh.step >= 5
     assert alike(*model.parameters(), torch.tensor(fresh.step))
 
@@ -246,24 +243,8 @@ def test_a_state_that_cannot_follow_says_what_to_do(member, handles):
 # A rank is killed during training: the others shrink the group, continue, and keep residuals.
 
 
-KILLED, END = 3, 8
-# Residuals are kept in bf16, with 8 bits of mantissa.
-ROUNDING = 2.0**-8
-
-
-def saved_debts(state: Any, ranks: int) -> dict[str, torch.Tensor]:
-    """Return this rank's residuals as parts of the average, by parameter."""
-    assert state.residuals.ranks == ranks
-    entries = state.state_dict()[f"rank{dist.get_rank()}"][1]
-    return {
-        name: state.residuals.added(name, 0, entry["about"][0]).double()
-        for name, entry in entries.items()
-    }
-
-
-def shrink(error: pycomm.PeerLost) -> set[int]:
+def shrink(gone: set[int]) -> set[int]:
     """Shrink the group to the survivors; return the lost ranks, which may have become more."""
-    gone = set(error.ranks)
     while True:
         try:
             dist.shrink_group(sorted(gone), shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
@@ -274,50 +255,33 @@ def shrink(error: pycomm.PeerLost) -> set[int]:
         gone |= more
 
 
-def train_and_shrink(
-    rank: int, size: int, codec: str, feedback: str, victims: set[int]
-) -> list[torch.Tensor]:
-    """Return the final parameters, on ranks that have lost others on the way."""
-    model = DistributedDataParallel(network(), bucket_cap_mb=0.02)
-    state = pycomm.compress(model, codec, feedback=feedback)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for number in range(KILLED):
-        train_step(model, optimizer, rank, number)
-    if rank in victims:  # during backward, while some buckets are being reduced
+def survivors_are_equal(results: list[Any]) -> None:
+    all_equal([result for result in results if result is not None])
+
+
+@on_ranks(then=survivors_are_equal)
+@pytest.mark.parametrize(("ranks", "dies"), [(3, {1}), (4, {1, 2})])
+def test_survivors_train_on_with_their_residuals(rank, size, dies):
+    how = "int4", "residual:storage=bf16"
+    model, state, optimizer = wrap(network(), *how)
+    train(model, optimizer, 3)
+    if rank in dies:  # during backward, while some buckets are being reduced
         model.module[3].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(pycomm.PeerLost) as caught:
-        train_step(model, optimizer, rank, KILLED)
-    error = pycomm.PeerLost(str(caught.value), caught.value.rank, caught.value.ranks)
+        train(model, optimizer, 1, first=3)
+    gone = set(caught.value.ranks)
     del caught
-
-    before = saved_debts(state, size)
-    assert shrink(error) == victims
-    module = model.module
+    before = owed(state, size)
+    assert shrink(gone) == dies
+    net = model.module
     del model
-    model = DistributedDataParallel(module, bucket_cap_mb=0.02)
-    state, old = pycomm.compress(model, codec, feedback=feedback), state
-    state.adopt_state(old)
-    assert state.step == KILLED + 1
-    after = saved_debts(state, size - len(victims))
-    assert before.keys() == after.keys() != set()
-    for name in before:
-        sums = torch.stack([before[name], after[name]])
-        dist.all_reduce(sums)
-        torch.testing.assert_close(sums[1], sums[0], rtol=ROUNDING, atol=ROUNDING)
-        assert sums[0].abs().max() > 0
-    for number in range(KILLED, END):
-        train_step(model, optimizer, dist.get_rank(), number)
-    assert state.overflows == 0
+    model, fresh, optimizer = wrap(net, *how)
+    fresh.adopt_state(state)
+    assert fresh.step == 4
+    check_owed(before, fresh, 2.0**-8, 2.0**-8)  # bf16 has 8 bits of mantissa
+    train(model, optimizer, 5, first=3)
+    assert fresh.overflows == 0
     return values(model)
-
-
-@pytest.mark.parametrize("victims", [{1}, {1, 2}])
-def test_survivors_train_on_with_their_residuals(pool, victims):
-    feedback = "residual:storage=bf16"
-    first, *_, last = pool.run(
-        train_and_shrink, "int4", feedback, victims, ranks=2 + len(victims), dies=victims
-    )
-    assert equal(first, last)
 
 
 def both_survive(results: list[Any]) -> None:

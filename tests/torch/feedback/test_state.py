@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.feedback import Residuals
+from pycomm.hooks.saved_buckets import SavedBuckets
 from tests.torch.harness import (
     CODED,
     SHAPES,
@@ -21,11 +28,11 @@ from tests.torch.harness import (
     gradients,
     mean,
     near_zero,
-    on_both,
     owed,
     reduced,
     residuals_of,
     resumed,
+    values,
 )
 from tests.torch.pool import on_ranks
 
@@ -39,27 +46,21 @@ RULES = [
 CALM = {"find_unused_parameters": True}
 
 
-# ---------------------------------------------------------------- equal on all backends
-
-
-@on_both()
-@pytest.mark.parametrize("spec", ["int4", "topk:0.1"])
-def test_other_backends_leave_the_same_bits(rank, size, spec):
-    found = {}
-    for feedback in RULES:
-        model, state = compressed(spec, feedback)
-        got = [g for step in range(4) for g in reduced(model, gradients(rank, step)).values()]
-        state.settle()
-        pieces = [state.residuals[name] for name in CODED]
-        found[feedback] = got + [r.current(role) for r in pieces for role, _ in r.pairs()]
-    return found
-
-
 # ---------------------------------------------------------------- codecs without residuals
 
 
-def debts(rank: int, size: int, codec: str) -> tuple[list[bool], list[bool]]:
-    """Return after each step whether there is a residual, and whether the backend expects one."""
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("codec", "owes", "expects"),
+    [
+        # Ranks may drop what is paid in different steps: the backend expects it from all of them.
+        ("int4 3:eden:bits=2", [True, True] + [False] * 3, [True] * 5),
+        # What is loaded may be the residual of few ranks.
+        ("eden:bits=2", [False] * 5, [False] * 4 + [True]),
+    ],
+)
+def test_an_unbiased_codec_pays_and_owes_nothing(rank, size, codec, owes, expects):
+    """After each step, whether there is a residual, and whether the backend expects one."""
     model, state = compressed(codec, "residual")
     found, expected = [], []
     for step in range(5):
@@ -68,20 +69,8 @@ def debts(rank: int, size: int, codec: str) -> tuple[list[bool], list[bool]]:
         reduced(model, gradients(rank, step))
         expected.append(any(b.native.owner_residuals for b in state.reducer.buckets.values()))
         state.settle()
-        assert state.residuals is not None
         found.append("big" in state.residuals)
-    return found, expected
-
-
-def test_an_unbiased_codec_pays_and_owes_nothing(pool):
-    """Ranks may drop what is paid in different steps: the backend expects it from all of them."""
-    paid = pool.run(debts, "int4 3:eden:bits=2")
-    assert paid == [([True, True] + [False] * 3, [True] * 5)] * 2
-
-
-def test_without_feedback_no_residual_is_expected(pool):
-    """What is loaded may be the residual of few ranks."""
-    assert pool.run(debts, "eden:bits=2") == [([False] * 5, [False] * 4 + [True])] * 2
+    assert (found, expected) == (owes, expects)
 
 
 # --------------------------------------------------------------------------- overflow
@@ -269,3 +258,147 @@ def test_loaded_residuals_leave_nothing_of_other_owners():
     one.owner[one.sides[1]][4:] = 3  # it owns the other half now, and writes nothing else
     one.commit(3)
     assert one.current("owner").tolist() == [0, 0, 0, 0, 3, 3, 3, 3]
+
+
+# ------------------------------------------------------------------------------------- resumed runs
+# A run that wraps, compresses, loads and trains goes on with the bits of the saved run.
+
+
+KINDS = ["residual", "decay:0.8", "momentum:0.9"]
+STORAGES = ["float32", "bf16", "int8"]
+FEEDBACKS = [f"{k}{',' if ':' in k else ':'}storage={s}" for k in KINDS for s in STORAGES]
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "static_graph": {"static_graph": True},
+    "find_unused": {"find_unused_parameters": True},
+    "views": {"gradient_as_bucket_view": True},
+}
+SHARDS = {"fsdp2": (1, 4), "hsdp": (2, 2)}
+WIDTH, SAVED, END = 64, 3, 6
+
+
+class Net(nn.Module):
+    """Its parameters get their gradients in another order than DDP's first buckets have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last = nn.Linear(128, WIDTH)
+        self.norm = nn.LayerNorm(128)
+        self.first = nn.Linear(WIDTH, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)).relu())
+
+
+Maker = Callable[[nn.Module], "tuple[Any, Any]"]
+"""Makes the optimizer and the state of a wrapped model."""
+
+
+def by_codec(model: nn.Module, codec: str, feedback: str | bool = True) -> tuple[Any, Any]:
+    state = pycomm.compress(model, codec, feedback=feedback)
+    return torch.optim.AdamW(model.parameters(), 1e-3), state
+
+
+def coded(model: nn.Module, make: Any, lr: float) -> tuple[Any, Any]:
+    optimizer = make(model.parameters(), lr=lr, model=model)
+    return optimizer, optimizer.compression
+
+
+INT4: Maker = partial(by_codec, codec="int4")
+ADAMW: Maker = partial(coded, make=pycomm.CodedAdamW, lr=1e-3)
+SGD: Maker = partial(coded, make=pycomm.CodedSGD, lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        x = torch.randn(8, WIDTH, generator=generator)
+        optimizer.zero_grad()
+        (model(x) - x).square().mean().backward()
+        optimizer.step()
+
+
+def fresh(make: Maker, wrapper: str) -> tuple[Any, Any, Any]:
+    if wrapper in SHARDS:
+        mesh = init_device_mesh("cpu", SHARDS[wrapper], mesh_dim_names=("replicate", "shard"))
+        model: nn.Module = fully_shard(Net(), mesh=mesh)
+    else:  # buckets of a few parameters, whose order differs before and after DDP's first step
+        model = DistributedDataParallel(Net(), bucket_cap_mb=0.02, **WRAPPERS[wrapper])
+    return model, *make(model)
+
+
+def resume(rank: int, make: Maker, wrapper: str) -> int:
+    """Resume a run in the natural order, compare it; return the number of saved buckets."""
+    parts = fresh(make, wrapper)
+    train(parts[0], parts[1], rank, range(SAVED))
+    saved = copy.deepcopy([part.state_dict() for part in parts])
+    train(parts[0], parts[1], rank, range(SAVED, END))
+    want, norms = values(parts[0]), parts[2].residual_norms()
+    for again in (fresh(make, wrapper), parts):  # also one that has advanced
+        for part, state in zip(again, copy.deepcopy(saved), strict=True):
+            part.load_state_dict(state)
+        train(again[0], again[1], rank, range(SAVED, END))
+        assert equal(values(again[0]), want), wrapper
+        assert again[2].residual_norms() == norms
+    return len(saved[2]["about"][0].get("buckets", ()))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_each_feedback_resumes_with_the_same_bits(rank, size, codec):
+    for feedback in FEEDBACKS:
+        assert resume(rank, partial(by_codec, codec=codec, feedback=feedback), "plain") == 2
+
+
+@on_ranks(3)
+def test_each_wrapper_and_optimizer_resumes_with_the_same_bits(rank, size):
+    for wrapper in WRAPPERS:
+        for make in (INT4, ADAMW, SGD):
+            resume(rank, make, wrapper)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("wrapper", SHARDS)
+def test_shards_resume_with_the_same_bits(rank, size, wrapper):
+    for make in (partial(by_codec, codec="int4:rounding=stochastic"), ADAMW):
+        resume(rank, make, wrapper)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_each_codec_resumes_with_the_same_bits_also_on_gloo(rank, size):
+    for codec in ("powersgd:2", "topk:0.1", "sign", "nvfp4", "eden:bits=2,size=128"):
+        resume(rank, partial(by_codec, codec=codec), "plain")
+    for codec in ("quant:bits=4,block=64,rounding=stochastic", "multiples:unit=0.5"):
+        resume(rank, partial(by_codec, codec=codec), "find_unused")
+
+
+@on_ranks(2)
+def test_buckets_of_another_model_are_not_used(rank, size):
+    """Buckets that are not those of the checkpoint are reduced, and the state goes on."""
+    model, optimizer, state = fresh(INT4, "plain")
+    train(model, optimizer, rank, range(SAVED))
+    saved = copy.deepcopy(state.state_dict())
+    saved["about"][0]["buckets"][0].append("gone.weight")
+    again, other, loaded = fresh(INT4, "plain")
+    loaded.load_state_dict(saved)
+    train(again, other, rank, range(3))
+    assert loaded.step == state.step + 3
+
+
+def test_a_failure_of_a_saved_bucket_is_raised():
+    """The futures of earlier buckets are then given up with the backward."""
+
+    def reduce(tensor: torch.Tensor, names: tuple[str, ...]) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_exception(pycomm.Error("rank 0: gone"))
+        return future
+
+    buckets = SavedBuckets(
+        [("a", "b")], {"a": 2, "b": 3}.__getitem__, reduce, lambda future: future.wait()
+    )
+    assert not buckets.reduce(torch.ones(3), ("b",), last=False).done()
+    buckets.reduce(torch.ones(2), ("a",), last=True)
+    with pytest.raises(pycomm.Error, match="gone"):
+        buckets.finish()

@@ -100,6 +100,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.body = nn.Sequential(nn.Linear(16, 160), nn.Tanh(), nn.Linear(160, 4))
         self.sometimes = nn.Linear(4, 4)
         self.wide = nn.Linear(4, 4, dtype=torch.float64)
@@ -111,11 +112,6 @@ class Net(nn.Module):
         return self.wide(x.double()).float()
 
 
-def network() -> Net:
-    torch.manual_seed(0)
-    return Net()
-
-
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     data = torch.Generator().manual_seed(10 * step + rank)
     return model(torch.randn(8, 16, generator=data), rank % 2 == 1).square().mean()
@@ -125,7 +121,7 @@ def train(
     rank: int, size: int, options: dict[str, Any], passes: int = 1, before: str = "nothing"
 ) -> list[torch.Tensor]:
     hvd.init()
-    model = network()
+    model = Net()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     codec = options.pop("codec", None)
     if codec is not None:
@@ -153,7 +149,7 @@ def train(
 
 def reference(size: int, passes: int = 1, clip: bool = False, op: Any = None) -> list[torch.Tensor]:
     """The same steps in one process: sum in rank order, then divide."""
-    model = network()
+    model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(4):
         sums: list[torch.Tensor] = []
@@ -172,7 +168,7 @@ def reference(size: int, passes: int = 1, clip: bool = False, op: Any = None) ->
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
-    return [p.detach() for p in model.parameters()]
+    return values(model)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +335,7 @@ def test_changing_parameters_are_followed(pool, what):
 
 def check_step_is_told(rank: int, size: int, model: nn.Module, optimizer: Any, text: str) -> None:
     """A step that ranks take differently raises on all, and the next one is that of the others."""
-    before = [p.detach().clone() for p in model.parameters()]
+    before = values(model)
     with pytest.raises(pycomm.WireMismatch, match=text):
         optimizer.step()
     assert equal(before, list(model.parameters()))
@@ -362,9 +358,13 @@ def two_layers(frozen: bool = False, **options: Any) -> tuple[nn.Module, Any]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("codec", ["fp32", "int4", "powersgd:rank=1"])
-def test_different_trained_parameters_are_told(rank, size, codec):
-    model, optimizer = two_layers(compression=hvd.Compression.codec(codec))
+@pytest.mark.parametrize(
+    ("codec", "frozen"),
+    [("fp32", False), ("int4", False), ("powersgd:rank=1", False), ("fp32", True)],
+)
+def test_different_trained_parameters_are_told(rank, size, codec, frozen):
+    """Of a layer that was frozen, no rank has entered the parameters before."""
+    model, optimizer = two_layers(frozen, compression=hvd.Compression.codec(codec))
     model[0].requires_grad_(rank == 0)
     model(inputs(rank, 0)).square().mean().backward()
     text = r"a step that trains 4 .* a step that trains 2"
@@ -377,29 +377,21 @@ def test_different_trained_parameters_are_told(rank, size, codec):
 
 
 @on_ranks(2)
-def test_a_layer_that_one_rank_thaws_is_told(rank, size):
-    model, optimizer = two_layers(frozen=True)
-    model[0].requires_grad_(rank == 0)  # no rank has entered it before
+@pytest.mark.parametrize(
+    ("name", "other", "text"),
+    [
+        ("op", hvd.Sum, "by Average, .* by Sum, "),
+        ("gradient_predivide_factor", 2.0, "divided by 1.0 .* divided by 2.0 "),
+        ("backward_passes_per_step", 2, " 1 backward passes, .* 2 backward passes,"),
+    ],
+)
+def test_different_options_of_optimizers_are_told(rank, size, name, other, text):
+    model, optimizer = two_layers(**({name: other} if rank else {}))
     model(inputs(rank, 0)).square().mean().backward()
-    text = r"a step that trains 4 .* a step that trains 2"
-    check_step_is_told(rank, size, model, optimizer, text)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("name", ["op", "gradient_predivide_factor", "backward_passes_per_step"])
-def test_different_options_of_optimizers_are_told(rank, size, name):
-    others = {"op": hvd.Sum, "gradient_predivide_factor": 2.0, "backward_passes_per_step": 2}
-    model, optimizer = two_layers(**({name: others[name]} if rank else {}))
-    model(inputs(rank, 0)).square().mean().backward()
-    texts = {
-        "op": "by Average, .* by Sum, ",
-        "gradient_predivide_factor": "divided by 1.0 .* divided by 2.0 ",
-        "backward_passes_per_step": " 1 backward passes, .* 2 backward passes,",
-    }
     if name == "backward_passes_per_step":  # it may be set, and then all go on
-        return check_step_is_told(rank, size, model, optimizer, texts[name])
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(pycomm.WireMismatch, match=texts[name]):
+        return check_step_is_told(rank, size, model, optimizer, text)
+    before = values(model)
+    with pytest.raises(pycomm.WireMismatch, match=text):
         optimizer.step()
     assert equal(before, list(model.parameters()))
     optimizer.zero_grad()
@@ -488,7 +480,7 @@ def test_a_gradient_that_changes_while_it_travels_is_an_error(rank, size, what, 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    before = [p.detach().clone() for p in model.parameters()]
+    before = values(model)
     scaler.scale(model(torch.tensor([7, 33_333]))).backward()
     if what != "scaled by GradScaler":
         CHANGES[what](model)

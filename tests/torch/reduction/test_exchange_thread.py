@@ -1,4 +1,4 @@
-"""Buckets over Gloo are reduced beside backward, by a thread with a group of its own."""
+"""Buckets over Gloo are reduced beside backward, by a thread with its own group; such groups."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import backend
 from pycomm.bench.step.stages import BY_EXCHANGES, Stages
 from pycomm.policy.exchange import bytes_of
+from pycomm.reduction import own_group
 from pycomm.reduction.exchange_thread import ExchangeThread
+from tests.ranks import in_child
 from tests.torch.interpreter import Interpreter
 from tests.torch.pool import on_ranks
 
@@ -46,11 +48,6 @@ def results(model: nn.Module) -> list[bytes]:
     return [bytes_of(p.grad) for p in model.parameters() if p.grad is not None]
 
 
-def run_here(state: Any) -> None:
-    """Let the hook's thread exchange, as it did before there was a thread."""
-    state.reducer.thread = None
-
-
 @on_ranks(2, backend="gloo")
 @pytest.mark.parametrize("codec", ["int4", "topk:0.05", "lossless", "fp32"])
 def test_a_bucket_travels_while_backward_goes_on(rank, ranks, codec):
@@ -70,7 +67,7 @@ def test_a_bucket_travels_while_backward_goes_on(rank, ranks, codec):
 def test_the_results_are_those_of_the_hooks_thread(rank, ranks, feedback):
     models = [wrapped(), wrapped()]
     states = [pycomm.compress(model, "int4", feedback=feedback) for model in models]
-    run_here(states[1])
+    states[1].reducer.thread = None  # the hook's thread exchanges, as before there was another
     for step in range(4):
         for model in models:
             model.zero_grad()
@@ -175,26 +172,15 @@ def test_who_gets_a_result_may_fork(rank, ranks):
     begins, known = threading.Event(), []
     tensor = torch.ones(1)
     future, is_finite = thread.run(tensor, lambda: begins.wait(60) and torch.ones(()))
-    at_result = future.then(lambda _: known.append(in_child(is_finite)))
+
+    def ask() -> None:
+        signal.alarm(20)  # ends a child that waits
+        assert is_finite()
+
+    at_result = future.then(lambda _: known.append(in_child(ask)))
     begins.set()
     at_result.wait()
-    assert known == [True]
-
-
-def in_child(ask: Callable[[], bool]) -> bool:
-    """Return whether a forked child knows the answer soon."""
-    child = os.fork()
-    if not child:
-        os._exit(0 if ask() else 1)
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return status == 0
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return False
+    assert known == ["returned"]
 
 
 ENDS = """
@@ -247,3 +233,70 @@ def test_the_group_of_the_thread_has_the_models_backend(rank, ranks):
     backward(model, rank)
     assert dist.get_backend(state.reducer.thread.group) == dist.get_backend(model.process_group)
     assert backend.find(state.reducer.thread.group) is None
+
+
+# ------------------------------------------------------------------------------------------- groups
+# Groups of pycomm's objects are made and closed on several threads.
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_group_is_made_while_another_closes(rank, ranks, when):
+    """torch names a group by a count of groups, which then differs between ranks."""
+    former = own_group.make(dist.group.WORLD)
+    destroy, gather = dist.destroy_process_group, own_group.gather
+    destroyed, counted = threading.Event(), threading.Event()
+    thread = threading.Thread(target=own_group.close, args=(former,))
+
+    def slow(group: dist.ProcessGroup) -> None:
+        destroy(group)
+        destroyed.set()
+        counted.wait(0.5)
+
+    def gathered(*args: Any) -> Any:
+        counts = gather(*args)
+        if when == "while":
+            thread.start()
+        counted.set()
+        thread.join()
+        return counts
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(own_group, "gather", gathered)
+            if when == "before":
+                patch.setattr(dist, "destroy_process_group", slow)
+                thread.start()
+                assert destroyed.wait(10)
+        made = own_group.make(dist.group.WORLD)
+    if rank == 1:
+        own_group.close(former)
+    assert former not in dist.distributed_c10d._world.pg_map
+    for group in (made, own_group.make(dist.group.WORLD)):
+        values = torch.ones(3)
+        dist.all_reduce(values, group=group)
+        assert values.tolist() == [2.0, 2.0, 2.0]
+        own_group.close(group)
+
+
+def test_torch_asks_for_the_names_of_groups():
+    """It would name them otherwise, by counts."""
+    assert distributed_c10d._process_group_name.__module__ == distributed_c10d.__name__
+    assert hasattr(distributed_c10d._process_group_name, "__wrapped__")
+
+
+@on_ranks(4)
+def test_parts_that_have_made_other_groups_make_one(rank, ranks):
+    """A rank that is in no part counts no group, and torch from 2.14 on tells no rank of that."""
+    made = []
+    for members in ([0, 1, 2], [2, 3]):
+        ours = members if rank in members else []
+        made.append(own_group.make_part(dist.group.WORLD, ours))
+    if rank < 2:
+        half = dist.new_group([0, 1], use_local_synchronization=True)
+        made.append(own_group.make(half))
+    made.append(own_group.make(dist.group.WORLD))
+    for group in filter(None, made):
+        values = torch.ones(3)
+        dist.all_reduce(values, group=group)
+        assert values.tolist() == [float(group.size())] * 3

@@ -16,8 +16,9 @@ import pycomm
 from pycomm.feedback.storage import powers
 from pycomm.policy import Policy
 from pycomm.reduction.factors import EVERY, Factors, Matrix, is_look
+from tests.torch import harness
 from tests.torch.elastic.member import on_members
-from tests.torch.harness import Chosen, alike, all_equal, equal, gradients, reduced, same_as_gloo
+from tests.torch.harness import Chosen, alike, all_equal, equal, gradients, on_both, reduced
 from tests.torch.pool import on_ranks
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"big": (48, 96), "kernel": (32, 16, 3, 3), "bias": (50,)}
@@ -45,6 +46,12 @@ def unequal(rank: int, step: int, *, turned: bool = False) -> dict[str, torch.Te
     return found
 
 
+def mean(size: int, step: int, **how: bool) -> dict[str, torch.Tensor]:
+    """Return the mean of all ranks' gradients."""
+    given = [unequal(rank, step, **how) for rank in range(size)]
+    return {name: sum(one[name] for one in given) / size for name in SHAPES}
+
+
 def wrapped(codec: str, feedback: Any = True, **options: Any) -> tuple[Any, Any]:
     model = DistributedDataParallel(Chosen(SHAPES), **{"bucket_cap_mb": 0.02, **options})
     return model, pycomm.compress(model, codec, feedback=feedback)
@@ -52,10 +59,9 @@ def wrapped(codec: str, feedback: Any = True, **options: Any) -> tuple[Any, Any]
 
 def worst(got: dict[str, torch.Tensor], step: int, ranks: int) -> float:
     """Return the largest relative error of a row or column of the average."""
-    errors = []
+    errors, want = [], mean(ranks, step)
     for name in CODED:
-        exact = sum(unequal(rank, step)[name] for rank in range(ranks)) / ranks
-        exact, found = (x.view(len(x), -1) for x in (exact, got[name]))
+        exact, found = (x.view(len(x), -1) for x in (want[name], got[name]))
         exact, found = (x / sizes(name) / heights(name) for x in (exact, found))
         for dim in (0, 1):
             errors.append(((found - exact).norm(dim=dim) / exact.norm(dim=dim)).max())
@@ -89,17 +95,21 @@ def steps(rank: int, size: int, codec: str, feedback: str) -> list[Any]:
     return [found, state.residual_norms(), state.reducer.factors.current]
 
 
+def same_but_for_residuals(results: list[Any]) -> None:
+    all_equal([[found, factors] for found, _, factors in results])
+
+
+@on_both(2, then=same_but_for_residuals)
 @pytest.mark.parametrize("feedback", ["residual:storage=float32", "decay:0.8,storage=int8"])
 @pytest.mark.parametrize("codec", ["int8", "nvfp4", "topk:0.1", "multiples"])
-def test_all_carriers_have_the_same_bits(pool, codec, feedback):
-    results = same_as_gloo(pool, steps, codec, feedback, ranks=2)
-    all_equal([[found, factors] for found, _, factors in results])
+def test_all_carriers_have_the_same_bits(rank, size, codec, feedback):
+    return steps(rank, size, codec, feedback)
 
 
+@on_ranks(3, then=same_but_for_residuals)
 @pytest.mark.parametrize("codec", ["int4", "mxfp4"])
-def test_three_ranks_have_the_same_factors(pool, codec):
-    results = pool.run(steps, codec, "residual", ranks=3)
-    all_equal([[found, factors] for found, _, factors in results])
+def test_three_ranks_have_the_same_factors(rank, size, codec):
+    return steps(rank, size, codec, "residual")
 
 
 def factor(state: Any, name: str) -> torch.Tensor:
@@ -152,9 +162,9 @@ def errors(rank: int, size: int, codec: str, later: str) -> list[float]:
     found = []
     for step in range(4):
         ours = gradients(rank, step, shapes=SHAPES)
-        mean = sum(gradients(r, step, shapes=SHAPES)["big"] for r in range(size)) / size * columns
+        want = harness.mean(size, step, shapes=SHAPES)["big"] * columns
         got = reduced(model, ours | {"big": ours["big"] * columns})["big"]
-        found.append(float((got - mean).norm() / mean.norm()))
+        found.append(float((got - want).norm() / want.norm()))
         if later != codec:
             state.set_policy(later)
     return found
@@ -168,21 +178,19 @@ def test_a_change_of_factors_loses_nothing(rank, size, storage, tolerance):
     """Residuals in int8 lose small columns while the factors are still those of other sizes; in
     wrong units a residual would be off by a hundred."""
     model, state = wrapped("int4", f"residual:storage={storage}")
-    sums = {name: torch.zeros(torch.Size(SHAPES[name]).numel()).double() for name in CODED}
-    due = {name: total.clone() for name, total in sums.items()}
+    missing = {name: torch.zeros(SHAPES[name]).double() for name in CODED}
     seen = []
     for step in range(10):
         turned = step in (2, 3, 4)
         got = reduced(model, unequal(rank, step, turned=turned))
         seen.append(state.reducer.factors.current.get("big"))
+        want = mean(size, step, turned=turned)
         for name in CODED:
-            sums[name] += got[name].view(-1)
-            for other in range(size):
-                due[name] += unequal(other, step, turned=turned)[name].view(-1) / size
+            missing[name] += want[name].double() - got[name]
     assert seen[0] is None
     assert not torch.equal(seen[1], seen[-1])
     for name in CODED:
-        off = (sums[name] + owed(state, name) - due[name]).view(-1, len(sizes(name)))
+        off = (owed(state, name) - missing[name].view(-1)).view(-1, len(sizes(name)))
         off /= heights(name)
         # Against the largest that each column has had.
         most = torch.maximum(sizes(name), sizes(name, turned=True))
@@ -320,9 +328,9 @@ def test_an_exact_codec_takes_real_units(rank, size):
     state.set_policy("fp32")
     got = reduced(model, unequal(rank, 3))
     assert not state.reducer.factors.current
+    exact = mean(size, 3)
     for name in CODED:
-        exact = sum(unequal(other, 3)[name].double() for other in range(size)) / size
-        want = exact.view(-1) + debt[name]
+        want = exact[name].view(-1) + debt[name]
         torch.testing.assert_close(got[name].view(-1).double(), want, rtol=1e-5, atol=1e-5)
     state.set_policy("int4")
     reduced(model, unequal(rank, 4))
@@ -357,17 +365,13 @@ def test_replicas_of_shards_have_the_same_factors(rank, size, backend):
 
 
 @on_ranks(2)
-def test_half_precision_gradients_get_no_factors(rank, size):
-    model = DistributedDataParallel(Chosen(SHAPES).half())
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_float16_gradients_get_no_factors(rank, size, dtype):
+    model = DistributedDataParallel(Chosen(SHAPES).to(dtype))
     state = pycomm.compress(model, "int8")
     for step in range(3):
-        reduced(model, {name: g.half() for name, g in unequal(rank, step).items()})
-    assert not state.reducer.factors.current
-    model = DistributedDataParallel(Chosen(SHAPES).bfloat16())
-    state = pycomm.compress(model, "int8")
-    for step in range(3):
-        reduced(model, {name: g.bfloat16() for name, g in unequal(rank, step).items()})
-    assert set(state.reducer.factors.current) == set(CODED)
+        reduced(model, {name: g.to(dtype) for name, g in unequal(rank, step).items()})
+    assert set(state.reducer.factors.current) == (set(CODED) if dtype == torch.bfloat16 else set())
 
 
 @on_ranks(2)
@@ -383,12 +387,11 @@ def test_float16_has_no_factors_not_even_loaded_ones(rank, size):
     sent = {name: g.half() for name, g in gradients(rank, 3, shapes=SHAPES).items()}
     got = reduced(half, sent)
     assert fresh.reducer.factors.current == {}
-    mean = {n: sum(gradients(r, 3, shapes=SHAPES)[n].half() for r in range(2)) / 2 for n in CODED}
+    exact = harness.mean(size, 3, shapes=SHAPES)
     for name in CODED:
         total = got[name].view(-1).double() + owed(fresh, name)
-        torch.testing.assert_close(
-            total, mean[name].view(-1).double() + owing[name], rtol=2e-2, atol=2e-2
-        )
+        want = exact[name].view(-1) + owing[name]
+        torch.testing.assert_close(total, want, rtol=2e-2, atol=2e-2)
 
 
 @on_members(3)
@@ -454,13 +457,10 @@ def test_a_column_near_a_border_keeps_its_factor():
         assert decided(factors, 4.0**4, 4.0**size) == [4, want], size
 
 
-def test_a_column_without_gradients_has_no_factor():
-    assert decided(Factors(), 4.0**5, 0.0) == [5, 0]
-
-
 def test_columns_within_a_factor_of_four_are_alike():
     assert decided(Factors(), 4.0**2, 4.0**-2) == [2, -2]
     assert decided(Factors(), 4.0**2) == [0]
+    assert decided(Factors(), 4.0**5, 0.0) == [5, 0]  # and so are those without gradients
 
 
 def test_a_policy_says_whether_there_are_factors():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,9 @@ from pycomm.codecs.convert import convert
 from pycomm.errors import WireMismatch
 from pycomm.feedback import Feedback, Residuals
 from pycomm.local_sgd import Blocking, Streamed
-from pycomm.policy import Decision, Parameter
 from pycomm.policy.exchange import bytes_of
-from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.nodes import Nodes, flat_text
-from tests.torch.harness import Chosen, all_equal, gradients, reduced
+from tests.torch.harness import Chosen, all_equal, bucket_of, gradients, owed, reduced
 from tests.torch.interpreter import Interpreter
 from tests.torch.pool import on_ranks
 
@@ -84,23 +83,27 @@ def run_on_nodes(function: str, folder: Path, **env: str) -> None:
         assert rank.wait(200) == 0, rank.output()
 
 
-def on_node(rank: int, folder: str) -> None:
-    """Train by the core, then by Gloo, and compare."""
-    for number, ((codec, feedback), dtype) in enumerate(itertools.product(CODECS, DTYPES)):
-        found = {}
-        for backend in ("pycomm", "gloo"):
+def on_both_carriers(rank: int, folder: str, cases: list[Any], train: Any) -> Iterator[Any]:
+    """Yield each case, and what it finds by the core and by Gloo."""
+    for number, case in enumerate(cases):
+        found = []
+        for backend, told in (("pycomm", "core ("), ("gloo", "by nodes: 2 nodes of 2 ranks")):
             store = dist.FileStore(f"{folder}/{backend}{number}", 4)
             dist.init_process_group(backend, store=store, rank=rank, world_size=4)
-            found[backend], summary = train(rank, codec, feedback, dtype)
-            if backend == "gloo":
-                assert "by nodes: 2 nodes of 2 ranks" in summary, summary
-            else:
-                assert "core (" in summary, summary
+            result, summary = train(rank, case)
+            assert told in summary, summary
+            found.append(result)
             dist.destroy_process_group()
-        (results, overflows), (also, _) = found["gloo"], found["pycomm"]
+        yield case, *found
+
+
+def on_node(rank: int, folder: str) -> None:
+    cases = list(itertools.product(CODECS, DTYPES))
+    trained = on_both_carriers(rank, folder, cases, lambda r, case: train(r, *case[0], case[1]))
+    for case, (also, _), (results, overflows) in trained:
         for (step, name, ours), (*_, theirs) in zip(results, also, strict=True):
-            assert ours == theirs, f"{codec} {dtype}: {name} differs in step {step}"
-        assert overflows == 1, f"{codec} {dtype}: {overflows} overflows"
+            assert ours == theirs, f"{case}: {name} differs in step {step}"
+        assert overflows == 1, f"{case}: {overflows} overflows"
 
 
 @pytest.mark.parametrize("implementation", ["native", "reference"])
@@ -111,8 +114,9 @@ def test_gloo_has_the_bits_of_the_core(tmp_path, implementation):
 EXCHANGES = [Blocking(), Streamed(fragments=2, overlap=1)]
 
 
-def train_apart(rank: int, exchange: Any, dtype: torch.dtype) -> tuple[list[bytes], str]:
+def train_apart(rank: int, case: tuple[Any, torch.dtype]) -> tuple[list[bytes], str]:
     """Return the parameters after three rounds of LocalSGD; and the summary."""
+    exchange, dtype = case
     model = Chosen(SHAPES).to(dtype)
     local = pycomm.LocalSGD(model, every=2, codec="int4", exchange=exchange)
     for step in range(6):
@@ -125,17 +129,9 @@ def train_apart(rank: int, exchange: Any, dtype: torch.dtype) -> tuple[list[byte
 
 
 def apart_on_node(rank: int, folder: str) -> None:
-    """Train apart by the core, then by Gloo, and compare."""
-    for number, (exchange, dtype) in enumerate(itertools.product(EXCHANGES, DTYPES)):
-        found = []
-        for backend, told in (("pycomm", "core ("), ("gloo", "by nodes: 2 nodes of 2 ranks")):
-            store = dist.FileStore(f"{folder}/{backend}{number}", 4)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=4)
-            values, summary = train_apart(rank, exchange, dtype)
-            assert told in summary, summary
-            found.append(values)
-            dist.destroy_process_group()
-        assert found[0] == found[1], f"{exchange} {dtype}"
+    cases = list(itertools.product(EXCHANGES, DTYPES))
+    for case, core, gloo in on_both_carriers(rank, folder, cases, train_apart):
+        assert core == gloo, case
 
 
 def test_local_sgd_has_the_bits_of_the_core(tmp_path):
@@ -152,15 +148,14 @@ def test_all_ranks_have_one_result(rank, ranks, nodes, codec):
 
 
 @on_ranks(4, backend="gloo")
-@pytest.mark.parametrize("nodes", [range(4), [3] * 4, None], ids=str)
-def test_ranks_of_one_node_or_alone_reduce_alike(rank, ranks, nodes):
-    assert "by nodes" not in train(rank, "int4", True, torch.float32, nodes=nodes)[1]
-
-
-@on_ranks(4, backend="gloo")
-def test_momentum_reduces_alike(rank, ranks):
-    summary = train(rank, "int4", "momentum:0.9", torch.float32, nodes=[0, 0, 1, 1])[1]
-    assert "by nodes" not in summary
+@pytest.mark.parametrize(
+    ("feedback", "nodes"),
+    [(True, range(4)), (True, [3] * 4), (True, None), ("momentum:0.9", [0, 0, 1, 1])],
+    ids=str,
+)
+def test_some_ranks_reduce_alike(rank, ranks, feedback, nodes):
+    """Those of one node, those alone, and all with momentum."""
+    assert "by nodes" not in train(rank, "int4", feedback, torch.float32, nodes=nodes)[1]
 
 
 @on_ranks(3, backend="gloo")
@@ -266,45 +261,29 @@ def test_resharded_residuals_are_sent_whole(rank, ranks, nodes):
     model = DistributedDataParallel(Chosen(SHAPES))
     state = pycomm.compress(model, "int4", nodes=nodes)
     state.load_state_dict(*saved[:2])
-    assert state.residuals is not None
-    before, sent = corrections(state), dict.fromkeys(SHAPES, 0)
+    before, sent = owed(state, SHAPES), dict.fromkeys(SHAPES, 0)
     for _ in range(4):
         for name, value in reduced(model, {n: torch.zeros(s) for n, s in SHAPES.items()}).items():
-            sent[name] = sent[name] + value.view(-1).double()
-        state.settle()
-    after = corrections(state)
+            sent[name] = sent[name] + value
+    after = owed(state, SHAPES)
     assert before["large"].norm() > 0
-    for name, owed in before.items():
-        assert after[name].norm() <= 1e-3 * owed.norm(), name
-        lost = sent[name] + after[name] - owed  # but for the rounding of residuals in bf16
-        assert lost.norm() <= 1e-2 * owed.norm(), name
-
-
-def corrections(state: Any) -> dict[str, torch.Tensor]:
-    """Return what the residuals of all ranks add to the average, by parameter."""
-    result = {}
-    for name, shape in SHAPES.items():
-        added = state.residuals.added(name, 0, torch.Size(shape).numel())
-        added = torch.zeros(torch.Size(shape).numel()) if added is None else added
-        dist.all_reduce(added)
-        result[name] = added.double()
-    return result
-
-
-def groups_of_torch() -> int:
-    return len(distributed_c10d._world.pg_map)
+    for name, debt in before.items():
+        assert after[name].norm() <= 1e-3 * debt.norm(), name
+        lost = sent[name] + after[name] - debt  # but for the rounding of residuals in bf16
+        assert lost.norm() <= 1e-2 * debt.norm(), name
 
 
 @on_ranks(4, backend="gloo")
 def test_the_groups_go_with_the_state(rank, ranks):
-    before = groups_of_torch()
+    groups = distributed_c10d._world.pg_map
+    before = len(groups)
     model = DistributedDataParallel(Chosen(SHAPES))
     state = pycomm.compress(model, "int4", nodes=[0, 0, 1, 1])
     reduced(model, gradients(rank, 0, shapes=SHAPES))
-    assert groups_of_torch() == before + 3  # and that of the thread
+    assert len(groups) == before + 3  # and that of the thread
     del model, state
     gc.collect()
-    assert groups_of_torch() == before
+    assert len(groups) == before
 
 
 @on_ranks(4, backend="gloo", dies=[3], timeout=5)
@@ -330,20 +309,12 @@ CPU = torch.device("cpu")
 SIZES = [100, 4099]
 
 
-def bucket_of(codec: str, residuals: Residuals | None, rows: int, levels: Any = ()) -> Bucket:
-    decisions = [
-        Decision(Parameter(f"p{i}", (numel,), torch.float32), pycomm.codec(codec), "test")
-        for i, numel in enumerate(SIZES)
-    ]
-    return Bucket(decisions, range(len(SIZES)), residuals, CPU, rows=rows, levels=levels)
-
-
 @on_ranks(4, backend="gloo")
 @pytest.mark.parametrize("levels", [[0, 0, 1, 1], [0, 1, 1, 0]], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_coded_sums_of_nodes(rank, ranks, levels, dtype):
     codec, residuals = pycomm.codec("int8"), Residuals(Feedback(storage="float32"), ranks)
-    bucket = bucket_of("int8", residuals, ranks, levels)
+    bucket = bucket_of("int8", SIZES, residuals, rows=ranks, levels=levels)
     nodes = Nodes(dist.group.WORLD, levels, CPU)
     errors = [[torch.zeros(numel) for numel in SIZES] for _ in range(2)]  # by node
     for step in range(3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,17 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.feedback import Feedback, Residuals
-from pycomm.policy import Parameter, Policy
-from pycomm.reduction.bucket import Bucket
+from pycomm.policy import Policy
 from pycomm.reduction.powersgd import Exchange, Memory
 from tests.extent import each_value
-from tests.torch.harness import Chosen, all_equal, reduced
-from tests.torch.harness import gradients as full_rank
+from tests.torch import harness
+from tests.torch.harness import Chosen, all_equal, bucket_of, lost, near_zero, owed, reduced
 from tests.torch.pool import on_ranks
 
 SHAPES = {"a": (64, 96), "bias": (50,), "b": (30, 8, 10), "c": (128, 40), "small": (4, 4)}
 MATRICES = ("a", "b", "c")
-Gradients = dict[str, torch.Tensor]
 
 
 def model(spec: str) -> tuple[DistributedDataParallel, pycomm.CompressionState]:
@@ -30,11 +29,11 @@ def model(spec: str) -> tuple[DistributedDataParallel, pycomm.CompressionState]:
     return made, pycomm.compress(made, Policy(spec, guard=None))
 
 
-def gradients(rank: int, step: int) -> Gradients:
-    return full_rank(rank, step, shapes=SHAPES)
+gradients = partial(harness.gradients, shapes=SHAPES)
+mean = partial(harness.mean, shapes=SHAPES)
 
 
-def of_low_rank(rank: int, scale: float = 1.0) -> Gradients:
+def of_low_rank(rank: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
     """Return gradients whose mean over two ranks has rank 3, and the vectors of any."""
     made = {}
     for name, apart in gradients(0, 0).items():
@@ -44,20 +43,6 @@ def of_low_rank(rank: int, scale: float = 1.0) -> Gradients:
         mean = (left @ right.T).view(SHAPES[name]) if len(SHAPES[name]) > 1 else 0 * apart
         made[name] = scale * (mean + (1 - 2 * rank) * apart)
     return made
-
-
-def mean(given: list[Gradients]) -> Gradients:
-    return {name: sum(one[name] for one in given) / len(given) for name in SHAPES}
-
-
-def owed(state: pycomm.CompressionState, name: str) -> torch.Tensor:
-    """Return the mean of the residuals over the ranks."""
-    state.settle()
-    total = torch.zeros(SHAPES[name])
-    if name in state.residuals:
-        total += state.residuals[name].current("worker").view(SHAPES[name])
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
 
 
 def forgive(state: pycomm.CompressionState) -> None:
@@ -74,7 +59,8 @@ def forgive(state: pycomm.CompressionState) -> None:
 def test_a_mean_of_that_rank_is_exact(rank, size, scale):
     """The scale of Q is that of the gradients; times them it would leave the range of float32."""
     net, state = model("powersgd:rank=3")
-    want = mean([of_low_rank(r, scale) for r in range(size)])
+    given = [of_low_rank(r, scale) for r in range(size)]
+    want = {name: sum(one[name] for one in given) / size for name in SHAPES}
     for _ in range(3):
         forgive(state)
         for name, got in reduced(net, of_low_rank(rank, scale)).items():
@@ -88,26 +74,20 @@ def test_a_mean_of_that_rank_is_exact(rank, size, scale):
 @pytest.mark.parametrize(("backend", "ranks"), [("pycomm", 2), ("gloo", 2), ("gloo", 3)])
 def test_feedback_loses_nothing_and_ranks_agree(rank, size):
     net, state = model("powersgd:2")
-    total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    want = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    for step in range(6):
-        for name, got in reduced(net, gradients(rank, step)).items():
-            total[name] += got
-        for name, one in mean([gradients(r, step) for r in range(size)]).items():
-            want[name] += one
+    missing, left = lost(net, rank, range(6), shapes=SHAPES), owed(state, SHAPES)
     for name in SHAPES:
-        left = owed(state, name)
-        assert (left.norm() > 0.1 * want[name].norm()) == (name in MATRICES)
+        want = sum(mean(size, step)[name] for step in range(6))
+        assert (left[name].norm() > 0.1 * want.norm()) == (name in MATRICES)
         # The tolerance is the round-off of a few dozen float32 operations on values around 3.
-        torch.testing.assert_close(total[name] + left, want[name], rtol=0, atol=1e-4)
-    return total
+        near_zero(missing[name] - left[name], atol=1e-4)
+    return missing
 
 
 @on_ranks(2)
 def test_power_iteration_goes_on_from_step_to_step(rank, size):
     """The error of a constant mean, without what is owed, falls with the steps."""
     net, state = model("powersgd:4")
-    want, errors = mean([gradients(r, 0) for r in range(size)]), []
+    want, errors = mean(size, 0), []
     for _ in range(4):
         got = reduced(net, gradients(rank, 0))
         errors.append(sum(float((got[name] - want[name]).norm()) for name in MATRICES))
@@ -118,9 +98,8 @@ def test_power_iteration_goes_on_from_step_to_step(rank, size):
 @on_ranks(2)
 def test_an_exact_piece_sends_its_residual_once(rank, size):
     residuals, memory = Residuals(Feedback(storage="float32"), size), Memory()
-    decision = Policy("fp32").decide(Parameter("a", (4,), torch.float32))
-    residual = residuals.get("a", 4, torch.device("cpu"))
-    piece = Bucket([decision], [0], residuals, torch.device("cpu")).pieces[0]
+    residual = residuals.get("p0", 4, torch.device("cpu"))
+    piece = bucket_of("fp32", [4], residuals).pieces[0]
     assert piece.residual is residual
     residual.worker[residual.side].fill_(2.0)
     residual.worker[1 - residual.side].fill_(5.0)  # of the step before
@@ -129,7 +108,7 @@ def test_an_exact_piece_sends_its_residual_once(rank, size):
         exchange = Exchange(values, [piece], memory, dist.group.WORLD, seed=3)
         exchange.turn()
         exchange.finish()
-        residuals.commit(["a"])
+        residuals.commit(["p0"])
         assert values.tolist() == [want] * 4
 
 

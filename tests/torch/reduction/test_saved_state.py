@@ -1,14 +1,15 @@
-"""Checkpoints of a hook's state: their contents, and the errors and warnings when loading one."""
+"""States: their checkpoints, the errors and warnings when loading one, and steps of any end."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
@@ -16,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.policy import PROTECT, Policy, Rule
-from tests.torch.harness import heard
+from pycomm.reduction.state import CompressionState
+from pycomm.reduction.step import StepStatus
+from tests.torch.harness import CODED, SHAPES, equal, gradients, heard, mean, near_zero, owed
 from tests.torch.pool import on_ranks
 
 # For ranks that import torch on a busy machine.
@@ -64,7 +67,10 @@ def build(kind: str) -> tuple[nn.Module, Any]:
 # ------------------------------------------------------------------------ torch's Stateful
 
 
-def check_stateful(rank: int, size: int, kind: str, folder: str) -> None:
+@on_ranks(2, **PATIENT)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_states_are_stateful_and_keep_their_residuals(rank, size, kind, tmp_path):
+    folder = str(tmp_path / "saved")
     model, state = build(kind)
     train(model, rank)
     if kind == "ddp":
@@ -84,11 +90,6 @@ def check_stateful(rank: int, size: int, kind: str, folder: str) -> None:
     _, fourth = build(kind)
     fourth.load_checkpoint(folder)
     assert same(state, fourth)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_states_are_stateful_and_keep_their_residuals(pool, tmp_path: Path, kind):
-    pool.run(check_stateful, kind, str(tmp_path / "saved"), **PATIENT)
 
 
 @on_ranks(2, **PATIENT)
@@ -114,25 +115,22 @@ def test_a_state_whose_residuals_were_left_out_is_refused(rank, size):
 # ------------------------------------------------------------------------ names
 
 
-def check_wrapped_names(rank: int, size: int, before: str, after: str) -> None:
+@on_ranks(2, **PATIENT)
+@pytest.mark.parametrize("kind", ["compiled", "checkpointed", "module"])
+def test_residuals_are_loaded_into_another_wrapping(rank, size, kind):
     head = Rule(codec="int8", name="*2.weight", reason="head")
     policy = Policy("int4", (head, *PROTECT))
-    model = wrapped(before)
-    state = pycomm.compress(model, policy)
-    train(model, rank)
-    model = wrapped(after)
-    other = pycomm.compress(model, policy)
-    other.load_state_dict(state.state_dict())
-    assert sorted(state.residual_norms().values()) == sorted(other.residual_norms().values())
-    assert set(other.residual_norms()) <= set(other.decisions)
-    train(model, rank, 1)
-    assert len(other.residual_norms()) == 2
-
-
-@pytest.mark.parametrize("kind", ["compiled", "checkpointed", "module"])
-def test_residuals_are_loaded_into_another_wrapping(pool, kind):
-    pool.run(check_wrapped_names, "plain", kind, **PATIENT)
-    pool.run(check_wrapped_names, kind, "plain", **PATIENT)
+    for before, after in (("plain", kind), (kind, "plain")):
+        model = wrapped(before)
+        state = pycomm.compress(model, policy)
+        train(model, rank)
+        model = wrapped(after)
+        other = pycomm.compress(model, policy)
+        other.load_state_dict(state.state_dict())
+        assert sorted(state.residual_norms().values()) == sorted(other.residual_norms().values())
+        assert set(other.residual_norms()) <= set(other.decisions)
+        train(model, rank, 1)
+        assert len(other.residual_norms()) == 2
 
 
 @on_ranks(2, **PATIENT)
@@ -191,3 +189,93 @@ def test_loading_tells_of_other_names_and_sizes(rank, size, kind):
     with pytest.raises(ValueError, match=r"belongs to another model: 0\.weight .*2\.weight"):
         other.load_state_dict(state.state_dict())
     train(resized, rank)
+
+
+# ------------------------------------------------------------------------------- steps in any order
+# Steps in any order of what can happen to them: used, overflowed, broken off, discarded. A step
+# that is committed is in the parameters or in the residuals, and one that is rolled back leaves
+# nothing.
+
+
+ENDS = ("is used", "overflows", "breaks off", "is discarded", "is discarded late")
+BETWEEN = ("is looked at", "is saved and loaded", "has another codec", "is exact")
+ORDERS = st.lists(st.sampled_from(ENDS + BETWEEN + ("is used",)), min_size=4, max_size=12)
+
+
+def made() -> CompressionState:
+    state = CompressionState(Policy("int4", guard=None))
+    for name, shape in SHAPES.items():
+        state.add(name, torch.empty(shape))
+    return state
+
+
+def kept(state: CompressionState) -> dict[str, Any]:
+    """Return all residuals that are not zero, however they are stored."""
+    state.settle()
+    found = {name: state.residuals[name] for name in CODED if name in state.residuals}
+    values = {
+        (name, role): one.current(role).clone()
+        for name, one in found.items()
+        for role, _ in one.pairs()
+    }
+    return {key: each for key, each in values.items() if each.any()}
+
+
+def advance(rank: int, state: CompressionState, number: int, end: str) -> dict[str, torch.Tensor]:
+    """Take a step with a bucket for each parameter; return the averages."""
+    state.begin_step()
+    found = {}
+    for name, gradient in gradients(rank, number).items():
+        if end == "breaks off" and name == "bias":
+            return found
+        flat = gradient.reshape(-1).clone()
+        if end == "overflows" and (rank, name) == (1, "small"):
+            flat[3] = float("inf")
+        found[name] = state.wait(state.reduce(flat, [name])).view(gradient.shape)
+        if end == "is discarded":
+            state.discard()
+    state.end_step()
+    if end == "is discarded late":
+        state.discard()
+    return found
+
+
+def play(rank: int, size: int, order: list[str]) -> None:
+    state = made()
+    missing = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for number, event in enumerate(order):
+        before = kept(state)
+        if event == "is looked at":
+            norms = state.residual_norms().items()
+            assert {name for name, pair in norms if any(pair)} == {name for name, _ in before}
+        elif event == "is saved and loaded":
+            saved, state = state.state_dict(), made()
+            state.load_state_dict(saved)
+        elif event == "has another codec":
+            state.set_policy(Policy("int8", guard=None))
+        elif event == "is exact":
+            state.set_policy(Policy("fp32", guard=None))
+        else:
+            found = advance(rank, state, number, event)
+            step = state.reducer.step
+            state.settle()
+            assert state.step == sum(one in ENDS for one in order[: number + 1])
+            if event != "is used":
+                assert step.status is StepStatus.ROLLED_BACK
+                assert equal(kept(state), before)
+                continue
+            assert step.status is StepStatus.COMMITTED
+            for name, average in mean(size, number).items():
+                missing[name] += average - found[name]
+            continue
+        assert equal(kept(state), before)
+    left = owed(state)
+    near_zero(*(missing[name] - left[name] for name in SHAPES))
+
+
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(order=ORDERS)
+@example(order=["is used", "is exact", "overflows", "is used"])  # which pays nothing, then all
+def test_steps_in_any_order_lose_nothing(pool, backend, order):
+    pool.run(play, order, ranks=2, backend=backend)

@@ -5,7 +5,6 @@ They run in the core of pycomm's backend, in C++ with payloads of the caller's g
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,18 +18,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import pycomm
 from pycomm import backend
 from pycomm.errors import Error, WireMismatch
 from pycomm.feedback import Feedback, Residuals
-from pycomm.policy import Decision, Parameter
 from pycomm.reduction import paths, payloads, two_shot
 from pycomm.reduction.batched import Batched
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.coding import Coder, ExchangePlan, Run, whole
 from pycomm.reduction.payloads import Payloads
 from tests.extent import pairs
-from tests.torch.harness import same_bits
+from tests.torch.harness import bucket_of, same_bits
 from tests.torch.pool import on_ranks
 from tests.torch.reduction.test_saved_state import PATIENT
 
@@ -62,23 +59,16 @@ class Side:
 
     def __init__(self, mix: str, rule: str | None, op: str, way: str) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        codecs = itertools.cycle(MIXES[mix])
-        decisions = [
-            Decision(Parameter(f"p{i}", (numel,), torch.float32), pycomm.codec(codec), "test")
-            for i, (numel, codec) in enumerate(zip(SIZES, codecs, strict=False))
-        ]
         feedback = Feedback.of(rule)
         self.residuals = Residuals(feedback, self.ranks) if feedback else None
         self.rows = self.ranks if op == "reduce_scatter" else 1
-        cpu = torch.device("cpu")
-        self.bucket = Bucket(decisions, range(len(SIZES)), self.residuals, cpu, rows=self.rows)
+        self.bucket = bucket_of(MIXES[mix], SIZES, self.residuals, rows=self.rows)
         self.op, self.way = op, way
 
     def run(self, x: torch.Tensor, step: int, group: Any) -> tuple[bool, torch.Tensor]:
         """One step of what rank `x` [rows, numel] brings; whether it is finite, and the result."""
         how: dict[str, Any] = {"seed": 2**63 + 5, "step": step}
         for piece in self.bucket.with_residual.values():
-            assert piece.residual is not None
             piece.residual.use(self.bucket.layout, self.ranks)
         out = x[0].clone() if self.op == "all_reduce" else x.new_empty(self.bucket.numel)
         given = () if self.op == "all_reduce" else (x,)
@@ -237,15 +227,6 @@ class Alone(SimpleNamespace):
         return 1
 
 
-def lossless_bucket() -> Bucket:
-    codecs = [pycomm.codec("lossless")] * 2
-    decisions = [
-        Decision(Parameter(f"p{i}", (100,), torch.float32), codec, "test")
-        for i, codec in enumerate(codecs)
-    ]
-    return Bucket(decisions, range(2), None, torch.device("cpu"))
-
-
 def land(bucket: Bucket, change: Callable[[torch.Tensor, int], Payloads]) -> None:
     """Let C++ add up what `change` makes of this rank's payloads, in memory, and their bytes."""
 
@@ -266,7 +247,7 @@ def land(bucket: Bucket, change: Callable[[torch.Tensor, int], Payloads]) -> Non
 @pytest.mark.parametrize("word", [0, 1, 3, 6, 4096, 2**31, 2**32 - 1])
 @pytest.mark.parametrize("second", [False, True])
 def test_sizes_in_payloads_that_cannot_be_true(word, second):
-    bucket = lossless_bucket()
+    bucket = bucket_of("lossless", [100, 100])
     runs = whole(bucket.pieces)
 
     def change(memory: torch.Tensor, size: int) -> Payloads:
@@ -286,7 +267,7 @@ def test_sizes_in_payloads_that_cannot_be_true(word, second):
 
 
 def test_payloads_that_end_too_early():
-    bucket = lossless_bucket()
+    bucket = bucket_of("lossless", [100, 100])
     sizes: list[int] = []
 
     def whole_payload(memory: torch.Tensor, size: int) -> Payloads:
@@ -320,8 +301,7 @@ def test_announced_sizes_that_cannot_be(rank, ranks, size):
 
 
 def test_runs_that_cannot_be_cut_so():
-    decided = Decision(Parameter("p", (1000,), torch.float32), pycomm.codec("int4:block=64"), "")
-    bucket = Bucket([decided], [0], None, torch.device("cpu"))
+    bucket = bucket_of("int4:block=64", [1000])
     (piece,) = bucket.pieces
     cpu = torch.device("cpu")
     Batched(bucket, ExchangePlan([[Run(piece, 64, 128), Run(piece, 960, 1000)]]), Alone(), cpu)

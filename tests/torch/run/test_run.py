@@ -36,16 +36,16 @@ if dist.get_rank() == 0:
 
 
 def test_unmodified_script(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(UNMODIFIED)
-    output = launch("-m", "pycomm.run", str(script), "--lr", "1", folder=tmp_path)
+    command = ["-m", "pycomm.run", "script.py", "--lr", "1"]
+    output = launch(*command, folder=tmp_path, script=UNMODIFIED)
     assert "gloo True [] ['--lr', '1'] __main__" in output
 
 
 def test_codec_compresses_what_the_script_builds(tmp_path):
-    (tmp_path / "script.py").write_text(UNMODIFIED)
     words = ["--codec", "int4", "--rule", "bias=int8", "-m", "script", "hook"]
-    output = launch("-m", "pycomm.run", *words, folder=tmp_path, PYCOMM_LOG="info")
+    output = launch(
+        "-m", "pycomm.run", *words, folder=tmp_path, script=UNMODIFIED, PYCOMM_LOG="info"
+    )
     assert "gloo True ['compress_hook'] ['hook'] __main__" in output
     assert "policy: int4 (" in output
     assert "--rule bias" in output
@@ -73,8 +73,9 @@ if dist.get_rank() == 0:
 
 
 def test_codec_compresses_what_is_compiled_in_shards(tmp_path):
-    (tmp_path / "script.py").write_text(COMPILED)
-    output = launch("-m", "pycomm.run", "--codec", "int4", "-m", "script", folder=tmp_path)
+    output = launch(
+        "-m", "pycomm.run", "--codec", "int4", "-m", "script", folder=tmp_path, script=COMPILED
+    )
     assert "steps 3 ['int4'" in output
 
 
@@ -318,18 +319,16 @@ if dist.get_rank() == 0:
 @pytest.mark.parametrize("kind", ["adamw", "adam", "scaler", "shards", "sgd"])
 def test_momentum_of_a_script_travels_coded(tmp_path, kind):
     """The script holds the optimizer, its scheduler and its scaler, which go on."""
-    (tmp_path / "script.py").write_text(MOMENTUM)
     command = ["-m", "pycomm.run", "--optimizer", "sign", "script.py", kind]
-    output = launch(*command, folder=tmp_path)
+    output = launch(*command, folder=tmp_path, script=MOMENTUM)
     assert "policy: sign" in output
     assert f"{'CodedSGD' if kind == 'sgd' else 'CodedAdamW'} True lr 1e-04" in output
     assert "compresses nothing" not in output
 
 
 def test_momentum_that_cannot_travel_is_named(tmp_path):
-    (tmp_path / "script.py").write_text(MOMENTUM)
     command = ["-m", "pycomm.run", "--optimizer", "sign", "script.py", "other"]
-    output = launch(*command, folder=tmp_path)
+    output = launch(*command, folder=tmp_path, script=MOMENTUM)
     assert output.count("--optimizer compresses nothing here: code_optimizer takes torch.opt") == 1
     assert "RMSprop True lr 1e-04" in output
 
@@ -369,8 +368,7 @@ dist.destroy_process_group()
 
 
 def test_sharding_is_compressed_by_any_import(tmp_path):
-    (tmp_path / "script.py").write_text(REACHED)
-    output = launch(*OPTIONS, "script.py", folder=tmp_path)
+    output = launch(*OPTIONS, "script.py", folder=tmp_path, script=REACHED)
     assert "ALL 6" in output
     assert "compresses nothing" not in output
 
@@ -399,8 +397,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("kind", ["fsdp1", "own"])
 def test_unreached_models_get_a_hint(tmp_path, kind):
-    (tmp_path / "script.py").write_text(UNREACHED)
-    output = launch(*OPTIONS, "script.py", kind, folder=tmp_path)
+    output = launch(*OPTIONS, "script.py", kind, folder=tmp_path, script=UNREACHED)
     assert output.count("--codec compresses nothing here") == 1
     assert "Write model = DistributedDataParallel(model) in place of its all-reduces" in output
 
@@ -416,8 +413,7 @@ for _ in range(10):
 
 
 def test_a_process_alone_has_nothing_to_be_told(tmp_path):
-    (tmp_path / "script.py").write_text(ALONE)
-    output = launch(*OPTIONS, "script.py", folder=tmp_path, ranks=1)
+    output = launch(*OPTIONS, "script.py", folder=tmp_path, script=ALONE, ranks=1)
     assert "compresses nothing" not in output
 
 
@@ -465,6 +461,4 @@ UNANSWERED = "dist.irecv(torch.ones(1), 1 - dist.get_rank()).get_future(); dist.
 
 @pytest.mark.parametrize("wait", ["", UNANSWERED], ids=["all_done", "unanswered_receive"])
 def test_leaving_without_goodbye_ends_well(tmp_path, wait):
-    script = tmp_path / "script.py"
-    script.write_text(LEAVES.replace("WAIT", wait))
-    launch(str(script), folder=tmp_path)
+    launch("script.py", folder=tmp_path, script=LEAVES.replace("WAIT", wait))

@@ -1,15 +1,18 @@
-"""Checks for all devices, run by test_fake_device.py and test_cuda.py.
+"""The backend on device tensors: results, order with the device's streams, lifetimes, failures.
 
-Each function runs on two ranks, on their `device`, such as "fakegpu" or "cuda".
+Each check runs on two ranks, on their `device`: in test_cuda.py on a GPU, and in the tests below on
+one that threads simulate (fake_device.cpp), so that they run anywhere.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,15 +21,19 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm import backend, elastic
+from pycomm import _C, backend, elastic
+from pycomm.errors import Error, Timeout, WireMismatch
 from pycomm.feedback import Feedback, Residual, Residuals
 from pycomm.feedback.rule import LARGE
-from pycomm.policy import Decision, Parameter
 from pycomm.reduction import paths, two_shot
 from pycomm.reduction.batched import Batched
-from pycomm.reduction.bucket import Bucket, BucketPiece
+from pycomm.reduction.bucket import BucketPiece
 from pycomm.reduction.paths import chosen
-from tests.torch.harness import inputs, perceptron
+from tests.torch.device import fake_device
+from tests.torch.device.fake_device import GROUP, on_fakes, run, same_as_cpu
+from tests.torch.device.fake_device import NAME as FAKE
+from tests.torch.harness import bucket_of, inputs, perceptron
+from tests.torch.pool import on_ranks
 
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -40,118 +47,92 @@ def every_value(residual: Residual) -> dict[str, torch.Tensor]:
     return {role: residual.current(role) for role, _ in residual.pairs()}
 
 
-def operations(rank: int, ranks: int) -> dict[str, Callable[[Callable], list[torch.Tensor]]]:
-    """Return calls that make tensors with a given function and return the collective's outputs."""
+def operations(rank: int, ranks: int) -> dict[str, tuple[Any, ...]]:
+    """Return calls, each with the tensors that it takes, and of which it changes some."""
+    reduce, other = dist.all_reduce, 1 - rank
+    own = slice(rank * 50, rank * 50 + 50)
 
-    def changed(x, call, *args, **how):
-        def operation(new):
-            y = new(x)
-            call(y, *args, **how)
-            return [y]
+    def in_place(whole: torch.Tensor, x: torch.Tensor) -> None:
+        whole[own].copy_(x)
+        dist.all_gather_into_tensor(whole, whole[own])
 
-        return operation
-
-    def large_strided(new):
-        x = new(values(rank, 2048, 1100)).t()
-        dist.all_reduce(x)
-        return [x]
-
-    def strided(new):
-        x = new(values(rank, 6, 10)).t()
-        dist.all_reduce(x[::2], op=dist.ReduceOp.MAX)
-        return [x]
-
-    def gather(new):
-        out = [new(torch.zeros(9)) for _ in range(ranks)] if rank == 0 else None
-        dist.gather(new(values(rank, 9)), out, dst=0)
-        return out or []
-
-    def scatter(new):
-        out = new(torch.zeros(9))
-        dist.scatter(out, [new(values(r, 9)) for r in range(ranks)] if rank == 1 else None, src=1)
-        return [out]
-
-    def all_gather(new):
-        out = [new(torch.zeros(r + 1, 3)) for r in range(ranks)]
-        dist.all_gather(out, new(values(rank, rank + 1, 3)))
-        return out
-
-    def all_gather_single(new):
-        whole = new(torch.zeros(ranks * 50))
-        whole[rank * 50 : rank * 50 + 50].copy_(new(values(rank, 50)))
-        dist.all_gather_into_tensor(whole, whole[rank * 50 : rank * 50 + 50])
-        return [whole]
-
-    def reduce_scatter(new):
-        out = new(torch.zeros(7))
-        dist.reduce_scatter(out, [new(values(rank + r, 7)) for r in range(ranks)])
-        return [out]
-
-    def reduce_scatter_single(new):
-        out = new(torch.zeros(4, 2))
-        dist.reduce_scatter_tensor(out, new(values(rank, 4 * ranks, 2)))
-        return [out]
-
-    def all_to_all(new):
-        out = [new(torch.zeros(r + rank)) for r in range(ranks)]
-        dist.all_to_all(out, [new(values(rank, r + rank)) for r in range(ranks)])
-        return out
-
-    def all_to_all_single(new):
-        out = new(torch.zeros(ranks * 3))
-        dist.all_to_all_single(out, new(values(rank, ranks * 3)))
-        return [out]
-
-    def coalesced(new):
-        xs = [new(values(rank, n)) for n in (3, 0, 100)]
+    def coalesced(*tensors: torch.Tensor) -> None:
         with dist._coalescing_manager():
-            for x in xs:
+            for x in tensors[:3]:
                 dist.all_reduce(x)
-        out = [new(torch.zeros(ranks * 4)), new(torch.zeros(ranks * 6))]
-        with dist._coalescing_manager(device=out[0].device):
-            for o, n in zip(out, (4, 6), strict=True):
-                dist.all_gather_into_tensor(o, new(values(rank, n)))
-        return [*xs, *out]
+        with dist._coalescing_manager(device=tensors[0].device):
+            for out, x in (tensors[3:5], tensors[5:]):
+                dist.all_gather_into_tensor(out, x)
 
-    def peers(new):
-        other = 1 - rank
-        out = [new(torch.zeros(40)), new(torch.zeros(3))]
-        requests = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.irecv, out[0], other),
-                dist.P2POp(dist.isend, new(values(rank, 40)), other),
-            ]
-        )
-        for request in requests:
+    def peers(sent: torch.Tensor, got: torch.Tensor, message: torch.Tensor) -> None:
+        ops = [dist.P2POp(dist.irecv, got, other), dist.P2POp(dist.isend, sent, other)]
+        for request in dist.batch_isend_irecv(ops):
             request.wait()
         if rank == 0:
-            dist.send(new(values(0, 3)), 1, tag=5)
+            dist.send(message, 1, tag=5)
         else:
-            dist.recv(out[1], 0, tag=5)
-        return out
+            dist.recv(message, 0, tag=5)
 
-    reduce, half = dist.all_reduce, dist._make_nccl_premul_sum(0.5)
-    bfloat16 = values(rank, 77, dtype=torch.bfloat16)
-    others = (
-        *(large_strided, strided, gather, scatter, all_gather, all_gather_single, reduce_scatter),
-        *(reduce_scatter_single, all_to_all, all_to_all_single, coalesced, peers),
-    )
+    everybody, zeros = range(ranks), torch.zeros
     return {
-        "all_reduce": changed(values(rank, 1000), reduce),
+        "all_reduce": (reduce, values(rank, 1000)),
         # In parts, the last of which is small.
-        "large": changed(values(rank, (3 << 20) + 5), reduce),
-        "bfloat16_average": changed(bfloat16, reduce, op=dist.ReduceOp.AVG),
-        "premultiplied": changed(values(rank, 12), reduce, op=half),
-        "broadcast": changed(values(rank, 5, 3), dist.broadcast, 1),
-        "reduce": changed(values(rank, 300), dist.reduce, 1),
-        **{f.__name__: f for f in others},
+        "large": (reduce, values(rank, (3 << 20) + 5)),
+        "large_strided": (lambda x: reduce(x.t()), values(rank, 2048, 1100)),
+        "strided": (lambda x: reduce(x.t()[::2], op=dist.ReduceOp.MAX), values(rank, 6, 10)),
+        "bfloat16_average": (
+            partial(reduce, op=dist.ReduceOp.AVG),
+            values(rank, 77, dtype=torch.bfloat16),
+        ),
+        "premultiplied": (partial(reduce, op=dist._make_nccl_premul_sum(0.5)), values(rank, 12)),
+        "broadcast": (partial(dist.broadcast, src=1), values(rank, 5, 3)),
+        "reduce": (partial(dist.reduce, dst=1), values(rank, 300)),
+        "gather": (
+            lambda x, *outs: dist.gather(x, list(outs) or None, dst=0),
+            values(rank, 9),
+            *(zeros(9) for _ in everybody if rank == 0),
+        ),
+        "scatter": (
+            lambda out, *given: dist.scatter(out, list(given) or None, src=1),
+            zeros(9),
+            *(values(r, 9) for r in everybody if rank == 1),
+        ),
+        "all_gather": (
+            lambda x, *outs: dist.all_gather(list(outs), x),
+            values(rank, rank + 1, 3),
+            *(zeros(r + 1, 3) for r in everybody),
+        ),
+        "all_gather_single": (in_place, zeros(ranks * 50), values(rank, 50)),
+        "reduce_scatter": (
+            lambda out, *given: dist.reduce_scatter(out, list(given)),
+            zeros(7),
+            *(values(rank + r, 7) for r in everybody),
+        ),
+        "reduce_scatter_single": (
+            dist.reduce_scatter_tensor,
+            zeros(4, 2),
+            values(rank, 4 * ranks, 2),
+        ),
+        "all_to_all": (
+            lambda *both: dist.all_to_all(list(both[:ranks]), list(both[ranks:])),
+            *(zeros(r + rank) for r in everybody),
+            *(values(rank, r + rank) for r in everybody),
+        ),
+        "all_to_all_single": (dist.all_to_all_single, zeros(ranks * 3), values(rank, ranks * 3)),
+        "coalesced": (
+            coalesced,
+            *(values(rank, n) for n in (3, 0, 100)),
+            *(zeros(ranks * 4), values(rank, 4), zeros(ranks * 6), values(rank, 6)),
+        ),
+        "peers": (peers, values(rank, 40), zeros(40), values(0, 3) if rank == 0 else zeros(3)),
     }
 
 
 def check_operations(rank: int, ranks: int, device: str) -> None:
-    for name, operation in operations(rank, ranks).items():
-        want = operation(torch.clone)
-        got = operation(lambda x: x.to(device))
+    for name, (call, *given) in operations(rank, ranks).items():
+        want, got = [x.clone() for x in given], [x.to(device) for x in given]
+        call(*want)
+        call(*got)
         for g, w in zip(got, want, strict=True):
             assert g.device.type == device
             assert torch.equal(g.cpu(), w), f"{name} has {g.cpu()} and not {w}"
@@ -168,7 +149,7 @@ def slow(rank: int, device: str, milliseconds: int = 100) -> torch.Tensor:
 
 
 def check_order(rank: int, ranks: int, device: str, way: str) -> None:
-    """Check the order with streams; `way` is as in fake_device.load()."""
+    """`way` is as in fake_device.load()."""
     held = way == "held"
     dist.all_reduce(slow(rank, device, 0))  # excludes the cost of the first call
     started = time.monotonic()
@@ -328,17 +309,13 @@ def check_bits(
     Args:
         exchanged: the payloads go by the group's collectives; else the backend runs the operation.
     """
-    native, there = backend.find(device=torch.device(device)), torch.device(device)
+    native = backend.find(device=torch.device(device))
     specs = [spec for spec in SPECS if not (exchanged and spec.startswith("lossless"))]
     sizes = [LARGE + 1 if spec == "int8" else 333 + 7 * i for i, spec in enumerate(specs)]
     seen = []
     for op, rows in {"all_reduce": 1, "reduce_scatter": ranks}.items():
-        decisions = [
-            Decision(Parameter(f"p{i}", (n,), torch.float32), pycomm.codec(spec), "test")
-            for i, (spec, n) in enumerate(zip(specs, sizes, strict=True))
-        ]
         residuals = Residuals(rule, ranks)
-        bucket = Bucket(decisions, range(len(specs)), residuals, there, rows=rows)
+        bucket = bucket_of(specs, sizes, residuals, device, rows=rows)
         for step in range(3):
             given = torch.randn(rows, bucket.numel, generator=generator(rank, step))
             if step == 2 and rank == 1:
@@ -369,8 +346,7 @@ def check_bits(
 def check_capture(rank: int, ranks: int, device: str) -> None:
     """A replayed graph of an exact and a compressed all-reduce repeats the calls once."""
     native = backend.find(device=torch.device(device))
-    decision = Decision(Parameter("p", (1000,), torch.float32), pycomm.codec("int8"), "test")
-    bucket = Bucket([decision], [0], Residuals(Feedback(), ranks), torch.device(device))
+    bucket = bucket_of("int8", [1000], Residuals(Feedback(), ranks), device)
     given = torch.randn(1000, generator=generator(rank, 0))
     x, y = values(rank, 1000).to(device), given.to(device)
     want_x, want_y = x.clone(), y.clone()
@@ -453,3 +429,208 @@ def check_hand_over(rank: int, ranks: int, device: str) -> None:
         momentum = optimizer.state[parameter]["momentum_buffer"]
         assert momentum.device.type == parameter.device.type == device
         assert momentum.cpu().equal(values(7, *parameter.shape))
+
+
+# ----------------------------------------------------------------------------- the simulated device
+
+WAYS = pytest.mark.parametrize("way", ["held", "late", "peers"])
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "check", [check_operations, check_lifetimes, check_futures, check_sends_during_a_copy]
+)
+def test_operations_do_what_they_do_on_the_cpu(fakes, way, check):
+    run(fakes, way, check, FAKE)
+
+
+@WAYS
+def test_operations_are_in_the_order_of_streams(fakes, way):
+    run(fakes, way, check_order, FAKE, way)
+
+
+def test_a_new_member_gets_a_model_on_its_device(fakes):
+    run(fakes, "held", check_hand_over, FAKE)
+
+
+def test_a_graph_captures_operations_among_peers(fakes):
+    """No event is queried, no memory pinned and no stream left unjoined; see fake_device.cpp."""
+    run(fakes, "peers", check_capture, FAKE)
+
+
+def test_operations_by_way_of_the_host_refuse_to_be_captured(fakes):
+    run(fakes, "held", check_no_capture, FAKE)
+
+
+@on_fakes()
+@WAYS
+def test_streams_of_a_group_have_high_priority(rank, ranks):
+    """Kernels of backward have the default priority, and would keep ours waiting."""
+    before = torch.ops.fakegpu.prioritized()
+    dist.all_reduce(torch.ones(10, device=FAKE))
+    assert torch.ops.fakegpu.prioritized() == before + 2
+
+
+@on_fakes("held")
+@pytest.mark.parametrize(("queues", "waits"), [("1", True), ("8", False)])
+def test_no_stream_is_held_where_all_share_a_queue(rank, ranks, queues, waits):
+    """A held stream would stop the others: CUDA_DEVICE_MAX_CONNECTIONS=1 is Megatron's rule."""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = queues
+    store = dist.distributed_c10d._get_default_store()
+    dist.all_reduce(torch.ones(10, device=FAKE))  # ranks agree on the path
+    x = torch.ones(10, device=FAKE)
+    if rank == 1:
+        store.wait(["called"])
+        time.sleep(0.3)
+        store.set("calls", "")
+        dist.all_reduce(x)
+    else:
+        work = dist.all_reduce(x, async_op=True)
+        store.set("called", "")
+        work.wait()  # for the other rank, where streams are not held
+        assert store.check(["calls"]) == waits
+    torch.accelerator.synchronize()
+    assert x.cpu().eq(2).all()
+
+
+@pytest.mark.parametrize("way", ["held", "late", "kernels", "peers"])
+def test_a_compressed_step_refuses_to_be_captured(fakes, way):
+    run(fakes, way, check_no_capture_of_a_step, FAKE)
+
+
+@on_fakes("held", timeout=1)
+def test_a_stream_that_is_stuck_ends_the_group_in_time(rank, ranks):
+    x = slow(rank, FAKE, 3000 if rank == 1 else 0)
+    work = dist.all_reduce(x, async_op=True)
+    # The other rank gets the error, or times out at the same moment.
+    with pytest.raises(Timeout if rank == 1 else Error) as caught:
+        work.wait(timedelta(seconds=10))
+    if rank == 1:
+        assert "rank 1 did not reach its all_reduce: the work that was queued before it" in str(
+            caught.value
+        )
+    assert work.is_completed()
+    assert not work.is_success()
+    with pytest.raises(Error):
+        dist.all_reduce(torch.ones(3, device=FAKE), async_op=True).wait()
+
+
+@on_fakes()
+@pytest.mark.parametrize("way", ["held", "peers"])
+def test_an_abort_ends_what_waits_for_peers(rank, ranks, way):
+    x = slow(0, FAKE, 0)
+    dist.all_reduce(x)
+    if rank == 1:
+        time.sleep(0.2)
+        dist.distributed_c10d._abort_process_group()
+        return
+    work = dist.all_reduce(x, async_op=True)
+    if way == "held":  # waiting only synchronizes streams: the failure is still to come
+        work.wait()
+        assert x.cpu().isnan().all()
+        assert work.is_completed()
+        assert not work.is_success()
+    else:  # kernels wait for their peers
+        assert "; on fakegpu:0 2 ranks: " in backend.find().describe()
+    with pytest.raises(Error, match="abort"):
+        work.wait()
+    with pytest.raises(Error, match="abort"):
+        dist.all_reduce(x, async_op=True)
+
+
+@on_fakes("held")
+def test_tensors_must_be_on_one_device(rank, ranks):
+    with pytest.raises(Error, match="on one device, got some on fakegpu:0 and on cpu"):
+        dist.all_gather_into_tensor(torch.zeros(ranks), torch.zeros(1, device=FAKE))
+    with pytest.raises(Error, match="all tensors must be on one device"):
+        dist.all_gather(
+            [torch.zeros(1, device="fakegpu:0"), torch.zeros(1, device="fakegpu:1")],
+            torch.zeros(1, device="fakegpu:0"),
+        )
+    x = torch.ones(3, device="fakegpu:1")
+    dist.all_reduce(x)
+    assert x.cpu().eq(ranks).all()
+
+
+@on_fakes("held")
+def test_devices_that_differ_are_told_on_every_rank(rank, ranks):
+    x = torch.full((1000,), float(rank), device="cpu" if rank == 0 else FAKE)
+    with pytest.raises(WireMismatch, match="pass tensors of one kind of device on all ranks"):
+        dist.all_reduce(x, async_op=True).wait()
+    assert x.cpu().eq(rank).all()  # nothing was reduced
+
+
+@on_ranks(fixture="fakes", backend=None)
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11."), reason="split_group of torch 2.11 knows CUDA only"
+)
+def test_groups_are_split_where_a_device_is_bound(rank, ranks, store):
+    fake_device.load("held")
+    device = torch.device(FAKE, 0)
+    how = {"store": store, "rank": rank, "world_size": ranks, "timeout": timedelta(seconds=20)}
+    dist.init_process_group(GROUP, device_id=device, **how)
+    dist.barrier()
+    alone = dist.split_group(split_ranks=[[0], [1]])
+    x = slow(rank, FAKE, 10)
+    dist.all_reduce(x, group=alone)
+    dist.all_reduce(x)
+    assert x.cpu().eq(3).all()
+    assert alone.bound_device_id == device
+
+
+@WAYS
+@pytest.mark.parametrize("check", [check_ddp, check_compressed])
+def test_gradients_have_the_same_bits_as_on_the_cpu(fakes, way, check):
+    same_as_cpu(fakes, way, check)
+
+
+@on_fakes("peers")
+def test_operations_among_peers_are_in_the_trace(rank, ranks):
+    x = slow(rank, FAKE, 200)
+    for _ in range(2):
+        dist.all_reduce(x)
+    dist.broadcast(x, 0)
+    x.cpu()
+    # Only the newest groups count: failed ones may live as long as their errors.
+    *_, trace = (t for t in _C.traces() if t["group"].endswith(f"/peers on {x.device}"))
+    assert trace["global_ranks"] == list(range(ranks))
+    records = trace["records"]
+    assert [(r["seq"], r["op"]) for r in records] == [
+        (1, "all_reduce"),
+        (2, "all_reduce"),
+        (3, "broadcast"),
+    ]
+    assert {(r["state"], r["algo"], r["dtype"]) for r in records} == {
+        ("completed", "peers", "float32")
+    }
+
+
+@on_fakes("held")
+def test_compressed_collectives_need_peers(rank, ranks):
+    native, x = backend.find(), torch.ones(64, device=FAKE)
+    on_cpu = bucket_of("int8", [64], Residuals(Feedback(), ranks))
+    with pytest.raises(Error, match="its residuals are elsewhere"):
+        native.compressed_all_reduce(x, on_cpu.native, on_cpu.sides, seed=1, step=1)
+    bucket = bucket_of("int8", [64], device=FAKE)
+    assert chosen(bucket, dist.group.WORLD, "all_reduce", x).native is None
+    with pytest.raises(Error, match="needs ranks that reach each other's memory"):
+        native.compressed_all_reduce(x, bucket.native, bucket.sides, seed=1, step=1)
+
+
+@on_fakes()
+@pytest.mark.parametrize("way", ["held", "late"])
+def test_a_message_that_has_come_already_is_received_with_a_hook(rank, ranks):
+    """The receive is done when it is posted, and its hook is called at once."""
+    group: Any = dist.group.WORLD
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # which hooks go to
+    heard: list[Any] = []
+    group._register_on_completion_hook(heard.append)
+    if rank == 0:
+        dist.send(torch.ones(3), 1, tag=1)
+        dist.send(torch.ones(3), 1, tag=2)
+    else:
+        dist.recv(torch.zeros(3), 0, tag=2)  # by then the other has come, too
+        x = torch.zeros(3, device=FAKE)
+        dist.recv(x, 0, tag=1)
+        assert x.cpu().tolist() == [1.0] * 3
+    assert len(heard) == 2
