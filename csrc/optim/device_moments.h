@@ -27,8 +27,4 @@ class PYCOMM_API DeviceMoments : public Matrices {
               const Stream& stream) const;
 };
 
-PYCOMM_API void encode(const std::vector<Encode>& matrices, float* scratch, const Stream& stream);
-PYCOMM_API void sent(const std::vector<Sent>& matrices, const Stream& stream);
-PYCOMM_API void move(const std::vector<Move>& matrices, DType dtype, const Stream& stream);
-
 }  // namespace pycomm::moments

@@ -170,10 +170,11 @@ PYCOMM_HD double shortened(double momentum, double error) {
   return found > 0 ? found : 0.0;
 }
 
-/// Sets what the momentum and the gradient are multiplied by in a step.
-PYCOMM_HD void set_step(Numbers& numbers, double momentum, double unit) {
+/// Sets what the momentum and the gradient are multiplied by in a step. `kept`: of what is kept of
+/// the momentum, see Turn.
+PYCOMM_HD void set_step(Numbers& numbers, double momentum, double unit, float kept) {
   const double beta = shortened(momentum, numbers.coding_error);
-  numbers.beta = static_cast<float>(beta);
+  numbers.beta = static_cast<float>(beta / kept);
   numbers.rest = static_cast<float>((1 - beta) * unit);
 }
 
@@ -250,27 +251,23 @@ struct SquaresParams {
   float unit_squared;
   float bound;     ///< g's squares count at most bound^2 times the second moment
   uint32_t ranks;  ///< that average their momenta
-  uint32_t unused;
+  float kept;
 };
 
 struct EncodeParams {
   codecs::Blocks blocks;
   void* values;
-  float* room;  ///< null, as in the following: no factors; `beta` and `rest` are these
+  float* room;
   const void* momentum;
   const uint8_t* stored;      ///< the residual; null: its errors are not wanted
   const uint8_t* other_side;  ///< in place of it, if the batch says so
   void* copy;                 ///< null: nowhere
   float* left;                ///< [2, rows, patches] of the shard, for parts of the sums of errors
-  float* errors;              ///< [2], and a zero that counts blocks; null: those of the room
-  const void* gradient;       ///< null: it is in `values`
-  const void* parameter;      ///< null: it does not decay
   Rows rows;
-  uint8_t momentum_form, form, gradient_form, parameter_form;
-  float beta, rest, decay;
+  uint16_t momentum_form, form;
   uint32_t divides;  ///< 0: factors are 1
 };
-static_assert(sizeof(EncodeParams) <= 128);
+static_assert(sizeof(EncodeParams) <= 96);
 
 struct SentParams {
   codecs::Blocks blocks;
@@ -281,6 +278,7 @@ struct SentParams {
   uint8_t* out;
   Rows rows;
   uint16_t form, out_form;
+  float kept;
   uint32_t swapped;  ///< not 0: `before` and `after` are exchanged
 };
 static_assert(sizeof(SentParams) <= 80);
@@ -299,12 +297,12 @@ struct MoveParams {
   void* values;
   float* room;
   const void* gradient;
-  void* momentum;  ///< null: it is not kept
+  void* momentum;
   Rows rows;
-  uint32_t gradient_form;
   float lr, keep;
-  float limit;      ///< while second moments are some steps old
-  uint32_t probed;  ///< not 0: `land` of this step has made the gradient
+  float limit;  ///< while second moments are some steps old
+  float kept;
+  uint16_t divides, probed;  ///< 0: no
 };
 static_assert(sizeof(MoveParams) <= 80);  // launches have room for 50 matrices
 

@@ -119,7 +119,8 @@ def test_each_wrapper_and_optimizer_resumes_with_the_same_bits(rank, size):
 @on_ranks(4)
 @pytest.mark.parametrize("wrapper", SHARDS)
 def test_shards_resume_with_the_same_bits(rank, size, wrapper):
-    for make in (compressed("int4:rounding=stochastic"), coded("CodedAdamW")):
+    stochastic = compressed("int4:rounding=stochastic")
+    for make in (stochastic, coded("CodedAdamW"), coded("CodedSGD")):
         resume(rank, make, wrapper)
 
 
