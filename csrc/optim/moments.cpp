@@ -169,6 +169,12 @@ PYCOMM_SIMD void divide_row(float* __restrict g, const float* __restrict m,
   for (size_t j = 0; j < count; j++) g[j] = (g[j] * rest + m[j] * beta) * row * column[j];
 }
 
+/// The same where nothing divides.
+PYCOMM_SIMD void blend_row(float* __restrict g, const float* __restrict m, size_t count,
+                           float beta, float rest) {
+  for (size_t j = 0; j < count; j++) g[j] = g[j] * rest + m[j] * beta;
+}
+
 PYCOMM_SIMD void divide_alone(float* __restrict g, const float* __restrict column, size_t count,
                               float rest, float row) {
   for (size_t j = 0; j < count; j++) g[j] = g[j] * rest * row * column[j];
@@ -201,10 +207,14 @@ PYCOMM_SIMD void move_row(float* __restrict x, const float* __restrict g,
   }
 }
 
-/// The same without denominators.
-PYCOMM_SIMD void move_plainly(float* __restrict x, const float* __restrict g, size_t count,
-                              float lr, float keep) {
-  for (size_t j = 0; j < count; j++) x[j] = x[j] * keep - g[j] * lr;
+/// The same without denominators; also writes what is kept of the momentum.
+PYCOMM_SIMD void move_plainly(float* __restrict x, const float* __restrict g,
+                              float* __restrict out, size_t count, float lr, float keep,
+                              float kept) {
+  for (size_t j = 0; j < count; j++) {
+    out[j] = g[j] * kept;
+    x[j] = x[j] * keep - g[j] * lr;
+  }
 }
 
 PYCOMM_SIMD void sent_row(const float* __restrict x, const float* __restrict before,
@@ -508,7 +518,11 @@ class Encoding {
       float* const g = task_.values + at;
       if (has_momentum(i)) {
         const float* m = loaded(task_.momentum, at, count, room);
-        divide_row(g, m, reciprocals_ + j, count, task_.beta, task_.rest, row);
+        if (task_.by.row) {
+          divide_row(g, m, reciprocals_ + j, count, task_.beta, task_.rest, row);
+        } else {
+          blend_row(g, m, count, task_.beta, task_.rest);
+        }
       } else {
         divide_alone(g, reciprocals_ + j, count, task_.rest, row);
       }
@@ -621,14 +635,12 @@ void move_block(const Move& item, size_t block, bool far) {
   over_slices(item.shape, block, [&](size_t at, size_t count) {
     Slice given, scaled, values;
     const float *const g = loaded(item.gradient, at, count, given), *kept = g;
-    if (item.kept != 1) {
-      scale_to(g, scaled, count, item.kept);
-      kept = scaled;
-    }
+    if (item.kept != 1 && item.by.row) scale_to(g, scaled, count, item.kept);
+    if (item.kept != 1 || !item.by.row) kept = scaled;
     if (item.moves) {
       auto* const x = const_cast<float*>(loaded(item.x, at, count, values));
       if (!item.by.row) {
-        move_plainly(x, g, count, item.lr, item.keep);
+        move_plainly(x, g, scaled, count, item.lr, item.keep, item.kept);
       } else {
         over_rows(item.shape, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
           const float row = item.by.row[i];

@@ -24,7 +24,7 @@ from pycomm.reduction.bucket import BucketPiece
 from tests.extent import each_value
 from tests.torch.harness import Chosen, all_equal, equal, values, whole
 from tests.torch.optim import table
-from tests.torch.optim.plain_agreement import SIZES, PlainAdamW
+from tests.torch.optim.plain_agreement import SIZES, SIZES_OF_SGD, PlainAdamW, PlainSGD
 from tests.torch.optim.plain_moment import share
 from tests.torch.optim.table import CALM, SHAPES, gradients, integers, named, train
 from tests.torch.pool import on_ranks
@@ -39,7 +39,8 @@ SENT_AS_IT_IS = "topk:0.05,indices=int12"
 
 def make(codec: Any = "sign", which: str = "adamw", **options: Any) -> tuple[Any, Any]:
     model = table.wrap(which, table.net(), bucket_cap_mb=0.02)
-    return model, table.coded(which, model, codec=codec, **{**SIZES, **options})
+    sizes = SIZES_OF_SGD if which.startswith("sgd") else SIZES
+    return model, table.coded(which, model, codec=codec, **{**sizes, **options})
 
 
 # ---------------------------------------------------------------- the formula
@@ -48,18 +49,27 @@ def make(codec: Any = "sign", which: str = "adamw", **options: Any) -> tuple[Any
 @on_ranks(then=all_equal)
 @pytest.mark.parametrize(
     ("which", "ranks"),
-    [("adamw", 2), ("adamw", 3), ("adamw on shards", 2), ("adamw on shards", 3)],
+    [
+        (kind + where, n)
+        for kind in ("adamw", "sgd")
+        for where in ("", " on shards")
+        for n in (2, 3)
+    ],
 )
 @pytest.mark.parametrize("codec", ["sign", "topk:0.02"])
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
 def test_a_step_is_that_of_the_formula(rank, size, which, codec):
     model, optimizer = make(codec, which, refresh=1, feedback=EXACTLY)
-    shards = size if which == "adamw on shards" else 1
+    shards = size if which.endswith("on shards") else 1
+    kind = PlainSGD if which.startswith("sgd") else PlainAdamW
     plain = {
-        n: PlainAdamW(whole(named(model)[n]).detach(), size, codec, shards)
-        for n in ("big", "small")
+        n: kind(whole(named(model)[n]).detach(), size, codec, shards) for n in ("big", "small")
     }
     for number in range(6):
+        if kind is PlainSGD and number == 3:  # as a schedule changes it
+            optimizer.param_groups[0]["momentum"] = 0.5
+            for reference in plain.values():
+                reference.momentum = 0.5
         table.step(model, optimizer, gradients(rank, number))
         for name, reference in plain.items():
             reference.step([gradients(r, number)[name] for r in range(size)])

@@ -1,0 +1,120 @@
+"""CodedSGD beside torch's SGD; its formula is in test_coded_adamw.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler
+
+import pycomm
+from tests.torch.harness import equal, values
+from tests.torch.optim import table
+from tests.torch.optim.table import gradients, integers, train
+from tests.torch.pool import on_ranks
+
+SIZES = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("which", ["sgd", "sgd on shards"])
+def test_a_schedule_moves_exact_values_as_with_torch(rank, size, which):
+    model, plain = (table.wrap(which, table.net()) for _ in range(2))
+    one = table.coded(which, model, codec="fp32", **SIZES)
+    two = torch.optim.SGD(plain.parameters(), **SIZES)
+    for step in range(12):
+        settings = [(0.01, 0.9, 0.1), (0.0, 0.5, 0.1), (0.02, 0.0, 0.0), (0.01, 0.95, 0.5)]
+        for optimizer in (one, two):
+            named = zip(("lr", "momentum", "weight_decay"), settings[step % 4], strict=True)
+            optimizer.param_groups[0].update(named)
+        train(model, one, rank, range(step, step + 1))
+        train(plain, two, rank, range(step, step + 1))
+        assert equal(values(model), values(plain))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("which", ["sgd", "sgd on shards"])
+@pytest.mark.parametrize("changes", ["at once", "one cycle"])
+def test_a_schedule_of_the_momentum_stays_near_that_of_torch(rank, size, which, changes):
+    """Values move as far in the same direction: what is kept has the unit of torch's buffer."""
+    found = []
+    for is_coded in (True, False):
+        model = table.wrap(which, table.net())
+        make: Any = (
+            table.coded
+            if is_coded
+            else lambda w, m, codec, **o: table.plain(w, m.parameters(), **o)
+        )
+        optimizer = make(which, model, codec="int4", **SIZES)
+        cycle = lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=40)
+        before = values(model)
+        for step in range(40):
+            if changes == "at once":
+                optimizer.param_groups[0].update(lr=0.01, momentum=0.9 if step < 20 else 0.5)
+            common = integers(0, step)
+            given = {n: common[n] + g for n, g in gradients(rank, step).items()}
+            table.step(model, optimizer, given)
+            if changes == "one cycle" and step < 39:
+                cycle.step()
+        found.append([a - b for a, b in zip(values(model), before, strict=True)])
+    for ours, theirs in zip(*found, strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < 0.05
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("which", ["sgd", "sgd on shards"])
+def test_weight_decay_is_that_of_torch(rank, size, which):
+    """Of a matrix without gradients, which also has a momentum in torch's SGD."""
+    found = []
+    for is_coded in (True, False):
+        model = table.wrap(which, table.net())
+        options = {**SIZES, "lr": 1e-3}
+        make: Any = table.coded if is_coded else table.plain
+        optimizer = make(which, model if is_coded else model.parameters(), **options)
+        for _ in range(100):
+            zeros = {name: torch.zeros(shape) for name, shape in table.SHAPES.items()}
+            table.step(model, optimizer, zeros)
+        found.append(values(model))
+    for ours, theirs in zip(*found, strict=True):
+        # Both are 0.9 of what they were; torch's begins ten steps later.
+        assert ours.norm() / theirs.norm() == pytest.approx(1.0, abs=0.012)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("codec", ["fp32", "sign"])
+def test_a_float64_parameter_keeps_its_digits(rank, size, codec):
+    """It is exact whatever the codec."""
+    model, plain = (table.wrap("sgd", table.net().double()) for _ in range(2))
+    one = table.coded("sgd", model, codec=codec, lr=2.0**-24)
+    two = table.plain("sgd", plain.parameters(), lr=2.0**-24)
+    for step in range(3):
+        given = {name: g.double() for name, g in gradients(rank, step).items()}
+        table.step(model, one, given)
+        table.step(plain, two, given)
+    assert equal(values(model), values(plain))
+
+
+def learns(rank: int, size: int, codec: str) -> float:
+    """Fit a linear map from noisy batches of each rank; return the error."""
+    torch.manual_seed(1)
+    net = torch.nn.Linear(64, 48, bias=False)
+    model = DistributedDataParallel(net)
+    wanted = torch.randn(48, 64, generator=torch.Generator().manual_seed(2)) / 8
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    coded: Any = pycomm.code_optimizer(optimizer, model, codec)
+    generator = torch.Generator().manual_seed(3 + rank)
+    for _ in range(150):
+        x = torch.randn(32, 64, generator=generator)
+        coded.zero_grad()
+        (model(x) - x @ wanted.T).square().mean().backward()
+        coded.step()
+    return float((net.weight.detach() - wanted).square().mean())
+
+
+@pytest.mark.parametrize("codec", ["sign", "eden:bits=1,scale=mmse"])
+def test_one_bit_learns_what_exact_momentum_learns(pool, codec):
+    untrained = 1 / 64 + 1 / (3 * 64)  # of the wanted map and of torch's initial one
+    for coded in pool.run(learns, codec):
+        assert coded < 1e-3 * untrained
