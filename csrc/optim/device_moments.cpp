@@ -99,7 +99,7 @@ void DeviceMoments::encode(const Pass& pass, const std::vector<Turn>& turns,
 }
 
 void DeviceMoments::sent(const void* values, DType dtype, const std::vector<Sending>& sendings,
-                         const float* swapped, const Stream& stream) const {
+                         bool divides, const float* swapped, const Stream& stream) const {
   for_all(matrices_, stream, swapped, [&](const Matrix& m, size_t i) {
     const Sending& by = sendings.at(i);
     auto params = params_of<SentParams>(m);
@@ -107,8 +107,9 @@ void DeviceMoments::sent(const void* values, DType dtype, const std::vector<Send
     params.before = by.before == nullptr ? m.residual.at[by.residual] : by.before;
     params.after = m.residual.at[1 - by.residual];
     params.out = m.own.at[by.own];
-    params.form = m.residual.form;
-    params.out_form = m.own.form;
+    params.form = static_cast<uint8_t>(m.residual.form);
+    params.out_form = static_cast<uint8_t>(m.own.form);
+    params.divides = divides ? 1 : 0;
     params.kept = by.kept;
     run(name("sent", dtype), params, m.rows.numel(), kPatch, stream);
   });

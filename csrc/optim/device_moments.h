@@ -14,7 +14,7 @@ class PYCOMM_API DeviceMoments : public Matrices {
  public:
   void squares(const Pass& pass, const std::vector<Turn>& turns, const Stream& stream) const;
   void encode(const Pass& pass, const std::vector<Turn>& turns, const Stream& stream) const;
-  void sent(const void* values, DType dtype, const std::vector<Sending>& sendings,
+  void sent(const void* values, DType dtype, const std::vector<Sending>& sendings, bool divides,
             const float* swapped, const Stream& stream) const;
   void land(void* values, DType dtype, double unit, bool divides, const Stream& stream) const;
   void collect(float* sums, const Stream& stream) const;

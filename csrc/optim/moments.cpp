@@ -170,8 +170,8 @@ PYCOMM_SIMD void divide_row(float* __restrict g, const float* __restrict m,
 }
 
 /// The same where nothing divides.
-PYCOMM_SIMD void blend_row(float* __restrict g, const float* __restrict m, size_t count,
-                           float beta, float rest) {
+PYCOMM_SIMD void blend_row(float* __restrict g, const float* __restrict m, size_t count, float beta,
+                           float rest) {
   for (size_t j = 0; j < count; j++) g[j] = g[j] * rest + m[j] * beta;
 }
 
@@ -208,13 +208,18 @@ PYCOMM_SIMD void move_row(float* __restrict x, const float* __restrict g,
 }
 
 /// The same without denominators; also writes what is kept of the momentum.
-PYCOMM_SIMD void move_plainly(float* __restrict x, const float* __restrict g,
-                              float* __restrict out, size_t count, float lr, float keep,
-                              float kept) {
+PYCOMM_SIMD void move_plainly(float* __restrict x, const float* __restrict g, float* __restrict out,
+                              size_t count, float lr, float keep, float kept) {
   for (size_t j = 0; j < count; j++) {
     out[j] = g[j] * kept;
     x[j] = x[j] * keep - g[j] * lr;
   }
+}
+
+/// What was sent of values that nothing divides.
+PYCOMM_SIMD void sent_plainly(const float* x, const float* before, const float* after, float* out,
+                              size_t count, float kept) {
+  for (size_t j = 0; j < count; j++) out[j] = (x[j] + before[j] - after[j]) * kept;
 }
 
 PYCOMM_SIMD void sent_row(const float* __restrict x, const float* __restrict before,
@@ -614,15 +619,21 @@ void sent_block(const Sent& item, size_t block, bool far) {
       e = loaded(item.before, at, count, before);
       left = loaded(item.after, at, count, after);
     }
-    over_rows(item.shape, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
-      const float row = item.by.of_row(i) * item.kept;
-      if (e) {
-        sent_row(values + k, e + k, left + k, item.by.column + j, out + k, n, row);
-      } else {
-        std::memcpy(out + k, values + k, 4 * n);
-        multiply_row(out + k, item.by.column + j, n, row);
-      }
-    });
+    if (!item.by.column && e) {
+      sent_plainly(values, e, left, out, count, item.kept);
+    } else if (!item.by.column) {
+      scale_to(values, out, count, item.kept);
+    } else {
+      over_rows(item.shape, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
+        const float row = item.by.of_row(i) * item.kept;
+        if (e) {
+          sent_row(values + k, e + k, left + k, item.by.column + j, out + k, n, row);
+        } else {
+          std::memcpy(out + k, values + k, 4 * n);
+          multiply_row(out + k, item.by.column + j, n, row);
+        }
+      });
+    }
     if (item.out.form == kFloat32) {
       put(floats_at(item.out) + at, out, count, far);
     } else {
@@ -763,7 +774,7 @@ void HostMoments::encode(const Pass& pass, const std::vector<Turn>& turns, int t
 }
 
 void HostMoments::sent(const void* values, DType dtype, const std::vector<Sending>& sendings,
-                       const float*, int threads) const {
+                       bool divides, const float*, int threads) const {
   std::vector<Sent> items;
   for (size_t i = 0; i < matrices_.size(); i++) {
     const Matrix& m = matrices_[i];
@@ -772,7 +783,7 @@ void HostMoments::sent(const void* values, DType dtype, const std::vector<Sendin
         by.before == nullptr ? m.residual.at[by.residual] : const_cast<uint8_t*>(by.before);
     items.push_back({{place(values, dtype, m), form_of(dtype)},
                      shape_of(m),
-                     factors_of(m),
+                     divides ? factors_of(m) : MatrixFactors{},
                      by.kept,
                      {before, m.residual.form},
                      {m.residual.at[1 - by.residual], m.residual.form},
@@ -784,16 +795,20 @@ void HostMoments::sent(const void* values, DType dtype, const std::vector<Sendin
 void HostMoments::land(void* values, DType dtype, double unit, bool divides, int threads) const {
   const auto by_unit = static_cast<float>(unit);
   over_blocks(matrices_, threads, [&](const Matrix& m, size_t block, bool) {
-    if (!divides) return;
+    if (!divides && by_unit == 1) return;
     const Stored x{place(values, dtype, m), form_of(dtype)};
     const MatrixFactors by = factors_of(m);
     const Shape shape = shape_of(m);
     over_slices(shape, block, [&](size_t at, size_t count) {
       Slice room;
       auto* const made = const_cast<float*>(loaded(x, at, count, room));
-      over_rows(shape, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
-        multiply_row(made + k, by.column + j, n, by.of_row(i) * by_unit);
-      });
+      if (!divides) {
+        scale_to(made, made, count, by_unit);
+      } else {
+        over_rows(shape, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
+          multiply_row(made + k, by.column + j, n, by.of_row(i) * by_unit);
+        });
+      }
       if (x.form != kFloat32) put(x, at, made, count, false);
     });
   });

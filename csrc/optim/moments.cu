@@ -397,8 +397,12 @@ __global__ void __launch_bounds__(cuda::kThreads) sent(const codecs::Batch<SentP
         x = x + stored_value(before, args.form, at.i);
         x = x - stored_value(after, args.form, at.i);
       }
-      const float by_row = factor_of(room.by_row, args.rows, at.row) * args.kept;
-      x = x * by_row * room.by_column[at.column];
+      if (args.divides != 0) {
+        const float by_row = factor_of(room.by_row, args.rows, at.row) * args.kept;
+        x = x * by_row * room.by_column[at.column];
+      } else {
+        x = x * args.kept;
+      }
     }
     store_lanes(args.out, args.out_form, at.i, at.there(), x);
   }
@@ -415,9 +419,13 @@ __global__ void __launch_bounds__(cuda::kThreads) land(const codecs::Batch<LandP
   for (int k = 0; k < kEach; k++, at.next()) {
     if (!at.there()) continue;
     float x = Value::decode(values[at.i]);
-    if (args.divides != 0) {
-      const float by_row = factor_of(room.by_row, args.rows, at.row) * args.unit;
-      const typename Value::Code code = Value::encode(x * by_row * room.by_column[at.column]);
+    if (args.divides != 0 || args.unit != 1.0f) {
+      float by_row = args.unit, by_column = 1.0f;
+      if (args.divides != 0) {
+        by_row = factor_of(room.by_row, args.rows, at.row) * args.unit;
+        by_column = room.by_column[at.column];
+      }
+      const typename Value::Code code = Value::encode(x * by_row * by_column);
       values[at.i] = code;
       x = Value::decode(code);
     }

@@ -136,8 +136,8 @@ class PYCOMM_API HostMoments : public Matrices {
   /// Adds up those of the others, and replaces gradients g by p = (beta m + rest g) / d. A shard
   /// of more squares than is allowed is scaled down to that.
   void encode(const Pass& pass, const std::vector<Turn>& turns, int threads) const;
-  /// Stores what was sent of coded values x: (x + e before - e after) d kept.
-  void sent(const void* values, DType dtype, const std::vector<Sending>& sendings,
+  /// Stores what was sent of coded values x: (x + e before - e after) d kept. `divides`: see Pass.
+  void sent(const void* values, DType dtype, const std::vector<Sending>& sendings, bool divides,
             const float* swapped, int threads) const;
   /// Multiplies coded values by unit and, if they were divided, by d; and looks at them.
   void land(void* values, DType dtype, double unit, bool divides, int threads) const;

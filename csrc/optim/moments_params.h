@@ -277,7 +277,8 @@ struct SentParams {
   const uint8_t* after;
   uint8_t* out;
   Rows rows;
-  uint16_t form, out_form;
+  uint8_t form, out_form;
+  uint16_t divides;  ///< 0: factors are 1
   float kept;
   uint32_t swapped;  ///< not 0: `before` and `after` are exchanged
 };
@@ -289,7 +290,7 @@ struct LandParams {
   float* room;
   Rows rows;
   float unit;
-  uint32_t divides;  ///< 0: values stay as they are
+  uint32_t divides;  ///< 0: factors are 1
 };
 
 struct MoveParams {

@@ -84,7 +84,7 @@ class ShardedMomenta(Momenta):
             unit=self._scale,
             ranks=self.state.process_group.size(),
             looks=self._exchanges_sums,
-            divides=True,
+            divides=self._kind.divides,
         )
         job.encode(scale=self._scale_on)
         wait = self.reducer.scatter(output, input, names, group, average=average)

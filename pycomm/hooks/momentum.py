@@ -346,7 +346,7 @@ class Momenta(Transform, ABC):
             unit=self._scale,
             ranks=ranks,
             looks=self._exchanges_sums,
-            divides=ranks > 1 or self._divides(names),
+            divides=self._divides(names),
             room=room if copies else None,
         )
         if single:
@@ -376,6 +376,8 @@ class Momenta(Transform, ABC):
 
     def _divides(self, names: Sequence[str]) -> bool:
         """Return whether a momentum is divided by d: not where it is not coded, on one rank."""
+        if not self._kind.divides:
+            return False
         return self.state.process_group.size() > 1 or self._scale != 1 or self.reducer.is_fed(names)
 
     def _table_of(self, bucket: Bucket) -> Table:

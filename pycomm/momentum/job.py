@@ -116,7 +116,9 @@ class Job:
             kept = self._table.parts[i // shards][0].kept
             sendings.append((at, side, 1 - own[i // shards].side, kept))
         at = self.coded.data_ptr()
-        self._passes.call(self._table.native.sent, at, self._dtype, sendings, self._swapped)
+        self._passes.call(
+            *(self._table.native.sent, at, self._dtype, sendings, self._divides, self._swapped)
+        )
 
     def land(self, result: torch.Tensor | None = None) -> None:
         """Make the ranks' mean a momentum.

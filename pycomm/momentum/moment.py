@@ -16,8 +16,9 @@ matrix it is the outer product of its row and column sums, divided by their tota
 2018, "Adafactor", section 3): n + m numbers, which travel exactly. Division by d before coding
 makes all values of a block equally large, as they are in AdamW's update.
 
-SGD moves parameters by m, of which its buffer is 1 / (1 - b1) times as much, and keeps m and o in
-that unit, so that they stay what they are when a schedule changes b1. Its weight decay, which
+For SGD d is 1, but for the bound of its gradients: values count by their size, as in its update.
+Its buffer is 1 / (1 - b1) times m, and m and o are kept in that unit, so that they stay what they
+are when a schedule changes b1. Its weight decay, which
 enters the buffer as a gradient, is exact and equal on all ranks: it is subtracted at once, as much
 as it comes to, and does not travel.
 
@@ -126,7 +127,7 @@ class CodedMoment(ABC):
     key: ClassVar[str]
     """and that of the momentum in its state."""
     divides: ClassVar[bool]
-    """Parameters move by the momentum over d."""
+    """The momentum is coded, and parameters move by it, divided by d."""
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ class CodedMoment(ABC):
         have a projection; see `agreement`."""
         self._has_weight = False
         self.knows = False
-        """There is a second moment by which to divide."""
+        """There is a second moment by which to divide, or nothing divides."""
         self.entered = False
         """The passes have written the sums of this backward."""
         self.landed = False
@@ -268,8 +269,9 @@ class CodedMoment(ABC):
         """Begin a backward; the host waits for a device until there is a second moment."""
         self.start()
         self.landed = self.entered = False
-        self._has_weight = self._has_weight or float(self.state["moment_weight"]) > 0
-        self.knows = self._has_weight
+        if self.divides and not self._has_weight:
+            self._has_weight = float(self.state["moment_weight"]) > 0
+        self.knows = self._has_weight or not self.divides
         step = int(self.state["step"])
         first, stride = agreement.turn(self.rows, step)
         signs = self._signs.data_ptr() + 4 * agreement.place_of_signs(step)

@@ -19,8 +19,8 @@ from pycomm.policy import Policy
 class CodedSGD(CodedOptimizer):
     """SGD that exchanges its momentum, in one bit a value or one value of a hundred.
 
-    It differs from `CodedAdamW` in how parameters move: by the momentum, which nothing divides. Its
-    coding is divided by the same second moments, so that values in a block are equally large.
+    It is `CodedAdamW` without the denominators: the momentum is coded and moves parameters as it
+    is, and second moments only bound a rank's gradient.
 
     After a backward, the ``grad`` of a coded parameter is (1 - momentum) times torch's momentum
     buffer, a mean of gradients. A number by which it was multiplied since, as by

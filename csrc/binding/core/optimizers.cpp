@@ -107,12 +107,13 @@ using SendingAt = std::tuple<uintptr_t, uint32_t, uint32_t, float>;
 
 template <typename Moments>
 void sent(const Moments& self, uintptr_t values, DType dtype,
-          const std::vector<SendingAt>& sendings, uintptr_t swapped, uintptr_t where) {
+          const std::vector<SendingAt>& sendings, bool divides, uintptr_t swapped,
+          uintptr_t where) {
   std::vector<moments::Sending> all;
   for (const auto& [before, residual, own, kept] : sendings) {
     all.push_back({bytes(before), residual, own, kept});
   }
-  self.sent(pointer(values), dtype, all, floats(swapped), Where<Moments>(where).at);
+  self.sent(pointer(values), dtype, all, divides, floats(swapped), Where<Moments>(where).at);
 }
 
 template <typename Moments>
@@ -145,8 +146,8 @@ template <typename Moments>
 void move(const Moments& self, const std::vector<StepAt>& steps, DType dtype, uintptr_t where) {
   std::vector<moments::Step> all;
   for (const auto& [matrix, values, gradient, by, kept, divides, probed] : steps) {
-    all.push_back({matrix, pointer(values), pointer(gradient), by[0], by[1], by[2], kept, divides,
-                   probed});
+    all.push_back(
+        {matrix, pointer(values), pointer(gradient), by[0], by[1], by[2], kept, divides, probed});
   }
   self.move(all, dtype, Where<Moments>(where).at);
 }

@@ -87,7 +87,7 @@ class Followed(ABC):
         if self.kind == "sgd" and step == CHANGED:
             self.group["momentum"] = 0.6
         unit = 1.0 if self.dtype == torch.float16 or step in (WHOLE, *ALONE) else 4.0
-        looks, divides = step not in ALONE, step != WHOLE
+        looks, divides = step not in ALONE, self.kind != "sgd" and step != WHOLE
         generator = torch.Generator().manual_seed(step)
         scale = {HUGE: 500.0, WRONG: 1e30 if self.dtype != torch.float16 else 1.0}.get(step, 1.0)
         shape = len(self.coded_here), sum(self.sizes)
@@ -221,7 +221,7 @@ class ByDefinition(Followed):
             shards.append(dict(zip(self.coded_here, parts, strict=True)))
             by = 1 / unit
             counts = moment.look(shards[i], by, looks)
-            if moment.scale is None:
+            if moment.scale is None and not moment.is_sgd:
                 moment.provide(moment.local_sums() * RANKS / RANKS)
             e, o = self.kept[i]
             places = {shard: place for place, shard in enumerate(self.coded_here)}
@@ -234,7 +234,7 @@ class ByDefinition(Followed):
         for i, (moment, (e, o)) in enumerate(zip(self.all, self.kept, strict=True)):
             for place, (shard, values) in enumerate(shards[i].items()):
                 residuals = e.stored_worker(place), e.fresh_worker(place)
-                sent = moment.sent(values, *residuals, shard)
+                sent = moment.sent(values, *residuals, shard, divides=divides)
                 storage.store(sent.reshape(-1), o.fresh_worker(place))
             own = self.part(mean[None], i).view(self.padded[i], moment.columns)
             moment.land(own, unit, divides)

@@ -59,6 +59,8 @@ class PlainAdamW:
     Its rows are dealt to `shards` ranks, whose shards are coded one by one.
     """
 
+    divides = True
+
     def __init__(self, start: torch.Tensor, ranks: int, codec: str, shards: int = 1) -> None:
         self.x, self.codec, self.ranks = start.clone(), pycomm.codec(codec), ranks
         self.m = torch.zeros_like(start)
@@ -89,7 +91,7 @@ class PlainAdamW:
         r, c, weight = (self.row, self.column, self.weight) if self.t else (row, column, 1.0)
         floors = [heard.floor(one) for heard, one in zip(self.heard, (r, c), strict=True)]
         r, c = torch.maximum(r, floors[0]) / (r.sum() * weight), torch.maximum(c, floors[1])
-        d = torch.outer(r.sqrt(), c.sqrt())
+        d = torch.outer(r.sqrt(), c.sqrt()) if self.divides else torch.ones_like(self.x)
         v = min(0.99, float(self.v))
         b = max(0.0, int(1024 * (beta1 - v) / (1 - v)) / 1024)
         left = coded = 0.0
@@ -131,6 +133,7 @@ class PlainAdamW:
 class PlainSGD(PlainAdamW):
     """The same for SGD, whose momentum may change."""
 
+    divides = False
     momentum: float = SIZES_OF_SGD["momentum"]
 
     @property

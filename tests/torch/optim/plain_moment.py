@@ -243,16 +243,18 @@ class PlainMoment:
                 for k, errors in enumerate((e, p + e)):
                     self.fresh[self.rows + self.columns + k] += total(row_sums(errors * errors))
 
-    def sent(self, x: torch.Tensor, before: Any, after: Any, shard: int) -> torch.Tensor:
+    def sent(
+        self, x: torch.Tensor, before: Any, after: Any, shard: int, *, divides: bool
+    ) -> torch.Tensor:
         """What was sent of a shard's coded values: (x + before - after) d kept."""
-        row, column = self.d(shard)
+        row, column = self.d(shard) if divides else (number(1.0), number(1.0))
         row = row * number(self.kept)
         return (x.float() + floats(before, x.shape) - floats(after, x.shape)) * row * column
 
     def land(self, values: torch.Tensor, unit: float, divides: bool) -> None:
         """Make the mean of the own shard a momentum, and look at its first values."""
-        if divides:
-            row, column = self.d(self.shard)
+        if divides or unit != 1:
+            row, column = self.d(self.shard) if divides else (number(1.0), number(1.0))
             values.copy_(values.float() * (row * number(unit)) * column)
         real = (self.rows_of(self.shard).stop - self.rows_of(self.shard).start) * self.columns
         first = values.reshape(-1)[: min(2048, real)].float()

@@ -451,7 +451,7 @@ def of_all_ranks(rank: int, size: int, which: str, refresh: int) -> list[list[to
                 given["big"][3, 4] = 1e20
             table.step(model, optimizer, given)
         shared = ("row", "column", "moment_weight", "coding_error", "momentum_buffer")
-        kept = [s[key] for s in optimizer.state.values() for key in shared if key in s]
+        kept = [whole(s[key]) for s in optimizer.state.values() for key in shared if key in s]
         assert all(one.isfinite().all() for one in kept)
         found.append([*kept, *values(model)])
         found.append([moment.numbers[4] for moment in optimizer.momenta.moments.values()])
