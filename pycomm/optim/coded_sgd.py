@@ -34,8 +34,9 @@ class CodedSGD(CodedOptimizer):
         momentum: from 0 to below 1. There is no dampening, and Nesterov's form is not offered,
             since no rank knows the mean gradient. The coefficient that is used is smaller: the
             codec's delay is a part of its horizon.
-        weight_decay: as torch's, which comes to ``lr * weight_decay / (1 - momentum)`` a step;
-            coded parameters have that from the first step on, and their momentum is without it.
+        weight_decay: as torch's, which comes to a share of ``lr * weight_decay / (1 - momentum)`` a
+            step. Coded parameters have that at once, and their momentum is without it; with torch
+            it lags behind by the momentum's horizon, in which it changes next to nothing.
         model, codec, refresh, scaler, feedback, seed: as for `CodedAdamW`.
 
     Raises:

@@ -47,7 +47,7 @@ def test_a_schedule_of_the_momentum_stays_near_that_of_torch(rank, size, which, 
             if is_coded
             else lambda w, m, codec, **o: table.plain(w, m.parameters(), **o)
         )
-        optimizer = make(which, model, codec="int4", **SIZES)
+        optimizer = make(which, model, codec="int4", **{**SIZES, "weight_decay": 1e-3})
         cycle = lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=40)
         before = values(model)
         for step in range(40):
