@@ -64,7 +64,6 @@ void DeviceMoments::square(const Pass& pass, const std::vector<Turn>& turns, boo
     params.unit_squared = static_cast<float>(pass.unit * pass.unit);
     params.bound = pass.bound;
     params.ranks = pass.ranks;
-    params.kept = turn.kept;
     run(name("squares", pass.dtype), params, m.rows.blocks() * m.rows.patches(), 1, stream);
   });
 }
@@ -92,6 +91,7 @@ void DeviceMoments::encode(const Pass& pass, const std::vector<Turn>& turns,
     params.copy = place(pass.copy, pass.dtype, m);
     scratch += m.rows.scratch_floats();
     params.left = scratch - 2 * m.rows.cells();
+    params.by_kept = 1.0f / turn.kept;
     params.divides = pass.divides ? 1 : 0;
     const size_t groups = (m.rows.count + kEncodeRows - 1) / kEncodeRows;
     run(name("encode", pass.dtype), params, groups * m.rows.patches(), 1, stream);

@@ -744,8 +744,8 @@ void take_turns(const std::vector<Matrix>& matrices, const Pass& pass,
     }
     task.looks_only = new_ones;
     if (!new_ones) {
-      set_step(numbers, turn.momentum, pass.unit, turn.kept);
-      task.beta = numbers.beta;
+      set_step(numbers, turn.momentum, pass.unit);
+      task.beta = numbers.beta * (1.0f / turn.kept);
       task.rest = numbers.rest;
       if (pass.divides) task.by = factors_of(m);
       if (task.beta > 0) {

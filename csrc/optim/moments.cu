@@ -24,9 +24,11 @@ __device__ __forceinline__ uint32_t patches_of(const Rows& rows) {
   return static_cast<uint32_t>(rows.patches());
 }
 
+/// Returns the room of a matrix. It always has one: asking keeps its addresses, which come late in
+/// most kernels, out of registers that are scarce before.
 template <typename Params>
 __device__ __forceinline__ Room room_of(const Params& args) {
-  return room_at(args.room, args.rows.all, args.rows.columns);
+  return args.room == nullptr ? Room{} : room_at(args.room, args.rows.all, args.rows.columns);
 }
 
 /// Returns the factor of a row of a shard; that of padding changes nothing.
@@ -182,7 +184,7 @@ __device__ inline void finish_squares(const SquaresParams& args, const Room& roo
     const bool is_above = numbers.weight > 0 && energy > most;
     room.shares[s] = is_above ? sqrtf(most / energy) : 1.0f;
   }
-  if (threadIdx.x == 0) set_step(numbers, args.momentum, args.unit, args.kept);
+  if (threadIdx.x == 0) set_step(numbers, args.momentum, args.unit);
 }
 
 template <typename Value>
@@ -258,7 +260,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode(const codecs::Batch<Enc
   const size_t tile = codecs::warp_of(args), group = tile / patches;
   const auto patch = static_cast<uint32_t>(tile % patches);
   const size_t first = group * kEncodeRows;
-  const float beta = room.numbers->beta, rest = room.numbers->rest;
+  const float beta = room.numbers->beta * args.by_kept, rest = room.numbers->rest;
   const float share = room.shares[rows.shard];
   const float other = (1 - share) * beta;
   const bool goes_on = beta > 0;

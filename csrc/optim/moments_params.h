@@ -170,11 +170,10 @@ PYCOMM_HD double shortened(double momentum, double error) {
   return found > 0 ? found : 0.0;
 }
 
-/// Sets what the momentum and the gradient are multiplied by in a step. `kept`: of what is kept of
-/// the momentum, see Turn.
-PYCOMM_HD void set_step(Numbers& numbers, double momentum, double unit, float kept) {
+/// Sets what a mean momentum and the gradient are multiplied by in a step.
+PYCOMM_HD void set_step(Numbers& numbers, double momentum, double unit) {
   const double beta = shortened(momentum, numbers.coding_error);
-  numbers.beta = static_cast<float>(beta / kept);
+  numbers.beta = static_cast<float>(beta);
   numbers.rest = static_cast<float>((1 - beta) * unit);
 }
 
@@ -251,7 +250,7 @@ struct SquaresParams {
   float unit_squared;
   float bound;     ///< g's squares count at most bound^2 times the second moment
   uint32_t ranks;  ///< that average their momenta
-  float kept;
+  uint32_t unused;
 };
 
 struct EncodeParams {
@@ -265,6 +264,7 @@ struct EncodeParams {
   float* left;                ///< [2, rows, patches] of the shard, for parts of the sums of errors
   Rows rows;
   uint16_t momentum_form, form;
+  float by_kept;     ///< by which the momentum is a mean one
   uint32_t divides;  ///< 0: factors are 1
 };
 static_assert(sizeof(EncodeParams) <= 96);

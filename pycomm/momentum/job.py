@@ -84,7 +84,7 @@ class Job:
             read = own[i].side if own is not None and goes_on else -1
             turn = (
                 *(signs if self._looks else 0, first, stride),
-                *(moment.momentum, moment.kept, read, side, not moment.knows),
+                *(*moment.by, read, side, not moment.knows),
             )
             turns += [turn] * shards
             self._sides += [side] * shards
@@ -113,7 +113,7 @@ class Job:
         sendings = []
         for i, (before, side) in enumerate(zip(befores, self._sides, strict=True)):
             at = 0 if before is None else before.data_ptr()
-            kept = self._table.parts[i // shards][0].kept
+            _, kept = self._table.parts[i // shards][0].by
             sendings.append((at, side, 1 - own[i // shards].side, kept))
         at = self.coded.data_ptr()
         self._passes.call(

@@ -163,6 +163,8 @@ class CodedMoment(ABC):
         self.turn = (0, 0, 1)
         """Of this step: address of the signs, and the first row and the distance of those that
         have a projection; see `agreement`."""
+        self.by = (0.0, 1.0)
+        """Of this step: `momentum` and `kept`, which the passes of a bucket look at."""
         self._has_weight = False
         self.knows = False
         """There is a second moment by which to divide, or nothing divides."""
@@ -276,6 +278,7 @@ class CodedMoment(ABC):
         first, stride = agreement.turn(self.rows, step)
         signs = self._signs.data_ptr() + 4 * agreement.place_of_signs(step)
         self.turn = signs, first, stride
+        self.by = self.momentum, self.kept
 
     def use(self, codec: Codec) -> None:
         """Set the codec of this step: another one's error is not known yet."""

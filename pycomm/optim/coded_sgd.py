@@ -98,6 +98,8 @@ class CodedSGD(CodedOptimizer):
             [local(parameter) for parameter in parameters],
             [local(parameter.grad) for parameter in parameters],  # type: ignore[arg-type]
             [local(self.state[parameter]["momentum_buffer"]) for parameter in parameters],
+            # None: the default of torch, which is lists on a device alone, with other bits.
+            foreach=True if self.momenta.moments else None,
             lr=float(group["lr"]),
             momentum=float(group["momentum"]),
             weight_decay=float(group["weight_decay"]),

@@ -458,7 +458,7 @@ BOUNDS = (
     Mutant(
         "coded-sgd-goes-on-in-another-unit",
         "pycomm/momentum/job.py::Job.sent",
-        "kept = self._table.parts[i // shards][0].kept",
+        "_, kept = self._table.parts[i // shards][0].by",
         "kept = 1.0",
         "torch/optim/test_coded_adamw.py::test_a_step_is_that_of_the_formula",
     ),

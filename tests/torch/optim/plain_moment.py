@@ -225,7 +225,7 @@ class PlainMoment:
         beta = shortened(self.beta1, float(self.error))
         for shard, values in shards.items():
             real = self.rows_of(shard).stop - self.rows_of(shard).start
-            by = number(beta / float(number(self.kept)))
+            by = number(beta) * (1 / number(self.kept))
             p = values.float() * number((1 - beta) * unit)
             row, column = (1 / one for one in self.d(shard)) if divides else (1.0, 1.0)
             m = torch.zeros_like(p)
