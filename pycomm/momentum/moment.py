@@ -349,6 +349,7 @@ class SGDMoment(CodedMoment):
 
     optimizer, key, divides = "CodedSGD", "momentum_buffer", False
     decay = 0.99
+    """A horizon of a hundred steps, since nothing but the bound of gradients asks for them."""
 
     @property
     def momentum(self) -> float:
